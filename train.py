@@ -1,10 +1,9 @@
 """Trains a recipe, or shows the plan: `python train.py --config configs/qwen_moe_muon.toml [--dry-run]`."""
 
-import os
 import sys
 
 import models  # noqa: F401 (registers the families)
-from titan_muon.titan.launch.endings import earlier_end, record_end
+from titan_muon.titan.launch.endings import earlier_end, is_first, record_end
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.command_line import Command, parse
 from titan_muon.titan.recipe.files import keys_of_the_command_line
@@ -47,8 +46,8 @@ if __name__ == "__main__":
         code = main(parse(sys.argv[1:])) if ended is None else ended
     except RecipeError as error:
         code = 2
-        # Every rank reads the same recipe and finds the same mistake.
-        first = os.environ.get("RANK", "0") == "0"
+        # Most mistakes are those of every rank, and torchrun ends the others at the first end.
+        first = is_first(str(error))
         record_end(str(error), code, first=first)
         if first:
             print(f"error: {error}", file=sys.stderr, flush=True)

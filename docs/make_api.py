@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 import sys
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,23 @@ import titan_muon  # noqa: E402
 PAGE = ROOT / "docs" / "api.md"
 HEAD = """# API
 
-The public names of `titan_muon`. `python docs/make_api.py` writes this page from docstrings.
+The public names of `titan_muon`, then those of its modules. `python docs/make_api.py` writes this page from docstrings.
 [options.py](../titan_muon/options.py) declares the options of Muon, and [options.md](options.md) has tables of them.
 """
+
+MODULES = {
+    "titan_muon.adam": ("AdamW",),
+    "titan_muon.options": ("OptionError", "Split"),
+    "titan_muon.orthogonalize": ("iteration", "orthogonalize"),
+    "titan_muon.orthogonalize.dispatch": ("Method",),
+    "titan_muon.owned": ("full_state_dict", "gather", "is_owned", "load_full_state_dict"),
+    "titan_muon.qk_clip": ("AttentionLayer", "HeadWeight", "QKClip", "key_rows", "query_rows"),
+    "titan_muon.registry": ("OptimizerEntry", "Registry"),
+    "titan_muon.rules.muon": ("MuonRule",),
+    "titan_muon.state.rule_states": ("StateSpec",),
+    "titan_muon.titan": ("HybridOptimizers", "HybridOptimizers.Config"),
+}
+"""Public names that `titan_muon` does not export."""
 
 
 def signature(thing: Any) -> str:
@@ -30,7 +46,7 @@ def signature(thing: Any) -> str:
         if parameter.name != "self":
             default = parameter.default if isinstance(parameter.default, int | float | str | None | tuple) else ...
             parameters.append(parameter.replace(annotation=inspect.Parameter.empty, default=_short(parameter, default)))
-    return str(inspect.Signature(parameters))
+    return str(inspect.Signature(parameters)).replace("Ellipsis", "...")
 
 
 def _short(parameter: inspect.Parameter, default: Any) -> Any:
@@ -56,6 +72,9 @@ def page() -> str:
     lines = [HEAD]
     for name in sorted(titan_muon.__all__, key=str.lower):
         lines += section(name, getattr(titan_muon, name))
+    for module, names in MODULES.items():
+        for name in names:
+            lines += section(f"{module}.{name}", attrgetter(name)(import_module(module)))
     return "\n".join(lines).rstrip() + "\n"
 
 

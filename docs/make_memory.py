@@ -32,25 +32,25 @@ OPTIONS = {
     "optimizer.offload": ("none", "state", CPU_OFFLOAD),
     "muon.state_dtype": ("float32", "bfloat16", "int8"),
     "adamw.state_dtype": ("parameter", "bfloat16"),
-    "muon.release_grads": (False, True),
 }
 HEADER = (
     *(f"`{key}`" for key in OPTIONS),
     "states between steps",
     "states in a step",
-    "gradients once all are packed",
+    "gradients once packed",
+    "with `muon.release_grads`",
     "device at most",
     "host",
 )
 
 
-def with_options(recipe: Recipe, offload: str, momentum: str, averages: str, releases: bool) -> Recipe:
+def with_options(recipe: Recipe, offload: str, momentum: str, averages: str) -> Recipe:
     """The recipe with a combination of options."""
     return replace(
         recipe,
         training=replace(recipe.training, enable_cpu_offload=offload == CPU_OFFLOAD),
         optimizer=replace(recipe.optimizer, offload="none" if offload == CPU_OFFLOAD else offload),
-        muon=replace(recipe.muon, state_dtype=momentum, release_grads=releases),
+        muon=replace(recipe.muon, state_dtype=momentum),
         adamw=replace(recipe.adamw, state_dtype=averages),
     )
 
@@ -59,10 +59,11 @@ def row(meta: MetaModel, memory: Memory, recipe: Recipe) -> Iterator[float]:
     """Bytes per parameter on a rank."""
     local = {name: parameter.to_local() for name, parameter in meta.parameters.items()}
     elements = sum(tensor.numel() for tensor in local.values())
-    kept = sum(local[a.fqn].nbytes for a in meta.assigned if a.optimizer != "muon" or not recipe.muon.release_grads)
-    kept = 0 if recipe.training.enable_cpu_offload else kept
+    gradients = [0, 0]
+    if not recipe.training.enable_cpu_offload:
+        gradients = [sum(local[a.fqn].nbytes for a in meta.assigned if a.optimizer != o) for o in ("", "muon")]
     between = memory.optimizer_states if memory.host_states == 0 else 0
-    sizes = (between, memory.optimizer_states, kept, memory.sizes["total"], sum(memory.host_sizes.values()))
+    sizes = (between, memory.optimizer_states, *gradients, memory.sizes["total"], sum(memory.host_sizes.values()))
     return (size / elements for size in sizes)
 
 

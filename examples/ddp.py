@@ -17,24 +17,23 @@ from titan_muon import Hybrid, clip_grad_norm_
 
 def train(folder: str, steps: int = 8, resume: bool = False, fsdp: bool = False) -> nn.Module:
     llama = model()
-    if fsdp:
-        for layer in llama.model.layers:
-            fully_shard(layer)
+    for layer in llama.model.layers if fsdp else ():
+        fully_shard(layer)
     wrapped = fully_shard(llama) if fsdp else DistributedDataParallel(llama)
     optimizer = Hybrid(wrapped, lr=2e-3)
     if resume:
-        states = dict(zip(("model", "optimizer"), get_state_dict(llama, optimizer), strict=True))
-        dcp.load(states, checkpoint_id=f"{folder}/state")
-        set_state_dict(llama, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+        weights, state = get_state_dict(llama, optimizer)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/state")
+        set_state_dict(llama, optimizer, model_state_dict=weights, optim_state_dict=state)
     for step, batch in enumerate(DataLoader(Tokens(), batch_size=2)):
         if (4 if resume else 0) <= step < steps:
             wrapped(**batch).loss.backward()
             clip_grad_norm_(wrapped.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        if step == 3:
-            states = dict(zip(("model", "optimizer"), get_state_dict(llama, optimizer), strict=True))
-            dcp.save(states, checkpoint_id=f"{folder}/state")
+        if step == 3 and not resume:
+            weights, state = get_state_dict(llama, optimizer)
+            dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/state")
     return llama
 
 

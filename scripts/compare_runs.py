@@ -5,13 +5,27 @@ Tables are Markdown.
 """
 
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import tyro
-from compare.run_folder import LOSSES, RunError, RunRecord, Series, common_steps, read_runs, smooth, smoothing_window
+from compare.run_folder import (
+    LOSSES,
+    PICTURE,
+    RunError,
+    RunRecord,
+    Series,
+    amount,
+    common_steps,
+    read_runs,
+    smooth,
+    smoothing_window,
+    value_at,
+)
+from compare.run_page import write_page
 from compare.run_picture import write_picture
 
 ABSENT = "-"
@@ -37,7 +51,7 @@ SPEEDS = {
 }
 
 
-def evenly(steps: Sequence[int], intervals: int = 10) -> list[int]:
+def evenly(steps: Sequence[float], intervals: int = 10) -> list[float]:
     """At most `intervals` + 1 of `steps`: the first, the last and evenly spaced steps between."""
     if len(steps) <= intervals + 1:
         return list(steps)
@@ -60,7 +74,7 @@ def thresholds(curves: dict[str, Series]) -> dict[str, float]:
     return dict(sorted(named.items(), key=lambda item: -item[1]))
 
 
-def first_reach(curve: Series, loss: float) -> int | None:
+def first_reach(curve: Series, loss: float) -> float | None:
     """First step at which `curve` is at or below `loss`."""
     return next((step for step, value in curve.items() if value <= loss), None)
 
@@ -94,11 +108,6 @@ def with_ratios(values: Sequence[float | None], digits: int) -> list[str]:
     return cells
 
 
-def counted(axis: str) -> str:
-    """Unit of an axis: steps or tokens."""
-    return {"step": "steps", "tokens": "tokens"}[axis]
-
-
 def recipe_section(runs: Sequence[RunRecord]) -> str:
     """Differing keys and the tokens per step, with a warning if these differ."""
     tokens = [run.tokens_per_step for run in runs]
@@ -110,7 +119,7 @@ def recipe_section(runs: Sequence[RunRecord]) -> str:
     if len(known) > 1:
         parts.append(
             "Warning: the runs do not train on the same tokens in a step: their losses at a step cannot be compared. "
-            "Compare them with `--axis tokens`, or give their recipes the same training.global_batch_size and seq_len."
+            "Compare them with `--x tokens`, or give their recipes the same training.global_batch_size and seq_len."
         )
     return "\n\n".join(parts)
 
@@ -123,41 +132,44 @@ def _differing_keys(runs: Sequence[RunRecord]) -> str:
 
 
 def loss_section(runs: Sequence[RunRecord], key: str, axis: str) -> str:
-    """`key` at common steps, and at each run's end if the ends differ."""
+    """`key` at common places of `axis`, and at each run's end if the ends differ."""
     missing = [run.label for run in runs if not run.of(key)]
     if missing:
         return f"Not recorded by {', '.join(missing)}."
-    steps = evenly(common_steps(runs, key))
+    places = evenly(common_steps(runs, key, axis))
     rows = [
-        [f"{step:,}" if axis == "tokens" else str(step), *with_differences([run.of(key)[step] for run in runs])]
-        for step in steps
+        [amount(place, axis), *with_differences([value_at(run.of(key), place) for run in runs])] for place in places
     ]
     ends = [max(run.of(key)) for run in runs]
-    if not steps or len(set(ends)) > 1:
+    if not places or len(set(ends)) > 1:
         lasts = with_differences([run.of(key)[end] for run, end in zip(runs, ends, strict=True)])
-        rows.append(["end", *(f"{axis} {end}: {last}" for end, last in zip(ends, lasts, strict=True))])
+        rows.append(["end", *(f"{axis} {amount(end, axis)}: {last}" for end, last in zip(ends, lasts, strict=True))])
+    if any(run.seeds > 1 for run in runs):
+        deviations = [list(run.spread.get(key, {}).values())[-1:] for run in runs]
+        rows.append(["± over seeds", *(f"{value[0]:.4f}" if value else ABSENT for value in deviations)])
     return markdown(axis, runs, rows)
 
 
-def reach_section(runs: Sequence[RunRecord], key: str, window: int, axis: str) -> str:
-    """Steps or tokens, and seconds if recorded, until the smoothed `key` first reaches each threshold."""
+def reach_section(runs: Sequence[RunRecord], key: str, window: float, axis: str) -> str:
+    """Steps, tokens or seconds until the smoothed `key` first reaches each threshold, and seconds if recorded."""
     curves = {run.label: smooth(run.of(key), window) for run in runs}
-    steps, seconds = [], []
+    places, seconds = [], []
     for name, loss in thresholds(curves).items():
         reached = [first_reach(curves[run.label], loss) for run in runs]
         times = [
-            None if step is None else run.of(f"seconds.{key}").get(step)
-            for run, step in zip(runs, reached, strict=True)
+            None if place is None else run.of(f"seconds.{key}").get(place)
+            for run, place in zip(runs, reached, strict=True)
         ]
-        steps.append([name, *with_ratios(reached, 0)])
+        places.append([name, *with_ratios(reached, int(axis == "seconds"))])
         seconds.append([name, *with_ratios(times, 1)])
-    if not steps:
+    if not places:
         return "No run ended with a finite value."
+    unit = axis.replace("step", "steps")
     parts = [
-        f"Means of the last {window:,} {counted(axis)}; ratios to {runs[0].label}.",
-        markdown(f"{counted(axis)} to", runs, steps),
+        f"Means of the last {amount(window, axis)} {unit}; ratios to {runs[0].label}.",
+        markdown(f"{unit} to", runs, places),
     ]
-    if any(run.of(f"seconds.{key}") for run in runs):
+    if axis != "seconds" and any(run.of(f"seconds.{key}") for run in runs):
         parts.append(markdown("seconds to", runs, seconds))
     return "\n\n".join(parts)
 
@@ -173,9 +185,9 @@ def speed_section(runs: Sequence[RunRecord]) -> str:
     return markdown("median", runs, rows) if rows else "Not recorded."
 
 
-def report(runs: Sequence[RunRecord], metric: str, window: int, axis: str = "step") -> str:
+def report(runs: Sequence[RunRecord], metric: str, window: float, axis: str = "step") -> str:
     """The whole text: the runs, then the sections."""
-    ends = [max(step for series in run.series.values() for step in series) for run in runs]
+    ends = [amount(max(place for key in LOSSES for place in run.of(key)), axis) for run in runs]
     names = [f"- {run.label}: {run.folder}, to {axis} {end}" for run, end in zip(runs, ends, strict=True)]
     sections = {"Recipe": recipe_section(runs)}
     sections |= {title: loss_section(runs, key, axis) for key, title in LOSSES.items()}
@@ -186,29 +198,38 @@ def report(runs: Sequence[RunRecord], metric: str, window: int, axis: str = "ste
 
 def compare(
     runs: tyro.conf.Positional[tuple[Path, ...]],
-    output: Path = Path("compare.png"),
+    output: Path | None = None,
     metric: Literal["loss", "val_loss", "bits_per_byte"] = "loss",
     title: str | None = None,
-    axis: Literal["step", "tokens"] = "step",
+    x: Literal["step", "tokens", "seconds"] = "step",
+    html: Path | None = None,
 ) -> None:
-    """Compare two or more runs, the others to the first.
+    """Compare two or more runs, the others to the first. Runs that differ by their seeds alone are one curve with a
+    band of a standard deviation.
 
     Args:
         runs: Run folders (recipe.toml, metrics.jsonl), or folders of a recipe's runs, for the newest run.
-        output: The picture, .png or .svg.
+        output: The picture, .png or .svg; default: compare.png in the folder that has all the runs.
         metric: Metric to reach and to draw; `loss` also draws the validation loss.
         title: Heading of the picture.
-        axis: Compare losses at the same step, or after the same number of tokens.
+        x: Compare losses at the same step, after the same number of tokens, or after the same time.
+        html: Also write a page with the picture and the tables.
     """
-    if output.suffix not in (".png", ".svg"):
-        raise RunError(f"--output {output}: the suffix must be .png or .svg")
-    if not output.parent.is_dir():
-        raise RunError(f"--output {output}: there is no folder {output.parent}")
-    records = read_runs(runs, metric, axis)
-    window = smoothing_window(common_steps(records, metric), axis)
-    print(report(records, metric, window, axis))
-    write_picture(records, metric, window, title, output, axis)
-    print(f"\nPicture: {output}")
+    for flag, file, suffixes in (("output", output, (".png", ".svg")), ("html", html, (".html",))):
+        if file is not None and file.suffix not in suffixes:
+            raise RunError(f"--{flag} {file}: the suffix must be {' or '.join(suffixes)}")
+        if file is not None and not file.parent.is_dir():
+            raise RunError(f"--{flag} {file}: there is no folder {file.parent}")
+    records = read_runs(runs, metric, x)
+    window = smoothing_window(common_steps(records, metric, x), x)
+    text = report(records, metric, window, x)
+    print(text)
+    picture = output or Path(os.path.commonpath([run.folder.resolve().parent for run in records]), PICTURE)
+    write_picture(records, metric, window, title, picture, x)
+    print(f"\nPicture: {picture}")
+    if html is not None:
+        write_page(html, records, metric, window, title, x, text)
+        print(f"Page: {html}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

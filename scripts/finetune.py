@@ -9,15 +9,14 @@ The script writes finetune.json and finetune.md. It takes minutes on a CPU.
 
 import json
 import pydoc_data.topics
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
@@ -26,8 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 ROOT = Path(__file__).resolve().parents[1]
-# Run as a script, a file finds only its own folder.
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from compare.sweep_report import commit, spread
 
 from titan_muon import Hybrid
 
@@ -193,22 +193,15 @@ def page(study: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation."""
-    return f"{mean(values):.3f} ± {stdev(values):.3f}" if len(values) > 1 else f"{mean(values):.3f}"
-
-
 def main(arguments: Arguments) -> dict[str, Any]:
     """Run the experiment and write the two files."""
     begin = time.process_time()
     rows = experiment(arguments)
-    words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(words, capture_output=True, text=True, check=False)
     size = {name: value for name, value in asdict(arguments).items() if name != "out"}
     keys = [f"--{name} {' '.join(map(str, v)) if isinstance(v, tuple) else v}" for name, v in size.items()]
     study = {
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": found.stdout.strip() or "unknown",
+        "commit": commit(),
         "command": " ".join(["python scripts/finetune.py --out docs/results", *keys]),
         "cpu_minutes": round((time.process_time() - begin) / 60, 1),
         "torch": torch.__version__,

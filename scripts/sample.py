@@ -3,6 +3,7 @@
 python scripts/sample.py runs/qwen_moe_muon/20261122-013000 --prompt "The owner" --tokens 200
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,8 +68,11 @@ def sample(
         seed: Seed of the draws.
         step: Step of the checkpoint; the newest by default.
     """
-    if temperature < 0 or top_k < 0 or tokens < 1:
-        raise RecipeError("--temperature and --top-k must be 0 or more, and --tokens 1 or more")
+    if not math.isfinite(temperature) or temperature < 0:
+        raise RecipeError(f"--temperature {temperature}: must be a number of 0 or more")
+    for flag, value, least in (("--top-k", top_k, 0), ("--tokens", tokens, 1)):
+        if value < least:
+            raise RecipeError(f"{flag} {value}: must be {least} or more")
     print(generate(open_saved(run, step), prompt, tokens, temperature, top_k, seed))
 
 

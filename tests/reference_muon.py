@@ -77,13 +77,14 @@ class ReferenceRule(ReferenceMuon):
         decay_follows_lr: bool = False,
         momentum_warmup_steps: int = 0,
         momentum_start: float = 0.85,
+        idle: str = "move",
         **options: Any,
     ) -> None:
         super().__init__(params, **options)
         self.rule, self.beta2, self.cautious, self.factor = rule, beta2, cautious, update_factor
         self.peak = self.lr if decay_follows_lr else None
         self.warmup, self.start, self.last = momentum_warmup_steps, momentum_start, self.momentum
-        self.steps = 0
+        self.steps, self.holds = 0, idle == "hold"
         self.moments = {
             name: [torch.zeros(p.shape[-2:] if rule == "adamuon" else p.size(-2)) for _ in self._matrices(p)]
             for name, p in self.params.items()
@@ -103,12 +104,16 @@ class ReferenceRule(ReferenceMuon):
             average = self.average[name]
             average.lerp_(grads[name], 1 - self.momentum)
             blended = grads[name].lerp(average, self.momentum) if self.nesterov else average
-            for index, (target, matrix) in enumerate(zip(self._matrices(param), self._matrices(blended), strict=True)):
+            matrices = zip(self._matrices(param), self._matrices(blended), self._matrices(grads[name]), strict=True)
+            for index, (target, matrix, gradient) in enumerate(matrices):
                 update = newton_schulz(matrix.sign() if self.rule == "adamuon" else matrix, dtype=self.dtype)
+                held = self.holds and not gradient.any()
+                if held:
+                    update = torch.zeros_like(update)
                 if self.rule == "muonh":
                     self.turn(target, update)
                     continue
-                if self.rule in ("normuon", "adamuon"):
+                if self.rule in ("normuon", "adamuon") and not held:
                     update = self.normalized(update, self.moments[name][index])
                 if self.cautious:
                     target.add_(target * (target * update >= 0), alpha=-self.lr * decay)

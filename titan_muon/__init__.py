@@ -5,7 +5,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .assignment.rules import Assignment, assign
+    from .assignment.groups import assign, parameter_groups
+    from .assignment.rules import Assignment
     from .comm.clip import clip_grad_norm_
     from .fsdp.forward_hooks import apply_in_forward
     from .hybrid import Hybrid
@@ -24,10 +25,11 @@ _MODULES: Mapping[str, str] = {
     "Rule": "options",
     "apply_in_forward": "fsdp.forward_hooks",
     "as_torch": "state.converted",
-    "assign": "assignment.rules",
+    "assign": "assignment.groups",
     "clip_grad_norm_": "comm.clip",
     "converted": "state.converted",
     "own": "owned",
+    "parameter_groups": "assignment.groups",
 }
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "clip_grad_norm_",
     "converted",
     "own",
+    "parameter_groups",
 ]
 
 

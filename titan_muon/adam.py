@@ -20,11 +20,12 @@ from .comm.report import FaultReport
 from .muon import Muon
 from .options import SLOWEST_IN_BFLOAT16, MissingGrad, Nonfinite, Offload, OptionError, StateDtype
 from .state.host import Transfer, Window, moved_state, moves, new_state, resolved
+from .step.foreach import grouped
 from .tensors.dtensor import local, step_device
 from .tensors.storage import placement_key
 
 BATCH_BYTES = 2**26
-"""Limit on the bytes of a transfer, or of states converted to the parameters' dtype."""
+"""Limit on the bytes of a transfer, or of converted states."""
 
 VECTOR = 64
 """Alignment of parts in elements, because CPU kernels give different bits for incomplete vectors."""
@@ -36,10 +37,10 @@ CHANGED: Mapping[Offload, tuple[str, ...]] = {
     "state": ("average", "square_average"),
     "parameters": ("average", "square_average", "param"),
 }
-"""Fields of Elements that a step moves to the device and back."""
+"""Fields of Elements that move to the device and back."""
 
 READ: Mapping[Offload, tuple[str, ...]] = {"none": (), "state": (), "parameters": ("grad",)}
-"""Fields of Elements that a step only moves to the device."""
+"""Fields of Elements that only move to the device."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class ElementBatch:
         return [getattr(part, name) for name in names for part in self.parts]
 
     def with_tensors(self, names: Sequence[str], tensors: Sequence[Tensor]) -> ElementBatch:
-        """The batch with replaced tensors, in the order of `self.tensors(names)`."""
+        """Replace tensors, in the order of `self.tensors(names)`."""
         count = len(self.parts)
         parts = (replace(part, **dict(zip(names, tensors[i::count], strict=True))) for i, part in enumerate(self.parts))
         return replace(self, parts=tuple(parts))
@@ -163,7 +164,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         return [name for group in self.param_groups for name in _names(group)]
 
     def told(self, faults: Sequence[Fault]) -> None:
-        """Raise ValueError for faults by parameter; warn of non-finite gradients that the options allow."""
+        """Raise ValueError for faults by parameter; warn of allowed non-finite gradients."""
         chosen = {Fault.NOT_FINITE: self._nonfinite, Fault.NO_GRADIENT: self._missing_grad}
         check_faults(self.names(), faults, [fault for fault, choice in chosen.items() if choice == "skip"])
         if names := names_with(self.names(), faults, Fault.NOT_FINITE):
@@ -186,19 +187,16 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
     def _batches(self) -> Iterator[ElementBatch]:
         bounded = self._offload != "none" or self._state_dtype == "bfloat16" or self._skipped is not None
         moved = (*CHANGED[self._offload], *READ[self._offload]) if self._offload != "none" else CHANGED["state"]
+        limit = BATCH_BYTES if bounded else math.inf
         for group in self.param_groups:
-            waiting: dict[torch.dtype, list[Elements]] = {}
-            sizes: dict[torch.dtype, int] = {}
-            for part in self._parts(group, moved if bounded else ()):
-                kind, size = part.param.dtype, part.param.numel() * part.element_bytes(moved)
-                if bounded and kind in waiting and sizes[kind] + size > BATCH_BYTES:
-                    yield ElementBatch(group, tuple(waiting.pop(kind)))
-                sizes[kind] = size + (sizes[kind] if kind in waiting else 0)
-                waiting.setdefault(kind, []).append(part)
-            yield from (ElementBatch(group, tuple(parts)) for parts in waiting.values())
+            parts = self._parts(group, moved if bounded else ())
+            batches = grouped(
+                parts, lambda part: part.param.dtype, limit, lambda part: part.param.numel() * part.element_bytes(moved)
+            )
+            yield from (ElementBatch(group, tuple(batch)) for batch in batches)
 
     def _parts(self, group: Mapping[str, Any], bounded: Sequence[str]) -> Iterator[Elements]:
-        """The parts of a group's parameters, with at most BATCH_BYTES in the fields `bounded` of each part."""
+        """Parts with at most BATCH_BYTES each in the fields `bounded`."""
         for fqn, parameter in zip(_names(group), group["params"], strict=True):
             if parameter.grad is None:
                 continue
@@ -258,7 +256,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch.optim.AdamW, but averages keep this optimizer's dtype and device."""
+        """Load like torch, but averages keep this optimizer's dtype and device."""
         self.synchronize()
         current = {parameter: dict(state) for parameter, state in self.state.items()}
         # torch.optim.AdamW would move all averages to the device at once.
@@ -281,7 +279,6 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
                     f"{name} of a parameter with shape {tuple(value.shape)}: the state dict has another shape, mesh or "
                     "placements; load a state of another layout with torch.distributed.checkpoint"
                 )
-            # In place, to save memory.
             local(value).copy_(local(loaded))
 
     def offload(self) -> None:
@@ -289,7 +286,6 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self._move("state")
 
     def reload(self) -> None:
-        """Move the averages to the device."""
         self._move("none")
 
     def _move(self, to: Offload) -> None:
@@ -344,7 +340,7 @@ class GradientCare:
         return skipped
 
     def _report(self) -> tuple[FaultReport, int]:
-        """The report, and the index of AdamW's first parameter in the report. Raises ValueError for the last step."""
+        """The report, and the index of AdamW's first parameter there. Raises ValueError for the last step."""
         if self.carrier is not None:
             self.carrier.engine.raise_pending()
             report = self.carrier.engine.rank.report
@@ -373,7 +369,8 @@ class GradientCare:
         if self._numbers.numel() != len(grads) or self._numbers.device != report.device:
             self._numbers = torch.tensor([start + index for index in grads], device=report.device)
         # A norm over all gradients has its own error.
-        report.add_nonfinite(self._numbers, broken if skipped is None else broken & ~skipped)
+        faulty = broken if skipped is None else broken & ~skipped
+        report.add_where(self._numbers, faulty, Fault.NOT_FINITE)
         return broken.any() if skipped is None else broken.any() | skipped
 
 
@@ -382,7 +379,6 @@ def _names(group: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _cut(whole: Elements, element_bytes: int) -> Iterator[Elements]:
-    """The parts of a parameter, of at most BATCH_BYTES each."""
     numel = whole.param.numel()
     size = max(VECTOR, BATCH_BYTES // element_bytes // VECTOR * VECTOR)
     if size >= numel:

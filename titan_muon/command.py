@@ -13,7 +13,7 @@ from . import __version__
 USAGE = """usage: titan-muon train --config RECIPE [--key=value ...]
        titan-muon plan --config RECIPE [--world-size N] [--key=value ...]
        titan-muon compare RUN RUN ...
-       titan-muon sample RUN [--prompt TEXT] [--tokens N] [--temperature T] [--top-k K] [--seed S]
+       titan-muon sample RUN [--prompt TEXT] [--tokens N] [--temperature T] [--top-k K] [--seed S] [--step N]
        titan-muon evaluate RUN [--step N]
        titan-muon recipes
 

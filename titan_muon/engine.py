@@ -1,4 +1,4 @@
-"""The engine: runs a rank's program, act by act in the plan's order, with features wrapped around stages."""
+"""The engine: runs a rank's program, act by act, with features wrapped around stages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .comm.collectives import Collectives
 from .comm.exchange import Exchange
 from .comm.faults import Fault, check_faults, fault_of, names_with
 from .comm.report import Carried, FaultReport
-from .features import features_of, needs_exclusive_groups
-from .options import HYPERPARAMETERS, MuonOptions
+from .features import features_of, needs_exclusive_groups, skips_missing
+from .options import HYPERPARAMETERS, SHARED, MuonOptions
 from .orthogonalize import DTYPES
 from .plan.program import collective_ranks, make_program, replicated_plain
 from .plan.terms.groups import components
@@ -38,32 +38,22 @@ from .step.stages import RankStages
 from .tensors.dtensor import mesh_axes
 from .tensors.storage import TrainedParam
 
-EQUAL_OPTIONS = (
-    "rule",
-    "beta2",
-    "update_factor",
-    "decay_follows_lr",
-    "momentum_warmup_steps",
-    "momentum_start",
-    "cautious",
-    "exchange",
-    "owners",
-    "replicas",
-    "split_over",
-    "tensor_parallel",
-    "wire_dtype",
-    "state",
-    "state_dtype",
-    "rounding",
-    "missing_grad",
-    "nonfinite",
-    "overlap",
+LOCAL_OPTIONS = (
+    "orthogonalize",
+    "ns_dtype",
+    "ns_kernel",
+    "release_grads",
+    "keep_buffers",
+    "split",
+    "buffer_bytes",
+    "machine",
+    "offload",
 )
-"""Options compared between ranks. The rest may differ, for example `machine.file` between nodes."""
+"""Options that may differ between ranks, for example `machine.file` between nodes. Ranks compare the others."""
 
 
 class Engine:
-    """Runs a rank's program. Rebuilt as a whole when storage moves. `stages`: wrapped by all features."""
+    """Runs a rank's program. Rebuilt as a whole when storage moves."""
 
     def __init__(self, rank: RankStages, features: Sequence[Feature]) -> None:
         # Ranges are innermost, so that a trace shows when a feature runs a stage.
@@ -73,7 +63,7 @@ class Engine:
             self.stages = feature.wrap(self.stages, rank)
 
     def run(self, step: Step, *extra: Feature) -> None:
-        """Run every stage of a step. `extra`: features of this step alone, which wrap no stages."""
+        """Run a step. `extra`: features of this step alone, which wrap no stages."""
         rank, stages, features = self.rank, self.stages, (*self.features, *extra)
         stages_of = {
             Act.GATHER: (stages.advance, stages.gather),
@@ -90,33 +80,24 @@ class Engine:
         for feature in features:
             feature.after()
         with trace_range("tell"):
-            # Read by the check of the next step.
             rank.report.send()
         rank.end()
         if not any(feature.holds_buffers for feature in features):
             rank.buffers.memory.free()
 
     def flush(self, *, discard: bool = False) -> None:
-        """Finish the work of the last step, see `Feature.flush`."""
         for feature in self.features:
             feature.flush(discard=discard)
 
     def faults(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
     ) -> tuple[list[Fault], bool]:
-        """The fault of each parameter before a step, and whether the storage of a parameter or momentum has moved."""
-        with trace_range("check"):
-            return self._faults(groups, state)
-
-    def _faults(
-        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
-    ) -> tuple[list[Fault], bool]:
+        """The fault of each parameter before a step, and whether storage of parameters or momentum has moved."""
         rank = self.rank
         current = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
         faults: list[Fault] = []
         group, changed, moved = None, False, False
         for trained, storage, iteration in zip(rank.params, rank.storage, rank.arithmetic.iterations, strict=True):
-            # The parameters of a group are consecutive, so read each group once.
             if trained.group is not group:
                 group, changed = trained.group, iteration_changed(trained.group, iteration)
             average = state.get(trained.param, {}).get("momentum_buffer")
@@ -125,20 +106,26 @@ class Engine:
             faults.append(Fault.NEWTON_SCHULZ_CHANGED if changed else fault)
             moved = moved or not in_place or average is not trained.average
         if faults and self.thawed(groups):
-            # A thawed parameter has no place in the report, so report the first planned parameter.
+            # A thawed parameter has no place in the report.
             faults[0] = Fault.THAWED
         for feature in self.features:
             faults = list(feature.faults(faults))
         return faults, moved
 
-    def raise_pending(self, faults: Sequence[Fault] = ()) -> None:
+    def raise_pending(self, faults: Sequence[Fault] = (), *, alone: bool = False) -> None:
         """Raise ValueError for the last report and `faults`, and warn of faults that the options allow.
 
-        Both are equal on all ranks.
+        Args:
+            faults: of Muon's parameters, equal on all ranks as the report.
+            alone: whether this rank reads without the others, also its own faults since the report. The next step
+                then raises on all ranks.
         """
-        rank, options = self.rank, self.rank.options
+        rank = self.rank
         reported = rank.report.read()
-        rank.report.clear()
+        if alone:
+            faults = rank.report.late()
+        else:
+            rank.report.clear()
         reported = [max(pair) for pair in zip_longest(reported, faults, fillvalue=Fault.NONE)]
         if not any(reported):
             return
@@ -146,10 +133,9 @@ class Engine:
         for feature in self.features:
             feature.told(own)
         rank.heal(own)
-        chosen = {Fault.NOT_FINITE: options.nonfinite, Fault.NO_GRADIENT: options.missing_grad}
-        allowed = [fault for fault, choice in chosen.items() if choice == "skip"]
+        allowed = [fault for feature in self.features for fault in feature.allowed]
         names = rank.report.names[: len(own)]
-        check_faults(names, own, allowed, rank.report.details(reported))
+        check_faults(names, own, allowed, "" if alone else rank.report.details(reported))
         rank.report.tell_carried(reported)
         if broken := names_with(names, own, Fault.NOT_FINITE):
             warnings.warn(f"{broken}: not finite; the update of those matrices was zero in a step", stacklevel=5)
@@ -164,8 +150,7 @@ class Engine:
         ]
 
     def plans(self, params: Sequence[TrainedParam]) -> bool:
-        """Whether the plan is for these tensors with these Newton-Schulz iterations."""
-        # Compare names too, because parameters are frozen and thawed between checkpoints.
+        # Names too, because parameters are frozen and thawed between checkpoints.
         if [param.fqn for param in params] != [param.fqn for param in self.rank.params]:
             return False
         pairs = zip(params, self.rank.params, self.rank.arithmetic.iterations, strict=True)
@@ -199,10 +184,7 @@ def engine_of(
 ) -> Engine:
     """The engine of a plan on this rank.
 
-    Args:
-        previous: features of the old engine.
-        muon: the optimizer with these parameters.
-        carried: by name, optimizers whose faults Muon's report carries.
+    `previous`: features of the old engine. `muon`: the optimizer. `carried`: by name, optimizers in Muon's report.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     program = make_program(plan, rank, geometries)
@@ -225,7 +207,7 @@ def report_of(
     groups: Sequence[Mapping[str, Any]],
     carried: Mapping[str, Carried],
 ) -> PlanReport:
-    """The part of a plan to agree on before the first step, with the ranks of new process groups."""
+    """The part of a plan to agree on before the first step."""
     # A learning rate in a tensor prints its device, which differs between ranks.
     hyperparameters = [
         {key: group[key].item() if isinstance(group[key], Tensor) else group[key] for key in HYPERPARAMETERS}
@@ -234,7 +216,7 @@ def report_of(
     parts = {
         "parameters": [(p.fqn, p.layout.shape, p.layout.placements, p.layout.mesh.ranks) for p in plan.parameters],
         "hyperparameters": hyperparameters,
-        "options": {name: getattr(options, name) for name in EQUAL_OPTIONS},
+        "options": {name: getattr(options, name) for name in SHARED if name not in LOCAL_OPTIONS},
         "others": [(name, other.names(), len(other.param_groups)) for name, other in carried.items()],
         "plan": plan.digest(),
     }
@@ -242,9 +224,8 @@ def report_of(
     travelling, replica_groups = collective_ranks(plan, geometries)
     exclusive = travelling if needs_exclusive_groups(options) else set()
     buckets = tuple(sorted({*(travelling - exclusive), *teams, *replica_groups}))
-    sharing = tuple(sorted(set(components(_sharing(plan, skips=options.missing_grad == "skip")).values())))
-    # Groups of mesh axes exist already. Computed without a look-up, because all ranks of the world must create equal
-    # groups, including ranks outside a mesh.
+    sharing = tuple(sorted(set(components(_sharing(plan, every=skips_missing(options))).values())))
+    # Groups of mesh axes exist already. No look-up, because all ranks, also outside a mesh, must create equal groups.
     world = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
     existing = {world}
     for trained, parameter in zip(params, plan.parameters, strict=True):
@@ -259,11 +240,10 @@ def report_of(
     )
 
 
-def _sharing(plan: Plan, *, skips: bool) -> Iterator[tuple[int, ...]]:
+def _sharing(plan: Plan, *, every: bool) -> Iterator[tuple[int, ...]]:
     """Sets of ranks that decide together about missing gradients."""
     yield from (bucket.group for bucket in plan.buckets)
-    # Replicas of a plain tensor may get a gradient only on some ranks, and must skip together. A collective gives
-    # gradients to all replicas of a DTensor or to none.
+    # Replicas of a plain tensor may get a gradient only on some ranks. Replicas of a DTensor get all or none.
     for index, ranks in enumerate(plan.local):
-        if len(ranks) > 1 and (skips or plan.parameters[plan.matrices[index].parameter].plain):
+        if len(ranks) > 1 and (every or plan.parameters[plan.matrices[index].parameter].plain):
             yield ranks

@@ -15,38 +15,28 @@ from torch.optim import Optimizer
 
 from .adam import AdamW
 from .assignment.doubts import doubts, split_lines
-from .assignment.groups import ParamGroup, built, decided
+from .assignment.groups import OPTIMIZER, ParamGroup, built, decided, trained_parameters
 from .assignment.roles import Seen, see
 from .assignment.rules import Assignment, Default, default_rules
-from .assignment.table import parameter_table
+from .assignment.table import frozen_lines, parameter_table
 from .comm.agreement import Agreement
 from .comm.clip import NormCheck, SkipsSteps
 from .comm.equality import check_equal
 from .muon import Muon
 from .options import Offload, OptionError, Rule
+from .state.saved import after_pre_hooks
 from .tensors.names import canonical_fqn
-
-OPTIMIZER = "optimizer"
-"""Key of a parameter group."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The optimizers of a model by name, with their groups.
-
-    `assignments`: of this process; `whole`: of the whole model, with remote pipeline stages.
-    """
+    """The optimizers of a model by name, with their groups. `whole`: with parameters of remote pipeline stages."""
 
     assignments: tuple[Assignment, ...]
     whole: tuple[Assignment, ...]
     groups: Mapping[str, Sequence[ParamGroup]]
     optimizers: Mapping[str, Optimizer]
-
-
-def trained_parameters(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """Parameters with gradients, by canonical name."""
-    named = (pair for part in parts for pair in part.named_parameters())
-    return {canonical_fqn(name): parameter for name, parameter in named if parameter.requires_grad}
+    frozen: tuple[str, ...] = ()
 
 
 def parts_of(
@@ -60,8 +50,7 @@ def parts_of(
 ) -> Parts:
     """Assign every trained parameter of `modules` to an optimizer, and make the optimizers.
 
-    `model`: all parameters of the model, if this process holds a pipeline stage. Further arguments and errors as in
-    `decided`.
+    `model`: all parameters of the model, if this process holds a pipeline stage. The rest as in `decided`.
     """
     parameters = trained_parameters(modules)
     shared = {key: tables["muon"][key] for key in ("missing_grad", "nonfinite") if key in tables.get("muon", {})}
@@ -74,7 +63,9 @@ def parts_of(
         for name, groups in decision.groups.items()
     }
     assignments = tuple(a for a in decision.whole if a.fqn in parameters)
-    return Parts(assignments, decision.whole, decision.groups, optimizers)
+    named = (pair for module in modules for pair in module.named_parameters())
+    frozen = tuple(canonical_fqn(name) for name, parameter in named if not parameter.requires_grad)
+    return Parts(assignments, decision.whole, decision.groups, optimizers, frozen)
 
 
 class OfParts:
@@ -214,7 +205,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         shared = {"lr": lr, "weight_decay": weight_decay}
         tables = {"muon": {**shared, **(muon or {})}, "adamw": {**shared, **(adamw or {})}, **(others or {})}
         self.parts = parts_of(modules, rules, default_rules(router) if defaults else None, tables)
-        # Optimizer keeps references to these dicts, so groups are shared.
+        # Optimizer keeps references to these dicts.
         groups = []
         for name, optimizer in self.parts.optimizers.items():
             for group in optimizer.param_groups:
@@ -240,7 +231,8 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         named = (
             pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
         )
-        return parameter_table(self.assignments, dict(named), None, full=full)
+        table = parameter_table(self.assignments, dict(named), None, full=full)
+        return "\n".join([table, *frozen_lines(self.parts.frozen)])
 
     def build(self) -> Self:
         """Plan Muon's step now instead of at the first step, like `Muon.build`."""
@@ -278,7 +270,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """State and groups in torch's format. Collective over all ranks. Raises ValueError like `Muon.state_dict`."""
+        """State and groups in torch's format. Ranks and errors as in `Muon.state_dict`."""
         for part in self.optimizers.values():
             # Finishes the part's transfers and checks its last step.
             part.state_dict()
@@ -291,20 +283,18 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
             ValueError: on every rank, before anything is loaded, for different parameters or optimizers in the groups,
                 and like `Muon.load_state_dict`.
         """
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        saved = state_dict["param_groups"]
-        mine = [(group[OPTIMIZER], group["param_names"]) for group in self.param_groups]
-        theirs = [(group.get(OPTIMIZER), group.get("param_names")) for group in saved]
-        if mine != theirs:
-            raise ValueError(_difference(mine, theirs))
-        for name, part in self.optimizers.items():
-            groups = [group for group in saved if group[OPTIMIZER] == name]
-            keys = {key for group in groups for key in group["params"]}
-            state = {key: value for key, value in state_dict["state"].items() if key in keys}
-            part.load_state_dict({"state": state, "param_groups": groups})
-        self._link()
+        with after_pre_hooks(self, state_dict) as loaded:
+            saved = loaded["param_groups"]
+            mine = [(group[OPTIMIZER], group["param_names"]) for group in self.param_groups]
+            theirs = [(group.get(OPTIMIZER), group.get("param_names")) for group in saved]
+            if mine != theirs:
+                raise ValueError(_difference(mine, theirs))
+            for name, part in self.optimizers.items():
+                groups = [group for group in saved if group[OPTIMIZER] == name]
+                keys = {key for group in groups for key in group["params"]}
+                state = {key: value for key, value in loaded["state"].items() if key in keys}
+                part.load_state_dict({"state": state, "param_groups": groups})
+            self._link()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -13,6 +13,7 @@ from typing import Any, Never, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from . import registry
@@ -33,9 +34,10 @@ from .state.converted import converted, is_torchs
 from .state.groups import check_lr, check_params, checked, doubts_of, lr_scale_of, named_group, rows_of
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, with_states
-from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
-from .state.saved import check_saved_groups, completed, saved_averages
+from .state.rule_states import MatrixStates, with_rule_states
+from .state.saved import after_pre_hooks, check_saved_groups, completed, saved_averages, saved_states
 from .step.gradients import Step, check_first_gradients
+from .step.ranges import trace_range
 from .tensors.dtensor import mesh_groups
 from .tensors.storage import STEP, TrainedParam, trained_params, with_average
 
@@ -64,7 +66,7 @@ class Muon(SkipsSteps, Optimizer):
             and numbers out of range.
     """
 
-    # torch.amp.GradScaler then runs every step, and tells on the device whether the step may change anything.
+    # torch.amp.GradScaler then runs every step, and tells on the device whether it may change anything.
     _step_supports_amp_scaling = True
     _built_late = False
     _carried: Mapping[str, Carried] = MappingProxyType({})
@@ -102,6 +104,7 @@ class Muon(SkipsSteps, Optimizer):
         rounding: str = "stochastic",
         missing_grad: str = "error",
         nonfinite: str = "error",
+        idle: str = "move",
         release_grads: bool = False,
         keep_buffers: bool = False,
         overlap: str = "none",
@@ -178,7 +181,7 @@ class Muon(SkipsSteps, Optimizer):
 
     @property
     def engine(self) -> Engine:
-        """The engine for this rank's part of the plan, built if necessary."""
+        """The engine, built if necessary."""
         self._built_late = self._built_late or self._engine is None
         self.build()
         assert self._engine is not None, "build() makes the engine or raises"
@@ -195,8 +198,7 @@ class Muon(SkipsSteps, Optimizer):
 
         Raises:
             ValueError: on every rank, for a trained parameter without a gradient, or with a non-finite gradient in the
-                previous step; for parameters, momentum, or Newton-Schulz iterations that changed since `build`
-                (`rebuild` accepts most changes).
+                previous step; for parameters, momentum, or iterations that changed since `build` (see `rebuild`).
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         self.engine.flush()
@@ -224,8 +226,8 @@ class Muon(SkipsSteps, Optimizer):
     def finish_step(self) -> None:
         """Apply the updates deferred by the last step to the next forward (`overlap = "forward"`).
 
-        Call `finish_step` before code that reads or writes weights between a step and the next forward. State dicts
-        do so themselves.
+        Call `finish_step` before code that reads or writes weights between a step and the next forward, except state
+        dicts.
         """
         if self._engine is not None:
             self._engine.flush()
@@ -237,7 +239,8 @@ class Muon(SkipsSteps, Optimizer):
         self.check_norm(skips=self._options.nonfinite == "skip")
         for feature in engine.features:
             feature.ready()
-        faults, moved = engine.faults(self.param_groups, self.state)
+        with trace_range("check"):
+            faults, moved = engine.faults(self.param_groups, self.state)
         # A rank with peers cannot raise alone, and asking would block the host. So the step leaves out matrices with
         # faults on every rank, and all ranks raise in the next step.
         alone = self._agreed.peers is None
@@ -255,15 +258,19 @@ class Muon(SkipsSteps, Optimizer):
         """Raise ValueError for missing or non-finite gradients in the last step, like the next step would.
 
         All ranks call `check_last_step` together, before they save weights and at the end of training. Waits for the
-        device. Includes `finish_step`, and is part of `state_dict`.
+        device. Includes `finish_step`.
         """
+        self._check_last_step(alone=False)
+
+    def _check_last_step(self, *, alone: bool) -> None:
         self.finish_step()
         self.check_norm(skips=self._options.nonfinite == "skip")
         if self._engine is not None:
-            self._engine.raise_pending()
-            # Late updates, and optimizers that step after Muon, have added faults after the report of the step.
-            self._engine.rank.report.send_late()
-            self._engine.raise_pending()
+            self._engine.raise_pending(alone=alone)
+            if not alone:
+                # Late updates, and optimizers that step after Muon, have added faults after the report of the step.
+                self._engine.rank.report.send_late()
+                self._engine.raise_pending()
 
     def carry(self, others: Mapping[str, Carried]) -> None:
         """Let reports carry the faults and hyperparameters of other optimizers, by name; before `build`."""
@@ -273,11 +280,8 @@ class Muon(SkipsSteps, Optimizer):
     def check_replicas(self, own: Iterable[str] = ()) -> None:
         """Raise ValueError on every rank if replicas of weights or states, or hyperparameters, differ between ranks.
 
-        All ranks of the default process group call `check_replicas` together between steps, and wait. The error names
-        the parameter, or its state, and the ranks.
-
-        Args:
-            own: globs on names of plain tensors that each rank trains separately.
+        All ranks of the default process group call this together between steps, and wait. `own`: globs on names of
+        plain tensors that each rank trains separately.
         """
         self.synchronize()
         separate = [parameter.fqn for parameter in self.plan.parameters if parameter.separate]
@@ -293,24 +297,27 @@ class Muon(SkipsSteps, Optimizer):
             ValueError: on every rank, before anything is loaded, for a state dict with different parameters or from a
                 different optimizer, and for missing momentum or momentum with a different mesh or placement.
         """
+        with after_pre_hooks(self, state_dict) as loaded:
+            self._load(loaded)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         if is_torchs(state_dict):
             state_dict = converted(state_dict, "torch")
         state_dict = completed(state_dict, self.param_groups)
         if self._engine is None and not state_dict["state"]:
-            # Saved and loaded before the first step: only hyperparameters.
+            # Saved before the first step: only hyperparameters.
             check_saved_groups(self.param_groups, state_dict["param_groups"])
             return super().load_state_dict(state_dict)
         self.build()
-        # Thawed parameters get momentum here, on the state ranks.
         self._replanned()
         current = {trained.param: trained.momentum for trained in self.engine.rank.params}
         averages = self._agreed.together(lambda: list(saved_averages(self.param_groups, state_dict, current)))
         saved = {average.key: average for average in averages}
         loaded_states = {average.param: state_dict["state"][average.key] for average in averages}
         params = self.engine.rank.params
-        # The momentum of the steps, because a state dict shares its dicts with the optimizer.
+        # A state dict shares its dicts with the optimizer.
         before = {param: {**self.state[param], "momentum_buffer": average} for param, average in current.items()}
-        of_rule = self._agreed.together(lambda: saved_rule_states(params, before, loaded_states))
+        of_rule = self._agreed.together(lambda: saved_states(params, before, loaded_states))
         self.synchronize()
         # Optimizer.load_state_dict rounds state to the parameter's dtype, and moves all of it to the device at once.
         others = {key: state for key, state in state_dict["state"].items() if key not in saved}
@@ -326,7 +333,6 @@ class Muon(SkipsSteps, Optimizer):
             self._engine = self.engine.rebuilt(self._trained_params(), self._options, self._agreed, states)
 
     def _rule_states(self, plan: Plan) -> MatrixStates:
-        """The states of the rule on this rank, created where missing. Collective."""
         return with_rule_states(plan, self._trained_params(), self._rule.states, self.state)
 
     def _replanned(self) -> bool:
@@ -338,14 +344,12 @@ class Muon(SkipsSteps, Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State and groups in torch.optim.Optimizer's format, with offloaded momentum in host tensors.
 
-        Before the first step the state is empty. Raises ValueError for missing or non-finite gradients in the last
-        step.
+        All ranks call `state_dict` together. With plain tensors alone, as under DDP, one rank may call `state_dict`.
+        Before the first step the state is empty, like torch's. Raises ValueError like `check_last_step`.
         """
-        self.finish_step()
-        self.check_norm(skips=self._options.nonfinite == "skip")
-        # Without a collective, because scripts with DDP save on one rank.
-        if self._engine is not None:
-            self._engine.raise_pending()
+        params = (parameter for group in self.param_groups for parameter in group["params"])
+        # Trainer and Lightning save on rank 0 alone under DDP, and the other ranks would miss in a collective.
+        self._check_last_step(alone=not any(isinstance(parameter, DTensor) for parameter in params))
         self.synchronize()
         return super().state_dict()
 
@@ -372,7 +376,6 @@ class Muon(SkipsSteps, Optimizer):
             self._engine.flush(discard=True)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of the collectives in Muon's process groups."""
         self.build()._agreed.set_timeout(timeout)
 
     def close(self) -> None:
@@ -398,7 +401,6 @@ class Muon(SkipsSteps, Optimizer):
             self.rebuild()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Options, groups and state. The copy plans on first use."""
         self.synchronize()
         return {**super().__getstate__(), "_options": self._options}
 

@@ -1,8 +1,6 @@
 """Every option of Muon, declared once: name, type, default, meaning and range.
 
-These dataclasses define Muon's keywords, the recipe tables `[muon]`, `[[muon.split]]` and `[machine]`, and
-docs/options.md. This file imports only the standard library, because `plan/` and a recipe's `--help` work without
-PyTorch.
+This file imports only the standard library, because `plan/` and a recipe's `--help` work without PyTorch.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 
 class OptionError(ValueError):
-    """An invalid value of `option`, a keyword of Muon. `problem` includes the remedy."""
+    """An invalid `option`, a keyword of Muon. `problem` includes the remedy."""
 
     def __init__(self, option: str, problem: str) -> None:
         super().__init__(f"{option} {problem}")
@@ -102,7 +100,6 @@ def _as_toml(value: Any) -> str:
 
 
 def _dims_of(rows: Any, joined: Any, row_dims: Any) -> str:
-    """The `dims` and `lengths` for the older keys of a split."""
     if isinstance(rows, list | tuple) and rows and all(type(size) is int and size > 0 for size in rows):
         stack = 'for a stack of matrices put "e" first on both sides of the arrow'
         if len(rows) == 1 and joined:
@@ -114,7 +111,7 @@ def _dims_of(rows: Any, joined: Any, row_dims: Any) -> str:
         parts = len(rows) if set(rows) == {size} else [height // size for height in rows]
         return f'dims = "(r p h) d -> {matrices}" and lengths = {{ p = {parts}, h = {size} }}; {stack}'
     if type(row_dims) is int and row_dims > 0:
-        # A recipe does not know the number of dims: name the four of a convolution.
+        # The number of dims is unknown: name the four of a convolution.
         names = [f"d{number}" for number in range(max(4, row_dims + 1))]
         dims = f"{' '.join(names)} -> | ({' '.join(names[:row_dims])}) ({' '.join(names[row_dims:])})"
         return f'dims = "{dims}", with as many names as the parameter has dims: {row_dims} in the first brackets'
@@ -131,7 +128,7 @@ class Rule:
     optimizer: Annotated[str, TEXT]
     """Name of a registered optimizer."""
 
-    # Any keys, because these are the optimizer's options. A recipe converts the values to the optimizer's types.
+    # Any keys, because the optimizer defines its options.
     options: dict[str, object] = field(default_factory=dict)
     """Hyperparameters for these parameters that differ from the optimizer's own table."""
 
@@ -325,6 +322,10 @@ class StepOptions:
     """A matrix with a non-finite gradient gets no update, and the next step raises on all ranks. With `skip`, momentum
     and weight decay are skipped too, and the next step only warns."""
 
+    idle: Literal["move", "hold"] = "move"
+    """A matrix with a zero gradient, as of an expert without tokens: `move` it by the momentum, as torch.optim.Muon,
+    or `hold` it, which only decays it, and warns after 20 such steps. Ranks agree on the device, so no host waits."""
+
     release_grads: bool = False
     """Free each gradient after packing."""
 
@@ -385,7 +386,7 @@ SHARED = tuple(item.name for item in fields(MuonOptions) if item.name not in HYP
 
 @cache
 def constraints(table: type) -> tuple[tuple[str, Constraint], ...]:
-    """The constraints on the options of a dataclass, by name."""
+    """By name of an option."""
     return tuple(
         (name, extra)
         for name, kind in get_type_hints(table, include_extras=True).items()
@@ -398,7 +399,7 @@ def constraints(table: type) -> tuple[tuple[str, Constraint], ...]:
 
 @cache
 def choices(table: type) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """The accepted values of each Literal option of a dataclass, by name."""
+    """The accepted values of each Literal option."""
     kinds = get_type_hints(table).items()
     return tuple((name, get_args(kind)) for name, kind in kinds if get_origin(kind) is Literal)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import registry
-from .features import check_features
+from .features import check_features, skips
 from .options import Machine, MuonOptions, OptionError
 from .orthogonalize import Dispatch, Iteration, Method, kernels_for
 from .plan.planner import make_plan
@@ -39,7 +39,7 @@ from .tensors.storage import TrainedParam, storage_fault
 def plan_of(params: Sequence[TrainedParam], options: MuonOptions, separate: Mapping[str, Layout]) -> Plan:
     """The plan of a step. Raises ValueError like `plan_step`. `separate`: from `separate_layouts`."""
     if not params:
-        # A rank without matrices, such as a pipeline stage with the embedding alone.
+        # For example a pipeline stage with the embedding alone.
         return Plan((), (), (), (), 1, options.wire_bytes, ())
     check_one_device(params)
     iterations = tuple(iteration_of(trained.group) for trained in params)
@@ -50,7 +50,7 @@ def plan_of(params: Sequence[TrainedParam], options: MuonOptions, separate: Mapp
 
 
 def check_one_device(params: Sequence[TrainedParam]) -> None:
-    """Raise ValueError for parameters on several devices, because a Muon has the buffers and streams of one device."""
+    """Raise ValueError for several devices, because a Muon has the buffers and streams of one."""
     first = params[0]
     for trained in params:
         if step_device(trained.param) != step_device(first.param):
@@ -72,7 +72,7 @@ def dispatch_of(device: torch.device, options: MuonOptions) -> Dispatch:
 
 
 def arithmetic_of(params: Sequence[TrainedParam], plan: Plan, options: MuonOptions) -> Arithmetic:
-    """The iteration of each parameter, and the algorithm of each of the plan's works."""
+    """The iteration of each parameter, and the algorithm of each work."""
     iterations = tuple(iteration_of(trained.group) for trained in params)
     dispatch = dispatch_of(device_of(params), options)
     first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
@@ -131,7 +131,7 @@ def plan_parameters(
     passes: Passes = FLOAT32_PASSES,
 ) -> Plan:
     """The plan of a step on the planner's parameters. Raises ValueError like `make_plan`."""
-    # Packages register custom exchanges by new names; the planner only knows the underlying patterns.
+    # The planner does not know names registered by packages.
     pattern = registry.exchange_entry(options.exchange).pattern
     machine = planning_machine(options.machine, dispatch.device)
     work_of, options = _work_of(iterations, dispatch, options.wire_bytes), replace(options, exchange=pattern)
@@ -142,17 +142,16 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
     """Temporary memory and traffic of the element-wise stages. Gradients have the dtypes of the weights."""
     rule, limit, state_bytes = rule_of(options), chunk_bytes(device), 2 if options.state_dtype == "bfloat16" else 4
     advance, apply, drawn = [0], [0], False
-    # A copy of the momentum or weights restores skipped matrices.
-    skips = "skip" in (options.missing_grad, options.nonfinite)
     for dtype in dtypes:
         wide = max(state_bytes, dtype.itemsize)
         # The nesterov blend (or the wide gradient that becomes the blend), and the wide momentum.
-        advance.append(wide * (1 + (state_bytes < wide)) + skips * state_bytes)
+        advance.append(wide * (1 + (state_bytes < wide)) + skips(options) * state_bytes)
         stochastic = options.rounding == "stochastic" and dtype == torch.bfloat16
         drawn = drawn or stochastic
         scratch = CHUNK_BYTES if stochastic else dtype.itemsize if dtype.itemsize > options.wire_bytes else 0
-        apply.append(scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0) + skips * dtype.itemsize)
-    # Of several dtypes, the one with the most traffic.
+        apply.append(
+            scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0) + skips(options) * dtype.itemsize
+        )
     passes = (
         traffic(
             dtype.itemsize,
@@ -174,7 +173,7 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
 
 
 def planning_machine(options: Machine, device: str) -> MachineRates:
-    """The rates of a machine for a device type. Raises OptionError for an unreadable or invalid file."""
+    """The rates for a device type. Raises OptionError for an unreadable or invalid file."""
     measured = None
     if options.file is not None:
         try:
@@ -194,7 +193,7 @@ def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: in
     def work(index: int, rows: int, cols: int, slices: int = 1, /) -> Work:
         steps = iterations[index].steps
         method = dispatch.choose(rows, cols, steps, slices)
-        # The plan contains method and iteration, so that equal digests imply equal computations.
+        # So that equal digests imply equal computations.
         return Work(
             method=f"{method}; {iterations[index]}",
             flops=method.flops(rows, cols, steps),
@@ -219,7 +218,7 @@ def checked_plan(
 
 
 def check_storage(params: Sequence[TrainedParam], geometries: Geometries, options: MuonOptions, rank: int) -> None:
-    """Raise ValueError if the storage of a parameter on this rank differs from the plan."""
+    """Raise ValueError if storage on this rank differs from the plan."""
     for index, trained in enumerate(params):
         device = storage_device(trained.param)
         if options.offload == "parameters" and trained.on_mesh and device.type != "cpu":

@@ -1,8 +1,8 @@
 """QK-clip (MuonClip; Kimi K2, arXiv:2507.20534, 2.1): scales down attention heads with too large logits.
 
 Under Muon the largest logit of a head can grow without bound. If a step's largest logit is over the threshold,
-QK-clip scales the head's rows of the query and key projections after the step, so that the logit would have equalled
-the threshold. The momentum is unchanged, because Newton-Schulz would turn scaled rows into updates in other directions.
+QK-clip scales the head's rows of the query and key projections, so that the logit would have equalled the threshold.
+The momentum is unchanged, because Newton-Schulz would turn scaled rows into updates in other directions.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ class HeadRows:
 
 
 def query_rows(head_dim: int) -> tuple[HeadRows, ...]:
-    """Of a query projection, (heads * head_dim, ...)."""
+    """Rows of a query projection, (heads * head_dim, ...)."""
     return (HeadRows(head_dim, "query"),)
 
 
 def key_rows(head_dim: int) -> tuple[HeadRows, ...]:
-    """Of a key projection, (key heads * head_dim, ...)."""
+    """Rows of a key projection, (key heads * head_dim, ...)."""
     return (HeadRows(head_dim, "key"),)
 
 
 def fused_rows(head_dim: int, queries: int) -> tuple[HeadRows, ...]:
-    """Of a fused projection: for each key head `queries` query heads, then the key and the value."""
+    """Rows of a fused projection: for each key head `queries` query heads, then the key and the value."""
     heads = tuple(HeadRows(head_dim, "query", head) for head in range(queries))
     return (*heads, HeadRows(head_dim, "key"), HeadRows(head_dim, "none"))
 
 
 def latent_query_rows(nope_dim: int, rope_dim: int) -> tuple[HeadRows, ...]:
-    """Of latent attention's query projection: for each head a part without positions, then the rotary part.
+    """Rows of latent attention's query projection: for each head a part without positions, then the rotary part.
 
     The rotary part takes the whole factor, because all heads share the rotary part of the key.
     """
@@ -61,7 +61,7 @@ def latent_query_rows(nope_dim: int, rope_dim: int) -> tuple[HeadRows, ...]:
 
 
 def latent_key_rows(nope_dim: int, value_dim: int) -> tuple[HeadRows, ...]:
-    """Of latent attention's projection to keys and values: for each head the key, then the value."""
+    """Rows of latent attention's projection to keys and values: for each head the key, then the value."""
     return (HeadRows(nope_dim, "key"), HeadRows(value_dim, "none"))
 
 
@@ -142,7 +142,6 @@ class QKClip:
         weights = [weight for layer in self.layers for weight in layer.weights]
         if device is None:
             device = storage_device(weights[0].tensor) if weights else torch.device("cpu")
-        # One buffer for one collective.
         self._logits = torch.full((heads,), -torch.inf, device=device)
         self._largest = self._logits.clone()
         self._above = torch.zeros((), dtype=torch.int64, device=device)
@@ -161,7 +160,7 @@ class QKClip:
         view.copy_(torch.maximum(view, logits_max.detach()))
 
     def logits(self, name: str, first_head: int, count: int) -> Tensor:
-        """The buffer of `count` heads of a layer, for attention code that updates the maxima in place."""
+        """The buffer of `count` heads, for attention code that updates the maxima in place."""
         if name not in self._places:
             raise ValueError(f"{name!r} is none of the layers: {', '.join(self._places)}")
         start, heads = self._places[name]
@@ -173,7 +172,7 @@ class QKClip:
     @torch.no_grad()
     def start_reduce(self) -> None:
         """Start the maximum over ranks. Every rank of the group calls this after the last backward of a step."""
-        # After backward, because activation checkpointing recomputes logits.
+        # Not before, because activation checkpointing recomputes logits.
         assert not self._reduced, "the last step was not applied"
         unseen = [layer.name for layer in self.layers if layer.weights and layer.name not in self._observed]
         if unseen:
@@ -190,8 +189,8 @@ class QKClip:
             self._pending.wait()
         above = (self._logits > self.threshold) & self._logits.isfinite()
         if self._rows is not None:
-            # Unclipped heads get factor 1, because a condition would block the host. Non-finite logits would destroy a
-            # head.
+            # Unclipped heads get factor 1, because a condition would block the host. Non-finite logits would destroy
+            # one.
             self._rows.scale(torch.where(above, self.threshold / self._logits, 1.0), self.alpha)
         torch.maximum(self._largest, self._logits, out=self._largest)
         self._above += above.sum()
@@ -219,10 +218,9 @@ def _places(layers: Sequence[AttentionLayer]) -> Iterator[tuple[str, tuple[int, 
 
 
 class _ScaledRows:
-    """The rows of all weights on this rank, with an index into a table of factors for each row.
+    """The rows of all weights on this rank, with an index into a table of factors.
 
-    The table: 1, then f ** alpha of each query head, then f of each query head, then by weight f ** (1 - alpha) of
-    each key head.
+    The table: 1, then f ** alpha and f of each query head, then by weight f ** (1 - alpha) of each key head.
     """
 
     def __init__(self, layers: Sequence[AttentionLayer], places: dict[str, tuple[int, int]], heads: int) -> None:
@@ -247,7 +245,7 @@ class _ScaledRows:
         self._sharing = torch.tensor([group + group[:1] * (widest - len(group)) for group in sharing], device=device)
 
     def scale(self, factors: Tensor, alpha: float) -> None:
-        # Weights may be on the host while logits are on the device.
+        # Weights may be on the host.
         factors = factors.to(self._entries.device)
         keys = factors[self._sharing].amin(1)
         table = torch.cat([factors.new_ones(1), factors**alpha, factors, keys ** (1 - alpha)])
@@ -258,7 +256,7 @@ class _ScaledRows:
 
 
 def _group_size(layer: AttentionLayer, weight: HeadWeight) -> tuple[int, int]:
-    """The number of query heads in a repeat of the weight's pattern, and the number of repeats."""
+    """The query heads in a repeat of the weight's pattern, and the number of repeats."""
     height, rows = sum(part.rows for part in weight.pattern), len(weight.tensor)
     repeats = rows // height
     if rows % height or repeats == 0 or layer.heads % repeats:
@@ -271,7 +269,7 @@ def _group_size(layer: AttentionLayer, weight: HeadWeight) -> tuple[int, int]:
 
 
 def _entries(weight: HeadWeight, start: int, group: int, repeats: int, heads: int, keys: int) -> Tensor:
-    """The table index of each row of the whole weight. `keys`: index of the weight's first key head."""
+    """The table index of each row. `keys`: index of the weight's first key head."""
     numbers = torch.arange(repeats, device="cpu")
     first = {
         "none": torch.zeros_like(numbers),

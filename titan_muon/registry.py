@@ -58,7 +58,7 @@ class OptimizerEntry:
     """How to build an optimizer.
 
     Attributes:
-        build: called with parameter groups (dicts with `params`, `param_names` and hyperparameters) and the keywords in
+        build: called with parameter groups (dicts with `params`, `param_names` and hyperparameters) and the options in
             `shared`; returns a torch.optim.Optimizer with all of its hyperparameters in `defaults`.
         shared: options that cannot differ between groups.
     """
@@ -68,16 +68,14 @@ class OptimizerEntry:
 
 
 optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimizers")
-"""`assignment/groups.py` registers this package's optimizers."""
 
 
 @dataclass(frozen=True)
 class ExchangeEntry:
     """A collective to assemble sharded matrices.
 
-    Attributes:
-        pattern: the planner's name: `all_to_all`, `all_gather` or `all_gather_reduce_scatter`.
-        collectives: called without arguments; returns a `comm.collectives.Collectives`.
+    `pattern`: `all_to_all`, `all_gather` or `all_gather_reduce_scatter`. `collectives`: returns a
+    `comm.collectives.Collectives`.
     """
 
     pattern: str
@@ -104,13 +102,13 @@ def exchange_entry(name: str) -> ExchangeEntry:
 
 
 rules: Registry[Callable[[MuonOptions], Any]] = Registry("rule", "titan_muon.rules")
-"""Called with the options of Muon; returns a `step.rule.Rule`. `rules/` registers this package's rules."""
+"""Functions from the options of Muon to a `step.rule.Rule`."""
 
 Parallelize = Callable[..., Any]
 """TorchTitan's parallelize_fn: (model, *, parallel_dims, training, parallelism, ...) -> model."""
 
 placements: Registry[Callable[[Parallelize, Any], Parallelize]] = Registry("placement.muon", "titan_muon.placements")
-"""A placement takes a parallelize_fn and the recipe, and returns a changed parallelize_fn."""
+"""Functions from a parallelize_fn and the recipe to a changed parallelize_fn."""
 placements.register("shard0", lambda parallelize, recipe: parallelize)
 
 
@@ -118,9 +116,8 @@ placements.register("shard0", lambda parallelize, recipe: parallelize)
 class ModelFamily:
     """Models of one architecture, by flavor.
 
-    Attributes:
-        flavors: called without arguments; returns the accepted names of `model.flavor`.
-        build: called with a flavor and a vocabulary size (None: the default); returns a new TorchTitan ModelSpec.
+    `flavors`: returns the accepted names of `model.flavor`. `build`: from a flavor and a vocabulary size (None: the
+    default), returns a new TorchTitan ModelSpec.
     """
 
     flavors: Callable[[], Sequence[str]]

@@ -6,21 +6,25 @@ import os
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 import tomli
 
 RECIPE, METRICS, LATEST = "recipe.toml", "metrics.jsonl", "latest"
 PLACE = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "checkpoint.load_step"})
 """Keys that say where a run is, and nothing of what it computes."""
+SEEDS = frozenset({"debug.seed", "data.seed"})
+"""Keys that runs of one setting may differ in."""
+PICTURE, PAGE = "compare.png", "compare.html"
 MOST_KEYS, LONGEST_LABEL = 4, 60
 LOSSES = {"loss": "Training loss", "val_loss": "Validation loss", "bits_per_byte": "Bits per byte"}
+LOSS_FIELDS = tuple((loss, name) for loss in LOSSES for name in (loss, f"seconds.{loss}"))
 
-Series = dict[int, float]
-"""A recorded quantity by step, in ascending order."""
+Series = dict[float, float]
+"""A recorded quantity by step, tokens or seconds, in ascending order."""
 
 
 class RunError(ValueError):
@@ -29,7 +33,7 @@ class RunError(ValueError):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Record of a run.
+    """Record of a run, or the mean of runs that differ by their seeds alone.
 
     Attributes:
         label: short name, unique in a comparison.
@@ -37,6 +41,8 @@ class RunRecord:
         recipe: values by dotted key, as JSON text.
         series: recorded numbers by dotted field (`loss`, `time.optimizer`), then by step.
         tokens_per_step: tokens of a training step over all ranks; None if not recorded.
+        seeds: number of runs.
+        spread: standard deviations over the seeds, like `series`.
     """
 
     label: str
@@ -44,19 +50,26 @@ class RunRecord:
     recipe: dict[str, str]
     series: dict[str, Series]
     tokens_per_step: float | None
+    seeds: int = 1
+    spread: dict[str, Series] = field(default_factory=dict)
 
     def of(self, key: str) -> Series:
         """Series of `key`; empty if not recorded."""
         return self.series.get(key, {})
 
-    def by_tokens(self) -> "RunRecord":
-        """The same run by tokens instead of steps, without records that have no tokens."""
-        tokens = {step: round(count) for step, count in self.of("tokens").items()}
-        series = {
-            key: {tokens[step]: value for step, value in values.items() if step in tokens}
-            for key, values in self.series.items()
-        }
-        return replace(self, series=series)
+    def along(self, axis: str) -> "RunRecord":
+        """The same run with losses by `axis` instead of by step, without losses at steps that have no tokens or
+        seconds.
+        """
+
+        def moved(tables: dict[str, Series]) -> dict[str, Series]:
+            return tables | {name: self._move(tables[name], axis, key) for key, name in LOSS_FIELDS if name in tables}
+
+        return self if axis == "step" else replace(self, series=moved(self.series), spread=moved(self.spread))
+
+    def _move(self, values: Series, axis: str, loss: str) -> Series:
+        places = self.of("tokens" if axis == "tokens" else f"seconds.{loss}")
+        return {round(places[step], 3): value for step, value in values.items() if step in places}
 
     def median(self, key: str) -> float | None:
         """Median of the finite values of `key`; None without finite values."""
@@ -82,8 +95,8 @@ def find_run(path: Path) -> Path:
 
 
 def _is_no_run(path: Path) -> bool:
-    """Whether `runs/recipe/*` matches `path` only because the shell cannot know: the file `latest`, or an empty run."""
-    if path.name == LATEST and path.is_file():
+    """Whether `path` is a file beside the runs or an empty run, which the shell's `runs/recipe/*` also matches."""
+    if path.is_file() and (path.name in (LATEST, PICTURE, PAGE) or path.suffix == ".log"):
         return True
     empty = path.is_dir() and (path.parent / LATEST).is_file() and not (path / METRICS).is_file()
     if empty:
@@ -164,20 +177,26 @@ def step_of(record: dict[str, object]) -> int:
 
 
 def unique_labels(folders: Sequence[Path], recipes: Sequence[dict[str, str]]) -> list[str]:
-    """The recipes' names (`runs/<recipe>/<time>`). Where two are equal, `key=value` of the first keys that tell all
-    runs apart; where no keys do, as much of the path as differs.
+    """The recipes' names (`runs/<recipe>/<time>`), for equal names with `key=value` of the first keys that tell runs
+    apart; if no keys do, as much of the path as differs.
     """
     paths = [folder.resolve() for folder in folders]
-    for path, folder in zip(paths, folders, strict=True):
-        if paths.count(path) > 1:
-            raise RunError(f"{folder}: the same run is given twice")
     names = [path.parent.name for path in paths]
     if len(set(names)) == len(names):
         return names
     values = [{key: value for key, value in recipe.items() if key not in PLACE} for recipe in recipes]
-    differing = [key for key in dict.fromkeys(chain(*values)) if len({value.get(key) for value in values}) > 1]
+    groups = [[value for value, other in zip(values, names, strict=True) if other == name] for name in set(names)]
+    differing = [
+        key
+        for key in dict.fromkeys(chain(*values))
+        if any(len({value.get(key) for value in group}) > 1 for group in groups)
+    ]
+    shown = names if len(groups) > 1 else [""] * len(names)
     for count in range(1, MOST_KEYS + 1):
-        labels = [_differences(value, differing[:count]) for value in values]
+        labels = [
+            f"{name} {_differences(value, differing[:count])}".strip()
+            for name, value in zip(shown, values, strict=True)
+        ]
         if len(set(labels)) == len(labels) and max(map(len, labels)) <= LONGEST_LABEL:
             return labels
     depth = 1
@@ -201,44 +220,89 @@ def _leaf(key: str) -> str:
 
 
 def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[RunRecord]:
-    """Read the runs `paths`, in order, with series by step or by tokens.
+    """Read the runs `paths`, in order, with losses by `axis`. Runs that differ by seeds alone are averaged.
 
     Raises RunError for fewer than two runs, an unreadable run, or runs without a common step with `metric`.
     """
     folders = [find_run(path) for path in paths if not _is_no_run(path)]
     if len(folders) < 2:
         raise RunError(f"a comparison takes two or more runs, not {len(folders)}")
-    recipes = [read_recipe(folder / RECIPE) for folder in folders]
-    labels, metrics = unique_labels(folders, recipes), [folder / METRICS for folder in folders]
-    runs = [
-        RunRecord(label, folder, recipe, series, tokens_per_step(series.get("tokens", {})))
-        for label, folder, recipe, series in zip(labels, folders, recipes, map(read_series, metrics), strict=True)
-    ]
-    if axis == "tokens":
-        for run in runs:
-            if run.tokens_per_step is None:
-                raise RunError(f"{run.folder / METRICS}: `tokens` was not recorded; compare with --axis step")
-        runs = [run.by_tokens() for run in runs]
-    for run in runs:
-        if not run.of(metric):
-            raise RunError(f"{run.folder / METRICS}: `{metric}` was not recorded")
-    if not common_steps(runs, metric):
+    if repeated := [folder for folder in folders if [path.resolve() for path in folders].count(folder.resolve()) > 1]:
+        raise RunError(f"{repeated[0]}: the same run is given twice")
+    settings: dict[str, list[RunRecord]] = {}
+    for folder in folders:
+        recipe, series = read_recipe(folder / RECIPE), read_series(folder / METRICS)
+        if metric not in series:
+            raise RunError(f"{folder / METRICS}: `{metric}` was not recorded")
+        needed = {"step": metric, "tokens": "tokens", "seconds": f"seconds.{metric}"}[axis]
+        if needed not in series:
+            raise RunError(f"{folder / METRICS}: `{axis}` was not recorded; compare with --x step")
+        setting = repr([item for item in recipe.items() if item[0] not in PLACE | SEEDS])
+        run = RunRecord("", folder, recipe, series, tokens_per_step(series.get("tokens", {})))
+        # Runs of equal seeds are repetitions, to be compared with each other.
+        while any(_seeds(run) == _seeds(other) for other in settings.get(setting, [])):
+            setting += " again"
+        settings.setdefault(setting, []).append(run)
+    runs = [over_seeds(group).along(axis) for group in settings.values()]
+    labels = unique_labels([run.folder for run in runs], [run.recipe for run in runs])
+    runs = [replace(run, label=labelled(label, run.seeds)) for label, run in zip(labels, runs, strict=True)]
+    if not common_steps(runs, metric, axis):
         raise RunError(f"{', '.join(labels)}: no {axis} at which each of them recorded `{metric}`")
     return runs
 
 
-def common_steps(runs: Sequence[RunRecord], key: str) -> list[int]:
-    """Steps at which every run recorded `key`, in order."""
-    return sorted(set.intersection(*(set(run.of(key)) for run in runs)))
+def _seeds(run: RunRecord) -> list[str | None]:
+    return [run.recipe.get(key) for key in sorted(SEEDS)]
 
 
-def smoothing_window(steps: Sequence[int], axis: str = "step") -> int:
-    """Moving-average window in steps or tokens, equal for all runs: a twentieth of the last step, at most 100."""
-    share = max(1, steps[-1] // 20)
-    return share if axis == "tokens" else min(100, share)
+def labelled(label: str, seeds: int) -> str:
+    """The label with the number of seeds, if several."""
+    return label if seeds == 1 else f"{label} ({seeds} seeds)"
 
 
-def smooth(series: Series, window: int) -> Series:
+def over_seeds(runs: Sequence[RunRecord]) -> RunRecord:
+    """The mean of runs over the steps that all of them recorded; a single run as it is."""
+    if len(runs) == 1:
+        return runs[0]
+    series: dict[str, Series] = {}
+    spread: dict[str, Series] = {}
+    for key in runs[0].series:
+        for step in common_steps(runs, key):
+            values = [run.of(key)[step] for run in runs]
+            series.setdefault(key, {})[step] = fmean(values)
+            spread.setdefault(key, {})[step] = stdev(values) if all(map(math.isfinite, values)) else math.nan
+    recipe = {key: value for key, value in runs[0].recipe.items() if key not in SEEDS}
+    return replace(runs[0], recipe=recipe, series=series, spread=spread, seeds=len(runs))
+
+
+def common_steps(runs: Sequence[RunRecord], key: str, axis: str = "step") -> list[float]:
+    """Steps or tokens at which every run recorded `key`, or evenly spaced seconds within all runs, in order."""
+    if axis != "seconds":
+        return sorted(set.intersection(*(set(run.of(key)) for run in runs)))
+    first, last = max(min(run.of(key)) for run in runs), min(max(run.of(key)) for run in runs)
+    return [first + (last - first) * i / 10 for i in range(11)] if first < last else []
+
+
+def value_at(series: Series, place: float) -> float:
+    """The last value recorded until `place`."""
+    return series[max(step for step in series if step <= place)]
+
+
+def amount(value: float, axis: str) -> str:
+    """A number of steps, tokens or seconds, as text."""
+    return f"{value:,.1f}" if axis == "seconds" else f"{value:,.0f}"
+
+
+def smoothing_window(steps: Sequence[float], axis: str = "step") -> float:
+    """Moving-average window along `axis`, equal for all runs: a twentieth of the last step, at most 100 steps."""
+    return {
+        "step": min(100, max(1, steps[-1] // 20)),
+        "tokens": max(1, steps[-1] // 20),
+        "seconds": steps[-1] / 20,
+    }[axis]
+
+
+def smooth(series: Series, window: float) -> Series:
     """Mean over the last `window` steps, or over the last fifth of the steps if shorter, because early losses fall
     fast.
     """

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from compare.run_folder import LOSSES, RunRecord, smooth
+from compare.run_folder import LOSSES, RunRecord, amount, smooth
 
 # Okabe and Ito's colors, distinct for all color vision; lines and markers differ for print without color.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -37,26 +37,31 @@ FILLS = {
 REST = Fill("rest", 0.0, "")
 
 
-def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: int, axis: str) -> None:
-    """Draw the smoothed `metric` over the thin raw line, and with the training loss the validation loss as markers."""
-    title = (
-        LOSSES[metric]
-        if window == 1
-        else f"{LOSSES[metric]} (mean of the last {window:,} {'steps' if axis == 'step' else axis})"
-    )
+def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: float, axis: str) -> None:
+    """Draw the smoothed `metric` over the thin raw line, and with the training loss the validation loss as markers.
+
+    Runs over seeds have a band of a standard deviation instead of the raw line.
+    """
+    unit = axis.replace("step", "steps")
+    title = LOSSES[metric] if window == 1 else f"{LOSSES[metric]} (mean of the last {amount(window, axis)} {unit})"
     validated = metric == "loss" and any(run.of("val_loss") for run in runs)
     for i, run in enumerate(runs):
         color, line = COLORS[i % len(COLORS)], LINES[i % len(LINES)]
         marker = MARKERS[i % len(MARKERS)] if validated and run.of("val_loss") else ""
         raw, curve, validation = run.of(metric), smooth(run.of(metric), window), run.of("val_loss")
         style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 8, "markeredgecolor": "white"}
-        axes.plot([*raw], [*raw.values()], color=color, linewidth=0.8, alpha=0.4)
+        if deviations := smooth(run.spread.get(metric, {}), window):
+            low, high = ([curve[place] + sign * deviations[place] for place in curve] for sign in (-1, 1))
+            axes.fill_between([*curve], low, high, color=color, alpha=0.15, linewidth=0)
+        else:
+            axes.plot([*raw], [*raw.values()], color=color, linewidth=0.8, alpha=0.4)
         # Where few steps were logged the line alone does not show which.
         dots = "." if len(curve) < FEW else ""
         axes.plot([*curve], [*curve.values()], color=color, linestyle=line, linewidth=2, marker=dots)
         if marker:
             axes.plot([*validation], [*validation.values()], linestyle="", **style)
     axes.set_xlabel(axis)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylabel("bits per byte" if metric == "bits_per_byte" else "loss (nats per token)")
     axes.set_title(f"{title}; markers: validation" if validated else title)
     axes.grid(alpha=0.3)
@@ -87,11 +92,11 @@ def plot_times(axes: Axes, runs: Sequence[RunRecord]) -> None:
         longest = max(longest, left)
     # Space for the numbers right of the bars and for the legend below.
     axes.set_xlim(0, longest * 1.2)
-    axes.set_ylim(len(runs) + 0.6, -0.6)
+    axes.set_ylim(1.25 * len(runs) + 0.1, -0.6)
     axes.set_yticks([])
     axes.set_xlabel("time (ms)")
     axes.set_title("Time of a step (medians)")
-    grey = "0.3"
+    grey = "0.5"
     legend = [
         Patch(facecolor=to_rgba(grey, fill.opacity), edgecolor=grey, hatch=fill.hatch, label=fill.title)
         for fill in (*FILLS.values(), REST)
@@ -110,7 +115,7 @@ def parts_of_step(run: RunRecord) -> dict[Fill, float]:
 
 
 def write_picture(
-    runs: Sequence[RunRecord], metric: str, window: int, title: str | None, output: Path, axis: str = "step"
+    runs: Sequence[RunRecord], metric: str, window: float, title: str | None, output: Path, axis: str = "step"
 ) -> None:
     """Writes the picture."""
     with rc_context({"font.size": 12, "hatch.linewidth": 0.6, "svg.hashsalt": "compare_runs"}):
@@ -118,7 +123,7 @@ def write_picture(
         figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None)
 
 
-def picture(runs: Sequence[RunRecord], metric: str, window: int, title: str | None, axis: str) -> Figure:
+def picture(runs: Sequence[RunRecord], metric: str, window: float, title: str | None, axis: str) -> Figure:
     """The curves, the parts of the step if any run recorded some, and the runs' labels below; 1200 pixels wide."""
     handles = legend_of(runs, metric)
     # As many beside each other as fit into the width.

@@ -1,7 +1,7 @@
 """The contract of torch.optim.Optimizer: every case of PyTorch's optim_db for Muon, and of its TestOptimRenewed.
 
 A test here has the name of PyTorch's test where there is one. `DIFFERENCES` lists where Muon and Hybrid differ on
-purpose; docs/library.md gives the reasons.
+purpose; docs/frameworks.md gives the reasons.
 """
 
 import copy
@@ -173,6 +173,55 @@ def test_param_groups_lr() -> None:
 
 @both
 @every_input
+def test_grads_are_never_inplaced_into(make: Callable[..., Any], keywords: dict[str, Any]) -> None:
+    params = weights()
+    optimizer = make(params, **keywords)
+    for step in range(2):
+        set_gradients(params, step)
+        before = [(param.grad, param.grad.clone()) for param in params if param.grad is not None]
+        optimizer.step()
+        assert all(param.grad is grad for param, (grad, _) in zip(params, before, strict=True))
+        assert all(torch.equal(grad, copied) for grad, copied in before)
+
+
+@pytest.mark.parametrize("schedulers", INFO.scheduler_inputs, ids=lambda s: f"{len(s)} schedulers")
+def test_param_group_with_lrscheduler_goes_right_direction(schedulers: Any) -> None:
+    torch.manual_seed(0)
+    x, target = torch.randn(5, 1), torch.randn(10, 1)
+    first, second = nn.Parameter(torch.randn(10, 5)), nn.Parameter(torch.randn(10, 5))
+    optimizer = muon([{"params": [first]}, {"params": [second], "lr": 0.01}], lr=0.02)
+    made = [scheduler(optimizer) for scheduler in schedulers]
+
+    def loss() -> Tensor:
+        return ((first + second).mm(x) - target).pow(2).sum()
+
+    initial = loss().item()
+    for _ in range(20):
+        optimizer.zero_grad()
+        current = loss()
+        current.backward()
+        optimizer.step()
+        for scheduler in made:
+            scheduler.step(current) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+    assert loss().item() < initial
+
+
+def test_load_nontensor_step() -> None:
+    """Older state dicts of AdamW count steps in numbers."""
+    model, other = Small(), Small()
+    hybrid, loading = Hybrid(model), Hybrid(other)
+    model(torch.arange(8)).sum().backward()
+    hybrid.step()
+    state = copy.deepcopy(hybrid.state_dict())
+    for values in state["state"].values():
+        values.update({"step": values["step"].item()} if "step" in values else {})
+    loading.load_state_dict(state)
+    steps = [hybrid.state[model.embed.weight]["step"], loading.state[other.embed.weight]["step"]]
+    assert steps == [torch.tensor(1.0)] * 2
+
+
+@both
+@every_input
 def test_state_dict_deterministic(make: Callable[..., Any], keywords: dict[str, Any]) -> None:
     params = weights()
     optimizer = make(params, **keywords)
@@ -301,6 +350,43 @@ def test_state_dict_hooks(make: Callable[..., Any]) -> None:
     assert calls == ["pre", "post"]
     optimizer.load_state_dict(state)
     assert calls[2:] == ["load pre", "load post"]
+
+
+@both
+def test_hooks_replace_the_state_dict_in_their_order(make: Callable[..., Any]) -> None:
+    """PyTorch's test_state_dict_post_hook and test_load_state_dict_pre_hook_and_prepend."""
+    params = weights()
+    optimizer = make(params, lr=0.1)
+
+    def with_lr(lr: float) -> Callable[..., dict[str, Any]]:
+        def hook(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+            return {**state, "param_groups": [{**group, "lr": group["lr"] * lr} for group in state["param_groups"]]}
+
+        return hook
+
+    def set_lr(optimizer: Any, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            group["lr"] = 1.0
+
+    handle = optimizer.register_state_dict_post_hook(with_lr(2.0))
+    state = optimizer.state_dict()
+    handle.remove()
+    assert [group["lr"] for group in state["param_groups"]] == [0.2]
+    set_gradients(params)
+    optimizer.step()
+    momentum = {param: optimizer.state[param]["momentum_buffer"].clone() for param in params}
+
+    def with_twice_the_momentum(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        states = {key: {"momentum_buffer": 2 * value["momentum_buffer"]} for key, value in state["state"].items()}
+        return {**state, "state": states}
+
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.register_load_state_dict_pre_hook(with_lr(3.0))
+    optimizer.register_load_state_dict_pre_hook(set_lr, prepend=True)
+    optimizer.register_load_state_dict_pre_hook(with_twice_the_momentum)
+    optimizer.load_state_dict(state)
+    assert [group["lr"] for group in optimizer.param_groups] == [3.0]
+    assert all(torch.equal(optimizer.state[param]["momentum_buffer"], 2 * momentum[param]) for param in params)
 
 
 @both

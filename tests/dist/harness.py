@@ -8,11 +8,14 @@ import multiprocessing as mp
 import os
 import pickle
 import queue
+import runpy
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 _context = mp.get_context("forkserver")
@@ -29,7 +32,6 @@ _context.set_forkserver_preload(
         "torch.distributed.checkpoint.state_dict",
         "titan_muon.hybrid",
         "titan_muon.owned",
-        "titan_muon.features.slices",
         "tests.reference_muon",
         "tests.dist.small_params",
     ]
@@ -87,6 +89,37 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                 if process.is_alive():
                     process.kill()
                 process.join()
+
+
+def _program(words: tuple[str, ...], shown: str) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    output = os.open(shown, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.argv = list(words)
+    if words[0] == "-c":
+        exec(words[1], {"__name__": "__main__"})
+    else:
+        runpy.run_path(words[0], run_name="__main__")
+    sys.stdout.flush()
+
+
+def run_program(*words: str, timeout: float = 120.0) -> tuple[int, str]:
+    """Run `python WORDS` from the repository's root, without the seconds that its imports take.
+
+    Returns the exit code, and standard output and error together.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        shown = Path(folder) / "shown"
+        process = _context.Process(target=_program, args=(words, str(shown)))
+        process.start()
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        assert process.exitcode is not None
+        return process.exitcode, shown.read_text()
 
 
 def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Runs one example on a rank and writes its final weights: `python -m tests.integrations.run_example NAME OUT ...`."""
+"""Runs an example on a rank and writes its final weights: `python -m tests.integrations.run_example NAME DIR OUT`."""
 
 import argparse
 import importlib
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 def allow_fsdp_on_cpus() -> None:
@@ -29,12 +32,16 @@ def allow_fsdp_on_cpus() -> None:
     state.AcceleratorState.__init__ = patched
 
 
+def whole(parameter: Tensor) -> Tensor:
+    """A copy of a parameter with the shards of all ranks."""
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("folder")
     parser.add_argument("out")
-    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--options", type=json.loads, default={})
     parser.add_argument("--group", action="store_true", help="make the default process group, as the script would")
@@ -45,10 +52,19 @@ def main() -> None:
     Path(args.folder).mkdir(parents=True, exist_ok=True)
     if args.group:
         dist.init_process_group("gloo")
-    model = importlib.import_module(f"examples.{args.name}").train(args.folder, args.steps, args.resume, **args.options)
-    weights = {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in model.named_parameters()}
+    before: dict[Tensor, Tensor] = {}
+
+    def keep(optimizer: Optimizer, *arguments: object) -> None:
+        params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        before.update({param: whole(param) for param in params if param not in before})
+
+    register_optimizer_step_pre_hook(keep)
+    model = importlib.import_module(f"examples.{args.name}").train(args.folder, resume=args.resume, **args.options)
+    weights = {name: whole(p) for name, p in model.named_parameters()}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    still = [name for name, p in trained.items() if p not in before or torch.equal(before[p], weights[name])]
     if not dist.is_initialized() or dist.get_rank() == 0:
-        torch.save({name: weight.clone() for name, weight in weights.items()}, args.out)
+        torch.save({"weights": weights, "still": still, "trained": len(trained)}, args.out)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -29,33 +29,43 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, str]]] = {
     "accelerate-fsdp2": ("accelerate_loop", 2, {}, FSDP),
     "lightning": ("lightning_module", 1, {}, {}),
     "lightning-ddp": ("lightning_module", 2, {"strategy": "ddp", "devices": 2}, {}),
+    "lightning-fsdp2": ("lightning_module", 2, {"fsdp": True, "devices": 2}, {}),
     "peft": ("peft_lora", 1, {}, {}),
+    "peft-ddp": ("peft_lora", 2, {}, {}),
+    "ddp-1": ("ddp", 1, {}, {}),
     "ddp": ("ddp", 2, {}, {}),
     "fsdp2": ("ddp", 2, {"fsdp": True}, {}),
 }
+"""By name: example, ranks, arguments of `train`, environment variables."""
 
 
-def run(case: str, folder: Path, out: Path, steps: int, *flags: str) -> dict[str, torch.Tensor]:
-    """The weights after a run of an example."""
+def run(case: str, folder: Path, out: Path, *flags: str) -> dict[str, Any]:
+    """What a run of an example wrote."""
     name, ranks, options, variables = CASES[case]
-    launcher = [sys.executable]
-    if ranks > 1:
+    launcher, grouped = [sys.executable], name == "ddp" or case == "peft-ddp"
+    if ranks > 1 or grouped:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command = [*launcher, "-m", "tests.integrations.run_example", name, str(folder), str(out), f"--steps={steps}"]
-    command += [f"--options={json.dumps(options)}", *flags, *(["--group"] if name == "ddp" else [])]
+    command = [*launcher, "-m", "tests.integrations.run_example", name, str(folder), str(out)]
+    command += [f"--options={json.dumps(options)}", *flags, *(["--group"] if grouped else [])]
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    weights: dict[str, torch.Tensor] = torch.load(out)
-    return weights
+    written: dict[str, Any] = torch.load(out)
+    return written
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_parameter_moves_and_a_resumed_run_has_the_same_bits(case: str, tmp_path: Path) -> None:
-    whole = run(case, tmp_path / "whole", tmp_path / "whole.pt", 8)
-    none = run(case, tmp_path / "none", tmp_path / "none.pt", 0 if "trainer" not in case else 1)
-    trained = {name for name in whole if case != "peft" or "lora_" in name}
-    still = [name for name in trained if torch.equal(whole[name], none[name])]
-    assert not still, f"{still} did not move"
-    resumed = run(case, tmp_path / "whole", tmp_path / "resumed.pt", 8, "--resume")
-    parted = [name for name in whole if not torch.equal(whole[name], resumed[name])]
+    whole = run(case, tmp_path / "whole", tmp_path / "whole.pt")
+    assert whole["trained"] == (8 if "peft" in case else 21)
+    assert not whole["still"], "parameters that did not move"
+    resumed = run(case, tmp_path / "whole", tmp_path / "resumed.pt", "--resume")["weights"]
+    weights = whole["weights"]
+    parted = [name for name in weights if not torch.equal(weights[name], resumed[name])]
     assert not parted, f"{parted} have other bits after a resume"
+
+
+@pytest.mark.parametrize("page", sorted({case[0] for case in CASES.values()}))
+def test_a_page_has_at_most_30_lines_of_code(page: str) -> None:
+    lines = (Path(__file__).parents[2] / "examples" / f"{page}.py").read_text(encoding="utf-8").splitlines()
+    start = max(number for number, line in enumerate(lines) if line.startswith(("import ", "from ")))
+    assert len([line for line in lines[start + 1 :] if line.strip()]) <= 30

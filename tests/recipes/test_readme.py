@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.harness import run_program
 from titan_muon.titan.recipe import load
 
 ROOT = Path(__file__).parents[2]
@@ -24,9 +25,14 @@ TRAINING = [c for c in COMMANDS if "train.py" in c and "--dry-run" not in c]
 
 def run(command: str, extra: list[str], folder: Path) -> str:
     """Run a command of the README in the repository with this environment's programs first; what it printed."""
+    words = [*shlex.split(command), *extra]
+    if words[0] == "python":
+        code, shown = run_program(*words[1:], timeout=300)
+        assert code == 0, shown
+        return shown
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
-        [*shlex.split(command), *extra],
+        words,
         cwd=ROOT,
         env=environment,
         capture_output=True,

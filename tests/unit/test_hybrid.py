@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from titan_muon import Hybrid, Muon, Rule
+from titan_muon import Hybrid, Muon, Rule, assign, parameter_groups
 from titan_muon.adam import AdamW
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "muon": {"orthogonalize": "reference"}}
@@ -63,12 +63,13 @@ def equal(first: nn.Module, second: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-def pair(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """The two optimizers that a user would build by hand."""
-    named = dict(model.named_parameters())
-    matrices = [(name, named[name]) for name in MATRICES if name in named]
-    others = [(name, param) for name, param in named.items() if name not in MATRICES]
-    return [Muon(sorted(matrices), lr=0.02, orthogonalize="reference"), AdamW(others, lr=0.02, weight_decay=0.1)]
+def pair(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
+    """The two optimizers of a user who wants no Hybrid."""
+    groups = parameter_groups(model, **options)
+    return [
+        Muon(groups["muon"], lr=0.02, orthogonalize="reference"),
+        AdamW(groups["adamw"], lr=0.02, weight_decay=0.1),
+    ]
 
 
 def test_every_parameter_is_trained_as_by_muon_and_adamw_apart() -> None:
@@ -79,7 +80,27 @@ def test_every_parameter_is_trained_as_by_muon_and_adamw_apart() -> None:
     train(model, hybrid, range(3))
     train(reference, pair(reference), range(3))
     assert equal(model, reference)
+    assert assign(model) == hybrid.assignments
     assert all(not torch.equal(before[name], param) for name, param in model.named_parameters())
+
+
+def test_parameter_groups_have_the_rules_options() -> None:
+    rules = [Rule(match="layers.1.up.weight", optimizer="muon", options={"lr": 0.5})]
+    model, reference = Decoder(), Decoder()
+    train(model, Hybrid(model, rules=rules, **OPTIONS), range(3))
+    train(reference, pair(reference, rules=rules), range(3))
+    assert equal(model, reference)
+    with pytest.raises(ValueError, match=r"^rules\[0\]: 'nothing' takes no parameter"):
+        parameter_groups(model, [Rule(match="nothing", optimizer="muon")])
+
+
+def test_parameter_groups_of_known_layouts_name_the_splits_for_muon() -> None:
+    model = nn.ModuleList([nn.MultiheadAttention(32, 2)])
+    with pytest.warns(UserWarning, match=r"^0.in_proj_weight: several matrices in a weight; pass Muon split="):
+        groups = parameter_groups(model)
+    splits = [a.split for a in assign(model) if a.split and a.optimizer == "muon"]
+    matrices = Muon(groups["muon"], split=splits).build().plan.matrices
+    assert len(matrices) == len(Hybrid(model).build().optimizers["muon"].plan.matrices) > 2
 
 
 def test_groups_and_state_are_shared_with_the_parts() -> None:
@@ -231,6 +252,15 @@ def test_a_model_without_hidden_matrices_is_refused_with_its_roles() -> None:
         Hybrid(model)
 
 
+def test_lora_alone_is_refused_with_the_rule_for_muon() -> None:
+    model = Decoder().requires_grad_(False)
+    model.layers[0].up.lora_A = nn.Linear(16, 4, bias=False)
+    with pytest.raises(ValueError, match=r"\(1 lora\); add a rule \(match = '\*lora_\*', optimizer = 'muon'\)"):
+        Hybrid(model)
+    rule = Rule(match="*lora_*", optimizer="muon")
+    assert [a.optimizer for a in Hybrid(model, rules=[rule]).assignments] == ["muon"]
+
+
 def test_names_do_not_depend_on_wrappers() -> None:
     model = Decoder()
     hybrid = Hybrid(model, **OPTIONS)
@@ -260,3 +290,9 @@ def test_the_table_says_who_takes_what_and_why() -> None:
     assert rows["layers.*.up.weight"].split()[-2:] == ["hidden", "matrix"]
     assert " adamw " in rows["embed.weight"]
     assert "looked up" in rows["embed.weight"]
+
+
+def test_the_table_names_parameters_that_nobody_trains() -> None:
+    model = Decoder()
+    model.embed.weight.requires_grad_(False)
+    assert Hybrid(model, **OPTIONS).table().splitlines()[-1] == "not trained (requires_grad is False): embed.weight"

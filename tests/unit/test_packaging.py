@@ -1,5 +1,6 @@
 """The wheel has the library, its types, the recipes and a command that works outside of the checkout."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -83,6 +84,15 @@ def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().err == (
         "titan-muon train: needs torchtitan; install them by pip install 'titan-muon[titan]'\n"
     )
+
+
+def test_the_integration_without_its_extra_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    monkeypatch.delitem(sys.modules, "titan_muon.titan", raising=False)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"needs torchtitan; install them by pip install 'titan-muon\[titan\]'"
+    ):
+        importlib.import_module("titan_muon.titan")
 
 
 def test_commands_and_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

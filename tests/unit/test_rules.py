@@ -1,13 +1,12 @@
 """Rules are separate files, chosen by name, with scales and schedules of their own."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.dist.harness import run_program
 from titan_muon import Muon, registry
 from titan_muon.options import OptionError
 from titan_muon.rules import RULES
@@ -34,8 +33,8 @@ print("trained")
 def test_the_file_of_a_rule_can_be_deleted_alone(removed: str) -> None:
     """All but muon.py, the base class of the others."""
     code = STEPS.format(removed=removed, kept=[name for name in RULES if name != removed])
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.stdout.strip() == "trained", result.stderr
+    status, shown = run_program("-c", code)
+    assert (status, shown.strip()) == (0, "trained")
 
 
 def trained(steps: int, rates: list[float] | None = None, **options: Any) -> tuple[Muon, Tensor]:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from ..options import Split
 
 Layout = tuple[str, dict[str, int | tuple[int, ...]]]
-"""`dims` and `lengths` of a split."""
 
 
 def class_names(module: nn.Module) -> tuple[str, ...]:
@@ -19,7 +18,7 @@ def class_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def fused_split(fqn: str, parameter: Tensor, owner: nn.Module, parent: nn.Module) -> Split | None:
-    """The split of a parameter with a known layout; `owner` is the parameter's module, within `parent`."""
+    """The split of a parameter with a known layout, of module `owner` within `parent`."""
     *_, last = ("", *fqn.split("."))
     *_, before = ("", *fqn.rpartition(".")[0].split("."))
     name = before if last == "weight" else last

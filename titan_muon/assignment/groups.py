@@ -1,14 +1,14 @@
-"""Parameter groups of each optimizer, and construction of optimizers."""
+"""The optimizer of each parameter of a model, parameter groups of each optimizer, and construction of optimizers."""
 
 from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import options, registry
@@ -16,20 +16,24 @@ from ..adam import AdamW
 from ..muon import Muon
 from ..options import Offload, OptionError, Rule, Split
 from ..tensors.matrices import check_splits
-from .roles import Seen
-from .rules import Assignment, Default, assign, splits_with
+from ..tensors.names import canonical_fqn
+from .roles import Seen, see
+from .rules import Assignment, Default, assign_parameters, default_rules, splits_with
 
 registry.optimizers.register("muon", registry.OptimizerEntry(Muon, options.SHARED))
 registry.optimizers.register(
     "adamw", registry.OptimizerEntry(AdamW, ("foreach", "fused", "state_dtype", "offload", "missing_grad", "nonfinite"))
 )
 
+OPTIMIZER = "optimizer"
+"""Key of a parameter group: the name of the optimizer that updates the group."""
+
 
 @dataclass(frozen=True)
 class ParamGroup:
     """Parameters of an optimizer with equal hyperparameters (`options`).
 
-    `rule`: index of the rule with the group's options, or None. `tag`: name of the group in metrics.
+    `rule`: index of the rule with these options, or None. `tag`: name in metrics.
     """
 
     optimizer: str
@@ -38,16 +42,63 @@ class ParamGroup:
     names: tuple[str, ...]
     options: Mapping[str, Any]
 
+    def of_torch(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+        """A group for a torch.optim.Optimizer. `parameters`: by name."""
+        return {**self.options, "params": [parameters[n] for n in self.names], "param_names": list(self.names)}
+
+
+def assign(
+    model: nn.Module | Iterable[nn.Module], rules: Sequence[Rule] = (), *, defaults: bool = True, router: str = "adamw"
+) -> tuple[Assignment, ...]:
+    """The optimizer of each trained parameter, with the reason. Parameters may be on the meta device.
+
+    Arguments and errors as in `Hybrid`.
+    """
+    modules = [model] if isinstance(model, nn.Module) else list(model)
+    return assigned_model(see(modules, canonical_fqn), rules, default_rules(router) if defaults else None)
+
+
+def parameter_groups(
+    model: nn.Module | Iterable[nn.Module], rules: Sequence[Rule] = (), *, defaults: bool = True, router: str = "adamw"
+) -> dict[str, list[dict[str, Any]]]:
+    """Parameter groups by optimizer, for separate optimizers in place of a `Hybrid`.
+
+    `Muon(groups["muon"])` and `titan_muon.adam.AdamW(groups["adamw"])` take steps as `Hybrid(model)`, and exchange
+    checkpoints with a `Hybrid` and with recipes by torch.distributed.checkpoint. Weights with known fused layouts have
+    an `Assignment.split`: pass `Muon` the splits, as the warning says.
+
+    Returns:
+        Groups with `params`, `param_names`, `optimizer`, and the options of a rule.
+
+    Arguments and errors as in `Hybrid`.
+    """
+    modules = [model] if isinstance(model, nn.Module) else list(model)
+    assigned = assign(modules, rules, defaults=defaults, router=router)
+    parameters = trained_parameters(modules)
+    if fused := [a.fqn for a in assigned if a.optimizer == "muon" and a.split is not None]:
+        warnings.warn(
+            f"{fused[0]}{f' and {len(fused) - 1} more' if len(fused) > 1 else ''}: several matrices in a weight; pass "
+            "Muon split=[a.split for a in assign(model, rules) if a.split and a.optimizer == 'muon']",
+            stacklevel=2,
+        )
+    groups = grouped(rules, {}, assigned)
+    return {name: [group.of_torch(parameters) | {OPTIMIZER: name} for group in groups[name]] for name in groups}
+
+
+def trained_parameters(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """Parameters with gradients, by canonical name."""
+    named = (pair for part in parts for pair in part.named_parameters())
+    return {canonical_fqn(name): parameter for name, parameter in named if parameter.requires_grad}
+
 
 def assigned_model(
     parameters: Mapping[str, Seen], rules: Sequence[Rule], defaults: Sequence[Default] | None
 ) -> tuple[Assignment, ...]:
     """The optimizer of each parameter of a whole model.
 
-    Raises:
-        OptionError: like `assign`, and if Muon gets no parameter although defaults apply to some.
+    Raises OptionError like `assign_parameters`, and if Muon gets no parameter although defaults apply to some.
     """
-    assigned = assign(parameters, rules, defaults)
+    assigned = assign_parameters(parameters, rules, defaults)
     by_default = [a for a in assigned if a.rule is None]
     # A model with unknown names or shapes would otherwise silently train with AdamW alone.
     if (by_default or not assigned) and not any(a.optimizer == "muon" for a in assigned):
@@ -55,10 +106,11 @@ def assigned_model(
         for a in assigned:
             roles[a.role or a.reason] = roles.get(a.role or a.reason, 0) + 1
         counts = ", ".join(f"{count} {role}" for role, count in roles.items()) or "none needs a gradient"
+        match = "(match = '*lora_*', optimizer = 'muon')" if "lora" in roles else "with optimizer = 'muon'"
         raise OptionError(
             "rules:",
-            f"Muon takes no parameter of this model ({counts}); add a rule with optimizer = 'muon', or confirm with a "
-            "last rule (match = '*', optimizer = 'adamw')",
+            f"Muon takes no parameter of this model ({counts}); add a rule {match}, or confirm with a last rule "
+            "(match = '*', optimizer = 'adamw')",
         )
     return assigned
 
@@ -66,10 +118,10 @@ def assigned_model(
 def grouped(
     rules: Sequence[Rule], tables: Mapping[str, Mapping[str, Any]], assigned: Sequence[Assignment]
 ) -> dict[str, list[ParamGroup]]:
-    """Groups by optimizer: a group for the defaults, and a group for each rule with options."""
+    """Groups by optimizer: for the defaults, and for each rule with options."""
     names: dict[str, dict[int | None, list[str]]] = {}
     for a in assigned:
-        # Rules without options share the default group, because each group costs foreach calls in a step.
+        # Each further group would cost foreach calls in a step.
         rule = a.rule if a.rule is not None and rules[a.rule].options else None
         names.setdefault(a.optimizer, {}).setdefault(rule, []).append(a.fqn)
     groups: dict[str, list[ParamGroup]] = {}
@@ -91,18 +143,17 @@ def with_known_splits(
     *,
     is_stage: bool = False,
 ) -> Mapping[str, Mapping[str, Any]]:
-    """The optimizers' tables (options by optimizer), with the splits of known fused layouts in Muon's table.
+    """The optimizers' tables, with the splits of known fused layouts in Muon's table.
 
-    `parameters`: names of the parameters of this process. `is_stage`: whether this process holds a pipeline stage;
-    splits of the remaining stages are then left out. Raises ValueError for a split without a matching Muon parameter in
-    the whole model.
+    `parameters`: names of this process. `is_stage`: leaves out the splits of remote pipeline stages. Raises ValueError
+    for a split without a matching Muon parameter in the whole model.
     """
     splits: tuple[Split, ...] = tuple(tables.get("muon", {}).get("split", ()))
     muon = [a for a in whole if a.optimizer == "muon"]
     local = [a for a in muon if a.fqn in parameters]
     all_splits = splits_with(splits, local)
     if is_stage:
-        # Check here, because Muon refuses an unmatched split and does not know the parameters of the remaining stages.
+        # Muon refuses an unmatched split and does not know the parameters of the remaining stages.
         check_splits([a.fqn for a in muon], splits)
         all_splits = tuple(s for s in all_splits if any(fnmatch.fnmatchcase(a.fqn, s.match) for a in local))
     if all_splits == splits:
@@ -168,10 +219,7 @@ def built(
 
     Raises OptionError for an invalid or unknown option; for an option of a rule, `option` is `rules[i].options.KEY`.
     """
-    dicts = [
-        {**group.options, "params": [parameters[n] for n in group.names], "param_names": list(group.names)}
-        for group in groups
-    ]
+    dicts = [group.of_torch(parameters) for group in groups]
     of_rule = {key: group.rule for group in groups if group.rule is not None for key in group.options}
     rule_keys = {key: index for key, index in of_rule.items() if key not in table}
 

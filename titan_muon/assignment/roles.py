@@ -29,7 +29,7 @@ Role = Literal[
 ]
 """Empty for unknown roles."""
 
-# Names decide for parameters other than weights, and for module types unknown to PyTorch.
+# For parameters other than weights, and for module types unknown to PyTorch.
 NAMES: tuple[tuple[Role, str], ...] = (
     ("lora", r"(^|\.)lora_"),
     ("bias", r"bias(_[A-Z]+)?$"),

@@ -15,7 +15,7 @@ from .roles import Role, Seen
 
 @dataclass(frozen=True)
 class Default:
-    """Default for parameters without a matching rule: by role, or for parameters without a role by the glob `match`."""
+    """Default for parameters without a matching rule: by role, or without a role by the glob `match`."""
 
     match: str
     optimizer: str
@@ -25,10 +25,7 @@ class Default:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The optimizer of a parameter. `rule` is the index of the deciding rule, or None for a default.
-
-    `role` and `split` come from the model's modules.
-    """
+    """The optimizer of a parameter. `rule`: index of the deciding rule, or None for a default."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -40,7 +37,7 @@ class Assignment:
 
 
 EMBEDDING, HEAD = "embedding: its rows are looked up, not multiplied", "output head"
-# By role, because shapes do not distinguish these matrices; Muon is not meant for them (Keller Jordan, 2024).
+# Shapes do not distinguish these matrices, which Muon is not meant for (Keller Jordan, 2024).
 BY_ROLE = (
     Default("", "adamw", EMBEDDING, "embedding"),
     Default("", "adamw", HEAD, "head"),
@@ -51,7 +48,6 @@ BY_ROLE = (
     Default("", "adamw", "table: its rows are added or looked up, not multiplied", "table"),
     Default("", "adamw", "acts element by element, and is no matrix", "elementwise"),
 )
-# By name for unknown roles.
 BY_NAME = (*(Default(name, "adamw", EMBEDDING if "embed" in name else HEAD) for name in LOOKED_UP),)
 
 
@@ -68,7 +64,7 @@ def splits_with(known: Sequence[Split], assigned: Iterable[Assignment]) -> tuple
     return (*known, *(split for fqn, split in fused if split_of(fqn, known) is None))
 
 
-def assign(
+def assign_parameters(
     parameters: Mapping[str, Seen],
     rules: Sequence[Rule],
     defaults: Sequence[Default] | None,
@@ -95,13 +91,13 @@ def assign(
 
 
 def _refuse_unused(rules: Sequence[Rule], assigned: Sequence[Assignment]) -> None:
-    # A misspelt glob would otherwise silently leave its parameters to the defaults.
+    # A misspelt glob would otherwise leave its parameters to the defaults.
     used = {assignment.rule for assignment in assigned}
     unused = [(index, rule.match) for index, rule in enumerate(rules) if index not in used]
     if unused:
         index, match = unused[0]
-        near = get_close_matches(match, [assignment.fqn for assignment in assigned], 1, 0.3)
-        hint = f" The nearest name is {near[0]}." if near else ""
+        nearest = get_close_matches(match, [assignment.fqn for assignment in assigned], 1, 0.3)
+        hint = f" The nearest name is {nearest[0]}." if nearest else ""
         more = f" The same holds for {', '.join(repr(other) for _, other in unused[1:])}." if unused[1:] else ""
         raise OptionError(
             f"rules[{index}]:",
@@ -114,7 +110,7 @@ def _assign_one(fqn: str, seen: Seen, rules: Sequence[Rule], defaults: Sequence[
     def to(optimizer: str, reason: str, rule: int | None = None) -> Assignment:
         return Assignment(fqn, seen.shape, optimizer, reason, rule, seen.role, seen.split)
 
-    # fnmatchcase, because fnmatch ignores case on some systems, and assignments must not depend on the system.
+    # Not fnmatch, which ignores case on some systems.
     for index, rule in enumerate(rules):
         if fnmatchcase(fqn, rule.match):
             return to(rule.optimizer, f"optimizer.rule[{index}] {rule.match!r}", index)

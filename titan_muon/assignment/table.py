@@ -35,11 +35,10 @@ HEADER = ParameterRow("parameter", "shape", "optimizer", "matrices", "placement"
 def parameter_table(
     assigned: Sequence[Assignment], parameters: Mapping[str, Tensor], plan: Plan | None, *, full: bool
 ) -> str:
-    """Parameter -> optimizer -> matrices -> placement; without `full`, equal parameters of all layers share a line."""
+    """The table; without `full`, equal parameters of all layers share a line."""
     blocks = {} if plan is None else {p.fqn: p.stack for p in plan.parameters}
     counts: Counter[ParameterRow] = Counter()
     for a in assigned:
-        # Without the layer number, rows of equal layers are equal and counted.
         name = a.fqn if full else family(a.fqn)
         shape, placement = "x".join(map(str, a.shape)), _placement(parameters[a.fqn], full)
         counts[ParameterRow(name, shape, a.optimizer, _matrices(a, blocks.get(a.fqn)), placement, a.reason)] += 1
@@ -47,6 +46,12 @@ def parameter_table(
     lines = [astuple(row) for row in (HEADER, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def frozen_lines(names: Sequence[str]) -> list[str]:
+    """One line for the parameters that no optimizer trains; none without any."""
+    shown = f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+    return [f"not trained (requires_grad is False): {shown}"] if names else []
 
 
 def _matrices(assignment: Assignment, stack: MatrixStack | None) -> str:

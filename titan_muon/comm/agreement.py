@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 PATIENCE = 2.0
-"""Seconds to wait for the places of other ranks after a failed collective."""
+"""Seconds to wait for other ranks' places after a failed collective."""
 
 T = TypeVar("T")
 Ranks = tuple[int, ...]
@@ -48,7 +48,7 @@ class PlanReport:
 class Agreement:
     """Collective checks and process groups over all ranks of the world, with or without matrices.
 
-    `peers`: process group of the ranks with the same steps as this rank; None without a peer.
+    `peers`: process group of the ranks with the same steps as this rank.
     """
 
     def __init__(self) -> None:
@@ -69,14 +69,11 @@ class Agreement:
         check_reports(digests, reports)
         if self._size == 1:
             return
-        # A mesh's group never replaces a group that all ranks make, because meshes differ between ranks and plans.
+        # Never instead of a group that all ranks make, because meshes differ between ranks and plans.
         self._known = dict(known)
-        for ranks in sorted({ranks for peer in reports.values() for ranks in peer.groups}):
-            if ranks not in self._groups:
-                self._groups[ranks] = self._new_group(ranks, device)
-        for ranks in sorted({ranks for peer in reports.values() for ranks in peer.exclusive}):
-            if ranks not in self._exclusive:
-                self._exclusive[ranks] = self._new_group(ranks, device)
+        for made, needed in ((self._groups, "groups"), (self._exclusive, "exclusive")):
+            for ranks in sorted({ranks for peer in reports.values() for ranks in getattr(peer, needed)} - made.keys()):
+                made[ranks] = self._new_group(ranks, device)
         mine = next((ranks for ranks in report.sharing if self.rank in ranks), None)
         self.peers = None if mine is None else self.group(mine)
         self._warm_up([self.group(ranks) for ranks in report.buckets if self.rank in ranks], device)
@@ -123,7 +120,7 @@ class Agreement:
             raise
 
     def _places(self, steps: int) -> str:
-        # Through the store, because collectives have failed. Ranks whose collective failed too have written there.
+        # Through the store, because collectives have failed. Ranks whose collective failed too write there.
         store, prefix = dist.distributed_c10d._get_default_store(), "titan_muon/step_of_rank"
         ranks = dist.get_process_group_ranks(self.peers)
         known: dict[int, int] = {}
@@ -134,7 +131,6 @@ class Agreement:
                 known |= {r: int(store.get(key)) for r in ranks if store.check([key := f"{prefix}/{r}"])}
                 time.sleep(0.05)
         except RuntimeError:
-            # The store ends with its process.
             known[self.rank] = steps
         silent = [rank for rank in ranks if rank not in known]
         places = ", ".join(f"rank {rank} in step {known[rank]}" for rank in sorted(known))
@@ -151,14 +147,13 @@ class Agreement:
         return values
 
     def _exchange(self, report: T) -> tuple[list[bytes], dict[bytes, T]]:
-        """The digests of all ranks' reports, and a report for each digest."""
+        """All ranks' digests, and a report for each digest."""
         digest = _digest(report)
         if self._size == 1:
             return [digest], {digest: report}
-        # 1,024 reports would take megabytes on every rank, so only the lowest rank with each digest broadcasts a
-        # report.
+        # 1,024 reports would take megabytes, so only the lowest rank with each digest broadcasts a report.
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_device())
-        # Clones, because the fake process group of dry runs leaves outputs unchanged.
+        # The fake process group of dry runs leaves outputs unchanged.
         gathered = [mine.clone() for _ in range(self._size)]
         dist.all_gather(gathered, mine)
         digests = [bytes(tensor.tolist()) for tensor in gathered]
@@ -177,8 +172,7 @@ class Agreement:
         Raises:
             ValueError: on every rank of the world, if `build` raises a ValueError on any rank.
             RuntimeError: on all other ranks, if `build` raises another error, such as an OutOfMemoryError. The failed
-            rank
-                raises the error itself.
+                rank raises the error itself.
         """
         results: list[T] = []
         fault: Exception | None = None
@@ -217,7 +211,7 @@ class Agreement:
         return bool(flag.item())
 
     def group(self, ranks: Ranks) -> dist.ProcessGroup:
-        """The process group of these ranks, from the reports or a mesh axis."""
+        """The process group of these ranks."""
         if len(ranks) == self._size:
             return _world()
         return self._known[ranks] if ranks in self._known else self._groups[ranks]
@@ -226,11 +220,10 @@ class Agreement:
         return self._exclusive[ranks]
 
     def start_max_over_peers(self, tensor: Tensor) -> dist.Work | None:
-        """Start an in-place maximum over the peers; None without a peer."""
+        """Start an in-place maximum; None without a peer."""
         return None if self.peers is None else start_max(tensor, self.peers)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of the process groups made by this object, but not of meshes."""
         # torch 2.14 has the public name.
         setter = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
         for group in self._new_groups:
@@ -243,7 +236,7 @@ class Agreement:
         self._new_groups.clear()
 
     def _new_group(self, ranks: Ranks, device: torch.device) -> dist.ProcessGroup:
-        # Every rank makes every group, because PyTorch names groups by a counter: different counts would deadlock.
+        # On every rank, because PyTorch names groups by a counter: different counts would deadlock.
         group = dist.new_group(list(ranks), timeout=world_timeout(device.type))
         if self.rank in ranks:
             self._new_groups.append(group)
@@ -306,7 +299,7 @@ def _difference(report: PlanReport, other: PlanReport) -> str:
 
 def world_timeout(device: str = "cpu") -> timedelta | None:
     """The timeout of the default process group, for new groups on a type of device."""
-    for kind in dict.fromkeys((device, "cpu", "cuda")):
+    for kind in dict.fromkeys((device, "cpu", _device().type)):
         try:
             options = _world()._get_backend(torch.device(kind)).options
         except (AttributeError, RuntimeError):
@@ -332,4 +325,5 @@ def _world() -> dist.ProcessGroup:
 
 def _device() -> torch.device:
     """Device for collectives of the default process group."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    # A private name of PyTorch: the CPU if the group has a backend for it, else its accelerator.
+    return torch.device(dist.distributed_c10d._get_object_coll_device())

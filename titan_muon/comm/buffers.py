@@ -27,7 +27,7 @@ class StepMemory:
         return sum(self._sizes.values())
 
     def take(self) -> None:
-        """Allocate the memory on the current stream unless allocated. The contents are undefined."""
+        """Allocate the memory on the current stream unless allocated."""
         # Resizing always moves a storage, and collectives in flight would write to freed memory.
         for storage, size in self._sizes.items():
             if storage.nbytes() != size:
@@ -36,7 +36,7 @@ class StepMemory:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Allocate the memory for making views, because PyTorch makes no views of an empty storage."""
-        # Only missing memory, because a gather in backward may be reading the rest.
+        # Not all memory, because a gather in backward may be reading it.
         missing = [storage for storage, size in self._sizes.items() if storage.nbytes() != size]
         self.take()
         yield
@@ -44,13 +44,13 @@ class StepMemory:
             storage.resize_(0)
 
     def free(self) -> None:
-        """Free the memory unless kept. The current stream must have waited for uses on other streams."""
+        """The current stream must have waited for uses on other streams."""
         for storage in () if self._kept else self._sizes:
             storage.resize_(0)
 
 
 LARGE_BYTES = 2**28
-"""Step memory from which on fragments of an allocator cost memory and time."""
+"""Step memory from which on fragments cost memory and time."""
 
 
 def fragmentation(device: str, nbytes: int, environ: Mapping[str, str]) -> str:
@@ -146,7 +146,7 @@ def bucket_buffers(run: BucketProgram, rank: int, buffer_set: BufferSet) -> Buck
 def _by_matrix(
     run: BucketProgram, phase: Phase, buffer: Tensor, home: Tensor, rank: int
 ) -> dict[int, tuple[BufferPiece, ...]]:
-    """The pieces of this owner's matrices. In an all-to-all, the owner's own pieces stay in the home buffer."""
+    """This owner's pieces by matrix; in an all-to-all, its own pieces stay in the home buffer."""
     own = [parcel for parcel in phase.home if phase.collective is Collective.ALL_TO_ALL and parcel.peer == rank]
     by_matrix: dict[int, list[BufferPiece]] = {matrix: [] for matrix in run.matrices}
     for piece in (*_pieces(phase.owned, buffer), *_pieces(own, home)):
@@ -198,7 +198,7 @@ def _buffer_set(runs: Sequence[BucketProgram], device: torch.device, dtype: torc
     # A mirrored return overwrites the received pieces: no second buffer.
     outbox = max(0 if run.returning is None or run.mirrored else run.returning.owned_numel for run in runs)
     shared = max(0 if run.spreading is None else run.spreading.owned_numel for run in runs)
-    # One block, because an allocator finds a place for one more often than for four.
+    # An allocator finds a place for one block more often than for four.
     sizes = (home, inbox, outbox, shared)
     block = torch.empty(sum(map(aligned, sizes)), device=device, dtype=dtype)
     parts = [part[:size] for part, size in zip(block.split([*map(aligned, sizes)]), sizes, strict=True)]

@@ -77,33 +77,38 @@ def clip_grad_norm_(
 
 
 class NormCheck:
-    """A flag on the device for the next step: whether the gradient norm is not finite (`broken`, () bool).
+    """The gradient norm of a step. Its flag `broken`, () bool on the device: whether the norm is not finite.
 
-    Args:
-        norm: () norm, equal on all ranks.
-        names: names of this rank's parameters; without them `check` does nothing, and the caller reports.
-        local_norms: (len(names),) norms of this rank's gradients.
+    `norm`: () norm, equal on all ranks. `names`, `local_norms`: this rank's parameters and (len(names),) gradient
+    norms.
     """
 
-    def __init__(self, norm: Tensor, names: Sequence[str] = (), local_norms: Tensor | None = None) -> None:
-        self.broken, self._names, self._local_norms = norm.isfinite().logical_not(), names, local_norms
+    def __init__(self, norm: Tensor, names: Sequence[str], local_norms: Tensor) -> None:
+        self.broken, self._names = norm.isfinite().logical_not(), names
+        self._local_norms: Tensor | None = local_norms
         on_device = norm.device.type != "cpu"
-        self._on_host = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=on_device)
-        self._on_host.copy_(self.broken, non_blocking=True)
+        self._on_host = torch.zeros((), dtype=norm.dtype, device="cpu", pin_memory=on_device)
+        self._on_host.copy_(norm.detach(), non_blocking=True)
         module: Any = torch.get_device_module(norm.device)
         self._copied = module.Event() if on_device else None
         if self._copied is not None:
             self._copied.record()
 
-    def check(self, *, skips: bool) -> None:
-        """Raise NotFiniteError on all ranks if the norm was not finite; warn if `skips`. Collective, only once."""
-        local_norms, self._local_norms = self._local_norms, None
-        if local_norms is None:
-            return
+    @property
+    def value(self) -> float:
+        """The norm. The host waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
-        if not self._on_host:
-            return
+        return float(self._on_host)
+
+    def causes(self) -> str | None:
+        """The parameters and ranks of a norm that is not finite; None if the norm is finite or was asked for before.
+
+        All ranks of the default process group call this together.
+        """
+        local_norms, self._local_norms = self._local_norms, None
+        if local_norms is None or math.isfinite(self.value):
+            return None
         broken = [name for name, norm in zip(self._names, local_norms.tolist(), strict=True) if not math.isfinite(norm)]
         everywhere: list[Sequence[str]] = [broken]
         if _world_size() > 1:
@@ -114,7 +119,14 @@ class NormCheck:
             for rank, names in enumerate(everywhere)
             if names
         )
-        text = f"the norm of the gradients was not finite ({where or 'too large'}), and the step changed no weight"
+        return where or "large values"
+
+    def check(self, *, skips: bool) -> None:
+        """Raise NotFiniteError on all ranks if the norm was not finite; warn if `skips`. Collective, only once."""
+        causes = self.causes()
+        if causes is None:
+            return
+        text = f"the norm of the gradients was not finite ({causes}), and the step changed no weight"
         if not skips:
             raise NotFiniteError(
                 f"{text}; lower the learning rate, clip gradients, or go on after such steps (nonfinite = 'skip')"
@@ -144,7 +156,7 @@ class SkipsSteps:
         return None if self._last_norm is None else self._last_norm.broken
 
     def check_norm(self, *, skips: bool) -> None:
-        """Report the norm of the last step, see `NormCheck.check`."""
+        """See `NormCheck.check`."""
         last, self._last_norm = self._last_norm, None
         if last is not None:
             last.check(skips=skips)
@@ -186,7 +198,7 @@ class GradientClip:
         )
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self.local_norms = torch.zeros(len(self.parameters), dtype=torch.float64, device=device)
-        """(len(parameters),) float64: norms of this rank's gradients in the last call, before scaling."""
+        """(len(parameters),) float64: of this rank's gradients in the last call, before scaling."""
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
@@ -206,7 +218,7 @@ class GradientClip:
         """(2,) float64: the norms over all ranks of all gradients and of the clipped gradients."""
         present = [gradient for gradient in gradients if gradient is not None and gradient.numel() > 0]
         norms = iter(torch._foreach_norm(present, self.norm_type, torch.float32) if present else ())
-        # A rank without a gradient still joins the all-reduce, because the other ranks would hang.
+        # A rank without a gradient still joins the all-reduce.
         local_norms = torch.stack(
             [self._zero if gradient is None or gradient.numel() == 0 else next(norms) for gradient in gradients]
         ).double()
@@ -236,7 +248,7 @@ def replica_count(parameter: Tensor, stage_ranks: int) -> int:
     for axis, placement in enumerate(parameter.placements):
         if placement.is_replicate():
             replicas *= mesh.size(axis)
-    # A mesh smaller than the stage is repeated over further ranks of the stage, except the mesh of an owned parameter.
+    # A smaller mesh is repeated over further ranks of the stage, except the mesh of an owned parameter.
     return replicas if without_groups(parameter) else replicas * stage_ranks // mesh.size()
 
 

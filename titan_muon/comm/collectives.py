@@ -15,7 +15,7 @@ _scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 @dataclass
 class Traffic:
-    """Collectives launched by this rank, and bytes sent to other ranks."""
+    """Collectives and bytes sent by this rank."""
 
     calls: int = 0
     bytes_sent: int = 0
@@ -50,7 +50,7 @@ class Collectives:
         return [work]
 
     def all_gather(self, output: Tensor, splits: Splits, input: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-        """Fill `output` with the inputs of all ranks, of `splits` elements."""
+        """Fill `output` with the inputs of all ranks."""
         sent = input.numel() * input.element_size() * (len(splits) - 1)
         if len(set(splits)) == 1:
             self.traffic.add(sent)
@@ -69,8 +69,8 @@ class Collectives:
         return works
 
     def all_gather_uneven(self, parts: list[Tensor], input: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-        """Fill `parts` with the inputs of all ranks, of different sizes, by direct sends."""
-        # NCCL's own gather of different sizes takes a broadcast for each rank. Direct sends are a single launch.
+        """Fill `parts` with the inputs of all ranks, by direct sends in a single launch."""
+        # NCCL's own gather of different sizes takes a broadcast for each rank.
         self.traffic.add(input.nbytes * (len(parts) - 1))
         me = dist.get_rank(group)
         parts[me].copy_(input)
@@ -90,7 +90,7 @@ class Collectives:
         return [dist.reduce_scatter(output, parts, group=group, async_op=True)]
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-        """Replace `tensor` by the sum over all ranks. The traffic counts the bytes of a ring all-reduce."""
+        """Sum over all ranks, in place. The traffic counts the bytes of a ring all-reduce."""
         ranks = dist.get_world_size(group)
         self.traffic.add(2 * (ranks - 1) * tensor.nbytes // ranks)
         return [dist.all_reduce(tensor, group=group, async_op=True)]
@@ -105,7 +105,7 @@ def finish(works: Iterable[dist.Work]) -> None:
 def move(source: Tensor, target: Tensor, old: Sequence[int], new: Sequence[int]) -> None:
     """Copy a tensor from the global ranks `old` to the ranks `new`, in the dtype of `target`.
 
-    All these ranks call this in the same order. The host waits.
+    Collective over these ranks. The host waits.
     """
     this_rank = dist.get_rank() if dist.is_initialized() else 0
     for rank in new:

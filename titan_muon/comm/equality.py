@@ -25,11 +25,11 @@ from .agreement import Agreement
 from .replicas import bit_sum
 
 LISTED = 5
-"""Number of differences in an error text."""
+"""Differences in an error text."""
 
 
 class Held(NamedTuple):
-    """A value on this rank. `shard`: coordinates of the shard; only equal shards can be compared."""
+    """A value on this rank. `shard`: coordinates; only equal shards can be compared."""
 
     value: Hashable
     shard: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class Held(NamedTuple):
 
 
 def tensors_of(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, str, Tensor]]:
-    """(parameter name, label, tensor) of every parameter and state of the optimizers."""
+    """(parameter name, label, tensor) of every parameter and state."""
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             for fqn, parameter in zip(_names(group), group["params"], strict=True):
@@ -48,7 +48,7 @@ def tensors_of(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, str, 
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Hashable]:
-    """The hyperparameters of a group as text, without values on a device, because reading would wait."""
+    """Hyperparameters as text, without values on a device, because reading would wait."""
     values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     on_host = {key: v.item() if isinstance(v, Tensor) and v.device.type == "cpu" else v for key, v in values.items()}
     return {key: repr(value) for key, value in on_host.items() if not isinstance(value, Tensor)}
@@ -76,8 +76,8 @@ def _names(group: Mapping[str, Any]) -> Sequence[str]:
 def check_equal(optimizers: Mapping[str, Optimizer], agreement: Agreement, own: Iterable[str] = ()) -> None:
     """Raise ValueError on every rank if replicas or hyperparameters differ between ranks.
 
-    All ranks of the world call this together. The host waits for the device and for all ranks. `own`: globs on names of
-    plain tensors that each rank trains separately.
+    Collective over the world. The host waits for the device and for all ranks. `own`: globs on names of plain tensors
+    that each rank trains separately.
     """
     patterns = tuple(own)
     shards: dict[tuple[DeviceMesh, tuple[int, ...]], dict[str, Tensor]] = {}
@@ -104,7 +104,7 @@ def check_equal(optimizers: Mapping[str, Optimizer], agreement: Agreement, own: 
 
 
 def difference(everywhere: Mapping[int, Mapping[str, Hashable]]) -> str:
-    """The values that differ between ranks as text. `everywhere`: the values of each rank."""
+    """The values that differ between ranks as text."""
     labels = dict.fromkeys(label for values in everywhere.values() for label in values)
     differing = {
         label for label in labels if len({values[label] for values in everywhere.values() if label in values}) > 1
@@ -138,7 +138,7 @@ def _differing_shards(mesh: DeviceMesh, axes: Sequence[int], tensors: Mapping[st
     """The tensors that differ over the axes of a mesh. Collective over the mesh, with the same names."""
     sums = _sums(tensors)
     own = torch.tensor(sums, dtype=torch.int64, device=mesh.device_type)
-    # The complement, because the negative overflows for the smallest integer.
+    # The negative overflows for the smallest integer.
     extremes = torch.cat((own, ~own))
     for axis in axes:
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.get_group(axis))

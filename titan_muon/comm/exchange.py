@@ -37,7 +37,6 @@ class Exchange:
         return self.collectives.traffic
 
     def gather(self, index: int) -> None:
-        """Start to send the packed pieces to the owners."""
         phase = self._runs[index].gathering
         if not phase.travels:
             return
@@ -54,7 +53,6 @@ class Exchange:
         self._pending[index] = works
 
     def return_results(self, index: int) -> None:
-        """Start to send the orthogonalized pieces back to the holders."""
         run = self._runs[index]
         if not any(phase.travels for phase in run.phases[1:]):
             return

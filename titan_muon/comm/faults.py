@@ -85,10 +85,7 @@ REMEDIES: Mapping[Fault, str] = {
 
 
 def fault_of(trained: TrainedParam, param: Tensor | None, average: Tensor | None, *, in_place: bool) -> Fault:
-    """The current fault of a parameter on this rank.
-
-    `param` and `average`: the optimizer's current tensors; `in_place`: whether the step's views are still valid.
-    """
+    """`param` and `average`: the optimizer's current tensors; `in_place`: whether the step's views are still valid."""
     # A rank outside of the mesh gets no gradient in backward.
     if not trained.on_mesh:
         return Fault.NONE
@@ -122,7 +119,7 @@ def _replaces(average: Tensor, momentum: Tensor) -> bool:
 
 
 class NotFiniteError(ValueError, FloatingPointError):
-    """Gradients or momentum were not finite: training has diverged."""
+    """Training has diverged."""
 
 
 def check_faults(names: Sequence[str], faults: Sequence[Fault], allowed: Collection[Fault], details: str = "") -> None:
@@ -135,6 +132,6 @@ def check_faults(names: Sequence[str], faults: Sequence[Fault], allowed: Collect
 
 
 def names_with(names: Sequence[str], faults: Sequence[Fault], fault: Fault) -> str:
-    """The first five names of parameters with this fault, and the number of further names; empty without any."""
+    """The first five names with this fault, and the number of further names."""
     faulty = [name for name, current in zip(names, faults, strict=True) if current == fault]
     return f"{', '.join(faulty[:5])}{f' and {len(faulty) - 5} more' if len(faulty) > 5 else ''}"

@@ -25,14 +25,13 @@ from ..tensors.storage import TrainedParam
 from .agreement import Agreement
 
 INTEGERS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""By bytes of an element."""
 
 NO_SIZE = -(2**30)
-"""Stands for the size of a missing gradient."""
+"""Size of a missing gradient."""
 UNIT = 2**16
 """Sizes are base-2 logarithms, times this factor."""
 LARGEST = 1000
-"""Stands for the logarithm of a non-finite norm."""
+"""Logarithm of a non-finite norm."""
 TOLERANCE = 2**6
 """Largest size difference from rounding: 0.07 %. Different data gives several per cent."""
 
@@ -126,5 +125,5 @@ def sizes(grads: Sequence[Tensor]) -> Tensor:
 
 
 def differ(largest: int, negative_smallest: int) -> bool:
-    """Whether the gradients of replicas differ, from the maximum over ranks of both rows of `sizes`."""
+    """Whether gradients differ, from the maximum over ranks of both rows of `sizes`."""
     return largest + negative_smallest > TOLERANCE

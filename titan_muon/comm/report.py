@@ -19,7 +19,7 @@ from .faults import Fault
 from .replicas import NO_SIZE, differ, sizes
 
 PARAMETER_FAULTS = frozenset((Fault.HYPERPARAMETERS_DIFFER, Fault.STEPS_DIFFER))
-"""Faults of all parameters, with details from `FaultReport.details`."""
+"""Faults of all parameters, see `FaultReport.details`."""
 
 
 class Carried(Protocol):
@@ -28,7 +28,7 @@ class Carried(Protocol):
     param_groups: list[dict[str, Any]]
 
     def names(self) -> list[str]:
-        """In the order of the faults."""
+        """The parameters' names, in the order of faults."""
 
     def told(self, faults: Sequence[Fault]) -> None:
         """Raise ValueError for faults of the last step, equal on all ranks with this report."""
@@ -40,11 +40,7 @@ class FaultReport:
     A step adds faults on the device. At the end, `send` starts a maximum over the ranks, and the next step reads the
     result. The same maximum compares hyperparameters and the number of steps: each rank sends a hash and its negative.
 
-    Args:
-        names: names of the optimizer's own parameters.
-        optimizer: by name, the optimizer of the report.
-        carried: by name, further optimizers.
-        replicas: parameters for which one rank's gradient stands for the gradients of all replicas.
+    `optimizer`, `carried`: by name. `replicas`: parameters with a result from one rank's gradient for all replicas.
     """
 
     def __init__(
@@ -57,15 +53,14 @@ class FaultReport:
         replicas: Sequence[int] = (),
     ) -> None:
         self._carried = tuple(carried.values())
-        # Weak, because hooks of the model keep the report for a late update, and must not keep an optimizer.
+        # Weak, because hooks of the model keep the report for a late update.
         self._optimizers = weakref.WeakValueDictionary[str, Any]({**optimizer, **carried})
         self.names = (*names, *(name for other in self._carried for name in other.names()))
         self._first = list(accumulate((len(other.names()) for other in self._carried), initial=len(names)))
         self._replicas, self._scaled, self.steps = tuple(replicas), False, 0
         groups = sum(len(optimizer.param_groups) for optimizer in self._optimizers.values())
-        # Codes of the parameters, then the gradient sizes of replicas, then hashes of each group and the number of
-        # steps,
-        # then two flags: skipped and taken.
+        # Codes of the parameters, gradient sizes of replicas, hashes of each group and the number of steps, then two
+        # flags: skipped and taken.
         size, hashes = len(self.names) + 2 * len(self._replicas), 2 * (groups + 1)
         self._codes = torch.zeros(size + hashes + 2, dtype=torch.int32, device=device)
         self._sizes = self._codes[len(self.names) : size].view(2, -1)
@@ -88,7 +83,7 @@ class FaultReport:
         return self._agreement.peers is not None
 
     def start_of(self, other: Carried) -> int:
-        """The number of the first parameter of a carried optimizer."""
+        """The index of the first parameter of a carried optimizer."""
         return self._first[self._carried.index(other)]
 
     def tell_carried(self, faults: Sequence[Fault]) -> None:
@@ -96,45 +91,34 @@ class FaultReport:
         for other, (start, stop) in zip(self._carried, pairwise(self._first), strict=True):
             other.told(faults[start:stop])
 
-    def add_nonfinite(self, parameters: Tensor, broken: Tensor) -> None:
-        """Add non-finite matrices: `parameters` (count,) int64 and `broken` (count,) bool, on the device."""
-        self._add(parameters, broken, Fault.NOT_FINITE)
-
-    def add_changed(self, parameters: Tensor, changed: Tensor) -> None:
-        """Add changes after the send, see `add_nonfinite`."""
-        self._add(parameters, changed, Fault.GRADIENT_CHANGED)
-
-    def add_zero_weights(self, parameters: Tensor, zero: Tensor) -> None:
-        """Add matrices of zeros under a rule that keeps norms, see `add_nonfinite`."""
-        self._add(parameters, zero, Fault.ZERO_WEIGHTS)
+    def add_where(self, parameters: Tensor, faulty: Tensor, fault: Fault) -> None:
+        """Add a fault of `parameters` (count,) int64 where `faulty` (count,) bool, on the device."""
+        self._codes.scatter_reduce_(0, parameters, faulty.to(torch.int32) * fault, "amax")
 
     def add_too_large(self, parameters: Tensor, broken: Tensor, *, late: bool) -> None:
-        """Add impossible updates, see `add_nonfinite`. `late` updates run on another stream after `send`."""
+        """Add impossible updates, see `add_where`. `late` updates run on another stream after `send`."""
         codes = self._late if late else self._codes
         codes.scatter_reduce_(0, parameters, broken.to(torch.int32) * Fault.UPDATE_TOO_LARGE, "amax")
 
-    def _add(self, parameters: Tensor, faulty: Tensor, fault: Fault) -> None:
-        self._codes.scatter_reduce_(0, parameters, faulty.to(torch.int32) * fault, "amax")
-
     def add_late(self) -> None:
-        """Add the faults of late updates. The current stream has waited for the late updates."""
+        """Add faults of late updates. The current stream has waited for these updates."""
         torch.maximum(self._codes[: len(self.names)], self._late, out=self._codes[: len(self.names)])
         self._late.zero_()
 
     def add(self, faults: Sequence[Fault], start: int = 0) -> None:
-        """Add the faults of the parameters from number `start` on."""
+        """Add the faults of parameters from number `start` on."""
         if any(faults):
             new = torch.tensor(faults, dtype=torch.int32, device=self._codes.device)
             codes = self._codes[start : start + len(faults)]
             torch.maximum(codes, new, out=codes)
 
     def add_skipped(self, skipped: Tensor) -> None:
-        """Add whether this rank skips the step, () bool. Either all ranks call this or none."""
+        """Add () bool: whether this rank skips the step. Either all ranks call this or none."""
         self._codes[-2:] = torch.stack((skipped, skipped.logical_not()))
         self._scaled = True
 
     def add_gradients(self, stored: Sequence[Tensor | None]) -> None:
-        """Add the gradient sizes of the replicas; `stored`: the gradients by parameter."""
+        """Add the gradient sizes of replicas; `stored`: gradients by parameter."""
         grads = {place: grad for place, p in enumerate(self._replicas) if (grad := stored[p]) is not None}
         if not grads:
             return
@@ -152,14 +136,13 @@ class FaultReport:
         self.steps += 1
         if self._agreement.peers is None:
             return
-        # Kept for `details`, because a scheduler changes the groups after the step.
+        # A scheduler changes the groups after the step.
         self._sent_values = [hyperparameters(group) for o in self._optimizers.values() for group in o.param_groups]
         hashes = [zlib.crc32(repr(values).encode()) & 0x7FFFFFFF for values in self._sent_values]
         hashes.append((self.steps - self._told_steps) & 0x7FFFFFFF)
         self._hashes.copy_(torch.tensor([*hashes, *(-h for h in hashes)], dtype=torch.int32, device="cpu"))
 
     def send(self) -> None:
-        """Start to share the faults with all ranks."""
         self._shared.copy_(self._codes)
         first = len(self.names) + 2 * len(self._replicas)
         self._shared[first:-2].copy_(self._hashes, non_blocking=True)
@@ -182,6 +165,11 @@ class FaultReport:
         """Share the faults since the last `send`. Collective over the peers."""
         self.add_late()
         self.send()
+
+    def late(self) -> list[Fault]:
+        """This rank's faults since the last `send`, by parameter. They stay in the report."""
+        self.add_late()
+        return [Fault(code) for code in self._codes[: len(self.names)].tolist()]
 
     def read(self) -> list[Fault]:
         """By parameter, the maximum fault over all ranks in the last step."""
@@ -207,10 +195,7 @@ class FaultReport:
         return faults
 
     def details(self, faults: Sequence[Fault]) -> str:
-        """The differing hyperparameters or numbers of steps of all ranks; empty for other faults.
-
-        Collective over the peers, which have equal faults.
-        """
+        """The differing hyperparameters or numbers of steps; empty for other faults. Collective over the peers."""
         if PARAMETER_FAULTS.isdisjoint(faults):
             return ""
         values: dict[str, Hashable] = {"number of steps": self.steps}

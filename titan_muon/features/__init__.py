@@ -36,14 +36,19 @@ def features_of(
         from .late import LateApplies
 
         yield next((feature for feature in previous if isinstance(feature, LateApplies)), None) or LateApplies()
+    if skips(options):
+        from .skip import Skips
+
+        # Inside of the offload, so that it keeps tensors on the device.
+        yield Skips(agreement, options)
     if options.offload != "none":
         from .host import HostOffload
 
         yield HostOffload(options.offload)
-    if "skip" in (options.missing_grad, options.nonfinite):
-        from .skip import Skips
+    if options.idle == "hold":
+        from .idle import Idle
 
-        yield Skips(agreement)
+        yield Idle(agreement)
     if options.state_dtype == "int8":
         from .eight_bit import EightBit
 
@@ -57,9 +62,8 @@ def features_of(
 def features_of_step(optimizer: Optimizer, rank: RankStages, skipped: Tensor | None) -> Iterator[Feature]:
     """Features of one step alone. Raises OptionError for options without support for a gradient scale.
 
-    Args:
-        optimizer: torch.amp.GradScaler sets `found_inf` on it during a step.
-        skipped: () bool on the device: whether the step changes nothing; None for a normal step.
+    `optimizer`: torch.amp.GradScaler sets `found_inf` on it. `skipped`: () bool on the device: whether the step changes
+    nothing; None for a normal step.
     """
     found_inf: Any = getattr(optimizer, "found_inf", None)
     if found_inf is not None:
@@ -75,8 +79,18 @@ def features_of_step(optimizer: Optimizer, rank: RankStages, skipped: Tensor | N
 
 
 def needs_exclusive_groups(options: MuonOptions) -> bool:
-    """Whether gathers and returns need their own process groups, see [Note: gathers in backward]."""
+    """See [Note: gathers in backward]."""
     return options.overlap == "backward"
+
+
+def skips(options: MuonOptions) -> bool:
+    """Whether each call copies its tensors, to give skipped matrices back their values."""
+    return "skip" in (options.missing_grad, options.nonfinite)
+
+
+def skips_missing(options: MuonOptions) -> bool:
+    """Whether the replicas of a matrix decide together about a missing gradient, see [Note: skipped matrices]."""
+    return options.missing_grad == "skip"
 
 
 def check_features(options: MuonOptions, plan: Plan, owned: Sequence[str]) -> None:

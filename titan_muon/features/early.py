@@ -46,8 +46,7 @@ class Packed(NamedTuple):
     def of(cls, trained: TrainedParam) -> Packed:
         assert trained.param.grad is not None, "a parameter is packed after its gradient is ready"
         grad = trained.param.grad
-        # Not the version of the local gradient, which all gradients of an FSDP module share, also of further
-        # optimizers.
+        # Not the version of the local gradient, which all gradients of an FSDP module share.
         return cls(grad, grad._version, trained.group["momentum"], trained.group["nesterov"])
 
     def is_current(self, trained: TrainedParam) -> bool:
@@ -68,7 +67,7 @@ def shared_queue(device: str, environ: Mapping[str, str]) -> str:
 
 
 def _first_rows(stored: Sequence[Tensor | None], parameters: Sequence[int]) -> Tensor | None:
-    """The norms of the gradients' first rows, (count,) float32; None if a gradient is missing."""
+    """(count,) float32 norms; None if a gradient is missing."""
     rows = [grad[:1] for index in parameters if (grad := stored[index]) is not None]
     if not rows or len(rows) < len(parameters):
         return None
@@ -85,7 +84,6 @@ class EarlyGathers(Feature):
         self.first = rank.program.first_gathers
         self.needed = [sorted(rank.parameters_of(bucket)) for bucket in self.first]
         self._numbers = [torch.tensor(needed, device=rank.device, dtype=torch.int64) for needed in self.needed]
-        # By place in `first`: `_first_rows` of the packed gradients.
         self._rows: dict[int, Tensor | None] = {}
         self._launched = 0
         self._packed: dict[int, Packed] = {}
@@ -130,7 +128,7 @@ class EarlyGathers(Feature):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Launch gathers in this backward, and discard them after an exception. Collective."""
+        """Launch gathers, and discard them after an exception. Collective."""
         self.flush(discard=True)
         if not self.first:
             yield
@@ -150,7 +148,7 @@ class EarlyGathers(Feature):
                 current.wait_stream(self._stream)
 
     def next(self) -> int | None:
-        """The place in `first` of the next gather to launch; None if all are launched."""
+        """The place in `first` of the next gather to launch, if any."""
         return self._launched if self._launched < len(self.first) else None
 
     def launch(self, step: Step, packed: dict[int, Packed]) -> None:
@@ -160,13 +158,12 @@ class EarlyGathers(Feature):
             for call in rank.runs[bucket].advances:
                 for advance in rank.with_gradients(call, step):
                     if advance.packed:
-                        grads = rank.source.grads(advance, step)
-                        rank.rule.pack(advance.averages, grads, advance.packed, advance.group)
+                        rank.rule.pack(advance.averages, advance.grads(step), advance.packed, advance.group)
             rank.runs[bucket].repeats.run()
             rank.exchange.gather(bucket)
             self._rows[self._launched] = _first_rows(step.grads, self.needed[self._launched])
         self._launched += 1
-        # Keep the record of the first bucket, so that the step detects a change between two buckets.
+        # Of the first bucket, so that the step detects a change between two buckets.
         self._packed = packed | self._packed
 
     def accumulated(self, index: int) -> None:
@@ -198,7 +195,6 @@ class EarlyGathers(Feature):
         self._abandoned = self._abandoned or self._entered
 
     def flush(self, *, discard: bool = False) -> None:
-        """With `discard`, drop the gathers launched in backward."""
         if discard:
             self._abandoned = self._entered
             self.ready()
@@ -228,11 +224,11 @@ class EarlyGathers(Feature):
 
     def _compare(self, place: int, step: Step) -> None:
         """Report gradients scaled after packing, on the device."""
-        # Foreach calls and FSDP's accumulation do not change a DTensor's version. Clipping scales every row, so one is
-        # enough.
+        # Foreach calls and FSDP's accumulation do not change a DTensor's version. Clipping scales every row.
         before, now = self._rows[place], _first_rows(step.grads, self.needed[place])
         if before is not None and now is not None:
-            self.report.add_changed(self._numbers[place], before.nan_to_num(-1) != now.nan_to_num(-1))
+            changed = before.nan_to_num(-1) != now.nan_to_num(-1)
+            self.report.add_where(self._numbers[place], changed, Fault.GRADIENT_CHANGED)
 
 
 class _Backward:

@@ -16,7 +16,8 @@ from ..state.host import Transfer, Window
 from ..step.feature import Feature
 from ..step.foreach import Advance, Apply, Rectangle
 from ..step.gradients import Step
-from ..step.stages import OnDevice, RankStages, Stages
+from ..step.rule import Rule
+from ..step.stages import Calls, RankStages, Stages
 from ..step.update import Tensors
 from ..tensors.storage import Storage
 
@@ -28,7 +29,7 @@ Key = tuple[Name, int, int]
 
 @dataclass(frozen=True)
 class HostTensors:
-    """Tensors fetched from the host by a stage. `changed` tensors also return."""
+    """Tensors that a stage fetches. `changed` tensors also return."""
 
     changed: tuple[Name, ...]
     read: tuple[Name, ...] = ()
@@ -42,13 +43,13 @@ HOST_TENSORS: Mapping[Offload, Mapping[Stage, HostTensors]] = {
 
 @dataclass(frozen=True)
 class StageUse:
-    """The rows that a stage of one bucket uses."""
+    """The rows that a stage of a bucket uses."""
 
     stage: Stage
     rows: tuple[Rectangle, ...]
 
 
-class OnHost(OnDevice):
+class OnHost:
     """The tensors of a call if some are on the host. `stages` are in the order of the step."""
 
     def __init__(
@@ -100,14 +101,14 @@ class OnHost(OnDevice):
     def averages(self, advance: Advance) -> Tensors:
         return [self._view("average", part) for part in advance.parts]
 
-    def grads(self, advance: Advance, step: Step) -> Tensors:
+    def grads(self, advance: Advance, grads: Tensors) -> Tensors:
         if "grad" not in self._names:
-            return super().grads(advance, step)
+            return grads
         return [self._view("grad", part) for part in advance.parts]
 
     def params(self, apply: Apply) -> Tensors:
         if "param" not in self._names:
-            return super().params(apply)
+            return apply.params
         return [self._view("param", part) for part in apply.parts]
 
     def _view(self, name: Name, part: Rectangle) -> Tensor:
@@ -116,7 +117,7 @@ class OnHost(OnDevice):
 
     def end(self) -> None:
         self.window.end()
-        # The user may read parameters on the host at any time after the step.
+        # The user may read parameters on the host after the step.
         if "param" in self._names:
             self.window.synchronize()
 
@@ -125,7 +126,7 @@ class OnHost(OnDevice):
 
 
 class HostOffload(Feature):
-    """Fetches the tensors of a stage to the device before the stage, and sends changed tensors back."""
+    """Fetches the tensors of a stage before it, and sends changed tensors back."""
 
     def __init__(self, offload: Offload) -> None:
         self._offload = offload
@@ -138,7 +139,15 @@ class HostOffload(Feature):
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
         self._source = source = OnHost(stage_uses(rank), rank.storage, self._offload, Window(rank.device))
-        rank.source = source
+        calls = rank.calls
+
+        def advance_call(call: Advance, averages: Tensors, grads: Tensors, rule: Rule) -> None:
+            calls.advance(call, source.averages(call), source.grads(call, grads), rule)
+
+        def update_call(call: Apply, params: Tensors, rule: Rule) -> None:
+            calls.update(call, source.params(call), rule)
+
+        rank.calls = Calls(advance_call, update_call)
 
         def advance(bucket: int, step: Step) -> None:
             with source.on_device("advance"):
@@ -157,11 +166,11 @@ class HostOffload(Feature):
         self.source.end()
 
     def told(self, faults: Sequence[Fault]) -> None:
-        """Wait for the momentum on the host, because the engine may repair it next."""
+        """The engine may repair the momentum on the host next."""
         self.source.synchronize()
 
     def flush(self, *, discard: bool = False) -> None:
-        """With `discard`, wait until every transfer to the host is complete."""
+        """With `discard`, wait for every transfer to the host."""
         if discard:
             self.source.synchronize()
 
@@ -177,6 +186,6 @@ def stage_uses(rank: RankStages) -> Iterator[StageUse]:
 
 def rows_of(calls: Iterable[Advance | Apply]) -> tuple[Rectangle, ...]:
     """The row ranges of these calls. Rectangles side by side share one range."""
-    # Whole rows are contiguous. A copy of non-contiguous memory from the host would block.
+    # Whole rows, because a copy of non-contiguous memory from the host would block.
     parts = [part for call in calls for part in call.parts]
     return tuple({(part.parameter, part.start): part.rows for part in parts}.values())

@@ -37,14 +37,14 @@ class Update:
     rule: Rule
 
     def run(self) -> list[str]:
-        """Apply the updates. Returns the names of parameters with replaced storage, whose updates are lost."""
+        """Apply the updates. Returns parameters with replaced storage, whose updates are lost."""
         params = self.rank.params
         stored = {part.parameter for call in self.applies for part in call.parts}
         moved = {index for index in stored if not self.rank.storage[index].is_of_weights(params[index])}
         with trace_range("apply", self.bucket):
             self.rank.receive(self.bucket, late=True)
             for call in without_parameters(self.applies, moved):
-                self.rank.update(call, call.params, self.rule)
+                self.rank.update(call, self.rule)
         return [params[index].fqn for index in sorted(moved)]
 
 
@@ -100,12 +100,11 @@ class LateApplies(Feature):
         self.holds_buffers = True
 
     def waits(self, params: Collection[Tensor]) -> bool:
-        """Whether the update of any of these parameters is left."""
         return any(not update.params.isdisjoint(params) for update in self._updates)
 
     @torch.no_grad()
     def finish(self, params: Collection[Tensor], streams: Iterable[Any]) -> None:
-        """Apply the late updates of these parameters before the next work on `streams`."""
+        """Apply updates of `params` before the next work on `streams`."""
         # A bucket without local parameters is finished together with the first other bucket.
         self._finish([u for u in self._updates if not u.params or not u.params.isdisjoint(params)])
         # Even without a new update, because another module may have applied a shared bucket.
@@ -114,7 +113,7 @@ class LateApplies(Feature):
 
     @torch.no_grad()
     def flush(self, *, discard: bool = False) -> None:
-        """Apply all late updates before the next work on the current stream."""
+        """Apply all updates before the next work on the current stream."""
         if self._updates:
             module = torch.get_device_module(self._updates[0].rank.device)
             self._finish(list(self._updates))

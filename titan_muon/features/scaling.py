@@ -60,7 +60,7 @@ class ScaledRule(Rule):
         self.limits = rule.limits
 
     def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
-        """Advance by the unscaled gradients. A skipped step uses the averages as gradients, which changes nothing."""
+        """A skipped step uses the averages as gradients, which changes nothing."""
         unscaled = grads if self._inverse is None else torch._foreach_mul(grads, self._inverse)
         inputs = [torch.where(self._skipped, old, new) for old, new in zip(averages, unscaled, strict=True)]
         self._rule.advance(averages, inputs, packed, group)
@@ -69,14 +69,12 @@ class ScaledRule(Rule):
         raise AssertionError("overlap = 'backward' is refused with a GradScaler")
 
     def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
-        """Finish the matrices. A skipped step restores the states."""
         before = {name: state.clone() for name, state in states.items()}
         self._rule.finish(whole, states, group, transposed=transposed)
         for name, state in states.items():
             state.copy_(torch.where(self._skipped, before[name], state))
 
     def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
-        """Apply the updates. A skipped step restores the parameters."""
         before = [param.clone() for param in params]
         self._rule.apply(params, updates, group, scale, scratch)
         for param, old in zip(params, before, strict=True):

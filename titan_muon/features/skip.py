@@ -8,27 +8,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..comm.agreement import Agreement
-from ..step.batch import Batch
+from ..comm.faults import Fault
+from ..options import MuonOptions
 from ..step.feature import Feature
 from ..step.foreach import Advance, Apply, Rectangle
 from ..step.gradients import Step
-from ..step.stages import BucketRun, OnDevice, RankStages, Stages
+from ..step.rule import Rule
+from ..step.stages import Calls, RankStages, Stages
 from ..step.update import Tensors
 
 
 class Skips(Feature):
     """Finds the matrices to skip in a step, and keeps their weights, momentum and rule states."""
 
-    def __init__(self, agreement: Agreement) -> None:
+    def __init__(self, agreement: Agreement, options: MuonOptions) -> None:
         self._agreement = agreement
+        chosen = {Fault.NOT_FINITE: options.nonfinite, Fault.NO_GRADIENT: options.missing_grad}
+        self.allowed = tuple(fault for fault, choice in chosen.items() if choice == "skip")
         self._by_matrix: Sequence[Tensor] = ()
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
@@ -37,37 +40,34 @@ class Skips(Feature):
         parts = [part for run in rank.runs for advance in run.advances for part in advance.parts]
         self._parts, self._places = parts, self._numbers(part.matrix for part in parts)
         self._parameters = self._numbers(part.parameter for part in parts)
-        rank.source = KeepingSource(rank.source, self)
-        rank.runs = tuple(self._with_masks(run) for run in rank.runs)
+        rank.mask(self._flags, range(len(rank.plan.matrices)))
+        calls = rank.calls
+
+        def advance(call: Advance, averages: Tensors, grads: Tensors, rule: Rule) -> None:
+            with self._keeping(call.parts, averages):
+                calls.advance(call, averages, grads, rule)
+
+        def update(call: Apply, params: Tensors, rule: Rule) -> None:
+            with self._keeping(call.parts, params):
+                calls.update(call, params, rule)
+
+        rank.calls = Calls(advance, update)
         return stages
 
-    def _with_masks(self, run: BucketRun) -> BucketRun:
-        batches = []
-        for batch_run in run.batches:
-            batch = batch_run.batch
-            fields = (batch.matrices, batch.whole, batch.parameters, batch.iteration, batch.method)
-            masked = MaskedBatch(*fields, batch, self._numbers(batch.matrices), self._flags)
-            batches.append(replace(batch_run, batch=masked))
-        return replace(run, batches=tuple(batches))
-
-    def _numbers(self, numbers: Iterator[int] | Sequence[int]) -> Tensor:
-        """Indices as a tensor on the device, without a wait of the host."""
-        tensor = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
-        if self._rank.device.type != "cpu":
-            tensor = tensor.pin_memory().to(self._rank.device, non_blocking=True)
-        return tensor
+    def _numbers(self, numbers: Iterable[int]) -> Tensor:
+        return self._rank.on_device(torch.tensor(list(numbers), dtype=torch.int64, device="cpu"))
 
     def before(self, step: Step) -> None:
-        """Find the matrices to skip, by a collective of the ranks that share matrices."""
+        """Find the matrices to skip. Collective over the ranks that share matrices."""
         rank, flags = self._rank, self._flags.zero_()
-        if rank.options.missing_grad == "skip":
+        if Fault.NO_GRADIENT in self.allowed:
             missing = {i for i, p in enumerate(rank.params) if p.on_mesh and step.grads[i] is None} - step.excluded
             lacking = [
                 number for number, matrix in enumerate(rank.plan.matrices) if missing and matrix.parameter in missing
             ]
             if lacking:
                 flags.index_fill_(0, self._numbers(lacking), 1)
-        if rank.options.nonfinite == "skip":
+        if Fault.NOT_FINITE in self.allowed:
             self._add_nonfinite(step)
         work = self._agreement.start_max_over_peers(flags)
         if work is not None:
@@ -87,51 +87,13 @@ class Skips(Feature):
         places = self._places if every else self._numbers(self._parts[place].matrix for place in kept)
         parameters = self._parameters if every else self._numbers(self._parts[place].parameter for place in kept)
         self._flags.scatter_reduce_(0, places, broken.int(), "amax")
-        self._rank.report.add_nonfinite(parameters, broken)
+        self._rank.report.add_where(parameters, broken, Fault.NOT_FINITE)
 
     @contextmanager
-    def keeping(self, parts: Sequence[Rectangle], tensors: Tensors) -> Iterator[None]:
+    def _keeping(self, parts: Sequence[Rectangle], tensors: Tensors) -> Iterator[None]:
         """Give skipped parts back the values from before the context."""
         before = [torch.empty_like(tensor) for tensor in tensors]
         torch._foreach_copy_(before, tensors)
         yield
         for part, old, tensor in zip(parts, before, tensors, strict=True):
             torch.where(self._by_matrix[part.matrix], old, tensor, out=tensor)
-
-
-class KeepingSource(OnDevice):
-    """The tensors of another source. Skipped parts keep their values."""
-
-    def __init__(self, source: OnDevice, skips: Skips) -> None:
-        self._source, self.changing = source, skips.keeping  # type: ignore[method-assign]
-
-    def averages(self, advance: Advance) -> Tensors:
-        return self._source.averages(advance)
-
-    def grads(self, advance: Advance, step: Step) -> Tensors:
-        return self._source.grads(advance, step)
-
-    def params(self, apply: Apply) -> Tensors:
-        return self._source.params(apply)
-
-
-@dataclass(frozen=True)
-class MaskedBatch(Batch):
-    """A batch whose skipped matrices are zero, so that rules keep their states.
-
-    Attributes:
-        inner: the batch with all matrices.
-        numbers: (count,) indices of the matrices in the plan, on the device.
-        flags: by matrix of the plan, positive to skip.
-    """
-
-    inner: Batch
-    numbers: Tensor
-    flags: Tensor
-
-    def norms(self) -> Tensor:
-        self.whole.masked_fill_((self.flags[self.numbers] > 0)[:, None, None], 0)
-        return self.inner.norms()
-
-    def orthogonalize(self, norms: Tensor) -> None:
-        self.inner.orthogonalize(norms)

@@ -18,9 +18,8 @@ from .private import GatheredGroup, own_groups, prefetched_groups
 class _Layer:
     """The forward pre-hook of an FSDP module.
 
-    Args:
-        outer: FSDP modules around the module.
-        deferred: the late updates. Not the Muon object: hooks would keep a closed optimizer and its momentum alive.
+    `outer`: FSDP modules around the module. `deferred`: not the Muon object, because hooks would keep a closed
+    optimizer and its momentum alive.
     """
 
     def __init__(self, module: FSDPModule, outer: Sequence[FSDPModule], deferred: LateApplies) -> None:
@@ -58,15 +57,15 @@ def _params(groups: Iterable[GatheredGroup]) -> list[Tensor]:
 def apply_in_forward(model: nn.Module, muon: Muon) -> None:
     """Make the model's forward apply the late updates of Muon's steps (`overlap = "forward"`).
 
-    Each layer waits for the results and applies the updates before FSDP2 all-gathers the layer. State dicts of the
-    model and of Muon, and the next step, first apply all late updates. Call `muon.finish_step()` before other code
-    reads or writes weights between a step and the next forward: an average of weights (also in a step hook),
-    `unshard()`, a method of `register_fsdp_forward_method`, or a pipeline schedule with unshards. All ranks call
-    `apply_in_forward` once, after `fully_shard` and after building Muon.
+    Each layer waits for the results and applies the updates before FSDP2 all-gathers the layer. Call
+    `muon.finish_step()` before other code reads or writes weights between a step and the next forward: an average of
+    weights (also in a step hook), `unshard()`, a method of `register_fsdp_forward_method`, or a pipeline schedule with
+    unshards. State dicts and the next step do so themselves. All ranks call `apply_in_forward` once, after
+    `fully_shard`.
 
     Args:
         model: sharded by `fully_shard`, with all of Muon's parameters.
-        muon: built with `overlap = "forward"`.
+        muon: with `overlap = "forward"`.
 
     Raises:
         ValueError: for a Muon without `overlap = "forward"`, for a second call, and for parameters outside of every
@@ -101,7 +100,6 @@ def late_applies(muon: Muon) -> LateApplies | None:
 
 
 def _check_gathered(model: nn.Module, trained: Mapping[Tensor, str]) -> None:
-    """Raise OptionError naming the parameters outside of every FSDP module of the model."""
     gathered = {param for module in _sharded(model).values() for param in _params(own_groups(module))}
     if outside := [fqn for param, fqn in trained.items() if param not in gathered]:
         raise OptionError(

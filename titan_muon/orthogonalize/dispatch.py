@@ -87,7 +87,7 @@ class Method:
         return f"{self.algorithm} {self.dtype}{restarts}{products}{slices}"
 
     def flops(self, rows: int, cols: int, steps: Coefficients) -> int:
-        """FLOPs of the products for a matrix or a slice, with symmetric products counted in full."""
+        """FLOPs for a matrix or slice, with symmetric products counted in full."""
         # The reference computes all three products even for c = 0.
         cubic = sum(c == 0 for _, _, c in steps) if self.algorithm != "reference" else 0
         if self.algorithm == "gram":
@@ -106,13 +106,13 @@ class Method:
         return team_cost(min(rows, cols), self.slices, self.runs(len(steps)), DTYPES[self.dtype].itemsize)
 
     def work_bytes(self, rows: int, cols: int, device: str, out_bytes: int = 0) -> int:
-        """Working bytes of a matrix or slice, without the input and the kernels' scratch memory.
+        """Working bytes of a matrix, without the input and the kernels' scratch memory.
 
         `out_bytes`: bytes per element of an output in place, which serves whole matrices as an X buffer.
         """
         if self.slices > 1:
             iteration = sliced_elements(rows, cols, self.slices) * DTYPES[self.dtype].itemsize
-            # The CPU normalizes by a float32 norm with float32 copies.
+            # Normalization by a float32 norm, with float32 copies.
             return max(iteration, 10 * rows * cols // self.slices) if device == "cpu" else iteration
         elements = gram_elements if self.algorithm == "gram" else standard_elements
         itemsize = DTYPES[self.dtype].itemsize
@@ -120,7 +120,7 @@ class Method:
         iteration = (elements(rows, cols) - spared) * itemsize
         if device != "cpu":
             return iteration
-        # The CPU normalizes to float16 with two float32 copies, and from float32 to bfloat16 with a single copy.
+        # Normalization to float16 with two float32 copies, and from float32 to bfloat16 with a single copy.
         return max(iteration, rows * cols * (10 if self.dtype == "float16" else 6 if out_bytes > itemsize else 0))
 
 
@@ -163,14 +163,14 @@ class Dispatch:
         return cls(options.orthogonalize, options.ns_dtype, device, kernels, machine=machine)
 
     def choose(self, rows: int, cols: int, steps: Coefficients, slices: int = 1) -> Method:
-        """The method for rows x cols matrices or slices of these, equal on every rank."""
+        """The method for a shape, equal on every rank."""
         if slices > 1:
             assert self.algorithm != "reference", "slices cannot reproduce torch.optim.Muon's bits"
-            # The numerics of the whole matrix decide. Plain products, because kernels need square results.
+            # The numerics of the whole matrix decide. Kernels need square results.
             return replace(self.choose(rows, cols, steps), products="plain", batch=1, slices=slices)
         if self.algorithm == "reference":
             return Method("reference", "bfloat16")
-        # By tabulated rates, because timings, and so plans, would differ between ranks.
+        # Not by timing, because plans would differ between ranks.
         candidates = self._candidates(rows, cols, len(steps))
         seconds = {method: self._seconds(method, rows, cols, steps) for method in candidates}
         best = min(candidates, key=lambda method: seconds[method])
@@ -204,7 +204,7 @@ class Dispatch:
         return [*standard, *(grams if pays else ())]
 
     def _seconds(self, method: Method, rows: int, cols: int, steps: Coefficients) -> float:
-        """Seconds of products or of memory passes, whichever is longer, for a full batch."""
+        """Seconds of products or of memory passes, the longer of both, for a full batch."""
         m, n = sorted((rows, cols))
         if method.algorithm == "gram":
             runs = len(method.restarts) + 1

@@ -41,7 +41,7 @@ PLAIN = PlainProducts()
 
 
 def smaller_first(x: Tensor) -> Tensor:
-    """(count, rows, cols) with the smaller side as rows: a transposed view for tall matrices."""
+    """A transposed view for tall matrices."""
     return x.mT if x.size(1) > x.size(2) else x
 
 

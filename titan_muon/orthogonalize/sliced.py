@@ -1,8 +1,7 @@
 """The Newton-Schulz iteration on a matrix in slices: each rank has a slice, and no rank assembles the matrix."""
 
 # The longer side is cut, so that each slice X_i has the whole smaller side m, and the Gram matrix is the sum of all
-# X_i X_iᵀ. Each of k ranks computes m / k rows of every m x m matrix, by products of its rows with a gathered whole
-# matrix, and so exactly 1/k of all FLOPs.
+# X_i X_iᵀ. Each of k ranks computes m / k rows of every m x m matrix, so exactly 1/k of all FLOPs.
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class TeamSlice:
 
 def sliced_norms(stack: Tensor, team: Team) -> Tensor:
     """The Frobenius norm of the matrix with slice `stack` (1, rows, cols), (1,) float32; equal on all ranks."""
-    # Not from the trace of the first Gram matrix, because all ranks must zero a non-finite matrix before the first
-    # product.
+    # All ranks must zero a non-finite matrix before the first product.
     norms = torch.linalg.vector_norm(stack.flatten(1), dim=1, dtype=torch.float32)
     return torch.linalg.vector_norm(team.gathered(norms), dim=0, keepdim=True)
 
@@ -80,7 +78,6 @@ def sliced(
 
 
 def _gram(x: Tensor, of: TeamSlice) -> Tensor:
-    """This rank's rows of X Xᵀ, summed over all slices."""
     # 16-bit partial sums would add a quarter to the error of the result.
     wide = of.team.summed(wide_gram(x.mT if of.cuts_rows else x))
     return wide.mul_(start_norm(x.dtype) ** -2).to(x.dtype)

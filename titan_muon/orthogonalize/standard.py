@@ -72,8 +72,7 @@ def start_norm(dtype: torch.dtype) -> float:
 
 
 def next_buffer(x: Tensor, out: Tensor | None) -> Tensor:
-    """Memory for the next X: `out` if the element size matches, else a new tensor."""
-    # A third X for a large matrix would be most of the workspace.
+    """Memory for the next X: `out` if the element size matches, because a third X may be most of the workspace."""
     if out is not None and out.element_size() == x.element_size():
         return out.view(x.dtype)
     return torch.empty_like(x)

@@ -83,7 +83,7 @@ def products_of(name: str) -> Products:
 
 
 def installed() -> dict[str, str]:
-    """The versions of the installed kernel packages."""
+    """Versions of kernel packages."""
     versions = {}
     for kernel, package in PACKAGES.items():
         try:
@@ -103,7 +103,7 @@ def cache_file(device: torch.device) -> Path:
 
 
 def known_kernels(file: Path) -> tuple[Kernel, ...]:
-    """The measured kernels, or none without a measurement. Raises ValueError for an invalid file."""
+    """The measured kernels, or none. Raises ValueError for an invalid file."""
     if not file.exists():
         return ()
     try:

@@ -65,7 +65,7 @@ NARROW = 1.15
 @triton.jit
 def _place(number, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Row and first column, in squares, of a program."""
-    # Programs are numbered along the rows of the lower triangle: row i has i + 1 blocks of WIDE x WIDE squares.
+    # Along the rows of the lower triangle: row i has i + 1 blocks of WIDE x WIDE squares.
     block = number // WIDE
     i = ((tl.sqrt(8.0 * block.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     # Correct an error of the square root by one in either direction.
@@ -77,7 +77,7 @@ def _place(number, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _symmetric(rounded, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A diagonal square with its lower triangle mirrored, because dot products sum (r, c) and (c, r) differently."""
+    """Mirror the lower triangle, because dot products sum (r, c) and (c, r) differently."""
     index = tl.arange(0, SIDE)
     return tl.where(index[:, None] >= index[None, :], rounded, tl.trans(rounded))
 
@@ -92,7 +92,7 @@ def _diagonal(delta, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
 def _store(  # type: ignore[no-untyped-def]
     sums, c, d, batch, row, col, alpha, beta, delta, HAS_C: tl.constexpr, SIDE: tl.constexpr
 ):  # fmt: skip
-    """Store a square on or below the diagonal, and its mirror."""
+    """A square on or below the diagonal, and its mirror."""
     result = alpha * sums
     if HAS_C:
         result += beta * c.load([batch, row * SIDE, col * SIDE]).reshape(SIDE, SIDE).to(tl.float32)
@@ -112,7 +112,7 @@ def by_descriptors(  # type: ignore[no-untyped-def]
     A_TURNED: tl.constexpr, B_TURNED: tl.constexpr, HAS_C: tl.constexpr,
     SIDE: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
-    """For GPUs with a tensor memory accelerator, with zero fill outside the matrix."""
+    """Kernel for GPUs with a tensor memory accelerator, with zero fill outside the matrix."""
     batch = tl.program_id(1)
     row, col = _place(tl.program_id(0), WIDE)
     sums = tl.zeros((SIDE, SIDE * WIDE), dtype=tl.float32)
@@ -143,7 +143,7 @@ def by_pointers(  # type: ignore[no-untyped-def]
     a_batch, a_row, a_col, b_batch, b_row, b_col, c_batch, c_row, d_batch, d_row,
     HAS_C: tl.constexpr, WHOLE: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """For GPUs without a tensor memory accelerator. WHOLE: no masks, because tiles cover the matrices exactly."""
+    """Kernel for GPUs without a tensor memory accelerator. WHOLE: tiles cover the matrices exactly, without masks."""
     row, col = _place(tl.program_id(0), 1)
     # 64-bit batch offset, because a stack can exceed 2³¹ elements. A matrix cannot, and 64-bit offsets take registers.
     batch = tl.program_id(1).to(tl.int64)
@@ -186,7 +186,7 @@ def by_pointers(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel launch of a product: `kernel[grid](*args, **options)`."""
+    """A launch `kernel[grid](*args, **options)`."""
 
     kernel: Any
     grid: tuple[int, int]
@@ -205,7 +205,7 @@ def launch_of(
     delta: float = 0.0,
     tile: Tile,
 ) -> Launch:
-    """The launch for `symmetric_product`, for valid operands."""
+    """The launch for valid operands."""
     size, inner = a.shape[1:]
     added = out if c is None else c
     grid = (tile.programs(size), len(a))
@@ -235,7 +235,6 @@ def _described(matrices: Tensor, rows: int, cols: int) -> TensorDescriptor:
 
 
 def _is_aligned(matrices: Tensor) -> bool:
-    """Whether rows or columns are contiguous and aligned for the kernels."""
     # For the accelerator and 16-byte copies. Otherwise Triton copies single elements.
     batch, *strides = matrices.stride()
     sides = matrices.shape[1:]
@@ -246,7 +245,7 @@ def _is_aligned(matrices: Tensor) -> bool:
 
 
 def fastest(tiles: Sequence[Tile], size: int, count: int, processors: int) -> Tile:
-    """The tile with the shortest time on `processors` streaming multiprocessors (SMs)."""
+    """The fastest tile, by turns on `processors` streaming multiprocessors (SMs)."""
 
     # 4,096 rows are 272 programs of two squares: on 132 SMs the last eight programs would take a third turn.
     def seconds(tile: Tile) -> float:
@@ -257,7 +256,7 @@ def fastest(tiles: Sequence[Tile], size: int, count: int, processors: int) -> Ti
 
 
 def tile_on(device: torch.device, size: int, count: int) -> Tile:
-    """The tile for `count` products of `size` rows on a device; the tile for 8 under the interpreter."""
+    """The tile for `count` products of `size` rows; the tile for 8 under the interpreter."""
     if device.type != "cuda":
         return TILES[8][0]
     properties = torch.cuda.get_device_properties(device)

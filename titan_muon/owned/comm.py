@@ -32,15 +32,11 @@ HIGH_PRIORITY = -1
 
 
 class Streams:
-    """Streams with FSDP2's roles and priorities: to `gather` from owners, `reduce` to owners, `all_reduce` replicas.
-
-    On the CPU all operations are synchronous.
-    """
+    """Streams with FSDP2's roles and priorities. On the CPU all operations are synchronous."""
 
     def __init__(self, device_type: str) -> None:
         self._device: Any = torch.get_device_module(device_type)
-        # High priority, because all ranks wait for a few short kernels, which must not queue behind a layer's products.
-        # The all-reduce over replicas has the time of a whole layer.
+        # High priority, because all ranks wait for a few short kernels. The all-reduce has the time of a whole layer.
         self.gather: Any = self._device.Stream(priority=HIGH_PRIORITY)
         self.reduce: Any = self._device.Stream(priority=HIGH_PRIORITY)
         self.all_reduce: Any = self._device.Stream()
@@ -62,8 +58,8 @@ class Peers:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, traffic: Traffic) -> Peers:
-        """The peers of this rank on a tensor-parallel mesh; collective over the peers."""
-        # Not the mesh's own group, because messages would queue behind the collectives of the model's compute.
+        """Collective over the peers."""
+        # Not the mesh's own group, because messages would queue behind the model's collectives.
         ranks = dist.get_process_group_ranks(mesh.get_group())
         return cls(dist.new_group(ranks, use_local_synchronization=True), traffic)
 
@@ -117,7 +113,6 @@ class Peers:
         return dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
 
     def _exchange(self, messages: Iterable[dist.P2POp]) -> None:
-        """Exchange messages as a group; the current stream waits, or on gloo the host."""
         # After an uneven division both ends skip empty pieces.
         started = [message for message in messages if message.tensor.numel() > 0]
         for work in dist.batch_isend_irecv(started) if started else ():
@@ -129,8 +124,7 @@ class OwnerCollectives:
     """Collectives of a layer's parameters and gradients between the ranks of a group.
 
     Parts are contiguous tensors, each with an owner, a rank of the group. All ranks pass equal owners in equal order.
-    Every method starts operations and returns the works to wait for: none if the operations run `in_stream`, launched
-    together in the current stream. `traffic`: bytes and calls sent from this rank.
+    Methods return the works to wait for: none if the operations run `in_stream`, launched together.
     """
 
     group: dist.ProcessGroup
@@ -139,14 +133,12 @@ class OwnerCollectives:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> OwnerCollectives:
-        """The collectives of a group, in the fastest mode of its backend."""
         # NCCL launches coalesced operations as a single kernel, and synchronous operations in the current stream with
         # its priority. gloo supports neither: after a refused coalescing later collectives silently do nothing, and a
         # synchronous operation blocks the host.
         return cls(group, private.coalesces(group, device))
 
     def gather(self, owners: Sequence[int], parts: Sequence[Tensor]) -> list[dist.Work]:
-        """Broadcast every part from its owner."""
         return self._start(self._broadcast, owners, parts)
 
     def reduce(self, owners: Sequence[int], parts: Sequence[Tensor]) -> list[dist.Work]:
@@ -160,7 +152,7 @@ class OwnerCollectives:
     def _start(
         self, operation: Callable[[Tensor, int], dist.Work | None], owners: Sequence[int], parts: Sequence[Tensor]
     ) -> list[dist.Work]:
-        # Before launch, because an exception within a coalesced group leaves the group open forever.
+        # An exception within a coalesced group leaves the group open forever.
         owned = [(part, owner) for owner, part in zip(owners, parts, strict=True) if part.numel() > 0]
         if self.in_stream and owned:
             with private.coalesced(self.group, owned[0][0].device):

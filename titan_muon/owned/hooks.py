@@ -24,7 +24,7 @@ from .reduction import Reductions
 
 
 class HookContext:
-    """State shared by the hooks of a model, in the order of the forward pass.
+    """The hooks of a model, in the order of the forward pass.
 
     `reduce_grads`: whether a backward pass sends gradients to the owners, or adds them up on each rank.
     """
@@ -35,23 +35,23 @@ class HookContext:
         self.hooks: list[ModuleHooks] = []
         self._last_forward = -1
         self._backward: int | None = None
-        # A weak reference: only autograd holds the callback, so the callback dies with a pass that raised.
+        # A weak reference, because only autograd holds the callback, which dies with a pass that raised.
         self._end_of_backward: Callable[[], object] = lambda: None
 
     def enter_forward(self, index: int) -> None:
-        """Before the forward of module `index`, free groups left unsharded without further use."""
-        # A successful backward pass has reset `_backward`, and none is running now.
+        """Free groups left unsharded without further use."""
+        # A successful backward pass has reset `_backward`.
         if self._backward is not None:
             self._forget_backward()
         # A failed or branching forward leaves a prefetched group, and a forward without backward the last group. In a
-        # new forward (an index not above the last) even the expected group may hold old weights.
+        # new forward even the expected group may hold old weights.
         new_forward, self._last_forward = index <= self._last_forward, index
         for hooks in self.hooks:
             if hooks.group.state is OwnedState.UNSHARDING and (new_forward or hooks.index != index):
                 hooks.group.reshard()
 
     def _forget_backward(self) -> None:
-        """Clean up after a backward pass that raised, or leftover gradients would count in the next pass."""
+        """Clean up after a backward pass that raised, or its gradients would count in the next pass."""
         self._backward = None
         self.reductions.discard()
         for hooks in self.hooks:
@@ -71,7 +71,7 @@ class HookContext:
 
     def enter_backward(self) -> None:
         """Register the cleanup at the end of the current backward pass, once per pass."""
-        # By number, not by a flag, because a pass that raised would leave the flag set.
+        # By number, because a pass that raised would leave a flag set.
         current = private.backward_pass()
         if current == self._backward:
             return
@@ -83,13 +83,13 @@ class HookContext:
 
     def _final_callback(self) -> None:
         self._backward = None
-        # A module without input gradients, such as the first, ends here. In backward order, so that the reductions of
-        # all ranks match.
+        # Modules without input gradients, such as the first. In backward order, so that the reductions of all ranks
+        # match.
         for hooks in reversed(self.hooks):
             if hooks.in_backward:
                 hooks.post_backward()
         self.reductions.finish()
-        # Groups kept or prefetched for a backward that did not come, because the loss did not use the module.
+        # The loss may not use a module with a kept or prefetched group.
         for hooks in self.hooks:
             hooks.group.reshard()
             hooks.awaits_backward = False
@@ -102,8 +102,7 @@ class HookContext:
 class ModuleHooks:
     """Hooks that keep a param group unsharded during its module's compute.
 
-    `reshard_after_forward`: whether to free the group between forward and backward; None: all but the last group.
-    `divide_factor`: divisor of gradient sums. `index`: position in the order of the forward pass.
+    `reshard_after_forward`: None: all but the last group. `index`: position in the order of the forward pass.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class ModuleHooks:
             self._context.enter_forward(self.index)
         self.group.unshard()
         self.group.wait_for_unshard()
-        # No prefetch within backward (activation checkpointing), which has passed the next module already.
+        # Within backward (activation checkpointing), backward has passed the next module already.
         if private.backward_pass() is None:
             self._context.prefetch_forward(self.index)
         if self._policy.cast_forward_inputs:
@@ -151,14 +150,14 @@ class ModuleHooks:
 
     @torch.compiler.disable
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        # Within backward (recomputation) the parameters stay, and the outer graph already has a hook.
+        # Within backward (recomputation) the parameters stay, and the outer graph has a hook.
         if private.backward_pass() is None:
             differentiable = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
             if differentiable:
-                # "any": the first output gradient already needs the weights, and some may never come.
+                # The first output gradient already needs the weights, and some may never come.
                 register_multi_grad_hook(differentiable, self._pre_backward, mode="any")
                 self.awaits_backward = True
-            # Without a backward nothing frees the group, and the next update would make it stale.
+            # Without a backward nothing else frees the group.
             if self._reshard_after_forward or not differentiable:
                 self.group.reshard()
             elif self._reshard_after_forward is None:
@@ -166,8 +165,8 @@ class ModuleHooks:
         return _cast(output, self._policy.output_dtype)
 
     def _leave_for_backward(self) -> None:
-        # The last module's backward is next, so a freed group would be gathered again without overlap. `keep`
-        # unregisters the parameters, so that a further forward gathers the current weights.
+        # The last module's backward is next, and a new gather would not overlap. `keep` unregisters the parameters, so
+        # that a further forward gathers the current weights.
         if self.index + 1 == len(self._context.hooks):
             self.group.keep()
         else:
@@ -215,7 +214,7 @@ def refuse_use_while_owned(module: nn.Module, group: OwnedParamGroup) -> None:
     """Make a module raise ValueError on compute while its owned parameters are not unsharded."""
 
     def check_unsharded(*_: object) -> None:
-        # An owned parameter has the global shape on every rank, so the product would fail elsewhere without a hint.
+        # An owned parameter has the global shape on every rank, so the product would fail without a hint.
         if group.state is not OwnedState.UNSHARDED:
             raise ValueError(
                 f"{type(module).__name__}: its owned parameters are unsharded only within the forward of {group.name}, "

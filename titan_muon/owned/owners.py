@@ -56,7 +56,7 @@ def owned_items(
     flops: FlopCount,
     elementwise: Collection[Tensor],
 ) -> list[OwnedItem]:
-    """The load of each parameter. A single peer of its mesh holds a `gathered` parameter; all peers hold the rest."""
+    """The loads. A single peer of its mesh holds a `gathered` parameter; all peers hold the rest."""
     peers = next((mesh.size() for mesh in gathered.values()), 1)
     items = []
     for fqn, parameter in parameters.items():
@@ -69,7 +69,7 @@ def owned_items(
 def _item(
     fqn: str, parameter: Tensor, owner: Owner, split: Sequence[Split], flops: FlopCount | None, *, whole: bool
 ) -> OwnedItem:
-    """The load of a parameter, with all pieces if `whole`; without `flops` only bytes."""
+    """The load, with all pieces if `whole`; without `flops` only bytes."""
     inner = Inner.of(parameter)
     held = parameter.shape if whole else inner.size(parameter.shape)
     size = held.numel() * parameter.element_size()
@@ -78,10 +78,10 @@ def _item(
     stack = stack_of(fqn, parameter.shape, split)
     columns = prod(parameter.shape[stack.row_dims :])
     cost = sum(flops(*matrix.shape(columns)) for matrix in stack.matrices)
-    # A parameter gathered along dim 0 has a single owner, because a piece's rows would match no owner's part.
+    # If gathered along dim 0, a piece's rows would match no owner's part.
     if not _is_stack(parameter, stack) or (whole and inner.placements[0].is_shard(0)):
         return OwnedItem(fqn, layer_of(fqn), cost, size, owner=owner)
-    # Expert parallelism: this rank and its peers divide only the local experts.
+    # This rank and its expert-parallel peers divide only the local experts.
     return OwnedItem(fqn, layer_of(fqn), cost * held[0] // len(parameter), size, held[0], owner)
 
 
@@ -208,7 +208,7 @@ class Owners:
         self.ownership = assign_owners(items, self.comm.shard_size * self.comm.peer_size)
 
     def owners(self, fqn: str) -> tuple[int, ...]:
-        """The owners of a parameter as in `ownership`, in the order of dim 0."""
+        """Owners as in `ownership`, in the order of dim 0."""
         return self.ownership.owners[[item.fqn for item in self.ownership.items].index(fqn)]
 
     def places(self, fqn: str) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
@@ -235,7 +235,7 @@ class Owners:
 
 
 Places = Mapping[nn.Parameter, Sequence[tuple[str, ParamModuleInfo]]]
-"""Names and modules of each parameter; several for a tied parameter."""
+"""Names and modules; several for a tied parameter."""
 
 
 def _places(model: nn.Module) -> Places:
@@ -290,8 +290,7 @@ def _check_ownable(fqn: str, parameter: Tensor, mesh: DeviceMesh, split: Sequenc
 def _check_not_sharded(fqn: str, parameter: Tensor, mesh: DeviceMesh) -> None:
     if not isinstance(parameter, DTensor):
         return
-    # The owner mesh needs slices of a common root mesh. A tensor-parallel mesh can join the data-parallel mesh; a mesh
-    # of FSDP2 already contains the data-parallel axis.
+    # The owner mesh needs slices of a common root mesh. A mesh of FSDP2 already contains the data-parallel axis.
     try:
         owner_mesh(mesh, parameter.device_mesh, [0])
     except (RuntimeError, ValueError) as error:

@@ -37,7 +37,7 @@ class Inner:
         return torch.Size(sum(stop - start for start, stop in dim) for dim in self._region(shape, coordinate))
 
     def piece(self, shape: Sequence[int], rank: int) -> tuple[slice, ...]:
-        """A rank's piece of the whole parameter, for a mesh of a single axis with `Shard`."""
+        """A rank's piece, for a mesh of a single axis with `Shard`."""
         runs = [[*dim, (0, 0)][0] for dim in self._region(shape, (rank,))]
         return tuple(slice(start, stop) for start, stop in runs)
 
@@ -51,7 +51,7 @@ class Inner:
 
 def from_local(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> DTensor:
     """A DTensor with the shape of `like` from this rank's piece."""
-    # Shape and stride, and no check, because DTensor would communicate for these.
+    # DTensor would communicate for shape, stride and check.
     return DTensor.from_local(piece, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
@@ -78,7 +78,7 @@ OWNER_AXIS = "owner"
 HOLDER_AXIS = "holder"
 """Replaces OWNER_AXIS for a holder, because DTensor treats meshes of equal ranks and names as equal."""
 DATA_AXES = ("replicate", "shard")
-"""Default axis names of a data-parallel mesh."""
+"""Default axis names."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ class ParamModuleInfo:
 
 
 class OwnedParam:
-    """An owned parameter of a param group, see [Note: owned tensors]. The constructor registers it on the module.
+    """An owned parameter, see [Note: owned tensors]. The constructor registers it on the module.
 
     `owners`: ranks of the mesh's last axis; several owners divide dim 0. `holders`: tensor-parallel rank of each
-    owner's holder, or None if each rank keeps its piece. `parts`: by owner, in the order of dim 0.
-    `unsharded_accumulated_grad`: in the reduce dtype, or None.
+    owner's holder, or None. `parts`: by owner, in the order of dim 0. `unsharded_accumulated_grad`: in the reduce
+    dtype.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class OwnedParam:
 
     @property
     def owned_param(self) -> nn.Parameter:
-        # `to_empty` and similar methods register a new parameter, which then is the owned parameter.
+        # `to_empty` and similar methods register a new parameter.
         registered = self._info.param
         return self._owned_param if registered is self._unsharded_param else registered
 
@@ -169,7 +169,7 @@ class OwnedParam:
         if grad is None:
             return
         if isinstance(grad, DTensor):
-            # Backward may leave a partial sum over tensor-parallel ranks, but the owner needs its piece of the sum.
+            # Backward may leave a partial sum over tensor-parallel ranks.
             placements = self.unsharded_param.placements  # type: ignore[attr-defined]
             grad = grad.redistribute(placements=placements).to_local()
         total = self.unsharded_accumulated_grad
@@ -190,12 +190,12 @@ class OwnedParam:
         owned, reduced = self.owned_param, reduced.to(self.owned_param.dtype)
         place = local(owned).device
         if owned.grad is not None:
-            # On the local tensor, because DTensor refuses to add a plain tensor.
+            # DTensor refuses to add a plain tensor.
             local(owned.grad).add_(reduced.to(place))
         elif reduced.device == place:
             owned.grad = owned_like(reduced, owned)
         else:
-            # On the host, pinned, because `from_local` would move the gradient to the mesh's device.
+            # `from_local` would move the gradient to the mesh's device.
             owned.grad = torch.empty_like(owned, pin_memory=True)
             local(owned.grad).copy_(reduced)
         # Autograd never sees an owned parameter. Early gathers wait for these hooks.
@@ -207,7 +207,7 @@ class OwnedParam:
 class OwnedPart:
     """An owner's rows `start` to `stop` of dim 0 of an unsharded parameter.
 
-    `holder`: tensor-parallel rank with all pieces of the part, or None if each rank has its piece.
+    `holder`: tensor-parallel rank with all pieces, or None if each rank has its piece.
     """
 
     param: OwnedParam
@@ -225,17 +225,16 @@ class OwnedPart:
 
     def piece(self, rank: int) -> tuple[slice, ...]:
         """A tensor-parallel rank's piece within the holder's tensor."""
-        # Several owners divide a stack's rows, which tensor parallelism does not cut.
+        # Tensor parallelism does not cut the rows that several owners divide.
         return self.param.inner.piece(self.param.owned_param.shape, rank)
 
     def stored(self, rank: int) -> Tensor:
-        """The piece of a tensor-parallel rank, on the rank with the stored part."""
         stored = local(self.param.owned_param)
         return stored if self.holder is None else stored[self.piece(rank)]
 
 
 def is_owned(tensor: Tensor) -> bool:
-    """Whether a parameter, gradient or optimizer state is stored only on owners."""
+    """Whether a parameter, gradient or state is stored only on owners."""
     return isinstance(tensor, DTensor) and isinstance(tensor.device_mesh, OwnerMesh)
 
 
@@ -245,7 +244,7 @@ def holders(tensor: DTensor) -> tuple[int, ...]:
 
 
 def peer_elements(tensor: DTensor) -> dict[int, int]:
-    """Elements sent by each holder to its tensor-parallel peers in a pass, by global rank."""
+    """Elements that each holder sends to its tensor-parallel peers in a pass, by global rank."""
     mesh = tensor.device_mesh
     if not isinstance(mesh, OwnerMesh) or mesh.holders is None or mesh.inner is None:
         return {}
@@ -254,7 +253,7 @@ def peer_elements(tensor: DTensor) -> dict[int, int]:
 
 
 def held_elements(tensor: DTensor) -> dict[int, int]:
-    """Elements of an owned tensor on each holder, by global rank."""
+    """Elements of an owned tensor, by global rank."""
     layout = layout_of("", tensor)
     regions = (region(layout, layout.mesh.coordinate(place)) for place in range(len(layout.mesh.ranks)))
     sizes = (prod(sum(stop - start for start, stop in dim) for dim in dims) for dims in regions)
@@ -292,7 +291,7 @@ def place_on_owners(
 
 def _whole(param: Tensor) -> Tensor:
     assert isinstance(param, DTensor), "only cut parameters have holders"
-    # No communication on the meta device: the holder fills the parameter later.
+    # The holder fills the parameter later.
     if param.is_meta:
         return torch.empty(param.shape, dtype=param.dtype, device="meta")
     return DTensor.full_tensor(param.detach())  # type: ignore[arg-type]
@@ -301,13 +300,10 @@ def _whole(param: Tensor) -> Tensor:
 def owner_mesh(
     data_mesh: DeviceMesh, inner: DeviceMesh | None, owners: Sequence[int], holders: Sequence[int] | None = None
 ) -> OwnerMesh:
-    """The mesh of a parameter with owners `owners` on the last axis of `data_mesh`.
+    """The mesh of a parameter with owners `owners` on the last axis of `data_mesh`, in the order of dim 0.
 
-    Args:
-        data_mesh: data-parallel mesh, (shard,) or (replicate, shard).
-        inner: mesh of the original parameter, a slice of the same root mesh, or None.
-        owners: ranks of the last axis, in the order of dim 0.
-        holders: for each owner the rank of `inner`, a mesh of a single axis, with all pieces; None: a piece on each.
+    `inner`: mesh of the original parameter, a slice of the same root mesh, or None. `holders`: for each owner the rank
+    of `inner`, a mesh of a single axis, with all pieces; None: a piece on each.
     """
     joint = data_mesh if inner is None else joint_mesh(data_mesh, inner)
     data_names = data_mesh.mesh_dim_names or DATA_AXES[-data_mesh.ndim :]

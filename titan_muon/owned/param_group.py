@@ -31,8 +31,7 @@ class CommContext:
     """The data-parallel ranks of a model with owned parameters, and the collectives between them.
 
     Attributes:
-        mesh: data-parallel mesh, (shard,) or (replicate, shard).
-        collectives: in the group of the owners.
+        mesh: (shard,) or (replicate, shard).
         replicate_group: the owners of the same parameters in each replica, or None.
         shard_rank: this rank among the owners.
         peers: the tensor-parallel ranks with holders among them, or None.
@@ -46,7 +45,7 @@ class CommContext:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> CommContext:
-        """The context of a mesh, and of a tensor-parallel mesh with holders. Raises ValueError for an invalid mesh."""
+        """`tensor`: a tensor-parallel mesh with holders. Raises ValueError for an invalid mesh."""
         if mesh.ndim not in (1, 2):
             raise ValueError(f"mesh has {mesh.ndim} axes; give (shard,) or (replicate, shard), as to fully_shard")
         if mesh.get_coordinate() is None:
@@ -92,7 +91,7 @@ class OwnedState(Enum):
 
 
 class OwnedParamGroup:
-    """Owned parameters of a module. `param_dtype`: dtype of the unsharded parameters, or None to keep the dtype."""
+    """Owned parameters of a module. `param_dtype`: of the unsharded parameters, or None to keep the dtype."""
 
     def __init__(
         self, name: str, params: Sequence[OwnedParam], comm: CommContext, param_dtype: torch.dtype | None
@@ -122,7 +121,7 @@ class OwnedParamGroup:
 
     @torch.no_grad()
     def unshard(self) -> None:
-        """Start the gather unless started. Ranks must start the gathers of different groups in the same order."""
+        """Start the gather unless started, on all ranks in the same order of groups."""
         if self.state is not OwnedState.OWNED:
             return
         buffer, streams = self._resized_buffer(), self._comm.streams
@@ -146,7 +145,7 @@ class OwnedParamGroup:
 
         Raises RuntimeError on an owner if its parameters changed since `unshard`.
         """
-        # Also if unsharded already: an update between forward and backward would change only the owner's weights.
+        # Also if unsharded: an update between forward and backward would change only the owner's weights.
         if self._versions != self._owned_versions():
             raise RuntimeError(
                 f"{self.name}: owned parameters were changed while other ranks held copies of them; change them after "
@@ -180,7 +179,7 @@ class OwnedParamGroup:
         self.state = OwnedState.OWNED
 
     def _wait(self) -> None:
-        # Within the context, because gloo's threads write until then, and writes increase the buffer's version.
+        # Within the context, because gloo's threads write until then and increase the buffer's version.
         with self._unchanged:
             for work in self._works:
                 work.wait()
@@ -213,7 +212,7 @@ class OwnedParamGroup:
 
 
 def parts_of(params: Iterable[OwnedParam]) -> list[OwnedPart]:
-    """In buffer order."""
+    """All parts, in buffer order."""
     return [part for param in params for part in param.parts]
 
 

@@ -20,12 +20,10 @@ from ..tensors.mesh import MeshWithoutGroups
 
 
 class OwnerMesh(MeshWithoutGroups):
-    """The holders of an owned parameter. Ranks outside the mesh have the parameter as non-participants.
+    """The holders of an owned parameter; further ranks are non-participants.
 
-    Attributes:
-        data: data-parallel mesh of this rank, with the `owners` on its last axis.
-        inner: mesh of tensor parallelism for this rank's piece, or None.
-        holders: for each owner the rank of `inner` with all pieces; None if every rank holds its piece.
+    `data`: data-parallel mesh of this rank, with the `owners` on its last axis. `inner`: tensor-parallel mesh for this
+    rank's piece, or None. `holders`: for each owner the rank of `inner` with all pieces; None: a piece on every rank.
     """
 
     refusal = (
@@ -48,12 +46,12 @@ class OwnerMesh(MeshWithoutGroups):
 
 
 def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """The mesh with the axes of two slices of a root mesh, as FSDP2 builds for tensor-parallel parameters."""
+    """The axes of two slices of a root mesh, as FSDP2 builds for tensor-parallel parameters."""
     return DeviceMesh._concatenate([outer, inner])
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """All ranks of a mesh on a single axis, with a process group; collective over the root mesh."""
+    """All ranks on a single axis, with a process group; collective over the root mesh."""
     return mesh._flatten()
 
 
@@ -69,10 +67,7 @@ def unchanged_version(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def backward_pass() -> int | None:
-    """The number of this thread's current backward pass, or None.
-
-    In a forward hook, a number means recomputation of activations.
-    """
+    """The number of this thread's current backward pass, or None. In a forward hook: recomputation of activations."""
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
 
@@ -93,7 +88,7 @@ def coalesces(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def coalesced(group: ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
-    """A context that launches its operations as a single kernel at exit; operations must not raise.
+    """Launches its operations as a single kernel at exit; operations must not raise.
 
     Without a device, broadcasts and reductions do not coalesce.
     """

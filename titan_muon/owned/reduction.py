@@ -14,9 +14,9 @@ from .param_group import CommContext, OwnedParamGroup, numel, owned_by, parts_of
 
 
 class Reduction:
-    """The reduction of a param group's gradients to the owners, then over replicas; [Note: streams and memory].
+    """The reduction of gradients to the owners, then over replicas; [Note: streams and memory].
 
-    `params`: trained parameters of the group, at least one, in the order of owners. `dtype`: of the sum and in transit.
+    `params`: trained, at least one, in the order of owners. `dtype`: of the sum and in transit.
     """
 
     def __init__(
@@ -62,8 +62,7 @@ class Reduction:
         if self._input is None:
             return
         self._release()
-        # Ranks without parameters of this group skip. The replicate group agrees, because owners are at equal positions
-        # in each replica.
+        # Owners are at equal positions in each replica, so the replicate group agrees to skip.
         group, streams = self._comm.replicate_group, self._comm.streams
         if group is not None and self._sum.numel() > 0:
             streams.all_reduce.wait_stream(streams.reduce)
@@ -75,7 +74,7 @@ class Reduction:
         self.advance()
         self._wait()
         with self._comm.streams.within(self._comm.streams.reduce):
-            # After the sum, because gloo has no reduction with a premultiplied factor as used by FSDP2.
+            # gloo has no reduction with a premultiplied factor as used by FSDP2.
             if self._divide_factor != 1:
                 self._sum.div_(self._divide_factor)
             sums, peers = views(self._sum, [part.size for part in self._mine]), self._comm.peers
@@ -93,14 +92,13 @@ class Reduction:
         self._gradients, self._input = {}, None
 
     def _wait(self) -> None:
-        """Make the reduce stream wait for this reduction's last collective."""
         streams = self._comm.streams
         with streams.within(streams.reduce):
             for work in self._works:
                 work.wait()
         self._works = []
         if self._summed is not None:
-            # Not for the stream, because the next group's all-reduce may have started.
+            # The next group's all-reduce may have started on the stream.
             streams.reduce.wait_event(self._summed)
 
 
@@ -128,7 +126,7 @@ class Reductions:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Finish all reductions; the compute stream waits for the owners' gradients."""
+        """The compute stream waits for the owners' gradients."""
         self._finish_but(0)
         self._comm.streams.current.wait_stream(self._comm.streams.reduce)
 
@@ -139,8 +137,8 @@ class Reductions:
         self.pending.clear()
 
     def _finish_but(self, left: int) -> None:
-        # Start all-reduces at a fixed point of backward, because ends of reductions differ between ranks and would mix
-        # up the order of collectives.
+        # At a fixed point of backward, because ends of reductions, and so collectives, would differ in order between
+        # ranks.
         for reduction in self.pending:
             reduction.advance()
         while len(self.pending) > left:

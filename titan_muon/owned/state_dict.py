@@ -35,7 +35,7 @@ def gather(tensor: Tensor) -> Tensor:
         return tensor.full_tensor().clone()
     if mesh.holders is not None:
         return _from_owners(tensor, mesh, tensor.shape)
-    # Data-parallel ranks first, so that each tensor-parallel rank has its piece, then tensor-parallel ranks.
+    # Data-parallel ranks first, so that each tensor-parallel rank has its piece.
     inner = Inner() if mesh.inner is None else Inner(mesh.inner, tensor.placements[-1 - mesh.inner.ndim : -1])
     whole = inner.wrap(_from_owners(tensor, mesh, inner.size(tensor.shape)), tensor)
     return whole.full_tensor() if isinstance(whole, DTensor) else whole
@@ -51,10 +51,10 @@ def _from_owners(tensor: DTensor, mesh: OwnerMesh, size: torch.Size) -> Tensor:
         if is_owner and (holder is None or (mesh.inner is not None and mesh.inner.get_local_rank() == holder)):
             part.copy_(stored)
         if is_owner and holder is not None and mesh.inner is not None:
-            # To the holder's peers, which then broadcast to their own data-parallel ranks.
+            # The holder's peers then broadcast to their own data-parallel ranks.
             dist.broadcast(part, group=mesh.inner.get_group(), group_src=holder)
         if mesh.data.size(axis) > 1:
-            # Only over the shard axis, because each replica has owners.
+            # Each replica has owners.
             dist.broadcast(part, group=mesh.data.get_group(axis), group_src=owner)
     return whole
 
@@ -69,12 +69,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Load whole tensors, as from a checkpoint of an unsharded model, into owned, sharded and plain parameters.
+    """Load whole tensors into owned, sharded and plain parameters, without communication.
 
-    Without communication: every rank passes the whole tensors, on any device, and copies its piece.
-
-    Raises:
-        ValueError: for missing or unknown names, and for a tensor of a different shape; nothing is loaded then.
+    Every rank passes the whole tensors, on any device, and copies its piece. Raises ValueError for missing or unknown
+    names and different shapes, before anything is loaded.
     """
     current = model.state_dict()
     missing, unknown = current.keys() - state_dict.keys(), state_dict.keys() - current.keys()
@@ -97,7 +95,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
 
 
 def register_state_dict_hooks(module: nn.Module, group: OwnedParamGroup) -> None:
-    """Make a module's state dict contain the owned parameters, and make reads of a missing whole raise."""
+    """Make state dicts contain the owned parameters, and make reads of a missing whole raise."""
     # Every rank would save unsharded parameters, and loaded values would be lost at reshard.
     module.register_state_dict_pre_hook(lambda *_: group.reshard())
     module.register_load_state_dict_pre_hook(lambda *_: group.reshard())
@@ -107,7 +105,7 @@ def register_state_dict_hooks(module: nn.Module, group: OwnedParamGroup) -> None
 def _refuse_in_state_dict(
     group: OwnedParamGroup, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    # The parameters too, because PyTorch's full_state_dict does not read through the entries of the state dict.
+    # PyTorch's full_state_dict does not read through the entries of the state dict.
     for param in group.params:
         _refuse_empty_reads(param.owned_param, param.fqn)
     for name, _ in module.named_parameters(recurse=False):
@@ -116,7 +114,7 @@ def _refuse_in_state_dict(
 
 
 def _refuse_empty_reads(tensor: Any, fqn: str) -> None:
-    """Make `full_tensor` and `redistribute` of an owned tensor raise ValueError on ranks without elements."""
+    """Make `full_tensor` and `redistribute` raise ValueError on ranks without elements."""
     if isinstance(tensor, DTensor) and is_owned(tensor) and tensor.device_mesh.get_coordinate() is None:
         refuse = partial(_refuse, fqn, holders(tensor))
         tensor.full_tensor = refuse  # type: ignore[method-assign]

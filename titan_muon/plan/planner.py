@@ -11,8 +11,8 @@ from .search.candidates import CANDIDATES, Candidate
 from .search.problem import Problem, make_problem
 from .search.search import Simulation, fastest
 from .search.slices import check_split_over
-from .search.tensor_parallel import check_tensor_parallel
-from .terms.blocks import blocks_reason, in_blocks
+from .search.tensor_parallel import read_in_mode
+from .terms.blocks import blocks_reason
 from .terms.layout import Geometries
 from .terms.machine import MachineRates, machine_of
 from .terms.pieces import Pieces
@@ -27,7 +27,7 @@ def make_plan(
     machine: MachineRates | None = None,
     passes: Passes = FLOAT32_PASSES,
 ) -> Plan:
-    """The plan of an optimizer step. Deterministic: equal arguments give equal plans on every rank.
+    """The plan of a step. Equal arguments give equal plans on every rank.
 
     `machine`: by default a GPU machine by `options.machine`. Raises OptionError for an unknown exchange, contradicting
     options, and too small a `buffer_bytes`.
@@ -38,16 +38,12 @@ def make_plan(
     if options.owners == "everyone" and PATTERNS[options.exchange].has_owners:
         raise OptionError("owners", "= 'everyone' needs every piece on every rank: set exchange = 'all_gather'")
     check_split_over(options)
-    whole_parameters, geometries = parameters, Geometries(parameters)
-    check_tensor_parallel(options, geometries)
-    if options.tensor_parallel == "blockwise":
-        parameters = in_blocks(whole_parameters, geometries)
-        geometries = Geometries(parameters)
+    whole_parameters, (parameters, geometries) = parameters, read_in_mode(parameters, options)
     matrices, works = _matrices(parameters, geometries, work_of)
     rates = machine_of(options.machine) if machine is None else machine
     costs = Costs(Pieces(matrices, geometries, rates.ranks_per_node), works, options.wire_bytes, rates, passes)
     problem = make_problem(parameters, geometries, options, costs)
-    candidate, simulation = _best(problem, geometries, work_of)
+    candidate, simulation = _best(problem, work_of)
     problem = candidate.problem
     blocks = blocks_reason(options, whole_parameters, parameters)
     no_state = options.state == "owner" and not any(parameter.state_ranks for parameter in parameters)
@@ -79,7 +75,7 @@ def _separate_reasons(parameters: Sequence[Parameter]) -> Iterator[str]:
             yield f"{', '.join(names[:5])}{more}: {text}"
 
 
-def _best(problem: Problem, geometries: Geometries, work_of: WorkOf) -> tuple[Candidate, Simulation]:
+def _best(problem: Problem, work_of: WorkOf) -> tuple[Candidate, Simulation]:
     """The candidate with the least price / (1 - must_save), and its best simulation."""
     simulations, faults = list[tuple[float, Candidate, Simulation]](), list[OptionError]()
     for candidate in (candidate for make in CANDIDATES for candidate in make(problem, work_of)):

@@ -26,8 +26,7 @@ class Program:
     Attributes:
         buckets: first the plan's, then the local buckets.
         rounds: by round, the indices of the rank's buckets: several for a rank in several groups.
-        acts: (act, index of a bucket), in the order of the plan's schedule, so that each process group launches
-            collectives in equal order on all ranks.
+        acts: (act, index of a bucket), so that each process group launches collectives in equal order on all ranks.
         teams: by slice on this rank, the owners of all slices of the matrix, in order.
     """
 
@@ -61,7 +60,7 @@ class Program:
 
 
 def collective_ranks(plan: Plan, geometries: Geometries) -> tuple[set[Ranks], set[Ranks]]:
-    """The ranks of each gather and return, and the ranks of each collective over replicas."""
+    """The ranks of each gather and return, and of each collective over replicas."""
     pieces, patterns = Pieces(plan.matrices, geometries), [(PATTERNS[b.exchange], b) for b in plan.buckets]
     return (
         {ranks for pattern, bucket in patterns for ranks in pattern.groups(bucket, pieces)},
@@ -71,13 +70,13 @@ def collective_ranks(plan: Plan, geometries: Geometries) -> tuple[set[Ranks], se
 
 def replicated_plain(plan: Plan) -> tuple[int, ...]:
     """The plain tensors, by index, with a result sent from a single rank to all ranks."""
-    # Their gradients may differ between ranks unnoticed; gradients of a DTensor come from a collective.
+    # Their gradients may differ between ranks unnoticed, unlike a DTensor's.
     travelling = {plan.matrices[number].parameter for bucket in plan.buckets for number in bucket.matrices}
     return tuple(index for index in sorted(travelling) if plan.parameters[index].plain)
 
 
 def workers(plan: Plan, geometries: Geometries) -> list[Ranks]:
-    """By matrix, the ranks that orthogonalize the matrix whole, ascending."""
+    """The ranks that orthogonalize each matrix whole, ascending."""
     ranks_of = [set(ranks) for ranks in plan.local]
     for bucket in plan.buckets:
         for place, number in enumerate(bucket.matrices):

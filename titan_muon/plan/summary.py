@@ -19,7 +19,7 @@ from .terms.types import Plan
 class RankCost:
     """Counts of a rank in a step. `matrices` includes slices.
 
-    `state_elements`: momentum on the rank, streamed in `loads` loads of at most `load_elements` elements if offloaded.
+    Offloaded momentum (`state_elements`) is streamed in `loads` loads of at most `load_elements` elements.
     """
 
     rank: int
@@ -40,11 +40,10 @@ class Summary:
     """Totals and maxima of a plan.
 
     Attributes:
-        muon_matrices: matrices over the whole world; replicas count once.
+        muon_matrices: over the whole world; replicas count once.
         orthogonalizations: over all ranks; above `muon_matrices` if replicas repeat work.
-        collectives_per_step: most calls of a rank. On gloo an uneven all-gather runs as a broadcast per rank.
-        buffer_bytes_max: most bytes of exchange buffers on a rank.
-        work_bytes_max: most bytes of a rank in a step besides exchange buffers, `StepBytes.work`.
+        collectives_per_step: on gloo an uneven all-gather runs as a broadcast per rank.
+        work_bytes_max: besides exchange buffers, `StepBytes.work`.
     """
 
     ranks: tuple[RankCost, ...]
@@ -58,7 +57,7 @@ class Summary:
 
 
 def summarize(plan: Plan) -> Summary:
-    """Count the FLOPs, bytes and collectives of a plan."""
+    """Count FLOPs, bytes and collectives."""
     geometries = Geometries(plan.parameters)
     pieces = Pieces(plan.matrices, geometries)
     costs = Costs(pieces, plan.works, plan.wire_bytes, machine_of(Machine()), plan.passes)

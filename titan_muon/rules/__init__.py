@@ -22,7 +22,7 @@ RULES: Mapping[str, str] = {
 
 
 def _made(name: str, options: MuonOptions) -> Rule:
-    """The rule of a file, which is imported at the first use."""
+    """Imports the rule's file at the first use."""
     rule: Rule = getattr(import_module(f".{name}", __package__), RULES[name])(options)
     return rule
 
@@ -49,7 +49,7 @@ def rule_states(name: str) -> tuple[StateSpec, ...]:
 def check_rule(options: MuonOptions, plan: Plan) -> None:
     """Raise OptionError if the rule needs whole matrices and the plan slices matrices."""
     sliced = sliced_names(plan)
-    if rule_of(options).states and (sliced or options.tensor_parallel in ("duplicated", "blockwise")):
+    if rule_of(options).states and (sliced or options.tensor_parallel != "owner"):
         raise OptionError(
             "rule",
             f"= {options.rule!r} needs whole matrices{sliced}; set split_over = 1 and tensor_parallel = 'owner'",
@@ -57,7 +57,7 @@ def check_rule(options: MuonOptions, plan: Plan) -> None:
 
 
 def sliced_names(plan: Plan) -> str:
-    """The names of the first five parameters with sliced matrices, for a message; empty without any."""
+    """The first five parameters with sliced matrices, for a message; empty without any."""
     sliced: Iterable[int] = {matrix.parameter for matrix in plan.matrices if matrix.slice is not None}
     names = [plan.parameters[index].fqn for index in sorted(sliced)][:5]
     return f", and these parameters are sliced: {', '.join(names)}" if names else ""

@@ -14,7 +14,6 @@ from .muon import MuonRule
 
 SECOND_MOMENT = "second_moment"
 EPS = 1e-8
-"""Added to the root of the second moment."""
 
 
 class AdaMuonRule(MuonRule):
@@ -24,9 +23,6 @@ class AdaMuonRule(MuonRule):
     V <- beta2 V + (1 - beta2) O * O, O <- O / (sqrt(V) + eps). Then O is scaled to the Frobenius norm of an orthogonal
     matrix, sqrt(min(rows, cols)), so that lr_scale = "match_rms_adamw" gives the paper's root mean square of 0.2. The
     paper has no Nesterov blend and one beta for both moments: nesterov = False and beta2 = momentum.
-
-    Args:
-        options: as in MuonRule, and `beta2`, the decay of the second moment.
     """
 
     states: tuple[StateSpec, ...] = (StateSpec(SECOND_MOMENT, "elements"),)
@@ -34,7 +30,6 @@ class AdaMuonRule(MuonRule):
     finish_bytes = 20
 
     def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
-        """Advance the momentum, and pack its signs."""
         super().advance(averages, grads, packed, group)
         _to_signs(packed)
 
@@ -43,7 +38,6 @@ class AdaMuonRule(MuonRule):
         _to_signs(packed)
 
     def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
-        """Normalize the elements of each matrix of `whole` (count, rows, cols), in place."""
         moments, wide = states[SECOND_MOMENT], whole.float()
         squares = wide.square()
         # A zero matrix comes from a missing or non-finite gradient and must not change the moment.
@@ -56,7 +50,7 @@ class AdaMuonRule(MuonRule):
 
 
 def _to_signs(packed: Tensors) -> None:
-    """Replace finite elements by their signs, and the others by NaN, which the owner reports."""
+    """Replace finite elements by their signs, and all further elements by NaN, which the owner reports."""
     if packed:
         differences = torch._foreach_sub(packed, packed)
         torch._foreach_sign_(packed)

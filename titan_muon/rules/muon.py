@@ -14,13 +14,7 @@ from ..tensors.storage import STEP
 
 
 class MuonRule(Rule):
-    """Orthogonalized exponential moving average of gradients, with decoupled weight decay.
-
-    The base class of other rules.
-
-    Args:
-        options: `cautious`, `decay_follows_lr`, `update_factor`, `momentum_start` and `momentum_warmup_steps`.
-    """
+    """Orthogonalized exponential moving average of gradients, with decoupled weight decay; base class of the rules."""
 
     limits: Limits = "spectrum"
 
@@ -28,7 +22,6 @@ class MuonRule(Rule):
         self.options = options
 
     def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
-        """Advance the momentum, and pack the momentum or the blend with the gradient (`nesterov`)."""
         update.momentum(averages, grads, packed, self.momentum(group), group["nesterov"])
 
     def pack(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:

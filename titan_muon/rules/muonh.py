@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..comm.agreement import Agreement
 from ..comm.collectives import finish
+from ..comm.faults import Fault
 from ..options import MuonOptions, OptionError
 from ..plan.terms.layout import Geometries, spans
 from ..state.rule_states import StateSpec
@@ -36,8 +37,7 @@ RADIUS = "radius"
 class MuonHRule(MuonRule):
     """Updates of the weights' own norm, and weights projected to this norm. See [Note: the sphere].
 
-    Raises OptionError for options without a meaning on the sphere, or that read weights between their update and their
-    projection.
+    Raises OptionError for options without a meaning on the sphere, or that read weights before the projection.
     """
 
     states: tuple[StateSpec, ...] = (StateSpec(RADIUS, "matrix", saved=False),)
@@ -56,7 +56,6 @@ class MuonHRule(MuonRule):
             raise OptionError("offload", "= 'parameters': rule = 'muonh' projects weights on the device; set 'state'")
 
     def check(self, group: Group) -> None:
-        """Raise OptionError for weight decay."""
         if group["weight_decay"] != 0:
             problem = f"= {group['weight_decay']}: rule = 'muonh' keeps the norm of each matrix instead"
             raise OptionError("weight_decay", f"{problem}; set 0")
@@ -65,7 +64,7 @@ class MuonHRule(MuonRule):
         return Sphere(agreement)
 
     def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
-        """Scale each matrix of `whole` (count, rows, cols) to the norm of its weights, in place."""
+        """Scale each matrix to the norm of its weights."""
         wide = whole.float()
         norms = torch.linalg.vector_norm(wide.flatten(1), dim=1)
         whole.copy_(wide.mul_(torch.where(norms > 0, states[RADIUS][:, 0] / norms, 0.0)[:, None, None]))
@@ -126,11 +125,10 @@ class Sphere(Feature):
         self._travels = torch.tensor([not ranks for ranks in plan.local], device=device)
 
     def before(self, step: Step) -> None:
-        """Start to sum the squared norms of the weights."""
         self._works, self._waiting = self._start(self._radii), True
 
     def _start(self, sums: Tensor) -> Sequence[dist.Work]:
-        """Start to fill `sums` (matrices,) with the squared norms of the matrices that travel or that this rank has."""
+        """Start to fill `sums` (matrices,) with the squared norms of travelling and local matrices."""
         sums.zero_()
         if self._weights:
             norms = torch.stack(torch._foreach_norm(self._weights)).float()
@@ -162,4 +160,4 @@ class Sphere(Feature):
             return
         factors = torch.where(norms > 0, self._radii / norms, 1.0)[self._numbers]
         torch._foreach_mul_(self._weights, list(factors.unbind()))
-        self._rank.report.add_zero_weights(self._parameters, self._radii[self._numbers] == 0)
+        self._rank.report.add_where(self._parameters, self._radii[self._numbers] == 0, Fault.ZERO_WEIGHTS)

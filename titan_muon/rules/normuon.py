@@ -13,7 +13,6 @@ from .muon import MuonRule
 
 SECOND_MOMENT = "second_moment"
 EPS = 1e-7
-"""Added to the root mean square of a row."""
 
 
 class NorMuonRule(MuonRule):
@@ -23,9 +22,6 @@ class NorMuonRule(MuonRule):
     v <- beta2 v + (1 - beta2) mean(O * O over the inputs), O <- O / (sqrt(v) + eps). Then O is scaled to the Frobenius
     norm of an orthogonal matrix, sqrt(min(rows, cols)), so that `lr_scale` works as for Muon. With
     lr_scale = "match_rms_adamw" the update equals the paper's.
-
-    Args:
-        options: as in MuonRule, and `beta2`, the decay of the second moment.
     """
 
     states: tuple[StateSpec, ...] = (StateSpec(SECOND_MOMENT),)
@@ -34,7 +30,7 @@ class NorMuonRule(MuonRule):
     finish_bytes = 8
 
     def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
-        """Normalize the rows of each matrix of `whole` (count, rows, cols), in place; columns if `transposed`."""
+        """Normalize the rows of each matrix; columns if `transposed`."""
         moments, eps = states[SECOND_MOMENT], EPS
         wide = whole.float()
         inputs = 1 if transposed else 2

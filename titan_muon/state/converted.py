@@ -16,14 +16,12 @@ from .groups import rows_of
 Source = Literal["torch", "torchtitan", "keller_jordan", "dion", "dmuon"]
 """Optimizers whose state dicts `converted` reads.
 
-`torch` is torch.optim.Muon, `torchtitan` is DistMuon, `keller_jordan` is the Muon of github.com/KellerJordan/Muon. The
-momentum of these is the average m <- momentum m + (1 - momentum) g, as in this package. `dion` is the Muon of
-github.com/microsoft/dion, `dmuon` is the package dmuon. The momentum of these is the sum m <- momentum m + g, larger by
-a factor of 1 / (1 - momentum).
+`torch` is torch.optim.Muon, `torchtitan` DistMuon, `keller_jordan` github.com/KellerJordan/Muon: their momentum is the
+average m <- momentum m + (1 - momentum) g, as in this package. `dion` is the Muon of github.com/microsoft/dion, `dmuon`
+github.com/X-Square-Robot/dmuon: their momentum is the sum m <- momentum m + g.
 """
 
 SUMS = ("dion", "dmuon")
-"""Sources with the sum of gradients."""
 
 SCALES: Mapping[str, Mapping[Any, str]] = {
     "adjust_lr_fn": {None: "original", "original": "original", "match_rms_adamw": "match_rms_adamw"},
@@ -36,10 +34,12 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
     """A state dict for `Muon.load_state_dict`, from the state dict of another Muon.
 
     Args:
-        state_dict: `state` with a `momentum_buffer` (dion: `momentum`) for each parameter, and `param_groups`.
+        state_dict: `state` with a `momentum_buffer` (dion: `momentum`) for each parameter, and `param_groups`; or from
+            dmuon's `get_optimizer_state_dict`. Groups of other algorithms in the same optimizer (AdamW, Lion) are left
+            out.
         source: the optimizer of the state dict.
-        hyperparameters: hyperparameters of Muon for all groups, replacing the source's. Missing hyperparameters
-            have the defaults of `options.Hyperparameters`, except `lr_scale`, which defaults to "original".
+        hyperparameters: replace the source's, for all groups. Missing hyperparameters have the defaults of
+            `options.Hyperparameters`, except `lr_scale`, which defaults to "original".
 
     Returns:
         `state` with `momentum_buffer`, in the source's dtype, and `param_groups` with Muon's keys. Unscaled tensors are
@@ -52,12 +52,13 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
     if source not in get_args(Source):
         raise OptionError("source", f"= {source!r} is not one of {', '.join(get_args(Source))}")
     groups, state = [], {}
-    for group in state_dict["param_groups"]:
-        values = {**_hyperparameters(group), **hyperparameters}
+    for group in _muon_groups(state_dict):
+        values = _hyperparameters({**group, **hyperparameters})
         copied = {key: group[key] for key in ("params", "param_names", "initial_lr") if key in group}
         groups.append({**values, **copied})
         for key in group["params"]:
-            of_source = state_dict["state"].get(key, {})
+            # dmuon has the momentum by name.
+            of_source = state_dict.get("state", state_dict.get("dedicated", {})).get(key, {})
             average = of_source.get("momentum_buffer", of_source.get("momentum"))
             if not isinstance(average, Tensor):
                 raise ValueError(f"parameter {key!r}: the state dict has no momentum_buffer; save one after a step")
@@ -66,18 +67,25 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
     return {"state": state, "param_groups": groups}
 
 
+def _muon_groups(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The groups that Muon updates."""
+    if names := list(state_dict.get("dedicated", ())):
+        # dmuon scales updates by 0.2 sqrt(max(m, n)), and its second group is AdamW's.
+        return [{"lr_scale": "match_rms_adamw", **state_dict["param_groups"][0], "params": names, "param_names": names}]
+    groups = state_dict["param_groups"]
+    return [g for g in groups if g.get("algorithm", "muon") == "muon" and g.get("use_muon", True)]
+
+
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Muon's hyperparameters from a group of another optimizer."""
+    """Muon's hyperparameters from a group of another optimizer. Muon's own names win."""
     values = {field.name: field.default for field in fields(Hyperparameters)}
     values["lr_scale"] = "original"
+    spellings = {"momentum": group.get("mu"), "eps": group.get("epsilon")}
+    values |= {key: value for key, value in spellings.items() if value is not None}
     values |= {key: group[key] for key in HYPERPARAMETERS if key in group}
     values["ns_coefficients"] = rows_of(values["ns_coefficients"])
-    if "mu" in group:
-        values["momentum"] = group["mu"]
-    if "epsilon" in group:
-        values["eps"] = group["epsilon"]
     for key, scales in SCALES.items():
-        if key in group:
+        if key in group and "lr_scale" not in group:
             if group[key] not in scales:
                 raise OptionError(key, f"= {group[key]!r} has no lr_scale here; pass lr_scale=... to converted")
             values["lr_scale"] = scales[group[key]]
@@ -85,10 +93,7 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_torchs(state_dict: Mapping[str, Any]) -> bool:
-    """Whether a state dict has the groups of torch.optim.Muon or of TorchTitan's DistMuon.
-
-    Raises ValueError for a dict that is no optimizer's.
-    """
+    """Whether a state dict has the groups of torch.optim.Muon or DistMuon. Raises ValueError without groups."""
     if missing := [key for key in ("state", "param_groups") if key not in state_dict]:
         raise ValueError(
             f"state_dict: has no {' and no '.join(missing)}; pass what an optimizer's state_dict() returned"
@@ -100,14 +105,21 @@ def as_torch(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict for `torch.optim.Muon.load_state_dict`, from a state dict of Muon.
 
     Raises:
-        OptionError: for hyperparameters without an equal in torch.optim.Muon: a `lr_scale` of "spectral", and
-            coefficients that differ between steps.
+        OptionError: for options without an equal in torch.optim.Muon: a `lr_scale` of "spectral", coefficients that
+            differ between steps, rules with states of their own, and int8 states.
+        ValueError: for groups of another optimizer, as in a Hybrid's state dict.
     """
     groups = []
+    if not all("lr_scale" in group for group in state_dict["param_groups"]):
+        raise ValueError(
+            "state_dict: has groups of another optimizer than Muon; pass hybrid.optimizers['muon'].state_dict()"
+        )
     if any(value["momentum_buffer"].dtype == torch.int8 for value in state_dict["state"].values()):
         raise OptionError(
             "state_dtype", "= 'int8' has no equivalent in torch.optim.Muon; save with float32 or bfloat16"
         )
+    if extra := {name for value in state_dict["state"].values() for name in value} - {"momentum_buffer"}:
+        raise OptionError("rule", f"keeps {', '.join(sorted(extra))}, which torch.optim.Muon has not")
     for group in state_dict["param_groups"]:
         steps = coefficients(group["ns_coefficients"], group["ns_steps"])
         if len(set(steps)) > 1:

@@ -4,7 +4,7 @@
 # - A block is 64 elements of a row. Its largest magnitude is 127 scales. Blocks do not cross shards, so every layout
 #   stores the same blocks, and checkpoints reshard without rounding.
 # - A step decodes the momentum of a call to float32, and encodes the result. Most changes of an element are smaller
-#   than a unit, so rounding to nearest would lose them. Stochastic rounding keeps the mean.
+#   than a unit and lost by rounding to nearest, so rounding is stochastic.
 # - The draws are a hash of the step, the parameter's name and the element's place in the shard. So replicas stay equal,
 #   and a resume needs only the step count. A decoded and unchanged element is encoded to the same number by any draw.
 
@@ -21,7 +21,6 @@ from ..plan.terms.types import Parameter
 from ..tensors.dtensor import local, storage_device
 
 SCALES = "momentum_scale"
-"""Key of the scales in the optimizer's state."""
 BLOCK = 64
 LARGEST = 127
 MARGIN = 2.0**-10
@@ -31,7 +30,7 @@ FACTORS = (0x9E3779B1 - 2**32, 0x85EBCA6B - 2**32)
 
 
 def blocks(length: int) -> int:
-    """Number of blocks of a row."""
+    """Blocks of a row."""
     return -(-length // BLOCK)
 
 
@@ -85,7 +84,6 @@ def encode(momentum: Tensor, numbers: Tensor, scales: Tensor, key: int, step: in
         numbers: (rows, cols) int8.
         scales: (rows, blocks) float32.
         key: hash of the parameter and the place of `momentum` in the shard.
-        step: number of the step.
     """
     rows, cols = numbers.shape
     wide = momentum.as_strided((rows, scales.size(1), BLOCK), (momentum.stride(0), BLOCK, 1))

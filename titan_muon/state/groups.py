@@ -22,7 +22,7 @@ KEYS = frozenset((*HYPERPARAMETERS, "params", "param_names", "initial_lr", "opti
 
 
 def iteration_of(group: Mapping[str, Any]) -> Iteration:
-    """The Newton-Schulz iteration of a parameter group. Raises ValueError for invalid coefficients."""
+    """The Newton-Schulz iteration of a group. Raises ValueError for invalid coefficients."""
     return iteration(group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
@@ -65,9 +65,7 @@ def check_lr(lr: object) -> None:
 def named_group(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, alone: bool) -> dict[str, Any]:
     """The user's group with names, and with translated spellings of torch.optim.Muon.
 
-    Args:
-        others: earlier groups.
-        alone: whether this is the only process, where parameters without names get names `number.index`.
+    `others`: earlier groups. `alone`: the only process names parameters without names `number.index`.
     """
     result = dict(group)
     if isinstance(result["params"], Tensor):
@@ -92,12 +90,11 @@ def named_group(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *
 
 
 def _numbers(group: int, params: Sequence[Tensor]) -> list[str]:
-    """Names of parameters without names."""
     return [f"{group}.{index}" for index in range(len(params))]
 
 
 def lr_scale_of(adjust_lr_fn: str | None) -> str:
-    """The `lr_scale` of torch.optim.Muon's `adjust_lr_fn`, whose None is "original"."""
+    """torch.optim.Muon's None is "original"."""
     if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
         raise OptionError("adjust_lr_fn", f"= {adjust_lr_fn!r} is not one of original, match_rms_adamw")
     return adjust_lr_fn or "original"

@@ -17,7 +17,7 @@ TRANSFERS_AT_ONCE = 2
 """Transfers in device memory: one in use while the next arrives or the last leaves."""
 
 ALIGNMENT = 64
-"""Alignment in bytes of tensors in a slot, for different dtypes and vectorized kernels."""
+"""Bytes, for different dtypes and vectorized kernels."""
 
 # [Note: transfers and slots]
 # - A transfer holds host tensors that are used together, for example the momentum of a bucket. Transfers alternate
@@ -45,10 +45,7 @@ class Transfer:
 
 
 class Window:
-    """Device memory for host tensors in a step, see [Note: transfers and slots].
-
-    On a CPU device the same copies run in the same order.
-    """
+    """Device memory for host tensors in a step, see [Note: transfers and slots]. On a CPU the copies run too."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -99,7 +96,7 @@ class Window:
         self.slots = ()
 
     def synchronize(self) -> None:
-        """Block the host until all transfers to the host are complete."""
+        """Block the host until all transfers are complete."""
         self._module.synchronize()
 
     @property
@@ -116,7 +113,7 @@ class Window:
 
 
 def slot_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor in a slot, with alignment."""
+    """Bytes with alignment."""
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -142,7 +139,7 @@ def moves(now: Offload, to: Offload) -> bool:
 
 
 def host_bytes(size: int, device: str) -> int:
-    """Host memory for a tensor of `size` bytes. PyTorch pins memory for a GPU in powers of two."""
+    """Host memory for a tensor. PyTorch pins memory for a GPU in powers of two."""
     return 1 << (size - 1).bit_length() if size > 0 and device != "cpu" else size
 
 
@@ -155,7 +152,7 @@ def new_state(parameter: Tensor, dtype: torch.dtype, offload: Offload) -> Tensor
 
 
 def state_like(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype, offload: Offload) -> Tensor:
-    """A plain tensor of zeros, on the same device as `new_state` would return."""
+    """A plain tensor of zeros, on the device of `new_state`."""
     if offload == "none":
         return torch.zeros(shape, dtype=dtype, device=storage_device(parameter))
     return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=_pins(parameter))
@@ -168,7 +165,7 @@ def _pins(parameter: Tensor) -> bool:
 
 def check_offload(parameters: Iterable[Parameter], options: MuonOptions) -> None:
     """Raise OptionError if one of these parameters cannot be offloaded."""
-    # Transfers move whole rows. Two transfers with interleaved matrices would share rows and overwrite each other.
+    # Transfers move whole rows. Two transfers with interleaved matrices would overwrite each other's rows.
     shared = next((parameter.fqn for parameter in parameters if parameter.stack.interleaved), None)
     if options.offload != "none" and shared is not None:
         raise OptionError(

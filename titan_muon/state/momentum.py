@@ -101,7 +101,7 @@ def followed(
 ) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
     """(planned parameter, current parameter, state) of each planned parameter in the optimizer's groups.
 
-    `trained` are the planned parameters by name. Raises ValueError for a parameter with a new mesh, placement or shape.
+    `trained`: by name. Raises ValueError for a parameter with a new mesh, placement or shape.
     """
     for group in groups:
         for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
@@ -125,7 +125,7 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def kept_by(trained: TrainedParam) -> tuple[int, ...]:
-    """The keepers of a parameter's momentum; empty if every holder of the parameter is a keeper."""
+    """The keepers of a parameter's momentum; empty if every holder is a keeper."""
     average = trained.average
     if isinstance(average, DTensor) and isinstance(average.device_mesh, StateMesh):
         return tuple(average.device_mesh.mesh.flatten().tolist())
@@ -138,7 +138,7 @@ def fits(saved: Tensor, average: Tensor, parameter: Tensor) -> bool:
 
 
 def momentum_bytes(elements: int, state_dtype: str) -> int:
-    """Bytes of the momentum of so many elements, with the scales of whole blocks."""
+    """Bytes of the momentum, with the scales of whole blocks."""
     if state_dtype == "int8":
         return elements + 4 * -(-elements // BLOCK)
     return elements * DTYPES[state_dtype].itemsize

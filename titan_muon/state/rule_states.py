@@ -18,18 +18,15 @@ from ..plan.terms.types import Plan
 from ..tensors.dtensor import local, step_device
 from ..tensors.mesh import StateMesh
 from ..tensors.storage import TrainedParam, placement_key
-from .eight_bit import SCALES
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """A state on the owner of a matrix: float32, zero at the start.
-
-    The key in the optimizer's state is `name.i` for matrix i of a parameter.
+    """A float32 state on the owner of a matrix, zero at the start, with the key `name.i` for matrix i of a parameter.
 
     Attributes:
         kind: a number for each output, for each element, or for the whole matrix.
-        saved: whether the state outlives a step. A feature of the rule fills the others in each step.
+        saved: whether the state outlives a step; if not, a feature of the rule fills it in each step.
     """
 
     name: str
@@ -37,14 +34,13 @@ class StateSpec:
     saved: bool = True
 
     def shape(self, plan: Plan, number: int) -> tuple[int, ...]:
-        """The shape of the state of a matrix of the plan."""
         matrix = plan.matrices[number]
         shapes = {"outputs": (plan.out_in(number)[0],), "elements": (matrix.rows, matrix.cols), "matrix": (1,)}
         return shapes[self.kind]
 
 
 MatrixStates = Mapping[int, Mapping[str, Tensor]]
-"""This rank's states as plain tensors, by matrix and name."""
+"""This rank's states, by matrix and name."""
 
 
 def with_rule_states(
@@ -55,8 +51,8 @@ def with_rule_states(
 ) -> MatrixStates:
     """The states of the plan's matrices, created or moved from another plan's ranks in the optimizer's `state`.
 
-    All holders of the parameters call this together and have the same keys. A state is a DTensor on the ranks that
-    orthogonalize the matrix, so that torch.distributed.checkpoint can load the state to another owner.
+    Collective over the holders, which have the same keys. A state is a DTensor on the ranks that orthogonalize the
+    matrix, so that torch.distributed.checkpoint can load the state to another owner.
     """
     states: dict[int, dict[str, Tensor]] = {}
     for number, ranks in enumerate(workers(plan, Geometries(plan.parameters)) if specs else ()):
@@ -78,14 +74,14 @@ def with_rule_states(
 
 
 def state_bytes(plan: Plan, specs: Sequence[StateSpec]) -> Mapping[int, int]:
-    """Bytes of the saved states on each rank that has some."""
-    found: dict[int, int] = {}
+    """Bytes of the saved states on each rank with states."""
+    by_rank: dict[int, int] = {}
     saved = [spec for spec in specs if spec.saved]
     for number, ranks in enumerate(workers(plan, Geometries(plan.parameters)) if saved else ()):
         size = 4 * sum(prod(spec.shape(plan, number)) for spec in saved)
         for rank in ranks:
-            found[rank] = found.get(rank, 0) + size
-    return found
+            by_rank[rank] = by_rank.get(rank, 0) + size
+    return by_rank
 
 
 def _zeros(param: Tensor, shape: tuple[int, ...], ranks: tuple[int, ...], holders: tuple[int, ...]) -> Tensor:
@@ -99,7 +95,6 @@ def _zeros(param: Tensor, shape: tuple[int, ...], ranks: tuple[int, ...], holder
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     state = DTensor.from_local(zeros, mesh, [Replicate()], run_check=False, shape=torch.Size(shape), stride=stride)
     if not stored:
-        # PyTorch's methods would return an empty tensor.
         for read in ("full_tensor", "redistribute"):
             setattr(state, read, _refuse)
     return state
@@ -118,29 +113,3 @@ def _place(state: Tensor) -> object:
 
 def _keepers(state: Tensor, holders: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(state.device_mesh.mesh.flatten().tolist()) if isinstance(state, DTensor) else holders
-
-
-def saved_rule_states(
-    params: Sequence[TrainedParam],
-    current: Mapping[Tensor, Mapping[str, Any]],
-    saved: Mapping[Tensor, Mapping[str, Any]],
-) -> list[tuple[Tensor, Tensor]]:
-    """(current, saved) local tensors of each rule state; `current` and `saved` are optimizer states by parameter.
-
-    Raises ValueError naming the first state that is missing from `saved`, or is placed differently.
-    """
-    pairs = []
-    for trained in params:
-        for key, old in current[trained.param].items():
-            if key == "momentum_buffer":
-                continue
-            loaded = saved[trained.param].get(key)
-            if loaded is None and key == SCALES:
-                raise ValueError(f"{trained.fqn}: the state dict has no {key} of an int8 momentum")
-            if loaded is None or placement_key(loaded) != placement_key(old):
-                raise ValueError(
-                    f"{trained.fqn}: the state dict has no {key} on the ranks that orthogonalize the matrix; load a "
-                    "state of another plan with torch.distributed.checkpoint, and build Muon with the rule that saved"
-                )
-            pairs.append((local(old), local(loaded)))
-    return pairs

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..options import HYPERPARAMETERS
+from ..tensors.dtensor import local
+from ..tensors.storage import TrainedParam, placement_key
+from .eight_bit import SCALES
 from .groups import check_group
 from .momentum import fits
 
@@ -24,12 +30,26 @@ class SavedAverage:
     average: Tensor
 
 
+@contextmanager
+def after_pre_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The state dict that the optimizer's load hooks return. Inside the context torch runs the hooks not again."""
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks
+    for hook in hooks.values():
+        replaced = hook(optimizer, state_dict)
+        state_dict = state_dict if replaced is None else replaced
+    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()
+    try:
+        yield state_dict
+    finally:
+        optimizer._optimizer_load_state_dict_pre_hooks = hooks
+
+
 def completed(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A state dict of Muon, with the current value of each option that Muon did not have when it was saved."""
     saved_groups = list(state_dict["param_groups"])
     for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=False)):
         missing = [name for name in HYPERPARAMETERS if name not in saved]
-        # No other optimizer has `lr_scale`. The state dict of another optimizer is refused later.
+        # Only Muon has `lr_scale`. Another optimizer's state dict is refused later.
         if missing and "lr_scale" in saved:
             warnings.warn(f"the state dict has no {', '.join(missing)}: the present values stay", stacklevel=3)
             saved_groups[index] = {**saved, **{name: group[name] for name in missing}}
@@ -55,10 +75,10 @@ def check_saved_groups(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapp
 def saved_averages(
     groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], current: Mapping[Tensor, Tensor]
 ) -> Iterator[SavedAverage]:
-    """The saved momentum of each trained parameter. `current` is the optimizer's momentum by parameter.
+    """The saved momentum of each trained parameter. `current`: the optimizer's momentum by parameter.
 
-    Raises ValueError for a state dict of different parameters or of an optimizer with different hyperparameters, and
-    for a momentum that is missing or fits neither the current momentum nor the parameter.
+    Raises ValueError like `check_saved_groups`, and for a missing momentum or one that fits neither the current
+    momentum nor the parameter.
     """
     check_saved_groups(groups, state_dict["param_groups"])
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
@@ -77,3 +97,29 @@ def saved_averages(
                     f"{current[parameter].dtype}; set state_dtype as it was saved"
                 )
             yield SavedAverage(key, parameter, average)
+
+
+def saved_states(
+    params: Sequence[TrainedParam],
+    current: Mapping[Tensor, Mapping[str, Any]],
+    saved: Mapping[Tensor, Mapping[str, Any]],
+) -> list[tuple[Tensor, Tensor]]:
+    """(current, saved) local tensors of each further state; `current` and `saved` are optimizer states by parameter.
+
+    Raises ValueError for a missing or differently placed state.
+    """
+    pairs = []
+    for trained in params:
+        for key, old in current[trained.param].items():
+            if key == "momentum_buffer":
+                continue
+            loaded = saved[trained.param].get(key)
+            if loaded is None and key == SCALES:
+                raise ValueError(f"{trained.fqn}: the state dict has no {key} of an int8 momentum")
+            if loaded is None or placement_key(loaded) != placement_key(old):
+                raise ValueError(
+                    f"{trained.fqn}: the state dict has no {key} on the ranks that orthogonalize the matrix; load a "
+                    "state of another plan with torch.distributed.checkpoint, and build Muon with the rule that saved"
+                )
+            pairs.append((local(old), local(loaded)))
+    return pairs

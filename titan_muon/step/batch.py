@@ -31,8 +31,33 @@ class Batch:
         return frobenius_norms(self.whole, DTYPES[self.method.dtype])
 
     def orthogonalize(self, norms: Tensor) -> None:
-        """Replace each matrix U S Vᵀ by approximately U Vᵀ. `norms`: (count,) Frobenius norms."""
+        """Replace U S Vᵀ by approximately U Vᵀ. `norms`: (count,) Frobenius norms."""
         orthogonalize(self.whole, self.iteration, self.method, norms=norms, out=self.whole)
+
+
+@dataclass(frozen=True)
+class MaskedBatch(Batch):
+    """A batch whose flagged matrices are zero, so that they get no update and rules keep their states.
+
+    Attributes:
+        inner: the batch with all matrices.
+        numbers: (count,) places of the matrices in `flags`, on the device.
+        flags: positive for a matrix to zero, on the device.
+    """
+
+    inner: Batch
+    numbers: Tensor
+    flags: Tensor
+
+    def norms(self) -> Tensor:
+        flagged = self.flags[self.numbers] > 0
+        # Reading a flag on the CPU does not wait.
+        if flagged.device.type != "cpu" or flagged.any():
+            self.whole.masked_fill_(flagged[:, None, None], 0)
+        return self.inner.norms()
+
+    def orthogonalize(self, norms: Tensor) -> None:
+        self.inner.orthogonalize(norms)
 
 
 def assembling(batch: Batch, buffers: BucketBuffers) -> Copies:

@@ -15,10 +15,11 @@ class Feature:
 
     The engine calls `wrap` at construction. Each step calls `ready` and `faults` before any tensor changes, then
     `before` and `after` around the stages. `told`, `flush` and `backward` run between steps. `holds_buffers`: whether
-    the buffers are in use after the step.
+    the buffers are in use after the step. `allowed`: faults that warn instead of raising.
     """
 
     holds_buffers = False
+    allowed: Sequence[Fault] = ()
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
         """The stages with this feature. Called again after parameters or momentum have moved."""
@@ -28,7 +29,7 @@ class Feature:
         """Prepare a step. Raises ValueError on all ranks if no step is possible."""
 
     def faults(self, faults: Sequence[Fault]) -> Sequence[Fault]:
-        """The faults of a step by parameter, with this feature's faults on this rank."""
+        """The faults by parameter, with this feature's faults on this rank."""
         return faults
 
     def told(self, faults: Sequence[Fault]) -> None:
@@ -43,9 +44,9 @@ class Feature:
     def flush(self, *, discard: bool = False) -> None:
         """Finish the work of a step, before weights or momentum are read or replaced.
 
-        `discard` also drops work for the next step; all ranks call this together.
+        `discard` also drops work for the next step. Collective.
         """
 
     def backward(self) -> AbstractContextManager[None]:
-        """The context of the last backward before a step."""
+        """Context of the last backward before a step."""
         return nullcontext()

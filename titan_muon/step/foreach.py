@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from ..plan.terms.layout import Span
 from ..state.host import ALIGNMENT, carved, slot_bytes
 from ..tensors.storage import STEP, Storage
+from .gradients import Step
 from .rounding import BYTES, Chunk, Draws, chunk_of, memory_bytes
 from .rule import Rule
 from .update import Tensors, lr_scale
@@ -21,9 +22,9 @@ from .update import Tensors, lr_scale
 ACCELERATOR_BYTES = 2**25
 """Limit on the wide elements of a call, which may allocate as much memory."""
 CPU_BYTES = 2**15
-"""The limit for several tensors in a call on a CPU: the L1 cache."""
+"""Limit for several tensors in a call on a CPU: the L1 cache."""
 CPU_CHUNK_BYTES = 2**20
-"""The limit for a large tensor in a call on a CPU. Smaller chunks have more overhead."""
+"""Limit for a large tensor in a call on a CPU. Smaller chunks have more overhead."""
 
 
 def call_bytes(device: str) -> int:
@@ -32,7 +33,7 @@ def call_bytes(device: str) -> int:
 
 
 def chunk_bytes(device: str) -> int:
-    """Limit on the wide elements of one tensor in a call. Larger tensors are cut into rows."""
+    """Limit for one tensor in a call. Larger tensors are cut into rows."""
     return CPU_CHUNK_BYTES if device == "cpu" else ACCELERATOR_BYTES
 
 
@@ -49,12 +50,11 @@ class Rectangle(NamedTuple):
     matrix: int = -1
 
     def of(self, stored: Tensor | None) -> Tensor:
-        """The rectangle of a tensor with the storage layout of the parameter."""
         assert stored is not None, "a gradient is released after its last piece is packed"
         return stored if self.place is None else stored[self.place]
 
     def of_average(self, storage: Storage) -> Tensor:
-        """The rectangle of the momentum, which may hold only a row range of the parameter."""
+        """The momentum may hold only a row range of the parameter."""
         if storage.average.size(0) == storage.param.size(0):
             return self.of(storage.average)
         rows, cols = self.place if isinstance(self.place, tuple) else (self.place, slice(None))
@@ -63,7 +63,7 @@ class Rectangle(NamedTuple):
         return storage.average[slice(rows.start - first, rows.stop - first, rows.step), cols]
 
     def in_rows(self, count: int, most: int) -> Iterator[tuple[Rectangle, slice]]:
-        """The rectangle of `count` rows in parts of at most `most` rows, each with its rows in the rectangle."""
+        """Parts of at most `most` rows, each with its rows in the rectangle."""
         if count <= most:
             yield self, slice(None)
             return
@@ -105,14 +105,18 @@ class Advance:
     averages: tuple[Tensor, ...]
     packed: tuple[Tensor, ...]
 
+    def grads(self, step: Step) -> Tensors:
+        return [part.of(step.grads[part.parameter]) for part in self.parts]
+
+    def run(self, averages: Tensors, grads: Tensors, rule: Rule) -> None:
+        rule.advance(averages, grads, self.packed, self.group)
+
     def split(self, kind: Callable[[Rectangle], K]) -> dict[K, Advance]:
-        """A call for the parts of each kind."""
         kinds = [kind(part) for part in self.parts]
         return {value: self._select([k == value for k in kinds]) for value in dict.fromkeys(kinds)}
 
     def _select(self, kept: Sequence[bool]) -> Advance:
-        averages, packed = _selected(self.averages, kept), _selected(self.packed, kept)
-        return Advance(self.group, _selected(self.parts, kept), averages, packed)
+        return replace(self, **_selected(self, ("parts", "averages", "packed"), kept))
 
 
 @dataclass(frozen=True)
@@ -127,11 +131,11 @@ class Apply:
     parts: tuple[Rectangle, ...]
     params: tuple[Tensor, ...]
     updates: tuple[Tensor, ...]
-    scratch: tuple[Tensor, ...]
-    scratch_bytes: int
+    scratch: tuple[Tensor, ...] = ()
+    scratch_bytes: int = 0
     chunk: Chunk | None = None
 
-    def update(self, params: Tensors, rule: Rule) -> None:
+    def run(self, params: Tensors, rule: Rule) -> None:
         scale = lr_scale(self.group["lr_scale"], *self.out_in)
         if self.chunk is None:
             rule.apply(params, self.updates, self.group, scale, self.scratch)
@@ -140,7 +144,6 @@ class Apply:
             self.chunk.update(params, self.updates, apply, self.group[STEP])
 
     def with_current_group(self) -> Apply:
-        """The call with a copy of the current hyperparameters."""
         # Clone tensors, because a scheduler changes a tensor learning rate in place.
         kept = {name: value for name, value in self.group.items() if name not in ("params", "param_names")}
         copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
@@ -148,9 +151,8 @@ class Apply:
 
     def without(self, parameters: Collection[int]) -> Apply:
         kept = [part.parameter not in parameters for part in self.parts]
-        params, updates, scratch = (_selected(views, kept) for views in (self.params, self.updates, self.scratch))
-        parts, chunk = _selected(self.parts, kept), None if self.chunk is None else self.chunk.only(kept)
-        return Apply(self.group, self.out_in, parts, params, updates, scratch, self.scratch_bytes, chunk)
+        chunk = None if self.chunk is None else self.chunk.only(kept)
+        return replace(self, **_selected(self, ("parts", "params", "updates", "scratch"), kept), chunk=chunk)
 
 
 def without_parameters(calls: Iterable[Apply], parameters: Collection[int]) -> Iterator[Apply]:
@@ -163,7 +165,7 @@ def without_parameters(calls: Iterable[Apply], parameters: Collection[int]) -> I
 
 @dataclass(frozen=True)
 class Copies:
-    """Tensor copies in one foreach call."""
+    """Copies in one foreach call."""
 
     targets: tuple[Tensor, ...]
     sources: tuple[Tensor, ...]
@@ -181,7 +183,7 @@ class Copies:
 class StoredPiece(NamedTuple):
     """A piece of a matrix on this rank: rectangles `spans` of the parameter, and a tensor `view`.
 
-    `out_in`: outputs and inputs of the whole matrix. `draws`: see [Note: draws].
+    `out_in`: of the whole matrix. `draws`: see [Note: draws].
     """
 
     matrix: int
@@ -196,18 +198,14 @@ def advances(
     pieces: Iterable[StoredPiece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], device: str
 ) -> tuple[Advance, ...]:
     """The advance calls of these pieces, packed into `view`. `groups` and `storage` are by parameter."""
-    placed = []
-    for piece in pieces:
-        stored = storage[piece.parameter]
-        most = _rows_within(device, WIDE_BYTES, stored)
-        for span in piece.spans:
-            whole = rectangle_of(piece.parameter, span, stored.param)._replace(matrix=piece.matrix)
-            view = None if piece.view is None else piece.view[span.piece]
-            for part, rows in whole.in_rows(_height(span), most):
-                placed.append((part, part.of_average(stored), () if view is None else (view[rows],)))
+    placed = [
+        (part, part.of_average(storage[piece.parameter]), () if view is None else (view,))
+        for piece in pieces
+        for part, view, _ in _rectangles(piece, storage[piece.parameter], WIDE_BYTES, device)
+    ]
     # By identity, because a scheduler may change hyperparameters.
     numbers = _numbered(groups)
-    calls = _grouped(
+    calls = grouped(
         placed,
         lambda item: (numbers[item[0].parameter], item[1].dtype, len(item[2])),
         call_bytes(device),
@@ -233,74 +231,61 @@ def applies(
     *,
     stochastic: bool,
 ) -> tuple[Apply, ...]:
-    """The apply calls of these pieces; `view` is a piece of an orthogonalized matrix.
-
-    All calls share the `scratch_bytes` of `scratch`. `stochastic`: round bfloat16 parameters stochastically.
-    """
+    """The calls of pieces of orthogonalized matrices, with a common `scratch`. `stochastic`: rounding of bfloat16."""
     draws = [stochastic and stored.param.dtype == torch.bfloat16 for stored in storage]
     placed = []
     for piece in pieces:
-        assert piece.view is not None, "every stored piece is returned"
         stored = storage[piece.parameter]
-        most = _rows_within(device, BYTES if draws[piece.parameter] else stored.param.element_size(), stored)
-        for span in piece.spans:
-            whole, view, first = (
-                rectangle_of(piece.parameter, span, stored.param)._replace(matrix=piece.matrix),
-                piece.view[span.piece],
-                piece.draws.first(span),
-            )
-            for part, rows in whole.in_rows(_height(span), most):
-                place = (part, piece.out_in, first + (rows.start or 0) * view.size(1))
-                placed.append((place, part.of(stored.param), view[rows]))
+        element_bytes = BYTES if draws[piece.parameter] else stored.param.element_size()
+        for part, view, first in _rectangles(piece, stored, element_bytes, device):
+            assert view is not None, "every stored piece is returned"
+            placed.append(((part, piece.out_in, first), part.of(stored.param), view))
     numbers = _numbered(groups)
 
     def size(item: Placed) -> int:
         return memory_bytes(item[1]) if draws[item[0][0].parameter] else slot_bytes(item[1])
 
-    calls = _grouped(
+    calls = grouped(
         placed, lambda item: (numbers[item[0][0].parameter], item[0][1], item[1].dtype), call_bytes(device), size
     )
-    return tuple(
-        _stochastic_apply(groups, items, scratch) if draws[items[0][0][0].parameter] else _apply(groups, items, scratch)
-        for items in calls
-    )
+    return tuple(_apply(groups, items, scratch, draws=draws[items[0][0][0].parameter]) for items in calls)
 
 
 def scratch_bytes(storage: Sequence[Storage], device: str) -> int:
-    """Scratch bytes for any Apply."""
+    """Bytes of `scratch` for any Apply."""
     return max([call_bytes(device), chunk_bytes(device), *(memory_bytes(stored.param[:1]) for stored in storage)])
 
 
-def _rows_within(device: str, element_bytes: int, storage: Storage) -> int:
-    """Rows of a chunk, at least one; equal for rectangles side by side."""
-    # Less the padding of tensors in the scratch.
-    return max(1, (chunk_bytes(device) // element_bytes - ALIGNMENT) // max(1, storage.param.size(1)))
-
-
-def _height(span: Span) -> int:
-    rows = span.piece[0]
-    return rows.stop - rows.start
+def _rectangles(
+    piece: StoredPiece, storage: Storage, element_bytes: int, device: str
+) -> Iterator[tuple[Rectangle, Tensor | None, int]]:
+    """Rectangles of limited size, each with its part of the piece's `view` and the count of its first draw."""
+    # As many rows for rectangles side by side. Less the padding of tensors in the scratch.
+    most = max(1, (chunk_bytes(device) // element_bytes - ALIGNMENT) // max(1, storage.param.size(1)))
+    for span in piece.spans:
+        whole = rectangle_of(piece.parameter, span, storage.param)._replace(matrix=piece.matrix)
+        view, first = None if piece.view is None else piece.view[span.piece], piece.draws.first(span)
+        height, width = (side.stop - side.start for side in span.piece)
+        for part, rows in whole.in_rows(height, most):
+            yield part, None if view is None else view[rows], first + (rows.start or 0) * width
 
 
 Placed = tuple[tuple[Rectangle, tuple[int, int], int], Tensor, Tensor]
 """(rectangle, `out_in` of the matrix, count of the first draw), view of the parameter, view of the update."""
 
 
-def _stochastic_apply(groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch: Tensor) -> Apply:
+def _apply(groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch: Tensor, *, draws: bool) -> Apply:
     places, params, updates = zip(*items, strict=True)
-    chunk = chunk_of([param.shape for param in params], [first for *_, first in places], scratch)
-    parts, out_in = tuple(part for part, *_ in places), places[0][1]
-    return Apply(groups[parts[0].parameter], out_in, parts, params, updates, (), chunk.memory.nbytes, chunk)
-
-
-def _apply(groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch: Tensor) -> Apply:
-    places, params, updates = zip(*items, strict=True)
+    parts, sizes, firsts = zip(*places, strict=True)
+    call = Apply(groups[parts[0].parameter], sizes[0], parts, params, updates)
+    if draws:
+        chunk = chunk_of([param.shape for param in params], firsts, scratch)
+        return replace(call, scratch_bytes=chunk.memory.nbytes, chunk=chunk)
     dtype, update_dtype = params[0].dtype, updates[0].dtype
     # Wider updates need no conversion: the sum is rounded once.
     widens = dtype != update_dtype and torch.promote_types(dtype, update_dtype) == dtype
     wide = tuple(carved(scratch, params)) if widens else ()
-    parts, out_in = tuple(part for part, *_ in places), places[0][1]
-    return Apply(groups[parts[0].parameter], out_in, parts, params, updates, wide, sum(map(slot_bytes, wide)))
+    return replace(call, scratch=wide, scratch_bytes=sum(map(slot_bytes, wide)))
 
 
 def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -311,11 +296,11 @@ def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[int]:
     return numbers
 
 
-T = TypeVar("T", bound=tuple[Any, Tensor, Any])
+T = TypeVar("T")
 
 
-def _grouped(
-    items: Iterable[T], kind: Callable[[T], Hashable], limit: int, bytes_of: Callable[[T], int]
+def grouped(
+    items: Iterable[T], kind: Callable[[T], Hashable], limit: float, bytes_of: Callable[[T], int]
 ) -> Iterator[list[T]]:
     """Lists of items of one kind, of at most `limit` bytes or a single item."""
     waiting: dict[Hashable, list[T]] = {}
@@ -329,8 +314,6 @@ def _grouped(
     yield from waiting.values()
 
 
-V = TypeVar("V")
-
-
-def _selected(values: Sequence[V], kept: Sequence[bool]) -> tuple[V, ...]:
-    return tuple(value for value, keep in zip(values, kept, strict=False) if keep)
+def _selected(call: Advance | Apply, names: Iterable[str], kept: Sequence[bool]) -> dict[str, Any]:
+    """The kept elements of these fields, each with an element for each part, or empty."""
+    return {name: tuple(compress(getattr(call, name), kept)) for name in names}

@@ -54,9 +54,9 @@ def check_first_gradients(params: Sequence[TrainedParam]) -> None:
 
 
 def grad_matrix(grad: Tensor | None, planned: Parameter) -> Tensor | None:
-    """The (rows, cols) local gradient of a parameter, or None."""
+    """(rows, cols)."""
     if grad is None:
         return None
     stored = local(grad)
-    # The step only reads gradients, so reshape may copy.
+    # The step only reads gradients.
     return stored if stored.ndim == 2 else stored.reshape(matrix_size(stored, planned))

@@ -13,12 +13,12 @@ from .stages import Stage, Stages
 
 def profiling() -> bool:
     """Whether a profiler records this thread."""
-    # A private name, because a record_function takes 9 us of the host without a profiler, and this call 0.05 us.
+    # A private name: a record_function takes 9 us of the host without a profiler, and this call 0.05 us.
     return torch.autograd._profiler_enabled()
 
 
 def trace_range(stage: str, bucket: int | None = None) -> AbstractContextManager[object]:
-    """A range around a stage of a bucket, or of the whole step, if a profiler records."""
+    """A range of a stage, or of the whole step, if a profiler records."""
     if not profiling():
         return nullcontext()
     return record_function(f"Muon.{stage}" if bucket is None else f"Muon.{stage} bucket {bucket}")

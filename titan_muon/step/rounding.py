@@ -22,9 +22,9 @@ from ..plan.terms.layout import Span
 from .update import Tensors
 
 ALIGNMENT = 16
-"""In elements of a chunk, for vectorized kernels."""
+"""Elements of a chunk, for vectorized kernels."""
 BYTES = 12
-"""For an element: float32 weight, float32 update (then the draw), and 4 temporary bytes."""
+"""Bytes of an element: float32 weight, float32 update (then the draw), and 4 temporary bytes."""
 
 # Factors of Knuth's multiplicative hash and of MurmurHash3. The upper bits of the products are the most random.
 FACTORS = (0x9E3779B1, 0x85EBCA6B)
@@ -44,7 +44,7 @@ class Draws:
         return cls(zlib.crc32(f"{fqn} {index}".encode()), cols)
 
     def first(self, span: Span) -> int:
-        """The count at the first element of a rectangle."""
+        """Count at the first element of a rectangle."""
         return self.key + span.whole[0].start * self.cols + span.whole[1].start
 
 
@@ -73,7 +73,7 @@ class Chunk:
         return Chunk(starts, wide, added, draws, self.memory)
 
     def update(self, params: Tensors, updates: Tensors, apply: Callable[[Tensors, Tensors], None], step: int) -> None:
-        """Apply updates to parameters in float32, and round the result stochastically, in place."""
+        """Apply updates in float32, and round the result stochastically, in place."""
         torch._foreach_copy_(self.wide, params)
         torch._foreach_copy_(self.added, updates)
         # On the whole memory: one kernel for all tensors.
@@ -97,7 +97,7 @@ class Chunk:
 
 
 def chunk_of(shapes: Sequence[torch.Size], firsts: Sequence[int], scratch: Tensor) -> Chunk:
-    """The chunk of tensors with these shapes, in `scratch`. `firsts`: counts of their first elements."""
+    """A chunk in `scratch`. `firsts`: counts of the first elements."""
     ends = list(accumulate((_aligned(shape.numel()) for shape in shapes), initial=0))
     memory = scratch[: BYTES * ends[-1]].view(torch.float32).view(3, ends[-1])
     starts = tuple(_wrapped(first - place) for first, place in zip(firsts, ends, strict=False))
@@ -109,7 +109,7 @@ def chunk_of(shapes: Sequence[torch.Size], firsts: Sequence[int], scratch: Tenso
 
 
 def memory_bytes(tensor: Tensor) -> int:
-    """Chunk memory for a tensor."""
+    """Bytes in a chunk."""
     return BYTES * _aligned(tensor.numel())
 
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -30,12 +29,11 @@ from ..plan.program import Program
 from ..plan.terms.layout import Span, spans
 from ..plan.terms.types import Plan
 from ..tensors.storage import TrainedParam, storage_of
-from .batch import Batch, assembling, splitting
+from .batch import Batch, MaskedBatch, assembling, splitting
 from .foreach import (
     Advance,
     Apply,
     Copies,
-    Rectangle,
     StoredPiece,
     advances,
     applies,
@@ -52,7 +50,7 @@ MARGIN = 1.5
 """Factor on the largest possible norm of an update, for rounding in bfloat16."""
 
 Stage = Callable[[int, Step], None]
-"""One stage of the bucket with this index in the program."""
+"""A stage of the bucket with this index in the program."""
 
 
 class Stages(NamedTuple):
@@ -105,26 +103,21 @@ class BucketRun:
     bounds: UpdateBounds
 
 
-class OnDevice:
-    """The tensors of a call, all on the device."""
+class Calls(NamedTuple):
+    """The calls of `advance` and `apply`. A feature wraps a call to replace or keep its tensors.
 
-    def averages(self, advance: Advance) -> Tensors:
-        return advance.averages
+    Attributes:
+        advance: of (call, averages, gradients, rule).
+        update: of (call, parameters, rule).
+    """
 
-    def grads(self, advance: Advance, step: Step) -> Tensors:
-        return [part.of(step.grads[part.parameter]) for part in advance.parts]
-
-    def params(self, apply: Apply) -> Tensors:
-        return apply.params
-
-    def changing(self, parts: Sequence[Rectangle], tensors: Tensors) -> AbstractContextManager[None]:
-        """The context in which a call changes momentum or weights."""
-        return nullcontext()
+    advance: Callable[[Advance, Tensors, Tensors, Rule], None] = Advance.run
+    update: Callable[[Apply, Tensors, Rule], None] = Apply.run
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Iterations by parameter, and methods by work of the plan."""
+    """Iterations by parameter, and methods by work."""
 
     iterations: tuple[Iteration, ...]
     methods: tuple[Method, ...]
@@ -138,7 +131,7 @@ class RankStages:
         states: states of the rule, by matrix and name, to which a feature of the rule may add.
         storage: by parameter, the views of the parameter and the momentum.
         runs: calls by bucket.
-        source: provides momentum, gradients and weights to calls.
+        calls: run the calls.
         orthogonalized: number of matrices in the current step.
     """
 
@@ -159,7 +152,7 @@ class RankStages:
         self.rule = self._plain_rule = rule
         self.buffers, self.exchange, self.report, self.options = buffers, exchange, report, options
         self.states = dict(states)
-        self.source, self.orthogonalized = OnDevice(), 0
+        self.calls, self.orthogonalized = Calls(), 0
         self.arithmetic = arithmetic
         self.storage = tuple(map(storage_of, params, plan.parameters))
         self._groups = tuple(trained.group for trained in params)
@@ -167,7 +160,7 @@ class RankStages:
         self._scratch = torch.empty(size, dtype=torch.uint8, device=buffers.device)
         by_bucket = [batches(run.matrices, plan.matrices, plan.works) for run in program.buckets]
         largest = max((self._numel(matrices) for run in by_bucket for matrices in run), default=0)
-        # Also local matrices, so that every layout gives the same bits.
+        # So that every layout gives the same bits.
         dtype = torch.float32 if options.wire_dtype == "float32" else torch.bfloat16
         workspace = torch.empty(largest, dtype=dtype, device=buffers.device)
         releases = self._last_packed() if options.release_grads else [()] * len(program.buckets)
@@ -186,7 +179,7 @@ class RankStages:
         options: MuonOptions,
         states: Mapping[int, Mapping[str, Tensor]] | None,
     ) -> RankStages:
-        """The stages of the same program for replaced storage or hyperparameters."""
+        """The stages for replaced storage or hyperparameters."""
         return RankStages(
             self.plan,
             self.program,
@@ -206,15 +199,28 @@ class RankStages:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of buffers and workspace that each step allocates and frees; 0 with `keep_buffers`."""
+        """Bytes that each step allocates and frees."""
         return 0 if self.options.keep_buffers else self.buffers.memory.nbytes + self._workspace.nbytes
 
     @property
     def batches(self) -> tuple[Batch, ...]:
         return tuple(batch_run.batch for run in self.runs for batch_run in run.batches)
 
+    def mask(self, flags: Tensor, places: Sequence[int]) -> None:
+        """Zero flagged matrices before they are orthogonalized. `places`: by matrix of the plan, the flag's index."""
+
+        def masked(batch: Batch) -> MaskedBatch:
+            numbers = self.on_device(torch.tensor([places[matrix] for matrix in batch.matrices], device="cpu"))
+            fields = (batch.matrices, batch.whole, batch.parameters, batch.iteration, batch.method)
+            return MaskedBatch(*fields, batch, numbers, flags)
+
+        self.runs = tuple(
+            replace(run, batches=tuple(replace(each, batch=masked(each.batch)) for each in run.batches))
+            for run in self.runs
+        )
+
     def parameters_of(self, bucket: int) -> frozenset[int]:
-        """The parameters with a shard on this rank in the bucket."""
+        """Parameters with a shard on this rank."""
         return frozenset(self.plan.matrices[p.matrix].parameter for p in self.program.buckets[bucket].stored)
 
     def _numel(self, matrices: Sequence[int]) -> int:
@@ -225,7 +231,7 @@ class RankStages:
         whole = workspace[: self._numel(matrices)].view(len(matrices), first.rows, first.cols)
         parameters = torch.tensor([self.plan.matrices[m].parameter for m in matrices], device="cpu")
         method = self.arithmetic.methods[first.work]
-        return Batch(matrices, whole, self._on_device(parameters), self.arithmetic.iterations[first.parameter], method)
+        return Batch(matrices, whole, self.on_device(parameters), self.arithmetic.iterations[first.parameter], method)
 
     def _bucket_run(self, bucket: int, batches: Sequence[Batch], releases: tuple[int, ...]) -> BucketRun:
         buffers = self.buffers.buckets[bucket]
@@ -265,10 +271,10 @@ class RankStages:
             parameters.append(matrix.parameter)
         numbers = torch.tensor(parameters, dtype=torch.int64, device="cpu")
         limits = torch.tensor(norms, dtype=torch.float32, device="cpu")
-        return UpdateBounds(tuple(view for _, view in pieces), self._on_device(numbers), self._on_device(limits))
+        return UpdateBounds(tuple(view for _, view in pieces), self.on_device(numbers), self.on_device(limits))
 
-    def _on_device(self, tensor: Tensor) -> Tensor:
-        # Pinned, so that rebuilding stages does not block the host.
+    def on_device(self, tensor: Tensor) -> Tensor:
+        """A host tensor on the device, without a wait of the host."""
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _piece(self, number: int, places: tuple[Span, ...], view: Tensor) -> StoredPiece:
@@ -287,7 +293,7 @@ class RankStages:
         )
 
     def _last_packed(self) -> list[tuple[int, ...]]:
-        """By bucket, the parameters whose last shard the bucket packs."""
+        """Parameters whose last shard a bucket packs, by bucket."""
         last: dict[int, int] = {}
         for bucket in dict.fromkeys(bucket for _, bucket in self.program.acts):
             last.update(dict.fromkeys(sorted(self.parameters_of(bucket)), bucket))
@@ -297,7 +303,6 @@ class RankStages:
         return [tuple(parameters) for parameters in by_bucket]
 
     def begin(self, step: Step) -> None:
-        """Allocate the step's memory, and report the gradient sizes of replicas."""
         self.buffers.memory.take()
         self._workspace.take()
         # A failed step may have left a ScaledRule.
@@ -306,7 +311,7 @@ class RankStages:
         self.orthogonalized = 0
 
     def end(self) -> None:
-        """Free the workspace. Raises RuntimeError if the number of matrices differs from the plan."""
+        """End a step. Raises RuntimeError if the number of matrices differs from the plan."""
         self._workspace.free()
         planned = sum(len(run.matrices) for run in self.program.buckets)
         if self.orthogonalized != planned:
@@ -337,7 +342,7 @@ class RankStages:
     def apply(self, bucket: int, step: Step) -> None:
         self.receive(bucket)
         for call in without_parameters(self.runs[bucket].applies, step.excluded):
-            self.update(call, self.source.params(call), self.rule)
+            self.update(call, self.rule)
 
     def receive(self, bucket: int, *, late: bool = False) -> None:
         """Wait for the updates of a bucket, and report updates that no orthogonalization can have made."""
@@ -351,12 +356,10 @@ class RankStages:
     def advance_parts(self, calls: Iterable[Advance], step: Step) -> None:
         for call in calls:
             for advance in self.with_gradients(call, step):
-                averages, grads = self.source.averages(advance), self.source.grads(advance, step)
-                with self.source.changing(advance.parts, averages):
-                    self.rule.advance(averages, grads, advance.packed, advance.group)
+                self.calls.advance(advance, advance.averages, advance.grads(step), self.rule)
 
     def with_gradients(self, advance: Advance, step: Step) -> Iterable[Advance]:
-        """Calls for the parts with a gradient, by gradient dtype. Fills the other parts with NaN."""
+        """Calls by gradient dtype. Fills parts without a gradient with NaN."""
         if step.uniform:
             return (advance,)
         by_dtype = advance.split(lambda part: step.dtype(part.parameter))
@@ -365,12 +368,11 @@ class RankStages:
             view.fill_(math.nan)
         return by_dtype.values()
 
-    def update(self, call: Apply, params: Tensors, rule: Rule) -> None:
+    def update(self, call: Apply, rule: Rule) -> None:
         memory = self._scratch.untyped_storage()
         memory.resize_(call.scratch_bytes)
         try:
-            with self.source.changing(call.parts, params):
-                call.update(params, rule)
+            self.calls.update(call, call.params, rule)
         finally:
             memory.resize_(0)
 
@@ -382,7 +384,7 @@ class RankStages:
                     # Nothing was packed, and the workspace has values of an earlier step.
                     batch.whole[place].zero_()
         norms = batch.norms()
-        self.report.add_nonfinite(batch.parameters, zero_nonfinite_(batch.whole, norms))
+        self.report.add_where(batch.parameters, zero_nonfinite_(batch.whole, norms), Fault.NOT_FINITE)
         batch.orthogonalize(norms)
         if self.rule.states:
             self._finish(batch)
@@ -415,12 +417,12 @@ class RankStages:
                 self.params[index].param.grad = None
 
     def heal(self, faults: Sequence[Fault]) -> None:
-        """Replace non-finite momentum of faulty parameters by zero, because later updates would stay zero."""
+        """Zero non-finite momentum of faulty parameters, because later updates would stay zero."""
         for fault, storage in zip(faults, self.storage, strict=True):
             if fault in (Fault.NOT_FINITE, Fault.NO_GRADIENT):
                 storage.average.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _stacked(states: Sequence[Tensor]) -> Tensor:
-    """States of equal shape as one tensor; a view of a single state, which may be as large as a matrix."""
+    """A view of a single state, which may be as large as a matrix."""
     return torch.stack(list(states)) if len(states) > 1 else states[0][None]

@@ -66,7 +66,7 @@ def _pack(
 
 
 def rate(lr: float | Tensor) -> float | Tensor:
-    """A learning rate as a number, or as a scalar tensor of a device, because reading would wait."""
+    """The rate as a number, or as a scalar tensor of a device, because reading would wait."""
     if not isinstance(lr, Tensor):
         return lr
     return lr.item() if lr.device.type == "cpu" else lr.reshape(())
@@ -104,7 +104,7 @@ def decay_cautiously(params: Tensors, updates: Tensors, factor: float | Tensor) 
 
 
 def converted(tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    """The tensors converted to a dtype in one call; without copies if the dtype matches."""
+    """Convert in one call; no copies if the dtype matches."""
     if tensors[0].dtype == dtype:
         return tensors
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]

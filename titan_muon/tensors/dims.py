@@ -14,7 +14,7 @@ from einops.parsing import ParsedExpression
 from ..plan.terms.types import Interval, MatrixRows, MatrixStack
 
 Lengths = Mapping[str, int | Sequence[int]]
-"""Lengths of axes. A list cuts an axis into parts of different matrices."""
+"""A list cuts an axis into parts of different matrices."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class IndexRange(NamedTuple):
 def stack_in(dims: str, shape: Sequence[int], lengths: Lengths) -> MatrixStack:
     """The matrices of a parameter of this shape. Raises ValueError naming the problem with `dims` or `lengths`.
 
-    The order of axes within rows and within columns does not matter, because orthogonalization permutes with them.
+    Axes may have any order within rows and within columns, because orthogonalization commutes with permutations.
     """
     notation = parsed(dims)
     parts = _parts(notation, lengths)

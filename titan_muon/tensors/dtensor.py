@@ -20,10 +20,7 @@ TENSOR_PARALLEL = "tp"
 
 
 def layout_of(fqn: str, tensor: Tensor) -> types.Layout:
-    """The layout of a parameter. A plain tensor is replicated on all ranks.
-
-    Raises ValueError for a partial sum.
-    """
+    """The layout of a parameter. A plain tensor is replicated on all ranks. Raises ValueError for a partial sum."""
     if not isinstance(tensor, DTensor):
         world = dist.get_world_size() if dist.is_initialized() else 1
         mesh = types.Mesh((world,), tuple(range(world)))
@@ -39,7 +36,7 @@ def layout_on(fqn: str, shape: Sequence[int], mesh: DeviceMesh, placements: Sequ
 
 
 def _tensor_parallel(names: Sequence[str], mesh: types.Mesh, placements: Sequence[types.Placement]) -> int | None:
-    """The tensor-parallel axis if the tensor is sharded over the axis, or None."""
+    """The tensor-parallel axis if the tensor is sharded over the axis."""
     if TENSOR_PARALLEL not in names:
         return None
     axis = names.index(TENSOR_PARALLEL)
@@ -47,7 +44,7 @@ def _tensor_parallel(names: Sequence[str], mesh: types.Mesh, placements: Sequenc
 
 
 def _placement(fqn: str, placement: Placement) -> types.Placement:
-    # _StridedShard comes first, because some versions of PyTorch derive _StridedShard from Shard.
+    # First, because some versions of PyTorch derive _StridedShard from Shard.
     if isinstance(placement, _StridedShard):
         return types.StridedShard(placement.dim, int(placement.split_factor))
     if isinstance(placement, Shard):
@@ -85,7 +82,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def storage_device(tensor: Tensor) -> torch.device:
-    """Device of a tensor's storage; the mesh's device on a rank outside of the mesh."""
+    """Device of a tensor's storage."""
     # Outside of the mesh the local tensor is empty, and maybe on the CPU.
     if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
         return _mesh_device(tensor)
@@ -104,10 +101,7 @@ def _mesh_device(tensor: DTensor) -> torch.device:
 
 
 def held_indices(tensor: Tensor) -> tuple[Tensor, ...]:
-    """By dim, the global indices of the elements on this rank, in storage order, as CPU tensors.
-
-    Empty on a rank outside of the mesh.
-    """
+    """Global indices of this rank's elements by dim, in storage order, as CPU tensors."""
     if not isinstance(tensor, DTensor):
         return tuple(torch.arange(size, device="cpu") for size in tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()

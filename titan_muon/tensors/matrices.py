@@ -17,8 +17,8 @@ from .dtensor import layer_of, layout_of
 def stack_of(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> MatrixStack:
     """The matrices of a parameter, by the first split with a matching name.
 
-    Without a split, a 2D parameter is one matrix and a 3D parameter a stack of matrices along dim 0 (experts). Raises
-    ValueError for an empty parameter, for a shape without a default, and for a split that does not fit.
+    Without a split, a 2D parameter is one matrix and a 3D parameter a stack along dim 0 (experts). Raises ValueError
+    for an empty parameter, for a shape without a default, and for a split that does not fit.
     """
     split = split_of(fqn, splits)
     if 0 in shape or not (len(shape) in (2, 3) or split is not None):

@@ -11,11 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 class MeshWithoutGroups(DeviceMesh):
-    """The holders of a tensor. Other ranks have an empty local tensor.
-
-    Attributes:
-        refusal: message of the ValueError if PyTorch tries to communicate over the mesh.
-    """
+    """The holders of a tensor; further ranks have an empty local tensor. `refusal`: ValueError of a collective."""
 
     refusal: str
 

@@ -6,10 +6,8 @@ WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 """Segments of torch.compile, activation checkpointing and FSDP, at any level of a name."""
 
 LOOKED_UP = ("*embed*", "*lm_head*", "output.weight")
-"""Names of embeddings and output heads, which are 2D but should not be trained by Muon.
-
-`output.weight` has no star, because hidden layers also have projections called output.
-"""
+"""Embeddings and output heads. `output.weight` has no star, because hidden layers also have projections called
+output."""
 
 
 def canonical_fqn(name: str) -> str:

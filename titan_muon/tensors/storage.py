@@ -17,7 +17,7 @@ from ..plan.terms.types import Parameter
 from .dtensor import held_indices, layout_of, local
 
 STEP = "step"
-"""Key of a parameter group: the number of steps, for stochastic rounding and for the warm-up of the momentum."""
+"""Key of a group: the number of steps, for stochastic rounding and for the warm-up of the momentum."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class TrainedParam:
         key: `placement_key` when the step was planned.
         on_mesh: whether this rank is on the mesh, and so gets a gradient.
         stored: dtype and device of the local tensor when the step was planned.
-        average_device: type of the device with the momentum.
-        scales: scales of an int8 momentum.
+        average_device: device type of the momentum.
+        scales: of an int8 momentum.
     """
 
     fqn: str
@@ -60,8 +60,7 @@ def trained_params(
 ) -> Iterator[TrainedParam]:
     """The trained parameters of an optimizer's groups, with the momentum in its state, if any.
 
-    Adds STEP to groups if the options count steps. Raises ValueError for a repeated parameter and for a parameter
-    without storage.
+    Adds STEP to groups if the options count steps. Raises ValueError for a parameter repeated or without storage.
     """
     seen: set[str] = set()
     for group in groups:
@@ -119,7 +118,7 @@ def storage_of(trained: TrainedParam, planned: Parameter) -> Storage:
     if average.numel() < stored.numel():
         rows, height = average.numel() // cols, prod(stored.shape[1 : planned.stack.row_dims])
         first = height * int(held_indices(trained.momentum)[0][0]) if rows else 0
-    # view() never copies, unlike reshape(): an update of a copy would be lost.
+    # Not reshape(), because an update of a copy would be lost.
     views = stored.detach().view(size), average.view(rows, cols)
     return Storage(*views, stored, stored.untyped_storage(), average.untyped_storage(), first)
 

@@ -1,10 +1,16 @@
 """Titan Muon on TorchTitan: recipe, data, model and run. The only folder that imports torchtitan."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
+if missing := [name for name in ("torchtitan", "tomli") if find_spec(name) is None]:
+    raise ModuleNotFoundError(
+        f"titan_muon.titan needs {' and '.join(missing)}; install them by pip install 'titan-muon[titan]'"
+    )
 
-# Lazy: TorchTitan takes seconds to import, and `compat.install()` must run first.
+
+# TorchTitan takes seconds to import, and `compat.install()` must run before.
 def __getattr__(name: str) -> Any:
     if name == "HybridOptimizers":
         import_module(f"{__name__}.compat").install()

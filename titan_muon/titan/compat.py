@@ -1,7 +1,6 @@
 """Workarounds for gaps of torchtitan 0.3.0 on CPU, gloo and older torch, a function per gap.
 
-`install()` runs before any other import of torchtitan, because torchtitan's modules copy the device on import. On a GPU
-`install()` only fills the gaps of the torch version.
+`install()` runs before any other import of torchtitan, because torchtitan's modules copy the device on import.
 """
 
 import importlib
@@ -29,17 +28,16 @@ from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.degrees import has_torch
 
 TORCHTITAN_VERSION = "0.3.0"
-"""Version of torchtitan with these gaps."""
 
 RECIPE_MODULES = ("torchtitan.components.dataloader", "torchtitan.components.validate", "torchtitan.components.metrics")
-"""Modules of torchtitan that recipes are built from, and that its main branch has moved or replaced."""
+"""Modules for recipes that torchtitan's main branch has moved or replaced."""
 
 _DECODER_SHARDING = ("apply_fsdp_to_decoder", "apply_fsdp_to_mtp_decoder")
 _TRITON_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 
 
 def require_recipes() -> None:
-    """Raise RecipeError if the installed torchtitan has moved modules that recipes are built from."""
+    """Raise RecipeError if the installed torchtitan has moved RECIPE_MODULES."""
     moved = [name for name in RECIPE_MODULES if not _exists(name)]
     if moved:
         version = importlib.metadata.version("torchtitan")
@@ -54,7 +52,6 @@ def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
-        # Of the package around the module.
         return False
 
 
@@ -79,10 +76,9 @@ def install() -> bool:
 
 
 def stub_triton_kernels() -> None:
-    """Let torchtitan's models import without triton, as with CPU builds of torch.
+    """Let torchtitan's models import without triton, as with CPU builds of torch. The stub's functions raise on a call.
 
-    torchtitan 0.3.0 imports the Triton kernels of an expert-parallel backend with every model. The stub's functions
-    raise on a call. Remove when torchtitan imports the kernels only for use.
+    Remove when torchtitan imports its expert-parallel Triton kernels on use.
     """
     if importlib.util.find_spec("triton") is None and _TRITON_KERNELS not in sys.modules:
         sys.modules[_TRITON_KERNELS] = _MissingKernels(_TRITON_KERNELS)
@@ -105,7 +101,7 @@ def backfill_set_timeout() -> None:
 
         def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
             with warnings.catch_warnings():
-                # Of groups that have neither gloo nor NCCL, and so no time-out: the host mesh of a single process.
+                # Groups without gloo and NCCL have no time-out, such as the host mesh of a single process.
                 warnings.filterwarnings("ignore", message="Set timeout is now only supported")
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
 
@@ -128,7 +124,7 @@ def use_cpu_device() -> None:
 
 
 class _CpuDevice(types.ModuleType):
-    """torch.cpu with torchtitan's functions of torch.cuda. Memory of the process, in bytes."""
+    """torch.cpu with torch.cuda's functions; memory of the process, in bytes."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(torch.cpu, name)
@@ -154,7 +150,7 @@ class _CpuDevice(types.ModuleType):
 
     @staticmethod
     def reset_peak_memory_stats(device: object = None) -> None:
-        """No-op: the operating system keeps the peak of the whole run."""
+        """No-op: the operating system keeps the peak."""
 
     @staticmethod
     def empty_cache() -> None:
@@ -162,9 +158,9 @@ class _CpuDevice(types.ModuleType):
 
 
 def skip_peak_flops() -> None:
-    """Infinite peak FLOPS on the CPU, so that MFU is 0 instead of a share of an absent GPU.
+    """Infinite peak FLOPS on the CPU, so that MFU is 0: torchtitan 0.3.0 would assume an A100.
 
-    torchtitan 0.3.0 calls `lspci` and then assumes an A100. Remove when torchtitan supports the CPU.
+    Remove when torchtitan supports the CPU.
     """
     utils: Any = importlib.import_module("torchtitan.tools.utils")
     utils.get_peak_flops = lambda device_name: float("inf")
@@ -173,8 +169,7 @@ def skip_peak_flops() -> None:
 def make_masks_without_compiler() -> None:
     """Build attention masks eagerly on the CPU, without a C++ compiler.
 
-    torchtitan and torch's context parallelism compile `create_block_mask` in each process. Remove when both accept an
-    uncompiled mask.
+    Remove when torchtitan and torch's context parallelism accept an uncompiled mask.
     """
     attention: Any = importlib.import_module("torchtitan.models.common.attention")
     attention._compiled_create_block_mask = create_block_mask
@@ -184,19 +179,17 @@ def make_masks_without_compiler() -> None:
 
 
 def hush_router_autocast() -> None:
-    """Silence a warning of every MoE router on the CPU, where autocast to float32 is missing.
+    """Silence a warning of every MoE router on the CPU, which lacks autocast to float32.
 
-    torchtitan 0.3.0 wraps the router's matrix product in autocast on every device; the CPU computes in the parameters'
-    dtype. Remove when torchtitan checks the device.
+    Remove when torchtitan checks the device.
     """
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
 
 
 def exchange_pieces_of_any_size() -> None:
-    """Let spmd_types exchange unequal pieces on gloo, as expert parallelism does since torch 2.14.
+    """Let spmd_types 0.2.3 exchange unequal pieces on gloo, for expert parallelism since torch 2.14.
 
-    spmd_types 0.2.3 calls `all_to_all` with a list of pieces, and gloo accepts only equal pieces. Remove when gloo
-    accepts unequal pieces, or spmd_types calls `all_to_all_single`.
+    Remove when gloo's `all_to_all` accepts unequal pieces, or spmd_types calls `all_to_all_single`.
     """
     reference: Any = importlib.import_module("spmd_types._dist")
     if reference.dist is dist:
@@ -204,8 +197,6 @@ def exchange_pieces_of_any_size() -> None:
 
 
 class _AnySize(types.ModuleType):
-    """torch.distributed with `all_to_all` by `all_to_all_single`, for pieces of any size."""
-
     def __getattr__(self, name: str) -> object:
         return getattr(dist, name)
 
@@ -222,13 +213,13 @@ class _AnySize(types.ModuleType):
 
 
 def offload_without_pinning() -> None:
-    """Offload parameters without pinned memory on the CPU. Remove when torchtitan does not pin on the CPU."""
+    """Offload parameters without pinned memory on the CPU. Remove when torchtitan does."""
     fsdp: Any = importlib.import_module("torchtitan.distributed.fsdp")
     fsdp.CPUOffloadPolicy = lambda: CPUOffloadPolicy(pin_memory=False)
 
 
 def shards_decoders(parallelize_fn: Callable[..., Any]) -> bool:
-    """Whether a parallelize_fn shards with torchtitan's functions for decoders."""
+    """Whether a parallelize_fn uses torchtitan's sharding functions for decoders."""
     return any(hasattr(sys.modules[parallelize_fn.__module__], name) for name in _DECODER_SHARDING)
 
 
@@ -236,9 +227,8 @@ def shards_decoders(parallelize_fn: Callable[..., Any]) -> bool:
 def sharding_decoders_by(parallelize_fn: Callable[..., Any], shard: Callable[..., None]) -> Iterator[None]:
     """Replace torchtitan's sharding of the decoder by `shard(apply, **arguments)` in this context.
 
-    `apply` is torchtitan's own function, `arguments` are its arguments by name, with defaults. torchtitan 0.3.0 calls
-    `apply` after tensor parallelism, activation checkpointing and compilation, and cannot exclude parameters. Remove
-    when `apply_fsdp_to_decoder` takes `ignored_params`.
+    `apply` is torchtitan's function, `arguments` are its arguments by name, with defaults. Remove when
+    `apply_fsdp_to_decoder` takes `ignored_params`.
     """
     module: Any = sys.modules[parallelize_fn.__module__]
     (name,) = (name for name in _DECODER_SHARDING if hasattr(module, name))
@@ -260,8 +250,7 @@ def sharding_decoders_by(parallelize_fn: Callable[..., Any], shard: Callable[...
 def clipping_by(clip: Callable[[], torch.Tensor]) -> Iterator[None]:
     """Replace TorchTitan's gradient clipping by `clip()`, which returns the norm, in this context.
 
-    torchtitan 0.3.0 clips all parameters by one norm, and fails on parameters of different meshes. Remove when the
-    trainer clips in a method.
+    torchtitan 0.3.0 fails on parameters of different meshes. Remove when the trainer clips in a method.
     """
     utils: Any = importlib.import_module("torchtitan.distributed.utils")
     original = utils.clip_grad_norm_
@@ -276,7 +265,7 @@ def clipping_by(clip: Callable[[], torch.Tensor]) -> Iterator[None]:
 def ending_at_once() -> Iterator[None]:
     """Skip the two seconds of sleep at the end of TorchTitan's training loop in this context.
 
-    The ranks already synchronize when the process group is destroyed. Remove when torchtitan waits for the other ranks.
+    Destroying the process group synchronizes the ranks.
     """
     trainer: Any = importlib.import_module("torchtitan.trainer")
     original = trainer.time
@@ -299,10 +288,9 @@ def nonfinite_loss(error: RuntimeError) -> float | None:
 def spmd_backend(requested: str, *, owned: bool = False, uneven_vocabulary: bool = False) -> str:
     """TorchTitan's SPMD backend for `parallelism.spmd_backend`.
 
-    `auto` is `spmd_types`, but `partial_dtensor` in three cases: before torch 2.14, where FSDP2 cannot shard plain
-    tensors on a full SPMD mesh; for owned matrices, which have a separate data-parallel mesh; and for a vocabulary that
-    tensor parallelism does not divide, where torchtitan cannot compute the loss under `spmd_types`. Raises ValueError
-    for `spmd_types` with such a vocabulary.
+    `auto` is `spmd_types`, but `partial_dtensor` before torch 2.14 (FSDP2 cannot shard plain tensors on a full SPMD
+    mesh), for owned matrices (they have a separate data-parallel mesh), and for a vocabulary that tensor parallelism
+    does not divide (torchtitan cannot compute the loss). Raises ValueError for `spmd_types` with an uneven vocabulary.
     """
     if requested == "spmd_types" and uneven_vocabulary:
         raise ValueError(
@@ -314,7 +302,7 @@ def spmd_backend(requested: str, *, owned: bool = False, uneven_vocabulary: bool
 
 
 def spmd_note(requested: str, *, owned: bool) -> str:
-    """A line for the console if owned matrices alone decide on the SPMD backend; empty otherwise."""
+    """Console line if only owned matrices decide on the SPMD backend, or empty."""
     if requested != "auto" or spmd_backend(requested) == spmd_backend(requested, owned=owned):
         return ""
     return (
@@ -326,17 +314,16 @@ def spmd_note(requested: str, *, owned: bool) -> str:
 def init_distributed(
     config: Any, *, cpu_backend: bool = False, folder: str = "", store: dist.Store | None = None
 ) -> None:
-    """TorchTitan's `init_distributed` with a CommConfig, on `store` if not None.
+    """TorchTitan's `init_distributed` on `store` if not None. Keeps the user's TORCH_FR_BUFFER_SIZE without traces.
 
-    torchtitan 0.3.0 takes no store, and overwrites TORCH_FR_BUFFER_SIZE even if the recipe requests no traces; here the
-    user's value stays. Remove when torchtitan does neither.
+    Remove when torchtitan does so.
     """
     buffer_size = os.environ.get("TORCH_FR_BUFFER_SIZE")
     utils: Any = importlib.import_module("torchtitan.distributed.utils")
     original = dist.init_process_group
 
     def init_process_group(**arguments: Any) -> None:
-        # The last moment to restore the variable: the new group reads it.
+        # Before the new group reads the variable.
         if buffer_size is not None and config.trace_buf_size == 0:
             os.environ["TORCH_FR_BUFFER_SIZE"] = buffer_size
         if store is not None:
@@ -351,15 +338,13 @@ def init_distributed(
 
 
 ASYNC_CHECKPOINT = "asynchronous checkpoint"
-"""Description of the process group for asynchronous saves."""
 
 
 def time_out_all_groups() -> None:
-    """Apply torchtitan's time-outs to every process group, not only to the default group and the mesh's groups.
+    """Apply torchtitan's time-outs to every process group, instead of the default group and the mesh's groups.
 
-    Other groups, for example the stop signal's, keep PyTorch's 30 minutes, and so does a process with a hanging peer.
-    The group of asynchronous checkpoints is excluded: a rank with little data waits there for the whole save. Remove
-    when torchtitan sets the time-out of all groups.
+    Otherwise groups such as the stop signal's keep PyTorch's 30 minutes. Not to asynchronous checkpoints: a rank with
+    little data waits for the whole save. Remove when torchtitan sets all time-outs.
     """
     utils: Any = importlib.import_module("torchtitan.distributed.utils")
     original = utils.set_pg_timeouts
@@ -375,12 +360,12 @@ def time_out_all_groups() -> None:
 
 
 def set_timeouts(timeout: timedelta) -> None:
-    """Set the time-out of every process group of this process, except for asynchronous checkpoints."""
+    """Set the time-out of every process group, except for asynchronous checkpoints."""
     for group in dist.distributed_c10d._world.pg_map:
         if group.group_desc != ASYNC_CHECKPOINT:
             dist.set_timeout(timeout, group)  # type: ignore[attr-defined]
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's cached meshes of a previous model: FSDP2 would refuse them on an equal mesh."""
+    """Clear DTensor's cached meshes of a previous model, which FSDP2 would refuse on an equal mesh."""
     debug._clear_sharding_prop_cache()

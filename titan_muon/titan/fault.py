@@ -1,5 +1,5 @@
-"""The error of a run that cannot go on."""
+"""The error of a run that cannot continue."""
 
 
 class RunFault(RuntimeError):
-    """A run cannot go on, and every rank knows the reason. The text is one message, complete for printing."""
+    """A run cannot continue. Raised on every rank; the text is a complete message."""

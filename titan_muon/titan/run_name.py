@@ -10,11 +10,10 @@ from titan_muon.titan.recipe.files import written_values
 from titan_muon.titan.recipe.toml import read_file, value_text
 
 LONGEST = 80
-"""Limit on a name in characters: folder names end at 255 bytes, and TensorBoard's column is narrow."""
+"""In characters: folder names end at 255 bytes, and TensorBoard's column is narrow."""
 
 LONGEST_VALUE = 24
 COMPARED = 20
-"""Number of earlier runs to compare with."""
 
 IGNORED = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "checkpoint.load_step"})
 OVERRIDES_FILE = "overrides.txt"
@@ -29,7 +28,7 @@ SAME_EXPERIMENT = frozenset(
         *("muon.buffer_gib", "optimizer.offload", "optimizer.implementation", "loss.chunks"),
     }
 )
-"""Keys that may change within an experiment, like the tables below: length, hardware and speed of training."""
+"""Keys that may change within an experiment, like the tables below."""
 
 SAME_EXPERIMENT_TABLES = frozenset(
     {"activation_checkpoint", "checkpoint", "comm", "compile", "machine", "metrics", "monitor", "parallelism"}

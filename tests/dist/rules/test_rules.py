@@ -19,7 +19,10 @@ RULES: dict[str, dict[str, object]] = {
     "adamuon": {"rule": "adamuon", "beta2": 0.9, "nesterov": False},
     "muonh": {"rule": "muonh", "weight_decay": 0.0},
     "schedules": {"momentum_warmup_steps": 2, "decay_follows_lr": True, "update_factor": 0.5, "lr_scale": 0.18},
+    "hold": {"idle": "hold"},
+    "normuon_hold": {"rule": "normuon", "idle": "hold", "momentum": 0.8},
 }
+FIRST_IDLE_STEP = 1
 
 
 def equal(rule: str, found: Tensor, expected: Tensor) -> bool:
@@ -50,6 +53,10 @@ def check_cases(rank: int, world_size: int, exchange: str) -> list[str]:
         optimizer = Muon(list(params.items()), lr=0.02, exchange=exchange, orthogonalize="reference", **options).build()
         for step in range(STEPS):
             grads = full_tensors(shapes, seed=step + 1)
+            for name, grad in grads.items() if "idle" in options and step >= FIRST_IDLE_STEP else ():
+                # The second expert of a stack, or every other matrix; and a row of zeros that is no matrix.
+                idle = grad[1] if grad.ndim == 3 else grad if list(grads).index(name) % 2 == step % 2 else grad[:1]
+                idle.zero_()
             for key, param in params.items():
                 param.grad = distributed(grads, key)
             optimizer.step()

@@ -1,5 +1,6 @@
 """Hybrid under DDP, FSDP2 and FSDP2 with tensor parallelism: as one process, however its parameters come to it."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.dist.harness import run_ranks
-from tests.unit.test_hybrid import OPTIONS, Decoder
+from tests.unit.test_hybrid import OPTIONS, Decoder, pair
 from titan_muon import Hybrid, clip_grad_norm_
 
 
@@ -43,24 +51,95 @@ def prepared(layout: str, model: Decoder) -> tuple[nn.Module, Hybrid]:
     return model, hybrid
 
 
-def train(model: nn.Module, hybrid: Hybrid, steps: range, max_norm: float = 1.0) -> None:
+def train(model: nn.Module, hybrid: Any, steps: range, max_norm: float = 1.0) -> None:
     """Steps on the same tokens on every rank, so that mean gradients are those of one process."""
     for step in steps:
         tokens = torch.randint(24, (4, 8), generator=torch.Generator().manual_seed(step))
         loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         clip_grad_norm_(model.parameters(), max_norm)
-        hybrid.step()
-        hybrid.zero_grad()
+        for optimizer in hybrid if isinstance(hybrid, list) else [hybrid]:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def weights(model: nn.Module) -> list[Any]:
     full = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return [weight.detach().numpy() for weight in full]
+    return [weight.detach().clone().numpy() for weight in full]
 
 
-def on_ranks(rank: int, world_size: int, layout: str, folder: str) -> tuple[list[Any], bool]:
-    """Weights after five steps, and whether a run that resumed after three has the same bits."""
+KINDS = ("pair", "hybrid", "recipe")
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def sharded(kind: str, seed: int = 0) -> tuple[Decoder, Any]:
+    """An FSDP2 model with separate optimizers, with a Hybrid, or with a recipe's container."""
+    model = Decoder(seed)
+    shard(model)
+    if kind == "pair":
+        return model, pair(model)
+    if kind == "hybrid":
+        return model, Hybrid(model, **OPTIONS)
+    from titan_muon.titan import HybridOptimizers
+
+    tables = {"muon": {"lr": 0.02, "orthogonalize": "reference"}, "adamw": {"lr": 0.02, "weight_decay": 0.1}}
+    return model, HybridOptimizers.Config(tables=tables, implementation="foreach").build(model_parts=[model])
+
+
+def saved(kind: str, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    states = optimizer.state_dict() if kind == "recipe" else get_optimizer_state_dict(model, optimizer, options=FLAT)
+    return {"model": model.state_dict(), "optimizer": states}
+
+
+def exchanged(folder: str) -> dict[str, bool]:
+    """For each checkpoint and each other reader: whether training goes on with the same bits."""
+    equal = {}
+    for source, target in itertools.permutations(KINDS, 2):
+        model, optimizer = sharded(source)
+        train(model, optimizer, range(2))
+        path = f"{folder}/{source}-{target}"
+        dcp.save(saved(source, model, optimizer), checkpoint_id=path)
+        other, reader = sharded(target, seed=1)
+        states = saved(target, other, reader)
+        # TorchTitan's containers save no `param_names`.
+        planner = DefaultLoadPlanner(allow_partial_load=source == "recipe")
+        dcp.load(states, checkpoint_id=path, planner=planner)
+        other.load_state_dict(states["model"])
+        if target == "recipe":
+            reader.load_state_dict(states["optimizer"])
+        else:
+            set_optimizer_state_dict(other, reader, states["optimizer"], options=FLAT)
+        train(model, optimizer, range(2, 4))
+        train(other, reader, range(2, 4))
+        pairs = zip(weights(model), weights(other), strict=True)
+        equal[f"{source} to {target}"] = all((a == b).all() for a, b in pairs)
+    return equal
+
+
+def saved_by_rank_0(rank: int, model: nn.Module, hybrid: Hybrid) -> list[str]:
+    """Errors after a state dict on rank 0 alone, as Trainer saves under DDP, and after a gradient of AdamW is NaN."""
+    if rank == 0:
+        hybrid.state_dict()
+    train(model, hybrid, range(5, 6))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    next(iter(model.parameters())).grad.fill_(torch.nan)
+    hybrid.step()
+    return [message(hybrid.state_dict) if rank == 0 else "", message(hybrid.step)]
+
+
+def message(call: Any) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def on_ranks(
+    rank: int, world_size: int, layout: str, folder: str
+) -> tuple[list[Any], bool, dict[str, bool], list[str]]:
+    """Weights after five steps, whether a run resumed after three has the same bits, and the two checks above."""
     model, hybrid = prepared(layout, Decoder())
     train(model, hybrid, range(3))
     states = dict(zip(("model", "optimizer"), get_state_dict(model, hybrid), strict=True))
@@ -72,15 +151,20 @@ def on_ranks(rank: int, world_size: int, layout: str, folder: str) -> tuple[list
     set_state_dict(other, resumed, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     train(other, resumed, range(3, 5))
     final, again = weights(model), weights(other)
-    return final, all((a == b).all() for a, b in zip(final, again, strict=True))
+    resumes = all((a == b).all() for a, b in zip(final, again, strict=True))
+    exchanges = exchanged(folder) if layout == "fsdp" else {}
+    return final, resumes, exchanges, saved_by_rank_0(rank, model, hybrid) if layout == "ddp" else []
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "swapped"])
 def test_ranks_train_as_one_process_and_resume_with_the_same_bits(layout: str, tmp_path: Path) -> None:
     model = Decoder()
     train(model, Hybrid(model, **OPTIONS), range(5))
-    for final, resumed in run_ranks(on_ranks, 2, layout, str(tmp_path)):
+    for final, resumed, exchanges, errors in run_ranks(on_ranks, 2, layout, str(tmp_path)):
         for found, expected in zip(final, weights(model), strict=True):
             # Five updates of about 0.02 each. Newton-Schulz in bfloat16 magnifies differences of the last bits.
             torch.testing.assert_close(torch.from_numpy(found), torch.from_numpy(expected), rtol=0, atol=2e-3)
         assert resumed
+        assert list(exchanges.values()) == [True] * (6 if layout == "fsdp" else 0), exchanges
+        assert all("embed.weight" in error for error in errors if error), errors
+        assert bool(errors) == (layout == "ddp")

@@ -63,6 +63,7 @@ def test_measurements_are_exact_and_equal_under_every_layout(tmp_path: Path) -> 
     assert len(record["largest_singular_value"]) == len(record["orthogonality_error"]) == 2
     assert all(value > 0 for value in record["update_rms"].values())
     assert record["momentum_norm"]["linear"] > 0
+    assert record["exposed_communication_ms"] > 0
     assert len(record["tokens_max_over_mean"]) == len(record["experts_without_tokens"]) == 4
     for key in ("weight_rms", "update_rms", "momentum_norm"):
         assert record[key] == pytest.approx(owned["monitor"][key], rel=0.05)

@@ -26,6 +26,24 @@ def trained(rank: int, world_size: int, folder: Path) -> str:
     return job.train(tiny.recipe(folder, **SHORT, parallelism__expert_parallel_degree=2))
 
 
+def finished(rank: int, world_size: int, folder: Path, run: str) -> list[str]:
+    """Lines of a run that continues the finished one, and the error of its export."""
+    from titan_muon.titan import compat
+
+    compat.install()
+    from titan_muon.titan.recipe import RecipeError
+    from titan_muon.titan.run import job
+
+    lines: list[str] = []
+    job.say = lines.append
+    keys = {**SHORT, "parallelism__expert_parallel_degree": 2, "checkpoint__load": run}
+    assert job.train(tiny.recipe(folder, **keys, checkpoint__load_only=True)) == run
+    export = {"checkpoint__last_save_model_only": True, "checkpoint__last_save_in_hf": True}
+    with pytest.raises(RecipeError) as error:
+        job.train(tiny.recipe(folder, **keys | {"placement__muon": "shard0"}, **export))
+    return [*lines, str(error.value)]
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
@@ -50,6 +68,20 @@ def test_sample_continues_the_prompt_and_repeats_by_seed(run: Path, capsys: pyte
         texts.append(capsys.readouterr().out)
     assert all(text.startswith("matrix") and len(text) > len("matrix\n") for text in texts)
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_finished_run_names_what_comes_next_and_refuses_an_export(run: Path) -> None:
+    *lines, error = run_ranks(finished, 2, run.parents[2], str(run))[0]
+    (line,) = (line for line in lines if line.startswith("nothing to do: step 2 of 2 is done"))
+    assert f"python scripts/evaluate.py {run} gives the held-out loss" in line
+    assert "Continue from an earlier checkpoint (checkpoint.load_step)" in error
+    assert (run / "checkpoint/step-2/.metadata").is_file()
+
+
+@pytest.mark.parametrize("words", [["--temperature", "nan"], ["--top-k", "-1"], ["--tokens", "0"]], ids=" ".join)
+def test_a_bad_number_is_named(run: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert sample.main([str(run), *words]) == 2
+    assert f"sample: {' '.join(words)}: must be" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("script", [sample, evaluate])

@@ -115,15 +115,41 @@ def with_nan(trainer: Any) -> None:
         gradient[0, 0] = float("nan")
 
 
+def kept(folder: Path, rank: int, **values: object) -> tuple[str, list[bool]]:
+    """What a run with a NaN on rank 1 in step 2 prints, and for each step whether no weight and no state changed."""
+    from titan_muon.tensors.dtensor import local
+    from titan_muon.titan.assign.container import HybridOptimizers
+
+    unchanged = []
+
+    def tensors(optimizers: Any) -> list[torch.Tensor]:
+        states = [value for each in optimizers for state in each.state.values() for value in state.values()]
+        return [local(p.detach()) for part in optimizers.model_parts for p in part.parameters()] + list(
+            map(local, states)
+        )
+
+    def step(original: Any, optimizers: Any) -> None:
+        before = [tensor.clone() for tensor in tensors(optimizers)]
+        original(optimizers)
+        unchanged.append(all(torch.equal(*pair) for pair in zip(before, tensors(optimizers), strict=False)))
+
+    # As on a GPU, where the host reads the norm after the step.
+    late = mock.patch("titan_muon.titan.checks.training.arrives_late", return_value=True)
+    with late, patched(HybridOptimizers, "step", step):
+        return outcome(folder, "kept", only(rank == 1, gradients(with_nan)), **values), unchanged
+
+
 def zeroed(trainer: Any) -> None:
     if trainer.step >= 4:
         for parameter in trainer.model_parts[0].parameters():
             parameter.grad.zero_()
 
 
-def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     from titan_muon.titan.assign.container import HybridOptimizers
     from titan_muon.titan.data.loader import PackedDataLoader
+    from titan_muon.titan.run.metrics import RunMetrics
+    from titan_muon.titan.run.trainer import MuonTrainer
 
     def first_rank(original: Any, loader: Any, config: Any, **kwargs: Any) -> None:
         original(loader, config, **{**kwargs, "dp_rank": 0})
@@ -147,6 +173,20 @@ def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         if trainer.step == 2:
             trainer.model_parts[0].layers["1"].attention.wo.weight.detach().to_local()[0, 0] += 1e-6
 
+    def no_counts(original: Any, optimizers: Any, state: Any) -> None:
+        original(optimizers, state)
+        for values in [values for each in optimizers for values in each.state.values() if "step" in values]:
+            values["step"].zero_()
+
+    def spoiled(original: Any, trainer: Any) -> Any:
+        norm = original(trainer)
+        if trainer.step == 2 and rank:
+            trainer.model_parts[0].layers["1"].attention.wo.weight.grad.to_local()[0, 0] = float("nan")
+        return norm
+
+    def no_loss(original: Any, metrics: Any, loss: float, step: int) -> None:
+        original(metrics, float("nan"), step)
+
     replicas = {"parallelism__data_parallel_replicate_degree": 2, "debug__check_replicas": 2}
     saved = {"checkpoint__enable": "true", "checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
     rare = {**saved, "checkpoint__interval": 2, "metrics__log_freq": 10}
@@ -155,6 +195,12 @@ def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         "twins": outcome(folder, "twins", patched(PackedDataLoader, "__init__", first_rank)),
         "skips": outcome(folder, "skips", patched(PackedDataLoader, "_make_batch", skips), training__steps=4),
         "nan": outcome(folder, "nan", only(rank == 1, gradients(with_nan)), **rare),
+        "kept": kept(folder, rank, metrics__log_freq=10),
+        "passed over": kept(folder, rank, metrics__log_freq=10, muon__nonfinite="skip"),
+        "after the clip": outcome(folder, "after", patched(MuonTrainer, "_clip_gradients", spoiled)),
+        "held out": outcome(
+            folder, "held", patched(RunMetrics, "log_validation", no_loss), validator__enable="true", validator__freq=2
+        ),
         "dead": outcome(folder, "dead", gradients(zeroed), **saved, training__steps=6),
         "no step": outcome(folder, "none", patched(HybridOptimizers, "step", nothing)),
         "two steps": outcome(folder, "two", patched(HybridOptimizers, "step", lambda step, self: twice(step, self))),
@@ -168,6 +214,14 @@ def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, str]:
             **rare,
             checkpoint__load="latest",
             training__steps=5,
+        ),
+        "counts": outcome(
+            folder,
+            "healthy",
+            patched(HybridOptimizers, "load_state_dict", no_counts),
+            **rare,
+            checkpoint__load="latest",
+            training__steps=4,
         ),
     }
 
@@ -183,6 +237,10 @@ def test_faults_in_a_step_are_named(tmp_path: Path) -> None:
         assert "rank 1 read block" in text["skips"]
         assert "FloatingPointError: step 2: the norm of the gradients is nan" in text["nan"]
         assert "tok_embeddings.weight on rank 1" in text["nan"]
+        for name, steps in (("kept", [False, True]), ("passed over", [False, True, False])):
+            error, unchanged = text[name]
+            assert unchanged == steps, f"{name}: a step with NaN must keep weights and states, and no other step"
+            assert ("FloatingPointError: step 2: the norm of the gradients is nan" in error) == (name == "kept")
         assert "RunFault: step 1: an optimizer took another number of steps" in text["no step"]
         assert "an optimizer took another number of steps" in text["two steps"]
         assert "gradients of the step before were not cleared" in text["not cleared"]
@@ -191,7 +249,14 @@ def test_faults_in_a_step_are_named(tmp_path: Path) -> None:
         assert (
             "RunFault: step 2: values that must be equal on ranks differ: layers.1.attention.wo.weight" in text["drift"]
         )
+        assert (
+            "FloatingPointError: layers.1.attention.wo.weight: gradient or momentum was not finite"
+            in text["after the clip"]
+        )
+        assert "(muon.nonfinite = 'skip')" in text["after the clip"], "the recipe's key, not Muon's keyword"
+        assert "FloatingPointError: step 2: the loss on the held-out text is not finite" in text["held out"]
         assert "the data stands +4096 tokens from where step 3 ended" in text["position"]
+    assert "AdamW's step counters are 0 after step 3" in shown[0]["counts"]
     assert "step 4: the norm of all gradients is 0" in shown[0]["dead"]
     assert not list((tmp_path / "runs" / "nan").rglob("step-*")), "nothing may be saved from a step with NaN"
     kept = sorted(path.name for path in (tmp_path / "runs" / "dead").rglob("step-*"))
@@ -223,6 +288,11 @@ def damaged_checkpoints(rank: int, world_size: int, folder: Path) -> dict[str, s
     damage(lambda: flipped.write_bytes(flipped.read_bytes()[:-9] + b"\1" + flipped.read_bytes()[-8:]))
     shown["flipped"] = outcome(folder, "run", **{**resumed, "checkpoint__load_step": 4, "training__steps": 5})
 
+    def removed(trainer: Any) -> None:
+        if trainer.step == 3 and rank == 0:
+            shutil.rmtree(trainer.checkpointer.folder)
+
+    shown["removed"] = outcome(folder, "removed", gradients(removed), **saved)
     full = mock.patch.object(checkpoints, "free_bytes", return_value=1000)
     shown["full"] = outcome(folder, "full", full, **saved)
 
@@ -238,6 +308,8 @@ def test_damaged_checkpoints_are_passed_over_and_a_full_disk_is_named(tmp_path: 
     """Zeros, a file of another step and flipped metadata must not be loaded; the newest whole step is used."""
     tiny.write_recipe(tmp_path)
     shown = run_ranks(damaged_checkpoints, 2, tmp_path)
+    assert "was removed; checkpoints up to step 2 are gone" in shown[0]["removed"]
+    assert [path.name for path in (tmp_path / "runs" / "removed").rglob("step-*")] == ["step-3"]
     text = shown[0]["resumed"]
     assert "step-3 is passed over: __1_0.distcp has other bytes than were saved" in text
     assert "step-2 is passed over: __1_0.distcp has other bytes than were saved" in text

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests import tiny
+from tests.dist.harness import run_program
 
 ROOT = Path(__file__).parents[3]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -98,9 +99,8 @@ def test_ctrl_c_without_checkpoints_says_that_nothing_is_saved(tmp_path: Path) -
 )
 def test_mistake_is_one_line_and_exit_code_2(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
     """A mistake, found while the recipe is read or the run is built, must be one `error:` line and code 2."""
-    process = start((sys.executable,), tiny.write_recipe(tmp_path), *words)
-    shown = process.communicate(timeout=120)[0]
-    assert process.returncode == 2, shown
+    code, shown = run_program("train.py", "--config", str(tiny.write_recipe(tmp_path)), *words)
+    assert code == 2, shown
     errors = [line for line in shown.splitlines() if "error" in line]
     assert len(errors) == 1
     assert errors[0].startswith("error: ")
@@ -112,9 +112,8 @@ def test_mistake_is_one_line_and_exit_code_2(words: tuple[str, ...], expected: s
 def test_divergence_ends_with_one_error_and_exit_code_1(tmp_path: Path) -> None:
     """A loss that is no number must end the run with what to do, after that step is recorded."""
     words = ("--adamw.lr=1e30", "--muon.lr=1e30", "--validator.enable=false", "--lr_scheduler.warmup_steps=0")
-    process = start((sys.executable,), tiny.write_recipe(tmp_path), *words)
-    shown = process.communicate(timeout=120)[0]
-    assert process.returncode == 1, shown
+    code, shown = run_program("train.py", "--config", str(tiny.write_recipe(tmp_path)), *words)
+    assert code == 1, shown
     assert "Lower the learning rates" in shown
     assert shown.count("error: ") == 1
     assert "Traceback" not in shown
@@ -131,9 +130,8 @@ def test_a_diverged_model_is_never_saved(rules: str, tmp_path: Path) -> None:
     words = ("--adamw.lr=1e30", *often, "--validator.enable=false", "--lr_scheduler.warmup_steps=0")
     file = tiny.write_recipe(tmp_path)
     file.write_text(file.read_text() + rules)
-    process = start((sys.executable,), file, *words)
-    shown = process.communicate(timeout=120)[0]
-    assert process.returncode == 1, shown
+    code, shown = run_program("train.py", "--config", str(file), *words)
+    assert code == 1, shown
     assert shown.count("error: ") == 1
     assert "Traceback" not in shown
     (reason,) = tiny.records(run_folder(tmp_path), "diverged").values()

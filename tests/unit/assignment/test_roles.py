@@ -9,7 +9,7 @@ from torch import nn
 
 from titan_muon.assignment.doubts import doubts, split_lines
 from titan_muon.assignment.roles import see
-from titan_muon.assignment.rules import Assignment, assign, default_rules, splits_with
+from titan_muon.assignment.rules import Assignment, assign_parameters, default_rules, splits_with
 from titan_muon.options import Split
 from titan_muon.titan.recipe.sections import Rule
 
@@ -42,7 +42,7 @@ def model(tied: bool = False, **layer: object) -> nn.Module:
 
 
 def taken(made: nn.Module, **options: str) -> Mapping[str, Assignment]:
-    return {a.fqn: a for a in assign(see([made]), [], default_rules(**options))}
+    return {a.fqn: a for a in assign_parameters(see([made]), [], default_rules(**options))}
 
 
 def test_a_head_is_known_by_the_vocabulary_and_not_by_its_name() -> None:
@@ -187,7 +187,7 @@ def test_thin_matrices_are_a_warning() -> None:
 def test_a_family_that_is_taken_apart_is_a_warning() -> None:
     made = model(up=linear(1280, 64))
     rules = [Rule(match="layers.1.up.*", optimizer="adamw")]
-    found = list(doubts(assign(see([made]), rules, default_rules()), ()))
+    found = list(doubts(assign_parameters(see([made]), rules, default_rules()), ()))
     assert found[-1] == "warning: matrices of one name go to different optimizers: layers.*.up.weight (adamw, muon)"
 
 

@@ -1,14 +1,13 @@
 """The benchmark of orthogonalization: its figures are of what it names, and wrong arguments are said first."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import bench_orthogonalize as bench
+from tests.dist.harness import run_program
 from titan_muon.orthogonalize import COEFFICIENTS, Method
 from titan_muon.plan.terms.work import standard_flops
 
@@ -17,9 +16,8 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 CPU = bench.Bench(torch.device("cpu"), 1, 1e12, ())
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / "bench_orthogonalize.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+def run(*arguments: str) -> tuple[int, str]:
+    return run_program(str(BENCHMARKS / "bench_orthogonalize.py"), *arguments, timeout=240)
 
 
 def test_rows_are_of_the_flops_that_the_method_does_and_ratios_of_the_first() -> None:
@@ -49,8 +47,8 @@ def test_errors_are_of_every_set_and_each_default_is_below_bfloat16() -> None:
 
 def test_a_share_is_what_the_plan_gives_a_rank(tmp_path: Path) -> None:
     file, picture = tmp_path / "figures.json", tmp_path / "figures.png"
-    done = run("--share", "qwen_moe:16:0", "--repeats", "1", "--json", str(file), "--picture", str(picture))
-    assert done.returncode == 0, done.stderr
+    code, shown = run("--share", "qwen_moe:16:0", "--repeats", "1", "--json", str(file), "--picture", str(picture))
+    assert code == 0, shown
     figures = json.loads(file.read_text())
     assert figures["errors"] == []
     assert next(row["name"] for row in figures["rows"]) == bench.TORCH
@@ -75,7 +73,7 @@ def test_a_share_is_what_the_plan_gives_a_rank(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_argument_is_said_before_anything_runs(arguments: tuple[str, ...], says: str) -> None:
-    done = run(*arguments)
-    assert done.returncode != 0
-    assert says in done.stderr + done.stdout
-    assert "Traceback" not in done.stderr
+    code, shown = run(*arguments)
+    assert code != 0
+    assert says in shown
+    assert "Traceback" not in shown

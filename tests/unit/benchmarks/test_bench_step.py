@@ -1,8 +1,6 @@
 """benchmarks/bench_step.py: what it measures is right, on a tiny model; its errors."""
 
 import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import bench_step, contenders
+from tests.dist.harness import run_program
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -20,17 +19,16 @@ MATRICES = len(MODEL.shapes) * MODEL.layers
 OURS = ("all_gather", "all_to_all", "all_gather_reduce_scatter")
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / "bench_step.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+def bench(*arguments: str) -> tuple[int, str]:
+    return run_program(str(BENCHMARKS / "bench_step.py"), *arguments, timeout=240)
 
 
 @cache
 def result(folder: Path) -> tuple[str, dict]:
     path = folder / "figures.json"
-    done = bench("--nproc", str(RANKS), "--model", "tiny", "--repeats", "2", "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads(path.read_text())
+    code, shown = bench("--nproc", str(RANKS), "--model", "tiny", "--repeats", "2", "--json", str(path))
+    assert code == 0, shown
+    return shown, json.loads(path.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +143,7 @@ def test_kept_counts_storages_once_and_nothing_that_is_freed() -> None:
     ],
 )
 def test_a_wrong_argument_is_said_before_anything_runs(arguments: tuple[str, ...], says: str) -> None:
-    done = bench(*arguments)
-    assert done.returncode != 0
-    assert says in done.stderr + done.stdout
-    assert "Traceback" not in done.stderr
+    code, shown = bench(*arguments)
+    assert code != 0
+    assert says in shown
+    assert "Traceback" not in shown

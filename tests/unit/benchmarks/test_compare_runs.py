@@ -266,6 +266,8 @@ def test_a_glob_over_the_runs_of_a_recipe_is_accepted(tmp_path, capsys):
     runs = three_runs(tmp_path)
     (tmp_path / "latest").write_text(runs[-1].name)
     (tmp_path / "20260105-000000").mkdir()
+    for name in ("compare.png", "compare.html", "failed.log"):
+        (tmp_path / name).write_text("from an earlier comparison")
     assert compare_runs.main([*map(str, sorted(tmp_path.iterdir())), "--output", str(tmp_path / "c.png")]) == 0
     assert "20260105-000000: passed over" in capsys.readouterr().err
 
@@ -355,8 +357,9 @@ def test_the_script_runs_by_its_path_without_importing_torch(pair, tmp_path):
     script = str(SCRIPTS / "compare_runs.py")
     environment = {"PYTHONPATH": str(SCRIPTS), "PATH": ""}
     subprocess.run([sys.executable, "-c", code, script], check=True, cwd=tmp_path, env=environment)
-    subprocess.run([sys.executable, script, *map(str, pair)], check=True, cwd=tmp_path, capture_output=True)
-    assert (tmp_path / "compare.png").is_file()
+    subprocess.run([sys.executable, script, *map(str, pair)], check=True, cwd=SCRIPTS, capture_output=True)
+    assert (tmp_path / "runs/compare.png").is_file()
+    assert not (SCRIPTS / "compare.png").exists()
 
 
 def batch(folder: Path, tokens: int, *, step: int = 10) -> Path:
@@ -373,7 +376,7 @@ def test_runs_of_other_batches_are_told_apart_and_compared_by_tokens(tmp_path, c
     recipe = report(runs)["Recipe"]
     assert cells(recipe)["tokens a step"] == ["2,048", "1,024"]
     assert "Warning: the runs do not train on the same tokens in a step" in recipe
-    arguments = ["--axis", "tokens", "--output", str(tmp_path / "x.png")]
+    arguments = ["--x", "tokens", "--output", str(tmp_path / "x.png")]
     assert compare_runs.main([*map(str, runs), *arguments]) == 0
     shown = capsys.readouterr().out
     assert "Warning: the runs do not train" in shown, "it is said whatever the axis"
@@ -384,6 +387,50 @@ def test_runs_of_other_batches_are_told_apart_and_compared_by_tokens(tmp_path, c
     assert validation["102,400"] == ["5.9760", "5.9760 (+0.0000)"], "validations carry tokens too"
 
 
+def seeded(folder: Path, seed: int, end: float, *, lr: float = 0.01, second: float = 0.04) -> Path:
+    """A run with a seed whose last loss is `end`; a step takes `second` seconds."""
+    records = [{"step": s, "loss": 6 - (6 - end) * s / 100, "seconds": s * second} for s in range(10, 101, 10)]
+    run = write_run(folder, records, lr=lr)
+    with (run / "recipe.toml").open("a") as file:
+        file.write(f"[debug]\nseed = {seed}\n[data]\nseed = {seed}\n")
+    return run
+
+
+def test_runs_that_differ_by_their_seeds_are_one_curve_with_a_band(tmp_path):
+    paths = [seeded(tmp_path / f"x/{seed}", seed, 2 + seed) for seed in (0, 1, 2)]
+    paths.append(seeded(tmp_path / "x/high", 0, 5.0, lr=0.1))
+    mean, single = run_folder.read_runs(paths, "loss")
+    assert (mean.label, mean.seeds, single.label) == ("muon.lr=0.01 (3 seeds)", 3, "muon.lr=0.1")
+    assert (mean.of("loss")[100], mean.spread["loss"][100]) == (3.0, 1.0)
+    axes = run_picture.picture([mean, single], "loss", 1, None, "step").axes[0]
+    (band,) = axes.collections
+    assert band.get_datalim(axes.transData).ymin == 2.0
+    assert cells(report(paths)["Training loss"])["± over seeds"] == ["1.0000", "-"]
+    repeated = [*paths[:2], seeded(tmp_path / "x/again", 0, 3.0)]
+    assert [run.seeds for run in run_folder.read_runs(repeated, "loss")] == [2, 1], "equal seeds are repetitions"
+
+
+def test_losses_are_compared_after_the_same_time(tmp_path, capsys):
+    fast = seeded(tmp_path / "fast/t", 0, 2.0, second=0.5)
+    slow = seeded(tmp_path / "slow/t", 0, 2.0, second=1.0)
+    assert compare_runs.main([str(fast), str(slow), "--x", "seconds"]) == 0
+    sections = capsys.readouterr().out.split("## ")
+    table = cells(next(text for text in sections if text.startswith("Training loss\n")).partition("\n\n")[2])
+    assert table["50.0"] == ["2.0000", "4.0000 (+2.0000)"], "the fast run has done 100 steps, the slow one 50"
+    assert (tmp_path / "compare.png").is_file()
+
+
+def test_a_page_has_the_curves_and_tables_in_one_file(pair, tmp_path):
+    page = tmp_path / "page.html"
+    assert compare_runs.main([*map(str, pair), "--html", str(page), "--title", "a < b"]) == 0
+    text = page.read_text()
+    assert "<h1>a &lt; b</h1>" in text
+    assert "<svg" in text
+    assert "<th>fast<th>slow" in text
+    assert "src=" not in text
+    assert "#010203" not in text
+
+
 def test_runs_of_the_same_batch_get_no_warning(tmp_path):
     recipe = report([batch(tmp_path / "a/t", 2048), batch(tmp_path / "b/t", 2048, step=20)])["Recipe"]
     assert cells(recipe)["tokens a step"] == ["2,048", "2,048"]
@@ -391,7 +438,7 @@ def test_runs_of_the_same_batch_get_no_warning(tmp_path):
 
 
 def test_runs_without_tokens_cannot_be_compared_by_them(pair, tmp_path, capsys):
-    assert "`tokens` was not recorded; compare with --axis step" in failure(capsys, *pair, "--axis", "tokens")
+    assert "`tokens` was not recorded; compare with --x step" in failure(capsys, *pair, "--x", "tokens")
 
 
 def test_the_newest_run_of_a_folder_is_found_by_its_time(tmp_path):

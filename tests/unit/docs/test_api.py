@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import titan_muon
-from docs.make_api import PAGE, page
+from docs.make_api import MODULES, PAGE, ROOT, page
 
 FRAMEWORKS = Path(__file__).parents[3] / "docs" / "frameworks.md"
+IMPORT = re.compile(r"from (titan_muon[\w.]*) import ([\w, ]+)")
 
 
 def test_the_page_of_the_api_is_what_the_docstrings_say() -> None:
@@ -20,6 +21,16 @@ def test_every_public_name_is_documented() -> None:
     for name in titan_muon.__all__:
         assert getattr(titan_muon, name).__doc__, f"{name} has no docstring"
         assert f"## {name}\n" in text
+
+
+def test_every_name_that_docs_import_is_documented() -> None:
+    known = {"titan_muon": (*titan_muon.__all__, "registry"), **MODULES}
+    pages = (*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), *(ROOT / "examples").glob("*.py"))
+    imports = [found for path in pages for found in IMPORT.findall(path.read_text(encoding="utf-8"))]
+    assert len(imports) > 10
+    unknown = {(module, name) for module, names in imports for name in names.split(", ")}
+    unknown -= {(module, name) for module, names in known.items() for name in names}
+    assert not unknown, "add them to MODULES of docs/make_api.py"
 
 
 def test_the_examples_of_the_frameworks_page_run() -> None:

@@ -88,7 +88,7 @@ def test_parts_that_are_changed_there_are_changed_on_the_host(
     with residence.on_device("advance"):
         check_brought(residence.averages(advance), advance.averages)
         if offload == "parameters":
-            check_brought(residence.grads(advance, host.step), grads)
+            check_brought(residence.grads(advance, grads), grads)
     with residence.on_device("apply"):
         if offload == "parameters":
             check_brought(residence.params(apply), apply.params)

@@ -1,13 +1,12 @@
 """A feature that is off is not there: its file is not imported, and a step runs without it."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import titan_muon.features
+from tests.dist.harness import run_program
 
 FILES = sorted(
     path.stem for path in Path(titan_muon.features.__file__).parent.glob("*.py") if path.name != "__init__.py"
@@ -37,13 +36,9 @@ def loaded(kept: str | None, options: str = "", found_inf: str = "None") -> str:
     """The feature files that two steps import while all but `kept` are removed."""
     removed = [f"titan_muon.features.{name}" for name in FILES if name != kept]
     code = STEPS.format(removed=removed, options=options, found_inf=found_inf)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
-
-
-def test_there_are_six_features() -> None:
-    assert FILES == ["early", "eight_bit", "host", "late", "scaling", "skip", "slices"]
+    status, shown = run_program("-c", code)
+    assert status == 0, shown
+    return shown.splitlines()[-1]
 
 
 def test_a_step_with_every_feature_off_runs_without_their_files() -> None:
@@ -58,11 +53,22 @@ def test_a_step_with_every_feature_off_runs_without_their_files() -> None:
         ("late", "overlap='forward'", "None"),
         ("eight_bit", "state_dtype='int8'", "None"),
         ("scaling", "", "torch.zeros(())"),
+        ("idle", "idle='hold'", "None"),
         ("skip", "nonfinite='skip'", "None"),
     ],
 )
 def test_a_step_with_one_feature_runs_without_the_files_of_others(kept: str, options: str, found_inf: str) -> None:
     assert loaded(kept, options, found_inf) == f"['{kept}']"
+
+
+@pytest.mark.parametrize("choice", ["skip", "hold", "int8", "backward", "forward"])
+def test_engine_and_step_do_not_ask_for_the_option_of_a_feature(choice: str) -> None:
+    package = Path(titan_muon.features.__file__).parents[1]
+    files = [package / "engine.py", *(package / "step").glob("*.py")]
+    values = {
+        node.value for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)
+    }
+    assert choice not in values
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -46,7 +46,7 @@ def task_lists(draw: st.DrawFn) -> tuple[list[Task], list[tuple[int, ...]]]:
 @given(task_lists(), st.integers(1, 20))
 def test_rounds_keep_order_and_lose_nothing(case: tuple[list[Task], list[tuple[int, ...]]], count: int) -> None:
     tasks, groups = case
-    found = rounds(tasks, groups, count)
+    found = rounds(tasks, count)
     assert 1 <= len(found) <= count
     assert all(found), "no round is empty"
     assert sorted((task for chosen in found for task in chosen), key=lambda t: t.matrix) == tasks
@@ -60,15 +60,9 @@ def test_rounds_keep_order_and_lose_nothing(case: tuple[list[Task], list[tuple[i
 @examples(50)
 @given(st.integers(1, 60), st.integers(1, 20))
 def test_rounds_have_about_the_same_bytes(tasks: int, count: int) -> None:
-    found = rounds([Task(i, 0, 1, 1, "l") for i in range(tasks)], [(0, 1)], count)
+    found = rounds([Task(i, 0, 1, 1, "l") for i in range(tasks)], count)
     assert len(found) == min(tasks, count)
     assert max(map(len, found)) - min(map(len, found)) <= 1
-
-
-def test_a_smaller_group_travels_in_fewer_and_the_first_rounds() -> None:
-    tasks = [Task(i, i % 2, 1, 1 if i % 2 else 4, "l") for i in range(32)]
-    found = rounds(tasks, [(0, 1), (0, 1)], 4)
-    assert [sum(task.group for task in chosen) for chosen in found] == [16, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

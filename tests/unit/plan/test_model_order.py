@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.plan.test_timeline import parameters
 from tests.unit.plans import examples, plan_of, plans
 from titan_muon.options import Overlap
-from titan_muon.plan.search.model_order import ModelOrder
+from titan_muon.plan.search.model_order import in_model_order
 from titan_muon.plan.search.owners import Task
 from titan_muon.plan.terms.layout import Geometries
 from titan_muon.plan.terms.pieces import Pieces
@@ -40,7 +40,7 @@ def pieces_of(plan: Plan) -> Pieces:
 @given(plans(exchanges=["all_to_all"]), st.sampled_from(["backward", "forward"]))
 def test_swapped_matrices_cost_their_owner_the_same(plan: Plan, overlap: Overlap) -> None:
     pieces, (rounds, owners) = pieces_of(plan), tasks_of(plan)
-    found, owned = ModelOrder(overlap, pieces, {}).exchanged(rounds, owners)
+    found, owned = in_model_order(rounds, owners, overlap, pieces, {})
     assert sorted(task for tasks in found for task in tasks) == sorted(task for tasks in rounds for task in tasks)
     assert owned.keys() == owners.keys()
     for before, after in zip(rounds, found, strict=True):
@@ -57,7 +57,7 @@ def test_swapped_matrices_cost_their_owner_the_same(plan: Plan, overlap: Overlap
 @given(plans(exchanges=["all_to_all"]), st.sampled_from(["backward", "forward"]))
 def test_of_a_kind_rounds_are_in_the_order_of_the_pass(plan: Plan, overlap: Overlap) -> None:
     pieces, (rounds, owners) = pieces_of(plan), tasks_of(plan)
-    found, _ = ModelOrder(overlap, pieces, {}).exchanged(rounds, owners)
+    found, _ = in_model_order(rounds, owners, overlap, pieces, {})
     kinds: dict[tuple[int, int], list[int]] = {}
     for tasks in found:
         for task in tasks:
@@ -73,7 +73,7 @@ def test_a_matrix_stays_with_those_that_can_own_it() -> None:
     rounds = [[Task(number, 0, 1, 1, "")] for number in (3, 2, 1, 0)]
     owners = {(number, 0): number for number in range(4)}
     able = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
-    found, owned = ModelOrder("forward", pieces, able).exchanged(rounds, owners)
+    found, owned = in_model_order(rounds, owners, "forward", pieces, able)
     assert [tasks[0].matrix for tasks in found] == [2, 3, 0, 1]
     assert owned == {(2, 0): 3, (3, 0): 2, (0, 0): 1, (1, 0): 0}
     assert all(rank in able[matrix] for (matrix, _), rank in owned.items())

@@ -8,8 +8,7 @@ import pytest
 from tests.unit.plan.test_timeline import parameters
 from tests.unit.plans import plan_of
 from titan_muon.options import Machine
-from titan_muon.plan.cost.spans import LOCAL, spans
-from titan_muon.plan.cost.timeline import timeline
+from titan_muon.plan.cost.timeline import LOCAL, spans, timeline
 from titan_muon.plan.terms.machine import MACHINES
 
 H100 = MACHINES["h100x8"]

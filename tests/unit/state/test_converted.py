@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titan_muon import Muon, as_torch, converted
+from titan_muon import Hybrid, Muon, as_torch, converted
 
 SHAPES = {"layers.0.w": (8, 12), "layers.1.w": (12, 8)}
 
@@ -69,7 +69,11 @@ def test_a_checkpoint_goes_on_in_torchs_muon() -> None:
 
 @pytest.mark.parametrize(
     ("options", "fault"),
-    [({"lr_scale": "spectral"}, "lr_scale = 'spectral'"), ({"ns_coefficients": "polar_express"}, "ns_coefficients")],
+    [
+        ({"lr_scale": "spectral"}, "lr_scale = 'spectral'"),
+        ({"ns_coefficients": "polar_express"}, "ns_coefficients"),
+        ({"rule": "normuon"}, "^rule keeps second_moment"),
+    ],
 )
 def test_what_torchs_muon_lacks_is_refused(options: dict[str, Any], fault: str) -> None:
     params = parameters()
@@ -79,11 +83,18 @@ def test_what_torchs_muon_lacks_is_refused(options: dict[str, Any], fault: str) 
         as_torch(ours.state_dict())
 
 
+def test_a_hybrids_state_dict_is_not_torchs_muons() -> None:
+    hybrid = Hybrid(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)))
+    with pytest.raises(ValueError, match=r"pass hybrid.optimizers\['muon'\]"):
+        as_torch(hybrid.state_dict())
+
+
 class SumOfGradients(torch.optim.Optimizer):
     """Muon as dion writes it: momentum is the sum m <- mu m + g, and Nesterov adds the gradient."""
 
-    def __init__(self, params: Any, lr: float, mu: float) -> None:
-        super().__init__(params, {"lr": lr, "mu": mu, "weight_decay": 0.1, "nesterov": True, "adjust_lr": "rms_norm"})
+    def __init__(self, params: Any, lr: float, mu: float, adjust_lr: str | None = "rms_norm") -> None:
+        options = {"lr": lr, "mu": mu, "weight_decay": 0.1, "nesterov": True, "adjust_lr": adjust_lr}
+        super().__init__(params, {**options, "algorithm": "muon", "epsilon": 1e-8})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -94,24 +105,69 @@ class SumOfGradients(torch.optim.Optimizer):
                 momentum.mul_(group["mu"]).add_(param.grad)
 
 
-def test_a_sum_of_gradients_becomes_their_average() -> None:
-    params = parameters()
-    theirs = SumOfGradients(params.values(), lr=0.02, mu=0.9)
-    train(theirs, params, range(3))
-    ours = Muon(list(params.items()))
-    state = converted(theirs.state_dict(), "dion", ns_coefficients="polar_express_cushion")
-    ours.load_state_dict(state)
+def averages_of(params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """torch's momentum after the gradients of three steps."""
     averages = {name: torch.zeros_like(param) for name, param in params.items()}
     for step in range(3):
         set_gradients(params, step)
         for name, param in params.items():
             assert param.grad is not None
             averages[name].lerp_(param.grad, 0.1)
-    for name, param in params.items():
-        torch.testing.assert_close(ours.state[param]["momentum_buffer"], averages[name])
+    return averages
+
+
+@pytest.mark.parametrize("source", ["dion", "dmuon"])
+def test_a_sum_of_gradients_becomes_their_average(source: Any) -> None:
+    params = parameters()
+    vector = nn.Parameter(torch.ones(3))
+    groups = [{"params": params.values()}, {"params": [vector], "algorithm": "adamw", "lr": 0.5}]
+    theirs = SumOfGradients(groups, lr=0.02, mu=0.9)
+    vector.grad = torch.ones(3)
+    train(theirs, params, range(3))
+    saved = theirs.state_dict()
+    if source == "dmuon":
+        momentum = {name: {"momentum_buffer": theirs.state[param]["momentum"]} for name, param in params.items()}
+        muons = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+        saved = {"fsdp": {}, "dedicated": momentum, "param_groups": [muons, {"lr": 0.5, "betas": (0.9, 0.99)}]}
+    ours = Muon(list(params.items()))
+    ours.load_state_dict(converted(saved, source, ns_coefficients="polar_express_cushion"))
+    for name, average in averages_of(params).items():
+        torch.testing.assert_close(ours.state[params[name]]["momentum_buffer"], average)
     group = ours.param_groups[0]
     assert (group["lr"], group["momentum"], group["lr_scale"]) == (0.02, 0.9, "match_rms_adamw")
     assert group["ns_coefficients"] == "polar_express_cushion"
+
+
+def test_a_scale_without_an_equal_is_chosen_by_the_user() -> None:
+    params = parameters()
+    theirs = SumOfGradients(params.values(), lr=0.02, mu=0.9, adjust_lr=None)
+    train(theirs, params, range(1))
+    with pytest.raises(ValueError, match="adjust_lr = None has no lr_scale here; pass lr_scale="):
+        converted(theirs.state_dict(), "dion")
+    (group,) = converted(theirs.state_dict(), "dion", lr_scale="spectral")["param_groups"]
+    assert (group["lr_scale"], group["eps"]) == ("spectral", 1e-8)
+
+
+@pytest.mark.parametrize("source", ["torchtitan", "keller_jordan"])
+def test_an_average_of_gradients_stays(source: Any) -> None:
+    """Groups as DistMuon has them, and as Keller Jordan's MuonWithAuxAdam."""
+    params = parameters()
+    keys: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.0}
+    if source == "torchtitan":
+        torchs = torch.optim.Muon(params.values(), **keys)
+        keys |= {key: value for key, value in torchs.param_groups[0].items() if key != "params"}
+    averages = {index: {"momentum_buffer": average} for index, average in enumerate(averages_of(params).values())}
+    groups = [{**keys, "params": [0, 1]}]
+    if source == "keller_jordan":
+        groups[0]["use_muon"] = True
+        groups.append({"params": [2], "lr": 3e-4, "betas": (0.9, 0.95), "use_muon": False})
+        averages[2] = {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3), "step": 3}
+    ours = Muon(list(params.items()))
+    ours.load_state_dict(converted({"state": averages, "param_groups": groups}, source))
+    for index, param in enumerate(params.values()):
+        assert torch.equal(ours.state[param]["momentum_buffer"], averages[index]["momentum_buffer"])
+    group = ours.param_groups[0]
+    assert (group["lr"], group["momentum"], group["lr_scale"]) == (0.02, 0.9, "original")
 
 
 def test_what_cannot_be_converted_is_refused() -> None:

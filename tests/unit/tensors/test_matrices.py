@@ -8,7 +8,7 @@ import tomli
 import torch
 
 from titan_muon.assignment.roles import Seen
-from titan_muon.assignment.rules import Assignment, assign, default_rules
+from titan_muon.assignment.rules import Assignment, assign_parameters, default_rules
 from titan_muon.options import OptionError, Split
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, Mesh, Replicate
 from titan_muon.tensors.matrices import check_splits, planned, stack_of
@@ -37,7 +37,7 @@ def rule(match: str, optimizer: str) -> Rule:
 
 
 def assigned(rules: list[Rule], defaults: bool = True, **options: bool) -> dict[str, Assignment]:
-    found = assign(SEEN, rules, default_rules() if defaults else None, **options)
+    found = assign_parameters(SEEN, rules, default_rules() if defaults else None, **options)
     assert [one.fqn for one in found] == list(MODEL), "in the order of the parameters"
     assert all(one.shape == MODEL[one.fqn] for one in found)
     return {one.fqn: one for one in found}
@@ -76,13 +76,13 @@ def test_defaults_by_name_and_shape(fqn: str, optimizer: str, reason: str) -> No
     ],
 )
 def test_what_is_no_hidden_matrix_is_left_to_adamw(fqn: str, shape: tuple[int, ...], reason: str) -> None:
-    (found,) = assign({fqn: Seen(shape)}, [], default_rules())
+    (found,) = assign_parameters({fqn: Seen(shape)}, [], default_rules())
     assert found.optimizer == "adamw"
     assert found.reason.startswith(reason)
 
 
 def test_routers_go_where_the_recipe_says() -> None:
-    found = assign(SEEN, [], default_rules(router="muon"))
+    found = assign_parameters(SEEN, [], default_rules(router="muon"))
     assert {one.fqn: one.optimizer for one in found}["layers.1.moe.router.gate.weight"] == "muon"
 
 

@@ -10,9 +10,9 @@ from ..terms.work import Work
 
 
 def batches(chosen: Sequence[int], matrices: Sequence[Matrix], works: Sequence[Work]) -> tuple[tuple[int, ...], ...]:
-    """Batches of matrices with equal shape and work, by index, in order; first the slices, each in its own batch."""
-    # Slices first, because the owners of a sliced matrix wait for each other. In order of the plan, because owners with
-    # two sliced matrices would otherwise deadlock.
+    """Batches of matrices with equal shape and work, by index; first the slices, each in its own batch."""
+    # Slices first, because their owners wait for each other. In order of the plan, because owners with two sliced
+    # matrices would otherwise deadlock.
     result: list[tuple[int, ...]] = [(index,) for index in sorted(chosen) if matrices[index].slice is not None]
     equal: dict[tuple[int, int, int], list[int]] = {}
     for index in chosen:
@@ -28,9 +28,8 @@ def batches(chosen: Sequence[int], matrices: Sequence[Matrix], works: Sequence[W
 
 
 def batch_sizes(count: int, work: Work) -> list[int]:
-    """The sizes of the batches of `count` equal matrices."""
-    # 9 matrices with room for 8 become 5 and 4, because the largest batch sets the workspace, and a small batch runs at
-    # a low rate.
+    """Sizes of the batches of `count` equal matrices."""
+    # 9 matrices with room for 8 become 5 and 4: the largest batch sets the workspace, and small batches are slow.
     parts = -(-count // work.batch)
     size = -(-count // parts)
     return [size] * (count // size) + ([count % size] if count % size else [])

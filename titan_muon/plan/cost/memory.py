@@ -15,9 +15,9 @@ class StepBytes(NamedTuple):
     Attributes:
         buffers: exchange buffers.
         workspace: the largest batch of whole matrices.
-        advance: temporary bytes of the largest call for the momentum.
-        orthogonalize: temporary bytes of Newton-Schulz and of the rule, on the largest batch.
-        apply: temporary bytes of the largest call for the weights.
+        advance: temporary, of the largest call for the momentum.
+        orthogonalize: temporary, of Newton-Schulz and the rule on the largest batch.
+        apply: temporary, of the largest call for the weights.
     """
 
     buffers: int
@@ -28,7 +28,7 @@ class StepBytes(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Peak bytes without the exchange buffers: the computing stream runs one stage at a time."""
+        """Peak without the exchange buffers: the computing stream runs one stage at a time."""
         return self.workspace + max(self.advance, self.orthogonalize, self.apply)
 
     @property

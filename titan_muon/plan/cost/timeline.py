@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ...options import Overlap
 from ..exchange.pattern import BucketTotals, Flow
@@ -15,16 +15,13 @@ from ..terms.machine import MachineRates
 from ..terms.pieces import Pieces
 from ..terms.schedule import NOTHING, Act, Hidden, hidden_rounds, ordered_rounds, schedule
 from ..terms.types import Plan
-from .times import BucketTimes, Costs, OwnerTime, bucket_times
+from .times import BucketTimes, Costs, LocalTime, bucket_times
 from .totals import Totals
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """Seconds of a rank in a step: Newton-Schulz, memory passes, waits for collectives, and the busiest link.
-
-    Excludes the communication hidden in the model's passes. `host`: to launch the step.
-    """
+    """Seconds of a rank in a step, without communication hidden in the model's passes. `host`: to launch the step."""
 
     rank: int
     orthogonalize: float
@@ -47,10 +44,8 @@ class Timeline:
         least: lower bound by Newton-Schulz: the mean over ranks, or the largest matrix.
         exposed: saved if communication took no time.
         hidden: most seconds of a rank's gathers in the previous backward ("backward"), or from the end of the step
-        until
-            the next forward has all results ("forward"). None without overlap.
-        tail: from the last Newton-Schulz of any rank to the end of the step. Upper bound of the gain by waiting for
-            returns in the next forward.
+            until the next forward has all results ("forward").
+        tail: from the last Newton-Schulz of any rank to the end: upper bound of the gain by returns in forward.
     """
 
     machine: str
@@ -71,7 +66,7 @@ class Timeline:
 
     @property
     def host(self) -> float:
-        """Seconds of the busiest host: a lower bound of the step, unless the host is ahead of the device."""
+        """A lower bound of the step, unless the host is ahead of the device."""
         return max(rank.host for rank in self.ranks)
 
 
@@ -80,38 +75,28 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
 
     A pass with `overlap` is assumed to hide all of its gathers or returns.
     """
-    pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
-    costs = Costs(pieces, plan.works, plan.wire_bytes, machine, plan.passes)
-    ranks = pieces.ranks()
-    place = {rank: index for index, rank in enumerate(ranks)}
-    totals = Totals(plan.buckets, pieces).of_buckets
-    times = [bucket_times(b, t, costs, place) for b, t in zip(plan.buckets, totals, strict=True)]
-    local_times = costs.local(plan.local)
-    newton = [time.owned.seconds for time in local_times.values()]
-    passes = [time.passes for time in local_times.values()]
-    local = [time.seconds for time in local_times.values()]
-    rounds = [bucket.round for bucket in plan.buckets]
-    hidden = hidden_rounds(overlap, plan.buffer_sets, plan.rounds, ordered_rounds(plan.buckets, overlap))
-    clock = run_clock(Clock(times, len(local)), rounds, local, plan.buffer_sets, hidden)
+    m = _modelled(plan, machine, overlap)
+    costs, totals, times, hidden, local = m.costs, m.totals, m.times, m.hidden, list(m.local.values())
+    newton, passes = [time.owned.seconds for time in local], [time.passes for time in local]
+    clock = m.run(plan, Clock(times, len(local)))
     ends = clock.now
     # Hidden gathers take no time in either run; late applies are left out of both.
-    free = simulate(
-        [_with_free_links(bucket) for bucket in times], rounds, local, plan.buffer_sets, Hidden(returns=hidden.returns)
-    )
-    before = [number < hidden.gathers for number in rounds]
-    behind = [number >= plan.rounds - hidden.returns for number in rounds]
+    unlinked = m._replace(times=[_with_free_links(bucket) for bucket in times], hidden=Hidden(returns=hidden.returns))
+    free = unlinked.run(plan, Clock(unlinked.times, len(local))).now
+    before = [bucket.round < hidden.gathers for bucket in plan.buckets]
+    behind = [bucket.round >= plan.rounds - hidden.returns for bucket in plan.buckets]
     for bucket, late in zip(times, behind, strict=True):
         for index, owned, pack, copies, apply in zip(
             bucket.group, bucket.owned, bucket.pack, bucket.copies, bucket.apply, strict=True
         ):
             newton[index] += owned.seconds
             passes[index] += pack + copies + (0.0 if late else apply)
-    links = _links(totals, before, behind, ranks, plan.wire_bytes, machine)
-    hosts = _hosts(totals, {rank: time.owned for rank, time in local_times.items()}, costs)
-    columns = zip(ranks, newton, passes, ends, links, hosts, strict=True)
+    links = _links(totals, before, behind, list(m.local), plan.wire_bytes, machine)
+    hosts = _hosts(totals, m.local, costs)
+    columns = zip(m.local, newton, passes, ends, links, hosts, strict=True)
     hidden_seconds = {
         "none": None,
-        "backward": _gathered(compress(times, before), len(ranks)),
+        "backward": _gathered(compress(times, before), len(local)),
         "forward": max(0.0, max(clock.behind, default=0.0) - max(ends, default=0.0)),
     }
     return Timeline(
@@ -119,7 +104,7 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
         overlap,
         # Rounding of the sums could make waits negative.
         tuple(RankTime(rank, ns, moved, max(0.0, end - ns - moved), *rest) for rank, ns, moved, end, *rest in columns),
-        _least(plan, costs, len(ranks)),
+        _least(plan, costs, len(local)),
         max(ends, default=0.0) - max(free, default=0.0),
         hidden_seconds[overlap],
         max(ends, default=0.0) - clock.computed,
@@ -127,6 +112,30 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
 
 
 C = TypeVar("C", bound="Clock")
+
+
+class _Modelled(NamedTuple):
+    """A plan's times on a machine: of each bucket, and of each rank's local matrices."""
+
+    costs: Costs
+    totals: list[dict[int, BucketTotals]]
+    times: list[BucketTimes]
+    local: Mapping[int, LocalTime]
+    hidden: Hidden
+
+    def run(self, plan: Plan, clock: C) -> C:
+        rounds, local = [bucket.round for bucket in plan.buckets], [time.seconds for time in self.local.values()]
+        return run_clock(clock, rounds, local, plan.buffer_sets, self.hidden)
+
+
+def _modelled(plan: Plan, machine: MachineRates, overlap: Overlap) -> _Modelled:
+    pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
+    costs = Costs(pieces, plan.works, plan.wire_bytes, machine, plan.passes)
+    place = {rank: index for index, rank in enumerate(pieces.ranks())}
+    totals = Totals(plan.buckets, pieces).of_buckets
+    times = [bucket_times(b, t, costs, place) for b, t in zip(plan.buckets, totals, strict=True)]
+    hidden = hidden_rounds(overlap, plan.buffer_sets, plan.rounds, ordered_rounds(plan.buckets, overlap))
+    return _Modelled(costs, totals, times, costs.local(plan.local), hidden)
 
 
 def simulate(
@@ -141,7 +150,7 @@ def simulate(
 
 
 def run_clock(clock: C, rounds: Sequence[int], local: Sequence[float], buffer_sets: int, hidden: Hidden = NOTHING) -> C:
-    """Play the turns of a step on a clock. Arguments as for `simulate`."""
+    """Play the turns of a step. Arguments as for `simulate`."""
     count = max(rounds, default=-1) + 1
     by_round: list[list[int]] = [[] for _ in range(count)]
     for index, number in enumerate(rounds):
@@ -165,9 +174,9 @@ def run_clock(clock: C, rounds: Sequence[int], local: Sequence[float], buffer_se
 class Clock:
     """Clocks of every rank's compute stream and links during a step."""
 
-    # The host enqueues without waiting. Compute continues when the awaited collective ends on its slowest rank.
-    # Collectives of a group are serialized, because a communicator has a single stream. Collectives of different groups
-    # run concurrently but share a rank's links, occupied only by the rank's own traffic.
+    # Compute continues when the awaited collective ends on its slowest rank. Collectives of a group are serialized,
+    # because a communicator has a single stream. Collectives of different groups run concurrently but share a rank's
+    # links, occupied only by the rank's own traffic.
 
     def __init__(self, times: Sequence[BucketTimes], ranks: int) -> None:
         self._times = times
@@ -194,8 +203,8 @@ class Clock:
         for index in times.group:
             now[index] = max(now[index], over)
         for team, seconds in times.teams:
-            # Slices of a matrix start together, at the last of their owners, and end together, before whole matrices
-            # (`batches`). `owned` below includes their seconds.
+            # Slices of a matrix start at the last of their owners, and end together. `owned` below includes their
+            # seconds.
             start = max(now[index] for index in team)
             for index in team:
                 now[index] = start + seconds
@@ -229,7 +238,6 @@ class Clock:
 
 
 def _with_free_links(times: BucketTimes) -> BucketTimes:
-    """A bucket with collectives of no duration, but still a synchronization of ranks."""
     # Use 1e-30, not 0: zero bytes would mean "no collective", and ranks would not synchronize.
     phases = tuple(tuple(seconds * 1e-30 for seconds in phase) for phase in times.phases)
     return replace(times, phases=phases, latency=0.0)
@@ -251,7 +259,7 @@ def _links(
     wire_bytes: int,
     machine: MachineRates,
 ) -> list[float]:
-    """Seconds of each rank's busiest link in a step, without gathers of `gathered` and returns of `late` buckets."""
+    """Each rank's busiest link, without gathers of `gathered` and returns of `late` buckets."""
     sums = {rank: [0] * len(Flow._fields) for rank in ranks}
     for bucket, before, behind in zip(totals, gathered, late, strict=True):
         for rank, rank_totals in bucket.items():
@@ -260,8 +268,8 @@ def _links(
     return [Flow(*sums[rank]).seconds(wire_bytes, machine) for rank in ranks]
 
 
-def _hosts(totals: Iterable[Mapping[int, BucketTotals]], local: Mapping[int, OwnerTime], costs: Costs) -> list[float]:
-    launches = {rank: [time.matrices, time.batches, 0] for rank, time in local.items()}
+def _hosts(totals: Iterable[Mapping[int, BucketTotals]], local: Mapping[int, LocalTime], costs: Costs) -> list[float]:
+    launches = {rank: [time.owned.matrices, time.owned.batches, 0] for rank, time in local.items()}
     for bucket in totals:
         for rank, rank_totals in bucket.items():
             owned, counts = costs.owned(rank_totals.owned), launches[rank]
@@ -277,3 +285,76 @@ def _least(plan: Plan, costs: Costs, ranks: int) -> float:
     alone = {kind: costs.alone(matrix) for kind, matrix in examples.items()}
     mean = sum(count * alone[kind] for kind, count in kinds.items()) / max(1, ranks)
     return max([mean, *alone.values()])
+
+
+STAGES = ("advance", "gather", "orthogonalize", "send_back", "apply")
+LOCAL = -1
+"""Bucket of local matrices."""
+
+
+class StageSpan(NamedTuple):
+    """A stage of a bucket on a rank, in seconds from the start of the step. Gathers and returns are on the links."""
+
+    rank: int
+    stage: str
+    bucket: int
+    start: float
+    stop: float
+
+
+def spans(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> list[StageSpan]:
+    """The spans of every rank in the modelled step, by start."""
+    modelled = _modelled(plan, machine, overlap)
+    recorder = modelled.run(plan, _Recorder(modelled.times, list(modelled.local)))
+    return sorted(recorder.spans, key=lambda span: (span.start, span.rank))
+
+
+class _Recorder(Clock):
+    def __init__(self, times: Sequence[BucketTimes], ranks: Sequence[int]) -> None:
+        super().__init__(times, len(ranks))
+        self._ranks, self.spans = ranks, list[StageSpan]()
+
+    def gather(self, bucket: int, *, travels: bool) -> None:
+        times = self._times[bucket]
+        starts = [self.now[index] for index in times.group]
+        super().gather(bucket, travels=travels)
+        stops = [start + seconds for start, seconds in zip(starts, times.pack, strict=True)]
+        self._add("advance", bucket, times.group, starts, stops)
+        if travels:
+            self._add_links("gather", bucket, times.phases[0])
+
+    def stay(self, local: Sequence[float]) -> None:
+        starts = list(self.now)
+        super().stay(local)
+        self._add("orthogonalize", LOCAL, range(len(starts)), starts, self.now)
+
+    def orthogonalize(self, bucket: int) -> None:
+        times = self._times[bucket]
+        super().orthogonalize(bucket)
+        stops = [self.now[index] for index in times.group]
+        durations = (copies + owned.seconds for copies, owned in zip(times.copies, times.owned, strict=True))
+        starts = [stop - seconds for stop, seconds in zip(stops, durations, strict=True)]
+        self._add("orthogonalize", bucket, times.group, starts, stops)
+        if len(times.phases) > 1:
+            self._add_links("send_back", bucket, times.phases[1])
+
+    def apply(self, bucket: int, *, late: bool) -> None:
+        times = self._times[bucket]
+        super().apply(bucket, late=late)
+        ends = self.behind if late else self.now
+        stops = [ends[index] for index in times.group]
+        starts = [stop - seconds for stop, seconds in zip(stops, times.apply, strict=True)]
+        self._add("apply", bucket, times.group, starts, stops)
+
+    def _add_links(self, stage: str, bucket: int, phase: Sequence[float]) -> None:
+        if any(phase):
+            stops = [self._wires[index] for index in self._times[bucket].group]
+            starts = [stop - seconds for stop, seconds in zip(stops, phase, strict=True)]
+            self._add(stage, bucket, self._times[bucket].group, starts, stops)
+
+    def _add(
+        self, stage: str, bucket: int, group: Iterable[int], starts: Sequence[float], stops: Sequence[float]
+    ) -> None:
+        for index, start, stop in zip(group, starts, stops, strict=True):
+            if stop > start:
+                self.spans.append(StageSpan(self._ranks[index], stage, bucket, start, stop))

@@ -18,8 +18,8 @@ from .batches import counted_batches
 class OwnerTime(NamedTuple):
     """Cost of a rank's matrices in a bucket, or of its local matrices.
 
-    `assembled`: bytes of the largest assembled batch. `iteration`: most bytes of the iteration on a batch. `team_sent`
-    and `team_calls`: bytes and collectives among the owners of slices.
+    `assembled`, `iteration`: most bytes of a batch, assembled and in the iteration. `team_*`: among the owners of
+    slices.
     """
 
     elements: int
@@ -34,7 +34,7 @@ class OwnerTime(NamedTuple):
 
 
 class LocalTime(NamedTuple):
-    """Cost of a rank's local matrices: Newton-Schulz, and seconds of momentum and apply."""
+    """`passes`: seconds of momentum and apply."""
 
     owned: OwnerTime
     passes: float
@@ -61,14 +61,13 @@ class Costs:
         self._owned: dict[KindCounts, OwnerTime] = {}
 
     def owned(self, counts: KindCounts) -> OwnerTime:
-        """Cost of orthogonalizing `counts` in batches."""
         # Cached, because most ranks have equal counts.
         if counts not in self._owned:
             self._owned[counts] = self._find(counts)
         return self._owned[counts]
 
     def local(self, local: Sequence[Ranks]) -> dict[int, LocalTime]:
-        """Cost of the local matrices of every rank; `local` are the ranks of each matrix."""
+        """Cost of local matrices by rank; `local`: the ranks of each matrix."""
         by_kind: dict[int, dict[int, int]] = {rank: {} for rank in self.pieces.ranks()}
         for kind, ranks in zip(self.pieces.kinds, local, strict=True):
             for rank in ranks:
@@ -85,12 +84,11 @@ class Costs:
         )
 
     def pack_seconds(self, elements: int, calls: int = 1) -> float:
-        """Seconds to advance the momentum of this many stored elements and to pack them."""
+        """Seconds to advance the momentum of stored elements and to pack them."""
         moved = self.passes.traffic
         return self.machine.pass_seconds(elements * moved.advance, calls * moved.advance_launches)
 
     def apply_seconds(self, elements: int, calls: int = 1) -> float:
-        """Seconds to decay and update this many stored elements."""
         moved = self.passes.traffic
         return self.machine.pass_seconds(elements * moved.apply, calls * moved.apply_launches)
 
@@ -112,12 +110,12 @@ class Costs:
         return total
 
     def alone(self, matrix: Matrix) -> float:
-        """Seconds of the products of a matrix, without launches, because batches share launches."""
+        """Seconds of the products, without launches, because batches share launches."""
         work = self.works[matrix.work]
         return work.flops / self.machine.rate(work.dtype, min(matrix.rows, matrix.cols))
 
     def copied_bytes(self, elements: int) -> int:
-        """Bytes read and written to assemble matrices, to normalize them and to fill the return buffer."""
+        """Bytes moved to assemble matrices, to normalize them and to fill the return buffer."""
         return elements * (2 * 2 * self.wire_bytes + NORMALIZING_BYTES)
 
 

@@ -13,7 +13,7 @@ from ..terms.types import Bucket
 
 
 class Totals:
-    """`of_buckets`: by bucket and rank. `buckets`: by rank, (round, totals) of its buckets."""
+    """Totals: `of_buckets` by bucket and rank. `buckets`: by rank, (round, totals) of its buckets."""
 
     def __init__(self, buckets: Sequence[Bucket], pieces: Pieces) -> None:
         self.of_buckets = [PATTERNS[bucket.exchange].totals(bucket, pieces) for bucket in buckets]
@@ -24,7 +24,7 @@ class Totals:
 
     def buffer_elements(self, rank: int, buffer_sets: int) -> int:
         # Buckets of a round need separate buffers. Buckets at equal positions of rounds with a common buffer set share
-        # buffers of the largest size.
+        # them.
         largest: dict[tuple[int, int], list[int]] = {}
         last, place = -1, 0
         for number, totals in self.buckets[rank]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..terms.pieces import Holders, KeySums, Pieces, Ranks
 from ..terms.types import Bucket, Piece
-from .pattern import BucketTotals, Flow, Pattern, counts
+from .pattern import BucketTotals, Flow, KindCounts, Pattern, counts
 from .phases import BucketProgram, Collective, Phase, parcels, splits
 
 Key = Callable[[int], Hashable]
@@ -43,7 +43,8 @@ class AllToAll(Pattern):
         return Routes((pieces.geometry(matrix).replica.__getitem__, _everywhere))
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
-        travels = [any(flow.owned for flow in by_rank.values()) for by_rank in self._flows(bucket, pieces)]
+        kinds = self._kinds(bucket, pieces)
+        travels = [self._direction(bucket, pieces, kinds, way).travels for way in (GATHER, RETURN)]
         gather, back = (self.phase(bucket, rank, pieces, way, travels[way]) for way in (GATHER, RETURN))
         pairs = zip(bucket.matrices, bucket.owners, strict=True)
         matrices = tuple(matrix for matrix, owner in pairs if rank in self.routes(matrix, pieces).of(owner))
@@ -75,48 +76,61 @@ class AllToAll(Pattern):
         )
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
-        gather, back = self._flows(bucket, pieces)
-        mine = counts({kind: workers for kind, _, workers, _ in self._kinds(bucket, pieces)})
-        calls = sum(any(flow.owned for flow in by_rank.values()) for by_rank in (gather, back))
-        return {rank: _totals(gather[rank], back[rank], mine.get(rank, ()), calls) for rank in bucket.group}
+        kinds = self._kinds(bucket, pieces)
+        gather, back = (self._direction(bucket, pieces, kinds, way) for way in (GATHER, RETURN))
+        mine, stored = counts({kind: workers for kind, _, workers, _ in kinds}), Counter[int]()
+        for kind, _, _, count in kinds:
+            stored.update(dict.fromkeys(pieces.holders(kind, bucket.group).on_rank, count))
+        calls = gather.travels + back.travels
+        return {
+            rank: _totals(gather.by_rank[rank], back.by_rank[rank], mine.get(rank, ()), calls, stored[rank])
+            for rank in bucket.group
+        }
 
-    def _kinds(self, bucket: Bucket, pieces: Pieces) -> Iterable[tuple[int, Routes, Counter[int], int]]:
-        """By kind in the bucket: the routes, the number of matrices by worker, and their number."""
-        for kind, owners in owned_by_kind(bucket, pieces).items():
+    def _kinds(self, bucket: Bucket, pieces: Pieces) -> list[_Kind]:
+        by_kind: dict[int, Counter[int]] = {}
+        for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
+            by_kind.setdefault(pieces.kinds[matrix], Counter())[owner] += 1
+        kinds = []
+        for kind, owners in by_kind.items():
             routes, workers = self.routes(pieces.examples[kind], pieces), Counter[int]()
             for owner, count in owners.items():
                 workers.update(dict.fromkeys(routes.of(owner), count))
-            yield kind, routes, workers, owners.total()
+            kinds.append(_Kind(kind, routes, workers, owners.total()))
+        return kinds
 
-    def _flows(self, bucket: Bucket, pieces: Pieces) -> tuple[dict[int, _Amounts], dict[int, _Amounts]]:
-        flows = ({rank: _Amounts() for rank in bucket.group}, {rank: _Amounts() for rank in bucket.group})
-        partners = (_Partners(), _Partners())
-        for kind, routes, workers, count in self._kinds(bucket, pieces):
-            holders, parts = pieces.holders(kind, bucket.group), bool(routes.workers)
-            for direction, key in enumerate(routes.keys):
-                sums = holders.sums(self.name, direction, key)
-                _add(flows[direction], partners[direction], holders, sums, workers, key, pieces, parts=parts)
-            for rank in holders.on_rank:
-                flows[RETURN][rank].pieces += count
-        for by_rank, known in zip(flows, partners, strict=True):
-            known.count(by_rank, pieces)
-        return flows
+    def _direction(self, bucket: Bucket, pieces: Pieces, kinds: Iterable[_Kind], way: int) -> _Direction:
+        direction = _Direction(bucket.group, pieces)
+        for kind, routes, workers, _ in kinds:
+            holders, key = pieces.holders(kind, bucket.group), routes.keys[way]
+            direction.add(holders, holders.sums(self.name, way, key), workers, key, parts=bool(routes.workers))
+        direction.count_peers()
+        return direction
 
 
 class Duplicated(AllToAll):
-    """Every rank of the owner's tensor-parallel group assembles a cut matrix, and returns its part: Newton-Schulz and
-    gather once per rank, but a shorter return."""
+    """Every rank of the owner's tensor-parallel group assembles a cut matrix, and returns its part: more work and
+    traffic, but a shorter return."""
 
     name = "duplicated"
     automatic = True
 
     def routes(self, matrix: int, pieces: Pieces) -> Routes:
-        """As an all-to-all, but the return is to the ranks at equal tensor-parallel coordinates."""
+        """Routes of an all-to-all, but the return is to the ranks at equal tensor-parallel coordinates."""
         geometry, routes = pieces.geometry(matrix), super().routes(matrix, pieces)
         if pieces.matrices[matrix].index not in geometry.cut_by_peers:
             return routes
         peers = geometry.peers
         return Routes((routes.keys[GATHER], lambda rank: peers[rank].index(rank)), peers)
+
+
+class _Kind(NamedTuple):
+    """The matrices of one kind in a bucket: number of the kind, routes, matrices by worker, and number of matrices."""
+
+    kind: int
+    routes: Routes
+    workers: Counter[int]
+    matrices: int
 
 
 @dataclass
@@ -128,7 +142,6 @@ class _Amounts:
         kept: of `home`, for the rank itself.
         owned: of pieces from further ranks, for the matrices orthogonalized on this rank.
         parts: whether any matrix has several workers.
-        pieces: number of the rank's pieces.
         key: of the last piece's route; pieces of a bucket nearly always share the key.
         peers: ranks that exchange pieces with this rank. `*_near`: within the node.
     """
@@ -140,92 +153,72 @@ class _Amounts:
     owned_near: int = 0
     parts: bool = False
     key: Hashable = None
-    pieces: int = 0
     peers: int = 0
     peers_near: int = 0
 
+    @property
+    def leaves(self) -> int:
+        return self.home - self.kept
 
-class _Partners:
-    def __init__(self) -> None:
-        self.workers: dict[Hashable, set[int]] = {}
+    def flow(self, *, back: bool) -> Flow:
+        home, owned = (self.home_near, self.leaves - self.home_near), (self.owned_near, self.owned - self.owned_near)
+        sent, received = (owned, home) if back else (home, owned)
+        return Flow(*sent, *received, self.peers_near, self.peers - self.peers_near)
 
-    def count(self, by_rank: Mapping[int, _Amounts], pieces: Pieces) -> None:
-        """Count the peers of each holder. `_add` counts the peers of each worker."""
-        near = {key: Counter(map(pieces.node, ranks)) for key, ranks in self.workers.items()}
-        for rank, amounts in by_rank.items():
+
+class _Direction:
+    """The elements of a bucket by rank in one direction."""
+
+    def __init__(self, group: Ranks, pieces: Pieces) -> None:
+        self.by_rank = {rank: _Amounts() for rank in group}
+        self._pieces = pieces
+        self._workers: dict[Hashable, set[int]] = {}
+
+    @property
+    def travels(self) -> bool:
+        return any(amounts.owned for amounts in self.by_rank.values())
+
+    def add(self, holders: Holders, sums: KeySums, workers: Mapping[int, int], key: Key, *, parts: bool) -> None:
+        """Add the routes of all matrices of a kind; `workers`: number of matrices by worker."""
+        done, done_near, node_of = Counter[Hashable](), Counter[Hashable](), self._pieces.node
+        stored, stored_near, ranks, ranks_near = sums
+        for worker, count in workers.items():
+            place, node, mine = key(worker), node_of(worker), holders.on_rank.get(worker, 0)
+            done[place] += count
+            done_near[place, node] += count
+            amounts, itself = self.by_rank[worker], worker in holders.on_rank
+            amounts.owned += count * (stored[place] - mine)
+            amounts.owned_near += count * (stored_near[place, node] - mine)
+            amounts.parts = amounts.parts or parts
+            amounts.peers = max(amounts.peers, ranks[place] - itself)
+            amounts.peers_near = max(amounts.peers_near, ranks_near[place, node] - itself)
+            self._workers.setdefault(place, set()).add(worker)
+        for rank, elements, node, _ in holders.holders:
+            place, count, amounts = key(rank), workers.get(rank, 0), self.by_rank[rank]
+            amounts.home += elements * done[place]
+            amounts.kept += elements * count
+            amounts.home_near += elements * (done_near[place, node] - count)
+            amounts.parts = amounts.parts or parts
+            amounts.key = place
+
+    def count_peers(self) -> None:
+        """Count the peers of each holder. `add` counts the peers of each worker."""
+        near = {key: Counter(map(self._pieces.node, ranks)) for key, ranks in self._workers.items()}
+        for rank, amounts in self.by_rank.items():
             if amounts.home and amounts.key in near:
-                workers = self.workers[amounts.key]
+                workers = self._workers[amounts.key]
                 itself = rank in workers
                 amounts.peers = max(amounts.peers, len(workers) - itself)
-                amounts.peers_near = max(amounts.peers_near, near[amounts.key][pieces.node(rank)] - itself)
+                amounts.peers_near = max(amounts.peers_near, near[amounts.key][self._pieces.node(rank)] - itself)
 
 
 def _everywhere(rank: int) -> Hashable:
     return 0
 
 
-def _add(
-    by_rank: Mapping[int, _Amounts],
-    partners: _Partners,
-    holders: Holders,
-    sums: KeySums,
-    workers: Mapping[int, int],
-    key: Key,
-    pieces: Pieces,
-    *,
-    parts: bool,
-) -> None:
-    """Add the routes of all matrices of a kind in a phase; `workers`: number of matrices by worker."""
-    done, done_near = Counter[Hashable](), Counter[Hashable]()
-    stored, stored_near, ranks, ranks_near = sums
-    for worker, count in workers.items():
-        place, node, mine = key(worker), pieces.node(worker), holders.on_rank.get(worker, 0)
-        done[place] += count
-        done_near[place, node] += count
-        direction = by_rank[worker]
-        direction.owned += count * (stored[place] - mine)
-        direction.owned_near += count * (stored_near[place, node] - mine)
-        direction.parts = direction.parts or parts
-        itself = worker in holders.on_rank
-        direction.peers = max(direction.peers, ranks[place] - itself)
-        direction.peers_near = max(direction.peers_near, ranks_near[place, node] - itself)
-        partners.workers.setdefault(place, set()).add(worker)
-    for rank, elements, node, _ in holders.holders:
-        place, count, direction = key(rank), workers.get(rank, 0), by_rank[rank]
-        direction.home += elements * done[place]
-        direction.kept += elements * count
-        direction.home_near += elements * (done_near[place, node] - count)
-        direction.parts = direction.parts or parts
-        direction.key = place
-
-
-def _totals(gather: _Amounts, back: _Amounts, owned: tuple[tuple[int, int], ...], calls: int) -> BucketTotals:
-    leaves, comes = gather.home - gather.kept, back.home - back.kept
-    gathered = Flow(
-        sent_near=gather.home_near,
-        sent_far=leaves - gather.home_near,
-        received_near=gather.owned_near,
-        received_far=gather.owned - gather.owned_near,
-        near_peers=gather.peers_near,
-        far_peers=gather.peers - gather.peers_near,
-    )
-    returned = Flow(
-        sent_near=back.owned_near,
-        sent_far=back.owned - back.owned_near,
-        received_near=back.home_near,
-        received_far=comes - back.home_near,
-        near_peers=back.peers_near,
-        far_peers=back.peers - back.peers_near,
-    )
+def _totals(gather: _Amounts, back: _Amounts, owned: KindCounts, calls: int, stored: int) -> BucketTotals:
     mirrored = not gather.parts and (gather.home, gather.owned) == (back.home, back.owned)
     buffers = (max(gather.home, back.home), gather.owned, 0 if mirrored else back.owned)
-    sent, received = leaves + back.owned, comes + gather.owned
-    return BucketTotals(owned, back.home, sent, received, buffers, (gathered, returned), calls, back.pieces)
-
-
-def owned_by_kind(bucket: Bucket, pieces: Pieces) -> dict[int, Counter[int]]:
-    """By kind in the bucket, the number of matrices by owner."""
-    by_kind: dict[int, Counter[int]] = {}
-    for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
-        by_kind.setdefault(pieces.kinds[matrix], Counter())[owner] += 1
-    return by_kind
+    sent, received = gather.leaves + back.owned, back.leaves + gather.owned
+    flows = (gather.flow(back=False), back.flow(back=True))
+    return BucketTotals(owned, back.home, sent, received, buffers, flows, calls, stored)

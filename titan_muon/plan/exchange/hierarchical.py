@@ -1,7 +1,7 @@
 """Hierarchical all-to-all: an all-to-all within the owner's replica, then an all-gather over replicas."""
 
-# With few matrices, an owner that sends results to 128 replicas is the busiest rank, and ranks without a matrix send
-# nothing. Here each replica group, the ranks with equal pieces of different replicas, all-gathers the results.
+# With few matrices, an owner that sends results to 128 replicas is the busiest rank. Here each replica group, the ranks
+# with equal pieces of different replicas, all-gathers the results.
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..terms.pieces import Pieces, Ranks
 from ..terms.types import Bucket
 from .all_to_all import RETURN, AllToAll
 from .pattern import BucketTotals, ring
-from .phases import BucketProgram, Collective, Parcel, Phase
+from .phases import BucketProgram, Collective, gather_phase
 
 
 class Hierarchical(AllToAll):
@@ -30,18 +30,12 @@ class Hierarchical(AllToAll):
         within = {ranks[place]: _within(bucket, ranks) for ranks in replicas}
         run = super().program(within[rank], rank, pieces)
         assert run.returning is not None, "an all-to-all returns"
-        received: list[Parcel] = []
-        sizes: list[int] = []
-        replica_group = tuple(sorted(within))
-        for member in replica_group:
-            phase = run.returning if member == rank else self.phase(within[member], member, pieces, RETURN)
+        stored = {}
+        for member, part in within.items():
+            phase = run.returning if member == rank else self.phase(part, member, pieces, RETURN)
             # In the order of the member's home buffer. This rank stores an equal piece of each matrix.
-            received += [Parcel(p.matrix, member, p.piece, sum(sizes) + p.offset) for p in phase.home]
-            sizes.append(phase.home_numel)
-        home = run.returning.home
-        spreading = Phase(
-            Collective.ALL_GATHER, home, tuple(received), (), tuple(sizes), travels=any(sizes), group=replica_group
-        )
+            stored[member] = [(parcel.matrix, parcel.piece) for parcel in phase.home]
+        spreading = gather_phase(stored, rank, tuple(sorted(within)), Collective.ALL_GATHER)
         return replace(run, bucket=bucket, spreading=spreading)
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:

@@ -17,9 +17,9 @@ KindCounts = tuple[tuple[int, int], ...]
 
 
 class Flow(NamedTuple):
-    """Elements exchanged by a rank in a collective, within the node (near) and with further nodes (far).
+    """Elements exchanged by a rank in a collective, within the node (near) and beyond (far).
 
-    `near_peers`, `far_peers`: ranks with a message in either direction.
+    `*_peers`: ranks with a message in either direction.
     """
 
     sent_near: int
@@ -59,7 +59,7 @@ class BucketTotals(NamedTuple):
 
 
 def counts(owned: Mapping[int, Mapping[int, int]]) -> dict[int, KindCounts]:
-    """(kind, count) pairs of every rank; `owned` counts matrices by kind and rank."""
+    """(kind, count) pairs of every rank, from counts by kind and rank."""
     by_rank: dict[int, list[tuple[int, int]]] = {}
     for kind in sorted(owned):
         for rank, count in owned[kind].items():
@@ -70,7 +70,7 @@ def counts(owned: Mapping[int, Mapping[int, int]]) -> dict[int, KindCounts]:
 def ring(stored: Mapping[int, int], pieces: Pieces) -> dict[int, Flow]:
     """Traffic of each rank in an all-gather, or in the reverse direction in a reduce-scatter."""
     # A ring: within a node every rank passes on all received elements; elements from outside enter the node once,
-    # spread over the network links of the node's ranks.
+    # spread over its network links.
     members, inside, whole = Counter[int](), Counter[int](), sum(stored.values())
     for rank, elements in stored.items():
         members[pieces.node(rank)] += 1
@@ -80,7 +80,6 @@ def ring(stored: Mapping[int, int], pieces: Pieces) -> dict[int, Flow]:
         node = pieces.node(rank)
         near = whole - elements if members[node] > 1 else 0
         far = -(-(whole - inside[node]) // members[node])
-        # A hop for each other rank of the node, and for each other node.
         flows[rank] = Flow(near, far, near, far, members[node] - 1, len(members) - 1)
     return flows
 
@@ -104,10 +103,10 @@ class Pattern(ABC):
 
     @abstractmethod
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
-        """The bucket from the view of a rank of the group."""
+        """The program of a rank of the group."""
 
     def groups(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
-        """The ranks of each gather and return of the bucket, ascending."""
+        """The ranks of each gather and return, ascending."""
         return (bucket.group,)
 
     def replica_groups(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
@@ -116,6 +115,6 @@ class Pattern(ABC):
 
     @abstractmethod
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
-        """The cost of the bucket on each rank of the group."""
+        """The cost on each rank of the group."""
         # From shapes, because programs of 1,024 ranks for each candidate would take minutes.
         # tests/unit/plan/test_summary.py compares both.

@@ -10,11 +10,11 @@ from functools import cached_property
 from ..terms.types import Bucket, Piece
 
 ALIGNMENT = 64
-"""Divides a buffer's offset in a block, so that collectives read aligned memory."""
+"""Divides a buffer's offset in a block, because collectives need aligned memory."""
 
 
 def aligned(elements: int) -> int:
-    """The elements of a buffer with its padding in a block."""
+    """Elements with padding in a block."""
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
@@ -42,7 +42,7 @@ class Phase:
 
     `home`: parcels of the local pieces, in the home buffer. `owned`: parcels of the matrices to orthogonalize, in the
     owner's buffer. Splits: elements exchanged with each rank of the `group` (global ranks). `travels`: whether any two
-    ranks of the group exchange elements.
+    ranks exchange elements.
     """
 
     # In an all-to-all the home parcels for the rank itself come first and never travel: the split is zero, without an
@@ -110,8 +110,7 @@ ByPeer = Mapping[int, Sequence[tuple[int, Piece]]]
 
 def parcels(by_peer: ByPeer, order: Iterable[int]) -> tuple[Parcel, ...]:
     """Pieces exchanged with each rank, packed without gaps in the order of ranks."""
-    # Sender and receiver compute parcels independently: in any other order than the bucket's matrices and the group's
-    # ranks, a rank would read a piece as part of the wrong matrix.
+    # In any other order, a rank would read a piece as part of the wrong matrix, because both ends compute parcels.
     packed, offset = [], 0
     for peer in order:
         for matrix, piece in by_peer[peer]:
@@ -123,3 +122,9 @@ def parcels(by_peer: ByPeer, order: Iterable[int]) -> tuple[Parcel, ...]:
 def splits(by_peer: ByPeer, group: Iterable[int]) -> tuple[int, ...]:
     """Elements exchanged with each rank of the group."""
     return tuple(sum(piece.numel for _, piece in by_peer[peer]) for peer in group)
+
+
+def gather_phase(stored: ByPeer, rank: int, group: tuple[int, ...], collective: Collective) -> Phase:
+    """The all-gather of all `stored` pieces, or the reverse reduce-scatter, from the view of `rank`."""
+    home, owned, sizes = parcels(stored, [rank]), parcels(stored, group), splits(stored, group)
+    return Phase(collective, home, owned, (), sizes, travels=any(sizes), group=group)

@@ -14,10 +14,9 @@ from ..terms.layout import chunk
 
 @dataclass(frozen=True)
 class OwnedItem:
-    """A parameter to be owned: layer, FLOPs of orthogonalization, and bytes.
+    """A parameter to be owned. A stack of `units` equal matrices along dim 0 may have several owners.
 
-    A stack of `units` equal matrices along dim 0 may have several owners. With `replicas` = R > 1, R neighbouring ranks
-    have the parameter, and the first of them, a multiple of R, is the owner.
+    With `replicas` = R > 1, R neighbouring ranks have the parameter, and the first, a multiple of R, is the owner.
     """
 
     fqn: str
@@ -31,7 +30,7 @@ class OwnedItem:
 
 @dataclass(frozen=True)
 class OwnedTotals:
-    """Load of a rank of the group."""
+    """Load of a rank."""
 
     matrices: int
     bytes: int
@@ -40,10 +39,7 @@ class OwnedTotals:
 
 @dataclass(frozen=True)
 class Ownership:
-    """The owners of each item, in the order of `items`, as ranks below `size`.
-
-    Several owners of an item divide its units like torch.chunk, in order.
-    """
+    """The owners of each item, as ranks below `size`, which divide its units in order like torch.chunk."""
 
     size: int
     items: tuple[OwnedItem, ...]
@@ -61,9 +57,9 @@ class Ownership:
 
 
 def assign_owners(items: Sequence[OwnedItem], size: int) -> Ownership:
-    """Assign owners to items: longest processing time first by FLOPs, within a limit of bytes. Deterministic.
+    """Longest processing time first by FLOPs, within a limit of bytes: named owners, whole layers, then the rest.
 
-    First named owners, then whole layers, then the rest. Raises ValueError for an owner outside the group.
+    Deterministic. Raises ValueError for an owner outside the group.
     """
     pieces = [piece for index, item in enumerate(items) for piece in _pieces(index, item, size)]
     balancer = Balancer([piece.task for piece in pieces], range(size), {})
@@ -90,7 +86,7 @@ def _shares(item: OwnedItem, owners: int) -> list[int]:
 
 
 def _pieces(index: int, item: OwnedItem, size: int) -> Iterator[_Share]:
-    # Drop empty pieces: chunks of 5 units over 4 ranks are 2, 2, 1, 0.
+    # Chunks of 5 units over 4 ranks are 2, 2, 1, 0.
     most = min(item.units, size) if item.owner == "balanced" and item.replicas == 1 else 1
     shares = [share for share in _shares(item, most) if share > 0]
     for number, share in enumerate(shares):
@@ -123,7 +119,7 @@ def _give_named(
 
 
 def _put(piece: _Share, items: Sequence[OwnedItem], rank: int, balancer: Balancer) -> int:
-    """Give a piece to a rank and the neighbours of its replica block. Returns the first rank of the block."""
+    """Give a piece to the ranks of a replica block. Returns the first rank of the block."""
     replicas = items[piece.item].replicas
     first = rank - rank % replicas
     for member in range(first, first + replicas):
@@ -146,8 +142,7 @@ def _give_balanced(
     for piece in sorted(pieces, key=lambda p: (-p.task.flops, -p.task.bytes, items[p.item].fqn, p.number)):
         in_layer, in_stack = in_layers[piece.task.layer], in_stacks.setdefault(piece.item, set())
         left[piece.task.layer] -= 1
-        # The last piece of a layer never goes to the owner of all its earlier pieces: before the layer's forward, all
-        # ranks would wait for a single link.
+        # Not all pieces of a layer to one rank: before the layer's forward, all ranks would wait for a single link.
         single_owner = left[piece.task.layer] == 0 and len(in_layer) == 1
         # By bytes: by FLOPs all would go to the least loaded rank.
         if piece.task.flops == 0:
@@ -162,7 +157,7 @@ def _give_balanced(
 
 
 def load_lines(loads: Mapping[int, OwnedTotals]) -> Iterator[str]:
-    """A table of the load of each rank; neighbours with equal loads share a row."""
+    """A table; neighbours with equal loads share a row."""
     yield f"{'owner':>11}  {'matrices':>8}  {'MiB':>10}  {'GFLOP':>10}"
     for load, same in groupby(loads, key=lambda rank: loads[rank]):
         ranks = list(same)

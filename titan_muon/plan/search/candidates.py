@@ -1,7 +1,6 @@
 """Candidate problems for a plan, each with the share of the step's price to save."""
 
-# A candidate that complicates a step, such as slices, must save a share of the price, so that small modelled gains do
-# not decide.
+# Complications, such as slices, must save a share of the price, so that small modelled gains do not decide.
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from .tensor_parallel import uses_peers, with_peers
 
 @dataclass(frozen=True)
 class Candidate:
-    """A problem to search, the share of the price to save, and a note for the user if the candidate wins."""
+    """A problem to search, the share of the price to save, and a note for the user."""
 
     problem: Problem
     must_save: float = 0.0

@@ -1,6 +1,6 @@
 """Balancer and strategies: the owner of each task."""
 
-# Deterministic, with ties to the lowest rank, because every rank computes the owners.
+# Every rank computes the owners: deterministic, with ties to the lowest rank.
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BYTES_OVER_MEAN = 1.3
 
 
 class Task(NamedTuple):
-    """A matrix to assign to a rank of `groups[group]`, with the cost for the owner."""
+    """A matrix for a rank of `groups[group]`, with the cost."""
 
     matrix: int
     group: int
@@ -26,7 +26,7 @@ class Task(NamedTuple):
 Ranks = tuple[int, ...]
 Groups = Sequence[Ranks]
 OwnerOf = dict[tuple[int, int], int]
-"""Owner of each (matrix, group)."""
+"""Owner by (matrix, group)."""
 Assign = Callable[[Sequence[Task], Groups, Mapping[int, int]], OwnerOf]
 Heap = list[tuple[int, int, int]]
 """(FLOPs, bytes, rank) of the ranks of a group, least loaded first."""
@@ -35,8 +35,8 @@ Heap = list[tuple[int, int, int]]
 class Balancer:
     """Assigns `tasks`, longest first, to the least loaded of `ranks`; `load`: initial FLOPs of each rank."""
 
-    # FLOPs decide, because Newton-Schulz dominates a step, within a limit of bytes: a rank without large matrices would
-    # own too many small matrices for its memory.
+    # FLOPs decide, because Newton-Schulz dominates a step. A limit of bytes, because a rank without large matrices
+    # would own too many small matrices for its memory.
 
     def __init__(self, tasks: Sequence[Task], ranks: Iterable[int], load: Mapping[int, int]) -> None:
         self._flops = {rank: load.get(rank, 0) for rank in ranks}
@@ -46,13 +46,13 @@ class Balancer:
         self._limit = max([int(BYTES_OVER_MEAN * sum(sizes) / max(1, len(self._flops))), *sizes])
 
     def heap(self, ranks: Sequence[int]) -> Heap:
-        """Heap for `give`. Entries are not updated when a rank receives a task through another heap."""
+        """A heap for `give`. A rank's other heaps are not updated when the rank receives a task."""
         heap = [(self._flops[rank], self._bytes[rank], rank) for rank in ranks]
         heapq.heapify(heap)
         return heap
 
     def give(self, task: Task, heap: Heap, barred: Collection[int] = ()) -> int:
-        """Assign a task to the least loaded rank with room for its bytes; ranks of `barred` only as a last resort."""
+        """Assign to the least loaded rank with room for the bytes; ranks of `barred` only as a last resort."""
         _, _, rank = _pop(heap, self._limit - task.bytes, barred)
         self.put(task, rank)
         heapq.heappush(heap, (self._flops[rank], self._bytes[rank], rank))
@@ -95,7 +95,7 @@ def _pop(heap: Heap, most: int, barred: Collection[int]) -> tuple[int, int, int]
 def balanced(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], *, small_first: bool = False) -> OwnerOf:
     """Longest processing time first, on top of each rank's local FLOPs; groups of many ranks first.
 
-    For a single group of all ranks, the load of the busiest rank is within 4/3 of the optimum (Graham, 1969).
+    For a single group of all ranks, the busiest rank is within 4/3 of the optimum (Graham, 1969).
     """
     # The search tries both orders, because large matrices of the last groups may not even out the load.
     balancer = Balancer(tasks, (rank for group in groups for rank in group), load)
@@ -108,12 +108,12 @@ def balanced(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], *, 
 
 
 def balanced_small_first(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int]) -> OwnerOf:
-    """Like `balanced`, but with groups of few ranks first."""
+    """Like `balanced`, with groups of few ranks first."""
     return balanced(tasks, groups, load, small_first=True)
 
 
 def balanced_bytes(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int]) -> OwnerOf:
-    """Like `balanced`, but by bytes, for links slower than Newton-Schulz."""
+    """Like `balanced`, by bytes, for links slower than Newton-Schulz."""
     return balanced([task._replace(flops=task.bytes) for task in tasks], groups, {})
 
 
@@ -133,8 +133,7 @@ def among(
 
 def spread(tasks: Sequence[Task]) -> Iterator[Task]:
     """Longest first. Each class of equal tasks starts one layer later than the previous class."""
-    # Evenly loaded ranks take the tasks of a class in turn; without the shift the first rank would get all of layer 0,
-    # and delay the round of these neighbours.
+    # Ranks take the tasks of a class in turn: without the shift the first rank would get all of layer 0, in one round.
     ordered = sorted(tasks, key=lambda t: (-t.flops, t.matrix))
     for shift, (_, equal) in enumerate(groupby(ordered, key=lambda t: t.flops)):
         same = list(equal)

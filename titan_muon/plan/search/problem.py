@@ -25,10 +25,10 @@ class Problem:
         parameters: stacks contain slices instead of sliced matrices.
         pattern: exchange of all buckets.
         local: for each matrix, the ranks that store and orthogonalize all of the matrix.
-        tasks: for each remaining matrix, a task for each assembling group.
+        tasks: for each remaining matrix, one for each assembling group.
         load: local FLOPs of each rank.
         eligible: possible owners of a matrix, if fewer than the group.
-        owners: fixed owners, for slices and tensor-parallel groups.
+        owners: fixed, for slices and tensor-parallel groups.
     """
 
     parameters: tuple[Parameter, ...]
@@ -55,7 +55,7 @@ def make_problem(
 
     @cache
     def placed(geometry: int, split: bool) -> list[tuple[Ranks, list[int]]]:
-        """For each matrix of a parameter the local ranks, and the numbers of the assembling groups."""
+        """For each matrix the local ranks, and the numbers of the assembling groups."""
         assembled = assemblies(geometries.shared[geometry], split)
         return [(a.local, [groups.setdefault(ranks, len(groups)) for ranks in a.groups]) for a in assembled]
 

@@ -12,21 +12,16 @@ from ..terms.types import Matrix
 from .owners import Groups, OwnerOf, Task
 
 
-def rounds(tasks: Sequence[Task], groups: Groups, count: int) -> list[list[Task]]:
-    """Tasks in at most `count` rounds of consecutive tasks."""
-    # With several rounds, a round travels while another is orthogonalized. Rounds are global, because overlapping
-    # groups must launch collectives in a common order or deadlock. The group with most bytes per rank has `count`
-    # buckets, and smaller groups fewer, in the first rounds, because small buckets cost as many calls as large buckets.
-    total, seen = [0] * len(groups), [0] * len(groups)
-    for task in tasks:
-        total[task.group] += task.bytes
-    shares = [t / len(group) for t, group in zip(total, groups, strict=True)]
-    counts = [max(1, round(count * share / max(shares, default=1))) for share in shares]
+def rounds(tasks: Sequence[Task], count: int, *, backward: bool = False) -> list[list[Task]]:
+    """Tasks in at most `count` rounds of consecutive matrices, for any owners, in the order of a pass of the model."""
+    # A single round would leave every rank idle until the gather and again until the return, with buffers for all
+    # matrices. Rounds are global, because overlapping groups must launch collectives in a common order; else two groups
+    # with two common ranks could deadlock.
+    total, seen, sign = sum(task.bytes for task in tasks), 0, -1 if backward else 1
     result: list[list[Task]] = [[] for _ in range(count)]
-    for task in tasks:
-        middle = seen[task.group] + task.bytes / 2
-        result[int(counts[task.group] * middle / total[task.group])].append(task)
-        seen[task.group] += task.bytes
+    for task in sorted(tasks, key=lambda task: (sign * task.matrix, task.group)):
+        result[count * (2 * seen + task.bytes) // (2 * total)].append(task)
+        seen += task.bytes
     return [round_tasks for round_tasks in result if round_tasks]
 
 
@@ -48,15 +43,14 @@ class Cut(Enum):
 class Dealer:
     """Deals tasks to rounds by the queues of their owners."""
 
-    # A round ends at its slowest owner. In the order of parameters, a rank could get two large matrices in a round and
-    # another rank none.
+    # A round ends at its slowest owner. In the order of parameters, a rank could get two large matrices in a round.
 
     def __init__(self, tasks: Sequence[Task], groups: Groups) -> None:
         self._share = [0.0] * len(groups)
         for task in tasks:
             self._share[task.group] += task.bytes / len(groups[task.group])
         self._most = max(self._share, default=0.0)
-        # Groups with few bytes come first, in a single round, because each call costs its latency at any size.
+        # Groups with few bytes come first, in a single round, because of each call's latency.
         share = self._share
         self._ascending = sorted(tasks, key=lambda t: (share[t.group], t.group, t.bytes, t.matrix))
         self._descending = sorted(tasks, key=lambda t: (share[t.group], t.group, -t.bytes, t.matrix))

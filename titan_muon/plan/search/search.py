@@ -14,17 +14,17 @@ from ..cost.times import BucketTimes, bucket_times
 from ..cost.totals import Totals
 from ..terms.schedule import hidden_rounds, ordered_rounds
 from ..terms.types import Bucket
-from .model_order import ModelOrder
+from .model_order import in_model_order
 from .owners import STRATEGIES, OwnerOf, Task, among
 from .problem import Problem
 from .rounds import Cut, Dealer, Order, rounds, together
 
 FREE_BYTES = 2**30
-"""Bytes of buffers and workspace without a price."""
+"""Buffers and workspace without a price."""
 WORTH_OF_GIB = 0.03
 """Share of the step's time to save per GiB beyond FREE_BYTES."""
 MORE_BYTES = 2 * 2**30
-"""Bytes of buffers and workspace with a higher price beyond; the plan then notes the reason."""
+"""Memory with a higher price beyond; the plan then notes the reason."""
 WORTH_OF_MORE = 0.1
 """Share of the step's time to save per GiB beyond MORE_BYTES."""
 NEAR_LIMIT = 1.01
@@ -32,13 +32,13 @@ NEAR_LIMIT = 1.01
 SHORT_SECONDS = 1e-4
 """The search stops at waits this short."""
 PAYS = 1.1
-"""The search doubles rounds while the price is within this factor of the best."""
+"""Rounds are doubled while the price is within this factor of the best."""
 TURNS: Mapping[Overlap, int] = {"none": 2, "backward": 2, "forward": 16}
 """Most rounds per matrix of the busiest owner. Forward waits for the first round, and small rounds are short."""
 BUFFER_SETS = (3, 2, 4, 1)
 """3 buffer sets overlap gather, compute and return. 1-2 save memory, 4 absorb imbalance."""
 MOST_TURNS = 400_000
-"""Most simulated turns of single ranks in a search."""
+"""Most simulated turns of single ranks."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class Simulation:
     Attributes:
         buffer_sets: rounds with buffers at the same time.
         seconds: step time.
-        buffer_bytes: most bytes of exchange buffers on a rank.
-        bytes: most bytes of buffers and workspace on a rank.
+        bytes: most buffers and workspace on a rank.
         busiest: compute seconds of the busiest rank.
         reason: notes for the user.
     """
@@ -73,9 +72,7 @@ class Simulation:
 class Strategy:
     """Parameters of dealing matrices to at most `rounds` rounds.
 
-    Attributes:
-        in_model_order: rounds follow the model's backward or forward, without regard to `order` and `cut`.
-        owners: index into STRATEGIES.
+    `in_model_order`: without regard to `order` and `cut`. `owners`: index into STRATEGIES.
     """
 
     rounds: int
@@ -86,18 +83,16 @@ class Strategy:
 
 
 def fastest(problem: Problem) -> Simulation:
-    """The best simulation of a problem. Raises OptionError if `buffer_bytes` is too small for every simulation."""
+    """The best simulation. Raises OptionError if `buffer_bytes` is too small for all."""
     search = _Search(problem)
-    # Hidden communication may save less than uneven rounds cost, so improve both kinds of strategies.
-    for in_model_order in (True, False) if problem.options.overlap != "none" else (False,):
-        search.run(in_model_order)
+    # Hidden communication may save less than uneven rounds cost.
+    for ordered in (True, False) if problem.options.overlap != "none" else (False,):
+        search.run(ordered)
     search.run_until_it_fits()
     return search.chosen()
 
 
 class _Search:
-    """Simulations by strategy."""
-
     # All ranks search independently and must find the same plan: end by simulated turns, never by a clock.
 
     def __init__(self, problem: Problem) -> None:
@@ -105,7 +100,6 @@ class _Search:
         self._place = {rank: index for index, rank in enumerate(problem.costs.pieces.ranks())}
         self._local = list(problem.costs.local(problem.local).values())
         self._dealer = Dealer(problem.tasks, problem.groups)
-        self._model_order = ModelOrder(self._overlap, problem.costs.pieces, problem.eligible)
         self._simulations: list[Simulation] = []
         self._simulated: dict[Strategy, Simulation] = {}
         self._owners: dict[int, OwnerOf] = {}
@@ -127,7 +121,7 @@ class _Search:
         best, simulation, left = None, self._simulate(strategy), MOST_TURNS
         while simulation is not None and strategy.rounds < self._most_rounds():
             best = simulation if best is None else min(best, simulation, key=self._worth)
-            # Twice as many rounds take twice the turns. In large worlds, keep turns for further strategies.
+            # In large worlds, keep turns for further strategies.
             expensive = 2 * (left - self._left) > self._left / 2
             if self._fits(simulation) and (expensive or simulation.price > PAYS * best.price):
                 break
@@ -159,7 +153,6 @@ class _Search:
         return most if not owners else min(TURNS[self._overlap] * max(Counter(owners.values()).values()), most)
 
     def _assigned(self, number: int) -> OwnerOf | None:
-        """The owners by the problem or by a strategy; None if matrices have no owners."""
         # On demand: for tens of thousands of experts an assignment takes as long as a simulation.
         problem = self._problem
         if problem.owners is not None or not problem.pattern.has_owners:
@@ -195,7 +188,7 @@ class _Search:
         return self._left <= 0
 
     def _simulate(self, strategy: Strategy) -> Simulation | None:
-        """The best simulation of a strategy over all numbers of buffer sets; None if the search has ended."""
+        """The best over all numbers of buffer sets; None if the search has ended."""
         if strategy not in self._simulated:
             if self._ended():
                 return None
@@ -205,13 +198,13 @@ class _Search:
             else:
                 grouped = self._dealer.rounds(owners, strategy.rounds, strategy.order, strategy.cut)
                 if self._overlap != "none":
-                    grouped, owners = self._model_order.exchanged(grouped, owners)
+                    pieces, eligible = self._problem.costs.pieces, self._problem.eligible
+                    grouped, owners = in_model_order(grouped, owners, self._overlap, pieces, eligible)
             self._simulated[strategy] = self._add(grouped, owners)
         return self._simulated[strategy]
 
     def _following(self, count: int) -> list[list[Task]]:
-        tasks, groups = self._problem.tasks, self._problem.groups
-        return rounds(tasks, groups, count) if self._overlap == "none" else self._model_order.rounds(tasks, count)
+        return rounds(self._problem.tasks, count, backward=self._overlap == "backward")
 
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> Simulation:
         """Simulate these rounds for each number of buffer sets. Returns the best simulation."""
@@ -267,7 +260,7 @@ class _Search:
         return max(busy, default=0.0)
 
     def run_until_it_fits(self) -> None:
-        """Simulate more and more rounds of consecutive matrices until a simulation fits `buffer_bytes`."""
+        """Simulate more and more rounds of consecutive matrices until `buffer_bytes` suffices."""
         tasks, count = self._problem.tasks, 1
         while not self._fits(self._best()):
             self._add(self._following(count), self._assigned(0))

@@ -19,20 +19,19 @@ from .owners import Balancer, OwnerOf, Task, by_group, spread
 from .problem import Problem
 
 LIMITS = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3)
-"""Relative to the mean load: a matrix is sliced if its owner would end later."""
+"""A matrix is sliced if its owner would end later than the mean load times a limit."""
 GAIN = 0.99
 """The busiest rank must end earlier at least by this factor, else nothing is sliced."""
 MUST_SAVE = 0.03
 """`auto` picks slices only if the modelled price falls at least by this share."""
 COUNTS = (2, 4, 8)
-"""Numbers of slices."""
 ALWAYS = -math.inf
 """Sentinel: always slice matrices with an offer."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A way to slice a matrix: number of slices, work and picoseconds of a slice, and possible teams of owners."""
+    """A way to slice a matrix: work and time of one of `count` slices, and possible teams of owners."""
 
     count: int
     work: Work
@@ -41,12 +40,12 @@ class Offer:
 
 
 Offers = dict[tuple[int, int], tuple[Offer, ...]]
-"""By (matrix, group)."""
+"""Offers by (matrix, group)."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """An offer for a team of ranks, and the end of the last of these ranks."""
+    """An offer for a team of ranks, and the end of the last rank."""
 
     end: int
     offer: Offer
@@ -55,8 +54,8 @@ class Shared:
 
 @dataclass(frozen=True)
 class Balance:
-    """The result of `balance`: owners or team of each of `Problem.tasks`, the end of the busiest rank, and the latest
-    end of a task with an offer if left whole."""
+    """Owners or team of each of `Problem.tasks`, the end of the busiest rank, and the latest end of a task with an
+    offer if left whole."""
 
     owners: tuple[Ranks, ...]
     longest: int
@@ -80,7 +79,7 @@ def slices_fault(options: MuonOptions) -> str:
 
 
 def one_owner_fault(options: MuonOptions) -> str:
-    """The option that requires a single owner, with the remedy; empty without such an option."""
+    """The option that requires a single owner, with the remedy; empty without one."""
     if options.state == "owner":
         return "state = 'owner' keeps a matrix's momentum for one rank; choose 'replicated'"
     return ""
@@ -96,8 +95,7 @@ def with_cuts(problem: Problem, work_of: WorkOf) -> Problem | None:
     tasks = timed(problem)
     load = loads(problem)
     mean = (sum(task.flops for task in tasks) + sum(load.values())) / len(problem.costs.pieces.ranks())
-    # Small groups even out the load of large groups, but not the bytes. With links slower than Newton-Schulz, slicing
-    # the matrices of the large groups is faster.
+    # Small groups even out the load of large groups, but not the bytes, which matter with slow links.
     for small_first in (False, True) if len(problem.groups) > 1 else (False,):
         whole = balance(problem, tasks, load, offers, math.inf, small_first=small_first)
         limits = [limit * mean for limit in (LIMITS[:1] if small_first else LIMITS) if limit * mean < whole.latest]
@@ -110,25 +108,25 @@ def with_cuts(problem: Problem, work_of: WorkOf) -> Problem | None:
 
 def slices_reason(problem: Problem) -> str:
     """Note for the user: the number of sliced matrices, or the reason for none; empty if slices are off."""
-    options = problem.options
-    if options.split_over == 1 and options.tensor_parallel != "distributed":
-        return ""
     cut = sum(matrix.slice is not None and matrix.slice.place == 0 for matrix in problem.costs.pieces.matrices)
     if cut:
         return f"matrices in slices: {cut:,}"
+    options = problem.options
+    if options.split_over == 1:
+        return ""
     sooner = f"would save {MUST_SAVE:.0%} of the step" if options.split_over == "auto" else "would end the step sooner"
     return f"no matrix in slices: {slices_fault(options) or f'none {sooner}'}"
 
 
 def timed(problem: Problem) -> list[Task]:
-    """The tasks with picoseconds instead of FLOPs, to include traffic between the owners of slices."""
+    """Tasks with picoseconds instead of FLOPs, to include traffic between the owners of slices."""
     costs = problem.costs
     times = [picoseconds(costs, matrix, costs.works[matrix.work]) for matrix in costs.pieces.matrices]
     return [task._replace(flops=times[task.matrix]) for task in problem.tasks]
 
 
 def picoseconds(costs: Costs, matrix: Matrix, work: Work) -> int:
-    """Time of a matrix or slice; an integer, so that all ranks compute equal sums."""
+    """Time as an integer, so that all ranks compute equal sums."""
     return int(1e12 * costs.machine.orthogonalize_seconds(work, min(matrix.rows, matrix.cols), 1))
 
 
@@ -138,7 +136,7 @@ def loads(problem: Problem) -> dict[int, int]:
 
 
 def _offers(problem: Problem, work_of: WorkOf) -> Offers:
-    # Replicas that repeat the work are several groups, and each would need slices of the same matrix.
+    # Each of several groups that repeat the work would need slices.
     groups = Counter(task.matrix for task in problem.tasks)
     most = problem.options.split_over
     counts = [count for count in COUNTS if most == "auto" or count <= most]
@@ -238,7 +236,7 @@ def cut(problem: Problem, offers: Offers, shared: Balance) -> Problem:
 
 
 def _renumbered(costs: Costs, chosen: Mapping[int, Offer]) -> tuple[tuple[Matrix, ...], tuple[Work, ...], list[int]]:
-    """The matrices with slices instead of sliced matrices, their works, and the first new number of each matrix."""
+    """Matrices with slices instead of sliced ones, works, and the first new number of each matrix."""
     result: list[Matrix] = []
     works: dict[Work, int] = {}
     first, index = [], 0

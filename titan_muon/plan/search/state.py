@@ -41,7 +41,7 @@ def check_state(options: MuonOptions) -> None:
 def with_state_ranks(
     parameters: Sequence[Parameter], options: MuonOptions, work_of: WorkOf, kept: Mapping[str, Ranks]
 ) -> list[Parameter]:
-    """The parameters with state ranks, balanced by FLOPs and elements; `kept`: present state ranks by name.
+    """Parameters with state ranks, balanced by FLOPs and elements; `kept`: present ranks by name, which cannot move.
 
     Raises OptionError like `check_state`.
     """
@@ -49,12 +49,11 @@ def with_state_ranks(
     if options.state == "replicated":
         return list(parameters)
     geometries = Geometries(parameters)
-    shared = [n for n, p in enumerate(parameters) if not p.separate and len(replica_ranks(geometries[n])) > 1]
+    shared = [n for n, p in enumerate(parameters) if not p.separate and len(_replicas(geometries[n])) > 1]
     flops = {number: _flops(number, geometries[number], work_of) for number in shared}
     sizes = {number: prod(parameters[number].layout.shape) for number in shared}
     chooser = _Chooser(geometries, sum(sizes.values()))
     result = list(parameters)
-    # First, because present state ranks cannot move.
     for number in sorted(shared, key=lambda n: (parameters[n].fqn not in kept, -flops[n], -sizes[n], n)):
         parameter = parameters[number]
         ranks = chooser.choose(parameter, geometries[number], flops[number], sizes[number], kept.get(parameter.fqn))
@@ -78,7 +77,7 @@ class _Chooser:
         self._most = BYTES_OVER_MEAN * elements / max(1, len(ranks))
 
     def choose(self, parameter: Parameter, geometry: Geometry, flops: int, size: int, kept: Ranks | None) -> Ranks:
-        replicas, units = replica_ranks(geometry), units_of(parameter)
+        replicas, units = _replicas(geometry), units_of(parameter)
         count = min(units, len(replicas)) if is_whole(parameter) else 1
         shares = [stop - start for start, stop in (chunk(units, count, n) for n in range(count)) if stop > start]
         if kept is None:
@@ -98,12 +97,8 @@ class _Chooser:
         return full, sum(self._flops[rank] for rank in ranks), elements
 
 
-def replica_ranks(geometry: Geometry) -> list[Ranks]:
-    """The ranks of each replica of a parameter, in mesh order."""
-    replicas: dict[tuple[int, ...], list[int]] = {}
-    for rank in geometry.layout.mesh.ranks:
-        replicas.setdefault(geometry.replica[rank], []).append(rank)
-    return [tuple(ranks) for ranks in replicas.values()]
+def _replicas(geometry: Geometry) -> tuple[Ranks, ...]:
+    return geometry.by_replica(geometry.layout.mesh.ranks)
 
 
 def is_whole(parameter: Parameter) -> bool:
@@ -112,7 +107,7 @@ def is_whole(parameter: Parameter) -> bool:
 
 
 def units_of(parameter: Parameter) -> int:
-    """Number of separable parts along dim 0: its length if no matrix crosses an index of dim 0, else 1."""
+    """Number of separable parts along dim 0: its length if no matrix crosses an index, else 1."""
     height = _unit_rows(parameter)
     for matrix in parameter.stack.matrices:
         if matrix.rows[0].start // height != (matrix.rows[-1].stop - 1) // height:
@@ -134,7 +129,7 @@ def momentum_ranks(parameter: Parameter, index: int) -> Ranks:
 
 
 def state_elements(plan: Plan) -> dict[int, dict[int, int]]:
-    """By rank, the elements of momentum of each of its parameters, by number."""
+    """Elements of momentum by rank and parameter number."""
     geometries = Geometries(plan.parameters)
     elements: dict[int, dict[int, int]] = {}
     for number, parameter in enumerate(plan.parameters):

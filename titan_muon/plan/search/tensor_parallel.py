@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ...options import MuonOptions, OptionError
 from ..exchange.all_gather import PATTERNS
+from ..terms.blocks import in_blocks
 from ..terms.layout import Geometries
 from ..terms.slices import divides, slices_of
+from ..terms.types import Parameter
 from ..terms.work import WorkOf
 from .owners import OwnerOf, Task
 from .problem import Problem
 from .slices import ALWAYS, Offer, Offers, balance, cut, loads, one_owner_fault, picoseconds, slices_fault, timed
 
 
-def check_tensor_parallel(options: MuonOptions, geometries: Geometries) -> None:
-    """Raise OptionError if tensor parallelism cuts no matrix, or if the options contradict the mode."""
+def read_in_mode(parameters: Sequence[Parameter], options: MuonOptions) -> tuple[Sequence[Parameter], Geometries]:
+    """The parameters as the mode reads them, and their pieces.
+
+    Raises OptionError if tensor parallelism cuts no matrix, or if the options contradict the mode.
+    """
+    geometries = Geometries(parameters)
     if options.tensor_parallel == "owner":
-        return
+        return parameters, geometries
     if not any(geometry.cut_by_peers for geometry in geometries.shared):
         raise OptionError(
             "tensor_parallel",
@@ -26,10 +33,14 @@ def check_tensor_parallel(options: MuonOptions, geometries: Geometries) -> None:
         )
     if fault := _fault(options):
         raise _refused(options, f"{fault}, or tensor_parallel = 'owner'")
+    if options.tensor_parallel == "blockwise":
+        blocks = in_blocks(parameters, geometries)
+        return blocks, Geometries(blocks)
+    return parameters, geometries
 
 
 def uses_peers(options: MuonOptions) -> bool:
-    """Whether whole tensor-parallel groups orthogonalize the matrices cut by tensor parallelism."""
+    """Whether whole tensor-parallel groups orthogonalize cut matrices."""
     return options.tensor_parallel in ("distributed", "duplicated")
 
 

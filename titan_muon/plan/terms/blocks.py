@@ -12,7 +12,7 @@ from .types import Cut, Interval, Layout, MatrixRows, MatrixStack, Parameter
 
 
 def in_blocks(parameters: Sequence[Parameter], geometries: Geometries) -> list[Parameter]:
-    """The parameters with blocks in place of each matrix cut by tensor parallelism."""
+    """Parameters with blocks in place of each matrix cut by tensor parallelism."""
     stacks = [_in_blocks(geometry) for geometry in geometries.shared]
     return [replace(p, stack=stacks[geometries.index[number]]) for number, p in enumerate(parameters)]
 
@@ -48,7 +48,7 @@ def _parts(layout: Layout, row_dims: int) -> tuple[bool, list[Intervals]]:
     placement = layout.placements[axis]
     assert isinstance(placement, Cut), "a replicated tensor is not cut"
     dim = placement.dim
-    # All ranks of a coordinate together, because FSDP cuts the rows further.
+    # All ranks of a coordinate together, because FSDP cuts further.
     along = [
         range(size if isinstance(other, Cut) and other.dim == dim else 1)
         for other, size in zip(layout.placements, layout.mesh.shape, strict=True)

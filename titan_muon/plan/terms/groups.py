@@ -10,9 +10,7 @@ from .layout import Geometry
 
 @dataclass(frozen=True)
 class Assembly:
-    """The ranks to orthogonalize a matrix of a parameter.
-
-    `local`: ranks with all of the matrix, without communication. Otherwise each of `groups` (global ranks, ascending)
+    """`local`: ranks with all of a matrix, without communication. Otherwise each of `groups` (global ranks, ascending)
     assembles the matrix once: one group if replicas split the work, one per replica if replicas repeat the work.
     """
 
@@ -32,8 +30,8 @@ def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
     ]
     replicas = [() if whole[index] else sets[index] for index in indices]
     groups = components(ranks for of_matrix in replicas for ranks in of_matrix)
-    # Use the whole mesh if it has a single component, or 3 rows over 4 ranks would leave a rank idle. Never join
-    # components: experts of different expert-parallel ranks would then travel over all ranks.
+    # The whole mesh if it has a single component, or 3 rows over 4 ranks would leave a rank idle. Never join
+    # components: experts of different expert-parallel ranks would travel over all ranks.
     for mesh in _by_replica(geometry, geometry.layout.mesh.ranks, split):
         if len({groups[rank] for rank in mesh if rank in groups}) == 1:
             groups |= dict.fromkeys(mesh, mesh)
@@ -44,22 +42,18 @@ def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
 
 
 def _by_replica(geometry: Geometry, ranks: Sequence[int], split: bool) -> tuple[tuple[int, ...], ...]:
-    # All replicas form a group, although a single replica could assemble the matrix: the result returns to every
-    # replica, and every rank can own. HSDP then divides the work by the number of replicas.
-    coordinates = geometry.tensor if split else geometry.replica
-    replicas: dict[tuple[int, ...], list[int]] = {}
-    for rank in ranks:
-        replicas.setdefault(coordinates[rank], []).append(rank)
-    return tuple(tuple(sorted(ranks)) for ranks in replicas.values())
+    # A single replica could assemble the matrix, but the result returns to every replica, and every rank can own. HSDP
+    # then divides the work by the number of replicas.
+    return tuple(tuple(sorted(members)) for members in geometry.by_replica(ranks, joined=split))
 
 
 def components(sets: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """For each rank, the ranks connected to it by common sets, ascending."""
-    # Neighbouring heads or experts may share a rank, and overlapping groups would each need a process group.
+    """For each rank, the ranks connected by common sets, ascending."""
+    # Neighbouring heads or experts may share a rank, and each overlapping group would need a process group.
     component: dict[int, tuple[int, ...]] = {}
     for ranks in sets:
         first = component.get(ranks[0])
-        # Thousands of matrices have the same holders: sort only if a set joins new ranks.
+        # Thousands of matrices have the same holders.
         if first is None or any(component.get(rank) is not first for rank in ranks):
             joined = tuple(sorted({*ranks, *(peer for rank in ranks for peer in component.get(rank, ()))}))
             component |= dict.fromkeys(joined, joined)

@@ -15,7 +15,7 @@ Intervals = tuple[Interval, ...]
 
 
 def chunk(length: int, count: int, index: int) -> Interval:
-    """Part `index` of `length` indices cut into `count` parts like torch.chunk; the last parts are short or empty."""
+    """Part `index` of `count` parts like torch.chunk; the last parts are short or empty."""
     step = -(-length // count)
     return Interval(min(length, index * step), min(length, (index + 1) * step))
 
@@ -46,8 +46,7 @@ def take(intervals: Intervals, start: int, stop: int) -> Intervals:
 
 def shard(intervals: Intervals, placement: Cut, count: int, index: int) -> Intervals:
     """The indices kept by rank `index` of `count` on a mesh axis, from the indices left by earlier axes."""
-    # Axis after axis, like DTensor: a single cut of 10 rows into 4 x 2 parts would give different parts, because the
-    # last of 4 ranks has only 1 row.
+    # Axis after axis, like DTensor: a single cut of 10 rows into 4 x 2 parts would give different parts.
     length = sum(stop - start for start, stop in intervals)
     if isinstance(placement, Shard):
         return take(intervals, *chunk(length, count, index))
@@ -60,7 +59,7 @@ def shard(intervals: Intervals, placement: Cut, count: int, index: int) -> Inter
 
 
 def region(layout: Layout, coordinate: Sequence[int]) -> tuple[Intervals, ...]:
-    """The indices stored at a mesh coordinate, for each dim of the tensor."""
+    """The indices stored at a mesh coordinate, by dim."""
     dims: list[Intervals] = [merged([Interval(0, size)]) for size in layout.shape]
     for placement, count, index in zip(layout.placements, layout.mesh.shape, coordinate, strict=True):
         if isinstance(placement, Cut):
@@ -73,7 +72,7 @@ def flattened(dims: Sequence[Intervals], sizes: Sequence[int]) -> Intervals:
     flat: Intervals = (Interval(0, 1),)
     inner = 1
     for intervals, size in zip(reversed(dims), reversed(sizes), strict=True):
-        # Whole inner dims keep an interval contiguous. Otherwise (tensor parallelism within each expert) go row by row.
+        # Otherwise (tensor parallelism within each expert) go row by row.
         if flat == (Interval(0, inner),):
             flat = merged(Interval(start * inner, stop * inner) for start, stop in intervals)
         else:
@@ -91,7 +90,7 @@ def flattened(dims: Sequence[Intervals], sizes: Sequence[int]) -> Intervals:
 class Stored:
     """Indices that a rank stores along a side: intervals, with their starts and storage offsets."""
 
-    # For all matrices of a rank, because adding up interval lengths per expert is slow.
+    # Made once, because adding up interval lengths per expert is slow.
 
     intervals: Intervals
     starts: tuple[int, ...]
@@ -213,8 +212,7 @@ class Geometry:
 
     def _candidates(self, rows: Intervals) -> Iterable[int]:
         """Indices of a superset of the matrices with any of the rows."""
-        # 256 experts over 64 ranks would otherwise need 16,384 intersections. Interleaved matrices overlap by at most
-        # `_reach` rows.
+        # 256 experts over 64 ranks would otherwise need 16,384 intersections. `_reach`: most rows of an overlap.
         if not rows:
             return ()
         if not self._in_order:
@@ -228,9 +226,17 @@ class Geometry:
     def numel(self, index: int) -> int:
         return prod(self.shape(index))
 
+    def by_replica(self, ranks: Iterable[int], *, joined: bool = False) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each replica among `ranks`, in their order; with `joined`, of all replicas of each tensor."""
+        coordinates = self.tensor if joined else self.replica
+        replicas: dict[tuple[int, ...], list[int]] = {}
+        for rank in ranks:
+            replicas.setdefault(coordinates[rank], []).append(rank)
+        return tuple(map(tuple, replicas.values()))
+
     @cached_property
     def peers(self) -> Mapping[int, tuple[int, ...]]:
-        """By rank, the ranks of the tensor-parallel group, in order; empty without tensor parallelism."""
+        """Ranks of the tensor-parallel group, in order, by rank."""
         axis, mesh = self.layout.tensor_parallel, self.layout.mesh
         groups: dict[tuple[int, ...], list[int]] = {}
         for position, rank in enumerate(mesh.ranks if axis is not None else ()):
@@ -246,7 +252,7 @@ class Geometry:
         return frozenset(i for i in indices if len({peers[rank].index(rank) for rank in self.elements(i)}) > 1)
 
     def elements(self, index: int) -> dict[int, int]:
-        """Elements of a matrix on each holder, in mesh order."""
+        """Elements on each holder, in mesh order."""
         if not self._elements:
             self._elements = [{} for _ in self.stack.matrices]
             for rank, held in self.pieces.items():

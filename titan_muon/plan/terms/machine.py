@@ -17,7 +17,7 @@ LARGE_SIDE = 8192
 LAUNCHES = 20
 """Launches of a batch of matrices: five steps of three products, and the normalization."""
 COLLECTIVE_LAUNCHES = 10
-"""Launches that take the host as long as a collective: checks, events and streams take about 50 us."""
+"""Launches that take as long as a collective: checks, events and streams take about 50 us."""
 ERROR = (0.8, 1.5)
 """Measured over modelled time: an assumption, because no GPU was measured. On gloo a step took 1 / 0.90
 (docs/results/timeline.md)."""
@@ -38,7 +38,7 @@ class Link:
     per_peer: float = 0.0
 
     def seconds(self, sent: float, peers: int) -> float:
-        """Seconds of work for bytes sent in messages to so many peers."""
+        """Seconds of the links for bytes sent in messages to so many peers."""
         return sent / self.bandwidth + peers * self.per_peer
 
 
@@ -94,17 +94,14 @@ class MachineRates:
         return pieces * self.host_piece + (LAUNCHES * batches + COLLECTIVE_LAUNCHES * collectives) * self.host
 
     def orthogonalize_seconds(self, work: Work, side: int, count: int) -> float:
-        """Seconds to orthogonalize a batch of `count` matrices of equal shape, `side` the smaller side.
-
-        For slices, includes the collectives among the owners, because nothing overlaps them.
-        """
+        """Seconds for `count` matrices of equal shape, `side` the smaller side, with collectives among slice owners."""
         computed = max(count * work.flops / self.rate(work.dtype, side), LAUNCHES * self.launch)
         if work.team is None:
             return computed
         return computed + count * (work.team.sent / self.node.bandwidth + work.team.calls * self.node.latency)
 
     def pass_seconds(self, moved: float, launches: int = 1) -> float:
-        """Seconds of element-wise launches with `moved` bytes read plus written; 0 for no bytes."""
+        """Seconds of launches with `moved` bytes read plus written; 0 for no bytes."""
         return moved / self.memory + launches * self.launch if moved else 0.0
 
 
@@ -134,7 +131,7 @@ _NCCL = CommunicatorBytes(1_060_000_000, 690_000_000, 470_000_000)
 
 
 def _gpus(name: str, flops: Mapping[str, float], half_side: int, memory: float, node: Link, gib: int) -> MachineRates:
-    """Nodes of 8 GPUs with `gib` GiB for PyTorch."""
+    """Nodes of 8 GPUs, `gib` GiB for PyTorch."""
     launch = 5e-6 if name.startswith("a100") else 4e-6
     capacity = gib * 2**30
     return MachineRates(
@@ -171,7 +168,7 @@ MACHINES: Mapping[str, MachineRates] = {
         _cpu("cpu_float32", _flops(1.3e9, 63e9)),
     )
 }
-"""By `machine.name`, except "auto"."""
+"""Machines by `machine.name`, except "auto"."""
 
 
 def machine_of(options: Machine, device: str = "cuda", measured: str | None = None) -> MachineRates:

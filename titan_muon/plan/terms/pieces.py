@@ -50,7 +50,7 @@ class Holders:
 
     def sums(self, pattern: str, direction: int, key: Callable[[int], Hashable]) -> KeySums:
         """Sums by the `key` of a rank, which depends only on pattern and direction."""
-        # Kept, because a search deals the same matrices to buckets hundreds of times.
+        # Kept, because a search deals the same matrices hundreds of times.
         if (pattern, direction) not in self._sums:
             sums = KeySums(Counter(), Counter(), Counter(), Counter())
             for rank, elements, node, _ in self.holders:
@@ -66,12 +66,11 @@ class Holders:
 class Pieces:
     """The piece of each matrix of a plan on each rank.
 
-    Attributes:
-        kinds: by matrix. Matrices of a kind have the same work, and pieces of the same sizes on the same ranks.
-        examples: a matrix of each kind.
+    `kinds`: by matrix. Matrices of a kind have the same work, and pieces of the same sizes on the same ranks.
+    `examples`: a matrix of each kind.
     """
 
-    # A model has tens of thousands of experts and a few kinds. Counting each piece would take minutes.
+    # A model has tens of thousands of experts and a few kinds.
 
     def __init__(self, matrices: Sequence[Matrix], geometries: Geometries, ranks_per_node: int = 8) -> None:
         self.matrices = matrices
@@ -107,15 +106,12 @@ class Pieces:
         return self._holders[key]
 
     def replicas(self, kind: int, group: Ranks) -> tuple[Ranks, ...]:
-        """The ranks of each replica of a kind's matrices in a group; equal positions store equal pieces."""
+        """The ranks of each replica of a kind's matrices; equal positions store equal pieces."""
         key = (kind, group)
         if key not in self._replicas:
             geometry, members = self.geometry(self.examples[kind]), frozenset(group)
-            by_replica: dict[Replica, list[int]] = {}
-            for rank in geometry.layout.mesh.ranks:
-                if rank in members:
-                    by_replica.setdefault(geometry.replica[rank], []).append(rank)
-            self._replicas[key] = tuple(tuple(ranks) for ranks in by_replica.values())
+            # Mesh order is the order of pieces in every replica.
+            self._replicas[key] = geometry.by_replica(r for r in geometry.layout.mesh.ranks if r in members)
         return self._replicas[key]
 
 

@@ -11,7 +11,7 @@ from ...options import Overlap
 from .types import Bucket
 
 EARLY = 1 / 8
-"""Share of the model at its start: backward and forward cannot hide the communication of these matrices."""
+"""First share of the model, whose communication backward and forward cannot hide."""
 
 
 class Act(Enum):
@@ -26,26 +26,23 @@ ACTS = (Act.GATHER, Act.ORTHOGONALIZE, Act.APPLY)
 
 
 class Turn(NamedTuple):
-    """An act on all of the rank's buckets of round `round`."""
+    """An act on all of the rank's buckets of a round."""
 
     act: Act
     round: int
 
 
 class Schedule(NamedTuple):
-    """The turns of a step. ORTHOGONALIZE includes the return.
-
-    Local buckets run between `opening` and `turns`, while the first gathers are in flight.
-    """
+    """ORTHOGONALIZE includes the return. Local buckets run between `opening` and `turns`, during the first gathers."""
 
     opening: tuple[Turn, ...]
     turns: tuple[Turn, ...]
 
 
 def prefetch(buffer_sets: int, rounds: int) -> int:
-    """Number of rounds gathered ahead of the current round."""
-    # Half of the sets gather ahead and half return; if all sets gathered ahead, each gather would first wait for the
-    # return of the round just computed. With a set for every round, all are gathered at once.
+    """Rounds gathered ahead of the current round."""
+    # Half of the sets gather ahead and half return; if all gathered ahead, each gather would first wait for the return
+    # of the round just computed. With a set for every round, all are gathered at once.
     return rounds - 1 if buffer_sets >= rounds else buffer_sets // 2
 
 
@@ -55,8 +52,7 @@ def late_rounds(buffer_sets: int, rounds: int) -> range:
 
 
 class Hidden(NamedTuple):
-    """Numbers of first rounds gathered in the backward before the step, and of last rounds returned in the next
-    forward."""
+    """First rounds gathered in the backward before the step, and last rounds returned in the next forward."""
 
     gathers: int = 0
     returns: int = 0
@@ -76,7 +72,7 @@ def hidden_rounds(overlap: Overlap, buffer_sets: int, rounds: int, ordered: int)
 
 
 def ordered_rounds(buckets: Iterable[Bucket], overlap: Overlap) -> int:
-    """Number of rounds, from the first for backward or the last for forward, without a matrix of the EARLY share."""
+    """Rounds, from the first for backward or the last for forward, without a matrix of the EARLY share."""
     least: dict[int, int] = {}
     most = 0
     for bucket in () if overlap == "none" else buckets:
@@ -89,7 +85,7 @@ def ordered_rounds(buckets: Iterable[Bucket], overlap: Overlap) -> int:
 
 
 def schedule(rounds: int, buffer_sets: int) -> Schedule:
-    """Schedule for `rounds` rounds with `buffer_sets` buffer sets."""
+    """The turns for `rounds` rounds with `buffer_sets` buffer sets."""
     # All ranks have the same turns, with or without buckets in a round. Otherwise two groups with common ranks could
     # launch collectives in different orders, and NCCL would hang.
     ahead = prefetch(buffer_sets, rounds)

@@ -14,8 +14,7 @@ Ranks = tuple[int, ...]
 
 
 def teams(group: Ranks, count: int, ranks_per_node: int) -> list[Ranks]:
-    """Disjoint sets of `count` ranks of a node."""
-    # Few, because all ranks of the world create a process group for each set.
+    """Disjoint sets of `count` ranks of a node, few, because each needs a process group."""
     sets = []
     for _, members in groupby(group, key=lambda rank: rank // ranks_per_node):
         node = tuple(members)
@@ -42,7 +41,7 @@ def sliced(parameter: Parameter, counts: Mapping[int, int]) -> Parameter:
 
 
 def slices_of(matrix: Matrix, index: int, work: int, flops: int, count: int) -> list[Matrix]:
-    """The slices of a matrix; the first slice has number `index` in the parameter's stack."""
+    """The slices; the first has number `index` in the parameter's stack."""
     cuts_rows = _cuts_rows((matrix.rows, matrix.cols))
     rows, cols = (matrix.rows // count, matrix.cols) if cuts_rows else (matrix.rows, matrix.cols // count)
     return [
@@ -66,7 +65,7 @@ def _part(matrix: MatrixRows, shape: tuple[int, int], place: int, count: int) ->
 
 
 def teams_in(bucket: Bucket, matrices: Sequence[Matrix]) -> dict[int, Ranks]:
-    """By first slice of each sliced matrix in a bucket, the owners of all slices, in order."""
+    """The owners of all slices of each sliced matrix in a bucket, by first slice."""
     owners: dict[int, list[int]] = {}
     for number, owner in sorted(zip(bucket.matrices, bucket.owners, strict=True)) if bucket.owners else ():
         part = matrices[number].slice

@@ -42,8 +42,8 @@ class Shard:
 class StridedShard:
     """Cut along a tensor dim into `split_factor` parts, then cut each part over a mesh axis."""
 
-    # FSDP2 shards a dim already cut by tensor or expert parallelism, but comes first in the DTensor's mesh. Two Shards
-    # of the dim would be applied from left to right, in another order of rows.
+    # FSDP2 shards a dim already cut by tensor or expert parallelism, but comes first in the DTensor's mesh: two Shards
+    # would be applied in another order of rows.
     dim: int
     split_factor: int
 
@@ -242,20 +242,18 @@ class Bucket:
 class Plan:
     """The owner of each matrix, and the exchange of pieces and results.
 
+    Plain data, equal on every rank: ranks with different plans would hang, or read bytes as the wrong matrix.
+
     Attributes:
         parameters: stacks contain slices instead of sliced matrices.
-        local: for each matrix, the ranks that store and orthogonalize all of the matrix; empty for a matrix in a
-        bucket.
-        buckets: each rank runs the buckets of the rank's groups round by round, in this order.
+        local: for each matrix, the ranks that store and orthogonalize all of it; empty for a matrix in a bucket.
+        buckets: each rank runs the buckets of its groups round by round, in this order.
         buffer_sets: rounds with buffers at the same time.
         wire_bytes: bytes of an element in transit.
         works: the distinct methods and costs of orthogonalization.
         reason: notes for the user.
         passes: element-wise stages over stored pieces.
     """
-
-    # Plain data, equal on every rank: ranks with different plans would hang, or read received bytes as the wrong
-    # matrix.
 
     parameters: tuple[Parameter, ...]
     matrices: tuple[Matrix, ...]
@@ -273,7 +271,7 @@ class Plan:
 
     @property
     def whole_matrices(self) -> int:
-        """Number of matrices; a sliced matrix counts once."""
+        """A sliced matrix counts once."""
         return sum(matrix.slice is None or matrix.slice.place == 0 for matrix in self.matrices)
 
     def out_in(self, number: int) -> tuple[int, int]:

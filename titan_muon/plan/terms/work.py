@@ -48,7 +48,7 @@ def sliced_elements(rows: int, cols: int, slices: int) -> int:
 
 @dataclass(frozen=True)
 class TeamCost:
-    """Traffic of a matrix between the owner of a slice and further owners: bytes `sent` (and received), and `calls`."""
+    """Traffic of a matrix between slice owners: bytes `sent` (and received), and `calls`."""
 
     sent: int
     calls: int
@@ -106,12 +106,12 @@ NORMALIZING_BYTES = 10
 
 
 def traffic(element: int, state: int, wire: int, *, stochastic: bool, cautious: bool) -> Traffic:
-    """The traffic for elements of weights, momentum and buffers with these sizes in bytes.
+    """Traffic for elements of weights, momentum and buffers with these sizes in bytes.
 
     Counts the operators of `step/update.py` and `step/rounding.py`, without caches; tests/unit/plan/test_passes.py
     compares. `stochastic`: rounding of bfloat16 weights. `cautious`: weight decay.
     """
-    # lerp in the wider dtype, another lerp for Nesterov, and packing.
+    # lerp in the wider dtype, another for Nesterov, and packing.
     wide = max(element, state)
     advance, launches = 7 * wide + wire, 3
     if element < wide:
@@ -133,7 +133,7 @@ FLOAT32_TRAFFIC = traffic(4, 4, 2, stochastic=False, cautious=False)
 
 @dataclass(frozen=True)
 class Passes:
-    """Temporary memory and traffic of the element-wise stages and the rule. Default: float32 weights and momentum.
+    """Temporary memory and traffic of the element-wise stages. Default: float32 weights and momentum.
 
     `advance` calls change the momentum and `apply` calls the weights: at most so many `elements`, or one row, each with
     so many temporary `bytes`. `finish_bytes`: of the rule, for an element of a whole matrix.
@@ -151,6 +151,6 @@ FLOAT32_PASSES = Passes()
 
 
 class WorkOf(Protocol):
-    """The work of a rows x cols matrix of parameter number `parameter`, or of one of `slices` slices."""
+    """The work of a matrix of parameter number `parameter`, or of one of `slices` slices."""
 
     def __call__(self, parameter: int, rows: int, cols: int, slices: int = 1, /) -> Work: ...

@@ -21,7 +21,7 @@ from titan_muon.titan.recipe import Recipe, RecipeError, recipe_error
 
 
 class HybridOptimizers(OfParts, OptimizersContainer):
-    """A recipe's optimizers by name, each with the parameters assigned to it by rules and defaults assign.
+    """A recipe's optimizers by name, with the parameters of rules and defaults.
 
     Raises RecipeError for a rule without a match, a parameter without an optimizer, an unknown optimizer or option, and
     a model without Muon parameters unless rules assign every parameter.
@@ -35,19 +35,18 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         defaults: tuple[Default, ...] | None = field(default_factory=default_rules)
         tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
         offload: options.Offload = "none"
-        """Tensors on the host: the states of all optimizers, or also parameters and gradients."""
+        """Tensors on the host: all optimizer states, or also parameters and gradients."""
         model: Mapping[str, Seen] | None = None
-        """All trained parameters, if this process has only a pipeline stage; None otherwise."""
+        """All trained parameters under pipeline parallelism; otherwise None."""
 
     changes: tuple[str, ...] = ()
     """Hyperparameters different from the loaded checkpoint's, a line each."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
-        # TorchTitan's __init__ builds optimizers per part and is not called: Muon plans all parts together. The
-        # other duties of __init__ follow at the end.
+        # Not TorchTitan's __init__, which builds optimizers per part: Muon plans all parts together. The other duties
+        # of __init__ follow at the end.
         self.model_parts = model_parts
         try:
-            # Together: a pipeline stage alone may have no matrix, and other stages must not wait for the stage.
             self.parts = Agreement().together(
                 lambda: parts_of(
                     model_parts,
@@ -64,7 +63,7 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         try:
             self._carry()
             for muon in self._muons:
-                # Plan here, not in the first step, so that a planning error ends the start of the run.
+                # Plan at the start of the run, so that errors come early.
                 muon.build()
                 if late_applies(muon) is not None:
                     apply_in_forward(nn.ModuleList(model_parts), muon)
@@ -75,10 +74,10 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         self._post_init(parameters)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of every parameter. Hyperparameters stay the recipe's; `changes` lists the differences."""
+        """Load all states. Hyperparameters stay the recipe's; `changes` lists the differences."""
         recipe = {key: value for key, value in self.state_dict().items() if key.startswith("param_groups.")}
         self.changes = tuple(dict.fromkeys(self._changes(state_dict, recipe)))
-        # Except `lr`: the schedule has changed the saved `lr`, and TorchTitan's scheduler does not set `lr` on loading.
+        # Not `lr`: the schedule has changed the saved `lr`, and TorchTitan's scheduler does not set it on loading.
         kept = {key: value for key, value in recipe.items() if not key.endswith(".lr") or key not in state_dict}
         # Before the load, because Muon plans for the loaded hyperparameters.
         super().load_state_dict({**state_dict, **kept})
@@ -87,15 +86,14 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         tags = {name: group.tag for groups in self.parts.groups.values() for group in groups for name in group.names}
         for key, value in recipe.items():
             fqn, _, option = key.removeprefix("param_groups.").rpartition(".")
-            # The schedule has changed the saved `lr`; `initial_lr` is the recipe's rate.
+            # The schedule has changed `lr`; `initial_lr` is the recipe's.
             old = saved.get(key, "not an option then")
             if option != "lr" and old != value:
                 yield f"{tags[fqn]}.{option.removeprefix('initial_')}: {old} -> {value}"
 
     def clipped_parameters(self, choice: str) -> list[Tensor]:
-        """Parameters that `optimizer.clip = choice` clips; `adamw`: all but Muon's."""
-        # Optimizers of other packages are clipped too, because their updates probably grow with the gradient, as
-        # AdamW's do.
+        """Parameters clipped under `optimizer.clip = choice`; `adamw`: all but Muon's."""
+        # Other packages' updates probably grow with the gradient, like AdamW's.
         spared = {"all": (), "adamw": ("muon",), "none": tuple(self.parts.groups)}[choice]
         return [parameter for name in self.parts.groups if name not in spared for parameter in self.parameters(name)]
 
@@ -103,7 +101,7 @@ class HybridOptimizers(OfParts, OptimizersContainer):
 def _tables(config: HybridOptimizers.Config) -> Mapping[str, Mapping[str, Any]]:
     """Each optimizer's options, with TorchTitan's `implementation` for AdamW unless the table has a choice.
 
-    Raises ValueError for the fields of TorchTitan's configuration that HybridOptimizers has other words for.
+    Raises ValueError for fields of TorchTitan's configuration with another name here.
     """
     if config.param_groups:
         raise ValueError(
@@ -126,13 +124,13 @@ def _tables(config: HybridOptimizers.Config) -> Mapping[str, Mapping[str, Any]]:
 
 
 def optimizer_config(recipe: Recipe, model: Mapping[str, Seen] | None = None) -> HybridOptimizers.Config:
-    """Configuration of the container of a recipe; `model` has all parameters if the model is cut into stages.
+    """Container configuration of a recipe; `model`: all parameters under pipeline parallelism.
 
     Raises RecipeError for an unregistered optimizer and for a rule with a shared option.
     """
     section = recipe.optimizer
     chosen = adamw_implementation(section.implementation)
-    # Both flags are explicit: torch chooses by device for an absent flag.
+    # torch chooses by device for an absent flag.
     flags = {name: name == chosen for name in ("foreach", "fused")}
     tables = {"muon": _muon_table(recipe), "adamw": asdict(recipe.adamw) | flags}
     return HybridOptimizers.Config(
@@ -146,12 +144,12 @@ def optimizer_config(recipe: Recipe, model: Mapping[str, Seen] | None = None) ->
 
 def offload_of(recipe: Recipe) -> options.Offload:
     """Tensors on the host between steps."""
-    # Optimizers detect the device of parameters themselves, except on the CPU, where host and device are the same.
+    # Not detected from parameters: on the CPU, host and device are the same.
     return "parameters" if recipe.training.enable_cpu_offload else recipe.optimizer.offload
 
 
 def _muon_table(recipe: Recipe) -> dict[str, Any]:
-    # By field, not asdict: asdict would convert the splits to dicts.
+    # asdict would convert the splits to dicts.
     table = {item.name: getattr(recipe.muon, item.name) for item in fields(recipe.muon)}
     gib = table.pop("buffer_gib")
     if recipe.muon.replicas is None:
@@ -160,7 +158,7 @@ def _muon_table(recipe: Recipe) -> dict[str, Any]:
 
 
 def shared_options(rules: tuple[Rule, ...], tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Shared options of every optimizer without a table in the recipe; rules must agree on them."""
+    """Shared options of each optimizer without a recipe table; rules must agree."""
     agreed: dict[str, dict[str, Any]] = {}
     for index, rule in enumerate(rules):
         name, place = rule.optimizer, f"optimizer.rule[{index}]"
@@ -169,7 +167,7 @@ def shared_options(rules: tuple[Rule, ...], tables: Mapping[str, Any]) -> dict[s
         except ValueError as error:
             raise RecipeError(f"{place}.{error}") from error
         for key, value in rule.options.items():
-            # `buffer_gib` is a key of Muon's table in the recipe and unknown to the registry.
+            # The recipe's Muon table has `buffer_gib`, unknown to the registry.
             if key not in shared and (name != "muon" or key != "buffer_gib"):
                 continue
             problem = f"{place}.options.{key}: {key} holds for all of {name}"

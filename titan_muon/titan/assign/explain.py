@@ -24,9 +24,8 @@ from titan_muon.plan.terms.layout import Geometries
 from titan_muon.tensors.matrices import stack_of
 
 LONG_TAIL = 0.1
-"""Report the return after the last Newton-Schulz above this share of the step."""
+"""Report the exposed return above this share of the step."""
 OWNERS_SHOWN = 16
-"""Lines of the owners' table without --full."""
 
 
 def optimizer_lines(assigned: Sequence[Assignment], splits: Sequence[Split], world_size: int) -> Iterable[str]:
@@ -38,7 +37,6 @@ def optimizer_lines(assigned: Sequence[Assignment], splits: Sequence[Split], wor
         share = 100 * sum(prod(a.shape) for a in tensors) / total
         count = f"{len(tensors):,} tensors"
         if optimizer == "muon":
-            # Not from the plan of a single pipeline rank.
             every = splits_with(splits, assigned)
             count = f"{sum(len(stack_of(a.fqn, a.shape, every).matrices) for a in tensors):,} matrices"
         yield f"{optimizer}: {count}, {share:.1f} % of parameters"
@@ -47,11 +45,11 @@ def optimizer_lines(assigned: Sequence[Assignment], splits: Sequence[Split], wor
 
 
 MOST_REPEATS = 1.5
-"""Orthogonalizations per matrix above which a plan says why."""
+"""Orthogonalizations per matrix above which a plan explains itself."""
 
 
 def weight_lines(assigned: Sequence[Assignment], dtypes: Iterable[torch.dtype], rounding: str) -> Iterable[str]:
-    """Effect of rounding on each optimizer's weights, if the weights are bfloat16 without a float32 copy."""
+    """Effect of rounding on bfloat16 weights without a float32 copy, by optimizer."""
     if torch.bfloat16 not in dtypes:
         return
     yield 'weights: bfloat16, and no float32 copy of them; training.dtype = "float32" would keep one'
@@ -63,13 +61,12 @@ def weight_lines(assigned: Sequence[Assignment], dtypes: Iterable[torch.dtype], 
 
 def stage_ranks(world_size: int, stages: int, stage: int) -> range:
     """Ranks of pipeline stage `stage` of `stages`."""
-    # The pipeline is the outermost axis of TorchTitan's meshes.
     size = world_size // stages
     return range(stage * size, (stage + 1) * size)
 
 
 def pipeline_line(ranks: range, world_size: int, assigned: Sequence[Assignment]) -> str:
-    """Heading of the report on one pipeline rank: ranks and parameters."""
+    """Heading for a pipeline rank."""
     stage, held = ranks.start // len(ranks), sum(prod(a.shape) for a in assigned)
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     return f"pipeline rank {stage} of {world_size // len(ranks)}, {where}: {held:,} parameters"
@@ -117,7 +114,7 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
 def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, skips: bool) -> Iterable[str]:
     """A line if the step communicates despite owned parameters: matrices, reasons and remedies.
 
-    `skips`: whether ranks exchange the presence of gradients in each step (muon.missing_grad = "skip").
+    `skips`: ranks exchange the presence of gradients in each step (muon.missing_grad = "skip").
     """
     if plan is None or not any(map(is_owned, parameters.values())):
         return
@@ -149,7 +146,6 @@ def peer_lines(parameters: Mapping[str, Tensor], gathered: int, reduced: int) ->
 
 
 def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[str]:
-    """Reason and remedy of each exchanged matrix."""
     geometries = Geometries(plan.parameters)
 
     @cache
@@ -160,7 +156,7 @@ def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[str]:
         if plan.local[index] or (matrix.slice is not None and matrix.slice.place > 0):
             continue
         fqn = plan.parameters[matrix.parameter].fqn
-        # Local with repeated work, so the exchange only shares out the replicas' work.
+        # Local with repeated work, so the exchange only shares the replicas' work.
         if matrix.slice is None and repeated(geometries.index[matrix.parameter])[matrix.index].local:
             yield 'muon.replicas shares out copies; "redundant" would not'
         elif is_owned(parameters[fqn]):
@@ -171,7 +167,7 @@ def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[str]:
 
 
 def _time_lines(timeline: Timeline) -> Iterable[str]:
-    """Modelled time of the step on the slowest rank, and the lower bound."""
+    """Modelled time of the slowest rank, and the lower bound."""
     last = timeline.last
     parts = f"Newton-Schulz {_ms(last.orthogonalize)}, momentum and apply {_ms(last.passes)}, waits {_ms(last.waits)}"
     yield f"  modelled time   {_ms(last.seconds)} on {timeline.machine}, rank {last.rank}: {parts}"
@@ -188,7 +184,7 @@ def _time_lines(timeline: Timeline) -> Iterable[str]:
 
 
 def _ms(seconds: float) -> str:
-    # What floats leave of a difference of equal times is no time.
+    # The rest is rounding of a difference of equal times.
     return f"{1e3 * seconds:,.3g} ms" if seconds > 1e-9 else "0 ms"
 
 
@@ -204,17 +200,16 @@ def _method_lines(plan: Plan) -> Iterable[str]:
 def owner_loads(
     parameters: Mapping[str, Tensor], summary: Summary | None, ranks: Iterable[int]
 ) -> dict[int, OwnedTotals]:
-    """Owned matrices and bytes of each rank, and the FLOPs of its Muon step; empty without owned parameters."""
+    """Owned matrices, bytes and Muon FLOPs of each rank; empty without owned parameters."""
     owned = [parameter for parameter in parameters.values() if isinstance(parameter, DTensor) and is_owned(parameter)]
     if summary is None or not owned:
         return {}
     matrices, held = Counter[int](), Counter[int]()
     for parameter in owned:
         for rank, elements in held_elements(parameter).items():
-            # Experts of a stack count as matrices.
             matrices[rank] += 1 if parameter.ndim < 3 else -(-elements * len(parameter) // parameter.numel())
             held[rank] += elements * parameter.element_size()
-    # FLOPs come from the plan: sharded experts are orthogonalized by the same ranks, also by ranks that own nothing.
+    # From the plan: ranks without owned parameters may orthogonalize sharded experts.
     flops = {cost.rank: cost.ns_flops for cost in summary.ranks}
     return {rank: OwnedTotals(matrices[rank], held[rank], flops.get(rank, 0)) for rank in ranks}
 
@@ -232,7 +227,7 @@ def owner_summary(loads: Mapping[int, OwnedTotals]) -> Iterable[str]:
 
 
 def owner_lines(loads: Mapping[int, OwnedTotals], *, full: bool) -> Iterable[str]:
-    """The summary and the table of owners: matrices, bytes, FLOPs per step."""
+    """`owner_summary` and the table of owners: matrices, bytes, FLOPs per step."""
     yield from owner_summary(loads)
     table = list(load_lines(loads)) if loads else []
     shown = len(table) if full else OWNERS_SHOWN + 1

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from titan_muon.assignment.table import HEADER
 
 LISTED = 8
-"""Limit on the lines about parameters."""
 
 
 def assigned_optimizers(text: str) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Warnings for a loss or gradient norm far from the run's earlier reports.
 
-The limits are wide: a single odd document triples the loss of a small recipe for some steps. A jump counts only if the
-loss stays high for many reports.
+A jump counts only if the loss stays high, because a single odd document triples the loss of a small recipe.
 """
 
 import math
@@ -14,7 +13,6 @@ from typing import Any
 WINDOW, LOSS_WINDOW = 50, 20
 """Reports in a median of norms, and of losses: fewer, because losses fall."""
 FEWEST = 5
-"""Least reports for a median."""
 DEAD_SHARE = 1e-6
 """A gradient norm below this share of the median is dead."""
 EXPLODING = 100

@@ -15,10 +15,7 @@ DEAD_STEPS, DEAD_REPORTS = 100, 3
 class ExpertLoads:
     """Token counts by expert in a step, over all data-parallel ranks.
 
-    Args:
-        parts: this rank's model parts.
-        group: ranks with different tokens; None for a single rank.
-        device: device of the counts.
+    `parts`: this rank's model parts. `group`: ranks with different tokens; None for a single rank.
     """
 
     def __init__(self, parts: Sequence[nn.Module], group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -10,21 +10,20 @@ import torch.distributed as dist
 from titan_muon.titan.fault import RunFault
 
 UNKNOWN = -1
-"""No position: the loader does not count blocks. Also: no step."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """A rank's part in a reported step, in whole numbers.
+    """A rank's part in a reported step, in whole numbers; UNKNOWN for no number.
 
     Attributes:
-        data_rank: the rank's place among data-parallel ranks. Ranks with equal places must read equal text.
-        position: number of the first block in the step, or UNKNOWN.
-        expected: number of the right first block, or UNKNOWN.
+        data_rank: place among data-parallel ranks. Ranks with equal places must read equal text.
+        position: number of the step's first block.
+        expected: number of the right first block.
         crc: CRC-32 of all inputs of the step.
         extra_steps: an optimizer's steps beyond the training loop's, since the last report.
         stale_gradients: parameters with a gradient before the step's first backward.
-        sound_until: last step before training began to look wrong, or UNKNOWN.
+        sound_until: last step before training began to look wrong.
     """
 
     data_rank: int
@@ -43,11 +42,9 @@ class StepInputs:
         self.crc = 0
 
     def add(self, inputs: torch.Tensor) -> None:
-        """Add a batch of token ids: int64, on the CPU."""
         self.crc = zlib.crc32(inputs.numpy().tobytes(), self.crc)
 
     def take(self) -> int:
-        """CRC-32 of the batches since the last call."""
         crc, self.crc = self.crc, 0
         return crc
 

@@ -20,9 +20,8 @@ from titan_muon.titan.recipe.files import written_values
 from titan_muon.titan.recipe.toml import value_text
 
 LISTED = 8
-"""Limit on the differences in an error text."""
 PATHS = ("data.files", "data.tokenizer_path", "data.dataset_path", "data.cache", "model.hf_assets_path")
-"""Keys that may differ: equal files may be at another path on each node."""
+"""Keys that may differ: files may be at another path on each node."""
 
 
 def start_facts(recipe: Recipe) -> dict[str, str]:
@@ -42,7 +41,7 @@ def start_facts(recipe: Recipe) -> dict[str, str]:
 
 
 def source_files(recipe: Recipe) -> list[Path]:
-    """The Python files of this package and of the package with the recipe's model."""
+    """Python files of this package and of the model's package."""
     files = [*Path(titan_muon.__file__).parent.rglob("*.py")]
     if recipe.model.name not in registry.models.names():
         return sorted(files)

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from titan_muon.comm.clip import NormCheck
 from titan_muon.titan.checks.curve import Curve, Report
 from titan_muon.titan.checks.experts import ExpertLoads
-from titan_muon.titan.checks.norms import NormWatch
 from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, StepInputs, check_reports, gather, twins
+from titan_muon.titan.device import arrives_late
 
 ADVICE = "Lower the learning rates, warm up for longer, or continue from an earlier checkpoint."
 
@@ -32,7 +33,7 @@ class TrainingChecks:
         optimizers: optimizers with counted steps.
         parts: this rank's model parts.
         device: device of the training.
-        data_rank: this rank's place among data-parallel ranks.
+        data_rank: place among data-parallel ranks.
         token_group: ranks with different tokens; None for a single rank.
         tolerates_nonfinite: warn about a norm that is not finite, instead of raising.
     """
@@ -48,7 +49,8 @@ class TrainingChecks:
         token_group: dist.ProcessGroup | None,
         tolerates_nonfinite: bool,
     ) -> None:
-        self._norms = NormWatch(names, device)
+        self.names, self._late = names, arrives_late(device)
+        self._norm: tuple[int, NormCheck] | None = None
         self.experts = ExpertLoads(parts, token_group, device)
         self.data_rank, self._tolerates = data_rank, tolerates_nonfinite
         self._optimizers = list(optimizers)
@@ -88,14 +90,14 @@ class TrainingChecks:
         self._stale = sum(parameter.grad is not None for parameter in parameters)
 
     def add_inputs(self, inputs: Tensor) -> None:
-        """Add a batch of a reported step: token ids, int64 on the CPU."""
         self._inputs.add(inputs)
 
-    def after_clip(self, step: int, norm: Tensor, local_norms: Tensor, *, counted: bool) -> list[str]:
-        """Watch a step's norm before the optimizers' step. Returns warnings; raises as `check_norm`."""
-        lines = self.check_norm() if self._norms.is_late else []
-        self._norms.watch(step, norm, local_norms)
-        if not self._norms.is_late:
+    def after_clip(self, step: int, norm: NormCheck, *, counted: bool) -> list[str]:
+        """Take a step's norm before the optimizers' step. Returns warnings; raises as `check_norm`."""
+        # On a GPU the host reads the norm of the step before, and does not wait.
+        lines = self.check_norm() if self._late else []
+        self._norm = step, norm
+        if not self._late:
             lines = self.check_norm()
         if counted:
             self.tokens = self.experts.of_step()
@@ -103,9 +105,13 @@ class TrainingChecks:
 
     def check_norm(self) -> list[str]:
         """Raise FloatingPointError on all ranks, or return a warning, if the last norm was not finite."""
-        fault = self._norms.fault(self._group)
-        if fault is None:
+        if self._norm is None:
             return []
+        step, norm = self._norm
+        causes, self._norm = norm.causes(), None
+        if causes is None:
+            return []
+        fault = f"step {step}: the norm of the gradients is {norm.value}, because of {causes}"
         if self._tolerates:
             return [fault]
         raise FloatingPointError(f"{fault}; nothing is saved from this step. {ADVICE}")

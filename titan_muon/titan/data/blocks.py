@@ -11,8 +11,8 @@ from titan_muon.titan.data.corpus import Corpus
 class TokenBlock:
     """Three int64 arrays of shape (seq_len,).
 
-    `labels[i]` is the token after `inputs[i]` in the same document. `positions` counts from 0 at the start of the block
-    and of every document, which marks the documents for TorchTitan's attention and rotary embedding.
+    `labels[i]` is the token after `inputs[i]` in the same document. `positions` counts from 0 in the block and in every
+    document, which marks documents for TorchTitan's attention and rotary embedding.
     """
 
     inputs: np.ndarray
@@ -30,15 +30,15 @@ class _Epoch:
 
 
 class TokenBlocks:
-    """Endless stream of blocks over some documents of a corpus, epoch after epoch.
+    """Endless stream of blocks over documents of a corpus.
 
-    With a seed, every epoch permutes the documents by (seed, epoch); with None, the order is unchanged. The last
-    predictions of an epoch, fewer than `seq_len`, are dropped. Every other prediction appears exactly once per epoch.
+    With a seed, every epoch permutes the documents by (seed, epoch). The last predictions of an epoch, fewer than
+    `seq_len`, are dropped. Every other prediction appears exactly once per epoch.
     """
 
     def __init__(self, corpus: Corpus, documents: np.ndarray, seq_len: int, *, seed: int | None) -> None:
         """`documents`: indices into the corpus. `per_epoch` is 0 if the documents are shorter than a block."""
-        # Block k depends on k only, so any rank can read any block, and a run resumes from one number.
+        # Block k depends on k alone: any rank can read any block, and a run resumes from a single number.
         self._corpus = corpus
         self._documents = documents
         self.seq_len = seq_len
@@ -49,7 +49,7 @@ class TokenBlocks:
 
     def __getitem__(self, number: int) -> TokenBlock:
         epoch, index = divmod(number, self.per_epoch)
-        # Keep the order of one epoch: ranks read blocks in ascending order, so the order changes once per epoch.
+        # Keep the order of one epoch, because ranks read blocks in ascending order.
         if epoch != self._epoch.number:
             self._epoch = self._read_order(epoch)
         return self._cut(self._epoch, index * self.seq_len)
@@ -57,12 +57,12 @@ class TokenBlocks:
     def _read_order(self, epoch: int) -> _Epoch:
         order = np.arange(len(self._documents))
         if self._seed is not None:
-            # Sort raw draws instead of Generator.permutation: NumPy guarantees only the bit stream for all versions.
+            # Sort raw draws: NumPy keeps the bit stream equal over versions, and not Generator.permutation.
             order = np.argsort(np.random.PCG64([self._seed, epoch]).random_raw(len(order)), kind="stable")
         return _Epoch(epoch, self._documents[order], np.cumsum(self._predictions[order]))
 
     def _cut(self, epoch: _Epoch, first: int) -> TokenBlock:
-        """Block from prediction `first` of the epoch's stream on."""
+        """Block from prediction `first` of the epoch's stream."""
         inputs, labels, positions = (np.empty(self.seq_len, dtype=np.int64) for _ in range(3))
         tokens, starts = self._corpus.tokens, self._corpus.starts
         filled, i = 0, int(np.searchsorted(epoch.ends, first, side="right"))
@@ -70,7 +70,7 @@ class TokenBlocks:
             at = first + filled
             length = min(int(epoch.ends[i]) - at, self.seq_len - filled)
             document = epoch.documents[i]
-            # Counted from the document's end, because the last prediction belongs to the last token.
+            # Count from the document's end: the last prediction belongs to the last token.
             source = int(starts[document + 1]) - 1 - (int(epoch.ends[i]) - at)
             inputs[filled : filled + length] = tokens[source : source + length]
             labels[filled : filled + length] = tokens[source + 1 : source + 1 + length]

@@ -1,4 +1,4 @@
-"""Files built by one process, while the others wait, and read by every process. No collectives."""
+"""Files built by one process and read by every process. No collectives."""
 
 import fcntl
 import hashlib
@@ -24,7 +24,7 @@ def digest(*parts: str) -> str:
 
 
 def build_once(path: Path, *, load: Callable[[], T | None], build: Callable[[], None]) -> T:
-    """Result of `load`; runs `build` in one process first if `load` returns None.
+    """Result of `load`; if `load` returns None, one process runs `build` first.
 
     `load` returns None for an absent or damaged file. `path` names the lock. If `build` raises, the next process tries
     and reports its own error. Raises RecipeError if the folder cannot be written or locked.
@@ -32,10 +32,8 @@ def build_once(path: Path, *, load: Callable[[], T | None], build: Callable[[], 
     loaded = load()
     if loaded is not None:
         return loaded
-    # A file lock, not a barrier: works without torch.distributed and on nodes with separate folders, and the operating
-    # system releases the lock of a dead process.
+    # A lock instead of a barrier works without torch.distributed and with a folder per node, and ends with its process.
     with _locked(path):
-        # Again: another process may have built the file while this process waited for the lock.
         loaded = load()
         if loaded is None:
             build()
@@ -46,8 +44,8 @@ def build_once(path: Path, *, load: Callable[[], T | None], build: Callable[[], 
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """Temporary file to write; renamed to `path` at the end, or removed if the block raises."""
-    # In the same folder, because os.replace is atomic within one file system only.
+    """Temporary file, renamed to `path` at the end, or removed on an error."""
+    # In the same folder: os.replace is atomic within a file system only.
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
@@ -64,8 +62,7 @@ def _locked(path: Path) -> Iterator[None]:
         handle = open(path.with_name(path.name + ".lock"), "w")  # noqa: SIM115 (closed below)
     except OSError as error:
         raise RecipeError(f"{folder} cannot be written: {error}. Name another folder.") from error
-    # The lock file stays. After a removal, a later process could lock a new file of the same name while another process
-    # waits for the removed file.
+    # Never remove the lock file: a process that waits for the removed file would not exclude a process with a new one.
     with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)

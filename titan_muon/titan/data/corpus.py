@@ -1,4 +1,4 @@
-"""All documents as an array of tokens, memory-mapped from a cache written by one process. No collectives."""
+"""All documents as an array of tokens, memory-mapped from a cache. No collectives."""
 
 import time
 import zipfile
@@ -14,15 +14,15 @@ from torchtitan.tools.logging import logger
 from titan_muon.titan.data.cache import atomic, build_once, digest
 from titan_muon.titan.data.documents import Documents
 
-# Part of every cache file's name: increment when the file layout changes.
+# Part of every cache file's name: increment when the layout changes.
 _FORMAT = "1"
 CHECKED = ".checked"
-"""Suffix of the file that says which tokens have the right checksum."""
+"""Suffix of the file with the stamp of tokens with a right checksum."""
 _SECONDS_BETWEEN_MESSAGES = 10.0
 
 
 class DocumentTokenizer(Protocol):
-    """Tokenizer of a corpus. `fingerprint` differs between tokenizers that differ on any text."""
+    """Tokenizer of a corpus; `fingerprint` identifies the tokens of any text."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -36,7 +36,7 @@ class DocumentTokenizer(Protocol):
 class Corpus:
     """Tokenized documents, in the order of `Documents.texts`.
 
-    `tokens`: uint16 or uint32, read-only; the documents back to back, with opening and closing marks. Document d is
+    `tokens`: uint16 or uint32, read-only; documents back to back, with opening and closing marks. Document d is
     `tokens[starts[d]:starts[d + 1]]` (`starts`: int64) and has `text_bytes[d]` bytes of UTF-8 (int64).
     """
 
@@ -52,18 +52,18 @@ class Corpus:
 
 
 class CorpusSource:
-    """Documents and the folder of their cache. Opens the corpus at first use and keeps it."""
+    """Documents and their cache folder. Opens the corpus at first use."""
 
     def __init__(self, documents: Documents) -> None:
         self.documents = documents
-        # TorchTitan's validator builds a loader for each validation; this attribute avoids reading the corpus again.
+        # Keep the corpus: TorchTitan's validator builds a loader for each validation.
         self._opened: Corpus | None = None
 
     def to_dict(self) -> dict[str, object]:
         return self.documents.to_dict()
 
     def open(self, tokenizer: DocumentTokenizer) -> Corpus:
-        """Corpus under `tokenizer`, from a whole cache or built. Raises RecipeError for bad `[data]`."""
+        """Corpus under `tokenizer`, from the cache or built. Raises RecipeError for bad `[data]`."""
         name = digest(_FORMAT, self.documents.digest, tokenizer.fingerprint)
         if self._opened is None or self._opened.digest != name:
             path = Path(self.documents.data.cache) / f"corpus-{name}"
@@ -84,7 +84,7 @@ def _paths(path: Path) -> tuple[Path, Path]:
 
 
 def _load(path: Path, name: str, vocab_size: int) -> Corpus | None:
-    """The corpus at `path`, or None if a file is absent or damaged."""
+    """The cached corpus, or None if a file is absent or damaged."""
     index_path, tokens_path = _paths(path)
     if not index_path.exists():
         return None
@@ -92,8 +92,7 @@ def _load(path: Path, name: str, vocab_size: int) -> Corpus | None:
         with np.load(index_path) as index:
             starts, text_bytes, checksum = index["starts"], index["text_bytes"], int(index["checksum"])
         tokens = np.memmap(tokens_path, dtype=_dtype(vocab_size), mode="r")
-        # Reads a file of another time once: training would otherwise notice a full disk or a cut copy only as invalid
-        # tokens.
+        # Check a new file once: after a full disk or a cut copy, training would only fail by invalid tokens.
         sound = _stamp(tokens_path) == _checked_stamp(path) or zlib.crc32(tokens.data) == checksum
         problem = None if sound else "its checksum is wrong"
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
@@ -102,20 +101,17 @@ def _load(path: Path, name: str, vocab_size: int) -> Corpus | None:
         logger.warning("The corpus cached at %s is damaged (%s) and is built again", path, problem)
         return None
     if _stamp(tokens_path) != _checked_stamp(path):
-        # A cache that this process may not write is read once by each process.
         with suppress(OSError), atomic(path.with_suffix(CHECKED)) as temporary:
             temporary.write_text(_stamp(tokens_path), encoding="utf-8")
     return Corpus(tokens, starts, text_bytes, name)
 
 
 def _stamp(tokens: Path) -> str:
-    """Size and time of a file whose checksum was compared."""
     status = tokens.stat()
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def _checked_stamp(path: Path) -> str:
-    """The stamp of the tokens at `path` when their checksum was last right; empty before."""
     try:
         return path.with_suffix(CHECKED).read_text(encoding="utf-8")
     except OSError:
@@ -127,7 +123,7 @@ def _build(path: Path, documents: Documents, tokenizer: DocumentTokenizer) -> No
     megabytes = sum(file.size for file in documents.all) / 1e6
     logger.info("Tokenizing %d documents (%.1f MB of text)", documents.count, megabytes)
     began = time.monotonic()
-    # The index is renamed last: an aborted build leaves no index, or a checksum that does not fit the tokens.
+    # The index is renamed last, so an aborted build leaves no index, or a wrong checksum.
     with atomic(index_path) as index, atomic(tokens_path) as tokens:
         starts, text_bytes, checksum = _write_tokens(tokens, documents, tokenizer)
         with open(index, "wb") as file:
@@ -137,12 +133,12 @@ def _build(path: Path, documents: Documents, tokenizer: DocumentTokenizer) -> No
 
 
 def _write_tokens(path: Path, documents: Documents, tokenizer: DocumentTokenizer) -> tuple[np.ndarray, np.ndarray, int]:
-    """Write all tokens to `path`; return (starts, text_bytes, checksum of the file)."""
+    """Write all tokens to `path`; return (starts, text_bytes, checksum)."""
     vocab_size = tokenizer.get_vocab_size()
     lengths, text_bytes, checksum, logged = [0], [], 0, time.monotonic()
     with open(path, "wb") as file:
         for number, (source, text) in enumerate(documents.texts()):
-            # One document at a time: the text of a large corpus and its tokens do not fit in memory together.
+            # One document at a time: a large corpus does not fit in memory.
             ids = np.asarray(tokenizer.document(text), dtype=np.int64)
             assert ids.max() < vocab_size, f"token {ids.max()} in {source.path}: the vocabulary ends at {vocab_size}"
             raw = ids.astype(_dtype(vocab_size)).tobytes()

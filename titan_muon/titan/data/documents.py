@@ -1,4 +1,4 @@
-"""Documents of a recipe's `[data]` table: text, digest, and the split into training and validation."""
+"""Documents of a recipe's `[data]` table: text, digest, training and validation split."""
 
 import glob
 import hashlib
@@ -19,19 +19,18 @@ from titan_muon.titan.data.cache import atomic, build_once, digest
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
 
-# Part of the index's name and of the digest: raise it when either changes, or the split.
+# Part of the index's name and of the digest: increment when either or the split changes.
 _FORMAT = "2"
 MOST_REPLACED = 0.1
-"""Share of characters that are not UTF-8 in a file that is hardly text."""
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """One file of documents: a `.jsonl` or `.parquet` file has one in each row, any other file is one document.
+    """A file of documents: rows of `.jsonl` or `.parquet`, otherwise a single document.
 
     Attributes:
-        name: decides the file's place in the order.
-        path: where the file is.
+        name: sort key of the file.
+        path: location of the file.
         size: bytes.
         key: field of a row with the text.
     """
@@ -42,7 +41,7 @@ class TextFile:
     key: str = "text"
 
     def contents(self) -> Iterator[bytes]:
-        """The UTF-8 bytes of each document that is not empty. Raises RecipeError if the file cannot be read."""
+        """UTF-8 bytes of each non-empty document. Raises RecipeError for an unreadable file."""
         read = {".jsonl": self._json_rows, ".parquet": self._parquet_rows}.get(self.path.suffix, self._whole)
         try:
             yield from filter(None, read())
@@ -50,7 +49,7 @@ class TextFile:
             raise RecipeError(f"data.files: {str(self.path)!r} cannot be read: {error.strerror or error}") from error
 
     def texts(self) -> Iterator[str]:
-        """Each document; bytes that are not UTF-8 become U+FFFD."""
+        """Text of each document; bytes outside of UTF-8 become U+FFFD."""
         return (content.decode("utf-8", errors="replace") for content in self.contents())
 
     def _whole(self) -> Iterator[bytes]:
@@ -93,21 +92,16 @@ class TextFile:
 
 
 class _Index(NamedTuple):
-    """Hashes of all documents.
-
-    Attributes:
-        digest: 32 hexadecimal digits that name all names and contents.
-        keys: hash of each document's content, in the order of reading: uint64.
-    """
+    """Hashes of all documents: 32 hexadecimal digits over all names and contents, and each content's (uint64)."""
 
     digest: str
     keys: np.ndarray
 
 
 class Documents:
-    """The documents of a `[data]` table. An index in the cache says what is in files of these sizes and times.
+    """The documents of a `[data]` table, numbered by file and row.
 
-    Documents are numbered in the order of their files, and of the rows in a file.
+    A cached index holds the hashes for files of these sizes and times.
     """
 
     def __init__(self, data: Data) -> None:
@@ -115,14 +109,13 @@ class Documents:
         self.data = data
 
     def to_dict(self) -> dict[str, object]:
-        """The table, for TorchTitan's record of the configuration."""
         return asdict(self.data)
 
     @cached_property
     def all(self) -> tuple[TextFile, ...]:
-        """Every non-empty file, sorted by name. Raises RecipeError without files."""
+        """Non-empty files, sorted by name. Raises RecipeError without files."""
         found = _python_files() if self.data.source == "python" else _matched_files(self.data.files)
-        # Sorted, because the order of a folder listing depends on the file system, and the order decides every batch.
+        # A folder's listing depends on the file system, and the order decides every batch.
         files = (TextFile(name, path, path.stat().st_size, self.data.text_key) for name, path in sorted(found.items()))
         kept = tuple(file for file in files if file.size > 0)
         if not kept:
@@ -135,39 +128,35 @@ class Documents:
 
     @property
     def digest(self) -> str:
-        """32 hexadecimal digits that name all names and contents, and the way to split them."""
         return self._index.digest
 
     @property
     def count(self) -> int:
-        """Number of documents."""
         return len(self._index.keys)
 
     @property
     def training(self) -> np.ndarray:
-        """Numbers of documents, ascending: int64, never empty. Raises RecipeError if the split is impossible."""
+        """Training documents, ascending: int64, never empty. Raises RecipeError if the split is impossible."""
         return self._split[0]
 
     @property
     def validation(self) -> np.ndarray:
-        """Numbers of documents in arbitrary order, so that any first few are a fair sample: int64.
+        """Held-out documents in arbitrary order, so that any first few are a fair sample: int64.
 
         Empty only if `data.validation_fraction` is 0. Raises RecipeError if the split is impossible.
         """
         return self._split[1]
 
     def texts(self) -> Iterator[tuple[TextFile, str]]:
-        """Every document with its file, in order."""
         return ((file, text) for file in self.all for text in file.texts())
 
     def training_texts(self) -> Iterator[str]:
-        """The text of the training documents, one by one."""
         held_out = set(self.validation.tolist())
         return (text for number, (_, text) in enumerate(self.texts()) if number not in held_out)
 
     @cached_property
     def _index(self) -> _Index:
-        # By sizes and times, so that other ranks and later starts read no text.
+        # Sizes and times name the index, so that other ranks and later starts read no text.
         times = (f"{file.path}\0{file.size}\0{file.path.stat().st_mtime_ns}" for file in self.all)
         path = Path(self.data.cache) / f"documents-{digest(_FORMAT, self.data.text_key, *times)}.npz"
         index = build_once(path, load=lambda: _load_index(path), build=lambda: self._build_index(path))
@@ -176,7 +165,7 @@ class Documents:
         return index
 
     def _build_index(self, path: Path) -> None:
-        # Of contents, not of dates: a copy on another machine finds the tokens, an edited corpus does not.
+        # Contents, not dates: a copy on another machine finds the cached tokens, an edited corpus does not.
         state = hashlib.blake2b(_FORMAT.encode(), digest_size=16)
         keys: list[int] = []
         for file in self.all:
@@ -192,8 +181,8 @@ class Documents:
     @cached_property
     def _split(self) -> tuple[np.ndarray, np.ndarray]:
         fraction, keys = self.data.validation_fraction, self._index.keys
-        # A document's content decides on the side, so additions, removals and other names move no document. A run on
-        # more text does not train on the held-out documents of an earlier run.
+        # By content: other documents do not move a document, so a run on more text does not train on earlier held-out
+        # text.
         order = np.argsort(keys, kind="stable")
         held_out = 0
         if fraction > 0:
@@ -203,7 +192,6 @@ class Documents:
                     f"there is 1 ({self.all[0].path}). Split it into several files, or set "
                     "data.validation_fraction = 0 and validator.enable = false."
                 )
-            # With few documents all may fall on one side; then the nearest document changes sides.
             held_out = min(max(int(np.count_nonzero(keys < fraction * 2.0**64)), 1), len(keys) - 1)
         return np.sort(order[held_out:]), order[:held_out]
 
@@ -226,11 +214,9 @@ def _warn_of_bytes(file: TextFile, content: bytes) -> None:
 
 
 def _python_files() -> dict[str, Path]:
-    """Sources of the standard library by path inside the library."""
     root = Path(sysconfig.get_paths()["stdlib"])
     sources: dict[str, Path] = {}
     for folder, folders, files in os.walk(root):
-        # Installed packages differ between machines; the standard library differs only between Python versions.
         folders[:] = [f for f in folders if f not in ("site-packages", "dist-packages", "__pycache__")]
         for file in files:
             path = Path(folder, file)
@@ -244,7 +230,7 @@ def _python_files() -> dict[str, Path]:
 def _matched_files(patterns: tuple[str, ...]) -> dict[str, Path]:
     """Matching files without duplicates, by path from their deepest common folder.
 
-    So order and split depend on the files, not on the working directory or the patterns.
+    So order and split do not depend on the working directory or the patterns.
     """
     if not patterns:
         raise RecipeError("data.files is empty; data.source = 'files' needs at least one glob pattern")
@@ -253,7 +239,7 @@ def _matched_files(patterns: tuple[str, ...]) -> dict[str, Path]:
         matches = [m for m in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(m)]
         if not matches:
             raise RecipeError(f"data.files: {pattern!r} matches no file (seen from {os.getcwd()})")
-        # Several patterns or links may lead to the same file. A file must not be both trained on and held out.
+        # Patterns or links may match a file twice: no file may be both trained on and held out.
         files.update(Path(match).resolve() for match in matches)
     root = Path(os.path.commonpath([path.parent for path in files]))
     return {path.relative_to(root).as_posix(): path for path in files}

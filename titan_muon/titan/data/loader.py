@@ -1,4 +1,4 @@
-"""Batches for TorchTitan's trainer and validator from a recipe's `[data]` table. No collectives."""
+"""Batches for TorchTitan's trainer and validator from a `[data]` table. No collectives."""
 
 import math
 from collections.abc import Iterator
@@ -20,11 +20,11 @@ from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
 
 NOT_COUNTED = -100
-"""Label of tokens without loss, as in PyTorch's cross entropy and TorchTitan."""
+"""Label without loss, as in PyTorch and TorchTitan."""
 
 
 class PackedDataLoader(BaseDataLoader):
-    """Batches of packed blocks; an optimizer step's tokens depend only on the seed and the global batch size."""
+    """Batches of packed blocks. A step's tokens depend only on the seed and the global batch size."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -33,16 +33,16 @@ class PackedDataLoader(BaseDataLoader):
         corpus: CorpusSource
 
         validation: bool = False
-        """Read the held-out documents: once, independent of the seed, from the start in every iteration."""
+        """Read the held-out documents once, without a seed, from the start in every iteration."""
 
         sequences: int = -1
-        """Held-out sequences of a validation over all ranks, at most; -1: all."""
+        """Limit on the sequences of a validation over all ranks; -1: all."""
 
         multiple: int = 1
-        """A pass has a multiple of this number of sequences over all ranks; filler sequences do not count."""
+        """Pad a pass with filler sequences to a multiple of this number over all ranks."""
 
         infinite: bool = True
-        """Read training documents for endless epochs. TorchTitan's validator sets this key, without effect."""
+        """Read training documents epoch after epoch. TorchTitan's validator sets this key, without effect."""
 
     def __init__(
         self,
@@ -59,48 +59,41 @@ class PackedDataLoader(BaseDataLoader):
         documents, corpus = config.corpus.documents, config.corpus.open(tokenizer)
         data, side = documents.data, documents.validation if config.validation else documents.training
         self._blocks = TokenBlocks(corpus, side, seq_len, seed=None if config.validation else data.seed)
-        # The ranks read the same stream in turns of `local_batch_size`. So the state is the number of blocks read by
-        # all ranks, and a run resumes at the next block on any number of ranks and with any batch size.
+        # Ranks read a single stream in turns, so a run resumes at the next block on any number of ranks.
         self._batch = local_batch_size
         self._first = dp_rank * local_batch_size
         self._stride = dp_world_size * local_batch_size
         self._read = 0
         self._rewinds = config.validation
         self.available = self._blocks.per_epoch
-        # First block after the single pass; None: continue with the next epoch.
+        # End of the single pass; None: endless epochs.
         self._end: int | None = None
         if config.validation or not config.infinite:
             self._end = self.available if config.sequences == -1 else min(config.sequences, self.available)
-        # Every rank takes the same number of batches, so that no rank waits in a collective for ever. The last batches
-        # are padded with filler blocks, so that no layout drops a block.
+        # Equally many batches on every rank, so that none waits in a collective for ever. Filler blocks pad the last
+        # batches.
         whole = math.lcm(self._stride, config.multiple)
         self.batches = None if self._end is None else -(-self._end // whole) * (whole // self._stride)
-        # Without the number of ranks and the batch size, which may change when a run continues.
         self.fingerprint = digest(corpus.digest, str(data.validation_fraction), str(data.seed), str(seq_len))
         if self.available < 1:
             raise RecipeError(_too_short(config.validation, self._blocks))
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """({"input", "positions"}, labels) for this rank, each int64 (local_batch_size, seq_len), from the current
-        state on; pinned with CUDA.
-        """
-        # Every validation reads the same batches, so that losses are comparable.
+        """({"input", "positions"}, labels), each int64 (local_batch_size, seq_len); pinned with CUDA."""
         if self._rewinds:
             self._read = 0
         while self.batches is None or self._read < self.batches * self._stride:
             start = self._read + self._first
-            # Counted first: the checkpoint of a step includes the batch of the step.
+            # Before the yield: the checkpoint of a step includes the step's batch.
             self._read += self._stride
             yield self._make_batch(range(start, start + self._batch))
 
     @property
     def blocks(self) -> int:
-        """Blocks of the stream that all ranks together have read."""
         return self._read
 
     @property
     def position(self) -> int:
-        """Number of the next block of this rank."""
         return self._read + self._first
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,7 +128,7 @@ class PackedDataLoader(BaseDataLoader):
 
 
 def tokenizer_config(data: Data) -> BaseTokenizer.Config:
-    """Configuration of TorchTitan's tokenizer. Reads no file."""
+    """TorchTitan's tokenizer configuration. Reads no file."""
     if data.tokenizer == "bytes":
         return ByteTokenizer.Config()
     if data.tokenizer == "bpe":
@@ -145,7 +138,7 @@ def tokenizer_config(data: Data) -> BaseTokenizer.Config:
 
 
 def dataloader_config(data: Data, *, validation: bool = False) -> BaseDataLoader.Config:
-    """Configuration of the loader of TorchTitan's trainer or validator. Reads no text.
+    """Configuration of the loader for training or validation. Reads no text.
 
     Raises RecipeError for an unknown `data.dataset`, and for validation without held-out text.
     """
@@ -157,21 +150,21 @@ def dataloader_config(data: Data, *, validation: bool = False) -> BaseDataLoader
 
 
 def vocab_size(data: Data) -> int | None:
-    """Vocabulary of the tokenizer, marks included; None for `hf`: the model has a vocabulary."""
+    """Vocabulary with marks; None for `hf`, where the model's vocabulary counts."""
     return {"bytes": BYTES + MARKS, "bpe": data.vocab_size, "hf": None}[data.tokenizer]
 
 
 def bytes_per_token(config: BaseDataLoader.Config, tokenizer: DocumentTokenizer, seq_len: int) -> float | None:
-    """Bytes of UTF-8 per predicted token, in the sequences of a loader of `config`; None for source `hf`.
+    """Bytes of UTF-8 per predicted token in the sequences of a loader; None for source `hf`.
 
-    A document that a sequence cuts counts in proportion to its tokens.
+    A cut document counts in proportion to its tokens.
     """
     if not isinstance(config, PackedDataLoader.Config):
         return None
     documents, corpus = config.corpus.documents, config.corpus.open(tokenizer)
     side = documents.validation if config.validation else documents.training
-    # Closing marks are predicted and have no bytes. They count, because the loss counts them: bits per byte = loss / ln
-    # 2 / bytes_per_token.
+    # Closing marks count, although they have no bytes, because the loss counts them: bits per byte = loss / ln 2 /
+    # bytes_per_token.
     ends = np.cumsum(corpus.predictions[side])
     sequences = ends[-1] // seq_len if config.sequences == -1 else config.sequences
     predicted = min(sequences * seq_len, ends[-1])
@@ -190,7 +183,7 @@ def _too_short(validation: bool, blocks: TokenBlocks) -> str:
 
 
 def _hf_dataloader_config(data: Data, validation: bool) -> BaseDataLoader.Config:
-    # Imported here because the dataset library takes seconds to import.
+    # The dataset library takes seconds to import.
     from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 
     name = f"{data.dataset}_validation" if validation else data.dataset

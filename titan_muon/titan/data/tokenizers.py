@@ -1,4 +1,4 @@
-"""Tokenizers for TorchTitan's trainer. A document is enclosed in two marks."""
+"""Tokenizers for TorchTitan's trainer. Two marks enclose a document."""
 
 import time
 from abc import abstractmethod
@@ -19,7 +19,7 @@ MARKS = 2
 
 
 class _MarkedTokenizer(BaseTokenizer):
-    """Token ids 0 to `vocab_size - 3` are text; the last two are the opening and the closing mark."""
+    """Ids 0 to `vocab_size - 3` are text; the last two are the opening and the closing mark."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -34,12 +34,11 @@ class _MarkedTokenizer(BaseTokenizer):
     def _decode(self, ids: list[int]) -> str: ...
 
     def encode(self, text: str, *, add_bos: bool = False, add_eos: bool = False) -> list[int]:
-        """Ids of the text, with the requested marks. A lone surrogate, which UTF-8 cannot hold, becomes "?"."""
+        """Ids of the text, with the requested marks. A lone surrogate, invalid in UTF-8, becomes "?"."""
         ids = self._encode(text.encode("utf-8", errors="replace").decode())
         return [self.bos_id] * add_bos + ids + [self.eos_id] * add_eos
 
     def document(self, text: str) -> list[int]:
-        """Ids of the text between both marks."""
         return self.encode(text, add_bos=True, add_eos=True)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -51,7 +50,7 @@ class _MarkedTokenizer(BaseTokenizer):
 
 
 class ByteTokenizer(_MarkedTokenizer):
-    """One token per byte of UTF-8: 258 ids with the marks. No download, no training."""
+    """A token per byte of UTF-8: 258 ids with the marks."""
 
     fingerprint = "bytes"
 
@@ -77,7 +76,7 @@ class BPETokenizer(_MarkedTokenizer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
-        """The training side of `documents` is the training text; their `[data]` table has `vocab_size` and `cache`."""
+        """`documents`: training text, and a `[data]` table with `vocab_size` and `cache`."""
 
         documents: Documents
 
@@ -87,7 +86,7 @@ class BPETokenizer(_MarkedTokenizer):
             least = f"at least {BYTES + MARKS}, {BYTES} of it bytes"
             raise RecipeError(f"data.vocab_size = {data.vocab_size}: must be {least}")
         super().__init__(data.vocab_size)
-        # Training documents only: merges learned from held-out text would lower the validation loss.
+        # Training documents only: merges from held-out text would lower the validation loss.
         key = digest(config.documents.digest, repr(data.validation_fraction), str(data.vocab_size))
         path = Path(data.cache) / f"bpe-{key}.json"
         self._bpe = build_once(
@@ -103,7 +102,7 @@ class BPETokenizer(_MarkedTokenizer):
 
 
 class PretrainedTokenizer(HuggingFaceTokenizer):
-    """TorchTitan's Hugging Face tokenizer on the folder `data.tokenizer_path`, independent of the model assets."""
+    """TorchTitan's Hugging Face tokenizer on the folder `data.tokenizer_path`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(HuggingFaceTokenizer.Config):
@@ -123,7 +122,6 @@ class PretrainedTokenizer(HuggingFaceTokenizer):
 
     def document(self, text: str) -> list[int]:
         """Ids of the text between both marks; a tokenizer with a single mark uses it at both ends."""
-        # `encode` omits missing marks.
         ids = self.encode(text, add_bos=True, add_eos=True)
         before = [self.eos_id] if self.bos_id is None else []
         after = [self.bos_id] if self.eos_id is None else []

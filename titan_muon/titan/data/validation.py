@@ -1,4 +1,4 @@
-"""Loss on held-out documents. Every validation reads the same sequences under every layout of ranks."""
+"""Loss on held-out documents: the same sequences in every validation and on every layout."""
 
 from collections.abc import Callable
 from copy import copy
@@ -14,7 +14,7 @@ from titan_muon.titan.data.loader import PackedDataLoader
 
 
 class HeldOutValidator(Validator):
-    """TorchTitan's validator every `freq` steps, on the same number of sequences for all layouts."""
+    """TorchTitan's validator on the same number of sequences for all layouts."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
@@ -24,27 +24,27 @@ class HeldOutValidator(Validator):
     dl_config: BaseDataLoader.Config
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
-        # TorchTitan warns that -1 may hang on loaders of unequal length. Here -1 becomes a number, equal on all ranks.
+        # TorchTitan warns that -1 may hang on loaders of unequal length. Here -1 becomes the same number on all ranks.
         limited = copy(config)
         limited.steps = max(config.steps, 1)
         super().__init__(limited, **kwargs)
         self.last = self.stopped = False
-        """Whether this step is the run's last, and whether a stop was requested; set by the trainer."""
+        """Set by the trainer: last step of the run; stop requested."""
         self.check: Callable[[int], None] = lambda step: None
-        """Raises FloatingPointError after a validation of a diverged model; set by the trainer."""
+        """Set by the trainer: raises FloatingPointError for a diverged model."""
         at_once = self.dp_world_size * self.local_batch_size
         batch = at_once if config.global_batch_size == -1 else config.global_batch_size
         sequences = -1 if config.steps == -1 else config.steps * batch
-        # TorchTitan's validator counts batches per rank, so the layout decides on size and number.
+        # Batches per rank, as TorchTitan's validator counts.
         self.config.steps = -(-sequences // at_once)
         if isinstance(self.dl_config, PackedDataLoader.Config):
-            # A pipeline reads a batch in microbatches and would drop an incomplete last batch.
+            # A pipeline reads microbatches and would drop an incomplete last batch.
             self.dl_config = replace(self.dl_config, sequences=sequences, multiple=at_once)
             self.config.steps = self._batches(sequences)
 
     def _batches(self, sequences: int) -> int:
         """Batches per rank for `sequences`, or fewer if the held-out text is shorter."""
-        # Each validation builds this loader. Built here too, so that errors come before training.
+        # Build a validation's loader before training, so that errors come early.
         loader = self.dl_config.build(
             dp_world_size=self.dp_world_size,
             dp_rank=self.dp_rank,

@@ -1,1 +1,1 @@
-"""Dry run of a recipe without processes and devices: plan, memory and owners."""
+"""Dry run of a recipe without processes or devices: plan, memory, owners and verdict."""

@@ -1,4 +1,4 @@
-"""`--compare`: the estimates of alternative recipes in one table, the fastest that fits first."""
+"""`--compare`: estimates of alternative recipes in a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLUMNS = ("", "fits", "peak GiB", "step ms", "Muon ms", "over AdamW", "sent in 
 
 
 def compare(alternatives: Sequence[Alternative], world_size: int | None, device: str | None) -> Iterator[str]:
-    """Lines of the table, and a line for each alternative that is refused. Times are modelled."""
+    """Lines of the table, then a line for each refused alternative. Times are modelled."""
     rows: list[tuple[bool, float, list[str]]] = []
     refused: list[str] = []
     machine = ""
@@ -38,7 +38,7 @@ def compare(alternatives: Sequence[Alternative], world_size: int | None, device:
 
 
 def _row(name: str, parts: Sequence[StageReport]) -> list[str]:
-    """The cells of an alternative: of the pipeline stage that takes longest, and the fullest rank of any."""
+    """Cells of an alternative: times of the slowest pipeline stage, memory of the fullest rank."""
     slowest = max((part.verdict for part in parts), key=lambda verdict: verdict.seconds)
     summaries = [part.summary for part in parts if part.summary is not None]
     sent = max((summary.bytes_sent_max for summary in summaries), default=0)

@@ -27,14 +27,14 @@ from titan_muon.titan.recipe import Recipe
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a rank with the largest shards, plus the owned parameters of the fullest owner, without activations.
+    """Bytes on a rank with the largest shards and the fullest owner's parameters.
 
     Attributes:
-        parameters: on the device between steps, as gradients are after backward; 0 if offloaded.
-        optimizer_states: on the device between steps, or the peak in a step if offloaded, with the parameters and
-            gradients transferred beside them.
-        orthogonalization: whole matrices, and the temporary memory of the largest stage, `StepBytes.work`.
-        host_parameters: allocated pinned memory; host_gradients and host_states likewise.
+        parameters: on the device between steps, like gradients after backward; 0 if offloaded.
+        optimizer_states: on the device between steps. If offloaded: the peak in a step, with transferred parameters and
+            gradients.
+        orthogonalization: whole matrices and temporary memory of the largest stage, `StepBytes.work`.
+        host_parameters: pinned memory; host_gradients and host_states likewise.
         uncounted: optimizers of other packages with unknown states.
     """
 
@@ -50,7 +50,6 @@ class Memory:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Device memory by name, and the total."""
         names = ("parameters", "gradients", "optimizer_states", "exchange_buffers", "orthogonalization")
         counted = {name: getattr(self, name) for name in names}
         return {**counted, "total": sum(counted.values())}
@@ -62,7 +61,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter on a rank: optimizer, bytes (equal for the gradient), and bytes of each state."""
+    """A parameter on a rank: bytes, and bytes of each state."""
 
     optimizer: str
     bytes: int
@@ -76,9 +75,8 @@ class Held:
 def memory_per_rank(
     meta: MetaModel, summary: Summary | None, loads: Mapping[int, OwnedTotals], recipe: Recipe, device: str
 ) -> Memory:
-    """Memory between steps and in a step. `device`: type of device to plan for."""
-    # The first rank has the largest shards, and the fullest owner may be another rank: the sum is an upper bound for
-    # all ranks.
+    """Memory of the fullest rank. `device`: type of device to plan for."""
+    # An upper bound: the fullest owner may be another rank than the first, with the largest shards.
     fullest = max(loads, key=lambda rank: loads[rank].bytes, default=0)
     elements = {name: _elements(parameter, fullest) for name, parameter in meta.parameters.items()}
     held = list(_held(meta, elements, _kept(meta, elements, recipe), recipe))
@@ -92,7 +90,7 @@ def memory_per_rank(
     if offload == "parameters":
         on_device, pinned_parameters = 0, sum(host_bytes(size, device) for size in parameters)
     if meta.plan is not None:
-        # On the device under offload too. The owner with the largest states may not hold the largest shards.
+        # On the device under offload too.
         states_on_device += max(state_bytes(meta.plan, rule_states(recipe.muon.rule)).values(), default=0)
     uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", "adamw"})
     step = (0, 0)
@@ -104,7 +102,7 @@ def memory_per_rank(
 
 
 def _kept(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe) -> Mapping[str, int]:
-    """Elements of Muon's momentum on the fullest keeper, not always the holder of `elements`."""
+    """Elements of Muon's momentum on the fullest keeper."""
     if meta.plan is None or recipe.muon.state == "replicated":
         return elements
     most = max(state_elements(meta.plan).values(), key=lambda held: sum(held.values()))
@@ -112,7 +110,6 @@ def _kept(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe) -> Mappi
 
 
 def _held(meta: MetaModel, elements: Mapping[str, int], kept: Mapping[str, int], recipe: Recipe) -> Iterator[Held]:
-    """All parameters, on a rank with `elements` of each, and `kept` elements of Muon's momentum."""
     for a in meta.assigned:
         size, itemsize = elements[a.fqn], meta.parameters[a.fqn].element_size()
         states: tuple[int, ...] = ()
@@ -124,7 +121,7 @@ def _held(meta: MetaModel, elements: Mapping[str, int], kept: Mapping[str, int],
 
 
 def _window_bytes(held: list[Held], summary: Summary | None, recipe: Recipe) -> int:
-    """Peak of offloaded bytes on the device in a step; optimizers run one after another."""
+    """Peak of offloaded bytes on the device; optimizers step in turn."""
     offload = offload_of(recipe)
     batched = sum(item.moved(offload) for item in held if item.optimizer == "adamw")
     most = TRANSFERS_AT_ONCE * min(BATCH_BYTES, batched)
@@ -140,14 +137,14 @@ def _window_bytes(held: list[Held], summary: Summary | None, recipe: Recipe) -> 
 
 
 def mean_elements(parameter: Tensor, ranks: int) -> float:
-    """Elements of a parameter on the first of `ranks` ranks, or the mean if owned."""
+    """Elements on the first rank, or the mean over `ranks` if owned."""
     if isinstance(parameter, DTensor) and is_owned(parameter):
         return sum(held_elements(parameter).values()) / ranks
     return local(parameter).numel()
 
 
 def _elements(parameter: Tensor, owner: int) -> int:
-    """Elements on the first rank of the parameter, or on rank `owner` if owned."""
+    """Elements on the first rank, or on rank `owner` if owned."""
     if isinstance(parameter, DTensor) and is_owned(parameter):
         return held_elements(parameter).get(owner, 0)
     return local(parameter).numel()

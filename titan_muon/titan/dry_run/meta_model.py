@@ -1,4 +1,4 @@
-"""A recipe's model or a pipeline stage, sharded as in training, on the meta device in a fake world."""
+"""Builds a recipe's model or a pipeline stage, sharded as in training, on the meta device in a fake world."""
 
 from __future__ import annotations
 
@@ -38,22 +38,21 @@ from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import trainer_config
 
 MICROBATCHES = 8
-"""Microbatches per pipeline stage of the schedule."""
 
 
 @dataclass(frozen=True)
 class MetaModel:
-    """Result of a recipe's setup on `world_size` ranks: the model, or a pipeline stage.
+    """A recipe's model, or a pipeline stage, on `world_size` ranks.
 
     Attributes:
-        ranks: ranks of this stage; all ranks without pipeline parallelism.
+        ranks: of this stage.
         parameters: trained parameters by name, with the shards of the first rank, the largest.
         assigned: optimizer of each parameter, in the same order.
-        whole: optimizer of each parameter of the whole model.
+        whole: the same for the whole model.
         groups: parameter groups by optimizer.
-        plan: plan of the Muon step; None without Muon parameters.
-        logit_bytes: bytes of QK-clip's all-reduce per step.
-        size: FLOPs, vocabulary and routing of the whole model.
+        plan: None without Muon parameters.
+        logit_bytes: QK-clip's all-reduce per step.
+        size: of the whole model.
     """
 
     world_size: int
@@ -73,7 +72,7 @@ def smallest_world(recipe: Recipe) -> int:
     shard = max(degrees.data_parallel_shard_degree, 1)
     inner = degrees.context_parallel_degree * degrees.tensor_parallel_degree
     if degrees.data_parallel_shard_degree == -1:
-        # Expert parallelism divides the ranks of FSDP, context and tensor parallelism.
+        # Expert parallelism divides the ranks of FSDP, CP and TP.
         while (shard * inner) % degrees.expert_parallel_degree:
             shard += 1
     return degrees.data_parallel_replicate_degree * shard * inner * degrees.pipeline_parallel_degree
@@ -86,21 +85,23 @@ def this_device() -> str:
 
 
 def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None, *, stage: int = 0) -> MetaModel:
-    """A recipe's model on `world_size` ranks with Muon's plan. Needs no data, no GPU and no other process.
+    """A recipe's model on `world_size` ranks, with Muon's plan.
 
-    `device`: type of device to plan for, by default this machine's. `stage`: pipeline rank. Pipeline ranks plan
-    separately.
+    Args:
+        recipe: the recipe.
+        world_size: number of ranks.
+        device: type of device to plan for, by default this machine's.
+        stage: pipeline rank; pipeline ranks plan separately.
 
-    Raises RecipeError like training, with two exceptions: invalid options of another package's optimizer, and a global
-    batch that does not divide among the ranks. The plan does not depend on the batch.
+    Raises RecipeError like training, except for invalid options of another package's optimizer, and for a global batch
+    that does not divide among the ranks: the plan does not depend on the batch.
     """
     check_layout(recipe, world_size)
     stages = recipe.parallelism.pipeline_parallel_degree
-    # Training's own configuration, so that the dry run refuses the same recipes.
+    # The same configuration, so that training and dry run refuse the same recipes.
     config = trainer_config(recipe, Run(folder=recipe.dump_folder), world_size)
     ranks = stage_ranks(world_size, stages, stage)
     kind = this_device() if device is None else device
-    # The cost of Newton-Schulz on the device balances the owners.
     with _fake_world(world_size, ranks[0]), planning_for(kind):
         parts, size = _sharded_parts(config, world_size)
         parameters: dict[str, Tensor] = {
@@ -124,8 +125,7 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
 
 @contextmanager
 def _fake_world(world_size: int, rank: int) -> Iterator[None]:
-    # The fake backend acts for all ranks, so meshes need no peers. This process is the first rank of the stage, which
-    # has the largest shard of every uneven parameter.
+    # The first rank of the stage has the largest shard of every uneven parameter.
     assert not dist.is_initialized(), "a dry run is a process of its own"
     compat.forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -136,11 +136,10 @@ def _fake_world(world_size: int, rank: int) -> Iterator[None]:
 
 
 def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> tuple[list[nn.Module], ModelSize]:
-    """The model, or the parts of this process's pipeline stage; and the size of the whole model."""
+    """Model parts of this process's stage, and the size of the whole model."""
     spec = config.model_spec
     assert spec is not None, "the recipe names a model"
-    # Same order as TorchTitan's trainer before allocation: parameters get their dtype at creation, and the model must
-    # know the degrees before.
+    # In the order of TorchTitan's trainer: creation needs the dtype and the degrees.
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
     parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
     spec.model.update_from_config(config=config)
@@ -159,11 +158,11 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> tuple[list[nn
     if not parallel_dims.pp_enabled:
         sharded: Any = spec.parallelize_fn(model, **options)
         if getattr(sharded, "enable_weight_tying", False):
-            # As TorchTitan does before initialization: under spmd_types, sharding splits a tied parameter into two.
+            # As TorchTitan does: under spmd_types, sharding splits a tied parameter into two.
             sharded.tok_embeddings.weight = sharded.lm_head.weight
         return [sharded], size
     assert spec.pipelining_fn is not None, "TorchTitan's decoders can be cut"
-    # Enough microbatches for any schedule: the plan does not depend on the batch, and the recipe's batch may not fit.
+    # Enough microbatches for any schedule: the recipe's batch may not fit.
     batch = config.parallelism.pipeline_parallel_microbatch_size * MICROBATCHES * parallel_dims.pp
     options["training"] = replace(config.training, local_batch_size=batch)
     _, parts, _, _ = spec.pipelining_fn(
@@ -178,7 +177,6 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> tuple[list[nn
 
 
 def _model_size(config: Any, model: nn.Module, seq_len: int) -> ModelSize:
-    """The size of a model of TorchTitan that is not sharded yet."""
     _, flops = config.get_nparams_and_flops(model, seq_len)
     experts = next((layer.moe for layer in getattr(config, "layers", ()) if getattr(layer, "moe", None)), None)
     routed = 0.0 if experts is None else experts.router.top_k / experts.num_experts
@@ -194,7 +192,7 @@ def _plan(
         return None
     try:
         options = MuonOptions(**table)
-        # The plan has iterations per parameter; groups may differ in steps and coefficients.
+        # Groups may differ in steps and coefficients.
         iterations = [iteration_of(group.options) for group in groups for _ in group.names]
         kernels = kernels_for(options.ns_kernel, torch.device(device))
         dispatch = Dispatch.of(options, device, kernels, planning_machine(options.machine, device))

@@ -1,4 +1,4 @@
-"""`--html`: one self-contained page with the modelled timeline, balance, memory, parameters and the recipe."""
+"""`--html`: a self-contained page with the modelled timeline, balance, memory, parameters and the recipe."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_muon.plan import Plan
-from titan_muon.plan.cost.spans import LOCAL, STAGES, spans
+from titan_muon.plan.cost.timeline import LOCAL, STAGES, spans
 from titan_muon.titan.dry_run.stages import StageReport
 from titan_muon.titan.dry_run.verdict import memory_parts, verdict_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MARK = "/*DATA*/null"
-"""Place of the data in the template."""
 
 
 def write_page(path: Path, parts: Sequence[StageReport], recipe: Recipe) -> None:
     """Write the page. Raises RecipeError if the file cannot be written."""
     data = {"recipe": to_toml(recipe), "name": recipe.name, "parts": [_part(part, recipe) for part in parts]}
-    # "</" would end the script that holds the data.
+    # "</" would end the page's script element.
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     page = TEMPLATE.read_text(encoding="utf-8").replace(MARK, text)
     try:
@@ -32,7 +31,7 @@ def write_page(path: Path, parts: Sequence[StageReport], recipe: Recipe) -> None
 
 def _part(part: StageReport, recipe: Recipe) -> dict[str, object]:
     meta, plan = part.meta, part.meta.plan
-    found = [] if plan is None else spans(plan, part.machine, overlap=recipe.muon.overlap)
+    steps = [] if plan is None else spans(plan, part.machine, overlap=recipe.muon.overlap)
     return {
         "ranks": list(meta.ranks),
         "machine": part.machine.name,
@@ -41,7 +40,7 @@ def _part(part: StageReport, recipe: Recipe) -> dict[str, object]:
         # Microseconds as integers: a step of 1,024 ranks has tens of thousands of spans.
         "spans": [
             [s.rank, STAGES.index(s.stage), s.bucket, round(1e6 * s.start), max(1, round(1e6 * (s.stop - s.start)))]
-            for s in found
+            for s in steps
         ],
         "buckets": [] if plan is None else _buckets(plan),
         "local": {} if plan is None else _local(plan),
@@ -57,7 +56,6 @@ def _part(part: StageReport, recipe: Recipe) -> dict[str, object]:
 
 
 def _buckets(plan: Plan) -> list[dict[str, object]]:
-    """The exchange of each bucket, and its matrices with their owners."""
     return [
         {
             "exchange": bucket.exchange,
@@ -69,7 +67,6 @@ def _buckets(plan: Plan) -> list[dict[str, object]]:
 
 
 def _local(plan: Plan) -> dict[int, int]:
-    """Number of local matrices of each rank."""
     counts: dict[int, int] = {}
     for ranks in plan.local:
         for rank in ranks:

@@ -39,21 +39,20 @@ def report(
     verbose: bool = False,
     html: str | None = None,
 ) -> None:
-    """Print the plan of training on `world_size` ranks, by default the smallest world of the degrees.
+    """Print the plan of training on `world_size` ranks.
 
     Args:
         recipe: the recipe.
-        world_size: number of ranks.
+        world_size: number of ranks, by default the smallest world of the degrees.
         full: list every parameter instead of a line for all layers.
         json: file for the numbers.
         device: type of device, by default GPUs with a `world_size`, otherwise this machine's.
         verbose: print the recipe with all defaults.
         html: file for a page with the timeline.
 
-    Raises:
-        RecipeError: like training, or for a file that cannot be written.
+    Raises RecipeError like training, or for a file that cannot be written.
     """
-    # Compute everything before printing, so that a refused recipe shows only its error.
+    # First, so that a refused recipe shows only its error.
     parts = dry_run(recipe, world_size, device)
     world, kind = parts[0].meta.world_size, parts[0].kind
     if verbose:
@@ -80,7 +79,6 @@ def report(
 
 
 def _lines(part: StageReport, recipe: Recipe, *, full: bool) -> Iterable[str]:
-    """The plan, memory and owners of a stage."""
     yield from plan_lines(part.meta.plan, part.summary, part.timeline)
     yield from owned_step_lines(part.meta.plan, part.meta.parameters, skips=recipe.muon.missing_grad == "skip")
     gathered = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize

@@ -1,4 +1,4 @@
-"""The dry run of a recipe: plan, times, memory and verdict of the model, or of each pipeline stage."""
+"""The dry run of a recipe for each pipeline stage: plan, times, memory and verdict."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from titan_muon.titan.recipe.degrees import batch_problem
 
 @dataclass(frozen=True)
 class StageReport:
-    """The model, or a pipeline rank's part, with the cost of the step, memory and the verdict."""
+    """Estimate for the model, or for a pipeline stage."""
 
     meta: MetaModel
     kind: str
@@ -34,13 +34,9 @@ class StageReport:
 
 
 def dry_run(recipe: Recipe, world_size: int | None, device: str | None = None) -> list[StageReport]:
-    """A report for each pipeline stage on `world_size` ranks, by default the smallest world of the degrees.
-
-    `device`: type of device, by default GPUs with a `world_size`, otherwise this machine's. Raises RecipeError like
-    training.
-    """
+    """A report for each pipeline stage. `world_size` and `device`: as in `report`. Raises RecipeError like training."""
     world = smallest_world(recipe) if world_size is None else world_size
-    # A user who sets world_size plans a cluster, mostly on a laptop without its GPUs.
+    # A world size means a cluster of GPUs, mostly planned on a laptop without GPUs.
     kind = device if device is not None else this_device() if world_size is None else "cuda"
     stages = range(recipe.parallelism.pipeline_parallel_degree)
     return [_report(build_meta_model(recipe, world, kind, stage=stage), recipe, kind) for stage in stages]
@@ -58,7 +54,7 @@ def _report(meta: MetaModel, recipe: Recipe, kind: str) -> StageReport:
 
 
 def problems(recipe: Recipe, world: int) -> Iterator[str]:
-    """Reasons why training would be refused although the plan is valid: the batch, or data on this machine."""
+    """Reasons why this machine or batch could not train, although the plan is valid."""
     problem = batch_problem(recipe, world)
     if problem is not None:
         yield problem

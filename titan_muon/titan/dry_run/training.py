@@ -1,4 +1,4 @@
-"""Estimate of a training step without its optimizer: time of forward and backward, activations, gathered layers."""
+"""Estimates a training step without the optimizer: time and memory of forward and backward."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.recipe.degrees import data_ranks, local_batch_size
 
 TRAINING_SHARE = 0.57
-"""Share of the rate of large products in forward and backward: 400 of 700 TFLOP/s on an H100, which is 40 % of the data
-sheet. Llama 3 reached 38 to 43 % (Grattafiori et al., 2024, arXiv:2407.21783)."""
+"""Share of the rate of large products in forward and backward: 400 of 700 TFLOP/s on an H100, 40 % of the data sheet.
+Llama 3 reached 38 to 43 % (Grattafiori et al., 2024, arXiv:2407.21783).
+"""
 LOGIT_BYTES = 10
-"""Of a logit at the peak: bfloat16, the float32 copy, and the gradient in float32."""
+"""Bytes per logit at the peak: bfloat16, a float32 copy, and a float32 gradient."""
 RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0, "memory_budget": 0.5}
-"""Share of the products of forward that backward computes again. Selective checkpointing keeps every second one."""
+"""Share of forward's products that backward recomputes. Selective checkpointing keeps every second product."""
 ROW_PARALLEL = (".wo.weight", ".w2.weight", ".o_proj.weight", ".down_proj.weight")
-"""Linear layers whose outputs tensor parallelism does not cut before their reduction."""
+"""Linear layers with unsharded outputs under tensor parallelism, before the reduction."""
 
 
 class ModelSize(NamedTuple):
-    """What a step depends on besides shapes.
+    """Size of a model besides shapes.
 
     Attributes:
-        token_flops: FLOPs of forward and backward for a token, without recomputation, by TorchTitan's count.
+        token_flops: FLOPs of forward and backward per token, without recomputation, by TorchTitan's count.
         vocabulary: rows of the head.
-        routed: experts of a token over all experts.
+        routed: share of the experts that a token visits.
     """
 
     token_flops: int
@@ -45,9 +46,9 @@ class PassMemory:
     """Bytes of a rank in forward and backward, beside parameters, gradients and states.
 
     Attributes:
-        activations: kept for backward, with those that backward recomputes at a time.
+        activations: kept for backward, and the recomputed ones of a layer.
         logits: logits and their gradient.
-        gathered: layers in whole, for this layer and the next one, and the head.
+        gathered: unsharded parameters of two layers and the head.
     """
 
     activations: int
@@ -56,20 +57,19 @@ class PassMemory:
 
     @property
     def total(self) -> int:
-        """At the start of backward, or in a layer whose activations are computed again."""
         return self.activations + self.logits + self.gathered
 
 
 @dataclass(frozen=True)
 class Training:
-    """Forward and backward of a step on one rank, estimated.
+    """Estimate of forward and backward in a step on a rank.
 
     Attributes:
-        passes: forwards and backwards of a step.
-        tokens: tokens of a step over all ranks.
-        compute: seconds of products.
-        fsdp: seconds of gathers and reductions of parameters, which overlap with `compute`.
-        tensor: seconds of tensor parallelism, and `experts` of expert parallelism, which overlap with nothing.
+        passes: per step.
+        tokens: per step over all ranks.
+        compute: seconds of matrix products.
+        fsdp: seconds of FSDP's collectives, overlapped with `compute`.
+        tensor: exposed seconds of tensor parallelism; `experts`: of expert parallelism.
         memory: of a pass.
     """
 
@@ -83,14 +83,11 @@ class Training:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all passes."""
         return max(self.compute, self.fsdp) + self.tensor + self.experts
 
 
 @dataclass(frozen=True)
 class _Degrees:
-    """Ranks of each kind of parallelism."""
-
     world: int
     replicas: int
     data: int
@@ -114,22 +111,22 @@ class _Degrees:
 
     @property
     def shards(self) -> int:
-        """Ranks of FSDP, for a parameter that is no expert."""
+        """FSDP ranks of a parameter outside of experts."""
         return self.data // self.replicas * self.context
 
     @property
     def expert_shards(self) -> int:
-        """Ranks of FSDP for an expert."""
+        """FSDP ranks of an expert."""
         return max(1, self.shards * self.tensor // self.experts)
 
 
 def training_of(
     recipe: Recipe, world: int, size: ModelSize, stage: Sequence[Assignment], machine: MachineRates
 ) -> Training:
-    """The estimate for a pipeline stage with these parameters.
+    """Estimate for a pipeline stage.
 
-    Sources: the FLOPs are TorchTitan's. Bytes of activations count the input and the output of every linear layer, as
-    far as checkpointing keeps them; docs/results/dry_run.md compares them with rehearsals.
+    FLOPs are TorchTitan's count. Activations are the inputs and outputs of linear layers that checkpointing keeps; a
+    test compares them with a rehearsal (docs/rehearsal.md).
     """
     degrees = _Degrees.of(recipe, world)
     local = local_batch_size(recipe, world)
@@ -152,12 +149,12 @@ def training_of(
 
 
 def pass_memory(recipe: Recipe, world: int, size: ModelSize, stage: Sequence[Assignment]) -> PassMemory:
-    """Bytes of a rank in forward and backward of a pipeline stage."""
+    """Memory of forward and backward in a pipeline stage."""
     degrees, local = _Degrees.of(recipe, world), local_batch_size(recipe, world)
     tokens = local * recipe.training.seq_len // degrees.context
     in_flight = 1
     if degrees.stages > 1:
-        # 1F1B keeps as many microbatches as there are stages, on the first stage.
+        # Under 1F1B the first stage holds a microbatch per stage.
         tokens = tokens * recipe.parallelism.pipeline_parallel_microbatch_size // local
         in_flight = min(degrees.stages, _microbatches(recipe, local))
     kept, whole, gathered = 0.0, 0.0, 0.0
@@ -190,7 +187,6 @@ def _microbatches(recipe: Recipe, local: int) -> int:
 
 
 def _layers(stage: Sequence[Assignment]) -> list[list[Assignment]]:
-    """Matrices and stacks of each layer."""
     layers: dict[str, list[Assignment]] = {}
     for a in stage:
         if "layers." in a.fqn and len(a.shape) > 1:
@@ -199,7 +195,7 @@ def _layers(stage: Sequence[Assignment]) -> list[list[Assignment]]:
 
 
 def _width(layer: Sequence[Assignment]) -> int:
-    """Width of the residual stream: the side that most matrices share."""
+    """Width of the residual stream: the most common side."""
     sides = [side for a in layer for side in set(a.shape[-2:])]
     return max(set(sides), key=lambda side: (sides.count(side), -side))
 
@@ -209,7 +205,7 @@ def _is_stack(a: Assignment) -> bool:
 
 
 def _activations(a: Assignment, tokens: int, size: ModelSize, degrees: _Degrees) -> float:
-    """Elements of the input and the output of a linear layer, or of the experts of a token."""
+    """Elements of the inputs and outputs of a linear layer, or of a token's experts."""
     through = tokens * (size.routed * a.shape[0] if _is_stack(a) else 1)
     return through * sum(a.shape[-2:]) / degrees.tensor
 
@@ -217,7 +213,7 @@ def _activations(a: Assignment, tokens: int, size: ModelSize, degrees: _Degrees)
 def _kept(a: Assignment, tokens: int, size: ModelSize, degrees: _Degrees) -> float:
     """Elements that selective checkpointing keeps: half of the outputs, attention, and the routed tokens."""
     if _is_stack(a):
-        # Of the three products of an expert, the tokens that all-to-all has sent are kept once.
+        # The tokens after all-to-all, kept once for the three products of an expert.
         return tokens * size.routed * a.shape[0] * min(a.shape[-2:]) / degrees.tensor
     cut = 1 if a.fqn.endswith(ROW_PARALLEL) else degrees.tensor
     attention = a.shape[1] / degrees.tensor if a.fqn.endswith((".wo.weight", ".o_proj.weight")) else 0
@@ -225,19 +221,18 @@ def _kept(a: Assignment, tokens: int, size: ModelSize, degrees: _Degrees) -> flo
 
 
 def _unsharded(a: Assignment, degrees: _Degrees) -> float:
-    """Elements of a parameter that FSDP has gathered."""
+    """Elements of a parameter after FSDP's gather."""
     return prod(a.shape) / (degrees.experts if _is_stack(a) else degrees.tensor)
 
 
 def _link(machine: MachineRates, ranks: int) -> Link:
-    """The slowest link among neighbours."""
     return machine.node if ranks <= machine.ranks_per_node else machine.network
 
 
 def _fsdp_seconds(
     recipe: Recipe, degrees: _Degrees, stage: Sequence[Assignment], machine: MachineRates, passes: int
 ) -> float:
-    """Seconds in which parameters are gathered for forward and backward, and gradients are reduced."""
+    """Seconds of gathers and of gradient reductions."""
     gathered = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
     reduced = TORCH_DTYPE_MAP[recipe.training.mixed_precision_reduce].itemsize
     again = 1 if recipe.parallelism.fsdp_reshard_after_forward == "never" else 2
@@ -245,7 +240,7 @@ def _fsdp_seconds(
     for a in stage:
         shards = degrees.expert_shards if _is_stack(a) else degrees.shards
         elements = _unsharded(a, degrees)
-        # Ranks of tensor and expert parallelism are neighbours; those of FSDP are as far apart as these have ranks.
+        # TP and EP ranks are neighbours, so FSDP ranks are that many ranks apart.
         reach = shards * (degrees.experts if _is_stack(a) else degrees.tensor)
         sent = elements * (shards - 1) / shards * (again * gathered + reduced) * passes
         total += sent / _link(machine, reach).bandwidth
@@ -256,7 +251,7 @@ def _fsdp_seconds(
 
 
 def _tensor_seconds(degrees: _Degrees, stage: Sequence[Assignment], machine: MachineRates, tokens: int) -> float:
-    """Seconds of sequence parallelism: two gathers and two reductions of a layer's hidden states, and as many back."""
+    """Seconds of sequence parallelism: two gathers and two reductions per layer, in each direction."""
     ranks, link = degrees.tensor, _link(machine, degrees.tensor)
     sent = sum(8 * 2 * tokens * _width(layer) for layer in _layers(stage)) * (ranks - 1) / ranks
     return sent / link.bandwidth
@@ -265,7 +260,7 @@ def _tensor_seconds(degrees: _Degrees, stage: Sequence[Assignment], machine: Mac
 def _expert_seconds(
     degrees: _Degrees, stage: Sequence[Assignment], machine: MachineRates, tokens: int, size: ModelSize
 ) -> float:
-    """Seconds in which routed tokens travel to their experts and back, in forward and in backward."""
+    """Seconds of the all-to-alls of routed tokens."""
     ranks, link = degrees.experts, _link(machine, degrees.experts)
     sent = 0.0
     for layer in _layers(stage):

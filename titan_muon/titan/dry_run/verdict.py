@@ -1,4 +1,4 @@
-"""The verdict of a dry run: whether a rank's memory suffices, and the cost of Muon over AdamW in a training step."""
+"""The verdict of a dry run: whether memory suffices, and Muon's cost over AdamW."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.recipe.degrees import local_batch_size
 
 ADAMW_BYTES = 28
-"""Of a float32 element in a fused step: weight, gradient and two averages are read, three of these are written."""
+"""Bytes per float32 element in a fused step: reads weight, gradient and two averages, writes all but the gradient."""
 ADAMW_BYTES_BFLOAT16 = 20
-"""The same with averages in bfloat16."""
+"""With averages in bfloat16."""
 MEMORY_ERROR = 0.1
-"""Part by which memory may differ from the estimate (docs/results/dry_run.md)."""
+"""Assumed relative error of the memory estimate. A test compares activations with a rehearsal (docs/rehearsal.md)."""
 EXCHANGES_BETWEEN_ALL = ("all_to_all", "duplicated", "hierarchical")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The estimate of a training step on the fullest rank.
+    """Estimate of a training step on the fullest rank.
 
     Attributes:
         training: forward and backward.
-        muon: seconds of Muon's step, on the device or the host, whichever takes longer.
-        others: seconds of AdamW for the parameters that Muon does not take.
-        adamw: seconds of AdamW if it took all parameters.
-        memory: what stays between steps, and the step's buffers.
+        muon: seconds of Muon's step, of the device or the host, whichever takes longer.
+        others: seconds of AdamW outside of Muon's parameters.
+        adamw: seconds of AdamW for all parameters.
+        memory: between steps, and buffers of the step.
         communicators: bytes of CUDA and NCCL.
         capacity: bytes of a GPU; 0 on a CPU.
     """
@@ -47,12 +47,11 @@ class Verdict:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a training step with Muon."""
         return self.training.seconds + self.muon + self.others
 
     @property
     def overhead(self) -> float:
-        """Seconds by which a step with Muon is longer than one with AdamW alone, over the latter."""
+        """Relative increase of the step time over AdamW for all parameters."""
         return (self.muon + self.others - self.adamw) / (self.training.seconds + self.adamw)
 
     @property
@@ -63,7 +62,7 @@ class Verdict:
 
     @property
     def in_step(self) -> int:
-        """Bytes at the peak of the optimizer's step."""
+        """Bytes at the peak of the optimizer step."""
         step = self.memory.exchange_buffers + self.memory.orthogonalization
         return self._rest + self.memory.gradients + step
 
@@ -73,12 +72,11 @@ class Verdict:
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak of a training step, those of CUDA and NCCL included."""
         return max(self.in_passes, self.in_step)
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is below the capacity, within the estimate's error."""
+        """Whether the peak is below the capacity by the estimate's error."""
         return self.capacity == 0 or self.peak * (1 + MEMORY_ERROR) <= self.capacity
 
 
@@ -104,7 +102,7 @@ def verdict_of(
 
 
 def _communicator_bytes(meta: MetaModel, recipe: Recipe, machine: MachineRates) -> int:
-    """Bytes of CUDA and NCCL: a communicator for each mesh axis and each group of Muon, more for all-to-alls."""
+    """Bytes of CUDA and NCCL, more for all-to-alls."""
     if meta.world_size == 1:
         return machine.communicators.context
     degrees = recipe.parallelism
@@ -125,13 +123,13 @@ def _communicator_bytes(meta: MetaModel, recipe: Recipe, machine: MachineRates) 
 
 
 def _groups_between_all(plan: Plan | None, rank: int) -> set[tuple[int, ...]]:
-    """The groups in which a rank takes part in all-to-alls of Muon's step."""
+    """Groups of this rank's all-to-alls in Muon's step."""
     buckets = () if plan is None else plan.buckets
     return {b.group for b in buckets if b.exchange in EXCHANGES_BETWEEN_ALL and rank in b.group and len(b.group) > 1}
 
 
 def remedies(verdict: Verdict, meta: MetaModel, recipe: Recipe) -> Iterator[str]:
-    """Changes to a recipe with which a rank's memory suffices, each with the peak after it."""
+    """Recipe changes that make the model fit, each with the new peak."""
     limit = verdict.capacity / (1 + MEMORY_ERROR)
 
     def peak_with(changed: Recipe, world: int) -> int:
@@ -168,7 +166,7 @@ def remedies(verdict: Verdict, meta: MetaModel, recipe: Recipe) -> Iterator[str]
 
 
 def verdict_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe, machine: MachineRates) -> Iterator[str]:
-    """The verdict in words: memory, time of a training step, and Muon's share."""
+    """The verdict as lines: memory, time of a training step, and Muon's share."""
     low, high = ERROR
     yield f"estimate for {meta.world_size:,} ranks of {machine.name}: modelled, not measured"
     yield from _memory_lines(verdict, meta, recipe)
@@ -197,7 +195,7 @@ def verdict_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe, machine: Ma
 
 
 def memory_parts(verdict: Verdict) -> dict[str, int]:
-    """Bytes of the fullest rank by purpose. The peak of a step has most of them at the same time."""
+    """Bytes of the fullest rank by purpose, most of them present at the peak."""
     memory, passes = verdict.memory, verdict.training.memory
     return {
         "parameters": memory.parameters,

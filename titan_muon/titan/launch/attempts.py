@@ -1,4 +1,4 @@
-"""Attempts of a job: `torchrun --max-restarts` restarts all processes, beside a lasting store."""
+"""Attempts of a job: `torchrun --max-restarts` restarts all processes and keeps its store."""
 
 import os
 import time
@@ -11,8 +11,8 @@ SECONDS_BETWEEN_LOOKS = 0.02
 
 
 def lasting_store(timeout: timedelta) -> dist.Store | None:
-    """Store of torchrun's agent, longer-lived than this process; None under another launcher."""
-    # PyTorch sets this variable if MASTER_PORT is the agent's port, not a port for rank 0 to listen on.
+    """Store of torchrun's agent, which outlives this process; None under another launcher."""
+    # MASTER_PORT is the agent's port.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
@@ -23,24 +23,22 @@ def lasting_store(timeout: timedelta) -> dist.Store | None:
 def store_of_attempt(lasting: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """Store of the current attempt, unused by earlier attempts; equal on all ranks.
 
-    Raises TimeoutError on rank 0 with the missing ranks after `timeout`, and on other ranks if rank 0
-    has not arrived.
+    Raises TimeoutError after `timeout`, on rank 0 with the missing ranks, elsewhere if rank 0 has not arrived.
     """
     meeting = dist.PrefixStore("titan_muon/attempts", lasting)
     number = _gather_ranks(meeting, world_size, timeout) if rank == 0 else _arrive(meeting, rank, timeout)
     return dist.PrefixStore(f"attempt-{number}", lasting)
 
 
-# TORCHELASTIC_RESTART_COUNT does not number the attempt: an agent that restarts because of another node does not count
-# the restart. So rank 0 numbers the attempt and sends the number. An attempt begins after all processes of the last
-# attempt have ended, so a late process belongs to the newest attempt.
+# Rank 0 numbers the attempt, because TORCHELASTIC_RESTART_COUNT ignores restarts because of another node. A late
+# process belongs to the newest attempt: an attempt's processes end before the next.
 
 
 def _gather_ranks(meeting: dist.Store, world_size: int, timeout: timedelta) -> int:
     number, answered = meeting.add("number", 1), 0
     deadline = time.monotonic() + timeout.total_seconds()
     while meeting.add(f"{number}/arrived", 0) < world_size - 1:
-        # Also answers ended processes of earlier attempts: arrivals are not known by rank.
+        # Arrivals are not known by rank, so ended processes get an answer too.
         arrivals = meeting.add("arrivals", 0)
         for place in range(answered + 1, arrivals + 1):
             meeting.set(f"answer-{place}", str(number))
@@ -64,13 +62,13 @@ def _arrive(meeting: dist.Store, rank: int, timeout: timedelta) -> int:
 
 
 def interrupted_run(lasting: dist.Store | None) -> str | None:
-    """Run folder of an earlier attempt of this job; None in the first attempt."""
+    """Run folder of the job's earlier attempt; None in the first attempt."""
     if lasting is None or not lasting.check([RUN_KEY]):
         return None
     return lasting.get(RUN_KEY).decode()
 
 
 def remember_run(lasting: dist.Store | None, folder: str) -> None:
-    """Store the run folder for a later attempt of this job."""
+    """Keep the run folder for a later attempt."""
     if lasting is not None:
         lasting.set(RUN_KEY, folder)

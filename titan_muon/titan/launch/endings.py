@@ -1,7 +1,7 @@
 """Final endings of a job, a refusal or a divergence, in torchrun's error files.
 
-torchrun shows the message of an error file in the summary, and restarts all processes under `--max-restarts`.
-Imports no torch, so that a process of a later attempt ends at once.
+torchrun prints an error file's message, and restarts all processes under `--max-restarts`. No torch import, so that a
+process of a later attempt ends at once.
 """
 
 import json
@@ -9,27 +9,34 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
+from zlib import crc32
 
 ENDED = "titan_muon_ended"
-"""Key of a final ending in an error file: message and exit code."""
 
 
 def record_end(message: str, code: int, *, first: bool) -> None:
-    """Write the reason and the exit code of this process to torchrun's error file. Other launchers have none.
-
-    `first`: whether this rank is the first with the error.
-    """
+    """Write the reason and exit code to torchrun's error file, if any. `first`: this rank failed first."""
     if (file := _error_file()) is None:
         return
-    # torchrun calls the earliest failure the root cause, and prints the root cause last.
+    # torchrun prints the earliest failure as the root cause.
     seconds = int(time.time()) - int(first)
     text = message if first else "ended with the root cause below"
     record = {"message": {"message": text, "extraInfo": {"timestamp": str(seconds)}}, ENDED: [message, code]}
     file.write_text(json.dumps(record), encoding="utf-8")
 
 
+def is_first(message: str) -> bool:
+    """Whether this rank is the first of this node to end the attempt with this error. True without torchrun."""
+    if (file := _error_file()) is None:
+        return True
+    with suppress(FileExistsError):
+        (file.parents[1] / f"ended_{crc32(message.encode()):08x}").touch(exist_ok=False)
+        return True
+    return False
+
+
 def earlier_end() -> int | None:
-    """Exit code of an earlier attempt of this job on this node with a final ending; None without one.
+    """Exit code of an earlier attempt with a final ending on this node; None without one.
 
     Records the ending again, for torchrun's summary of this attempt.
     """
@@ -39,7 +46,7 @@ def earlier_end() -> int | None:
     for path in file.parents[2].glob("attempt_*/*/error.json"):
         with suppress(OSError, ValueError, KeyError):
             message, code = json.loads(path.read_text(encoding="utf-8"))[ENDED]
-            # On each rank, because torchrun kills the others at the first end.
+            # On each rank, because torchrun kills the others at the first exit.
             record_end(message, code, first=True)
             return int(code)
     return None

@@ -1,4 +1,4 @@
-"""Lock of a run folder: a single job writes to the folder, and the lock ends with the job's process."""
+"""Lock of a run folder: only one job writes to the folder."""
 
 import fcntl
 import os
@@ -14,7 +14,7 @@ LOCK_FILE = "running.lock"
 
 
 class FolderLock:
-    """Context of a lock, released at the end."""
+    """Context of a lock. The lock ends with the context or the process."""
 
     def __init__(self) -> None:
         self._file: TextIOWrapper | None = None
@@ -35,8 +35,8 @@ class FolderLock:
             return
         file = Path(folder, LOCK_FILE).open("a+", encoding="utf-8")  # noqa: SIM115 (closed at the end of the context)
         try:
-            # A lock of the operating system, which also works over NFS. An existing file would outlive a killed job.
-            # Children inherit `flock`, and may outlive the job.
+            # `lockf` works over NFS and ends with a killed job, unlike a lock file. Children would inherit `flock`, and
+            # may outlive the job.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             file.seek(0)
@@ -47,11 +47,11 @@ class FolderLock:
                 'checkpoint.load = "none" or another name'
             ) from error
         except OSError as error:
-            # A file system without locks cannot keep a second job out of the folder.
+            # The file system has no locks.
             file.close()
             print(f"warning: {folder} cannot be locked ({error}): start no second job in this folder", flush=True)
             return
-        # The operating system releases a process's lock when any of its files on the folder's lock is closed.
+        # Closing any file handle of the lock file releases a process's lock.
         if self._file is not None:
             self._file.close()
         self._file, self._folder = file, folder

@@ -1,7 +1,7 @@
-"""Names late ranks, and ends hanging processes.
+"""Names late ranks and ends hanging processes.
 
-A collective does not name the missing rank, and a stopped process, or a process without peers, may hang forever.
-So a thread of every rank reports progress to the store.
+A collective does not name the missing rank, and a process may hang forever without peers. So a thread of every rank
+reports progress to the store.
 """
 
 import math
@@ -22,29 +22,21 @@ import torch.distributed as dist
 from titan_muon.titan.fault import RunFault
 from titan_muon.titan.recipe import RecipeError
 
-# Heartbeat every timeout / 40, at most every 2.5 s because all ranks of a cluster use a single store. A rank is silent
-# after 6 missed beats, so late ranks are known before 98 % of the time-out.
+# A rank is silent after 6 missed heartbeats, so late ranks are known before 98 % of the time-out. At most a heartbeat
+# per 2.5 s, because all ranks of a cluster use a single store.
 INTERVAL_SHARE, LONGEST_INTERVAL = 1 / 40, 2.5
 BEATS_TO_BE_SILENT = 6
 NAMING_SHARE = 0.8
-"""Late ranks are named at this share of the time-out, before a collective raises or NCCL ends the process."""
+"""Share of the time-out until late ranks are named, before a collective raises or NCCL ends the process."""
 GRACE_SECONDS = 2.0
-"""Grace period after the time-out or a peer's failure: the process may raise its own, more informative error first."""
+"""Time for the process to raise its own, more informative error first."""
 FAILED = "failed"
 """Key of the first failure."""
 
 
 @dataclass(frozen=True)
 class Sign:
-    """State of a rank.
-
-    Attributes:
-        host: host name.
-        pid: process id.
-        stage: number of advances: two per step, at the begin and at the end.
-        beat: number of heartbeats.
-        ended: whether the rank has finished.
-    """
+    """State of a rank. `stage`: number of advances, two per step. `beat`: number of heartbeats."""
 
     host: str
     pid: int
@@ -64,18 +56,12 @@ class Sign:
 class Watchdog:
     """Context in which this rank reports progress and looks for late ranks.
 
-    After an internal error the thread stays alive: this process or others may hang.
-
-    Args:
-        store: store of all ranks; the watchdog makes its own connection.
-        rank: this rank.
-        world_size: number of ranks.
-        first_timeout: time-out of collectives until the end of the first step, in seconds.
-        timeout: time-out of collectives after the first step, in seconds.
+    After an internal error the threads keep watch, because this process or others may hang. Time-outs of collectives
+    are in seconds, `first_timeout` until the end of the first step.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, *, first_timeout: float, timeout: float) -> None:
-        # A connection serves a single request at a time: a wait of the main thread must not block the heartbeat.
+        # An own connection, because a wait of the main thread would block the heartbeat.
         self._store = dist.PrefixStore("titan_muon/watchdog", store.clone())  # type: ignore[attr-defined]
         self._rank, self._world_size = rank, world_size
         self._first_timeout, self._timeout = first_timeout, timeout
@@ -116,17 +102,16 @@ class Watchdog:
             self._store.set(_key(self._rank), replace(self._sign(), ended=True).encode())
 
     def advance(self) -> None:
-        """Report progress; every rank calls this at the begin and at the end of a step."""
+        """Report progress; called by every rank at the beginning and end of a step."""
         self._stage += 1
         self._moved = time.monotonic()
 
     def finish(self) -> None:
-        """Report that training has ended: from now on a lost store is no fault, because its process may end first."""
+        """Report the end of training: from now on a lost store is no fault."""
         self._done = True
 
     @property
     def timeout(self) -> float:
-        """Current time-out of collectives, in seconds."""
         return self._first_timeout if self._stage < 2 else self._timeout
 
     @property
@@ -153,7 +138,7 @@ class Watchdog:
                 os._exit(1)
 
     def _is_alone(self) -> bool:
-        """Give a sign of life, and name late ranks. Returns whether this rank waits for peers that are gone."""
+        """Send a heartbeat and name late ranks. Returns whether this process must end: its peers are gone."""
         self._tell()
         waited = time.monotonic() - self._moved
         if waited > NAMING_SHARE * self.timeout and self._named != self._stage:
@@ -162,13 +147,12 @@ class Watchdog:
         return (waited > self.timeout + GRACE_SECONDS and self._end_silent()) or self._outlives_failure()
 
     def _end_without_store(self) -> None:
-        """End this process, because nobody keeps watch any more: the process with the store has ended.
+        """End this process after the process with the store.
 
-        Under torchrun that is a launcher, and the ranks may be well: they end after the step, with a checkpoint.
-        Otherwise it is a rank, and the collectives wait in vain.
+        Under torchrun the store belongs to a launcher, and the ranks may be well: they end after the step, with a
+        checkpoint. Otherwise the store belongs to a rank, and collectives would wait in vain.
         """
         under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-        # At the end of training, ranks lose the store in turn.
         if self._closed.wait(GRACE_SECONDS) or self._done or self._failing:
             return
         if under_torchrun:
@@ -186,9 +170,9 @@ class Watchdog:
         os._exit(1)
 
     def _watch_store(self) -> None:
-        """End this process if neither the store nor the main thread has answered for longer than the time-out.
+        """End this process if neither the store nor the main thread answers within the time-out.
 
-        A cut link, or a stopped process with the store, leaves the other thread waiting for an answer.
+        With a cut link or a stopped store process, the other thread waits for an answer.
         """
         while not self._closed.wait(self._interval):
             limit = self.timeout + GRACE_SECONDS
@@ -204,7 +188,7 @@ class Watchdog:
                 os._exit(1)
 
     def _name_first_failure(self, error: BaseException) -> None:
-        """Tell the store that this rank fails. Print who failed first, if the error is a consequence of that."""
+        """Report this rank's failure. Print the first failed rank, if the error is a consequence."""
         try:
             first = self._store.compare_set(FAILED, "", str(self._rank)).decode()
         except RuntimeError:
@@ -220,13 +204,13 @@ class Watchdog:
             )
 
     def _name_late_ranks(self) -> None:
-        # Only one waiting rank looks: 1,000 readers of 1,000 signs would block the store.
+        # Only one waiting rank looks, because 1,000 readers of 1,000 signs would block the store.
         if self._store.add(f"looks-{self._stage}", 1) > 1:
             return
         signs, silent = self._look()
         self._store.set(self._silent_key, " ".join(f"{rank}:{signs[rank].beat}" for rank in silent))
         late = late_ranks(signs, silent, self._world_size)
-        # A late but living rank looks as well, at its own stage.
+        # A late but living rank looks too, at its own stage.
         if late and self._store.add(f"named-{late}", 1) == 1:
             waited = time.monotonic() - self._moved
             print(f"error: no progress for {waited:.0f} s: {late}", file=sys.stderr, flush=True)
@@ -234,8 +218,8 @@ class Watchdog:
     def _outlives_failure(self) -> bool:
         if self._failing or not self._store.check([FAILED]):
             return False
-        # A rank that does not wait for its peers would take the launcher's SIGTERM for a stop request after the step,
-        # and the launcher would wait for half a minute.
+        # Otherwise this rank would take the launcher's SIGTERM for a stop request, and the launcher would wait half a
+        # minute.
         self._peer_failed = min(self._peer_failed, time.monotonic())
         return time.monotonic() - self._peer_failed > GRACE_SECONDS
 
@@ -244,7 +228,7 @@ class Watchdog:
         return f"silent-{self._stage}"
 
     def _end_silent(self) -> bool:
-        """Kill this host's silent processes. Returns whether silent ranks remain on any host."""
+        """Kill this host's silent processes. Returns whether any host has silent ranks."""
         if not self._store.check([self._silent_key]):
             return False
         entries = self._store.get(self._silent_key).decode().split()
@@ -252,18 +236,17 @@ class Watchdog:
         signs = {rank: Sign.decode(self._store.get(_key(rank)).decode()) for rank in beats}
         silent = [sign for rank, sign in signs.items() if sign.beat == beats[rank]]
         for sign in silent:
-            # A stopped process does not receive the launcher's SIGTERM, and the launcher waits for half a minute.
+            # A stopped process ignores SIGTERM, and the launcher would wait half a minute.
             if sign.host == socket.gethostname() and is_sibling(sign.pid):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(sign.pid, signal.SIGKILL)
         return bool(silent)
 
     def _look(self) -> tuple[dict[int, Sign], set[int]]:
-        """Signs of all ranks so far, and the silent ranks."""
         before = self._signs()
         for _ in range(BEATS_TO_BE_SILENT):
             self._closed.wait(self._interval)
-            # Other looking ranks must see this rank alive.
+            # Other ranks must see this rank alive.
             self._tell()
         now = self._signs()
         return now, {rank for rank, sign in before.items() if sign == now[rank] and not sign.ended}
@@ -276,8 +259,8 @@ class Watchdog:
 
 
 def is_sibling(pid: int) -> bool:
-    """Whether this process's launcher started process `pid`, as it started all ranks of the node."""
-    # Two containers may have the same host name, and `pid` may be another process here.
+    """Whether this process's launcher also started process `pid`."""
+    # Containers may share a host name, and `pid` may be another process here.
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
@@ -286,10 +269,7 @@ def is_sibling(pid: int) -> bool:
 
 
 def late_ranks(signs: Mapping[int, Sign], silent: Collection[int], world_size: int) -> str:
-    """The late ranks in words; empty if no rank is known to be late.
-
-    A rank is late if it is silent or behind the furthest rank.
-    """
+    """Text about silent ranks and ranks behind the furthest rank; empty without any."""
     furthest = max((sign.stage for sign in signs.values()), default=0)
     late = [f"rank {rank} has not come up" for rank in range(world_size) if rank not in signs]
     for rank, sign in sorted(signs.items()):
@@ -297,7 +277,7 @@ def late_ranks(signs: Mapping[int, Sign], silent: Collection[int], world_size: i
         if rank in silent:
             late.append(f"{where} gives no sign of life")
         elif sign.stage < furthest and not sign.ended:
-            # Counted from the first step of this process, not of the run.
+            # Counted from the first step of this process.
             stage = f"{'ended' if sign.stage % 2 else 'begun'} step {sign.stage // 2 + 1} of this attempt"
             late.append(f"{where} has not {stage}")
     return ", ".join(late)

@@ -2,5 +2,5 @@
 
 from titan_muon.titan import compat
 
-# torchtitan copies the device on import, and any module of this folder may be imported first.
+# First, because torchtitan copies the device on import.
 compat.install()

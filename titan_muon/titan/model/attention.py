@@ -1,4 +1,4 @@
-"""Choice of the inner attention, and dense attention for the CPU, where FlexAttention has no backward."""
+"""Choice of the inner attention; dense attention for the CPU, where FlexAttention has no backward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from titan_muon.titan.recipe import RecipeError
 
 @dataclass(frozen=True)
 class DenseMask:
-    """Attention mask: bool, shape (batch, 1, queries, keys), true for allowed pairs."""
+    """Bool mask of shape (batch, 1, queries, keys), true for allowed pairs."""
 
     allowed: torch.Tensor
 
     @classmethod
     def from_block_mask(cls, block_mask: BlockMask) -> "DenseMask":
-        """Dense form of `block_mask`, also of a shard of queries under context parallelism."""
+        """Dense form of `block_mask`, or of its shard of queries under context parallelism."""
         batch, queries = block_mask.kv_num_blocks.shape[0], block_mask.seq_lengths[0]
         keys, device = block_mask.seq_lengths[1], block_mask.kv_num_blocks.device
         return cls(create_mask(block_mask.mask_mod, batch, 1, queries, keys, device=device))
@@ -33,8 +33,7 @@ class DenseMaskAttention(FlexAttention):
     `share_dense_mask` converts FlexAttention's BlockMask to the DenseMask of all layers.
     """
 
-    # A subclass, because TorchTitan checks the class: only a FlexAttention gets the mask of packed documents, and
-    # context parallelism with gathered keys and values and a sharded mask.
+    # A subclass, because TorchTitan gives document masks and context parallelism only to FlexAttention.
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
@@ -74,8 +73,8 @@ class DenseMaskAttention(FlexAttention):
 
 
 def share_dense_mask(model: nn.Module) -> None:
-    """Compute the DenseMask once per forward of `model`, for all DenseMaskAttention layers."""
-    # An argument of the forward lives as long as the forward, so no batch can get another batch's mask.
+    """Compute the DenseMask once per forward of `model`."""
+    # As an argument of the forward, no other batch can get the mask.
     if any(isinstance(module, DenseMaskAttention) for module in model.modules()):
         model.register_forward_pre_hook(_densify, with_kwargs=True)
 
@@ -92,8 +91,8 @@ _ON_GPU = {"flex": FlexAttention.Config, "varlen": VarlenAttention.Config}
 def use_attention(model_config: Decoder.Config, choice: str, on_cpu: bool) -> None:
     """Set the inner attention of every layer to `choice`, a value of `model.attention`.
 
-    `auto`: `dense` on the CPU, `flex` otherwise. Raises RecipeError for an unknown choice, and for `flex` and `varlen`
-    on the CPU, where PyTorch has no backward for them.
+    `auto`: `dense` on the CPU, otherwise `flex`. Raises RecipeError for an unknown choice, and for `flex` and `varlen`
+    on the CPU, where they have no backward.
     """
     if choice == "auto":
         choice = "dense" if on_cpu else "flex"

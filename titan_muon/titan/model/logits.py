@@ -1,8 +1,8 @@
-"""Inner attentions with a record of each head's largest logit.
+"""Inner attentions that record each head's largest logit, without computing logits twice.
 
 `flex` returns the largest logit, and so does `dense` on GPUs and with different sizes of queries and values (latent
-attention). `varlen`, and `dense` otherwise, return the kernel's log-sum-exp, an upper bound: larger by at most the
-logarithm of the number of visible keys. Masked pairs do not count. Logits are never computed twice.
+attention). `varlen`, and `dense` otherwise, return the kernel's log-sum-exp: an upper bound, larger by at most the
+logarithm of the number of visible keys. Masked pairs do not count.
 """
 
 from collections.abc import Callable
@@ -20,26 +20,25 @@ OutTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class LogitObserver:
-    """An inner attention with a record of each head's largest logit in training."""
+    """An inner attention that records each head's largest logit in training."""
 
     training: bool
     register_buffer: Callable[..., None]
     _buffers: dict[str, torch.Tensor | None]
 
     def keep_in(self, logits_max: torch.Tensor) -> None:
-        """Set the buffer of the maxima, shape (heads,), float32. The buffer's owner resets it to -inf."""
-        # A buffer, because a pipeline stage first runs on uninitialized memory to infer shapes, and PyTorch restores
-        # only buffers. Not persistent: checkpoints do not need the maxima.
+        """Set the buffer of the maxima: (heads,), float32. The buffer's owner resets it to -inf."""
+        # A buffer, because a pipeline stage first runs on uninitialized memory, and PyTorch restores only buffers.
         self.register_buffer("logits_max", logits_max, persistent=False)
 
     def keep(self, logits: torch.Tensor) -> None:
-        """Record the largest logit of each query, shape (batch, heads, queries), or an upper bound."""
-        # Not in validation: the batches belong to no step.
+        """Record the largest logit of each query, or an upper bound: (batch, heads, queries)."""
+        # Not in validation, whose batches belong to no step.
         maxima = self._buffers.get("logits_max")
         if maxima is None or not self.training:
             return
         with torch.no_grad(), spmd.no_typecheck():
-            # An in-place update of a tensor, not Python state, so that a compiled layer can record too.
+            # In place, so that a compiled layer can record.
             maxima.copy_(torch.maximum(maxima, logits.detach().amax((0, 2)).float()))
 
 
@@ -61,11 +60,10 @@ class ObservedDenseAttention(LogitObserver, DenseMaskAttention):
     ) -> torch.Tensor:
         bias = torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, -torch.inf)
         if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
-            # The operator behind scaled_dot_product_attention, called directly for the second output.
+            # The operator of scaled_dot_product_attention, called for its second output.
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
             self.keep(lse)
             return out
-        # Plain attention with the logits in memory; as many passes over them as PyTorch's math backend.
         if enable_gqa:
             k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -145,4 +143,3 @@ OBSERVED = {
     FlexAttention.Config: ObservedFlexAttention.Config,
     VarlenAttention.Config: ObservedVarlenAttention.Config,
 }
-"""Recording variant of each inner attention."""

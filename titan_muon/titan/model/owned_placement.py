@@ -1,4 +1,4 @@
-"""`placement.muon = "owned"` for TorchTitan's decoders: each Muon matrix of the layers is stored whole on one rank."""
+"""`placement.muon = "owned"` for TorchTitan's decoders: one rank stores each Muon matrix of the layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
 from titan_muon.assignment.roles import Seen, see
-from titan_muon.assignment.rules import Assignment, assign, splits_with
+from titan_muon.assignment.rules import Assignment, assign_parameters, splits_with
 from titan_muon.options import Owner, Split
 from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
@@ -51,7 +51,6 @@ def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
 
 
 def _shard(recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh: DeviceMesh, **options: Any) -> None:
-    # Replaces TorchTitan's apply_fsdp_to_decoder and takes the same arguments.
     if options["dp_mesh_dims"] is not None:
         raise RecipeError(
             f"placement.muon = 'owned' needs parallelism.spmd_backend = 'partial_dtensor', not "
@@ -63,21 +62,20 @@ def _shard(recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh
     except ValueError as error:
         key = "placement.muon = 'owned'" if recipe.placement.muon == "owned" else "placement"
         raise RecipeError(f"{key}: {error}") from error
-    # Hidden, because fully_shard takes every parameter of a module.
+    # fully_shard takes every visible parameter of a module.
     with hidden(layers):
         apply(model=model, dp_mesh=dp_mesh, **options)
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    # Only some decoders have layers for multi-token prediction, possibly None.
+    # Multi-token prediction layers: absent from some decoders, or None.
     return [*model.layers.values(), *(getattr(model, "mtp_layers", None) or ())]
 
 
 def _owner_mesh(recipe: Recipe, mesh: DeviceMesh) -> DeviceMesh:
-    """FSDP2's mesh, or a flattened mesh if an owner serves all replicas."""
     replicas = recipe.placement.replicas
     if replicas is None:
-        # Pipeline stages have separate groups, and an owner given by rank is a place on the FSDP axis.
+        # An owner given by rank is a place on the FSDP axis. Pipeline stages have separate groups.
         indexed = any(isinstance(rule.owner, int) for rule in recipe.placement.rule)
         replicas = "each" if indexed or recipe.parallelism.pipeline_parallel_degree > 1 else "one"
     return flattened(mesh) if mesh.ndim == 2 and replicas == "one" else mesh
@@ -95,7 +93,7 @@ def _own_layers(
             split=choice.split,
             flops=_flops(recipe, planned_device(mesh.device_type)),
             elementwise=choice.elementwise,
-            # Experts under expert parallelism are whole already; tensor parallelism does not cut them.
+            # Tensor parallelism does not shard experts under expert parallelism.
             tensor_parallel="whole" if recipe.placement.tensor_parallel == "whole" and mesh is dp_mesh else "peers",
         )
         for mesh, params in _spaces(choice, dp_mesh, options)
@@ -123,7 +121,7 @@ def _own_options(options: dict[str, Any]) -> dict[str, Any]:
     policy = options["reshard_after_forward_policy"]
     reshard: bool | None = get_fsdp_reshard_after_forward_policy(policy, options["pp_enabled"])
     if reshard and policy == "default":
-        # Without "always", the last layer is not gathered again right after its use.
+        # Without "always", the last layer is not gathered again right after forward.
         reshard = None
     return {
         "mp_policy": MixedPrecisionPolicy(options["param_dtype"], options["reduce_dtype"], cast_forward_inputs=False),
@@ -139,25 +137,24 @@ def _is_expert_parallel(parameter: nn.Parameter) -> bool:
 
 
 def _is_gathered(recipe: Recipe, parameter: nn.Parameter) -> bool:
-    """Whether tensor parallelism cuts a stack of experts under "whole": FSDP2 would leave the
-    stack cut.
+    """Whether tensor parallelism shards a stack of experts under "whole": FSDP2 would leave the
+    stack sharded.
     """
     whole = recipe.placement.tensor_parallel == "whole" and not _is_expert_parallel(parameter)
     return whole and isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
 
 
 def _cuts_experts(dp_mesh: DeviceMesh, options: dict[str, Any]) -> Callable[[int], bool]:
-    """Whether FSDP2 cuts each expert of a stack, because there are more ranks than experts."""
+    """Whether FSDP2 shards each expert of a stack, because there are more ranks than experts."""
     edp_mesh, degree = options["edp_mesh"], options["ep_degree"]
-    # TorchTitan's count; includes the replicas unless experts are parallel.
+    # TorchTitan's count includes the replicas, unless experts are parallel.
     ranks = edp_mesh["efsdp"].size() * degree if degree > 1 else dp_mesh.size()
     return lambda experts: ranks > experts
 
 
 def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
-    """FLOPs of the recipe's Newton-Schulz on a type of device, by shape."""
-    # By the algorithm of the run: the Gram iteration is cheaper for wide matrices, and another cost would unbalance the
-    # owners.
+    """Newton-Schulz FLOPs on a type of device, by shape."""
+    # The run's algorithm: another cost would unbalance the owners.
     muon = recipe.muon
     steps = iteration(muon.ns_coefficients, muon.ns_steps, muon.eps).steps
     machine = planning_machine(recipe.machine, device)
@@ -167,8 +164,6 @@ def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Owner rules of owned parameters, parameters of other optimizers, and splits."""
-
     owners: Mapping[nn.Parameter, Owner]
     elementwise: Collection[nn.Parameter]
     split: Sequence[Split]
@@ -177,13 +172,13 @@ class _Choice:
 def _choice(
     recipe: Recipe, model: nn.Module, layers: Iterable[nn.Module], cuts_experts: Callable[[int], bool]
 ) -> _Choice:
-    # Parameters outside of the layers stay sharded, because `own` gathers layer by layer.
+    # `own` gathers layer by layer, so other parameters stay sharded.
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     named = {canonical_fqn(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     config = optimizer_config(recipe)
-    # A pipeline stage may match no rule and have no Muon matrix. The container checks both on the whole model.
+    # A pipeline stage may match no rule; the container checks the whole model.
     whole = recipe.parallelism.pipeline_parallel_degree == 1
-    assigned = assign(see([model], canonical_fqn), config.rules, config.defaults, all_rules=whole)
+    assigned = assign_parameters(see([model], canonical_fqn), config.rules, config.defaults, all_rules=whole)
     muon = {a.fqn for a in assigned if a.optimizer == "muon"}
     by_default = recipe.placement.muon == "owned"
     kept = _unread_stacks(recipe) is not None
@@ -193,7 +188,7 @@ def _choice(
         if by_default
         and a.fqn in muon
         and named[a.fqn] in inside
-        # FSDP2 also keeps whole experts whole, in equal numbers on all ranks.
+        # FSDP2 also stores whole experts, in equal numbers on all ranks.
         and (_is_matrix(recipe, a) or (not kept and (cuts_experts(a.shape[0]) or _is_gathered(recipe, named[a.fqn]))))
     }
     if not chosen and whole and by_default and not recipe.placement.rule:
@@ -205,7 +200,7 @@ def _choice(
 
 
 def check_placement_rules(recipe: Recipe, parameters: Mapping[str, Seen]) -> None:
-    """Raise RecipeError for a placement.rule without a match, or for a parameter outside of the layers."""
+    """Raise RecipeError for a placement.rule without a match, or for parameters outside of the layers."""
     try:
         check_rules(parameters, recipe.placement.rule)
     except ValueError as error:
@@ -222,9 +217,9 @@ def check_placement_rules(recipe: Recipe, parameters: Mapping[str, Seen]) -> Non
 
 
 def _unread_stacks(recipe: Recipe) -> str | None:
-    """Recipe key with a need for FSDP2's placement of expert stacks, or None."""
-    # TorchTitan's conversion from and to Hugging Face names cuts stacks along known axes only, and torchao's parameters
-    # have their own gathering.
+    """Recipe key that needs FSDP2's placement of expert stacks, or None."""
+    # TorchTitan's Hugging Face conversion shards stacks along known axes only, and torchao's parameters have their own
+    # gather.
     keys = {
         "checkpoint.last_save_in_hf": recipe.checkpoint.last_save_in_hf,
         "checkpoint.initial_load_in_hf": recipe.checkpoint.initial_load_in_hf,
@@ -251,8 +246,7 @@ def hidden(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for module, parameters in shown.items():
-            # FSDP2 has replaced the other parameters by DTensors. Restore the order, because parameter groups follow
-            # it.
+            # FSDP2 has replaced the other parameters. Restore the order, because parameter groups follow it.
             now = dict(module._parameters)
             module._parameters.clear()
             module._parameters.update({name: now.get(name, parameter) for name, parameter in parameters.items()})

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 registry.placements.register("owned", owned)
 
 MASK_BLOCK = 128
-"""Block size of FlexAttention's mask in tokens, torch's default."""
 
 
 def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
@@ -31,7 +30,7 @@ def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
     Raises RecipeError for an unknown placement and for degrees unfit for the model or this torch. The parallelize_fn
     raises RecipeError for a sequence unfit for context parallelism.
     """
-    # A rule with an owned placement needs "owned" for any `placement.muon`.
+    # A rule may own matrices under any `placement.muon`.
     place, degrees = _placement("owned" if owns(recipe) else recipe.placement.muon), recipe.parallelism
     if recipe.placement.rule:
         check_placement_rules(recipe, whole_model(spec))
@@ -47,14 +46,14 @@ def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
 
 
 def wrap_parallelize(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """`parallelize_fn` with a check of the sequence before and changes for the backend after."""
+    """`parallelize_fn` with checks of the sequence before, and changes for the backend after."""
 
     def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
         _check_sequence(kwargs["training"].seq_len, kwargs["parallelism"].context_parallel_degree)
         model = parallelize_fn(model, **kwargs)
         share_dense_mask(model)
         for module in model.modules() if compat.install() else ():
-            # Sum and a separate division, because gloo lacks FSDP2's PREMUL_SUM.
+            # Sum and divide separately, because gloo lacks FSDP2's PREMUL_SUM.
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
         return model
@@ -71,7 +70,7 @@ def _placement(name: str) -> Callable[[registry.Parallelize, Recipe], registry.P
 
 def _check_heads(model: Any, degree: int) -> None:
     attention = model.first_attention
-    # Latent attention (MLA) has no key-value heads, and None means the number of query heads.
+    # None means the number of query heads; latent attention (MLA) has no key-value heads.
     kv_heads = getattr(attention, "n_kv_heads", None)
     kv_heads = attention.n_heads if kv_heads is None else kv_heads
     if attention.n_heads % degree or kv_heads % degree:
@@ -91,7 +90,7 @@ def _check_experts(model: Any, degree: int) -> None:
 
 
 def _check_sequence(length: int, context_parallel: int) -> None:
-    # torch shards the mask of packed documents in whole blocks, and fails only at the first batch.
+    # torch shards the document mask in whole blocks, and fails only at the first batch.
     unit = MASK_BLOCK * context_parallel
     if context_parallel > 1 and length % unit:
         raise RecipeError(

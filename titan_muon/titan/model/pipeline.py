@@ -1,4 +1,4 @@
-"""Pipeline stages: checks of a recipe's schedule, and initial values independent of the cut."""
+"""Pipeline stages: checks of the schedule, and initial values independent of the pipeline degree."""
 
 import copy
 import os
@@ -22,7 +22,7 @@ from titan_muon.titan.recipe.sections import Parallelism
 
 
 def check_pipeline(model: Any, degrees: Parallelism) -> None:
-    """Raise RecipeError for stages unfit for the schedule or the `model`'s configuration."""
+    """Raise RecipeError for stages unfit for the schedule or the model."""
     if degrees.pipeline_parallel_degree == 1:
         return
     schedule = _schedule(degrees)
@@ -56,7 +56,7 @@ def _schedule(degrees: Parallelism) -> type:
 
 
 def _check_parts(model: Any, parts: tuple[tuple[str, ...], ...]) -> None:
-    # TorchTitan silently drops modules without a part, and runs the stages in the listed order.
+    # TorchTitan silently drops unlisted modules, and runs stages in the listed order.
     expected = ["tok_embeddings", *(f"layers.{index}" for index in range(len(model.layers))), "norm", "lm_head"]
     named = [name for part in parts for name in part]
     if named != expected:
@@ -70,7 +70,7 @@ def _check_parts(model: Any, parts: tuple[tuple[str, ...], ...]) -> None:
 
 def _check_stages(stages: int, degrees: Parallelism, schedule: type) -> None:
     ranks = degrees.pipeline_parallel_degree
-    # A schedule for a single stage per rank uses the first stage and would ignore the others.
+    # A schedule with a single stage per rank would ignore the others.
     single = issubclass(schedule, PipelineScheduleSingle)
     if stages % ranks or (single and stages != ranks):
         fit = f"{ranks} parts" if single else f"a multiple of {ranks} parts"
@@ -86,7 +86,7 @@ def wrap_pipelining(pipelining_fn: Callable[..., Any], recipe: Recipe) -> Callab
     def pipeline(model: nn.Module, **kwargs: Any) -> Any:
         schedule, parts, has_first, has_last = pipelining_fn(model, **kwargs)
         for part in parts:
-            # The trainer calls init_weights after the allocation of memory.
+            # The trainer calls init_weights after the allocation.
             part.init_weights = partial(init_within, model, part, recipe.debug.seed)
         return schedule, parts, has_first, has_last
 
@@ -94,10 +94,10 @@ def wrap_pipelining(pipelining_fn: Callable[..., Any], recipe: Recipe) -> Callab
 
 
 def init_within(whole: nn.Module, part: Any, seed: int, *, buffer_device: torch.device | None = None) -> None:
-    """Give a pipeline stage the initial values of `whole`, the uncut model on the meta device.
+    """Give a pipeline stage the initial values of `whole`, the model on the meta device.
 
-    Keeps every family's order of random draws. The values of other stages are drawn and dropped, by initializers like
-    `models.common`'s, which draw for meta tensors on the default device.
+    Draws the whole model in order and drops other stages' values. Initializers must draw for meta tensors on the
+    default device, as `models.common`'s do.
     """
     device = next(part.parameters()).device
     complete: Any = copy.deepcopy(whole)
@@ -106,10 +106,8 @@ def init_within(whole: nn.Module, part: Any, seed: int, *, buffer_device: torch.
             complete.get_submodule(name).update(module)
         else:
             setattr(complete, name, module)
-    # TorchTitan seeds each stage differently, so that initial values would depend on the pipeline degree. The stage's
-    # seed continues afterwards.
+    # TorchTitan seeds each stage differently. Draw with the recipe's seed, then continue with the stage's.
     with forked_rng(device), device:
         torch.manual_seed(seed)
         complete.init_weights(buffer_device=buffer_device)
-    # The partial would keep the whole model's modules alive.
     del part.init_weights

@@ -31,7 +31,7 @@ Projection = tuple[str, nn.Module, tuple[HeadRows, ...]]
 
 
 def observe_logits(model: Decoder.Config, section: sections.QKClip) -> None:
-    """Replace the inner attention of every layer's configuration by a recording variant, unless QK-clip is off.
+    """Replace every layer's inner attention by a recording variant, unless QK-clip is off.
 
     Raises RecipeError for attention with unknown projections, and with `clip` for normalized queries and keys.
     """
@@ -59,11 +59,9 @@ def build_qk_clip(
     parallel_dims: ParallelDims,
     device: torch.device,
 ) -> QKClip | None:
-    """QKClip for this rank's model parts, with buffers for their logits. None if QK-clip is off.
+    """QK-clip for this rank's model parts, with buffers for logits; None if QK-clip is off.
 
-    Args:
-        model: configuration of the whole model.
-        parts: this rank's parts, parallelized and on `device`.
+    `model`: configuration of the whole model. `parts`: parallelized and on `device`.
     """
     if section.mode == "off":
         return None
@@ -107,7 +105,7 @@ def _projections(attention: nn.Module) -> Iterable[Projection]:
 
 
 def qk_clip_lines(section: sections.QKClip, sent: int, world_size: int) -> Iterable[str]:
-    """Effect and traffic of QK-clip per step: `sent` bytes. Empty if QK-clip is off."""
+    """Effect and traffic of QK-clip in a step (`sent` bytes); empty if QK-clip is off."""
     if section.mode == "off":
         return
     does = "the largest logits are logged"
@@ -117,5 +115,5 @@ def qk_clip_lines(section: sections.QKClip, sent: int, world_size: int) -> Itera
 
 
 def reduced_bytes(model: Decoder.Config) -> int:
-    """Bytes of QK-clip's collective per step: a float32 for each head of each layer."""
+    """Bytes of QK-clip's collective per step: float32 per head."""
     return sum(layer.attention.n_heads for layer in model.layers) * torch.float32.itemsize

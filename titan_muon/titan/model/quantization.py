@@ -1,4 +1,4 @@
-"""Float8 matrix products: TorchTitan's converters of a model's configuration, and their requirements."""
+"""Float8 matrix products: TorchTitan's converters of a model's configuration."""
 
 import importlib
 from typing import Any
@@ -22,7 +22,7 @@ NVIDIA, AMD = (8, 9), (9, 4)
 
 def has_torchao() -> bool:
     """Whether torchao is installed and has TorchTitan's recipes."""
-    # With an older torchao TorchTitan warns, and trains without float8.
+    # With an older torchao, TorchTitan warns and trains without float8.
     if Float8Linear is None:
         return False
     return hasattr(importlib.import_module("torchao.float8").Float8LinearConfig, "from_recipe_name")
@@ -31,16 +31,11 @@ def has_torchao() -> bool:
 def check_float8(section: Float8, capability: tuple[int, int] | None, *, amd: bool, torchao: bool) -> None:
     """Raise RecipeError for float8 without support on this machine.
 
-    Args:
-        section: the recipe's table.
-        capability: compute capability of the GPU, None without a GPU.
-        amd: whether the GPU is AMD's.
-        torchao: whether torchao is usable.
+    `capability`: of the GPU, None without a GPU. `amd`: the GPU is AMD's. `torchao`: a usable torchao is installed.
     """
     asked = [key for key in ("linear", "experts") if getattr(section, key)]
     if not asked:
         return
-    # TorchTitan's own check is later and does not name the key.
     key = f"float8.{asked[0]}"
     if not torchao:
         raise RecipeError(f"{key} = true needs the package torchao (0.9 or newer); install it, or set {key} = false")
@@ -55,7 +50,7 @@ def check_float8(section: Float8, capability: tuple[int, int] | None, *, amd: bo
 
 
 def float8_converters(recipe: Recipe, model: Any) -> tuple[QuantizationConverter.Config, ...]:
-    """TorchTitan's converters for the configuration of a `model`, in order.
+    """TorchTitan's converters for a model's configuration, in order.
 
     Raises RecipeError if no module can be converted.
     """

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 def model_spec(
     name: str, flavor: str, *, vocab_size: int | None = None, attention: str = "auto", on_cpu: bool | None = None
 ) -> "ModelSpec":
-    """New specification of a flavor of the registered family `name`.
+    """TorchTitan's specification of a flavor of the registered family `name`.
 
     Raises RecipeError for an unknown family, flavor or attention, and for attention without support on the device.
 
     Args:
         vocab_size: tokens to embed, instead of the flavor's number.
         attention: a choice of `model.attention`.
-        on_cpu: whether the model runs on the CPU; by default this machine's device.
+        on_cpu: by default for this machine's device.
     """
     try:
         family = registry.models.get(name)

@@ -18,6 +18,7 @@ from titan_muon.plan.terms.types import Parameter
 from titan_muon.tensors.dtensor import held_indices, local
 from titan_muon.titan.assign.container import HybridOptimizers
 from titan_muon.titan.monitor.spectrum import largest_singular_value, orthogonality_error
+from titan_muon.titan.monitor.waits import Waits
 
 MOMENTUM = "momentum_buffer"
 
@@ -70,6 +71,7 @@ class Monitor:
         self._roles = [_role(assignment) for assignment in optimizers.parts.whole]
         self._offsets = _offsets(optimizers.parts.whole)
         self._sampled = self._sample(matrices)
+        self._waits = Waits(self._muons(), device)
         self._before: dict[str, Tensor] = {}
         self._decayed: dict[str, Tensor] = {}
 
@@ -78,9 +80,9 @@ class Monitor:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Copy the weights; called before the optimizers' step."""
         self._before = {name: local(p).detach().clone() for name, p in self._trained()}
         self._decayed = {matrix.name: matrix.decayed() for matrix in self._sampled}
+        self._waits.begin()
 
     @torch.no_grad()
     def after_step(self, tokens: Mapping[str, Sequence[int]]) -> dict[str, Any]:
@@ -88,6 +90,7 @@ class Monitor:
         # With overlap = "forward", updates may be pending.
         self._optimizers.finish_step()
         record: dict[str, Any] = self._sizes()
+        record["exposed_communication_ms"] = self._waits.end()
         self._before = {}
         for matrix in self._sampled:
             after = matrix.whole()
@@ -139,7 +142,6 @@ class Monitor:
         return record
 
     def _add_momentum(self, into: Tensor, momentum: Tensor, number: int, share: float) -> None:
-        """Add the square of a parameter's momentum to its entry, or of a stack's matrices to their entries."""
         own, start = local(momentum).detach(), self._offsets[number]
         if own.numel() == 0:
             return
@@ -187,7 +189,6 @@ def _role(assignment: Assignment) -> str:
 
 
 def _offsets(assignments: Sequence[Assignment]) -> list[int]:
-    """First index of each parameter in the list of all matrices, and the list's length."""
     offsets = [0]
     for assignment in assignments:
         offsets.append(offsets[-1] + (assignment.shape[0] if len(assignment.shape) == 3 else 1))

@@ -1,4 +1,4 @@
-"""Recipes: tables of options from TOML and the command line, validated once.
+"""Recipes: tables of options from TOML and the command line.
 
 Imports neither torch nor torchtitan, so that errors and `--help` appear at once.
 """

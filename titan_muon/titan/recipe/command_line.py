@@ -16,6 +16,8 @@ from titan_muon.titan.recipe.sections import Recipe
 from titan_muon.titan.recipe.toml import RecipeError, nearest
 
 HELP = {"-h", "--help"}
+SEED, SEEDS = "training.seed", ("debug.seed", "data.seed")
+"""Name for the seeds of the weights and of the order of documents together, in a list of alternatives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,30 +52,29 @@ class Options:
     """With dry_run: print the recipe with all defaults first."""
 
     compare: tuple[str, ...] = ()
-    """With dry_run: keys with alternatives, as in `placement.muon=owned,shard0`; one table for all combinations."""
+    """With dry_run: keys with alternatives, as in `placement.muon=owned,shard0`; a table of all combinations."""
 
     html: str | None = None
-    """With dry_run: file for a page with the timeline, balance, memory and parameters."""
+    """With dry_run: file for a page with timeline, balance, memory and parameters."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A recipe of a comparison: its file, the overrides, and those that differ from other alternatives as its name."""
+    """A recipe of a comparison, named after the overrides that differ."""
 
     name: str
     config: str
     overrides: tuple[str, ...]
 
     def load(self) -> Recipe:
-        """The recipe. Raises RecipeError if it is refused."""
         return load(self.config, self.overrides)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Options):
-    """Parsed command line: train `recipe`, or with `dry_run` show the plan."""
+    """Parsed command line."""
 
-    # Without a name, so that tyro's flags are --muon.lr, not --recipe.muon.lr.
+    # Without a name, so that flags are --muon.lr, not --recipe.muon.lr.
     recipe: Annotated[Recipe, tyro.conf.arg(name="")] = field(default_factory=Recipe)
 
     alternatives: Annotated[tuple[Alternative, ...], tyro.conf.Suppress] = ()
@@ -91,7 +92,7 @@ def parse(argv: Sequence[str]) -> Command:
     options = build(Options, entries)
     _refuse_misspelt(overrides)
     if wants_help:
-        # The help shows the recipe's values, so errors of the recipe come first.
+        # The help shows the recipe's values, so its errors come first.
         recipe = Recipe() if options.config is None else load(options.config, overrides)
         if asked:
             shown = make_dataclass(
@@ -106,36 +107,47 @@ def parse(argv: Sequence[str]) -> Command:
     if options.machine is not None:
         overrides = [*overrides, "--machine.name", options.machine]
     recipe = load(options.config, overrides, _notice)
-    return Command(recipe=recipe, alternatives=_alternatives(options, overrides), **vars(options))
+    choices = alternatives(options.config, options.compare, overrides)
+    return Command(recipe=recipe, alternatives=choices, **vars(options))
 
 
-def _alternatives(options: Options, overrides: Sequence[str]) -> tuple[Alternative, ...]:
-    """Every combination of the values in `options.compare`. Raises RecipeError for unknown keys."""
+def alternatives(config: str, swept: Sequence[str], overrides: Sequence[str]) -> tuple[Alternative, ...]:
+    """Every combination of the values in `swept`, the first word varying slowest; none for no words.
+
+    A word is `KEY=VALUE,VALUE` or, for keys with equal values, `KEY+KEY=VALUE,VALUE`. `training.seed` sets all seeds.
+    Raises RecipeError for an unknown key, an absent value, and a key that is set twice.
+    """
     choices: list[list[tuple[str, str]]] = []
-    known = list(keys(Recipe))
-    for word in options.compare:
-        key, equals, listed = word.partition("=")
-        if not equals or not listed:
-            raise RecipeError(
-                f"command line: --compare {word}: write KEY=VALUE,VALUE, as in placement.muon=owned,shard0."
-            )
-        if key not in known:
-            raise unknown(SOURCE, key, listed, known)
-        choices.append([(key, value) for value in listed.split(",")])
-    assert options.config is not None, "a command without a recipe is refused"
+    known, fixed = list(keys(Recipe)), list(read_flags(Recipe, Recipe(), overrides)[0])
+    for word in swept:
+        names, _, listed = word.partition("=")
+        values = listed.split(",")
+        if not all(values):
+            raise RecipeError(f"command line: {word}: write KEY=VALUE,VALUE, as in placement.muon=owned,shard0.")
+        for key in _keys(names):
+            if key not in known:
+                raise unknown(SOURCE, key, listed, known)
+            if key in fixed:
+                raise RecipeError(f"command line: {key} is set twice; leave out {word}, or the other values.")
+            fixed.append(key)
+        choices.append([(names, value) for value in values])
     return tuple(
         Alternative(
-            " ".join(f"{key}={value}" for key, value in chosen),
-            options.config,
-            (*overrides, *(word for key, value in chosen for word in (f"--{key}", value))),
+            " ".join(f"{names}={value}" for names, value in chosen),
+            config,
+            (*overrides, *(word for names, value in chosen for key in _keys(names) for word in (f"--{key}", value))),
         )
         for chosen in product(*choices)
         if chosen
     )
 
 
+def _keys(names: str) -> list[str]:
+    return [key for name in names.split("+") for key in (SEEDS if name == SEED else (name,))]
+
+
 def _notice(line: str) -> None:
-    # Once, because every rank reads the same recipe.
+    # Every rank reads the same recipe: print once.
     if os.environ.get("RANK", "0") == "0":
         print(line, flush=True)
 
@@ -159,7 +171,7 @@ def _check(options: Options) -> None:
 
 
 def _refuse_misspelt(overrides: Sequence[str]) -> None:
-    """Suggest train.py's flag for a misspelt flag; the recipe's keys would give a wrong suggestion."""
+    """Suggest train.py's flag for a misspelt flag, instead of a recipe key."""
     known = ["--" + option.name.replace("_", "-") for option in fields(Options)]
     # --name resembles a flag and is a key of the recipe.
     recipe_flags = {"--" + key.replace("_", "-") for key in keys(Recipe)}

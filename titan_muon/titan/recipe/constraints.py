@@ -1,4 +1,4 @@
-"""Validation of a recipe's values beyond types: ranges of fields, and relations between keys."""
+"""Validation of a recipe's values: ranges of fields, and relations between keys."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,7 +10,6 @@ from titan_muon.titan.recipe.schema import refuse, values
 from titan_muon.titan.recipe.sections import AdamW, Recipe, Rule
 from titan_muon.titan.recipe.toml import RecipeError, value_text
 
-# Derived from the fields, because Muon and the table in docs/options.md read the same ranges.
 CONSTRAINTS: Mapping[str, Constraint] = dict(constraints(Recipe)) | {
     f"{table}.{key}": constraint
     for table, kind in get_type_hints(Recipe).items()
@@ -21,7 +20,7 @@ CONSTRAINTS: Mapping[str, Constraint] = dict(constraints(Recipe)) | {
 
 @dataclass(frozen=True)
 class Relation:
-    """A condition on `key` given the rest of the recipe; `accepted` is the condition in words."""
+    """A condition on `key` and the rest of the recipe; `accepted` is its text."""
 
     key: str
     accepted: str
@@ -76,7 +75,7 @@ RELATIONS = (
             or (r.parallelism.tensor_parallel_degree > 1 and (r.placement.tensor_parallel == "peers" or not owns(r)))
         ),
     ),
-    # Another package's placement decides on the whole model and does not read these rules.
+    # Another package's placement does not read these rules.
     Relation(
         "placement.rule",
         'none, unless placement.muon is "shard0" or "owned"',
@@ -87,7 +86,7 @@ RELATIONS = (
         'at least one glob pattern, because data.source = "files"',
         lambda recipe: recipe.data.source != "files" or bool(recipe.data.files),
     ),
-    # `bpe` trains on the documents of [data], and TorchTitan's loader has no documents.
+    # `bpe` trains on the documents of [data]; TorchTitan's loader has none.
     Relation(
         "data.tokenizer",
         '"hf" only, because data.source = "hf"',
@@ -108,13 +107,13 @@ RELATIONS = (
         "1 or more, because training.global_batch_size = -1",
         lambda recipe: recipe.training.local_batch_size != -1 or recipe.training.global_batch_size != -1,
     ),
-    # The ranks' parts of the dataset end at different times, and the first rank would wait for ever.
+    # A dataset's parts end at different times, and the first rank would wait for ever.
     Relation(
         "validator.steps",
         '1 or more, because data.source = "hf"',
         lambda recipe: not recipe.validator.enable or recipe.validator.steps != -1 or recipe.data.source != "hf",
     ),
-    # Without pipeline stages the key has no effect.
+    # Without effect if there are no pipeline stages.
     Relation(
         "parallelism.pipeline_parallel_microbatch_size",
         "a divisor of training.local_batch_size under pipeline parallelism",
@@ -124,7 +123,6 @@ RELATIONS = (
             or recipe.training.local_batch_size % recipe.parallelism.pipeline_parallel_microbatch_size == 0
         ),
     ),
-    # All chunks have the same length.
     Relation(
         "loss.chunks",
         '"auto", or a divisor of training.seq_len / parallelism.context_parallel_degree',
@@ -133,13 +131,13 @@ RELATIONS = (
             or (r.training.seq_len // r.parallelism.context_parallel_degree) % r.loss.chunks == 0
         ),
     ),
-    # Decay would continue below zero after the end of the schedule.
+    # The rate would fall below zero after the end of the schedule.
     Relation(
         "lr_scheduler.total_steps",
         "training.steps or more (or absent, which is training.steps)",
         lambda recipe: scheduled_steps(recipe) >= recipe.training.steps,
     ),
-    # TorchTitan would shorten both, and the rates would differ from the recipe's.
+    # TorchTitan would shorten both, so the rates would differ from the recipe's.
     Relation(
         "lr_scheduler.warmup_steps",
         "at most the steps of the schedule (lr_scheduler.total_steps, or training.steps)",
@@ -166,7 +164,6 @@ RELATIONS = (
     # A replayed graph calls no hooks.
     _overlaps("training.disable_cuda_graphs = false", lambda recipe: recipe.training.disable_cuda_graphs),
     _held_by_bfloat16("adamw"),
-    # The sources `python` and `files` are memory-mapped tokens and need no workers.
     Relation(
         "data.num_workers",
         '0 only, unless data.source = "hf"',
@@ -187,7 +184,7 @@ RELATIONS = (
         'false only, unless data.source = "hf": other sources pin by themselves',
         lambda recipe: not recipe.data.pin_memory or recipe.data.source == "hf",
     ),
-    # TorchTitan's own check is an assertion without the key, after the model is built.
+    # TorchTitan asserts this without the key, after the model is built.
     Relation(
         "profiler.profile_freq",
         "profiler_warmup + profiler_active or more, because profiler.enable_profiling = true",
@@ -209,7 +206,7 @@ RELATIONS = (
             or (_compiles_the_model(recipe) and recipe.parallelism.tensor_parallel_degree > 1)
         ),
     ),
-    # torch.compile does not support emulated products, and experts have no emulation.
+    # torch.compile does not support emulated products; experts have no emulation.
     Relation(
         "float8.emulate",
         "true only with float8.linear = true, float8.experts = false and a model that is not compiled",
@@ -245,7 +242,7 @@ RELATIONS = (
             or (recipe.checkpoint.initial_load_in_hf and recipe.checkpoint.initial_load_path is not None)
         ),
     ),
-    # TorchTitan checks the next two as well, but after importing torch, and without the name of the file.
+    # Earlier than TorchTitan's checks, which import torch and do not name the file.
     Relation(
         "checkpoint.last_save_model_only",
         "true only, because checkpoint.last_save_in_hf = true",
@@ -271,9 +268,9 @@ def scheduled_steps(recipe: Recipe) -> int:
 
 
 def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:
-    """Raise RecipeError for the first violation of a constraint or a relation.
+    """Raise RecipeError for the first violation.
 
-    `sources` maps keys to their file or to the command line; `file` is the source of other keys.
+    `sources`: file or command line by key; `file`: source of the other keys.
     """
     for key, value in values(recipe).items():
         _check_value(CONSTRAINTS.get(key), value, key, sources.get(key, file))
@@ -297,7 +294,7 @@ def _check_rule(recipe: Recipe, rule: Rule, place: str, source: str) -> None:
     for name, value in rule.options.items():
         _check_value(CONSTRAINTS.get(f"{rule.optimizer}.{name}"), value, f"{place}.options.{name}", source)
     if rule.optimizer in ("muon", "adamw"):
-        # A rule may set ns_steps and inherit ns_coefficients from [muon], so relations are checked together.
+        # Check together: a rule may set ns_steps and inherit ns_coefficients from [muon].
         table: Any = getattr(recipe, rule.optimizer)
         tables: dict[str, Any] = {rule.optimizer: replace(table, **rule.options)}
         changed = replace(recipe, **tables)
@@ -318,7 +315,7 @@ def _check_relations(recipe: Recipe, context: str, sources: Mapping[str, str], f
 
 
 def _others(relation: Relation, current: Mapping[str, object], sources: Mapping[str, str]) -> str:
-    """The other keys of a relation, each with its value and who wrote the value."""
+    """The other keys of a relation, with values and sources."""
     keys = [key for key in re.findall(r"[a-z_0-9]+\.[a-z_0-9]+", relation.accepted) if key in current]
     written = [
         f"{key} = {value_text(current[key])} ({sources.get(key, 'default')})"
@@ -329,20 +326,18 @@ def _others(relation: Relation, current: Mapping[str, object], sources: Mapping[
 
 
 def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:
-    """An error of the library in terms of the recipe: a keyword becomes the key in `table`, bytes become GiB."""
+    """A library error in terms of the recipe: a keyword becomes a key of `table`, bytes become GiB."""
     if not isinstance(error, OptionError):
         return RecipeError(str(error))
     if error.option.startswith("rules"):
         return RecipeError(f"optimizer.rule{error.option.removeprefix('rules')} {error.problem}")
     if "." in error.option:
-        # An option of the machine or of another optimizer.
         return RecipeError(str(error))
     if error.option == "offload":
-        # The key of all optimizers.
         return RecipeError(f"optimizer.offload {error.problem}")
     if error.option != "buffer_bytes":
         return RecipeError(f"{table}.{error.option} {error.problem}")
-    # Convert the value and all sizes in the message: the user wrote 0.5 (GiB), not 536870912.
+    # Convert every size in the message: the user wrote 0.5 (GiB), not 536870912.
     sizes = re.compile(r"(?<=^= )\d+|\d+(?= bytes)")
     problem = sizes.sub(lambda size: f"{int(size[0]) / 2**30:.3g}", error.problem).replace(" bytes", " GiB")
     return RecipeError(f"muon.buffer_gib {problem}")

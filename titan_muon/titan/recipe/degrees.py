@@ -1,4 +1,4 @@
-"""Checks of parallel degrees, batch sizes and sequence length against the number of ranks."""
+"""Checks parallel degrees, batch sizes and sequence length against the number of ranks."""
 
 import importlib.metadata
 import math
@@ -11,7 +11,7 @@ PIPELINE_TORCH = (2, 14)
 
 
 def check_degrees(recipe: Recipe, world_size: int) -> None:
-    """Raise RecipeError unless the parallel degrees, batch sizes and sequence length fit `world_size` ranks."""
+    """Raise RecipeError if `check_layout` or `batch_problem` finds a problem."""
     check_layout(recipe, world_size)
     problem = batch_problem(recipe, world_size)
     if problem is not None:
@@ -19,10 +19,10 @@ def check_degrees(recipe: Recipe, world_size: int) -> None:
 
 
 def check_layout(recipe: Recipe, world_size: int) -> None:
-    """Raise RecipeError unless the model fits `world_size` ranks; does not check the batch."""
+    """Raise RecipeError unless the degrees and the sequence length fit `world_size` ranks."""
     parallelism, training = recipe.parallelism, recipe.training
     _check_pipeline(parallelism.pipeline_parallel_degree)
-    # The shard degree comes first: the other checks need the resolved -1.
+    # First, because other checks need the resolved -1.
     shard = _shard_degree(parallelism, world_size)
     _check_experts(parallelism, shard, world_size)
     _check_sequence(training, parallelism)
@@ -30,13 +30,13 @@ def check_layout(recipe: Recipe, world_size: int) -> None:
 
 def has_torch(*numbers: int) -> bool:
     """Whether the installed torch has at least this version, pre-releases included: `has_torch(2, 14)`."""
-    # As numbers, because "2.9" > "2.14". From the package metadata, because importing torch takes seconds.
+    # Numbers, because "2.9" > "2.14". Package metadata, because importing torch takes seconds.
     installed = re.findall(r"\d+", importlib.metadata.version("torch"))
     return tuple(int(number) for number in installed[: len(numbers)]) >= numbers
 
 
 def _check_pipeline(degree: int) -> None:
-    # Older schedules of torch do not take torchtitan 0.3.0's lists of microbatches.
+    # Earlier schedules do not take torchtitan 0.3.0's lists of microbatches.
     if degree > 1 and not has_torch(*PIPELINE_TORCH):
         needed, installed = ".".join(map(str, PIPELINE_TORCH)), importlib.metadata.version("torch")
         raise RecipeError(
@@ -46,8 +46,8 @@ def _check_pipeline(degree: int) -> None:
 
 
 def _shard_degree(parallelism: Parallelism, world_size: int) -> int:
-    """Ranks per replica of the parameters, with -1 resolved for `world_size` ranks."""
-    # Without expert parallelism, which reuses these ranks.
+    """Ranks per replica, with -1 resolved."""
+    # Expert parallelism reuses these ranks.
     others = {
         "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
         "context_parallel_degree": parallelism.context_parallel_degree,
@@ -79,14 +79,14 @@ def _check_experts(parallelism: Parallelism, shard: int, world_size: int) -> Non
 
 
 def batch_problem(recipe: Recipe, world_size: int) -> str | None:
-    """Reason why `world_size` ranks cannot share the global batch; None if they can."""
+    """Reason why `world_size` ranks cannot share the global batch, or None."""
     training, ranks = recipe.training, data_ranks(recipe, world_size)
     whole, local = training.global_batch_size, local_batch_size(recipe, world_size)
     if whole != -1 and whole % (local * ranks):
         problem = f"training.global_batch_size = {whole} is not accepted on {world_size} ranks; it takes"
         if training.local_batch_size == -1:
             return f"{problem} a multiple of the {ranks} data-parallel ranks."
-        # A remedy with the same batch comes first, because another batch gives another curve.
+        # The same batch first, because another batch gives another curve.
         keep = f" training.local_batch_size = {whole // ranks} (or -1) keeps it." if whole % ranks == 0 else ""
         product = f"training.local_batch_size x data-parallel ranks = {local} x {ranks} = {local * ranks}"
         return f"{problem} -1, or a multiple of {product}.{keep}"
@@ -100,22 +100,21 @@ def batch_problem(recipe: Recipe, world_size: int) -> str | None:
 
 
 def local_batch_size(recipe: Recipe, world_size: int) -> int:
-    """Sequences per data-parallel rank in a forward and backward, with -1 resolved for `world_size` ranks."""
+    """Sequences per data-parallel rank in a forward and backward, with -1 resolved."""
     training = recipe.training
     if training.local_batch_size != -1:
         return training.local_batch_size
-    # At least 1: a plan may have more ranks than the batch has sequences.
     return max(1, training.global_batch_size // data_ranks(recipe, world_size))
 
 
 def data_ranks(recipe: Recipe, world_size: int) -> int:
-    """Data-parallel ranks: replicas times shards."""
+    """Replicas times shards."""
     return recipe.parallelism.data_parallel_replicate_degree * _shard_degree(recipe.parallelism, world_size)
 
 
 def _check_sequence(training: Training, parallelism: Parallelism) -> None:
     tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
-    # Twice the context degree: the load balancer gives a rank a chunk from the head and a chunk from the tail.
+    # Twice the context degree: the load balancer gives each rank a chunk of the head and a chunk of the tail.
     divisor = (tensor if parallelism.enable_sequence_parallel else 1) * (2 * context if context > 1 else 1)
     if training.seq_len % divisor:
         degrees = [f"parallelism.tensor_parallel_degree = {tensor}"] if parallelism.enable_sequence_parallel else []

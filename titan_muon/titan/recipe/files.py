@@ -1,4 +1,4 @@
-"""Load a recipe from defaults, bases, a file and the command line; write a recipe as TOML."""
+"""Loads a recipe from defaults, bases, a file and the command line; writes a recipe as TOML."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -15,7 +15,7 @@ TYPED_OPTIMIZERS: Mapping[str, type] = {"muon": Muon, "adamw": AdamW}
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), notice: Callable[[str], None] = lambda line: None) -> Recipe:
-    """Recipe of a TOML file, its bases and `--section.key value` overrides, validated once.
+    """Recipe of a TOML file, its bases and `--section.key value` overrides.
 
     Args:
         path: TOML file.
@@ -33,20 +33,20 @@ def load(path: str | Path, overrides: Sequence[str] = (), notice: Callable[[str]
     for key, entry in written.items():
         refuse_moved(key, entry.source)
     refuse_unknown(unknown, list(keys(Recipe)))
-    # Later entries win: the name of the file, the file and its bases, the command line.
+    # Later entries win.
     shorter = _shorter_warmup(written, flags)
     for key, entry in shorter.items():
         notice(f"{key} = {entry.value}: {entry.source}")
     entries = {"name": Entry(file.stem, str(file))} | written | shorter | flags
     sources = {key: entry.source for key, entry in entries.items()}
     recipe = _with_typed_options(build(Recipe, entries), sources.get("optimizer.rule", str(file)))
-    # Validated after joining all sources: a base may be valid only together with a file.
+    # Check the joined sources: a base may be valid only together with a file.
     check(recipe, sources, str(file))
     return recipe
 
 
 def _shorter_warmup(written: Mapping[str, Entry], flags: Mapping[str, Entry]) -> dict[str, Entry]:
-    """A proportional warm-up, if the command line sets fewer steps than warm-up and decay of the file."""
+    """Shorten the warm-up in proportion, if the command line sets fewer steps than the file's warm-up and decay."""
     fixed = ("lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "lr_scheduler.decay_ratio")
     if "training.steps" not in flags or any(key in flags for key in fixed):
         return {}
@@ -69,7 +69,7 @@ def _with_typed_options(recipe: Recipe, source: str) -> Recipe:
 
 
 def _typed(rule: Rule, place: str, source: str) -> Rule:
-    # Optimizers of other packages have no table and validate their options when they are built.
+    # Other packages' optimizers have no table, and validate options when built.
     if rule.optimizer not in TYPED_OPTIMIZERS:
         return rule
     kinds = get_type_hints(TYPED_OPTIMIZERS[rule.optimizer])
@@ -99,8 +99,8 @@ def written_values(recipe: Recipe) -> dict[str, object]:
 
 
 def keys_of_the_command_line(path: str | Path, recipe: Recipe) -> tuple[str, ...]:
-    """Keys with other values in `recipe` than in the file alone."""
-    # Not validated: a file may be valid only together with the command line.
+    """Keys with other values in `recipe` than in the file."""
+    # Not validated: the file may be valid only with the command line.
     alone = _with_typed_options(build(Recipe, read_file(Path(path))), str(path))
     return tuple(difference.key for difference in differences(alone, recipe) if difference.key != "name")
 
@@ -115,7 +115,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Difference:
-    """A differing key of two recipes, with both values as TOML text; None is an absent key."""
+    """A key with different values in two recipes, as TOML text; None is an absent key."""
 
     key: str
     left: str | None
@@ -127,7 +127,7 @@ class Difference:
 
 
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
-    """Differing keys of two recipes, in the order of the recipe's tables."""
+    """Differing keys, in the order of the recipe's tables."""
     left, right = values(a), values(b)
     return [Difference(key, _text(left[key]), _text(right[key])) for key in left if left[key] != right[key]]
 

@@ -1,6 +1,6 @@
-"""A dataclass as command-line flags. tyro parses the flags and prints the help; schema.py validates the values.
+"""A dataclass as command-line flags. tyro parses flags and prints the help; schema.py validates.
 
-Every flag takes any number of words, so that files and flags share the same error messages.
+Every flag takes any number of words, so that files and flags share error messages.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ MOVED = {
     "link.latency_us": "machine.network_latency_us",
     "link.tflops": "machine.tflops",
 }
-"""Old keys of recipes and their new names."""
+"""Renamed keys."""
 
 SOURCE = "command line"
 BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
@@ -28,15 +28,15 @@ BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
 class Words(tuple[str, ...]):
     """Words after a flag on the command line."""
 
-    # A separate type marks keys set on the command line, even with the default value: only these override the file.
+    # The type marks keys from the command line, even with the default value: only these override the file.
 
 
 def read_flags(schema: type, default: Any, arguments: Sequence[str]) -> tuple[dict[str, Entry], list[str]]:
-    """Parse `arguments` into entries by key of `schema`. Also returns the unknown arguments.
+    """Entries by key of `schema`, and the unknown arguments.
 
     Raises RecipeError for a wrong number of words after a flag.
     """
-    # tyro takes a third of a second even without arguments, and tests and scripts load many recipes.
+    # tyro takes a third of a second even without arguments, and tests load many recipes.
     if not arguments:
         return {}, []
     parsed, unknown_flags = _tyro(schema, default, arguments, return_unknown_args=True, add_help=False)
@@ -53,7 +53,7 @@ def refuse_moved(key: str, source: str) -> None:
 
 
 def refuse_unknown(arguments: Sequence[str], known: Sequence[str]) -> None:
-    """Raise RecipeError if `arguments` is not empty; suggests a key of `known`."""
+    """Raise RecipeError for the first of `arguments`, with a suggestion from `known`."""
     if not arguments:
         return
     flag, _, text = arguments[0].partition("=")
@@ -64,7 +64,7 @@ def refuse_unknown(arguments: Sequence[str], known: Sequence[str]) -> None:
 
 
 def print_help(schema: type, default: Any, description: str | None, prog: str) -> NoReturn:
-    """Print the flags of `schema` with their docstrings and `default`'s values, then exit with status 0."""
+    """Print the flags of `schema` with docstrings and values of `default`, then exit with status 0."""
     _tyro(schema, default, ["--help"], description=description, prog=prog)
     raise AssertionError("tyro exits once it has printed the help")
 
@@ -72,13 +72,12 @@ def print_help(schema: type, default: Any, description: str | None, prog: str) -
 def _tyro(schema: type, default: Any, arguments: Sequence[str], **options: Any) -> Any:
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_words_of)
-    # The same call parses and prints the help, so that both agree.
     return tyro.cli(
         schema,
         args=arguments,
         default=default,
         use_underscores=True,
-        # A boolean takes a value like any other key, as in a recipe file.
+        # A boolean takes a value, as in a recipe file.
         config=(tyro.conf.FlagConversionOff,),
         registry=registry,
         **options,
@@ -88,7 +87,7 @@ def _tyro(schema: type, default: Any, arguments: Sequence[str], **options: Any) 
 def _words_of(
     info: tyro.constructors.PrimitiveTypeInfo,
 ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-    # tyro makes a group of flags of a dataclass, and calls this rule for its fields.
+    # tyro expands a dataclass into flags and calls this rule for its fields.
     if dataclasses.is_dataclass(info.type):
         return None
     return tyro.constructors.PrimitiveConstructorSpec(
@@ -124,7 +123,7 @@ def _value(kind: Any, words: tuple[str, ...], key: str) -> object:
     """TOML value of the words after a flag; text if the type will refuse the words."""
     members = [arg for arg in get_args(kind) if arg is not type(None)]
     if get_origin(kind) in (Union, types.UnionType):
-        # A single word may be a name or a list of one element; a bracket marks the list.
+        # A single word may be a name or a list of one element in brackets.
         lists = [member for member in members if get_origin(member) is tuple]
         if lists and (len(words) != 1 or words[0].startswith("[")):
             return _value(lists[0], words, key)
@@ -144,7 +143,7 @@ def _word(kind: Any, word: str) -> object:
         return word
     if kind is bool:
         return BOOLEANS.get(word, word)
-    # int first: float would convert 3 to 3.0, invalid for an integer key.
+    # int first: 3.0 is invalid for an integer key.
     for number in (int, float) if kind in (int, float) else ():
         try:
             return number(word)

@@ -1,7 +1,7 @@
 """Strict schemas from dataclasses: entries with dotted keys become a frozen instance, or an error.
 
 Types: bool, int, float, str, Literal of strings, `X | None` (an absent key), unions, tuples (TOML lists), dataclasses
-inside lists (TOML tables) and dicts of free options. An int is accepted as a float; no other conversion.
+inside lists (TOML tables) and dicts of free options. The only conversion is from int to float.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ SYNONYMS = {
     "sequence_length": "seq_len",
     "tp": "tensor_parallel_degree",
 }
-"""Other programs' words for keys of a recipe."""
-# Tried in this order, so that 1 stays an int.
+"""Other programs' words for recipe keys."""
+# In this order, so that 1 stays an int.
 FREE_VALUE = bool | int | float | str
 
 
 def keys(schema: Any) -> dict[str, Any]:
-    """Types of all keys of a dataclass by dotted path, nested dataclasses included."""
+    """Types of all keys by dotted path, nested dataclasses included."""
     kinds: dict[str, Any] = {}
     for name, kind in get_type_hints(schema).items():
         inner = keys(kind) if dataclasses.is_dataclass(kind) else None
@@ -38,7 +38,7 @@ def keys(schema: Any) -> dict[str, Any]:
 
 
 def values(instance: Any) -> dict[str, Any]:
-    """Values of all keys of a dataclass instance, by the dotted paths of `keys`."""
+    """Values of all keys, by the dotted paths of `keys`."""
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
@@ -48,7 +48,7 @@ def values(instance: Any) -> dict[str, Any]:
 
 
 def build(schema: type[T], entries: Mapping[str, Entry]) -> T:
-    """Instance of `schema` from entries by dotted key; absent keys keep their defaults.
+    """Instance of `schema` from entries by dotted key, over the defaults.
 
     Raises RecipeError for an unknown key or table and for a wrong type.
     """
@@ -57,7 +57,7 @@ def build(schema: type[T], entries: Mapping[str, Entry]) -> T:
     arguments: dict[str, dict[str, Any]] = {table: {} for table in tables}
     top: dict[str, Any] = {}
     for key, entry in entries.items():
-        # A file may have an empty table, with all keys commented out.
+        # All keys of a table may be commented out.
         if key in tables and entry.value == {}:
             continue
         if key in tables:
@@ -71,8 +71,8 @@ def build(schema: type[T], entries: Mapping[str, Entry]) -> T:
 
 
 def convert(kind: Any, value: Any, key: str, source: str) -> Any:
-    """Convert `value` to the type `kind`. Lists become tuples. Raises RecipeError with the innermost wrong key."""
-    # `type(value) is`, not isinstance: True is an int, and `steps = true` would train one step.
+    """`value` as the type `kind`; lists become tuples. Raises RecipeError with the innermost wrong key."""
+    # `type(value) is` instead of isinstance: True is an int, and `steps = true` would train one step.
     origin, args = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         return _convert_table(kind, value, key, source)
@@ -95,7 +95,7 @@ def convert(kind: Any, value: Any, key: str, source: str) -> Any:
 
 
 def _is_finite(value: float) -> bool:
-    # TOML's integers are unbounded; beyond a float's range Python raises instead of returning inf.
+    # TOML's integers are unbounded, and isfinite raises beyond a float's range.
     try:
         return math.isfinite(value)
     except OverflowError:
@@ -103,8 +103,8 @@ def _is_finite(value: float) -> bool:
 
 
 def convert_items(kinds: Mapping[str, Any], items: Mapping[str, object], place: str, source: str) -> dict[str, Any]:
-    """Convert the items of the table at `place` to the types `kinds`. Raises RecipeError for an unknown key."""
-    # Names before values: the nearest key to a misspelt key is more helpful than the type of another key.
+    """The items of the table at `place`, converted to `kinds`. Raises RecipeError for an unknown key."""
+    # Names first: a suggestion for a misspelt key helps more than a type error.
     for name, item in items.items():
         if name not in kinds:
             raise unknown(source, f"{place}.{name}", item, [f"{place}.{known}" for known in kinds])
@@ -137,8 +137,7 @@ def _convert_union(args: tuple[Any, ...], value: Any, key: str, source: str, acc
         try:
             return convert(kind, value, key, source)
         except RecipeError:
-            # For `X | None` raise the error of X, which may name an inner element. With several types, a single type's
-            # error would be misleading.
+            # The error of X may name an inner element. With several types, a single type's error would mislead.
             if len(kinds) == 1:
                 raise
     raise refuse(source, key, value, accepted)
@@ -151,7 +150,7 @@ def _convert_free(value: Any, key: str, source: str) -> Any:
 
 
 def describe(kind: Any) -> str:
-    """Accepted values of a type, in words."""
+    """Accepted values of a type, as text."""
     origin, args = get_origin(kind), [arg for arg in get_args(kind) if arg is not type(None)]
     if origin is Literal:
         return ("one of " if len(args) > 1 else "") + ", ".join(map(value_text, args))
@@ -175,7 +174,7 @@ def refuse(source: str, key: str, value: object, accepted: str, choices: tuple[s
 
 
 def unknown(source: str, key: str, value: object, known: list[str]) -> RecipeError:
-    """Error for an unknown key, with the nearest known key. None is a flag without a value."""
+    """Error for an unknown key, with a suggestion. None is a flag without a value."""
     table, _, _ = key.rpartition(".")
     tables = list(dict.fromkeys(name.partition(".")[0] for name in known if "." in name))
     leaves = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == table]

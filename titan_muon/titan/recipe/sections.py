@@ -1,7 +1,7 @@
-"""The recipe: a frozen dataclass of tables. Pure data: no torch, no torchtitan, nothing derived.
+"""The recipe: a frozen dataclass of tables. Pure data: no torch, no torchtitan.
 
-Muon's options are in `titan_muon.options`, tables shared with TorchTitan in `torchtitan_sections`. A field has its
-range. A `None` key is absent from the TOML, because TOML has no null.
+Muon's options are in `titan_muon.options`, tables shared with TorchTitan in `torchtitan_sections`. `None` is an absent
+key, because TOML has no null.
 """
 
 from dataclasses import dataclass, field
@@ -58,14 +58,13 @@ class Model:
     """Size of the family, by name in that module."""
 
     vocab_size: Annotated[int | None, COUNT] = None
-    """Rows of embedding and head; absent: the tokenizer's for `bytes` and `bpe`, the flavor's for `hf`."""
+    """Rows of embedding and head; absent: the tokenizer's, or the flavor's for `hf`."""
 
     hf_assets_path: str | None = None
-    """Folder of the model's Hugging Face files; last_save_in_hf writes the shards of this folder's safetensors index.
-    """
+    """Folder of Hugging Face files; last_save_in_hf writes the shards of its safetensors index."""
 
     attention: Literal["auto", "flex", "varlen", "dense"] = "auto"
-    """Inner attention. `auto`: `flex` on GPUs, `dense` (SDPA with the packed documents' mask) on the CPU."""
+    """Inner attention. `auto`: `flex` on GPUs, `dense` (SDPA with a document mask) on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,38 +72,38 @@ class Data:
     """Text source and tokenizer."""
 
     source: Literal["python", "files", "hf"] = "python"
-    """`python`: source code of the standard library. `files`: `data.files`. `hf`: TorchTitan's loader."""
+    """`python`: the standard library's source code. `files`: `data.files`. `hf`: TorchTitan's loader."""
 
     files: Annotated[tuple[str, ...], each(TEXT)] = ()
-    """Glob patterns for source `files`, relative to the working directory: text, or `.jsonl` and `.parquet` files."""
+    """For source `files`: glob patterns of text, `.jsonl` and `.parquet` files."""
 
     text_key: Annotated[str, TEXT] = "text"
-    """Field with the text in a row of a `.jsonl` or `.parquet` file."""
+    """Field with the text in `.jsonl` and `.parquet` rows."""
 
     dataset: Annotated[str, TEXT] = "c4"
-    """TorchTitan's name of the dataset, for source `hf`."""
+    """For source `hf`: TorchTitan's name of the dataset."""
 
     dataset_path: str | None = None
-    """Local folder or hub name instead of the dataset's own path, for source `hf`."""
+    """For source `hf`: local folder or hub name instead of the dataset's path."""
 
     tokenizer: Literal["bytes", "bpe", "hf"] = "bytes"
     """`bytes`: no download. `bpe`: trained once on the text and cached. `hf`: `data.tokenizer_path`."""
 
-    # 256 bytes and two special tokens: fewer tokens cannot encode every text.
+    # Less than 256 bytes and two special tokens cannot encode every text.
     vocab_size: Annotated[int, at_least(258)] = 2048
     """Vocabulary of `bpe`, special tokens included."""
 
     tokenizer_path: str | None = None
-    """Folder with `tokenizer.json`, for tokenizer `hf`."""
+    """For tokenizer `hf`: folder with `tokenizer.json`."""
 
     validation_fraction: Annotated[float, FRACTION] = 0.02
-    """Share of documents held out for validation, chosen by content, equal for every seed."""
+    """Share of documents held out, by content, equal for every seed."""
 
     seed: Annotated[int, NOT_NEGATIVE] = 0
-    """Seed of the order of documents."""
+    """Seed of the documents' order."""
 
     num_workers: Annotated[int, NOT_NEGATIVE] = 0
-    """Loader processes per rank, for source `hf`; 0 loads between the steps."""
+    """For source `hf`: loader processes per rank; 0 loads between steps."""
 
     prefetch_factor: Annotated[int | None, COUNT] = None
     """Batches that a worker prefetches; absent: 2."""
@@ -113,7 +112,7 @@ class Data:
     """Keep workers between epochs."""
 
     pin_memory: bool = False
-    """Pin the batches of source `hf`, so that copies to the GPU do not block the host."""
+    """For source `hf`: pin batches, so that copies to the GPU do not block the host."""
 
     cache: Annotated[str, LOCAL_FOLDER] = ".cache/titan_muon"
     """Folder of tokenized text and trained tokenizers."""
@@ -123,33 +122,33 @@ class Data:
 class Placement:
     """Placement of Muon's matrices between steps."""
 
-    # Not a Literal: packages register placements, and names are known only on lookup.
+    # Not a Literal: packages register placements.
     muon: Annotated[str, TEXT] = "shard0"
     """`shard0`: rows over the FSDP ranks. `owned`: whole on one rank. Or a registered name."""
 
     replicas: Literal["each", "one"] | None = None
-    """With `owned` under HSDP: an owner in `each` replica, or `one` in the world, so that each matrix is orthogonalized
-    once. Absent: `one`, but `each` under pipeline parallelism and if a rule names an owner by rank.
+    """With `owned` under HSDP: an owner in `each` replica, or `one` in the world. Absent: `one`, but `each` under
+    pipeline parallelism and if a rule names an owner by rank.
     """
 
     tensor_parallel: Literal["peers", "whole"] = "peers"
-    """With `owned` under TP: `peers` hold a piece each and exchange pieces in the step; `whole`: one rank holds the
-    matrix, and pieces are exchanged in every pass, which pays with one microbatch per step.
+    """With `owned` under TP: `peers` hold pieces and exchange them in the step; `whole`: one rank holds the matrix, and
+    pieces travel in every pass, which pays with one microbatch per step.
     """
 
     rule: tuple[PlacementRule, ...] = ()
-    """Rules in order; the first match decides. Without a match `placement.muon` applies to Muon's parameters."""
+    """Rules in order; the first match decides, else `placement.muon`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(StepOptions, Hyperparameters):
     """Hyperparameters of Muon (Keller Jordan, 2024) and options of its distributed step."""
 
-    # Muon does not see the placement of a recipe. With Muon's default the replicas would exchange owned matrices.
+    # Muon does not see the placement. With Muon's default the replicas would exchange owned matrices.
     replicas: Literal["split", "redundant"] | None = None  # type: ignore[assignment]
     """Whether replicas `split` the work or repeat it; absent: `redundant` under `owned`, else `split`."""
 
-    # Not Muon's keyword: users think in GiB, and TOML cannot write the keyword's None.
+    # Users think in GiB, and TOML cannot write the keyword's None.
     buffer_gib: Annotated[
         float | Literal["auto"], Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
     ] = "auto"
@@ -162,8 +161,7 @@ class QKClip:
     """QK-clip (MuonClip; Kimi K2, 2025): scales down heads with large attention logits after a step."""
 
     mode: Literal["off", "log", "clip"] = "off"
-    """`log`: report the largest logit of each layer. `clip`: also scale query and key weights of heads above threshold.
-    """
+    """`log`: report each layer's largest logit. `clip`: also scale query and key weights of heads above threshold."""
 
     threshold: Annotated[float, POSITIVE] = 100.0
     """Largest allowed logit of a head."""
@@ -177,10 +175,10 @@ class Monitor:
     """Measurements of weights, updates and states, for metrics.jsonl and TensorBoard."""
 
     every: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps from one measured step to the next; 0 measures nothing and costs nothing."""
+    """Steps between measured steps; 0 measures nothing and costs nothing."""
 
     matrices: Annotated[int, COUNT] = 2
-    """Matrices whose singular values are measured; each is gathered whole on every rank, twice."""
+    """Matrices with measured singular values; every rank gathers each twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +188,7 @@ class Loss:
     chunks: Annotated[
         int | Literal["auto"], Constraint('"auto" or 1 or more', lambda value: value == "auto" or value >= 1)
     ] = "auto"
-    """Chunks of a sequence; the logits of one chunk exist at a time. `auto`: 8 on GPUs if 8 divides it, 1 on the CPU.
-    """
+    """Chunks of a sequence, one chunk's logits at a time. `auto`: 8 on GPUs if 8 divides the length, 1 on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,17 +196,16 @@ class ActivationCheckpoint:
     """Activations kept for backward."""
 
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
-    """`selective`: keep matrix products and communication. `full`: keep block inputs. `memory_budget`: as many as fit.
-    """
+    """`selective`: keep matrix products and communication. `full`: block inputs. `memory_budget`: as many as fit."""
 
     memory_budget: Annotated[float, from_to(0, 1)] = 0.5
     """With `memory_budget`: 0 keeps as little as `full`, 1 keeps all; the compiler chooses in between."""
 
     visualize_memory_budget_pareto: bool = False
-    """With `memory_budget`: plot run time against memory for all budgets, in the run's memory_budget_pareto; slow."""
+    """With `memory_budget`: plot time against memory in the run's memory_budget_pareto; slow."""
 
     force_recompute_mm_shapes_by_fqns: tuple[str, ...] = ("moe.router.gate",)
-    """With `selective`: recompute matrix products with the shapes of these modules."""
+    """With `selective`: recompute products with the shapes of these modules."""
 
     preserve_rng_state: bool = True
     """Recompute with the same random numbers."""
@@ -225,22 +221,22 @@ class ActivationCheckpoint:
 class Float8:
     """Float8 matrix products in forward and backward (TorchTitan's converters; needs torchao and GPUs with float8)."""
 
-    # Parameters, gradients and the optimizer are unchanged: weights are cast at the product.
+    # Weights are cast at the product; parameters, gradients and the optimizer are unchanged.
 
     linear: bool = False
-    """Linear layers with sizes of multiples of 16."""
+    """Linear layers with sizes in multiples of 16."""
 
     experts: bool = False
     """Grouped products of experts."""
 
     recipe_name: Literal["rowwise", "rowwise_with_gw_hp"] = "rowwise"
-    """Scales of linear layers: per row, or also with the weights' gradients in higher precision."""
+    """Scales per row, or also weight gradients in higher precision."""
 
     filter_fqns: Annotated[tuple[str, ...], each(TEXT)] = ("lm_head", "router.gate")
-    """Exclude linear layers by parts of their names; `auto_filter_small_kn` excludes slow sizes."""
+    """Excluded linear layers, by parts of their names; `auto_filter_small_kn` excludes slow sizes."""
 
     emulate: bool = False
-    """Emulate the float8 products of linear layers, for hardware without float8."""
+    """Emulate linear layers, without float8 hardware."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,9 +247,9 @@ class AdamW:
     """Learning rate."""
 
     betas: Annotated[tuple[float, float], each(FRACTION)] = (0.9, 0.95)
-    """Decay of the averages of the gradient and the squared gradient."""
+    """Decay of the averages of the gradient and of its square."""
 
-    # 0 is allowed, unlike for Muon: eps is added to a root of squares, while Muon divides a zero matrix by eps.
+    # 0 is allowed, unlike for Muon, which would divide a zero matrix by eps.
     eps: Annotated[float, NOT_NEGATIVE] = 1e-8
     """Added to the denominator."""
 
@@ -261,7 +257,7 @@ class AdamW:
     """Decoupled weight decay, scaled by the learning rate."""
 
     state_dtype: StateDtype = "parameter"
-    """Dtype of both averages: the parameter's, or `bfloat16`, for betas up to 0.99; computed in float32."""
+    """Dtype of both averages; `bfloat16` for betas up to 0.99, computed in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,15 +265,15 @@ class Optimizer:
     """Assignment of optimizers to parameters."""
 
     rule: tuple[Rule, ...] = ()
-    """Rules in order; the first match decides. Without a match the defaults apply."""
+    """Rules in order; the first match decides, else the defaults."""
 
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = "auto"
     """Implementation of AdamW. `auto`: `fused` on GPUs and `foreach` on the CPU."""
 
     offload: Literal["none", "state"] = "none"
-    """`state`: keep all optimizer states in pinned host memory; a step copies a part at a time to the device."""
+    """`state`: all optimizer states in pinned host memory; a step copies a part at a time to the device."""
 
-    # "adamw" means every optimizer but Muon, so that optimizers of other packages are clipped by default.
+    # "adamw" means all but Muon, so that other packages' optimizers are clipped by default.
     clip: Literal["adamw", "all", "none"] = "adamw"
     """Gradients that training.max_norm clips. `adamw`: all but Muon's, because Muon's update has a fixed size."""
 
@@ -285,15 +281,15 @@ class Optimizer:
     """Default optimizer of MoE router matrices."""
 
     defaults: bool = True
-    """Apply the defaults to parameters without a matching rule. If false, these parameters are an error."""
+    """Apply the defaults to parameters without a matching rule; false: refuse these parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A run: a field for each table of the TOML file."""
+    """A run: a field for each TOML table."""
 
-    # The order of the help, of the resolved recipe.toml and of `differences`. No comment above a table: tyro would show
-    # the comment in the help, instead of the table's docstring.
+    # In the order of the help and of recipe.toml. No comment above a table: tyro would show it instead of the
+    # docstring.
 
     name: Annotated[str, FILE_NAME] = "recipe"
     """Name of the run; default: the name of the file."""

@@ -19,19 +19,19 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """Unvalidated value of a key, and the source: a file or `command line`."""
+    """Unvalidated value of a key. `source`: a file or `command line`."""
 
     value: object
     source: str
 
 
 def nearest(word: str, known: list[str]) -> str | None:
-    """The known word most similar to `word`, or None."""
+    """The most similar known word, or None."""
     return next(iter(difflib.get_close_matches(word, known, n=1)), None)
 
 
 def read_file(path: Path) -> dict[str, Entry]:
-    """All keys of the recipe at `path` and its bases by dotted path; the file overrides its base.
+    """All keys of a recipe and its bases by dotted path; a file overrides its base.
 
     Raises RecipeError for a missing or unreadable file, invalid TOML and a cycle of bases.
     """
@@ -39,7 +39,6 @@ def read_file(path: Path) -> dict[str, Entry]:
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Entry]:
-    # Resolved, because relative paths spell the same file differently along a chain.
     named = " -> ".join(map(str, (*chain, path)))
     if path.resolve() in [link.resolve() for link in chain]:
         raise RecipeError(f"{path}: the chain of bases is a cycle: {named}. Take one `base` out of it.")
@@ -63,7 +62,7 @@ def _parse(path: Path, context: str) -> dict[str, object]:
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}{context}.") from None
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
-        # tomli names the place alone, and of a key that is written twice not the key.
+        # tomli names the line, and not the key of a duplicate.
         number = getattr(error, "lineno", 0)
         line = "".join(text.splitlines()[number - 1 : number]).strip()
         written = f": {line}" if line else ""
@@ -82,7 +81,7 @@ def _neighbours(path: Path) -> str:
 
 def _flatten(document: Mapping[str, object], source: str) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
-    # An empty table keeps an entry, so that a misspelt empty table is noticed.
+    # Keep empty tables, so that a misspelt empty table is noticed.
     for key, value in document.items():
         if isinstance(value, dict) and value:
             entries |= {f"{key}.{inner}": Entry(item, source) for inner, item in value.items()}
@@ -92,8 +91,8 @@ def _flatten(document: Mapping[str, object], source: str) -> dict[str, Entry]:
 
 
 def value_text(value: object) -> str:
-    """A value as inline TOML. Floats keep every digit; dates, which no recipe accepts, are readable text."""
-    # bool first, because True is an int and str would write True.
+    """A value as inline TOML. Floats keep every digit; dates, invalid in recipes, are readable text."""
+    # bool first, because True is an int.
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -112,7 +111,7 @@ def _key_text(key: str) -> str:
 
 def document_text(values: Mapping[str, object]) -> str:
     """TOML document of values by dotted key. A list of dicts becomes an array of tables."""
-    # Arrays of tables come last: a key after an array would belong to the last element.
+    # Arrays of tables come last, because a key after an array would belong to its last element.
     top: list[str] = []
     tables: dict[str, list[str]] = {}
     arrays: list[str] = []

@@ -1,6 +1,4 @@
-"""Tables shared with TorchTitan, with TorchTitan's names and keys (a test compares them)."""
-
-# Pure data, frozen: no torch, no torchtitan, nothing derived. A `None` key is absent from the TOML.
+"""Tables shared with TorchTitan, with TorchTitan's names and keys (a test compares them). Pure data."""
 
 import posixpath
 from dataclasses import dataclass
@@ -9,7 +7,7 @@ from typing import Annotated, Literal
 from titan_muon.options import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, Constraint, at_least, each, from_to, one_of
 
 
-# With a path outside the run's folder two runs could share a folder and delete each other's checkpoints.
+# Outside, two runs could share a folder and delete each other's checkpoints.
 def _is_inside(path: str) -> bool:
     return (
         not path.startswith(("/", "~")) and "://" not in path and posixpath.normpath(f"run/{path}").startswith("run/")
@@ -27,10 +25,10 @@ class Training:
     """Batch, length and precision of the run."""
 
     local_batch_size: Annotated[int, at_least(1, but=-1)] = 8
-    """Sequences per data-parallel rank in a forward and backward; -1: a rank's share of global_batch_size."""
+    """Sequences per data-parallel rank in a pass; -1: a rank's share of global_batch_size."""
 
     global_batch_size: Annotated[int, at_least(1, but=-1)] = -1
-    """Sequences per optimizer step over all ranks, with gradient accumulation; -1: a local batch per rank."""
+    """Sequences per step over all ranks, with gradient accumulation; -1: a local batch per rank."""
 
     seq_len: Annotated[int, COUNT] = 2048
     """Tokens per sequence."""
@@ -39,13 +37,13 @@ class Training:
     """Optimizer steps of the run."""
 
     max_norm: Annotated[float, POSITIVE] = 1.0
-    """Largest gradient norm; gradients with a larger norm are scaled down."""
+    """Largest gradient norm; larger gradients are scaled down."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of parameters, gradients and optimizer states in memory."""
+    """Dtype of parameters, gradients and optimizer states."""
 
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of parameters in forward and backward under FSDP."""
+    """FSDP's dtype of parameters in forward and backward."""
 
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Dtype of FSDP's gradient reduction."""
@@ -53,15 +51,15 @@ class Training:
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in host memory."""
 
-    # Not TorchTitan's default, which fails with expert parallelism on GPUs.
+    # TorchTitan's default fails with expert parallelism on GPUs.
     disable_cuda_graphs: bool = True
-    """No CUDA graphs in forward and backward (they exclude the standard all-to-all of expert parallelism)."""
+    """No CUDA graphs (they exclude expert parallelism's standard all-to-all)."""
 
     gc_freq: Annotated[int, COUNT] = 50
     """Steps between garbage collections."""
 
     gc_debug: bool = False
-    """Collect garbage in every step and report reference cycles of tensors; slow."""
+    """Collect garbage in every step and report cycles of tensors; slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +70,7 @@ class Parallelism:
     """Replicas of the sharded model (HSDP)."""
 
     data_parallel_shard_degree: Annotated[int, at_least(1, but=-1)] = -1
-    """Ranks per replica of the parameters (FSDP); -1: all ranks left by the other degrees."""
+    """Ranks per replica (FSDP); -1: all remaining ranks."""
 
     tensor_parallel_degree: Annotated[int, COUNT] = 1
     """Ranks that split each layer's matrix products (TP)."""
@@ -84,29 +82,29 @@ class Parallelism:
     """Ranks that split each sequence (CP)."""
 
     context_parallel_load_balancer: Literal["headtail", "ptrr", "none"] = "headtail"
-    """CP's split of the sequence, to balance attention among ranks."""
+    """CP's split of the sequence, to balance attention."""
 
     expert_parallel_degree: Annotated[int, COUNT] = 1
-    """Ranks that split the experts (EP), a part of FSDP and TP: divides shard x CP x TP."""
+    """Ranks that split the experts (EP), part of FSDP and TP: divides shard x CP x TP."""
 
     pipeline_parallel_degree: Annotated[int, COUNT] = 1
     """Pipeline stages (PP); needs torch 2.14."""
 
-    # Not a Literal: PyTorch looks schedules up by name, and the list grows.
+    # Not a Literal: PyTorch's list of schedules grows.
     pipeline_parallel_schedule: Annotated[str, TEXT] = "1F1B"
-    """Pipeline schedule, by PyTorch's name."""
+    """PyTorch's name of the pipeline schedule."""
 
     pipeline_parallel_schedule_csv: Annotated[str | None, TEXT] = None
-    """File with a custom schedule; pipeline_parallel_schedule is then PipelineScheduleMulti."""
+    """File with a custom schedule, for pipeline_parallel_schedule = PipelineScheduleMulti."""
 
     pipeline_parallel_layers_per_stage: Annotated[int | None, COUNT] = None
-    """Layers per stage; absent: a stage per rank, or two under schedules with several."""
+    """Layers per stage; absent: one stage per rank, or two under schedules with several."""
 
     pipeline_parallel_first_stage_less_layers: Annotated[int, NOT_NEGATIVE] = 1
-    """Weight of the embedding in the split into stages, in layers."""
+    """Weight of the embedding in the split, in layers."""
 
     pipeline_parallel_last_stage_less_layers: Annotated[int, NOT_NEGATIVE] = 1
-    """Weight of the head in the split into stages, in layers."""
+    """Weight of the head in the split, in layers."""
 
     module_fqns_per_model_part: tuple[tuple[str, ...], ...] | None = None
     """Modules of each stage, such as [["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]."""
@@ -118,10 +116,10 @@ class Parallelism:
     """Whether FSDP frees gathered parameters after forward."""
 
     enable_fsdp_symm_mem: bool = False
-    """FSDP communicates through symmetric memory; NVIDIA GPUs of compute capability 9.0 and newer."""
+    """FSDP through symmetric memory; NVIDIA GPUs of compute capability 9.0 or newer."""
 
     spmd_backend: Literal["auto", "partial_dtensor", "spmd_types"] = "auto"
-    """TorchTitan's SPMD backend. `auto`: `partial_dtensor` before torch 2.14, `spmd_types` since."""
+    """TorchTitan's SPMD backend. `auto`: `partial_dtensor` before torch 2.14, then `spmd_types`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +133,7 @@ class LrScheduler:
     """Length of the schedule; absent: training.steps."""
 
     decay_ratio: Annotated[float | None, from_to(0, 1)] = None
-    """Share of decay steps at the end; absent: decay starts right after warm-up."""
+    """Share of decay steps at the end; absent: decay follows warm-up."""
 
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
@@ -155,7 +153,7 @@ class Validator:
     """Steps between validations."""
 
     steps: Annotated[int, at_least(1, but=-1)] = 10
-    """Global batches of held-out text per validation, equal on every layout; -1: all of the held-out text."""
+    """Global batches per validation, equal on every layout; -1: all of the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,10 +167,10 @@ class Checkpoint:
     """Folder inside the run's folder."""
 
     interval: Annotated[int, COUNT] = 500
-    """Steps between checkpoints. Another is written at the end, and on Ctrl-C or SIGTERM."""
+    """Steps between checkpoints. The last step, Ctrl-C and SIGTERM save too."""
 
     enable_first_step_checkpoint: bool = False
-    """Also save after the first step, to see early that saving works."""
+    """Also save after the first step, to test saving early."""
 
     load_only: bool = False
     """Load checkpoints and never write."""
@@ -183,7 +181,7 @@ class Checkpoint:
     load_step: Annotated[int, at_least(0, but=-1)] = -1
     """Step to load; -1: the newest whole checkpoint."""
 
-    # The newest checkpoint may not be on disk yet, so TorchTitan also keeps the previous checkpoint.
+    # TorchTitan keeps the previous checkpoint, because the newest may not be on disk yet.
     keep_latest_k: Annotated[int, at_least(2, but=0)] = 3
     """Number of checkpoints to keep; 0: all."""
 
@@ -191,16 +189,16 @@ class Checkpoint:
     """Synchronous or asynchronous writing."""
 
     last_save_model_only: bool = False
-    """Write only the model at the last step: smaller, but the run cannot continue."""
+    """Write only the model at the last step; the run cannot continue."""
 
     last_save_in_hf: bool = False
-    """Write the model at the last step as Hugging Face safetensors; needs last_save_model_only."""
+    """Write the last step as Hugging Face safetensors; needs last_save_model_only."""
 
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Dtype of a model-only checkpoint."""
 
     initial_load_path: Annotated[str | None, PATH_FROM_ROOT] = None
-    """Checkpoint to start a new run from; an absolute path."""
+    """Absolute path of a checkpoint for the start of a new run."""
 
     initial_load_model_only: bool = True
     """Load only the model from initial_load_path."""
@@ -209,7 +207,7 @@ class Checkpoint:
     """initial_load_path, or else model.hf_assets_path, has Hugging Face safetensors."""
 
     initial_load_in_hf_quantized: bool = False
-    """The safetensors are quantized, as DeepSeek-V3 is published."""
+    """The safetensors are quantized, like DeepSeek-V3's."""
 
     exclude_from_loading: Annotated[tuple[str, ...], STATES] = ()
     """States not to load: optimizer, lr_scheduler, dataloader, train_state."""
@@ -226,7 +224,7 @@ class Metrics:
     """Write TensorBoard events."""
 
     save_tb_folder: Annotated[str, INSIDE_RUN] = "tb"
-    """Folder of TensorBoard events inside the run's folder."""
+    """Folder inside the run's folder."""
 
     enable_wandb: bool = False
     """Write to Weights & Biases."""
@@ -252,7 +250,7 @@ class Compile:
     """Compiler."""
 
     enable_async_tensor_parallel: bool = False
-    """Overlap TP's collectives with matrix products, chunk by chunk; GPUs only."""
+    """Overlap TP's collectives with matrix products by chunks; GPUs only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +267,7 @@ class Comm:
     """Entries of NCCL's flight recorder; 0: off."""
 
     save_traces_folder: Annotated[str, INSIDE_DUMP] = "comm_traces"
-    """Folder inside dump_folder for the flight recorder's files, written when a collective hangs."""
+    """Folder inside dump_folder for the recorder's files, written when a collective hangs."""
 
     save_traces_file_prefix: Annotated[str, TEXT] = "rank_"
     """Prefix of these files; the rank follows."""
@@ -283,19 +281,19 @@ class Debug:
     """Seed of the model's initialisation."""
 
     deterministic: bool = False
-    """Deterministic kernels; an operation without a deterministic kernel is an error."""
+    """Deterministic kernels; other operations are an error."""
 
     deterministic_warn_only: bool = False
     """With deterministic: warn instead."""
 
     detect_anomaly: bool = False
-    """Name the forward operation in the error of a failed backward; slow."""
+    """Name the forward operation in a failed backward; slow."""
 
     moe_force_load_balance: bool = False
-    """Route tokens round robin, only for speed measurements."""
+    """Route tokens round robin, for speed measurements only."""
 
     check_replicas: Annotated[int, NOT_NEGATIVE] = 100
-    """Steps between comparisons of replicas of weights and states over ranks; 0 compares before each save alone."""
+    """Steps between comparisons of replicas; 0 compares before each save only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,19 +307,19 @@ class Profiler:
     """Folder inside the run's folder."""
 
     profile_freq: Annotated[int, COUNT] = 10
-    """Steps between traces: wait, then profiler_warmup, then profiler_active."""
+    """Steps per trace: wait, then profiler_warmup, then profiler_active."""
 
     profiler_active: Annotated[int, COUNT] = 1
     """Steps in a trace."""
 
     profiler_warmup: Annotated[int, NOT_NEGATIVE] = 3
-    """Warm-up steps before a trace, without recording."""
+    """Warm-up steps before a trace."""
 
     profiler_repeat: Annotated[int | None, COUNT] = None
     """Number of traces; absent: until the end of the run."""
 
     profiler_skip_first: Annotated[int | None, NOT_NEGATIVE] = None
-    """Steps before the first profile_freq steps begin."""
+    """Steps before the first profile_freq steps."""
 
     profiler_skip_first_wait: Annotated[int | None, NOT_NEGATIVE] = None
     """1: start the first trace without waiting."""
@@ -336,4 +334,4 @@ class Profiler:
     """Folder inside the run's folder."""
 
     memory_snapshot_max_entries: Annotated[int, COUNT] = 1_000_000
-    """Allocations in a snapshot, the latest."""
+    """Latest allocations in a snapshot."""

@@ -1,7 +1,7 @@
 """Save, load and validate the checkpoints of a run (PyTorch's distributed checkpoints).
 
-A checkpoint is whole if it has `.metadata`, which PyTorch writes last, and every file that `.metadata` names, at full
-length. `checksums.json` also tells whether the bytes are the saved ones.
+A checkpoint is whole if it has `.metadata`, written last, and every file of `.metadata` at full length.
+`checksums.json` also verifies the content.
 """
 
 import json
@@ -39,12 +39,12 @@ DATA_RANK = re.compile(r"dataloader\.dp_rank_\d+")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Path of the checkpoint of `step` in the checkpoint folder of a run."""
+    """Path of the checkpoint of `step`, in a run's checkpoint folder."""
     return folder / f"step-{step}"
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a run's checkpoint folder, newest first, whole or not."""
+    """Steps of a run's checkpoints, whole or not, newest first."""
     if not folder.is_dir():
         return []
     names = (STEP_FOLDER.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
@@ -54,7 +54,7 @@ def saved_steps(folder: Path) -> list[int]:
 def flaw(checkpoint: Path) -> str | None:
     """Reason why a run cannot continue from a checkpoint; None if the checkpoint is whole.
 
-    Reads `.metadata` and `checksums.json`, and of the other files the sizes alone.
+    Reads `.metadata` and `checksums.json`, and the sizes of the other files.
     """
     if not (checkpoint / METADATA).is_file():
         return f"{METADATA} is missing: the save was cut off, or the model was exported"
@@ -78,14 +78,14 @@ def flaw(checkpoint: Path) -> str | None:
                 return f"{name} has {file.stat().st_size} of {length} bytes"
         if TRAINER_STEP not in keys:
             return "only the model was saved (checkpoint.last_save_model_only)"
-    # Damaged bytes raise any error: MemoryError for a length, TypeError for a wrong class.
+    # Damaged bytes raise any error, such as MemoryError for a length.
     except Exception as error:
         return f"{METADATA} cannot be read ({type(error).__name__}: {error})"
     return None
 
 
 class Schedule:
-    """`[lr_scheduler]` of the recipe in the checkpoint, so that a continued run can report changed keys."""
+    """The recipe's `[lr_scheduler]` in the checkpoint, so that a continued run can report changed keys."""
 
     def __init__(self, recipe: Mapping[str, Any]) -> None:
         self._recipe = recipe
@@ -105,16 +105,15 @@ class Schedule:
 
 
 class KnownOptions:
-    """A container's state without the options that a checkpoint lacks, because an older version had no such option.
+    """A container's state without options that an older version did not save.
 
-    A checkpoint has each option of each parameter. The recipe decides about options, so the load needs none of them.
+    The recipe decides about options, so the load needs none of them.
     """
 
     def __init__(self, optimizers: HybridOptimizers, saved: Collection[str]) -> None:
         self._optimizers, self._saved = optimizers, saved
 
     def state_dict(self) -> dict[str, Any]:
-        """The entries to load."""
         return {
             key: value
             for key, value in self._optimizers.state_dict().items()
@@ -122,7 +121,6 @@ class KnownOptions:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load entries; the container adds the other options."""
         self._optimizers.load_state_dict(state_dict)
 
 
@@ -132,23 +130,22 @@ class RunCheckpoints(CheckpointManager):
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         resume: str | None = None
-        """Whole checkpoint to continue from; None for a new run."""
+        """Checkpoint to continue from; None for a new run."""
 
         schedule: Mapping[str, Any] = field(default_factory=dict)
-        """Keys and values of `[lr_scheduler]`."""
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         self.resume = config.resume
         self._loaded = False
         self._dtypes: tuple[str, ...] = ()
         self.forced = False
-        """Save the current step at any interval, because the run ends."""
+        """Save this step at any interval, because the run ends."""
         self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Context that excludes saving from the training time; set by the trainer."""
+        """Excludes saving from the training time; set by the trainer."""
         self.check: Callable[[int], None] = lambda step: None
-        """Raises FloatingPointError for a model that must not be saved; set by the trainer."""
+        """Raises FloatingPointError for a diverged model; set by the trainer."""
         self.protected_until: int | None = None
-        """If set, the newest checkpoint up to this step stays; set by the trainer while training looks wrong."""
+        """The newest checkpoint up to this step stays; set by the trainer while training looks wrong."""
         self._last_saved: int | None = None
         self._missing: tuple[str, ...] = ()
         super().__init__(config, **kwargs)
@@ -156,7 +153,7 @@ class RunCheckpoints(CheckpointManager):
         if config.enable:
             self.states[SCHEDULE] = self.schedule
         if config.enable and config.async_mode != "disabled":
-            # The description marks the group, so that compat.time_out_all_groups leaves the time-out unchanged.
+            # So that compat.time_out_all_groups does not change the group's time-out.
             self.pg._set_group_desc(compat.ASYNC_CHECKPOINT)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -184,7 +181,7 @@ class RunCheckpoints(CheckpointManager):
             raise self._not_saved(self._last_saved, error) from error
 
     def _check_folder(self, step: int) -> None:
-        """Raise RunFault on every rank if the disk has no space for a checkpoint. Say if the folder was removed."""
+        """Raise RunFault on every rank if the disk is too full for a checkpoint. Warn if the folder was removed."""
         message: list[str | None] = [None]
         if dist.get_rank() == 0:
             folder = Path(self.folder)
@@ -198,7 +195,6 @@ class RunCheckpoints(CheckpointManager):
             raise RunFault(message[0])
 
     def _bytes_needed(self) -> int:
-        """Bytes of the next checkpoint: as the newest one, or as weights and states have now on all ranks."""
         folder = Path(self.folder)
         newest = self._newest_whole()
         if newest is not None:
@@ -213,12 +209,11 @@ class RunCheckpoints(CheckpointManager):
         return next((step for step in saved_steps(folder) if flaw(checkpoint_path(folder, step)) is None), None)
 
     def _not_saved(self, step: int, error: CheckpointException) -> RunFault:
-        """The error of a save that failed on any rank; every rank has it."""
         rank, (cause, _) = min(error.failures.items())
         reason = f"rank {rank}: {type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
         folder, newest = Path(self.folder), self._newest_whole()
         needed, free = self._bytes_needed(), free_bytes(folder)
-        # A full disk shows as any error of the writer, such as a wrong position in the file.
+        # A full disk may cause any error of the writer.
         if free < needed or is_disk_full(error):
             return RunFault(f"{full_disk(folder, step, needed, free, newest)} ({reason})")
         left = "no whole checkpoint is left" if newest is None else f"the newest whole checkpoint is step {newest}"
@@ -232,7 +227,7 @@ class RunCheckpoints(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save as TorchTitan does, with checksums. Exports for Hugging Face have none."""
+        """TorchTitan's save, with checksums, except for Hugging Face."""
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         name = STEP_FOLDER.fullmatch(Path(checkpoint_id).name)
@@ -256,11 +251,11 @@ class RunCheckpoints(CheckpointManager):
         return result
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Load as TorchTitan does, and run no code of the checkpoint."""
+        """TorchTitan's load, without running code of the checkpoint."""
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        # A hyperparameter that the version which saved did not have: the recipe's value stays.
+        # Hyperparameters of a newer version keep the recipe's values.
         planner = SafePlanner(optional=lambda key: key.startswith("optimizer.param_groups.") or key == DATA_START)
         dcp.load(state_dict, storage_reader=SafeReader(checkpoint_id), planner=planner)
         self._missing = tuple(key for key in planner.missing if key != DATA_START)
@@ -275,14 +270,13 @@ class RunCheckpoints(CheckpointManager):
         if self.protected_until is not None:
             kept.update([step for step in steps if step <= self.protected_until][:1])
         stale = [checkpoint_path(folder, step) for step in steps if step not in kept]
-        # A checkpoint that was set aside goes when all checkpoints that are kept are newer.
         asides = ((path, ASIDE_FOLDER.fullmatch(path.name)) for path in folder.iterdir())
         stale += [path for path, name in asides if name is not None and int(name[1]) < min(kept)]
         for path in stale:
             self.purge_queue.put(str(path))
 
     def _load(self, step: int = -1) -> bool:
-        # The run loads before training, to refuse a bad checkpoint early. TorchTitan's training loop loads again.
+        # Loaded before training, to refuse a bad checkpoint early; TorchTitan's loop loads again.
         if self._loaded:
             return False
         self._loaded = True
@@ -296,8 +290,7 @@ class RunCheckpoints(CheckpointManager):
                 self._continue_from(self.resume)
         except CheckpointException as error:
             raise RecipeError(_explain(source, error)) from error
-        # TorchTitan's schedules leave the loaded rates in the optimizers' groups. The first step of an extended run
-        # would otherwise use the rate after the old end, 0.
+        # TorchTitan leaves the loaded rates in the groups: an extended run would take a step at the old end's rate, 0.
         for scheduler in self.states["lr_scheduler"]:
             for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
@@ -308,7 +301,7 @@ class RunCheckpoints(CheckpointManager):
         return True
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
-        # Checkpoints of earlier versions have no SCHEDULE: `_continue_from` adds the key if the checkpoint has it.
+        # Absent from checkpoints of earlier versions; `_continue_from` adds the key otherwise.
         states: dict[str, Any] = super()._states_to_load(model_only)
         return {name: state for name, state in states.items() if name != SCHEDULE}
 
@@ -327,11 +320,11 @@ class RunCheckpoints(CheckpointManager):
 
 
 def check_optimizers(optimizers: HybridOptimizers, saved: Collection[str]) -> None:
-    """Raise RecipeError for the first parameter with another optimizer than in the checkpoint with keys `saved`."""
+    """Raise RecipeError for the first parameter that another optimizer trained; `saved`: keys of the checkpoint."""
     takers = {assignment.fqn: assignment.optimizer for assignment in optimizers.assignments}
     for key in optimizers.state_dict():
         fqn, _, state = key.removeprefix("state.").rpartition(".")
-        # Loading itself reports a missing parameter.
+        # The load reports missing parameters.
         if key.startswith("state.") and fqn in saved and f"optimizer.{key}" not in saved:
             raise RecipeError(
                 f"optimizer.rule: {takers[fqn]} trains {fqn}, and another optimizer trained {fqn} in the checkpoint, "
@@ -365,7 +358,6 @@ def missing_values(optimizers: HybridOptimizers, missing: Collection[str]) -> It
 def check_data_ranks(loader: BaseDataLoader, saved: Collection[str]) -> None:
     """Raise RecipeError if another number of data-parallel ranks saved the state of TorchTitan's loader."""
     ranks = sum(DATA_RANK.fullmatch(key) is not None for key in saved)
-    # A rank's position in the documents is meaningless after another division of the documents.
     if isinstance(loader, ParallelAwareDataloader) and ranks != loader.dp_world_size:
         raise RecipeError(
             f"data.source = 'hf': the checkpoint was reading on {ranks} data-parallel ranks, and this run has "

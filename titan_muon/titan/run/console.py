@@ -28,41 +28,34 @@ NOISE = (
     "Synchronizing and adjusting timeout",
     "Sleeping 2 seconds",
 )
-"""Beginnings of TorchTitan's redundant messages (no warnings)."""
 
 NOISY_WARNINGS = (
-    # torchrun sets this variable and TorchTitan changes the value.
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",
     "Error running lspci",
-    # Without an index the model is written as a single file, as recipes intend.
+    # Without an index the model is a single file, as intended.
     "model.safetensors.index.json not found",
     # RunMetrics reports on the rank with the loss.
     "Pipeline Parallel loss is not visible",
 )
-"""Beginnings of warnings without a remedy. Listed in full, because any other warning may explain a bad run."""
+"""Beginnings of warnings without a remedy, in full, because any other warning may explain a bad run."""
 
 
 def say(text: str) -> None:
-    """Print a line at once, on rank 0 only."""
+    """Print and flush a line on rank 0."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
 
 def say_fault(error: Exception) -> None:
-    """Print an error that every rank has, by the first rank. Unlike `say_error`, lets torchrun start the job again."""
+    """Print an error of every rank once. Unlike after `say_error`, torchrun may restart the job."""
     if _is_first("errors"):
         print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def say_error(error: Exception, code: int) -> None:
-    """Print an error of the user on stderr, by the first rank with the error. torchrun's summary gets the error too.
-
-    Args:
-        error: the error.
-        code: exit code of this process.
-    """
+    """Print a user's error once on stderr, and in torchrun's summary. `code`: exit code of this process."""
     first = _is_first("errors")
-    # Replaces the traceback of TorchTitan's trainer in torchrun's error file.
+    # Replaces the traceback in torchrun's error file.
     record_end(str(error), code, first=first)
     if first:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -72,12 +65,12 @@ def _is_first(event: str) -> bool:
     try:
         return dist.distributed_c10d._get_default_store().add(f"titan_muon/{event}", 1) == 1
     except RuntimeError:
-        # The process with the store has already ended, after reporting its own events.
+        # The process with the store has ended after its own events.
         return False
 
 
 class _Useful(logging.Filter):
-    """Drops noise. Ranks other than 0 print only errors, and warnings new to the job."""
+    """Drops noise. Ranks other than 0 print errors, and warnings new to the job."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -86,7 +79,7 @@ class _Useful(logging.Filter):
             return False
         if record.levelno != logging.WARNING or not dist.is_initialized():
             return rank == 0 or record.levelno > logging.WARNING
-        # A slow link or a faulty GPU warns on its own rank only. Most other warnings are equal on all ranks.
+        # A slow link or faulty GPU warns on its own rank.
         if not _is_first(f"warnings/{hashlib.sha256(text.encode()).hexdigest()}"):
             return rank == 0
         if rank != 0:
@@ -95,20 +88,18 @@ class _Useful(logging.Filter):
 
 
 class _Formatter(logging.Formatter):
-    """The bare message, prefixed with the level from WARNING on."""
-
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
 
 
 def set_up_logging() -> None:
-    """Send the log to the console. TorchTitan logs to Python's root logger."""
-    # MoE routers request float32 autocast. The CPU has none and needs none.
+    """Send the log to the console."""
+    # MoE routers request float32 autocast, which the CPU neither has nor needs.
     warnings.filterwarnings("ignore", message="In CPU autocast", category=UserWarning)
-    # On the CPU, models draw initial values without DTensor's generator (models/common.py).
+    # CPU models draw initial values without DTensor's generator (models/common.py).
     warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed).* on cpu", category=UserWarning)
-    # TorchTitan's schedules query the rate in this way on loading, and get the right rate.
+    # TorchTitan's schedules query the rate like this on loading, and get the right rate.
     warnings.filterwarnings("ignore", message="To get the last learning rate", category=UserWarning)
     handler = logging.StreamHandler(sys.stdout)
     handler.addFilter(_Useful())

@@ -1,6 +1,6 @@
 """Train a recipe in this process: process group, run folder, trainer, exit code.
 
-`compat.install()` must run before this module is imported.
+`compat.install()` must run before the import of this module.
 """
 
 import gc
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools import utils as device_utils
 
-from titan_muon.assignment.table import parameter_table
+from titan_muon.assignment.table import frozen_lines, parameter_table
 from titan_muon.muon import Muon
 from titan_muon.plan import summarize
 from titan_muon.titan import compat
@@ -69,12 +69,10 @@ SECONDS_TO_EXIT = 3
 
 
 def run(recipe: Recipe, overrides: tuple[str, ...] = ()) -> int:
-    """Train a recipe in this process, alone or as a process of torchrun. Returns the exit code.
+    """Train a recipe in this process, alone or under torchrun. Returns the exit code.
 
-    `overrides` are the keys set on the command line; the run's folder is named after them.
-
-    Exit code 0: training ended or was stopped; 1: training diverged; 2: user error. The message of 1 and 2 is printed
-    once, as the message of a RunFault, with exit code 1. Other errors raise.
+    Exit code 0: training ended or was stopped; 1: training diverged, or a RunFault; 2: user error. The messages of 1
+    and 2 are printed once. Other errors raise. `overrides`: keys set on the command line, for the run's name.
     """
     describe_world()
     set_up_logging()
@@ -90,12 +88,10 @@ def run(recipe: Recipe, overrides: tuple[str, ...] = ()) -> int:
         code = 1
         say_fault(error)
     except Exception:
-        # The exiting process may wait for collectives or threads without peers. The launcher stops or restarts the job
-        # only after this process has ended.
+        # The exit may wait for collectives without peers, and the launcher waits for the exit.
         signal.alarm(SECONDS_TO_EXIT)
         raise
-    # Not in a `finally`: after another error, ranks may still be in a collective. Destroying the group could wait for
-    # them, but the launcher must see this process end to stop the job.
+    # Not in a `finally`: after another error, destroying the group could wait for ranks in a collective.
     dist.destroy_process_group()
     # Otherwise the interpreter visits every object of PyTorch at exit, for seconds.
     gc.freeze()
@@ -103,7 +99,7 @@ def run(recipe: Recipe, overrides: tuple[str, ...] = ()) -> int:
 
 
 def _init_distributed(recipe: Recipe) -> dist.Store | None:
-    """Make the process group. Returns the store shared by all attempts of the job, or None.
+    """Make the process group. Returns the store of all attempts of the job, or None.
 
     Raises TimeoutError with the missing ranks.
     """
@@ -112,7 +108,7 @@ def _init_distributed(recipe: Recipe) -> dist.Store | None:
     store = None
     if lasting is not None:
         store = store_of_attempt(lasting, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
-    # Only in addition to a device's backend: torch refuses a second CPU backend.
+    # Only beside another device's backend: torch refuses a second CPU backend.
     cpu_backend = recipe.training.enable_cpu_offload and on_accelerator()
     compat.init_distributed(comm_config(recipe), cpu_backend=cpu_backend, folder=recipe.dump_folder, store=store)
     return lasting
@@ -121,19 +117,14 @@ def _init_distributed(recipe: Recipe) -> dist.Store | None:
 def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store | None = None) -> str:
     """Train a recipe, or continue its run, on the default process group. Returns the run's folder.
 
-    Args:
-        recipe: the recipe.
-        overrides: keys set on the command line.
-        lasting: store shared by all attempts of the job, or None.
-
-    Raises RecipeError before the first step for user errors.
+    `overrides`: keys set on the command line. `lasting`: store of all attempts of the job. Raises RecipeError before
+    the first step for user errors.
     """
     world = dist.get_world_size()
-    # Hosts exchange messages over gloo: NCCL takes device tensors only, and to read these the host would wait for the
-    # whole queue.
+    # Host messages use gloo: NCCL takes device tensors, and reading them waits for the whole queue.
     timeout = timedelta(seconds=recipe.comm.init_timeout_seconds)
     group = dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
-    # First, since ranks with other recipes may not meet in the collectives that follow.
+    # First: ranks with other recipes may not meet in later collectives.
     check_start(start_facts(recipe), group)
     check_degrees(recipe, world)
     if compat.install():
@@ -146,16 +137,17 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
     with FolderLock() as lock, watch as watchdog:
         run = agree(recipe, group, lock, overrides, interrupted_run(lasting))
         if dist.get_rank() == 0:
-            # Before the first step: an attempt that ends early must leave its folder to the next one.
+            # Before the first step, so that an early end leaves the folder to the next attempt.
             remember_run(lasting, run.folder)
         trainer = _prepare(recipe, run, group)
         if dist.get_rank() == 0:
             trainer.keep_folder = partial(keep_folder, run, recipe, lock)
-        # Groups made by Muon and TorchTitan would otherwise keep PyTorch's time-out of 30 minutes.
+        # Groups of Muon and TorchTitan would keep PyTorch's 30 minutes.
         compat.set_timeouts(timeout)
         try:
-            with StopSignals(group, announce=dist.get_rank() == 0, on_progress=watchdog.advance) as stop:
-                trainer.train(stop)
+            if trainer.step < trainer.config.training.steps:
+                with StopSignals(group, announce=dist.get_rank() == 0, on_progress=watchdog.advance) as stop:
+                    trainer.train(stop)
             watchdog.finish()
         finally:
             trainer.close()
@@ -163,15 +155,15 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
 
 
 def _raise_file_limit() -> None:
-    """Let this process open as many files as the system allows.
+    """Raise this process's limit on open files.
 
-    Each gloo group of all ranks has a socket to every other rank, and the usual limit is 1,024. The stop signal and
-    asynchronous checkpoints need a group each: both run collectives at the same time, from two threads.
+    Each gloo group of all ranks has a socket per rank, and the usual limit is 1,024. The stop signal and asynchronous
+    checkpoints need a group each, because both run collectives at the same time.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Not beyond: some programs visit every possible file when they start.
+    # Not higher: some programs visit every possible file at their start.
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    # Some systems refuse their own hard limit; then the limit stays.
+    # Some systems refuse their own hard limit.
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
@@ -182,7 +174,8 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
         trainer = trainer_config(recipe, run, dist.get_world_size()).build()
         assert trainer is not None, "a configuration builds its trainer"
         trainer.checkpointer.load()
-    # TorchTitan raises ValueError or NotImplementedError for bad configurations, without a key in the message.
+        _refuse_late_export(trainer, recipe)
+    # TorchTitan raises these for bad configurations, without a key.
     except (ValueError, NotImplementedError) as error:
         if trainer is not None:
             trainer.close()
@@ -211,10 +204,19 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
     return trainer
 
 
+def _refuse_late_export(trainer: MuonTrainer, recipe: Recipe) -> None:
+    """Raise RecipeError if a finished run should be exported, because only a step that trains is."""
+    steps = trainer.config.training.steps
+    if recipe.checkpoint.last_save_in_hf and trainer.step >= steps:
+        raise RecipeError(
+            f"checkpoint.last_save_in_hf = true: step {trainer.step} of {steps} is done, and only a run that trains "
+            "exports. Continue from an earlier checkpoint (checkpoint.load_step), or raise training.steps."
+        )
+
+
 def _traced(error: Exception, run: Run) -> str:
-    """Line of an error, and the file with the traceback in the run's folder."""
     file, where = Path(run.folder) / TRACEBACK_FILE, traceback.extract_tb(error.__traceback__)[-1]
-    # The first rank with an error writes, because most errors of building are the same on all ranks.
+    # The first rank only: most errors of building are the same on all ranks.
     with suppress(OSError), file.open("x", encoding="utf-8") as stream:
         stream.write("".join(traceback.format_exception(error)))
     return f"{where.filename}:{where.lineno}; traceback in {file}"
@@ -227,9 +229,10 @@ def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
     if run.checkpoint is not None:
         say(f"continuing after step {trainer.step}, from {run.checkpoint}")
     if trainer.step >= steps:
-        say(f"nothing to do: step {trainer.step} of {steps} is done; raise training.steps to go on")
-        if recipe.checkpoint.last_save_in_hf:
-            say("warning: nothing is exported (checkpoint.last_save_in_hf): an export is saved with the last step")
+        say(
+            f"nothing to do: step {trainer.step} of {steps} is done. Raise training.steps to go on; "
+            f"python scripts/evaluate.py {run.source} gives the held-out loss, scripts/sample.py writes text"
+        )
     else:
         world = dist.get_world_size()
         ranks = "1 rank" if world == 1 else f"{world} ranks"
@@ -237,7 +240,7 @@ def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
 
 
 def _batch(trainer: MuonTrainer) -> str:
-    """Batch size in words. Runs with different batch sizes cannot be compared step by step."""
+    """Batch size as text: runs with different batch sizes cannot be compared step by step."""
     training, dims, passes = trainer.config.training, trainer.parallel_dims, trainer.gradient_accumulation_steps
     sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard * passes
     accumulated = f", in {passes} passes" if passes > 1 else ""
@@ -246,14 +249,14 @@ def _batch(trainer: MuonTrainer) -> str:
 
 @dataclass(frozen=True)
 class StageText:
-    """Report on the optimizers of a pipeline rank: `lines` for the console, `full` for the file."""
+    """Report on a pipeline rank's optimizers, for the console (`lines`) and the file (`full`)."""
 
     lines: str
     full: str
 
 
 def _gather_parts(trainer: MuonTrainer, recipe: Recipe, group: dist.ProcessGroup | None) -> list[StageText]:
-    """Reports of all pipeline ranks, on rank 0. Called on every rank, because a rank knows its own part only."""
+    """Reports of all pipeline ranks, on rank 0. Collective."""
     world, rank, stages = dist.get_world_size(), dist.get_rank(), trainer.parallel_dims.pp
     ranks = stage_ranks(world, stages, rank * stages // world)
     own = _in_words(trainer, recipe, ranks) if rank == ranks[0] else None
@@ -267,7 +270,7 @@ def _gather_parts(trainer: MuonTrainer, recipe: Recipe, group: dist.ProcessGroup
 def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> StageText:
     assigned, world = trainer.optimizers.assignments, dist.get_world_size()
     plans = (optimizer.plan for optimizer in trainer.optimizers if isinstance(optimizer, Muon))
-    # A stage without Muon's matrices still has a Muon, for the agreements among all ranks.
+    # A stage without matrices still has a Muon, for agreements among all ranks.
     plan = next((plan for plan in plans if plan.matrices), None)
     summary = None if plan is None else summarize(plan)
     named = {canonical_fqn(name): p for part in trainer.model_parts for name, p in part.named_parameters()}
@@ -280,7 +283,6 @@ def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> StageText:
 
 
 def _changed_assignments(parts: Sequence[StageText], run: Run, recipe: Recipe) -> list[str]:
-    """What differs from the optimizers of the run that this one continues, or of the run before: one line each."""
     earlier = earlier_optimizers(run, recipe)
     if earlier is None:
         return []
@@ -298,7 +300,7 @@ def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[
     world = dist.get_world_size()
     lines = optimizer_lines(trainer.optimizers.parts.whole, recipe.muon.split, world)
     clips = qk_clip_lines(recipe.qk_clip, reduced_bytes(trainer.model_config), world)
-    counts = "\n".join([*lines, *clips])
+    counts = "\n".join([*lines, *clips, *frozen_lines(trainer.optimizers.parts.frozen)])
     shown = "\n".join([counts, *(part.lines for part in parts if part.lines)])
     say(shown)
     text = "\n\n".join([*(part.full for part in parts), counts])

@@ -1,4 +1,4 @@
-"""Reports of a run: a console line, a record in `metrics.jsonl`, TensorBoard, and W&B on request.
+"""Reports of a run: console, `metrics.jsonl`, TensorBoard, and W&B on request.
 
 A record is a JSON object for each logged step (`loss`, `lr`, `tokens_per_second`, `time`, ...) and for each validation
 (`val_loss`, `bits_per_byte`).
@@ -26,7 +26,7 @@ from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsPr
 from torchtitan.distributed import ParallelDims
 
 METRICS_FILE = "metrics.jsonl"
-# TensorBoard groups tags by the first word. The file keeps the keys for scripts.
+# TensorBoard groups tags by the first word; the file keeps the keys for scripts.
 TAGS = {"loss": "loss/train", "val_loss": "loss/validation", "bits_per_byte": "loss/bits_per_byte"}
 WANDB_ID_FILE = "wandb_id"
 GIB = 1024**3
@@ -37,12 +37,12 @@ class StepReport:
     """Report of a logged step.
 
     Attributes:
-        step: the step, from 1.
+        step: from 1.
         loss: mean cross entropy of the step's tokens over all ranks, in nats.
         grad_norm: norm of all gradients before clipping.
-        tokens: tokens since the begin of the run, over all ranks.
+        tokens: of the run over all ranks.
         lr: learning rate of each group in this step.
-        seconds: time in each phase, over all steps since the last report.
+        seconds: per phase, over all steps since the last report.
         memory: peak over all ranks since the last report, in bytes.
         qk: largest attention logit of each layer and counts of heads above the threshold, since the last report; None
             without observed logits.
@@ -59,32 +59,31 @@ class StepReport:
 
 
 class JsonLines(BaseLogger):
-    """Appends records to a file, one JSON object a line."""
+    """Appends records to a file, a JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        # Opened for each record: a crash loses none, and another process can read the file meanwhile.
+        # Opened for each record, so that a crash loses none and other processes can read.
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
 
 class TensorBoard(BaseLogger):
-    """Writes metrics as scalars and the recipe as text and hyperparameters.
+    """Writes metrics as scalars, and the recipe as text and hyperparameters.
 
-    Losses are also written with tokens and with seconds in place of the step, as `loss_by_tokens/...` and
-    `loss_by_seconds/...`. The points of an earlier run are hidden from `first_step` on.
+    Also writes losses by tokens and by seconds, as `loss_by_tokens/...` and `loss_by_seconds/...`. Hides the points of
+    an earlier run from `first_step` on.
     """
 
     def __init__(self, folder: Path, first_step: int, recipe: str) -> None:
-        # A continued run repeats the steps after the checkpoint. Without `purge_step` TensorBoard would show both
-        # curves.
+        # A continued run repeats the steps after the checkpoint.
         self.writer = SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)
         self.first_step = first_step
-        # `SummaryWriter.add_hparams` would write into a run of its own, without the losses. Without the summary of the
-        # experiment TensorBoard shows the hyperparameters of all runs, those that differ first.
+        # `SummaryWriter.add_hparams` would write into another run, without losses. Without the experiment's summary
+        # TensorBoard shows the hyperparameters of all runs, different ones first.
         _, begin, self._end = hparams(dict(hyperparameters(recipe)), {})
         self.writer._get_file_writer().add_summary(begin, first_step - 1)
         self._add_text("recipe", recipe)
@@ -94,10 +93,10 @@ class TensorBoard(BaseLogger):
         self.writer.add_text(tag, textwrap.indent(text, "    "), self.first_step - 1)
 
     def describe(self, texts: Mapping[str, str], earlier: Iterable[Mapping[str, Any]]) -> None:
-        """Write `texts` by tag, and again the losses of the records before `first_step`."""
+        """Write `texts` by tag, and the losses of the records before `first_step` again."""
         for tag, text in texts.items():
             self._add_text(tag, text)
-        # TensorBoard hides all points whose step is `first_step` or more, so tokens and seconds of earlier steps too.
+        # TensorBoard hides all points from step `first_step` on, so tokens and seconds of earlier steps too.
         for record in earlier:
             self._log_losses(record)
         self.writer.flush()
@@ -115,7 +114,7 @@ class TensorBoard(BaseLogger):
                     self.writer.add_scalar(tag.replace("loss/", f"loss_by_{axis}/"), metrics[key], int(metrics[axis]))
 
     def conclude(self) -> None:
-        """Mark the run as a success, in the table of hyperparameters."""
+        """Mark the run as a success in the table of hyperparameters."""
         self.writer._get_file_writer().add_summary(self._end)
 
     def close(self) -> None:
@@ -134,7 +133,7 @@ class WandB(BaseLogger):
         id_file = folder / WANDB_ID_FILE
         if not id_file.is_file():
             id_file.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
-        # TorchTitan's logger reads the id from the environment, and wandb reads the resume mode. The user's values win.
+        # TorchTitan's logger reads the id from the environment, and wandb the resume mode. The user's values win.
         os.environ.setdefault("WANDB_RUN_ID", id_file.read_text(encoding="utf-8").strip())
         os.environ.setdefault("WANDB_RESUME", "allow")
         os.environ.setdefault("WANDB_RUN_NAME", f"{folder.parent.name}/{folder.name}")
@@ -145,7 +144,7 @@ class WandB(BaseLogger):
         self.inner.wandb.run.summary.update(dict(texts))
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        # Tokens and seconds are among the metrics, and W&B's charts take any metric as their x axis.
+        # W&B's charts take any metric as x axis, such as tokens and seconds.
         self.inner.log(dict(tagged(metrics)), step)
 
     def conclude(self) -> None:
@@ -163,7 +162,7 @@ def hyperparameters(recipe: str) -> Iterator[tuple[str, str | bool | float]]:
 
 
 def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Numbers of nested metrics by path, joined with slashes, without text."""
+    """Numbers of nested metrics by path, joined with slashes."""
     for key, value in metrics.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}/")
@@ -177,16 +176,16 @@ def tagged(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def read_until(path: Path, step: int) -> tuple[list[str], float]:
-    """Lines of a metrics file up to `step`, and the seconds of the run until then; empty without a file."""
+    """Lines of a metrics file up to `step`, and the run's seconds until then; empty without a file."""
     lines: list[str] = []
     seconds = 0.0
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
             record = json.loads(line)
         except ValueError:
-            # A crash has torn the last line. A step is logged before the save, so this step is repeated.
+            # A crash has torn the last line. This step is repeated, because a step is logged before the save.
             continue
-        # Keep lines without a step, from other tools.
+        # Other tools write lines without a step.
         if isinstance(record, dict) and record.get("step", step) <= step:
             lines.append(line + "\n")
             seconds = record.get("seconds", seconds)
@@ -199,40 +198,31 @@ class RunMetrics(MetricsProcessor):
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
         total_steps: int
-        """Steps of the run, to estimate the end."""
-
         first_step: int = 1
-        """First step of this process."""
-
         seconds_before: float = 0.0
-        """Seconds of the run before this process."""
-
         recipe: str = ""
-        """The resolved recipe as TOML, for TensorBoard and W&B."""
 
     config: Config
     ntokens_since_last_log: int
     time_last_log: float
     report_step: Callable[[float, float], None]
-    """Reports the step by loss and gradient norm; set by the trainer."""
+    """Reports the step's loss and gradient norm; set by the trainer."""
     bytes_per_token: float | None = None
-    """Bytes of held-out text per predicted token; None without a count."""
+    """Bytes of held-out text per predicted token, if counted."""
 
     last_loss: float | None = None
-    """Loss of the last report; None before."""
 
     validation_loss: float | None = None
-    """Loss of the last validation, None before; under pipeline parallelism only ranks of the last stage have a loss."""
+    """Loss of the last validation; under pipeline parallelism only on ranks of the last stage."""
 
     best_validation: tuple[float, int] | None = None
-    """Least validation loss of this process and its step; None before."""
+    """Least validation loss of this process, and its step."""
 
     tokens: int | None = None
-    """Tokens trained on before the next validation; None without a count."""
+    """Tokens before the next validation, if counted."""
 
     def __init__(self, config: Config, *, parallel_dims: ParallelDims, **kwargs: Any) -> None:
-        # Before super(), because super() calls `_build_metric_logger`. In pipeline parallelism only the last stage has
-        # a loss, so the reporter need not be rank 0.
+        # Before super(), which calls `_build_metric_logger`. Under pipeline parallelism only the last stage has a loss.
         self.is_reporter = dist.get_rank() == _get_metrics_rank(
             parallel_dims=parallel_dims, pp_schedule=kwargs.get("pp_schedule", "")
         )
@@ -258,32 +248,30 @@ class RunMetrics(MetricsProcessor):
         return loggers
 
     def describe(self, texts: Mapping[str, str], folder: str) -> None:
-        """Show texts about the run by tag on TensorBoard and W&B; called on every rank when `folder` has its files."""
+        """Show texts about the run by tag; called on every rank when `folder` has its files."""
         lines, _ = read_until(Path(folder, METRICS_FILE), self.config.first_step - 1) if self._boards else ([], 0.0)
         for board in self._boards:
             board.describe(texts, map(json.loads, lines))
 
     def should_log(self, step: int) -> bool:
-        """True for the first step, every `log_freq`-th step and the last step."""
         return step in (1, self.config.total_steps) or step % self.config.log_freq == 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude a block from the training's tokens and time."""
-        # The start of the interval moves on by the pause, so the next report divides by the training time only.
+        # Move the start of the interval by the pause, so that the next report divides by the training time.
         start, tokens = time.perf_counter(), self.ntokens_since_last_log
         yield
         self.time_last_log += time.perf_counter() - start
         self.ntokens_since_last_log = tokens
 
     def peak_memory(self) -> torch.Tensor:
-        """Peak of the bytes reserved on this rank's device since the last report, a float64 scalar."""
-        # float64: float32 holds bytes exactly only up to 16 MiB.
+        """Peak of reserved bytes on this rank's device since the last report: (), float64."""
+        # float32 holds bytes exactly only up to 16 MiB.
         gib = self.device_memory_monitor.get_peak_stats().max_reserved_gib
         return torch.tensor(gib * GIB, dtype=torch.float64)
 
     def start(self, step: int) -> None:
-        """Restart the counts of tokens and time after `step`."""
         self._last_step = step
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()
@@ -298,14 +286,13 @@ class RunMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        # TorchTitan's other numbers are ignored: learning rates by class, not by group, and tokens of this process
-        # only.
+        # TorchTitan's other numbers are learning rates by class, and tokens of this process only.
         self.report_step(global_avg_loss, grad_norm)
 
     def log_step(self, report: StepReport) -> None:
         steps = report.step - self._last_step
         seconds = time.perf_counter() - self.time_last_log
-        # The step ends with an all-reduce, so the clock and tokens of a single rank represent all ranks.
+        # The step ends with an all-reduce, so one rank's clock represents all ranks.
         speed = self.ntokens_since_last_log * self.batch_ranks / seconds
         self.last_loss = report.loss
         record: dict[str, Any] = asdict(report)
@@ -339,7 +326,7 @@ class RunMetrics(MetricsProcessor):
         )
 
     def say_end(self, step: int, folder: str) -> None:
-        """Print how a run ended: last loss, last and best validation, time and folder; called on every rank."""
+        """Print how a run ended; called on every rank."""
         if not self.is_reporter or self.last_loss is None:
             return
         for board in self._boards:
@@ -352,15 +339,13 @@ class RunMetrics(MetricsProcessor):
         print(f"ended after step {step}: loss {self.last_loss:.4f}{held_out}, {took}; {folder}", flush=True)
 
     def log_divergence(self, step: int, reason: str) -> None:
-        """Record the divergence at `step`; called on every rank."""
         self.logger.log({"diverged": reason}, step)
 
     def log_monitor(self, step: int, record: Mapping[str, Any]) -> None:
-        """Record the measurements of a step; called on every rank."""
         self.logger.log({"monitor": record}, step)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        """Report the loss on the held-out text, in nats per token; called on every rank."""
+        """Report the held-out loss in nats per token; called on every rank."""
         self.validation_loss = loss
         if self.best_validation is None or loss < self.best_validation[0]:
             self.best_validation = (loss, step)

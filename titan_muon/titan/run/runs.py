@@ -1,6 +1,6 @@
-"""Run folders, `<dump_folder>/<recipe name>/<time>_<differences>`: a new folder, or the folder of a continued run.
+"""Run folders, `<dump_folder>/<recipe name>/<time>_<differences>`, new or continued.
 
-Rank 0 decides and touches the disk, and broadcasts the result (`agree`).
+Rank 0 decides, touches the disk, and broadcasts the result (`agree`).
 """
 
 import contextlib
@@ -28,7 +28,7 @@ RECIPE_FILE = "recipe.toml"
 LATEST_FILE = "latest"
 FORMAT = "%Y%m%d-%H%M%S"
 Flaws = Mapping[Path, str]
-"""Reasons why checkpoints are not used, found by reading them."""
+"""Damage of checkpoints, found by reading them."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Run:
         checkpoint: checkpoint to load, in `source`.
         step: steps already done.
         seconds: time of these steps.
-        restarted: whether an earlier attempt of the same job did these steps.
+        restarted: an earlier attempt of the same job did these steps.
     """
 
     folder: str
@@ -61,9 +61,8 @@ def agree(
 ) -> Run:
     """The run opened by rank 0, on every rank of `group` (all ranks, gloo; None for a single process).
 
-    Rank 0 locks the run's folder with `lock`. `overrides` are the keys set on the command line. `interrupted` is the
-    folder of an earlier attempt of this job. Raises the errors of `open_run` on every rank, and RecipeError for a
-    folder in use by another job.
+    Rank 0 locks the run's folder with `lock`. `overrides`: keys set on the command line. `interrupted`: folder of an
+    earlier attempt of this job. Raises as `open_run` on every rank, and RecipeError for a folder in use by another job.
     """
     flaws: dict[Path, str] = {}
     while True:
@@ -71,7 +70,7 @@ def agree(
         wrong = None if run.checkpoint is None else damage(Path(run.checkpoint), group)
         if wrong is None:
             return run
-        # All ranks have read the files. Rank 0 chooses again, among the other checkpoints.
+        # All ranks have read the files. Rank 0 chooses among the other checkpoints.
         assert run.checkpoint is not None, "only checkpoints are damaged"
         flaws[Path(run.checkpoint)] = wrong
         if dist.get_rank() == 0:
@@ -87,7 +86,7 @@ def _answer(
     interrupted: str | None,
     flaws: Flaws,
 ) -> Run:
-    # Rank 0 broadcasts errors too: the other ranks wait in the broadcast.
+    # Broadcast errors too, because the other ranks wait.
     answer: list[Run | Exception | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -114,12 +113,10 @@ def _answer(
 def open_run(
     recipe: Recipe, overrides: tuple[str, ...] = (), flaws: Flaws = MappingProxyType({}), folder: Path | None = None
 ) -> Run:
-    """The run that `checkpoint.load` requests. Creates the folder of a new run and changes nothing else.
+    """The run requested by `checkpoint.load`. Creates the folder of a new run, and changes nothing else.
 
-    The name has the time and the differences from earlier runs and from the recipe's file (`overrides`). `flaws`: known
-    flaws of checkpoints. `folder`: used in place of a new folder.
-
-    Raises RecipeError if no run can continue from the folder or step of `checkpoint.load`.
+    `overrides`: keys of the command line, for the name. `flaws`: damaged checkpoints. `folder`: instead of a new
+    folder. Raises RecipeError if no run can continue from the folder or step of `checkpoint.load`.
     """
     runs = Path(recipe.dump_folder).resolve() / recipe.name
     start = _source(recipe, runs, flaws)
@@ -132,10 +129,10 @@ def open_run(
     source, step = start
     checkpoints = source / recipe.checkpoint.folder
     checkpoint = checkpoint_path(checkpoints, step)
-    # Without the trainer's state steps are counted from 0 again: a new run in a new folder.
+    # Without the trainer's state, steps start from 0.
     if "train_state" in recipe.checkpoint.exclude_from_loading:
         return Run(str(new_folder()), str(source), str(checkpoint))
-    # A run that goes back to an earlier step gets a new folder, so that later results are not overwritten.
+    # A new folder, so that later results are not overwritten.
     later = (checkpoint_path(checkpoints, other) for other in _later(checkpoints, step))
     goes_back = any(_flaw(path, flaws) is None for path in later)
     _, seconds = read_until(source / METRICS_FILE, step)
@@ -147,10 +144,11 @@ def _flaw(checkpoint: Path, flaws: Flaws) -> str | None:
 
 
 def _open_again(recipe: Recipe, overrides: tuple[str, ...], folder: str, flaws: Flaws) -> Run:
-    """The run in `folder` of an earlier attempt of this job, whatever `checkpoint.load` says. Without a checkpoint of
-    that attempt, the run starts again as `open_run` says, in the same folder.
+    """The run in `folder` of an earlier attempt of this job, for any `checkpoint.load`.
+
+    Without a checkpoint, the run starts like `open_run`, in the same folder.
     """
-    # Load all states, because this checkpoint is the job's own.
+    # All states, because the checkpoint is the job's own.
     own = replace(recipe.checkpoint, load=folder, load_step=-1, exclude_from_loading=())
     if recipe.checkpoint.enable:
         with contextlib.suppress(RecipeError):
@@ -162,35 +160,32 @@ def _open_again(recipe: Recipe, overrides: tuple[str, ...], folder: str, flaws: 
 def begin(run: Run, recipe: Recipe) -> None:
     """Prepare the folder for the first step; called on rank 0 when nothing can be refused any more.
 
-    Writes the recipe and the file `latest`, copies the metrics up to `run.step`, and renames checkpoints of later
-    steps.
+    Writes the recipe and the file `latest`, copies the metrics up to `run.step`, and sets later checkpoints aside.
     """
     folder = Path(run.folder)
     _write_recipe(folder, to_toml(recipe), run.step)
     (folder.parent / LATEST_FILE).write_text(folder.name + "\n", encoding="utf-8")
-    # An attempt before this one may have left files of steps that are done again.
     source = folder if run.source is None else Path(run.source)
     if source.joinpath(METRICS_FILE).is_file() or run.source is not None:
-        # The reporter's file, and one of each rank under metrics.save_for_all_ranks.
+        # The reporter's file, and a file per rank under metrics.save_for_all_ranks.
         for file in (source / METRICS_FILE, *source.glob(f"rank-*/{METRICS_FILE}")):
             lines, _ = read_until(file, run.step)
             target = folder / file.relative_to(source)
             target.parent.mkdir(exist_ok=True)
-            # Atomic: a crash must not lose the record of the continued run.
+            # A crash must not lose the record of the continued run.
             with atomic(target) as temporary:
                 temporary.write_text("".join(lines), encoding="utf-8")
     if source == folder:
         checkpoints = folder / recipe.checkpoint.folder
         for step in _later(checkpoints, run.step):
             checkpoint = checkpoint_path(checkpoints, step)
-            # PyTorch saves into an existing folder and would leave files of the old save there. The folder is renamed,
-            # not removed, so that a user can rescue the files.
+            # PyTorch would save into the folder beside old files. Renamed, so that a user can rescue the files.
             numbered = _numbered(checkpoint.with_name(f"aside-{step}"))
             checkpoint.rename(next(path for path in numbered if not path.exists()))
 
 
 def keep_folder(run: Run, recipe: Recipe, lock: FolderLock) -> None:
-    """Write the recipe again, and lock the folder again, if somebody removed them; called on rank 0 at each report."""
+    """Restore a removed recipe file and lock; called on rank 0 at each report."""
     folder = Path(run.folder)
     if (folder / RECIPE_FILE).is_file():
         return
@@ -202,11 +197,11 @@ def keep_folder(run: Run, recipe: Recipe, lock: FolderLock) -> None:
 
 
 SAVED_IN_CHECKPOINTS = ("muon.", "adamw.", "lr_scheduler.")
-"""Tables whose values are in the checkpoint, which tells their changes."""
+"""Tables with values in the checkpoint, which reports their changes."""
 
 
 def changed_keys(run: Run, recipe: Recipe) -> list[str]:
-    """Keys that change the loss curve and differ from the recipe of the continued run, as `key = old, here new`."""
+    """Keys that change the loss curve and differ from the continued run's, as `key = old, here new`."""
     if run.source is None:
         return []
     differences = other_experiment(recipe, Path(run.source) / RECIPE_FILE)
@@ -226,7 +221,7 @@ def changes_text(run: Run, recipe: Recipe) -> str:
 
 
 def earlier_optimizers(run: Run, recipe: Recipe) -> str | None:
-    """`optimizers.txt` of the continued run, or of the newest run before with the same model; None without one."""
+    """`optimizers.txt` of the continued run, or of the newest run with the same model; None without one."""
     folder = Path(run.folder)
     if run.source is not None:
         earlier = [Path(run.source)]
@@ -245,8 +240,7 @@ def _has_model(folder: Path, recipe: Recipe) -> bool:
 
 
 def discard(run: Run) -> None:
-    """Remove the folder of a run that could not begin, unless the folder existed before; called on rank 0."""
-    # A folder with a recipe is of a run that has begun.
+    """Remove the new folder of a run that could not begin; called on rank 0."""
     if run.source != run.folder and not Path(run.folder, RECIPE_FILE).is_file():
         shutil.rmtree(run.folder, ignore_errors=True)
 
@@ -266,7 +260,7 @@ def _source(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | None
 def _named_run(recipe: Recipe, folder: Path, flaws: Flaws) -> tuple[Path, int]:
     load = f"checkpoint.load = {recipe.checkpoint.load!r}"
     if folder.name == LATEST_FILE and folder.is_file():
-        # The names of run folders have characters that shells treat specially; this path has none.
+        # Run folders have characters that shells treat specially, so `latest` holds a name.
         folder = folder.with_name(folder.read_text(encoding="utf-8").strip())
     if not folder.is_dir():
         raise RecipeError(f'{load}: no such folder; it takes "none", "latest" or a run\'s folder')
@@ -278,7 +272,7 @@ def _named_run(recipe: Recipe, folder: Path, flaws: Flaws) -> tuple[Path, int]:
 
 def _latest_run(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | None:
     others: list[str] = []
-    # The newest run may have ended before the first checkpoint. Then the run before is meant.
+    # The newest run may have ended before its first checkpoint.
     for folder in run_folders(runs):
         if differences := other_experiment(recipe, folder / RECIPE_FILE):
             others.append(f"{folder} is another experiment ({'; '.join(differences[:3])})")
@@ -289,7 +283,7 @@ def _latest_run(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | 
     step = recipe.checkpoint.load_step
     if step != -1:
         raise RecipeError(f"checkpoint.load_step = {step}: no run in {runs} has a checkpoint of that step")
-    # No error: a job that is always submitted with `latest` also has a first start.
+    # No error: a job submitted with `latest` has a first start too.
     reason = f"no run in {runs} has a whole checkpoint"
     if others:
         reason = f"no run of this experiment has a whole checkpoint. {others[0]}; name the folder to continue it"
@@ -298,7 +292,7 @@ def _latest_run(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | 
 
 
 def _whole_step(recipe: Recipe, folder: Path, flaws: Flaws) -> int | None:
-    """Step to continue a run folder from; None without a whole checkpoint. Prints the torn newer checkpoints."""
+    """Step to continue a run folder from; None without a whole checkpoint. Prints newer, damaged checkpoints."""
     checkpoints = folder / recipe.checkpoint.folder
     asked = recipe.checkpoint.load_step
     if asked != -1:
@@ -325,7 +319,7 @@ def _asked_step(checkpoints: Path, step: int, flaws: Flaws, *, must_exist: bool)
             saved = ", ".join(map(str, steps)) if steps else "none"
             raise RecipeError(f"checkpoint.load_step = {step}: {path} does not exist; saved steps: {saved}")
         return None
-    # Only `latest` falls back to another step: here the user has named the step.
+    # Only `latest` falls back to another step.
     wrong = _flaw(path, flaws)
     if wrong is not None:
         raise RecipeError(f"checkpoint.load_step = {step}: {path} cannot be used: {wrong}; choose another step")
@@ -335,11 +329,11 @@ def _asked_step(checkpoints: Path, step: int, flaws: Flaws, *, must_exist: bool)
 def _new_folder(runs: Path, recipe: Recipe, overrides: tuple[str, ...]) -> Path:
     stamp, earlier = time.strftime(FORMAT), run_folders(runs)
     differences = distinguishing_keys(recipe, [folder / RECIPE_FILE for folder in earlier], overrides)
-    # Runs of the same second are numbered before the differences, so that names sort by time.
+    # Number runs of the same second before the differences, so that names sort by time.
     stamps = {folder.name.partition("_")[0] for folder in earlier}
     for path in _numbered(runs / stamp):
         folder = path.with_name(f"{path.name}_{differences}" if differences else path.name)
-        # mkdir decides: two runs of the same second would both see the name as free.
+        # mkdir decides, because two runs of the same second both see a free name.
         with contextlib.suppress(FileExistsError):
             if path.name not in stamps:
                 folder.mkdir(parents=True)
@@ -351,7 +345,6 @@ def _new_folder(runs: Path, recipe: Recipe, overrides: tuple[str, ...]) -> Path:
 
 def run_folders(runs: Path) -> list[Path]:
     """Folders of a recipe's runs, newest first."""
-    # Sorted by time only, not by the differences behind the time.
     folders = (path for path in runs.glob("*") if path.is_dir())
     return sorted(folders, key=lambda path: path.name.partition("_")[0], reverse=True)
 
@@ -367,7 +360,7 @@ def _later(checkpoints: Path, step: int) -> list[int]:
 
 def _write_recipe(folder: Path, text: str, step: int) -> None:
     file = folder / RECIPE_FILE
-    # Keep the old recipe of the steps until now.
+    # Keep the recipe of earlier steps.
     if file.is_file() and file.read_text(encoding="utf-8") != text:
         file.rename(folder / f"recipe-until-step-{step}.toml")
     file.write_text(text, encoding="utf-8")

@@ -1,7 +1,6 @@
 """Ctrl-C and SIGTERM end a run after the current step, at the same step on every rank.
 
-Signals reach the ranks at different times. So every rank starts an all-reduce of a stop flag at the begin of a step and
-reads the result at the end: the result is equal on all ranks, and the communication is hidden behind the step.
+Every rank starts an all-reduce of a stop flag at the beginning of a step and reads the result at the end.
 """
 
 import os
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_PRESS_SECONDS = 2.0
-"""Signals within this time count once: terminal, scheduler and torchrun may each forward the same Ctrl-C."""
+"""Signals within this time count once: terminal, scheduler and torchrun may each forward a Ctrl-C."""
 
 
 class StopSignals:
@@ -24,8 +23,8 @@ class StopSignals:
 
     Args:
         group: gloo group of all ranks; None for a single process.
-        announce: whether this rank reports the signal on the console.
-        on_progress: called at the begin and at the end of a step.
+        announce: report the signal on the console.
+        on_progress: called at the beginning and at the end of a step.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class StopSignals:
         if not self.name:
             self.name, self._first = signal.Signals(number).name, time.monotonic()
             if self.announce:
-                # print() is not safe in a handler: the signal may have interrupted another print().
+                # Not print(): the signal may have interrupted another print().
                 line = f"{self.name}: the run ends after this step or the next; a second signal ends the run at once\n"
                 os.write(1, line.encode())
         elif time.monotonic() - self._first > SAME_PRESS_SECONDS:
@@ -77,7 +76,7 @@ class StopSignals:
             self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def stop_after_step(self) -> bool:
-        """Whether any rank had a stop request at the begin of this step; equal on all ranks."""
+        """Whether any rank had a stop request when this step began."""
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -12,7 +12,7 @@ PHASES = ("data", "forward_backward", "clip", "optimizer")
 
 
 class StepTimer:
-    """Seconds in each phase since the last `drain()`, by the clock or by events on a stream."""
+    """Seconds per phase since the last `drain()`, by the clock or by events on a stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -25,7 +25,7 @@ class StepTimer:
         self.end()
 
     def begin(self, name: str) -> None:
-        """Start phase `name`; `end()` ends the phase. For phases across several hooks."""
+        """Start phase `name`, until `end()`; for phases across hooks."""
         assert name in PHASES, f"unknown phase {name}"
         self._open = (name, now(self.device))
 
@@ -34,7 +34,7 @@ class StepTimer:
         self._spans.append((name, start, now(self.device)))
 
     def drain(self) -> dict[str, float]:
-        """Seconds of each phase, over all steps since the last call; waits for the device's last event."""
+        """Seconds of each phase since the last call; waits for the device's last event."""
         spans, self._spans = self._spans, []
         # A stream completes events in order.
         if spans and isinstance(spans[-1][2], torch.Event):

@@ -1,4 +1,4 @@
-"""TorchTitan's trainer with the step of a recipe. `compat.install()` must have run before this module is imported."""
+"""TorchTitan's trainer with the step of a recipe. `compat.install()` must run before the import of this module."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.trainer import Trainer
 
-from titan_muon.comm.clip import GradientClip
+from titan_muon.comm.clip import GradientClip, NormCheck
 from titan_muon.tensors.dtensor import local
 from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers
@@ -44,25 +44,21 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 class MuonTrainer(Trainer):
     """TorchTitan's trainer with clipping by optimizer, timed phases and a stop request."""
 
-    # TorchTitan's loop and step run unchanged, and this class overrides some of their methods. A copy would miss
-    # special cases, for example the DTensor loss of tensor parallelism.
+    # Overrides methods of TorchTitan's loop and step. A copy would miss special cases, such as the loss of tensor
+    # parallelism.
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         clip: Literal["adamw", "all", "none"] = "adamw"
-        """Gradients that `training.max_norm` clips; `adamw`: all but Muon's."""
 
         qk_clip: QKClipSection = field(default_factory=QKClipSection)
-        """Whether attention logits are observed, and whether large logits are clipped."""
 
         monitor: MonitorSection = field(default_factory=MonitorSection)
-        """Which steps are measured, and what."""
 
         converters: tuple[ModelConfigConverter.Config, ...] = ()
-        """Changes of the model's configuration before the model is made, in this order."""
+        """Changes of the model's configuration before the model is made, in order."""
 
         check_replicas: int = 0
-        """Steps between comparisons of replicas; 0 compares before a save alone."""
 
     config: Config
     optimizers: HybridOptimizers
@@ -78,17 +74,15 @@ class MuonTrainer(Trainer):
     grad_norm: torch.Tensor
     rates: dict[str, float]
     keep_folder: Callable[[], None]
-    """Writes the files of the run's folder again if they were removed; set by the job."""
+    """Restores removed files of the run's folder; set by the job."""
 
     def __init__(self, config: Config) -> None:
-        # Not where the model is chosen: a dry run plans float8 on machines without float8, because no parameter
-        # changes.
+        # Only in training: a dry run plans float8 on machines without float8, because no parameter changes.
         for converter in config.converters:
             assert config.model_spec is not None, "the recipe names a model"
             config.model_spec.model = converter.build().convert(config.model_spec.model)
         super().__init__(config)
-        # Tokenizer and model exist from here on. An id beyond the embedding would be a late index error of the device,
-        # without a name.
+        # Otherwise an id beyond the embedding is a late, nameless index error of the device.
         self._check_vocabulary()
         if config.validator.enable:
             read = bytes_per_token(self.validator.dl_config, self.tokenizer, config.training.seq_len)
@@ -102,7 +96,7 @@ class MuonTrainer(Trainer):
         self.optimizers.register_step_post_hook(lambda *_: self.timer.end())
         self.tokens_before = 0
         self.data_start = 0
-        """Token of the data's stream at which the run's first step began."""
+        """Token of the data stream where the run's first step began."""
         self.keep_folder = lambda: None
         parameters = [p for part in self.model_parts for p in part.parameters()]
         self.clip = GradientClip(
@@ -123,7 +117,6 @@ class MuonTrainer(Trainer):
                 matrices=config.monitor.matrices,
             )
         self.compared = 0
-        """Step after which replicas were compared last."""
 
     def _new_checks(self) -> TrainingChecks:
         dims = self.parallel_dims
@@ -140,7 +133,6 @@ class MuonTrainer(Trainer):
         )
 
     def _clip_logits(self) -> None:
-        """Register QK-clip's hooks: reduce logits before the optimizers' step, clip after the step."""
         model, section = self.model_config, self.config.qk_clip
         self.qk_clip = build_qk_clip(section, model, self.model_parts, self.parallel_dims, self.device)
         if (clip := self.qk_clip) is not None:
@@ -155,17 +147,17 @@ class MuonTrainer(Trainer):
             )
 
     def init_distributed(self) -> ParallelDims:
-        # TorchTitan would make a process group. The run has one already, to agree on the run folder.
+        # The run has a process group already.
         return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
 
     @property
     def tokens(self) -> int:
-        """Tokens since the begin of the run over all ranks; every rank of a step trains on the same number."""
+        """Tokens of the run over all ranks."""
         dims = self.parallel_dims
         return self.tokens_before + self.ntokens_seen * dims.dp_replicate * dims.dp_shard * dims.cp
 
     def state_dict(self) -> dict[str, Any]:
-        # TorchTitan saves this rank's tokens, and another number of ranks would get a wrong sum.
+        # TorchTitan saves this rank's tokens, a wrong sum on another number of ranks.
         return {"step": self.step, "ntokens_seen": self.tokens, "data_start": self.data_start}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -180,7 +172,7 @@ class MuonTrainer(Trainer):
         try:
             with compat.ending_at_once():
                 super().train()
-            # A step's faults are raised in the next step. The last step has no next step.
+            # The next step raises a step's faults, and the last step has none.
             self._warn(self.checks.check_norm())
             self.optimizers.check_last_step()
         except FloatingPointError as error:
@@ -203,6 +195,10 @@ class MuonTrainer(Trainer):
     def _begin_checks(self) -> None:
         lines, _ = read_until(Path(self.config.dump_folder, METRICS_FILE), self.step)
         self.checks.begin(self.stop.group, reports_of(map(json.loads, lines)))
+        counts = [int(state["step"]) for o in self.optimizers for state in o.state.values() if "step" in state]
+        is_loaded = self.step > 0 and "optimizer" not in self.config.checkpoint.exclude_from_loading
+        if is_loaded and counts and max(counts) == 0:
+            self._warn([f"AdamW's step counters are 0 after step {self.step}; check that states were loaded"])
         if not isinstance(self.dataloader, PackedDataLoader):
             return
         start = self.dataloader.blocks * self.config.training.seq_len - self.tokens
@@ -217,7 +213,6 @@ class MuonTrainer(Trainer):
             )
 
     def _place(self) -> Place:
-        """Where this rank begins to read in the next step, and where the rank should begin."""
         if not isinstance(self.dataloader, PackedDataLoader):
             return Place(UNKNOWN, UNKNOWN)
         first = (self.tokens + self.data_start) // self.config.training.seq_len
@@ -233,7 +228,6 @@ class MuonTrainer(Trainer):
         return super().should_continue_training() and not self.stopped
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """TorchTitan's step, with this trainer's clipping; the stop flag is reduced meanwhile."""
         self.stop.begin_step()
         self.passes = 0
         self.reported = self.metrics_processor.should_log(self.step)
@@ -247,10 +241,10 @@ class MuonTrainer(Trainer):
             loss = compat.nonfinite_loss(error)
             if loss is None:
                 raise
-            # TorchTitan raises before the report. The report records where the run diverged.
+            # TorchTitan raises before the report, which records the divergence.
             self._report(loss, float(self.grad_norm.item()))
         if self.first_step:
-            # TorchTitan shortens the time-outs of the mesh's groups here; Muon has further groups.
+            # TorchTitan shortens only the time-outs of the mesh's groups here.
             self.first_step = False
             self.optimizers.set_timeout(timedelta(seconds=self.config.comm.train_timeout_seconds))
         if monitored:
@@ -259,7 +253,7 @@ class MuonTrainer(Trainer):
         if self.config.check_replicas > 0 and self.step % self.config.check_replicas == 0:
             self._check_replicas(self.step)
         self.stopped = self.stop.stop_after_step()
-        # TorchTitan saves next, and then validates: a failed or interrupted validation loses no step.
+        # TorchTitan saves before the validation, so that a failed or interrupted validation loses no step.
         self.checkpointer.forced = self.stopped
         if self.config.validator.enable:
             self.validator.stopped, self.validator.last = self.stopped, self.step == self.config.training.steps
@@ -285,23 +279,25 @@ class MuonTrainer(Trainer):
             return super().forward_backward_step(**microbatches)
 
     def _clip_gradients(self) -> torch.Tensor:
-        """Replacement of TorchTitan's clipping. Returns the norm of all gradients before clipping."""
+        """Norm of all gradients before clipping. Replaces TorchTitan's clipping."""
         with self.timer.phase("clip"):
             self.grad_norm = self.clip()
-            lines = self.checks.after_clip(self.step, self.grad_norm, self.clip.local_norms, counted=self.counted)
-            self._warn(lines)
+            norm = NormCheck(self.grad_norm, self.checks.names, self.clip.local_norms)
+            # On a GPU the host learns of the norm after the step, so the device keeps the weights.
+            self.optimizers.skip_unless_finite(norm)
+            self._warn(self.checks.after_clip(self.step, norm, counted=self.counted))
         if self.monitor is not None and self.monitor.is_due(self.step):
             self.monitor.before_step()
-        # The rates of this step: the schedule changes the rates before the report.
+        # The schedule changes the rates before the report.
         self.rates = self.optimizers.learning_rates()
-        # A hook of the optimizers ends this phase. The phase includes TorchTitan's wait for an asynchronous save.
+        # Ended by a hook of the optimizers. Includes TorchTitan's wait for an asynchronous save.
         self.timer.begin("optimizer")
         return self.grad_norm
 
     @torch.no_grad()
     def _check_weights(self, step: int) -> None:
-        """Raise FloatingPointError on all ranks, before a save, if a weight or a gradient of Muon is not finite."""
-        # A restart would continue from a checkpoint with NaN, which counts as whole and replaces good checkpoints.
+        """Raise FloatingPointError on all ranks, before a save, if a weight or gradient of Muon is not finite."""
+        # A checkpoint with NaN would count as whole and replace good checkpoints.
         self._warn(self.checks.check_norm())
         self.optimizers.check_last_step()
         self._check_replicas(step)
@@ -316,7 +312,7 @@ class MuonTrainer(Trainer):
             )
 
     def _check_replicas(self, step: int) -> None:
-        """Raise RunFault on all ranks if weights, states or hyperparameters differ between ranks with replicas."""
+        """Raise RunFault on all ranks if replicas of weights, states or hyperparameters differ."""
         if step == self.compared:
             return
         self.compared = step
@@ -338,7 +334,7 @@ class MuonTrainer(Trainer):
     def _report(self, loss: float, grad_norm: float) -> None:
         """Report a step, on every rank. `loss`: mean cross entropy over all ranks, in nats.
 
-        Raises FloatingPointError if the loss or the gradient norm is not finite.
+        Raises FloatingPointError for a non-finite loss or gradient norm.
         """
         peak = self.metrics_processor.peak_memory().to(self.device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
@@ -353,7 +349,6 @@ class MuonTrainer(Trainer):
             qk=None if self.qk_clip is None else asdict(self.qk_clip.report()),
         )
         self.metrics_processor.log_step(report)
-        # After the report, which records where the run diverged.
         if not math.isfinite(loss + grad_norm):
             raise FloatingPointError(
                 f"step {self.step}: the loss is {loss} and the norm of the gradients {grad_norm}; training cannot go "

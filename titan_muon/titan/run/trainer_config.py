@@ -1,4 +1,4 @@
-"""TorchTitan's configuration of a recipe, table by table. Needs no process group."""
+"""TorchTitan's configuration of a recipe. Needs no process group."""
 
 import dataclasses
 import sys
@@ -99,7 +99,7 @@ def _parallelism_config(recipe: Recipe, vocabulary: int) -> ParallelismConfig:
         context_parallel_load_balancer=None if balancer == "none" else balancer,
         module_fqns_per_model_part=None if parts is None else [list(part) for part in parts],
         pipeline_parallel_schedule_csv="" if csv is None else csv,
-        # TorchTitan refuses the option without a GPU. A dry run may plan for another machine's GPUs.
+        # TorchTitan refuses the option without a GPU, and a dry run may plan for another machine.
         enable_fsdp_symm_mem=degrees.enable_fsdp_symm_mem and on_accelerator(),
     )
 
@@ -110,31 +110,29 @@ def comm_config(recipe: Recipe) -> CommConfig:
 
 
 def _same_keys(config: type[Any], section: Any, **others: Any) -> Any:
-    """TorchTitan's `config` with every key of `section` (the same names) and `others`."""
-    # A key renamed by TorchTitan raises TypeError here, instead of being ignored.
+    # Raises TypeError for a key renamed by TorchTitan.
     return config(**(_values(section) | others))
 
 
 def _debug_config(recipe: Recipe) -> DebugConfig:
     values = _values(recipe.debug)
-    # This trainer's own.
     del values["check_replicas"]
     return DebugConfig(**values, enable_structured_logging=False)
 
 
 def _values(section: Any) -> dict[str, Any]:
-    # Not asdict, which would turn nested sections into dicts.
+    # asdict would convert nested sections to dicts.
     return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
 
 
 def _checkpoint_config(recipe: Recipe, run: Run) -> RunCheckpoints.Config:
     values = _values(recipe.checkpoint)
-    # Rank 0 has already resolved these keys to `run.checkpoint`.
+    # Rank 0 has resolved these keys to `run.checkpoint`.
     del values["load"], values["load_step"]
     values["exclude_from_loading"] = [] if run.restarted else list(recipe.checkpoint.exclude_from_loading)
     # TorchTitan warns about the default if there is nothing to load.
     values["initial_load_model_only"] &= recipe.checkpoint.initial_load_path is not None
-    # With the resolved length, because an extended run with an absent length decays differently.
+    # Save the resolved length: with an absent length, an extended run decays differently.
     schedule = _values(recipe.lr_scheduler) | {"total_steps": scheduled_steps(recipe)}
     return RunCheckpoints.Config(**values, resume=run.checkpoint, schedule=schedule)
 
@@ -147,7 +145,6 @@ def _activation_checkpoint(section: ActivationCheckpoint) -> ActivationCheckpoin
     }
     if section.mode == "none":
         return None
-    # The table has the keys of all modes; a mode uses some of them.
     kind, values = kinds[section.mode], _values(section)
     known = {field.name for field in dataclasses.fields(kind)}
     values["force_recompute_mm_shapes_by_fqns"] = list(section.force_recompute_mm_shapes_by_fqns)
@@ -155,7 +152,7 @@ def _activation_checkpoint(section: ActivationCheckpoint) -> ActivationCheckpoin
 
 
 def _assets(path: str | None) -> str:
-    # TorchTitan's own default is a folder of its repository, reported as missing.
+    # TorchTitan's default folder would be reported as missing.
     if path is None:
         return ""
     if not Path(path).is_dir():
@@ -171,13 +168,12 @@ def _metrics_config(recipe: Recipe, run: Run) -> RunMetrics.Config:
         first_step=run.step + 1,
         seconds_before=run.seconds,
         recipe=to_toml(recipe),
-        # A scheduler's log file must not contain escape codes.
+        # No escape codes in a scheduler's log file.
         disable_color_printing=recipe.metrics.disable_color_printing or not sys.stdout.isatty(),
     )
 
 
 def _validator_config(recipe: Recipe) -> HeldOutValidator.Config:
-    # No loader without validation: data without a held-out part is refused only for validation.
     if not recipe.validator.enable:
         return HeldOutValidator.Config(enable=False, steps=recipe.validator.steps)
     return _same_keys(

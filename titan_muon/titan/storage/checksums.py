@@ -50,12 +50,7 @@ class SummedResult(WriteResult):
 
 
 class SummingWriter(FileSystemWriter):
-    """PyTorch's writer. Each rank computes checksums of its files, and the coordinator writes all of them.
-
-    Args:
-        path: folder of the checkpoint.
-        step: training step of the checkpoint.
-    """
+    """PyTorch's writer. Each rank computes checksums of its files, and the coordinator writes all of them."""
 
     def __init__(self, path: str | Path, step: int) -> None:
         super().__init__(path)
@@ -77,7 +72,6 @@ class SummingWriter(FileSystemWriter):
         return summed
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the checksums and `.metadata`; called on the coordinator."""
         self._files.files = {r.file: r.checksum for rank in results for r in rank if isinstance(r, SummedResult)}
         self._files.world = len(results)
         self._files.save = self.save_id

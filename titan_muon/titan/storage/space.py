@@ -9,7 +9,7 @@ MARGIN = 1.05
 
 
 def folder_bytes(folder: Path) -> int:
-    """Total size of the files in a folder."""
+    """Size of the files in a folder."""
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from titan_muon.comm.clip import NormCheck
 from titan_muon.titan.checks.experts import ExpertLoads
-from titan_muon.titan.checks.norms import NormWatch
 from titan_muon.titan.checks.ranks import RankReport, check_reports, twins
 from titan_muon.titan.checks.start import check_start, differences, source_files, start_facts
 from titan_muon.titan.fault import RunFault
@@ -81,11 +81,8 @@ def test_dead_experts_are_named_once_until_they_get_tokens() -> None:
 
 
 def test_a_norm_that_is_not_finite_is_named_once_with_its_parameters() -> None:
-    watch = NormWatch(["a", "b"], torch.device("cpu"))
-    watch.watch(3, torch.tensor(1.0), torch.tensor([1.0, 0.0]))
-    assert watch.fault(None) is None
-    watch.watch(4, torch.tensor(float("nan")), torch.tensor([1.0, float("nan")]))
-    assert watch.fault(None) == "step 4: the norm of the gradients is nan, because of b on rank 0"
-    assert watch.fault(None) is None
-    watch.watch(5, torch.tensor(float("inf")), torch.tensor([1e38, 1e38]))
-    assert watch.fault(None) == "step 5: the norm of the gradients is inf, because of its own size"
+    assert NormCheck(torch.tensor(1.0), ["a", "b"], torch.tensor([1.0, 0.0])).causes() is None
+    norm = NormCheck(torch.tensor(float("nan")), ["a", "b"], torch.tensor([1.0, float("nan")]))
+    assert norm.causes() == "b on rank 0"
+    assert norm.causes() is None
+    assert NormCheck(torch.tensor(float("inf")), ["a", "b"], torch.tensor([1e38, 1e38])).causes() == "large values"

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from titan_muon.titan.launch.endings import earlier_end, record_end
+from titan_muon.titan.launch.endings import earlier_end, is_first, record_end
+
+ROOT = Path(__file__).parents[4]
 
 
 def attempt(folder: Path, number: int, local_rank: int, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -60,3 +62,21 @@ def test_without_torchrun_nothing_is_written(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_later_attempt_ends_without_loading_torch() -> None:
     code = "import sys, titan_muon.titan.launch.endings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_mistake_of_any_rank_is_printed_once_by_the_first_rank_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun ends the other ranks at the first end, perhaps before rank 0 has printed."""
+    shown = {}
+    for rank in (1, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        attempt(tmp_path, 0, rank, monkeypatch)
+        command = [sys.executable, "train.py", "--config", "configs/qwen_moe_muon.toml", "--muon.lr=-1"]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert run.returncode == 2
+        shown[rank] = run.stderr
+    assert "muon.lr" in shown[1]
+    assert shown[0] == ""
+    assert is_first("a mistake of rank 0 alone")
+    assert not is_first("a mistake of rank 0 alone")

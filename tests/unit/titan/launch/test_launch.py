@@ -177,6 +177,16 @@ def test_a_rank_that_hangs_beside_its_peers_ends_after_a_failure_of_theirs(
     assert ("error: rank 1 ends: its peers are gone" in capfd.readouterr().err) == bool(failed)
 
 
+def test_an_error_that_follows_from_another_ranks_error_names_that_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    """gloo says `Connection reset by peer` on rank 0 when rank 1 fails in its forward."""
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    ranks = [Watchdog(store, rank, 2, first_timeout=9, timeout=9) for rank in range(2)]
+    ranks[1]._name_first_failure(ValueError("in the forward of rank 1"))
+    assert capfd.readouterr().err == ""
+    ranks[0]._name_first_failure(RuntimeError("Connection reset by peer"))
+    assert "error: rank 0 ends because rank 1 failed first; read the error of rank 1" in capfd.readouterr().err
+
+
 def test_a_late_rank_that_lives_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
     """It looks for late ranks itself, from another stage than those who wait for it."""
     store = dist.HashStore()

@@ -1,0 +1,265 @@
+"""Train a grid of recipes, one run after the other, and compare the runs: a table, JSON and a picture.
+
+    python scripts/sweep.py configs/qwen_moe_muon.toml muon.lr=1e-3,2e-3 placement.muon=owned,shard0 training.seed=0,1,2
+
+Several recipes may precede the swept keys, and keys of all runs follow: --training.steps 100. Each run is a process of
+train.py, or of torchrun, with an ordinary run folder. Runs are ordered by seed. A repeated command keeps finished runs,
+and continues an interrupted run from its checkpoint.
+"""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import takewhile
+from pathlib import Path
+from statistics import mean, median
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from compare.run_folder import METRICS, RECIPE, RunError, read_records, read_series
+from compare.sweep_report import Header, Result, final_loss, has_seed, write_report
+
+import models  # noqa: F401 (registers the families)
+from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees, load
+from titan_muon.titan.recipe.command_line import HELP, SEEDS, Alternative, alternatives
+from titan_muon.titan.recipe.flags import print_help, read_flags
+from titan_muon.titan.recipe.schema import build, values
+from titan_muon.titan.run_name import IGNORED, changes
+
+STEP = re.compile(r"step +(\d+)/(\d+) ")
+RANKS = re.compile(r"parameters on (\d+) ranks?")
+STEPS_DONE = re.compile(r"step-(\d+)")
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of a sweep."""
+
+    out: str = "runs/sweep"
+    """Folder for sweep.json, sweep.md and sweep.png."""
+
+    nproc: int = 1
+    """Processes of each run; more than 1 are started by torchrun."""
+
+    dry_run: bool = False
+    """Check every recipe, list the runs, and stop."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of the sweep: its place in the grid, and its recipe."""
+
+    choice: Alternative
+    recipe: Recipe
+    nproc: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe.name} {self.choice.name}".strip()
+
+    @property
+    def folders(self) -> Path:
+        """Folder with all runs of the recipe."""
+        return Path(self.recipe.dump_folder, self.recipe.name)
+
+    @property
+    def log(self) -> Path:
+        """Output of the process, removed after a finished run."""
+        return self.folders / (re.sub(r"[^\w.=+,-]+", "_", self.name)[-200:] + ".log")
+
+    def folder(self) -> Path | None:
+        """Newest run folder of this recipe on as many processes, finished or not."""
+        return max(filter(self._is_mine, self.folders.glob("*/")), key=lambda path: path.name[:15], default=None)
+
+    def _is_mine(self, folder: Path) -> bool:
+        file = folder / "optimizers.txt"
+        ranks = RANKS.search(file.read_text(encoding="utf-8")) if file.is_file() else None
+        if ranks is None or int(ranks[1]) != self.nproc or not (folder / RECIPE).is_file():
+            return False
+        return IGNORED.issuperset(changes(self.recipe, folder / RECIPE))
+
+    def ended(self, folder: Path | None) -> str | None:
+        """`finished`, or the reason of a divergence; None for a run to train."""
+        try:
+            records = [] if folder is None else read_records(folder / METRICS)
+        except (RunError, OSError):
+            return None
+        last = {key for record in records if record["step"] == self.recipe.training.steps for key in record}
+        if {"loss", "val_loss"} - last <= (set() if self.recipe.validator.enable else {"val_loss"}):
+            return "finished"
+        return next((str(record["diverged"]) for record in records if "diverged" in record), None)
+
+    def command(self, folder: Path | None) -> list[str]:
+        """Command line of the process, which continues the run in `folder` if a checkpoint has steps left."""
+        words = [str(ROOT / "train.py"), "--config", self.choice.config, *self.choice.overrides]
+        saved = [] if folder is None else (folder / self.recipe.checkpoint.folder).glob("step-*/.metadata")
+        steps = [int(step[1]) for path in saved if (step := STEPS_DONE.fullmatch(path.parent.name))]
+        if max(steps, default=self.recipe.training.steps) < self.recipe.training.steps:
+            words += ["--checkpoint.load", str(folder)]
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.nproc}"]
+        return [sys.executable, *(launcher if self.nproc > 1 else []), *words]
+
+    def result(self, folder: Path | None, error: str | None) -> Result:
+        """The result, with the curves of the run's folder."""
+        swept = dict(part.split("=", 1) for part in self.choice.name.split(" ") if part)
+        series = {} if folder is None or error is not None else read_series(folder / METRICS)
+        return Result(
+            recipe=self.recipe.name,
+            setting={key: value for key, value in swept.items() if not has_seed(key)},
+            seed={key: value for key, value in swept.items() if has_seed(key)},
+            error=error,
+            tokens=int(max(series.get("tokens", {}).values(), default=0)),
+            step_seconds=median(list(series["time.step"].values())[1:])
+            if len(series.get("time.step", {})) > 1
+            else None,
+            loss=series.get("loss", {}),
+            val_loss=series.get("val_loss", {}),
+        )
+
+
+def plan(configs: Sequence[str], swept: Sequence[str], overrides: Sequence[str], nproc: int) -> list[Run]:
+    """All runs, seed by seed, so that an interrupted sweep has whole seeds. Raises RecipeError for any bad recipe."""
+    runs: list[Run] = []
+    known: dict[str, str] = {}
+    notices: dict[str, None] = {}
+    for config in configs:
+        for choice in alternatives(config, swept, overrides) or (Alternative("", config, tuple(overrides)),):
+            run = Run(choice, load(config, choice.overrides, lambda line: notices.setdefault(line)), nproc)
+            check_degrees(run.recipe, nproc)
+            # Equal values may be written differently, as 1e-3 and 0.001.
+            content = repr({key: value for key, value in values(run.recipe).items() if key != "dump_folder"})
+            if content in known:
+                raise RecipeError(f"{run.name}: the same run as {known[content]}; leave out either.")
+            known[content] = run.name
+            runs.append(run)
+    print("".join(f"{line}\n" for line in notices), end="")
+    return sorted(runs, key=lambda run: [values(run.recipe)[key] for key in SEEDS])
+
+
+class Progress:
+    """Lines about runs, and on a terminal a live line with the time left."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.left = list(runs)
+        self.total = len(runs)
+        self.seconds: dict[str, list[float]] = {}
+
+    def say(self, run: Run, text: str, end: str = "\n") -> None:
+        """Print a line about the run, over the live line."""
+        clear = "\r\033[K" if sys.stdout.isatty() else ""
+        print(f"{clear}[{self.total - len(self.left) + 1}/{self.total}] {run.name}: {text}", end=end, flush=True)
+
+    def watch(self, run: Run, line: str) -> None:
+        """Show a line of output of train.py."""
+        if sys.stdout.isatty() and (step := STEP.search(line)):
+            self.say(run, f"step {step[1]}/{step[2]}{self.remaining(self.left)}", end="")
+
+    def end(self, run: Run, outcome: str) -> None:
+        """Print the outcome of the run, the first of the runs left."""
+        self.say(run, outcome + self.remaining(self.left[1:]))
+        self.left.remove(run)
+
+    def remaining(self, runs: Sequence[Run]) -> str:
+        """Time of `runs`, estimated from earlier runs of the same recipes; empty before the first one ended."""
+        known = {name: mean(seconds) for name, seconds in self.seconds.items()}
+        if not known or not runs:
+            return ""
+        seconds = sum(known.get(run.recipe.name, mean(known.values())) for run in runs)
+        return f"; {timedelta(seconds=round(seconds))} left"
+
+
+def train(run: Run, folder: Path | None, watch: Callable[[Run, str], None]) -> str | None:
+    """Train a run in a process of its own. Returns the error, None for none; after Ctrl+C the process ends first."""
+    run.folders.mkdir(parents=True, exist_ok=True)
+    last = ""
+    # In a session of its own: Ctrl+C reaches the sweep alone, and the process gets the time to save.
+    with (
+        run.log.open("w", encoding="utf-8") as log,
+        subprocess.Popen(
+            run.command(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        ) as process,
+    ):
+        assert process.stdout is not None, "stdout is a pipe"
+        try:
+            for line in process.stdout:
+                log.write(line)
+                watch(run, line)
+                last = line.strip() if line.startswith("error: ") or not last.startswith("error: ") else last
+        except KeyboardInterrupt:
+            print("\nstopping the run", flush=True)
+            process.terminate()
+            try:
+                process.communicate()
+            except KeyboardInterrupt:
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode == 0:
+        run.log.unlink()
+        return None
+    return f"{last.removeprefix('error: ')} (exit code {process.returncode}; {run.log})"
+
+
+def sweep(runs: Sequence[Run]) -> tuple[list[Result], int]:
+    """Train the runs. Returns the results, and the exit code: 1 if a run failed, 130 after Ctrl+C."""
+    progress, results, code = Progress(runs), [], 0
+    try:
+        for run in runs:
+            folder = run.folder()
+            begin, ended, error = time.monotonic(), run.ended(folder), None
+            known = ended is not None
+            if ended is None:
+                if folder is not None:
+                    resumed = "continues from its checkpoint" if "--checkpoint.load" in run.command(folder) else "anew"
+                    progress.say(run, f"was interrupted in {folder.name}: {resumed}")
+                error = train(run, folder, progress.watch)
+                folder = run.folder()
+                ended = run.ended(folder)
+                progress.seconds.setdefault(run.recipe.name, []).append(time.monotonic() - begin)
+            if ended != "finished":
+                error = error or ended or "ended before its last step"
+            code = code if error is None else 1
+            results.append(run.result(folder, error))
+            took = "finished before" if known else f"{time.monotonic() - begin:.0f} s"
+            outcome = f"loss {final_loss(results[-1]):.4f}, {took}" if error is None else f"failed: {error}"
+            progress.end(run, outcome)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    return results, code
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Command line. Returns the exit code, 2 for a user error."""
+    words = list(takewhile(lambda word: not word.startswith("-"), arguments))
+    if HELP & set(arguments) or not words:
+        print_help(Options, Options(), __doc__, prog="sweep.py CONFIG ... KEY=VALUE,VALUE ...")
+    try:
+        entries, overrides = read_flags(Options, Options(), arguments[len(words) :])
+        options = build(Options, entries)
+        configs = list(takewhile(lambda word: "=" not in word, words))
+        if not configs or options.nproc < 1:
+            raise RecipeError("name a recipe first, as in configs/qwen_moe_muon.toml, and --nproc of 1 or more")
+        runs = plan(configs, words[len(configs) :], overrides, options.nproc)
+    except RecipeError as error:
+        print(f"sweep: {error}", file=sys.stderr)
+        return 2
+    if options.dry_run:
+        print("\n".join([*(run.name for run in runs), f"{len(runs)} runs of {options.nproc} process(es) each"]))
+        return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    results, code = sweep(runs)
+    command = shlex.join(["python", "scripts/sweep.py", *arguments])
+    print(write_report(Path(options.out), Header.now(command, len(runs), options.nproc), results))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,167 @@
+"""scripts/sweep.py: the grid, refusals, a tiny sweep with a divergence, and its resumption."""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+# Where Python finds the neighbours of a script that it runs.
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import sweep  # noqa: E402
+from compare import sweep_report  # noqa: E402
+from compare.sweep_report import Header, Result  # noqa: E402
+
+DENSE, MOE = (str(ROOT / f"configs/{name}.toml") for name in ("llama_muon", "qwen_moe_muon"))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> list[str]:
+    """Keys of runs of four small steps with checkpoints."""
+    for index in range(20):
+        (tmp_path / f"{index}.txt").write_text(f"document {index} " * 200)
+    keys = {
+        "training.steps": "4",
+        "training.seq_len": "64",
+        "training.global_batch_size": "1",
+        "validator.freq": "4",
+        "validator.steps": "1",
+        "metrics.log_freq": "1",
+        "checkpoint.interval": "2",
+        "data.source": "files",
+        "data.files": str(tmp_path / "*.txt"),
+        "data.validation_fraction": "0.3",
+        "data.cache": str(tmp_path / "cache"),
+        "dump_folder": str(tmp_path / "runs"),
+    }
+    return [word for key, value in keys.items() for word in (f"--{key}", value)]
+
+
+def test_a_grid_has_every_recipe_and_value_seed_by_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep.main([DENSE, MOE, "muon.lr+adamw.lr=1e-3,2e-3", "training.seed=0,1", "--dry-run"]) == 0
+    *runs, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("8 runs")
+    assert runs[0] == "llama_muon muon.lr+adamw.lr=1e-3 training.seed=0"
+    assert [run[-1] for run in runs] == ["0"] * 4 + ["1"] * 4
+    recipe = sweep.plan([DENSE], ["muon.lr+adamw.lr=3e-3", "training.seed=5"], (), 1)[0].recipe
+    assert (recipe.muon.lr, recipe.adamw.lr, recipe.debug.seed, recipe.data.seed) == (3e-3, 3e-3, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([DENSE, "muon.lr="], "write KEY=VALUE,VALUE"),
+        ([DENSE, "muon.lr=1e-3,,2e-3"], "write KEY=VALUE,VALUE"),
+        ([DENSE, "muon.lrr=1"], "Did you mean muon.lr?"),
+        ([DENSE, "muon.lr=1e-3,0.001"], "the same run as llama_muon muon.lr=1e-3"),
+        ([DENSE, "muon.lr=1", "muon.lr=2"], "muon.lr is set twice"),
+        ([DENSE, "training.seed=1,2", "--data.seed", "3"], "data.seed is set twice"),
+        ([DENSE, "muon.lr=1e-3,-1"], "muon.lr = -1.0 is not accepted"),
+        ([DENSE, "parallelism.tensor_parallel_degree=1,2", "--nproc", "1"], "does not divide the world size 1"),
+        (["muon.lr=1"], "name a recipe first"),
+        ([DENSE, "muon.lr=1", "--nproc", "0"], "--nproc of 1 or more"),
+        (["absent.toml", "muon.lr=1"], "absent.toml: no such file"),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
+)
+def test_a_bad_sweep_is_refused_before_the_first_run(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep.main(words) == 2
+    output = capsys.readouterr()
+    assert message in output.err
+    assert "[1/" not in output.out
+
+
+def test_a_sweep_goes_on_after_a_divergence_and_resumes(
+    tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = [DENSE, "muon.lr=1e30,1e-3", "training.seed=1", "--out", str(tmp_path / "out"), *small]
+    assert sweep.main(arguments) == 1
+    printed = capsys.readouterr().out
+    assert "[1/2] llama_muon muon.lr=1e30 training.seed=1: failed: " in printed
+    assert "[2/2] llama_muon muon.lr=1e-3 training.seed=1: loss " in printed
+    diverged, finished = json.loads((tmp_path / "out/sweep.json").read_text())["results"]
+    assert "Lower the learning rates" in diverged["error"]
+    assert (finished["error"], finished["tokens"], list(finished["val_loss"])) == (None, 256, ["4"])
+    page = (tmp_path / "out/sweep.md").read_text()
+    assert "| llama_muon | 1e30 | 0, 1 failed | - | - | - |" in page
+    assert f"| llama_muon | 1e-3 | 1 | **{finished['val_loss']['4']:.3f}** |" in page
+    assert (tmp_path / "out/sweep.png").stat().st_size > 10_000
+    assert [path.name for path in (tmp_path / "runs/llama_muon").glob("*.log")] == [
+        "llama_muon_muon.lr=1e30_training.seed=1.log"
+    ]
+
+    trained: list[str] = []
+    train = sweep.train
+    monkeypatch.setattr(sweep, "train", lambda run, *others: trained.append(run.name) or train(run, *others))
+    assert sweep.main(arguments) == 1
+    assert (trained, capsys.readouterr().out.count("finished before")) == ([], 1)
+
+    # Cut off after the checkpoint of step 2.
+    run = sweep.plan([DENSE], arguments[1:3], small, 1)[1]
+    folder = run.folder()
+    assert folder is not None
+    metrics = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join(metrics[:2]) + "\n")
+    os.rename(folder / "checkpoint/step-4", folder / "cut-off")
+    assert sweep.main(arguments) == 1
+    assert "was interrupted in" in capsys.readouterr().out
+    assert trained == [run.name]
+    assert run.folder() == folder
+    assert (folder / "metrics.jsonl").read_text().count('"loss"') == 4
+    assert json.loads((tmp_path / "out/sweep.json").read_text())["results"][1]["val_loss"] == finished["val_loss"]
+
+
+def test_ctrl_c_stops_the_run_and_keeps_results(
+    tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "import time; print('ready', flush=True); time.sleep(99)"
+    monkeypatch.setattr(sweep.Run, "command", lambda run, folder: [sys.executable, "-c", code])
+    monkeypatch.setattr(sweep.Progress, "watch", lambda *_: sweep.signal.raise_signal(sweep.signal.SIGINT))
+    assert sweep.main([DENSE, "muon.lr=1", "--out", str(tmp_path / "out"), *small]) == 130
+    assert "stopping the run" in capsys.readouterr().out
+    assert "**Incomplete: 0 of 1 runs.**" in (tmp_path / "out/sweep.md").read_text()
+
+
+def results(recipe: str, best: float) -> list[Result]:
+    """Two seeds at three rates; the loss is least at the rate `best`."""
+
+    def curve(rate: float, seed: int, steps: range) -> dict[float, float]:
+        return {step: 3 / step + abs(math.log10(rate / best)) + 0.1 * seed for step in steps}
+
+    return [
+        Result(
+            recipe,
+            {"muon.lr": str(rate)},
+            {"training.seed": str(seed)},
+            None,
+            8,
+            0.1 + 0.02 * seed,
+            curve(rate, seed, range(1, 21)),
+            curve(rate, seed, range(5, 21, 5)),
+        )
+        for seed in (0, 1)
+        for rate in (1e-3, 1e-2, 1e-1)
+    ]
+
+
+def test_a_report_has_means_over_seeds_and_the_best_rate_of_each_recipe(tmp_path: Path) -> None:
+    header = Header("python scripts/sweep.py", "2026-01-01", "abc", "2.13.0", "x86_64, 2 CPU cores", 12, 1)
+    text = sweep_report.write_report(tmp_path, header, [*results("a", 1e-2), *results("b", 1e-1)])
+    assert "| a | 0.01 | 2 | **0.200 ± 0.071** | 0.200 ± 0.071 | 0.110 ± 0.014 |" in text
+    assert "| b | 0.1 | 2 | **0.200 ± 0.071** |" in text
+    assert text.count("**") == 4
+    groups = sweep_report.settings([*results("a", 1e-2), *results("b", 1e-1)])
+    curves, rates = sweep_report.picture(groups).axes
+    assert [text.get_text() for text in curves.get_legend().get_texts()] == [
+        "a muon.lr=0.01 (2 seeds)",
+        "b muon.lr=0.1 (2 seeds)",
+    ]
+    assert len(curves.collections) == 2, "a band for each curve"
+    assert rates.get_xscale() == "log"
