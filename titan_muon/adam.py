@@ -28,7 +28,7 @@ BATCH_BYTES = 2**26
 """Limit on the bytes of a transfer, or of converted states."""
 
 VECTOR = 64
-"""Alignment of parts in elements, because CPU kernels give different bits for incomplete vectors."""
+"""Alignment of parts, because CPU kernels give different bits for incomplete vectors."""
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
 
@@ -81,12 +81,12 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     Args:
         state_dtype: dtype of the averages. The arithmetic is in the parameter's dtype.
-        offload: tensors in pinned host memory, as Muon's `offload`.
-        missing_grad: a parameter without a gradient is an error, or (`skip`) stays unchanged, as under torch.
+        offload: as Muon's.
+        missing_grad: a missing gradient is an error, or (`skip`) leaves the parameter unchanged, as under torch.
         nonfinite: after a non-finite gradient, a step of this rank changes nothing, and the next step raises, or
             (`skip`) warns.
 
-    In a Hybrid, all ranks raise together, in the next step. Alone, a rank raises at once for a missing gradient.
+    In a Hybrid, all ranks raise in the next step. Alone, a rank raises at once for a missing gradient.
 
     Raises:
         OptionError: for an unsupported keyword, or a beta above SLOWEST_IN_BFLOAT16 with bfloat16 averages.
@@ -135,7 +135,6 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters with a gradient. Returns the result of the closure."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self.check_norm(skips=self._nonfinite == "skip")
@@ -320,12 +319,8 @@ class GradientCare:
     def check(self, skipped: Tensor | None, *, scaled: bool) -> Tensor | None:
         """Raise ValueError for the last step, and report the gradients of this step.
 
-        Args:
-            skipped: () bool on the device: whether the step changes nothing anyway.
-            scaled: whether a GradScaler has checked the gradients.
-
-        Returns:
-            () bool on the device: whether the step changes nothing; None for a normal step.
+        `skipped`: () bool on the device: whether the step changes nothing anyway. `scaled`: whether a GradScaler has
+        checked the gradients. Returns () bool on the device: whether the step changes nothing; None for a normal step.
         """
         report, start = self._report()
         faults = [self._fault(p, frozen=frozen) for p, frozen in zip(self._params, self._frozen, strict=True)]

@@ -133,8 +133,8 @@ class Muon(SkipsSteps, Optimizer):
     def build(self) -> Self:
         """Plan the step, compare the plan between ranks, and allocate momentum and buffers. Returns this optimizer.
 
-        All ranks of the default process group call `build` at the same point of the program. `step`, `overlap`, `plan`,
-        and `load_state_dict` call `build` if necessary.
+        All ranks of the default process group call `build` at the same point. `step`, `overlap`, `plan`, and
+        `load_state_dict` call `build` if necessary.
 
         Raises:
             ValueError: on every rank, for a parameter on the meta device, passed twice, or placed as Partial; for
@@ -148,11 +148,8 @@ class Muon(SkipsSteps, Optimizer):
         """Plan again, for parameters that were frozen, thawed, moved, converted, or replaced since `build`.
 
         All ranks call `rebuild` together. Momentum is kept by name. After a change of mesh or placements, load momentum
-        from a checkpoint.
-
-        Raises:
-            ValueError: on every rank, like `build`, and for momentum that does not fit the parameter. Then nothing
-                changes.
+        from a checkpoint. Raises ValueError on every rank like `build`, and for momentum that does not fit. Then
+        nothing changes.
         """
         if self._engine is not None:
             self.synchronize()
@@ -264,11 +261,12 @@ class Muon(SkipsSteps, Optimizer):
 
     def _check_last_step(self, *, alone: bool) -> None:
         self.finish_step()
-        self.check_norm(skips=self._options.nonfinite == "skip")
+        if not alone:
+            self.check_norm(skips=self._options.nonfinite == "skip")
         if self._engine is not None:
             self._engine.raise_pending(alone=alone)
             if not alone:
-                # Late updates, and optimizers that step after Muon, have added faults after the report of the step.
+                # Faults from late updates, and from optimizers that step after Muon.
                 self._engine.rank.report.send_late()
                 self._engine.raise_pending()
 
@@ -288,14 +286,12 @@ class Muon(SkipsSteps, Optimizer):
         check_equal({"muon": self}, self._agreed, (*own, *separate))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load hyperparameters and momentum. Collective over all ranks of the default process group.
+        """Load hyperparameters and momentum, from Muon or torch.optim.Muon (further optimizers:
+        `titan_muon.converted`).
 
-        Args:
-            state_dict: from Muon or torch.optim.Muon. For further optimizers see `titan_muon.converted`.
-
-        Raises:
-            ValueError: on every rank, before anything is loaded, for a state dict with different parameters or from a
-                different optimizer, and for missing momentum or momentum with a different mesh or placement.
+        Collective over all ranks of the default process group. Raises ValueError on every rank, before anything is
+        loaded, for different parameters or a different optimizer, and for momentum missing or with a different mesh or
+        placement.
         """
         with after_pre_hooks(self, state_dict) as loaded:
             self._load(loaded)

@@ -37,7 +37,7 @@ from .tensors.storage import TrainedParam, storage_fault
 
 
 def plan_of(params: Sequence[TrainedParam], options: MuonOptions, separate: Mapping[str, Layout]) -> Plan:
-    """The plan of a step. Raises ValueError like `plan_step`. `separate`: from `separate_layouts`."""
+    """The plan of a step. `separate`: from `separate_layouts`."""
     if not params:
         # For example a pipeline stage with the embedding alone.
         return Plan((), (), (), (), 1, options.wire_bytes, ())
@@ -90,9 +90,9 @@ def plan_step(
 ) -> Plan:
     """The plan of a step on (name, parameter) pairs, each with a Newton-Schulz iteration.
 
-    Plain tensors are replicas except for names in `separate`. `kept`: present state ranks by name, if not all holders.
-    Never communicates, so parameters may be on the meta device and on a mesh of the fake process group. Raises
-    ValueError for a parameter without matrices, and for a split without a match or with a mismatched shape.
+    `separate`: from `separate_layouts`. `kept`: present state ranks by name, if not all holders. Never communicates:
+    parameters may be on the meta device and the fake process group. Raises ValueError for a parameter without matrices,
+    and for a split without a match or with a mismatched shape.
     """
     check_splits((fqn for fqn, _ in named), options.split)
     parameters = [planned(fqn, tensor, options.split, separate.get(fqn)) for fqn, tensor in named]
@@ -130,7 +130,7 @@ def plan_parameters(
     kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     passes: Passes = FLOAT32_PASSES,
 ) -> Plan:
-    """The plan of a step on the planner's parameters. Raises ValueError like `make_plan`."""
+    """The plan of a step on the planner's parameters."""
     # The planner does not know names registered by packages.
     pattern = registry.exchange_entry(options.exchange).pattern
     machine = planning_machine(options.machine, dispatch.device)
@@ -210,7 +210,7 @@ def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: in
 def checked_plan(
     params: Sequence[TrainedParam], options: MuonOptions, separate: Mapping[str, Layout], rank: int
 ) -> tuple[Plan, Geometries]:
-    """The plan, and the pieces of the parameters. Raises ValueError like `plan_of` and `check_storage`."""
+    """The plan, and the pieces of the parameters."""
     plan = plan_of(params, options, separate)
     geometries = Geometries(plan.parameters)
     check_storage(params, geometries, options, rank)

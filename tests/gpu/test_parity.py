@@ -1,4 +1,4 @@
-"""The checks that ranks on GPUs go through hold on the CPU and on fake GPUs, and they see what is wrong."""
+"""The checks for GPU ranks pass on the CPU and on fake GPUs, and notice faults."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_a_sync_in_a_step_on_fake_gpus_is_an_error(monkeypatch: pytest.MonkeyPat
 
 
 class Opening:
-    """An optimizer whose step makes a process group."""
+    """An optimizer with a step that makes a process group."""
 
     def step(self) -> None:
         dist.new_group([0, 1])
@@ -91,7 +91,7 @@ def test_layouts_are_those_that_the_ranks_allow(world: int, number: int) -> None
 
 
 def test_nccl_says_which_groups_are_open() -> None:
-    """The one private name that counting communicators needs."""
+    """The private name for counting communicators."""
     if not hasattr(dist, "ProcessGroupNCCL"):
         pytest.skip("needs a CUDA build of PyTorch")
     assert callable(dist.ProcessGroupNCCL._is_initialized)

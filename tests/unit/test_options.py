@@ -1,4 +1,4 @@
-"""Options of Muon are declared once, and what is made from the declaration agrees with it."""
+"""Options of Muon are declared once, and everything derived from the declaration agrees."""
 
 import inspect
 import math

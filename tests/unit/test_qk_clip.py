@@ -1,4 +1,4 @@
-"""QK-clip scales the rows that the Kimi K2 report names, by what was observed in the step, and nothing else."""
+"""QK-clip scales exactly the rows of the Kimi K2 report, by the step's observations."""
 
 import math
 
@@ -60,7 +60,7 @@ def test_a_shared_key_leaves_no_query_head_of_its_group_above_the_threshold() ->
 
 
 def test_the_largest_of_several_passes_counts_and_a_new_step_begins_anew() -> None:
-    """Gradient accumulation, and forwards that activation checkpointing computes again."""
+    """Gradient accumulation, and forwards recomputed by activation checkpointing."""
     weights = whole_weights()
     clip = QKClip([layer(weights)])
     expected = weights

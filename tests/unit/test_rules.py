@@ -31,7 +31,7 @@ print("trained")
 
 @pytest.mark.parametrize("removed", sorted(set(RULES) - {"muon"}))
 def test_the_file_of_a_rule_can_be_deleted_alone(removed: str) -> None:
-    """All but muon.py, the base class of the others."""
+    """All but muon.py, the base class."""
     code = STEPS.format(removed=removed, kept=[name for name in RULES if name != removed])
     status, shown = run_program("-c", code)
     assert (status, shown.strip()) == (0, "trained")

@@ -40,10 +40,7 @@ def split_of(fqn: str, splits: Sequence[Split]) -> Split | None:
 
 
 def planned(fqn: str, tensor: Tensor, splits: Sequence[Split] = (), layout: Layout | None = None) -> Parameter:
-    """The planner's record of a parameter, by default with its own layout.
-
-    Raises ValueError as `stack_of` and `layout_of`.
-    """
+    """The planner's record of a parameter, by default with its own layout."""
     layout = layout_of(fqn, tensor) if layout is None else layout
     return Parameter(fqn, layer_of(fqn), layout, stack_of(fqn, tensor.shape, splits), not isinstance(tensor, DTensor))
 

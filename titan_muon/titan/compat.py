@@ -37,12 +37,12 @@ _TRITON_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 
 
 def require_recipes() -> None:
-    """Raise RecipeError if the installed torchtitan has moved RECIPE_MODULES."""
-    moved = [name for name in RECIPE_MODULES if not _exists(name)]
-    if moved:
+    """Raise RecipeError if the installed torchtitan has missing RECIPE_MODULES."""
+    missing = [name for name in RECIPE_MODULES if not _exists(name)]
+    if missing:
         version = importlib.metadata.version("torchtitan")
         raise RecipeError(
-            f"recipes need torchtitan {TORCHTITAN_VERSION}, and torchtitan {version} has no {moved[0]}: install "
+            f"recipes need torchtitan {TORCHTITAN_VERSION}, and torchtitan {version} has no {missing[0]}: install "
             f"torchtitan=={TORCHTITAN_VERSION}, or train with torchtitan's own configuration, whose slot `optimizer` "
             "takes titan_muon.titan.HybridOptimizers.Config() in either version"
         )
@@ -169,7 +169,7 @@ def skip_peak_flops() -> None:
 def make_masks_without_compiler() -> None:
     """Build attention masks eagerly on the CPU, without a C++ compiler.
 
-    Remove when torchtitan and torch's context parallelism accept an uncompiled mask.
+    Remove when torchtitan and torch accept an uncompiled mask.
     """
     attention: Any = importlib.import_module("torchtitan.models.common.attention")
     attention._compiled_create_block_mask = create_block_mask
@@ -343,8 +343,8 @@ ASYNC_CHECKPOINT = "asynchronous checkpoint"
 def time_out_all_groups() -> None:
     """Apply torchtitan's time-outs to every process group, instead of the default group and the mesh's groups.
 
-    Otherwise groups such as the stop signal's keep PyTorch's 30 minutes. Not to asynchronous checkpoints: a rank with
-    little data waits for the whole save. Remove when torchtitan sets all time-outs.
+    Not to asynchronous checkpoints: a rank with little data waits for the whole save. Remove when torchtitan sets all
+    time-outs.
     """
     utils: Any = importlib.import_module("torchtitan.distributed.utils")
     original = utils.set_pg_timeouts

@@ -46,18 +46,18 @@ def planned_device(actual: str) -> str:
     return _planned.get() or actual
 
 
-def loss_chunks(chosen: int | Literal["auto"], tokens: int) -> int:
+def loss_chunks(option: int | Literal["auto"], tokens: int) -> int:
     """Chunks of the loss for a rank's `tokens` of a sequence."""
-    if chosen != "auto":
-        return chosen
+    if option != "auto":
+        return option
     # On a GPU, logits can be the largest activation. On the CPU, a single product is faster. Chunks have equal lengths.
     return LOSS_CHUNKS if on_accelerator() and tokens % LOSS_CHUNKS == 0 else 1
 
 
-def adamw_implementation(chosen: str) -> str:
+def adamw_implementation(option: str) -> str:
     """Implementation of AdamW."""
-    if chosen != "auto":
-        return chosen
+    if option != "auto":
+        return option
     # On the CPU, torch's fused kernel is newer, and launches cost nothing.
     return "fused" if on_accelerator() else "foreach"
 

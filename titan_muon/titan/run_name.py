@@ -39,13 +39,8 @@ SAME_EXPERIMENT_TABLES = frozenset(
 def distinguishing_keys(recipe: Recipe, earlier: Sequence[Path], overrides: Sequence[str]) -> str:
     """`key=value` pairs that distinguish a run; empty without any.
 
-    First `overrides`, then keys with another value in an earlier run, the newest first. Keys from the command line of
-    an earlier run are not compared.
-
-    Args:
-        recipe: recipe of the new run.
-        earlier: recipe files in the folders of earlier runs, the newest first.
-        overrides: dotted keys from the command line.
+    First `overrides`, the keys of the command line, then keys with another value in `earlier` runs, the newest first.
+    Keys from the command line of an earlier run are not compared.
     """
     mine, defaults = written_values(recipe), written_values(Recipe())
     keys = [*overrides]
@@ -63,11 +58,9 @@ def distinguishing_keys(recipe: Recipe, earlier: Sequence[Path], overrides: Sequ
 
 
 def other_experiment(recipe: Recipe, file: Path) -> list[str]:
-    """Differences between two experiments, as `muon.lr = 0.001, here 0.02`; empty within an experiment.
+    """Differences from the recipe `file` of another experiment, as `muon.lr = 0.001, here 0.02`.
 
-    Args:
-        recipe: recipe of the new run.
-        file: recipe file of the earlier run. An unreadable file has no differences.
+    Empty within an experiment, and for an unreadable file.
     """
     may_change = set(SAME_EXPERIMENT)
     keys = changes(recipe, file)
@@ -100,7 +93,6 @@ def _text(value: object) -> str:
 
 
 def _values_of(file: Path) -> Mapping[str, object] | None:
-    """Values of a resolved recipe by dotted key; None for a run that ended before it wrote its recipe."""
     try:
         return {key: entry.value for key, entry in read_file(file).items()}
     except RecipeError:

@@ -1,4 +1,4 @@
-"""Replicas of weights and states, and hyperparameters, that differ between ranks are an error that names them."""
+"""Unequal replicas of weights and states, and unequal hyperparameters, are errors with names."""
 
 from collections.abc import Callable
 from functools import cache, partial

@@ -1,4 +1,4 @@
-"""Gathers in backward where parameters are owned: what travels of them does so as soon as owners have gradients."""
+"""Gathers in backward with owned parameters: travelling pieces leave as soon as owners have gradients."""
 
 from __future__ import annotations
 
@@ -21,17 +21,14 @@ from titan_muon.tensors.dtensor import local
 
 STEPS, MICROBATCHES = 2, 2
 CUT = Setup("owned", tensor=2, prepare=recomputed_within)
-"""Tensor parallelism cuts owned matrices, so that their pieces travel in the step."""
+"""Tensor parallelism shards owned matrices, so that their pieces travel in the step."""
 BESIDE = Setup("owned", prepare=recomputed_within)
-"""Owned matrices are at home, and only those beside them travel."""
+"""Owned matrices are local, and only other matrices travel."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank has after some steps: its parameters, the gathers before each step, and how many there are.
-
-    `called` counts by owned parameter how often its hook was called.
-    """
+    """A rank's parameters, the gathers before each step, and all gathers. `called`: hook calls by owned parameter."""
 
     tensors: list[Tensor]
     before: list[int]
@@ -94,7 +91,7 @@ def test_gathers_begin_as_soon_as_owners_have_gradients(cut: bool) -> None:
 
 
 def test_owners_call_hooks_in_each_backward() -> None:
-    """Each parameter's on its owner alone, as autograd would where it accumulates."""
+    """Only the owner calls a parameter's hook, where autograd would accumulate."""
     ranks = trained(2, False)
     for name in ranks[0][1].called:
         assert sorted(run.called[name] for _, run, _ in ranks) == [0, STEPS * MICROBATCHES], name

@@ -1,4 +1,4 @@
-"""What modules say of their parameters: roles by type and place, known fused layouts, and warnings."""
+"""Roles of parameters by module type and place, known fused layouts, and warnings."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -19,7 +19,7 @@ def parameter(*shape: int) -> nn.Parameter:
 
 
 def module(kind: str = "Module", *, of: type[nn.Module] = nn.Module, **members: object) -> nn.Module:
-    """A module whose class has a name of its own."""
+    """A module of a class with the name `name`."""
     made = type(kind, (of,), {})()
     for name, member in members.items():
         setattr(made, name, member)
@@ -153,7 +153,7 @@ def test_known_fused_layouts_are_split(member: nn.Module, name: str, dims: str, 
 
 
 def test_a_name_alone_is_no_known_layout() -> None:
-    """qkv_proj of modules that do not say their heads, and c_attn of a layer that stores (out, in)."""
+    """qkv_proj of modules without a number of heads, and c_attn of a layer that stores (out, in)."""
     layer = {"qkv_proj": linear(192, 64), "c_attn": linear(192, 64)}
     assert all(a.split is None for a in taken(model(**layer)).values())
 

@@ -1,4 +1,4 @@
-"""The benchmark of orthogonalization: its figures are of what it names, and wrong arguments are said first."""
+"""The benchmark of orthogonalization: right figures, and early errors for wrong arguments."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""benchmarks/bench_training.py: ratios are of pairs, all ranks count, and a run trains to the same bits."""
+"""benchmarks/bench_training.py: ratios of pairs, counts over all ranks, and equal bits."""
 
 import json
 from dataclasses import asdict

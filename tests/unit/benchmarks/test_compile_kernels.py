@@ -1,4 +1,4 @@
-"""The Triton kernels compile to what each GPU is fast by, and what does not is reported."""
+"""Triton kernels compile to each GPU's fast instructions; others are reported."""
 
 import importlib.util
 from dataclasses import replace

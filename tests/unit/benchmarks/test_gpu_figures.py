@@ -1,4 +1,4 @@
-"""What parts of `make gpu` conclude from what they measured: the link from the times, a verdict from the losses."""
+"""Conclusions of `make gpu` from measurements: the link from times, a verdict from losses."""
 
 import json
 import math

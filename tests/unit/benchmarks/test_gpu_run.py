@@ -1,4 +1,4 @@
-"""`make gpu`: parts run one after the other whatever becomes of each, and go on where a run was cut off; bad input."""
+"""`make gpu`: parts run in turn despite failures, and continue after an interruption; bad input."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def part(name: str, code: str = WRITES, **values: object) -> Part:
 
 
 def counting(name: str, folder: Path) -> Part:
-    """A part that leaves a line in a file each time it runs."""
+    """A part that appends a line to a file in each run."""
     return part(name, f"open({str(folder / 'ran')!r}, 'a').write('{name} ')")
 
 
@@ -250,7 +250,7 @@ def test_ranks_are_a_power_of_two(gpus: int, ranks: int) -> None:
 def test_an_interrupt_ends_the_part_and_the_next_run_goes_on(number: signal.Signals, tmp_path: Path) -> None:
     code = (
         "import sys; from benchmarks.gpu import run; from tests.unit.benchmarks.test_gpu_run import *\n"
-        # What runs in the background ignores it, and so would this.
+        # Background processes ignore the signal.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"run.end_as_interrupted(); folder = Path({str(tmp_path)!r})\n"
         "sys.exit(go(folder, counting('a', folder), part('slow', SLEEPS.format(file=str(folder / 'child')))))"

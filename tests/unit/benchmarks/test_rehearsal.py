@@ -1,4 +1,4 @@
-"""A rehearsal sees what it is for: waits, memory, collectives; on fake GPUs with faults put in on purpose."""
+"""A rehearsal notices waits, memory and collectives, on fake GPUs with injected faults."""
 
 import json
 import os
@@ -32,7 +32,7 @@ CALLS = (
     Collective("allgather_base", (0, 1), 64),
     Collective("alltoall_base", (0, 1), None, sends=SENDS, receives=RECEIVES),
 )
-# What rank 1 passes to the same collectives.
+# Arguments of rank 1 for the same collectives.
 PEER_CALLS = (CALLS[0], Collective("alltoall_base", (0, 1), None, sends=(40, 16), receives=(24, 16)))
 RIGHT = Seen(
     rank=0,
@@ -174,7 +174,7 @@ def test_every_full_size_recipe_and_every_layout_is_rehearsed() -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", REHEARSED)
 def test_a_model_can_be_cut_as_it_is_rehearsed(name: str, world: int) -> None:
-    """A case that the dry run refuses would be found after an hour of others."""
+    """Otherwise the refusal comes after an hour of other cases."""
     case = Case(name, world, REHEARSED[name][WORLDS.index(world)])
     recipe = parse(case.arguments()).recipe
     if recipe.parallelism.pipeline_parallel_degree > 1 and not has_torch(*PIPELINE_TORCH):
@@ -234,7 +234,7 @@ def test_a_fault_is_caught(fault: str, said: str) -> None:
 
 @needs_cuda_build
 def test_an_owner_of_other_matrices_than_the_first_computes_on_the_device(tmp_path: Path) -> None:
-    """There DTensor makes the local tensor of the first matrix on the CPU, whatever its mesh is of."""
+    """DTensor makes the local tensor of the first matrix on the CPU, for any mesh."""
     words = ["--placement.muon", "owned", "--data.tokenizer", "bytes", "--world-size", "8", "--rank", "3"]
     file = tmp_path / "seen.json"
     subprocess.run(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# Where Python finds the neighbours of a script that it runs.
+# Python finds the neighbours of a script here.
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import sweep  # noqa: E402

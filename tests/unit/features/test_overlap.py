@@ -1,4 +1,4 @@
-"""Which rounds backward can hide, and that no stream uses what another is not done with while it hides them."""
+"""Rounds that backward can hide, and the order of streams meanwhile."""
 
 from collections.abc import Iterator
 
@@ -77,7 +77,7 @@ def test_momentum_that_is_not_all_here_is_refused(other: dict[str, str]) -> None
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """On rank 0 of two, of which the other is not there."""
+    """A mesh on rank 0 of two, without the other rank."""
     # On an equal mesh DTensor would take the groups of another test.
     compat.forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -99,7 +99,7 @@ def test_owned_parameters_that_leave_nothing_to_gather_are_refused(mesh: DeviceM
 
 
 def train(run: Run) -> None:
-    """Steps, after each of which something else is computed in what may be their memory, and a backward that fails."""
+    """Steps with other work in reused memory after each, and a failed backward."""
     for step in range(3):
         run.backward(step)
         run.step()

@@ -1,4 +1,4 @@
-"""Which algorithm is taken for which shape: safe, cheap, the same for all who ask, and refused where it cannot be."""
+"""The algorithm by shape: safe, cheap, equal for all callers, or refused."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Newton-Schulz as torch.optim.Muon computes it, and its coefficients."""
+"""Newton-Schulz like torch.optim.Muon's, and its coefficients."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The symmetric kernel under Triton's interpreter, and what is kept of its measurement on a GPU."""
+"""The symmetric kernel under Triton's interpreter, and the file of its GPU measurement."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Which rank stores what: as PyTorch's own placements cut, on any mesh."""
+"""Storage of ranks under PyTorch's placements, on any mesh."""
 
 from math import prod
 

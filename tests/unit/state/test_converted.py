@@ -150,7 +150,7 @@ def test_a_scale_without_an_equal_is_chosen_by_the_user() -> None:
 
 @pytest.mark.parametrize("source", ["torchtitan", "keller_jordan"])
 def test_an_average_of_gradients_stays(source: Any) -> None:
-    """Groups as DistMuon has them, and as Keller Jordan's MuonWithAuxAdam."""
+    """Groups like DistMuon's, and like Keller Jordan's MuonWithAuxAdam."""
     params = parameters()
     keys: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.0}
     if source == "torchtitan":

@@ -1,4 +1,4 @@
-"""einops' notation for what a parameter's matrices are: which rows and columns each takes, and what is refused."""
+"""einops notation for the matrices of a parameter: rows, columns and refusals."""
 
 from math import prod
 
@@ -107,7 +107,7 @@ def test_interleaved_pieces_are_few_rectangles(dim: int) -> None:
 
 
 def test_the_scale_is_of_the_matrix_and_not_of_its_storage() -> None:
-    """A layer that stores (in, out) trains as its transpose does that stores (out, in)."""
+    """A layer that stores (in, out) trains like its transpose."""
     values, grad = torch.randn(4, 12), torch.randn(4, 12)
     stored, turned = nn.Parameter(values.clone()), nn.Parameter(values.T.contiguous())
     stored.grad, turned.grad = grad.clone(), grad.T.contiguous()

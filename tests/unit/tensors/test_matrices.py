@@ -1,4 +1,4 @@
-"""A parameter as matrices, and the optimizer that takes it: rules in order, defaults by name and shape, errors."""
+"""A parameter's matrices and its optimizer: rules in order, defaults by name and shape, errors."""
 
 import re
 from typing import Any
@@ -14,7 +14,7 @@ from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, Mesh, Repl
 from titan_muon.tensors.matrices import check_splits, planned, stack_of
 from titan_muon.titan.recipe.sections import Rule
 
-# Names and shapes as TorchTitan's models have them.
+# Names and shapes of TorchTitan's models.
 MODEL = {
     "tok_embeddings.weight": (512, 64),
     "layers.0.attention.qkv_linear.wq.weight": (64, 64),
@@ -148,7 +148,7 @@ def heads(match: str, height: int) -> Split:
 
 
 def pattern(parts: tuple[int, ...], stack: str = "", *, joined: bool = False) -> Split:
-    """Parts that repeat down each matrix of a stack, and with `joined` those at the same place as one matrix."""
+    """Parts that repeat down each matrix of a stack; with `joined`, parts at the same place are one matrix."""
     matrices = "p | (r h) d" if joined else "r p | h d"
     return Split(match="*", dims=f"{stack} (r p h) d -> {stack} {matrices}", lengths={"p": parts, "h": 1})
 

@@ -23,8 +23,8 @@ from titan_muon.titan.recipe import Recipe, RecipeError, recipe_error
 class HybridOptimizers(OfParts, OptimizersContainer):
     """A recipe's optimizers by name, with the parameters of rules and defaults.
 
-    Raises RecipeError for a rule without a match, a parameter without an optimizer, an unknown optimizer or option, and
-    a model without Muon parameters unless rules assign every parameter.
+    Raises RecipeError for rules without a match, unassigned parameters, unknown optimizers or options, and a model
+    without Muon parameters unless rules assign every parameter.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -78,9 +78,9 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         recipe = {key: value for key, value in self.state_dict().items() if key.startswith("param_groups.")}
         self.changes = tuple(dict.fromkeys(self._changes(state_dict, recipe)))
         # Not `lr`: the schedule has changed the saved `lr`, and TorchTitan's scheduler does not set it on loading.
-        kept = {key: value for key, value in recipe.items() if not key.endswith(".lr") or key not in state_dict}
+        current = {key: value for key, value in recipe.items() if not key.endswith(".lr") or key not in state_dict}
         # Before the load, because Muon plans for the loaded hyperparameters.
-        super().load_state_dict({**state_dict, **kept})
+        super().load_state_dict({**state_dict, **current})
 
     def _changes(self, saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> Iterator[str]:
         tags = {name: group.tag for groups in self.parts.groups.values() for group in groups for name in group.names}
@@ -129,9 +129,8 @@ def optimizer_config(recipe: Recipe, model: Mapping[str, Seen] | None = None) ->
     Raises RecipeError for an unregistered optimizer and for a rule with a shared option.
     """
     section = recipe.optimizer
-    chosen = adamw_implementation(section.implementation)
-    # torch chooses by device for an absent flag.
-    flags = {name: name == chosen for name in ("foreach", "fused")}
+    implementation = adamw_implementation(section.implementation)
+    flags = {name: name == implementation for name in ("foreach", "fused")}
     tables = {"muon": _muon_table(recipe), "adamw": asdict(recipe.adamw) | flags}
     return HybridOptimizers.Config(
         offload=offload_of(recipe),

@@ -67,9 +67,9 @@ def stage_ranks(world_size: int, stages: int, stage: int) -> range:
 
 def pipeline_line(ranks: range, world_size: int, assigned: Sequence[Assignment]) -> str:
     """Heading for a pipeline rank."""
-    stage, held = ranks.start // len(ranks), sum(prod(a.shape) for a in assigned)
+    stage, elements = ranks.start // len(ranks), sum(prod(a.shape) for a in assigned)
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"pipeline rank {stage} of {world_size // len(ranks)}, {where}: {held:,} parameters"
+    return f"pipeline rank {stage} of {world_size // len(ranks)}, {where}: {elements:,} parameters"
 
 
 def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | None = None) -> Iterable[str]:
@@ -114,7 +114,7 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
 def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, skips: bool) -> Iterable[str]:
     """A line if the step communicates despite owned parameters: matrices, reasons and remedies.
 
-    `skips`: ranks exchange the presence of gradients in each step (muon.missing_grad = "skip").
+    `skips`: ranks exchange the presence of gradients (muon.missing_grad = "skip").
     """
     if plan is None or not any(map(is_owned, parameters.values())):
         return
@@ -167,7 +167,6 @@ def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[str]:
 
 
 def _time_lines(timeline: Timeline) -> Iterable[str]:
-    """Modelled time of the slowest rank, and the lower bound."""
     last = timeline.last
     parts = f"Newton-Schulz {_ms(last.orthogonalize)}, momentum and apply {_ms(last.passes)}, waits {_ms(last.waits)}"
     yield f"  modelled time   {_ms(last.seconds)} on {timeline.machine}, rank {last.rank}: {parts}"
@@ -204,26 +203,26 @@ def owner_loads(
     owned = [parameter for parameter in parameters.values() if isinstance(parameter, DTensor) and is_owned(parameter)]
     if summary is None or not owned:
         return {}
-    matrices, held = Counter[int](), Counter[int]()
+    matrices, sizes = Counter[int](), Counter[int]()
     for parameter in owned:
         for rank, elements in held_elements(parameter).items():
             matrices[rank] += 1 if parameter.ndim < 3 else -(-elements * len(parameter) // parameter.numel())
-            held[rank] += elements * parameter.element_size()
+            sizes[rank] += elements * parameter.element_size()
     # From the plan: ranks without owned parameters may orthogonalize sharded experts.
     flops = {cost.rank: cost.ns_flops for cost in summary.ranks}
-    return {rank: OwnedTotals(matrices[rank], held[rank], flops.get(rank, 0)) for rank in ranks}
+    return {rank: OwnedTotals(matrices[rank], sizes[rank], flops.get(rank, 0)) for rank in ranks}
 
 
 def owner_summary(loads: Mapping[int, OwnedTotals]) -> Iterable[str]:
     """Balance of the owners, and the number of idle ranks."""
     if not loads:
         return
-    held = [load.bytes for load in loads.values()]
-    most, mean = max(held), sum(held) / len(held)
-    yield f"owned: {most / 2**20:,.1f} MiB at rest on the fullest of {len(held):,} ranks, {most / mean:.3f} x the mean"
+    sizes = [load.bytes for load in loads.values()]
+    most, mean = max(sizes), sum(sizes) / len(sizes)
+    yield f"owned: {most / 2**20:,.1f} MiB at rest on the fullest of {len(sizes):,} ranks, {most / mean:.3f} x the mean"
     if idle := sum(1 for load in loads.values() if load.matrices == 0):
         total = sum(load.matrices for load in loads.values())
-        yield f"  {idle:,} ranks own nothing: there are {total:,} matrices for {len(held):,} ranks"
+        yield f"  {idle:,} ranks own nothing: there are {total:,} matrices for {len(sizes):,} ranks"
 
 
 def owner_lines(loads: Mapping[int, OwnedTotals], *, full: bool) -> Iterable[str]:

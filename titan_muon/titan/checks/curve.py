@@ -14,9 +14,7 @@ WINDOW, LOSS_WINDOW = 50, 20
 """Reports in a median of norms, and of losses: fewer, because losses fall."""
 FEWEST = 5
 DEAD_SHARE = 1e-6
-"""A gradient norm below this share of the median is dead."""
 EXPLODING = 100
-"""A gradient norm above this many medians has jumped."""
 DEVIATIONS = 8
 LEAST_RISE = 0.25
 """A loss is high if above the median by DEVIATIONS median absolute deviations and by LEAST_RISE of the median."""

@@ -18,11 +18,10 @@ class RankReport:
 
     Attributes:
         data_rank: place among data-parallel ranks. Ranks with equal places must read equal text.
-        position: number of the step's first block.
-        expected: number of the right first block.
-        crc: CRC-32 of all inputs of the step.
+        position: number of the step's first block; `expected`: the right number.
+        crc: CRC-32 of all inputs.
         extra_steps: an optimizer's steps beyond the training loop's, since the last report.
-        stale_gradients: parameters with a gradient before the step's first backward.
+        stale_gradients: parameters with a gradient before the first backward.
         sound_until: last step before training began to look wrong.
     """
 
@@ -50,7 +49,7 @@ class StepInputs:
 
 
 def gather(report: RankReport, group: dist.ProcessGroup | None) -> list[RankReport]:
-    """Reports in rank order; all ranks of `group` (gloo; None: one process) call this together."""
+    """Reports in rank order. Collective over `group` (gloo; None: one process)."""
     if group is None:
         return [report]
     mine = torch.tensor(astuple(report), dtype=torch.int64)

@@ -56,7 +56,7 @@ def source_files(recipe: Recipe) -> list[Path]:
 def check_start(facts: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
     """Raise RecipeError on every rank, with names and values, if `facts` differ between ranks.
 
-    All ranks of `group` (None: a single process) call this together.
+    Collective over `group` (None: a single process).
     """
     if group is None:
         return

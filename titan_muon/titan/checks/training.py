@@ -30,9 +30,6 @@ class TrainingChecks:
 
     Args:
         names: this rank's parameters, in the order of the local norms.
-        optimizers: optimizers with counted steps.
-        parts: this rank's model parts.
-        device: device of the training.
         data_rank: place among data-parallel ranks.
         token_group: ranks with different tokens; None for a single rank.
         tolerates_nonfinite: warn about a norm that is not finite, instead of raising.
@@ -61,7 +58,6 @@ class TrainingChecks:
         self._optimizer_steps = [0] * len(self._optimizers)
         self._steps, self._stale, self._twins_named = 0, 0, False
         self.tokens: dict[str, list[int]] = {}
-        """Tokens of each expert in the reported step, by layer."""
         for index, optimizer in enumerate(self._optimizers):
             optimizer.register_step_post_hook(lambda *_, index=index: self._count(index))
 
@@ -69,7 +65,7 @@ class TrainingChecks:
         self._optimizer_steps[index] += 1
 
     def begin(self, group: dist.ProcessGroup | None, earlier: Iterable[Report]) -> None:
-        """Start to train. `group`: all ranks on gloo, None for one process. `earlier`: reports of the run until now."""
+        """`group`: all ranks on gloo, None for one process. `earlier`: reports of the run until now."""
         self._group, self._curve = group, Curve(earlier)
         # Drop earlier steps: PyTorch takes one to create optimizer states before it loads a checkpoint.
         self._steps, self._optimizer_steps = 0, [0] * len(self._optimizers)

@@ -62,7 +62,6 @@ class TokenBlocks:
         return _Epoch(epoch, self._documents[order], np.cumsum(self._predictions[order]))
 
     def _cut(self, epoch: _Epoch, first: int) -> TokenBlock:
-        """Block from prediction `first` of the epoch's stream."""
         inputs, labels, positions = (np.empty(self.seq_len, dtype=np.int64) for _ in range(3))
         tokens, starts = self._corpus.tokens, self._corpus.starts
         filled, i = 0, int(np.searchsorted(epoch.ends, first, side="right"))

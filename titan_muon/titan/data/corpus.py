@@ -17,7 +17,7 @@ from titan_muon.titan.data.documents import Documents
 # Part of every cache file's name: increment when the layout changes.
 _FORMAT = "1"
 CHECKED = ".checked"
-"""Suffix of the file with the stamp of tokens with a right checksum."""
+"""Suffix of the file with the stamp of sound tokens."""
 _SECONDS_BETWEEN_MESSAGES = 10.0
 
 
@@ -84,7 +84,6 @@ def _paths(path: Path) -> tuple[Path, Path]:
 
 
 def _load(path: Path, name: str, vocab_size: int) -> Corpus | None:
-    """The cached corpus, or None if a file is absent or damaged."""
     index_path, tokens_path = _paths(path)
     if not index_path.exists():
         return None

@@ -28,11 +28,7 @@ MOST_REPLACED = 0.1
 class TextFile:
     """A file of documents: rows of `.jsonl` or `.parquet`, otherwise a single document.
 
-    Attributes:
-        name: sort key of the file.
-        path: location of the file.
-        size: bytes.
-        key: field of a row with the text.
+    `name`: sort key. `size`: bytes. `key`: field of a row with the text.
     """
 
     name: str
@@ -99,10 +95,7 @@ class _Index(NamedTuple):
 
 
 class Documents:
-    """The documents of a `[data]` table, numbered by file and row.
-
-    A cached index holds the hashes for files of these sizes and times.
-    """
+    """The documents of a `[data]` table, numbered by file and row."""
 
     def __init__(self, data: Data) -> None:
         assert data.source != "hf", "TorchTitan's own loader reads data.source = 'hf'"
@@ -114,13 +107,13 @@ class Documents:
     @cached_property
     def all(self) -> tuple[TextFile, ...]:
         """Non-empty files, sorted by name. Raises RecipeError without files."""
-        found = _python_files() if self.data.source == "python" else _matched_files(self.data.files)
+        paths = _python_files() if self.data.source == "python" else _matched_files(self.data.files)
         # A folder's listing depends on the file system, and the order decides every batch.
-        files = (TextFile(name, path, path.stat().st_size, self.data.text_key) for name, path in sorted(found.items()))
-        kept = tuple(file for file in files if file.size > 0)
-        if not kept:
-            raise self._empty(len(found))
-        return kept
+        files = (TextFile(name, path, path.stat().st_size, self.data.text_key) for name, path in sorted(paths.items()))
+        nonempty = tuple(file for file in files if file.size > 0)
+        if not nonempty:
+            raise self._empty(len(paths))
+        return nonempty
 
     def _empty(self, files: int) -> RecipeError:
         where = "source = 'python'" if self.data.source == "python" else f"files = {list(self.data.files)}"
@@ -230,7 +223,7 @@ def _python_files() -> dict[str, Path]:
 def _matched_files(patterns: tuple[str, ...]) -> dict[str, Path]:
     """Matching files without duplicates, by path from their deepest common folder.
 
-    So order and split do not depend on the working directory or the patterns.
+    Order and split do not depend on the working directory or the patterns.
     """
     if not patterns:
         raise RecipeError("data.files is empty; data.source = 'files' needs at least one glob pattern")

@@ -28,8 +28,6 @@ class PackedDataLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """All loaders of a configuration share `corpus`."""
-
         corpus: CorpusSource
 
         validation: bool = False

@@ -56,7 +56,7 @@ class ByteTokenizer(_MarkedTokenizer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
-        """No options."""
+        pass
 
     def __init__(self, config: Config, *, tokenizer_path: str | None = None) -> None:
         super().__init__(BYTES + MARKS)

@@ -35,7 +35,6 @@ class HeldOutValidator(Validator):
         at_once = self.dp_world_size * self.local_batch_size
         batch = at_once if config.global_batch_size == -1 else config.global_batch_size
         sequences = -1 if config.steps == -1 else config.steps * batch
-        # Batches per rank, as TorchTitan's validator counts.
         self.config.steps = -(-sequences // at_once)
         if isinstance(self.dl_config, PackedDataLoader.Config):
             # A pipeline reads microbatches and would drop an incomplete last batch.

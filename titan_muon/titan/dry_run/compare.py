@@ -38,7 +38,6 @@ def compare(alternatives: Sequence[Alternative], world_size: int | None, device:
 
 
 def _row(name: str, parts: Sequence[StageReport]) -> list[str]:
-    """Cells of an alternative: times of the slowest pipeline stage, memory of the fullest rank."""
     slowest = max((part.verdict for part in parts), key=lambda verdict: verdict.seconds)
     summaries = [part.summary for part in parts if part.summary is not None]
     sent = max((summary.bytes_sent_max for summary in summaries), default=0)

@@ -79,18 +79,17 @@ def memory_per_rank(
     # An upper bound: the fullest owner may be another rank than the first, with the largest shards.
     fullest = max(loads, key=lambda rank: loads[rank].bytes, default=0)
     elements = {name: _elements(parameter, fullest) for name, parameter in meta.parameters.items()}
-    held = list(_held(meta, elements, _kept(meta, elements, recipe), recipe))
+    items = list(_held(meta, elements, _kept(meta, elements, recipe), recipe))
     offload = offload_of(recipe)
-    parameters, states = [item.bytes for item in held], [size for item in held for size in item.states]
+    parameters, states = [item.bytes for item in items], [size for item in items for size in item.states]
     on_device, pinned_parameters = sum(parameters), 0
     states_on_device, pinned_states = sum(states), 0
     if offload != "none":
         pinned_states = sum(host_bytes(size, device) for size in states)
-        states_on_device = _window_bytes(held, summary, recipe)
+        states_on_device = _window_bytes(items, summary, recipe)
     if offload == "parameters":
         on_device, pinned_parameters = 0, sum(host_bytes(size, device) for size in parameters)
     if meta.plan is not None:
-        # On the device under offload too.
         states_on_device += max(state_bytes(meta.plan, rule_states(recipe.muon.rule)).values(), default=0)
     uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", "adamw"})
     step = (0, 0)
@@ -102,35 +101,34 @@ def memory_per_rank(
 
 
 def _kept(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe) -> Mapping[str, int]:
-    """Elements of Muon's momentum on the fullest keeper."""
     if meta.plan is None or recipe.muon.state == "replicated":
         return elements
     most = max(state_elements(meta.plan).values(), key=lambda held: sum(held.values()))
     return {meta.plan.parameters[number].fqn: size for number, size in most.items()}
 
 
-def _held(meta: MetaModel, elements: Mapping[str, int], kept: Mapping[str, int], recipe: Recipe) -> Iterator[Held]:
+def _held(meta: MetaModel, elements: Mapping[str, int], momentum: Mapping[str, int], recipe: Recipe) -> Iterator[Held]:
     for a in meta.assigned:
         size, itemsize = elements[a.fqn], meta.parameters[a.fqn].element_size()
         states: tuple[int, ...] = ()
         if a.optimizer == "muon":
-            states = (momentum_bytes(kept[a.fqn], recipe.muon.state_dtype),)
+            states = (momentum_bytes(momentum[a.fqn], recipe.muon.state_dtype),)
         elif a.optimizer == "adamw":
             states = (size * (2 if recipe.adamw.state_dtype == "bfloat16" else itemsize),) * len(AVERAGES)
         yield Held(a.optimizer, size * itemsize, itemsize, states)
 
 
-def _window_bytes(held: list[Held], summary: Summary | None, recipe: Recipe) -> int:
+def _window_bytes(items: list[Held], summary: Summary | None, recipe: Recipe) -> int:
     """Peak of offloaded bytes on the device; optimizers step in turn."""
     offload = offload_of(recipe)
-    batched = sum(item.moved(offload) for item in held if item.optimizer == "adamw")
+    batched = sum(item.moved(offload) for item in items if item.optimizer == "adamw")
     most = TRANSFERS_AT_ONCE * min(BATCH_BYTES, batched)
     if summary is None:
         return most
     element_bytes, stages = momentum_bytes(1, recipe.muon.state_dtype), 1
     if offload == "parameters":
         # Momentum and gradient share a transfer; the parameter's own transfer is smaller.
-        element_bytes += max(item.itemsize for item in held if item.optimizer == "muon")
+        element_bytes += max(item.itemsize for item in items if item.optimizer == "muon")
         stages = 2
     loads = max(min(TRANSFERS_AT_ONCE, stages * cost.loads) * cost.load_elements for cost in summary.ranks)
     return max(most, loads * element_bytes)
@@ -144,7 +142,6 @@ def mean_elements(parameter: Tensor, ranks: int) -> float:
 
 
 def _elements(parameter: Tensor, owner: int) -> int:
-    """Elements on the first rank, or on rank `owner` if owned."""
     if isinstance(parameter, DTensor) and is_owned(parameter):
         return held_elements(parameter).get(owner, 0)
     return local(parameter).numel()

@@ -47,8 +47,7 @@ class MetaModel:
     Attributes:
         ranks: of this stage.
         parameters: trained parameters by name, with the shards of the first rank, the largest.
-        assigned: optimizer of each parameter, in the same order.
-        whole: the same for the whole model.
+        assigned: optimizer of each parameter, in the same order; `whole`: of the whole model.
         groups: parameter groups by optimizer.
         plan: None without Muon parameters.
         logit_bytes: QK-clip's all-reduce per step.
@@ -87,18 +86,13 @@ def this_device() -> str:
 def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None, *, stage: int = 0) -> MetaModel:
     """A recipe's model on `world_size` ranks, with Muon's plan.
 
-    Args:
-        recipe: the recipe.
-        world_size: number of ranks.
-        device: type of device to plan for, by default this machine's.
-        stage: pipeline rank; pipeline ranks plan separately.
+    `device`: type of device to plan for, by default this machine's. `stage`: pipeline rank; pipeline ranks plan
+    separately.
 
-    Raises RecipeError like training, except for invalid options of another package's optimizer, and for a global batch
-    that does not divide among the ranks: the plan does not depend on the batch.
+    Raises RecipeError like training, except for invalid options of another package's optimizer and for the batch.
     """
     check_layout(recipe, world_size)
     stages = recipe.parallelism.pipeline_parallel_degree
-    # The same configuration, so that training and dry run refuse the same recipes.
     config = trainer_config(recipe, Run(folder=recipe.dump_folder), world_size)
     ranks = stage_ranks(world_size, stages, stage)
     kind = this_device() if device is None else device
@@ -192,7 +186,6 @@ def _plan(
         return None
     try:
         options = MuonOptions(**table)
-        # Groups may differ in steps and coefficients.
         iterations = [iteration_of(group.options) for group in groups for _ in group.names]
         kernels = kernels_for(options.ns_kernel, torch.device(device))
         dispatch = Dispatch.of(options, device, kernels, planning_machine(options.machine, device))

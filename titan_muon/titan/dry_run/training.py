@@ -16,7 +16,7 @@ from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.recipe.degrees import data_ranks, local_batch_size
 
 TRAINING_SHARE = 0.57
-"""Share of the rate of large products in forward and backward: 400 of 700 TFLOP/s on an H100, 40 % of the data sheet.
+"""Share of the rate of large products: 400 of 700 TFLOP/s on an H100, 40 % of the data sheet.
 Llama 3 reached 38 to 43 % (Grattafiori et al., 2024, arXiv:2407.21783).
 """
 LOGIT_BYTES = 10
@@ -157,11 +157,11 @@ def pass_memory(recipe: Recipe, world: int, size: ModelSize, stage: Sequence[Ass
         # Under 1F1B the first stage holds a microbatch per stage.
         tokens = tokens * recipe.parallelism.pipeline_parallel_microbatch_size // local
         in_flight = min(degrees.stages, _microbatches(recipe, local))
-    kept, whole, gathered = 0.0, 0.0, 0.0
+    activations_kept, whole, gathered = 0.0, 0.0, 0.0
     for layer in _layers(stage):
         every = sum(_activations(a, tokens, size, degrees) for a in layer)
         hidden = tokens * _width(layer) / degrees.tensor
-        kept += {
+        activations_kept += {
             "none": every,
             "full": hidden,
             "memory_budget": hidden + recipe.activation_checkpoint.memory_budget * every,
@@ -176,7 +176,7 @@ def pass_memory(recipe: Recipe, world: int, size: ModelSize, stage: Sequence[Ass
     has_head = any(a.fqn.split(".")[0] in ("lm_head", "output", "head") for a in others) or degrees.stages == 1
     logits = LOGIT_BYTES * tokens * size.vocabulary / degrees.tensor if has_head else 0.0
     return PassMemory(
-        activations=int(dtype * kept * in_flight + max(0.0, again - logits)),
+        activations=int(dtype * activations_kept * in_flight + max(0.0, again - logits)),
         logits=int(logits),
         gathered=int(dtype * (2 * gathered + head)),
     )
@@ -221,7 +221,6 @@ def _kept(a: Assignment, tokens: int, size: ModelSize, degrees: _Degrees) -> flo
 
 
 def _unsharded(a: Assignment, degrees: _Degrees) -> float:
-    """Elements of a parameter after FSDP's gather."""
     return prod(a.shape) / (degrees.experts if _is_stack(a) else degrees.tensor)
 
 
@@ -232,7 +231,6 @@ def _link(machine: MachineRates, ranks: int) -> Link:
 def _fsdp_seconds(
     recipe: Recipe, degrees: _Degrees, stage: Sequence[Assignment], machine: MachineRates, passes: int
 ) -> float:
-    """Seconds of gathers and of gradient reductions."""
     gathered = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
     reduced = TORCH_DTYPE_MAP[recipe.training.mixed_precision_reduce].itemsize
     again = 1 if recipe.parallelism.fsdp_reshard_after_forward == "never" else 2
@@ -260,7 +258,6 @@ def _tensor_seconds(degrees: _Degrees, stage: Sequence[Assignment], machine: Mac
 def _expert_seconds(
     degrees: _Degrees, stage: Sequence[Assignment], machine: MachineRates, tokens: int, size: ModelSize
 ) -> float:
-    """Seconds of the all-to-alls of routed tokens."""
     ranks, link = degrees.experts, _link(machine, degrees.experts)
     sent = 0.0
     for layer in _layers(stage):

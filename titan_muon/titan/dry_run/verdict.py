@@ -57,8 +57,8 @@ class Verdict:
     @property
     def in_passes(self) -> int:
         """Bytes at the peak of forward and backward."""
-        kept = self.memory.gradients if self.training.passes > 1 else 0
-        return self._rest + kept + self.training.memory.total
+        accumulated = self.memory.gradients if self.training.passes > 1 else 0
+        return self._rest + accumulated + self.training.memory.total
 
     @property
     def in_step(self) -> int:
@@ -123,7 +123,6 @@ def _communicator_bytes(meta: MetaModel, recipe: Recipe, machine: MachineRates) 
 
 
 def _groups_between_all(plan: Plan | None, rank: int) -> set[tuple[int, ...]]:
-    """Groups of this rank's all-to-alls in Muon's step."""
     buckets = () if plan is None else plan.buckets
     return {b.group for b in buckets if b.exchange in EXCHANGES_BETWEEN_ALL and rank in b.group and len(b.group) > 1}
 

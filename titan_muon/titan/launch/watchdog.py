@@ -31,7 +31,6 @@ NAMING_SHARE = 0.8
 GRACE_SECONDS = 2.0
 """Time for the process to raise its own, more informative error first."""
 FAILED = "failed"
-"""Key of the first failure."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +148,8 @@ class Watchdog:
     def _end_without_store(self) -> None:
         """End this process after the process with the store.
 
-        Under torchrun the store belongs to a launcher, and the ranks may be well: they end after the step, with a
-        checkpoint. Otherwise the store belongs to a rank, and collectives would wait in vain.
+        Under torchrun the store belongs to a launcher, and the ranks end after the step, with a checkpoint. Otherwise
+        the store belongs to a rank, and collectives would wait in vain.
         """
         under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
         if self._closed.wait(GRACE_SECONDS) or self._done or self._failing:

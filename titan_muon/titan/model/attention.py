@@ -37,7 +37,7 @@ class DenseMaskAttention(FlexAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
-        """No options."""
+        pass
 
     def forward(
         self,

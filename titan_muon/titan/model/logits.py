@@ -47,7 +47,7 @@ class ObservedDenseAttention(LogitObserver, DenseMaskAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(DenseMaskAttention.Config):
-        """No options."""
+        pass
 
     def attend(
         self,
@@ -77,7 +77,7 @@ class ObservedFlexAttention(LogitObserver, FlexAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
-        """No options."""
+        pass
 
     def forward(
         self,
@@ -116,7 +116,7 @@ class ObservedVarlenAttention(LogitObserver, VarlenAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        """No options."""
+        pass
 
     def forward(
         self,

@@ -68,7 +68,6 @@ def _shard(recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    # Multi-token prediction layers: absent from some decoders, or None.
     return [*model.layers.values(), *(getattr(model, "mtp_layers", None) or ())]
 
 
@@ -153,7 +152,6 @@ def _cuts_experts(dp_mesh: DeviceMesh, options: dict[str, Any]) -> Callable[[int
 
 
 def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
-    """Newton-Schulz FLOPs on a type of device, by shape."""
     # The run's algorithm: another cost would unbalance the owners.
     muon = recipe.muon
     steps = iteration(muon.ns_coefficients, muon.ns_steps, muon.eps).steps
@@ -181,19 +179,22 @@ def _choice(
     assigned = assign_parameters(see([model], canonical_fqn), config.rules, config.defaults, all_rules=whole)
     muon = {a.fqn for a in assigned if a.optimizer == "muon"}
     by_default = recipe.placement.muon == "owned"
-    kept = _unread_stacks(recipe) is not None
-    chosen = {
+    stacks_stay = _unread_stacks(recipe) is not None
+    names = {
         a.fqn
         for a in assigned
         if by_default
         and a.fqn in muon
         and named[a.fqn] in inside
         # FSDP2 also stores whole experts, in equal numbers on all ranks.
-        and (_is_matrix(recipe, a) or (not kept and (cuts_experts(a.shape[0]) or _is_gathered(recipe, named[a.fqn]))))
+        and (
+            _is_matrix(recipe, a)
+            or (not stacks_stay and (cuts_experts(a.shape[0]) or _is_gathered(recipe, named[a.fqn])))
+        )
     }
-    if not chosen and whole and by_default and not recipe.placement.rule:
+    if not names and whole and by_default and not recipe.placement.rule:
         raise ValueError("Muon takes no matrix of the model's layers; use 'shard0'")
-    owners = placed(named, chosen, recipe.placement.rule)
+    owners = placed(named, names, recipe.placement.rule)
     elementwise = {parameter for name, parameter in named.items() if name not in muon}
     split = splits_with(recipe.muon.split, assigned)
     return _Choice({named[name]: owner for name, owner in owners.items()}, elementwise, split)

@@ -30,7 +30,6 @@ def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
     Raises RecipeError for an unknown placement and for degrees unfit for the model or this torch. The parallelize_fn
     raises RecipeError for a sequence unfit for context parallelism.
     """
-    # A rule may own matrices under any `placement.muon`.
     place, degrees = _placement("owned" if owns(recipe) else recipe.placement.muon), recipe.parallelism
     if recipe.placement.rule:
         check_placement_rules(recipe, whole_model(spec))

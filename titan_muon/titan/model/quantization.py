@@ -33,10 +33,10 @@ def check_float8(section: Float8, capability: tuple[int, int] | None, *, amd: bo
 
     `capability`: of the GPU, None without a GPU. `amd`: the GPU is AMD's. `torchao`: a usable torchao is installed.
     """
-    asked = [key for key in ("linear", "experts") if getattr(section, key)]
-    if not asked:
+    keys = [key for key in ("linear", "experts") if getattr(section, key)]
+    if not keys:
         return
-    key = f"float8.{asked[0]}"
+    key = f"float8.{keys[0]}"
     if not torchao:
         raise RecipeError(f"{key} = true needs the package torchao (0.9 or newer); install it, or set {key} = false")
     has_float8 = capability is not None and capability >= (AMD if amd else NVIDIA)

@@ -20,12 +20,8 @@ def model_spec(
 ) -> "ModelSpec":
     """TorchTitan's specification of a flavor of the registered family `name`.
 
-    Raises RecipeError for an unknown family, flavor or attention, and for attention without support on the device.
-
-    Args:
-        vocab_size: tokens to embed, instead of the flavor's number.
-        attention: a choice of `model.attention`.
-        on_cpu: by default for this machine's device.
+    `vocab_size`: tokens to embed, instead of the flavor's number. `attention`: a choice of `model.attention`. Raises
+    RecipeError for an unknown family, flavor or attention, and for attention without support on the device.
     """
     try:
         family = registry.models.get(name)

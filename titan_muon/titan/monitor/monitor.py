@@ -46,8 +46,6 @@ class Monitor:
 
     Args:
         parts: this rank's model parts.
-        optimizers: the recipe's optimizers.
-        device: device of the measurements.
         stage_ranks: ranks with shards of these parameters (world size / pipeline stages).
         every: steps between monitored steps.
         matrices: number of sampled matrices. Every rank gathers each matrix twice.

@@ -83,7 +83,7 @@ class Command(Options):
 def parse(argv: Sequence[str]) -> Command:
     """Parse `argv` (without the program's name). `--help` and `--help TABLE` print, and exit with status 0.
 
-    Raises RecipeError with a single message for any mistake in the flags or the recipe.
+    Raises RecipeError for any mistake in the flags or the recipe.
     """
     wants_help = bool(HELP & set(argv))
     kinds = get_type_hints(Recipe)

@@ -113,7 +113,6 @@ RELATIONS = (
         '1 or more, because data.source = "hf"',
         lambda recipe: not recipe.validator.enable or recipe.validator.steps != -1 or recipe.data.source != "hf",
     ),
-    # Without effect if there are no pipeline stages.
     Relation(
         "parallelism.pipeline_parallel_microbatch_size",
         "a divisor of training.local_batch_size under pipeline parallelism",
@@ -315,14 +314,13 @@ def _check_relations(recipe: Recipe, context: str, sources: Mapping[str, str], f
 
 
 def _others(relation: Relation, current: Mapping[str, object], sources: Mapping[str, str]) -> str:
-    """The other keys of a relation, with values and sources."""
     keys = [key for key in re.findall(r"[a-z_0-9]+\.[a-z_0-9]+", relation.accepted) if key in current]
-    written = [
+    values = [
         f"{key} = {value_text(current[key])} ({sources.get(key, 'default')})"
         for key in dict.fromkeys(keys)
         if key != relation.key and current[key] is not None
     ]
-    return f". Here {', '.join(written)}" if written and sources else ""
+    return f". Here {', '.join(values)}" if values and sources else ""
 
 
 def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:

@@ -22,7 +22,6 @@ def check_layout(recipe: Recipe, world_size: int) -> None:
     """Raise RecipeError unless the degrees and the sequence length fit `world_size` ranks."""
     parallelism, training = recipe.parallelism, recipe.training
     _check_pipeline(parallelism.pipeline_parallel_degree)
-    # First, because other checks need the resolved -1.
     shard = _shard_degree(parallelism, world_size)
     _check_experts(parallelism, shard, world_size)
     _check_sequence(training, parallelism)
@@ -47,7 +46,6 @@ def _check_pipeline(degree: int) -> None:
 
 def _shard_degree(parallelism: Parallelism, world_size: int) -> int:
     """Ranks per replica, with -1 resolved."""
-    # Expert parallelism reuses these ranks.
     others = {
         "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
         "context_parallel_degree": parallelism.context_parallel_degree,
@@ -114,7 +112,7 @@ def data_ranks(recipe: Recipe, world_size: int) -> int:
 
 def _check_sequence(training: Training, parallelism: Parallelism) -> None:
     tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
-    # Twice the context degree: the load balancer gives each rank a chunk of the head and a chunk of the tail.
+    # Twice the context degree: the load balancer gives each rank a chunk of head and tail.
     divisor = (tensor if parallelism.enable_sequence_parallel else 1) * (2 * context if context > 1 else 1)
     if training.seq_len % divisor:
         degrees = [f"parallelism.tensor_parallel_degree = {tensor}"] if parallelism.enable_sequence_parallel else []

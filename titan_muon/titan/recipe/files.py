@@ -17,13 +17,8 @@ TYPED_OPTIMIZERS: Mapping[str, type] = {"muon": Muon, "adamw": AdamW}
 def load(path: str | Path, overrides: Sequence[str] = (), notice: Callable[[str], None] = lambda line: None) -> Recipe:
     """Recipe of a TOML file, its bases and `--section.key value` overrides.
 
-    Args:
-        path: TOML file.
-        overrides: words of the command line.
-        notice: called with a line for each adjusted value.
-
-    Raises:
-        RecipeError: with a single message, for any invalid recipe.
+    `notice` is called with a line for each adjusted value. Raises RecipeError, with a single message, for any invalid
+    recipe.
     """
     file = Path(path)
     written = read_file(file)
@@ -33,7 +28,6 @@ def load(path: str | Path, overrides: Sequence[str] = (), notice: Callable[[str]
     for key, entry in written.items():
         refuse_moved(key, entry.source)
     refuse_unknown(unknown, list(keys(Recipe)))
-    # Later entries win.
     shorter = _shorter_warmup(written, flags)
     for key, entry in shorter.items():
         notice(f"{key} = {entry.value}: {entry.source}")
@@ -57,7 +51,6 @@ def _shorter_warmup(written: Mapping[str, Entry], flags: Mapping[str, Entry]) ->
         return {}
     if warmup + round(steps * (decay or 0)) <= steps:
         return {}
-    # At least one step, unless decay takes all steps.
     shorter = min(max(1, warmup * steps // before), steps - round(steps * (decay or 0)))
     source = f"shortened from {warmup}, in proportion to training.steps = {steps} instead of {before}"
     return {"lr_scheduler.warmup_steps": Entry(shorter, source)}
@@ -84,7 +77,6 @@ def to_toml(recipe: Recipe) -> str:
     kinds, defaults = keys(Recipe), values(Recipe())
     plain = {key: _plain(value) for key, value in values(recipe).items()}
     for key, value in plain.items():
-        # TOML has no null: an absent key would load as the default.
         if value is None and defaults[key] is not None:
             raise RecipeError(f"recipe: {key} = None cannot be written: TOML has no null, and absent means a default.")
         if value is not None:
@@ -106,7 +98,6 @@ def keys_of_the_command_line(path: str | Path, recipe: Recipe) -> tuple[str, ...
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as dicts without absent keys, tuples as lists."""
     if is_dataclass(value):
         inner = {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
         return {name: item for name, item in inner.items() if item is not None}

@@ -19,7 +19,6 @@ MOVED = {
     "link.latency_us": "machine.network_latency_us",
     "link.tflops": "machine.tflops",
 }
-"""Renamed keys."""
 
 SOURCE = "command line"
 BOOLEANS = {"true": True, "True": True, "false": False, "False": False}

@@ -1,7 +1,7 @@
 """Strict schemas from dataclasses: entries with dotted keys become a frozen instance, or an error.
 
-Types: bool, int, float, str, Literal of strings, `X | None` (an absent key), unions, tuples (TOML lists), dataclasses
-inside lists (TOML tables) and dicts of free options. The only conversion is from int to float.
+Types: bool, int, float, str, Literal of strings, `X | None` (an absent key), unions, tuples, dataclasses inside lists
+and dicts of free options. The only conversion is from int to float.
 """
 
 import dataclasses
@@ -23,7 +23,6 @@ SYNONYMS = {
     "sequence_length": "seq_len",
     "tp": "tensor_parallel_degree",
 }
-"""Other programs' words for recipe keys."""
 # In this order, so that 1 stays an int.
 FREE_VALUE = bool | int | float | str
 
@@ -112,7 +111,6 @@ def convert_items(kinds: Mapping[str, Any], items: Mapping[str, object], place: 
 
 
 def _convert_table(kind: Any, value: dict[str, Any], key: str, source: str) -> Any:
-    # A dataclass may report outdated keys.
     if problem := kind.outdated(value) if hasattr(kind, "outdated") else "":
         raise RecipeError(f"{source}: {key} {problem}")
     converted = convert_items(get_type_hints(kind), value, key, source)
@@ -180,11 +178,11 @@ def unknown(source: str, key: str, value: object, known: list[str]) -> RecipeErr
     leaves = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == table]
     suggestion = _nearest_key(key, known, leaves, tables)
     hint = f" Did you mean {suggestion}?" if suggestion else ""
-    written = key if value is None else f"{key} = {_shown(value)}"
+    setting = key if value is None else f"{key} = {_shown(value)}"
     if table and leaves:
-        return RecipeError(f"{source}: unknown key {written}.{hint} {table} takes {', '.join(leaves)}.")
+        return RecipeError(f"{source}: unknown key {setting}.{hint} {table} takes {', '.join(leaves)}.")
     noun = f"table [{table or key}]" if table or isinstance(value, dict) else "key"
-    return RecipeError(f"{source}: unknown {noun}: {written}.{hint} The tables are {', '.join(tables)}.")
+    return RecipeError(f"{source}: unknown {noun}: {setting}.{hint} The tables are {', '.join(tables)}.")
 
 
 def _nearest_key(key: str, known: list[str], leaves: list[str], tables: list[str]) -> str | None:

@@ -1,7 +1,6 @@
 """The recipe: a frozen dataclass of tables. Pure data: no torch, no torchtitan.
 
-Muon's options are in `titan_muon.options`, tables shared with TorchTitan in `torchtitan_sections`. `None` is an absent
-key, because TOML has no null.
+`None` is an absent key, because TOML has no null.
 """
 
 from dataclasses import dataclass, field
@@ -64,7 +63,7 @@ class Model:
     """Folder of Hugging Face files; last_save_in_hf writes the shards of its safetensors index."""
 
     attention: Literal["auto", "flex", "varlen", "dense"] = "auto"
-    """Inner attention. `auto`: `flex` on GPUs, `dense` (SDPA with a document mask) on the CPU."""
+    """Inner attention. `auto`: `flex` on GPUs, `dense` (SDPA with a mask) on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +157,7 @@ class Muon(StepOptions, Hyperparameters):
 
 @dataclass(frozen=True, kw_only=True)
 class QKClip:
-    """QK-clip (MuonClip; Kimi K2, 2025): scales down heads with large attention logits after a step."""
+    """QK-clip (MuonClip; Kimi K2, 2025): scales down heads with large attention logits."""
 
     mode: Literal["off", "log", "clip"] = "off"
     """`log`: report each layer's largest logit. `clip`: also scale query and key weights of heads above threshold."""
@@ -167,7 +166,7 @@ class QKClip:
     """Largest allowed logit of a head."""
 
     alpha: Annotated[float, from_to(0, 1)] = 0.5
-    """Share of the factor for query weights; key weights take the rest."""
+    """Share of the factor for queries; keys take the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +174,7 @@ class Monitor:
     """Measurements of weights, updates and states, for metrics.jsonl and TensorBoard."""
 
     every: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps between measured steps; 0 measures nothing and costs nothing."""
+    """Steps between measured steps; 0 measures nothing."""
 
     matrices: Annotated[int, COUNT] = 2
     """Matrices with measured singular values; every rank gathers each twice."""
@@ -199,7 +198,7 @@ class ActivationCheckpoint:
     """`selective`: keep matrix products and communication. `full`: block inputs. `memory_budget`: as many as fit."""
 
     memory_budget: Annotated[float, from_to(0, 1)] = 0.5
-    """With `memory_budget`: 0 keeps as little as `full`, 1 keeps all; the compiler chooses in between."""
+    """With `memory_budget`: from 0, as little as `full`, to 1, all; the compiler chooses."""
 
     visualize_memory_budget_pareto: bool = False
     """With `memory_budget`: plot time against memory in the run's memory_budget_pareto; slow."""
@@ -211,10 +210,10 @@ class ActivationCheckpoint:
     """Recompute with the same random numbers."""
 
     determinism_check: Literal["default", "none"] = "default"
-    """Compare shapes and dtypes of recomputed activations, or nothing."""
+    """Compare shapes and dtypes of recomputed activations."""
 
     debug: bool = False
-    """Record the origin of activations, to debug recomputation; slow."""
+    """Record the origin of activations; slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +253,7 @@ class AdamW:
     """Added to the denominator."""
 
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
-    """Decoupled weight decay, scaled by the learning rate."""
+    """Decoupled weight decay, times the learning rate."""
 
     state_dtype: StateDtype = "parameter"
     """Dtype of both averages; `bfloat16` for betas up to 0.99, computed in float32."""
@@ -281,7 +280,7 @@ class Optimizer:
     """Default optimizer of MoE router matrices."""
 
     defaults: bool = True
-    """Apply the defaults to parameters without a matching rule; false: refuse these parameters."""
+    """Apply the defaults to parameters without a rule; false: refuse these parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ def nearest(word: str, known: list[str]) -> str | None:
 def read_file(path: Path) -> dict[str, Entry]:
     """All keys of a recipe and its bases by dotted path; a file overrides its base.
 
-    Raises RecipeError for a missing or unreadable file, invalid TOML and a cycle of bases.
+    Raises RecipeError for an unreadable file, invalid TOML and a cycle of bases.
     """
     return _read(path, ())
 
@@ -65,8 +65,8 @@ def _parse(path: Path, context: str) -> dict[str, object]:
         # tomli names the line, and not the key of a duplicate.
         number = getattr(error, "lineno", 0)
         line = "".join(text.splitlines()[number - 1 : number]).strip()
-        written = f": {line}" if line else ""
-        raise RecipeError(f"{path}: not valid TOML{context}: {error}{written}.") from None
+        quote = f": {line}" if line else ""
+        raise RecipeError(f"{path}: not valid TOML{context}: {error}{quote}.") from None
 
 
 def _neighbours(path: Path) -> str:

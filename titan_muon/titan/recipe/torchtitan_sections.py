@@ -37,7 +37,7 @@ class Training:
     """Optimizer steps of the run."""
 
     max_norm: Annotated[float, POSITIVE] = 1.0
-    """Largest gradient norm; larger gradients are scaled down."""
+    """Largest gradient norm; larger ones are scaled down."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of parameters, gradients and optimizer states."""
@@ -76,7 +76,7 @@ class Parallelism:
     """Ranks that split each layer's matrix products (TP)."""
 
     enable_sequence_parallel: bool = True
-    """Shard activations along the sequence between TP layers."""
+    """Shard activations by sequence between TP layers."""
 
     context_parallel_degree: Annotated[int, COUNT] = 1
     """Ranks that split each sequence (CP)."""
@@ -85,7 +85,7 @@ class Parallelism:
     """CP's split of the sequence, to balance attention."""
 
     expert_parallel_degree: Annotated[int, COUNT] = 1
-    """Ranks that split the experts (EP), part of FSDP and TP: divides shard x CP x TP."""
+    """Ranks that split the experts (EP): divides shard x CP x TP."""
 
     pipeline_parallel_degree: Annotated[int, COUNT] = 1
     """Pipeline stages (PP); needs torch 2.14."""
@@ -119,12 +119,12 @@ class Parallelism:
     """FSDP through symmetric memory; NVIDIA GPUs of compute capability 9.0 or newer."""
 
     spmd_backend: Literal["auto", "partial_dtensor", "spmd_types"] = "auto"
-    """TorchTitan's SPMD backend. `auto`: `partial_dtensor` before torch 2.14, then `spmd_types`."""
+    """TorchTitan's backend. `auto`: `partial_dtensor` before torch 2.14, then `spmd_types`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LrScheduler:
-    """Learning-rate schedule of all groups: warm up, hold, decay."""
+    """Learning-rate schedule: warm up, hold, decay."""
 
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Steps of linear warm-up."""
@@ -167,10 +167,10 @@ class Checkpoint:
     """Folder inside the run's folder."""
 
     interval: Annotated[int, COUNT] = 500
-    """Steps between checkpoints. The last step, Ctrl-C and SIGTERM save too."""
+    """Steps between checkpoints; the last step, Ctrl-C and SIGTERM save too."""
 
     enable_first_step_checkpoint: bool = False
-    """Also save after the first step, to test saving early."""
+    """Also save after the first step."""
 
     load_only: bool = False
     """Load checkpoints and never write."""
@@ -250,7 +250,7 @@ class Compile:
     """Compiler."""
 
     enable_async_tensor_parallel: bool = False
-    """Overlap TP's collectives with matrix products by chunks; GPUs only."""
+    """Overlap TP's collectives with matrix products; GPUs only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +281,7 @@ class Debug:
     """Seed of the model's initialisation."""
 
     deterministic: bool = False
-    """Deterministic kernels; other operations are an error."""
+    """Deterministic kernels, or an error."""
 
     deterministic_warn_only: bool = False
     """With deterministic: warn instead."""
@@ -307,7 +307,7 @@ class Profiler:
     """Folder inside the run's folder."""
 
     profile_freq: Annotated[int, COUNT] = 10
-    """Steps per trace: wait, then profiler_warmup, then profiler_active."""
+    """Steps per trace: wait, profiler_warmup, profiler_active."""
 
     profiler_active: Annotated[int, COUNT] = 1
     """Steps in a trace."""

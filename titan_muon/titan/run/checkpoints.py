@@ -1,4 +1,4 @@
-"""Save, load and validate the checkpoints of a run (PyTorch's distributed checkpoints).
+"""Save, load and validate the checkpoints of a run.
 
 A checkpoint is whole if it has `.metadata`, written last, and every file of `.metadata` at full length.
 `checksums.json` also verifies the content.
@@ -130,7 +130,6 @@ class RunCheckpoints(CheckpointManager):
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         resume: str | None = None
-        """Checkpoint to continue from; None for a new run."""
 
         schedule: Mapping[str, Any] = field(default_factory=dict)
 
@@ -139,7 +138,6 @@ class RunCheckpoints(CheckpointManager):
         self._loaded = False
         self._dtypes: tuple[str, ...] = ()
         self.forced = False
-        """Save this step at any interval, because the run ends."""
         self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
         """Excludes saving from the training time; set by the trainer."""
         self.check: Callable[[int], None] = lambda step: None
@@ -266,12 +264,12 @@ class RunCheckpoints(CheckpointManager):
             return
         folder = Path(self.folder)
         steps = saved_steps(folder)
-        kept = set(steps[: self.keep_latest_k])
+        newest = set(steps[: self.keep_latest_k])
         if self.protected_until is not None:
-            kept.update([step for step in steps if step <= self.protected_until][:1])
-        stale = [checkpoint_path(folder, step) for step in steps if step not in kept]
+            newest.update([step for step in steps if step <= self.protected_until][:1])
+        stale = [checkpoint_path(folder, step) for step in steps if step not in newest]
         asides = ((path, ASIDE_FOLDER.fullmatch(path.name)) for path in folder.iterdir())
-        stale += [path for path, name in asides if name is not None and int(name[1]) < min(kept)]
+        stale += [path for path, name in asides if name is not None and int(name[1]) < min(newest)]
         for path in stale:
             self.purge_queue.put(str(path))
 
@@ -324,7 +322,6 @@ def check_optimizers(optimizers: HybridOptimizers, saved: Collection[str]) -> No
     takers = {assignment.fqn: assignment.optimizer for assignment in optimizers.assignments}
     for key in optimizers.state_dict():
         fqn, _, state = key.removeprefix("state.").rpartition(".")
-        # The load reports missing parameters.
         if key.startswith("state.") and fqn in saved and f"optimizer.{key}" not in saved:
             raise RecipeError(
                 f"optimizer.rule: {takers[fqn]} trains {fqn}, and another optimizer trained {fqn} in the checkpoint, "

@@ -34,7 +34,6 @@ NOISY_WARNINGS = (
     "Error running lspci",
     # Without an index the model is a single file, as intended.
     "model.safetensors.index.json not found",
-    # RunMetrics reports on the rank with the loss.
     "Pipeline Parallel loss is not visible",
 )
 """Beginnings of warnings without a remedy, in full, because any other warning may explain a bad run."""

@@ -71,8 +71,8 @@ SECONDS_TO_EXIT = 3
 def run(recipe: Recipe, overrides: tuple[str, ...] = ()) -> int:
     """Train a recipe in this process, alone or under torchrun. Returns the exit code.
 
-    Exit code 0: training ended or was stopped; 1: training diverged, or a RunFault; 2: user error. The messages of 1
-    and 2 are printed once. Other errors raise. `overrides`: keys set on the command line, for the run's name.
+    Exit code 0: training ended or was stopped; 1: training diverged, or a RunFault; 2: user error. Other errors raise.
+    `overrides`: keys set on the command line, for the run's name.
     """
     describe_world()
     set_up_logging()
@@ -117,8 +117,7 @@ def _init_distributed(recipe: Recipe) -> dist.Store | None:
 def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store | None = None) -> str:
     """Train a recipe, or continue its run, on the default process group. Returns the run's folder.
 
-    `overrides`: keys set on the command line. `lasting`: store of all attempts of the job. Raises RecipeError before
-    the first step for user errors.
+    `lasting`: store of all attempts of the job. Raises RecipeError before the first step for user errors.
     """
     world = dist.get_world_size()
     # Host messages use gloo: NCCL takes device tensors, and reading them waits for the whole queue.
@@ -157,13 +156,12 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
 def _raise_file_limit() -> None:
     """Raise this process's limit on open files.
 
-    Each gloo group of all ranks has a socket per rank, and the usual limit is 1,024. The stop signal and asynchronous
-    checkpoints need a group each, because both run collectives at the same time.
+    The stop signal and asynchronous checkpoints need a gloo group each, with a socket per rank, and the usual limit is
+    1,024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Not higher: some programs visit every possible file at their start.
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    # Some systems refuse their own hard limit.
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
@@ -231,7 +229,7 @@ def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
     if trainer.step >= steps:
         say(
             f"nothing to do: step {trainer.step} of {steps} is done. Raise training.steps to go on; "
-            f"python scripts/evaluate.py {run.source} gives the held-out loss, scripts/sample.py writes text"
+            f"titan-muon evaluate {run.source} gives the held-out loss, titan-muon sample writes text"
         )
     else:
         world = dist.get_world_size()
@@ -240,7 +238,7 @@ def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
 
 
 def _batch(trainer: MuonTrainer) -> str:
-    """Batch size as text: runs with different batch sizes cannot be compared step by step."""
+    """Text, because runs with different batch sizes cannot be compared step by step."""
     training, dims, passes = trainer.config.training, trainer.parallel_dims, trainer.gradient_accumulation_steps
     sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard * passes
     accumulated = f", in {passes} passes" if passes > 1 else ""
@@ -256,7 +254,6 @@ class StageText:
 
 
 def _gather_parts(trainer: MuonTrainer, recipe: Recipe, group: dist.ProcessGroup | None) -> list[StageText]:
-    """Reports of all pipeline ranks, on rank 0. Collective."""
     world, rank, stages = dist.get_world_size(), dist.get_rank(), trainer.parallel_dims.pp
     ranks = stage_ranks(world, stages, rank * stages // world)
     own = _in_words(trainer, recipe, ranks) if rank == ranks[0] else None

@@ -37,15 +37,13 @@ class StepReport:
     """Report of a logged step.
 
     Attributes:
-        step: from 1.
         loss: mean cross entropy of the step's tokens over all ranks, in nats.
         grad_norm: norm of all gradients before clipping.
         tokens: of the run over all ranks.
-        lr: learning rate of each group in this step.
+        lr: learning rate of each group.
         seconds: per phase, over all steps since the last report.
         memory: peak over all ranks since the last report, in bytes.
-        qk: largest attention logit of each layer and counts of heads above the threshold, since the last report; None
-            without observed logits.
+        qk: largest attention logit of each layer and counts of heads above the threshold, since the last report.
     """
 
     step: int
@@ -74,8 +72,7 @@ class JsonLines(BaseLogger):
 class TensorBoard(BaseLogger):
     """Writes metrics as scalars, and the recipe as text and hyperparameters.
 
-    Also writes losses by tokens and by seconds, as `loss_by_tokens/...` and `loss_by_seconds/...`. Hides the points of
-    an earlier run from `first_step` on.
+    Writes losses by tokens and seconds too (`loss_by_tokens/...`). Hides an earlier run's points from `first_step` on.
     """
 
     def __init__(self, folder: Path, first_step: int, recipe: str) -> None:
@@ -89,7 +86,6 @@ class TensorBoard(BaseLogger):
         self._add_text("recipe", recipe)
 
     def _add_text(self, tag: str, text: str) -> None:
-        # Markdown shows text with an indent of four spaces verbatim.
         self.writer.add_text(tag, textwrap.indent(text, "    "), self.first_step - 1)
 
     def describe(self, texts: Mapping[str, str], earlier: Iterable[Mapping[str, Any]]) -> None:
@@ -140,7 +136,6 @@ class WandB(BaseLogger):
         self.inner = WandBLogger(str(folder), config_dict=tomllib.loads(recipe))
 
     def describe(self, texts: Mapping[str, str], earlier: Iterable[Mapping[str, Any]]) -> None:
-        """Show `texts` on the run's page."""
         self.inner.wandb.run.summary.update(dict(texts))
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
@@ -208,7 +203,6 @@ class RunMetrics(MetricsProcessor):
     report_step: Callable[[float, float], None]
     """Reports the step's loss and gradient norm; set by the trainer."""
     bytes_per_token: float | None = None
-    """Bytes of held-out text per predicted token, if counted."""
 
     last_loss: float | None = None
 
@@ -216,10 +210,8 @@ class RunMetrics(MetricsProcessor):
     """Loss of the last validation; under pipeline parallelism only on ranks of the last stage."""
 
     best_validation: tuple[float, int] | None = None
-    """Least validation loss of this process, and its step."""
 
     tokens: int | None = None
-    """Tokens before the next validation, if counted."""
 
     def __init__(self, config: Config, *, parallel_dims: ParallelDims, **kwargs: Any) -> None:
         # Before super(), which calls `_build_metric_logger`. Under pipeline parallelism only the last stage has a loss.
@@ -314,7 +306,7 @@ class RunMetrics(MetricsProcessor):
 
     def _step_line(self, step: int, record: Mapping[str, Any]) -> str:
         total = self.config.total_steps
-        left = timedelta(seconds=round((total - step) * record["time"]["step"]))
+        remaining = timedelta(seconds=round((total - step) * record["time"]["step"]))
         rates = " ".join(f"{tag} {rate:.2e}" for tag, rate in record["lr"].items())
         mfu = f"  mfu {100 * record['mfu']:.1f} %" if "mfu" in record else ""
         color = self.color
@@ -322,11 +314,10 @@ class RunMetrics(MetricsProcessor):
             f"{color.red}step {step:>{len(str(total))}}/{total}{color.reset}"
             f"  {color.green}loss {record['loss']:.4f}{color.reset}  grad {record['grad_norm']:.3f}  lr {rates}"
             f"  {1e3 * record['time']['step']:,.0f} ms"
-            f"  {record['tokens_per_second']:,.0f} tok/s{mfu}  {record['memory_gib']:.2f} GiB  {left} left"
+            f"  {record['tokens_per_second']:,.0f} tok/s{mfu}  {record['memory_gib']:.2f} GiB  {remaining} left"
         )
 
     def say_end(self, step: int, folder: str) -> None:
-        """Print how a run ended; called on every rank."""
         if not self.is_reporter or self.last_loss is None:
             return
         for board in self._boards:

@@ -28,7 +28,6 @@ RECIPE_FILE = "recipe.toml"
 LATEST_FILE = "latest"
 FORMAT = "%Y%m%d-%H%M%S"
 Flaws = Mapping[Path, str]
-"""Damage of checkpoints, found by reading them."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,8 @@ class Run:
     Attributes:
         folder: absolute path.
         source: run folder to continue, `folder` or another; None for a new run.
-        checkpoint: checkpoint to load, in `source`.
-        step: steps already done.
-        seconds: time of these steps.
+        checkpoint: in `source`, to load.
+        step: steps already done; `seconds`: their time.
         restarted: an earlier attempt of the same job did these steps.
     """
 
@@ -61,8 +59,8 @@ def agree(
 ) -> Run:
     """The run opened by rank 0, on every rank of `group` (all ranks, gloo; None for a single process).
 
-    Rank 0 locks the run's folder with `lock`. `overrides`: keys set on the command line. `interrupted`: folder of an
-    earlier attempt of this job. Raises as `open_run` on every rank, and RecipeError for a folder in use by another job.
+    Rank 0 locks the folder. `overrides`: keys of the command line. `interrupted`: folder of an earlier attempt of this
+    job. Raises as `open_run` on every rank, and RecipeError for a folder in use by another job.
     """
     flaws: dict[Path, str] = {}
     while True:
@@ -86,7 +84,6 @@ def _answer(
     interrupted: str | None,
     flaws: Flaws,
 ) -> Run:
-    # Broadcast errors too, because the other ranks wait.
     answer: list[Run | Exception | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -144,10 +141,7 @@ def _flaw(checkpoint: Path, flaws: Flaws) -> str | None:
 
 
 def _open_again(recipe: Recipe, overrides: tuple[str, ...], folder: str, flaws: Flaws) -> Run:
-    """The run in `folder` of an earlier attempt of this job, for any `checkpoint.load`.
-
-    Without a checkpoint, the run starts like `open_run`, in the same folder.
-    """
+    """The run in `folder` of an earlier attempt; without a checkpoint as `open_run`, in the same folder."""
     # All states, because the checkpoint is the job's own.
     own = replace(recipe.checkpoint, load=folder, load_step=-1, exclude_from_loading=())
     if recipe.checkpoint.enable:
@@ -233,10 +227,10 @@ def earlier_optimizers(run: Run, recipe: Recipe) -> str | None:
 
 def _has_model(folder: Path, recipe: Recipe) -> bool:
     try:
-        written = {key: entry.value for key, entry in read_file(folder / RECIPE_FILE).items()}
+        values = {key: entry.value for key, entry in read_file(folder / RECIPE_FILE).items()}
     except RecipeError:
         return False
-    return (written.get("model.name"), written.get("model.flavor")) == (recipe.model.name, recipe.model.flavor)
+    return (values.get("model.name"), values.get("model.flavor")) == (recipe.model.name, recipe.model.flavor)
 
 
 def discard(run: Run) -> None:

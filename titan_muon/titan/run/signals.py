@@ -21,10 +21,8 @@ SAME_PRESS_SECONDS = 2.0
 class StopSignals:
     """Context in which Ctrl-C or SIGTERM requests a stop. A second, later signal ends the process at once.
 
-    Args:
-        group: gloo group of all ranks; None for a single process.
-        announce: report the signal on the console.
-        on_progress: called at the beginning and at the end of a step.
+    `group`: gloo group of all ranks; None for a single process. `announce`: report the signal on the console.
+    `on_progress`: called at the beginning and at the end of a step.
     """
 
     def __init__(

@@ -25,7 +25,6 @@ class StepTimer:
         self.end()
 
     def begin(self, name: str) -> None:
-        """Start phase `name`, until `end()`; for phases across hooks."""
         assert name in PHASES, f"unknown phase {name}"
         self._open = (name, now(self.device))
 

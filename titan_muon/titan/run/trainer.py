@@ -44,8 +44,7 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 class MuonTrainer(Trainer):
     """TorchTitan's trainer with clipping by optimizer, timed phases and a stop request."""
 
-    # Overrides methods of TorchTitan's loop and step. A copy would miss special cases, such as the loss of tensor
-    # parallelism.
+    # A copy of TorchTitan's loop and step would miss special cases, such as the loss of tensor parallelism.
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -56,7 +55,6 @@ class MuonTrainer(Trainer):
         monitor: MonitorSection = field(default_factory=MonitorSection)
 
         converters: tuple[ModelConfigConverter.Config, ...] = ()
-        """Changes of the model's configuration before the model is made, in order."""
 
         check_replicas: int = 0
 
@@ -152,7 +150,6 @@ class MuonTrainer(Trainer):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the run over all ranks."""
         dims = self.parallel_dims
         return self.tokens_before + self.ntokens_seen * dims.dp_replicate * dims.dp_shard * dims.cp
 
@@ -165,7 +162,6 @@ class MuonTrainer(Trainer):
         self.data_start = state_dict["data_start"]
 
     def train(self, stop: StopSignals) -> None:
-        """Train until the last step or a stop request; then save."""
         self.stop, self.stopped, self.first_step = stop, False, True
         self.metrics_processor.start(self.step)
         self._begin_checks()
@@ -176,7 +172,6 @@ class MuonTrainer(Trainer):
             self._warn(self.checks.check_norm())
             self.optimizers.check_last_step()
         except FloatingPointError as error:
-            # Name the recipe's key instead of Muon's keyword.
             reason = str(error).replace("(nonfinite = ", "(muon.nonfinite = ")
             self.metrics_processor.log_divergence(self.step, reason)
             raise FloatingPointError(reason) from error
@@ -184,13 +179,13 @@ class MuonTrainer(Trainer):
         self.metrics_processor.say_end(self.step, self.config.dump_folder)
         saved = self.config.checkpoint
         if saved.enable and not saved.load_only and not saved.last_save_in_hf:
-            say(f"next: python scripts/sample.py {self.config.dump_folder} (write text), or scripts/evaluate.py (loss)")
+            say(f"next: titan-muon sample {self.config.dump_folder} (write text), or titan-muon evaluate (loss)")
         if self.stopped and self.step < self.config.training.steps:
             checkpoint = self.config.checkpoint
             off = "load_only = true" if checkpoint.enable else "enable = false"
             saves = checkpoint.enable and not checkpoint.load_only
-            kept = "saved" if saves else f"nothing is saved (checkpoint.{off})"
-            say(f"stopped after step {self.step} of {self.config.training.steps}: {kept}")
+            outcome = "saved" if saves else f"nothing is saved (checkpoint.{off})"
+            say(f"stopped after step {self.step} of {self.config.training.steps}: {outcome}")
 
     def _begin_checks(self) -> None:
         lines, _ = read_until(Path(self.config.dump_folder, METRICS_FILE), self.step)

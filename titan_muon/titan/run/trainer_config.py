@@ -35,13 +35,12 @@ ON_GPUS_ALONE = {
     "compile.enable_async_tensor_parallel": lambda recipe: recipe.compile.enable_async_tensor_parallel,
     "profiler.enable_memory_snapshot": lambda recipe: recipe.profiler.enable_memory_snapshot,
 }
-"""GPU-only options, and whether a recipe sets them."""
 
 
 def refuse_on_cpu(recipe: Recipe) -> None:
     """Raise RecipeError for GPU-only options. A dry run on the CPU may plan them."""
-    for key, asked in ON_GPUS_ALONE.items():
-        if asked(recipe):
+    for key, is_set in ON_GPUS_ALONE.items():
+        if is_set(recipe):
             raise RecipeError(f"{key} = true is not accepted on the CPU; it needs GPUs. Set it to false.")
     if recipe.checkpoint.enable and recipe.checkpoint.async_mode == "async_with_pinned_mem":
         raise RecipeError(
@@ -121,7 +120,6 @@ def _debug_config(recipe: Recipe) -> DebugConfig:
 
 
 def _values(section: Any) -> dict[str, Any]:
-    # asdict would convert nested sections to dicts.
     return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
 
 
@@ -152,7 +150,6 @@ def _activation_checkpoint(section: ActivationCheckpoint) -> ActivationCheckpoin
 
 
 def _assets(path: str | None) -> str:
-    # TorchTitan's default folder would be reported as missing.
     if path is None:
         return ""
     if not Path(path).is_dir():

@@ -138,7 +138,7 @@ def damaged(checkpoint: Path, names: Iterable[str], sums: Mapping[str, Checksum]
 def damage(checkpoint: Path, group: dist.ProcessGroup | None) -> str | None:
     """The problem of a checkpoint with damaged files, on every rank; None for sound files or without checksums.
 
-    All ranks of `group` (None: a single process) call this together. Each rank reads its share of the files.
+    Collective over `group` (None: a single process). Each rank reads its share of the files.
     """
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     try:

@@ -66,7 +66,6 @@ class SafeReader(FileSystemReader):
     """PyTorch's reader with an allow-list for `.metadata`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata. Raises RefusedError."""
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             metadata = _Metadata(file).load()
         assert isinstance(metadata, Metadata), f".metadata holds a {type(metadata).__name__}"

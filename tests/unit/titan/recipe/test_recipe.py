@@ -1,4 +1,4 @@
-"""Recipe files: what one may say, how bases combine, and the one error for what it may not say."""
+"""Recipe files: accepted keys, combination of bases, and a single error for refused keys."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a recipe refuses beyond wrong types: values, relations between keys, and degrees that do not fit."""
+"""Refusals beyond types: values, relations between keys, and degrees."""
 
 import dataclasses
 import importlib.metadata
@@ -371,7 +371,7 @@ def test_boundary_values_are_accepted(tmp_path: Path) -> None:
     assert (recipe.muon.momentum, recipe.checkpoint.keep_latest_k) == (0.0, 2)
 
 
-# What the library refuses
+# Refusals of the library
 
 
 @pytest.mark.parametrize(

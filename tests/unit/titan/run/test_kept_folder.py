@@ -1,4 +1,4 @@
-"""A run's folder that is removed, left by an earlier attempt, or of another recipe; and who trains what since then."""
+"""A removed run folder, a folder of an earlier attempt or another recipe, and changed assignments."""
 
 import json
 import shutil

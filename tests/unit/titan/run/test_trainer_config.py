@@ -1,4 +1,4 @@
-"""What a recipe asks for reaches TorchTitan's configuration under the same name, or is refused with its key."""
+"""A recipe's keys reach TorchTitan's configuration under the same names, or are refused with the key."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -149,7 +149,7 @@ def test_the_start_counts_the_whole_model_and_names_each_pipeline_rank(
 def test_parameters_on_the_host_have_a_backend_beside_that_of_a_device(
     accelerator: bool, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU torch refuses a second one."""
+    """On the CPU torch refuses a second backend."""
     asked: list[bool] = []
     monkeypatch.setattr(job, "on_accelerator", lambda: accelerator)
     monkeypatch.setattr(compat, "init_distributed", lambda *args, cpu_backend, **options: asked.append(cpu_backend))

@@ -1,4 +1,4 @@
-"""What the trainer replaces in TorchTitan's step and loop is still what they call, and is put back."""
+"""The trainer's replacements in TorchTitan's step and loop are still called there, and are undone."""
 
 import inspect
 import math
