@@ -496,7 +496,7 @@ def part_replaced(rank: int, world_size: int) -> tuple[str, bool, int, bool]:
     return message, others, buffers(ours), (updates_left(ours.muon) > 0)
 
 
-def test_updates_of_what_was_not_replaced_are_not_lost() -> None:
+def test_updates_of_parameters_that_stayed_are_not_lost() -> None:
     for message, others, held, left in run_ranks(part_replaced, 2):
         assert message.startswith("layers.1.up.weight: storage was replaced")
         assert (others, held, left) == (True, 0, False)

@@ -76,7 +76,7 @@ def trained(world_size: int, cut: bool) -> list[tuple[bool, Trained, Trained]]:
 
 
 @pytest.mark.parametrize(("world_size", "cut"), [(2, True), (4, True), (2, False)], ids=str)
-def test_digits_are_those_of_a_run_without(world_size: int, cut: bool) -> None:
+def test_digits_equal_a_run_without_overlap(world_size: int, cut: bool) -> None:
     for equal, without, overlapped in trained(world_size, cut):
         assert without.before == [0] * STEPS
         assert overlapped.gathers > cut, "the case this test is for: several, or one of what is not owned"

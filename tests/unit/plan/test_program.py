@@ -469,7 +469,7 @@ def test_whole_experts_stay_home() -> None:
     check_step(plan, late=True)
 
 
-def test_experts_over_few_ranks_travel_within_those() -> None:
+def test_experts_over_few_ranks_travel_within_these_ranks() -> None:
     """Expert parallelism 2 x expert FSDP 2: one of the two holders owns each expert."""
     stack = MatrixStack(2, tuple(MatrixRows(str(i), (Interval(4 * i, 4 * i + 4),)) for i in range(2)))
     plan = plan_of([Parameter("w1", "l", Layout((2, 4, 5), SQUARE, (Shard(1), Shard(0))), stack)])
@@ -491,13 +491,13 @@ def test_more_ranks_than_matrices(exchange: str) -> None:
     check_step(plan, late=True)
 
 
-def test_a_plain_tensor_is_orthogonalized_by_every_rank_for_itself() -> None:
+def test_every_rank_orthogonalizes_its_plain_tensors() -> None:
     whole_stack = MatrixStack(1, (MatrixRows("", (Interval(0, 4),)),))
     plain = Parameter("p", "p", Layout((4, 4), FLAT, (Separate(),)), whole_stack, plain=True)
     assert check_step(plan_of([plain]), late=True).work == Counter({(0, rank): 1 for rank in range(4)})
 
 
-def test_buckets_that_return_in_place_share_slots_with_those_that_do_not() -> None:
+def test_buckets_with_and_without_return_in_place_share_buffer_sets() -> None:
     """FSDP's buckets are mirrored, HSDP's are not; both on the same ranks take turns in the same slots."""
     parameters = [sharded(f"fsdp{i}", (16, 8), FLAT, 0) for i in range(8)]
     parameters += [sharded(f"hsdp{i}", (2, 8), SQUARE, None, 0) for i in range(8)]

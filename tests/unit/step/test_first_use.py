@@ -240,7 +240,7 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
         muon.step()
 
 
-def test_what_muon_is_not_meant_for_is_warned_of_once() -> None:
+def test_unsuitable_parameters_cause_one_warning() -> None:
     wide, thin = nn.Parameter(torch.ones(32, 32)), nn.Parameter(torch.ones(32, 4))
     with pytest.warns(UserWarning, match=r"a side under 16|embedding") as found:
         Muon([("embed_tokens.weight", wide), ("layers.0.w", thin)])
