@@ -81,11 +81,6 @@ class Agreement:
         if self.peers is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=self.peers)
 
-    def distinct(self, value: T) -> list[T]:
-        """The distinct values of all ranks, by the lowest rank with each. Collective."""
-        digests, values = self._exchange(value)
-        return [values[digest] for digest in dict.fromkeys(digests)]
-
     def differing(self, values: Mapping[str, Hashable]) -> frozenset[str]:
         """The keys with another value on some rank with the key. Collective over the world."""
         _, reports = self._exchange(dict(sorted(values.items())))
