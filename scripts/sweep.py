@@ -77,8 +77,9 @@ class Run:
         return self.folders / (re.sub(r"[^\w.=+,-]+", "_", self.name)[-200:] + ".log")
 
     def folder(self) -> Path | None:
-        """Newest run folder of this recipe on as many processes, finished or not."""
-        return max(filter(self._is_mine, self.folders.glob("*/")), key=lambda path: path.name[:15], default=None)
+        """Newest run folder of this recipe on as many processes, a finished one before others."""
+        mine = filter(self._is_mine, self.folders.glob("*/"))
+        return max(mine, key=lambda path: (self.ended(path) == "finished", path.name[:15]), default=None)
 
     def _is_mine(self, folder: Path) -> bool:
         file = folder / "optimizers.txt"
@@ -215,7 +216,7 @@ def sweep(runs: Sequence[Run]) -> tuple[list[Result], int]:
         for run in runs:
             folder = run.folder()
             begin, ended, error = time.monotonic(), run.ended(folder), None
-            known = ended is not None
+            took = "finished before"
             if ended is None:
                 if folder is not None:
                     resumed = "continues from its checkpoint" if "--checkpoint.load" in run.command(folder) else "anew"
@@ -223,16 +224,20 @@ def sweep(runs: Sequence[Run]) -> tuple[list[Result], int]:
                 error = train(run, folder, progress.watch)
                 folder = run.folder()
                 ended = run.ended(folder)
+                took = f"{time.monotonic() - begin:.0f} s"
                 progress.seconds.setdefault(run.recipe.name, []).append(time.monotonic() - begin)
             if ended != "finished":
-                error = error or ended or "ended before its last step"
-            code = code if error is None else 1
+                code, error = 1, error or ended or "ended before its last step"
             results.append(run.result(folder, error))
-            took = "finished before" if known else f"{time.monotonic() - begin:.0f} s"
-            outcome = f"loss {final_loss(results[-1]):.4f}, {took}" if error is None else f"failed: {error}"
+            outcome = f"failed: {error}" if error is not None else f"loss {final_loss(results[-1]):.4f}, {took}"
             progress.end(run, outcome)
     except KeyboardInterrupt:
         code = INTERRUPTED
+        # Runs of an earlier command may be finished out of order.
+        folders = {run.name: run.folder() for run in progress.left}
+        results += [
+            run.result(folders[run.name], None) for run in progress.left if run.ended(folders[run.name]) == "finished"
+        ]
     return results, code
 
 
@@ -262,4 +267,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

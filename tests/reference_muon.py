@@ -1,6 +1,6 @@
-"""Muon on full matrices in one process, one matrix at a time: what every layout must reproduce.
+"""Muon on full matrices in one process, a matrix at a time: the reference for every layout.
 
-Written from the definition, apart from the package, and held against torch.optim.Muon by its own test.
+Written from the definition, independent of the package, and compared with torch.optim.Muon by its own test.
 """
 
 import math

@@ -24,7 +24,7 @@ PATTERNS: dict[str, tuple[int, tuple[HeadRows, ...]]] = {
     "wq_b": (HEADS * (DIM + ROPE), latent_query_rows(DIM, ROPE)),
     "wkv_b": (HEADS * (DIM + VALUE), latent_key_rows(DIM, VALUE)),
 }
-"""Rows of each kind of projection of one layer, and their pattern."""
+"""Rows of each kind of projection in a layer, and their pattern."""
 
 
 def whole_weights(columns: int = 8) -> dict[str, Tensor]:
@@ -39,7 +39,7 @@ def layer(weights: dict[str, Tensor], name: str = "layers.0") -> AttentionLayer:
 
 
 def clipped(weights: dict[str, Tensor], logits: list[float], threshold: float, alpha: float) -> dict[str, Tensor]:
-    """The projections after a step whose heads had these largest logits."""
+    """The projections after a step with these largest logits."""
     out = {name: weight.clone() for name, weight in weights.items()}
     factors = [min(1.0, threshold / logit) if logit > threshold else 1.0 for logit in logits]
     fused = (GROUP + 2) * DIM

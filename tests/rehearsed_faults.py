@@ -18,12 +18,12 @@ from benchmarks.rehearsal.fake_gpu import DeviceSync, fake_gpu
 from tests import tiny
 
 WORLD = 8
-# FSDP takes spmd_types for one world of a process alone.
+# A process can use FSDP with spmd_types in one world only.
 COMMON = {"parallelism__spmd_backend": "partial_dtensor", "data__tokenizer": "bytes"}
 
 
 def main(folder: Path) -> dict[str, list[str]]:
-    """What is said of each fault; nothing of the step without one."""
+    """Print the rehearsal's problem for each fault, and none for a sound step."""
     with fake_gpu() as gpu:
         from titan_muon.titan import compat
 

@@ -1,8 +1,8 @@
-"""Streams on a machine that has none: an operation that does not wait for what it needs on another stream raises.
+"""Streams on a machine without any: a missing wait between streams raises.
 
-The CPU's null streams are replaced by ones with vector clocks. Each operation belongs to the stream that is current,
-and reads and writes storages. Two accesses of a storage, one of them a write, have to be in order, and so do the
-accesses of what was freed and of what its stream allocates afterwards.
+Streams with vector clocks replace the CPU's null streams. Each operation belongs to the current stream, and reads and
+writes storages. Two accesses of a storage, at least one of them a write, must be ordered. So must accesses of freed
+memory and of later allocations in this memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Clock = dict[str, int]
-"""For each stream the number of its operations that are over."""
+"""Number of finished operations by stream."""
 
 
 def advance(clock: Clock, other: Clock) -> None:
@@ -31,7 +31,7 @@ def advance(clock: Clock, other: Clock) -> None:
 
 
 class Stream:
-    """A stream of torch.cpu, which says in which order things happen."""
+    """A stream of torch.cpu that records the order of operations."""
 
     made = 0
 
@@ -50,7 +50,7 @@ class Stream:
 
 
 class Event(dict[str, int]):
-    """An event of torch.cpu: the operations that are over when it is recorded."""
+    """An event of torch.cpu: the finished operations when recorded."""
 
     def __init__(self, order: StreamOrder) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Event(dict[str, int]):
 
 @dataclass
 class Memory:
-    """A storage: the stream it is of, what was done with it, and what was done before with its memory."""
+    """A storage: stream, accesses, and earlier accesses of the same memory."""
 
     storage: StorageWeakRef
     stream: Stream
@@ -108,14 +108,14 @@ class StreamOrder(TorchDispatchMode):
         return result
 
     def _access(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Check what an operation reads and writes, and remember it."""
+        """Check and record the reads and writes of an operation."""
         name, schema = func._schema.name, func._schema.arguments
         given = {**dict(zip((a.name for a in schema), args, strict=False)), **kwargs}
         everything = func.namespace == "c10d"
         changed = {a.name for a in schema if everything or (a.alias_info is not None and a.alias_info.is_write)}
         writes = [t for n in changed if n in given for t in tensors(given[n])]
         reads = [t for n in given if n not in changed for t in tensors(given[n])]
-        # Before its first access, which an operation that only allocates is not.
+        # An operation that only allocates is no access.
         for tensor in (*reads, *writes, *tensors(result)):
             self._known(tensor)
         if "empty" in name:
@@ -173,7 +173,7 @@ class StreamOrder(TorchDispatchMode):
 
 @pytest.fixture
 def stream_order(monkeypatch: pytest.MonkeyPatch) -> StreamOrder:
-    """The order of what runs on torch.cpu's streams, once it is entered."""
+    """Record the order of operations on torch.cpu's streams in this context."""
     order, resize = StreamOrder(), torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:

@@ -63,6 +63,6 @@ def recipe(folder: Path, **values: object) -> Recipe:
 
 
 def records(folder: str | Path, key: str) -> dict[int, float]:
-    """What a run recorded under a key, by step."""
+    """A run's records under a key, by step."""
     lines = (json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line[key] for line in lines if key in line}

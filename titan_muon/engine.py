@@ -182,10 +182,7 @@ def engine_of(
     muon: Optimizer,
     carried: Mapping[str, Carried],
 ) -> Engine:
-    """The engine of a plan on this rank.
-
-    `previous`: features of the old engine. `muon`: the optimizer. `carried`: by name, optimizers in Muon's report.
-    """
+    """The engine of a plan on this rank. `previous`: old features. `carried`: optimizers in Muon's report, by name."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     program = make_program(plan, rank, geometries)
     buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype], kept=options.keep_buffers)

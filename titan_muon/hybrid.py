@@ -115,18 +115,19 @@ class OfParts:
     def skip_unless_finite(self, norm: NormCheck) -> None:
         """Let the next step of Muon and AdamW change nothing if the norm is not finite. The host does not wait.
 
-        With names in `norm`, the step after the next raises ValueError on all ranks.
+        The step after the next then raises ValueError on all ranks.
         """
         for optimizer in self.parts.optimizers.values():
             if isinstance(optimizer, SkipsSteps):
                 optimizer.skip_unless_finite(norm)
 
     def _carry(self) -> None:
+        order = list(self.parts.optimizers.values())
         for muon in self._muons[:1]:
             others = {name: o for name, o in self.parts.optimizers.items() if isinstance(o, AdamW)}
             muon.carry(others)
             for adamw in others.values():
-                adamw.care.carrier = muon
+                adamw.care.carrier, adamw.care.follows = muon, order.index(adamw) > order.index(muon)
 
     def check_replicas(self, own: Iterable[str] = ()) -> None:
         """As `Muon.check_replicas`, for the parameters and states of all optimizers."""
@@ -165,24 +166,22 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
     decisions.
 
     Args:
-            model: the model, or its parts under pipeline parallelism.
-            lr: learning rate of both optimizers.
-            weight_decay: decoupled weight decay of both optimizers.
-            rules: the first matching rule decides, before roles, names and shapes.
-            defaults: whether roles, names and shapes decide without a matching rule; if not, rules must match every
-                parameter.
-            router: optimizer of the routers of mixtures of experts.
-            muon: further keywords of `Muon`.
-            adamw: further keywords of `titan_muon.adam.AdamW`.
-            others: options of further registered optimizers named by rules.
+        model: the model, or its parts under pipeline parallelism.
+        lr, weight_decay: for both optimizers.
+        rules: the first matching rule decides, before roles, names and shapes.
+        defaults: whether roles, names and shapes decide without a matching rule; if not, rules must match every
+            parameter.
+        router: optimizer of the routers of mixtures of experts.
+        muon, adamw: further keywords of `Muon` and of `titan_muon.adam.AdamW`.
+        others: options of further registered optimizers named by rules.
 
     Attributes:
-            optimizers: the parts by name, `"muon"` and `"adamw"`. Groups and state are shared with this optimizer.
-            assignments: the optimizer of each parameter, with the reason.
+        optimizers: the parts by name, `"muon"` and `"adamw"`. Groups and state are shared with this optimizer.
+        assignments: the optimizer of each parameter, with the reason.
 
-        A group of `param_groups` has the keys of its optimizer, `param_names`, and the optimizer's name under
-        `"optimizer"`. `state` has `momentum_buffer` for Muon's parameters, and `step`, `exp_avg` and `exp_avg_sq` for
-        AdamW's. State dicts have torch's format.
+    A group of `param_groups` has the keys of its optimizer, `param_names`, and the optimizer's name under
+    `"optimizer"`. `state` has `momentum_buffer` for Muon's parameters, and `step`, `exp_avg` and `exp_avg_sq` for
+    AdamW's. State dicts have torch's format.
 
     Raises:
         OptionError: for a rule without parameters, an undecided parameter, no parameter for Muon, and refused options.
@@ -279,9 +278,8 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load hyperparameters and state. Collective over all ranks.
 
-        Raises:
-            ValueError: on every rank, before anything is loaded, for different parameters or optimizers in the groups,
-                and like `Muon.load_state_dict`.
+        Raises ValueError on every rank, before anything is loaded, for different parameters or optimizers in the
+        groups, and like `Muon.load_state_dict`.
         """
         with after_pre_hooks(self, state_dict) as loaded:
             saved = loaded["param_groups"]

@@ -132,8 +132,8 @@ class Muon(SkipsSteps, Optimizer):
     def build(self) -> Self:
         """Plan the step, compare the plan between ranks, and allocate momentum and buffers. Returns this optimizer.
 
-        All ranks of the default process group call `build` at the same point of the program. `step`, `overlap`, `plan`,
-        and `load_state_dict` call `build` if necessary.
+        All ranks of the default process group call `build` at the same point. `step`, `overlap`, `plan`, and
+        `load_state_dict` call `build` if necessary.
 
         Raises:
             ValueError: on every rank, for a parameter on the meta device, passed twice, or placed as Partial; for
@@ -147,11 +147,8 @@ class Muon(SkipsSteps, Optimizer):
         """Plan again, for parameters that were frozen, thawed, moved, converted, or replaced since `build`.
 
         All ranks call `rebuild` together. Momentum is kept by name. After a change of mesh or placements, load momentum
-        from a checkpoint.
-
-        Raises:
-            ValueError: on every rank, like `build`, and for momentum that does not fit the parameter. Then nothing
-                changes.
+        from a checkpoint. Raises ValueError on every rank like `build`, and for momentum that does not fit. Then
+        nothing changes.
         """
         if self._engine is not None:
             self.synchronize()
@@ -288,14 +285,12 @@ class Muon(SkipsSteps, Optimizer):
         check_equal({"muon": self}, self._agreed, (*own, *separate))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load hyperparameters and momentum. Collective over all ranks of the default process group.
+        """Load hyperparameters and momentum, from Muon or torch.optim.Muon (further optimizers:
+        `titan_muon.converted`).
 
-        Args:
-            state_dict: from Muon or torch.optim.Muon. For further optimizers see `titan_muon.converted`.
-
-        Raises:
-            ValueError: on every rank, before anything is loaded, for a state dict with different parameters or from a
-                different optimizer, and for missing momentum or momentum with a different mesh or placement.
+        Collective over all ranks of the default process group. Raises ValueError on every rank, before anything is
+        loaded, for different parameters or a different optimizer, and for momentum missing or with a different mesh or
+        placement.
         """
         with after_pre_hooks(self, state_dict) as loaded:
             self._load(loaded)

@@ -37,7 +37,7 @@ from .tensors.storage import TrainedParam, storage_fault
 
 
 def plan_of(params: Sequence[TrainedParam], options: MuonOptions, own: Collection[str] = ()) -> Plan:
-    """The plan of a step. `own`: plain tensors that differ between ranks. Raises ValueError like `plan_step`."""
+    """The plan of a step. `own`: plain tensors that differ between ranks."""
     if not params:
         # For example a pipeline stage with the embedding alone.
         return Plan((), (), (), (), 1, options.wire_bytes, ())
@@ -90,8 +90,8 @@ def plan_step(
 ) -> Plan:
     """The plan of a step on (name, parameter) pairs, each with a Newton-Schulz iteration.
 
-    `own`: names of plain tensors that are no replicas. `kept`: present state ranks by name, if not all holders. Never
-    communicates, so parameters may be on the meta device and the fake process group. Raises ValueError for a parameter
+    `own`: plain tensors that are no replicas. `kept`: present state ranks by name, if not all holders. Never
+    communicates: parameters may be on the meta device and the fake process group. Raises ValueError for a parameter
     without matrices, and for a split without a match or with a mismatched shape.
     """
     check_splits((fqn for fqn, _ in named), options.split)
@@ -130,7 +130,7 @@ def plan_parameters(
     kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     passes: Passes = FLOAT32_PASSES,
 ) -> Plan:
-    """The plan of a step on the planner's parameters. Raises ValueError like `make_plan`."""
+    """The plan of a step on the planner's parameters."""
     # The planner does not know names registered by packages.
     pattern = registry.exchange_entry(options.exchange).pattern
     machine = planning_machine(options.machine, dispatch.device)
@@ -210,7 +210,7 @@ def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: in
 def checked_plan(
     params: Sequence[TrainedParam], options: MuonOptions, own: Collection[str], rank: int
 ) -> tuple[Plan, Geometries]:
-    """The plan, and the pieces of the parameters. Raises ValueError like `plan_of` and `check_storage`."""
+    """The plan, and the pieces of the parameters."""
     plan = plan_of(params, options, own)
     geometries = Geometries(plan.parameters)
     check_storage(params, geometries, options, rank)

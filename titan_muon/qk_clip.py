@@ -189,8 +189,8 @@ class QKClip:
             self._pending.wait()
         above = (self._logits > self.threshold) & self._logits.isfinite()
         if self._rows is not None:
-            # Unclipped heads get factor 1, because a condition would block the host. Non-finite logits would destroy
-            # one.
+            # A condition would block the host. Unclipped heads get factor 1, as do non-finite logits, which would
+            # destroy the head.
             self._rows.scale(torch.where(above, self.threshold / self._logits, 1.0), self.alpha)
         torch.maximum(self._largest, self._logits, out=self._largest)
         self._above += above.sum()
@@ -220,7 +220,8 @@ def _places(layers: Sequence[AttentionLayer]) -> Iterator[tuple[str, tuple[int, 
 class _ScaledRows:
     """The rows of all weights on this rank, with an index into a table of factors.
 
-    The table: 1, then f ** alpha and f of each query head, then by weight f ** (1 - alpha) of each key head.
+    The table: 1, then f ** alpha of each query head, then f of each query head, then by weight f ** (1 - alpha) of
+    each key head.
     """
 
     def __init__(self, layers: Sequence[AttentionLayer], places: dict[str, tuple[int, int]], heads: int) -> None:

@@ -30,7 +30,7 @@ DIFFERENCES: dict[str, str] = {
     "test_step_is_noop_when_params_have_no_grad": "a missing gradient is an error (missing_grad = 'error')",
     "test_all_frozen": "a model without a trained parameter is an error, not a step that does nothing",
 }
-"""PyTorch's case: what happens here instead."""
+"""By PyTorch's case: the behaviour here."""
 
 
 def test_there_are_at_most_five_differences() -> None:
@@ -56,7 +56,7 @@ class Small(nn.Module):
 
 
 def hybrid_of(params: list[Tensor], **keywords: Any) -> Hybrid:
-    """A Hybrid whose model has these parameters as its linear layers."""
+    """A Hybrid of a model with these parameters as linear layers."""
     model = nn.Module()
     for index, param in enumerate(params):
         layer = nn.Linear(*param.shape[::-1], bias=False)
@@ -93,7 +93,7 @@ every_input = pytest.mark.parametrize("keywords", inputs())
 @both
 @every_input
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_steps_are_those_of_torchs_muon(make: Callable[..., Any], keywords: dict[str, Any], dtype: torch.dtype) -> None:
+def test_steps_equal_torchs_muon(make: Callable[..., Any], keywords: dict[str, Any], dtype: torch.dtype) -> None:
     params, others = weights(dtype), weights(dtype)
     theirs = torch.optim.Muon(params, **keywords)
     options = {"orthogonalize": "reference", "rounding": "nearest", "wire_dtype": "float32"}
@@ -104,7 +104,7 @@ def test_steps_are_those_of_torchs_muon(make: Callable[..., Any], keywords: dict
         theirs.step()
         ours.step()
     for param, other in zip(params, others, strict=True):
-        # Momentum of other weights is float32 here, and has their dtype in PyTorch.
+        # Momentum of other weights is float32 here, and in PyTorch of the weights' dtype.
         tolerance = {torch.float32: 0.0, torch.float64: 5e-4, torch.bfloat16: 2e-2}[dtype]
         torch.testing.assert_close(param, other, rtol=tolerance, atol=tolerance)
 
@@ -255,7 +255,7 @@ def test_save_load_equality_with_weights_only(make: Callable[..., Any]) -> None:
 
 @both
 def test_can_load_older_state_dict(make: Callable[..., Any]) -> None:
-    """Keys that a later version added are not needed: those of schedulers, which groups may have or not."""
+    """Keys of a later version, for schedulers, are optional."""
     params = weights()
     optimizer = make(params)
     set_gradients(params)

@@ -20,14 +20,14 @@ from typing import Any
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
-    # In this order: `model.spec` closes the gaps of the CPU that torchtitan must find closed when it is imported.
+    # In this order: `model.spec` prepares torchtitan for the CPU before its import.
     [
         "torch.distributed.fsdp",
         "torch.distributed.tensor",
         "titan_muon.titan.model.spec",
         "models",
         "torchtitan.trainer",
-        # Each rank of each test would import these anew.
+        # Otherwise each rank of each test imports these again.
         "pytest",
         "torch.distributed.checkpoint.state_dict",
         "titan_muon.hybrid",
@@ -56,7 +56,7 @@ def _worker(
             world_size=world_size,
             timeout=timedelta(seconds=60),
         )
-        # As bytes: torch would send a tensor by a file of this process, which may be gone before it is opened.
+        # Bytes: torch would send a tensor by a file of this process, which may be gone.
         results.put((rank, True, pickle.dumps(fn(rank, world_size, *args))))
         dist.barrier()
         dist.destroy_process_group()
@@ -106,10 +106,8 @@ def _program(words: tuple[str, ...], shown: str) -> None:
 
 
 def run_program(*words: str, timeout: float = 120.0) -> tuple[int, str]:
-    """Run `python WORDS` from the repository's root, without the seconds that its imports take.
-
-    Returns the exit code, and standard output and error together.
-    """
+    """Run `python WORDS` from the repository's root, without the time of imports. Returns the exit code, and all
+    output."""
     with tempfile.TemporaryDirectory() as folder:
         shown = Path(folder) / "shown"
         process = _context.Process(target=_program, args=(words, str(shown)))

@@ -11,14 +11,14 @@ from torch.distributed.tensor.placement_types import Placement
 from titan_muon.options import Machine
 
 SECONDS = 30.0
-"""A run that takes longer hangs."""
+"""A longer run hangs."""
 
 SHAPES = {"layers.0.weight": (16, 24), "layers.1.weight": (24, 16), "layers.2.experts": (4, 8, 12)}
 SLICED: dict[str, Any] = {
     "split_over": 4,
     "machine": Machine(tflops=1e-6, tflops_float32=1e-6, node_gb=1e3, node_latency_us=0.0, launch_us=0.0),
 }
-"""Options with which several ranks orthogonalize a matrix together: they compute slowly and talk fast."""
+"""Options with slow compute and fast links, so that several ranks share a matrix."""
 INITIAL = 0
 """Seed of the parameters' values."""
 
@@ -47,5 +47,5 @@ def set_gradients(params: dict[str, nn.Parameter], mesh: DeviceMesh, seed: int) 
 
 
 def named(params: dict[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
-    """As an optimizer takes them."""
+    """(name, parameter) pairs for an optimizer."""
     return list(params.items())

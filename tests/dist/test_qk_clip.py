@@ -1,4 +1,4 @@
-"""QK-clip on any layout is QK-clip on whole weights, with logits that each rank saw of its own tokens and heads."""
+"""QK-clip on any layout equals QK-clip on whole weights, with each rank's logits of its own tokens and heads."""
 
 from collections.abc import Callable
 from functools import cache
@@ -51,7 +51,7 @@ def placed_weights() -> dict[str, dict[str, Tensor]]:
 
 
 def observed(rank: int) -> Tensor:
-    """What a rank saw: the largest logit of each head on one rank, smaller ones on the others."""
+    """A rank's observations: the largest logit of each head on one rank, smaller logits on the others."""
     return torch.tensor([logit if head % 4 == rank else logit / (2 + rank) for head, logit in enumerate(LOGITS)])
 
 
@@ -97,8 +97,8 @@ TRAINED: dict[str, tuple[str, list[str]]] = {
     "owned": ("llama3", ["--placement.muon", "owned"]),
     "tp": ("deepseek_v3", ["--parallelism.tensor_parallel_degree", "2"]),
     "ep": ("deepseek_v3", ["--parallelism.expert_parallel_degree", "2"]),
-    # Each rank sees the layers of its own stage, and reports those of all. What it sees before the first step does not
-    # count: a trial run on memory that nothing was written to, which deterministic runs fill with NaN.
+    # Each rank observes its own stage's layers and reports all layers. Observations before the first step do not count:
+    # a trial run on uninitialized memory, which deterministic runs fill with NaN.
     "pp": (
         "llama3",
         ["--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "2", "--debug.deterministic"],
@@ -108,14 +108,14 @@ NEEDS = {"pp": pytest.mark.skipif(not has_torch(*PIPELINE_TORCH), reason="pipeli
 
 
 def trained(rank: int, world_size: int, path: str, overrides: list[str]) -> list[dict[int, Any]]:
-    """Losses, and what was reported of attention logits, by step."""
+    """Losses and reported attention logits, by step."""
     folder = train(path, overrides)
     dist.barrier()
     return [tiny.records(folder, key) for key in ("loss", "qk")]
 
 
 def run(folder: Path, world_size: int, family: str, *overrides: str) -> list[dict[int, Any]]:
-    """A short run in which heads are clipped in every step."""
+    """A short run with clipped heads in every step."""
     file = folder / "tiny.toml"
     if not file.exists():
         tiny.write_recipe(folder)
@@ -129,7 +129,7 @@ def run(folder: Path, world_size: int, family: str, *overrides: str) -> list[dic
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[dict[int, Any]]]]:
-    """The run of a model on one rank, which accumulates gradients of two micro-batches, and its folder."""
+    """Folder of a run on one rank, with gradients accumulated over two micro-batches."""
 
     @cache
     def reference(family: str) -> tuple[Path, list[dict[int, Any]]]:

@@ -1,4 +1,4 @@
-"""The devices that a test of tests/gpu runs on: the CPU, GPUs that are not there, and GPUs."""
+"""Devices of tests/gpu: the CPU, fake GPUs, and GPUs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Target:
 
     @contextmanager
     def active(self, *, syncs: bool = False) -> Iterator[None]:
-        """Run what is inside on the target. Unless it `syncs`, the host must not wait for the device in it."""
+        """Run the block on the target. Unless `syncs`, the host must not wait for the device."""
         with fake_gpu(FAKE_GPU) if self.fake else nullcontext(), nullcontext() if syncs else no_sync(self.device):
             yield
 

@@ -35,8 +35,8 @@ EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
 MATRICES = {"wide": (24, 40), "tall": (40, 24), "uneven": (13, 18), "short": (3, 16)}
 EXPERTS = {"experts": (8, 12, 20), "few": (3, 10, 14)}
 PASSES_TOLERANCE = 0.02
-"""Of float32, where gradients come from backward: ranks sum them in another order than one process does."""
-# So large on a GPU that what its libraries keep for themselves is less than the slack.
+"""For float32 gradients of backward: ranks sum in another order than one process."""
+# Large enough that GPU libraries' own memory is below the slack.
 MEMORY_SHAPES = {"cpu": (64, 128), "cuda": (4096, 4096)}
 MEMORY_MATRICES = 32
 MEMORY_SLACK = 1.1
@@ -44,7 +44,7 @@ MEMORY_SLACK = 1.1
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh of all ranks, or of some of them, and how matrices or stacks of experts are placed on it."""
+    """A mesh of all or some ranks, and the placement of matrices or expert stacks."""
 
     name: str
     mesh: tuple[int, ...]
@@ -54,10 +54,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Options of Muon, the dtype of the reference's iteration, and the largest error by device.
+    """Options of Muon, dtype of the reference, and error limits by device.
 
-    Errors are of the update, relative, in the Frobenius norm. Devices round products in orders of their own; a piece in
-    the wrong place is an error of 1.
+    Errors are relative errors of the update in the Frobenius norm. Devices round products in other orders; a misplaced
+    piece is an error of 1.
     """
 
     name: str
@@ -77,7 +77,7 @@ FLOAT32 = Arithmetic(
 
 @dataclass(frozen=True)
 class Check:
-    """One check on one rank: the largest error, what is wrong in words, and what was measured."""
+    """Result of a check on a rank: the largest error, problems, and measurements."""
 
     name: str
     error: float
@@ -86,7 +86,7 @@ class Check:
 
 
 def cases(world: int) -> list[Case]:
-    """Every layout that this many ranks allow."""
+    """Every layout for this number of ranks."""
     found = [
         Case("FSDP", (world,), (Shard(0),), MATRICES),
         Case("TP columns", (world,), (Shard(1),), MATRICES),
@@ -162,12 +162,12 @@ class Trained:
 
 
 def ratio(error: Tensor, size: Tensor) -> float:
-    """Their ratio; 0 where a rank has nothing of a tensor."""
+    """Ratio of two tensors' norms; 0 for an empty part."""
     return float(error / size) if float(size) > 0 else float(error)
 
 
 def checked_step(optimizer: Muon, device: torch.device) -> list[str]:
-    """A step, and what it did besides: nothing, unless it opens communicators. A device sync raises."""
+    """A step and its side effects: opened communicators. A device sync raises."""
     before = communicators()
     with no_sync(device):
         optimizer.step()
@@ -176,7 +176,7 @@ def checked_step(optimizer: Muon, device: torch.device) -> list[str]:
 
 
 def check_exchange(exchange: str, arithmetic: Arithmetic, device: torch.device, *, has_values: bool = True) -> Check:
-    """All cases in one optimizer under one exchange, for some steps."""
+    """All cases in one optimizer under an exchange, for some steps."""
     found = cases(dist.get_world_size())
     meshes = {
         shape: device_mesh.init_device_mesh(device.type, shape) for shape in dict.fromkeys(case.mesh for case in found)
@@ -186,7 +186,7 @@ def check_exchange(exchange: str, arithmetic: Arithmetic, device: torch.device, 
 
 
 def check_pipeline(device: torch.device) -> Check:
-    """Two stages: each half of the ranks has parameters of its own, and both build one Muon at the same time."""
+    """Two stages: each half of the ranks has its own parameters, and both build a Muon at the same time."""
     half = dist.get_world_size() // 2
     stages = [DeviceMesh(device.type, list(ranks)) for ranks in (range(half), range(half, 2 * half))]
     stage = int(dist.get_rank() >= half)
@@ -211,7 +211,7 @@ def steps(name: str, trained: Trained, device: torch.device, *, has_values: bool
 
 
 def check_owned(device: torch.device, placement: str, replicas: int) -> Check:
-    """Forward, backward and step of a small transformer whose matrices rest on their owners, against one process."""
+    """Forward, backward and step of a small transformer with owned matrices, against one process."""
     world, rank = dist.get_world_size(), dist.get_rank()
     setup = Setup(placement, replicas=replicas)
     alone, model = make(), make().to(device)
@@ -244,7 +244,7 @@ def passes(model: Net, share: int, shares: int, step: int) -> None:
 
 
 def check_memory(device: torch.device) -> Check:
-    """What building and stepping takes beyond the parameters' own state, against the plan's figure."""
+    """Memory of build and step beyond the parameters' state, against the plan."""
     world, rank = dist.get_world_size(), dist.get_rank()
     shape = MEMORY_SHAPES[device.type]
     case = Case("memory", (world,), (Shard(0),), {f"layers.{i}": shape for i in range(MEMORY_MATRICES)})
@@ -254,7 +254,7 @@ def check_memory(device: torch.device) -> Check:
         params[name] = nn.Parameter(_rows(full, mesh))
         params[name].grad = _rows(full, mesh)
     optimizer, _, kept = allocated(lambda: Muon(list(params.items()), lr=0.02), device)
-    # The first step also makes what libraries keep for themselves.
+    # The first step also allocates the libraries' own memory.
     optimizer.step()
     _, new, _ = allocated(optimizer.step, device)
     momentum = sum(optimizer.state[p]["momentum_buffer"].to_local().nbytes for p in params.values())
@@ -270,7 +270,7 @@ def _rows(shape: tuple[int, ...], mesh: DeviceMesh) -> Tensor:
 
 
 def checks(device: torch.device) -> list[Check]:
-    """Everything, on the ranks that there are. A check that raises on a rank ends the job there."""
+    """Every check on these ranks. A check that raises on a rank ends the job."""
     world = dist.get_world_size()
     found = [check_exchange(exchange, FLOAT32, device) for exchange in EXCHANGES]
     found.append(check_exchange("all_to_all", REFERENCE, device))

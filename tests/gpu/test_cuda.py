@@ -1,7 +1,7 @@
-"""What a CUDA device computes is what the CPU does, to the rounding of the dtype.
+"""A CUDA device computes the CPU's results, up to rounding.
 
-Each test also runs on the CPU, and on fake CUDA tensors, which have no numbers: there it shows shapes, dtypes, devices,
-and that no step waits for the device.
+Each test also runs on the CPU, and on fake CUDA tensors: without numbers, but with shapes, dtypes, devices, and an
+error for a host wait.
 """
 
 import importlib.util
@@ -54,7 +54,7 @@ def test_orthogonalization_is_that_of_float64_on_the_cpu(
 
 @on_every_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_what_is_not_finite_is_set_to_zero(dtype: torch.dtype, target: Target) -> None:
+def test_nonfinite_matrices_are_set_to_zero(dtype: torch.dtype, target: Target) -> None:
     stack = random(3, 8, 6).to(dtype)
     stack[1, 2, 3] = math.nan
     placed = target.placed(stack)
@@ -113,7 +113,7 @@ def test_muon_in_one_process_is_that_of_the_cpu(orthogonalize: str, target: Targ
 
 @pytest.mark.parametrize("target", [pytest.param(FAKE, marks=needs_cuda_build, id=FAKE.name), CUDA_PARAM])
 def test_a_target_sees_that_the_host_waits(target: Target) -> None:
-    """Guards the tests above: a step that waited would be found by them."""
+    """The tests above would notice a step that waits."""
     placed = target.placed(random(2, 2))
     with target.active(), pytest.raises(RuntimeError):
         placed.sum().item()

@@ -1,4 +1,4 @@
-"""The checks that ranks on GPUs go through hold on the CPU and on fake GPUs, and they see what is wrong."""
+"""The checks for GPU ranks pass on the CPU and on fake GPUs, and notice faults."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_a_sync_in_a_step_on_fake_gpus_is_an_error(monkeypatch: pytest.MonkeyPat
 
 
 class Opening:
-    """An optimizer whose step makes a process group."""
+    """An optimizer with a step that makes a process group."""
 
     def step(self) -> None:
         dist.new_group([0, 1])
@@ -82,7 +82,7 @@ def test_an_update_that_a_rank_loses_is_a_fault_there() -> None:
 
 
 @pytest.mark.parametrize(("world", "number"), [(1, 4), (2, 11), (3, 4), (4, 13), (8, 13)])
-def test_layouts_are_those_that_the_ranks_allow(world: int, number: int) -> None:
+def test_layouts_fit_the_number_of_ranks(world: int, number: int) -> None:
     found = parity.cases(world)
     assert len(found) == number
     for case in found:
@@ -90,8 +90,8 @@ def test_layouts_are_those_that_the_ranks_allow(world: int, number: int) -> None
         assert len(case.placements) == len(case.mesh)
 
 
-def test_nccl_says_which_groups_are_open() -> None:
-    """The one private name that counting communicators needs."""
+def test_nccl_lists_open_groups() -> None:
+    """The private name for counting communicators."""
     if not hasattr(dist, "ProcessGroupNCCL"):
         pytest.skip("needs a CUDA build of PyTorch")
     assert callable(dist.ProcessGroupNCCL._is_initialized)

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 def allow_fsdp_on_cpus() -> None:
-    """Accelerate turns FSDP on for GPUs alone. Its list of devices is lifted to CPUs, which gloo can shard over."""
+    """Accelerate turns FSDP on for GPUs only; add CPUs to its list of devices."""
     from accelerate import state
 
     source = state.DistributedType

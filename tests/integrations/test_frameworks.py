@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 FSDP |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
-"""What `accelerate config` writes for FSDP2."""
+"""Written by `accelerate config` for FSDP2."""
 
 CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, str]]] = {
     "trainer": ("transformers_trainer", 1, {}, {}),
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, str]]] = {
 
 
 def run(case: str, folder: Path, out: Path, *flags: str) -> dict[str, Any]:
-    """What a run of an example wrote."""
+    """Output of an example's run."""
     name, ranks, options, variables = CASES[case]
     launcher, grouped = [sys.executable], name == "ddp" or case == "peft-ddp"
     if ranks > 1 or grouped:

@@ -40,7 +40,7 @@ def command(folder: Path, *words: str) -> Command:
 
 
 class Page(HTMLParser):
-    """Collects ids, the script, and everything that a page would load."""
+    """Collects ids, the script, and everything a page would load."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The balance of published models at scale: bars that the planner holds, on the layouts that TorchTitan makes."""
+"""The balance of published models at scale, on TorchTitan's layouts: limits for the planner."""
 
 import json
 from functools import cache
@@ -10,7 +10,7 @@ import tyro
 from scripts.plan_scale import main, model_seconds
 from scripts.plan_scale import plan_numbers as planned
 
-# Several tests look at one plan.
+# Shared by several tests.
 plan_numbers = cache(planned)
 
 # Where matrices are fewest for the ranks, or buckets wait for each other most, and links take less time than
@@ -38,7 +38,7 @@ MODELLED = [
     ("llama3_70b", 256, 1.42, 1.04),
     ("qwen3_30b_a3b", 64, 1.06, 1.04),
     ("qwen3_30b_a3b", 1024, 1.05, 1.25),
-    # 77,354 matrices, the heads of attention among them.
+    # 77,354 matrices, including heads of attention.
     ("kimi_k2", 512, 1.00, 1.20),
 ]
 
@@ -98,7 +98,7 @@ def test_a_token_passes_the_parameters_that_it_activates(model: str, billions: f
 
 
 def test_the_next_forward_could_hide_little_of_a_training_step() -> None:
-    """Why no return is held over into it."""
+    """So no return is deferred into it."""
     numbers = plan_numbers("llama3_8b", 64)
     assert 0 < numbers.tail_ms <= numbers.waits_ms + numbers.passes_ms
     assert numbers.tail_ratio == numbers.tail_ms / (numbers.model_ms + numbers.step_ms)

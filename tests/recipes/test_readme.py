@@ -1,4 +1,4 @@
-"""The commands that the README shows run, shortened; its recipe is accepted; its links and folders are there."""
+"""The README's commands run, shortened; its recipe, links and folders are valid."""
 
 import os
 import re
@@ -24,7 +24,7 @@ TRAINING = [c for c in COMMANDS if "train.py" in c and "--dry-run" not in c]
 
 
 def run(command: str, extra: list[str], folder: Path) -> str:
-    """Run a command of the README in the repository with this environment's programs first; what it printed."""
+    """Output of a README command in the repository, with this environment's programs first."""
     words = [*shlex.split(command), *extra]
     if words[0] == "python":
         code, shown = run_program(*words[1:], timeout=300)
@@ -46,7 +46,7 @@ def run(command: str, extra: list[str], folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides that make a run of two small steps, with its folders out of the way."""
+    """Overrides for a run of two small steps in temporary folders."""
     folder = tmp_path_factory.mktemp("readme")
     for index in range(20):
         (folder / f"{index}.txt").write_text(f"document {index} " * 200)
@@ -146,7 +146,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_the_library_example_runs() -> None:
-    """The snippet of the README, on a model that has an embedding, such layers and a head."""
+    """The README's snippet, on a model with an embedding, these layers and a head."""
     (snippet,) = re.findall(r"```python\n(.*?)```", README, re.S)
     import torch
     from torch import nn

@@ -1,4 +1,4 @@
-"""Every recipe that ships is accepted, and its dry run shows a plan in which each matrix is orthogonalized once."""
+"""Every shipped recipe is accepted, and the dry run's plan orthogonalizes each matrix once."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def test_every_recipe_trains_on_the_same_tokens_on_every_layout(recipe: str) -> 
         assert training.global_batch_size * training.seq_len == 2048, "README says so"
 
 
-def test_a_dry_run_says_what_qk_clip_does_and_sends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_effect_and_traffic_of_qk_clip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dry_run("moonlight_muon", 8, tmp_path)
     said = "QK-clip: heads with logits above 100 are clipped, alpha 0.5; one all-reduce of 1,728 bytes a step"
     assert said in capsys.readouterr().out
@@ -79,10 +79,10 @@ def test_every_recipe_dry_runs(
 
 @pytest.mark.parametrize("world_size", [1, 4, 64])
 @pytest.mark.parametrize("recipe", ["qwen_moe_owned", "llama_muon", "deepseek_muon"])
-def test_owned_shows_who_owns_what(
+def test_the_dry_run_of_owned_lists_the_owners(
     recipe: str, world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bytes of the table are those of the owned matrices, and its FLOPs those of the plan; no step communicates."""
+    """The table has the owned matrices' bytes and the plan's FLOPs; no step communicates."""
     experts = ["--parallelism.expert_parallel_degree", str(min(world_size, 16))] if recipe != "llama_muon" else []
     plan = dry_run(recipe, world_size, tmp_path, "--placement.muon", "owned", *experts)
     printed = capsys.readouterr().out
@@ -114,7 +114,7 @@ def test_owners_under_hsdp(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An owner in each replica repeats the work or, if asked to, shares it out; one owner in the world does neither."""
+    """An owner in each replica repeats or shares the work; one owner in the world does neither."""
     keys = {"placement.muon": "owned", "placement.replicas": replicas}
     keys |= {} if muon_replicas is None else {"muon.replicas": muon_replicas}
     degrees = {"parallelism.data_parallel_replicate_degree": "2"}
@@ -150,7 +150,7 @@ def test_an_owned_step_that_communicates_says_why(
 
 
 def test_owners_across_tensor_parallelism_have_silent_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each matrix rests once among the ranks of FSDP and TP, and the dry run says what the passes send for it."""
+    """Each matrix rests once among FSDP and TP ranks, and the dry run prints the passes' traffic."""
     words = ("--parallelism.tensor_parallel_degree", "2", "--placement.muon", "owned")
     plan = dry_run("llama_muon", 4, tmp_path, *words, "--placement.tensor_parallel", "whole")
     printed = capsys.readouterr().out
@@ -182,7 +182,7 @@ def test_the_default_way_to_own_is_the_documented_one(key: str, tmp_path: Path) 
 
 
 def test_a_rule_that_names_an_owner_has_an_owner_in_each_replica(tmp_path: Path) -> None:
-    """Its rank is a place on the FSDP axis, which has no other meaning."""
+    """The rank is a place on the FSDP axis."""
     config = tmp_path / "ruled.toml"
     rule = '[[placement.rule]]\nmatch = "*.wo.weight"\nplacement = "owned"\nowner = 1\n'
     config.write_text(f'base = "{CONFIGS / "llama_muon.toml"}"\n{rule}')
@@ -242,7 +242,7 @@ def test_a_package_may_bring_another_placement(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_package_may_bring_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its own code alone: titan/ knows families by their registration."""
+    """titan/ knows model families only by registration."""
     monkeypatch.setattr(registry.models, "_values", dict(registry.models._values))
     built = []
 
@@ -256,7 +256,7 @@ def test_a_package_may_bring_another_model(tmp_path: Path, monkeypatch: pytest.M
     plan = dry_run("llama_muon", 2, tmp_path, "--model.name", "their_llama", "--model.flavor", "small")
     assert built == [("small", 258)]
     taken = [p["fqn"] for p in plan["parameters"] if p["optimizer"] == "muon"]
-    # Of its fused projections queries, keys and values are three matrices.
+    # Queries, keys and values of a fused projection are three matrices.
     assert plan["muon_matrices"] == sum(3 if "wqkv" in fqn else 1 for fqn in taken) > len(taken)
     with pytest.raises(
         RecipeError, match=r"model\.name = 'their_lama' is unknown; did you mean 'their_llama'\? choose"
@@ -288,7 +288,7 @@ def test_momentum_that_owners_alone_keep_is_counted_on_the_fullest_rank(
 
 
 def test_memory_of_optimizer_states_follows_their_dtypes(tmp_path: Path) -> None:
-    """The momentum in its own dtype, two averages for AdamW, both exact on one rank."""
+    """Momentum in its own dtype, two averages for AdamW, both exact on one rank."""
     full = dry_run("llama_muon", 1, tmp_path)
     half = dry_run("llama_muon", 1, tmp_path, "--muon.state_dtype", "bfloat16")
     elements = dict.fromkeys(("muon", "adamw"), 0)
@@ -317,7 +317,7 @@ def test_offloaded_states_are_counted_on_the_host_and_two_loads_of_them_on_the_d
     pinned = [2 ** math.ceil(math.log2(size)) for size in sizes]
     memory, (cost,) = plan["memory"], plan["ranks"]
     assert memory["host_states"] == sum(pinned if device == "cuda" else sizes)
-    # Whole on one rank: batches of one shape, of which the largest decides.
+    # Local matrices: the largest batch of one shape decides.
     muon = Counter(tuple(a["shape"]) for a in plan["parameters"] if a["optimizer"] == "muon")
     assert cost["loads"] == len(muon)
     assert cost["load_elements"] == max(count * prod(shape) for shape, count in muon.items())
@@ -382,7 +382,7 @@ def test_the_smallest_world_fits_the_degrees() -> None:
         assert smallest_world(load(CONFIGS / "qwen_moe_muon.toml", overrides)) == ranks
 
 
-def test_the_dry_run_says_what_orthogonalizes_which_shapes_and_why(
+def test_the_dry_run_prints_the_algorithm_of_each_shape_with_its_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path), "--muon.ns_dtype", "float32"])
@@ -401,7 +401,7 @@ def test_the_dry_run_says_what_orthogonalizes_which_shapes_and_why(
 def test_a_number_of_ranks_is_planned_for_gpus_unless_told_otherwise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A cluster is planned at a laptop: what its CPU would do says nothing of it."""
+    """Users plan a cluster on a laptop, whose CPU is irrelevant."""
     recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path)])
     for world, device, planned in (
         (64, None, "GPUs"),
@@ -461,7 +461,7 @@ def test_each_pipeline_rank_is_planned_on_its_own_ranks(
     counts = re.findall(r"^\w+: .* of parameters$", alone, re.MULTILINE)
     assert counts == re.findall(r"^\w+: .* of parameters$", printed, re.MULTILINE)
     for rank in range(2):
-        # Above its table, above its plan and memory, and above its verdict.
+        # Above its table, its plan and memory, and its verdict.
         assert printed.count(f"pipeline rank {rank} of 2, ranks {2 * rank} to {2 * rank + 1}: ") == 3
 
 
@@ -523,7 +523,7 @@ def test_without_defaults_an_unmatched_parameter_is_an_error(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
-def test_weights_without_a_float32_copy_are_said_with_what_rounds_them(
+def test_weights_without_a_float32_copy_are_printed_with_their_rounding(
     rounding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = ["--data.cache", str(tmp_path), "--training.dtype", "bfloat16", "--muon.rounding", rounding]

@@ -51,7 +51,7 @@ def examples(count: int) -> settings:
 
 
 EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
-# Machines on which links, calls or products decide.
+# Machines limited by links, calls or products.
 MACHINES = (
     Machine(),
     Machine(node_gb=1e-6, tflops=1e-9),
@@ -59,19 +59,19 @@ MACHINES = (
     Machine(node_gb=1e3, node_latency_us=0.0, tflops=1e-12),
 )
 REPLICAS = ("split", "redundant")
-# The modes of tensor parallelism, and the options that each of them takes alone.
+# The modes of tensor parallelism, and their own options.
 MODES: dict[str, dict[str, Any]] = {
     "owner": {},
     "distributed": {"replicas": "split", "split_over": 1},
     "duplicated": {"exchange": "all_to_all", "split_over": 1},
     "blockwise": {},
 }
-# Products take a second for each FLOP, and whatever is sent is there at once: ranks share what does not divide evenly.
+# Products take a second per FLOP, and links no time: ranks share matrices that do not divide evenly.
 SLICING = Machine(tflops=1e-12, node_gb=1e6, node_latency_us=0.0, network_gb=1e6, network_latency_us=0.0, launch_us=0.0)
 
 
 def mesh_shapes(size: int, most: int) -> list[tuple[int, ...]]:
-    """All shapes of 1 to 4 axes, some of them of size 1, that `most` ranks can fill; `size` bounds an axis."""
+    """All shapes of 1 to 4 axes, some of size 1, for up to `most` ranks; `size` limits an axis."""
     shapes: list[tuple[int, ...]] = [()]
     found = []
     for _ in range(4):
@@ -131,7 +131,7 @@ def meshes(draw: st.DrawFn, world: int) -> Mesh:
 
 @st.composite
 def stacks(draw: st.DrawFn, fqn: str) -> tuple[tuple[int, ...], MatrixStack]:
-    """A whole matrix, experts, heads, projections whose rows alternate, or what the notation of `dims` says."""
+    """A whole matrix, experts, heads, projections with alternating rows, or a `dims` notation."""
     kind = draw(st.sampled_from(["matrix", "experts", "heads", "fused", "dims"]))
     if kind == "experts":
         experts = draw(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6)))
@@ -151,7 +151,7 @@ def stacks(draw: st.DrawFn, fqn: str) -> tuple[tuple[int, ...], MatrixStack]:
 
 @st.composite
 def in_dims(draw: st.DrawFn, fqn: str) -> tuple[tuple[int, ...], MatrixStack]:
-    """Up to five axes, each to count matrices by, of their rows or of their columns, in up to three dims."""
+    """Up to five axes: counts, rows or columns, in up to three dims."""
     before, after = (draw(st.lists(st.sampled_from(side), max_size=most)) for side, most in (("nr", 2), ("nc", 1)))
     sides = [*before, "r", "c", *after]
     if draw(st.booleans()):
@@ -160,7 +160,7 @@ def in_dims(draw: st.DrawFn, fqn: str) -> tuple[tuple[int, ...], MatrixStack]:
     sizes = {name: draw(st.integers(1, 4)) for name in names}
     dims: list[list[str]] = []
     for name in names:
-        # Rows and columns cannot be of one dim.
+        # Rows and columns cannot share a dim.
         mixed = dims and {name[0], *(other[0] for other in dims[-1])} >= {"r", "c"}
         if not dims or mixed or draw(st.booleans()):
             dims.append([])
@@ -181,7 +181,7 @@ def taken(full: Tensor, matrix: MatrixRows) -> Tensor:
 
 @st.composite
 def parameter_lists(draw: st.DrawFn) -> list[Parameter]:
-    """Parameters of one optimizer, each on a mesh of its own or all on one."""
+    """Parameters of an optimizer, each on its own mesh, or all on one."""
     world = draw(st.sampled_from([4, 1, 2, 3, 4, 4, 6, 6, 8, 8]))
     shared = draw(meshes(world))
     found = []
@@ -215,7 +215,7 @@ def plan_of(parameters: Sequence[Parameter], **options: object) -> Plan:
 
 @st.composite
 def large(draw: st.DrawFn, mesh: Mesh) -> list[Parameter]:
-    """One to three matrices on a mesh that are larger than all others, with sides that 8 divides."""
+    """One to three matrices on a mesh, larger than all others, with sides in multiples of 8."""
     shapes = draw(st.lists(st.sampled_from([(24, 16), (16, 32), (16, 16)]), min_size=1, max_size=3))
     return [
         Parameter(f"large{index}", "large", draw(layouts(shape, mesh)), stack_of("large", shape))
@@ -227,10 +227,10 @@ def large(draw: st.DrawFn, mesh: Mesh) -> list[Parameter]:
 def plans(
     draw: st.DrawFn, exchanges: Sequence[str] = EXCHANGES, cut: bool = True, overlaps: Sequence[Overlap] = ("none",)
 ) -> Plan:
-    """Plans that `make_plan` makes; with `cut` half of them have their matrices in other buckets, with other owners."""
+    """Plans of `make_plan`; with `cut`, half of them have matrices in other buckets, with other owners."""
     parameters = draw(parameter_lists())
     exchange = draw(st.sampled_from(exchanges))
-    # Half of the plans are such that several ranks may share a matrix, and have some that sets the step's end.
+    # In half of the plans several ranks may share a matrix, and some matrix sets the step's end.
     slices = exchange != "all_gather" and draw(st.booleans())
     if slices:
         parameters += draw(large(parameters[0].layout.mesh))
@@ -245,7 +245,7 @@ def plans(
     )
     mode = draw(st.sampled_from(("owner", *MODES)))
     if mode == "distributed":
-        # Of any others one is likely to have a side that the ranks do not divide.
+        # Other shapes likely have a side that the ranks do not divide.
         parameters = draw(large(parameters[0].layout.mesh))
     wanted = replace(options, tensor_parallel=mode, **MODES[mode])
     smaller = (replace(one, buffer_bytes=None) for one in (wanted, options))
@@ -258,7 +258,7 @@ def plans(
 
 
 def first_plan(parameters: Sequence[Parameter], *options: MuonOptions) -> Plan:
-    """By the first of these options that are not refused: for buffers too small, or where tensor parallelism is not."""
+    """A plan of the first accepted options: buffers may be too small, or tensor parallelism absent."""
     for one in options[:-1]:
         try:
             return make_plan(parameters, work, one)
@@ -276,7 +276,7 @@ def hierarchical(plan: Plan) -> Plan:
 
 
 def recut(plan: Plan, random: Random) -> Plan:
-    """The plan with its matrices in random buckets, order, owners and slots: any such plan must run too."""
+    """The plan with matrices in random buckets, orders, owners and buffer sets: any such plan must run."""
     buckets, geometries = [], Geometries(plan.parameters)
     for bucket in plan.buckets:
         wholes = [index for index in bucket.matrices if _slices(plan, index)[0] == index]
@@ -292,7 +292,7 @@ def recut(plan: Plan, random: Random) -> Plan:
     if not buckets:
         return plan
     random.shuffle(buckets)
-    # Rounds of one to a few buckets, in which a group may even have several.
+    # Rounds of one to a few buckets, several of them possibly in one group.
     numbers = accumulate((random.random() < 0.6 for _ in buckets[1:]), initial=0)
     numbered = tuple(replace(bucket, round=int(number)) for bucket, number in zip(buckets, numbers, strict=True))
     return replace(plan, buckets=numbered, buffer_sets=random.randint(1, 5))
@@ -305,7 +305,7 @@ def _slices(plan: Plan, index: int) -> list[int]:
 
 
 def _owned(plan: Plan, index: int, bucket: Bucket, geometries: Geometries, random: Random) -> list[tuple[int, int]]:
-    """An owner for each slice of a matrix, or one whose tensor-parallel peers can do the same."""
+    """An owner for each slice of a matrix, or one with tensor-parallel peers of equal ability."""
     numbers, able = _slices(plan, index), bucket.group
     matrix, geometry = plan.matrices[index], geometries[plan.matrices[index].parameter]
     if bucket.exchange == "duplicated" and matrix.index in geometry.cut_by_peers:

@@ -20,7 +20,7 @@ def write(folder: Path, text: str, name: str = "run.toml") -> str:
 
 
 def error_of(call: Callable[[], object]) -> str:
-    """The message of the RecipeError that `call` must raise."""
+    """The message of the expected RecipeError of `call`."""
     with pytest.raises(RecipeError) as caught:
         call()
     return str(caught.value)

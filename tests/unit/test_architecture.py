@@ -1,4 +1,4 @@
-"""The house: imports run one way, one file calls the optimizer's collectives, and every file and function is short."""
+"""Architecture: one-way imports, collectives in one file, and short files and functions."""
 
 import ast
 import re
@@ -68,7 +68,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every module, or name of a module, that a file imports anywhere in it, in full: titan_muon.plan.make_plan."""
+    """Every imported module, or name of a module, in full: titan_muon.plan.make_plan."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
@@ -88,13 +88,13 @@ def within(module: str, parent: str) -> bool:
 
 
 def part(path: Path) -> str:
-    """The part of the package that a file is: its folder's name, or its own."""
+    """Part of the package with a file: the folder's name, or the file's."""
     inside = path.relative_to(PACKAGE).with_suffix("").parts
     return inside[0]
 
 
 def test_there_is_something_to_check() -> None:
-    """Guards the tests below against a folder that moved."""
+    """Guards the tests below against a moved folder."""
     assert {"plan", "titan", "orthogonalize", "muon", "comm", "tensors"} <= {part(path) for path in files("titan_muon")}
 
 
@@ -145,7 +145,7 @@ PRIVATE = {
     },
     "titan_muon/tensors/mesh.py": {"_init_backend", "_dim_group_names"},
 }
-"""PyTorch's private names for autograd and meshes, which change without notice, by the file that may use them."""
+"""PyTorch's private names for autograd and meshes, which change without notice, by allowed file."""
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
@@ -169,7 +169,7 @@ def test_torchtitan_is_imported_in_titan_models_and_scripts_only(path: Path) -> 
 
 
 def called(path: Path, names: set[str]) -> Iterator[str]:
-    """Uses of torch.distributed's functions of these names, and calls of methods of DTensor of these names."""
+    """Uses of torch.distributed functions and DTensor methods with these names."""
     taken = {node.asname or node.name for node in from_distributed(path)}
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Attribute) and node.attr in names and on_distributed(node.value):
@@ -185,7 +185,7 @@ def from_distributed(path: Path) -> Iterator[ast.alias]:
 
 
 def on_distributed(value: ast.expr) -> bool:
-    """Whether an expression is torch.distributed, by one of its usual names, or its functional collectives."""
+    """Whether an expression is torch.distributed under a usual name, or its functional collectives."""
     return ast.unparse(value).split(".")[-1] in ("dist", "distributed", "funcol", "_functional_collectives", "c10d")
 
 
@@ -204,15 +204,15 @@ def test_the_search_for_collectives_finds_them() -> None:
 
 
 def imported_files(path: Path) -> set[Path]:
-    """Our files that a file imports: at its top, inside functions, or for type checks alone."""
-    # scripts/compare_runs.py is run by its path, so its imports begin at its own folder.
+    """Imported files of this repository: at the top, in functions, or for type checks."""
+    # scripts/compare_runs.py is run by path, so its imports begin in its folder.
     homes = (ROOT, path.parent) if path.parent == ROOT / "scripts" else (ROOT,)
     found = (module_file(home, module) for module in imports(path) for home in homes)
     return {file for file in found if file is not None} - {path}
 
 
 def module_file(home: Path, module: str) -> Path | None:
-    """The file of the longest beginning of a dotted name that has one."""
+    """The file for the longest importable prefix of a dotted name."""
     parts = module.split(".")
     for length in range(len(parts), 0, -1):
         base = home.joinpath(*parts[:length])
@@ -231,7 +231,7 @@ def folder_of(path: Path) -> str:
 
 
 def circle(graph: Mapping[str, set[str]]) -> list[str]:
-    """One circle of a graph from a node to those that it imports; empty if there is none."""
+    """A circle from a node to its imports; empty without any."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -297,7 +297,7 @@ WRITES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popit
 
 
 def collections(path: Path) -> Iterator[tuple[str, bool]]:
-    """Names of a module that hold a dict, list or set, and whether their annotation makes them read-only."""
+    """Module-level dicts, lists and sets, and whether their annotation is read-only."""
     for node in tree(path).body:
         if not isinstance(node, ast.Assign | ast.AnnAssign) or not makes_mutable(node.value):
             continue
@@ -313,7 +313,7 @@ def makes_mutable(value: ast.expr | None) -> bool:
 
 
 def written(path: Path) -> Iterator[str]:
-    """Names whose items a file assigns or deletes, or on which it calls a method that writes."""
+    """Names with items assigned or deleted, or with a call of a method that writes."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
             yield ast.unparse(node.value)
@@ -344,7 +344,7 @@ def test_nothing_is_kept_by_id_or_through_global(path: Path) -> None:
 
 
 def test_the_page_of_the_house_has_every_file() -> None:
-    """`python docs/make_architecture.py` writes it anew."""
+    """`python docs/make_architecture.py` updates the page."""
     page = make_architecture.PAGE.read_text(encoding="utf-8")
     assert page == make_architecture.written(page)
 

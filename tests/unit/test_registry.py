@@ -1,4 +1,4 @@
-"""Optimizers by name: those there are, those that packages add, and clear errors for the rest."""
+"""Optimizers by name: built in, added by packages, and clear errors for others."""
 
 import sys
 import textwrap
@@ -56,7 +56,7 @@ def test_a_name_far_from_all_gets_no_suggestion(registry: Registry[int]) -> None
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package with an optimizer, as pip would leave it."""
+    """A package with an optimizer, as installed by pip."""
     (tmp_path / "their_package.py").write_text(
         textwrap.dedent(
             """

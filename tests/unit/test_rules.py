@@ -31,7 +31,7 @@ print("trained")
 
 @pytest.mark.parametrize("removed", sorted(set(RULES) - {"muon"}))
 def test_the_file_of_a_rule_can_be_deleted_alone(removed: str) -> None:
-    """All but muon.py, the base class of the others."""
+    """All but muon.py, the base class."""
     code = STEPS.format(removed=removed, kept=[name for name in RULES if name != removed])
     status, shown = run_program("-c", code)
     assert (status, shown.strip()) == (0, "trained")
@@ -122,7 +122,7 @@ def test_factors_scale_the_update_alone(options: dict[str, Any], factor: float) 
         ({"momentum_warmup_steps": -1}, "momentum_warmup_steps = -1 is not accepted"),
     ],
 )
-def test_what_a_rule_cannot_use_is_refused_at_construction(options: dict[str, Any], message: str) -> None:
+def test_options_without_a_use_in_the_rule_are_refused_at_construction(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as refused:
         Muon([("w", nn.Parameter(torch.eye(16)))], **options)
     assert message in str(refused.value)

@@ -31,10 +31,7 @@ OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters of an optimizer with equal hyperparameters (`options`).
-
-    `rule`: index of the rule with these options, or None. `tag`: name in metrics.
-    """
+    """Parameters of an optimizer with equal hyperparameters. `rule`: index of their rule. `tag`: name in metrics."""
 
     optimizer: str
     rule: int | None
@@ -100,7 +97,7 @@ def assigned_model(
     """
     assigned = assign_parameters(parameters, rules, defaults)
     by_default = [a for a in assigned if a.rule is None]
-    # A model with unknown names or shapes would otherwise silently train with AdamW alone.
+    # A model with unknown names or shapes would otherwise train with AdamW alone.
     if (by_default or not assigned) and not any(a.optimizer == "muon" for a in assigned):
         roles: dict[str, int] = {}
         for a in assigned:
@@ -145,15 +142,15 @@ def with_known_splits(
 ) -> Mapping[str, Mapping[str, Any]]:
     """The optimizers' tables, with the splits of known fused layouts in Muon's table.
 
-    `parameters`: names of this process. `is_stage`: leaves out the splits of remote pipeline stages. Raises ValueError
-    for a split without a matching Muon parameter in the whole model.
+    `parameters`: of this process. `is_stage`: leaves out splits of remote pipeline stages. Raises ValueError for a
+    split without a Muon parameter in the model.
     """
     splits: tuple[Split, ...] = tuple(tables.get("muon", {}).get("split", ()))
     muon = [a for a in whole if a.optimizer == "muon"]
     local = [a for a in muon if a.fqn in parameters]
     all_splits = splits_with(splits, local)
     if is_stage:
-        # Muon refuses an unmatched split and does not know the parameters of the remaining stages.
+        # Muon refuses an unmatched split and does not know the remaining stages.
         check_splits([a.fqn for a in muon], splits)
         all_splits = tuple(s for s in all_splits if any(fnmatch.fnmatchcase(a.fqn, s.match) for a in local))
     if all_splits == splits:
@@ -176,7 +173,7 @@ def check_offload(offload: Offload, optimizer: str) -> None:
 
 @dataclass(frozen=True)
 class Decision:
-    """The optimizer of each parameter of the `whole` model, and the groups and options (`tables`) of this process."""
+    """The optimizer of each parameter of the `whole` model, and this process's groups and options (`tables`)."""
 
     whole: tuple[Assignment, ...]
     groups: Mapping[str, tuple[ParamGroup, ...]]
@@ -195,15 +192,14 @@ def decided(
 ) -> Decision:
     """Choose the optimizer of each parameter of `model`, and the groups of `parameters`, the names of this process.
 
-    `defaults` decide for parameters without a matching rule; None if the rules decide for every parameter. `tables`:
-    options by optimizer. `is_stage`: whether this process holds a pipeline stage.
+    `defaults` decide without a matching rule; None if the rules decide for every parameter. `tables`: options by
+    optimizer. `is_stage`: whether this process holds a pipeline stage.
 
     Raises:
         OptionError: for a rule without parameters, an undecided parameter, and an unknown optimizer.
-        ValueError: for a split without a matching Muon parameter in the model.
+        ValueError: for a split without a Muon parameter.
     """
-    # From the whole model, because all ranks build Muon together: a pipeline rank without Muon, or without a group,
-    # would leave the remaining ranks waiting.
+    # From the whole model, because all ranks build Muon together: ranks would wait for a pipeline rank without Muon.
     whole = assigned_model(model, rules, defaults)
     groups = {}
     for name, whole_groups in grouped(rules, tables, whole).items():

@@ -59,7 +59,7 @@ def default_rules(router: str = "adamw") -> tuple[Default, ...]:
 
 
 def splits_with(known: Sequence[Split], assigned: Iterable[Assignment]) -> tuple[Split, ...]:
-    """The recipe's splits, plus the splits of known fused layouts of Muon parameters without a recipe split."""
+    """The recipe's splits, plus splits of known fused layouts of Muon parameters without one."""
     fused = [(a.fqn, a.split) for a in assigned if a.optimizer == "muon" and a.split is not None]
     return (*known, *(split for fqn, split in fused if split_of(fqn, known) is None))
 
@@ -73,9 +73,9 @@ def assign_parameters(
 ) -> tuple[Assignment, ...]:
     """An optimizer for each parameter, from the first matching rule.
 
-    Parameters without a matching rule follow `defaults`, by role and then by name, and then by shape: Muon takes
-    matrices, stacks of experts and known fused layouts, AdamW the rest. Raises OptionError for undecided parameters if
-    `defaults` is None and, with `all_rules`, for rules without parameters.
+    Without a rule, `defaults` decide by role and then by name, and then shapes: Muon takes matrices, stacks of experts
+    and known fused layouts, AdamW the rest. Raises OptionError for undecided parameters if `defaults` is None and, with
+    `all_rules`, for rules without parameters.
     """
     assigned = tuple(_assign_one(fqn, seen, rules, defaults or ()) for fqn, seen in parameters.items())
     if all_rules:

@@ -61,7 +61,7 @@ class Agreement:
         self.peers: dist.ProcessGroup | None = None
 
     def open(self, report: PlanReport, known: Mapping[Ranks, dist.ProcessGroup], device: torch.device) -> None:
-        """Compare reports, then make all process groups except `known` and use each group once.
+        """Compare reports, then make all process groups except `known`, and use each once.
 
         Raises ValueError on every rank if plans differ.
         """
@@ -69,7 +69,7 @@ class Agreement:
         check_reports(digests, reports)
         if self._size == 1:
             return
-        # Never instead of a group that all ranks make, because meshes differ between ranks and plans.
+        # A mesh's group never replaces a group that all ranks make, because meshes differ between ranks and plans.
         self._known = dict(known)
         for made, needed in ((self._groups, "groups"), (self._exclusive, "exclusive")):
             for ranks in sorted({ranks for peer in reports.values() for ranks in getattr(peer, needed)} - made.keys()):
@@ -99,7 +99,6 @@ class Agreement:
         return dict(zip(dist.get_process_group_ranks(self.peers), values, strict=True))
 
     def check_alive(self) -> None:
-        """Raise ValueError if the default process group was destroyed."""
         if self._size > 1 and not dist.is_initialized():
             raise ValueError(
                 "the process group of Muon was destroyed, and ranks can exchange no matrices; take no step after "
@@ -108,7 +107,7 @@ class Agreement:
 
     @contextmanager
     def located(self, steps: int) -> Iterator[None]:
-        """Add the step of each rank, if the rank answers, to a collective's error. `steps`: number of this step."""
+        """Add each answering rank's step to a collective's error. `steps`: number of this step."""
         try:
             yield
         except RuntimeError as error:
@@ -166,10 +165,8 @@ class Agreement:
     def together(self, build: Callable[[], T]) -> T:
         """The result of `build` on this rank.
 
-        Raises:
-            ValueError: on every rank of the world, if `build` raises a ValueError on any rank.
-            RuntimeError: on all other ranks, if `build` raises another error, such as an OutOfMemoryError. The failed
-                rank raises the error itself.
+        Raises ValueError on every rank of the world if `build` raises a ValueError on any rank. After another error,
+        such as an OutOfMemoryError, the failed rank raises the error itself, and all other ranks RuntimeError.
         """
         results: list[T] = []
         fault: Exception | None = None
@@ -181,7 +178,7 @@ class Agreement:
         return results[0]
 
     def _raise_together(self, fault: Exception | None) -> None:
-        """Raise the fault of the lowest rank with a fault on every rank, because ranks without would hang."""
+        """Raise the fault of the lowest faulty rank on every rank, because further ranks would hang."""
         if self._size == 1:
             if fault is not None:
                 raise fault
@@ -208,7 +205,6 @@ class Agreement:
         return bool(flag.item())
 
     def group(self, ranks: Ranks) -> dist.ProcessGroup:
-        """The process group of these ranks."""
         if len(ranks) == self._size:
             return _world()
         return self._known[ranks] if ranks in self._known else self._groups[ranks]
@@ -217,7 +213,6 @@ class Agreement:
         return self._exclusive[ranks]
 
     def start_max_over_peers(self, tensor: Tensor) -> dist.Work | None:
-        """Start an in-place maximum; None without a peer."""
         return None if self.peers is None else start_max(tensor, self.peers)
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -27,7 +27,6 @@ class StepMemory:
         return sum(self._sizes.values())
 
     def take(self) -> None:
-        """Allocate the memory on the current stream unless allocated."""
         # Resizing always moves a storage, and collectives in flight would write to freed memory.
         for storage, size in self._sizes.items():
             if storage.nbytes() != size:
@@ -35,7 +34,7 @@ class StepMemory:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Allocate the memory for making views, because PyTorch makes no views of an empty storage."""
+        """Keep the memory while views are made: PyTorch makes no views of an empty storage."""
         # Not all memory, because a gather in backward may be reading it.
         missing = [storage for storage, size in self._sizes.items() if storage.nbytes() != size]
         self.take()
@@ -44,7 +43,7 @@ class StepMemory:
             storage.resize_(0)
 
     def free(self) -> None:
-        """The current stream must have waited for uses on other streams."""
+        """Free the memory. The current stream must have waited for uses on other streams."""
         for storage in () if self._kept else self._sizes:
             storage.resize_(0)
 
@@ -54,7 +53,7 @@ LARGE_BYTES = 2**28
 
 
 def fragmentation(device: str, nbytes: int, environ: Mapping[str, str]) -> str:
-    """A warning if a step allocates and frees so many bytes by an allocator that fragments; else empty."""
+    """A warning if a step allocates so many bytes by an allocator that fragments; else empty."""
     variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     settings = ",".join(environ.get(name, "") for name in variables).replace(" ", "").lower()
     whole = "expandable_segments:true" in settings or "backend:cudamallocasync" in settings
@@ -103,11 +102,11 @@ class BucketBuffers:
 
     Attributes:
         stored: every stored piece; the result arrives in the view.
-        packed: by matrix, the view to fill with the piece to send.
+        packed: by matrix, the view for the piece to send.
         repeated: (target, source) views of pieces for several ranks.
         sources: gathered pieces by matrix.
-        targets: by matrix, the views to fill with orthogonalized pieces.
-        cleared: buffer to set to zero before the targets are filled, or None.
+        targets: by matrix, the views for orthogonalized pieces.
+        cleared: buffer to zero before the targets are filled, or None.
     """
 
     stored: tuple[BufferPiece, ...]
@@ -164,7 +163,7 @@ def _pieces(parcels: Iterable[Parcel], buffer: Tensor) -> tuple[BufferPiece, ...
 
 
 class Buffers:
-    """The flat buffers of a program on this rank, and the views of every piece, by bucket; none for a local bucket."""
+    """The flat buffers of a program on this rank, and views of every piece, by bucket; none for a local bucket."""
 
     def __init__(self, program: Program, device: torch.device, dtype: torch.dtype, *, kept: bool = False) -> None:
         self.device, self.buffer_sets = device, make_buffer_sets(program, device, dtype)

@@ -49,12 +49,8 @@ def clip_grad_norm_(
             no state, and the step after, or `check_last_step`, raises ValueError on all ranks with the parameters and
             ranks (or warns, with nonfinite = "skip"). The host does not wait.
 
-    Returns:
-        The norm before scaling, () float32 on the gradients' device, equal on all ranks.
-
-    Raises:
-        ValueError: for a norm_type that is not positive.
-        RuntimeError: if `error_if_nonfinite` and the norm is not finite.
+    Returns the norm before scaling, () float32 on the gradients' device, equal on all ranks. Raises ValueError for a
+    norm_type that is not positive.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type = {norm_type} is not accepted: it takes a positive number or inf")
@@ -156,7 +152,6 @@ class SkipsSteps:
         return None if self._last_norm is None else self._last_norm.broken
 
     def check_norm(self, *, skips: bool) -> None:
-        """See `NormCheck.check`."""
         last, self._last_norm = self._last_norm, None
         if last is not None:
             last.check(skips=skips)
@@ -202,9 +197,9 @@ class GradientClip:
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        """Scale the clipped gradients. Returns the norm of all gradients before scaling, () float64 on the device.
+        """Scale the clipped gradients. Returns the norm of all gradients before, () float64, equal on every rank.
 
-        The norm is equal on every rank. The host does not wait.
+        The host does not wait.
         """
         gradients = self.gradients()
         norm, clipped_norm = self.norms(gradients)

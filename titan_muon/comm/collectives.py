@@ -31,8 +31,8 @@ Splits = Sequence[int]
 class Collectives:
     """Transport of exchanges and of owned gradients. A package may register a subclass.
 
-    Buffers are flat, on one device and of one dtype. Splits count the elements of each rank of the group, in order.
-    Methods start a collective and return the handles to wait for.
+    Buffers are flat, on one device and of one dtype. Splits count the elements of each rank, in order. Methods start a
+    collective and return the handles to wait for.
     """
 
     def __init__(self) -> None:

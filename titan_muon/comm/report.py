@@ -37,8 +37,9 @@ class Carried(Protocol):
 class FaultReport:
     """Shares the faults of a step among all ranks without blocking the host.
 
-    A step adds faults on the device. At the end, `send` starts a maximum over the ranks, and the next step reads the
-    result. The same maximum compares hyperparameters and the number of steps: each rank sends a hash and its negative.
+    A step adds faults on the device. `send` starts a maximum over the ranks, and the next step reads the result. The
+    same
+    maximum compares hyperparameters and the number of steps: each rank sends a hash and its negative.
 
     `optimizer`, `carried`: by name. `replicas`: parameters with a result from one rank's gradient for all replicas.
     """
@@ -83,11 +84,9 @@ class FaultReport:
         return self._agreement.peers is not None
 
     def start_of(self, other: Carried) -> int:
-        """The index of the first parameter of a carried optimizer."""
         return self._first[self._carried.index(other)]
 
     def tell_carried(self, faults: Sequence[Fault]) -> None:
-        """Let the carried optimizers raise ValueError for their faults."""
         for other, (start, stop) in zip(self._carried, pairwise(self._first), strict=True):
             other.told(faults[start:stop])
 
@@ -118,7 +117,6 @@ class FaultReport:
         self._scaled = True
 
     def add_gradients(self, stored: Sequence[Tensor | None]) -> None:
-        """Add the gradient sizes of replicas; `stored`: gradients by parameter."""
         grads = {place: grad for place, p in enumerate(self._replicas) if (grad := stored[p]) is not None}
         if not grads:
             return
@@ -184,7 +182,8 @@ class FaultReport:
             return [Fault.SKIPPED] * count
         hashes = codes[count + 2 * replicas :]
         differing = [a != -b for a, b in zip(hashes[: len(hashes) // 2], hashes[len(hashes) // 2 :], strict=True)]
-        faults = [Fault(code) for code in codes[:count]]
+        # Members of an enum take time, and most steps have no fault.
+        faults = [Fault(code) for code in codes[:count]] if any(codes[:count]) else [Fault.NONE] * count
         if any(differing):
             fault = Fault.STEPS_DIFFER if differing[-1] else Fault.HYPERPARAMETERS_DIFFER
             faults = [fault if code is Fault.NONE else code for code in faults]

@@ -163,7 +163,7 @@ class EarlyGathers(Feature):
             rank.exchange.gather(bucket)
             self._rows[self._launched] = _first_rows(step.grads, self.needed[self._launched])
         self._launched += 1
-        # Of the first bucket, so that the step detects a change between two buckets.
+        # Keep the record of the first bucket, so that the step detects a change between two buckets.
         self._packed = packed | self._packed
 
     def accumulated(self, index: int) -> None:
@@ -172,7 +172,6 @@ class EarlyGathers(Feature):
             self._changed.add(index)
 
     def begin(self, computing: Any) -> None:
-        """Allocate the buffers on the computing stream."""
         with self.module.stream(computing):
             self._rank.buffers.memory.take()
         self._stream.wait_stream(computing)

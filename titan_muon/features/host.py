@@ -166,7 +166,7 @@ class HostOffload(Feature):
         self.source.end()
 
     def told(self, faults: Sequence[Fault]) -> None:
-        """The engine may repair the momentum on the host next."""
+        """Wait for the transfers to the host, because the engine may repair the momentum there next."""
         self.source.synchronize()
 
     def flush(self, *, discard: bool = False) -> None:

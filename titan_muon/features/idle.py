@@ -129,7 +129,7 @@ class Idle(Feature):
         warnings.warn(
             f"{', '.join(names[:LISTED])}{more}: the gradient was zero in each of {IDLE_STEPS} steps, so the matrix "
             "gets no update (idle = 'hold'); look for an expert without tokens, or a branch that the loss does not use",
-            stacklevel=5,
+            stacklevel=7,
         )
 
     def _name(self, number: int) -> str:

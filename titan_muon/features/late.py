@@ -113,7 +113,6 @@ class LateApplies(Feature):
 
     @torch.no_grad()
     def flush(self, *, discard: bool = False) -> None:
-        """Apply all updates before the next work on the current stream."""
         if self._updates:
             module = torch.get_device_module(self._updates[0].rank.device)
             self._finish(list(self._updates))

@@ -1,4 +1,4 @@
-"""Sliced matrices: several owners orthogonalize a matrix together, one slice each."""
+"""Sliced matrices: a team of owners orthogonalizes a matrix, slice by slice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..step.stages import BucketRun, RankStages, Stages
 
 @dataclass(frozen=True)
 class SliceBatch(Batch):
-    """One slice of a matrix, (1, rows, cols)."""
+    """A slice of a matrix, (1, rows, cols)."""
 
     slice: TeamSlice
 

@@ -65,7 +65,6 @@ def apply_in_forward(model: nn.Module, muon: Muon) -> None:
 
     Args:
         model: sharded by `fully_shard`, with all of Muon's parameters.
-        muon: with `overlap = "forward"`.
 
     Raises:
         ValueError: for a Muon without `overlap = "forward"`, for a second call, and for parameters outside of every

@@ -85,8 +85,7 @@ PRESCALED = ("aol",)
 
 POLAR_EXPRESS_SAFETY = 1.05
 CONTINUED: Mapping[str, Coefficients] = {
-    # The paper's steps 6 and 7, with the same safety, and the step that all later ones equal, without safety, because
-    # singular values are near 1.
+    # The paper's steps 6 and 7, with the same safety, and the step that all later ones equal, which needs no safety.
     "polar_express": (
         (
             1.891301407787398 / POLAR_EXPRESS_SAFETY,

@@ -100,7 +100,6 @@ class Method:
         return tuple(last - first for first, last in pairwise((0, *restarts, steps)))
 
     def team(self, rows: int, cols: int, steps: Coefficients) -> TeamCost | None:
-        """Traffic between the owners of slices; None for whole matrices."""
         if self.slices == 1:
             return None
         return team_cost(min(rows, cols), self.slices, self.runs(len(steps)), DTYPES[self.dtype].itemsize)
@@ -126,17 +125,15 @@ class Method:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The options of orthogonalization on a device type.
+    """The options of orthogonalization on a device type. Raises OptionError for unknown names and unsafe combinations.
 
     Attributes:
-        algorithm: option `orthogonalize`; `auto` takes the cheapest safe algorithm for each shape.
-        dtype: option `ns_dtype`; `auto` takes the fastest, and among equally fast dtypes the most precise.
+        algorithm: `auto` takes the cheapest safe algorithm for each shape.
+        dtype: `auto` takes the fastest, and among equally fast dtypes the most precise.
         cpu_bfloat16: whether the CPU has bfloat16 instructions; by default of this machine.
         kernels: symmetric products measured as fastest on this GPU; plain products otherwise.
         machine: the planned machine; by default of the device type. CPUs always use the entry of their instructions,
             so that a plan for a different machine computes the same bits.
-
-    Raises OptionError for unknown names and unsafe combinations.
     """
 
     algorithm: str = "auto"
@@ -163,7 +160,6 @@ class Dispatch:
         return cls(options.orthogonalize, options.ns_dtype, device, kernels, machine=machine)
 
     def choose(self, rows: int, cols: int, steps: Coefficients, slices: int = 1) -> Method:
-        """The method for a shape, equal on every rank."""
         if slices > 1:
             assert self.algorithm != "reference", "slices cannot reproduce torch.optim.Muon's bits"
             # The numerics of the whole matrix decide. Kernels need square results.

@@ -92,7 +92,6 @@ def _diagonal(delta, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
 def _store(  # type: ignore[no-untyped-def]
     sums, c, d, batch, row, col, alpha, beta, delta, HAS_C: tl.constexpr, SIDE: tl.constexpr
 ):  # fmt: skip
-    """A square on or below the diagonal, and its mirror."""
     result = alpha * sums
     if HAS_C:
         result += beta * c.load([batch, row * SIDE, col * SIDE]).reshape(SIDE, SIDE).to(tl.float32)

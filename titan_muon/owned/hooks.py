@@ -1,8 +1,7 @@
 """Module hooks that unshard a param group, reduce its gradients, and reshard.
 
-A group is unsharded before its module's forward and resharded after. In backward, the group is unsharded at the first
-gradient of the module's output, then reduced and resharded at the gradients of the inputs. The next group is
-prefetched.
+Unsharded: from before the module's forward until after, and in backward from the first gradient of the output until the
+gradients of the inputs, where gradients are reduced. The next group is prefetched.
 """
 
 from __future__ import annotations

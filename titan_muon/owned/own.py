@@ -47,10 +47,10 @@ def own(
         reshard_after_forward: whether to free unsharded parameters between forward and backward; by default all except
             the last owned module's, which backward needs first.
         offload_policy: CPUOffloadPolicy keeps owned parameters and gradients on the host.
-        gradient_divide_factor: divisor of gradient sums; by default the number of ranks, for the mean.
+        gradient_divide_factor: divisor of gradient sums; by default the number of ranks.
 
     Returns the owned parameters, for `ignored_params` of `fully_shard`. Raises ValueError like `Owners`, and for a
-    module without parameters to own or with parameters of several dtypes.
+    module without parameters to own or with several dtypes.
     """
     if owners is not None and (mesh is not None or params is not None or rules or tensor_parallel != "peers"):
         raise ValueError("own takes mesh, params, rules and tensor_parallel, or owners, which have them")

@@ -150,19 +150,19 @@ class Owners:
         mesh: data-parallel mesh as in `fully_shard`: (shard,), or (replicate, shard) for HSDP with an owner in each
             replica (flattened: a single owner among all replicas). Under expert parallelism, the mesh of the ranks with
             the same experts.
-        params: parameters to own if no rule matches, or their owner settings; by default every matrix of the model. A
-            stack of matrices along dim 0 may have several owners.
-        rules: rules on names, for any parameter of the model; the first match decides.
-        split: rules for parameters with several matrices, or not 2D, see `options.Split`.
-        flops: FLOPs of orthogonalizing a (rows, columns) matrix, for the balance; by default five standard steps.
+        params: parameters to own if no rule matches, or their owner settings; by default every matrix. A stack of
+            matrices along dim 0 may have several owners.
+        rules: for any parameter of the model; the first match decides.
+        split: for parameters with several matrices, or not 2D, see `options.Split`.
+        flops: of orthogonalizing a (rows, columns) matrix, for the balance; by default five standard steps.
         elementwise: parameters for AdamW and similar rules, balanced by bytes like all vectors.
         tensor_parallel: storage of matrices cut by tensor parallelism. "peers": a piece on each tensor-parallel rank,
             gathered in every step. "whole": on a single rank, without communication in a step; forward and backward
             move pieces to the tensor-parallel ranks and back.
 
     Attributes:
-        ownership: owners of each parameter as ranks of the shard axis; for "whole" with cut parameters, as ranks of the
-            shard axis times tensor parallelism, with tensor parallelism innermost.
+        ownership: owners of each parameter as ranks of the shard axis; for "whole" with cut parameters, of the shard
+            axis times tensor parallelism, which is innermost.
         traffic: bytes and calls sent from this rank to gather and reduce.
 
     Raises ValueError for a parameter tied, owned or sharded already, without matrices, or outside the model; for a mesh
@@ -230,7 +230,6 @@ class Owners:
         self.context.reduce_grads = reduces
 
     def table(self) -> str:
-        """The load of each rank, with ranks as in `ownership`."""
         return "\n".join(load_lines(dict(enumerate(self.ownership.loads()))))
 
 

@@ -45,7 +45,7 @@ class CommContext:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> CommContext:
-        """`tensor`: a tensor-parallel mesh with holders. Raises ValueError for an invalid mesh."""
+        """The context of `mesh`. `tensor`: tensor-parallel mesh with holders. Raises ValueError for an invalid mesh."""
         if mesh.ndim not in (1, 2):
             raise ValueError(f"mesh has {mesh.ndim} axes; give (shard,) or (replicate, shard), as to fully_shard")
         if mesh.get_coordinate() is None:

@@ -43,7 +43,6 @@ class Program:
 
     @cached_property
     def late(self) -> frozenset[int]:
-        """The buckets of `late_rounds`."""
         return frozenset(
             bucket for number in late_rounds(self.buffer_sets, len(self.rounds)) for bucket in self.rounds[number]
         )

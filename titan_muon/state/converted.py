@@ -41,9 +41,8 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
         hyperparameters: replace the source's, for all groups. Missing hyperparameters have the defaults of
             `options.Hyperparameters`, except `lr_scale`, which defaults to "original".
 
-    Returns:
-        `state` with `momentum_buffer`, in the source's dtype, and `param_groups` with Muon's keys. Unscaled tensors are
-        not copied.
+    Returns `state` with `momentum_buffer`, in the source's dtype, and `param_groups` with Muon's keys. Unscaled tensors
+    are not copied.
 
     Raises:
         OptionError: for an unknown source, and for a value without an equivalent in Muon.

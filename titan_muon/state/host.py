@@ -57,7 +57,6 @@ class Window:
         self.slots: tuple[Tensor, ...] = ()
 
     def begin(self, transfers: Sequence[Transfer]) -> None:
-        """Start a step with these transfers in this order."""
         # An exception in the last step may have left the window open.
         self.end()
         self._transfers, self._used = dict(enumerate(transfers)), 0
@@ -96,7 +95,6 @@ class Window:
         self.slots = ()
 
     def synchronize(self) -> None:
-        """Block the host until all transfers are complete."""
         self._module.synchronize()
 
     @property

@@ -32,7 +32,7 @@ class SavedAverage:
 
 @contextmanager
 def after_pre_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The state dict that the optimizer's load hooks return. Inside the context torch runs the hooks not again."""
+    """The state dict that the optimizer's load hooks return. Within the context torch does not run the hooks again."""
     hooks = optimizer._optimizer_load_state_dict_pre_hooks
     for hook in hooks.values():
         replaced = hook(optimizer, state_dict)

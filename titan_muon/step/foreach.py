@@ -54,7 +54,7 @@ class Rectangle(NamedTuple):
         return stored if self.place is None else stored[self.place]
 
     def of_average(self, storage: Storage) -> Tensor:
-        """The momentum may hold only a row range of the parameter."""
+        """The rectangle of the momentum, which may hold only a row range of the parameter."""
         if storage.average.size(0) == storage.param.size(0):
             return self.of(storage.average)
         rows, cols = self.place if isinstance(self.place, tuple) else (self.place, slice(None))

@@ -179,7 +179,6 @@ class RankStages:
         options: MuonOptions,
         states: Mapping[int, Mapping[str, Tensor]] | None,
     ) -> RankStages:
-        """The stages for replaced storage or hyperparameters."""
         return RankStages(
             self.plan,
             self.program,

@@ -29,7 +29,7 @@ def layout_of(fqn: str, tensor: Tensor) -> types.Layout:
 
 
 def layout_on(fqn: str, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> types.Layout:
-    """The layout of a tensor of this shape on a mesh. Raises ValueError as `layout_of`."""
+    """The layout of a tensor of this shape on a mesh."""
     ranks = types.Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
     placed = tuple(_placement(fqn, p) for p in placements)
     return types.Layout(tuple(shape), ranks, placed, _tensor_parallel(mesh.mesh_dim_names or (), ranks, placed))

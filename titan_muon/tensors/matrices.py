@@ -40,7 +40,7 @@ def split_of(fqn: str, splits: Sequence[Split]) -> Split | None:
 
 
 def planned(fqn: str, tensor: Tensor, splits: Sequence[Split] = (), *, own: bool = False) -> Parameter:
-    """The planner's record of a parameter. Raises ValueError as `stack_of` and `layout_of`."""
+    """The planner's record of a parameter."""
     plain = not isinstance(tensor, DTensor)
     return Parameter(fqn, layer_of(fqn), layout_of(fqn, tensor), stack_of(fqn, tensor.shape, splits), plain, own)
 

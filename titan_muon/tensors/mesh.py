@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 class MeshWithoutGroups(DeviceMesh):
-    """The holders of a tensor; further ranks have an empty local tensor. `refusal`: ValueError of a collective."""
+    """The holders of a tensor; further ranks have an empty local tensor. `refusal`: error message of a collective."""
 
     refusal: str
 

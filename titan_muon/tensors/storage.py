@@ -104,7 +104,6 @@ class Storage:
         return same and self.is_of_weights(trained)
 
     def is_of_weights(self, trained: TrainedParam) -> bool:
-        """Whether the view of the parameter is still valid."""
         stored = local(trained.param)
         # `param.data = ...` replaces a storage. PyTorch keeps one Python object for each live storage.
         return stored is self.local and stored.untyped_storage() is self.param_storage

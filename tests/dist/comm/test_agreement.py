@@ -1,4 +1,4 @@
-"""What ranks agree on before a step and at a load: every rank takes part, and nobody is left waiting."""
+"""Agreements between ranks before a step and at a load: every rank takes part, and no rank waits forever."""
 
 from datetime import timedelta
 from typing import Any
@@ -70,7 +70,7 @@ def test_the_comparison_at_construction_does_not_grow_with_the_plan() -> None:
 
 
 def test_reports_of_a_thousand_ranks_that_agree_are_compared_once() -> None:
-    """Sixteen stages of 64 ranks each, as pipeline parallelism has them; and one rank that strays."""
+    """Sixteen pipeline stages of 64 ranks, and a rank that differs."""
     reports, digests = {}, []
     for stage in range(16):
         ranks = tuple(range(64 * stage, 64 * stage + 64))
@@ -86,7 +86,7 @@ def test_reports_of_a_thousand_ranks_that_agree_are_compared_once() -> None:
 
 
 def load(rank: int, world_size: int, change: str) -> tuple[str, int, bool]:
-    """The error of a load that one rank spoils, the plans made by it, and whether a step can follow."""
+    """The error of a load with a bad rank, the number of plans, and whether a step can follow."""
     mesh = init_device_mesh("cpu", (world_size,))
     params = parameters(mesh)
     muon = Muon(named(params)).build()
@@ -127,7 +127,7 @@ def test_a_value_out_of_range_in_one_ranks_state_is_an_error_on_all() -> None:
         assert "momentum = 1.5 is not accepted" in error
 
 
-def test_another_optimizers_state_is_refused_by_what_it_lacks() -> None:
+def test_another_optimizers_state_is_refused_with_the_missing_key() -> None:
     for error, _, _ in run_ranks(load, 2, "torch", timeout=SECONDS):
         assert "of another optimizer: its groups have no lr_scale" in error
 
@@ -215,7 +215,7 @@ def test_connections_are_opened_at_construction() -> None:
 
 
 def test_a_learning_rate_in_a_tensor_is_compared_by_its_value() -> None:
-    """A tensor prints its device, which has another index on every rank."""
+    """A printed tensor contains its device, with another index on every rank."""
 
     def signature(lr: Any) -> str:
         muon = Muon([("w", Parameter(torch.ones(4, 4)))], lr=lr).build()

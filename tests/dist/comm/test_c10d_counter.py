@@ -17,9 +17,9 @@ Calls = dict[str, Callable[[], object]]
 Seen = list[tuple[str, int]]
 
 SPLITS = (([1, 1], [1, 2]), ([2, 4], [1, 4]))
-"""For each rank, elements that it receives from and sends to each rank."""
+"""Elements that each rank receives from and sends to each rank."""
 
-# The tensors are of 6 floats. Of each call: its operator, and the bytes that ranks 0 and 1 send.
+# Tensors of 6 floats. By call: the operator, and the bytes sent by ranks 0 and 1.
 EXPECTED = {
     "all_reduce": ("allreduce", 24, 24),
     "async_all_reduce": ("allreduce", 24, 24),
@@ -39,7 +39,7 @@ EXPECTED = {
     "functional_reduce_scatter": ("reduce_scatter_tensor", 12, 12),
     "functional_all_to_all": ("all_to_all_single", 8, 4),
     "functional_broadcast": ("broadcast", 24, 0),
-    # 5 x 2 floats in rows: rank 0 stores 3, rank 1 stores 2 and pads them.
+    # 5 x 2 floats in rows: rank 0 stores 3 rows, rank 1 stores 2 and pads.
     "dtensor_full_tensor": ("all_gather_into_tensor", 24, 24),
     "dtensor_sum": ("all_reduce", 4, 4),
     "dtensor_product": ("all_gather_into_tensor", 24, 24),

@@ -1,4 +1,4 @@
-"""Gradient clipping must be that of one process on the whole model, however the parameters are laid out."""
+"""Gradient clipping on any layout equals clipping of the whole model in one process."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Matrices that are not finite: the weights stay unspoiled on every rank, and every rank hears of it."""
+"""Non-finite matrices: weights stay finite on every rank, and every rank gets the error."""
 
 import math
 import warnings
@@ -43,7 +43,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def after_a_bad_step(rank: int, world_size: int, options: dict[str, Any], value: float) -> dict[str, Any]:
-    """What a step with bad gradients left, compared with a step whose gradients were good."""
+    """State after a step with bad gradients, compared with a step with good gradients."""
     mesh = init_device_mesh("cpu", (world_size,))
     (params, optimizer), (healthy, other) = build(mesh, **options), build(mesh, **options)
     before = {name: param.full_tensor().clone() for name, param in params.items()}
@@ -66,7 +66,7 @@ def after_a_bad_step(rank: int, world_size: int, options: dict[str, Any], value:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            # A step goes on where that is allowed, and would advance the momentum that is looked at below.
+            # A step continues with "skip", and would advance the momentum.
             optimizer.check_last_step() if options.get("nonfinite") == "skip" else optimizer.step()
         except ValueError as error:
             found["error"] = str(error)
@@ -116,7 +116,7 @@ def test_an_error_comes_with_the_next_step_and_no_weight_is_spoiled(
 
 
 def test_a_matrix_in_slices_gets_no_update_in_any_of_them() -> None:
-    """One owner alone sees what is not finite; the norm that all have from each other tells the others."""
+    """Only one owner sees the bad slice; the exchanged norm tells the others."""
     for found in run_ranks(after_a_bad_step, 4, SLICED, math.nan, timeout=SECONDS):
         assert found["slices"] > 1, "the case this test is for"
         assert {name: found[name] for name in SHAPES} == UNSPOILED
@@ -173,8 +173,8 @@ def element_of_one_rank(
     ],
     ids=str,
 )
-def test_every_rank_hears_of_what_one_rank_stores(placement: Placement, options: dict[str, Any]) -> None:
-    """The owner alone sees it; the others are told."""
+def test_every_rank_learns_of_a_fault_on_one_owner(placement: Placement, options: dict[str, Any]) -> None:
+    """Only the owner sees the bad gradient."""
     results = run_ranks(element_of_one_rank, 4, placement, options, timeout=SECONDS)
     for text, finite, _ in results:
         assert text.startswith("layers.0.weight: gradient or momentum was not finite")
@@ -183,7 +183,7 @@ def test_every_rank_hears_of_what_one_rank_stores(placement: Placement, options:
 
 
 def left_out(rank: int, world_size: int) -> str:
-    """A parameter that is skipped for lack of a gradient has stale buffers, which must not be told."""
+    """Stale buffers of a skipped parameter must not be reported."""
     mesh = init_device_mesh("cpu", (world_size,))
     params, optimizer = build(mesh, missing_grad="skip", nonfinite="error")
     optimizer.engine.rank.buffers.memory.take()

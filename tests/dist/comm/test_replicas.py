@@ -1,4 +1,4 @@
-"""Plain tensors on every rank, as under DDP: copies are orthogonalized once, and each rank keeps what is its own."""
+"""Plain tensors on every rank, as under DDP: replicas are orthogonalized once, and unequal tensors stay separate."""
 
 import io
 import warnings
@@ -38,7 +38,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def said(fn: Callable[[], object]) -> str:
-    """The text of the ValueError that `fn` raises; empty if it raises nothing."""
+    """The text of the ValueError of `fn`, or empty."""
     try:
         fn()
     except ValueError as error:
@@ -49,7 +49,7 @@ def said(fn: Callable[[], object]) -> str:
 def train(
     params: dict[str, nn.Parameter], place: Callable[[str, Tensor], Tensor], shapes: Any, **options: Any
 ) -> tuple[Muon, list[str]]:
-    """Three steps of Muon, and which tensors differ from the reference's after them."""
+    """Names of tensors that differ from the reference after three steps of Muon."""
     muon, reference = Muon(list(params.items()), **OPTIONS, **options).build(), ReferenceMuon(full(shapes, 0))
     for seed in range(1, 4):
         grads = full(shapes, seed)
@@ -69,7 +69,8 @@ def train(
 
 
 def under_ddp(rank: int, world_size: int) -> tuple[list[str], int, int, list[tuple[str, int]], bool]:
-    """What differs from one process; FLOPs of a step on this rank and on all; what it sent, and if that was planned."""
+    """Differences from one process; FLOPs of a step on this rank and on all; sent bytes, and whether they were
+    planned."""
     params = {name: nn.Parameter(value) for name, value in full(EVEN, 0).items()}
     muon, wrong = train(params, lambda name, value: value, EVEN)
     with FlopCounterMode(display=False) as flops, CollectiveCounter() as counter:
@@ -115,7 +116,7 @@ def test_ddp_trains_as_torch_does() -> None:
 
 
 def mixed(rank: int, world_size: int, **options: Any) -> tuple[list[str], int]:
-    """Each of the shapes plain, replicated and sharded: what differs from one process, and matrices done here."""
+    """Plain, replicated and sharded tensors: differences from one process, and matrices orthogonalized here."""
     mesh = init_device_mesh("cpu", (world_size,))
     shapes = {f"{kind}.{name}": shape for kind in ("plain", "copied", "cut") for name, shape in MIXED.items()}
 
@@ -147,7 +148,7 @@ def test_redundant_copies_are_orthogonalized_by_each_rank() -> None:
 
 
 def each_its_own(rank: int, world_size: int) -> tuple[bool, bool, str, list[str]]:
-    """A plain tensor with other values on each rank beside a copy: are both right, and what is said of it?"""
+    """A plain tensor with other values on each rank, beside a replica: correctness of both, and the warning."""
     own, copy = full({"own": SHAPE}, 10 + rank), full({"copy": SHAPE}, 0)
     params = {name: nn.Parameter(value.clone()) for name, value in (own | copy).items()}
     with warnings.catch_warnings(record=True) as caught:
@@ -205,11 +206,11 @@ CHANGES = {
     missing_on_one: "no gradient for layers.3.weight",
     rounded_otherwise: "",
 }
-"""What one copy's gradient is changed to, and the error of it."""
+"""Change of one replica's gradient, and the expected error."""
 
 
 def spoil(rank: int, change: Callable[[int, Tensor], Tensor | None]) -> tuple[list[str], bytes]:
-    """Errors of a step with such a gradient and of the two after it; and the weights."""
+    """Errors of a step with a changed gradient and of the next two steps; and the weights."""
     params = {name: nn.Parameter(value) for name, value in full(EVEN, 0).items()}
     muon = Muon(list(params.items()), **OPTIONS).build()
     errors = []
@@ -254,14 +255,14 @@ def taken(seeds: Iterable[int], params: dict[str, Tensor], state: Any = None) ->
 
 
 def taken_on_ranks(rank: int, world_size: int, seed: int, saved: bytes) -> bytes:
-    """The same, as a file's contents: tensors in a queue would go with the process that put them there."""
+    """As bytes: tensors in a queue would go with their process."""
     file = io.BytesIO()
     torch.save(taken([seed], *torch.load(io.BytesIO(saved))), file)
     return file.getvalue()
 
 
 def test_a_state_dict_goes_on_with_any_number_of_copies() -> None:
-    """From one process to 4 ranks, to 2, and back to one, bit for bit what one process does."""
+    """From one process to 4 ranks, to 2, and back to one: the same bits as in one process."""
     reference = ReferenceMuon(full(MIXED, 0))
     for seed in range(1, 5):
         reference.step(full(MIXED, seed))

@@ -1,4 +1,4 @@
-"""What Muon cannot do is an error on every rank, that says what to do, and never a hang."""
+"""Impossible requests are errors with a remedy on every rank, and never a hang."""
 
 import os
 import time
@@ -22,7 +22,7 @@ from titan_muon import Muon
 
 
 def message(fn: Callable[[], object]) -> str:
-    """The text of the ValueError that `fn` raises; empty if it raises nothing."""
+    """The text of the ValueError of `fn`, or empty."""
     try:
         fn()
     except ValueError as error:
@@ -30,7 +30,7 @@ def message(fn: Callable[[], object]) -> str:
     return ""
 
 
-# --- construction that no rank accepts ---
+# --- construction refused by every rank ---
 
 
 def unnamed(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
@@ -88,7 +88,7 @@ REFUSED = {
     vector: "norm.weight: Muon takes matrices",
 }
 
-# --- construction that differs between the ranks ---
+# --- unequal construction on ranks ---
 
 
 def another_order(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
@@ -149,7 +149,7 @@ DIFFERENT = {
 
 
 class OutOfMemory(RuntimeError):
-    """As torch.OutOfMemoryError, which no CPU raises."""
+    """Like torch.OutOfMemoryError, which no CPU raises."""
 
 
 def out_of_memory(rank: int, world_size: int) -> tuple[str, str]:
@@ -176,7 +176,7 @@ def strided_on_one_rank(rank: int, world_size: int) -> str:
     return message(lambda: Muon([("layers.0.weight", param)]).build())
 
 
-# --- gradients that no rank can step with ---
+# --- unusable gradients ---
 
 
 def gradient_missing_here(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
@@ -198,7 +198,7 @@ def gradient_elsewhere_on_one_rank(rank: int, params: dict[str, nn.Parameter], m
 
 
 def parameter_resharded(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
-    """As an in-place conversion of a module does it: the parameter object stays, and all it stores is new."""
+    """Like an in-place conversion of a module: the parameter object stays with new storage."""
     param = params["layers.1.weight"]
     moved = nn.Parameter(placed(full("layers.1.weight", 0), mesh, Shard(1)))
     torch.utils.swap_tensors(param, moved)
@@ -206,7 +206,7 @@ def parameter_resharded(rank: int, params: dict[str, nn.Parameter], mesh: Device
 
 
 def parameter_replaced(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
-    """The model has a new parameter; the one that Muon knows gets no gradient any more."""
+    """The model has a new parameter; Muon's parameter gets no more gradients."""
     params["layers.1.weight"].grad = None
 
 
@@ -267,12 +267,12 @@ ASKED = {
     "a checkpoint": lambda optimizer: optimizer.state_dict(),
     "the end": lambda optimizer: optimizer.check_last_step(),
 }
-"""What is an error after a step that could not be taken."""
+"""Calls that raise after a failed step."""
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """What a rank saw of a step that could not be taken: errors, and what became of the weights."""
+    """Errors after a failed step, and the state of the weights."""
 
     error_of_the_step: str
     error_when_asked: str
@@ -290,7 +290,7 @@ def stop(rank: int, world_size: int, change: Callable[..., None], asked: str, **
     spoiled = params["layers.1.weight"]
     before = spoiled.to_local().clone()
     error_of_the_step = message(optimizer.step)
-    # Ranks that have the gradient decay what they store.
+    # Ranks with the gradient decay their shards.
     no_update = any(torch.equal(spoiled.to_local(), kept) for kept in (before, before * (1 - LR * DECAY)))
     after = [param.to_local().clone() for param in params.values()]
     error_when_asked = message(partial(ASKED[asked], optimizer))
@@ -352,11 +352,11 @@ def test_storage_that_is_wrong_on_one_rank_is_refused_on_every_rank() -> None:
         assert "layers.0.weight: its storage is not contiguous" in text
 
 
-# --- a rank that dies ---
+# --- a dead rank ---
 
 
 class Dying(CollectiveCounter):
-    """Ends its process when it comes to its second exchange of pieces."""
+    """Ends its process at its second exchange."""
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if sum(call.name == "alltoall_base" for call in self.calls) == 2:
@@ -365,7 +365,7 @@ class Dying(CollectiveCounter):
 
 
 def die_in_step(rank: int, world_size: int, folder: str) -> None:
-    """Rank 1 dies; each other leaves its error in the folder."""
+    """Rank 1 dies; the other ranks write their errors into the folder."""
     mesh = init_device_mesh("cpu", (world_size,))
     optimizer = Muon(named(parameters(mesh))).build()
     optimizer.step()
@@ -376,7 +376,7 @@ def die_in_step(rank: int, world_size: int, folder: str) -> None:
         optimizer.step()
     except RuntimeError as error:
         Path(folder, str(rank)).write_text(str(error))
-    # The harness ends all ranks as soon as one of them has failed.
+    # The harness ends all ranks after the first failure.
     while len(list(Path(folder).iterdir())) < world_size - 1:
         time.sleep(0.01)
 

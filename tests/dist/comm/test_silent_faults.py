@@ -1,4 +1,4 @@
-"""Faults that raise no error of their own are named, on all ranks, at the next step."""
+"""Faults without an error of PyTorch are named on all ranks in the next step."""
 
 import time
 import warnings
@@ -64,7 +64,7 @@ def betas_of_adamw(rank: int, training: Training) -> None:
 
 
 def one_step_more(rank: int, training: Training) -> None:
-    """As a rank that took a step for itself, or whose peers skipped one."""
+    """Like a rank with an extra step, or with peers that skipped a step."""
     training.optimizer.optimizers["muon"].engine.rank.report.steps += rank  # type: ignore[attr-defined]
 
 
@@ -126,7 +126,7 @@ INJECTED: dict[Callable[..., None], tuple[str, ...]] = {
 
 
 def inject(rank: int, world_size: int) -> dict[str, list[str]]:
-    """By fault, errors of a healthy step, of the step with the fault, of the step after it, and of one more."""
+    """By fault: errors of a healthy step, of the faulty step, and of two more steps."""
     errors = {}
     for fault in INJECTED:
         training = Training()
@@ -212,7 +212,7 @@ def test_a_norm_that_is_not_finite_changes_nothing_and_is_named_by_parameter_and
 
 
 def removed(rank: int, world_size: int) -> list[str]:
-    """Errors after a gradient of Muon was removed after a backward that sent it."""
+    """Errors after the removal of a gradient that backward had sent."""
     training = Training(overlap="backward")
     if rank == 1:
         training.model.layers[1].weight.grad = None
@@ -226,7 +226,7 @@ def test_a_gradient_removed_after_it_was_sent_is_called_missing() -> None:
 
 
 def skip_a_step(rank: int, world_size: int, folder: str) -> None:
-    """Rank 1 takes one step less, and rank 0 leaves the notes of its error in the folder."""
+    """Rank 1 skips a step, and rank 0 leaves the notes of its error in the folder."""
     mesh = init_device_mesh("cpu", (world_size,))
     muon = Muon(named(parameters(mesh))).build()
     muon.step()
@@ -272,8 +272,8 @@ def healthy(rank: int, world_size: int) -> list[str]:
         warnings.simplefilter("error")
         for options in (
             {},
-            {"overlap": "backward"},
-            {"state": "owner"},
+            {"overlap": "backward", "idle": "hold"},
+            {"state": "owner", "idle": "hold"},
             {"rule": "normuon"},
             {"exchange": "all_gather"},
         ):

@@ -1,4 +1,4 @@
-"""A step does what its plan says: bytes and calls counted at c10d level, matrices and FLOPs, and memory."""
+"""A step follows its plan: bytes and calls in c10d, matrices, FLOPs, and memory."""
 
 import time
 from collections.abc import Callable
@@ -36,7 +36,7 @@ EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
 
 @dataclass(frozen=True)
 class Case:
-    """Parameters of some shapes on one mesh."""
+    """Parameters of some shapes on a mesh."""
 
     mesh: tuple[int, ...]
     placements: tuple[Placement, ...]
@@ -96,7 +96,7 @@ class Counted:
 
 
 class Watched(Muon):
-    """Muon that notes which matrices it orthogonalizes."""
+    """Muon that records its orthogonalized matrices."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -111,7 +111,7 @@ class Watched(Muon):
 
 
 def build(case: Case, exchange: str, **options: object) -> Watched:
-    """An optimizer of one case, with gradients."""
+    """The optimizer of a case, with gradients."""
     mesh = init_device_mesh("cpu", case.mesh)
     params = []
     for index, shape in enumerate(case.shapes):
@@ -163,7 +163,7 @@ def result(world_size: int, name: str, exchange: str) -> tuple[Plan, Summary, li
 
 
 def extra_calls(run: BucketProgram) -> int:
-    """gloo gathers equal parts only; of a ragged gather each part that is not empty is a broadcast of its own."""
+    """gloo gathers equal parts only; a ragged gather is a broadcast per non-empty part."""
     splits = run.gathering.owned_splits
     if run.bucket.exchange == "all_to_all" or len(set(splits)) == 1:
         return 0
@@ -250,11 +250,8 @@ class Memory:
 
 
 def allocated(fn: Callable[[], object]) -> tuple[object, int, int]:
-    """What `fn` returns, the most bytes that were allocated while it ran, and those left when it was done.
-
-    Every allocation and release of PyTorch's CPU allocator is an event of its profiler, those within kernels and on
-    the threads of gloo too.
-    """
+    """Result of `fn`, the peak of allocated bytes, and the bytes left at the end. PyTorch's profiler records every
+    allocation and release of the CPU allocator, also within kernels and on gloo's threads."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         returned = fn()
     assert profiler.profiler is not None
@@ -266,7 +263,7 @@ def allocated(fn: Callable[[], object]) -> tuple[object, int, int]:
 
 MATRIX = (64, 128)
 SMALL = 8192
-"""Bytes of what hosts tell each other, which gloo may release a little later; half of a matrix."""
+"""Bytes of host messages, which gloo may release late; half a matrix."""
 
 
 def settle() -> None:
@@ -323,7 +320,7 @@ def test_new_memory_in_a_step_is_less_than_the_plans_buffers(exchange: str) -> N
         assert measured[exchange, 32].new_in_step <= 1.1 * measured[exchange, 32].buffers
 
 
-def test_an_all_to_all_takes_what_the_plan_says_in_all() -> None:
+def test_an_all_to_all_takes_the_planned_memory() -> None:
     """Within 10 % of the plan's buffers and working memory, oneDNN's own scratch included."""
     for measured in memory():
         mine = measured["all_to_all", 32]
@@ -367,7 +364,7 @@ def methods() -> list[list[tuple[Plan, Counted, tuple[int, int], tuple[int, int]
 
 
 @pytest.mark.parametrize("index", range(len(METHODS)), ids=lambda i: str(METHODS[i]))
-def test_flops_are_the_plans_whatever_the_method(index: int) -> None:
+def test_flops_are_the_plans_for_every_method(index: int) -> None:
     for rank, counted in enumerate(methods()):
         plan, mine, *_ = counted[index]
         assert mine.flops == sum(plan.matrices[m].flops for m in mine.matrices)

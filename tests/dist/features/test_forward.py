@@ -1,4 +1,4 @@
-"""Updates that the next forward applies: the numbers of steps that leave none, each layer's before it is gathered."""
+"""Updates in the next forward: the same numbers as updates in the step, applied before each layer's gather."""
 
 import gc
 import io
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[Sharding, dict[str, Any]]] = {
 
 
 class Run:
-    """A model on a mesh and its Muon, whose learning rate halves behind each step."""
+    """A model on a mesh and its Muon; the learning rate halves after each step."""
 
     def __init__(self, sharding: Sharding, **options: Any) -> None:
         self.sharding = sharding
@@ -118,7 +118,7 @@ class Run:
         return [module for module in self.net.modules() if isinstance(module, FSDPModule)]
 
     def weights(self) -> list[Tensor]:
-        """Copies of what is here of them now."""
+        """Copies of the local weights."""
         return [param.to_local().detach().clone() for _, param in self.named]
 
     def note(self, *_: Any) -> None:
@@ -160,7 +160,7 @@ def same(a: Run, b: Run) -> bool:
 
 
 def digits(rank: int, world_size: int) -> dict[str, tuple[bool, int, bool, list[int], int, int]]:
-    """Whether they are those of a run that leaves nothing, and what was left by the steps of the one that does."""
+    """Whether the bits equal a run without `overlap`, and the number of pending updates after each step."""
     found = {}
     for name, (sharding, options) in CASES.items():
         if prod(sharding.mesh) != world_size:
@@ -259,7 +259,7 @@ def load_checkpoint(run: Run) -> object:
 
 
 def load_optimizer(run: Run) -> object:
-    """Of another step, and with momentum that is offered as other tensors."""
+    """Load another step, with momentum in other tensors."""
     saved = io.BytesIO()
     torch.save(run.muon.state_dict(), saved)
     run.step(6)
@@ -269,7 +269,7 @@ def load_optimizer(run: Run) -> object:
 
 
 def step_again(run: Run) -> object:
-    """Of gradients that no forward came before."""
+    """A step on gradients without a forward before."""
     for index, (_, param) in enumerate(run.named):
         param.grad = torch.full_like(param, 0.1 + index).detach()
     return run.muon.step()
@@ -306,7 +306,7 @@ def alike(a: object, b: object) -> bool:
 
 
 def after_a_step(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
-    """Whether what is seen between two steps, and what is trained behind it, is that of a run that leaves nothing."""
+    """Whether reads between two steps, and later training, equal a run without `overlap`."""
     found = {}
     for name, act in BETWEEN.items():
         ours, theirs = (Run(Sharding(), overlap=each) for each in ("forward", "none"))
@@ -352,11 +352,11 @@ def test_buffers_are_there_until_the_last_layer_has_its_results() -> None:
         assert seen[-1] == after == 0, "the last one"
 
 
-# --- faults, and what cannot be ---
+# --- faults and refusals ---
 
 
 def faulty(run: Run, bad: str) -> list[str]:
-    """Rank 1 has no gradient, or one that is not finite, of one matrix in the second step; what each step raises."""
+    """Errors of each step, where rank 1 has a missing or non-finite gradient of one matrix in the second step."""
     messages = []
     for step in range(STEPS):
         run.loss(step).backward()
@@ -406,7 +406,7 @@ def unsharded_early(run: Run) -> None:
 
 
 def by_another_method(run: Run) -> None:
-    """Of the root, which no hook comes before."""
+    """The root's method, without a hook."""
     register_fsdp_forward_method(run.net, "other")
     run.net.other(torch.zeros(4, DIM))  # type: ignore[operator]
 
@@ -477,7 +477,8 @@ def test_weights_that_would_be_read_or_lost_before_their_update_are_an_error() -
 
 
 def part_replaced(rank: int, world_size: int) -> tuple[str, bool, int, bool]:
-    """One weight is replaced: the error, whether the others are as without, bytes held, and what is left."""
+    """After the replacement of one weight: the error, whether the other weights are right, held bytes, and pending
+    updates."""
     ours, theirs = (Run(Sharding(), overlap=each) for each in ("forward", "none"))
     for run in (ours, theirs):
         run.step(0)
@@ -488,14 +489,14 @@ def part_replaced(rank: int, world_size: int) -> tuple[str, bool, int, bool]:
     return message, others, buffers(ours), (updates_left(ours.muon) > 0)
 
 
-def test_updates_of_what_was_not_replaced_are_not_lost() -> None:
+def test_updates_of_parameters_that_stayed_are_not_lost() -> None:
     for message, others, held, left in run_ranks(part_replaced, 2):
         assert message.startswith("layers.1.up.weight: storage was replaced")
         assert (others, held, left) == (True, 0, False)
 
 
 def forgotten(rank: int, world_size: int) -> bool:
-    """Whether a model keeps a Muon that was closed."""
+    """Whether a model keeps a closed Muon."""
     run = Run(Sharding())
     run.step(0)
     run.muon.close()
@@ -510,7 +511,7 @@ def test_a_model_does_not_keep_a_muon_that_was_closed() -> None:
 
 
 class Bare(nn.Module):
-    """Matrices that no module of FSDP2 has."""
+    """Matrices outside of FSDP2's modules."""
 
     def __init__(self) -> None:
         super().__init__()

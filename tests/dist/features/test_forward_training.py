@@ -14,7 +14,7 @@ from titan_muon.engine import Engine
 from titan_muon.fsdp.forward_hooks import LateApplies
 
 STEPS = 6
-# Links so slow that a plan leaves as much as it can; two passes to a step, and experts on both ranks.
+# Links so slow that a plan defers many updates; two passes per step, and experts on both ranks.
 SHARED: dict[str, Any] = {
     "parallelism__expert_parallel_degree": 2,
     "training__local_batch_size": 1,
@@ -30,7 +30,7 @@ SHARED: dict[str, Any] = {
 
 
 def trained(rank: int, world_size: int, folder: Path, variant: dict[str, Any]) -> tuple[str, str, int]:
-    """Folders of a run without, and of one with updates in forward that is continued; how many the second left."""
+    """Folders of a run without deferred updates, and of a continued run with them; number of deferred updates."""
     count = 0
     run = Engine.run
 
@@ -81,7 +81,7 @@ def test_a_recipe_trains_validates_and_saves_as_without(variant: str, tmp_path: 
     for key in ("loss", "grad_norm", "val_loss"):
         found, expected = (tiny.records(folder, key) for folder in (resumed, straight))
         assert len(expected) >= STEPS // 2
-        # The first half ends with a validation of its own.
+        # The first half ends with a validation.
         assert {step: found[step] for step in expected} == expected, key
     for step in (4, STEPS):
         these, those = (weights(run, step, tmp_path / "weights.pt") for run in (straight, resumed))

@@ -1,4 +1,4 @@
-"""Muon under torch.amp.GradScaler: steps that it skips, on all ranks and on one."""
+"""Muon under torch.amp.GradScaler: skipped steps, on all ranks and on a single rank."""
 
 import math
 from typing import Any
@@ -17,13 +17,13 @@ SCALE = 2.0**10
 
 
 def scaled(params: dict[str, Parameter], factor: float) -> None:
-    """Multiply this rank's part of each gradient, where it is."""
+    """Multiply this rank's part of each gradient in place."""
     for param in params.values():
         param.grad.to_local().mul_(factor)  # type: ignore[union-attr]
 
 
 def contents(params: dict[str, Parameter], muon: Muon) -> list[torch.Tensor]:
-    """Copies of what a step changes on this rank."""
+    """Copies of this rank's weights and states."""
     averages = [muon.state[param]["momentum_buffer"] for param in params.values()]
     return [tensor.to_local().detach().clone() for tensor in (*params.values(), *averages)]  # type: ignore[attr-defined]
 
@@ -63,17 +63,17 @@ def train(rank: int, world_size: int, unscales: bool, options: dict[str, Any]) -
     "options", [{}, {"offload": "state"}, {"offload": "parameters"}, {"state_dtype": "bfloat16"}], ids=str
 )
 def test_a_step_that_all_ranks_skip_changes_nothing(unscales: bool, options: dict[str, Any]) -> None:
-    """And the others are those without a scaler, bit for bit: its scale is a power of two."""
+    """Other steps have the bits of a run without a scaler, because the scale is a power of two."""
     for found in run_ranks(train, 2, unscales, options, timeout=SECONDS):
         assert found == ["stepped", True, "stood", True, "stepped", True]
 
 
 def skip_on_one_rank(rank: int, world_size: int) -> tuple[bool, str]:
-    """Whether the step that rank 1 alone skips changed something here, and what is said of it."""
+    """Whether a step skipped by rank 1 changed anything here, and the error."""
     params = parameters(init_device_mesh("cpu", (world_size,)))
     muon = Muon(named(params)).build()
     before = contents(params, muon)
-    # As a scaler does that sees this rank's gradients alone; over DTensors, GradScaler reduces what it finds.
+    # Like a scaler with this rank's gradients only; over DTensors, GradScaler reduces its result.
     muon.grad_scale, muon.found_inf = None, torch.tensor([float(rank == 1)])  # type: ignore[attr-defined]
     muon.step()
     del muon.grad_scale, muon.found_inf  # type: ignore[attr-defined]
@@ -86,7 +86,6 @@ def skip_on_one_rank(rank: int, world_size: int) -> tuple[bool, str]:
 
 
 def test_a_step_that_one_rank_skips_is_an_error_on_all_in_the_next_step() -> None:
-    """And no rank waits for the one that skips."""
     results = run_ranks(skip_on_one_rank, 2, timeout=SECONDS)
     assert [changed for changed, _ in results] == [True, False]
     assert all("only some ranks skipped a step" in said for _, said in results)

@@ -33,13 +33,13 @@ def whole(name: str, seed: int) -> Tensor:
 
 
 class Sharded:
-    """Parameters on a mesh of one axis, with Muon for matrices and AdamW for the rest and one of the matrices."""
+    """Parameters on a mesh of one axis; AdamW has the rest and one matrix."""
 
     def __init__(self, world_size: int, layout: str, exchange: str, offload: str) -> None:
         self.mesh, self.placement = init_device_mesh("cpu", (world_size,)), PLACEMENTS[layout]
         self.params = {name: nn.Parameter(self._placed(name, 0)) for name in SHAPES}
         matrices = {name: param for name, param in self.params.items() if param.ndim > 1}
-        # One matrix is AdamW's, so that both have more than one load.
+        # One matrix is AdamW's, so that both optimizers have several loads.
         last = matrices.pop("layers.1.weight")
         rest = {"layers.1.weight": last, "norm": self.params["norm"]}
         # Small buffers, for several buckets.
@@ -62,7 +62,7 @@ class Sharded:
                 optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds; its tensors are the optimizers' own."""
+        """State of a checkpoint, in the optimizers' tensors."""
         states = {
             f"{fqn}.{name}": value
             for optimizer in self.optimizers
@@ -88,10 +88,8 @@ def layouts() -> Iterator[tuple[str, str]]:
 
 
 def on_and_off(rank: int, world_size: int) -> dict[str, tuple[bool, ...]]:
-    """By layout, whether bits are equal after steps, after both moved their states, and after loading each other's.
-
-    A third one has its parameters and gradients on the host as well, and moves nothing.
-    """
+    """By layout: whether bits are equal after steps, after a move of states, and after loads from each other. A
+    third optimizer also has parameters and gradients on the host, and moves nothing."""
     batched.BATCH_BYTES = 512
     found = {}
     for layout, exchange in layouts():
@@ -168,7 +166,7 @@ def test_owned_matrices_have_the_same_bits_with_states_on_the_host(setup: Setup)
 
 
 def checkpoints(rank: int, world_size: int, folder: Path) -> list[bool]:
-    """Whether a distributed checkpoint saved with states in one place goes on with them in the other, bit for bit."""
+    """Whether a checkpoint of states in one place continues with states in the other place, bit for bit."""
     found = []
     for saving, loading in (("state", "none"), ("none", "state")):
         first, second = (Sharded(world_size, "fsdp", "all_to_all", offload) for offload in (saving, loading))
@@ -189,7 +187,7 @@ def test_distributed_checkpoints_load_wherever_states_are(tmp_path: Path) -> Non
 
 
 def replaced(rank: int, world_size: int) -> str:
-    """What is said, on this rank, when rank 1 alone replaced a momentum."""
+    """The error on this rank after rank 1 replaced a momentum."""
     each = Sharded(world_size, "fsdp", "all_to_all", "state")
     each.train((1,))
     if rank == 1:

@@ -1,4 +1,4 @@
-"""Gathers that start in backward: the numbers of a run without, in one order on all ranks, whatever comes between."""
+"""Gathers in backward: the numbers of a run without `overlap`, in the same order on all ranks."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,7 +16,7 @@ from tests.dist.harness import run_ranks
 from titan_muon import Muon
 from titan_muon.options import Machine
 
-# Links so slow that a plan hides as much as it can: several rounds, all of which have buffers of their own.
+# Links so slow that the plan has several rounds with separate buffers.
 SLOW = Machine(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0, launch_us=0.0)
 OPTIONS: dict[str, Any] = {"lr": 0.02, "machine": SLOW}
 BACKWARD: dict[str, Any] = {"overlap": "backward", "orthogonalize": "reference"}
@@ -65,7 +65,7 @@ class Run:
     def backward(
         self, step: int, names: tuple[str, ...] = NAMES, fails: str = "", nan: str = "", armed: bool = True
     ) -> None:
-        """Backward of a step, which comes to the last of `names` first, and raises before it comes to `fails`."""
+        """Backward of a step, from the last name of `names` to the first; raises before `fails`."""
         total = torch.zeros(())
         for name in names:
             grad = self.drawn(100 * (step + 1) + NAMES.index(name)).to_local()
@@ -106,11 +106,11 @@ def raised(act: Callable[[], object]) -> str:
     return ""
 
 
-# --- what each rank does; both do all of it in one world ---
+# --- functions on each rank; both ranks run all of them in one world ---
 
 
 def every_gather(mesh: DeviceMesh, rank: int) -> tuple[list[int], list[int], list[int]]:
-    """The plan's buckets, those whose gathers were launched before the step, and all of them."""
+    """The plan's buckets, the gathers launched before the step, and all gathers."""
     run = Run(mesh, **BACKWARD)
     run.backward(0)
     before = list(run.gathered)
@@ -141,7 +141,7 @@ def first_parameters_first(mesh: DeviceMesh, rank: int) -> bool:
 
 
 def failing(mesh: DeviceMesh, rank: int, names: tuple[str, str]) -> tuple[bool, int]:
-    """Also the gathers launched until it raised."""
+    """Includes the gathers launched before the error."""
     run = Run(mesh, **BACKWARD)
     initial = run.tensors()
     run.backward(0)
@@ -196,7 +196,7 @@ def move(run: Run, step: int) -> None:
 
 
 def faulty(mesh: DeviceMesh, rank: int, **options: Any) -> tuple[Run, list[str]]:
-    """Rank 1 has no gradient, or one that is not finite, of one matrix in the second step; what each step raises."""
+    """Errors of each step, where rank 1 has a missing or non-finite gradient of one matrix in the second step."""
     run, missing, messages = Run(mesh, **options), "missing_grad" in options, []
     for step in range(STEPS):
         bad = NAMES[2] if (rank, step) == (1, 1) else ""
@@ -214,7 +214,7 @@ def faults(mesh: DeviceMesh, rank: int, **options: Any) -> tuple[bool, list[str]
 
 
 def changed(mesh: DeviceMesh, rank: int, change: Callable[[Run], object]) -> tuple[bool, str]:
-    """Whether a step of gradients that have changed since backward leaves weights as they are, and the error after."""
+    """Whether a step on gradients changed since backward leaves weights unchanged, and the error afterwards."""
     run = Run(mesh, **BACKWARD)
     weights = [param.to_local().detach().clone() for param in run.params.values()]
     run.backward(0)
@@ -290,7 +290,7 @@ def outcomes() -> list[dict[str, Any]]:
 
 
 def found(name: str) -> list[Any]:
-    """What a scenario came to on both ranks."""
+    """Results of a scenario on both ranks."""
     return [results[name] for results in outcomes()]
 
 
@@ -301,12 +301,12 @@ def test_all_gathers_that_have_buffers_travel_in_backward() -> None:
 
 
 @pytest.mark.parametrize("name", ["without", "not entered", "first parameters first"])
-def test_digits_are_those_of_a_run_without(name: str) -> None:
+def test_digits_equal_a_run_without_overlap(name: str) -> None:
     assert found(name) == [True, True]
 
 
 def test_a_backward_that_failed_leaves_nothing_behind() -> None:
-    """Wherever it failed on each rank: what some have launched and others have not is completed by all."""
+    """All ranks complete gathers launched by some ranks."""
     assert found("failed alike") == [(True, 1), (True, 1)]
     assert found("failed apart") == [(True, 0), (True, 2)]
     assert found("failed and not entered") == [True, True]
@@ -319,7 +319,7 @@ def test_code_between_backward_and_step_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["missing skip", "missing error", "nan skip", "nan error"])
 def test_gradients_that_are_missing_or_not_finite_are_as_without(name: str) -> None:
-    """On one rank of two: the other has launched gathers in backward that this one launches in its step."""
+    """The other rank has launched gathers in backward, and this rank launches them in its step."""
     results = found(name)
     for equal, messages, expected, gathered in results:
         assert equal
@@ -330,7 +330,6 @@ def test_gradients_that_are_missing_or_not_finite_are_as_without(name: str) -> N
 
 @pytest.mark.parametrize("name", ["clipped", "accumulated", "momentum"])
 def test_a_change_after_the_send_is_an_error(name: str) -> None:
-    """What the host sees is left alone at once."""
     for kept, message in found(name):
         assert kept == (name != "clipped")
         assert "layers.0.weight" in message

@@ -1,4 +1,4 @@
-"""Ranks that orthogonalize a matrix together, each a slice: as one rank would, by the plan, and without a hang."""
+"""Several ranks orthogonalize slices of a matrix: the result of one rank, by the plan, without a hang."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +21,7 @@ from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.slices import teams_in
 from titan_muon.plan.terms.types import Plan
 
-# On four ranks some are sliced over two of them and some over all, so that teams overlap; the last one cannot be.
+# On four ranks some matrices have two owners and some four, so that teams overlap; the last matrix is not sliced.
 SHAPES = {"a": (96, 32), "b": (128, 32), "c": (96, 32), "d": (64, 16), "e": (64, 16), "odd": (5, 6)}
 EXACT = {"ns_dtype": "float32", "wire_dtype": "float32", **SLICED}
 STEPS = 3
@@ -37,7 +37,7 @@ LAYOUTS: dict[int, dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]]] = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What steps came to on a rank: teams of the plan, relative errors of parameters, and whether momenta are equal."""
+    """Teams of the plan on a rank, relative errors of parameters, and whether momenta are equal."""
 
     teams: list[tuple[int, ...]]
     errors: list[float]
@@ -92,7 +92,7 @@ def test_slices_are_the_reference_in_any_layout(world_size: int) -> None:
 
 
 ALL = tuple(SHAPES.values())
-# Of the last each rank stores its slice, and has nothing to exchange but what the owners of slices do among each other.
+# Each rank stores its slice of the last matrix, so only the owners communicate.
 METHODS: tuple[dict[str, Any], ...] = (
     {"shapes": ALL, "exchange": "all_to_all", "orthogonalize": "auto"},
     {"shapes": ALL, "exchange": "all_to_all", "orthogonalize": "gram", "ns_dtype": "float32"},

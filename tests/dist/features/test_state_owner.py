@@ -95,8 +95,8 @@ KINDS = [("plain", 2), ("plain", 4), ("replicate", 4), ("hsdp", 4)]
 
 
 def beside(rank: int, world_size: int, kind: str, **options: Any) -> tuple[list[str], int, int, list[int]]:
-    """After four steps: what differs from steps with the momentum everywhere, bytes of momentum here, those of a copy,
-    and those that are planned for each rank."""
+    """After four steps: differences from replicated momentum, local bytes of momentum, bytes of a replica, and
+    planned bytes of each rank."""
     place = Placed.of(kind, world_size)
     ours, theirs = (Training(place, state, **options) for state in ("owner", "replicated"))
     for seed in range(1, 5):
@@ -125,9 +125,9 @@ STAGES = (("plain", 4, "owner"), ("replicate", 2, "replicated"), ("hsdp", 4, "ow
 def resumed(
     rank: int, world_size: int, kind: str, state: str, folders: tuple[str | None, str], seed: int, path: str
 ) -> list[str]:
-    """A step from a checkpoint, if there is one, and another checkpoint; and what differs from one process."""
+    """A step from a checkpoint, if any, and another checkpoint; differences from one process."""
     source, target = folders
-    # Other weights and momentum: what is not loaded shows.
+    # Other weights and momentum, so that a missing load is noticed.
     start = {name: value + 1 for name, value in full(0).items()} if source else None
     ours = Training(Placed.of(kind, world_size), state, start)
     if source is not None:
@@ -152,11 +152,8 @@ def unfused(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def saved(ours: Training, path: str) -> dict[str, Any]:
-    """What is saved and loaded, by PyTorch's way from an optimizer to a checkpoint or by TorchTitan's.
-
-    torchtitan is imported by the ranks: at the top it would be imported before `compat.install` when all tests are
-    collected together.
-    """
+    """State to save, and to load, by PyTorch's functions or by TorchTitan's. The ranks import torchtitan: an import
+    at the top would precede `compat.install` when all tests are collected."""
     if path == "titan":
         from torchtitan.components.optimizer.utils import get_flat_optim_state_dict
 
@@ -201,7 +198,7 @@ def moved(muon: Muon) -> None:
 
 
 def fewer_steps(muon: Muon) -> None:
-    """Plans again, with the momentum where it is."""
+    """Plan again with the same momentum."""
     state = muon.state_dict()
     state["param_groups"][0]["ns_steps"] = 3
     muon.load_state_dict(state)
@@ -218,11 +215,11 @@ VARIANTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "released": ({"release_grads": True}, None, None),
     "planned again": ({}, None, fewer_steps),
 }
-"""Options, what spoils gradients of the second step, and what is done after it."""
+"""Options, a change of the second step's gradients, and a call after that step."""
 
 
 def vary(rank: int, world_size: int) -> dict[str, list[str]]:
-    """For each variant what differs from steps with the momentum everywhere."""
+    """By variant, differences from steps with replicated momentum."""
     place = Placed.of("plain", world_size)
     return {name: varied(place, *variant) for name, variant in VARIANTS.items()}
 
@@ -256,8 +253,7 @@ def said(attempt: Callable[[], object]) -> str:
 
 
 def load_directly(rank: int, world_size: int) -> tuple[list[str], str, str, str]:
-    """A state dict of every copy loaded by the owners: what differs; one of the owners by every copy; and reading it;
-    and momentum of a matrix that is thawed."""
+    """Differences after loads between replicated and owner state, reads, and the momentum of a thawed matrix."""
     place = Placed.of("plain", world_size)
     owner, everyone = Training(place, "owner"), Training(place, "replicated")
     everyone.step(1)
@@ -275,7 +271,7 @@ def load_directly(rank: int, world_size: int) -> tuple[list[str], str, str, str]
 
 
 def thaw(place: Placed) -> str:
-    """Names that differ from a training in which every copy has its momentum, where one is trained from step 2 on."""
+    """Names that differ from a training with replicated momentum, for a parameter trained from step 2 on."""
     pair = [Training(place, state) for state in ("owner", "replicated")]
     for each in pair:
         for seed, trains in ((1, False), (2, True), (3, False), (4, True)):

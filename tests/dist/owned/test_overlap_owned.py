@@ -1,4 +1,4 @@
-"""Gathers in backward where parameters are owned: what travels of them does so as soon as owners have gradients."""
+"""Gathers in backward with owned parameters: travelling pieces leave as soon as owners have gradients."""
 
 from __future__ import annotations
 
@@ -21,17 +21,14 @@ from titan_muon.tensors.dtensor import local
 
 STEPS, MICROBATCHES = 2, 2
 CUT = Setup("owned", tensor=2, prepare=recomputed_within)
-"""Tensor parallelism cuts owned matrices, so that their pieces travel in the step."""
+"""Tensor parallelism shards owned matrices, so that their pieces travel in the step."""
 BESIDE = Setup("owned", prepare=recomputed_within)
-"""Owned matrices are at home, and only those beside them travel."""
+"""Owned matrices are local, and only other matrices travel."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank has after some steps: its parameters, the gathers before each step, and how many there are.
-
-    `called` counts by owned parameter how often its hook was called.
-    """
+    """A rank's parameters, the gathers before each step, and all gathers. `called`: hook calls by owned parameter."""
 
     tensors: list[Tensor]
     before: list[int]
@@ -42,7 +39,7 @@ class Trained:
 def train(rank: int, world_size: int, setup: Setup, **options: Any) -> Trained:
     model = make()
     place(model, setup, data_mesh(world_size, setup, model))
-    # What tensor parallelism does not cut is sharded over a mesh of other ranks on each of its ranks.
+    # Parameters outside of tensor parallelism are sharded over other meshes on each of its ranks.
     named = {n: p for n, p in model.named_parameters() if p.ndim == 2 and (is_owned(p) or setup.tensor == 1)}
     muon = Muon(named.items(), **{**OPTIONS, **options}).build()
     shares = world_size // setup.tensor
@@ -80,7 +77,7 @@ def trained(world_size: int, cut: bool) -> list[tuple[bool, Trained, Trained]]:
 
 
 @pytest.mark.parametrize(("world_size", "cut"), [(2, True), (4, True), (2, False)], ids=str)
-def test_digits_are_those_of_a_run_without(world_size: int, cut: bool) -> None:
+def test_digits_equal_a_run_without_overlap(world_size: int, cut: bool) -> None:
     for equal, without, overlapped in trained(world_size, cut):
         assert without.before == [0] * STEPS
         assert overlapped.gathers > cut, "the case this test is for: several, or one of what is not owned"
@@ -95,7 +92,7 @@ def test_gathers_begin_as_soon_as_owners_have_gradients(cut: bool) -> None:
 
 
 def test_owners_call_hooks_in_each_backward() -> None:
-    """Each parameter's on its owner alone, as autograd would where it accumulates."""
+    """Only the owner calls a parameter's hook, where autograd would accumulate."""
     ranks = trained(2, False)
     for name in ranks[0][1].called:
         assert sorted(run.called[name] for _, run, _ in ranks) == [0, STEPS * MICROBATCHES], name

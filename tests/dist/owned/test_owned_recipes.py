@@ -1,4 +1,4 @@
-"""A recipe trains alike under `owned` and `shard0`, and goes on under one from what the other saved."""
+"""A recipe trains alike under `owned` and `shard0`, and continues under the other placement."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ placement = "shard0"
 """
 
 
-def test_rules_change_where_parameters_are_and_not_what_is_learnt(tmp_path: Path) -> None:
-    """Norms, which AdamW takes, and a matrix that one rank owns; another is sharded, and the run says so."""
+def test_placement_rules_do_not_change_the_losses(tmp_path: Path) -> None:
+    """Owned norms of AdamW, a matrix with a named owner, and a sharded matrix with a line on the console."""
     file = tiny.write_recipe(tmp_path)
     plain = file.read_text()
     file.write_text(plain + RULES)
@@ -125,7 +125,7 @@ def half(rank: int, world_size: int, folder: Path, placement: str, steps: int, l
     ids=lambda side: f"{side[1]}@{side[0]}",
 )
 def test_a_run_goes_on_under_another_placement(first: tuple[int, str], second: tuple[int, str], tmp_path: Path) -> None:
-    """On another number of ranks too; its losses are those of a run that was not interrupted."""
+    """On another number of ranks too, with the losses of an uninterrupted run."""
     tiny.write_recipe(tmp_path)
     folder = run_ranks(half, first[0], tmp_path, first[1], 3, "")[0]
     assert run_ranks(half, second[0], tmp_path, second[1], 6, folder)[0] == folder
@@ -136,7 +136,7 @@ def test_a_run_goes_on_under_another_placement(first: tuple[int, str], second: t
 
 
 def killed(rank: int, world_size: int, folder: Path) -> None:
-    """A run that is killed while it saves its second checkpoint: all data is written, and not what is in it."""
+    """A run killed in its second save: all data is written, and `.metadata` is not."""
     from torch.distributed.checkpoint import FileSystemWriter
 
     finish, saves = FileSystemWriter.finish, []
@@ -158,7 +158,7 @@ def resumed(rank: int, world_size: int, folder: Path, load: str) -> str:
 
 def test_a_run_that_was_killed_in_a_save_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
     tiny.write_recipe(tmp_path)
-    # Which rank is found first is chance: the one that was killed, or the other, which lost it.
+    # The launcher may report the killed rank, or its peer.
     with pytest.raises(AssertionError, match=r"rank 0 died with exit code -9|rank 1 failed"):
         run_ranks(killed, 2, tmp_path)
     (run,) = (path for path in (tmp_path / "runs" / "tiny").iterdir() if path.is_dir())
@@ -173,7 +173,7 @@ def test_a_run_that_was_killed_in_a_save_goes_on_from_the_last_whole_checkpoint(
 
 
 def exported_and_imported(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
-    """A run that exports safetensors, and one under the other placement that starts from them."""
+    """A run that exports safetensors, and a run under the other placement that imports them."""
     hf = {"checkpoint__last_save_model_only": "true", "checkpoint__last_save_in_hf": "true"}
     small = {**SHARED, "training__steps": 2, "checkpoint__interval": 2}
     exported = train(tiny.recipe(folder, name="out", placement__muon="owned", **small, **hf))

@@ -34,7 +34,7 @@ DIM, HIDDEN, LAYERS = 32, 96, 4
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is trained: its experts, who owns them, and the degrees of its ranks."""
+    """Experts of a model, their owners, and the degrees."""
 
     experts: int
     placement: str = "owned"
@@ -44,7 +44,7 @@ class Layout:
 
 
 class Mixture(nn.Module):
-    """A dense matrix, and experts that all see every token."""
+    """A dense matrix, and experts that all get every token."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def make(experts: int, seed: int = 0) -> nn.Sequential:
 
 
 def place(net: nn.Sequential, layout: Layout, world_size: int) -> list[Owners]:
-    """Shard a model, or have it owned, as `layout` says."""
+    """Shard a model, or own its parameters, by `layout`."""
     shards = world_size // layout.replicas // layout.expert_parallel
     names = ("replicate", "shard", "ep")
     mesh = init_device_mesh("cpu", (layout.replicas, shards, layout.expert_parallel), mesh_dim_names=names)
@@ -164,7 +164,7 @@ def differ(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> float
 
 
 def test_owned_stacks_train_as_fsdp_does_silently_and_with_its_bytes(tmp_path: Path) -> None:
-    """On more ranks than experts; and what they save, either of them loads on another number of ranks."""
+    """On more ranks than experts. Either model loads the other's checkpoint on another number of ranks."""
     owned = run_ranks(train, 4, Layout(3), str(tmp_path / "owned"))
     sharded = run_ranks(train, 4, Layout(3, "sharded"), str(tmp_path / "sharded"))
     assert [found.calls for found in owned] == [0] * 4
@@ -186,7 +186,7 @@ def test_owned_stacks_train_as_fsdp_does_silently_and_with_its_bytes(tmp_path: P
 
 @dataclass(frozen=True)
 class Silent:
-    """A step in a world of fake ranks: its calls, for each stack the ranks that hold it, and elements of each rank."""
+    """A step in a fake world: calls, holders of each stack, and elements of each rank."""
 
     calls: int
     held_by: list[tuple[int, ...]]
@@ -201,8 +201,8 @@ class Silent:
 
 @contextmanager
 def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
-    """One rank of a world that is not there."""
-    # On an equal mesh DTensor would give this rank what another one had there.
+    """A rank of a fake world."""
+    # On an equal mesh DTensor would reuse another rank's cache.
     compat.forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
@@ -229,7 +229,7 @@ def fake_step(rank: int, world_size: int, layout: Layout) -> Silent:
 
 
 def fake_passes(world_size: int, layout: Layout) -> tuple[float, float]:
-    """Bytes that a rank of so many sends in forward and in backward, in the mean over all of them."""
+    """Mean bytes that a rank of a world sends in forward and in backward."""
     with fake_ranks(0, world_size):
         net = make(layout.experts)
         place(net, layout, world_size)
@@ -241,7 +241,7 @@ def fake_passes(world_size: int, layout: Layout) -> tuple[float, float]:
 
 
 def mean_sent(counter: CollectiveCounter) -> float:
-    # Of a broadcast the owner sends all, and of a reduction all others: every rank sees every one of its group.
+    # Each rank sees every call of its group: the owner sends a broadcast, and the other ranks send a reduction.
     rooted = ("broadcast", "reduce")
     shares = {call.group_size: (call.group_size - 1) / call.group_size for call in counter.calls}
     return sum(c.payload * shares[c.group_size] if c.name in rooted else c.sent for c in counter.calls)
@@ -260,7 +260,7 @@ def test_forward_and_backward_of_owned_stacks_send_no_more_than_fsdp(world_size:
 
 
 def test_a_step_of_16_experts_on_32_ranks_communicates_nothing() -> None:
-    """Each stack rests on 16 of the ranks, one expert each, and the stacks of other layers on others."""
+    """Each stack rests on 16 ranks, an expert each; stacks of other layers rest on other ranks."""
     by_rank = [fake_step(rank, 32, Layout(16)) for rank in (0, 17, 31)]
     assert [found.calls for found in by_rank] == [0, 0, 0]
     held_by = by_rank[0].held_by
@@ -284,7 +284,7 @@ def test_a_step_of_replicas_that_own_stacks_communicates_nothing() -> None:
 
 
 def test_with_expert_parallelism_experts_stay_in_the_group_of_their_rank() -> None:
-    """EP 2 x efsdp 4 with 4 experts: two on each expert-parallel rank, each whole on one of its four peers."""
+    """EP 2 x efsdp 4 with 4 experts: two on each expert-parallel rank, each whole on one of four peers."""
     for rank in (0, 3, 6):
         found = fake_step(rank, 8, Layout(4, expert_parallel=2))
         assert found.calls == 0
@@ -292,12 +292,12 @@ def test_with_expert_parallelism_experts_stay_in_the_group_of_their_rank() -> No
         assert set(found.placements) == {(Shard(0), Shard(0))}, "of the experts of a rank, one by one"
         for ranks in found.held_by:
             assert len(set(ranks)) == 4
-            # Experts 0 and 1 are the first expert-parallel rank's, whose ranks are even.
+            # Experts 0 and 1 belong to the first expert-parallel rank, with even ranks.
             assert [holder % 2 for holder in ranks] == [0, 0, 1, 1]
 
 
 def test_more_experts_than_ranks_are_divided_in_runs() -> None:
-    """5 experts that 4 ranks hold two by two are on 3 of them, and over the layers the ranks hold equally many."""
+    """5 experts in pairs on 4 ranks rest on 3 of them; over all layers the ranks hold equally many."""
     rules = (PlacementRule(match="*", placement="owned"),)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     owners = place(make(5), Layout(5, rules=rules), 4)[0]
@@ -311,7 +311,7 @@ def test_more_experts_than_ranks_are_divided_in_runs() -> None:
 
 
 class Gated(nn.Module):
-    """Gate and up as one parameter [2, F, D], as TorchTitan's main has them."""
+    """Gate and up as a parameter [2, F, D], as on TorchTitan's main branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ class Gated(nn.Module):
 
 
 def gated(rank: int, world_size: int, placement: str) -> Trained:
-    """Training of layers whose w13 is owned, or cut by rows."""
+    """Training of layers with owned or row-sharded w13."""
     net = nn.Sequential(*(Gated() for _ in range(LAYERS)))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What owned parameters are between steps: checkpoints that any placement loads, whole values, and clear refusals."""
+"""Owned parameters between steps: checkpoints for any placement, whole values, and clear refusals."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def trained(rank: int, world_size: int, setup: Setup, steps: range, saved: str |
 
 
 def state_of(model: Net, optimizer: Muon) -> dict[str, Any]:
-    """What a checkpoint holds: parameters and momentum, by name. The momentum's tensors are the optimizer's own."""
+    """State of a checkpoint: parameters and momentum by name. Momentum is the optimizer's tensor."""
     names = optimizer.param_groups[0]["param_names"]
     state = [optimizer.state[p]["momentum_buffer"] for p in optimizer.param_groups[0]["params"]]
     return {"model": model.state_dict(), "momentum": dict(zip(names, state, strict=True))}
@@ -75,7 +75,7 @@ def save(rank: int, world_size: int, layout: str, folder: str) -> dict[str, np.n
 
 
 def load(rank: int, world_size: int, layout: str, folder: str) -> tuple[dict[str, np.ndarray], ...]:
-    """What is loaded, and what it is after a step more."""
+    """The state after a load, and after another step."""
     runs = (trained(rank, world_size, LAYOUTS[layout], steps, folder) for steps in (range(0), range(2, 3)))
     return tuple(everything(*run) for run in runs)
 
@@ -99,7 +99,7 @@ def load(rank: int, world_size: int, layout: str, folder: str) -> tuple[dict[str
 def test_a_checkpoint_does_not_depend_on_the_placement(
     saving: tuple[int, str], loading: tuple[int, str], tmp_path: Path
 ) -> None:
-    """Parameters and momentum come back bit for bit, and training goes on from them as it would have."""
+    """Parameters and momentum return bit for bit, and training continues unchanged."""
     (saved, *_) = run_ranks(save, *saving, str(tmp_path))
     for loaded, continued in run_ranks(load, *loading, str(tmp_path)):
         assert list(loaded) == list(saved)
@@ -113,7 +113,7 @@ def test_a_checkpoint_does_not_depend_on_the_placement(
 
 
 def read_by_mistake(rank: int, world_size: int) -> list[str]:
-    """What comes of reading whole parameters as one reads them from FSDP2: an error, or `whole`."""
+    """The error of reading a whole parameter like FSDP2's, or `whole`."""
     model = make()
     place(model, LAYOUTS["owned"], data_mesh(world_size, LAYOUTS["owned"], model))
     name = "layers.0.wq.weight"
@@ -138,7 +138,7 @@ def said(attempt: Callable[[], object]) -> str:
 
 
 def test_reading_nothing_by_mistake_is_refused() -> None:
-    """A rank that holds nothing is told so; it is never given an empty tensor."""
+    """A rank without the parameter gets an error, never an empty tensor."""
     by_rank = run_ranks(read_by_mistake, 2)
     for attempts in zip(*by_rank, strict=True):
         wrong = [a for a in attempts if a != "whole"]
@@ -150,7 +150,7 @@ def test_reading_nothing_by_mistake_is_refused() -> None:
 
 
 def read_whole(rank: int, world_size: int, setup: Setup) -> bool:
-    """Whether everything gathered is what the model was made of."""
+    """Whether all gathered values equal the model's initial values."""
     model, plain = make(), make()
     place(model, setup, data_mesh(world_size, setup, model))
     state = full_state_dict(model)
@@ -164,7 +164,7 @@ def test_whole_values_are_gathered_on_every_rank(layout: str) -> None:
 
 
 def load_whole(rank: int, world_size: int, setup: Setup) -> tuple[bool, list[str]]:
-    """Whether a plain model's state dict becomes this model's, and what other state dicts are told."""
+    """Whether a plain model's state dict loads, and the errors of other state dicts."""
     model, plain = make(), make()
     place(model, setup, data_mesh(world_size, setup, model))
     state = {name: 2 * value for name, value in plain.state_dict().items()}
@@ -186,7 +186,7 @@ def test_a_full_state_dict_is_loaded(layout: str) -> None:
 
 
 def from_meta(rank: int, world_size: int) -> tuple[list[str], bool]:
-    """A model built on the meta device: what its use is told before it has storage, and that it trains after."""
+    """A model from the meta device: the error of a use without storage, and its training afterwards."""
     with torch.device("meta"):
         model, block = Net(), Block()
     own(block, mesh=init_device_mesh("cpu", (world_size,)))
@@ -226,7 +226,7 @@ class Stacked(Block):
 
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
-    """What is said of everything that cannot be done, by the name of the attempt."""
+    """The errors of all refused attempts, by name."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     other = torch.distributed.device_mesh.DeviceMesh("cpu", [1 - rank], _init_backend=False)
 
@@ -310,15 +310,14 @@ def refused() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_be_done_is_refused(name: str, refused: list[dict[str, str]]) -> None:
-    """With a ValueError that names the parameter and what to do, on every rank."""
+def test_impossible_calls_are_refused(name: str, refused: list[dict[str, str]]) -> None:
     for by_name in refused:
         assert by_name[name].startswith("ValueError: ")
         assert re.search(REFUSALS[name], by_name[name]), by_name[name]
 
 
 def stacks(rank: int, world_size: int) -> tuple[bool, bool]:
-    """A stack that a split says how to read is owned; a copy of a module with owned parameters is one too."""
+    """A stack with a split is owned; so is a copy of a module with owned parameters."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     block = Stacked()
     owners = Owners(
@@ -333,7 +332,7 @@ def test_a_rule_makes_matrices_of_other_shapes() -> None:
 
 
 def chosen(rank: int, world_size: int) -> tuple[set[str], tuple[int, ...], tuple[int, ...]]:
-    """What is owned by default, and the FLOPs of its items by default and by a count of one's own."""
+    """Default owned parameters, and the FLOPs of their items by default and by another count."""
     mesh = init_device_mesh("cpu", (world_size,))
     model = make()
     plain = Owners(model, mesh=mesh)

@@ -43,7 +43,7 @@ def with_experts(model: Net, mesh: DeviceMesh) -> dict[str, nn.Parameter]:
 
 
 def set_gradients(params: dict[str, nn.Parameter], step: int) -> dict[str, Tensor]:
-    """Give owned parameters equal gradients on every rank that holds them. Returns them whole."""
+    """Give owned parameters equal gradients on every rank that holds them. Returns whole gradients."""
     whole = {}
     for index, (name, parameter) in enumerate(params.items()):
         full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * step + index))
@@ -66,7 +66,7 @@ def steps(rank: int, world_size: int, setup: Setup, experts: bool) -> list[Step]
     stacks = with_experts(model, mesh) if experts else {}
     named = {**params, **stacks}
     replicas = "redundant" if setup.replicas > 1 else "split"
-    optimizer = Muon(named.items(), orthogonalize="reference", replicas=replicas, **MUON).build()
+    optimizer = Muon(named.items(), orthogonalize="reference", replicas=replicas, idle="hold", **MUON).build()
     reference = {name: nn.Parameter(gather(p)) for name, p in named.items()}
     loose = {name: list(p.detach()) if p.ndim == 3 else [p.detach()] for name, p in reference.items()}
     alone = torch.optim.Muon(
@@ -109,7 +109,7 @@ def test_a_step_communicates_nothing_and_equals_torchs_bit_for_bit(
 
 @pytest.mark.parametrize("tensor", [2])
 def test_tensor_parallel_peers_meet_among_themselves(tensor: int) -> None:
-    """Bytes and groups: only ranks of one tensor-parallel group exchange anything."""
+    """Bytes and groups: only ranks of a tensor-parallel group communicate."""
     for found in run_ranks(steps, 4, Setup("owned", tensor=tensor), False):
         for step in found:
             assert step.different == []
@@ -117,14 +117,14 @@ def test_tensor_parallel_peers_meet_among_themselves(tensor: int) -> None:
 
 
 def held(rank: int, world_size: int, setup: Setup) -> int:
-    """Elements of the matrices that are at rest on this rank."""
+    """Elements of matrices at rest on this rank."""
     model = make()
     place(model, setup, data_mesh(world_size, setup, model))
     return sum(p.to_local().numel() for p in matrices(model))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (4, 1), (4, 2)])
-def test_a_step_is_silent_where_one_rank_holds_what_tensor_parallelism_cuts(world_size: int, replicas: int) -> None:
+def test_a_step_is_silent_if_one_rank_holds_tensor_parallel_matrices(world_size: int, replicas: int) -> None:
     """Each matrix rests once in each replica, and is orthogonalized where it rests."""
     setup = Setup("owned", replicas=replicas, tensor=2, tensor_parallel="whole")
     ranks = run_ranks(steps, world_size, setup, False)
@@ -138,7 +138,7 @@ def test_a_step_is_silent_where_one_rank_holds_what_tensor_parallelism_cuts(worl
 
 
 def passes(rank: int, world_size: int, setup: Setup) -> tuple[int, int, int]:
-    """Bytes that this rank sends in forward and backward of the second step, and what Owners says of them."""
+    """Bytes sent by this rank in forward and backward of the second step, and Owners' count."""
     model = make(dim=64, hidden=192)
     owners = place(model, setup, data_mesh(world_size, setup, model))
     loss_of(model, rank, world_size, 0).backward()
@@ -154,7 +154,7 @@ def passes(rank: int, world_size: int, setup: Setup) -> tuple[int, int, int]:
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_forward_and_backward_move_no_more_than_fsdp(world_size: int, reshard: bool) -> None:
-    """Over all ranks; FSDP2 pads its shards, and ours are whole."""
+    """Over all ranks; FSDP2 pads its shards."""
     setup = Setup("owned", reshard=reshard)
     ours = run_ranks(passes, world_size, setup)
     theirs = run_ranks(passes, world_size, replace(setup, placement="sharded"))
@@ -164,7 +164,7 @@ def test_forward_and_backward_move_no_more_than_fsdp(world_size: int, reshard: b
 
 
 def sent_to_peers(rank: int, world_size: int) -> tuple[int, int, int]:
-    """Bytes that a rank sends its peers in forward and in backward, and elements that the dry run says it sends."""
+    """Bytes sent to peers in forward and in backward, and the elements of the dry run."""
     model = make()
     setup = Setup("owned", reshard=False, tensor=2, tensor_parallel="whole")
     owners = place(model, setup, data_mesh(world_size, setup, model))
@@ -176,8 +176,8 @@ def sent_to_peers(rank: int, world_size: int) -> tuple[int, int, int]:
     return forward, owners.traffic.bytes_sent - forward, told
 
 
-def test_holders_send_their_peers_what_the_dry_run_says() -> None:
-    """Half of each matrix goes to the other of two ranks in forward, and its gradient comes back in backward."""
+def test_holders_send_their_peers_the_bytes_of_the_dry_run() -> None:
+    """Half of each matrix goes to the other rank in forward, and its gradient returns in backward."""
     ranks = run_ranks(sent_to_peers, 2)
     for (forward, _, told), (_, backward, _) in zip(ranks, ranks[::-1], strict=True):
         assert forward == backward == 4 * told > 0

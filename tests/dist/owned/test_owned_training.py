@@ -27,7 +27,7 @@ def checkpointed(model: Net) -> None:
 
 
 class Recomputed(Block):
-    """Computes its second half again in backward, within itself."""
+    """Recomputes its second half in backward, in its own forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -39,7 +39,7 @@ def recomputed_within(model: Net) -> None:
 
 
 class RecomputedAround(Net):
-    """Computes each layer again in backward, its hooks included."""
+    """Recomputes each layer in backward, hooks included."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
@@ -68,7 +68,7 @@ def frozen(model: Net) -> None:
 
 
 def unused(model: Net) -> None:
-    """One matrix that no rank uses: its gradient is zero."""
+    """A matrix without use on any rank: the gradient is zero."""
     model.layers[1].wq.forward = lambda x: x
 
 
@@ -135,7 +135,7 @@ SETUPS = {
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_two_ranks_are_equal_to_fsdp(name: str) -> None:
-    """Bit for bit: with two ranks a sum has one order."""
+    """Bit for bit: on two ranks a sum has one order."""
     assert run_ranks(both, 2, SETUPS[name], "sharded") == [0.0, 0.0]
 
 
@@ -177,7 +177,7 @@ WHOLE = Setup("owned", tensor=2, tensor_parallel="whole")
     ],
     ids=["TP 2, bf16", "FSDP 2 x TP 2", "checkpointed", "HSDP 2 x TP 2"],
 )
-def test_one_rank_holds_what_tensor_parallelism_cuts(world_size: int, setup: Setup) -> None:
+def test_one_rank_holds_tensor_parallel_matrices(world_size: int, setup: Setup) -> None:
     """Pieces go to its peers and gradients come back, with FSDP2's bits; two replicas are summed apart."""
     assert max(run_ranks(both, world_size, setup, "sharded")) <= (0.0 if setup.replicas == 1 else 1e-6)
 
@@ -191,7 +191,7 @@ def fail(*_: object) -> None:
 
 
 def disturb(model: Net, kind: str, rank: int, world_size: int) -> None:
-    """A forward pass without gradients: whole, or one that fails on every rank, in a layer or between two."""
+    """A forward without gradients: complete, or failing on every rank, in a layer or between two."""
     if kind == "evaluate":
         handle = None
     elif kind == "failed within a layer":
@@ -213,7 +213,7 @@ def disturbed_losses(rank: int, world_size: int, kind: str) -> tuple[list[float]
     mesh = data_mesh(world_size, Setup("owned"), model)
     owners = Owners(model, mesh=mesh, params=matrices(model))
     for layer in model.layers:
-        # FSDP2 itself goes on with stale weights after an evaluation if it does not reshard, so it is not there.
+        # FSDP2 is not compared: without a reshard it continues with stale weights after an evaluation.
         own(layer, owners=owners, reshard_after_forward=False)
     optimizer = torch.optim.SGD(matrices(model), lr=0.2)
     losses = []
@@ -246,7 +246,7 @@ def fail_in_backward(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """A backward that raises when it comes to a module, before or after the forward of the pass that is compared."""
+    """A backward that raises at a module, before or after the forward of the compared pass."""
 
     place: str
     after_forward: bool = False
@@ -263,7 +263,7 @@ FAILURES = [
 
 
 def gradients_after_failure(rank: int, world_size: int, failure: Failure | None) -> list[list[float]]:
-    """Gradients of one pass, after one that raised in its backward on every rank, or after none; and what is left."""
+    """Gradients of a pass after a failed backward on every rank, or after none; and leftovers."""
     model = make()
     owners = Owners(model, mesh=data_mesh(world_size, Setup("owned"), model), params=matrices(model))
     for layer in model.layers:
@@ -299,7 +299,7 @@ def test_a_backward_that_raised_leaves_nothing_for_the_next() -> None:
 
 
 def stale(rank: int, world_size: int) -> str:
-    """What is raised for weights that change between a forward and its backward."""
+    """The error for weights that change between forward and backward."""
     model = make()
     setup = Setup("owned", reshard=False)
     place(model, setup, data_mesh(world_size, setup, model))
@@ -320,7 +320,7 @@ def test_weights_that_changed_while_unsharded_are_an_error_on_their_owner() -> N
 
 
 def frozen_later(rank: int, world_size: int) -> list[bool]:
-    """Whether a matrix gets a gradient on its owner: before it is frozen, while it is, and after."""
+    """Whether the owner gets a gradient before, during and after a freeze."""
     model = make()
     setup = Setup("owned")
     owners = place(model, setup, data_mesh(world_size, setup, model))
@@ -353,7 +353,7 @@ def dtypes(rank: int, world_size: int) -> list[torch.dtype]:
     return [*seen, output.dtype, owned_param.dtype, *([] if owned_param.grad is None else [owned_param.grad.dtype])]
 
 
-def test_the_policy_says_in_which_dtypes_a_module_computes() -> None:
+def test_the_policy_sets_the_dtypes_of_a_module() -> None:
     found = run_ranks(dtypes, 2)
     assert found[0][:3] == [torch.bfloat16, torch.float64, torch.float32]
     assert sorted(map(len, found)) == [3, 4], "the owner alone has a gradient"
@@ -402,7 +402,7 @@ def on_their_way(rank: int, world_size: int) -> tuple[list[list[str]], list[int]
 
 
 def test_the_next_modules_parameters_travel_while_one_computes() -> None:
-    """One ahead in forward, one back in backward, and never more than two at a time."""
+    """One layer ahead in forward, one back in backward, and never more than two at once."""
     layer = 4 * (4 * 32 * 32 + 2 * 32 * 80)
     for seen, held in run_ranks(on_their_way, 2):
         assert seen == [

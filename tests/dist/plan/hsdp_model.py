@@ -44,10 +44,11 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is sharded and trained. `shape` is of replicas, shards and, if there are three, tensor parallelism.
+    """A sharded model in training.
 
-    `factor`: what gradients are divided by, None for the number of ranks. `defers`: whether FSDP2 reduces in the last
-    backward of a step alone. `apart`: whether each matrix is a module of its own, all of which one replica keeps.
+    `shape`: replicas, shards and tensor parallelism, if any. `factor`: divisor of gradients; None for the number of
+    ranks. `defers`: FSDP2 reduces only in the last backward of a step. `apart`: each matrix is a module, and one
+    replica keeps all.
     """
 
     shape: tuple[int, ...] = (2, 2)

@@ -1,4 +1,4 @@
-"""One rank of 128 and of 1,024 sends what its plan says. The others are torch's fake process group."""
+"""A rank of 128 and of 1,024 sends the planned bytes. The fake process group stands for the other ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
 
 @dataclass(frozen=True)
 class Stack:
-    """`count` parameters of one global shape on one mesh."""
+    """`count` parameters of one global shape on a mesh."""
 
     count: int
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Case:
-    """What one rank of a world trains."""
+    """Parameters of a rank of a world."""
 
     world_size: int
     rank: int
@@ -76,10 +76,8 @@ CASES = {
 
 
 class FakeTransport(CollectiveCounter):
-    """Counts, and lets the fake group do what it refuses: an all-to-all of nothing for something.
-
-    The fake group leaves outputs as they were, so they are filled here with what Newton-Schulz can work on.
-    """
+    """Counts calls, and lets the fake group run an all-to-all with an empty input. The fake group leaves outputs
+    unchanged, so this class fills them with valid values for Newton-Schulz."""
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is not torch.ops.c10d.alltoall_base_.default:
@@ -123,7 +121,7 @@ def extra_calls(run: BucketProgram) -> int:
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("name", CASES)
-def test_one_rank_of_a_large_world_sends_what_its_plan_says(name: str, exchange: str) -> None:
+def test_one_rank_of_a_large_world_sends_the_planned_bytes(name: str, exchange: str) -> None:
     case = CASES[name]
     with fake_world(case):
         optimizer = build(case, exchange)
@@ -140,9 +138,9 @@ def test_one_rank_of_a_large_world_sends_what_its_plan_says(name: str, exchange:
 
 
 def test_a_step_makes_no_view_for_each_matrix() -> None:
-    """Of gradients that are one piece none, and a few of buffers for each collective."""
+    """No views of contiguous gradients, and a few views of buffers for each collective."""
     case = fsdp(128, 0)
-    # Buffers that no collective fills hold anything, which a step would report.
+    # Unfilled buffers hold arbitrary values, and a step would report them.
     with fake_world(case), mock.patch.object(FaultReport, "add_too_large"):
         optimizer = build(case, "all_to_all")
         with FakeTransport():
@@ -154,7 +152,7 @@ def test_a_step_makes_no_view_for_each_matrix() -> None:
 
 
 def test_a_parameters_storage_is_one_object_in_the_memory_of_to_local() -> None:
-    """The private attribute that is read instead of to_local(), which makes a view each time."""
+    """The private attribute used instead of to_local(), which makes a view each time."""
     with fake_world(fsdp(128, 0)):
         mesh = init_device_mesh("cpu", (128,))
         param = nn.Parameter(distribute_tensor(torch.ones(256, 8), mesh, (Shard(0),), src_data_rank=None))

@@ -1,4 +1,4 @@
-"""Results that go over copies by all-gathers: the same bits as from owners to all copies, and what was planned."""
+"""Results over replicas by all-gathers: the bits of sending to all replicas, and the planned traffic."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ class Case:
     placements: tuple[Placement, ...] = ()
 
 
-# Two copies that are whole on two ranks send each other the same either way.
+# Two replicas, whole on two ranks, have equal traffic either way.
 CASES = {
     4: {
         "two of two": Case((2, 2), HSDP),
@@ -46,7 +46,7 @@ CASES = {
     8: {
         "two of four": Case((2, 4), HSDP),
         "four of two": Case((4, 2), HSDP),
-        # Their lines are of two axes, of which no mesh has a process group.
+        # Their replica groups have two axes, and no mesh has a process group of both.
         "four of two on two axes": Case((2, 2, 2), (Replicate(), Shard(0), Replicate())),
         "two of two by columns": Case((2, 2, 2), (Replicate(), Shard(0), Shard(1))),
         "two of two by rows": Case((2, 2, 2), (Replicate(), _StridedShard(0, split_factor=2), Shard(0))),
@@ -97,8 +97,8 @@ def full(seed: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Found:
-    """What differs from results of owners to all copies, what was counted and planned of the last step, and bytes of
-    what copies share that are kept between steps."""
+    """Differences from an exchange with all replicas, counted and planned traffic of the last step, and bytes of
+    shared buffers kept between steps."""
 
     exchanges: tuple[set[str], set[str]]
     differs: list[str]
@@ -146,7 +146,7 @@ def test_bits_equal_all_to_all_and_bytes_are_as_planned(world_size: int, variant
             assert found.kept == 0, name
             assert found.counted == found.told, name
             assert found.told[1] == found.planned[1], name
-            # gloo gathers equal parts only: unequal ones are broadcasts, of each part that is not empty.
+            # gloo gathers equal parts only; unequal parts are broadcasts, without empty parts.
             assert found.told[0] >= found.planned[0], name
 
 

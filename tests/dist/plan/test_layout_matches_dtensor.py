@@ -1,4 +1,4 @@
-"""The planner's pieces are what DTensor stores, on real meshes; and what FSDP2 stores over tensor parallelism."""
+"""The planner's pieces equal DTensor's storage on real meshes, and FSDP2's over tensor parallelism."""
 
 from math import prod
 from random import Random
@@ -38,7 +38,7 @@ def drawn_placements(random: Random, ndim: int, mesh: tuple[int, ...]) -> list[P
 
 
 def predicted(tensor: DTensor, full: Tensor, rank: int) -> Tensor:
-    """What the planner thinks this rank stores."""
+    """The planner's prediction for this rank's storage."""
     layout = layout_of("w", tensor)
     for dim, intervals in enumerate(region(layout, layout.mesh.coordinate(layout.mesh.ranks.index(rank)))):
         indices = [i for start, stop in intervals for i in range(start, stop)]
@@ -65,7 +65,7 @@ def check_random(rank: int, world_size: int, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [4, 8])
-def test_regions_are_what_dtensor_stores(world_size: int) -> None:
+def test_regions_equal_the_storage_of_dtensor(world_size: int) -> None:
     assert run_ranks(check_random, world_size, 0) == [[]] * world_size
 
 
@@ -81,7 +81,7 @@ def over_tensor_parallel(mesh: DeviceMesh, full: Tensor, dim: int) -> DTensor:
 
 
 def check_fsdp(rank: int, world_size: int, shape: tuple[int, int], dp: int, dim: int) -> tuple[list[int], list[int]]:
-    """What FSDP2 stores here, and what the planner predicts of it; the elements by their numbers."""
+    """FSDP2's storage here, and the prediction; elements are numbered."""
     mesh = init_device_mesh("cpu", (dp, world_size // dp), mesh_dim_names=("dp", "tp"))
     full = torch.arange(prod(shape)).view(shape)
     weight = over_tensor_parallel(mesh, full, dim)
@@ -91,14 +91,14 @@ def check_fsdp(rank: int, world_size: int, shape: tuple[int, int], dp: int, dim:
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("shape", [(8, 8), (13, 8), (3, 4), (7, 6), (1, 8)])
-def test_regions_are_what_fsdp_stores_over_tensor_parallelism(shape: tuple[int, int], dim: int) -> None:
+def test_regions_equal_the_storage_of_fsdp_over_tensor_parallelism(shape: tuple[int, int], dim: int) -> None:
     """On 2 x 2, also where rows are uneven or fewer than ranks."""
     for found, expected in run_ranks(check_fsdp, 4, shape, 2, dim):
         assert found == expected
 
 
 def check_sub_mesh(rank: int, world_size: int) -> bool:
-    """A mesh of some ranks in another order than the world's; the others have no part in it."""
+    """A mesh of some ranks in another order than the world's."""
     mesh = DeviceMesh("cpu", [3, 1])
     if rank not in (1, 3):
         return True

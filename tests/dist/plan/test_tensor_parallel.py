@@ -1,4 +1,4 @@
-"""The modes of tensor parallelism on gloo: what each of them computes, digit by digit, and what it sends."""
+"""The modes of tensor parallelism on gloo: bits and traffic."""
 
 import warnings
 from collections.abc import Mapping
@@ -27,14 +27,14 @@ FLOAT32: dict[str, Any] = {"ns_dtype": "float32", "wire_dtype": "float32"}
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh, and how a matrix is placed on it; its last axis is that of tensor parallelism."""
+    """A mesh, and the placement of a matrix; the last axis is tensor parallelism."""
 
     mesh: tuple[int, ...]
     placements: tuple[Placement, ...]
 
     @property
     def cut(self) -> tuple[int, int]:
-        """The dim that tensor parallelism cuts, and in how many parts."""
+        """The sharded dim of tensor parallelism, and the number of parts."""
         last = self.placements[-1]
         assert isinstance(last, Shard)
         return last.dim, self.mesh[-1]
@@ -60,7 +60,7 @@ def drawn(names: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Trained:
-    """What two steps of all cases of a world came to: parameters and momenta here, and bytes sent in the last step."""
+    """Local parameters and momenta after two steps of all cases, and bytes sent in the last step."""
 
     params: dict[str, Any]
     momenta: dict[str, Tensor]
@@ -91,7 +91,7 @@ def train(rank: int, world_size: int, **options: Any) -> Trained:
 
 
 def not_blocks(trained: Trained, world_size: int) -> list[str]:
-    """The parameters that are not the reference of parameters that are blocks, bit for bit."""
+    """Parameters that differ from the reference of their blocks."""
     different = []
     for key, param in trained.params.items():
         dim, count = CASES[world_size][key.partition(".")[0]].cut
@@ -107,7 +107,7 @@ def not_blocks(trained: Trained, world_size: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank found in all modes; `apart` are the errors of `distributed` relative to `owner`."""
+    """Results of a rank in all modes. `apart`: errors of `distributed` relative to `owner`."""
 
     not_blocks: list[str]
     said: list[str]
@@ -159,7 +159,7 @@ def test_blocks_are_matrices_of_their_own_bit_for_bit_and_muon_says_so(world_siz
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_duplicated_matrices_equal_those_of_one_owner_bit_for_bit(world_size: int) -> None:
+def test_duplicated_matrices_equal_one_owners_bit_for_bit(world_size: int) -> None:
     assert [one.not_owner for one in found(world_size)] == [[]] * world_size
 
 
@@ -257,7 +257,7 @@ def keep_tolerances(rank: int, world_size: int) -> dict[tuple[str, tuple[int, in
 
 @pytest.mark.parametrize("world_size", [4, 8])
 def test_published_tolerances_of_tensor_parallel_newton_schulz_are_met(world_size: int) -> None:
-    """What ranks cannot have equal slices of is refused by `distributed`, and `duplicated` takes it."""
+    """`distributed` refuses matrices without equal slices; `duplicated` takes them."""
     [refused] = {frozenset(one.items()) for one in run_ranks(keep_tolerances, world_size, timeout=SECONDS)}
     tried = [(shape, dim) for shape, dim, _, most in PUBLISHED if most is None or shape[dim] % world_size == 0]
     uneven = {("distributed", shape, dim) for shape, dim in tried if any(side % world_size for side in shape)}

@@ -1,4 +1,4 @@
-"""States of rules: one for each matrix, at its owner; in checkpoints; in steps that change nothing."""
+"""States of rules: one for each matrix, on its owner, in checkpoints, and unchanged in skipped steps."""
 
 import copy
 import math
@@ -62,11 +62,11 @@ class Training:
         self.muon = Muon(list(self.params.items()), lr=0.02, orthogonalize="reference", **self.rule, **options).build()
 
     def set_gradients(self, grads: dict[str, Tensor]) -> None:
-        """Give parameters their part of the gradients that there are, and the others none."""
+        """Give parameters their part of the known gradients, and the others none."""
         for name, param in self.params.items():
             param.grad = None
             if name in grads and (not isinstance(param, DTensor) or param.to_local().numel()):
-                # An owned parameter has its own mesh, and a gradient where it is.
+                # An owned parameter has its own mesh, and a gradient only on its owner.
                 param.grad = torch.empty_like(param).copy_(self.placed(grads[name], param))
 
     @staticmethod
@@ -84,7 +84,7 @@ class Training:
         return [local(state[f"second_moment.{index}"]) for index in range(len(state) - 1)]
 
     def contents(self) -> dict[str, Tensor]:
-        """Copies of all that a step changes on this rank."""
+        """Copies of this rank's weights and states."""
         found = {}
         for name, param in self.params.items():
             found[name] = local(param).clone()
@@ -95,7 +95,7 @@ class Training:
         return {key for key, value in self.contents().items() if not torch.equal(value, before[key])}
 
     def differs(self, steps: int) -> list[str]:
-        """What is not as after `steps` of one process: weights, and the second moments that this rank keeps."""
+        """Names that differ from `steps` of one process: weights, and local second moments."""
         reference = ReferenceRule(full(0), **self.rule)
         for seed in range(1, steps + 1):
             reference.step(full(seed))
@@ -112,7 +112,7 @@ class Training:
         return found
 
     def kept(self) -> int:
-        """The second moments that this rank keeps."""
+        """Second moments on this rank."""
         return sum(moment.numel() > 0 for name in self.params for moment in self.moments(name))
 
 
@@ -148,7 +148,7 @@ STAGES: list[tuple[int, list[str]]] = [
     (1, ["plain"]),
     (2, ["owned"]),
 ]
-"""Worlds, and the layouts that train in them one after the other, each from the checkpoint of the one before."""
+"""Worlds and layouts; each layout continues the checkpoint of the one before."""
 
 
 def saved(training: Training, path: str) -> dict[str, Any]:
@@ -176,11 +176,11 @@ def load(training: Training, folder: str, path: str) -> None:
 
 
 def go_on(rank: int, world_size: int, layouts: list[str], taken: int, folder: str) -> dict[str, list[str]]:
-    """A step in each layout, from the checkpoint of the steps before, and what then differs from one process."""
+    """A step in each layout from the last checkpoint, and differences from one process."""
     found = {}
     for path, rule in (("torch", "normuon"), ("titan", "normuon"), ("titan", "adamuon"), ("titan", "muonh")):
         for steps, layout in enumerate(layouts, start=taken + 1):
-            # Other weights, momentum and second moments: what is not loaded shows.
+            # Other weights, momentum and second moments, so that a missing load is noticed.
             training = Training(layout, world_size, seed=0 if steps == 1 else 1, rule=rule)
             if steps > 1:
                 training.step(90)
@@ -192,7 +192,7 @@ def go_on(rank: int, world_size: int, layouts: list[str], taken: int, folder: st
 
 
 def test_checkpoints_load_in_every_layout_and_world(tmp_path: Path) -> None:
-    """Each layout goes on from the checkpoint of another, as one process that was never interrupted."""
+    """Each layout continues another layout's checkpoint, like an uninterrupted process."""
     taken = 0
     for world_size, layouts in STAGES:
         for found in run_ranks(go_on, world_size, layouts, taken, str(tmp_path), timeout=4 * SECONDS):
@@ -210,7 +210,8 @@ def said(attempt: Callable[[], object]) -> str:
 
 
 def resume(rank: int, world_size: int, layout: str) -> tuple[list[str], bool, bool, str]:
-    """What differs after a state dict was loaded; whether in place; and a state dict of Muon: what changed, and why."""
+    """Differences after the load of a state dict, whether it was loaded in place, and the refusal of Muon's state
+    dict."""
     training = Training(layout, world_size)
     training.step(1)
     training.step(2)
@@ -260,7 +261,7 @@ def test_second_moments_follow_their_matrices_to_the_owners_of_a_new_plan(layout
 
 
 def elsewhere(rank: int, world_size: int) -> list[str]:
-    """What reading second moments whole gives on a rank that does not have them."""
+    """The result of reading whole second moments on a rank without them."""
     training, found = Training("fsdp", world_size), []
     for param in training.params.values():
         moment = training.muon.state[param]["second_moment.0"]
@@ -277,7 +278,7 @@ def test_a_second_moment_that_is_elsewhere_is_not_read_as_an_empty_tensor() -> N
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_step_that_a_grad_scaler_skips_changes_nothing(rule: str) -> None:
-    """Neither weights nor momentum nor second moments, with gradients that are finite and that are not."""
+    """Weights, momentum and second moments, with finite and non-finite gradients."""
     training = Training("plain", 1, rule=rule)
     training.step(1)
     for bad in (1.0, math.inf):
@@ -304,7 +305,7 @@ def test_a_gradient_that_is_not_finite_is_reported_under_every_rule() -> None:
 
 
 def test_a_matrix_of_zeros_under_muonh_is_an_error_after_the_step() -> None:
-    """It would keep the norm 0 and never train."""
+    """The norm would stay 0."""
     training = Training("plain", 1, rule="muonh")
     training.params["experts"].data[3].zero_()
     training.step(1)
@@ -322,11 +323,11 @@ def test_weights_keep_their_norm_under_muonh_over_many_steps() -> None:
 
 
 SPOILED = 2
-"""The expert whose gradient is not finite."""
+"""The expert with a non-finite gradient."""
 
 
 def spoil(rank: int, world_size: int, layout: str) -> dict[str, set[str]]:
-    """The second moments on this rank that a step left as they were, by how it took its bad gradients."""
+    """Unchanged local second moments after a step, by kind of bad gradient."""
     found = {}
     for choice in ("error", "skip"):
         training = Training(layout, world_size, missing_grad=choice, nonfinite=choice)
@@ -335,7 +336,7 @@ def spoil(rank: int, world_size: int, layout: str) -> dict[str, set[str]]:
         grads["experts"][SPOILED, 3, 4] = math.nan
         grads["tall"][-1, 0] = math.inf
         training.set_gradients(grads)
-        # Missing everywhere or, where that is an error of the next step, on one of the ranks.
+        # Missing everywhere, or on one rank where this is an error of the next step.
         if choice == "skip" or rank == world_size - 1:
             training.params["wide"].grad = None
         before = {key: value for key, value in training.contents().items() if value.numel() and "moment." in key}
@@ -348,7 +349,7 @@ def spoil(rank: int, world_size: int, layout: str) -> dict[str, set[str]]:
 
 
 def test_a_bad_gradient_leaves_the_second_moment_of_its_matrix_as_it_was() -> None:
-    """And of no other matrix: those advance."""
+    """Second moments of other matrices advance."""
     ranks = run_ranks(spoil, 2, "fsdp", timeout=SECONDS)
     for choice in ("error", "skip"):
         stood = set.union(*(found[choice] for found in ranks))

@@ -1,4 +1,4 @@
-"""Every rule and its options on any layout are the same arithmetic in one process."""
+"""Every rule and option on any layout equals one process."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def check_cases(rank: int, world_size: int, exchange: str) -> list[str]:
         for step in range(STEPS):
             grads = full_tensors(shapes, seed=step + 1)
             for name, grad in grads.items() if "idle" in options and step >= FIRST_IDLE_STEP else ():
-                # The second expert of a stack, or every other matrix; and a row of zeros that is no matrix.
+                # The second expert of a stack, or every other matrix; and a row of zeros in a matrix.
                 idle = grad[1] if grad.ndim == 3 else grad if list(grads).index(name) % 2 == step % 2 else grad[:1]
                 idle.zero_()
             for key, param in params.items():

@@ -1,4 +1,4 @@
-"""The rule of docs/your_own_rule.md, which this package does not contain, equals one process on every layout."""
+"""The rule of docs/your_own_rule.md equals one process on every layout."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_the_example_is_short() -> None:
 
 
 def reference(value: Tensor, grads: list[Tensor]) -> Tensor:
-    """One matrix, trained in one process by the definition of the rule."""
+    """A matrix trained in one process by the definition of the rule."""
     momentum, smoothed = torch.zeros_like(value), torch.zeros_like(value)
     for grad in grads:
         momentum.lerp_(grad, 0.05)

@@ -92,7 +92,7 @@ def full(case: Case, name: str, number: int) -> Tensor:
 
 
 class SkippingReference(ReferenceMuon):
-    """The reference, with matrices that a step leaves out."""
+    """The reference, without skipped matrices."""
 
     def step_without(self, grads: dict[str, Tensor], missing: str) -> None:
         params, averages = ({n: t.clone() for n, t in tensors.items()} for tensors in (self.params, self.average))

@@ -1,4 +1,4 @@
-"""Hybrid under DDP, FSDP2 and FSDP2 with tensor parallelism: as one process, however its parameters come to it."""
+"""Hybrid under DDP, FSDP2 and FSDP2 with tensor parallelism trains as in one process."""
 
 import itertools
 from pathlib import Path
@@ -42,7 +42,7 @@ def prepared(layout: str, model: Decoder) -> tuple[nn.Module, Hybrid]:
     if layout == "fsdp":
         shard(model)
         return model, Hybrid(model, **OPTIONS)
-    # As Accelerate's `prepare` does it: shard after the optimizer was made, then put new parameters into its groups.
+    # Like Accelerate's `prepare`: shard after the optimizer was made, then put new parameters into its groups.
     hybrid = Hybrid(model, **OPTIONS)
     shard(model)
     named = dict(model.named_parameters())
@@ -52,7 +52,7 @@ def prepared(layout: str, model: Decoder) -> tuple[nn.Module, Hybrid]:
 
 
 def train(model: nn.Module, hybrid: Any, steps: range, max_norm: float = 1.0) -> None:
-    """Steps on the same tokens on every rank, so that mean gradients are those of one process."""
+    """Steps on the same tokens on every rank, so that mean gradients equal those of one process."""
     for step in steps:
         tokens = torch.randint(24, (4, 8), generator=torch.Generator().manual_seed(step))
         loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())

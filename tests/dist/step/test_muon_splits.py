@@ -62,7 +62,7 @@ def blocks(name: str, full: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def in_dims(name: str, full: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The matrices of what a split says in dims, cut by hand, as they lie in storage."""
+    """The matrices of a split's `dims`, cut by hand."""
     if name == "w13":
         return {f"{name}.{half}": full[i] for i, half in enumerate(("gate", "up"))}
     if name == "efd":

@@ -1,4 +1,4 @@
-"""What an optimizer keeps, leaves alone and goes on with: frozen parameters, NaN, zero gradients, saved state."""
+"""State of an optimizer: frozen parameters, NaN, zero gradients, saved state."""
 
 import copy
 from collections.abc import Iterable
@@ -89,7 +89,7 @@ def test_a_new_optimizer_with_saved_state_goes_on_bit_for_bit() -> None:
 
 
 def replan(rank: int, world_size: int) -> tuple[bool, bool, bool]:
-    """With other ns_steps loaded: whether the plan has their FLOPs, momentum is kept, and steps take that many."""
+    """After a load of other ns_steps: whether the plan has their FLOPs, momentum is kept, and steps use them."""
     mesh = init_device_mesh("cpu", (world_size,))
     params = parameters(mesh)
     optimizer = Muon(named(params), lr=0.02, orthogonalize="reference").build()

@@ -1,4 +1,4 @@
-"""Whatever is chosen about exchange, owners, buckets, dtypes and meshes, the update stays the reference's."""
+"""With any exchange, owners, buckets, dtypes and meshes the update equals the reference's."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ class Sharded:
 
 
 def check(rank: int, world_size: int, meshes: str, options: dict[str, Any]) -> list[str]:
-    """Names of what differs from the reference after three steps."""
+    """Names that differ from the reference after three steps."""
     sharded = Sharded(meshes)
     optimizer = Muon(list(sharded.parameters.items()), lr=0.02, orthogonalize="reference", **options).build()
     reference = ReferenceMuon(full_tensors(0))
@@ -97,7 +97,7 @@ def test_meshes_of_other_ranks_equal_the_reference_bit_for_bit(meshes: str, opti
 
 
 def check_skip(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Whether a parameter without gradient on one rank was left alone, and whether the others moved."""
+    """Whether a parameter without a gradient on one rank stayed, and whether other parameters moved."""
     sharded = Sharded("fsdp")
     optimizer = Muon(
         list(sharded.parameters.items()), lr=0.02, missing_grad="skip", buffer_bytes=1_500, orthogonalize="reference"
@@ -138,7 +138,7 @@ def check_bf16(rank: int, world_size: int, state_dtype: str) -> tuple[torch.dtyp
 
 
 def test_a_float32_momentum_of_bf16_gradients_keeps_its_digits() -> None:
-    """In bfloat16 the average of ones stalls at 0.96; in float32 it reaches 1, and a state dict keeps it."""
+    """In bfloat16 the average of ones stalls at 0.96; in float32 it reaches 1. A state dict keeps the average."""
     for dtype, error in run_ranks(check_bf16, 4, "float32"):
         assert dtype == torch.float32
         assert error < 1e-5

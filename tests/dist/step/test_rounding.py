@@ -1,4 +1,4 @@
-"""Stochastic rounding over ranks: copies stay equal, and rows that are cut get what they get in one process."""
+"""Stochastic rounding over ranks: replicas stay equal, and sharded rows have the bits of one process."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def train_both(rank: int, world_size: int) -> list[dict[str, tuple[bool, list[li
 
 
 def train(world_size: int, replicas: str) -> dict[str, tuple[bool, list[list[float]]]]:
-    """For each placement, after three steps: whether the weights are those of one process, and this rank's weights."""
+    """By placement, after three steps: whether the weights equal one process's, and this rank's weights."""
     mesh = init_device_mesh("cpu", (world_size,))
 
     def place(value: Tensor, kind: str) -> Tensor:
@@ -40,7 +40,7 @@ def train(world_size: int, replicas: str) -> dict[str, tuple[bool, list[list[flo
         dim = placement if not isinstance(placement, Shard) else Shard(placement.dim % value.ndim)
         return distribute_tensor(value.clone(), mesh, [dim], src_data_rank=None)
 
-    # Under one name in one optimizer each, since the name is part of what is drawn.
+    # Each alone in an optimizer under one name, because the draw depends on the name.
     found = {}
     alone, nearest = (
         trained(

@@ -1,4 +1,4 @@
-"""What compat.py puts in place of a collective does what the collective is for."""
+"""Replacements of collectives in compat.py compute the same results."""
 
 import torch
 

@@ -35,7 +35,7 @@ def _labels(loader, batches: int) -> torch.Tensor:
 
 
 class _Slow(ByteTokenizer):
-    """Counts its calls, and sleeps so that every process arrives while the first one builds."""
+    """Counts its calls, and sleeps so that every process arrives during the first build."""
 
     calls = 0
 

@@ -1,4 +1,4 @@
-"""A rank whose store is gone, stopped or unreachable ends in time and says so; after training that is no fault."""
+"""A rank with a lost, stopped or unreachable store ends in time with an error, except after training."""
 
 import os
 import signal
@@ -71,7 +71,7 @@ CASES = (
 
 
 def test_a_lost_store_ends_a_rank_in_time_and_is_named() -> None:
-    """Killed, stopped, and a launcher that is gone; the store that is gone after training is not said."""
+    """A killed store, a stopped store, and a lost launcher; after training there is no error."""
     ranks = [case.start() for case in CASES]
     keepers: list[int] = []
     try:

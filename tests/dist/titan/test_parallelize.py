@@ -20,7 +20,7 @@ BATCH, LENGTH, VOCAB = 4, 256, 258
 
 @dataclass(frozen=True)
 class Layout:
-    """A model and the degrees it runs at."""
+    """A model and its degrees."""
 
     model: str
     degrees: dict[str, int] = field(default_factory=dict)
@@ -52,7 +52,7 @@ KEYS = {
     "ep": "expert_parallel_degree",
 }
 DENSE, MOE, LLAMA, DEEPSEEK = "qwen3/tiny", "qwen3/moe_tiny", "llama3/tiny", "deepseek_v3/tiny"
-# Fewer experts than ranks, which FSDP2 cuts and owners hold whole.
+# Fewer experts than ranks: FSDP2 shards experts, and owners hold whole experts.
 FEW = "qwen3/two_experts"
 LAYOUTS = {
     2: [
@@ -144,7 +144,7 @@ def _initialized(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _reference(layout: Layout):
-    """The plain model's loss and the model itself, gradients in place."""
+    """The plain model's loss, and the model with gradients."""
     from titan_muon.titan.model.attention import share_dense_mask
 
     config = _config(Layout(layout.model))
@@ -160,7 +160,7 @@ def _reference(layout: Layout):
 
 
 def _parallel(layout: Layout, world_size: int):
-    """The layout's loss, summed over its ranks, and the model itself, gradients in place."""
+    """The layout's loss, summed over ranks, and the model with gradients."""
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.distributed.context_parallel import prepare_context_parallel_input
@@ -209,11 +209,8 @@ def _whole_gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _compare(rank: int, world_size: int) -> list[Outcome]:
-    """On every rank: each layout of this world size; on rank 0: how it differs from its reference.
-
-    TorchTitan's experts round to bfloat16 whatever the parameters' dtype, which would hide an error below 5 %. Here
-    they stay in float32.
-    """
+    """Differences of each layout of this world from its reference, on rank 0. TorchTitan's experts round to
+    bfloat16, which would hide an error below 5 %; here experts stay in float32."""
     compat.install()
     torch.autograd.set_multithreading_enabled(False)
     outcomes = []

@@ -1,4 +1,4 @@
-"""A recipe trained in pipeline stages follows the same recipe on one rank, from its initial values on."""
+"""A recipe in pipeline stages follows the same recipe on one rank, from equal initial values."""
 
 import json
 import re
@@ -26,7 +26,7 @@ LAYOUTS = {
     "pp2_fsdp2": (4, DENSE, {}),
     "pp2_fsdp2_owned": (4, DENSE, OWNED),
     "pp2_ep2": (4, EXPERTS, {"expert_parallel_degree": 2}),
-    # The last stage has no matrix of Muon, and takes part in what its ranks agree on.
+    # The last stage has no Muon matrix, and takes part in agreements.
     "no_matrices": (2, DENSE, {"module_fqns_per_model_part": (json.dumps(BLOCKS), json.dumps(ENDS))}),
     "interleaved": (2, DENSE, {"pipeline_parallel_schedule": "Interleaved1F1B"}),
     "zero_bubble": (2, DENSE, {"pipeline_parallel_schedule": "ZBVZeroBubble", "training.local_batch_size": 4}),
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_rank(folder: Path) -> Callable[[str], list[float]]:
-    """Losses of a model on one rank, trained when they are first asked for."""
+    """Losses of a model on one rank, trained on first use."""
     return cache(lambda model: train_on(folder, 1, model, {"training.steps": STEPS}, model.replace("/", "_")))
 
 
@@ -62,7 +62,7 @@ def test_stages_follow_one_rank(layout: str, folder: Path, one_rank: Callable[[s
 
 
 def told(folder: Path, name: str) -> str:
-    """What a run says of its optimizers."""
+    """A run's lines about its optimizers."""
     (file,) = (folder / "runs" / name).glob("*/optimizers.txt")
     return file.read_text()
 

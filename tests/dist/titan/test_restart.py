@@ -15,18 +15,18 @@ import pytest
 from tests import tiny
 from tests.dist.titan.test_train_py import TORCHRUN, run_folder, start
 
-# Bfloat16 products are slow on CPUs that lack them, and no matter here.
+# Bfloat16 products are slow on many CPUs.
 FEW = ("--training.steps=6", "--validator.enable=false", "--checkpoint.interval=2", "--muon.ns_dtype=float32")
 
 
 def worker(launcher: subprocess.Popen[str], local_rank: int) -> int:
-    """The process of a rank that a torchrun has started."""
+    """The process of a rank started by torchrun."""
     shown = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(launcher.pid)], text=True)
     return sorted(int(pid) for pid in shown.split())[local_rank]
 
 
 def start_nodes(nodes: int, file: Path, *words: str) -> tuple[list[subprocess.Popen[str]], TextIO]:
-    """A torchrun of two ranks, or one of one rank on each of two nodes, and what all of them print."""
+    """Output of torchrun with two ranks, or with one rank on each of two nodes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         meeting = f"--rdzv-endpoint=localhost:{free.getsockname()[1]}"
@@ -39,7 +39,7 @@ def start_nodes(nodes: int, file: Path, *words: str) -> tuple[list[subprocess.Po
 
 
 def read_until(lines: Iterable[str], pattern: str) -> str:
-    """What is printed, up to the first line that matches."""
+    """Output up to the first line that matches."""
     before = ""
     for line in lines:
         before += line
@@ -50,7 +50,7 @@ def read_until(lines: Iterable[str], pattern: str) -> str:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_restart_goes_on_with_the_run_from_its_newest_checkpoint(nodes: int, tmp_path: Path) -> None:
-    """After kill -9 of a rank, `torchrun --max-restarts=1` must end the run at its last step, in one folder."""
+    """After kill -9 of a rank, `torchrun --max-restarts=1` ends the run at its last step, in one folder."""
     launchers, output = start_nodes(nodes, tiny.write_recipe(tmp_path), *FEW)
     try:
         shown = read_until(output, r"^step +3/")
@@ -67,14 +67,14 @@ def test_restart_goes_on_with_the_run_from_its_newest_checkpoint(nodes: int, tmp
     assert list(tiny.records(folder, "loss")) == list(range(1, 7))
 
 
-# What a busy machine adds, most of it to torchrun's own exit: all is over after 6 s on an idle machine, and after 8 s
-# with eight other processes on two cores.
+# Slack for a busy machine, mostly for torchrun's exit: an idle machine takes 6 s, and two cores with eight other
+# processes 8 s.
 BUSY_SECONDS = 3
 TIMEOUT_SECONDS = 5
 
 
 def test_stopped_rank_ends_the_job_in_time_and_is_named(tmp_path: Path) -> None:
-    """With a rank in SIGSTOP all processes, torchrun too, must end 5 s after the time-out, and one line name it."""
+    """With a rank in SIGSTOP all processes, also torchrun, end 5 s after the time-out, and one line names the rank."""
     words = (
         f"--comm.train_timeout_seconds={TIMEOUT_SECONDS}",
         "--training.steps=500",

@@ -1,4 +1,4 @@
-"""Faults that raise no error by themselves, put into a run of 2 ranks: each must be named within one report."""
+"""Faults without an error of PyTorch, in a run of 2 ranks: each is named within one report."""
 
 import contextlib
 import io
@@ -27,7 +27,7 @@ SHORT = {
 
 
 def outcome(folder: Path, name: str, fault: AbstractContextManager[Any] | None = None, **values: object) -> str:
-    """What a short run with a fault prints, and its error; the same fault is put in on every rank that calls this."""
+    """Output and error of a short run with a fault on every rank of this call."""
     from titan_muon.titan.fault import RunFault
     from titan_muon.titan.launch import watchdog
     from titan_muon.titan.recipe import RecipeError
@@ -116,7 +116,7 @@ def with_nan(trainer: Any) -> None:
 
 
 def kept(folder: Path, rank: int, **values: object) -> tuple[str, list[bool]]:
-    """What a run with a NaN on rank 1 in step 2 prints, and for each step whether no weight and no state changed."""
+    """Output of a run with a NaN on rank 1 in step 2, and for each step whether weights and states stayed."""
     from titan_muon.tensors.dtensor import local
     from titan_muon.titan.assign.container import HybridOptimizers
 

@@ -1,4 +1,4 @@
-"""train.py as a user runs it: exit codes, one line for a mistake, and an end that was asked for."""
+"""train.py for a user: exit codes, one line for a mistake, and requested ends."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def run_folder(folder: Path) -> Path:
 
 
 def stop_after_first_step(process: subprocess.Popen[str], kill: object) -> str:
-    """Call `kill` when the first step is logged; what the process printed after that."""
+    """Call `kill` after the first logged step; returns the later output."""
     assert process.stdout is not None
     before = ""
     for line in process.stdout:
@@ -59,7 +59,7 @@ LONG = (
 
 
 def test_sigterm_ends_all_ranks_at_one_step_with_one_whole_checkpoint(tmp_path: Path) -> None:
-    """SIGTERM to the workers, one later than the other, must save the step that both stop at, and exit 0."""
+    """SIGTERM at different times on the workers saves one common step and exits with 0."""
     process = start(TORCHRUN, tiny.write_recipe(tmp_path), *LONG)
 
     def kill() -> None:
@@ -79,7 +79,7 @@ def test_sigterm_ends_all_ranks_at_one_step_with_one_whole_checkpoint(tmp_path: 
 
 
 def test_ctrl_c_without_checkpoints_says_that_nothing_is_saved(tmp_path: Path) -> None:
-    """One process without torchrun: Ctrl-C must exit 0, and tell the user that the work is gone."""
+    """Ctrl-C of one process without torchrun exits with 0 and names the lost work."""
     process = start((sys.executable,), tiny.write_recipe(tmp_path), *LONG, "--checkpoint.enable=false")
     shown = stop_after_first_step(process, lambda: process.send_signal(signal.SIGINT))
     assert process.returncode == 0, shown
@@ -110,7 +110,7 @@ def test_mistake_is_one_line_and_exit_code_2(words: tuple[str, ...], expected: s
 
 
 def test_divergence_ends_with_one_error_and_exit_code_1(tmp_path: Path) -> None:
-    """A loss that is no number must end the run with what to do, after that step is recorded."""
+    """A non-finite loss ends the run with a remedy, after the record of the step."""
     words = ("--adamw.lr=1e30", "--muon.lr=1e30", "--validator.enable=false", "--lr_scheduler.warmup_steps=0")
     code, shown = run_program("train.py", "--config", str(tiny.write_recipe(tmp_path)), *words)
     assert code == 1, shown
@@ -160,7 +160,8 @@ DIVERGES = ("--adamw.lr=1e30", "--lr_scheduler.warmup_steps=0", "--metrics.log_f
 def test_an_end_on_two_ranks_is_said_once_and_not_repeated(
     words: tuple[str, ...], expected: str, code: int, tmp_path: Path
 ) -> None:
-    """A refusal and a divergence: one error, no restart that repeats the error, and torchrun's summary ends with it."""
+    """A refusal and a divergence: one error, no restart with the same error, and torchrun's summary ends with the
+    error."""
     process = start([*TORCHRUN, "--max-restarts=2"], tiny.write_recipe(tmp_path), *words)
     shown = process.communicate(timeout=240)[0]
     assert process.returncode != 0

@@ -52,7 +52,7 @@ LAYOUTS = {
     "fsdp2_tp2": ("llama3/tiny", {"tensor_parallel_degree": 2}),
     "fsdp2_cp2": ("llama3/tiny", {"context_parallel_degree": 2}),
     "ep2_efsdp2": ("qwen3/moe_tiny", {"expert_parallel_degree": 2}),
-    # What GPUs train with by default, and what large models are trained with.
+    # The defaults on GPUs, and the settings of large models.
     "tp2_ep2_as_on_gpus": (
         "qwen3/moe_tiny",
         {
@@ -86,7 +86,7 @@ def losses(rank: int, world_size: int, path: str, overrides: list[str]) -> list[
 def curves(rank: int, world_size: int, path: str) -> list[dict[int, float]]:
     """Training losses, validation losses and tokens, by step."""
     folder = train(path, [])
-    # The rank that reports may not be done with its last record yet.
+    # The reporting rank may not have written its last record yet.
     dist.barrier()
     return [tiny.records(folder, key) for key in ("loss", "val_loss", "tokens")]
 
@@ -111,13 +111,13 @@ def train_on(folder: Path, world_size: int, model: str, degrees: dict[str, objec
     for key, value in degrees.items():
         words = value if isinstance(value, tuple) else (value,)
         overrides += [f"--{key}" if "." in key else f"--parallelism.{key}", *map(str, words)]
-    # Under pipeline parallelism the rank that writes the file is not rank 0, which may read it before the last line.
+    # Under pipeline parallelism another rank than 0 writes the file, and rank 0 may read it too early.
     return max(run_ranks(losses, world_size, str(path), overrides), key=len)
 
 
 @pytest.fixture(scope="module")
 def one_rank(folder: Path) -> Callable[[str], list[float]]:
-    """The losses of a model on one rank, trained when the first test asks for them."""
+    """Losses of a model on one rank, trained on first use."""
     return cache(lambda model: train_on(folder, 1, model, {}, f"one_{model.replace('/', '_')}"))
 
 
@@ -135,7 +135,7 @@ METHOD_TOLERANCE = 0.02
 METHODS = {"auto": {}, "gram": {"muon.orthogonalize": "gram", "muon.ns_dtype": "float16"}}
 
 
-def test_training_follows_the_reference_whatever_orthogonalizes(folder: Path) -> None:
+def test_training_follows_the_reference_with_any_algorithm(folder: Path) -> None:
     options, model = {"training.steps": 8, "training.seq_len": 128}, "qwen3/moe_tiny"
     expected = train_on(folder, 2, model, {**options, "muon.orthogonalize": "reference"}, "reference")
     assert expected[-1] < expected[0] - 1, "the reference must learn, or following it means nothing"
@@ -160,7 +160,7 @@ def test_every_exchange_gives_the_same_curve(folder: Path) -> None:
     assert len(set(map(tuple, curves.values()))) == 1, curves
 
 
-# Ranks, and what is written below the one file: a user switches strategies by editing it and compares the curves.
+# Ranks, and lines below the base recipe: users switch strategies by editing the recipe, and compare curves.
 STRATEGIES = {
     "fsdp2": (2, ""),
     "tp2": (2, "[parallelism]\ntensor_parallel_degree = 2\n"),
@@ -171,7 +171,7 @@ STRATEGIES = {
 
 
 def test_one_file_edited_in_place_gives_one_curve(folder: Path) -> None:
-    """Training and validation losses at the same tokens, whatever the ranks."""
+    """Training and validation losses at equal tokens, for any ranks."""
     path, tolerance = folder / "edited.toml", TOLERANCES["qwen3/moe_tiny"]
     base = RECIPE.format(family="qwen3", flavor="moe_tiny", corpus=folder, steps=3)
     base = base.replace("local_batch_size = 1", "local_batch_size = -1")

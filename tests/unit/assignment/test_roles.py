@@ -1,4 +1,4 @@
-"""What modules say of their parameters: roles by type and place, known fused layouts, and warnings."""
+"""Roles of parameters by module type and place, known fused layouts, and warnings."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -19,7 +19,7 @@ def parameter(*shape: int) -> nn.Parameter:
 
 
 def module(kind: str = "Module", *, of: type[nn.Module] = nn.Module, **members: object) -> nn.Module:
-    """A module whose class has a name of its own."""
+    """A module of a class with the name `name`."""
     made = type(kind, (of,), {})()
     for name, member in members.items():
         setattr(made, name, member)
@@ -58,7 +58,7 @@ def test_a_tied_head_is_the_embedding() -> None:
     assert [a.reason for a in found.values()] == ["embedding: its rows are looked up, not multiplied"]
 
 
-def test_a_linear_layer_is_hidden_whatever_its_name() -> None:
+def test_a_linear_layer_is_hidden_under_any_name() -> None:
     assert taken(model(embed_proj=linear(64, 32)))["layers.0.embed_proj.weight"].reason == "hidden matrix"
 
 
@@ -84,7 +84,7 @@ def test_without_a_vocabulary_names_decide() -> None:
         (module("TopKRouter", weight=parameter(8, 64)), "x.weight", "router"),
     ],
 )
-def test_what_is_no_hidden_matrix_goes_to_adamw(member: object, name: str, reason: str) -> None:
+def test_parameters_other_than_hidden_matrices_go_to_adamw(member: object, name: str, reason: str) -> None:
     found = taken(model(**{name.partition(".")[0]: member}))[f"layers.0.{name}"]
     assert found.optimizer == "adamw"
     assert found.reason.startswith(reason)
@@ -153,7 +153,7 @@ def test_known_fused_layouts_are_split(member: nn.Module, name: str, dims: str, 
 
 
 def test_a_name_alone_is_no_known_layout() -> None:
-    """qkv_proj of modules that do not say their heads, and c_attn of a layer that stores (out, in)."""
+    """qkv_proj of modules without a number of heads, and c_attn of a layer that stores (out, in)."""
     layer = {"qkv_proj": linear(192, 64), "c_attn": linear(192, 64)}
     assert all(a.split is None for a in taken(model(**layer)).values())
 

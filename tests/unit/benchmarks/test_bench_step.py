@@ -1,4 +1,4 @@
-"""benchmarks/bench_step.py: what it measures is right, on a tiny model; its errors."""
+"""benchmarks/bench_step.py measures right figures on a tiny model; its errors."""
 
 import json
 from functools import cache
@@ -78,14 +78,14 @@ def test_adamw_sends_nothing_and_multiplies_no_matrices(rows: dict[str, dict]) -
     assert (counts["bytes_sent"], counts["calls"], counts["agreements"], counts["ns_flops"]) == (0, 0, 0, 0)
 
 
-def test_bytes_and_calls_are_those_of_each_scheme(rows: dict[str, dict]) -> None:
+def test_bytes_and_calls_are_counted_for_each_scheme(rows: dict[str, dict]) -> None:
     others = RANKS - 1
     share = ELEMENTS // RANKS
     counted = {name: (row["counts"]["bytes_sent"], row["counts"]["calls"]) for name, row in rows.items()}
     assert counted["torch.optim.Muon, gathered"] == (share * others * 4, MATRICES)
     assert counted["all_gather"] == (share * others * 2, 1)
     assert counted["all_gather_reduce_scatter"] == (2 * share * others * 2, 2)
-    # Two ranks always send the same: what one has of the other's matrices, and its own updates back.
+    # Two ranks send equally much: shards of the other's matrices, and updates of their own.
     assert counted["all_to_all"] == (share * others * 2, 2)
     assert counted["DistMuon"] == (share * others * 4, 2 * MODEL.layers)
     assert {name: row["counts"]["agreements"] for name, row in rows.items()} == {
@@ -110,7 +110,7 @@ def test_memory_that_is_kept_is_seen(rows: dict[str, dict]) -> None:
         assert counts[name]["bytes_new"] > 2 * ELEMENTS // RANKS
 
 
-def test_allocated_counts_what_is_freed_within_and_what_is_left() -> None:
+def test_allocated_counts_freed_and_remaining_bytes() -> None:
     def work() -> torch.Tensor:
         torch.ones(250_000).add(1)
         return torch.ones(1000)

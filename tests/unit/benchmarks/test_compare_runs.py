@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
-# Where Python finds the neighbours of a script that it runs.
+# Python finds the neighbours of a script here.
 sys.path.insert(0, str(SCRIPTS))
 
 import compare_runs  # noqa: E402
@@ -75,7 +75,7 @@ def cells(table: str) -> dict[str, list[str]]:
 
 
 def failure(capsys, *arguments) -> str:
-    """The one line on stderr of a call that must exit with 2."""
+    """The only line on stderr of a call that exits with 2."""
     assert compare_runs.main([str(argument) for argument in arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -233,7 +233,7 @@ def test_labels_are_recipe_names_made_unique_by_their_path(tmp_path):
 
 
 def three_runs(folder: Path) -> list[Path]:
-    """Runs of one recipe with the long names that train.py gives, and a few logged steps each."""
+    """Runs of a recipe with train.py's long names, and a few logged steps each."""
     runs = []
     for number, (lr, optimizer) in enumerate(((0.002, "muon"), (0.02, "adamw"), (0.02, "muon"))):
         name = f"2026010{number}-000000_muon.lr={lr},optimizer={optimizer},training.steps=30,warmup_steps=0,+6"
@@ -262,7 +262,7 @@ def test_every_label_is_inside_the_picture_and_hides_no_curve(tmp_path):
 
 
 def test_a_glob_over_the_runs_of_a_recipe_is_accepted(tmp_path, capsys):
-    """The shell gives the file `latest` too, and runs that ended before their first step."""
+    """The glob also matches the file `latest`, and runs that ended before their first step."""
     runs = three_runs(tmp_path)
     (tmp_path / "latest").write_text(runs[-1].name)
     (tmp_path / "20260105-000000").mkdir()

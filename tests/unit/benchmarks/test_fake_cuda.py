@@ -1,4 +1,4 @@
-"""What only a GPU does, on fake CUDA tensors: a CUDA build of PyTorch makes them without one."""
+"""GPU-only behaviour on fake CUDA tensors, which need a CUDA build of PyTorch and no GPU."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def test_a_momentum_that_was_loaded_on_the_host_comes_to_the_parameters_device()
 
 @pytest.mark.parametrize("build", [Muon, AdamW])
 def test_parameters_that_fsdp_keeps_on_the_host_are_updated_on_the_device(build: Any) -> None:
-    """As for any user of the library: nothing says that they are on the host but CPUOffloadPolicy."""
+    """Like any user's: only CPUOffloadPolicy moves the parameters to the host."""
     with fake_gpu() as gpu, fake_rank(2, 0):
         model = torch.nn.Linear(64, 64, bias=False, device="cuda")
         fully_shard(model, mesh=init_device_mesh("cuda", (2,)), offload_policy=CPUOffloadPolicy())
@@ -52,7 +52,7 @@ def test_parameters_that_fsdp_keeps_on_the_host_are_updated_on_the_device(build:
         assert {local(tensor).device.type for tensor in (*averages, param)} == {"cpu"}
         assert gpu.syncs[-1] == "cuda.synchronize", "for the parameter, which the host may read next"
         assert {*gpu.syncs[:-1]} <= {"Event.synchronize"}, "no copy is waited for, and the last step's faults are there"
-        # What two loads bring there: of AdamW all four tensors at once.
+        # Two transfers bring all four tensors of AdamW at once.
         assert operations.counts["copy_"] >= (3 if build is Muon else 4)
 
 

@@ -1,4 +1,4 @@
-"""The owners that other systems choose, on a plan of this one."""
+"""Other systems' choices of owners, on a plan of this project."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A rehearsal sees what it is for: waits, memory, collectives; on fake GPUs with faults put in on purpose."""
+"""A rehearsal notices waits, memory and collectives, on fake GPUs with injected faults."""
 
 import json
 import os
@@ -32,7 +32,7 @@ CALLS = (
     Collective("allgather_base", (0, 1), 64),
     Collective("alltoall_base", (0, 1), None, sends=SENDS, receives=RECEIVES),
 )
-# What rank 1 passes to the same collectives.
+# Arguments of rank 1 for the same collectives.
 PEER_CALLS = (CALLS[0], Collective("alltoall_base", (0, 1), None, sends=(40, 16), receives=(24, 16)))
 RIGHT = Seen(
     rank=0,
@@ -54,7 +54,7 @@ RIGHT = Seen(
 PEER = replace(RIGHT, rank=1, training=PEER_CALLS, step=PEER_CALLS[1:])
 
 
-def test_what_the_dry_run_says_has_no_fault() -> None:
+def test_figures_equal_to_the_dry_run_are_no_fault() -> None:
     assert list(faults(RIGHT, Expected(0, PLANNED))) == []
     assert list(collective_faults([RIGHT, PEER])) == []
 
@@ -80,7 +80,7 @@ def test_one_byte_more_than_the_dry_run_says_is_a_fault(what: str) -> None:
         (replace(RIGHT, groups_made=1), "1 process groups were made after construction"),
     ],
 )
-def test_what_is_wrong_is_said(seen: Seen, said: str) -> None:
+def test_wrong_figures_are_reported(seen: Seen, said: str) -> None:
     (fault,) = faults(seen, Expected(0, PLANNED))
     assert fault.startswith(said)
 
@@ -119,7 +119,7 @@ def test_a_host_that_reads_more_on_one_rank_is_named() -> None:
     assert fault == "the host reads 2 numbers on rank 0 and 3 on rank 1"
 
 
-def test_buffers_of_further_ranks_are_those_of_the_dry_run() -> None:
+def test_buffers_of_other_ranks_equal_the_dry_runs() -> None:
     expected = Expected(0, PLANNED, others={1: (PLANNED.exchange_buffers, PLANNED.orthogonalization)})
     assert list(faults(PEER, expected)) == []
     (fault,) = faults(replace(PEER, step_peak=replace(PEER.step_peak, exchange_buffers=1)), expected)
@@ -140,7 +140,7 @@ def test_a_step_has_some_of_the_offloaded_states_and_no_more_than_the_dry_run_sa
     assert "bytes are alive after a step" in fault, "between steps none is on the device"
 
 
-def test_what_is_seen_is_read_back(tmp_path: Path) -> None:
+def test_records_are_read_back(tmp_path: Path) -> None:
     RIGHT.write(tmp_path / "seen.json")
     assert Seen.read(tmp_path / "seen.json") == RIGHT
 
@@ -174,7 +174,7 @@ def test_every_full_size_recipe_and_every_layout_is_rehearsed() -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", REHEARSED)
 def test_a_model_can_be_cut_as_it_is_rehearsed(name: str, world: int) -> None:
-    """A case that the dry run refuses would be found after an hour of others."""
+    """Otherwise the refusal comes after an hour of other cases."""
     case = Case(name, world, REHEARSED[name][WORLDS.index(world)])
     recipe = parse(case.arguments()).recipe
     if recipe.parallelism.pipeline_parallel_degree > 1 and not has_torch(*PIPELINE_TORCH):
@@ -234,7 +234,7 @@ def test_a_fault_is_caught(fault: str, said: str) -> None:
 
 @needs_cuda_build
 def test_an_owner_of_other_matrices_than_the_first_computes_on_the_device(tmp_path: Path) -> None:
-    """There DTensor makes the local tensor of the first matrix on the CPU, whatever its mesh is of."""
+    """DTensor makes the local tensor of the first matrix on the CPU, for any mesh."""
     words = ["--placement.muon", "owned", "--data.tokenizer", "bytes", "--world-size", "8", "--rank", "3"]
     file = tmp_path / "seen.json"
     subprocess.run(
@@ -267,7 +267,7 @@ def test_two_ranks_are_compared_over_all_groups(tmp_path: Path, right: str, wron
 
 
 @needs_cuda_build
-def test_a_process_is_what_it_was_when_the_fake_gpu_is_gone() -> None:
+def test_a_process_is_unchanged_after_the_fake_gpu() -> None:
     before = torch.cuda.is_available(), torch._dynamo.config.disable
     with fake_gpu():
         assert (torch.cuda.is_available(), torch._dynamo.config.disable) == (True, True)

@@ -1,4 +1,4 @@
-"""scripts/slurm.sh: what it starts on the nodes of an allocation, with stand-ins for SLURM's commands."""
+"""scripts/slurm.sh: its commands on the nodes of an allocation, with stand-ins for SLURM's."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The soak test on a small case, and what it calls a problem."""
+"""The soak test on a small case, and its problems."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def test_other_digits_growth_and_exit_codes_are_problems() -> None:
 
 
 def test_a_killed_run_has_the_digits_of_an_undisturbed_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """6 steps, with one kill and a checkpoint every 2 steps."""
+    """6 steps, with a kill and a checkpoint every 2 steps."""
     recipe = tiny.write_recipe(tmp_path)
     words = ("--steps=6", "--kills=1", "--minutes=8", f"--config={recipe}", f"--folder={tmp_path / 'soak'}")
     keys = ("--checkpoint.interval=2", "--model.name=llama3", "--model.flavor=tiny", "--muon.ns_dtype=float32")

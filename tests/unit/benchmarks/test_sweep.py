@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# Where Python finds the neighbours of a script that it runs.
+# Python finds the neighbours of a script here.
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import sweep  # noqa: E402
@@ -127,6 +127,22 @@ def test_ctrl_c_stops_the_run_and_keeps_results(
     assert sweep.main([DENSE, "muon.lr=1", "--out", str(tmp_path / "out"), *small]) == 130
     assert "stopping the run" in capsys.readouterr().out
     assert "**Incomplete: 0 of 1 runs.**" in (tmp_path / "out/sweep.md").read_text()
+
+
+def test_a_failed_run_is_named_with_its_error_and_the_next_run_starts(
+    tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "import sys; print('error: no data\\nlast line'); sys.exit(3)"
+    monkeypatch.setattr(sweep.Run, "command", lambda run, folder: [sys.executable, "-c", code])
+    assert sweep.main([DENSE, "muon.lr=1,2", "--out", str(tmp_path / "out"), *small]) == 1
+    printed = capsys.readouterr().out
+    for number in (1, 2):
+        log = tmp_path / f"runs/llama_muon/llama_muon_muon.lr={number}.log"
+        line = f"[{number}/2] llama_muon muon.lr={number}: failed: no data (exit code 3; {log})"
+        assert line in printed
+        assert log.read_text().endswith("last line\n")
+    assert "| llama_muon | 1 | 0, 1 failed | - | - | - |" in printed
+    assert not (tmp_path / "out/sweep.png").exists()
 
 
 def results(recipe: str, best: float) -> list[Result]:

@@ -1,4 +1,4 @@
-"""docs/compatibility.md has every pair of options that excludes each other, with the messages of the code."""
+"""docs/compatibility.md has every excluded pair of options, with the code's messages."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from docs import make_compatibility
 
 
 @pytest.mark.parametrize("table", make_compatibility.TABLES)
-def test_the_page_has_what_the_code_refuses(table: str) -> None:
-    """`python docs/make_compatibility.py` writes it anew."""
+def test_the_page_has_the_refusals_of_the_code(table: str) -> None:
+    """`python docs/make_compatibility.py` updates the page."""
     page = make_compatibility.PAGE.read_text(encoding="utf-8")
     begin, end = make_compatibility.BEGIN.format(table), make_compatibility.END.format(table)
     assert page.partition(begin)[2].partition(end)[0] == make_compatibility.TABLES[table]()
@@ -19,6 +19,6 @@ def test_every_option_of_muon_is_tried() -> None:
 
 
 def test_every_relation_of_a_recipe_is_broken_by_some_key() -> None:
-    """A relation without such a key has no row, and the page no word about it."""
+    """A relation without a key has no row on the page."""
     keys = [line.split("`")[1] for line in make_compatibility.recipe_pairs().splitlines()[2:]]
     assert keys == [relation.key for relation in make_compatibility.RELATIONS]

@@ -1,4 +1,4 @@
-"""The Python examples of the docs run in one process; those marked `cluster` need several ranks."""
+"""The docs' Python examples run in one process, except blocks marked `cluster`."""
 
 import re
 import warnings
@@ -22,7 +22,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def given() -> dict[str, Any]:
-    """A model of one attention layer with 32 heads, its Muon after a backward, and the logits of a forward."""
+    """A model of one attention layer with 32 heads, its Muon after a backward, and logits."""
     block = nn.ModuleDict({"wq": nn.Linear(16, 32 * 128, bias=False), "wk": nn.Linear(16, 8 * 128, bias=False)})
     block.wq, block.wk = block["wq"], block["wk"]
     model = nn.Module()

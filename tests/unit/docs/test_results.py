@@ -1,4 +1,4 @@
-"""The pages of results: generated from the numbers beside them, and conclusions that fit on a page."""
+"""Results pages: generated from their numbers, and short conclusions."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a step finds where its tensors are on the host: parts of what came, which goes back from there."""
+"""A step on host tensors works on transferred parts, and sends them back."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Host:
         return cls(tuple(map(storage, range(3))), Step(stored, left, uniform=not missing | left))
 
     def advance(self) -> Advance:
-        """Of the parts that have a gradient."""
+        """Advance the parts with a gradient."""
         parts = tuple(part for part in PARTS if self.step.grads[part.parameter] is not None)
         return Advance({}, parts, tuple(part.of(self.storage[part.parameter].average) for part in parts), ())
 
@@ -65,7 +65,7 @@ def test_rectangles_beside_each_other_come_as_the_rows_that_they_are_in() -> Non
 
 
 def check_brought(found: Tensors, host: Tensors) -> None:
-    """Each is the part on the host, in other memory; change it there."""
+    """Check that each part equals its host tensor, in other memory; change it on the device."""
     for there, here in zip(found, host, strict=True):
         assert torch.equal(there, here)
         assert there.untyped_storage().data_ptr() != here.untyped_storage().data_ptr()
@@ -79,7 +79,7 @@ def check_brought(found: Tensors, host: Tensors) -> None:
 def test_parts_that_are_changed_there_are_changed_on_the_host(
     offload: Offload, missing: tuple[int, ...], left: tuple[int, ...]
 ) -> None:
-    """And nothing else is: not beside them, not gradients, and not parameters that are left alone."""
+    """Other parts, gradients and idle parameters are unchanged."""
     host = Host.of(frozenset(missing), frozenset(left))
     advance, apply = host.advance(), host.apply()
     before = [(each.param.clone(), each.average.clone()) for each in host.storage]

@@ -1,4 +1,4 @@
-"""Which rounds backward can hide, and that no stream uses what another is not done with while it hides them."""
+"""Rounds that backward can hide, and the order of streams meanwhile."""
 
 from collections.abc import Iterator
 
@@ -49,7 +49,7 @@ def test_rounds_follow_backward_and_all_have_buffers_where_that_hides_them() -> 
     assert plan.digest() != planned("none").digest()
 
 
-def test_a_step_is_not_slower_for_what_backward_hides() -> None:
+def test_a_step_is_not_slower_with_hidden_gathers() -> None:
     """With two matrices for a rank, rounds in the order of backward are uneven, and cost more than they hide."""
     layout = Layout((64, 64), Mesh((4,), tuple(range(4))), (Shard(0),))
     wide = Layout((64, 192), layout.mesh, layout.placements)
@@ -77,7 +77,7 @@ def test_momentum_that_is_not_all_here_is_refused(other: dict[str, str]) -> None
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """On rank 0 of two, of which the other is not there."""
+    """A mesh on rank 0 of two, without the other rank."""
     # On an equal mesh DTensor would take the groups of another test.
     compat.forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -99,7 +99,7 @@ def test_owned_parameters_that_leave_nothing_to_gather_are_refused(mesh: DeviceM
 
 
 def train(run: Run) -> None:
-    """Steps, after each of which something else is computed in what may be their memory, and a backward that fails."""
+    """Steps with other work in reused memory after each, and a failed backward."""
     for step in range(3):
         run.backward(step)
         run.step()
@@ -115,7 +115,7 @@ def ordered(stream_order: StreamOrder, run: Run) -> tuple[Run, StreamOrder]:
     return run, stream_order
 
 
-def test_no_stream_uses_what_another_is_not_done_with(ordered: tuple[Run, StreamOrder]) -> None:
+def test_streams_wait_for_each_others_memory(ordered: tuple[Run, StreamOrder]) -> None:
     run, order = ordered
     with order:
         train(run)

@@ -1,4 +1,4 @@
-"""A feature that is off is not there: its file is not imported, and a step runs without it."""
+"""A disabled feature is absent: no import of its file, and no call in a step."""
 
 import ast
 from pathlib import Path

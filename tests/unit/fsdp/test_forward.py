@@ -1,4 +1,4 @@
-"""Which rounds forward can hide, and that no stream reads weights before their update."""
+"""Rounds that forward can hide; no stream reads weights before their update."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,7 +34,7 @@ SHARDINGS = {
 
 @pytest.fixture(params=list(SHARDINGS.values()), ids=list(SHARDINGS))
 def ordered(request: pytest.FixtureRequest, stream_order: StreamOrder) -> Iterator[tuple[Run, StreamOrder]]:
-    """On rank 0 of two, of which the other is not there. Streams are watched from before there are any."""
+    """On rank 0 of two, without the other. Streams are recorded from the start."""
     compat.forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield Run(request.param), stream_order
@@ -42,7 +42,7 @@ def ordered(request: pytest.FixtureRequest, stream_order: StreamOrder) -> Iterat
 
 
 def train(run: Run) -> None:
-    """Steps, of two passes each, behind which something else is computed in what may be their memory."""
+    """Steps of two passes each, with other work in reused memory."""
     for step in range(3):
         run.step(step)
         torch.ones(64).add_(1)
@@ -69,7 +69,7 @@ def test_each_wait_is_needed(ordered: tuple[Run, StreamOrder], waits: str, monke
         if waits == "for the step":
             late_applies(run.muon)._stream.wait_stream = never
         else:
-            # Of FSDP2's streams, on which weights are read.
+            # Of FSDP2's streams for reading weights.
             monkeypatch.setattr(GatheredGroup, "reading_stream", lambda group: Stream())
         with pytest.raises(AssertionError, match="does not wait for"):
             train(run)
@@ -79,7 +79,7 @@ def test_each_wait_is_needed(ordered: tuple[Run, StreamOrder], waits: str, monke
 def test_buffers_are_given_back_when_the_update_is_done(
     ordered: tuple[Run, StreamOrder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a module that is prefetched, for which the stream that they are memory of would not wait yet."""
+    """For a prefetched module, whose memory's stream would not wait yet."""
     run, order = ordered
     with order:
         train(run)
@@ -90,7 +90,7 @@ def test_buffers_are_given_back_when_the_update_is_done(
 
 
 class Reading:
-    """The stream on which a group's weights are read, which notes that it waits for updates."""
+    """The stream that reads a group's weights, with a record of its waits for updates."""
 
     def __init__(self, group: GatheredGroup, stream: Any, waited: list[Tensor]) -> None:
         self.group, self.stream, self.waited = group, stream, waited
@@ -101,7 +101,7 @@ class Reading:
 
 
 @pytest.mark.parametrize("ordered", [SHARDINGS["linear layers"]], indirect=True)
-def test_a_module_waits_for_what_was_applied_with_anothers(
+def test_a_module_waits_for_updates_applied_with_another_module(
     ordered: tuple[Run, StreamOrder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bucket has matrices of both, and the other may have been read on another stream."""
@@ -117,7 +117,7 @@ def test_a_module_waits_for_what_was_applied_with_anothers(
     assert not waited, "in the first forward behind a step"
 
 
-def test_what_is_hidden_is_of_rounds_behind_the_first_layers() -> None:
+def test_only_rounds_behind_the_first_layers_are_hidden() -> None:
     plan = planned("forward")
     matrices = [number for bucket in plan.buckets for number in bucket.matrices]
     small = [number for number in matrices if number < 2 * (LAYERS - 1)]

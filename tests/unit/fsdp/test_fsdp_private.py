@@ -1,4 +1,4 @@
-"""The private parts of FSDP2 are there and do what updates in forward need of them."""
+"""FSDP2's private names for updates in forward exist and work."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ def four_ranks() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_groups_tell_what_a_forward_gathers_and_when() -> None:
+def test_groups_have_the_gathers_of_a_forward_and_their_order() -> None:
     mesh = init_device_mesh("cpu", (4,))
     net = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     first, second = (fully_shard(module, mesh=mesh) for module in net)
@@ -53,7 +53,7 @@ def test_groups_tell_what_a_forward_gathers_and_when() -> None:
 def test_weights_are_read_on_the_stream_of_the_copy_in(
     four_ranks: None, shape: tuple[int, ...], stream_order: StreamOrder
 ) -> None:
-    """Or on the computing one, before FSDP2 has others, and where nothing is gathered."""
+    """Or on the compute stream, before FSDP2 has streams and without a gather."""
     net = nn.Linear(8, 8)
     fully_shard(net, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :]))
     (group,) = own_groups(net)  # type: ignore[arg-type]

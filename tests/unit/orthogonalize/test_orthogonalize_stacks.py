@@ -32,7 +32,7 @@ from titan_muon.orthogonalize.standard import normalized, start_norm
 
 STEPS = {name: 5 if len(table) == 1 else len(table) for name, table in COEFFICIENTS.items()}
 SHAPES = {"wide": (2, 24, 60), "tall": (2, 60, 24), "square": (2, 32, 32), "row": (3, 1, 40), "one": (1, 20, 48)}
-# Every algorithm in every dtype that it is safe in.
+# Every algorithm in every safe dtype.
 METHODS = [Method("standard", dtype) for dtype in DTYPES] + [Method("gram", d) for d in ("float16", "float32")]
 # Five steps make the rounding of an element (2^-9, 2^-12, 2^-25) some times as much; most where a first step is steep,
 # at the singular value 1 of a row.
@@ -95,7 +95,7 @@ def test_a_zero_matrix_stays_zero_and_leaves_the_others(name: str, method: Metho
 def test_a_matrix_of_rank_one_keeps_its_singular_vectors(
     shape: tuple[int, int, int], name: str, method: Method
 ) -> None:
-    """Rounding makes singular values of nothing, which the steps grow; the one there was comes near 1 all the same."""
+    """Rounding adds small singular values that the steps amplify; the original one still comes near 1."""
     _, rows, cols = shape
     u, v = (
         torch.nn.functional.normalize(drawn(rows).float(), dim=0),
@@ -110,7 +110,7 @@ def test_a_matrix_of_rank_one_keeps_its_singular_vectors(
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("shape", [(3, 24, 60), (3, 60, 24)], ids=str)
-def test_what_is_not_finite_spoils_its_own_matrix_only(shape: tuple[int, int, int], bad: float, method: Method) -> None:
+def test_a_nonfinite_matrix_changes_no_other_matrix(shape: tuple[int, int, int], bad: float, method: Method) -> None:
     stack = drawn(*shape).float()
     stack[1, 3, 5] = bad
     found = run(stack, "keller_jordan", method)
@@ -134,7 +134,7 @@ def test_the_input_is_never_written_to_and_the_result_is_new(shape: str, dtype: 
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_result_may_be_written_over_its_input(dtype: torch.dtype, method: Method, count: int) -> None:
-    """Its memory is worked in meanwhile, where the dtypes are of one size, and the result is the same."""
+    """Equal dtypes work in the input's memory, with the same result."""
     computed = iteration("keller_jordan", count, 1e-7)
     broken = replace(method, restarts=restarts(count) if method.algorithm == "gram" else ())
     for shape in SHAPES.values():
@@ -216,7 +216,7 @@ def test_the_reference_on_a_stack_is_the_reference_on_each() -> None:
 
 
 def hard(spectrum: str, rows: int, cols: int) -> Tensor:
-    """A matrix whose singular values are hard to bring near 1."""
+    """A matrix with singular values that are hard to bring near 1."""
     small = min(rows, cols)
     if spectrum == "low rank and noise":
         return drawn(rows, 8).double() @ drawn(8, cols, seed=1).double() + 1e-3 * drawn(rows, cols, seed=2).double()
@@ -233,7 +233,7 @@ def hard(spectrum: str, rows: int, cols: int) -> Tensor:
 def test_each_default_choice_is_as_exact_as_bfloat16(
     spectrum: str, shape: tuple[int, int], name: str, device: str
 ) -> None:
-    """What `auto` takes on GPUs is run here on the CPU: it rounds as tensor cores do, after sums in float32."""
+    """`auto`'s choice on GPUs, run on the CPU: it rounds like tensor cores, after float32 sums."""
     stack = hard(spectrum, *shape).bfloat16()[None]
     computed = iteration(name, STEPS[name], 1e-7)
     expected = standard(stack.double(), computed.steps, 1e-7, torch.float64, prescale=computed.prescaled)
@@ -262,7 +262,7 @@ COUNTED = [
 @pytest.mark.parametrize("method", COUNTED, ids=str)
 @pytest.mark.parametrize("name", list(COEFFICIENTS))
 @pytest.mark.parametrize("shape", [(3, 24, 60), (2, 60, 24), (1, 32, 32), (2, 1, 9)], ids=str)
-def test_flops_are_those_of_the_products_that_run(shape: tuple[int, int, int], name: str, method: Method) -> None:
+def test_flops_are_counted_from_the_products(shape: tuple[int, int, int], name: str, method: Method) -> None:
     count, rows, cols = shape
     computed = iteration(name, STEPS[name], 1e-7)
     with FlopCounterMode(display=False) as counter:
@@ -320,7 +320,7 @@ def test_orthogonality_error_and_band_tell_a_matrix_that_is_not_orthogonal() -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_zero_nonfinite_clears_what_is_not_finite_and_says_which(bad: float, dtype: torch.dtype) -> None:
+def test_zero_nonfinite_clears_nonfinite_matrices_and_reports_them(bad: float, dtype: torch.dtype) -> None:
     stack = drawn(3, 8, 6).to(dtype) * 100
     before = stack.clone()
     stack[1, 2, 3] = bad

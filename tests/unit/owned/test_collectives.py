@@ -36,7 +36,7 @@ def owned_model(world_size: int, reshard: bool | None = None) -> Iterator[tuple[
 
 
 def operations(net: Net) -> tuple[Counter[str], Counter[str]]:
-    """What a backend runs in a forward and in its backward, by kind."""
+    """Operations of a backend in a forward and its backward, by kind."""
     with CollectiveCounter() as forward:
         loss = loss_of(net, 0, 8, 0)
     with CollectiveCounter() as backward:
@@ -53,7 +53,7 @@ def count_operations(counter: CollectiveCounter) -> Counter[str]:
 
 @pytest.mark.parametrize("coalesced", [False, True], ids=["gloo", "nccl"])
 @pytest.mark.parametrize("world_size", [64, 512])
-def test_a_layer_takes_an_operation_for_each_owner_whatever_the_ranks(
+def test_a_layer_takes_an_operation_for_each_owner_on_any_ranks(
     monkeypatch: pytest.MonkeyPatch, world_size: int, coalesced: bool
 ) -> None:
     monkeypatch.setattr(private, "coalesces", lambda group, device: coalesced)
@@ -66,7 +66,7 @@ def test_a_layer_takes_an_operation_for_each_owner_whatever_the_ranks(
 
 @pytest.mark.parametrize(("reshard", "gathered"), [(True, BLOCKS), (None, BLOCKS - 1), (False, 0)])
 def test_layers_are_gathered_again_for_backward_as_asked(reshard: bool | None, gathered: int) -> None:
-    """By default all but the last, which backward begins with."""
+    """By default all layers but the last, where backward begins."""
     with owned_model(64, reshard) as (net, _):
         for _ in range(2):
             forward, backward = operations(net)
@@ -76,7 +76,7 @@ def test_layers_are_gathered_again_for_backward_as_asked(reshard: bool | None, g
 
 @pytest.mark.parametrize("world_size", [1, 64])
 def test_a_layers_operations_are_one_group(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
-    """On a backend that can: as many groups as gathers and reductions, and no operation outside of one."""
+    """On a capable backend: as many groups as gathers and reductions, and no operation outside."""
     groups: list[int] = []
     coalesced = private.coalesced
 
@@ -96,7 +96,8 @@ def test_a_layers_operations_are_one_group(monkeypatch: pytest.MonkeyPatch, worl
 
 
 def test_buffers_kept_by_a_forward_are_never_reused_by_another() -> None:
-    """The last layer's copies serve its own backward: a forward without one, and then an update, leave nothing old."""
+    """The last layer's copies serve its own backward: after a forward without one and an update, no old copies
+    remain."""
     for blocks in (1, 3):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
         net = make(blocks=blocks)

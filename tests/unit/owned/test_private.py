@@ -1,4 +1,4 @@
-"""The private parts of PyTorch that owned placement uses are there and do what it needs of them."""
+"""PyTorch's private names for owned placement exist and work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_memory_that_replaces_a_stored_tensors_is_the_parameters(four_ranks: Non
         assert local.tolist() == [[1.0] * 3] * 2
 
 
-def test_a_version_is_unchanged_by_what_was_written_since_the_call() -> None:
+def test_a_version_is_unchanged_by_later_writes() -> None:
     flat = torch.zeros(6)
     weight = torch.nn.Parameter(flat[2:6].view(2, 2))
     inputs = torch.ones(1, 2, requires_grad=True)
@@ -85,7 +85,7 @@ def test_meshes_of_two_slices_are_joined_and_flattened() -> None:
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize("owner", [0, 1])
 def test_an_owned_parameter_is_on_its_holders_alone(owner: int) -> None:
-    """Rank 0 of the tensor axis holds the first rows of what its owner on the data axis owns."""
+    """Rank 0 of the tensor axis holds the first rows of its data-axis owner's matrix."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     whole = torch.arange(15.0).view(5, 3)
     cut = distribute_tensor(whole, mesh["tensor"], [Shard(0)], src_data_rank=None)
@@ -119,7 +119,7 @@ def test_pytorch_finds_no_process_groups_where_none_are() -> None:
 
 @pytest.mark.usefixtures("four_ranks")
 def test_operations_are_coalesced_and_the_group_goes_on() -> None:
-    """By the fake group too, which does not say that it can."""
+    """Also by the fake group, which does not report the ability."""
     group, device = dist.group.WORLD, torch.device("cpu")
     assert group is not None
     assert not private.coalesces(group, device)
@@ -141,7 +141,7 @@ def test_gloo_does_not_coalesce(tmp_path: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_hooks_of_a_gradient_are_those_that_autograd_calls() -> None:
+def test_hooks_of_a_gradient_are_the_hooks_of_autograd() -> None:
     param, called = torch.nn.Parameter(torch.ones(2)), []
     assert private.gradient_hooks(param) == []
     handles = [param.register_post_accumulate_grad_hook(called.append) for _ in range(2)]
@@ -152,7 +152,7 @@ def test_hooks_of_a_gradient_are_those_that_autograd_calls() -> None:
 
 
 def test_fsdp1_marks_the_parameters_that_it_flattens() -> None:
-    """`tensors.mesh.flattened_by` refuses them by this mark."""
+    """`tensors.mesh.flattened_by` refuses parameters with this mark."""
     from torch.distributed.fsdp._common_utils import FSDP_FLATTENED
     from torch.distributed.fsdp._flat_param import FlatParameter
 

@@ -1,4 +1,4 @@
-"""What owned parameters do on which stream, and that no stream uses what another is not done with."""
+"""Streams of owned parameters, and their order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["stream_order"]
 
 @pytest.fixture(params=[(4,), (2, 2)], ids=["shard", "replicate"])
 def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Net, Owners]]:
-    """A model on rank 0 of four that are not there, whose collectives run as NCCL's do."""
+    """A model on rank 0 of four fake ranks, with collectives like NCCL's."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     monkeypatch.setattr(private, "coalesces", lambda group, device: True)
     net = make()
@@ -35,7 +35,7 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def train(net: Net, owners: Owners, steps: int = 3) -> None:
-    """Steps of two microbatches, with an evaluation between them."""
+    """Steps of two microbatches, with an evaluation in between."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
     for step in range(steps):
         for part in range(2):
@@ -47,7 +47,7 @@ def train(net: Net, owners: Owners, steps: int = 3) -> None:
         optimizer.zero_grad()
 
 
-def test_no_stream_uses_what_another_is_not_done_with(model: tuple[Net, Owners], stream_order: StreamOrder) -> None:
+def test_streams_wait_for_each_others_memory(model: tuple[Net, Owners], stream_order: StreamOrder) -> None:
     with stream_order:
         train(*model)
     assert len({stream for stream, _ in stream_order.log}) == (3 if model[1].comm.replicate_group is None else 4)
@@ -56,7 +56,7 @@ def test_no_stream_uses_what_another_is_not_done_with(model: tuple[Net, Owners],
 def test_gradients_are_copied_and_sent_beside_the_computation(
     model: tuple[Net, Owners], stream_order: StreamOrder
 ) -> None:
-    """By the streams that FSDP2 has, in their priorities; the next module's backward waits for none of it."""
+    """On FSDP2's streams, with their priorities; the next module's backward waits for none of these operations."""
     net, owners = model
     behind: list[bool] = []
 
@@ -91,7 +91,7 @@ def fail(*_: object) -> None:
 def test_a_backward_that_raised_leaves_nothing_on_any_stream(
     model: tuple[Net, Owners], stream_order: StreamOrder, place: str
 ) -> None:
-    """Wherever it raised, the next forward frees parameters, gradients and reductions, and waits for who uses them."""
+    """The next forward frees parameters, gradients and reductions, and waits for their users."""
     net, owners = model
     module = net.get_submodule(place)
     seen: list[int] = []
@@ -133,7 +133,7 @@ def test_the_parts_of_stacks_are_ordered_as_whole_matrices_are(
 
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Net, Owners]]:
-    """A model that tensor parallelism cuts, of which one rank holds each matrix, on rank 0 of FSDP 2 x TP 2."""
+    """A tensor-parallel model with a rank for each whole matrix, on rank 0 of FSDP 2 x TP 2."""
     # On an equal mesh DTensor would take the groups of another test.
     compat.forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -148,7 +148,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Net, Owners]]:
 
 
 def test_pieces_for_tensor_parallel_peers_are_ordered_too(cut: tuple[Net, Owners], stream_order: StreamOrder) -> None:
-    """They leave on the stream that gathers, and their gradients come back on the one that reduces."""
+    """Pieces leave on the gather stream, and gradients return on the reduce stream."""
     net, owners = cut
     with stream_order:
         for step in range(2):

@@ -1,4 +1,4 @@
-"""What tensor parallelism cuts, as matrices of their own: a block is what the ranks at one place of its axis store."""
+"""Blocks of tensor parallelism as matrices: a block is the storage of ranks at one place of the axis."""
 
 from collections import Counter
 from dataclasses import replace
@@ -34,7 +34,7 @@ SQUARE = Mesh((2, 2), (0, 1, 2, 3))
 
 
 def matrix(shape: tuple[int, ...], *placements: Placement, heights: tuple[int, ...] = ()) -> Parameter:
-    """A parameter on (fsdp, tp) as one matrix, or as matrices of these heights."""
+    """A parameter on (fsdp, tp) as a matrix, or as matrices of these heights."""
     layout = Layout(shape, SQUARE, placements, tensor_parallel=1)
     rows, found = prod(shape[:-1]), list[MatrixRows]()
     for index, height in enumerate(heights or (rows,)):
@@ -50,8 +50,8 @@ def blocks(parameter: Parameter) -> list[MatrixRows]:
 
 @examples(50)
 @given(parameter_lists())
-def test_blocks_are_what_the_ranks_at_each_place_store(parameters: list[Parameter]) -> None:
-    """Together they are the matrix, each element once, and no rank has a part of two blocks of one matrix."""
+def test_blocks_are_the_storage_of_ranks_at_each_place(parameters: list[Parameter]) -> None:
+    """Together they tile the matrix once, and no rank has parts of two blocks of a matrix."""
     before = Geometries(parameters)
     after = in_blocks(parameters, before)
     geometries = Geometries(after)
@@ -115,13 +115,13 @@ def test_a_mode_is_refused_where_tensor_parallelism_cuts_no_matrix(mode: str) ->
 
 
 def axis_of(shape: tuple[int, ...], names: tuple[str, ...] | None, *placements: Any) -> int | None:
-    """The axis of tensor parallelism of a matrix on a mesh, of which its ranks and names are all that is read."""
+    """The tensor-parallel axis of a matrix on a mesh, from the ranks and names alone."""
     mesh: Any = SimpleNamespace(mesh=torch.arange(prod(shape)).view(shape), mesh_dim_names=names)
     return layout_on("w", (8, 6), mesh, placements).tensor_parallel
 
 
 def test_tensor_parallelism_is_the_axis_tp_where_it_cuts() -> None:
-    """Wherever it is: the last one beside FSDP's, and before `owner` where peers have a piece each."""
+    """Anywhere: last beside FSDP's axis, and before `owner` where peers have pieces."""
     copies, rows = TorchReplicate(), TorchShard(0)
     assert axis_of((2, 2, 1), ("dp_replicate", "tp", "owner"), copies, rows, copies) == 1
     assert axis_of((2, 2), ("fsdp", "tp"), _StridedShard(0, split_factor=2), rows) == 1

@@ -1,4 +1,4 @@
-"""Who assembles a matrix: nobody if a rank stores all of it, and otherwise no more ranks than its mesh has."""
+"""Groups that assemble a matrix: none if a rank stores all of it, and no more ranks than its mesh."""
 
 from collections.abc import Iterable
 
@@ -68,7 +68,7 @@ def check_assembly(geometry: Geometry, index: int, assembly: Assembly, split: bo
 @examples(75)
 @given(parameter_lists())
 def test_matrices_of_common_ranks_share_a_group(parameters: list[Parameter]) -> None:
-    """Groups of one parameter are equal or disjoint, so its matrices can travel together."""
+    """Groups of a parameter are equal or disjoint, so its matrices can travel together."""
     for parameter in parameters:
         geometry = Geometry(parameter.layout, parameter.stack)
         for split in (True, False):

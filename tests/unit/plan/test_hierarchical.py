@@ -1,4 +1,4 @@
-"""Results that go over copies by all-gathers: what is sent, by hand, and when the planner has them go so."""
+"""Results over replicas by all-gathers: traffic computed by hand, and the planner's choice."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from titan_muon.tensors.matrices import stack_of
 
 HSDP = (Replicate(), Shard(0))
 SLOW_LINKS = Machine(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
-# Links that take no time: nothing is gained, and an all-to-all to all copies is one collective less.
+# Links that take no time: an all-to-all to all replicas is one collective less.
 FAST_LINKS = Machine(ranks_per_node=1, network_gb=1e4, network_latency_us=0.0, node_latency_us=0.0)
 SLOW_CALLS = Machine(network_gb=1e6, node_gb=1e6, network_latency_us=1e6, node_latency_us=1e6)
 
@@ -57,7 +57,7 @@ def test_the_owner_of_one_matrix_sends_its_own_copy_and_a_line_the_rest() -> Non
 
 
 def test_results_take_the_way_within_a_copy_and_then_over_copies() -> None:
-    """Both ways are of 16 elements, each in 2 bytes at 1,000 a second, and begin with a latency."""
+    """Both phases send 16 elements of 2 bytes, at 1,000 bytes a second, after a latency."""
     plan = by(hsdp(1, 4, 2), "hierarchical")
     machine = machine_of(replace(SLOW_LINKS, network_latency_us=5e5), "cpu", None)
     (bucket,), pieces = plan.buckets, Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
@@ -66,7 +66,7 @@ def test_results_take_the_way_within_a_copy_and_then_over_copies() -> None:
     copy = {bucket.owners[0], bucket.owners[0] ^ 1}
     there, back = times.phases
     assert there == pytest.approx([0.032 if rank in copy else 0.0 for rank in bucket.group])
-    # The owner's copy waits for the others, which get nothing before.
+    # The owner's replica waits for the others, which get nothing earlier.
     assert back == pytest.approx([0.032 + 0.5] * 8)
     assert [totals[rank].phases[2].received_far for rank in bucket.group] == [0 if r in copy else 16 for r in range(8)]
 
@@ -91,7 +91,7 @@ def test_a_copy_on_one_rank_needs_no_group_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("machine", "taken"), [(SLOW_LINKS, "hierarchical"), (FAST_LINKS, "hierarchical"), (SLOW_CALLS, "all_to_all")]
 )
-def test_the_planner_takes_what_is_sooner_and_says_so(machine: Machine, taken: str) -> None:
+def test_the_planner_takes_the_faster_exchange_and_prints_the_reason(machine: Machine, taken: str) -> None:
     """Fewer bytes on slow links, fewer messages on fast ones, fewer calls where each takes a second."""
     plan = hsdp(3, 4, 2, machine=machine)
     assert {bucket.exchange for bucket in plan.buckets} == {taken}
@@ -105,7 +105,7 @@ def test_it_is_not_taken_where_copies_share_nothing_or_another_exchange_was_aske
 
 
 def test_matrices_with_copies_on_other_ranks_travel_from_owners_to_all() -> None:
-    """Two of the copies are of two ranks and four of one: they share no lines."""
+    """Two replicas have two ranks and four have one: they share no replica groups."""
     parameters = [parameter(0, mesh(2, 2), *HSDP), parameter(1, mesh(4, 1), *HSDP)]
     plan = by(plan_of(parameters, machine=SLOW_CALLS), "hierarchical")
     (bucket,) = plan.buckets

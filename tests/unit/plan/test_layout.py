@@ -1,4 +1,4 @@
-"""Which rank stores what: as PyTorch's own placements cut, on any mesh."""
+"""Storage of ranks under PyTorch's placements, on any mesh."""
 
 from math import prod
 
@@ -46,7 +46,7 @@ def at(full: Tensor, dims: tuple[tuple[Interval, ...], ...]) -> Tensor:
 
 @examples(150)
 @given(cases())
-def test_a_rank_stores_what_torch_gives_it(layout: Layout) -> None:
+def test_a_rank_stores_the_shards_of_torch(layout: Layout) -> None:
     full = indices(layout.shape)
     for _, coordinate in coordinates(layout.mesh):
         assert torch.equal(at(full, region(layout, coordinate)), torch_local(layout, coordinate, full))

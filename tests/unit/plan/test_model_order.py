@@ -1,4 +1,4 @@
-"""Rounds in the order of a pass of the model: what takes whose place, and which rounds the pass can hide."""
+"""Rounds in the order of a model's pass: swaps of equal matrices, and hidden rounds."""
 
 from collections import Counter
 from dataclasses import replace
@@ -67,7 +67,7 @@ def test_of_a_kind_rounds_are_in_the_order_of_the_pass(plan: Plan, overlap: Over
         assert matrices == sorted(matrices, reverse=overlap == "backward")
 
 
-def test_a_matrix_stays_with_those_that_can_own_it() -> None:
+def test_a_matrix_stays_with_possible_owners() -> None:
     plan = plan_of(parameters(4, 4))
     pieces = pieces_of(plan)
     rounds = [[Task(number, 0, 1, 1, "")] for number in (3, 2, 1, 0)]
@@ -82,7 +82,7 @@ def test_a_matrix_stays_with_those_that_can_own_it() -> None:
 @pytest.mark.parametrize(
     ("matrices", "backward", "forward"),
     [
-        # One eighth of 16 are two: the round that has one of them hides nothing, nor those that come with it.
+        # An eighth of 16 is two: the round with one of them hides nothing, nor do rounds at the same time.
         ([(12, 15), (8, 11), (4, 7), (0, 3)], 3, 0),
         ([(0, 3), (4, 7), (8, 11), (12, 15)], 0, 3),
         ([(0, 9), (2, 15), (3, 4)], 0, 2),

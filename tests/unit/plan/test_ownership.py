@@ -80,7 +80,7 @@ def test_more_ranks_than_matrices_leave_ranks_without_any(matrices: int, more: i
 
 @pytest.mark.parametrize(("size", "longest", "fullest"), [(2, 1.01, 1.05), (8, 1.01, 1.1), (64, 1.06, 1.1)])
 def test_llama_8b_is_even_in_flops_and_in_bytes(size: int, longest: float, fullest: float) -> None:
-    """Longest path and most bytes over their means."""
+    """Longest path and most bytes, over their means."""
     loads = assign_owners(model(32, LLAMA_8B), size).loads()
     flops, held = [load.flops for load in loads], [load.bytes for load in loads]
     assert max(flops) <= longest * sum(flops) / size
@@ -89,7 +89,7 @@ def test_llama_8b_is_even_in_flops_and_in_bytes(size: int, longest: float, fulle
 
 @st.composite
 def stacks(draw: st.DrawFn) -> list[OwnedItem]:
-    """Stacks and matrices, whose FLOPs and bytes their units share evenly."""
+    """Stacks and matrices with equal FLOPs and bytes per unit."""
     sizes = draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 50), st.integers(0, 3)), min_size=1, max_size=20))
     return [
         OwnedItem(f"{i}", str(layer), units * cost, units * cost, units) for i, (units, cost, layer) in enumerate(sizes)
@@ -99,7 +99,7 @@ def stacks(draw: st.DrawFn) -> list[OwnedItem]:
 @examples(50)
 @given(stacks(), st.integers(1, 12))
 def test_a_stack_is_divided_among_different_ranks(given_items: list[OwnedItem], size: int) -> None:
-    """As many as it has units for, in runs that torch.chunk would make, none of them empty."""
+    """On as many ranks as units, in runs like torch.chunk's, none empty."""
     ownership = assign_owners(given_items, size)
     for each, owners in zip(ownership.items, ownership.owners, strict=True):
         assert len(set(owners)) == len(owners)
@@ -121,7 +121,7 @@ def test_experts_of_many_layers_are_even_where_ranks_exceed_experts() -> None:
 
 
 def test_owners_that_are_named_count_first() -> None:
-    """A rank, and a layer that goes to one rank as a whole; what is balanced makes room for them."""
+    """A named rank, and a layer with a single rank; balanced items make room."""
     rank = [replace(each, owner=1) for each in model(1, {"a": (9, 9), "b": (9, 9)})]
     layers = [
         replace(each, fqn=f"l{each.fqn}", layer=f"l{each.layer}", owner="layer")
@@ -140,7 +140,7 @@ def test_owners_that_are_named_count_first() -> None:
 
 
 def test_parameters_without_orthogonalization_are_even_in_bytes() -> None:
-    """Beside a matrix: by FLOPs all of it would go to the ranks without one."""
+    """Beside a matrix: by FLOPs, ranks without the matrix would get everything."""
     free = [OwnedItem(f"f{i}", f"f{i}", 0, 100) for i in range(9)]
     loads = assign_owners([OwnedItem("c", "c", 10**6, 100), *free], 2).loads()
     assert [load.bytes for load in loads] == [500, 500]

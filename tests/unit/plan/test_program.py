@@ -1,4 +1,4 @@
-"""Any plan makes every matrix whole exactly once and brings it back: all ranks of random plans, run in one process."""
+"""Any plan gathers every matrix exactly once and returns it: all ranks of random plans in one process."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ from titan_muon.plan.terms.types import (
 
 GATHER, RETURN, SPREAD, SLICES = "gather", "return", "spread", "slices"
 Key = tuple[int, str, tuple[int, ...]]
-"""A collective: its bucket, which of the bucket's it is, and its ranks."""
+"""A collective: bucket, kind, and ranks."""
 
 
 def numbered(plan: Plan) -> list[Tensor]:
@@ -53,7 +53,7 @@ def whole(plan: Plan, full: list[Tensor], matrix: int) -> Tensor:
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Stands for Newton-Schulz: a number that tells which element it came from."""
+    """Stand-in for Newton-Schulz: a number with the element's origin."""
     return 2 * matrix + 1
 
 
@@ -98,7 +98,7 @@ class World:
             self._move(collective)
 
     def meet(self, rank: int, first: int, team: tuple[int, ...]) -> Key:
-        """A rank has come to its slice of a matrix, whose first slice is number `first`."""
+        """A rank reaches its slice of a matrix with first slice `first`."""
         met = self.met.setdefault(first, set())
         assert rank in team
         assert rank not in met
@@ -130,7 +130,7 @@ class World:
 
 
 class Rank:
-    """One rank: its storage by PyTorch's own cut of every parameter, and the order of Muon.step."""
+    """A rank: its storage by PyTorch's shards, and the order of Muon.step."""
 
     def __init__(self, world: World, rank: int) -> None:
         plan = world.plan
@@ -162,7 +162,7 @@ class Rank:
         return full[:0]
 
     def step(self) -> Iterator[Key]:
-        """BucketProgram until done; gives each collective that is waited for until it is finished."""
+        """Run a BucketProgram to its end; finishes each awaited collective."""
         for act, index in self.program.acts:
             if self.program.buckets[index].local:
                 self._local(act, self.program.buckets[index])
@@ -174,7 +174,7 @@ class Rank:
                 yield from self._apply(index)
 
     def _local(self, act: Act, run: BucketProgram) -> None:
-        """A batch of whole matrices, which is done before another one comes: all take turns in one workspace."""
+        """A batch of local matrices, finished before the next, because all share a workspace."""
         assert not any(phase.travels for phase in run.phases)
         assert run.matrices == tuple(item.matrix for item in run.stored)
         if act is Act.GATHER:
@@ -212,7 +212,7 @@ class Rank:
             part = self.plan.matrices[matrix].slice
             if part is not None:
                 assert others == []
-                # The owners of the slices wait for each other.
+                # The owners of slices wait for each other.
                 yield from self._wait(self.world.meet(self.rank, matrix - part.place, self.program.teams[matrix]))
         for matrix in chosen:
             expected = whole(self.plan, self.world.full, matrix)
@@ -269,7 +269,7 @@ class Rank:
         return run, phase, self.buffer_sets[index]
 
     def sent(self, collective: Key) -> list[Tensor]:
-        """What this rank sends to each rank of the group."""
+        """Elements sent from this rank to each rank of the group."""
         run, phase, buffer_set = self._phase(collective)
         if phase.collective is Collective.ALL_TO_ALL:
             buffer, splits = (
@@ -296,13 +296,13 @@ class Rank:
         return buffer_set.home[: phase.home_numel]
 
     def received(self, collective: Key) -> tuple[int, ...]:
-        """Elements that this rank expects from each rank of the group."""
+        """Elements expected from each rank of the group."""
         _, phase, _ = self._phase(collective)
         return phase.home_splits if collective[1] == RETURN else phase.owned_splits
 
 
 def check_step(plan: Plan, late: bool) -> World:
-    """Run one step of all ranks: every stored element gets one momentum and its own orthogonalized value, once."""
+    """Run a step of all ranks: every stored element gets one momentum and its own orthogonalized value, once."""
     world = World(plan, late)
     world.run()
     for rank in world.ranks.values():
@@ -313,7 +313,7 @@ def check_step(plan: Plan, late: bool) -> World:
 
 
 def check_owners(world: World) -> None:
-    """Who orthogonalized each matrix: its owner, once for each group; or those that hold it, for themselves."""
+    """The ranks of each matrix: its owner, once per group; or its holders, each for itself."""
     plan, expected = world.plan, Counter[tuple[int, int]]()
     for index, matrix in enumerate(plan.matrices):
         expected.update((index, rank) for rank in plan.local[index])
@@ -334,7 +334,7 @@ def check_owners(world: World) -> None:
 
 
 def check_legs(world: World) -> None:
-    """Of each all-to-all: what a sends to b is what b expects from a, in that order, at the places the splits say."""
+    """In each all-to-all, a's pieces for b are b's expected pieces, in order, at the places of the splits."""
     turn = Counter[int]()
     for bucket in world.plan.buckets:
         runs = {rank: world.ranks[rank].program.buckets[turn[rank]] for rank in bucket.group}
@@ -355,14 +355,14 @@ def check_legs(world: World) -> None:
 def by_group(
     found: Iterable[BucketProgram], leg_of: Callable[[BucketProgram], Phase | None], runs: dict[int, BucketProgram]
 ) -> list[dict[int, Phase]]:
-    """One of the legs of each rank, for each group of ranks that is in it together."""
+    """One phase of each rank, by group of ranks."""
     groups = {phase.group for run in found if (phase := leg_of(run)) is not None}
     assert len({rank for group in groups for rank in group}) == sum(map(len, groups)), "a rank is in one group"
     return [{rank: phase for rank in group if (phase := leg_of(runs[rank])) is not None} for group in groups]
 
 
 def check_shares(phases: dict[int, Phase]) -> None:
-    """Each rank gets the pieces of every rank, its own too, in the order in which that one has them."""
+    """Each rank gets the pieces of every rank, in the sender's order."""
     assert len({phase.travels for phase in phases.values()}) == 1
     for phase in phases.values():
         assert phase.group == tuple(sorted(phases)), "the order of a process group"
@@ -378,7 +378,7 @@ def check_offsets(phase: Phase) -> None:
 
 
 def check_routes(phases: dict[int, Phase]) -> None:
-    """What a sends to b in an all-to-all is what b expects from a, in that order, at the places the splits say."""
+    """In an all-to-all, a's pieces for b are b's expected pieces, in order, at the places of the splits."""
     group = next(iter(phases.values())).group
     if any(phase.collective is not Collective.ALL_TO_ALL for phase in phases.values()):
         return
@@ -411,7 +411,7 @@ def test_every_matrix_is_whole_once_and_every_holder_gets_its_piece_back(plan: P
 @examples(75)
 @given(plans(cut=False, overlaps=("backward", "forward")))
 def test_plans_that_a_pass_of_the_model_hides_cover_too(plan: Plan) -> None:
-    """Their rounds are in its order, and matrices that are alike have taken each other's owners."""
+    """Their rounds follow the pass, and equal matrices have swapped owners."""
     world = check_step(plan, late=True)
     check_owners(world)
     check_legs(world)
@@ -459,8 +459,8 @@ def test_whole_experts_stay_home() -> None:
     check_step(plan, late=True)
 
 
-def test_experts_over_few_ranks_travel_within_those() -> None:
-    """Expert parallelism 2 x expert FSDP 2: each expert is owned by one of the two ranks that hold it."""
+def test_experts_over_few_ranks_travel_within_these_ranks() -> None:
+    """Expert parallelism 2 x expert FSDP 2: one of the two holders owns each expert."""
     stack = MatrixStack(2, tuple(MatrixRows(str(i), (Interval(4 * i, 4 * i + 4),)) for i in range(2)))
     plan = plan_of([Parameter("w1", "l", Layout((2, 4, 5), SQUARE, (Shard(1), Shard(0))), stack)])
     assert {bucket.group: bucket.matrices for bucket in plan.buckets} == {(0, 2): (0,), (1, 3): (1,)}
@@ -468,7 +468,7 @@ def test_experts_over_few_ranks_travel_within_those() -> None:
 
 
 def test_a_small_matrix_may_be_owned_by_a_rank_without_a_row_of_it() -> None:
-    """Two matrices of one row over 4 ranks: rank 0 stores both, and another rank takes one of them."""
+    """Two matrices of one row over 4 ranks: rank 0 stores both, and another rank owns one of them."""
     plan = plan_of([sharded(f"{i}", (1, 8), FLAT, 0) for i in range(2)])
     work = check_step(plan, late=True).work
     assert plan.local == ((0,), (0,)) or len({rank for _, rank in work}) == 2
@@ -481,18 +481,18 @@ def test_more_ranks_than_matrices(exchange: str) -> None:
     check_step(plan, late=True)
 
 
-def test_a_plain_tensor_is_orthogonalized_by_every_rank_for_itself() -> None:
+def test_every_rank_orthogonalizes_its_plain_tensors() -> None:
     whole_stack = MatrixStack(1, (MatrixRows("", (Interval(0, 4),)),))
     plain = Parameter("p", "p", Layout((4, 4), FLAT, (Replicate(),)), whole_stack, plain=True, own=True)
     assert check_step(plan_of([plain]), late=True).work == Counter({(0, rank): 1 for rank in range(4)})
 
 
-def test_buckets_that_return_in_place_share_slots_with_those_that_do_not() -> None:
+def test_buckets_with_and_without_return_in_place_share_buffer_sets() -> None:
     """FSDP's buckets are mirrored, HSDP's are not; both on the same ranks take turns in the same slots."""
     parameters = [sharded(f"fsdp{i}", (16, 8), FLAT, 0) for i in range(8)]
     parameters += [sharded(f"hsdp{i}", (2, 8), SQUARE, None, 0) for i in range(8)]
     plan = plan_of(parameters, buffer_bytes=600)
-    # From owners to all copies, whatever the planner takes.
+    # From owners to all replicas, for any choice of the planner.
     plan = replace(plan, buckets=tuple(replace(bucket, exchange="all_to_all") for bucket in plan.buckets))
     runs = make_program(plan, 0).buckets
     assert {run.mirrored for run in runs} == {True, False}, "the case this test is for"
@@ -502,7 +502,7 @@ def test_buckets_that_return_in_place_share_slots_with_those_that_do_not() -> No
 @examples(75)
 @given(plans(), st.integers(0, 1000))
 def test_every_group_sees_its_collectives_in_one_order(plan: Plan, seed: int) -> None:
-    """Members that launched them in different orders would take each other's pieces for their own, or hang."""
+    """Ranks with another order would take wrong pieces, or hang."""
     for one in (plan, recut(plan, Random(seed))):
         orders: dict[tuple[int, ...], set[tuple[tuple[Act, int], ...]]] = {}
         for rank in ranks_of(one):

@@ -1,4 +1,4 @@
-"""Matrices that several ranks orthogonalize together: which are cut, for whom, and what that costs."""
+"""Matrices with several owners: choice, owners and cost."""
 
 from collections import Counter
 from dataclasses import replace
@@ -31,11 +31,11 @@ from titan_muon.plan.terms.types import (
 from titan_muon.plan.terms.work import Work
 
 SLOW = replace(SLICING, ranks_per_node=2, network_gb=1e-12)
-"""Links between nodes that a step waits for."""
+"""Slow links between nodes."""
 
 
 def parameters(count: int, ranks: int, shape: tuple[int, int] = (64, 32), transposed: bool = False) -> list[Parameter]:
-    """Matrices of one shape, cut into rows over all ranks."""
+    """Matrices of one shape, in rows over all ranks."""
     layout = Layout(shape, Mesh((ranks,), tuple(range(ranks))), (Shard(0),))
     stack = MatrixStack(1, (MatrixRows("", (Interval(0, shape[0]),)),), transposed)
     return [Parameter(f"layers.{index}.w", f"layers.{index}", layout, stack) for index in range(count)]
@@ -56,7 +56,7 @@ def test_a_matrix_for_all_ranks_ends_sooner_and_nothing_is_computed_twice() -> N
 
 
 def test_slices_that_their_owners_store_are_not_exchanged() -> None:
-    """Rows cut over as many ranks as share the matrix: what a rank stores is its slice, and no leg moves anything."""
+    """Rows over as many ranks as owners: a rank stores its slice, and no phase moves anything."""
     plan = plan_of(parameters(1, 4), machine=SLICING, split_over=4)
     runs = [run for rank in range(4) for run in make_program(plan, rank).buckets]
     assert len(runs) == 4
@@ -78,7 +78,7 @@ def test_the_longer_side_is_cut_and_the_learning_rate_is_that_of_the_whole() -> 
 
 
 def test_uneven_numbers_of_matrices_are_sliced_evenly() -> None:
-    """Three equal matrices over two ranks: one has two of them, unless the third is shared."""
+    """Three equal matrices over two ranks: one rank has two, unless the third is shared."""
     alone, shared = (plan_of(parameters(3, 2), machine=SLICING, split_over=over) for over in (1, 2))
     assert summarize(alone).ns_flops_max * 3 == 4 * summarize(shared).ns_flops_max
     assert teams(shared) == [(0, 1)]
@@ -135,7 +135,7 @@ def test_slices_are_refused_where_each_matrix_has_one_owner_or_none(options: dic
 
 @pytest.mark.parametrize(("beside", "cut"), [(0, True), (25, False)])
 def test_automatic_slices_have_to_save_3_percent_of_the_step(beside: int, cut: bool) -> None:
-    """A matrix that one rank of two has alone, after `beside` matrices on each."""
+    """A matrix that only one of two ranks has, after `beside` matrices on each."""
     matrices = parameters(2 * beside + 1, 2)
     assert teams(plan_of(matrices, machine=SLICING, split_over=2)), "a gain of 2 % is one"
     plan = plan_of(matrices, machine=SLICING, split_over="auto")
@@ -154,7 +154,7 @@ def overlapping() -> list[Parameter]:
 
 
 def test_where_links_take_longer_slices_leave_each_rank_its_share_of_small_groups() -> None:
-    """Whole, each large matrix has to be made up for by the small ones of one pair: there one rank gathers most."""
+    """Whole, each large matrix must be balanced by the small matrices of one pair, where one rank gathers most."""
     whole, shared = (plan_of(overlapping(), machine=SLOW, split_over=over) for over in (1, 2))
     played = machine_of(SLOW)
     assert sorted(teams(shared)) == [(0, 1), (2, 3)]
@@ -180,7 +180,7 @@ def test_slices_take_their_share_of_the_flops_and_the_links_of_the_node() -> Non
 
 
 def test_the_slices_of_a_matrix_begin_when_the_last_of_their_owners_is_there() -> None:
-    """Rank 1 has 1 s of work at home; what rank 0 has besides its slice follows."""
+    """Rank 1 has 1 s of local work; rank 0's other work follows."""
     none = (0.0, 0.0)
     owned = (OwnerTime(0, 1.5, 0, 0), OwnerTime(0, 1.0, 0, 0))
     one = BucketTimes((0, 1), none, owned, none, none, (none, none), 0.0, teams=(((0, 1), 1.0),))
@@ -189,7 +189,7 @@ def test_the_slices_of_a_matrix_begin_when_the_last_of_their_owners_is_there() -
 
 
 def test_owners_of_slices_take_them_first_and_in_one_order() -> None:
-    """In another order they would wait for each other forever; behind whole matrices, longer."""
+    """In another order they would wait for each other forever; after whole matrices, longer."""
     whole = Matrix(0, 0, 8, 8, 1)
     first, second = (replace(whole, work=1, slice=Slice(place, 2, True)) for place in (1, 0))
     matrices = [whole, first, second, whole]

@@ -1,4 +1,4 @@
-"""Which ranks keep the momentum of copies: each momentum once in the world, on those that send it to its owner."""
+"""Keepers of replicated momentum: each momentum once in the world, on ranks that send to the owner."""
 
 from collections import Counter
 from dataclasses import replace
@@ -28,7 +28,7 @@ def kept_on_owners(parameters: list[Parameter]) -> Plan:
 
 
 def advanced(plan: Plan, rank: int) -> Counter[int]:
-    """Elements of momentum that a rank advances in a step, by parameter: those that it packs, if owners keep it."""
+    """Elements of momentum that a rank advances in a step, by parameter: the packed ones under `state = "owner"`."""
     program, found = make_program(plan, rank), Counter[int]()
     for run in program.buckets:
         for parcel in run.stored:
@@ -59,7 +59,7 @@ def test_momentum_is_divided_as_evenly_as_matrices_can_be(placed: tuple[Mesh, tu
 
 
 def test_small_matrices_that_take_no_time_are_divided_by_their_bytes() -> None:
-    """By FLOPs alone all of them would be kept where the large one is not."""
+    """By FLOPs alone, all of them would be kept away from the large matrix's rank."""
     shapes = [(64, 64), *[(1, 256)] * 32]
     plan = kept_on_owners([parameter(f"layers.{i}.w", shape, DDP) for i, shape in enumerate(shapes)])
     held = [sum(each.values()) for each in state_elements(plan).values()]
@@ -75,7 +75,6 @@ def test_a_stack_is_kept_in_chunks_of_whole_experts(experts: int, parts: list[in
 
 
 def test_keepers_stay_when_the_step_is_planned_again() -> None:
-    """Momentum does not move by itself."""
     found = with_state_ranks([parameter(name, (8, 8), DDP) for name in "abcd"], OWNER, work, {})
     kept = {each.fqn: each.state_ranks for each in found}
     more = [parameter("z", (16, 16), DDP), *(replace(each, state_ranks=()) for each in found)]

@@ -1,4 +1,4 @@
-"""A plan's numbers are what its programs do; equal plans, and only those, have equal digests."""
+"""A plan's numbers are those of its programs; only equal plans have equal digests."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def matrix(index: int, rows: int, cols: int, mesh: Mesh = FLAT, *placements: Pla
 
 
 def counted(plan: Plan, rank: int) -> RankCost:
-    """The cost of a rank from its own program and the buffers that the exchange allocates for it."""
+    """Cost of a rank from its program and the exchange's buffers."""
     program = make_program(plan, rank)
     sent, received = (
         map(sum, zip(*(traffic(run, rank) for run in program.buckets), strict=True)) if program.buckets else (0, 0)
@@ -92,7 +92,7 @@ def iteration_bytes(parts: list[list[Matrix]]) -> int:
     for together in parts:
         for m in together:
             if m.slice is not None:
-                # The slice twice, three square matrices of the whole one's smaller side, and its part of five.
+                # The slice twice, three square matrices of the smaller side, and its part of five.
                 square = min(m.whole_shape) ** 2
                 iteration = max(iteration, 2 * m.numel + 3 * square + 5 * square // m.slice.count)
         for (rows, cols), count in Counter((m.rows, m.cols) for m in together if m.slice is None).items():
@@ -102,7 +102,7 @@ def iteration_bytes(parts: list[list[Matrix]]) -> int:
 
 
 def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
-    """Elements that a rank sends to others and receives from them in a run."""
+    """Elements that a rank sends and receives in a run."""
     if run.bucket.exchange in ("all_to_all", "duplicated", "hierarchical"):
         assert run.returning is not None
         there, back = run.gathering, run.returning
@@ -124,7 +124,7 @@ def buffer_numel(program: Program) -> int:
 
 @examples(125)
 @given(plans())
-def test_every_rank_costs_what_its_program_says(plan: Plan) -> None:
+def test_every_ranks_cost_equals_its_programs(plan: Plan) -> None:
     summary = summarize(plan)
     assert summary.ranks == tuple(counted(plan, rank) for rank in ranks_of(plan))
     wholes = [m for m in plan.matrices if m.slice is None or m.slice.place == 0]
@@ -138,7 +138,7 @@ def test_every_rank_costs_what_its_program_says(plan: Plan) -> None:
 
 @examples(75)
 @given(plans())
-def test_lower_bounds_are_below_what_the_plan_does(plan: Plan) -> None:
+def test_lower_bounds_are_below_the_plan(plan: Plan) -> None:
     summary = summarize(plan)
     assert least_flops(plan) <= summary.ns_flops_max
     assert least_sent(plan) <= summary.bytes_sent_max
@@ -196,7 +196,7 @@ def test_a_matrix_of_a_few_bytes_can_be_planned_over_any_ranks(ranks: int) -> No
     ["all_to_all", "all_gather", "all_gather_reduce_scatter"],
 )
 @pytest.mark.parametrize("budget", [6_000, 9_000])
-def test_buffers_stay_within_what_the_user_gave(exchange: str, budget: int) -> None:
+def test_buffers_stay_within_the_users_limit(exchange: str, budget: int) -> None:
     parameters = [matrix(i, 16 + 4 * (i % 3), 12) for i in range(24)]
     assert summarize(plan_of(parameters, exchange=exchange, buffer_bytes=budget)).buffer_bytes_max <= budget
 
@@ -236,7 +236,7 @@ def test_unknown_options_name_the_key_and_the_choices(key: str, value: str) -> N
 
 
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather_reduce_scatter"])
-def test_everyone_owns_only_what_everyone_gathers(exchange: str) -> None:
+def test_everyone_owns_only_matrices_gathered_by_everyone(exchange: str) -> None:
     with pytest.raises(OptionError, match=r"^owners = 'everyone' .* exchange = 'all_gather'"):
         plan_of([matrix(0, 4, 4)], exchange=exchange, owners="everyone")
 
@@ -252,7 +252,7 @@ def test_json_is_read_back_whole(plan: Plan) -> None:
 
 
 def changed(value: Any) -> Iterator[Any]:
-    """The value with one leaf changed, in every way there is."""
+    """Every variant of the value with one changed leaf."""
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         for i, item in enumerate(value):
             yield from ((*value[:i], other, *value[i + 1 :]) for other in changed(item))
@@ -272,7 +272,7 @@ def bumped(value: tuple[Any, ...], i: int) -> Iterator[tuple[Any, ...]]:
 
 
 def replace_unchecked(value: Any, name: str, other: Any) -> Any:
-    """dataclasses.replace without the checks of __post_init__, which would refuse most of these."""
+    """dataclasses.replace without __post_init__, which would refuse most changes."""
     new = object.__new__(type(value))
     for field in fields(value):
         object.__setattr__(new, field.name, other if field.name == name else getattr(value, field.name))

@@ -1,4 +1,4 @@
-"""Plans in which tensor-parallel groups have what tensor parallelism cuts: who does what, and what is refused."""
+"""Plans for matrices under tensor parallelism: owners and refusals."""
 
 from math import prod
 from typing import Any
@@ -25,7 +25,7 @@ from titan_muon.plan.terms.types import (
 
 
 def matrix(name: str, shape: tuple[int, int], mesh: tuple[int, ...], *placements: Placement) -> Parameter:
-    """A matrix on a mesh whose last axis is that of tensor parallelism."""
+    """A matrix on a mesh with tensor parallelism as the last axis."""
     cut = None if isinstance(placements[-1], Replicate) else len(mesh) - 1
     layout = Layout(shape, Mesh(mesh, tuple(range(prod(mesh)))), placements, cut)
     return Parameter(name, name, layout, MatrixStack(1, (MatrixRows("", (Interval(0, shape[0]),)),)))
@@ -39,7 +39,7 @@ def teams(plan: Plan) -> list[tuple[int, ...]]:
 def test_slices_of_the_side_that_tensor_parallelism_cuts_stay_where_they_are(
     shape: tuple[int, int], placement: Placement
 ) -> None:
-    """The longer side is cut, and nothing else cuts: what the ranks send each other is Gram matrices alone."""
+    """Only the longer side is sharded: ranks send each other only Gram matrices."""
     plan = plan_of([matrix("w", shape, (4,), placement)], tensor_parallel="distributed")
     assert teams(plan) == [(0, 1, 2, 3)]
     [team] = {work.team for work in plan.works}
@@ -57,7 +57,7 @@ def test_matrices_are_shared_out_over_the_tensor_parallel_groups() -> None:
 
 
 def test_matrices_left_whole_by_tensor_parallelism_have_one_owner() -> None:
-    """A router that tensor parallelism replicates, beside a matrix that it cuts."""
+    """A replicated router, beside a tensor-parallel matrix."""
     given = [matrix("w", (64, 32), (2, 2), Shard(1), Shard(0)), matrix("r", (8, 32), (2, 2), Shard(1), Replicate())]
     for mode in ("distributed", "duplicated"):
         plan = plan_of(given, tensor_parallel=mode)
@@ -68,7 +68,7 @@ def test_matrices_left_whole_by_tensor_parallelism_have_one_owner() -> None:
 
 @pytest.mark.parametrize("replicas", ["split", "redundant"])
 def test_duplicated_matrices_return_from_each_rank_to_its_own_place_alone(replicas: str) -> None:
-    """HSDP 2 x TP 2 of one matrix: two ranks have all of it, and a rank is sent its part by one of these."""
+    """HSDP 2 x TP 2 of a matrix: two ranks have the whole matrix, and a rank gets its part from one of them."""
     placements = (Replicate(), Shard(0))
     plan = plan_of([matrix("w", (8, 6), (2, 2), *placements)], tensor_parallel="duplicated", replicas=replicas)
     programs = [make_program(plan, rank) for rank in range(4)]
@@ -79,13 +79,14 @@ def test_duplicated_matrices_return_from_each_rank_to_its_own_place_alone(replic
             assert run.returning is not None
             # Ranks 0 and 2 have the first rows, 1 and 3 the last.
             assert all(parcel.peer % 2 == rank % 2 for parcel in (*run.returning.home, *run.returning.owned))
-    # There each of the two sends the other its 24 elements; back the other replica gets its own from one rank each.
+    # In the gather both ranks exchange 24 elements; in the return, a rank of the other replica gets its part from one
+    # of them.
     sent = [cost.bytes_sent // plan.wire_bytes for cost in summarize(plan).ranks]
     assert sent == ([48, 48, 0, 0] if replicas == "split" else [24] * 4)
 
 
 def test_ranks_that_all_do_a_matrix_are_busy_with_it() -> None:
-    """A large matrix for both ranks of a tensor-parallel group, and small ones: these go to the other group."""
+    """A large matrix for both ranks of a tensor-parallel group, and small matrices for the other group."""
     given = [matrix("large", (64, 64), (2, 2), Shard(1), Shard(0))]
     given += [matrix(f"small{i}", (8, 8), (2, 2), Shard(1), Replicate()) for i in range(4)]
     plan = plan_of(given, tensor_parallel="duplicated")
@@ -137,7 +138,7 @@ def test_a_matrix_that_has_no_slices_is_refused_by_name(shape: tuple[int, int], 
 
 
 def test_a_matrix_with_parts_on_some_ranks_of_each_group_is_refused_by_name() -> None:
-    """Two heads over four ranks: each is on two of them, which have nothing to do with the others."""
+    """Two heads over four ranks: each head is on two ranks without the other head."""
     layout = Layout((8, 4), Mesh((4,), (0, 1, 2, 3)), (Shard(0),), 0)
     heads = tuple(MatrixRows(str(i), (Interval(4 * i, 4 * i + 4),)) for i in range(2))
     with pytest.raises(OptionError, match=r"'duplicated': w \(4 x 4\) has parts only on some ranks of each"):

@@ -1,4 +1,4 @@
-"""Plans played on machines: what takes how long, what hides behind what, and that faster plans are taken."""
+"""Simulated plans: durations, hidden time, and the choice of faster plans."""
 
 import re
 from dataclasses import replace
@@ -19,7 +19,7 @@ from titan_muon.plan.terms.pieces import Pieces
 from titan_muon.plan.terms.schedule import ordered_rounds
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
 
-# Nothing but one thing takes time, so that what is expected can be said in a line.
+# A single resource takes time, so that expected times are simple.
 FREE = MachineRates(
     "free", 8, dict.fromkeys(("bfloat16", "float16", "float32"), 1e30), 0, 1e30, Link(1e30, 0), Link(1e30, 0), 0
 )
@@ -38,7 +38,7 @@ def seconds(plan: Plan, machine: MachineRates) -> float:
 
 @pytest.fixture
 def plan() -> Plan:
-    """Four matrices over four ranks in one round: each rank owns one."""
+    """Four matrices over four ranks in a round: each rank owns one."""
     return plan_of(parameters(4, 4), machine=Machine(node_latency_us=1e6))
 
 
@@ -72,10 +72,10 @@ def test_nothing_waits_for_less_than_no_time() -> None:
             assert all(rank.waits >= 0 for rank in played.ranks)
 
 
-def test_a_link_between_nodes_carries_what_leaves_the_node(plan: Plan) -> None:
+def test_a_link_between_nodes_carries_the_bytes_that_leave_the_node(plan: Plan) -> None:
     slow = Link(64 * 64 * 2, 0)
     assert seconds(plan, replace(FREE, network=slow)) == pytest.approx(0, abs=1e-12)
-    # Of the four quarters two are on the other node.
+    # Two of the four quarters are on the other node.
     assert seconds(plan, replace(FREE, ranks_per_node=2, network=slow)) == pytest.approx(1)
     assert seconds(plan, replace(FREE, ranks_per_node=2, node=slow)) == pytest.approx(0.5)
 
@@ -105,7 +105,7 @@ def four_rounds(*, backward: bool = True) -> tuple[Plan, MachineRates]:
         # Three of four gathers in backward, the last behind the first rounds: the last return is left.
         (4, "backward", 4.4, 0.4, 1.2),
         (2, "backward", 5.2, 1.2, 0.4),
-        # A round that waits for the buffers of the one before cannot be there.
+        # A round that waits for the earlier round's buffers cannot be prefetched.
         (1, "backward", 4 * 1.8, 4 * 0.8, 0.0),
     ],
 )
@@ -122,8 +122,8 @@ def test_backward_hides_the_gathers_that_have_buffers(
     assert least_seconds(plan, machine, played) <= played.last.seconds
 
 
-def test_backward_hides_nothing_behind_what_it_comes_to_last() -> None:
-    """The second round has the first matrix, whose gradient is the last: that of the third round cannot be sooner."""
+def test_backward_hides_nothing_behind_the_last_gradient() -> None:
+    """The second round has the first matrix, with the last gradient; the third round cannot start earlier."""
     plan, machine = four_rounds()
     first, second, third, last = plan.buckets
     swapped = replace(second, matrices=(*second.matrices[1:], 0)), replace(last, matrices=(8, *last.matrices[1:]))
@@ -138,7 +138,7 @@ def test_backward_hides_nothing_behind_what_it_comes_to_last() -> None:
 
 @pytest.mark.parametrize(("buffer_sets", "tail"), [(1, 0.4 + 0.2), (3, 0.4 + 0.2), (4, 3 * 0.2 + 0.2)])
 def test_behind_the_last_newton_schulz_come_its_way_back_and_apply(buffer_sets: int, tail: float) -> None:
-    """Of 0.4 s and 0.2 s; while the last way is travelled, rounds are applied that were still in their buffer_sets."""
+    """Of 0.4 s and 0.2 s; during the last return, rounds in buffers are applied."""
     plan, machine = four_rounds()
     # A rank has a quarter of each of the four matrices of a round, of whose elements 28 bytes are read and written.
     played = timeline(replace(plan, buffer_sets=buffer_sets), replace(machine, memory=64 * 64 * 28 / 0.2))
@@ -153,7 +153,7 @@ def test_nothing_comes_back_to_a_rank_that_stores_its_matrices_whole() -> None:
 
 
 def test_waits_between_ranks_are_not_exposed_exchange() -> None:
-    """Two ranks orthogonalize one after the other, in the same buffers, and nobody waits for a link."""
+    """Two ranks orthogonalize in turn, in the same buffers, and nobody waits for a link."""
     plan = plan_of(parameters(2, 2), machine=Machine(node_latency_us=1e6))
     (one,) = plan.buckets
     buckets = tuple(replace(one, matrices=(rank,), owners=(rank,), round=rank) for rank in range(2))
@@ -188,7 +188,7 @@ def least(plan: Plan, machine: MachineRates) -> float:
 @examples(50)
 @given(plans())
 def test_no_step_beats_the_least_for_whole_matrices(plan: Plan) -> None:
-    """In particular not one of other buckets, owners and rounds."""
+    """Not even with other buckets, owners and rounds."""
     for machine in (MACHINES["h100x8"], replace(MACHINES["cpu"], ranks_per_node=2, launch=0)):
         assert seconds(plan, machine) >= least(plan, machine) * (1 - 1e-9)
         for overlap in get_args(Overlap):
@@ -198,8 +198,8 @@ def test_no_step_beats_the_least_for_whole_matrices(plan: Plan) -> None:
             assert bound >= max(played.least, played.link)
 
 
-# Of 240 large matrices each needs a rank of its own, so that 144 ranks have a middle one beside it, and wait for the
-# way of one of them there and of the other one back.
+# Each of 240 large matrices needs its own rank, so 144 ranks have a middle matrix too, and wait for a gather and a
+# return.
 LARGE, MIDDLE = Chain(44.0, 10.0, 10.0), Chain(23.5, 3.0, 3.0)
 
 
@@ -219,7 +219,7 @@ def test_whole_matrices_need_this_long(matrices: dict[Chain, int], ranks: int, b
 
 
 def test_a_plan_overlaps_where_links_take_as_long_as_newton_schulz() -> None:
-    """On FLOPs alone one round is as good as any; on this machine it takes nearly twice as long as several."""
+    """By FLOPs, one round suffices; on this machine it takes nearly twice as long as several."""
     tasks = parameters(64, 4)
     options = Machine(node_gb=1e-3, node_latency_us=0, launch_us=0, tflops=3.3e-3, memory_gb=1e6)
     machine = machine_of(options)
@@ -230,7 +230,7 @@ def test_a_plan_overlaps_where_links_take_as_long_as_newton_schulz() -> None:
 
 
 def test_memory_beyond_2_gib_has_to_save_more_time_and_is_said() -> None:
-    """Matrices of 1 GiB, which Newton-Schulz needs four times, whatever is in transit."""
+    """Matrices of 1 GiB, with four times as much memory for Newton-Schulz."""
     side = 2**14 * 3 // 2
     stack = MatrixStack(1, (MatrixRows("", (Interval(0, side),)),))
     layout = Layout((side, side), Mesh((4,), tuple(range(4))), (Shard(0),))

@@ -1,4 +1,4 @@
-"""Momentum in 8 bits: the error of a block, rounding that keeps the mean, and what is refused."""
+"""Momentum in 8 bits: the error of a block, unbiased rounding, and refusals."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""A loaded state is the one that steps go on with, whatever tensors the state dict brought."""
+"""Steps continue with a loaded state, for any tensors of the state dict."""
 
 import copy
 
@@ -22,7 +22,7 @@ def step(param: nn.Parameter, muon: Muon, seed: int) -> None:
 
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_tensors_put_into_a_live_state_dict_are_loaded(rule: str) -> None:
-    """A state dict shares its inner dicts with the optimizer, so such a tensor is in both before it is loaded."""
+    """A state dict shares its inner dicts with the optimizer, so the tensor is in both before the load."""
     param, muon = trained(rule)
     step(param, muon, 1)
     weights, saved = param.detach().clone(), copy.deepcopy(muon.state_dict())

@@ -1,4 +1,4 @@
-"""States on the host: what comes to the device when, on which stream, and that a step with them has the same bits."""
+"""States on the host: transfers, streams, and equal bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def transfers(count: int = 5) -> list[Transfer]:
-    """Each of two tensors that are changed, of bytes that would leave the next one misaligned, and one that is not."""
+    """Of two changed tensors, with an odd number of bytes, and an unchanged one."""
     return [
         Transfer(
             [torch.full((3, 3), float(i), dtype=torch.bfloat16), torch.full((4 + i,), float(i))],
@@ -34,7 +34,7 @@ def transfers(count: int = 5) -> list[Transfer]:
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What windows do from now on, in order."""
+    """Transfers from now on, in order."""
     log: list[str] = []
     fetch, take, give_back = Window._fetch, Window.take, Window.give_back
 
@@ -99,14 +99,14 @@ def used(window: Window, host: list[Transfer]) -> None:
 
 
 def steps(window: Window, host: list[Transfer]) -> None:
-    """Steps, after each of which something else is computed in what may be their memory."""
+    """Steps with other work in reused memory after each."""
     for _ in range(2):
         used(window, host)
         torch.ones(14).add_(1)
 
 
-def test_no_stream_uses_what_another_is_not_done_with(stream_order: StreamOrder) -> None:
-    """Over two steps: the second brings what the first sent back, and both have their slots from what computes."""
+def test_streams_wait_for_each_others_memory(stream_order: StreamOrder) -> None:
+    """Over two steps: the second step loads the first step's results, into slots of the compute stream."""
     with stream_order:
         steps(Window(CPU), transfers())
     copies = {stream for stream, name in stream_order.log if name == "aten::copy_"}
@@ -208,7 +208,7 @@ def test_parameters_and_gradients_pass_through_the_window_too(name: str, monkeyp
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("offload", ["state", "parameters"])
-def test_the_host_changes_by_what_comes_back_alone(offload: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_changes_by_returned_parts_only(offload: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = named()
     optimizer = OPTIMIZERS[name](params, offload=offload)
     train(optimizer, params, range(1))
@@ -228,7 +228,7 @@ def test_the_host_changes_by_what_comes_back_alone(offload: str, name: str, monk
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_whoever_reads_what_is_on_the_host_finds_it_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_of_host_states_get_current_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[Window] = []
     monkeypatch.setattr(Window, "synchronize", lambda window: waits.append(window))
     for offload, of_a_step in (("state", 0), ("parameters", 1)):
@@ -296,7 +296,7 @@ def test_momentum_that_made_a_round_trip_is_followed(offload: str) -> None:
 
 
 def test_adamws_states_that_were_replaced_are_followed() -> None:
-    """They are looked up in each step."""
+    """States are looked up in each step."""
     params, others = named(), named()
     for offload, each in (("none", params), ("state", others)):
         adamw = OPTIMIZERS["adamw"](each, offload=offload)
@@ -364,14 +364,14 @@ def test_bfloat16_averages_are_computed_in_float32_and_rounded_once_a_step(monke
 def test_an_average_that_bfloat16_would_stop_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("betas = [0.9, 0.999] are not accepted with state_dtype")):
         batched.AdamW(named().items(), state_dtype="bfloat16", betas=(0.9, 0.999))
-    # What the refusal is for: with 0.999 a second moment never shrinks, and with the largest that is taken it does.
+    # Reason of the refusal: with 0.999 a second moment never shrinks; with the largest accepted beta it does.
     for beta, shrinks in ((0.999, False), (batched.SLOWEST_IN_BFLOAT16, True)):
         values = torch.linspace(1, 2, 129)[:-1].bfloat16()
         assert bool(((values.float() * beta).bfloat16() < values).all()) == shrinks
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "maximize", "capturable", "differentiable"])
-def test_what_is_not_done_in_batches_is_refused(option: str) -> None:
+def test_options_without_batches_are_refused(option: str) -> None:
     with pytest.raises(ValueError, match=f"{option} = True is not accepted"):
         batched.AdamW([{"params": [nn.Parameter(torch.ones(2))], option: True}])
 

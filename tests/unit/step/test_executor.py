@@ -1,4 +1,4 @@
-"""What a step makes anew: nothing but views of gradients; and what it does when something was replaced since."""
+"""A step allocates only views of gradients; replaced storage is noticed."""
 
 from collections import Counter
 from typing import Any
@@ -40,7 +40,7 @@ class Operators(TorchDispatchMode):
 
 
 def operators(layers: int, dtype: torch.dtype = torch.float32, **options: Any) -> Counter[str]:
-    """Those of a step."""
+    """Operators of a step."""
     muon = Muon(named(layers, dtype).items(), **options)
     muon.step()
     with Operators() as found:
@@ -50,13 +50,13 @@ def operators(layers: int, dtype: torch.dtype = torch.float32, **options: Any) -
 
 @pytest.mark.parametrize("options", [{}, {"state_dtype": "bfloat16"}, {"nonfinite": "skip"}], ids=str)
 def test_a_step_makes_no_more_operators_for_more_matrices(options: dict[str, Any]) -> None:
-    """But the views of gradients that are stacks, and what a list of another dtype is converted to."""
+    """Except views of gradient stacks, and conversions of lists to another dtype."""
     few, many = operators(2, **options), operators(4, **options)
-    # Four matrices a stack: a shape's batch takes them all, in one call each of what Newton-Schulz needs.
+    # Four matrices per stack: a batch of a shape takes all stacks, with one call per operator.
     growing = {name for name in many if many[name] > few[name]}
     allowed = {"aten.view.default", "aten.slice.Tensor", "aten.empty_like.default"}
     if options.get("nonfinite") == "skip":
-        # Each tensor gets its old value back if it is skipped. Only then can a skipped matrix keep its momentum.
+        # A skipped matrix keeps its momentum only if its old values are restored.
         allowed.add("aten.where.self_out")
     assert growing <= allowed, many - few
     assert many["aten.nan_to_num_.default"] == 0
@@ -74,7 +74,7 @@ def test_stochastic_rounding_launches_no_more_for_more_matrices() -> None:
 @pytest.mark.parametrize("algorithm", ["standard", "gram", "reference"])
 @pytest.mark.parametrize("shape", [(2, 8, 24), (2, 24, 8)], ids=str)
 def test_a_result_written_over_its_input_is_the_result(algorithm: str, dtype: str, shape: tuple[int, ...]) -> None:
-    """Bit for bit, with norms that were there already."""
+    """Bit for bit, with existing norms."""
     stack = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     method, computed = Method(algorithm, dtype, (2,)), iteration("keller_jordan", 5, 1e-7)
     expected = orthogonalize(stack, computed, method)

@@ -1,4 +1,4 @@
-"""Muon plans at its first use: until then parameters may change, and afterwards `rebuild` follows them."""
+"""Muon plans at its first use: earlier changes of parameters are free, and later ones need `rebuild`."""
 
 import copy
 import io
@@ -35,7 +35,7 @@ def equal(first: dict[str, nn.Parameter], second: dict[str, nn.Parameter]) -> bo
 
 
 def trained(steps: range, seed: int = 0) -> dict[str, nn.Parameter]:
-    """Parameters after steps of a Muon that nothing happens to."""
+    """Parameters after steps of an undisturbed Muon."""
     params = parameters(seed)
     train(Muon(list(params.items()), **OPTIONS), params, steps)
     return params
@@ -50,7 +50,7 @@ def test_construction_allocates_nothing() -> None:
 
 
 def test_parameters_replaced_before_the_first_step_are_trained() -> None:
-    """As Accelerate's `prepare` does it: the model has new parameters, and they take the old ones' places in groups."""
+    """Like Accelerate's `prepare`: new parameters of the model replace the old ones in groups."""
     muon = Muon(list(parameters(1).items()), **OPTIONS)
     params = parameters()
     muon.param_groups[0]["params"] = list(params.values())
@@ -215,13 +215,13 @@ def test_flat_pieces_of_parameters_are_refused_by_their_library(attribute: str, 
 
 
 def test_a_group_with_fewer_names_than_parameters_is_refused() -> None:
-    """As ZeroRedundancyOptimizer makes it from a group with names."""
+    """Like ZeroRedundancyOptimizer's groups."""
     params = list(parameters().values())
     with pytest.raises(ValueError, match=r"2 parameters and 1 names.*ZeroRedundancyOptimizer"):
         Muon([{"params": params, "param_names": ["w"]}])
 
 
-def test_what_muon_is_not_meant_for_is_warned_of_once() -> None:
+def test_unsuitable_parameters_cause_one_warning() -> None:
     wide, thin = nn.Parameter(torch.ones(32, 32)), nn.Parameter(torch.ones(32, 4))
     with pytest.warns(UserWarning, match=r"a side under 16|embedding") as found:
         Muon([("embed_tokens.weight", wide), ("layers.0.w", thin)])

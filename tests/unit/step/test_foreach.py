@@ -1,4 +1,4 @@
-"""Which rectangle of a parameter's storage a part is."""
+"""Rectangles of a parameter's storage for its parts."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Weights in bfloat16: rounded so that they are right on average, alike on copies and after a resume."""
+"""Weights in bfloat16: rounding is right on average, and equal on replicas and after a resume."""
 
 import copy
 import math
@@ -55,7 +55,7 @@ DECAY = partial(scaled_sum, keep=0.999, alpha=0.0)
 
 
 def drawn(values: Tensor, updates: Tensor, keep: float, alpha: float, steps: range) -> Tensor:
-    """Each of these steps on the same values, (steps, *shape)."""
+    """Draws of these steps on equal values: (steps, *shape)."""
     chunk = chunk_of([values.shape], [7], torch.empty(memory_bytes(values), dtype=torch.uint8))
     found = []
     for number in steps:
@@ -85,7 +85,7 @@ def test_the_errors_of_a_matrix_are_noise_and_no_pattern() -> None:
     assert torch.linalg.matrix_norm(errors, 2) < 1.1 * 2 * math.sqrt(256) * errors.std()
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_nonfinite_values_stay_nonfinite() -> None:
     values = torch.tensor([[math.inf, -math.inf, math.nan, 1.0]]).bfloat16()
     updates = torch.zeros(1, 4)
     # All bits set, as CUDA writes it: a draw would count on from there to zero.
@@ -96,7 +96,7 @@ def test_what_is_not_finite_stays_so() -> None:
 
 
 def shrunk(**options: Any) -> float:
-    """What is left of the weights after 60 steps of decay alone, each below half a step of bfloat16."""
+    """Weights after 60 steps of decay alone, each below half a bfloat16 spacing."""
     params = parameters()
     muon = Muon(list(params.items()), lr=1e-3, weight_decay=1.0, momentum=0.0, ns_dtype="float32", **options)
     before = torch.cat([param.detach().flatten() for param in params.values()]).double().norm()
@@ -112,7 +112,7 @@ def test_updates_below_half_a_step_add_up() -> None:
     assert shrunk(rounding="nearest") == 1.0, "to the nearest, no weight ever moves"
 
 
-def test_a_resume_draws_what_the_run_would_have_drawn() -> None:
+def test_a_resume_draws_the_numbers_of_an_uninterrupted_run() -> None:
     params = parameters()
     muon = Muon(list(params.items()), **OPTIONS)
     for seed in (1, 2):
@@ -142,15 +142,15 @@ def test_a_checkpoint_from_before_draws_were_counted_is_loaded() -> None:
 
 
 def test_the_count_of_steps_is_kept_for_bfloat16_alone() -> None:
-    """Float32 weights are not rounded, and their checkpoints have the keys that they had."""
+    """Checkpoints of float32 weights keep their keys."""
     wide = {name: nn.Parameter(value) for name, value in full(0).items()}
     for params, rounding, counted in ((wide, "stochastic", False), (parameters(), "nearest", False)):
         muon = Muon(list(params.items()), rounding=rounding, **OPTIONS).build()
         assert ("step" in muon.param_groups[0]) == counted
 
 
-def test_draws_do_not_depend_on_what_is_updated_together() -> None:
-    """Two tensors in one chunk get the bits that each gets alone, and so does what is left of them in a step."""
+def test_draws_do_not_depend_on_the_batch_of_updates() -> None:
+    """Two tensors in a chunk get the same bits as alone, also after other steps."""
     values = [torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16() for shape in ((5, 7), (4, 9))]
     updates, scratch = [torch.zeros_like(value) for value in values], torch.empty(2**14, dtype=torch.uint8)
 
@@ -168,7 +168,7 @@ def test_draws_do_not_depend_on_what_is_updated_together() -> None:
 
 
 def test_a_distributed_checkpoint_has_the_count_of_steps() -> None:
-    """By parameter name, as TorchTitan saves it: what goes on from it draws what the run would have drawn."""
+    """By parameter name, like TorchTitan's: a continued run draws the original run's numbers."""
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
 
     def made() -> tuple[nn.Linear, Muon]:

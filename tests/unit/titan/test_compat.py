@@ -62,7 +62,7 @@ def _run(code: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_torchtitan_is_the_version_whose_gaps_are_closed() -> None:
+def test_torchtitan_is_the_version_of_the_workarounds() -> None:
     assert metadata.version("torchtitan") == compat.TORCHTITAN_VERSION
 
 
@@ -72,7 +72,7 @@ def test_each_gap_exists_and_is_closed() -> None:
     assert result.returncode == 0, result.stderr
     before, after = json.loads(result.stdout.splitlines()[-1])
     has_set_timeout = has_torch(2, 14)
-    # CUDA builds of torch bring it.
+    # CUDA builds of torch have triton.
     models_import = True if importlib.util.find_spec("triton") else "No module named 'triton'"
     assert before == {"device": "cuda", "set_timeout": has_set_timeout, "models": models_import}
     assert after == {
@@ -124,7 +124,7 @@ def test_memory_of_the_cpu_is_in_bytes() -> None:
 
 @cpu_only
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="triton is there, as beside CUDA builds")
-def test_a_missing_kernel_says_what_is_missing() -> None:
+def test_a_missing_kernel_is_named() -> None:
     compat.install()
     kernels = sys.modules["torchtitan.distributed.minimal_async_ep.kernels"]
     with pytest.raises(RuntimeError, match="needs triton"):
@@ -139,7 +139,7 @@ def test_fsdp_can_still_be_told_to_sum() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "llama3", "deepseek_v3"])
 def test_torchtitan_still_shards_decoders_by_one_function(family: str) -> None:
-    """It is called with what `shard` needs, and is there again afterwards."""
+    """The replacement gets the arguments for `shard`, and ends with the context."""
     import models  # noqa: F401 (registers the families)
     from titan_muon.titan.model.spec import model_spec
 
@@ -168,7 +168,7 @@ def test_spmd_backend_follows_the_torch_version(monkeypatch) -> None:
         assert compat.spmd_backend("auto") == backend
         assert compat.spmd_backend("spmd_types") == "spmd_types"
         assert compat.spmd_backend("auto", owned=True) == "partial_dtensor"
-        # Curves of owned and shard0 are then of other code, which the user must know.
+        # Curves of owned and shard0 then come from different code, and the user must know.
         assert bool(compat.spmd_note("auto", owned=True)) == (backend == "spmd_types")
         assert compat.spmd_note("auto", owned=False) == compat.spmd_note("partial_dtensor", owned=True) == ""
         assert compat.spmd_backend("auto", uneven_vocabulary=True) == "partial_dtensor"
@@ -202,7 +202,7 @@ def test_a_group_without_a_time_out_is_no_warning(recwarn) -> None:
 
 
 def init_with(monkeypatch, **environment: str) -> tuple[dict, str]:
-    """What init_process_group is called with, and TORCH_FR_BUFFER_SIZE at that moment."""
+    """Arguments of init_process_group, and TORCH_FR_BUFFER_SIZE during the call."""
     seen = {}
 
     def init_process_group(**arguments) -> None:

@@ -1,4 +1,4 @@
-"""What depends on the device is decided in one file, and a recipe can decide otherwise on any device."""
+"""Device-dependent choices are in one file, and a recipe can override them on any device."""
 
 import ast
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ import torch
 from titan_muon.titan import device
 
 TITAN = Path(device.__file__).parent
-# Gaps of the CPU and of gloo, which end with a version of TorchTitan; and a kernel that the CPU alone has.
+# Gaps of the CPU and gloo until a later TorchTitan; and a CPU-only kernel.
 ALLOWED = {TITAN / "device.py", TITAN / "compat.py", TITAN / "model" / "logits.py"}
 
 
 def branches(path: Path) -> Iterator[str]:
-    """Where a file asks which device there is, or compares one with a name."""
+    """Places in a file that ask for a device, or compare a device with a name."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and node.attr == "is_available":
             yield f"{path.name}:{node.lineno}"

@@ -125,13 +125,13 @@ class BucketTimes:
 
     Attributes:
         group: positions among all ranks of the plan.
-        pack: momentum of the local pieces, and packing for the gather.
+        pack: momentum and packing of the local pieces.
         owned: Newton-Schulz.
         copies: assembling matrices, and filling the return buffer.
         apply: decay and update of the local pieces.
-        phases: link seconds of each rank in the gather and, if any, in the return.
+        phases: link seconds in the gather and, if any, in the return.
         latency: of each collective.
-        teams: for each sliced matrix the positions of the owners, and its seconds within `owned`.
+        teams: by sliced matrix, the positions of the owners, and its seconds within `owned`.
     """
 
     group: tuple[int, ...]

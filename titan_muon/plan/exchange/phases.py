@@ -46,8 +46,8 @@ class Phase:
     """
 
     # In an all-to-all the home parcels for the rank itself come first and never travel: the split is zero, without an
-    # owned parcel. All further home parcels are a single slice of the buffer, sent without a copy. In an all-gather,
-    # with whole buffers as parts, the rank's own pieces are among the owned parcels too.
+    # owned parcel. All further home parcels are a single slice of the buffer, sent without a copy. In an all-gather the
+    # rank's own pieces are among the owned parcels too.
 
     collective: Collective
     home: tuple[Parcel, ...]
@@ -96,7 +96,6 @@ class BucketProgram:
 
     @property
     def local(self) -> bool:
-        """Whether every piece of the bucket is on this rank."""
         return len(self.bucket.group) == 1
 
     @property

@@ -57,7 +57,7 @@ class Ownership:
 
 
 def assign_owners(items: Sequence[OwnedItem], size: int) -> Ownership:
-    """Longest processing time first by FLOPs, within a limit of bytes: named owners, whole layers, then the rest.
+    """Assign longest first by FLOPs, within a limit of bytes: named owners, whole layers, then the rest.
 
     Deterministic. Raises ValueError for an owner outside the group.
     """

@@ -93,7 +93,7 @@ def _pop(heap: Heap, most: int, barred: Collection[int]) -> tuple[int, int, int]
 
 
 def balanced(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], *, small_first: bool = False) -> OwnerOf:
-    """Longest processing time first, on top of each rank's local FLOPs; groups of many ranks first.
+    """Assign longest first, on top of each rank's local FLOPs; groups of many ranks first.
 
     For a single group of all ranks, the busiest rank is within 4/3 of the optimum (Graham, 1969).
     """
@@ -132,7 +132,7 @@ def among(
 
 
 def spread(tasks: Sequence[Task]) -> Iterator[Task]:
-    """Longest first. Each class of equal tasks starts one layer later than the previous class."""
+    """Assign longest first; each class of equal tasks starts one layer later than the previous class."""
     # Ranks take the tasks of a class in turn: without the shift the first rank would get all of layer 0, in one round.
     ordered = sorted(tasks, key=lambda t: (-t.flops, t.matrix))
     for shift, (_, equal) in enumerate(groupby(ordered, key=lambda t: t.flops)):

@@ -63,7 +63,6 @@ class Simulation:
 
     @property
     def price(self) -> float:
-        """Step time in seconds, plus the price of memory."""
         priced, more = max(0, self.bytes - FREE_BYTES), max(0, self.bytes - MORE_BYTES)
         return self.seconds * (1 + (WORTH_OF_GIB * (priced - more) + WORTH_OF_MORE * more) / 2**30)
 
@@ -207,7 +206,6 @@ class _Search:
         return rounds(self._problem.tasks, count, backward=self._overlap == "backward")
 
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> Simulation:
-        """Simulate these rounds for each number of buffer sets. Returns the best simulation."""
         problem = self._problem
         if problem.sliced:
             grouped = together(grouped, problem.costs.pieces.matrices)

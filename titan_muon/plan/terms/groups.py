@@ -10,8 +10,10 @@ from .layout import Geometry
 
 @dataclass(frozen=True)
 class Assembly:
-    """`local`: ranks with all of a matrix, without communication. Otherwise each of `groups` (global ranks, ascending)
-    assembles the matrix once: one group if replicas split the work, one per replica if replicas repeat the work.
+    """The ranks to orthogonalize a matrix.
+
+    `local`: ranks with all of it, without communication. Otherwise each of `groups` (global ranks, ascending) assembles
+    the matrix: one group if replicas split the work, one per replica if replicas repeat the work.
     """
 
     local: tuple[int, ...]
@@ -42,8 +44,7 @@ def _whole(geometry: Geometry, index: int, split: bool) -> bool:
 
 
 def _by_replica(geometry: Geometry, ranks: Sequence[int], split: bool) -> tuple[tuple[int, ...], ...]:
-    # A single replica could assemble the matrix, but the result returns to every replica, and every rank can own. HSDP
-    # then divides the work by the number of replicas.
+    # The result returns to every replica, and every rank can own: HSDP divides the work by the number of replicas.
     if split:
         return (tuple(sorted(ranks)),)
     return tuple(tuple(sorted(members)) for members in geometry.by_replica(ranks))

@@ -19,7 +19,7 @@ LAUNCHES = 20
 COLLECTIVE_LAUNCHES = 10
 """Launches that take as long as a collective: checks, events and streams take about 50 us."""
 ERROR = (0.8, 1.5)
-"""Measured over modelled time: an assumption, because no GPU was measured. On gloo a step took 1 / 0.90
+"""Bounds of measured over modelled time: an assumption, because no GPU was measured. On gloo a step took 1 / 0.90
 (docs/results/timeline.md)."""
 
 
@@ -60,12 +60,10 @@ class MachineRates:
         flops: FLOP/s of large products, by dtype.
         half_side: smaller side of products with about half of `flops`.
         memory: bytes per second, read plus written.
-        node: links between ranks of a node.
-        network: links between ranks of different nodes.
+        node, network: links between ranks of a node, and of different nodes.
         launch: seconds of an empty launch.
         batch_bytes: smallest batch that fills the device.
-        host: seconds of the host for each launch.
-        host_piece: seconds of the host for each piece that the rank stores.
+        host, host_piece: seconds of the host for each launch, and for each piece that the rank stores.
         capacity: bytes of a rank's memory; 0 if unknown.
         communicators: bytes of that memory for CUDA and NCCL.
     """

@@ -33,7 +33,7 @@ class Turn(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """ORTHOGONALIZE includes the return. Local buckets run between `opening` and `turns`, during the first gathers."""
+    """The turns of a step; ORTHOGONALIZE includes the return. Local buckets run between `opening` and `turns`."""
 
     opening: tuple[Turn, ...]
     turns: tuple[Turn, ...]

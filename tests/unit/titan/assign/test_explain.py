@@ -1,4 +1,4 @@
-"""Words about a plan: what a user has to know of it before training."""
+"""The report on a plan before training."""
 
 from tests.unit.plans import plan_of
 from titan_muon.plan import summarize
@@ -8,7 +8,7 @@ from titan_muon.titan.assign.explain import plan_lines
 
 
 def said(replicas: int, shards: int, *, replicas_of: str) -> str:
-    """The lines about two experts, each whole on one rank of a replica, and two matrices that FSDP cuts."""
+    """Lines about two experts, each whole on a rank of a replica, and two FSDP-sharded matrices."""
     mesh = Mesh((replicas, shards), tuple(range(replicas * shards)))
     shapes = {"experts.w": (2, 32, 32), "wq": (32, 32), "wk": (32, 32)}
     parameters = [
@@ -19,8 +19,8 @@ def said(replicas: int, shards: int, *, replicas_of: str) -> str:
     return "\n".join(plan_lines(plan, summarize(plan)))
 
 
-def test_a_plan_that_repeats_work_says_why_and_what_would_not() -> None:
-    """Experts that are whole on one rank of each of 8 replicas are orthogonalized 8 times."""
+def test_a_plan_with_repeated_work_has_a_reason_and_a_remedy() -> None:
+    """Local experts on each of 8 replicas are orthogonalized 8 times."""
     text = said(8, 2, replicas_of="redundant")
     assert "2 matrices are whole on up to 8 replicas" in text or "4 matrices are whole on up to 8 replicas" in text
     for remedy in ("data_parallel_replicate_degree = 1", 'muon.replicas = "split"'):

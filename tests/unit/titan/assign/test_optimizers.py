@@ -1,4 +1,4 @@
-"""A recipe's optimizers: who takes which parameter, in which group, with which options, and what is refused."""
+"""A recipe's optimizers: parameters, groups, options and refusals."""
 
 import copy
 from dataclasses import replace
@@ -155,7 +155,7 @@ def test_the_router_goes_where_the_recipe_says(taker: str) -> None:
     assert any("layers.0.router.gate.weight" in group for group in names(container(recipe(router=taker), model))[taker])
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_rules_for_every_parameter_may_leave_muon_none() -> None:
 
 @pytest.fixture
 def sgd(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of an optimizer that another package registered; `foreach` holds for all of it."""
+    """Name of an optimizer registered by another package; `foreach` applies to all its parameters."""
     monkeypatch.setattr(registry.optimizers, "_values", dict(registry.optimizers._values))
     entry = registry.OptimizerEntry(lambda groups, **options: torch.optim.SGD(groups, **options), ("foreach",))
     registry.optimizers.register("their_sgd", entry)
@@ -241,7 +241,7 @@ def test_an_option_that_another_packages_optimizer_does_not_know_is_refused(sgd:
         container(of)
 
 
-def test_rules_that_disagree_on_what_holds_for_all_are_refused(sgd: str) -> None:
+def test_rules_with_different_shared_options_are_refused(sgd: str) -> None:
     of = recipe(rule("*.norm.*", sgd, lr=0.5, foreach=True), rule("tok_*", sgd, lr=0.5, foreach=False))
     with pytest.raises(RecipeError, match=r"^optimizer\.rule\[1\]\.options\.foreach: .* an earlier rule says True"):
         optimizer_config(of)
@@ -317,7 +317,7 @@ def test_splits_are_judged_by_the_whole_model() -> None:
 
 
 def test_a_stage_without_hidden_matrices_builds_muon_with_the_others(monkeypatch) -> None:
-    """Muon compares ranks when it is built: left out on one, the others would wait for it."""
+    """Muon compares ranks in its construction: other ranks would wait for a missing rank."""
     built: dict[str, list[tuple[str, ...]]] = {}
 
     def build(name: str, groups: Any, *_: Any) -> torch.optim.Optimizer:
@@ -331,7 +331,7 @@ def test_a_stage_without_hidden_matrices_builds_muon_with_the_others(monkeypatch
 
 
 def test_a_known_layout_is_split_in_the_optimizer_and_refused_with_offload_by_its_key() -> None:
-    """GPT-OSS's experts take turns in their rows, whose momentum cannot come from the host."""
+    """GPT-OSS's experts alternate in rows, whose momentum cannot come from the host."""
     experts = type("GptOssGroupedExperts", (nn.Module,), {})()
     experts.mlp1_weight_EGD = nn.Parameter(torch.zeros(2, 8, 6))
     model = Model()

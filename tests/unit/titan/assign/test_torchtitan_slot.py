@@ -12,7 +12,7 @@ from titan_muon.titan import HybridOptimizers
 
 
 def configured(**options: Any) -> Any:
-    """TorchTitan's own configuration of its debug Llama, with another optimizer."""
+    """TorchTitan's configuration of its debug Llama, with another optimizer."""
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     return dataclasses.replace(llama3_debugmodel(), optimizer=HybridOptimizers.Config(**options))
@@ -82,7 +82,7 @@ def test_torchtitans_fields_that_are_not_read_are_refused(options: dict[str, Any
 
 
 def test_an_error_of_one_stage_is_sent_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stage with the embedding alone has no matrix; the others would wait for it in Muon's first collective."""
+    """The stage with the embedding has no matrix; other stages would wait in Muon's first collective."""
     sent: list[Exception | None] = []
     monkeypatch.setattr(Agreement, "_raise_together", lambda self, fault: sent.append(fault))
     with pytest.raises(IndexError):

@@ -1,4 +1,4 @@
-"""Differences between ranks in words, experts that get no token, and norms that are not finite."""
+"""Messages about differences between ranks and experts without tokens."""
 
 from dataclasses import replace
 
@@ -63,7 +63,7 @@ class Layer(nn.Module):
 
 
 def test_dead_experts_are_named_once_until_they_get_tokens() -> None:
-    """No token in the reports of 100 steps; counts are those of a step, since nobody may have cleared them."""
+    """No token in the reports of 100 steps; counts are those of a step, because the buffers may not be cleared."""
     layer = Layer()
     loads = ExpertLoads([nn.Sequential(layer)], None, torch.device("cpu"))
     lines = {}

@@ -6,7 +6,7 @@ from titan_muon.titan.checks.curve import Curve, Report, reports_of
 
 
 def healthy(count: int, seed: int = 0) -> list[Report]:
-    """Reports of a run whose loss falls from 5.6 to 1.8 with noise; one batch in 60 is odd, as in a small recipe."""
+    """Reports of a run with a loss from 5.6 to 1.8 and noise; a batch in 60 is odd."""
     draw = random.Random(seed)
     reports = []
     for step in range(1, count + 1):
@@ -59,8 +59,8 @@ def test_an_odd_document_leaves_no_trace() -> None:
     assert curve.sound_until is None
 
 
-def test_losses_far_from_those_before_a_checkpoint_are_named() -> None:
-    """Weights that were not loaded: the loss is the one of a new model."""
+def test_losses_far_from_losses_before_a_checkpoint_are_named() -> None:
+    """Missing weights: the loss is a new model's."""
     curve = Curve(healthy(60))
     lines = warnings(curve, [Report(61, 5.66, 9.0), Report(62, 5.7, 9.0), Report(63, 5.6, 9.0)])
     (line,) = [line for line in lines if line.startswith("step 63")]

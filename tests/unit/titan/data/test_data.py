@@ -1,4 +1,4 @@
-"""Text to tokens to batches: what a training run may rely on, and what bad data is told."""
+"""Text to tokens to batches: guarantees for a training run, and errors for bad data."""
 
 import dataclasses
 import itertools
@@ -33,7 +33,7 @@ TEXTS = ["", "plain ascii\n", "naïve — ünïcode", "🙂🚀 한국어", "a\0
 
 @pytest.fixture
 def data(tmp_path: Path) -> Data:
-    """Forty documents; the bytes of each name it, so a block shows which document it came from."""
+    """Forty documents with unique bytes, so that a block identifies its documents."""
     folder = tmp_path / "text"
     folder.mkdir()
     for i in range(40):
@@ -74,7 +74,7 @@ def pairs(rows) -> list[tuple[int, int]]:
     return [(int(i), int(t)) for row in rows for i, t in zip(row[0], row[1], strict=True)]
 
 
-def test_batches_are_what_the_trainer_expects(data):
+def test_batches_have_the_trainers_format(data):
     inputs, labels = next(iter(build(data)))
     assert set(inputs) == {"input", "positions"}
     for tensor in (inputs["input"], inputs["positions"], labels):
@@ -114,7 +114,7 @@ def test_an_epoch_reads_every_prediction_once_and_drops_less_than_a_block(data):
 
 
 def test_epoch_boundary_does_not_depend_on_the_order_of_reading(data):
-    """Block k comes from k alone, whatever was read before it."""
+    """Block k depends only on k."""
     documents, corpus = opened(data)
     forward = TokenBlocks(corpus, documents.training, SEQ_LEN, seed=0)
     numbers = range(3 * forward.per_epoch)
@@ -149,7 +149,7 @@ def test_a_global_batch_is_the_same_under_any_number_of_ranks(data):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(("dp", "batch"), [(1, 4), (2, 2), (4, 1), (1, 1), (2, 8)])
 def test_a_checkpoint_resumes_at_the_next_block_under_any_layout(data, tmp_path, dp, batch):
-    """Through DCP, as TorchTitan saves it. Saved by one rank with batch 4 after 10 batches, in the second epoch."""
+    """Through DCP, like TorchTitan. Saved by a rank with batch 4 after 10 batches, in the second epoch."""
     stream = torch.cat(take(build(data, batch=4), 30))
     saved = build(data, batch=4)
     take(saved, 10)
@@ -355,7 +355,7 @@ def test_bytes_per_token_counts_text_bytes_over_predictions(data):
 
 
 def test_bytes_per_token_count_the_sequences_of_a_validation(data, tmp_path):
-    """The loss is of the first sequences alone, and two documents may differ in bytes per token."""
+    """The loss covers the first sequences only, and documents may differ in bytes per token."""
     folder = tmp_path / "two"
     folder.mkdir()
     for name in ("a", "b"):
@@ -550,7 +550,7 @@ def save_hf_tokenizer(data: Data, folder: Path, marks: dict[str, str]) -> Data:
 
 @pytest.mark.parametrize("marks", [{"bos_token": "<s>", "eos_token": "</s>"}, {"eos_token": "</s>"}])
 def test_hf_tokenizer_marks_both_ends_of_every_document(data, tmp_path, marks):
-    """A tokenizer without an opening mark opens documents with its closing one."""
+    """A tokenizer without an opening mark opens documents with its closing mark."""
     hf = save_hf_tokenizer(data, tmp_path / "hf", marks)
     tokenizer = tokenizer_config(hf).build(tokenizer_path="not this folder")
     assert isinstance(tokenizer, HuggingFaceTokenizer)

@@ -1,4 +1,4 @@
-"""What one attempt of a job leaves for the next one and for torchrun's summary."""
+"""Records of an attempt for the next attempt and torchrun's summary."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def test_a_later_attempt_ends_as_the_earlier_one_did(tmp_path: Path, monkeypatch
     attempt(tmp_path, 0, 1, monkeypatch)
     assert earlier_end() is None
     record_end("diverged", 1, first=True)
-    # Local rank 0 was ended by torchrun before it could write.
+    # torchrun ended local rank 0 before it could write.
     file = attempt(tmp_path, 1, 0, monkeypatch)
     assert earlier_end() == 1
     assert json.loads(file.read_text())["message"]["message"] == "diverged"

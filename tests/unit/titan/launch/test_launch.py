@@ -1,4 +1,4 @@
-"""How a job's processes find and watch each other, and keep other jobs out: stores in memory, ranks as threads."""
+"""Start, mutual watch and exclusion of a job's processes: stores in memory, ranks as threads."""
 
 import os
 import subprocess
@@ -54,13 +54,13 @@ SHORT = timedelta(seconds=20)
 
 
 def attempt(lasting: dist.Store, world_size: int) -> list[dist.Store]:
-    """The stores that the ranks of one attempt get, the last rank first to arrive."""
+    """Stores of the ranks of an attempt; the last rank arrives first."""
     with ThreadPoolExecutor(world_size) as pool:
         found = [pool.submit(store_of_attempt, lasting, r, world_size, SHORT) for r in reversed(range(world_size))]
         return [each.result() for each in found]
 
 
-def test_an_attempt_does_not_read_what_an_earlier_one_wrote() -> None:
+def test_an_attempt_does_not_read_keys_of_an_earlier_attempt() -> None:
     """All ranks of an attempt must share a store, in which nothing is left of the attempt before."""
     lasting = dist.HashStore()
     first, second = attempt(lasting, 3), attempt(lasting, 3)
@@ -72,7 +72,7 @@ def test_an_attempt_does_not_read_what_an_earlier_one_wrote() -> None:
 
 
 def test_an_attempt_that_was_cut_off_does_not_mislead_the_next() -> None:
-    """Ranks that arrived without their rank 0, and were killed, must not be counted."""
+    """Killed ranks that arrived without their rank 0 do not count."""
     lasting = dist.HashStore()
     dist.PrefixStore("titan_muon/attempts", lasting).add("arrivals", 1)
     stores = attempt(lasting, 2)
@@ -126,7 +126,7 @@ def test_late_ranks_are_named(signs: dict[int, Sign], silent: set[int], expected
 def test_a_silent_rank_is_named_once_and_ended(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of three ranks that share a store one stops: one line must name it, and only its process be ended."""
+    """One of three ranks with a common store stops: one line names the rank, and only its process ends."""
     killed: list[int] = []
     monkeypatch.setattr(watchdog_module.os, "kill", lambda pid, number: killed.append(pid))
     store = dist.HashStore()
@@ -151,7 +151,7 @@ def test_a_silent_rank_is_named_once_and_ended(
 def test_a_rank_that_hangs_beside_its_peers_ends_after_a_failure_of_theirs(
     failed: type[Exception] | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It waits for no peer, so no collective fails on it, and SIGTERM only asks it to end after the step."""
+    """The rank waits for no peer, so no collective fails, and SIGTERM only requests an end after the step."""
     ended: list[str] = []
 
     def end(code: int) -> None:
@@ -178,7 +178,7 @@ def test_a_rank_that_hangs_beside_its_peers_ends_after_a_failure_of_theirs(
 
 
 def test_an_error_that_follows_from_another_ranks_error_names_that_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    """gloo says `Connection reset by peer` on rank 0 when rank 1 fails in its forward."""
+    """gloo says `Connection reset by peer` on rank 0 after rank 1's failure."""
     store = dist.TCPStore("localhost", 0, is_master=True)
     ranks = [Watchdog(store, rank, 2, first_timeout=9, timeout=9) for rank in range(2)]
     ranks[1]._name_first_failure(ValueError("in the forward of rank 1"))
@@ -188,7 +188,7 @@ def test_an_error_that_follows_from_another_ranks_error_names_that_rank(capfd: p
 
 
 def test_a_late_rank_that_lives_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
-    """It looks for late ranks itself, from another stage than those who wait for it."""
+    """The late rank also looks for late ranks, at another stage than the waiting ranks."""
     store = dist.HashStore()
     with Watchdog(store, 0, 2, first_timeout=1, timeout=1) as ahead, Watchdog(store, 1, 2, first_timeout=1, timeout=1):
         ahead.advance()

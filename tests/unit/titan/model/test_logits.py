@@ -17,7 +17,7 @@ from titan_muon.titan.model.logits import ObservedDenseAttention, ObservedFlexAt
 STARTS = ((0, 7, 40), (0, 1, 47))
 SCALE = 0.3
 LONGEST = 46
-"""Tokens of the longest document: keys that a query can see."""
+"""Tokens of the longest document: visible keys of a query."""
 
 
 def qkv(kv_heads: int, value_dim: int) -> list[torch.Tensor]:
@@ -31,7 +31,7 @@ def qkv(kv_heads: int, value_dim: int) -> list[torch.Tensor]:
 
 
 def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Logits that the masks leave, -inf elsewhere: (batch, heads, queries, keys)."""
+    """Unmasked logits, -inf elsewhere: (batch, heads, queries, keys)."""
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     found = torch.einsum("binh,bjnh->bnij", q, k) * SCALE
     document = torch.stack([(row == 0).cumsum(0) for row in _positions(*STARTS)])
@@ -45,7 +45,7 @@ def observer(inner: Any, heads: int = 4) -> Any:
     return inner.train()
 
 
-def test_logits_are_kept_where_a_pipeline_puts_back_what_its_trial_run_did() -> None:
+def test_logits_are_kept_although_a_pipeline_undoes_its_trial_run() -> None:
     inner = observer(ObservedDenseAttention.Config().build())
     assert [name for name, _ in inner.named_buffers()] == ["logits_max"]
     assert inner.state_dict() == {}
@@ -76,8 +76,8 @@ def test_dense_attention_keeps_the_largest_logits_and_computes_the_same(
     torch.testing.assert_close(gradients, torch.autograd.grad((expected * weights).sum(), (q, k, v)))
 
 
-def test_flex_attention_keeps_what_its_kernel_tells() -> None:
-    """The kernel that tells it runs on GPUs alone; here stands in what it tells."""
+def test_flex_attention_keeps_the_logits_of_its_kernel() -> None:
+    """The kernel runs on GPUs only; the test replaces its output."""
     q, k, v = qkv(2, 8)
     inner = observer(ObservedFlexAttention.Config().build())
     asked = []

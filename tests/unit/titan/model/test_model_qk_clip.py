@@ -32,7 +32,7 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def build(family: str, threshold: float = 100.0, checkpoint: str = "none", backend: str | None = None) -> Any:
-    """The tiny model of a family that keeps its logits, and its QKClip."""
+    """The tiny model of a family with kept logits, and its QKClip."""
     section = sections.QKClip(mode="clip", threshold=threshold)
     spec = model_spec(family, "tiny", vocab_size=VOCAB, on_cpu=True)
     spec.model.layers = spec.model.layers[:2]
@@ -59,7 +59,7 @@ def build(family: str, threshold: float = 100.0, checkpoint: str = "none", backe
 
 
 def train(model: Any) -> None:
-    """Forward and backward of one batch."""
+    """Forward and backward of a batch."""
     drawn, positions = tokens()
     model(drawn, positions=positions, attention_masks=model.get_attention_masks(positions)).square().mean().backward()
 
@@ -83,14 +83,14 @@ def exact_logits(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def full_queries(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Latent attention with one query projection, as Moonlight has it."""
+    """Latent attention with one query projection, like Moonlight's."""
     module = models._family("deepseek_v3")
     monkeypatch.setitem(module.FLAVORS, "tiny", replace(module.FLAVORS["tiny"], q_rank=0))
     return "deepseek_v3"
 
 
 def fused_projections(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Llama with one projection to queries, keys and values."""
+    """Llama with a fused projection to queries, keys and values."""
     module = models._family("llama3")
     monkeypatch.setattr(module, "make_gqa_config", partial(_fused, module.make_gqa_config))
     return "llama3"
@@ -112,7 +112,7 @@ FAMILIES = {
 def test_heads_above_the_threshold_are_brought_to_it_and_others_stay(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the first layer, whose input no clip changes: the same batch again has the logits that clipping promises."""
+    """In the first layer, with an unclipped input: the same batch has the promised logits again."""
     family = FAMILIES[kind](monkeypatch)
     model, clip = build(family)
     with exact_logits(model) as found:
@@ -132,7 +132,7 @@ def test_heads_above_the_threshold_are_brought_to_it_and_others_stay(
     assert (seen <= before + torch.tensor(41.0).log()).all()
     factors = (clip.threshold / seen).clamp(max=1.0)
     shared = factors.view(4, 2).amin(1).repeat_interleave(2)
-    # Queries by their own factor, and the keys of a group by the smallest: the root of each, as alpha is one half.
+    # Queries by their own factor, keys of a group by the smallest: square roots, because alpha is one half.
     torch.testing.assert_close(after, before * (factors * shared).sqrt())
     assert (after[above] <= clip.threshold).all()
 
@@ -168,7 +168,7 @@ def test_every_layer_of_every_family_is_observed() -> None:
         assert len(found) == len(spec.model.layers)
 
 
-def test_without_qk_clip_a_model_is_what_it_was() -> None:
+def test_without_qk_clip_a_model_is_unchanged() -> None:
     spec = model_spec("llama3", "tiny", on_cpu=True)
     before = [type(layer.attention.inner_attention) for layer in spec.model.layers]
     observe_logits(spec.model, sections.QKClip())

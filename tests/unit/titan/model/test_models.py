@@ -1,4 +1,4 @@
-"""The models: their names, and the matrices that Muon finds in each."""
+"""The models: names, and Muon's matrices."""
 
 from collections import Counter
 

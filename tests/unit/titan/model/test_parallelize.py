@@ -1,4 +1,4 @@
-"""What cannot run is refused when the model is put together, with the key and what to do."""
+"""Impossible models are refused early, with the key and a remedy."""
 
 import dataclasses
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_the_given_specification_is_left_alone() -> None:
 
 
 def test_owners_are_weighed_by_the_algorithm_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU `auto` takes the Gram iteration for a wide matrix, which costs less than the standard one."""
+    """On a GPU `auto` takes the Gram iteration for a wide matrix, at a lower cost."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     flops = {device: _flops(Recipe(), device)(1024, 8192) for device in ("cpu", "cuda")}
     assert flops["cpu"] == standard_flops(1024, 8192, 5)
@@ -78,7 +78,7 @@ def test_owners_are_weighed_by_the_algorithm_that_runs(monkeypatch: pytest.Monke
 def test_a_dry_run_balances_owners_by_the_costs_of_the_device_that_it_plans_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    """The Gram iteration is worth it elsewhere on GPUs, and other costs make other owners."""
+    """The Gram iteration pays for other shapes on GPUs, and other costs give other owners."""
     # After `titan.model`, which prepares TorchTitan for the CPU.
     from titan_muon.titan.dry_run.meta_model import build_meta_model
 
@@ -89,7 +89,7 @@ def test_a_dry_run_balances_owners_by_the_costs_of_the_device_that_it_plans_for(
 
 
 def test_a_dry_run_counts_a_tied_embedding_once(tmp_path: Path) -> None:
-    """Sharding makes two parameters of it under spmd_types, which torch from 2.14 on takes by itself."""
+    """Under spmd_types sharding splits the parameter into two, except with torch 2.14 and newer."""
     from titan_muon.titan.dry_run.meta_model import build_meta_model
 
     tied = tiny.recipe(tmp_path, model__flavor="0.6B")

@@ -1,4 +1,4 @@
-"""Pipeline stages: initial values that do not depend on the cut, and what cannot be cut is refused."""
+"""Pipeline stages: initial values independent of the cut, and refusals."""
 
 import copy
 import dataclasses

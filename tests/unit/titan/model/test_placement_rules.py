@@ -1,4 +1,4 @@
-"""Placement rules: the first that matches decides, what it names is owned, and what cannot be is refused."""
+"""Placement rules: the first match decides, its parameters are owned, and impossible owners are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shard0(match: str, owner: object = "balanced") -> PlacementRule:
     return PlacementRule(match=match, placement="shard0", owner=owner)  # type: ignore[arg-type]
 
 
-def test_the_first_rule_that_matches_decides_and_what_none_matches_follows_the_choice() -> None:
+def test_the_first_matching_rule_decides_and_other_parameters_follow_the_choice() -> None:
     rules = [shard0("layers.1.*"), owned("*.wq", 1), owned("*.norm", "layer")]
     found = placed(NAMES, {"layers.1.wq", "head"}, rules)
     assert found == {"layers.0.wq": 1, "layers.0.norm": "layer", "head": "balanced"}
@@ -108,7 +108,7 @@ def test_an_owner_that_is_no_rank_is_refused() -> None:
 
 @contextmanager
 def tensor_parallel() -> Iterator[tuple[Block, DeviceMesh]]:
-    """A block whose matrices tensor parallelism cuts and whose norms it replicates, on FSDP 2 x TP 2."""
+    """A block with tensor-parallel matrices and replicated norms, on FSDP 2 x TP 2."""
     # On an equal mesh DTensor would take the groups of another test.
     compat.forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -124,8 +124,8 @@ def tensor_parallel() -> Iterator[tuple[Block, DeviceMesh]]:
         dist.destroy_process_group()
 
 
-def test_one_rank_holds_what_tensor_parallelism_cuts_and_each_what_it_replicates() -> None:
-    """Owners are among the ranks of both, and what is replicated counts on each of the ranks that have it."""
+def test_one_rank_holds_tensor_parallel_matrices_and_every_rank_replicated_ones() -> None:
+    """Owners are ranks of both axes; a replicated matrix counts on each of its ranks."""
     with tensor_parallel() as (block, mesh):
         rules = [owned("norm?.*", 3), owned("wq.weight", 3), owned("wk.weight")]
         owners = Owners(block, mesh=mesh["shard"], params=[], rules=rules, tensor_parallel="whole")
@@ -162,7 +162,7 @@ RULES = [
 
 
 def model_of(folder: Path, ranks: int, rules: list[dict[str, object]], **values: object) -> dict[str, object]:
-    """A recipe's parameters on rank 0 of so many."""
+    """A recipe's parameters on rank 0 of `world`."""
     # After `titan.model`, which prepares TorchTitan for the CPU.
     from titan_muon.titan.dry_run.meta_model import build_meta_model
 
@@ -172,8 +172,8 @@ def model_of(folder: Path, ranks: int, rules: list[dict[str, object]], **values:
     return dict(build_meta_model(tiny.recipe(folder, **values), ranks).parameters)
 
 
-def test_a_recipes_rules_place_what_they_name(tmp_path: Path) -> None:
-    """Whatever `placement.muon` is; norms, which AdamW takes, too."""
+def test_a_recipes_rules_place_their_parameters(tmp_path: Path) -> None:
+    """For any `placement.muon`, and also norms of AdamW."""
     params = model_of(tmp_path, 2, RULES[:2])
     names = {name for name, p in params.items() if is_owned(p)}  # type: ignore[arg-type]
     assert names == {n for n in params if n.startswith("layers") and n.endswith((".wo.weight", "_norm.weight"))}

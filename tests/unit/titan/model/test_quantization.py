@@ -1,4 +1,4 @@
-"""Float8: what a recipe asks for reaches TorchTitan's converters, and what hardware lacks is refused with its key."""
+"""Float8: recipe keys reach TorchTitan's converters, and missing hardware is an error with the key."""
 
 import sys
 import types
@@ -69,7 +69,7 @@ def test_possible_float8_is_accepted(
 def test_a_torchao_that_knows_no_recipes_is_none(
     known: dict[str, None], found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With it TorchTitan warns, and trains without float8."""
+    """TorchTitan would warn and train without float8."""
     monkeypatch.setattr(quantization, "Float8Linear", object)
     module = types.SimpleNamespace(Float8LinearConfig=types.SimpleNamespace(**known))
     monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))

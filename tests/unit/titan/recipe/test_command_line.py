@@ -99,7 +99,7 @@ def test_a_bad_override_is_one_error_and_prints_nothing(
 # The command line
 
 
-def test_the_command_line_names_the_recipe_and_what_to_do_with_it(tmp_path: Path) -> None:
+def test_the_command_line_names_the_recipe_and_the_action(tmp_path: Path) -> None:
     path = write(tmp_path, "[muon]\nlr = 0.5")
     plain = parse(["--config", path, "--muon.momentum", "0.1"])
     assert plain == Command(config=path, recipe=load(path, ["--muon.momentum", "0.1"]))

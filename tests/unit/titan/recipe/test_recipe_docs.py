@@ -23,7 +23,7 @@ START, END = (
 
 
 def meanings(table: type) -> dict[str, str]:
-    """The docstring of each field of a dataclass and its bases. They are text below a field, which no object keeps."""
+    """Docstrings of the fields of a dataclass and its bases, from the source: no object has them."""
     found: dict[str, str] = {}
     for owner in table.__mro__[-2::-1]:
         (definition,) = ast.parse(inspect.getsource(owner)).body

@@ -1,4 +1,4 @@
-"""What a recipe refuses beyond wrong types: values, relations between keys, and degrees that do not fit."""
+"""Refusals beyond types: values, relations between keys, and degrees."""
 
 import dataclasses
 import importlib.metadata
@@ -371,7 +371,7 @@ def test_boundary_values_are_accepted(tmp_path: Path) -> None:
     assert (recipe.muon.momentum, recipe.checkpoint.keep_latest_k) == (0.0, 2)
 
 
-# What the library refuses
+# Refusals of the library
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_degrees_that_do_not_fit_are_refused(changes: dict[str, int], world_size
     assert [part for part in parts if part not in message] == []
 
 
-def test_the_global_batch_is_a_multiple_of_what_the_ranks_take_at_once() -> None:
+def test_the_global_batch_is_a_multiple_of_the_ranks_local_batches() -> None:
     recipe = Recipe(training=sections.Training(local_batch_size=4, global_batch_size=16))
     check_degrees(recipe, 2)
     check_degrees(recipe, 4)

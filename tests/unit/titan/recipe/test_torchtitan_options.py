@@ -51,7 +51,7 @@ MADE_OF = {"model_spec": "model", "hf_assets_path": "model", "tokenizer": "data"
 
 
 def left_out() -> set[str]:
-    """What the page names as left out: keys, or a key and one of its values."""
+    """Keys, or keys with a value, that the page lists as left out."""
     rows = PAGE.read_text(encoding="utf-8").split(HEADING)[1].split("\n## ")[0]
     return {
         name

@@ -42,7 +42,7 @@ REPORT = StepReport(
 
 @pytest.fixture
 def reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunMetrics:
-    """The metrics of a run of 20 steps on 4 ranks, 2 of them data parallel, as its first rank has them."""
+    """Metrics of a run of 20 steps on 4 ranks, 2 of them data parallel, on its first rank."""
     monkeypatch.setattr(metrics.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(metrics, "_get_metrics_rank", lambda **_: 0)
     config = RunMetrics.Config(log_freq=10, enable_tensorboard=False, disable_color_printing=True, total_steps=20)
@@ -87,7 +87,7 @@ def test_step_is_recorded_and_shown(reporter: RunMetrics, tmp_path: Path, capsys
 
 
 def test_mfu_is_shown_on_gpus(reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """MFU is FLOPs done over those that all ranks could do."""
+    """MFU: FLOPs over the possible FLOPs of all ranks."""
     reporter.gpu_peak_flops = 12_800.0
     reporter.log_step(REPORT)
     assert record(tmp_path)["mfu"] == pytest.approx(256 * 100 / (4 * 12_800), rel=0.02)
@@ -239,7 +239,7 @@ def test_first_and_last_steps_are_always_reported(reporter: RunMetrics) -> None:
 
 
 def test_records_are_on_disk_at_once(tmp_path: Path) -> None:
-    """A process that dies must lose no record, so a record is in the file as soon as it is logged."""
+    """A dying process must lose no record."""
     JsonLines(tmp_path / "metrics.jsonl").log({"loss": 1.0}, 7)
     assert record(tmp_path) == {"step": 7, "loss": 1.0}
 
@@ -273,7 +273,7 @@ def test_timer_adds_up_each_phase_and_forgets() -> None:
 
 
 class StubWandb(types.ModuleType):
-    """wandb as TorchTitan's logger uses it; keeps what a run is begun with."""
+    """wandb for TorchTitan's logger; records the arguments of a run's start."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -327,7 +327,7 @@ def test_wandb_run_that_the_user_names_is_kept(tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_no_warning_is_taken_for_noise(level: int, text: str, shown: bool) -> None:
-    """Warnings must be shown but for those listed by their own words."""
+    """Only listed warnings are hidden."""
     record = logging.LogRecord("torchtitan", level, "", 0, text, None, None)
     assert _Useful().filter(record) == shown
 
@@ -371,7 +371,7 @@ def test_signal_stops_after_the_step_and_handlers_come_back() -> None:
 
 
 def test_second_ctrl_c_ends_at_once_but_not_its_echo() -> None:
-    """What torchrun passes on within the same press must not kill; a press later must."""
+    """A Ctrl-C forwarded by torchrun does not kill; a later one does."""
     with StopSignals(None, announce=False) as stop:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""A run that is continued trains with its recipe's hyperparameters, not the checkpoint's, and says what changed."""
+"""A continued run trains with the recipe's hyperparameters, not the checkpoint's, and lists changes."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
@@ -45,7 +45,7 @@ def world_of_one() -> Iterator[None]:
 
 
 class Run:
-    """The parts of a run that a checkpoint is about."""
+    """The parts of a run in a checkpoint."""
 
     def __init__(
         self, recipe: Recipe, folder: Path, *, resume: Path | None = None, exclude: tuple[str, ...] = ()

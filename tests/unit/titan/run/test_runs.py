@@ -50,7 +50,7 @@ def shard(checkpoint: Path) -> Path:
 
 
 def test_whole_checkpoint_has_no_flaw(tmp_path: Path) -> None:
-    """What PyTorch has saved must be accepted."""
+    """A checkpoint saved by PyTorch is accepted."""
     save(tmp_path, 3)
     assert flaw(tmp_path / "checkpoint" / "step-3") is None
 
@@ -74,7 +74,7 @@ def test_torn_checkpoint_is_found_out(tmp_path: Path, damage: object, named: str
 
 
 def test_exported_model_is_not_a_checkpoint_to_continue(tmp_path: Path) -> None:
-    """A checkpoint of the model alone must be refused with the key that made it so."""
+    """A model-only checkpoint is refused with its key."""
     save(tmp_path, 3, full=False)
     assert "last_save_model_only" in (flaw(tmp_path / "checkpoint" / "step-3") or "")
 
@@ -161,7 +161,7 @@ def test_latest_continues_the_same_experiment_only(
 
 
 def test_a_batch_of_fixed_size_may_be_cut_otherwise(tmp_path: Path) -> None:
-    """Sequences at once are a layout where the batch is fixed, and the batch itself where it is not."""
+    """Local batch size is a layout if the batch is fixed, and otherwise the batch itself."""
     fixed = {"training__global_batch_size": 8}
     run = Path(start(tiny.recipe(tmp_path, **fixed)).folder)
     save(run, 3)
@@ -173,13 +173,13 @@ def test_a_batch_of_fixed_size_may_be_cut_otherwise(tmp_path: Path) -> None:
 
 
 def test_the_file_latest_stands_for_the_newest_run(tmp_path: Path) -> None:
-    """Its path has no character that a shell treats specially, and no name that changes."""
+    """The path has no special character for a shell, and no changing name."""
     run = finished_run(tmp_path, 3)
     assert open_run(tiny.recipe(tmp_path, checkpoint__load=str(run.parent / "latest"))).folder == str(run)
 
 
 def test_earlier_step_is_continued_beside_the_run(tmp_path: Path) -> None:
-    """Going back to a step must not overwrite what the run computed after it."""
+    """Later results are not overwritten."""
     run = finished_run(tmp_path, 3, 6, 9)
     found = start(tiny.recipe(tmp_path, checkpoint__load=str(run), checkpoint__load_step=3))
     assert found.folder != str(run)
@@ -190,7 +190,6 @@ def test_earlier_step_is_continued_beside_the_run(tmp_path: Path) -> None:
 
 
 def test_changed_recipe_is_kept_beside_the_new_one(tmp_path: Path) -> None:
-    """A run continued with another recipe must keep the one that it had."""
     run = finished_run(tmp_path, 3)
     changed = tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=5)
     start(changed)
@@ -211,7 +210,7 @@ def test_changed_recipe_is_kept_beside_the_new_one(tmp_path: Path) -> None:
     ],
 )
 def test_an_impossible_continuation_is_one_clear_error(tmp_path: Path, values: dict[str, object], named: str) -> None:
-    """A folder or a step that is not there, or torn when it was asked for, must be refused with the key."""
+    """A missing or torn folder or step is refused with the key."""
     run = finished_run(tmp_path, 3, 6, 9)
     shard(run / "checkpoint" / "step-9").unlink()
     real = {"RUN": str(run), "CORPUS": str(tmp_path / "corpus")}
@@ -223,7 +222,7 @@ def test_an_impossible_continuation_is_one_clear_error(tmp_path: Path, values: d
 
 
 def test_a_restart_goes_on_with_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attempt after a crash must continue the job's folder, all of it, whatever the recipe asked to load."""
+    """The next attempt continues the job's folder, for any `checkpoint.load`."""
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     run = finished_run(tmp_path, 3, 6)
     other = start(tiny.recipe(tmp_path))
@@ -237,7 +236,7 @@ def test_a_restart_goes_on_with_its_own_run(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two jobs with `load = "latest"` must not write to one folder."""
+    """Two jobs with `load = "latest"` must not share a folder."""
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     run = finished_run(tmp_path, 3)
 
@@ -252,7 +251,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("enable", [False, True])
 def test_the_group_of_asynchronous_checkpoints_is_told_from_others(tmp_path: Path, enable: bool) -> None:
-    """It must keep a time-out of its own; without checkpoints there is none."""
+    """The group keeps its own time-out; without checkpoints there is no group."""
     others = {"dataloader": None, "model_parts": [], "optimizers": None, "lr_schedulers": None, "sd_adapter": None}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -265,7 +264,7 @@ def test_the_group_of_asynchronous_checkpoints_is_told_from_others(tmp_path: Pat
 
 
 def test_only_a_new_folder_is_discarded(tmp_path: Path) -> None:
-    """A run that cannot begin must take its new folder away, and leave a continued one as it was."""
+    """The new folder of a run that cannot begin is removed, and a continued folder is unchanged."""
     run = finished_run(tmp_path, 3)
     kept = (run / "metrics.jsonl").read_text()
     discard(open_run(tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=5)))
@@ -285,12 +284,12 @@ options = { betas = [0.5, 0.5] }
 
 
 def names(folder: Path, *recipes: Recipe, given: tuple[str, ...] = ()) -> list[str]:
-    """What stands behind the time in the folders of runs that are started one after the other."""
+    """Differences in the folder names of runs started one after the other."""
     return [Path(start(recipe, given).folder).name.partition("_")[2] for recipe in recipes]
 
 
-def test_a_run_is_named_after_what_differs_from_the_run_before(tmp_path: Path) -> None:
-    """A user edits one file and runs it again: TensorBoard's list must say which run is which."""
+def test_a_run_is_named_after_differences_from_the_run_before(tmp_path: Path) -> None:
+    """A user edits a file and runs again: TensorBoard's list distinguishes the runs."""
     owned, tensor = {"placement__muon": "owned"}, {"parallelism__tensor_parallel_degree": 2}
     edited = [{}, owned, owned | tensor, owned | tensor, tensor | {"muon__lr": 0.5}, {}]
     assert names(tmp_path, *(tiny.recipe(tmp_path, **values) for values in edited)) == [
@@ -303,7 +302,7 @@ def test_a_run_is_named_after_what_differs_from_the_run_before(tmp_path: Path) -
     ]
 
 
-def test_a_run_is_named_after_what_the_command_line_changed(tmp_path: Path) -> None:
+def test_a_run_is_named_after_the_keys_of_the_command_line(tmp_path: Path) -> None:
     recipe = tiny.recipe(tmp_path, training__steps=4, dump_folder=str(tmp_path / "other"), metrics__log_freq=1)
     given = keys_of_the_command_line(tmp_path / "tiny.toml", recipe)
     assert given == ("dump_folder", "training.steps"), "log_freq is what the file says"
@@ -314,7 +313,7 @@ def test_a_run_is_named_after_what_the_command_line_changed(tmp_path: Path) -> N
 
 
 def test_the_command_line_comes_first_in_a_name_and_is_no_edit_of_the_file(tmp_path: Path) -> None:
-    """A run without options after one with options is the plain recipe; history never hides what the user set."""
+    """A run without options after a run with options is the plain recipe; user overrides are always shown."""
     plain, fast = tiny.recipe(tmp_path), tiny.recipe(tmp_path, muon__lr=0.5)
     assert names(tmp_path, plain) == [""]
     assert names(tmp_path, fast, given=("muon.lr",)) == ["muon.lr=0.5"]
@@ -341,8 +340,8 @@ def test_names_of_folders_are_short_and_plain(tmp_path: Path) -> None:
     assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_=.,+-")
 
 
-def test_the_newest_run_is_found_by_its_time_and_not_by_what_differs(tmp_path: Path) -> None:
-    """Of two runs of one second as well, and whatever is written behind the time."""
+def test_the_newest_run_is_found_by_time_and_not_by_differences(tmp_path: Path) -> None:
+    """Also for two runs of one second, with any differences in the names."""
     for name in ("20260101-000000_a=z", "20260101-000000-2", "20250101-000000_z=z", "20260101-000000-3_a=a"):
         save(tmp_path / "runs" / "tiny" / name, 3)
     found = open_run(tiny.recipe(tmp_path, checkpoint__load="latest"))
@@ -351,7 +350,7 @@ def test_the_newest_run_is_found_by_its_time_and_not_by_what_differs(tmp_path: P
     assert [path.name for path in run_folders(runs)][1:3] == ["20260101-000000-2", "20260101-000000_a=z"]
 
 
-def test_runs_of_one_second_are_numbered_whatever_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_one_second_are_numbered_for_any_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.strftime", lambda form: "20260101-000000")
     first = start(tiny.recipe(tmp_path)).folder
     second = start(tiny.recipe(tmp_path, placement__muon="owned")).folder
@@ -359,7 +358,7 @@ def test_runs_of_one_second_are_numbered_whatever_differs(tmp_path: Path, monkey
 
 
 def test_a_recipe_of_an_older_version_is_compared_by_its_defaults(tmp_path: Path) -> None:
-    """A key that it does not know had the default; one that is gone differs; a file that is torn says nothing."""
+    """An unknown new key has the default, a removed key differs, and a torn file has no differences."""
     recipe = Recipe(training=sections.Training(steps=6))
     for number, text in enumerate(("[muon]\nlr = 0.001\n", "not TOML")):
         (tmp_path / f"{number}.toml").write_text(text)

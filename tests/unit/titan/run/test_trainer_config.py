@@ -1,4 +1,4 @@
-"""What a recipe asks for reaches TorchTitan's configuration under the same name, or is refused with its key."""
+"""A recipe's keys reach TorchTitan's configuration under the same names, or are refused with the key."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -117,7 +117,7 @@ def test_the_global_batch_is_the_same_on_every_number_of_ranks(world_size: int, 
 
 
 @pytest.mark.parametrize(("passes", "accumulated"), [(1, ""), (2, ", in 2 passes")])
-def test_the_start_says_what_a_step_trains_on(passes: int, accumulated: str, tmp_path: Path) -> None:
+def test_the_start_prints_the_batch_of_a_step(passes: int, accumulated: str, tmp_path: Path) -> None:
     trainer = SimpleNamespace(
         config=config(tmp_path, training__local_batch_size=3, training__seq_len=500),
         parallel_dims=SimpleNamespace(dp_replicate=2, dp_shard=4),
@@ -149,7 +149,7 @@ def test_the_start_counts_the_whole_model_and_names_each_pipeline_rank(
 def test_parameters_on_the_host_have_a_backend_beside_that_of_a_device(
     accelerator: bool, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU torch refuses a second one."""
+    """On the CPU torch refuses a second backend."""
     asked: list[bool] = []
     monkeypatch.setattr(job, "on_accelerator", lambda: accelerator)
     monkeypatch.setattr(compat, "init_distributed", lambda *args, cpu_backend, **options: asked.append(cpu_backend))

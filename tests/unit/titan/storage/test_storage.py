@@ -77,7 +77,7 @@ def test_checksums_name_every_file_and_a_whole_checkpoint_loads(checkpoint: Path
 
 
 def test_no_flipped_bit_of_any_file_passes(checkpoint: Path) -> None:
-    """300 x 3 random bits: each must be found without an error that escapes, in `.metadata` before it is unpickled."""
+    """300 x 3 random bits: each is noticed without an escaping error, in `.metadata` before unpickling."""
     draw = random.Random(0)
     for name in (METADATA, "__0_0.distcp"):
         good = (checkpoint / name).read_bytes()
@@ -136,7 +136,7 @@ def test_missing_and_short_files_are_named(checkpoint: Path) -> None:
 
 
 def test_hostile_metadata_runs_no_code(checkpoint: Path, tmp_path: Path) -> None:
-    """Without checksums, which an attacker can write as well."""
+    """Without checksums, because an attacker can write these too."""
     (checkpoint / CHECKSUMS).unlink()
     sign = tmp_path / "ran"
     (checkpoint / METADATA).write_bytes(pickle.dumps(Bomb(sign)))
