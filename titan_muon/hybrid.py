@@ -282,6 +282,9 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         groups, and like `Muon.load_state_dict`.
         """
         with after_pre_hooks(self, state_dict) as loaded:
+            if missing := {"state", "param_groups"} - loaded.keys():
+                absent = " and no ".join(sorted(missing, reverse=True))
+                raise ValueError(f"state_dict: has no {absent}; pass what state_dict() returned")
             saved = loaded["param_groups"]
             mine = [(group[OPTIMIZER], group["param_names"]) for group in self.param_groups]
             theirs = [(group.get(OPTIMIZER), group.get("param_names")) for group in saved]

@@ -292,6 +292,11 @@ def test_the_table_has_the_optimizer_and_reason_of_each_parameter() -> None:
     assert "looked up" in rows["embed.weight"]
 
 
+def test_a_state_dict_without_its_parts_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match=r"^state_dict: has no state and no param_groups; pass what state_dict\(\)"):
+        Hybrid(Decoder(), **OPTIONS).load_state_dict({})
+
+
 def test_the_table_names_parameters_that_nobody_trains() -> None:
     model = Decoder()
     model.embed.weight.requires_grad_(False)
