@@ -13,7 +13,6 @@ from typing import Any, Never, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from . import registry
@@ -343,9 +342,9 @@ class Muon(SkipsSteps, Optimizer):
         All ranks call `state_dict` together. With plain tensors alone, as under DDP, one rank may call `state_dict`.
         Before the first step the state is empty, like torch's. Raises ValueError like `check_last_step`.
         """
-        params = (parameter for group in self.param_groups for parameter in group["params"])
-        # Trainer and Lightning save on rank 0 alone under DDP, and the other ranks would miss in a collective.
-        self._check_last_step(alone=not any(isinstance(parameter, DTensor) for parameter in params))
+        # Trainer and Lightning save on rank 0 alone under DDP, and the other ranks would miss in a collective. The plan
+        # decides, because it is equal on all ranks, also on a rank without parameters.
+        self._check_last_step(alone=self._engine is None or all(p.plain for p in self.plan.parameters))
         self.synchronize()
         return super().state_dict()
 

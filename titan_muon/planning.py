@@ -14,13 +14,13 @@ from torch import Tensor
 from . import registry
 from .features import check_features, skips
 from .options import Machine, MuonOptions, OptionError
-from .orthogonalize import Dispatch, Iteration, Method, kernels_for
+from .orthogonalize import Dispatch, Iteration, kernels_for
 from .plan.planner import make_plan
 from .plan.search.state import with_state_ranks
 from .plan.terms.blocks import blocks_reason
 from .plan.terms.layout import Geometries
 from .plan.terms.machine import MachineRates, machine_of
-from .plan.terms.types import Matrix, Parameter, Plan
+from .plan.terms.types import Plan
 from .plan.terms.work import FLOAT32_PASSES, Passes, Work, WorkOf, traffic
 from .rules import check_rule, rule_of, sliced_names
 from .state.eight_bit import check_eight_bit
@@ -76,8 +76,11 @@ def arithmetic_of(params: Sequence[TrainedParam], plan: Plan, options: MuonOptio
     iterations = tuple(iteration_of(trained.group) for trained in params)
     dispatch = dispatch_of(device_of(params), options)
     first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
-    examples = (first[work] for work in range(len(plan.works)))
-    return Arithmetic(iterations, tuple(_method(dispatch, m, iterations[m.parameter]) for m in examples))
+    methods = []
+    for matrix in (first[work] for work in range(len(plan.works))):
+        count = 1 if matrix.slice is None else matrix.slice.count
+        methods.append(dispatch.choose(*matrix.whole_shape, iterations[matrix.parameter].steps, count))
+    return Arithmetic(iterations, tuple(methods))
 
 
 def plan_step(
@@ -101,7 +104,11 @@ def plan_step(
         check_eight_bit(tensor, parameter, options)
     check_not_owned(dict(named), options)
     dtypes = frozenset(tensor.dtype for _, tensor in named)
-    plan = plan_parameters(parameters, iterations, dispatch, options, kept, passes_of(dtypes, options, dispatch.device))
+    passes, machine = passes_of(dtypes, options, dispatch.device), planning_machine(options.machine, dispatch.device)
+    work_of = _work_of(iterations, dispatch, options.wire_bytes)
+    # The planner does not know names registered by packages.
+    known = replace(options, exchange=registry.exchange_entry(options.exchange).pattern)
+    plan = make_plan(with_state_ranks(parameters, known, work_of, kept), work_of, known, machine, passes)
     check_rule(options, plan)
     check_prescaled(options, plan, iterations)
     check_features(options, plan, [fqn for fqn, tensor in named if without_groups(tensor)])
@@ -120,22 +127,6 @@ def check_prescaled(options: MuonOptions, plan: Plan, iterations: Sequence[Itera
             f"= {scaled[0]!r} begins with a scaling of whole matrices, which orthogonalize = 'reference' and slices do "
             f"not have{sliced}; choose another set, or orthogonalize = 'auto' and split_over = 1",
         )
-
-
-def plan_parameters(
-    parameters: Sequence[Parameter],
-    iterations: Sequence[Iteration],
-    dispatch: Dispatch,
-    options: MuonOptions,
-    kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-    passes: Passes = FLOAT32_PASSES,
-) -> Plan:
-    """The plan of a step on the planner's parameters."""
-    # The planner does not know names registered by packages.
-    pattern = registry.exchange_entry(options.exchange).pattern
-    machine = planning_machine(options.machine, dispatch.device)
-    work_of, options = _work_of(iterations, dispatch, options.wire_bytes), replace(options, exchange=pattern)
-    return make_plan(with_state_ranks(parameters, options, work_of, kept), work_of, options, machine, passes)
 
 
 def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str) -> Passes:
@@ -182,11 +173,6 @@ def planning_machine(options: Machine, device: str) -> MachineRates:
             problem = f"= {options.file!r} cannot be read ({error}); name the machine.json that `make gpu` wrote"
             raise OptionError("machine.file", problem) from error
     return machine_of(options, device, measured)
-
-
-def _method(dispatch: Dispatch, matrix: Matrix, computed: Iteration) -> Method:
-    count = 1 if matrix.slice is None else matrix.slice.count
-    return dispatch.choose(*matrix.whole_shape, computed.steps, count)
 
 
 def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: int) -> WorkOf:

@@ -292,7 +292,33 @@ def test_the_table_has_the_optimizer_and_reason_of_each_parameter() -> None:
     assert "looked up" in rows["embed.weight"]
 
 
+def test_a_state_dict_without_its_parts_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match=r"^state_dict: has no state and no param_groups; pass what state_dict\(\)"):
+        Hybrid(Decoder(), **OPTIONS).load_state_dict({})
+
+
 def test_the_table_names_parameters_that_nobody_trains() -> None:
     model = Decoder()
     model.embed.weight.requires_grad_(False)
     assert Hybrid(model, **OPTIONS).table().splitlines()[-1] == "not trained (requires_grad is False): embed.weight"
+
+
+@pytest.mark.parametrize("first", ["adamw", "muon"])
+def test_adamw_does_not_wait_for_the_report_of_muons_step_now(first: str) -> None:
+    """A report is read before it is sent again, in any order of the two optimizers."""
+    model = nn.ModuleDict({"up": nn.Linear(8, 8, bias=first == "muon"), "norm": nn.LayerNorm(8)})
+    if first == "adamw":
+        model = nn.ModuleDict({"norm": model["norm"], "up": model["up"]})
+    optimizer = Hybrid(model).build()
+    assert next(iter(optimizer.optimizers)) == first
+    report = optimizer.optimizers["muon"].engine.rank.report  # type: ignore[attr-defined]
+    calls: list[str] = []
+    for name in ("read", "send"):
+        method = getattr(report, name)
+        setattr(report, name, lambda name=name, method=method: [calls.append(name), method()][1])
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        calls.clear()
+        optimizer.step()
+        assert calls[-1] == "send"

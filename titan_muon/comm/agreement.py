@@ -162,6 +162,11 @@ class Agreement:
             reports[other] = message[0]
         return digests, reports
 
+    def distinct(self, value: T) -> list[T]:
+        """The different values of all ranks of the world, in the order of ranks. All ranks call this together."""
+        digests, values = self._exchange(value)
+        return [values[digest] for digest in dict.fromkeys(digests)]
+
     def together(self, build: Callable[[], T]) -> T:
         """The result of `build` on this rank.
 

@@ -8,6 +8,7 @@ from enum import IntEnum
 from torch import Tensor
 
 from ..tensors.dtensor import local
+from ..tensors.names import listed
 from ..tensors.storage import TrainedParam, placement_key
 
 
@@ -127,5 +128,4 @@ def check_faults(names: Sequence[str], faults: Sequence[Fault], allowed: Collect
 
 def names_with(names: Sequence[str], faults: Sequence[Fault], fault: Fault) -> str:
     """The first five names with this fault, and the number of further names."""
-    faulty = [name for name, current in zip(names, faults, strict=True) if current == fault]
-    return f"{', '.join(faulty[:5])}{f' and {len(faulty) - 5} more' if len(faulty) > 5 else ''}"
+    return listed([name for name, current in zip(names, faults, strict=True) if current == fault])

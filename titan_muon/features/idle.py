@@ -23,11 +23,10 @@ from ..step.feature import Feature
 from ..step.foreach import Rectangle, rectangle_of
 from ..step.gradients import Step
 from ..step.stages import RankStages, Stages
+from ..tensors.names import listed
 
 IDLE_STEPS = 20
 """Steps in a row with a gradient of zeros after which a matrix is named."""
-LISTED = 5
-"""Most names in a warning."""
 ZERO, ACTIVE = 1, 2
 """States of a gradient. A matrix without a holder among the ranks has state 0."""
 
@@ -125,11 +124,10 @@ class Idle(Feature):
             return
         self._named = self._named | new
         names = [self._name(number) for number in new.nonzero().flatten().tolist()]
-        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
         warnings.warn(
-            f"{', '.join(names[:LISTED])}{more}: the gradient was zero in each of {IDLE_STEPS} steps, so the matrix "
+            f"{listed(names)}: the gradient was zero in each of {IDLE_STEPS} steps, so the matrix "
             "gets no update (idle = 'hold'); look for an expert without tokens, or a branch that the loss does not use",
-            stacklevel=5,
+            stacklevel=7,
         )
 
     def _name(self, number: int) -> str:

@@ -13,7 +13,7 @@ from ..options import HYPERPARAMETERS, Hyperparameters, MuonOptions, OptionError
 from ..orthogonalize import Iteration, iteration
 from ..tensors.matrices import stack_of
 from ..tensors.mesh import flattened_by
-from ..tensors.names import LOOKED_UP, canonical_fqn
+from ..tensors.names import LOOKED_UP, canonical_fqn, listed
 from ..tensors.storage import STEP
 from .host import resolved
 
@@ -146,13 +146,9 @@ def doubts_of(group: Mapping[str, Any]) -> Iterator[str]:
     looked_up = [fqn for fqn, _ in trained if any(fnmatchcase(fqn, pattern) for pattern in LOOKED_UP)]
     if looked_up:
         yield (
-            f"{_some(looked_up)}: an embedding or output head by its name, which Muon is not meant for; give it to "
+            f"{listed(looked_up, 3)}: an embedding or output head by its name, which Muon is not meant for; give it to "
             "AdamW, or give the model to titan_muon.Hybrid"
         )
     thin = [f"{fqn} ({'x'.join(map(str, p.shape))})" for fqn, p in trained if p.ndim == 2 and min(p.shape) < THINNEST]
     if thin:
-        yield f"{_some(thin)}: a side under {THINNEST}, so that Muon does little for it"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        yield f"{listed(thin, 3)}: a side under {THINNEST}, so that Muon does little for it"

@@ -66,7 +66,7 @@ def steps(rank: int, world_size: int, setup: Setup, experts: bool) -> list[Step]
     stacks = with_experts(model, mesh) if experts else {}
     named = {**params, **stacks}
     replicas = "redundant" if setup.replicas > 1 else "split"
-    optimizer = Muon(named.items(), orthogonalize="reference", replicas=replicas, **MUON).build()
+    optimizer = Muon(named.items(), orthogonalize="reference", replicas=replicas, idle="hold", **MUON).build()
     reference = {name: nn.Parameter(gather(p)) for name, p in named.items()}
     loose = {name: list(p.detach()) if p.ndim == 3 else [p.detach()] for name, p in reference.items()}
     alone = torch.optim.Muon(

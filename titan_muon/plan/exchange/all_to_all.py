@@ -40,7 +40,7 @@ class AllToAll(Pattern):
     def routes(self, matrix: int, pieces: Pieces) -> Routes:
         """Gather from the owner's replica, return to all replicas."""
         # The pieces of a single replica suffice, but without the result replicas would diverge.
-        return Routes((pieces.geometry(matrix).replica.__getitem__, _everywhere))
+        return Routes((pieces.geometry(matrix).replica.__getitem__, lambda rank: 0))
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
         kinds = self._kinds(bucket, pieces)
@@ -210,10 +210,6 @@ class _Direction:
                 itself = rank in workers
                 amounts.peers = max(amounts.peers, len(workers) - itself)
                 amounts.peers_near = max(amounts.peers_near, near[amounts.key][self._pieces.node(rank)] - itself)
-
-
-def _everywhere(rank: int) -> Hashable:
-    return 0
 
 
 def _totals(gather: _Amounts, back: _Amounts, owned: KindCounts, calls: int, stored: int) -> BucketTotals:

@@ -68,6 +68,12 @@ def print_help(schema: type, default: Any, description: str | None, prog: str) -
     raise AssertionError("tyro exits once it has printed the help")
 
 
+def print_completion(schema: type, default: Any, shell: str, prog: str) -> NoReturn:
+    """Print a script that completes the flags of `schema` in a shell, then exit with status 0."""
+    _tyro(schema, default, ["--tyro-print-completion", shell], prog=prog)
+    raise AssertionError("tyro exits once it has printed the script")
+
+
 def _tyro(schema: type, default: Any, arguments: Sequence[str], **options: Any) -> Any:
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_words_of)

@@ -323,6 +323,13 @@ def test_the_command_line_comes_first_in_a_name_and_is_no_edit_of_the_file(tmp_p
     assert name.startswith("training.steps=4,momentum=0.5")
 
 
+def test_a_default_of_an_earlier_version_is_no_difference_in_a_name(tmp_path: Path) -> None:
+    start(tiny.recipe(tmp_path, muon__eps=1e-7))
+    assert names(tmp_path, tiny.recipe(tmp_path)) == [""]
+    start(tiny.recipe(tmp_path, muon__eps=0.5))
+    assert names(tmp_path, tiny.recipe(tmp_path)) == ["muon.eps=1e-14"]
+
+
 def test_a_minus_stays_in_a_name(tmp_path: Path) -> None:
     recipe = tiny.recipe(tmp_path, training__local_batch_size=-1, training__global_batch_size=8)
     given = ("training.local_batch_size", "training.global_batch_size")
