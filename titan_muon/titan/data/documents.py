@@ -167,7 +167,9 @@ class Documents:
                 key = hashlib.blake2b(content, digest_size=16).digest()
                 state.update(key)
                 keys.append(int.from_bytes(key[:8], "little"))
-                _warn_of_bytes(file, content)
+                # The standard library has a few sources in other encodings, on purpose.
+                if self.data.source == "files":
+                    _warn_of_bytes(file, content)
         with atomic(path) as temporary, open(temporary, "wb") as stream:
             np.savez(stream, digest=np.array(state.hexdigest()), keys=np.array(keys, dtype=np.uint64))
 

@@ -253,7 +253,7 @@ def _batch(trainer: MuonTrainer) -> str:
     training, dims, passes = trainer.config.training, trainer.parallel_dims, trainer.gradient_accumulation_steps
     sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard * passes
     accumulated = f", in {passes} passes" if passes > 1 else ""
-    return f"{sequences:,} sequences ({sequences * training.seq_len:,} tokens{accumulated})"
+    return f"{plural(sequences, 'sequence')} ({sequences * training.seq_len:,} tokens{accumulated})"
 
 
 @dataclass(frozen=True)
