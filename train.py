@@ -36,7 +36,7 @@ def main(command: Command) -> int:
     from titan_muon.titan.run import job
 
     assert command.config is not None, "a command without a recipe is refused"
-    return job.run(command.recipe, keys_of_the_command_line(command.config, command.recipe))
+    return job.run(command.recipe, keys_of_the_command_line(command.config, command.recipe), quiet=command.quiet)
 
 
 if __name__ == "__main__":

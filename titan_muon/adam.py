@@ -302,14 +302,19 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
 
 class GradientCare:
-    """Reports missing and non-finite gradients of AdamW: with the report of the Muon `carrier`, or alone."""
+    """Reports missing and non-finite gradients of AdamW: with the report of the Muon `carrier`, or alone.
+
+    `follows`: whether AdamW steps after the carrier.
+    """
 
     def __init__(self, adamw: AdamW) -> None:
         self._adamw = adamw
         self.carrier: Muon | None = None
+        self.follows = False
         # By place, because for example Accelerate replaces the parameters of groups.
         self._frozen = [not parameter.requires_grad for parameter in self._params]
         self._own: FaultReport | None = None
+        self._places = list[int]()
         self._numbers = torch.empty(0, dtype=torch.int64, device="cpu")
 
     @property
@@ -323,13 +328,15 @@ class GradientCare:
         checked the gradients. Returns () bool on the device: whether the step changes nothing; None for a normal step.
         """
         report, start = self._report()
-        faults = [self._fault(p, frozen=frozen) for p, frozen in zip(self._params, self._frozen, strict=True)]
-        if any(faults):
+        params = self._params
+        grads = [parameter.grad for parameter in params]
+        if any(grad is None for grad in grads):
+            faults = [self._fault(p, frozen=frozen) for p, frozen in zip(params, self._frozen, strict=True)]
             if not report.is_shared:
                 self._adamw.told(faults)
             report.add(faults, start)
         if not scaled:
-            skipped = self._nonfinite(report, start, skipped)
+            skipped = self._nonfinite(grads, report, start, skipped)
         if self.carrier is None:
             report.send()
         return skipped
@@ -337,7 +344,9 @@ class GradientCare:
     def _report(self) -> tuple[FaultReport, int]:
         """The report, and the index of AdamW's first parameter there. Raises ValueError for the last step."""
         if self.carrier is not None:
-            self.carrier.engine.raise_pending()
+            # A Muon that steps before AdamW has raised, and the host would wait for the report of this step.
+            if not self.follows:
+                self.carrier.engine.raise_pending()
             report = self.carrier.engine.rank.report
             return report, report.start_of(self._adamw)
         if self._own is None:
@@ -345,7 +354,8 @@ class GradientCare:
             self._own = FaultReport(self._adamw.names(), {}, {}, device, Agreement())
         faults = self._own.read()
         self._own.clear()
-        self._adamw.told(faults)
+        if any(faults):
+            self._adamw.told(faults)
         return self._own, 0
 
     def _fault(self, parameter: Tensor, *, frozen: bool) -> Fault:
@@ -355,14 +365,17 @@ class GradientCare:
         outside = isinstance(parameter, DTensor) and parameter.device_mesh.get_coordinate() is None
         return Fault.NONE if outside else Fault.NO_GRADIENT
 
-    def _nonfinite(self, report: FaultReport, start: int, skipped: Tensor | None) -> Tensor | None:
-        grads = {i: g for i, p in enumerate(self._params) if p.grad is not None and (g := local(p.grad)).numel() > 0}
-        if not grads:
+    def _nonfinite(
+        self, grads: Sequence[Tensor | None], report: FaultReport, start: int, skipped: Tensor | None
+    ) -> Tensor | None:
+        stored = [(start + i, g) for i, grad in enumerate(grads) if grad is not None and (g := local(grad)).numel() > 0]
+        if not stored:
             return skipped
-        norms = torch.stack(torch._foreach_norm(list(grads.values()), math.inf))
+        norms = torch.stack(torch._foreach_norm([grad for _, grad in stored], math.inf))
         broken = norms.isfinite().logical_not_().to(report.device, non_blocking=True)
-        if self._numbers.numel() != len(grads) or self._numbers.device != report.device:
-            self._numbers = torch.tensor([start + index for index in grads], device=report.device)
+        places = [place for place, _ in stored]
+        if self._places != places or self._numbers.device != report.device:
+            self._places, self._numbers = places, torch.tensor(places, device=report.device)
         # A norm over all gradients has its own error.
         faulty = broken if skipped is None else broken & ~skipped
         report.add_where(self._numbers, faulty, Fault.NOT_FINITE)

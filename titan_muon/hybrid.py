@@ -122,18 +122,19 @@ class OfParts:
                 optimizer.skip_unless_finite(norm)
 
     def _carry(self) -> None:
+        order = list(self.parts.optimizers.values())
         for muon in self._muons[:1]:
             others = {name: o for name, o in self.parts.optimizers.items() if isinstance(o, AdamW)}
             muon.carry(others)
             for adamw in others.values():
-                adamw.care.carrier = muon
+                adamw.care.carrier, adamw.care.follows = muon, order.index(adamw) > order.index(muon)
 
     def check_replicas(self, own: Iterable[str] = ()) -> None:
         """As `Muon.check_replicas`, for the parameters and states of all optimizers."""
         for optimizer in self.parts.optimizers.values():
             if isinstance(optimizer, Muon | AdamW):
                 optimizer.synchronize()
-        separate = [parameter.fqn for muon in self._muons for parameter in muon.plan.parameters if parameter.own]
+        separate = [parameter.fqn for muon in self._muons for parameter in muon.plan.parameters if parameter.separate]
         check_equal(self.parts.optimizers, Agreement(), (*own, *separate))
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -281,6 +282,9 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         groups, and like `Muon.load_state_dict`.
         """
         with after_pre_hooks(self, state_dict) as loaded:
+            if missing := {"state", "param_groups"} - loaded.keys():
+                absent = " and no ".join(sorted(missing, reverse=True))
+                raise ValueError(f"state_dict: has no {absent}; pass what state_dict() returned")
             saved = loaded["param_groups"]
             mine = [(group[OPTIMIZER], group["param_names"]) for group in self.param_groups]
             theirs = [(group.get(OPTIMIZER), group.get("param_names")) for group in saved]

@@ -13,7 +13,6 @@ from typing import Any, Never, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from . import registry
@@ -22,7 +21,7 @@ from .comm.clip import SkipsSteps
 from .comm.equality import check_equal
 from .comm.exchange import Exchange
 from .comm.faults import STORAGE_FAULTS, Fault
-from .comm.replicas import unequal_tensors
+from .comm.replicas import separate_layouts
 from .comm.report import Carried
 from .engine import Engine, engine_of, report_of
 from .features import features_of_step
@@ -282,7 +281,7 @@ class Muon(SkipsSteps, Optimizer):
         plain tensors that each rank trains separately.
         """
         self.synchronize()
-        separate = [parameter.fqn for parameter in self.plan.parameters if parameter.own]
+        separate = [parameter.fqn for parameter in self.plan.parameters if parameter.separate]
         check_equal({"muon": self}, self._agreed, (*own, *separate))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -343,9 +342,9 @@ class Muon(SkipsSteps, Optimizer):
         All ranks call `state_dict` together. With plain tensors alone, as under DDP, one rank may call `state_dict`.
         Before the first step the state is empty, like torch's. Raises ValueError like `check_last_step`.
         """
-        params = (parameter for group in self.param_groups for parameter in group["params"])
-        # Trainer and Lightning save on rank 0 alone under DDP, and the other ranks would miss in a collective.
-        self._check_last_step(alone=not any(isinstance(parameter, DTensor) for parameter in params))
+        # Trainer and Lightning save on rank 0 alone under DDP, and the other ranks would miss in a collective. The plan
+        # decides, because it is equal on all ranks, also on a rank without parameters.
+        self._check_last_step(alone=self._engine is None or all(p.plain for p in self.plan.parameters))
         self.synchronize()
         return super().state_dict()
 
@@ -382,9 +381,7 @@ class Muon(SkipsSteps, Optimizer):
             self._agreement.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group before `build`. Raises ValueError afterwards, and like the constructor."""
-        if self._engine is not None:
-            raise ValueError("Muon has planned all its parameters: build a new optimizer with the new group")
+        """Add a group. A built optimizer plans again, on all ranks together. Raises ValueError like the constructor."""
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         super().add_param_group(named_group(param_group, self.param_groups, alone=alone))
         try:
@@ -395,6 +392,8 @@ class Muon(SkipsSteps, Optimizer):
             raise
         for doubt in doubts_of(self.param_groups[-1]):
             warnings.warn(doubt, stacklevel=4)
+        if self._engine is not None:
+            self.rebuild()
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
@@ -421,8 +420,8 @@ class Muon(SkipsSteps, Optimizer):
         together = self._agreement.together
         self._options = together(lambda: checked(self.param_groups, self._options, self._rule.check))
         params = together(self._trained_params)
-        own = unequal_tensors(params, self._agreement)
-        plan, geometries = together(lambda: checked_plan(params, self._options, own, self._agreed.rank))
+        separate = separate_layouts(params, self._agreement)
+        plan, geometries = together(lambda: checked_plan(params, self._options, separate, self._agreed.rank))
         params = together(lambda: with_states(params, plan.parameters, self.state, self._options))
         report = report_of(plan, geometries, params, self._options, self.param_groups, self._carried)
         rank = self._agreement.rank

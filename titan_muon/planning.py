@@ -14,13 +14,13 @@ from torch import Tensor
 from . import registry
 from .features import check_features, skips
 from .options import Machine, MuonOptions, OptionError
-from .orthogonalize import Dispatch, Iteration, Method, kernels_for
+from .orthogonalize import Dispatch, Iteration, kernels_for
 from .plan.planner import make_plan
 from .plan.search.state import with_state_ranks
 from .plan.terms.blocks import blocks_reason
 from .plan.terms.layout import Geometries
 from .plan.terms.machine import MachineRates, machine_of
-from .plan.terms.types import Matrix, Parameter, Plan
+from .plan.terms.types import Layout, Plan
 from .plan.terms.work import FLOAT32_PASSES, Passes, Work, WorkOf, traffic
 from .rules import check_rule, rule_of, sliced_names
 from .state.eight_bit import check_eight_bit
@@ -36,8 +36,8 @@ from .tensors.mesh import without_groups
 from .tensors.storage import TrainedParam, storage_fault
 
 
-def plan_of(params: Sequence[TrainedParam], options: MuonOptions, own: Collection[str] = ()) -> Plan:
-    """The plan of a step. `own`: plain tensors that differ between ranks."""
+def plan_of(params: Sequence[TrainedParam], options: MuonOptions, separate: Mapping[str, Layout]) -> Plan:
+    """The plan of a step. `separate`: from `separate_layouts`."""
     if not params:
         # For example a pipeline stage with the embedding alone.
         return Plan((), (), (), (), 1, options.wire_bytes, ())
@@ -46,7 +46,7 @@ def plan_of(params: Sequence[TrainedParam], options: MuonOptions, own: Collectio
     named = [(trained.fqn, trained.param) for trained in params]
     kept = {trained.fqn: ranks for trained in params if (ranks := kept_by(trained))}
     dispatch = dispatch_of(device_of(params), options)
-    return plan_step(named, iterations, dispatch, options, own, kept)
+    return plan_step(named, iterations, dispatch, options, separate, kept)
 
 
 def check_one_device(params: Sequence[TrainedParam]) -> None:
@@ -76,8 +76,11 @@ def arithmetic_of(params: Sequence[TrainedParam], plan: Plan, options: MuonOptio
     iterations = tuple(iteration_of(trained.group) for trained in params)
     dispatch = dispatch_of(device_of(params), options)
     first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
-    examples = (first[work] for work in range(len(plan.works)))
-    return Arithmetic(iterations, tuple(_method(dispatch, m, iterations[m.parameter]) for m in examples))
+    methods = []
+    for matrix in (first[work] for work in range(len(plan.works))):
+        count = 1 if matrix.slice is None else matrix.slice.count
+        methods.append(dispatch.choose(*matrix.whole_shape, iterations[matrix.parameter].steps, count))
+    return Arithmetic(iterations, tuple(methods))
 
 
 def plan_step(
@@ -85,23 +88,27 @@ def plan_step(
     iterations: Sequence[Iteration],
     dispatch: Dispatch,
     options: MuonOptions,
-    own: Collection[str] = (),
+    separate: Mapping[str, Layout] = MappingProxyType({}),
     kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Plan:
     """The plan of a step on (name, parameter) pairs, each with a Newton-Schulz iteration.
 
-    `own`: plain tensors that are no replicas. `kept`: present state ranks by name, if not all holders. Never
-    communicates: parameters may be on the meta device and the fake process group. Raises ValueError for a parameter
-    without matrices, and for a split without a match or with a mismatched shape.
+    `separate`: from `separate_layouts`. `kept`: present state ranks by name, if not all holders. Never communicates:
+    parameters may be on the meta device and the fake process group. Raises ValueError for a parameter without matrices,
+    and for a split without a match or with a mismatched shape.
     """
     check_splits((fqn for fqn, _ in named), options.split)
-    parameters = [planned(fqn, tensor, options.split, own=fqn in own) for fqn, tensor in named]
+    parameters = [planned(fqn, tensor, options.split, separate.get(fqn)) for fqn, tensor in named]
     check_offload(parameters, options)
     for (_, tensor), parameter in zip(named, parameters, strict=True):
         check_eight_bit(tensor, parameter, options)
     check_not_owned(dict(named), options)
     dtypes = frozenset(tensor.dtype for _, tensor in named)
-    plan = plan_parameters(parameters, iterations, dispatch, options, kept, passes_of(dtypes, options, dispatch.device))
+    passes, machine = passes_of(dtypes, options, dispatch.device), planning_machine(options.machine, dispatch.device)
+    work_of = _work_of(iterations, dispatch, options.wire_bytes)
+    # The planner does not know names registered by packages.
+    known = replace(options, exchange=registry.exchange_entry(options.exchange).pattern)
+    plan = make_plan(with_state_ranks(parameters, known, work_of, kept), work_of, known, machine, passes)
     check_rule(options, plan)
     check_prescaled(options, plan, iterations)
     check_features(options, plan, [fqn for fqn, tensor in named if without_groups(tensor)])
@@ -120,22 +127,6 @@ def check_prescaled(options: MuonOptions, plan: Plan, iterations: Sequence[Itera
             f"= {scaled[0]!r} begins with a scaling of whole matrices, which orthogonalize = 'reference' and slices do "
             f"not have{sliced}; choose another set, or orthogonalize = 'auto' and split_over = 1",
         )
-
-
-def plan_parameters(
-    parameters: Sequence[Parameter],
-    iterations: Sequence[Iteration],
-    dispatch: Dispatch,
-    options: MuonOptions,
-    kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-    passes: Passes = FLOAT32_PASSES,
-) -> Plan:
-    """The plan of a step on the planner's parameters."""
-    # The planner does not know names registered by packages.
-    pattern = registry.exchange_entry(options.exchange).pattern
-    machine = planning_machine(options.machine, dispatch.device)
-    work_of, options = _work_of(iterations, dispatch, options.wire_bytes), replace(options, exchange=pattern)
-    return make_plan(with_state_ranks(parameters, options, work_of, kept), work_of, options, machine, passes)
 
 
 def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str) -> Passes:
@@ -184,11 +175,6 @@ def planning_machine(options: Machine, device: str) -> MachineRates:
     return machine_of(options, device, measured)
 
 
-def _method(dispatch: Dispatch, matrix: Matrix, computed: Iteration) -> Method:
-    count = 1 if matrix.slice is None else matrix.slice.count
-    return dispatch.choose(*matrix.whole_shape, computed.steps, count)
-
-
 def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: int) -> WorkOf:
     def work(index: int, rows: int, cols: int, slices: int = 1, /) -> Work:
         steps = iterations[index].steps
@@ -208,10 +194,10 @@ def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: in
 
 
 def checked_plan(
-    params: Sequence[TrainedParam], options: MuonOptions, own: Collection[str], rank: int
+    params: Sequence[TrainedParam], options: MuonOptions, separate: Mapping[str, Layout], rank: int
 ) -> tuple[Plan, Geometries]:
     """The plan, and the pieces of the parameters."""
-    plan = plan_of(params, options, own)
+    plan = plan_of(params, options, separate)
     geometries = Geometries(plan.parameters)
     check_storage(params, geometries, options, rank)
     return plan, geometries

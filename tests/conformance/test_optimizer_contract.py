@@ -93,7 +93,7 @@ every_input = pytest.mark.parametrize("keywords", inputs())
 @both
 @every_input
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_steps_are_those_of_torchs_muon(make: Callable[..., Any], keywords: dict[str, Any], dtype: torch.dtype) -> None:
+def test_steps_equal_torchs_muon(make: Callable[..., Any], keywords: dict[str, Any], dtype: torch.dtype) -> None:
     params, others = weights(dtype), weights(dtype)
     theirs = torch.optim.Muon(params, **keywords)
     options = {"orthogonalize": "reference", "rounding": "nearest", "wire_dtype": "float32"}

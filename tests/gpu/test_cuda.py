@@ -54,7 +54,7 @@ def test_orthogonalization_is_that_of_float64_on_the_cpu(
 
 @on_every_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_what_is_not_finite_is_set_to_zero(dtype: torch.dtype, target: Target) -> None:
+def test_nonfinite_matrices_are_set_to_zero(dtype: torch.dtype, target: Target) -> None:
     stack = random(3, 8, 6).to(dtype)
     stack[1, 2, 3] = math.nan
     placed = target.placed(stack)

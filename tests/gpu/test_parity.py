@@ -82,7 +82,7 @@ def test_an_update_that_a_rank_loses_is_a_fault_there() -> None:
 
 
 @pytest.mark.parametrize(("world", "number"), [(1, 4), (2, 11), (3, 4), (4, 13), (8, 13)])
-def test_layouts_are_those_that_the_ranks_allow(world: int, number: int) -> None:
+def test_layouts_fit_the_number_of_ranks(world: int, number: int) -> None:
     found = parity.cases(world)
     assert len(found) == number
     for case in found:
@@ -90,7 +90,7 @@ def test_layouts_are_those_that_the_ranks_allow(world: int, number: int) -> None
         assert len(case.placements) == len(case.mesh)
 
 
-def test_nccl_says_which_groups_are_open() -> None:
+def test_nccl_lists_open_groups() -> None:
     """The private name for counting communicators."""
     if not hasattr(dist, "ProcessGroupNCCL"):
         pytest.skip("needs a CUDA build of PyTorch")

@@ -273,7 +273,7 @@ def test_a_group_cannot_be_added() -> None:
         Hybrid(Decoder(), **OPTIONS).add_param_group({"params": [nn.Parameter(torch.ones(4, 4))]})
 
 
-def test_what_looks_wrong_is_warned_of() -> None:
+def test_suspicious_assignments_cause_warnings() -> None:
     model = Decoder()
     model.layers[0].up = nn.Linear(16, 8)
     model.layers[0].down = nn.Linear(8, 16, bias=False)
@@ -284,7 +284,7 @@ def test_what_looks_wrong_is_warned_of() -> None:
         Hybrid(Decoder())
 
 
-def test_the_table_says_who_takes_what_and_why() -> None:
+def test_the_table_has_the_optimizer_and_reason_of_each_parameter() -> None:
     table = Hybrid(Decoder(), **OPTIONS).table()
     rows = {line.split()[0]: line for line in table.splitlines()}
     assert rows["layers.*.up.weight"].split()[-2:] == ["hidden", "matrix"]
@@ -292,7 +292,33 @@ def test_the_table_says_who_takes_what_and_why() -> None:
     assert "looked up" in rows["embed.weight"]
 
 
+def test_a_state_dict_without_its_parts_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match=r"^state_dict: has no state and no param_groups; pass what state_dict\(\)"):
+        Hybrid(Decoder(), **OPTIONS).load_state_dict({})
+
+
 def test_the_table_names_parameters_that_nobody_trains() -> None:
     model = Decoder()
     model.embed.weight.requires_grad_(False)
     assert Hybrid(model, **OPTIONS).table().splitlines()[-1] == "not trained (requires_grad is False): embed.weight"
+
+
+@pytest.mark.parametrize("first", ["adamw", "muon"])
+def test_adamw_does_not_wait_for_the_report_of_muons_step_now(first: str) -> None:
+    """A report is read before it is sent again, in any order of the two optimizers."""
+    model = nn.ModuleDict({"up": nn.Linear(8, 8, bias=first == "muon"), "norm": nn.LayerNorm(8)})
+    if first == "adamw":
+        model = nn.ModuleDict({"norm": model["norm"], "up": model["up"]})
+    optimizer = Hybrid(model).build()
+    assert next(iter(optimizer.optimizers)) == first
+    report = optimizer.optimizers["muon"].engine.rank.report  # type: ignore[attr-defined]
+    calls: list[str] = []
+    for name in ("read", "send"):
+        method = getattr(report, name)
+        setattr(report, name, lambda name=name, method=method: [calls.append(name), method()][1])
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        calls.clear()
+        optimizer.step()
+        assert calls[-1] == "send"

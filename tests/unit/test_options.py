@@ -62,7 +62,7 @@ def test_a_state_dict_of_nothing_is_refused_in_words() -> None:
         muon.load_state_dict({})
 
 
-def test_muon_keeps_what_it_was_given() -> None:
+def test_muon_keeps_its_arguments() -> None:
     given = MuonOptions(lr=0.5, ns_steps=3, exchange="all_gather", missing_grad="skip", machine=Machine(tflops=1.0))
     keywords = {item.name: getattr(given, item.name) for item in fields(given)}
     muon = Muon([("w", Parameter(torch.zeros(4, 4)))], **keywords)
@@ -130,7 +130,7 @@ def test_a_groups_own_value_is_checked_too(group: dict[str, Any]) -> None:
         Muon([{"params": [Parameter(torch.zeros(4, 4))], "param_names": ["w"], **group}])
 
 
-def test_what_is_not_given_is_not_checked() -> None:
+def test_absent_options_are_not_checked() -> None:
     check(Hyperparameters, {"momentum": 0.9})
     with pytest.raises(OptionError, match="momentum"):
         check(Hyperparameters, {"momentum": -0.9})

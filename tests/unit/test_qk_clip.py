@@ -73,7 +73,7 @@ def test_the_largest_of_several_passes_counts_and_a_new_step_begins_anew() -> No
             torch.testing.assert_close(weight, expected[name], msg=lambda said, name=name: f"{name}: {said}")
 
 
-def test_a_rank_that_computes_some_heads_observes_those() -> None:
+def test_a_rank_with_some_heads_observes_these_heads() -> None:
     weights = whole_weights()
     expected = clipped(weights, [1.0, 1.0, 1.0, 1.0, 400.0, 200.0], 100.0, 0.5)
     clip = QKClip([layer(weights)])
@@ -147,6 +147,6 @@ def test_a_layer_that_nothing_observes_is_an_error_in_the_first_step() -> None:
         (lambda: QKClip([AttentionLayer("a", 2)]).observe("a", torch.ones(3)), "a: has 2 heads, and not 3 from 0 on"),
     ],
 )
-def test_what_cannot_be_is_refused(call, said: str) -> None:
+def test_impossible_arguments_are_refused(call, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         call()

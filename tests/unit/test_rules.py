@@ -122,7 +122,7 @@ def test_factors_scale_the_update_alone(options: dict[str, Any], factor: float) 
         ({"momentum_warmup_steps": -1}, "momentum_warmup_steps = -1 is not accepted"),
     ],
 )
-def test_what_a_rule_cannot_use_is_refused_at_construction(options: dict[str, Any], message: str) -> None:
+def test_options_without_a_use_in_the_rule_are_refused_at_construction(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as refused:
         Muon([("w", nn.Parameter(torch.eye(16)))], **options)
     assert message in str(refused.value)

@@ -10,6 +10,7 @@ from ..options import Split
 from ..plan.terms.types import MatrixStack
 from ..state.groups import THINNEST
 from ..tensors.matrices import stack_of
+from ..tensors.names import listed
 from .rules import EMBEDDING, HEAD, Assignment, splits_with
 
 LEAST_SHARE = 0.9
@@ -67,6 +68,4 @@ def doubts(assigned: Sequence[Assignment], splits: Sequence[Split]) -> Iterator[
 
 
 def _some(names: Sequence[str]) -> str:
-    different = list(dict.fromkeys(names))
-    more = len(different) - SHOWN
-    return ", ".join(different[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return listed(list(dict.fromkeys(names)), SHOWN)

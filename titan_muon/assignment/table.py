@@ -13,6 +13,7 @@ from ..owned import is_owned
 from ..owned.param import holders
 from ..plan import Plan
 from ..plan.terms.types import MatrixStack
+from ..tensors.names import listed
 from .doubts import family, matrix_shapes
 from .rules import Assignment
 
@@ -50,8 +51,7 @@ def parameter_table(
 
 def frozen_lines(names: Sequence[str]) -> list[str]:
     """One line for the parameters that no optimizer trains; none without any."""
-    shown = f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
-    return [f"not trained (requires_grad is False): {shown}"] if names else []
+    return [f"not trained (requires_grad is False): {listed(names)}"] if names else []
 
 
 def _matrices(assignment: Assignment, stack: MatrixStack | None) -> str:

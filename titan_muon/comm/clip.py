@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..tensors.mesh import without_groups
+from ..tensors.names import listed
 from .faults import NotFiniteError
 
 EPS = 1e-6
@@ -110,11 +111,7 @@ class NormCheck:
         if _world_size() > 1:
             everywhere = [()] * _world_size()
             dist.all_gather_object(everywhere, broken)
-        where = "; ".join(
-            f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''} on rank {rank}"
-            for rank, names in enumerate(everywhere)
-            if names
-        )
+        where = "; ".join(f"{listed(names)} on rank {rank}" for rank, names in enumerate(everywhere) if names)
         return where or "large values"
 
     def check(self, *, skips: bool) -> None:

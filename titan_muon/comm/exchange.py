@@ -54,12 +54,9 @@ class Exchange:
 
     def return_results(self, index: int) -> None:
         run = self._runs[index]
-        if not any(phase.travels for phase in run.phases[1:]):
-            return
-        buffer_set = self._buffer_sets[index]
-        works = (
-            [] if run.returning is None or not run.returning.travels else self._return(run, run.returning, buffer_set)
-        )
+        buffer_set, works = self._buffer_sets[index], list[dist.Work]()
+        if run.returning is not None and run.returning.travels:
+            works = self._return(run, run.returning, buffer_set)
         if run.spreading is not None and run.spreading.travels:
             works = self._spread(run.spreading, buffer_set, works)
         if works:

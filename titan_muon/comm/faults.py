@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
 
+import torch
 from torch import Tensor
 
 from ..tensors.dtensor import local
+from ..tensors.names import listed
 from ..tensors.storage import TrainedParam, placement_key
 
 
@@ -32,6 +34,7 @@ class Fault(IntEnum):
     HYPERPARAMETERS_DIFFER = 15
     STEPS_DIFFER = 16
     ZERO_WEIGHTS = 17
+    SPARSE_GRADIENT = 18
 
 
 STORAGE_FAULTS = frozenset((Fault.RESHARDED, Fault.STATE_REPLACED, Fault.PARAMETER_REPLACED, Fault.CONVERTED))
@@ -77,6 +80,8 @@ REMEDIES: Mapping[Fault, str] = {
     "often on every rank, also where an error was caught, and continue from a checkpoint",
     Fault.ZERO_WEIGHTS: "{names}: a matrix of zeros, which keeps the norm 0 under rule = 'muonh' and never changes; "
     "initialize the weights, or give the parameter to another optimizer",
+    Fault.SPARSE_GRADIENT: "{names}: the gradient is sparse, and Muon takes dense matrices; set sparse = False in the "
+    "embedding, or give it to torch.optim.SparseAdam",
 }
 
 
@@ -102,6 +107,8 @@ def fault_of(trained: TrainedParam, param: Tensor | None, average: Tensor | None
     grad = trained.param.grad
     if grad is None:
         return Fault.NO_GRADIENT
+    if grad.layout != torch.strided:
+        return Fault.SPARSE_GRADIENT
     return Fault.NONE if placement_key(grad) == trained.key else Fault.GRADIENT_ELSEWHERE
 
 
@@ -127,5 +134,4 @@ def check_faults(names: Sequence[str], faults: Sequence[Fault], allowed: Collect
 
 def names_with(names: Sequence[str], faults: Sequence[Fault], fault: Fault) -> str:
     """The first five names with this fault, and the number of further names."""
-    faulty = [name for name, current in zip(names, faults, strict=True) if current == fault]
-    return f"{', '.join(faulty[:5])}{f' and {len(faulty) - 5} more' if len(faulty) > 5 else ''}"
+    return listed([name for name, current in zip(names, faults, strict=True) if current == fault])

@@ -5,6 +5,7 @@
 #   speed in its last direction, for hundreds of steps.
 # - The whole gradient of a matrix counts: zeros in one shard mean nothing. The ranks that share matrices agree on the
 #   device, by a maximum during the first gather. If no matrix travels, there is no collective.
+# - Shards of one name on several meshes count together: the matrix is idle if its gradient is zero on every mesh.
 # - Owners then orthogonalize zeros. Momentum and weight decay go on.
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from ..step.feature import Feature
 from ..step.foreach import Rectangle, rectangle_of
 from ..step.gradients import Step
 from ..step.stages import RankStages, Stages
+from ..tensors.names import listed
 
 IDLE_STEPS = 20
 """Steps in a row with a gradient of zeros after which a matrix is named."""
-LISTED = 5
-"""Most names in a warning."""
 ZERO, ACTIVE = 1, 2
 """States of a gradient. A matrix without a holder among the ranks has state 0."""
 
@@ -51,7 +51,9 @@ class Idle(Feature):
             self._on_host = torch.zeros_like(self._idle, device="cpu", pin_memory=rank.device.type != "cpu")
             self._steps = self._named = torch.zeros_like(self._on_host, dtype=torch.int32)
         # Ranks train different values of these matrices, so that the states of other ranks do not count.
-        own = torch.tensor([rank.plan.parameters[matrix.parameter].own for matrix in matrices], device="cpu")
+        separate = [parameter.separate for parameter in rank.plan.parameters]
+        local = zip(matrices, rank.plan.local, strict=True)
+        own = torch.tensor([separate[matrix.parameter] and bool(ranks) for matrix, ranks in local], device="cpu")
         self._own = rank.on_device(own) if own.any() else None
         rank.mask(self._idle, places)
 
@@ -125,11 +127,10 @@ class Idle(Feature):
             return
         self._named = self._named | new
         names = [self._name(number) for number in new.nonzero().flatten().tolist()]
-        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
         warnings.warn(
-            f"{', '.join(names[:LISTED])}{more}: the gradient was zero in each of {IDLE_STEPS} steps, so the matrix "
+            f"{listed(names)}: the gradient was zero in each of {IDLE_STEPS} steps, so the matrix "
             "gets no update (idle = 'hold'); look for an expert without tokens, or a branch that the loss does not use",
-            stacklevel=5,
+            stacklevel=7,
         )
 
     def _name(self, number: int) -> str:

@@ -25,7 +25,7 @@ class MuonRule(Rule):
         update.momentum(averages, grads, packed, self.momentum(group), group["nesterov"])
 
     def pack(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
-        update.pack_ahead(averages, grads, packed, self.momentum(group), group["nesterov"])
+        update.momentum(averages, grads, packed, self.momentum(group), group["nesterov"], ahead=True)
 
     def momentum(self, group: Group) -> float:
         """The decay of the momentum in this step, which rises linearly from `momentum_start`."""

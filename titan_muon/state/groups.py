@@ -13,7 +13,7 @@ from ..options import HYPERPARAMETERS, Hyperparameters, MuonOptions, OptionError
 from ..orthogonalize import Iteration, iteration
 from ..tensors.matrices import stack_of
 from ..tensors.mesh import flattened_by
-from ..tensors.names import LOOKED_UP, canonical_fqn
+from ..tensors.names import LOOKED_UP, canonical_fqn, listed
 from ..tensors.storage import STEP
 from .host import resolved
 
@@ -120,7 +120,11 @@ def check_params(group: Mapping[str, Any], splits: Sequence[Split]) -> None:
             f"a group has {len(group['params'])} parameters and {len(group['param_names'])} names; give each parameter "
             "its name. ZeroRedundancyOptimizer cannot wrap Muon: state = 'owner' keeps each momentum on one rank"
         )
+    names: dict[Tensor, str] = {}
     for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
+        if parameter in names:
+            raise ValueError(f"{fqn}: is the same tensor as {names[parameter]}; give every parameter once")
+        names[parameter] = fqn
         if not parameter.requires_grad:
             continue
         if not parameter.is_floating_point():
@@ -146,13 +150,9 @@ def doubts_of(group: Mapping[str, Any]) -> Iterator[str]:
     looked_up = [fqn for fqn, _ in trained if any(fnmatchcase(fqn, pattern) for pattern in LOOKED_UP)]
     if looked_up:
         yield (
-            f"{_some(looked_up)}: an embedding or output head by its name, which Muon is not meant for; give it to "
+            f"{listed(looked_up, 3)}: an embedding or output head by its name, which Muon is not meant for; give it to "
             "AdamW, or give the model to titan_muon.Hybrid"
         )
     thin = [f"{fqn} ({'x'.join(map(str, p.shape))})" for fqn, p in trained if p.ndim == 2 and min(p.shape) < THINNEST]
     if thin:
-        yield f"{_some(thin)}: a side under {THINNEST}, so that Muon does little for it"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        yield f"{listed(thin, 3)}: a side under {THINNEST}, so that Muon does little for it"

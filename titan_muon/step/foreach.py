@@ -112,11 +112,10 @@ class Advance:
         rule.advance(averages, grads, self.packed, self.group)
 
     def split(self, kind: Callable[[Rectangle], K]) -> dict[K, Advance]:
-        kinds = [kind(part) for part in self.parts]
-        return {value: self._select([k == value for k in kinds]) for value in dict.fromkeys(kinds)}
-
-    def _select(self, kept: Sequence[bool]) -> Advance:
-        return replace(self, **_selected(self, ("parts", "averages", "packed"), kept))
+        calls, kinds, names = {}, [kind(part) for part in self.parts], ("parts", "averages", "packed")
+        for value in dict.fromkeys(kinds):
+            calls[value] = replace(self, **_selected(self, names, [k == value for k in kinds]))
+        return calls
 
 
 @dataclass(frozen=True)

@@ -29,40 +29,32 @@ def lr_scale(choice: float | str, rows: int, cols: int) -> float:
     return factors[choice]
 
 
-def momentum(averages: Tensors, grads: Tensors, packed: Tensors, decay: float, nesterov: bool) -> None:
+def momentum(
+    averages: Tensors, grads: Tensors, packed: Tensors, decay: float, nesterov: bool, *, ahead: bool = False
+) -> None:
     """Advance exponential moving averages in place and write the input of Newton-Schulz to `packed`, if not empty.
 
     The input is the average, or with `nesterov` the gradient blended with the average. Gradients have weight 1 - decay,
-    as in torch.optim.Muon. Averages share a dtype, and so do gradients; the arithmetic runs in the wider dtype.
+    as in torch.optim.Muon. Averages share a dtype, and so do gradients; the arithmetic runs in the wider dtype. `ahead`
+    leaves the averages as they are.
     """
     wide = torch.promote_types(averages[0].dtype, grads[0].dtype)
     wide_grads, advanced = converted(grads, wide), converted(averages, wide)
-    torch._foreach_lerp_(advanced, wide_grads, 1 - decay)
-    if advanced is not averages:
-        torch._foreach_copy_(averages, advanced)
-    if packed:
-        _pack(grads, wide_grads, advanced, packed, decay, nesterov)
-
-
-def pack_ahead(averages: Tensors, grads: Tensors, packed: Tensors, decay: float, nesterov: bool) -> None:
-    """Copy into `packed` the same bits as `momentum`, without advancing the averages."""
-    wide = torch.promote_types(averages[0].dtype, grads[0].dtype)
-    wide_grads = converted(grads, wide)
-    advanced = torch._foreach_lerp(converted(averages, wide), wide_grads, 1 - decay)
-    _pack(grads, wide_grads, advanced, packed, decay, nesterov)
-
-
-def _pack(
-    grads: Tensors, wide_grads: Tensors, advanced: Tensors, packed: Tensors, decay: float, nesterov: bool
-) -> None:
-    blended = advanced
+    if ahead and advanced is averages:
+        advanced = torch._foreach_lerp(averages, wide_grads, 1 - decay)
+    else:
+        torch._foreach_lerp_(advanced, wide_grads, 1 - decay)
+        if not ahead and advanced is not averages:
+            torch._foreach_copy_(averages, advanced)
+    if not packed:
+        return
     if nesterov and wide_grads is grads:
-        blended = torch._foreach_lerp(grads, advanced, decay)
+        advanced = torch._foreach_lerp(grads, advanced, decay)
     elif nesterov:
         # The wide gradients are copies, so the blend needs no further memory.
         torch._foreach_lerp_(wide_grads, advanced, decay)
-        blended = wide_grads
-    torch._foreach_copy_(packed, blended)
+        advanced = wide_grads
+    torch._foreach_copy_(packed, advanced)
 
 
 def rate(lr: float | Tensor) -> float | Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
 """Segments of torch.compile, activation checkpointing and FSDP, at any level of a name."""
 
@@ -16,3 +18,8 @@ def canonical_fqn(name: str) -> str:
     if len(segments) > 2 and segments[0] == "module":
         del segments[0]
     return ".".join(segments)
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and the number of the others, for a message."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

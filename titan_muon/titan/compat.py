@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import logging
 import os
 import re
 import resource
@@ -70,6 +71,7 @@ def install() -> bool:
         skip_peak_flops()
         make_masks_without_compiler()
         hush_router_autocast()
+        hush_gathers_for_all_to_all()
         exchange_pieces_of_any_size()
         offload_without_pinning()
     return on_cpu
@@ -184,6 +186,18 @@ def hush_router_autocast() -> None:
     Remove when torchtitan checks the device.
     """
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
+
+
+def hush_gathers_for_all_to_all() -> None:
+    """Silence DTensor's warning on gloo that an all-to-all between shards of a tensor is an all-gather.
+
+    The result is equal, and no recipe can change it. Remove when DTensor calls all_to_all_single on gloo.
+    """
+    logging.getLogger("torch.distributed.tensor._collective_utils").addFilter(_is_no_gather)
+
+
+def _is_no_gather(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("CPU process group does not support alltoall")
 
 
 def exchange_pieces_of_any_size() -> None:

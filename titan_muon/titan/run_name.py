@@ -16,6 +16,8 @@ LONGEST_VALUE = 24
 COMPARED = 20
 
 IGNORED = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "checkpoint.load_step"})
+FORMER_DEFAULTS: Mapping[str, Sequence[object]] = {"muon.eps": (1e-7,)}
+"""Defaults of earlier versions. A run with the default of its version has no difference to name."""
 OVERRIDES_FILE = "overrides.txt"
 """File in a run's folder: keys set on the command line, one per line."""
 
@@ -43,10 +45,15 @@ def distinguishing_keys(recipe: Recipe, earlier: Sequence[Path], overrides: Sequ
     Keys from the command line of an earlier run are not compared.
     """
     mine, defaults = written_values(recipe), written_values(Recipe())
+
+    def follows(key: str, other: Mapping[str, object]) -> bool:
+        return mine.get(key) == defaults.get(key) and other.get(key) in FORMER_DEFAULTS.get(key, ())
+
     keys = [*overrides]
     for file in earlier[:COMPARED]:
         if (other := _values_of(file)) is not None:
-            keys += [key for key in _differing(mine, other, defaults) if key not in _overrides_of(file)]
+            known = _overrides_of(file)
+            keys += [key for key in _differing(mine, other, defaults) if key not in known and not follows(key, other)]
     pairs = [f"{_short(key, mine)}={_value(mine.get(key))}" for key in dict.fromkeys(keys) if key not in IGNORED]
     name = ""
     for number, pair in enumerate(pairs):

@@ -127,7 +127,7 @@ def test_a_value_out_of_range_in_one_ranks_state_is_an_error_on_all() -> None:
         assert "momentum = 1.5 is not accepted" in error
 
 
-def test_another_optimizers_state_is_refused_by_what_it_lacks() -> None:
+def test_another_optimizers_state_is_refused_with_the_missing_key() -> None:
     for error, _, _ in run_ranks(load, 2, "torch", timeout=SECONDS):
         assert "of another optimizer: its groups have no lr_scale" in error
 

@@ -148,7 +148,7 @@ def test_a_difference_is_named_with_its_ranks_on_all_ranks(fault: Callable[..., 
         assert bool(error) == bool(INJECTED[fault])
 
 
-def test_tensors_that_each_rank_trains_itself_may_differ() -> None:
+def test_tensors_of_a_single_rank_may_differ() -> None:
     for errors in injected():
         assert errors["own", False] == ""
 

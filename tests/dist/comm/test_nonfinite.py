@@ -173,7 +173,7 @@ def element_of_one_rank(
     ],
     ids=str,
 )
-def test_every_rank_hears_of_what_one_rank_stores(placement: Placement, options: dict[str, Any]) -> None:
+def test_every_rank_learns_of_a_fault_on_one_owner(placement: Placement, options: dict[str, Any]) -> None:
     """Only the owner sees the bad gradient."""
     results = run_ranks(element_of_one_rank, 4, placement, options, timeout=SECONDS)
     for text, finite, _ in results:

@@ -272,8 +272,8 @@ def healthy(rank: int, world_size: int) -> list[str]:
         warnings.simplefilter("error")
         for options in (
             {},
-            {"overlap": "backward"},
-            {"state": "owner"},
+            {"overlap": "backward", "idle": "hold"},
+            {"state": "owner", "idle": "hold"},
             {"rule": "normuon"},
             {"exchange": "all_gather"},
         ):

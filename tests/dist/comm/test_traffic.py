@@ -320,7 +320,7 @@ def test_new_memory_in_a_step_is_less_than_the_plans_buffers(exchange: str) -> N
         assert measured[exchange, 32].new_in_step <= 1.1 * measured[exchange, 32].buffers
 
 
-def test_an_all_to_all_takes_what_the_plan_says_in_all() -> None:
+def test_an_all_to_all_takes_the_planned_memory() -> None:
     """Within 10 % of the plan's buffers and working memory, oneDNN's own scratch included."""
     for measured in memory():
         mine = measured["all_to_all", 32]
@@ -364,7 +364,7 @@ def methods() -> list[list[tuple[Plan, Counted, tuple[int, int], tuple[int, int]
 
 
 @pytest.mark.parametrize("index", range(len(METHODS)), ids=lambda i: str(METHODS[i]))
-def test_flops_are_the_plans_whatever_the_method(index: int) -> None:
+def test_flops_are_the_plans_for_every_method(index: int) -> None:
     for rank, counted in enumerate(methods()):
         plan, mine, *_ = counted[index]
         assert mine.flops == sum(plan.matrices[m].flops for m in mine.matrices)

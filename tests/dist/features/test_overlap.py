@@ -301,7 +301,7 @@ def test_all_gathers_that_have_buffers_travel_in_backward() -> None:
 
 
 @pytest.mark.parametrize("name", ["without", "not entered", "first parameters first"])
-def test_digits_are_those_of_a_run_without(name: str) -> None:
+def test_digits_equal_a_run_without_overlap(name: str) -> None:
     assert found(name) == [True, True]
 
 

@@ -310,7 +310,7 @@ def refused() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_be_done_is_refused(name: str, refused: list[dict[str, str]]) -> None:
+def test_impossible_calls_are_refused(name: str, refused: list[dict[str, str]]) -> None:
     for by_name in refused:
         assert by_name[name].startswith("ValueError: ")
         assert re.search(REFUSALS[name], by_name[name]), by_name[name]

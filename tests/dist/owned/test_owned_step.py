@@ -66,7 +66,7 @@ def steps(rank: int, world_size: int, setup: Setup, experts: bool) -> list[Step]
     stacks = with_experts(model, mesh) if experts else {}
     named = {**params, **stacks}
     replicas = "redundant" if setup.replicas > 1 else "split"
-    optimizer = Muon(named.items(), orthogonalize="reference", replicas=replicas, **MUON).build()
+    optimizer = Muon(named.items(), orthogonalize="reference", replicas=replicas, idle="hold", **MUON).build()
     reference = {name: nn.Parameter(gather(p)) for name, p in named.items()}
     loose = {name: list(p.detach()) if p.ndim == 3 else [p.detach()] for name, p in reference.items()}
     alone = torch.optim.Muon(
@@ -124,7 +124,7 @@ def held(rank: int, world_size: int, setup: Setup) -> int:
 
 
 @pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (4, 1), (4, 2)])
-def test_a_step_is_silent_where_one_rank_holds_what_tensor_parallelism_cuts(world_size: int, replicas: int) -> None:
+def test_a_step_is_silent_if_one_rank_holds_tensor_parallel_matrices(world_size: int, replicas: int) -> None:
     """Each matrix rests once in each replica, and is orthogonalized where it rests."""
     setup = Setup("owned", replicas=replicas, tensor=2, tensor_parallel="whole")
     ranks = run_ranks(steps, world_size, setup, False)
@@ -176,7 +176,7 @@ def sent_to_peers(rank: int, world_size: int) -> tuple[int, int, int]:
     return forward, owners.traffic.bytes_sent - forward, told
 
 
-def test_holders_send_their_peers_what_the_dry_run_says() -> None:
+def test_holders_send_their_peers_the_bytes_of_the_dry_run() -> None:
     """Half of each matrix goes to the other rank in forward, and its gradient returns in backward."""
     ranks = run_ranks(sent_to_peers, 2)
     for (forward, _, told), (_, backward, _) in zip(ranks, ranks[::-1], strict=True):

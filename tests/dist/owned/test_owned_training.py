@@ -177,7 +177,7 @@ WHOLE = Setup("owned", tensor=2, tensor_parallel="whole")
     ],
     ids=["TP 2, bf16", "FSDP 2 x TP 2", "checkpointed", "HSDP 2 x TP 2"],
 )
-def test_one_rank_holds_what_tensor_parallelism_cuts(world_size: int, setup: Setup) -> None:
+def test_one_rank_holds_tensor_parallel_matrices(world_size: int, setup: Setup) -> None:
     """Pieces go to its peers and gradients come back, with FSDP2's bits; two replicas are summed apart."""
     assert max(run_ranks(both, world_size, setup, "sharded")) <= (0.0 if setup.replicas == 1 else 1e-6)
 
@@ -353,7 +353,7 @@ def dtypes(rank: int, world_size: int) -> list[torch.dtype]:
     return [*seen, output.dtype, owned_param.dtype, *([] if owned_param.grad is None else [owned_param.grad.dtype])]
 
 
-def test_the_policy_says_in_which_dtypes_a_module_computes() -> None:
+def test_the_policy_sets_the_dtypes_of_a_module() -> None:
     found = run_ranks(dtypes, 2)
     assert found[0][:3] == [torch.bfloat16, torch.float64, torch.float32]
     assert sorted(map(len, found)) == [3, 4], "the owner alone has a gradient"

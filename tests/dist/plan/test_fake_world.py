@@ -121,7 +121,7 @@ def extra_calls(run: BucketProgram) -> int:
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("name", CASES)
-def test_one_rank_of_a_large_world_sends_what_its_plan_says(name: str, exchange: str) -> None:
+def test_one_rank_of_a_large_world_sends_the_planned_bytes(name: str, exchange: str) -> None:
     case = CASES[name]
     with fake_world(case):
         optimizer = build(case, exchange)

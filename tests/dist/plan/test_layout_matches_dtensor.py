@@ -65,7 +65,7 @@ def check_random(rank: int, world_size: int, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [4, 8])
-def test_regions_are_what_dtensor_stores(world_size: int) -> None:
+def test_regions_equal_the_storage_of_dtensor(world_size: int) -> None:
     assert run_ranks(check_random, world_size, 0) == [[]] * world_size
 
 
@@ -91,7 +91,7 @@ def check_fsdp(rank: int, world_size: int, shape: tuple[int, int], dp: int, dim:
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("shape", [(8, 8), (13, 8), (3, 4), (7, 6), (1, 8)])
-def test_regions_are_what_fsdp_stores_over_tensor_parallelism(shape: tuple[int, int], dim: int) -> None:
+def test_regions_equal_the_storage_of_fsdp_over_tensor_parallelism(shape: tuple[int, int], dim: int) -> None:
     """On 2 x 2, also where rows are uneven or fewer than ranks."""
     for found, expected in run_ranks(check_fsdp, 4, shape, 2, dim):
         assert found == expected

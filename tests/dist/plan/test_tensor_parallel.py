@@ -159,7 +159,7 @@ def test_blocks_are_matrices_of_their_own_bit_for_bit_and_muon_says_so(world_siz
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_duplicated_matrices_equal_those_of_one_owner_bit_for_bit(world_size: int) -> None:
+def test_duplicated_matrices_equal_one_owners_bit_for_bit(world_size: int) -> None:
     assert [one.not_owner for one in found(world_size)] == [[]] * world_size
 
 

@@ -70,7 +70,7 @@ def test_sample_continues_the_prompt_and_repeats_by_seed(run: Path, capsys: pyte
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_a_finished_run_names_what_comes_next_and_refuses_an_export(run: Path) -> None:
+def test_a_finished_run_names_the_next_command_and_refuses_an_export(run: Path) -> None:
     *lines, error = run_ranks(finished, 2, run.parents[2], str(run))[0]
     (line,) = (line for line in lines if line.startswith("nothing to do: step 2 of 2 is done"))
     assert f"titan-muon evaluate {run} gives the held-out loss" in line

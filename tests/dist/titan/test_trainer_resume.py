@@ -141,7 +141,7 @@ def run_once(rank: int, world_size: int, folder: Path) -> str:
     return train(tiny.recipe(folder, **SHORT, **{f"profiler__{key}": value for key, value in profiler.items()}))
 
 
-def test_run_folder_has_what_a_run_leaves(tmp_path: Path) -> None:
+def test_run_folder_has_all_files_of_a_run(tmp_path: Path) -> None:
     """The recipe that runs again, metrics, TensorBoard and a checkpoint of the last step must be in the folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -196,7 +196,7 @@ def checks_of_a_run(rank: int, world_size: int, folder: Path) -> int:
     return len(told)
 
 
-def test_the_end_of_training_asks_what_was_wrong_in_the_last_step(tmp_path: Path) -> None:
+def test_the_end_of_training_checks_the_last_step(tmp_path: Path) -> None:
     """No later step would check, and without checkpoints no save does."""
     tiny.write_recipe(tmp_path)
     assert run_ranks(checks_of_a_run, 1, tmp_path) == [1]

@@ -58,7 +58,7 @@ def test_a_tied_head_is_the_embedding() -> None:
     assert [a.reason for a in found.values()] == ["embedding: its rows are looked up, not multiplied"]
 
 
-def test_a_linear_layer_is_hidden_whatever_its_name() -> None:
+def test_a_linear_layer_is_hidden_under_any_name() -> None:
     assert taken(model(embed_proj=linear(64, 32)))["layers.0.embed_proj.weight"].reason == "hidden matrix"
 
 
@@ -84,7 +84,7 @@ def test_without_a_vocabulary_names_decide() -> None:
         (module("TopKRouter", weight=parameter(8, 64)), "x.weight", "router"),
     ],
 )
-def test_what_is_no_hidden_matrix_goes_to_adamw(member: object, name: str, reason: str) -> None:
+def test_parameters_other_than_hidden_matrices_go_to_adamw(member: object, name: str, reason: str) -> None:
     found = taken(model(**{name.partition(".")[0]: member}))[f"layers.0.{name}"]
     assert found.optimizer == "adamw"
     assert found.reason.startswith(reason)

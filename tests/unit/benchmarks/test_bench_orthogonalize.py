@@ -45,7 +45,7 @@ def test_errors_are_of_every_set_and_each_default_is_below_bfloat16() -> None:
             assert error <= found[*key, "standard bfloat16"]
 
 
-def test_a_share_is_what_the_plan_gives_a_rank(tmp_path: Path) -> None:
+def test_a_share_is_a_ranks_part_of_the_plan(tmp_path: Path) -> None:
     file, picture = tmp_path / "figures.json", tmp_path / "figures.png"
     code, shown = run("--share", "qwen_moe:16:0", "--repeats", "1", "--json", str(file), "--picture", str(picture))
     assert code == 0, shown

@@ -78,7 +78,7 @@ def test_adamw_sends_nothing_and_multiplies_no_matrices(rows: dict[str, dict]) -
     assert (counts["bytes_sent"], counts["calls"], counts["agreements"], counts["ns_flops"]) == (0, 0, 0, 0)
 
 
-def test_bytes_and_calls_are_those_of_each_scheme(rows: dict[str, dict]) -> None:
+def test_bytes_and_calls_are_counted_for_each_scheme(rows: dict[str, dict]) -> None:
     others = RANKS - 1
     share = ELEMENTS // RANKS
     counted = {name: (row["counts"]["bytes_sent"], row["counts"]["calls"]) for name, row in rows.items()}
@@ -110,7 +110,7 @@ def test_memory_that_is_kept_is_seen(rows: dict[str, dict]) -> None:
         assert counts[name]["bytes_new"] > 2 * ELEMENTS // RANKS
 
 
-def test_allocated_counts_what_is_freed_within_and_what_is_left() -> None:
+def test_allocated_counts_freed_and_remaining_bytes() -> None:
     def work() -> torch.Tensor:
         torch.ones(250_000).add(1)
         return torch.ones(1000)

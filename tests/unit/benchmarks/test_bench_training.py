@@ -23,7 +23,7 @@ def test_the_slowest_rank_is_waited_for_and_the_cpu_time_of_all_ranks_counts() -
     assert found.cpu == 8.0
 
 
-def test_what_is_sent_is_that_of_all_ranks() -> None:
+def test_sent_bytes_are_summed_over_all_ranks() -> None:
     assert bench_training.all_sent([Sent(2, 100, 1), Sent(3, 50, 0)]) == Sent(5, 150, 1)
 
 
@@ -33,7 +33,7 @@ def test_a_ratio_is_of_pairs_and_not_of_medians() -> None:
     assert (found.lower, found.median, found.upper) == pytest.approx((0.9, 2.0, 3.0))
 
 
-def test_the_table_has_what_each_sends_and_the_ratio_its_quartiles() -> None:
+def test_the_table_has_sent_bytes_and_quartiles_of_ratios() -> None:
     rows = [figures("none", [2.0, 4.0, 2.0]), figures("backward", [2.0, 5.0, 3.0])]
     none, backward = bench_training.table(rows).splitlines()[2:]
     assert none == "| none | 2,000.0 | 1,000.0 | 1,000.0 | 2,000.0 | 4 | 2 | 1,000 | equal |"

@@ -98,7 +98,7 @@ def test_every_product_and_dtype_is_compiled_for_every_gpu() -> None:
 
 
 @needs_triton
-def test_the_tile_is_the_one_whose_programs_end_first() -> None:
+def test_the_tile_with_the_earliest_end_is_chosen() -> None:
     from titan_muon.orthogonalize.symmetric_kernel import TILES, fastest
 
     wide, narrow = TILES[9]

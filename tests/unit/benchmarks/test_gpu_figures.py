@@ -20,7 +20,7 @@ def row(size: int, bandwidth: float = 40e9, latency: float = 12e-6, ranks: int =
     return Row("all_to_all", size, taken * 1e6, sent / taken / 1e9)
 
 
-def test_bandwidth_is_free_of_the_latency_which_is_that_of_the_smallest() -> None:
+def test_latency_comes_from_the_smallest_size_and_bandwidth_excludes_latency() -> None:
     slower = Row("all_gather", 2**28, 1e9, 0.1)
     bandwidth, latency = links.link_of([slower, *(row(2**power) for power in (28, 26, 10))])
     assert bandwidth == pytest.approx(40e9, rel=1e-6)

@@ -56,7 +56,7 @@ def outcome(folder: Path, name: str) -> Result:
     return found
 
 
-def test_a_second_run_skips_what_has_passed(tmp_path: Path) -> None:
+def test_a_second_run_skips_passed_parts(tmp_path: Path) -> None:
     both = counting("a", tmp_path), counting("b", tmp_path)
     assert go(tmp_path, *both, words=("--parts", "a")) == 0
     assert go(tmp_path, *both) == 0
@@ -68,7 +68,7 @@ def test_a_second_run_skips_what_has_passed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "other", [{"gpus": ("GPU Y",)}, {"gpus": ("GPU X", "GPU X")}, {"torch": "2.16.0"}, {"commit": "abc124"}], ids=str
 )
-def test_what_has_passed_elsewhere_runs_again(tmp_path: Path, other: dict[str, object]) -> None:
+def test_parts_passed_on_another_machine_run_again(tmp_path: Path, other: dict[str, object]) -> None:
     one = counting("a", tmp_path)
     go(tmp_path, one)
     go(tmp_path, one, environment=replace(ONE_GPU, **other))  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def test_a_part_that_fails_stops_no_other_and_sets_the_exit_code(tmp_path: Path,
     assert "[2/2] good" in said
 
 
-def test_what_has_failed_runs_again_and_keeps_no_old_figures(tmp_path: Path) -> None:
+def test_failed_parts_run_again_without_old_figures(tmp_path: Path) -> None:
     assert go(tmp_path, part("a")) == 0
     assert go(tmp_path, part("a", "raise SystemExit(1)"), words=("--again",)) == 1
     assert outcome(tmp_path, "a").figures is None
@@ -274,7 +274,7 @@ def test_all_parts_fit_in_the_time_that_is_promised() -> None:
 
 @pytest.mark.parametrize("each", PARTS, ids=lambda each: each.name)
 @pytest.mark.parametrize("environment", [ONE_GPU, NO_GPU], ids=["gpu", "rehearsal"])
-def test_every_command_is_complete_and_names_what_is_there(
+def test_every_command_is_complete_and_names_existing_files(
     each: Part, environment: Environment, tmp_path: Path
 ) -> None:
     words = run.command_of(each, environment, tmp_path)

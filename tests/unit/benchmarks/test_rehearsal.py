@@ -54,7 +54,7 @@ RIGHT = Seen(
 PEER = replace(RIGHT, rank=1, training=PEER_CALLS, step=PEER_CALLS[1:])
 
 
-def test_what_the_dry_run_says_has_no_fault() -> None:
+def test_figures_equal_to_the_dry_run_are_no_fault() -> None:
     assert list(faults(RIGHT, Expected(0, PLANNED))) == []
     assert list(collective_faults([RIGHT, PEER])) == []
 
@@ -80,7 +80,7 @@ def test_one_byte_more_than_the_dry_run_says_is_a_fault(what: str) -> None:
         (replace(RIGHT, groups_made=1), "1 process groups were made after construction"),
     ],
 )
-def test_what_is_wrong_is_said(seen: Seen, said: str) -> None:
+def test_wrong_figures_are_reported(seen: Seen, said: str) -> None:
     (fault,) = faults(seen, Expected(0, PLANNED))
     assert fault.startswith(said)
 
@@ -119,7 +119,7 @@ def test_a_host_that_reads_more_on_one_rank_is_named() -> None:
     assert fault == "the host reads 2 numbers on rank 0 and 3 on rank 1"
 
 
-def test_buffers_of_further_ranks_are_those_of_the_dry_run() -> None:
+def test_buffers_of_other_ranks_equal_the_dry_runs() -> None:
     expected = Expected(0, PLANNED, others={1: (PLANNED.exchange_buffers, PLANNED.orthogonalization)})
     assert list(faults(PEER, expected)) == []
     (fault,) = faults(replace(PEER, step_peak=replace(PEER.step_peak, exchange_buffers=1)), expected)
@@ -140,7 +140,7 @@ def test_a_step_has_some_of_the_offloaded_states_and_no_more_than_the_dry_run_sa
     assert "bytes are alive after a step" in fault, "between steps none is on the device"
 
 
-def test_what_is_seen_is_read_back(tmp_path: Path) -> None:
+def test_records_are_read_back(tmp_path: Path) -> None:
     RIGHT.write(tmp_path / "seen.json")
     assert Seen.read(tmp_path / "seen.json") == RIGHT
 
@@ -267,7 +267,7 @@ def test_two_ranks_are_compared_over_all_groups(tmp_path: Path, right: str, wron
 
 
 @needs_cuda_build
-def test_a_process_is_what_it_was_when_the_fake_gpu_is_gone() -> None:
+def test_a_process_is_unchanged_after_the_fake_gpu() -> None:
     before = torch.cuda.is_available(), torch._dynamo.config.disable
     with fake_gpu():
         assert (torch.cuda.is_available(), torch._dynamo.config.disable) == (True, True)

@@ -12,7 +12,7 @@ FRAMEWORKS = Path(__file__).parents[3] / "docs" / "frameworks.md"
 IMPORT = re.compile(r"from (titan_muon[\w.]*) import ([\w, ]+)")
 
 
-def test_the_page_of_the_api_is_what_the_docstrings_say() -> None:
+def test_the_page_of_the_api_equals_the_docstrings() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run python docs/make_api.py"
 
 

@@ -6,7 +6,7 @@ from docs import make_compatibility
 
 
 @pytest.mark.parametrize("table", make_compatibility.TABLES)
-def test_the_page_has_what_the_code_refuses(table: str) -> None:
+def test_the_page_has_the_refusals_of_the_code(table: str) -> None:
     """`python docs/make_compatibility.py` updates the page."""
     page = make_compatibility.PAGE.read_text(encoding="utf-8")
     begin, end = make_compatibility.BEGIN.format(table), make_compatibility.END.format(table)

@@ -3,7 +3,7 @@
 from docs import make_memory
 
 
-def test_the_page_says_what_the_dry_run_says() -> None:
+def test_the_page_has_the_figures_of_the_dry_run() -> None:
     """`python docs/make_memory.py` updates the page."""
     page = make_memory.PAGE.read_text(encoding="utf-8")
     assert page == make_memory.written(page)

@@ -49,7 +49,7 @@ def test_rounds_follow_backward_and_all_have_buffers_where_that_hides_them() -> 
     assert plan.digest() != planned("none").digest()
 
 
-def test_a_step_is_not_slower_for_what_backward_hides() -> None:
+def test_a_step_is_not_slower_with_hidden_gathers() -> None:
     """With two matrices for a rank, rounds in the order of backward are uneven, and cost more than they hide."""
     layout = Layout((64, 64), Mesh((4,), tuple(range(4))), (Shard(0),))
     wide = Layout((64, 192), layout.mesh, layout.placements)
@@ -115,7 +115,7 @@ def ordered(stream_order: StreamOrder, run: Run) -> tuple[Run, StreamOrder]:
     return run, stream_order
 
 
-def test_no_stream_uses_what_another_is_not_done_with(ordered: tuple[Run, StreamOrder]) -> None:
+def test_streams_wait_for_each_others_memory(ordered: tuple[Run, StreamOrder]) -> None:
     run, order = ordered
     with order:
         train(run)

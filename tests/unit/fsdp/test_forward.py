@@ -101,7 +101,7 @@ class Reading:
 
 
 @pytest.mark.parametrize("ordered", [SHARDINGS["linear layers"]], indirect=True)
-def test_a_module_waits_for_what_was_applied_with_anothers(
+def test_a_module_waits_for_updates_applied_with_another_module(
     ordered: tuple[Run, StreamOrder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bucket has matrices of both, and the other may have been read on another stream."""
@@ -117,7 +117,7 @@ def test_a_module_waits_for_what_was_applied_with_anothers(
     assert not waited, "in the first forward behind a step"
 
 
-def test_what_is_hidden_is_of_rounds_behind_the_first_layers() -> None:
+def test_only_rounds_behind_the_first_layers_are_hidden() -> None:
     plan = planned("forward")
     matrices = [number for bucket in plan.buckets for number in bucket.matrices]
     small = [number for number in matrices if number < 2 * (LAYERS - 1)]

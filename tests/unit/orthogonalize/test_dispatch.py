@@ -54,7 +54,7 @@ def test_on_gpus_gram_is_taken_where_the_aspect_ratio_pays(rows: int, cols: int,
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_on_a_cpu_with_its_instructions_bfloat16_outruns_what_gram_saves(shape: tuple[int, int]) -> None:
+def test_bfloat16_instructions_save_more_than_gram_on_a_cpu(shape: tuple[int, int]) -> None:
     assert str(Dispatch(device="cpu", cpu_bfloat16=True).choose(*shape, JORDAN)) == "standard bfloat16"
 
 

@@ -121,6 +121,6 @@ def test_polar_express_goes_on_with_the_papers_steps_and_repeats_the_last() -> N
         pytest.param("keller_jordan", 0, id="no steps"),
     ],
 )
-def test_what_is_no_list_of_triples_is_refused(choice: object, steps: int) -> None:
+def test_values_other_than_lists_of_triples_are_refused(choice: object, steps: int) -> None:
     with pytest.raises(ValueError, match=r"ns_coefficients|ns_steps"):
         coefficients(choice, steps)  # type: ignore[arg-type]

@@ -110,7 +110,7 @@ def test_a_matrix_of_rank_one_keeps_its_singular_vectors(
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("shape", [(3, 24, 60), (3, 60, 24)], ids=str)
-def test_what_is_not_finite_spoils_its_own_matrix_only(shape: tuple[int, int, int], bad: float, method: Method) -> None:
+def test_a_nonfinite_matrix_changes_no_other_matrix(shape: tuple[int, int, int], bad: float, method: Method) -> None:
     stack = drawn(*shape).float()
     stack[1, 3, 5] = bad
     found = run(stack, "keller_jordan", method)
@@ -262,7 +262,7 @@ COUNTED = [
 @pytest.mark.parametrize("method", COUNTED, ids=str)
 @pytest.mark.parametrize("name", list(COEFFICIENTS))
 @pytest.mark.parametrize("shape", [(3, 24, 60), (2, 60, 24), (1, 32, 32), (2, 1, 9)], ids=str)
-def test_flops_are_those_of_the_products_that_run(shape: tuple[int, int, int], name: str, method: Method) -> None:
+def test_flops_are_counted_from_the_products(shape: tuple[int, int, int], name: str, method: Method) -> None:
     count, rows, cols = shape
     computed = iteration(name, STEPS[name], 1e-7)
     with FlopCounterMode(display=False) as counter:
@@ -320,7 +320,7 @@ def test_orthogonality_error_and_band_tell_a_matrix_that_is_not_orthogonal() -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_zero_nonfinite_clears_what_is_not_finite_and_says_which(bad: float, dtype: torch.dtype) -> None:
+def test_zero_nonfinite_clears_nonfinite_matrices_and_reports_them(bad: float, dtype: torch.dtype) -> None:
     stack = drawn(3, 8, 6).to(dtype) * 100
     before = stack.clone()
     stack[1, 2, 3] = bad

@@ -112,7 +112,7 @@ def test_slices_are_as_exact_as_the_default_choice_for_the_whole(
 @pytest.mark.parametrize(("algorithm", "dtype"), [("standard", "bfloat16"), ("gram", "float16"), ("gram", "float32")])
 @pytest.mark.parametrize("name", ["keller_jordan", "deepseek_v4", "cubic"])
 @pytest.mark.parametrize("shape", [(16, 64), (64, 16)], ids=str)
-def test_flops_and_bytes_and_calls_are_those_that_are_planned(
+def test_flops_bytes_and_calls_are_the_planned_ones(
     shape: tuple[int, int], name: str, algorithm: str, dtype: str, slices: int
 ) -> None:
     computed = iteration(name, STEPS[name], 1e-7)
@@ -142,7 +142,7 @@ def test_the_norm_is_that_of_the_whole_on_every_rank(scale: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
-def test_what_is_not_finite_in_one_slice_is_not_finite_on_all(bad: float) -> None:
+def test_a_nonfinite_slice_is_nonfinite_on_all_ranks(bad: float) -> None:
     stack = drawn(1, 64, 16).float()
     stack[0, 20, 3] = bad
     stack[0, 60, 3] = bad
@@ -152,7 +152,7 @@ def test_what_is_not_finite_in_one_slice_is_not_finite_on_all(bad: float) -> Non
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_gram_matrix_is_of_float32_whatever_it_is_of(dtype: torch.dtype, device: str) -> None:
+def test_a_gram_matrix_is_float32_for_every_dtype(dtype: torch.dtype, device: str) -> None:
     """On meta, by the GPU's operator."""
     gram = wide_gram(torch.zeros(4, 8, dtype=dtype, device=device))
     assert (gram.shape, gram.dtype) == ((4, 4), torch.float32)

@@ -53,7 +53,7 @@ def count_operations(counter: CollectiveCounter) -> Counter[str]:
 
 @pytest.mark.parametrize("coalesced", [False, True], ids=["gloo", "nccl"])
 @pytest.mark.parametrize("world_size", [64, 512])
-def test_a_layer_takes_an_operation_for_each_owner_whatever_the_ranks(
+def test_a_layer_takes_an_operation_for_each_owner_on_any_ranks(
     monkeypatch: pytest.MonkeyPatch, world_size: int, coalesced: bool
 ) -> None:
     monkeypatch.setattr(private, "coalesces", lambda group, device: coalesced)

@@ -37,7 +37,7 @@ def test_memory_that_replaces_a_stored_tensors_is_the_parameters(four_ranks: Non
         assert local.tolist() == [[1.0] * 3] * 2
 
 
-def test_a_version_is_unchanged_by_what_was_written_since_the_call() -> None:
+def test_a_version_is_unchanged_by_later_writes() -> None:
     flat = torch.zeros(6)
     weight = torch.nn.Parameter(flat[2:6].view(2, 2))
     inputs = torch.ones(1, 2, requires_grad=True)
@@ -141,7 +141,7 @@ def test_gloo_does_not_coalesce(tmp_path: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_hooks_of_a_gradient_are_those_that_autograd_calls() -> None:
+def test_hooks_of_a_gradient_are_the_hooks_of_autograd() -> None:
     param, called = torch.nn.Parameter(torch.ones(2)), []
     assert private.gradient_hooks(param) == []
     handles = [param.register_post_accumulate_grad_hook(called.append) for _ in range(2)]

@@ -47,7 +47,7 @@ def train(net: Net, owners: Owners, steps: int = 3) -> None:
         optimizer.zero_grad()
 
 
-def test_no_stream_uses_what_another_is_not_done_with(model: tuple[Net, Owners], stream_order: StreamOrder) -> None:
+def test_streams_wait_for_each_others_memory(model: tuple[Net, Owners], stream_order: StreamOrder) -> None:
     with stream_order:
         train(*model)
     assert len({stream for stream, _ in stream_order.log}) == (3 if model[1].comm.replicate_group is None else 4)

@@ -50,7 +50,7 @@ def blocks(parameter: Parameter) -> list[MatrixRows]:
 
 @examples(50)
 @given(parameter_lists())
-def test_blocks_are_what_the_ranks_at_each_place_store(parameters: list[Parameter]) -> None:
+def test_blocks_are_the_storage_of_ranks_at_each_place(parameters: list[Parameter]) -> None:
     """Together they tile the matrix once, and no rank has parts of two blocks of a matrix."""
     before = Geometries(parameters)
     after = in_blocks(parameters, before)

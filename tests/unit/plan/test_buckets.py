@@ -68,7 +68,7 @@ def test_rounds_have_about_the_same_bytes(tasks: int, count: int) -> None:
 @pytest.mark.parametrize(
     ("buffer_sets", "count", "ahead"), [(2, 1, 0), (2, 2, 1), (2, 5, 1), (4, 4, 3), (4, 9, 2), (1, 3, 0)]
 )
-def test_prefetch_leaves_slots_for_what_returns(buffer_sets: int, count: int, ahead: int) -> None:
+def test_prefetch_leaves_buffer_sets_for_returns(buffer_sets: int, count: int, ahead: int) -> None:
     assert prefetch(buffer_sets, count) == ahead
 
 
@@ -144,7 +144,7 @@ class Clock:
 
 @examples(100)
 @given(plans(exchanges=("all_to_all", "all_gather_reduce_scatter")), st.integers(0, 1000))
-def test_a_step_without_link_time_takes_what_the_executor_waits_for(plan: Plan, seed: int) -> None:
+def test_a_step_without_link_time_takes_the_executors_waits(plan: Plan, seed: int) -> None:
     """On a machine where nothing but Newton-Schulz takes time, at one FLOP a second."""
     for one in (plan, recut(plan, Random(seed))):
         clock, summary = Clock(one), summarize(one)

@@ -91,7 +91,7 @@ def test_a_copy_on_one_rank_needs_no_group_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("machine", "taken"), [(SLOW_LINKS, "hierarchical"), (FAST_LINKS, "hierarchical"), (SLOW_CALLS, "all_to_all")]
 )
-def test_the_planner_takes_what_is_sooner_and_says_so(machine: Machine, taken: str) -> None:
+def test_the_planner_takes_the_faster_exchange_and_prints_the_reason(machine: Machine, taken: str) -> None:
     """Fewer bytes on slow links, fewer messages on fast ones, fewer calls where each takes a second."""
     plan = hsdp(3, 4, 2, machine=machine)
     assert {bucket.exchange for bucket in plan.buckets} == {taken}

@@ -11,12 +11,12 @@ from torch import Tensor
 from tests.unit.plans import LARGE_MESHES, coordinates, examples, layouts, stacks, taken, torch_local
 from titan_muon.plan.terms.layout import Geometry, chunk, flattened, intersect, merged, region, spans, stored_as, take
 from titan_muon.plan.terms.types import (
+    Cut,
     Interval,
     Layout,
     MatrixRows,
     MatrixStack,
     Mesh,
-    Replicate,
     Segment,
     Shard,
     StridedShard,
@@ -46,7 +46,7 @@ def at(full: Tensor, dims: tuple[tuple[Interval, ...], ...]) -> Tensor:
 
 @examples(150)
 @given(cases())
-def test_a_rank_stores_what_torch_gives_it(layout: Layout) -> None:
+def test_a_rank_stores_the_shards_of_torch(layout: Layout) -> None:
     full = indices(layout.shape)
     for _, coordinate in coordinates(layout.mesh):
         assert torch.equal(at(full, region(layout, coordinate)), torch_local(layout, coordinate, full))
@@ -59,7 +59,7 @@ def test_the_ranks_of_a_replica_store_every_element_once(layout: Layout) -> None
     stored: dict[tuple[int, ...], list[Tensor]] = {}
     for _, coordinate in coordinates(layout.mesh):
         axes = zip(layout.placements, coordinate, strict=True)
-        copy = tuple(index for placement, index in axes if isinstance(placement, Replicate))
+        copy = tuple(index for placement, index in axes if not isinstance(placement, Cut))
         stored.setdefault(copy, []).append(at(full, region(layout, coordinate)).flatten())
     for pieces in stored.values():
         assert torch.equal(torch.cat(pieces).sort().values, full.flatten())

@@ -67,7 +67,7 @@ def test_of_a_kind_rounds_are_in_the_order_of_the_pass(plan: Plan, overlap: Over
         assert matrices == sorted(matrices, reverse=overlap == "backward")
 
 
-def test_a_matrix_stays_with_those_that_can_own_it() -> None:
+def test_a_matrix_stays_with_possible_owners() -> None:
     plan = plan_of(parameters(4, 4))
     pieces = pieces_of(plan)
     rounds = [[Task(number, 0, 1, 1, "")] for number in (3, 2, 1, 0)]

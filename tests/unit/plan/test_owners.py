@@ -54,7 +54,7 @@ def test_balanced_is_within_four_thirds_of_the_best(flops: list[int], ranks: int
 
 @examples(50)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 8), st.data())
-def test_balanced_fills_up_what_ranks_have_at_home(flops: list[int], ranks: int, data: st.DataObject) -> None:
+def test_balanced_fills_up_local_work(flops: list[int], ranks: int, data: st.DataObject) -> None:
     """No rank with a matrix would gain by moving its smallest to the least loaded rank."""
     at_home = data.draw(st.lists(st.integers(0, 2000), min_size=ranks, max_size=ranks))
     tasks = [Task(i, 0, f, 1, "l") for i, f in enumerate(flops)]

@@ -124,7 +124,7 @@ def buffer_numel(program: Program) -> int:
 
 @examples(125)
 @given(plans())
-def test_every_rank_costs_what_its_program_says(plan: Plan) -> None:
+def test_every_ranks_cost_equals_its_programs(plan: Plan) -> None:
     summary = summarize(plan)
     assert summary.ranks == tuple(counted(plan, rank) for rank in ranks_of(plan))
     wholes = [m for m in plan.matrices if m.slice is None or m.slice.place == 0]
@@ -138,7 +138,7 @@ def test_every_rank_costs_what_its_program_says(plan: Plan) -> None:
 
 @examples(75)
 @given(plans())
-def test_lower_bounds_are_below_what_the_plan_does(plan: Plan) -> None:
+def test_lower_bounds_are_below_the_plan(plan: Plan) -> None:
     summary = summarize(plan)
     assert least_flops(plan) <= summary.ns_flops_max
     assert least_sent(plan) <= summary.bytes_sent_max
@@ -196,7 +196,7 @@ def test_a_matrix_of_a_few_bytes_can_be_planned_over_any_ranks(ranks: int) -> No
     ["all_to_all", "all_gather", "all_gather_reduce_scatter"],
 )
 @pytest.mark.parametrize("budget", [6_000, 9_000])
-def test_buffers_stay_within_what_the_user_gave(exchange: str, budget: int) -> None:
+def test_buffers_stay_within_the_users_limit(exchange: str, budget: int) -> None:
     parameters = [matrix(i, 16 + 4 * (i % 3), 12) for i in range(24)]
     assert summarize(plan_of(parameters, exchange=exchange, buffer_bytes=budget)).buffer_bytes_max <= budget
 
@@ -236,7 +236,7 @@ def test_unknown_options_name_the_key_and_the_choices(key: str, value: str) -> N
 
 
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather_reduce_scatter"])
-def test_everyone_owns_only_what_everyone_gathers(exchange: str) -> None:
+def test_everyone_owns_only_matrices_gathered_by_everyone(exchange: str) -> None:
     with pytest.raises(OptionError, match=r"^owners = 'everyone' .* exchange = 'all_gather'"):
         plan_of([matrix(0, 4, 4)], exchange=exchange, owners="everyone")
 

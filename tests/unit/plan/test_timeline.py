@@ -72,7 +72,7 @@ def test_nothing_waits_for_less_than_no_time() -> None:
             assert all(rank.waits >= 0 for rank in played.ranks)
 
 
-def test_a_link_between_nodes_carries_what_leaves_the_node(plan: Plan) -> None:
+def test_a_link_between_nodes_carries_the_bytes_that_leave_the_node(plan: Plan) -> None:
     slow = Link(64 * 64 * 2, 0)
     assert seconds(plan, replace(FREE, network=slow)) == pytest.approx(0, abs=1e-12)
     # Two of the four quarters are on the other node.
@@ -122,7 +122,7 @@ def test_backward_hides_the_gathers_that_have_buffers(
     assert least_seconds(plan, machine, played) <= played.last.seconds
 
 
-def test_backward_hides_nothing_behind_what_it_comes_to_last() -> None:
+def test_backward_hides_nothing_behind_the_last_gradient() -> None:
     """The second round has the first matrix, with the last gradient; the third round cannot start earlier."""
     plan, machine = four_rounds()
     first, second, third, last = plan.buckets

@@ -75,7 +75,7 @@ def test_a_checkpoint_goes_on_in_torchs_muon() -> None:
         ({"rule": "normuon"}, "^rule keeps second_moment"),
     ],
 )
-def test_what_torchs_muon_lacks_is_refused(options: dict[str, Any], fault: str) -> None:
+def test_state_without_a_place_in_torchs_muon_is_refused(options: dict[str, Any], fault: str) -> None:
     params = parameters()
     ours = Muon(list(params.items()), **options)
     train(ours, params, range(1))
@@ -170,7 +170,7 @@ def test_an_average_of_gradients_stays(source: Any) -> None:
     assert (group["lr"], group["momentum"], group["lr_scale"]) == (0.02, 0.9, "original")
 
 
-def test_what_cannot_be_converted_is_refused() -> None:
+def test_inconvertible_state_is_refused() -> None:
     params = parameters()
     theirs = torch.optim.Muon(params.values())
     with pytest.raises(ValueError, match="source = 'adam' is not one of torch, torchtitan"):

@@ -105,7 +105,7 @@ def steps(window: Window, host: list[Transfer]) -> None:
         torch.ones(14).add_(1)
 
 
-def test_no_stream_uses_what_another_is_not_done_with(stream_order: StreamOrder) -> None:
+def test_streams_wait_for_each_others_memory(stream_order: StreamOrder) -> None:
     """Over two steps: the second step loads the first step's results, into slots of the compute stream."""
     with stream_order:
         steps(Window(CPU), transfers())
@@ -208,7 +208,7 @@ def test_parameters_and_gradients_pass_through_the_window_too(name: str, monkeyp
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("offload", ["state", "parameters"])
-def test_the_host_changes_by_what_comes_back_alone(offload: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_changes_by_returned_parts_only(offload: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = named()
     optimizer = OPTIMIZERS[name](params, offload=offload)
     train(optimizer, params, range(1))
@@ -228,7 +228,7 @@ def test_the_host_changes_by_what_comes_back_alone(offload: str, name: str, monk
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_whoever_reads_what_is_on_the_host_finds_it_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_of_host_states_get_current_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[Window] = []
     monkeypatch.setattr(Window, "synchronize", lambda window: waits.append(window))
     for offload, of_a_step in (("state", 0), ("parameters", 1)):
@@ -371,7 +371,7 @@ def test_an_average_that_bfloat16_would_stop_is_refused() -> None:
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "maximize", "capturable", "differentiable"])
-def test_what_is_not_done_in_batches_is_refused(option: str) -> None:
+def test_options_without_batches_are_refused(option: str) -> None:
     with pytest.raises(ValueError, match=f"{option} = True is not accepted"):
         batched.AdamW([{"params": [nn.Parameter(torch.ones(2))], option: True}])
 

@@ -85,7 +85,7 @@ def test_the_errors_of_a_matrix_are_noise_and_no_pattern() -> None:
     assert torch.linalg.matrix_norm(errors, 2) < 1.1 * 2 * math.sqrt(256) * errors.std()
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_nonfinite_values_stay_nonfinite() -> None:
     values = torch.tensor([[math.inf, -math.inf, math.nan, 1.0]]).bfloat16()
     updates = torch.zeros(1, 4)
     # All bits set, as CUDA writes it: a draw would count on from there to zero.
@@ -112,7 +112,7 @@ def test_updates_below_half_a_step_add_up() -> None:
     assert shrunk(rounding="nearest") == 1.0, "to the nearest, no weight ever moves"
 
 
-def test_a_resume_draws_what_the_run_would_have_drawn() -> None:
+def test_a_resume_draws_the_numbers_of_an_uninterrupted_run() -> None:
     params = parameters()
     muon = Muon(list(params.items()), **OPTIONS)
     for seed in (1, 2):
@@ -149,7 +149,7 @@ def test_the_count_of_steps_is_kept_for_bfloat16_alone() -> None:
         assert ("step" in muon.param_groups[0]) == counted
 
 
-def test_draws_do_not_depend_on_what_is_updated_together() -> None:
+def test_draws_do_not_depend_on_the_batch_of_updates() -> None:
     """Two tensors in a chunk get the same bits as alone, also after other steps."""
     values = [torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16() for shape in ((5, 7), (4, 9))]
     updates, scratch = [torch.zeros_like(value) for value in values], torch.empty(2**14, dtype=torch.uint8)

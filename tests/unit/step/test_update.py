@@ -85,7 +85,7 @@ def test_lr_scales(name: str, rows: int, cols: int, value: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "rms", "Original", None])
-def test_an_unknown_lr_scale_names_those_there_are(name: str) -> None:
+def test_an_unknown_lr_scale_names_the_known_ones(name: str) -> None:
     with pytest.raises(ValueError, match=r"lr_scale = .*match_rms_adamw, original, spectral"):
         update.lr_scale(name, 2, 2)
 
@@ -99,7 +99,7 @@ def test_momentum_is_an_average_and_nesterov_blends_the_gradient_in() -> None:
     assert grad.item() == 4
 
 
-def test_without_nesterov_the_average_itself_is_orthogonalized() -> None:
+def test_without_nesterov_the_average_is_orthogonalized() -> None:
     average, packed = torch.tensor([[2.0]]), torch.tensor([[0.0]])
     update.momentum([average], [torch.tensor([[4.0]])], [packed], decay=0.5, nesterov=False)
     assert packed.item() == average.item() == 3

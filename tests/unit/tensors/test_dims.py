@@ -34,7 +34,7 @@ def matrices(shape: tuple[int, ...], dims: str, lengths: dict[str, int | tuple[i
 
 
 @pytest.mark.parametrize(("shape", "dims", "lengths"), READ, ids=[dims for _, dims, _ in READ])
-def test_matrices_are_those_that_einops_makes(shape: tuple[int, ...], dims: str, lengths: dict[str, int]) -> None:
+def test_matrices_equal_those_of_einops(shape: tuple[int, ...], dims: str, lengths: dict[str, int]) -> None:
     left, _, right = dims.partition("->")
     count, _, matrix = right.partition("|")
     full = torch.arange(prod(shape)).reshape(shape)
@@ -52,7 +52,7 @@ def test_a_list_of_lengths_is_parts_of_unequal_size() -> None:
     assert torch.equal(v, groups[:, 3].reshape(6, 2))
 
 
-def test_what_is_stored_as_in_out_is_transposed() -> None:
+def test_matrices_stored_as_in_out_are_transposed() -> None:
     def stack(dims: str) -> MatrixStack:
         return stack_of("w", (4, 6), [Split(match="*", dims=dims)])
 
@@ -86,7 +86,7 @@ def test_what_is_stored_as_in_out_is_transposed() -> None:
         ("(a b) c -> | a (b c)", {"a": 2}, r"rows and columns within dim 0"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(dims: str, lengths: dict[str, int], problem: str) -> None:
+def test_unfit_dims_are_refused_by_name(dims: str, lengths: dict[str, int], problem: str) -> None:
     with pytest.raises(ValueError, match=rf"^layers\.0\.w: muon\.split: dims = .*({problem})"):
         stack_of("layers.0.w", (6, 4), [Split(match="*", dims=dims, lengths=lengths)])
 

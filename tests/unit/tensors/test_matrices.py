@@ -75,7 +75,7 @@ def test_defaults_by_name_and_shape(fqn: str, optimizer: str, reason: str) -> No
         ("output.weight", (512, 64), "output head"),
     ],
 )
-def test_what_is_no_hidden_matrix_is_left_to_adamw(fqn: str, shape: tuple[int, ...], reason: str) -> None:
+def test_parameters_other_than_hidden_matrices_are_left_to_adamw(fqn: str, shape: tuple[int, ...], reason: str) -> None:
     (found,) = assign_parameters({fqn: Seen(shape)}, [], default_rules())
     assert found.optimizer == "adamw"
     assert found.reason.startswith(reason)
@@ -164,7 +164,7 @@ def test_experts_are_a_block_each() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 2, 2, 2), (0, 4), (4, 0), (0, 2, 2)])
-def test_what_is_no_matrix_is_refused_by_name(shape: tuple[int, ...]) -> None:
+def test_parameters_other_than_matrices_are_refused_by_name(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"layers\.0\.w: Muon takes matrices .*give it to another optimizer"):
         stack_of("layers.0.w", shape)
 
@@ -184,14 +184,14 @@ def test_q_k_and_v_fused_head_by_head() -> None:
     ]
 
 
-def test_each_expert_is_cut_by_itself() -> None:
+def test_every_expert_is_cut_alone() -> None:
     """Gate and up fused in each of two experts of 6 rows."""
     assert blocks_of((2, 6, 4), pattern((3, 3), "e")) == [rows(p) for p in ((0, 3), (3, 6), (6, 9), (9, 12))]
     joined = blocks_of((2, 4, 4), pattern((1, 1), "e", joined=True))
     assert joined == [rows((0, 1), (2, 3)), rows((1, 2), (3, 4)), rows((4, 5), (6, 7)), rows((5, 6), (7, 8))]
 
 
-def test_every_row_is_in_one_block_whatever_the_split() -> None:
+def test_every_row_is_in_one_block_for_any_split() -> None:
     for shape, stack in (((12, 4), ""), ((3, 12, 4), "e")):
         for joined in (False, True):
             taken = blocks_of(shape, pattern((3, 2, 1), stack, joined=joined))
@@ -229,7 +229,7 @@ OUTDATED = [
 
 
 @pytest.mark.parametrize(("old", "shape", "expected"), OUTDATED)
-def test_an_older_split_is_refused_with_what_reads_the_same(
+def test_an_older_split_is_refused_with_the_equal_dims(
     old: dict[str, Any], shape: tuple[int, ...], expected: list[list[tuple[int, int]]]
 ) -> None:
     with pytest.raises(OptionError, match=r"^split has .*, of a notation that is gone; write dims = ") as caught:

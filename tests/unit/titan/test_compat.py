@@ -62,7 +62,7 @@ def _run(code: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_torchtitan_is_the_version_whose_gaps_are_closed() -> None:
+def test_torchtitan_is_the_version_of_the_workarounds() -> None:
     assert metadata.version("torchtitan") == compat.TORCHTITAN_VERSION
 
 
@@ -124,7 +124,7 @@ def test_memory_of_the_cpu_is_in_bytes() -> None:
 
 @cpu_only
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="triton is there, as beside CUDA builds")
-def test_a_missing_kernel_says_what_is_missing() -> None:
+def test_a_missing_kernel_is_named() -> None:
     compat.install()
     kernels = sys.modules["torchtitan.distributed.minimal_async_ep.kernels"]
     with pytest.raises(RuntimeError, match="needs triton"):

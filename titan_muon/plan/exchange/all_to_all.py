@@ -40,7 +40,7 @@ class AllToAll(Pattern):
     def routes(self, matrix: int, pieces: Pieces) -> Routes:
         """Gather from the owner's replica, return to all replicas."""
         # The pieces of a single replica suffice, but without the result replicas would diverge.
-        return Routes((pieces.geometry(matrix).replica.__getitem__, _everywhere))
+        return Routes((pieces.geometry(matrix).replica.__getitem__, lambda rank: 0))
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
         kinds = self._kinds(bucket, pieces)
@@ -193,7 +193,7 @@ class _Direction:
             amounts.peers = max(amounts.peers, ranks[place] - itself)
             amounts.peers_near = max(amounts.peers_near, ranks_near[place, node] - itself)
             self._workers.setdefault(place, set()).add(worker)
-        for rank, elements, node, _ in holders.holders:
+        for rank, elements, node in holders.holders:
             place, count, amounts = key(rank), workers.get(rank, 0), self.by_rank[rank]
             amounts.home += elements * done[place]
             amounts.kept += elements * count
@@ -210,10 +210,6 @@ class _Direction:
                 itself = rank in workers
                 amounts.peers = max(amounts.peers, len(workers) - itself)
                 amounts.peers_near = max(amounts.peers_near, near[amounts.key][self._pieces.node(rank)] - itself)
-
-
-def _everywhere(rank: int) -> Hashable:
-    return 0
 
 
 def _totals(gather: _Amounts, back: _Amounts, owned: KindCounts, calls: int, stored: int) -> BucketTotals:

@@ -108,7 +108,9 @@ class _Search:
     def run(self, in_model_order: bool) -> None:
         """Double the rounds until more rounds do not pay, then improve the best strategy field by field."""
         self._left = MOST_TURNS
-        self._double(Strategy(self._first_rounds(), in_model_order))
+        rank_bytes = 2 * sum(task.bytes for task in self._problem.tasks) / max(1, len(self._place))
+        first = max(1, min(self._most_rounds(), int(rank_bytes * max(BUFFER_SETS) / (8 * FREE_BYTES))))
+        self._double(Strategy(first, in_model_order))
         best = None
         while self._simulated and best != (best := self._best_strategy(in_model_order)):
             # All combinations would take ten times as long.
@@ -142,10 +144,6 @@ class _Search:
         for count in (best.rounds - 1, best.rounds + 1, 3 * best.rounds // 4, 3 * best.rounds // 2):
             if 1 <= count <= self._most_rounds():
                 yield replace(best, rounds=count)
-
-    def _first_rounds(self) -> int:
-        rank_bytes = 2 * sum(task.bytes for task in self._problem.tasks) / max(1, len(self._place))
-        return max(1, min(self._most_rounds(), int(rank_bytes * max(BUFFER_SETS) / (8 * FREE_BYTES))))
 
     def _most_rounds(self) -> int:
         most, owners = max(1, len(self._problem.tasks)), self._assigned(0)

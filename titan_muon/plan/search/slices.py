@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...options import MuonOptions, OptionError
@@ -144,14 +144,22 @@ def _offers(problem: Problem, work_of: WorkOf) -> Offers:
         [count for count in counts if teams(group, count, problem.costs.machine.ranks_per_node)]
         for group in problem.groups
     ]
-    offers, known = Offers(), dict[tuple[int, int], Sequence[Offer]]()
-    for task in problem.tasks:
-        if possible[task.group] and groups[task.matrix] == 1:
-            kind = problem.costs.pieces.kinds[task.matrix], task.group
-            if kind not in known:
-                known[kind] = _offered(problem, task.matrix, task.group, possible[task.group], work_of)
-            offers[task.matrix, task.group] = tuple(known[kind])
-    return {place: of_task for place, of_task in offers.items() if of_task}
+    tasks = (task for task in problem.tasks if possible[task.group] and groups[task.matrix] == 1)
+    return offers_of(
+        problem, tasks, lambda task: _offered(problem, task.matrix, task.group, possible[task.group], work_of)
+    )
+
+
+def offers_of(problem: Problem, tasks: Iterable[Task], make: Callable[[Task], Sequence[Offer]]) -> Offers:
+    """The offers of these tasks, made once for equal tasks."""
+    offers, known = Offers(), dict[tuple[int, int], tuple[Offer, ...]]()
+    for task in tasks:
+        kind = problem.costs.pieces.kinds[task.matrix], task.group
+        if kind not in known:
+            known[kind] = tuple(make(task))
+        if known[kind]:
+            offers[task.matrix, task.group] = known[kind]
+    return offers
 
 
 def _offered(problem: Problem, number: int, group: int, counts: Sequence[int], work_of: WorkOf) -> list[Offer]:

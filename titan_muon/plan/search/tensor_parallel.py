@@ -14,7 +14,7 @@ from ..terms.types import Parameter
 from ..terms.work import WorkOf
 from .owners import OwnerOf, Task
 from .problem import Problem
-from .slices import ALWAYS, Offer, Offers, balance, cut, loads, one_owner_fault, picoseconds, slices_fault, timed
+from .slices import ALWAYS, Offer, balance, cut, loads, offers_of, one_owner_fault, picoseconds, slices_fault, timed
 
 
 def read_in_mode(parameters: Sequence[Parameter], options: MuonOptions) -> tuple[Sequence[Parameter], Geometries]:
@@ -63,7 +63,13 @@ def _fault(options: MuonOptions) -> str:
 
 def with_peers(problem: Problem, work_of: WorkOf) -> Problem:
     """The problem with each cut matrix on the tensor-parallel group that ends first. Raises OptionError without one."""
-    offers = _offers(problem, work_of)
+    pieces = problem.costs.pieces
+    cut_tasks = (
+        task
+        for task in problem.tasks
+        if pieces.matrices[task.matrix].index in pieces.geometry(task.matrix).cut_by_peers
+    )
+    offers = offers_of(problem, cut_tasks, lambda task: (_offer(problem, task, work_of),))
     shared = balance(problem, timed(problem), loads(problem), offers, ALWAYS)
     if problem.options.tensor_parallel == "distributed":
         return cut(problem, offers, shared)
@@ -71,18 +77,6 @@ def with_peers(problem: Problem, work_of: WorkOf) -> Problem:
         (task.matrix, task.group): ranks[0] for task, ranks in zip(problem.tasks, shared.owners, strict=True)
     }
     return replace(problem, pattern=PATTERNS["duplicated"], owners=owners)
-
-
-def _offers(problem: Problem, work_of: WorkOf) -> Offers:
-    pieces, offers, known = problem.costs.pieces, Offers(), dict[tuple[int, int], Offer]()
-    for task in problem.tasks:
-        if pieces.matrices[task.matrix].index not in pieces.geometry(task.matrix).cut_by_peers:
-            continue
-        kind = pieces.kinds[task.matrix], task.group
-        if kind not in known:
-            known[kind] = _offer(problem, task, work_of)
-        offers[task.matrix, task.group] = (known[kind],)
-    return offers
 
 
 def _offer(problem: Problem, task: Task, work_of: WorkOf) -> Offer:

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_muon import options, registry
-from titan_muon.assignment.roles import Seen
+from titan_muon.assignment.roles import Seen, see
 from titan_muon.assignment.rules import Default, default_rules
 from titan_muon.comm.agreement import Agreement
 from titan_muon.fsdp.forward_hooks import apply_in_forward, late_applies
 from titan_muon.hybrid import OfParts, parts_of
 from titan_muon.options import Rule
+from titan_muon.tensors.names import canonical_fqn
 from titan_muon.titan.device import adamw_implementation
 from titan_muon.titan.recipe import Recipe, RecipeError, recipe_error
 
@@ -37,7 +38,7 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         offload: options.Offload = "none"
         """Tensors on the host: all optimizer states, or also parameters and gradients."""
         model: Mapping[str, Seen] | None = None
-        """All trained parameters under pipeline parallelism; otherwise None."""
+        """All trained parameters, if this process has only a pipeline stage. None: gathered from all ranks."""
 
     changes: tuple[str, ...] = ()
     """Hyperparameters different from the loaded checkpoint's, a line each."""
@@ -46,15 +47,19 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         # Not TorchTitan's __init__, which builds optimizers per part: Muon plans all parts together. The other duties
         # of __init__ follow at the end.
         self.model_parts = model_parts
+        agreement = Agreement()
+        # A rank with a pipeline stage needs the names of all stages, and TorchTitan's own configuration has none.
+        stages = agreement.distinct(see(model_parts, canonical_fqn)) if config.model is None else []
+        joined = {name: seen for stage in stages for name, seen in stage.items()} if len(stages) > 1 else config.model
         try:
-            self.parts = Agreement().together(
+            self.parts = agreement.together(
                 lambda: parts_of(
                     model_parts,
                     config.rules,
                     config.defaults,
                     _tables(config),
                     offload=config.offload,
-                    model=config.model,
+                    model=joined,
                 )
             )
         except ValueError as error:

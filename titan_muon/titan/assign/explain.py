@@ -28,14 +28,19 @@ LONG_TAIL = 0.1
 OWNERS_SHOWN = 16
 
 
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: `1 rank`, `2 ranks`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def optimizer_lines(assigned: Sequence[Assignment], splits: Sequence[Split], world_size: int) -> Iterable[str]:
     """Each optimizer's share of the whole model, default splits, and warnings."""
     total = sum(prod(a.shape) for a in assigned)
-    yield f"{total:,} parameters on {world_size} ranks"
+    yield f"{total:,} parameters on {plural(world_size, 'rank')}"
     for optimizer in sorted({a.optimizer for a in assigned}):
         tensors = [a for a in assigned if a.optimizer == optimizer]
         share = 100 * sum(prod(a.shape) for a in tensors) / total
-        count = f"{len(tensors):,} tensors"
+        count = plural(len(tensors), "tensor")
         if optimizer == "muon":
             every = splits_with(splits, assigned)
             count = f"{sum(len(stack_of(a.fqn, a.shape, every).matrices) for a in tensors):,} matrices"
@@ -96,9 +101,9 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
                 'orthogonalizes them (muon.replicas = "redundant"). parallelism.data_parallel_replicate_degree = 1 '
                 'orthogonalizes each matrix once; muon.replicas = "split" too, and sends the results to the others'
             )
-    yield from _method_lines(plan)
+    yield from _method_lines(plan, reasons=timeline is not None)
     if exchanges:
-        in_flight = f"{plan.buffer_sets} buckets in flight"
+        in_flight = f"{plural(plan.buffer_sets, 'bucket')} in flight"
         yield f"  collectives     {summary.collectives_per_step} per step and rank, {in_flight}"
         yield f"  sent            {summary.bytes_sent_max / 2**20:,.1f} MiB by the busiest rank"
         yield f"  buffers         {summary.buffer_bytes_max / 2**20:,.1f} MiB on the fullest rank"
@@ -112,18 +117,23 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
 
 
 def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, skips: bool) -> Iterable[str]:
-    """A line if the step communicates despite owned parameters: matrices, reasons and remedies.
+    """Lines if the step communicates despite owned parameters: matrices, reasons and remedies.
 
     `skips`: ranks exchange the presence of gradients (muon.missing_grad = "skip").
     """
     if plan is None or not any(map(is_owned, parameters.values())):
         return
     causes = Counter(_causes(plan, parameters))
+    lines = []
+    for reason in dict.fromkeys(reason for reason, _ in causes):
+        named = {name: count for (because, name), count in causes.items() if because == reason}
+        names = f" ({', '.join(filter(None, named))})" if any(named) else ""
+        lines.append(f"  {sum(named.values()):,} matrices{names}: {reason}")
     if skips and any(len(ranks) > 1 for ranks in plan.local):
-        causes['muon.missing_grad = "skip" has copies compare their gradients; "error" would not'] = 0
-    if causes:
-        listed = "; ".join(f"{cause} ({count:,} matrices)" if count else cause for cause, count in causes.items())
-        yield f"owned, and yet the step communicates: {listed}"
+        lines.append('  muon.missing_grad = "skip": replicas compare their gradients; "error" would not')
+    if lines:
+        yield "owned, and yet the step communicates:"
+        yield from lines
 
 
 def peer_lines(parameters: Mapping[str, Tensor], gathered: int, reduced: int) -> Iterable[str]:
@@ -145,7 +155,8 @@ def peer_lines(parameters: Mapping[str, Tensor], gathered: int, reduced: int) ->
         )
 
 
-def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[str]:
+def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[tuple[str, str]]:
+    """Reason and remedy of each exchanged matrix, and the family of its parameter if the remedy names parameters."""
     geometries = Geometries(plan.parameters)
 
     @cache
@@ -156,14 +167,12 @@ def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[str]:
         if plan.local[index] or (matrix.slice is not None and matrix.slice.place > 0):
             continue
         fqn = plan.parameters[matrix.parameter].fqn
-        # Local with repeated work, so the exchange only shares the replicas' work.
         if matrix.slice is None and repeated(geometries.index[matrix.parameter])[matrix.index].local:
-            yield 'muon.replicas shares out copies; "redundant" would not'
+            yield 'muon.replicas = "split" shares out replicas; "redundant" would not', ""
         elif is_owned(parameters[fqn]):
-            yield 'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not'
+            yield 'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not', ""
         else:
-            name = family(fqn)
-            yield f'{name} is sharded; a placement.rule with "owned" or an optimizer.rule with "adamw" would not'
+            yield 'sharded; a placement.rule with "owned" or an optimizer.rule with "adamw" would not', family(fqn)
 
 
 def _time_lines(timeline: Timeline) -> Iterable[str]:
@@ -187,13 +196,13 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.3g} ms" if seconds > 1e-9 else "0 ms"
 
 
-def _method_lines(plan: Plan) -> Iterable[str]:
+def _method_lines(plan: Plan, *, reasons: bool) -> Iterable[str]:
     wholes = (matrix for matrix in plan.matrices if matrix.slice is None or matrix.slice.place == 0)
     counts = Counter((matrix.work, "x".join(map(str, matrix.whole_shape))) for matrix in wholes)
     for index in dict.fromkeys(index for index, _ in counts):
         work = plan.works[index]
         shapes = ", ".join(f"{count:,} of {shape}" for (of, shape), count in counts.items() if of == index)
-        yield f"  orthogonalized  {shapes} by {work.method}{f': {work.reason}' if work.reason else ''}"
+        yield f"  orthogonalized  {shapes} by {work.method}{f': {work.reason}' if work.reason and reasons else ''}"
 
 
 def owner_loads(

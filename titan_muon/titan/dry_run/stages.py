@@ -66,5 +66,10 @@ def problems(recipe: Recipe, world: int) -> Iterator[str]:
             _ = Documents(data).all
         except RecipeError as error:
             yield str(error)
+        from titan_muon.titan.data.loader import vocab_size
+
+        rows, tokens = recipe.model.vocab_size, vocab_size(data)
+        if rows is not None and tokens is not None and rows < tokens:
+            yield f"data.tokenizer has {tokens} tokens and the model embeds {rows}; set model.vocab_size = {tokens}"
     if data.tokenizer == "hf" and not Path(data.tokenizer_path or "", "tokenizer.json").is_file():
         yield f"data.tokenizer_path = {data.tokenizer_path!r} has no tokenizer.json on this machine"

@@ -186,9 +186,9 @@ def verdict_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe, machine: Ma
         if seconds:
             yield f"                  {name} {_ms(seconds)}, {note}"
     percent = 100 * verdict.overhead
-    band = f"{low * percent:,.2g} to {high * percent:,.2g} %" if percent > 0 else "within the error"
+    band = f"{_digits(low * percent)} to {_digits(high * percent)} %" if percent > 0 else "within the error"
     yield (
-        f"  Muon            {percent:,.2g} % of the step over AdamW ({band}): {_ms(verdict.muon + verdict.others)} "
+        f"  Muon            {_digits(percent)} % of the step over AdamW ({band}): {_ms(verdict.muon + verdict.others)} "
         f"instead of {_ms(verdict.adamw)}"
     )
 
@@ -221,10 +221,16 @@ def _memory_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe) -> Iterable
             f"  memory          {state}: {_gib(verdict.peak)} of {_gib(verdict.capacity)} at the peak, {where}, "
             f"within {100 * MEMORY_ERROR:.0f} %"
         )
-    yield f"                  GiB: {shown}"
+    if shown:
+        yield f"                  GiB: {shown}"
     if not verdict.fits:
         yield "  to make it fit:"
         yield from remedies(verdict, meta, recipe)
+
+
+def _digits(percent: float) -> str:
+    """Two digits, without an exponent from 100 on."""
+    return f"{percent:,.0f}" if percent >= 99.5 else f"{percent:.2g}"
 
 
 def _gib(size: float) -> str:

@@ -5,15 +5,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Annotated, Literal, get_type_hints
 
 import tyro
 
 from titan_muon.titan.recipe.files import load
-from titan_muon.titan.recipe.flags import SOURCE, print_help, read_flags
+from titan_muon.titan.recipe.flags import SOURCE, print_completion, print_help, read_flags
 from titan_muon.titan.recipe.schema import build, keys, refuse, unknown
 from titan_muon.titan.recipe.sections import Recipe
-from titan_muon.titan.recipe.toml import RecipeError, nearest
+from titan_muon.titan.recipe.toml import RecipeError, nearest, read_file
 
 HELP = {"-h", "--help"}
 SEED, SEEDS = "training.seed", ("debug.seed", "data.seed")
@@ -54,6 +55,12 @@ class Options:
     compare: tuple[str, ...] = ()
     """With dry_run: keys with alternatives, as in `placement.muon=owned,shard0`; a table of all combinations."""
 
+    quiet: bool = False
+    """Print errors, warnings and the summary at the end only."""
+
+    completion: Literal["bash", "zsh", "tcsh"] | None = None
+    """Print a script that completes flags of `titan-muon` in this shell, and stop."""
+
     html: str | None = None
     """With dry_run: file for a page with timeline, balance, memory and parameters."""
 
@@ -90,6 +97,8 @@ def parse(argv: Sequence[str]) -> Command:
     asked = [word for before, word in pairwise(argv) if before in HELP and is_dataclass(kinds.get(word))]
     entries, overrides = read_flags(Options, Options(), [word for word in argv if word not in {*HELP, *asked}])
     options = build(Options, entries)
+    if options.completion is not None:
+        print_completion(Command, Command(), options.completion, prog="titan-muon")
     _refuse_misspelt(overrides)
     if wants_help:
         # The help shows the recipe's values, so its errors come first.
@@ -106,7 +115,9 @@ def parse(argv: Sequence[str]) -> Command:
     _check(options)
     if options.machine is not None:
         overrides = [*overrides, "--machine.name", options.machine]
-    recipe = load(options.config, overrides, _notice)
+    recipe = load(options.config, overrides, (lambda line: None) if options.quiet else _notice)
+    if not read_file(Path(options.config)):
+        raise RecipeError(f"{options.config}: the recipe has no key; write at least name and flavor under [model].")
     choices = alternatives(options.config, options.compare, overrides)
     return Command(recipe=recipe, alternatives=choices, **vars(options))
 
@@ -168,6 +179,8 @@ def _check(options: Options) -> None:
     stray = [flag for flag, is_set in needs_dry_run.items() if is_set]
     if stray and not options.dry_run:
         raise RecipeError(f"command line: {stray[0]} is only for --dry-run; add --dry-run or leave it out.")
+    if options.quiet and options.dry_run:
+        raise RecipeError("command line: --quiet is for training; a dry run only prints. Leave one of them out.")
 
 
 def _refuse_misspelt(overrides: Sequence[str]) -> None:

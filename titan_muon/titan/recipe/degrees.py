@@ -118,7 +118,7 @@ def _check_sequence(training: Training, parallelism: Parallelism) -> None:
         degrees = [f"parallelism.tensor_parallel_degree = {tensor}"] if parallelism.enable_sequence_parallel else []
         degrees += [f"parallelism.context_parallel_degree = {context}"] if context > 1 else []
         raise RecipeError(
-            f"training.seq_len = {training.seq_len} is not accepted with {' and '.join(degrees)}; it takes a "
-            f"multiple of {divisor}: the tensor parallel degree under sequence parallel, times twice the context "
-            "degree above 1."
+            f"{' and '.join(degrees)} cannot cut training.seq_len = {training.seq_len}, which is no multiple of "
+            f"{divisor} (the tensor parallel degree under sequence parallel, times twice the context degree above 1). "
+            "Change the degree or the length; the degree must also divide the model's attention heads."
         )

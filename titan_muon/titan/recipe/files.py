@@ -36,6 +36,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), notice: Callable[[str]
     recipe = _with_typed_options(build(Recipe, entries), sources.get("optimizer.rule", str(file)))
     # Check the joined sources: a base may be valid only together with a file.
     check(recipe, sources, str(file))
+    if recipe.data.files and recipe.data.source != "files":
+        notice(f'warning: data.files is not read, because data.source = "{recipe.data.source}"; set it to "files"')
     return recipe
 
 

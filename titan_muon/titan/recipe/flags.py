@@ -68,6 +68,12 @@ def print_help(schema: type, default: Any, description: str | None, prog: str) -
     raise AssertionError("tyro exits once it has printed the help")
 
 
+def print_completion(schema: type, default: Any, shell: str, prog: str) -> NoReturn:
+    """Print a script that completes the flags of `schema` in a shell, then exit with status 0."""
+    _tyro(schema, default, ["--tyro-print-completion", shell], prog=prog)
+    raise AssertionError("tyro exits once it has printed the script")
+
+
 def _tyro(schema: type, default: Any, arguments: Sequence[str], **options: Any) -> Any:
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_words_of)
@@ -86,7 +92,6 @@ def _tyro(schema: type, default: Any, arguments: Sequence[str], **options: Any) 
 def _words_of(
     info: tyro.constructors.PrimitiveTypeInfo,
 ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-    # tyro expands a dataclass into flags and calls this rule for its fields.
     if dataclasses.is_dataclass(info.type):
         return None
     return tyro.constructors.PrimitiveConstructorSpec(

@@ -6,6 +6,7 @@ import sys
 import warnings
 
 import torch.distributed as dist
+from tqdm import tqdm
 
 from titan_muon.titan.launch.endings import record_end
 
@@ -27,22 +28,43 @@ NOISE = (
     "Saving a full checkpoint at last step",
     "Synchronizing and adjusting timeout",
     "Sleeping 2 seconds",
+    "Successfully created meshes",
+    "Total parameter count",
+    "Model ",
+    "Applied ",
+    "Training starts at step",
+    "Training completed",
 )
 
 NOISY_WARNINGS = (
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",
     "Error running lspci",
-    # Without an index the model is a single file, as intended.
     "model.safetensors.index.json not found",
     "Pipeline Parallel loss is not visible",
 )
 """Beginnings of warnings without a remedy, in full, because any other warning may explain a bad run."""
 
 
+_QUIET = logging.getLogger("titan_muon")
+"""The level of this logger is WARNING under --quiet."""
+
+
+def is_quiet() -> bool:
+    """Whether the console shows errors, warnings and the summary only (--quiet)."""
+    return _QUIET.level >= logging.WARNING
+
+
+def show(text: str) -> None:
+    """Print a line at once, above a progress bar."""
+    tqdm.write(text)
+    sys.stdout.flush()
+
+
 def say(text: str) -> None:
-    """Print and flush a line on rank 0."""
-    if dist.get_rank() == 0:
-        print(text, flush=True)
+    """Print a line at once, on rank 0 only; under --quiet warnings only."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank == 0 and (text.startswith("warning: ") or not is_quiet()):
+        show(text)
 
 
 def say_fault(error: Exception) -> None:
@@ -92,15 +114,23 @@ class _Formatter(logging.Formatter):
         return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
 
 
-def set_up_logging() -> None:
+class _Console(logging.Handler):
+    """Prints records above a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        show(self.format(record))
+
+
+def set_up_logging(*, quiet: bool = False) -> None:
     """Send the log to the console."""
+    _QUIET.setLevel(logging.WARNING if quiet else logging.NOTSET)
     # MoE routers request float32 autocast, which the CPU neither has nor needs.
     warnings.filterwarnings("ignore", message="In CPU autocast", category=UserWarning)
     # CPU models draw initial values without DTensor's generator (models/common.py).
     warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed).* on cpu", category=UserWarning)
     # TorchTitan's schedules query the rate like this on loading, and get the right rate.
     warnings.filterwarnings("ignore", message="To get the last learning rate", category=UserWarning)
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _Console()
     handler.addFilter(_Useful())
     handler.setFormatter(_Formatter("%(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, handlers=[handler], force=True)

@@ -32,6 +32,7 @@ from titan_muon.titan.assign.explain import (
     owner_summary,
     pipeline_line,
     plan_lines,
+    plural,
     stage_ranks,
 )
 from titan_muon.titan.checks.assignments import assigned_optimizers, changed_assignments
@@ -68,14 +69,15 @@ MOST_FILES = 65536
 SECONDS_TO_EXIT = 3
 
 
-def run(recipe: Recipe, overrides: tuple[str, ...] = ()) -> int:
+def run(recipe: Recipe, overrides: tuple[str, ...] = (), *, quiet: bool = False) -> int:
     """Train a recipe in this process, alone or under torchrun. Returns the exit code.
 
     Exit code 0: training ended or was stopped; 1: training diverged, or a RunFault; 2: user error. Other errors raise.
-    `overrides`: keys set on the command line, for the run's name.
+    `overrides`: keys set on the command line, for the run's name. `quiet`: errors, warnings and the
+    summary only.
     """
     describe_world()
-    set_up_logging()
+    set_up_logging(quiet=quiet)
     device_utils.device_module.set_device(device_utils.get_local_device())
     lasting = _init_distributed(recipe)
     code = 0
@@ -182,6 +184,13 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
         if isinstance(error, RecipeError):
             raise
         raise RecipeError(f"{error} (refused at {_traced(error, run)})") from error
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise RecipeError(
+            f"the model does not fit into the memory of rank {dist.get_rank()}: {str(error).splitlines()[0]}. A dry "
+            f"run (--dry-run) lists the memory by purpose (refused at {_traced(error, run)})"
+        ) from error
     reports = _gather_parts(trainer, recipe, group)
     texts = [{"plan": "", "changes": ""}]
     # Only now: a refused run writes no recipe and leaves `latest` unchanged.
@@ -223,7 +232,7 @@ def _traced(error: Exception, run: Run) -> str:
 def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
     if note := compat.spmd_note(recipe.parallelism.spmd_backend, owned=owns(recipe)):
         say(note)
-    steps = trainer.config.training.steps
+    steps, dims = trainer.config.training.steps, trainer.parallel_dims
     if run.checkpoint is not None:
         say(f"continuing after step {trainer.step}, from {run.checkpoint}")
     if trainer.step >= steps:
@@ -232,9 +241,11 @@ def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
             f"titan-muon evaluate {run.source} gives the held-out loss, titan-muon sample writes text"
         )
     else:
-        world = dist.get_world_size()
-        ranks = "1 rank" if world == 1 else f"{world} ranks"
-        say(f"training {steps - trainer.step} steps of {_batch(trainer)} on {ranks}; the first one takes longest")
+        sizes = {"pp": dims.pp, "hsdp": dims.dp_replicate, "fsdp": dims.dp_shard, "cp": dims.cp, "tp": dims.tp}
+        meshes = ", ".join(f"{axis} {size}" for axis, size in (sizes | {"ep": dims.ep}).items() if size > 1)
+        ranks = plural(dist.get_world_size(), "rank") + (f" ({meshes})" if meshes else "")
+        left = plural(steps - trainer.step, "step")
+        say(f"training {left} of {_batch(trainer)} on {ranks}; the first one takes longest")
 
 
 def _batch(trainer: MuonTrainer) -> str:

@@ -24,6 +24,9 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, WandBLogger, _get_metrics_rank
 from torchtitan.distributed import ParallelDims
+from tqdm import tqdm
+
+from titan_muon.titan.run.console import is_quiet, show
 
 METRICS_FILE = "metrics.jsonl"
 # TensorBoard groups tags by the first word; the file keeps the keys for scripts.
@@ -139,7 +142,6 @@ class WandB(BaseLogger):
         self.inner.wandb.run.summary.update(dict(texts))
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        # W&B's charts take any metric as x axis, such as tokens and seconds.
         self.inner.log(dict(tagged(metrics)), step)
 
     def conclude(self) -> None:
@@ -180,7 +182,6 @@ def read_until(path: Path, step: int) -> tuple[list[str], float]:
         except ValueError:
             # A crash has torn the last line. This step is repeated, because a step is logged before the save.
             continue
-        # Other tools write lines without a step.
         if isinstance(record, dict) and record.get("step", step) <= step:
             lines.append(line + "\n")
             seconds = record.get("seconds", seconds)
@@ -223,6 +224,7 @@ class RunMetrics(MetricsProcessor):
         self.batch_ranks = parallel_dims.dp_replicate * parallel_dims.dp_shard
         self._began = time.perf_counter() - config.seconds_before
         self._last_step = config.first_step - 1
+        self._bar: tqdm[Any] | None = None
 
     def _build_metric_logger(self, *, config: Config, dump_folder: str, **_: Any) -> BaseLogger:
         if not (self.is_reporter or config.save_for_all_ranks):
@@ -270,6 +272,30 @@ class RunMetrics(MetricsProcessor):
         self.device_memory_monitor.reset_peak_stats()
         self.time_last_log = time.perf_counter()
 
+    def advance(self, step: int) -> None:
+        """Move the progress bar after a step. Only a terminal shows a bar."""
+        if not self.is_reporter:
+            return
+        if self._bar is None:
+            # `disable=None`: no bar unless stderr is a terminal.
+            self._bar = tqdm(
+                total=self.config.total_steps,
+                initial=step - 1,
+                unit="step",
+                leave=False,
+                dynamic_ncols=True,
+                mininterval=0.5,
+                disable=True if is_quiet() else None,
+            )
+        if self.last_loss is not None:
+            self._bar.set_postfix_str(f"loss {self.last_loss:.4f}", refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        super().close()
+
     def log(
         self,
         step: int,
@@ -300,8 +326,8 @@ class RunMetrics(MetricsProcessor):
         record["memory_gib"] = report.memory / GIB
         record["seconds"] = time.perf_counter() - self._began
         self.logger.log(record, report.step)
-        if self.is_reporter:
-            print(self._step_line(report.step, record), flush=True)
+        if self.is_reporter and not is_quiet():
+            show(self._step_line(report.step, record))
         self.start(report.step)
 
     def _step_line(self, step: int, record: Mapping[str, Any]) -> str:
@@ -320,6 +346,8 @@ class RunMetrics(MetricsProcessor):
     def say_end(self, step: int, folder: str) -> None:
         if not self.is_reporter or self.last_loss is None:
             return
+        if self._bar is not None:
+            self._bar.close()
         for board in self._boards:
             board.conclude()
         took = timedelta(seconds=round(time.perf_counter() - self._began))
@@ -327,7 +355,7 @@ class RunMetrics(MetricsProcessor):
         if self.best_validation is not None and self.best_validation[0] != self.validation_loss:
             best, best_step = self.best_validation
             held_out += f" (best {best:.4f} at step {best_step})"
-        print(f"ended after step {step}: loss {self.last_loss:.4f}{held_out}, {took}; {folder}", flush=True)
+        show(f"ended after step {step}: loss {self.last_loss:.4f}{held_out}, {took}; {folder}")
 
     def log_divergence(self, step: int, reason: str) -> None:
         self.logger.log({"diverged": reason}, step)
@@ -349,5 +377,5 @@ class RunMetrics(MetricsProcessor):
             line += f"  {record['bits_per_byte']:.4f} bits per byte"
         record["seconds"] = time.perf_counter() - self._began
         self.logger.log(record if extra_metrics is None else record | extra_metrics, step)
-        if self.is_reporter:
-            print(line, flush=True)
+        if self.is_reporter and not is_quiet():
+            show(line)

@@ -19,6 +19,7 @@ from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.recipe.toml import read_file
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
+from titan_muon.titan.run.console import say
 from titan_muon.titan.run.metrics import METRICS_FILE, read_until
 from titan_muon.titan.run_name import OVERRIDES_FILE, changes, distinguishing_keys, other_experiment
 from titan_muon.titan.storage.checksums import damage
@@ -72,7 +73,7 @@ def agree(
         assert run.checkpoint is not None, "only checkpoints are damaged"
         flaws[Path(run.checkpoint)] = wrong
         if dist.get_rank() == 0:
-            print(f"warning: checkpoint {run.checkpoint} is passed over: {wrong}", flush=True)
+            say(f"warning: checkpoint {run.checkpoint} is passed over: {wrong}")
             discard(run)
 
 
@@ -126,7 +127,6 @@ def open_run(
     source, step = start
     checkpoints = source / recipe.checkpoint.folder
     checkpoint = checkpoint_path(checkpoints, step)
-    # Without the trainer's state, steps start from 0.
     if "train_state" in recipe.checkpoint.exclude_from_loading:
         return Run(str(new_folder()), str(source), str(checkpoint))
     # A new folder, so that later results are not overwritten.
@@ -147,7 +147,7 @@ def _open_again(recipe: Recipe, overrides: tuple[str, ...], folder: str, flaws: 
     if recipe.checkpoint.enable:
         with contextlib.suppress(RecipeError):
             return replace(open_run(replace(recipe, checkpoint=own), flaws=flaws), restarted=True)
-    print(f"the attempt before this one left no whole checkpoint in {folder}", flush=True)
+    say(f"the attempt before this one left no whole checkpoint in {folder}")
     return open_run(recipe, overrides, flaws, Path(folder))
 
 
@@ -161,7 +161,6 @@ def begin(run: Run, recipe: Recipe) -> None:
     (folder.parent / LATEST_FILE).write_text(folder.name + "\n", encoding="utf-8")
     source = folder if run.source is None else Path(run.source)
     if source.joinpath(METRICS_FILE).is_file() or run.source is not None:
-        # The reporter's file, and a file per rank under metrics.save_for_all_ranks.
         for file in (source / METRICS_FILE, *source.glob(f"rank-*/{METRICS_FILE}")):
             lines, _ = read_until(file, run.step)
             target = folder / file.relative_to(source)
@@ -183,7 +182,7 @@ def keep_folder(run: Run, recipe: Recipe, lock: FolderLock) -> None:
     folder = Path(run.folder)
     if (folder / RECIPE_FILE).is_file():
         return
-    print(f"warning: {folder} was removed or moved; what the run writes from now on is in a new folder of this name")
+    say(f"warning: {folder} was removed or moved; what the run writes from now on is in a new folder of this name")
     folder.mkdir(parents=True, exist_ok=True)
     _write_recipe(folder, to_toml(recipe), run.step)
     (folder.parent / LATEST_FILE).write_text(folder.name + "\n", encoding="utf-8")
@@ -281,7 +280,7 @@ def _latest_run(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | 
     reason = f"no run in {runs} has a whole checkpoint"
     if others:
         reason = f"no run of this experiment has a whole checkpoint. {others[0]}; name the folder to continue it"
-    print(f'checkpoint.load = "latest": {reason}; starting anew', flush=True)
+    say(f'checkpoint.load = "latest": {reason}; starting anew')
     return None
 
 
@@ -302,7 +301,7 @@ def _whole_step(recipe: Recipe, folder: Path, flaws: Flaws) -> int | None:
         if path not in flaws:
             passed.append(f"warning: checkpoint {path} is passed over: {wrong}")
     for line in passed:
-        print(line if whole is None else f"{line}; using step {whole} instead", flush=True)
+        say(line if whole is None else f"{line}; using step {whole} instead")
     return whole
 
 

@@ -33,7 +33,7 @@ from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Monitor as MonitorSection
 from titan_muon.titan.recipe.sections import QKClip as QKClipSection
 from titan_muon.titan.run.checkpoints import RunCheckpoints
-from titan_muon.titan.run.console import say
+from titan_muon.titan.run.console import say, show
 from titan_muon.titan.run.metrics import METRICS_FILE, RunMetrics, StepReport, read_until
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.step_timer import StepTimer
@@ -217,7 +217,7 @@ class MuonTrainer(Trainer):
     def _warn(self, lines: Iterable[str]) -> None:
         for line in lines:
             if self.metrics_processor.is_reporter:
-                print(f"warning: {line}", flush=True)
+                show(f"warning: {line}")
 
     def should_continue_training(self) -> bool:
         return super().should_continue_training() and not self.stopped
@@ -253,6 +253,7 @@ class MuonTrainer(Trainer):
         if self.config.validator.enable:
             self.validator.stopped, self.validator.last = self.stopped, self.step == self.config.training.steps
         self.metrics_processor.tokens = self.tokens
+        self.metrics_processor.advance(self.step)
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         batches = super().batch_generator(data_iterable)

@@ -19,7 +19,7 @@ def said(replicas: int, shards: int, *, replicas_of: str) -> str:
     return "\n".join(plan_lines(plan, summarize(plan)))
 
 
-def test_a_plan_that_repeats_work_says_why_and_what_would_not() -> None:
+def test_a_plan_with_repeated_work_has_a_reason_and_a_remedy() -> None:
     """Local experts on each of 8 replicas are orthogonalized 8 times."""
     text = said(8, 2, replicas_of="redundant")
     assert "2 matrices are whole on up to 8 replicas" in text or "4 matrices are whole on up to 8 replicas" in text

@@ -241,7 +241,7 @@ def test_an_option_that_another_packages_optimizer_does_not_know_is_refused(sgd:
         container(of)
 
 
-def test_rules_that_disagree_on_what_holds_for_all_are_refused(sgd: str) -> None:
+def test_rules_with_different_shared_options_are_refused(sgd: str) -> None:
     of = recipe(rule("*.norm.*", sgd, lr=0.5, foreach=True), rule("tok_*", sgd, lr=0.5, foreach=False))
     with pytest.raises(RecipeError, match=r"^optimizer\.rule\[1\]\.options\.foreach: .* an earlier rule says True"):
         optimizer_config(of)

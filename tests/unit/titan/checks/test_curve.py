@@ -59,7 +59,7 @@ def test_an_odd_document_leaves_no_trace() -> None:
     assert curve.sound_until is None
 
 
-def test_losses_far_from_those_before_a_checkpoint_are_named() -> None:
+def test_losses_far_from_losses_before_a_checkpoint_are_named() -> None:
     """Missing weights: the loss is a new model's."""
     curve = Curve(healthy(60))
     lines = warnings(curve, [Report(61, 5.66, 9.0), Report(62, 5.7, 9.0), Report(63, 5.6, 9.0)])

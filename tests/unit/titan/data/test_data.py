@@ -74,7 +74,7 @@ def pairs(rows) -> list[tuple[int, int]]:
     return [(int(i), int(t)) for row in rows for i, t in zip(row[0], row[1], strict=True)]
 
 
-def test_batches_are_what_the_trainer_expects(data):
+def test_batches_have_the_trainers_format(data):
     inputs, labels = next(iter(build(data)))
     assert set(inputs) == {"input", "positions"}
     for tensor in (inputs["input"], inputs["positions"], labels):

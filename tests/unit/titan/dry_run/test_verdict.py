@@ -49,7 +49,7 @@ def recipe(mode: str = "selective", **parallelism: int) -> Recipe:
     return replace(plain, training=training, parallelism=replace(plain.parallelism, **parallelism))
 
 
-def test_activations_of_llama_are_near_those_of_a_rehearsal() -> None:
+def test_activations_of_llama_are_near_a_rehearsal() -> None:
     """14.4 GiB beside parameters and states: `make rehearse` of llama3_8b on 1,024 ranks, docs/rehearsal.md."""
     memory = pass_memory(recipe(), 1024, SIZE, llama3_8b())
     assert memory.total / GIB == pytest.approx(14.83 - 0.22 - 0.23, rel=0.1)

@@ -60,7 +60,7 @@ def attempt(lasting: dist.Store, world_size: int) -> list[dist.Store]:
         return [each.result() for each in found]
 
 
-def test_an_attempt_does_not_read_what_an_earlier_one_wrote() -> None:
+def test_an_attempt_does_not_read_keys_of_an_earlier_attempt() -> None:
     """All ranks of an attempt must share a store, in which nothing is left of the attempt before."""
     lasting = dist.HashStore()
     first, second = attempt(lasting, 3), attempt(lasting, 3)

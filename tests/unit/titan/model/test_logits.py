@@ -45,7 +45,7 @@ def observer(inner: Any, heads: int = 4) -> Any:
     return inner.train()
 
 
-def test_logits_are_kept_where_a_pipeline_puts_back_what_its_trial_run_did() -> None:
+def test_logits_are_kept_although_a_pipeline_undoes_its_trial_run() -> None:
     inner = observer(ObservedDenseAttention.Config().build())
     assert [name for name, _ in inner.named_buffers()] == ["logits_max"]
     assert inner.state_dict() == {}
@@ -76,7 +76,7 @@ def test_dense_attention_keeps_the_largest_logits_and_computes_the_same(
     torch.testing.assert_close(gradients, torch.autograd.grad((expected * weights).sum(), (q, k, v)))
 
 
-def test_flex_attention_keeps_what_its_kernel_tells() -> None:
+def test_flex_attention_keeps_the_logits_of_its_kernel() -> None:
     """The kernel runs on GPUs only; the test replaces its output."""
     q, k, v = qkv(2, 8)
     inner = observer(ObservedFlexAttention.Config().build())

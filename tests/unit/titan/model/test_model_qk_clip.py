@@ -168,7 +168,7 @@ def test_every_layer_of_every_family_is_observed() -> None:
         assert len(found) == len(spec.model.layers)
 
 
-def test_without_qk_clip_a_model_is_what_it_was() -> None:
+def test_without_qk_clip_a_model_is_unchanged() -> None:
     spec = model_spec("llama3", "tiny", on_cpu=True)
     before = [type(layer.attention.inner_attention) for layer in spec.model.layers]
     observe_logits(spec.model, sections.QKClip())

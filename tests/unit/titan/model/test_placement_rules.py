@@ -39,7 +39,7 @@ def shard0(match: str, owner: object = "balanced") -> PlacementRule:
     return PlacementRule(match=match, placement="shard0", owner=owner)  # type: ignore[arg-type]
 
 
-def test_the_first_rule_that_matches_decides_and_what_none_matches_follows_the_choice() -> None:
+def test_the_first_matching_rule_decides_and_other_parameters_follow_the_choice() -> None:
     rules = [shard0("layers.1.*"), owned("*.wq", 1), owned("*.norm", "layer")]
     found = placed(NAMES, {"layers.1.wq", "head"}, rules)
     assert found == {"layers.0.wq": 1, "layers.0.norm": "layer", "head": "balanced"}
@@ -124,7 +124,7 @@ def tensor_parallel() -> Iterator[tuple[Block, DeviceMesh]]:
         dist.destroy_process_group()
 
 
-def test_one_rank_holds_what_tensor_parallelism_cuts_and_each_what_it_replicates() -> None:
+def test_one_rank_holds_tensor_parallel_matrices_and_every_rank_replicated_ones() -> None:
     """Owners are ranks of both axes; a replicated matrix counts on each of its ranks."""
     with tensor_parallel() as (block, mesh):
         rules = [owned("norm?.*", 3), owned("wq.weight", 3), owned("wk.weight")]
@@ -172,7 +172,7 @@ def model_of(folder: Path, ranks: int, rules: list[dict[str, object]], **values:
     return dict(build_meta_model(tiny.recipe(folder, **values), ranks).parameters)
 
 
-def test_a_recipes_rules_place_what_they_name(tmp_path: Path) -> None:
+def test_a_recipes_rules_place_their_parameters(tmp_path: Path) -> None:
     """For any `placement.muon`, and also norms of AdamW."""
     params = model_of(tmp_path, 2, RULES[:2])
     names = {name for name, p in params.items() if is_owned(p)}  # type: ignore[arg-type]

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.unit.recipe_files import RULE, error_of, write
-from titan_muon.titan.recipe import Recipe, command_line, differences, load, schema, sections, torchtitan_sections
+from titan_muon.titan.recipe import (
+    Recipe,
+    RecipeError,
+    command_line,
+    differences,
+    load,
+    schema,
+    sections,
+    torchtitan_sections,
+)
 from titan_muon.titan.recipe.command_line import Command, parse
 
 # Overrides
@@ -57,6 +66,35 @@ def test_an_override_wins_over_the_file(tmp_path: Path, arguments: list[str], ke
     assert [difference.key for difference in differences(load(path), recipe)] in ([key], ["muon.ns_steps", key])
 
 
+def test_files_that_are_not_read_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parse(["--config", write(tmp_path, "name = 'x'\n"), "--data.files", "my/*.txt"])
+    assert capsys.readouterr().out.startswith('warning: data.files is not read, because data.source = "python"')
+
+
+def test_a_recipe_without_a_key_is_refused(tmp_path: Path) -> None:
+    """An empty file would train a default model that nobody asked for."""
+    message = error_of(lambda: parse(["--config", write(tmp_path, "# later\n")]))
+    assert "the recipe has no key; write at least name and flavor under [model]" in message
+
+
+def test_a_shell_completes_flags_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["--completion", "bash"])
+    assert not ended.value.code
+    script = tmp_path / "complete.bash"
+    script.write_text(capsys.readouterr().out)
+    words = "COMP_WORDS=(titan-muon train --config x.toml --muon.mom); COMP_CWORD=4; _tyro_titan_muon"
+    bash = ["bash", "-c", f'source {script}; {words}; echo "${{COMPREPLY[@]}}"']
+    shown = subprocess.run(bash, capture_output=True, text=True, check=True).stdout
+    assert shown.split() == ["--muon.momentum", "--muon.momentum_warmup_steps", "--muon.momentum_start"]
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--full"])
+def test_quiet_is_for_training(flag: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"--quiet is for training|--full is only for --dry-run"):
+        parse(["--config", str(write(tmp_path, "name = 'x'\n")), "--quiet", flag])
+
+
 def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path) -> None:
     recipe = load(write(tmp_path, ""), ["--optimizer.rule", '{match = "*", optimizer = "adamw", options = {lr = 1}}'])
     assert recipe.optimizer.rule == (sections.Rule(match="*", optimizer="adamw", options={"lr": 1.0}),)
@@ -99,7 +137,7 @@ def test_a_bad_override_is_one_error_and_prints_nothing(
 # The command line
 
 
-def test_the_command_line_names_the_recipe_and_what_to_do_with_it(tmp_path: Path) -> None:
+def test_the_command_line_names_the_recipe_and_the_action(tmp_path: Path) -> None:
     path = write(tmp_path, "[muon]\nlr = 0.5")
     plain = parse(["--config", path, "--muon.momentum", "0.1"])
     assert plain == Command(config=path, recipe=load(path, ["--muon.momentum", "0.1"]))

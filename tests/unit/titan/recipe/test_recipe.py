@@ -153,7 +153,7 @@ def test_an_error_names_the_base_that_wrote_the_value(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_mistake_is_one_message_with_file_key_value_and_what_is_accepted(
+def test_a_mistake_is_one_message_with_file_key_value_and_accepted_values(
     tmp_path: Path, text: str, parts: list[str]
 ) -> None:
     path = write(tmp_path, text)

@@ -101,7 +101,7 @@ def test_an_attempt_without_a_checkpoint_leaves_its_folder_to_the_next(recipe: R
     assert [path.name for path in (folder / "checkpoint").iterdir()] == ["aside-5"]
 
 
-def test_the_optimizers_of_the_run_before_are_those_of_the_same_model(recipe: Recipe, tmp_path: Path) -> None:
+def test_optimizers_are_compared_with_the_last_run_of_the_same_model(recipe: Recipe, tmp_path: Path) -> None:
     for name, flavor in (("1", "moe_tiny"), ("2", "other")):
         folder = tmp_path / "kept" / name
         folder.mkdir(parents=True)

@@ -1,5 +1,6 @@
 """Records, their file after a crash, and the lines on the console. No processes."""
 
+import io
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import signal
 import sys
 import time
 import types
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +25,8 @@ from titan_muon.titan import compat
 compat.install()
 
 from titan_muon.titan.recipe import Recipe, to_toml  # noqa: E402
-from titan_muon.titan.run import metrics  # noqa: E402
-from titan_muon.titan.run.console import _Useful  # noqa: E402
+from titan_muon.titan.run import console, metrics  # noqa: E402
+from titan_muon.titan.run.console import _Useful, set_up_logging  # noqa: E402
 from titan_muon.titan.run.metrics import JsonLines, RunMetrics, StepReport, flatten, read_until, tagged  # noqa: E402
 from titan_muon.titan.run.signals import SAME_PRESS_SECONDS, StopSignals  # noqa: E402
 from titan_muon.titan.run.step_timer import StepTimer  # noqa: E402
@@ -110,6 +112,56 @@ def test_the_end_of_a_run_is_one_line(reporter: RunMetrics, capsys: pytest.Captu
     capsys.readouterr()
     reporter.say_end(20, "runs/x")
     assert "held out 2.7500 (best 2.2500 at step 10), " in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def logging_kept() -> Iterator[None]:
+    """Handlers and levels as before the test."""
+    root, ours = logging.getLogger(), logging.getLogger("titan_muon")
+    before = (root.handlers[:], root.level, ours.level)
+    yield
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    ours.setLevel(before[2])
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_has_a_progress_bar_below_the_lines_and_a_file_has_lines_alone(
+    reporter: RunMetrics, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    stream = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    reporter.advance(6)
+    reporter.log_step(replace(REPORT, step=7))
+    reporter.advance(7)
+    reporter.close()
+    assert capsys.readouterr().out.startswith("step  7/20  loss 2.5000")
+    assert (" 6/20 " in stream.getvalue()) == terminal
+    assert terminal or stream.getvalue() == ""
+
+
+def test_quiet_shows_warnings_errors_and_the_end_alone(
+    reporter: RunMetrics, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], logging_kept: None
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    set_up_logging(quiet=True)
+    console.say("run runs/x")
+    console.say("warning: nothing is exported")
+    logging.info("Tokenizing")
+    logging.warning("hardly text")
+    reporter.log_step(REPORT)
+    reporter.log_validation(1.0, 10)
+    reporter.advance(10)
+    reporter.say_end(10, "runs/x")
+    warned, library, end = capsys.readouterr().out.splitlines()
+    assert (warned, library) == ("warning: nothing is exported", "warning: hardly text")
+    assert end.startswith("ended after step 10: loss 2.5000, held out 1.0000")
+    assert sys.stderr.getvalue() == "", "no bar either"  # type: ignore[attr-defined]
 
 
 def test_a_divergence_is_a_record_of_its_reason(reporter: RunMetrics, tmp_path: Path) -> None:
@@ -320,6 +372,7 @@ def test_wandb_run_that_the_user_names_is_kept(tmp_path: Path, monkeypatch: pyte
     ("level", "text", "shown"),
     [
         (logging.INFO, "Building a model", False),
+        (logging.INFO, "Applied FSDP to the model", False),
         (logging.WARNING, "Building failed", True),
         (logging.WARNING, "Peak flops undefined for: X, fallback to A100", True),
         (logging.WARNING, "ENV[TORCH_FR_BUFFER_SIZE] = 5000 will be overridden to 9 based on job config", True),

@@ -288,7 +288,7 @@ def names(folder: Path, *recipes: Recipe, given: tuple[str, ...] = ()) -> list[s
     return [Path(start(recipe, given).folder).name.partition("_")[2] for recipe in recipes]
 
 
-def test_a_run_is_named_after_what_differs_from_the_run_before(tmp_path: Path) -> None:
+def test_a_run_is_named_after_differences_from_the_run_before(tmp_path: Path) -> None:
     """A user edits a file and runs again: TensorBoard's list distinguishes the runs."""
     owned, tensor = {"placement__muon": "owned"}, {"parallelism__tensor_parallel_degree": 2}
     edited = [{}, owned, owned | tensor, owned | tensor, tensor | {"muon__lr": 0.5}, {}]
@@ -302,7 +302,7 @@ def test_a_run_is_named_after_what_differs_from_the_run_before(tmp_path: Path) -
     ]
 
 
-def test_a_run_is_named_after_what_the_command_line_changed(tmp_path: Path) -> None:
+def test_a_run_is_named_after_the_keys_of_the_command_line(tmp_path: Path) -> None:
     recipe = tiny.recipe(tmp_path, training__steps=4, dump_folder=str(tmp_path / "other"), metrics__log_freq=1)
     given = keys_of_the_command_line(tmp_path / "tiny.toml", recipe)
     assert given == ("dump_folder", "training.steps"), "log_freq is what the file says"
@@ -323,6 +323,13 @@ def test_the_command_line_comes_first_in_a_name_and_is_no_edit_of_the_file(tmp_p
     assert name.startswith("training.steps=4,momentum=0.5")
 
 
+def test_a_default_of_an_earlier_version_is_no_difference_in_a_name(tmp_path: Path) -> None:
+    start(tiny.recipe(tmp_path, muon__eps=1e-7))
+    assert names(tmp_path, tiny.recipe(tmp_path)) == [""]
+    start(tiny.recipe(tmp_path, muon__eps=0.5))
+    assert names(tmp_path, tiny.recipe(tmp_path)) == ["muon.eps=1e-14"]
+
+
 def test_a_minus_stays_in_a_name(tmp_path: Path) -> None:
     recipe = tiny.recipe(tmp_path, training__local_batch_size=-1, training__global_batch_size=8)
     given = ("training.local_batch_size", "training.global_batch_size")
@@ -340,7 +347,7 @@ def test_names_of_folders_are_short_and_plain(tmp_path: Path) -> None:
     assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_=.,+-")
 
 
-def test_the_newest_run_is_found_by_its_time_and_not_by_what_differs(tmp_path: Path) -> None:
+def test_the_newest_run_is_found_by_time_and_not_by_differences(tmp_path: Path) -> None:
     """Also for two runs of one second, with any differences in the names."""
     for name in ("20260101-000000_a=z", "20260101-000000-2", "20250101-000000_z=z", "20260101-000000-3_a=a"):
         save(tmp_path / "runs" / "tiny" / name, 3)
@@ -350,7 +357,7 @@ def test_the_newest_run_is_found_by_its_time_and_not_by_what_differs(tmp_path: P
     assert [path.name for path in run_folders(runs)][1:3] == ["20260101-000000-2", "20260101-000000_a=z"]
 
 
-def test_runs_of_one_second_are_numbered_whatever_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_one_second_are_numbered_for_any_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.strftime", lambda form: "20260101-000000")
     first = start(tiny.recipe(tmp_path)).folder
     second = start(tiny.recipe(tmp_path, placement__muon="owned")).folder

@@ -18,7 +18,7 @@ from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from titan_muon.titan.run.trainer import MuonTrainer  # noqa: E402
 
 
-def test_the_step_clips_by_what_is_given_while_it_is_given() -> None:
+def test_the_step_clips_by_the_replacement_in_its_context() -> None:
     assert "dist_utils.clip_grad_norm_(" in inspect.getsource(torchtitan.trainer.Trainer.train_step)
     before = dist_utils.clip_grad_norm_
     with compat.clipping_by(lambda: torch.tensor(3.0)):

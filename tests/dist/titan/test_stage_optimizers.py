@@ -1,0 +1,35 @@
+"""Optimizers of pipeline stages from TorchTitan's own configuration, which has no names of the whole model."""
+
+from tests.dist.harness import run_ranks
+
+Groups = dict[str, list[set[str]]]
+
+
+def groups(rank: int, world_size: int, ends_alone: bool) -> Groups:
+    """Names in each group of a rank with its own stage. `ends_alone`: rank 0 has the embedding and the head alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from tests.unit.titan.assign.test_optimizers import Model, names
+    from titan_muon.options import Rule
+    from titan_muon.titan.assign.container import HybridOptimizers
+
+    slow = Rule(match="layers.1.wq.*", optimizer="muon", options={"lr": 0.5})
+    config = HybridOptimizers.Config(rules=(slow,), tables={"muon": {"lr": 1e-3}, "adamw": {"lr": 1e-3}})
+    first = Model(hidden=False) if ends_alone else Model(layers=1)
+    part = first if rank == 0 else Model(layers=1, first=1, ends=False)
+    fully_shard(part, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "fsdp"))["fsdp"])
+    return names(HybridOptimizers(config, model_parts=[part]))
+
+
+def test_rules_of_a_stage_are_those_of_the_whole_model() -> None:
+    """A rule for one stage must not be refused on the other stages, and groups must be equal in number."""
+    first, second = run_ranks(groups, 2, False)
+    assert first["muon"] == [{"layers.0.wq.weight", "layers.0.wo.weight"}, set()]
+    assert second["muon"] == [{"layers.1.wo.weight"}, {"layers.1.wq.weight"}]
+
+
+def test_a_stage_without_a_matrix_starts() -> None:
+    first, second = run_ranks(groups, 2, True)
+    assert first["muon"] == [set(), set()]
+    assert second["muon"] == [{"layers.1.wq.weight"}, {"layers.1.wo.weight"}]
