@@ -40,7 +40,7 @@ def least_sent(plan: Plan) -> int:
             most = max(holders.on_rank.values())
             # The owner gathers the rest of one replica, and returns to every replica all pieces but its own.
             lacking = plan.matrices[pieces.examples[kind]].numel - most
-            total += count * (lacking + holders.total - most)
+            total += count * (lacking + sum(holders.on_rank.values()) - most)
     return total * plan.wire_bytes // len(pieces.ranks())
 
 
@@ -90,13 +90,15 @@ def _chain(kind: int, group: tuple[int, ...], costs: Costs, *, spreads: bool) ->
     pieces, machine, wire = costs.pieces, costs.machine, costs.wire_bytes
     matrix, holders = pieces.matrices[pieces.examples[kind]], pieces.holders(kind, group)
     gather, scatter = [], []
-    for _, mine, node, replica in holders.holders:
-        part, here = holders.of_part[replica, node], holders.on_node[node]
-        way = Flow(0, 0, part - mine, holders.of_replica[replica] - part).seconds(wire, machine)
+    replica = pieces.geometry(pieces.examples[kind]).replica
+    parts, all_parts = holders.sums("replica", 0, replica.__getitem__), holders.sums("all", 0, lambda rank: 0)
+    for rank, mine, node in holders.holders:
+        part, here = parts.elements_near[replica[rank], node], all_parts.elements_near[0, node]
+        way = Flow(0, 0, part - mine, parts.elements[replica[rank]] - part).seconds(wire, machine)
         gather.append(way)
         # Replicas share results, so the owner sends only what it received. The replicas' own traffic depends on other
         # decisions and is left out.
-        scatter.append(way if spreads else Flow(here - mine, holders.total - here, 0, 0).seconds(wire, machine))
+        scatter.append(way if spreads else Flow(here - mine, all_parts.elements[0] - here, 0, 0).seconds(wire, machine))
     work = costs.alone(matrix) + costs.copied_bytes(matrix.numel) / machine.memory
     return Chain(work, min(gather), min(scatter))
 

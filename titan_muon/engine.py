@@ -224,7 +224,9 @@ def report_of(
     sharing = tuple(sorted(set(components(_sharing(plan, every=skips_missing(options))).values())))
     # Groups of mesh axes exist already. No look-up, because all ranks, also outside a mesh, must create equal groups.
     world = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
-    existing = {world, *(axis for trained in params for axis in mesh_axes(trained.param))}
+    existing = {world}
+    for trained, parameter in zip(params, plan.parameters, strict=True):
+        existing.update(mesh_axes(trained.param, parameter.layout))
     return PlanReport(
         ranks=tuple(sorted({rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks})),
         buckets=buckets,

@@ -134,7 +134,7 @@ class OfParts:
         for optimizer in self.parts.optimizers.values():
             if isinstance(optimizer, Muon | AdamW):
                 optimizer.synchronize()
-        separate = [parameter.fqn for muon in self._muons for parameter in muon.plan.parameters if parameter.own]
+        separate = [parameter.fqn for muon in self._muons for parameter in muon.plan.parameters if parameter.separate]
         check_equal(self.parts.optimizers, Agreement(), (*own, *separate))
 
     def set_timeout(self, timeout: timedelta) -> None:

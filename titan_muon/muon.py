@@ -21,7 +21,7 @@ from .comm.clip import SkipsSteps
 from .comm.equality import check_equal
 from .comm.exchange import Exchange
 from .comm.faults import STORAGE_FAULTS, Fault
-from .comm.replicas import unequal_tensors
+from .comm.replicas import separate_layouts
 from .comm.report import Carried
 from .engine import Engine, engine_of, report_of
 from .features import features_of_step
@@ -281,7 +281,7 @@ class Muon(SkipsSteps, Optimizer):
         plain tensors that each rank trains separately.
         """
         self.synchronize()
-        separate = [parameter.fqn for parameter in self.plan.parameters if parameter.own]
+        separate = [parameter.fqn for parameter in self.plan.parameters if parameter.separate]
         check_equal({"muon": self}, self._agreed, (*own, *separate))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -381,9 +381,7 @@ class Muon(SkipsSteps, Optimizer):
             self._agreement.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group before `build`. Raises ValueError afterwards, and like the constructor."""
-        if self._engine is not None:
-            raise ValueError("Muon has planned all its parameters: build a new optimizer with the new group")
+        """Add a group. A built optimizer plans again, on all ranks together. Raises ValueError like the constructor."""
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         super().add_param_group(named_group(param_group, self.param_groups, alone=alone))
         try:
@@ -394,6 +392,8 @@ class Muon(SkipsSteps, Optimizer):
             raise
         for doubt in doubts_of(self.param_groups[-1]):
             warnings.warn(doubt, stacklevel=4)
+        if self._engine is not None:
+            self.rebuild()
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
@@ -420,8 +420,8 @@ class Muon(SkipsSteps, Optimizer):
         together = self._agreement.together
         self._options = together(lambda: checked(self.param_groups, self._options, self._rule.check))
         params = together(self._trained_params)
-        own = unequal_tensors(params, self._agreement)
-        plan, geometries = together(lambda: checked_plan(params, self._options, own, self._agreed.rank))
+        separate = separate_layouts(params, self._agreement)
+        plan, geometries = together(lambda: checked_plan(params, self._options, separate, self._agreed.rank))
         params = together(lambda: with_states(params, plan.parameters, self.state, self._options))
         report = report_of(plan, geometries, params, self._options, self.param_groups, self._carried)
         rank = self._agreement.rank

@@ -20,7 +20,7 @@ from .plan.search.state import with_state_ranks
 from .plan.terms.blocks import blocks_reason
 from .plan.terms.layout import Geometries
 from .plan.terms.machine import MachineRates, machine_of
-from .plan.terms.types import Plan
+from .plan.terms.types import Layout, Plan
 from .plan.terms.work import FLOAT32_PASSES, Passes, Work, WorkOf, traffic
 from .rules import check_rule, rule_of, sliced_names
 from .state.eight_bit import check_eight_bit
@@ -36,8 +36,8 @@ from .tensors.mesh import without_groups
 from .tensors.storage import TrainedParam, storage_fault
 
 
-def plan_of(params: Sequence[TrainedParam], options: MuonOptions, own: Collection[str] = ()) -> Plan:
-    """The plan of a step. `own`: plain tensors that differ between ranks."""
+def plan_of(params: Sequence[TrainedParam], options: MuonOptions, separate: Mapping[str, Layout]) -> Plan:
+    """The plan of a step. `separate`: from `separate_layouts`."""
     if not params:
         # For example a pipeline stage with the embedding alone.
         return Plan((), (), (), (), 1, options.wire_bytes, ())
@@ -46,7 +46,7 @@ def plan_of(params: Sequence[TrainedParam], options: MuonOptions, own: Collectio
     named = [(trained.fqn, trained.param) for trained in params]
     kept = {trained.fqn: ranks for trained in params if (ranks := kept_by(trained))}
     dispatch = dispatch_of(device_of(params), options)
-    return plan_step(named, iterations, dispatch, options, own, kept)
+    return plan_step(named, iterations, dispatch, options, separate, kept)
 
 
 def check_one_device(params: Sequence[TrainedParam]) -> None:
@@ -88,17 +88,17 @@ def plan_step(
     iterations: Sequence[Iteration],
     dispatch: Dispatch,
     options: MuonOptions,
-    own: Collection[str] = (),
+    separate: Mapping[str, Layout] = MappingProxyType({}),
     kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Plan:
     """The plan of a step on (name, parameter) pairs, each with a Newton-Schulz iteration.
 
-    `own`: plain tensors that are no replicas. `kept`: present state ranks by name, if not all holders. Never
-    communicates: parameters may be on the meta device and the fake process group. Raises ValueError for a parameter
-    without matrices, and for a split without a match or with a mismatched shape.
+    `separate`: from `separate_layouts`. `kept`: present state ranks by name, if not all holders. Never communicates:
+    parameters may be on the meta device and the fake process group. Raises ValueError for a parameter without matrices,
+    and for a split without a match or with a mismatched shape.
     """
     check_splits((fqn for fqn, _ in named), options.split)
-    parameters = [planned(fqn, tensor, options.split, own=fqn in own) for fqn, tensor in named]
+    parameters = [planned(fqn, tensor, options.split, separate.get(fqn)) for fqn, tensor in named]
     check_offload(parameters, options)
     for (_, tensor), parameter in zip(named, parameters, strict=True):
         check_eight_bit(tensor, parameter, options)
@@ -194,10 +194,10 @@ def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: in
 
 
 def checked_plan(
-    params: Sequence[TrainedParam], options: MuonOptions, own: Collection[str], rank: int
+    params: Sequence[TrainedParam], options: MuonOptions, separate: Mapping[str, Layout], rank: int
 ) -> tuple[Plan, Geometries]:
     """The plan, and the pieces of the parameters."""
-    plan = plan_of(params, options, own)
+    plan = plan_of(params, options, separate)
     geometries = Geometries(plan.parameters)
     check_storage(params, geometries, options, rank)
     return plan, geometries

@@ -20,6 +20,7 @@ from titan_muon.plan.planner import make_plan
 from titan_muon.plan.terms.layout import Geometries
 from titan_muon.plan.terms.types import (
     Bucket,
+    Cut,
     Interval,
     Layout,
     MatrixRows,
@@ -29,6 +30,7 @@ from titan_muon.plan.terms.types import (
     Placement,
     Plan,
     Replicate,
+    Separate,
     Shard,
     StridedShard,
 )
@@ -111,6 +113,9 @@ def layouts(draw: st.DrawFn, shape: Sequence[int], mesh: Mesh) -> Layout:
     strided = draw(st.lists(st.booleans(), min_size=axes, max_size=axes))
     cutting = [axis for axis, dim in enumerate(dims) if dim is not None and mesh.shape[axis] > 1]
     layout = placed(shape, mesh, dims, strided)
+    if draw(st.integers(0, 5)) == 0:
+        separate = (Separate() if p == Replicate() else p for p in layout.placements)
+        layout = replace(layout, placements=tuple(separate))
     return replace(layout, tensor_parallel=draw(st.sampled_from(cutting))) if cutting else layout
 
 
@@ -321,7 +326,7 @@ def torch_local(layout: Layout, coordinate: Sequence[int], full: Tensor) -> Tens
     """What PyTorch leaves of a full tensor on the rank at a coordinate, without a process group."""
     local = full
     for placement, count, index in zip(layout.placements, layout.mesh.shape, coordinate, strict=True):
-        if isinstance(placement, Replicate):
+        if not isinstance(placement, Cut):
             continue
         cut: TorchShard | _StridedShard = TorchShard(placement.dim)
         if isinstance(placement, StridedShard):

@@ -81,13 +81,11 @@ class Agreement:
         if self.peers is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=self.peers)
 
-    def differing(self, values: Mapping[str, Hashable], *, missing: bool = False) -> frozenset[str]:
-        """The keys with another value on some rank, or with `missing` without a value. Collective over the world."""
+    def differing(self, values: Mapping[str, Hashable]) -> frozenset[str]:
+        """The keys with another value on some rank with the key. Collective over the world."""
         _, reports = self._exchange(dict(sorted(values.items())))
         return frozenset(
-            key
-            for key, value in values.items()
-            if any(report[key] != value if key in report else missing for report in reports.values())
+            key for key, value in values.items() if any(key in r and r[key] != value for r in reports.values())
         )
 
     def gathered_from_peers(self, value: T) -> dict[int, T]:

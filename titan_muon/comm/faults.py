@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
 
+import torch
 from torch import Tensor
 
 from ..tensors.dtensor import local
@@ -33,6 +34,7 @@ class Fault(IntEnum):
     HYPERPARAMETERS_DIFFER = 15
     STEPS_DIFFER = 16
     ZERO_WEIGHTS = 17
+    SPARSE_GRADIENT = 18
 
 
 STORAGE_FAULTS = frozenset((Fault.RESHARDED, Fault.STATE_REPLACED, Fault.PARAMETER_REPLACED, Fault.CONVERTED))
@@ -78,6 +80,8 @@ REMEDIES: Mapping[Fault, str] = {
     "often on every rank, also where an error was caught, and continue from a checkpoint",
     Fault.ZERO_WEIGHTS: "{names}: a matrix of zeros, which keeps the norm 0 under rule = 'muonh' and never changes; "
     "initialize the weights, or give the parameter to another optimizer",
+    Fault.SPARSE_GRADIENT: "{names}: the gradient is sparse, and Muon takes dense matrices; set sparse = False in the "
+    "embedding, or give it to torch.optim.SparseAdam",
 }
 
 
@@ -103,6 +107,8 @@ def fault_of(trained: TrainedParam, param: Tensor | None, average: Tensor | None
     grad = trained.param.grad
     if grad is None:
         return Fault.NO_GRADIENT
+    if grad.layout != torch.strided:
+        return Fault.SPARSE_GRADIENT
     return Fault.NONE if placement_key(grad) == trained.key else Fault.GRADIENT_ELSEWHERE
 
 

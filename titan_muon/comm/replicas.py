@@ -1,20 +1,26 @@
-"""Detection of replicas among plain tensors, so that one rank can orthogonalize for all."""
+"""Detection of replicas and of separate tensors of one name, so that one rank can orthogonalize all replicas."""
 
 # [Note: replicas of plain tensors]
 # - Plain tensors of one name are replicas under DDP, but not in custom tensor parallelism, in expert parallelism and in
 #   an ensemble. So ranks compare the values at construction, and train different tensors separately.
+# - `mesh["dp"]` of a dp x tp mesh is a different mesh on each tp rank. Tensors of one name on these meshes may differ,
+#   as experts do. So each mesh orthogonalizes its own tensor. The plan has all meshes, to be equal on all ranks.
 # - Replicas diverge later if gradients are not reduced. Each step compares gradient sizes in the collective for faults,
 #   and after a difference the next step raises on all ranks.
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..plan.terms.groups import components
+from ..plan.terms.types import Layout, Mesh, Separate
+from ..tensors.dtensor import layout_of
 from ..tensors.storage import TrainedParam
 from .agreement import Agreement
 
@@ -30,17 +36,70 @@ TOLERANCE = 2**6
 """Largest size difference from rounding: 0.07 %. Different data gives several per cent."""
 
 
-def unequal_tensors(params: Sequence[TrainedParam], agreement: Agreement) -> frozenset[str]:
-    """Names of plain tensors with unequal values on ranks; warns. Collective over the world."""
-    plain = {trained.fqn: trained.param for trained in params if not isinstance(trained.param, DTensor)}
-    own = agreement.differing({fqn: contents(param) for fqn, param in plain.items()}, missing=True)
+def separate_layouts(params: Sequence[TrainedParam], agreement: Agreement) -> Mapping[str, Layout]:
+    """Layouts of plain tensors with unequal values on ranks, and of DTensors on several meshes, by name.
+
+    Warns of the plain tensors. Collective over the world. Raises ValueError on all ranks for meshes that cannot share
+    a plan.
+    """
+    plain = {t.fqn: contents(t.param) for t in params if not isinstance(t.param, DTensor)}
+    placed: dict[Layout, list[str]] = {}
+    for trained in params:
+        placed.setdefault(layout_of(trained.fqn, trained.param), []).append(trained.fqn)
+    reports = agreement.distinct((plain, placed))
+    own = [fqn for fqn, value in plain.items() if any(values.get(fqn) != value for values, _ in reports)]
     if own:
         warnings.warn(
             f"{', '.join(sorted(own)[:5])}: plain tensors whose values differ between ranks; each rank orthogonalizes "
             "its own. If the tensors should be replicas, build Muon after DistributedDataParallel has made them equal",
             stacklevel=5,
         )
-    return own
+    separate = {
+        fqn: replace(layout, placements=(Separate(),))
+        for layout, names in placed.items()
+        for fqn in names
+        if fqn in own
+    }
+    return separate | {
+        fqn: layout
+        for fqn, layout in _on_several_meshes([layouts for _, layouts in reports])
+        if agreement.rank in layout.mesh.ranks
+    }
+
+
+def _on_several_meshes(reports: Sequence[Mapping[Layout, Sequence[str]]]) -> Iterator[tuple[str, Layout]]:
+    """(name, layout over all meshes) of each DTensor on several disjoint meshes of connected ranks."""
+    # Towers and pipeline stages on separate ranks may have equal names, and keep separate plans.
+    connected = components([rank for layout in report for rank in layout.mesh.ranks] for report in reports if report)
+    layouts_of: dict[tuple[str, tuple[int, ...]], dict[Layout, None]] = {}
+    for report in reports:
+        for layout, names in report.items():
+            for fqn in names:
+                layouts_of.setdefault((fqn, connected[layout.mesh.ranks[0]]), {})[layout] = None
+    for (fqn, _), layouts in layouts_of.items():
+        ranks = [rank for layout in layouts for rank in layout.mesh.ranks]
+        # The comparison of plans names overlapping meshes.
+        if len(layouts) == 1 or len(ranks) > len(set(ranks)):
+            continue
+        first, *others = sorted(layouts, key=lambda layout: layout.mesh.ranks)
+        for other in others:
+            if other.mesh.shape != first.mesh.shape or replace(other, mesh=first.mesh) != first:
+                raise ValueError(
+                    f"{fqn}: has shape {first.shape} and placements {first.placements} on mesh {first.mesh}, but shape "
+                    f"{other.shape} and placements {other.placements} on mesh {other.mesh}; build a Muon for each mesh"
+                )
+        yield (
+            fqn,
+            Layout(
+                first.shape,
+                Mesh(
+                    (len(layouts), *first.mesh.shape),
+                    tuple(r for layout in (first, *others) for r in layout.mesh.ranks),
+                ),
+                (Separate(), *first.placements),
+                None if first.tensor_parallel is None else first.tensor_parallel + 1,
+            ),
+        )
 
 
 def contents(tensor: Tensor) -> tuple[tuple[int, ...], str, int]:

@@ -5,6 +5,7 @@
 #   speed in its last direction, for hundreds of steps.
 # - The whole gradient of a matrix counts: zeros in one shard mean nothing. The ranks that share matrices agree on the
 #   device, by a maximum during the first gather. If no matrix travels, there is no collective.
+# - Shards of one name on several meshes count together: the matrix is idle if its gradient is zero on every mesh.
 # - Owners then orthogonalize zeros. Momentum and weight decay go on.
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Idle(Feature):
             self._on_host = torch.zeros_like(self._idle, device="cpu", pin_memory=rank.device.type != "cpu")
             self._steps = self._named = torch.zeros_like(self._on_host, dtype=torch.int32)
         # Ranks train different values of these matrices, so that the states of other ranks do not count.
-        own = torch.tensor([rank.plan.parameters[matrix.parameter].own for matrix in matrices], device="cpu")
+        separate = [parameter.separate for parameter in rank.plan.parameters]
+        local = zip(matrices, rank.plan.local, strict=True)
+        own = torch.tensor([separate[matrix.parameter] and bool(ranks) for matrix, ranks in local], device="cpu")
         self._own = rank.on_device(own) if own.any() else None
         rank.mask(self._idle, places)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..options import MuonOptions, OptionError
 from .cost.times import Costs
@@ -50,7 +50,7 @@ def make_plan(
     momentum = (
         "state = 'owner' has no effect: no matrix has replicas that could do without momentum" if no_state else ""
     )
-    reasons = (simulation.reason, candidate.reason, blocks, _own_reason(parameters), momentum)
+    reasons = (simulation.reason, candidate.reason, blocks, *_separate_reasons(parameters), momentum)
     return Plan(
         parameters=problem.parameters,
         matrices=tuple(problem.costs.pieces.matrices),
@@ -64,12 +64,15 @@ def make_plan(
     )
 
 
-def _own_reason(parameters: Sequence[Parameter]) -> str:
-    own = [parameter.fqn for parameter in parameters if parameter.own]
-    if not own:
-        return ""
-    more = f" and {len(own) - 5} more" if len(own) > 5 else ""
-    return f"{', '.join(own[:5])}{more}: plain tensors that differ between ranks; each rank orthogonalizes its own"
+def _separate_reasons(parameters: Sequence[Parameter]) -> Iterator[str]:
+    texts = {
+        True: "plain tensors that differ between ranks; each rank orthogonalizes its own",
+        False: "separate tensors on separate meshes; each mesh orthogonalizes its own, with momentum on all its ranks",
+    }
+    for plain, text in texts.items():
+        if names := [p.fqn for p in parameters if p.separate and p.plain == plain]:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            yield f"{', '.join(names[:5])}{more}: {text}"
 
 
 def _best(problem: Problem, work_of: WorkOf) -> tuple[Candidate, Simulation]:

@@ -120,7 +120,11 @@ def check_params(group: Mapping[str, Any], splits: Sequence[Split]) -> None:
             f"a group has {len(group['params'])} parameters and {len(group['param_names'])} names; give each parameter "
             "its name. ZeroRedundancyOptimizer cannot wrap Muon: state = 'owner' keeps each momentum on one rank"
         )
+    names: dict[Tensor, str] = {}
     for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
+        if parameter in names:
+            raise ValueError(f"{fqn}: is the same tensor as {names[parameter]}; give every parameter once")
+        names[parameter] = fqn
         if not parameter.requires_grad:
             continue
         if not parameter.is_floating_point():

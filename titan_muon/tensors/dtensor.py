@@ -54,20 +54,20 @@ def _placement(fqn: str, placement: Placement) -> types.Placement:
     raise ValueError(f"{fqn}: Muon cannot read a parameter placed as {placement}; reduce the parameter first")
 
 
-def mesh_axes(tensor: Tensor) -> Iterator[tuple[int, ...]]:
-    """The ranks of each process group of a DTensor's mesh, in group order; nothing for a plain tensor."""
+def mesh_axes(tensor: Tensor, layout: types.Layout) -> Iterator[tuple[int, ...]]:
+    """The ranks of each process group of a DTensor's meshes, in group order; nothing for a plain tensor."""
     # Subclasses of DeviceMesh have no process groups. PyTorch sorts the ranks of a group, so skip descending axes.
     if isinstance(tensor, DTensor) and type(tensor.device_mesh) is DeviceMesh:
-        ranks = tensor.device_mesh.mesh
-        for axis in range(ranks.ndim):
+        ranks = torch.tensor(layout.mesh.ranks, device="cpu").view(layout.mesh.shape)
+        for axis, placement in enumerate(layout.placements):
             for members in ranks.movedim(axis, -1).reshape(-1, ranks.size(axis)).tolist():
-                if len(members) > 1 and members == sorted(members):
+                if len(members) > 1 and members == sorted(members) and placement != types.Separate():
                     yield tuple(members)
 
 
 def mesh_groups(tensor: Tensor, rank: int) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """The process groups of `mesh_axes` with `rank`, this process."""
-    mine = {axis for axis in mesh_axes(tensor) if rank in axis}
+    """The process groups from `mesh_axes` with `rank`, this process, by their ranks."""
+    mine = {axis for axis in mesh_axes(tensor, layout_of("", tensor)) if rank in axis}
     if not (mine and isinstance(tensor, DTensor)):
         return {}
     groups = [tensor.device_mesh.get_group(axis) for axis in range(tensor.device_mesh.ndim)]

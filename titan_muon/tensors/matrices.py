@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..options import Split
-from ..plan.terms.types import MatrixStack, Parameter
+from ..plan.terms.types import Layout, MatrixStack, Parameter
 from .dims import stack_in
 from .dtensor import layer_of, layout_of
 
@@ -39,10 +39,10 @@ def split_of(fqn: str, splits: Sequence[Split]) -> Split | None:
     return next((split for split in splits if fnmatch.fnmatchcase(fqn, split.match)), None)
 
 
-def planned(fqn: str, tensor: Tensor, splits: Sequence[Split] = (), *, own: bool = False) -> Parameter:
-    """The planner's record of a parameter."""
-    plain = not isinstance(tensor, DTensor)
-    return Parameter(fqn, layer_of(fqn), layout_of(fqn, tensor), stack_of(fqn, tensor.shape, splits), plain, own)
+def planned(fqn: str, tensor: Tensor, splits: Sequence[Split] = (), layout: Layout | None = None) -> Parameter:
+    """The planner's record of a parameter, by default with its own layout."""
+    layout = layout_of(fqn, tensor) if layout is None else layout
+    return Parameter(fqn, layer_of(fqn), layout, stack_of(fqn, tensor.shape, splits), not isinstance(tensor, DTensor))
 
 
 def check_splits(names: Iterable[str], splits: Sequence[Split]) -> None:

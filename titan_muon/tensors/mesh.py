@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import Tensor
@@ -47,3 +48,11 @@ class StateMesh(MeshWithoutGroups):
         'muon.state = "owner": the momentum is on its owner alone; save and load the momentum with '
         "torch.distributed.checkpoint, which moves data between ranks"
     )
+
+    def __getstate__(self) -> dict[str, Any]:
+        warnings.warn(
+            'a momentum or rule state of muon.state = "owner" was pickled: the pickle has the part of this rank alone. '
+            "Save with torch.distributed.checkpoint, on all ranks",
+            stacklevel=2,
+        )
+        return super().__getstate__()

@@ -221,14 +221,10 @@ STOPPED = {
 
 
 def refuse(rank: int, world_size: int) -> dict[str, str]:
-    """Messages of the constructions in REFUSED and DIFFERENT, and of a late group."""
+    """Messages of the constructions in REFUSED and DIFFERENT."""
     mesh = init_device_mesh("cpu", (world_size,))
     messages = {fn.__name__: message(partial(fn, parameters(mesh), mesh)) for fn in REFUSED}
     messages |= {fn.__name__: message(partial(fn, rank, parameters(mesh), mesh)) for fn in DIFFERENT}
-    late = nn.Parameter(placed(torch.ones(16, 16), mesh))
-    optimizer = Muon(named(parameters(mesh))).build()
-    group = {"params": [late], "param_names": ["late"]}
-    messages["late_group"] = message(partial(optimizer.add_param_group, group))
     return messages
 
 
@@ -254,11 +250,6 @@ def test_an_error_of_any_class_on_one_rank_is_an_error_on_all() -> None:
     first, second = run_ranks(out_of_memory, 2, timeout=SECONDS)
     assert first == ("OutOfMemory", "tried to allocate 2.00 GiB")
     assert second == ("RuntimeError", "OutOfMemory: tried to allocate 2.00 GiB (on rank 0)")
-
-
-def test_a_group_added_after_construction_is_refused() -> None:
-    for messages in refusals():
-        assert "build a new optimizer with the new group" in messages["late_group"]
 
 
 LR, DECAY = 0.02, 0.1

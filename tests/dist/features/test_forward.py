@@ -246,6 +246,13 @@ def finish(run: Run) -> object:
     return run.weights()
 
 
+def averaged(run: Run) -> object:
+    """As an average of weights reads them, after finish_step()."""
+    run.muon.finish_step()
+    averages = [torch.zeros_like(param).lerp_(param.detach(), 0.5) for _, param in run.named]
+    return [average.full_tensor() for average in averages]
+
+
 def load(run: Run) -> object:
     weights = {name: torch.full_like(value, 0.25) for name, value in run.net.state_dict().items()}
     run.step(6)
@@ -290,7 +297,7 @@ def close(run: Run) -> object:
     return run.weights()
 
 
-READ = (evaluate, infer, state_dict, layer_state_dict, checkpoint, optimizer_state, check, finish)
+READ = (evaluate, infer, state_dict, layer_state_dict, checkpoint, optimizer_state, check, finish, averaged)
 WRITE = (load, load_checkpoint, load_optimizer, step_again, by_closure)
 BETWEEN: dict[str, Callable[[Run], object]] = {act.__name__: act for act in (*READ, *WRITE)}
 

@@ -39,8 +39,7 @@ class Trained:
 def train(rank: int, world_size: int, setup: Setup, **options: Any) -> Trained:
     model = make()
     place(model, setup, data_mesh(world_size, setup, model))
-    # Parameters outside of tensor parallelism are sharded over other meshes on each of its ranks.
-    named = {n: p for n, p in model.named_parameters() if p.ndim == 2 and (is_owned(p) or setup.tensor == 1)}
+    named = {n: p for n, p in model.named_parameters() if p.ndim == 2}
     muon = Muon(named.items(), **{**OPTIONS, **options}).build()
     shares = world_size // setup.tensor
     called = dict.fromkeys((name for name, param in named.items() if is_owned(param)), 0)

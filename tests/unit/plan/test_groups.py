@@ -54,6 +54,7 @@ def check_assembly(geometry: Geometry, index: int, assembly: Assembly, split: bo
     for group in assembly.groups:
         assert list(group) == sorted(set(group))
         assert set(group) <= set(geometry.layout.mesh.ranks)
+        assert len({geometry.tensor[rank] for rank in group}) == 1, "separate tensors are never assembled together"
         held: dict[tuple[int, ...], int] = {}
         for rank in set(group) & set(elements):
             copy = geometry.replica[rank]

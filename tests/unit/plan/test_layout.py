@@ -11,12 +11,12 @@ from torch import Tensor
 from tests.unit.plans import LARGE_MESHES, coordinates, examples, layouts, stacks, taken, torch_local
 from titan_muon.plan.terms.layout import Geometry, chunk, flattened, intersect, merged, region, spans, stored_as, take
 from titan_muon.plan.terms.types import (
+    Cut,
     Interval,
     Layout,
     MatrixRows,
     MatrixStack,
     Mesh,
-    Replicate,
     Segment,
     Shard,
     StridedShard,
@@ -59,7 +59,7 @@ def test_the_ranks_of_a_replica_store_every_element_once(layout: Layout) -> None
     stored: dict[tuple[int, ...], list[Tensor]] = {}
     for _, coordinate in coordinates(layout.mesh):
         axes = zip(layout.placements, coordinate, strict=True)
-        copy = tuple(index for placement, index in axes if isinstance(placement, Replicate))
+        copy = tuple(index for placement, index in axes if not isinstance(placement, Cut))
         stored.setdefault(copy, []).append(at(full, region(layout, coordinate)).flatten())
     for pieces in stored.values():
         assert torch.equal(torch.cat(pieces).sort().values, full.flatten())

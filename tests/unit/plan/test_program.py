@@ -28,16 +28,19 @@ from titan_muon.plan.terms.types import (
     Parameter,
     Plan,
     Replicate,
+    Separate,
     Shard,
 )
 
 GATHER, RETURN, SPREAD, SLICES = "gather", "return", "spread", "slices"
+SEPARATE = 10**6
+"""Tensors of one name on separate coordinates differ by multiples of this."""
 Key = tuple[int, str, tuple[int, ...]]
 """A collective: bucket, kind, and ranks."""
 
 
 def numbered(plan: Plan) -> list[Tensor]:
-    """Every parameter in full, as 2D views; no number occurs twice or is 0."""
+    """Every parameter in full, as 2D views; no number occurs twice or is 0, and none is above SEPARATE."""
     full, seen = [], 1
     for parameter in plan.parameters:
         shape, split = parameter.layout.shape, parameter.stack.row_dims
@@ -70,7 +73,7 @@ class World:
         self.launched: dict[Key, set[int]] = {}
         self.done: set[Key] = set()
         self.work: Counter[tuple[int, int]] = Counter()
-        self.met: dict[int, set[int]] = {}
+        self.met: dict[tuple[int, tuple[int, ...]], set[int]] = {}
         self.geometries = Geometries(plan.parameters)
         self.ranks = {rank: Rank(self, rank) for rank in ranks_of(plan)}
 
@@ -99,7 +102,7 @@ class World:
 
     def meet(self, rank: int, first: int, team: tuple[int, ...]) -> Key:
         """A rank reaches its slice of a matrix with first slice `first`."""
-        met = self.met.setdefault(first, set())
+        met = self.met.setdefault((first, team), set())
         assert rank in team
         assert rank not in met
         met.add(rank)
@@ -135,6 +138,13 @@ class Rank:
     def __init__(self, world: World, rank: int) -> None:
         plan = world.plan
         self.world, self.plan, self.rank = world, plan, rank
+        self.full = [
+            full
+            + SEPARATE * sum(coordinate * 10**axis for axis, coordinate in enumerate(geometry.tensor.get(rank, ())))
+            for full, geometry in zip(
+                world.full, map(world.geometries.__getitem__, range(len(world.full))), strict=True
+            )
+        ]
         self.waiting: Key | None = None
         self.local: BucketProgram | None = None
         self.program = make_program(plan, rank, world.geometries)
@@ -148,7 +158,7 @@ class Rank:
             if not run.local
         ]
         self.stored = [
-            self._stored(parameter, full) for parameter, full in zip(plan.parameters, world.full, strict=True)
+            self._stored(parameter, full) for parameter, full in zip(plan.parameters, self.full, strict=True)
         ]
         self.momenta = [torch.zeros_like(stored) for stored in self.stored]
         self.updates = [torch.zeros_like(stored) for stored in self.stored]
@@ -189,7 +199,7 @@ class Rank:
             elif act is Act.ORTHOGONALIZE:
                 self.world.work[item.matrix, self.rank] += 1
             else:
-                full = whole(self.plan, self.world.full, item.matrix)
+                full = whole(self.plan, self.full, item.matrix)
                 self._update(item.matrix, spans(item.piece), orthogonalized(full))
         if act is Act.APPLY:
             self.local = None
@@ -215,7 +225,7 @@ class Rank:
                 # The owners of slices wait for each other.
                 yield from self._wait(self.world.meet(self.rank, matrix - part.place, self.program.teams[matrix]))
         for matrix in chosen:
-            expected = whole(self.plan, self.world.full, matrix)
+            expected = whole(self.plan, self.full, matrix)
             found = torch.full_like(expected, torch.nan)
             for source in buffers.sources[matrix]:
                 for span in source.spans:
@@ -483,7 +493,7 @@ def test_more_ranks_than_matrices(exchange: str) -> None:
 
 def test_every_rank_orthogonalizes_its_plain_tensors() -> None:
     whole_stack = MatrixStack(1, (MatrixRows("", (Interval(0, 4),)),))
-    plain = Parameter("p", "p", Layout((4, 4), FLAT, (Replicate(),)), whole_stack, plain=True, own=True)
+    plain = Parameter("p", "p", Layout((4, 4), FLAT, (Separate(),)), whole_stack, plain=True)
     assert check_step(plan_of([plain]), late=True).work == Counter({(0, rank): 1 for rank in range(4)})
 
 

@@ -11,7 +11,7 @@ from titan_muon.options import MuonOptions
 from titan_muon.plan.planner import make_plan
 from titan_muon.plan.program import make_program
 from titan_muon.plan.search.state import state_elements, with_state_ranks
-from titan_muon.plan.terms.types import Layout, Mesh, Parameter, Placement, Plan, Replicate, Shard
+from titan_muon.plan.terms.types import Layout, Mesh, Parameter, Placement, Plan, Replicate, Separate, Shard
 from titan_muon.tensors.matrices import stack_of
 
 OWNER = MuonOptions(state="owner", wire_dtype="float32")
@@ -43,7 +43,7 @@ def advanced(plan: Plan, rank: int) -> Counter[int]:
 @examples(50)
 @given(parameter_lists())
 def test_each_momentum_is_kept_once_and_where_a_step_advances_it(parameters: list[Parameter]) -> None:
-    plan = kept_on_owners(parameters)
+    plan = kept_on_owners([each for each in parameters if not each.separate])
     kept, total = state_elements(plan), Counter[int]()
     for rank in ranks_of(plan):
         assert advanced(plan, rank) == +Counter(kept[rank])
@@ -84,7 +84,7 @@ def test_keepers_stay_when_the_step_is_planned_again() -> None:
 
 
 def test_unshared_matrices_keep_their_own_momentum() -> None:
-    own = replace(parameter("own", (8, 8), DDP), plain=True, own=True)
+    own = parameter("own", (8, 8), (DDP[0], (Separate(),)))
     plan = kept_on_owners([own, parameter("copy", (8, 8), DDP)])
     assert plan.parameters[0].state_ranks == ()
     assert [held[0] for held in state_elements(plan).values()] == [64] * 4

@@ -1,12 +1,14 @@
 """Steps continue with a loaded state, for any tensors of the state dict."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
 from titan_muon import Muon
+from titan_muon.tensors.mesh import StateMesh
 
 
 def trained(rule: str) -> tuple[nn.Parameter, Muon]:
@@ -51,3 +53,9 @@ def test_a_state_dict_of_before_an_option_existed_is_loaded() -> None:
     assert resumed.param_groups[0]["ns_steps"] == 3
     assert torch.equal(resumed.state[other]["momentum_buffer"], muon.state[param]["momentum_buffer"])
     step(other, resumed, 2)
+
+
+def test_a_pickle_of_a_momentum_on_its_owner_alone_warns() -> None:
+    """As a script makes it that saves on one rank under DDP, with state = "owner"."""
+    with pytest.warns(UserWarning, match=r"the part of this rank alone\. Save with torch\.distributed\.checkpoint"):
+        pickle.dumps(StateMesh.__new__(StateMesh))

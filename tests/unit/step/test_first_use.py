@@ -68,16 +68,16 @@ def test_parameters_may_be_on_the_meta_device_until_the_first_step() -> None:
     assert muon.build().plan.matrices
 
 
-def test_a_group_may_be_added_until_the_first_step() -> None:
+@pytest.mark.parametrize("built", [False, True])
+def test_a_group_may_be_added(built: bool) -> None:
     params = parameters()
     first, second = params.items()
     muon = Muon([first], **OPTIONS)
-    group = {"params": [second[1]], "param_names": [second[0]]}
-    muon.add_param_group(group)
+    if built:
+        muon.build()
+    muon.add_param_group({"params": [second[1]], "param_names": [second[0]]})
     train(muon, params, range(2))
     assert equal(params, trained(range(2)))
-    with pytest.raises(ValueError, match="build a new optimizer with the new group"):
-        muon.add_param_group(group)
 
 
 def test_a_state_dict_from_before_the_first_step_is_loaded() -> None:
@@ -219,6 +219,25 @@ def test_a_group_with_fewer_names_than_parameters_is_refused() -> None:
     params = list(parameters().values())
     with pytest.raises(ValueError, match=r"2 parameters and 1 names.*ZeroRedundancyOptimizer"):
         Muon([{"params": params, "param_names": ["w"]}])
+
+
+def test_a_tensor_with_two_names_is_refused() -> None:
+    param = nn.Parameter(torch.ones(16, 16))
+    with (
+        pytest.warns(UserWarning, match="duplicate parameters"),
+        pytest.raises(ValueError, match="b: is the same tensor as a; give every parameter once"),
+    ):
+        Muon([("a", param), ("b", param)])
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    params = parameters()
+    muon = Muon(list(params.items()), **OPTIONS)
+    for param in params.values():
+        param.grad = torch.ones_like(param).detach()
+    params["layers.1.w"].grad = torch.ones(12, 8).to_sparse()
+    with pytest.raises(ValueError, match=r"layers\.1\.w: the gradient is sparse, .* torch\.optim\.SparseAdam"):
+        muon.step()
 
 
 def test_unsuitable_parameters_cause_one_warning() -> None:

@@ -193,7 +193,7 @@ class _Direction:
             amounts.peers = max(amounts.peers, ranks[place] - itself)
             amounts.peers_near = max(amounts.peers_near, ranks_near[place, node] - itself)
             self._workers.setdefault(place, set()).add(worker)
-        for rank, elements, node, _ in holders.holders:
+        for rank, elements, node in holders.holders:
             place, count, amounts = key(rank), workers.get(rank, 0), self.by_rank[rank]
             amounts.home += elements * done[place]
             amounts.kept += elements * count

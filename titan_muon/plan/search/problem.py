@@ -65,8 +65,7 @@ def make_problem(
     load: dict[int, int] = {}
     for number, matrix in enumerate(matrices):
         parameter = parameters[matrix.parameter]
-        # With unequal plain tensors, a rank's result would silently replace another rank's.
-        split = pattern.has_owners and not parameter.own and options.replicas != "redundant"
+        split = pattern.has_owners and options.replicas != "redundant"
         ranks, assembled_by = placed(geometries.index[matrix.parameter], split)[matrix.index]
         local.append(ranks)
         for rank in ranks:

@@ -49,7 +49,7 @@ def with_state_ranks(
     if options.state == "replicated":
         return list(parameters)
     geometries = Geometries(parameters)
-    shared = [n for n, p in enumerate(parameters) if not p.own and len(_replicas(geometries[n])) > 1]
+    shared = [n for n, p in enumerate(parameters) if not p.separate and len(_replicas(geometries[n])) > 1]
     flops = {number: _flops(number, geometries[number], work_of) for number in shared}
     sizes = {number: prod(parameters[number].layout.shape) for number in shared}
     chooser = _Chooser(geometries, sum(sizes.values()))

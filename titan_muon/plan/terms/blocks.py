@@ -8,7 +8,7 @@ from itertools import product
 
 from ...options import MuonOptions
 from .layout import Geometries, Geometry, Intervals, flattened, merged, region
-from .types import Interval, Layout, MatrixRows, MatrixStack, Parameter, Replicate
+from .types import Cut, Interval, Layout, MatrixRows, MatrixStack, Parameter
 
 
 def in_blocks(parameters: Sequence[Parameter], geometries: Geometries) -> list[Parameter]:
@@ -46,11 +46,11 @@ def _parts(layout: Layout, row_dims: int) -> tuple[bool, list[Intervals]]:
     axis, shape = layout.tensor_parallel, layout.shape
     assert axis is not None, "tensor parallelism cuts every stack that has blocks"
     placement = layout.placements[axis]
-    assert not isinstance(placement, Replicate), "a replicated tensor is not cut"
+    assert isinstance(placement, Cut), "a replicated tensor is not cut"
     dim = placement.dim
     # All ranks of a coordinate together, because FSDP cuts further.
     along = [
-        range(1 if isinstance(other, Replicate) or other.dim != dim else size)
+        range(size if isinstance(other, Cut) and other.dim == dim else 1)
         for other, size in zip(layout.placements, layout.mesh.shape, strict=True)
     ]
     parts = []

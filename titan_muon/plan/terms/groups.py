@@ -24,8 +24,13 @@ def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
     """The Assembly of each matrix. `split`: replicas divide the matrices."""
     indices = range(len(geometry.stack.matrices))
     holders = [tuple(geometry.elements(index)) for index in indices]
-    whole = [_whole(geometry, index, split) for index in indices]
-    replicas = [() if whole[index] else _by_replica(geometry, holders[index], split) for index in indices]
+    sets = [_by_replica(geometry, ranks, split) for ranks in holders]
+    whole = [
+        set(geometry.elements(index).values()) == {geometry.numel(index)}
+        and all(len(ranks) == 1 for ranks in sets[index])
+        for index in indices
+    ]
+    replicas = [() if whole[index] else sets[index] for index in indices]
     groups = components(ranks for of_matrix in replicas for ranks in of_matrix)
     # The whole mesh if it has a single component, or 3 rows over 4 ranks would leave a rank idle. Never join
     # components: experts of different expert-parallel ranks would travel over all ranks.
@@ -38,16 +43,9 @@ def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
     )
 
 
-def _whole(geometry: Geometry, index: int, split: bool) -> bool:
-    elements = geometry.elements(index)
-    return set(elements.values()) == {geometry.numel(index)} and (len(elements) == 1 or not split)
-
-
 def _by_replica(geometry: Geometry, ranks: Sequence[int], split: bool) -> tuple[tuple[int, ...], ...]:
     # The result returns to every replica, and every rank can own: HSDP divides the work by the number of replicas.
-    if split:
-        return (tuple(sorted(ranks)),)
-    return tuple(tuple(sorted(members)) for members in geometry.by_replica(ranks))
+    return tuple(tuple(sorted(members)) for members in geometry.by_replica(ranks, joined=split))
 
 
 def components(sets: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:

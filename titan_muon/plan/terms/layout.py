@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from math import prod
 
-from .types import Interval, Layout, MatrixStack, Parameter, Piece, Placement, Replicate, Segment, Shard, StridedShard
+from .types import Cut, Interval, Layout, MatrixStack, Parameter, Piece, Segment, Separate, Shard
 
 Intervals = tuple[Interval, ...]
 
@@ -44,7 +44,7 @@ def take(intervals: Intervals, start: int, stop: int) -> Intervals:
     return tuple(selected)
 
 
-def shard(intervals: Intervals, placement: Shard | StridedShard, count: int, index: int) -> Intervals:
+def shard(intervals: Intervals, placement: Cut, count: int, index: int) -> Intervals:
     """The indices kept by rank `index` of `count` on a mesh axis, from the indices left by earlier axes."""
     # Axis after axis, like DTensor: a single cut of 10 rows into 4 x 2 parts would give different parts.
     length = sum(stop - start for start, stop in intervals)
@@ -62,7 +62,7 @@ def region(layout: Layout, coordinate: Sequence[int]) -> tuple[Intervals, ...]:
     """The indices stored at a mesh coordinate, by dim."""
     dims: list[Intervals] = [merged([Interval(0, size)]) for size in layout.shape]
     for placement, count, index in zip(layout.placements, layout.mesh.shape, coordinate, strict=True):
-        if not isinstance(placement, Replicate):
+        if isinstance(placement, Cut):
             dims[placement.dim] = shard(dims[placement.dim], placement, count, index)
     return tuple(dims)
 
@@ -134,11 +134,6 @@ def _evenly_spaced(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     return tuple(joined)
 
 
-def replica(placements: Sequence[Placement], coordinate: Sequence[int]) -> tuple[int, ...]:
-    """The number of a rank's replica: the coordinate on the replicated axes."""
-    return tuple(c for p, c in zip(placements, coordinate, strict=True) if isinstance(p, Replicate))
-
-
 @dataclass(frozen=True)
 class Span:
     """A rectangle of a piece: index ranges in local storage, in the matrix and in the piece."""
@@ -186,6 +181,8 @@ class Geometry:
         self._reach = max(matrix.rows[-1].stop - matrix.rows[0].start for matrix in stack.matrices)
         self._in_order = all(a <= b for a, b in pairwise(self._starts))
         self._elements: list[dict[int, int]] = []
+        # A rank's coordinate on the separate axes; and on the separate and replicated axes.
+        self.tensor: dict[int, tuple[int, ...]] = {}
         self.replica: dict[int, tuple[int, ...]] = {}
         self.pieces: dict[int, dict[int, Piece]] = {}
         self.local_shape: dict[int, tuple[int, ...]] = {}
@@ -193,7 +190,9 @@ class Geometry:
             coordinate = layout.mesh.coordinate(position)
             dims = region(layout, coordinate)
             self.local_shape[rank] = tuple(sum(stop - start for start, stop in dim) for dim in dims)
-            self.replica[rank] = replica(layout.placements, coordinate)
+            placed = list(zip(layout.placements, coordinate, strict=True))
+            self.tensor[rank] = tuple(c for placement, c in placed if isinstance(placement, Separate))
+            self.replica[rank] = tuple(c for placement, c in placed if not isinstance(placement, Cut))
             rows, cols = flattened(dims[:split], shape[:split]), flattened(dims[split:], shape[split:])
             self.pieces[rank] = self._pieces(stored_as(rows), stored_as(cols))
 
@@ -227,11 +226,12 @@ class Geometry:
     def numel(self, index: int) -> int:
         return prod(self.shape(index))
 
-    def by_replica(self, ranks: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each replica among `ranks`, in their order."""
+    def by_replica(self, ranks: Iterable[int], *, joined: bool = False) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each replica among `ranks`, in their order; with `joined`, of all replicas of each tensor."""
+        coordinates = self.tensor if joined else self.replica
         replicas: dict[tuple[int, ...], list[int]] = {}
         for rank in ranks:
-            replicas.setdefault(self.replica[rank], []).append(rank)
+            replicas.setdefault(coordinates[rank], []).append(rank)
         return tuple(map(tuple, replicas.values()))
 
     @cached_property

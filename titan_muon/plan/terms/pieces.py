@@ -10,7 +10,6 @@ from .layout import Geometries, Geometry
 from .types import Matrix, Piece
 
 Ranks = tuple[int, ...]
-Replica = tuple[int, ...]
 
 
 class Holder(NamedTuple):
@@ -19,7 +18,6 @@ class Holder(NamedTuple):
     rank: int
     elements: int
     node: int
-    replica: Replica
 
 
 class KeySums(NamedTuple):
@@ -32,28 +30,19 @@ class KeySums(NamedTuple):
 
 
 class Holders:
-    """The holders of a kind's matrices in a group, and the elements of a matrix by rank, node, replica, and
-    (replica, node)."""
+    """The holders of a kind's matrices in a group, and the elements of a matrix by rank."""
 
     def __init__(self, holders: Sequence[Holder]) -> None:
         self.holders = holders
+        self.on_rank = {holder.rank: holder.elements for holder in holders}
         self._sums: dict[tuple[str, int], KeySums] = {}
-        self.total, self.on_rank = 0, dict[int, int]()
-        self.on_node, self.of_replica = Counter[int](), Counter[Replica]()
-        self.of_part = Counter[tuple[Replica, int]]()
-        for rank, elements, node, replica in holders:
-            self.total += elements
-            self.on_rank[rank] = elements
-            self.on_node[node] += elements
-            self.of_replica[replica] += elements
-            self.of_part[replica, node] += elements
 
     def sums(self, pattern: str, direction: int, key: Callable[[int], Hashable]) -> KeySums:
         """Sums by the `key` of a rank, which depends only on pattern and direction."""
         # Kept, because a search deals the same matrices hundreds of times.
         if (pattern, direction) not in self._sums:
             sums = KeySums(Counter(), Counter(), Counter(), Counter())
-            for rank, elements, node, _ in self.holders:
+            for rank, elements, node in self.holders:
                 place = key(rank)
                 sums.elements[place] += elements
                 sums.elements_near[place, node] += elements
@@ -100,9 +89,8 @@ class Pieces:
         key = (kind, group)
         if key not in self._holders:
             example, members = self.examples[kind], frozenset(group)
-            replica = self.geometry(example).replica
             stored = self.elements(example, members)
-            self._holders[key] = Holders([Holder(r, size, self.node(r), replica[r]) for r, size in stored])
+            self._holders[key] = Holders([Holder(rank, size, self.node(rank)) for rank, size in stored])
         return self._holders[key]
 
     def replicas(self, kind: int, group: Ranks) -> tuple[Ranks, ...]:

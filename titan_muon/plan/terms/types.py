@@ -53,7 +53,15 @@ class Replicate:
     """Equal on every rank of a mesh axis."""
 
 
-Placement = Shard | StridedShard | Replicate
+@dataclass(frozen=True)
+class Separate:
+    """A separate tensor on every coordinate of a mesh axis, under one name."""
+
+    # Plain tensors that differ between ranks, and DTensors on sibling meshes, such as `mesh["dp"]` of a dp x tp mesh.
+
+
+Cut = Shard | StridedShard
+Placement = Cut | Replicate | Separate
 
 
 @dataclass(frozen=True)
@@ -136,8 +144,7 @@ class MatrixStack:
 class Parameter:
     """A parameter. A `plain` tensor is no DTensor: every rank of the mesh has such a tensor.
 
-    `own`: a plain tensor that may differ between ranks, so every rank orthogonalizes the local tensor. `state_ranks`:
-    keepers of the momentum, in order of dim 0; empty: every holder.
+    `state_ranks`: keepers of the momentum, in order of dim 0; empty: every holder.
     """
 
     fqn: str
@@ -145,8 +152,12 @@ class Parameter:
     layout: Layout
     stack: MatrixStack
     plain: bool = False
-    own: bool = False
     state_ranks: tuple[int, ...] = ()
+
+    @property
+    def separate(self) -> bool:
+        """Whether the name is of several tensors, each orthogonalized by its own ranks."""
+        return Separate() in self.layout.placements
 
 
 @dataclass(frozen=True)
