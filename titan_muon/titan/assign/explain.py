@@ -167,7 +167,6 @@ def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[tuple[str,
         if plan.local[index] or (matrix.slice is not None and matrix.slice.place > 0):
             continue
         fqn = plan.parameters[matrix.parameter].fqn
-        # Local with repeated work, so the exchange only shares the replicas' work.
         if matrix.slice is None and repeated(geometries.index[matrix.parameter])[matrix.index].local:
             yield 'muon.replicas = "split" shares out replicas; "redundant" would not', ""
         elif is_owned(parameters[fqn]):

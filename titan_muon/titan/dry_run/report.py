@@ -66,7 +66,6 @@ def report(
     print("\n".join(["", *counts, *weights, *clips, f"planned for {KINDS.get(kind, kind)}"]))
     for part in parts:
         print("\n" + _headed(part, "\n".join(_lines(part, recipe, full=full))))
-    # Last, because users read the end of the output.
     for part in parts:
         print("\n" + _headed(part, "\n".join(verdict_lines(part.verdict, part.meta, recipe, part.machine))))
     for problem in problems(recipe, world):

@@ -96,7 +96,6 @@ class Watchdog:
         self._closed.set()
         self._thread.join()
         self._guard.join()
-        # The process with the store may have ended before this process.
         with suppress(RuntimeError):
             self._store.set(_key(self._rank), replace(self._sign(), ended=True).encode())
 
@@ -276,7 +275,6 @@ def late_ranks(signs: Mapping[int, Sign], silent: Collection[int], world_size: i
         if rank in silent:
             late.append(f"{where} gives no sign of life")
         elif sign.stage < furthest and not sign.ended:
-            # Counted from the first step of this process.
             stage = f"{'ended' if sign.stage % 2 else 'begun'} step {sign.stage // 2 + 1} of this attempt"
             late.append(f"{where} has not {stage}")
     return ", ".join(late)

@@ -92,7 +92,6 @@ def _tyro(schema: type, default: Any, arguments: Sequence[str], **options: Any) 
 def _words_of(
     info: tyro.constructors.PrimitiveTypeInfo,
 ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-    # tyro expands a dataclass into flags and calls this rule for its fields.
     if dataclasses.is_dataclass(info.type):
         return None
     return tyro.constructors.PrimitiveConstructorSpec(

@@ -56,7 +56,6 @@ def build(schema: type[T], entries: Mapping[str, Entry]) -> T:
     arguments: dict[str, dict[str, Any]] = {table: {} for table in tables}
     top: dict[str, Any] = {}
     for key, entry in entries.items():
-        # All keys of a table may be commented out.
         if key in tables and entry.value == {}:
             continue
         if key in tables:

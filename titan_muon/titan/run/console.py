@@ -39,7 +39,6 @@ NOISE = (
 NOISY_WARNINGS = (
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",
     "Error running lspci",
-    # Without an index the model is a single file, as intended.
     "model.safetensors.index.json not found",
     "Pipeline Parallel loss is not visible",
 )

@@ -142,7 +142,6 @@ class WandB(BaseLogger):
         self.inner.wandb.run.summary.update(dict(texts))
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        # W&B's charts take any metric as x axis, such as tokens and seconds.
         self.inner.log(dict(tagged(metrics)), step)
 
     def conclude(self) -> None:
@@ -183,7 +182,6 @@ def read_until(path: Path, step: int) -> tuple[list[str], float]:
         except ValueError:
             # A crash has torn the last line. This step is repeated, because a step is logged before the save.
             continue
-        # Other tools write lines without a step.
         if isinstance(record, dict) and record.get("step", step) <= step:
             lines.append(line + "\n")
             seconds = record.get("seconds", seconds)

@@ -127,7 +127,6 @@ def open_run(
     source, step = start
     checkpoints = source / recipe.checkpoint.folder
     checkpoint = checkpoint_path(checkpoints, step)
-    # Without the trainer's state, steps start from 0.
     if "train_state" in recipe.checkpoint.exclude_from_loading:
         return Run(str(new_folder()), str(source), str(checkpoint))
     # A new folder, so that later results are not overwritten.
@@ -162,7 +161,6 @@ def begin(run: Run, recipe: Recipe) -> None:
     (folder.parent / LATEST_FILE).write_text(folder.name + "\n", encoding="utf-8")
     source = folder if run.source is None else Path(run.source)
     if source.joinpath(METRICS_FILE).is_file() or run.source is not None:
-        # The reporter's file, and a file per rank under metrics.save_for_all_ranks.
         for file in (source / METRICS_FILE, *source.glob(f"rank-*/{METRICS_FILE}")):
             lines, _ = read_until(file, run.step)
             target = folder / file.relative_to(source)
