@@ -18,6 +18,12 @@ def drawn(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
+def test_the_host_does_not_read_a_rate_on_the_device() -> None:
+    """A meta tensor has no value, as the host has none of a GPU's before the queue is done."""
+    assert update.rate(torch.tensor([0.5], device="meta")).shape == ()
+    assert update.rate(torch.tensor([0.5])) == 0.5
+
+
 def torch_muon(lr_scale: str, nesterov: bool, weight_decay: float, steps: int) -> tuple[dict, dict]:
     """Parameters and momenta after some steps of torch.optim.Muon."""
     params = {name: torch.nn.Parameter(value) for name, value in drawn(0).items()}

@@ -119,8 +119,8 @@ def _cpu(name: str, flops: Mapping[str, float]) -> MachineRates:
 # and a proxy thread posts each chunk. 2 us are the time of 90 KB at 45 GB/s. `make gpu` measures only large messages.
 _NETWORK = Link(45e9, 15e-6, 2e-6)
 
-# About 5 us for an operator of PyTorch. A piece: benchmarks/host_cost.py took 9.8 ms for 480 pieces and 25.7 ms for
-# 1,446, without Newton-Schulz, on one core of a server's CPU.
+# About 5 us for an operator of PyTorch. A piece: a step without Newton-Schulz took 13.6 ms for 480 pieces, 13.7 ms for
+# 560 and 30.5 ms for 1,628 (docs/results/host.md), or 15 us a piece and 6 ms.
 _HOST, _HOST_PIECE = 5e-6, 18e-6
 
 # On 8 H100s the first all_to_all_single took 3.28 GB, for 32 channels to each of 7 peers, after 1.06 GB for CUDA and
