@@ -86,7 +86,6 @@ def wrap_pipelining(pipelining_fn: Callable[..., Any], recipe: Recipe) -> Callab
     def pipeline(model: nn.Module, **kwargs: Any) -> Any:
         schedule, parts, has_first, has_last = pipelining_fn(model, **kwargs)
         for part in parts:
-            # The trainer calls init_weights after the allocation.
             part.init_weights = partial(init_within, model, part, recipe.debug.seed)
         return schedule, parts, has_first, has_last
 
