@@ -70,7 +70,6 @@ def _check_parts(model: Any, parts: tuple[tuple[str, ...], ...]) -> None:
 
 def _check_stages(stages: int, degrees: Parallelism, schedule: type) -> None:
     ranks = degrees.pipeline_parallel_degree
-    # A schedule with a single stage per rank would ignore the others.
     single = issubclass(schedule, PipelineScheduleSingle)
     if stages % ranks or (single and stages != ranks):
         fit = f"{ranks} parts" if single else f"a multiple of {ranks} parts"
