@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, mean, stdev
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -215,7 +216,7 @@ def picture(groups: Sequence[Setting]) -> Figure:
         by_rate.setdefault(setting.label(with_rate=setting.rate is None), []).append(setting)
     shown = [min(group, key=lambda setting: mean(finals(setting))) for group in by_rate.values()]
     has_rates = any(len(group) > 1 for group in by_rate.values())
-    figure = Figure(figsize=(12, 5.2), dpi=100, layout="constrained")
+    figure = Figure(figsize=(12, 5 + 0.2 * len(shown)), dpi=100, layout="constrained")
     curves, *others = figure.subplots(1, 1 + has_rates, squeeze=False)[0]
     records = [setting.record() for setting in shown]
     metric = "val_loss" if all(len(record.of("val_loss")) > 3 for record in records) else "loss"
@@ -225,7 +226,12 @@ def picture(groups: Sequence[Setting]) -> Figure:
     if has_rates:
         curves.set_title("Best rates: " + curves.get_title().lower())
         draw_rates(others[0], by_rate)
-    curves.legend([line for line in curves.get_lines() if line.get_linewidth() == 2], [r.label for r in records])
+    lines = [line for line in curves.get_lines() if line.get_linewidth() == 2]
+    # Below the axes, where a legend hides no curve.
+    below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "frameon": False, "fontsize": 9}
+    curves.legend(lines, [record.label for record in records], **below)
+    if has_rates:
+        others[0].legend(**below)
     return figure
 
 
@@ -245,4 +251,3 @@ def draw_rates(axes: Axes, groups: dict[str, list[Setting]]) -> None:
         )
     axes.set(xscale="log", xlabel="learning rate", title="Final loss by learning rate")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)

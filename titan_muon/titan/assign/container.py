@@ -44,8 +44,7 @@ class HybridOptimizers(OfParts, OptimizersContainer):
     """Hyperparameters different from the loaded checkpoint's, a line each."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
-        # Not TorchTitan's __init__, which builds optimizers per part: Muon plans all parts together. The other duties
-        # of __init__ follow at the end.
+        # Not TorchTitan's __init__, which builds optimizers per part: Muon plans all parts together.
         self.model_parts = model_parts
         agreement = Agreement()
         # A rank with a pipeline stage needs the names of all stages, and TorchTitan's own configuration has none.

@@ -156,7 +156,7 @@ def peer_lines(parameters: Mapping[str, Tensor], gathered: int, reduced: int) ->
 
 
 def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[tuple[str, str]]:
-    """Reason and remedy of each exchanged matrix, and the family of its parameter if the remedy names parameters."""
+    """Reason, remedy and, if named there, parameter family of each exchanged matrix."""
     geometries = Geometries(plan.parameters)
 
     @cache

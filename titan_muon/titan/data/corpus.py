@@ -132,7 +132,6 @@ def _build(path: Path, documents: Documents, tokenizer: DocumentTokenizer) -> No
 
 
 def _write_tokens(path: Path, documents: Documents, tokenizer: DocumentTokenizer) -> tuple[np.ndarray, np.ndarray, int]:
-    """Write all tokens to `path`; return (starts, text_bytes, checksum)."""
     vocab_size = tokenizer.get_vocab_size()
     lengths, text_bytes, checksum, logged = [0], [], 0, time.monotonic()
     with open(path, "wb") as file:

@@ -42,7 +42,6 @@ class HeldOutValidator(Validator):
             self.config.steps = self._batches(sequences)
 
     def _batches(self, sequences: int) -> int:
-        """Batches per rank for `sequences`, or fewer if the held-out text is shorter."""
         # Build a validation's loader before training, so that errors come early.
         loader = self.dl_config.build(
             dp_world_size=self.dp_world_size,

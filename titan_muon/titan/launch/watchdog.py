@@ -22,8 +22,7 @@ import torch.distributed as dist
 from titan_muon.titan.fault import RunFault
 from titan_muon.titan.recipe import RecipeError
 
-# A rank is silent after 6 missed heartbeats, so late ranks are known before 98 % of the time-out. At most a heartbeat
-# per 2.5 s, because all ranks of a cluster use a single store.
+# Late ranks are known before 98 % of the time-out. At most a heartbeat per 2.5 s, because all ranks use a single store.
 INTERVAL_SHARE, LONGEST_INTERVAL = 1 / 40, 2.5
 BEATS_TO_BE_SILENT = 6
 NAMING_SHARE = 0.8
@@ -186,7 +185,6 @@ class Watchdog:
                 os._exit(1)
 
     def _name_first_failure(self, error: BaseException) -> None:
-        """Report this rank's failure. Print the first failed rank, if the error is a consequence."""
         try:
             first = self._store.compare_set(FAILED, "", str(self._rank)).decode()
         except RuntimeError:

@@ -70,7 +70,6 @@ def _check_parts(model: Any, parts: tuple[tuple[str, ...], ...]) -> None:
 
 def _check_stages(stages: int, degrees: Parallelism, schedule: type) -> None:
     ranks = degrees.pipeline_parallel_degree
-    # A schedule with a single stage per rank would ignore the others.
     single = issubclass(schedule, PipelineScheduleSingle)
     if stages % ranks or (single and stages != ranks):
         fit = f"{ranks} parts" if single else f"a multiple of {ranks} parts"
@@ -86,7 +85,6 @@ def wrap_pipelining(pipelining_fn: Callable[..., Any], recipe: Recipe) -> Callab
     def pipeline(model: nn.Module, **kwargs: Any) -> Any:
         schedule, parts, has_first, has_last = pipelining_fn(model, **kwargs)
         for part in parts:
-            # The trainer calls init_weights after the allocation.
             part.init_weights = partial(init_within, model, part, recipe.debug.seed)
         return schedule, parts, has_first, has_last
 

@@ -162,7 +162,6 @@ class Monitor:
         }
 
     def _sample(self, matrices: int) -> list[Matrix]:
-        """Muon's single matrices and stacks, evenly over the layers."""
         known = [
             Matrix(parameter.fqn, self._parameters[parameter.fqn], group)
             for muon in self._muons()
@@ -177,7 +176,6 @@ class Monitor:
 
 
 def _is_plain(planned: Parameter, parameter: Tensor) -> bool:
-    """Whether a parameter is a single matrix, or a stack with a matrix per index of dim 0."""
     matrices = len(planned.stack.matrices)
     return parameter.dim() in (2, 3) and matrices == (parameter.shape[0] if parameter.dim() == 3 else 1)
 

@@ -18,7 +18,7 @@ from titan_muon.titan.recipe.toml import RecipeError, nearest, read_file
 
 HELP = {"-h", "--help"}
 SEED, SEEDS = "training.seed", ("debug.seed", "data.seed")
-"""Name for the seeds of the weights and of the order of documents together, in a list of alternatives."""
+"""Name for both seeds, of weights and documents, in a list of alternatives."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,7 +84,6 @@ def batch_problem(recipe: Recipe, world_size: int) -> str | None:
         problem = f"training.global_batch_size = {whole} is not accepted on {world_size} ranks; it takes"
         if training.local_batch_size == -1:
             return f"{problem} a multiple of the {ranks} data-parallel ranks."
-        # The same batch first, because another batch gives another curve.
         keep = f" training.local_batch_size = {whole // ranks} (or -1) keeps it." if whole % ranks == 0 else ""
         product = f"training.local_batch_size x data-parallel ranks = {local} x {ranks} = {local * ranks}"
         return f"{problem} -1, or a multiple of {product}.{keep}"

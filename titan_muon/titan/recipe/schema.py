@@ -1,7 +1,6 @@
 """Strict schemas from dataclasses: entries with dotted keys become a frozen instance, or an error.
 
-Types: bool, int, float, str, Literal of strings, `X | None` (an absent key), unions, tuples, dataclasses inside lists
-and dicts of free options. The only conversion is from int to float.
+`X | None` is an absent key. The only conversion is from int to float.
 """
 
 import dataclasses

@@ -92,7 +92,6 @@ def _flatten(document: Mapping[str, object], source: str) -> dict[str, Entry]:
 
 def value_text(value: object) -> str:
     """A value as inline TOML. Floats keep every digit; dates, invalid in recipes, are readable text."""
-    # bool first, because True is an int.
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

@@ -76,7 +76,6 @@ def say_fault(error: Exception) -> None:
 def say_error(error: Exception, code: int) -> None:
     """Print a user's error once on stderr, and in torchrun's summary. `code`: exit code of this process."""
     first = _is_first("errors")
-    # Replaces the traceback in torchrun's error file.
     record_end(str(error), code, first=first)
     if first:
         print(f"error: {error}", file=sys.stderr, flush=True)

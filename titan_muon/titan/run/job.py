@@ -101,10 +101,7 @@ def run(recipe: Recipe, overrides: tuple[str, ...] = (), *, quiet: bool = False)
 
 
 def _init_distributed(recipe: Recipe) -> dist.Store | None:
-    """Make the process group. Returns the store of all attempts of the job, or None.
-
-    Raises TimeoutError with the missing ranks.
-    """
+    """Store of all attempts of the job, or None. Raises TimeoutError with the missing ranks."""
     timeout = timedelta(seconds=recipe.comm.init_timeout_seconds)
     lasting = lasting_store(timeout)
     store = None

@@ -83,7 +83,7 @@ class TensorBoard(BaseLogger):
         self.writer = SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)
         self.first_step = first_step
         # `SummaryWriter.add_hparams` would write into another run, without losses. Without the experiment's summary
-        # TensorBoard shows the hyperparameters of all runs, different ones first.
+        # TensorBoard shows all runs' hyperparameters.
         _, begin, self._end = hparams(dict(hyperparameters(recipe)), {})
         self.writer._get_file_writer().add_summary(begin, first_step - 1)
         self._add_text("recipe", recipe)

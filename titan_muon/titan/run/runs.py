@@ -142,7 +142,6 @@ def _flaw(checkpoint: Path, flaws: Flaws) -> str | None:
 
 def _open_again(recipe: Recipe, overrides: tuple[str, ...], folder: str, flaws: Flaws) -> Run:
     """The run in `folder` of an earlier attempt; without a checkpoint as `open_run`, in the same folder."""
-    # All states, because the checkpoint is the job's own.
     own = replace(recipe.checkpoint, load=folder, load_step=-1, exclude_from_loading=())
     if recipe.checkpoint.enable:
         with contextlib.suppress(RecipeError):
@@ -239,7 +238,6 @@ def discard(run: Run) -> None:
 
 
 def _source(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | None:
-    """Run folder and step to continue from; None for a new run."""
     load, step = recipe.checkpoint.load, recipe.checkpoint.load_step
     if load == "none":
         if step != -1:
@@ -312,7 +310,6 @@ def _asked_step(checkpoints: Path, step: int, flaws: Flaws, *, must_exist: bool)
             saved = ", ".join(map(str, steps)) if steps else "none"
             raise RecipeError(f"checkpoint.load_step = {step}: {path} does not exist; saved steps: {saved}")
         return None
-    # Only `latest` falls back to another step.
     wrong = _flaw(path, flaws)
     if wrong is not None:
         raise RecipeError(f"checkpoint.load_step = {step}: {path} cannot be used: {wrong}; choose another step")
@@ -353,7 +350,6 @@ def _later(checkpoints: Path, step: int) -> list[int]:
 
 def _write_recipe(folder: Path, text: str, step: int) -> None:
     file = folder / RECIPE_FILE
-    # Keep the recipe of earlier steps.
     if file.is_file() and file.read_text(encoding="utf-8") != text:
         file.rename(folder / f"recipe-until-step-{step}.toml")
     file.write_text(text, encoding="utf-8")
