@@ -27,6 +27,9 @@ from .replicas import bit_sum
 LISTED = 5
 """Differences in an error text."""
 
+PLAIN = (bool, int, float, str, tuple, list, type(None))
+"""Types of hyperparameters. The texts of other objects, which a framework keeps in a group, differ between ranks."""
+
 
 class Held(NamedTuple):
     """A value on this rank. `shard`: coordinates; only equal shards can be compared."""
@@ -51,7 +54,7 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Hashable]:
     """Hyperparameters as text, without values on a device, because reading would wait."""
     values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     on_host = {key: v.item() if isinstance(v, Tensor) and v.device.type == "cpu" else v for key, v in values.items()}
-    return {key: repr(value) for key, value in on_host.items() if not isinstance(value, Tensor)}
+    return {key: repr(value) for key, value in on_host.items() if isinstance(value, PLAIN)}
 
 
 def group_label(name: str, group: Mapping[str, Any]) -> str:

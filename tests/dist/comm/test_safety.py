@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -322,6 +323,19 @@ def change_group_on_one_rank(rank: int, world_size: int, changes: dict[str, Any]
 def test_an_iteration_changed_on_one_rank_is_an_error_on_every_rank(changes: dict[str, Any]) -> None:
     for text in run_ranks(change_group_on_one_rank, 2, changes, timeout=SECONDS):
         assert "ns_steps, ns_coefficients or eps changed since Muon was built" in text
+
+
+def object_in_a_group(rank: int, world_size: int) -> str:
+    optimizer = Muon(named(parameters(init_device_mesh("cpu", (world_size,)))))
+    # Its text has an address.
+    optimizer.param_groups[0]["framework"] = object() if rank == 0 else dist
+    optimizer.build()
+    optimizer.step()
+    return message(optimizer.step) or message(optimizer.check_replicas)
+
+
+def test_an_object_that_a_framework_keeps_in_a_group_is_no_hyperparameter() -> None:
+    assert run_ranks(object_in_a_group, 2, timeout=SECONDS) == ["", ""]
 
 
 def plain_gradient_missing_on_one_rank(rank: int, world_size: int) -> str:

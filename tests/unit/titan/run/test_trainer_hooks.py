@@ -61,3 +61,20 @@ def test_a_diverged_step_is_reported_before_the_run_ends(monkeypatch: pytest.Mon
     ((loss, norm),) = reported
     assert math.isnan(loss)
     assert norm == 7.0
+
+
+@pytest.mark.parametrize(("here", "elsewhere"), [(math.inf, 0.0), (1.0, 1.0), (1.0, 0.0)])
+def test_weights_that_are_not_finite_on_any_rank_are_not_saved(
+    here: float, elsewhere: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda flag, op: flag.clamp_(min=elsewhere))
+    trainer = MuonTrainer.__new__(MuonTrainer)
+    trainer.checks, trainer.optimizers, trainer.device, trainer.compared = mock.Mock(), mock.Mock(), "cpu", 3
+    trainer.checks.check_norm.return_value = []
+    trainer.model_parts = [torch.nn.Linear(2, 2)]
+    torch.nn.init.constant_(trainer.model_parts[0].bias, here)
+    if here + elsewhere == 1.0:
+        trainer._check_weights(3)
+        return
+    with pytest.raises(FloatingPointError, match="step 3: some weights are not finite, and nothing is saved"):
+        trainer._check_weights(3)
