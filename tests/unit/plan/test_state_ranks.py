@@ -10,7 +10,7 @@ from tests.unit.plans import examples, parameter_lists, ranks_of, work
 from titan_muon.options import MuonOptions
 from titan_muon.plan.planner import make_plan
 from titan_muon.plan.program import make_program
-from titan_muon.plan.search.state import state_elements, with_state_ranks
+from titan_muon.plan.search.state import momentum_ranks, state_elements, with_state_ranks
 from titan_muon.plan.terms.types import Layout, Mesh, Parameter, Placement, Plan, Replicate, Separate, Shard
 from titan_muon.tensors.matrices import stack_of
 
@@ -66,12 +66,14 @@ def test_small_matrices_that_take_no_time_are_divided_by_their_bytes() -> None:
     assert max(held) <= 1.5 * sum(held) / len(held)
 
 
-@pytest.mark.parametrize(("experts", "parts"), [(8, [2, 2, 2, 2]), (5, [2, 2, 1]), (2, [1, 1])])
-def test_a_stack_is_kept_in_chunks_of_whole_experts(experts: int, parts: list[int]) -> None:
+@pytest.mark.parametrize(("experts", "parts"), [(8, [2, 2, 2, 2]), (10, [3, 3, 3, 1]), (5, [2, 2, 1]), (2, [1, 1])])
+def test_a_stack_is_kept_in_chunks_of_whole_experts_on_their_owners(experts: int, parts: list[int]) -> None:
     plan = kept_on_owners([parameter("experts", (experts, 4, 6), DDP)])
     ranks, kept = plan.parameters[0].state_ranks, state_elements(plan)
     assert len(set(ranks)) == len(parts)
     assert [kept[rank][0] // 24 for rank in ranks] == parts
+    owners = [momentum_ranks(plan.parameters[0], expert) for expert in range(experts)]
+    assert owners == [(rank,) for rank, part in zip(ranks, parts, strict=True) for _ in range(part)]
 
 
 def test_keepers_stay_when_the_step_is_planned_again() -> None:
