@@ -196,6 +196,15 @@ def test_a_late_rank_that_lives_is_named_once(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().err.count("rank 1 (") == 1
 
 
+def test_the_first_time_out_holds_until_the_end_of_the_first_step() -> None:
+    watchdog = Watchdog(dist.HashStore(), 0, 2, first_timeout=9, timeout=2)
+    limits = [watchdog.timeout]
+    for _ in range(3):
+        watchdog.advance()
+        limits.append(watchdog.timeout)
+    assert limits == [9, 9, 2, 2], "before, in and after the first step, and in the second"
+
+
 def test_ranks_that_wait_together_are_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
     """A save longer than the time-out, in which all ranks live, must neither be named nor ended."""
     store = dist.HashStore()
