@@ -181,3 +181,14 @@ def test_a_report_has_means_over_seeds_and_the_best_rate_of_each_recipe(tmp_path
     ]
     assert len(curves.collections) == 2, "a band for each curve"
     assert rates.get_xscale() == "log"
+
+
+def test_a_finished_run_stands_before_a_later_run_that_was_interrupted(
+    small: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run,) = sweep.plan([DENSE], ["muon.lr=1e-3"], small, 1)
+    for name in ("20260101-000000", "20260102-000000", "20260103-000000"):
+        (run.folders / name).mkdir(parents=True)
+    monkeypatch.setattr(sweep.Run, "_is_mine", lambda self, folder: True)
+    monkeypatch.setattr(sweep.Run, "ended", lambda self, folder: "finished" if folder.name < "20260103" else None)
+    assert run.folder() == run.folders / "20260102-000000"
