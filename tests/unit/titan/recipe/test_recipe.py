@@ -297,3 +297,10 @@ def test_a_schedule_given_on_the_command_line_is_not_changed(tmp_path: Path, fla
     file.write_text(SCHEDULE)
     with pytest.raises(RecipeError, match=r"lr_scheduler\.warmup_steps"):
         load(file, ["--training.steps", "10", *flags])
+
+
+def test_a_run_may_end_in_the_warmup_of_a_longer_schedule(tmp_path: Path) -> None:
+    file = tmp_path / "short.toml"
+    file.write_text(SCHEDULE)
+    recipe = load(file, ["--training.steps", "10", "--lr_scheduler.total_steps", "300"])
+    assert recipe.lr_scheduler.warmup_steps == 20
