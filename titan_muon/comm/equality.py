@@ -27,9 +27,6 @@ from .replicas import bit_sum
 LISTED = 5
 """Differences in an error text."""
 
-PLAIN = (bool, int, float, str, tuple, list, type(None))
-"""Types of hyperparameters. The texts of other objects, which a framework keeps in a group, differ between ranks."""
-
 
 class Held(NamedTuple):
     """A value on this rank. `shard`: coordinates; only equal shards can be compared."""
@@ -54,7 +51,9 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Hashable]:
     """Hyperparameters as text, without values on a device, because reading would wait."""
     values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     on_host = {key: v.item() if isinstance(v, Tensor) and v.device.type == "cpu" else v for key, v in values.items()}
-    return {key: repr(value) for key, value in on_host.items() if isinstance(value, PLAIN)}
+    texts = {key: repr(value) for key, value in on_host.items() if not isinstance(value, Tensor)}
+    # An object that a framework keeps in a group, whose address differs between ranks.
+    return {key: text for key, text in texts.items() if " at 0x" not in text}
 
 
 def group_label(name: str, group: Mapping[str, Any]) -> str:

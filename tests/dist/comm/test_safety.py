@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -327,8 +326,8 @@ def test_an_iteration_changed_on_one_rank_is_an_error_on_every_rank(changes: dic
 
 def object_in_a_group(rank: int, world_size: int) -> str:
     optimizer = Muon(named(parameters(init_device_mesh("cpu", (world_size,)))))
-    # Its text has an address.
-    optimizer.param_groups[0]["framework"] = object() if rank == 0 else dist
+    objects = [object() for _ in range(1 + rank)]
+    optimizer.param_groups[0]["framework"] = objects[-1]
     optimizer.build()
     optimizer.step()
     return message(optimizer.step) or message(optimizer.check_replicas)
