@@ -196,3 +196,9 @@ def test_owners_of_slices_take_them_first_and_in_one_order() -> None:
     works = [Work("whole", 1, batch=8), Work("sliced", 1, batch=8)]
     assert batches((3, 2, 0, 1), matrices, works) == ((1,), (2,), (3, 0))
     assert batches((1, 2), matrices, works) == batches((2, 1), matrices, works) == ((1,), (2,))
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(1, [1]), (8, [8]), (9, [5, 4]), (16, [8, 8]), (17, [6, 6, 5])])
+def test_batches_are_as_few_as_their_limit_allows_and_even(count: int, sizes: list[int]) -> None:
+    matrices, works = [Matrix(0, place, 8, 8, 1) for place in range(count)], [Work("whole", 1, batch=8)]
+    assert [len(batch) for batch in batches(range(count), matrices, works)] == sizes

@@ -129,6 +129,17 @@ def test_a_bf16_average_is_advanced_in_the_gradients_dtype(nesterov: bool) -> No
     assert torch.equal(average, exact.bfloat16())
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_a_bf16_gradient_advances_a_float32_average_in_float32(nesterov: bool) -> None:
+    start, grad = torch.randn(64, 2).unbind(1)
+    average, exact, grad = start.clone(), start.clone(), grad.bfloat16()
+    expected, blended = torch.empty(64), torch.empty(64)
+    update.momentum([exact], [grad.float()], [expected], 0.9, nesterov)
+    update.momentum([average], [grad], [blended], 0.9, nesterov)
+    assert torch.equal(blended, expected)
+    assert torch.equal(average, exact)
+
+
 def test_apply_decays_by_lr_alone_and_scales_the_update() -> None:
     param, delta = torch.tensor([[10.0]]), torch.tensor([[1.0]], dtype=torch.bfloat16)
     update.apply([param], [delta], lr=0.5, scale=4.0, weight_decay=0.2)
