@@ -197,10 +197,13 @@ def test_split_keeps_a_document_on_its_side_when_others_come(data, tmp_path):
     """Files of another folder give all files other names; a run on more text must not train on held-out text."""
     before = held_out(data)
     (tmp_path / "more" / "deep").mkdir(parents=True)
-    (tmp_path / "more" / "deep" / "new.txt").write_text("something else")
+    # So many that a fixed share of all documents would be other documents.
+    new = {f"something else {number}" for number in range(60)}
+    for text in new:
+        (tmp_path / "more" / "deep" / f"{text}.txt").write_text(text)
     (tmp_path / "text" / "07.txt").rename(tmp_path / "text" / "renamed.txt")
     after = held_out(dataclasses.replace(data, files=(*data.files, str(tmp_path / "more" / "**" / "*.txt"))))
-    assert before == after - {"something else"}
+    assert before == after - new
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
