@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
@@ -89,6 +90,10 @@ def named_group(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *
     return result
 
 
+NUMBERS = re.compile(r"\d+\.\d+")
+"""Names of parameters without names."""
+
+
 def _numbers(group: int, params: Sequence[Tensor]) -> list[str]:
     return [f"{group}.{index}" for index in range(len(params))]
 
@@ -122,7 +127,8 @@ def check_params(group: Mapping[str, Any], splits: Sequence[Split]) -> None:
         )
     names: dict[Tensor, str] = {}
     for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
-        if parameter in names:
+        # PyTorch warns of a tensor repeated without names. `build` refuses it.
+        if parameter in names and NUMBERS.fullmatch(fqn) is None:
             raise ValueError(f"{fqn}: is the same tensor as {names[parameter]}; give every parameter once")
         names[parameter] = fqn
         if not parameter.requires_grad:

@@ -124,7 +124,12 @@ def test_ctrl_c_stops_the_run_and_keeps_results(
     code = "import time; print('ready', flush=True); time.sleep(99)"
     monkeypatch.setattr(sweep.Run, "command", lambda run, folder: [sys.executable, "-c", code])
     monkeypatch.setattr(sweep.Progress, "watch", lambda *_: sweep.signal.raise_signal(sweep.signal.SIGINT))
-    assert sweep.main([DENSE, "muon.lr=1", "--out", str(tmp_path / "out"), *small]) == 130
+    # A worker of the test suite may ignore the signal.
+    before = sweep.signal.signal(sweep.signal.SIGINT, sweep.signal.default_int_handler)
+    try:
+        assert sweep.main([DENSE, "muon.lr=1", "--out", str(tmp_path / "out"), *small]) == 130
+    finally:
+        sweep.signal.signal(sweep.signal.SIGINT, before)
     assert "stopping the run" in capsys.readouterr().out
     assert "**Incomplete: 0 of 1 runs.**" in (tmp_path / "out/sweep.md").read_text()
 
