@@ -78,7 +78,7 @@ class Idle(Feature):
         for parameter, group in groupby(pieces, key=lambda piece: piece[0].parameter):
             rectangles, rows, numbers = zip(*group, strict=True)
             # Full rows, of equal height, and all rows of the shard.
-            is_stack = all(isinstance(each.place, slice) and each.place.step is None for each in rectangles)
+            is_stack = all(isinstance(r.place, slice) and r.place.step is None for r in rectangles)
             if is_stack and len(set(rows)) == 1 and sum(rows) == rank.storage[parameter].param.size(0):
                 self._stacks.append((parameter, len(rows)))
                 stacked += numbers
@@ -91,11 +91,11 @@ class Idle(Feature):
         """Find the gradients of zeros on this rank, and start the agreement of the ranks."""
         self._warn()
         # A missing gradient is another fault.
-        one = torch.ones(1, 1, device=self._rank.storage[0].param.device if self._rank.storage else "cpu")
-        singles = [one if (g := step.grads[each.parameter]) is None else each.of(g) for each in self._single]
+        active = torch.ones(1, 1, device=self._rank.storage[0].param.device if self._rank.storage else "cpu")
+        singles = [active if (g := step.grads[part.parameter]) is None else part.of(g) for part in self._single]
         largest = [torch.stack(torch._foreach_norm(singles, math.inf, dtype=torch.float32))] if singles else []
         for parameter, count in self._stacks:
-            stack = one.expand(count, 1) if (g := step.grads[parameter]) is None else g.reshape(count, -1)
+            stack = active.expand(count, 1) if (g := step.grads[parameter]) is None else g.reshape(count, -1)
             largest.append(torch.linalg.vector_norm(stack, math.inf, dim=1, dtype=torch.float32))
         self._states.zero_()
         if largest:

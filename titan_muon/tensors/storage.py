@@ -63,11 +63,15 @@ def trained_params(
     Adds STEP to groups if the options count steps. Raises ValueError for a parameter repeated or without storage.
     """
     seen: set[str] = set()
+    names: dict[Tensor, str] = {}
     for group in groups:
         for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
             if fqn in seen:
                 raise ValueError(f"{fqn}: given to Muon twice; give every parameter once")
+            if parameter in names:
+                raise ValueError(f"{fqn}: is the same tensor as {names[parameter]}; give every parameter once")
             seen.add(fqn)
+            names[parameter] = fqn
             if not parameter.requires_grad:
                 continue
             if parameter.is_meta:

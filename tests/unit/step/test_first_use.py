@@ -230,6 +230,14 @@ def test_a_tensor_with_two_names_is_refused() -> None:
         Muon([("a", param), ("b", param)])
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_tensor_repeated_without_names_is_refused_before_the_first_step() -> None:
+    param = nn.Parameter(torch.ones(16, 16))
+    muon = Muon([param, param])
+    with pytest.raises(ValueError, match=r"0\.1: is the same tensor as 0\.0; give every parameter once"):
+        muon.build()
+
+
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     params = parameters()
     muon = Muon(list(params.items()), **OPTIONS)
