@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ..orthogonalize import DTYPES
 from ..plan.terms.layout import chunk
 from ..plan.terms.types import Parameter
 from ..tensors.dtensor import held_indices, local, storage_device
-from ..tensors.mesh import StateMesh, without_groups
+from ..tensors.mesh import StateMesh, refuse_reads, without_groups
 from ..tensors.storage import TrainedParam, placement_key, with_average
 from .eight_bit import BLOCK, SCALES, new_scales
 from .host import new_state, state_like
@@ -71,9 +71,7 @@ def new_average(parameter: Tensor, planned: Parameter, options: MuonOptions) -> 
     size, stride = parameter.shape, parameter.stride()
     average = DTensor.from_local(stored, mesh, placements, run_check=False, shape=size, stride=stride)
     if coordinate is None:
-        # PyTorch's methods would return an empty tensor.
-        for read in ("full_tensor", "redistribute"):
-            setattr(average, read, _refuse)
+        refuse_reads(average, StateMesh.refusal)
     return average
 
 
@@ -118,10 +116,6 @@ def followed(
                 device = storage_device(parameter)
                 values = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()}
             yield planned.param, parameter, values
-
-
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError(StateMesh.refusal)
 
 
 def kept_by(trained: TrainedParam) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..plan.program import workers
 from ..plan.terms.layout import Geometries
 from ..plan.terms.types import Plan
 from ..tensors.dtensor import local, step_device
-from ..tensors.mesh import StateMesh
+from ..tensors.mesh import StateMesh, refuse_reads
 from ..tensors.storage import TrainedParam, placement_key
 
 
@@ -95,16 +95,12 @@ def _zeros(param: Tensor, shape: tuple[int, ...], ranks: tuple[int, ...], holder
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     state = DTensor.from_local(zeros, mesh, [Replicate()], run_check=False, shape=torch.Size(shape), stride=stride)
     if not stored:
-        for read in ("full_tensor", "redistribute"):
-            setattr(state, read, _refuse)
+        refuse_reads(
+            state,
+            "this rank has no part of a state of muon.rule, which is only on the ranks that orthogonalize the matrix; "
+            "save and load the state with torch.distributed.checkpoint, which moves states between ranks",
+        )
     return state
-
-
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError(
-        "this rank has no part of a state of muon.rule, which is only on the ranks that orthogonalize the matrix; save "
-        "and load the state with torch.distributed.checkpoint, which moves states between ranks"
-    )
 
 
 def _place(state: Tensor) -> object:

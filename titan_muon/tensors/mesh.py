@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +33,17 @@ class MeshWithoutGroups(DeviceMesh):
 def without_groups(tensor: Tensor) -> bool:
     """Whether the mesh of a tensor has no process groups."""
     return isinstance(tensor, DTensor) and isinstance(tensor.device_mesh, MeshWithoutGroups)
+
+
+def refuse_reads(tensor: Tensor, message: str) -> None:
+    """Make `full_tensor` and `redistribute` raise ValueError. Outside of the mesh both would return an empty tensor."""
+    for read in ("full_tensor", "redistribute"):
+        # Not a closure, because the tensor may be pickled.
+        setattr(tensor, read, partial(_refuse, message))
+
+
+def _refuse(message: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(message)
 
 
 def flattened_by(parameter: Tensor) -> str:
