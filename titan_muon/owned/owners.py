@@ -207,7 +207,7 @@ class Owners:
         self.ownership = assign_owners(items, self.comm.shard_size * self.comm.peer_size)
 
     def owners(self, fqn: str) -> tuple[int, ...]:
-        """In the order of dim 0."""
+        """The owners of a parameter, in the order of dim 0."""
         return self.ownership.owners[[item.fqn for item in self.ownership.items].index(fqn)]
 
     def places(self, fqn: str) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
