@@ -1,4 +1,4 @@
-"""The momentum of a parameter: creation, moves between keepers, and checks."""
+"""The momentum of a parameter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def with_states(
     state: Mapping[Tensor, dict[str, Any]],
     options: MuonOptions,
 ) -> tuple[TrainedParam, ...]:
-    """The parameters with their momentum. A missing momentum is created in the optimizer's `state`."""
+    """The parameters with their momentum, created in the optimizer's `state` if missing."""
     complete = []
     for trained, parameter in zip(params, planned, strict=True):
         if trained.average is None:
@@ -81,7 +81,7 @@ def moved(
     state: Mapping[Tensor, dict[str, Any]],
     options: MuonOptions,
 ) -> list[TrainedParam]:
-    """The parameters with copies of the momentum, placed by `options`, also in the optimizer's `state`."""
+    """The parameters with copies of the momentum by `options`, also in the optimizer's `state`."""
     moved_params = []
     for trained, parameter in zip(params, planned, strict=True):
         average = new_average(trained.param, parameter, options)
@@ -97,9 +97,9 @@ def followed(
     trained: Mapping[str, TrainedParam],
     offload: Offload,
 ) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-    """(planned parameter, current parameter, state) of each planned parameter in the optimizer's groups.
+    """(planned parameter, current parameter, state) of each planned parameter. `trained`: by name.
 
-    `trained`: by name. Raises ValueError for a parameter with a new mesh, placement or shape.
+    Raises ValueError for a parameter with a new mesh, placement or shape.
     """
     for group in groups:
         for fqn, parameter in zip(group["param_names"], group["params"], strict=True):

@@ -1,4 +1,4 @@
-"""States of a rule besides the momentum: one tensor for each matrix, on the ranks that orthogonalize the matrix."""
+"""States of a rule besides the momentum."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StateSpec:
 
     Attributes:
         kind: a number for each output, for each element, or for the whole matrix.
-        saved: whether the state outlives a step; if not, a feature of the rule fills it in each step.
+        saved: whether the state outlives a step; if not, a feature fills the state in each step.
     """
 
     name: str
@@ -51,8 +51,8 @@ def with_rule_states(
 ) -> MatrixStates:
     """The states of the plan's matrices, created or moved from another plan's ranks in the optimizer's `state`.
 
-    Collective over the holders, which have the same keys. A state is a DTensor on the ranks that orthogonalize the
-    matrix, so that torch.distributed.checkpoint can load the state to another owner.
+    Collective over the holders. A state is a DTensor on the ranks that orthogonalize the matrix, so that
+    torch.distributed.checkpoint can load the state to another owner.
     """
     states: dict[int, dict[str, Tensor]] = {}
     for number, ranks in enumerate(workers(plan, Geometries(plan.parameters)) if specs else ()):

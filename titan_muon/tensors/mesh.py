@@ -17,12 +17,12 @@ class MeshWithoutGroups(DeviceMesh):
     refusal: str
 
     def __init__(self, device_type: str, ranks: Tensor, names: tuple[str, ...] | None = None) -> None:
-        # Without process groups, because making a group is collective over all ranks.
+        # Making a process group is collective over all ranks.
         super().__init__(device_type, ranks, mesh_dim_names=names, _init_backend=False)
 
     @property
     def _dim_group_names(self) -> Any:  # type: ignore[override]
-        # FSDP2 reads this property to shard a DTensor, and DTensor for every collective.
+        # FSDP2 reads this property, and DTensor for every collective.
         raise ValueError(self.refusal)
 
     # The method of DeviceMesh looks for process groups.
