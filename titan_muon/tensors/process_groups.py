@@ -15,6 +15,7 @@ def default_store() -> dist.Store:
 
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """Set the timeout of a group, by default of the default group."""
     # torch 2.14 has the public name.
     getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(timeout, group)
 
