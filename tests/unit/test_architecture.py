@@ -144,12 +144,13 @@ PRIVATE = {
         "_flatten",
     },
     "titan_muon/tensors/mesh.py": {"_init_backend", "_dim_group_names"},
+    "titan_muon/tensors/process_groups.py": {"_get_default_store", "_set_pg_timeout", "_timeout"},
 }
-"""PyTorch's private names for autograd and meshes, which change without notice, by allowed file."""
+"""PyTorch's private names for autograd, meshes and groups, which change without notice, by allowed file."""
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
-def test_private_calls_of_autograd_and_meshes_are_in_one_file_each(path: Path) -> None:
+def test_private_calls_of_autograd_meshes_and_groups_are_in_one_file_each(path: Path) -> None:
     elsewhere = {each for file, names in PRIVATE.items() if file != name(path) for each in names}
     found = {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
     found |= {node.arg or "" for node in ast.walk(tree(path)) if isinstance(node, ast.keyword)}
