@@ -33,6 +33,7 @@ class Rule(Protocol):
 
     def check(self, group: Group) -> None:
         """Raise OptionError for hyperparameters that the rule cannot use."""
+        return None
 
     def feature(self, agreement: Agreement) -> Any:
         """A `Feature` that wraps the stages of a step, or None."""
