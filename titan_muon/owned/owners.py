@@ -144,8 +144,8 @@ class Owners:
     Every rank computes equal owners without communication.
 
     Args:
-        model: contains all modules to own, after tensor parallelism, activation checkpointing and torch.compile, and
-            before `fully_shard` of the same parameters. May be on the meta device.
+        model: with all modules to own, after tensor parallelism, activation checkpointing and torch.compile, and before
+            `fully_shard` of the same parameters. May be on the meta device.
         mesh: data-parallel mesh as in `fully_shard`: (shard,), or (replicate, shard) for HSDP with an owner in each
             replica (flattened: a single owner among all replicas). Under expert parallelism, the mesh of the ranks with
             the same experts.
