@@ -337,14 +337,13 @@ class Muon(SkipsSteps, Optimizer):
         Collective, unless all parameters are plain tensors, as under DDP. Before the first step the state is empty,
         like torch's. Raises ValueError like `check_last_step`.
         """
-        # Trainer and Lightning save on rank 0 alone under DDP. The plan decides, because it is equal on all ranks, also
-        # on a rank without parameters.
+        # Trainer and Lightning save on rank 0 alone under DDP. The plan is equal on all ranks.
         self._check_last_step(alone=self._engine is None or all(p.plain for p in self.plan.parameters))
         self.synchronize()
         return super().state_dict()
 
     def offload(self) -> None:
-        """Keep the momentum in pinned host memory from now on; steps stream the momentum by bucket."""
+        """Keep the momentum in pinned host memory from now on, as with `offload = "state"`."""
         self._move("state")
 
     def reload(self) -> None:
@@ -361,7 +360,7 @@ class Muon(SkipsSteps, Optimizer):
         self._engine = self.engine.rebuilt(params, self._options, self._agreed)
 
     def synchronize(self) -> None:
-        """Block the host until momentum transfers are complete; drops gathers launched in backward."""
+        """Wait for momentum transfers, and drop gathers launched in backward."""
         if self._engine is not None:
             self._engine.flush(discard=True)
 

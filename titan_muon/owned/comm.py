@@ -24,7 +24,7 @@ HIGH_PRIORITY = -1
 # - Unsharded buffers belong to the compute stream, like all readers. The gather stream waits for the compute stream
 #   before filling a buffer.
 # - Gradients from autograd belong to the compute stream. The host keeps references until the compute stream has waited
-#   for the copy of the gradients, at the end of the next module's backward.
+#   for the copy of the gradients.
 # - The input and the sum of a reduction belong to the reduce stream. The host may free them right after launch, because
 #   the reduce stream waits for the all-reduce stream.
 # - The reduce stream waits for the compute stream before allocation, because an optimizer may have just read the
