@@ -28,7 +28,7 @@ DIFFERENCES: dict[str, str] = {
     "does not support complex parameters": "refused at construction instead of in the step, as a ValueError",
     "test_forloop_goes_right_direction[not contiguous]": "storage must be contiguous: views of it are updated in place",
     "test_step_is_noop_when_params_have_no_grad": "a missing gradient is an error (missing_grad = 'error')",
-    "test_a_step_with_only_frozen_parameters_is_refused": "a model without a trained parameter is an error, not a step that does nothing",
+    "test_all_frozen": "a model without a trained parameter is an error, not a step that does nothing",
 }
 """By PyTorch's case: the behaviour here."""
 

@@ -320,7 +320,7 @@ def test_new_memory_in_a_step_is_less_than_the_plans_buffers(exchange: str) -> N
         assert measured[exchange, 32].new_in_step <= 1.1 * measured[exchange, 32].buffers
 
 
-def test_an_all_to_all_takes_the_planned_memory() -> None:
+def test_an_all_to_all_uses_the_planned_memory() -> None:
     """Within 10 % of the plan's buffers and working memory, oneDNN's own scratch included."""
     for measured in memory():
         mine = measured["all_to_all", 32]

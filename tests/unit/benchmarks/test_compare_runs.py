@@ -396,7 +396,7 @@ def seeded(folder: Path, seed: int, end: float, *, lr: float = 0.01, second: flo
     return run
 
 
-def test_runs_that_differ_by_their_seeds_are_one_curve_with_a_band(tmp_path):
+def test_runs_with_different_seeds_are_a_mean_curve_with_a_band(tmp_path):
     paths = [seeded(tmp_path / f"x/{seed}", seed, 2 + seed) for seed in (0, 1, 2)]
     paths.append(seeded(tmp_path / "x/high", 0, 5.0, lr=0.1))
     mean, single = run_folder.read_runs(paths, "loss")
@@ -420,7 +420,7 @@ def test_losses_are_compared_after_the_same_time(tmp_path, capsys):
     assert (tmp_path / "compare.png").is_file()
 
 
-def test_a_page_has_the_curves_and_tables_in_one_file(pair, tmp_path):
+def test_a_page_is_a_single_file_with_curves_and_tables(pair, tmp_path):
     page = tmp_path / "page.html"
     assert compare_runs.main([*map(str, pair), "--html", str(page), "--title", "a < b"]) == 0
     text = page.read_text()
@@ -437,11 +437,11 @@ def test_runs_of_the_same_batch_get_no_warning(tmp_path):
     assert "Warning" not in recipe
 
 
-def test_runs_without_tokens_cannot_be_compared_by_them(pair, tmp_path, capsys):
+def test_comparing_by_tokens_needs_recorded_tokens(pair, tmp_path, capsys):
     assert "`tokens` was not recorded; compare with --x step" in failure(capsys, *pair, "--x", "tokens")
 
 
-def test_the_newest_run_of_a_folder_is_found_by_its_time(tmp_path):
+def test_find_run_selects_the_newest_run_by_time(tmp_path):
     for name in ("20260101-000000_z=z", "20260101-000000-2", "20250101-000000"):
         batch(tmp_path / name, 1)
     assert run_folder.find_run(tmp_path).name == "20260101-000000-2"
