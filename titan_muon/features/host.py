@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
@@ -35,12 +34,8 @@ HOST_TENSORS: Mapping[Offload, Mapping[Stage, tuple[Names, Names]]] = {
 """Changed tensors, fetched and sent back, and tensors that are only fetched."""
 
 
-@dataclass(frozen=True)
-class StageUse:
-    """The rows that a stage of a bucket uses."""
-
-    stage: Stage
-    rows: tuple[Rectangle, ...]
+StageUse = tuple[Stage, tuple[Rectangle, ...]]
+"""A stage of a bucket, and the rows that it uses."""
 
 
 class OnHost:
@@ -50,15 +45,15 @@ class OnHost:
         self, stages: Iterable[StageUse], storage: Sequence[Storage], offload: Offload, window: Window
     ) -> None:
         self._kinds, self._storage, self.window = HOST_TENSORS[offload], storage, window
-        self._stages = tuple(use for use in stages if use.stage in self._kinds)
+        self._stages = tuple(use for use in stages if use[0] in self._kinds)
         self._names = {name for changed, read in self._kinds.values() for name in (*changed, *read)}
         self._waiting: list[list[Key]] = []
         self._fetched: Mapping[Key, Tensor] = {}
 
     def begin(self, step: Step) -> None:
         self._waiting, transfers = [], []
-        for use in self._stages:
-            changed, read = (self._rows(names, use.rows, step) for names in self._kinds[use.stage])
+        for stage, rows in self._stages:
+            changed, read = (self._rows(names, rows, step) for names in self._kinds[stage])
             self._waiting.append([*changed, *read])
             transfers.append(Transfer(list(changed.values()), list(read.values())))
         self.window.begin(transfers)
@@ -171,9 +166,9 @@ def stage_uses(rank: RankStages) -> Iterator[StageUse]:
     """In the order of the step."""
     for act, bucket in rank.program.acts:
         if act is Act.GATHER:
-            yield StageUse("advance", rows_of(rank.runs[bucket].advances))
+            yield "advance", rows_of(rank.runs[bucket].advances)
         elif act is Act.APPLY:
-            yield StageUse("apply", rows_of(rank.runs[bucket].applies))
+            yield "apply", rows_of(rank.runs[bucket].applies)
 
 
 def rows_of(calls: Iterable[Advance | Apply]) -> tuple[Rectangle, ...]:
