@@ -27,7 +27,7 @@ def test_a_momentum_that_was_loaded_on_the_host_comes_to_the_parameters_device()
     """As after torch.load(..., map_location="cpu")."""
     with fake_gpu():
         param = Parameter(torch.empty(8, 4, device="cuda"))
-        muon = Muon([("w", param)])
+        muon = Muon([("w", param)]).build()
         state = muon.state_dict()
         state["state"][0]["momentum_buffer"] = torch.zeros(8, 4)
         muon.load_state_dict(state)
@@ -88,7 +88,7 @@ def test_a_part_of_the_parameters_on_the_host_is_refused() -> None:
         with pytest.raises(
             ValueError, match=r"1\.weight: is on cuda:0, and offload = 'parameters' takes what is on the"
         ):
-            Muon(model.named_parameters())
+            Muon(model.named_parameters()).build()
 
 
 def test_owned_parameters_and_their_gradients_are_in_pinned_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
