@@ -49,11 +49,11 @@ LOCAL_OPTIONS = (
     "machine",
     "offload",
 )
-"""Options that may differ between ranks, for example `machine.file` between nodes. Ranks compare the others."""
+"""Options that may differ between ranks, for example `machine.file` between nodes."""
 
 
 class Engine:
-    """Runs a rank's program. Rebuilt as a whole when storage moves."""
+    """Runs a rank's program."""
 
     def __init__(self, rank: RankStages, features: Sequence[Feature]) -> None:
         # Ranges are innermost, so that a trace shows when a feature runs a stage.
@@ -99,7 +99,7 @@ class Engine:
     def faults(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
     ) -> tuple[list[Fault], bool]:
-        """The fault of each parameter before a step, and whether storage of parameters or momentum has moved."""
+        """The fault of each parameter before a step, and whether any storage has moved."""
         rank = self.rank
         current = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
         faults: list[Fault] = []
@@ -124,8 +124,8 @@ class Engine:
 
         Args:
             faults: of Muon's parameters, equal on all ranks as the report.
-            alone: whether this rank reads without the others, also its own faults since the report. The next step
-                then raises on all ranks.
+            alone: read without the other ranks, also this rank's faults since the report. The next step then raises on
+                all ranks.
         """
         rank = self.rank
         reported = rank.report.read()
@@ -189,7 +189,7 @@ def engine_of(
     muon: Optimizer,
     carried: Mapping[str, Carried],
 ) -> Engine:
-    """The engine of a plan on this rank. `previous`: old features. `carried`: optimizers in Muon's report, by name."""
+    """`previous`: features of the old engine. `carried`: optimizers in Muon's report, by name."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     program = make_program(plan, rank, geometries)
     buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype], kept=options.keep_buffers)
@@ -233,7 +233,7 @@ def report_of(
     exclusive = travelling if needs_exclusive_groups(options) else set()
     buckets = tuple(sorted({*(travelling - exclusive), *teams, *replica_groups}))
     sharing = tuple(sorted(set(components(_sharing(plan, every=skips_missing(options))).values())))
-    # Groups of mesh axes exist already. No look-up, because all ranks, also outside a mesh, must create equal groups.
+    # From layouts, because all ranks, also outside a mesh, must create equal groups.
     world = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
     existing = {world}
     for trained, parameter in zip(params, plan.parameters, strict=True):

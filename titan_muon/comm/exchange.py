@@ -1,4 +1,4 @@
-"""Collectives that gather sharded matrices at the owners and return the results, all asynchronous."""
+"""The asynchronous collectives that gather sharded matrices at the owners and return the results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ class Exchange:
         buffer_set = self._buffer_sets[index]
         group = self._groups[phase.group]
         if phase.collective is Collective.ALL_TO_ALL:
-            # The first pieces in the home buffer belong to this owner and never travel.
             sent = buffer_set.home[phase.kept :]
             works = self.collectives.all_to_all(buffer_set.inbox, phase.owned_splits, sent, phase.home_splits, group)
         else:

@@ -79,7 +79,7 @@ class OnHost:
         }
 
     def _tensor(self, name: Name, part: Rectangle, step: Step) -> Tensor | None:
-        """The rows of a tensor; None if unused. The step decays a parameter without a gradient unless excluded."""
+        """None if unused. The step decays a parameter without a gradient unless excluded."""
         stored, grad = self._storage[part.parameter], step.grads[part.parameter]
         if name == "param":
             return None if part.parameter in step.excluded else part.of(stored.param)
@@ -170,13 +170,12 @@ class HostOffload(Feature):
         self.source.synchronize()
 
     def flush(self, *, discard: bool = False) -> None:
-        """With `discard`, wait for every transfer to the host."""
         if discard:
             self.source.synchronize()
 
 
 def stage_uses(rank: RankStages) -> Iterator[StageUse]:
-    """The rows of each stage, in the order of the step."""
+    """In the order of the step."""
     for act, bucket in rank.program.acts:
         if act is Act.GATHER:
             yield StageUse("advance", rows_of(rank.runs[bucket].advances))
@@ -185,7 +184,7 @@ def stage_uses(rank: RankStages) -> Iterator[StageUse]:
 
 
 def rows_of(calls: Iterable[Advance | Apply]) -> tuple[Rectangle, ...]:
-    """The row ranges of these calls. Rectangles side by side share one range."""
+    """Rectangles side by side share one range."""
     # Whole rows, because a copy of non-contiguous memory from the host would block.
     parts = [part for call in calls for part in call.parts]
     return tuple({(part.parameter, part.start): part.rows for part in parts}.values())

@@ -1,4 +1,4 @@
-"""`overlap="forward"`: a step leaves updates to the next forward, and each layer applies its updates before use."""
+"""`overlap="forward"`: each layer applies the updates of the last step in the next forward, before use."""
 
 # [Note: updates in forward]
 # - A step launches all returns, but leaves the apply stage of the last rounds to forward, because their buffers are
@@ -107,7 +107,7 @@ class LateApplies(Feature):
         """Apply updates of `params` before the next work on `streams`."""
         # A bucket without local parameters is finished together with the first other bucket.
         self._finish([u for u in self._updates if not u.params or not u.params.isdisjoint(params)])
-        # Even without a new update, because another module may have applied a shared bucket.
+        # Even without a new update: another module may have applied a shared bucket.
         for stream in streams:
             stream.wait_stream(self._stream)
 

@@ -57,11 +57,10 @@ def _params(groups: Iterable[GatheredGroup]) -> list[Tensor]:
 def apply_in_forward(model: nn.Module, muon: Muon) -> None:
     """Make the model's forward apply the late updates of Muon's steps (`overlap = "forward"`).
 
-    Each layer waits for the results and applies the updates before FSDP2 all-gathers the layer. Call
-    `muon.finish_step()` before other code reads or writes weights between a step and the next forward: an average of
-    weights (also in a step hook), `unshard()`, a method of `register_fsdp_forward_method`, or a pipeline schedule with
-    unshards. State dicts and the next step do so themselves. All ranks call `apply_in_forward` once, after
-    `fully_shard`.
+    Each layer applies the updates before FSDP2 all-gathers the layer. Call `muon.finish_step()` before other code reads
+    or writes weights between a step and the next forward: an average of weights (also in a step hook), `unshard()`, a
+    method of `register_fsdp_forward_method`, or a pipeline schedule with unshards, but not for state dicts. All ranks
+    call `apply_in_forward` once, after `fully_shard`.
 
     Args:
         model: sharded by `fully_shard`, with all of Muon's parameters.
@@ -94,7 +93,7 @@ def apply_in_forward(model: nn.Module, muon: Muon) -> None:
 
 
 def late_applies(muon: Muon) -> LateApplies | None:
-    """The late updates of Muon's steps; None unless `overlap = "forward"`."""
+    """The late updates of Muon, if any."""
     return next((feature for feature in muon.engine.features if isinstance(feature, LateApplies)), None)
 
 

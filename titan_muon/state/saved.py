@@ -32,7 +32,7 @@ class SavedAverage:
 
 @contextmanager
 def after_pre_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The state dict that the optimizer's load hooks return. Within the context torch does not run the hooks again."""
+    """The state dict after the optimizer's load hooks, which torch does not run again within the context."""
     hooks = optimizer._optimizer_load_state_dict_pre_hooks
     for hook in hooks.values():
         replaced = hook(optimizer, state_dict)
@@ -45,11 +45,11 @@ def after_pre_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterato
 
 
 def completed(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A state dict of Muon, with the current value of each option that Muon did not have when it was saved."""
+    """A state dict of Muon, with current values of newer options."""
     saved_groups = list(state_dict["param_groups"])
     for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=False)):
         missing = [name for name in HYPERPARAMETERS if name not in saved]
-        # Only Muon has `lr_scale`. Another optimizer's state dict is refused later.
+        # Only Muon has `lr_scale`.
         if missing and "lr_scale" in saved:
             warnings.warn(f"the state dict has no {', '.join(missing)}: the present values stay", stacklevel=3)
             saved_groups[index] = {**saved, **{name: group[name] for name in missing}}
@@ -77,8 +77,7 @@ def saved_averages(
 ) -> Iterator[SavedAverage]:
     """The saved momentum of each trained parameter. `current`: the optimizer's momentum by parameter.
 
-    Raises ValueError like `check_saved_groups`, and for a missing momentum or one that fits neither the current
-    momentum nor the parameter.
+    Raises ValueError like `check_saved_groups`, and for a momentum that is missing or does not fit.
     """
     check_saved_groups(groups, state_dict["param_groups"])
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):

@@ -121,7 +121,7 @@ def extra_calls(run: BucketProgram) -> int:
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("name", CASES)
-def test_one_rank_of_a_large_world_sends_the_planned_bytes(name: str, exchange: str) -> None:
+def test_a_rank_of_a_large_world_sends_the_planned_bytes(name: str, exchange: str) -> None:
     case = CASES[name]
     with fake_world(case):
         optimizer = build(case, exchange)
@@ -161,7 +161,7 @@ def test_a_warm_up_sends_the_largest_messages_of_each_group_by_a_few_calls(name:
     assert optimizer.exchange.traffic.calls == 0
 
 
-def test_a_step_makes_no_view_for_each_matrix() -> None:
+def test_a_step_makes_fewer_views_than_matrices() -> None:
     """No views of contiguous gradients, and a few views of buffers for each collective."""
     case = fsdp(128, 0)
     # Unfilled buffers hold arbitrary values, and a step would report them.
@@ -175,7 +175,7 @@ def test_a_step_makes_no_view_for_each_matrix() -> None:
     assert views < len(optimizer.plan.matrices) / 4
 
 
-def test_a_parameters_storage_is_one_object_in_the_memory_of_to_local() -> None:
+def test_local_returns_the_stored_tensor_with_the_memory_of_to_local() -> None:
     """The private attribute used instead of to_local(), which makes a view each time."""
     with fake_world(fsdp(128, 0)):
         mesh = init_device_mesh("cpu", (128,))

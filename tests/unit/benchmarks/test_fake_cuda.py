@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_a_momentum_that_was_loaded_on_the_host_comes_to_the_parameters_device() -> None:
+def test_a_momentum_loaded_on_the_host_moves_to_the_parameters_device() -> None:
     """As after torch.load(..., map_location="cpu")."""
     with fake_gpu():
         param = Parameter(torch.empty(8, 4, device="cuda"))
@@ -58,7 +58,7 @@ def test_connections_are_opened_at_construction_with_the_messages_of_a_step() ->
 
 
 @pytest.mark.parametrize("build", [Muon, AdamW])
-def test_parameters_that_fsdp_keeps_on_the_host_are_updated_on_the_device(build: Any) -> None:
+def test_parameters_of_fsdp_on_the_host_are_updated_on_the_device(build: Any) -> None:
     """Like any user's: only CPUOffloadPolicy moves the parameters to the host."""
     with fake_gpu() as gpu, fake_rank(2, 0):
         model = torch.nn.Linear(64, 64, bias=False, device="cuda")
@@ -91,7 +91,7 @@ def test_a_part_of_the_parameters_on_the_host_is_refused() -> None:
             Muon(model.named_parameters()).build()
 
 
-def test_owned_parameters_and_their_gradients_are_in_pinned_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owned_parameters_and_gradients_are_in_pinned_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[torch.Tensor] = []
     pin, empty_like = torch.Tensor.pin_memory, torch.empty_like
 

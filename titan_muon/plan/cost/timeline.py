@@ -66,15 +66,11 @@ class Timeline:
 
     @property
     def host(self) -> float:
-        """A lower bound of the step, unless the host is ahead of the device."""
         return max(rank.host for rank in self.ranks)
 
 
 def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> Timeline:
-    """Simulate a plan. Deterministic; time grows with ranks, matrices and collectives, not with pieces.
-
-    A pass with `overlap` is assumed to hide all of its gathers or returns.
-    """
+    """Simulate a plan. A pass with `overlap` is assumed to hide all of its gathers or returns."""
     m = _modelled(plan, machine, overlap)
     costs, totals, times, hidden, local = m.costs, m.totals, m.times, m.hidden, list(m.local.values())
     newton, passes = [time.owned.seconds for time in local], [time.passes for time in local]
@@ -115,8 +111,6 @@ C = TypeVar("C", bound="Clock")
 
 
 class _Modelled(NamedTuple):
-    """A plan's times on a machine: of each bucket, and of each rank's local matrices."""
-
     costs: Costs
     totals: list[dict[int, BucketTotals]]
     times: list[BucketTimes]

@@ -1,6 +1,6 @@
 """The all-gather patterns, and the table of all exchange patterns."""
 
-# A new pattern is a class and a line in PATTERNS. Files outside this folder never compare pattern names.
+# A new pattern is a class and a line in PATTERNS.
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Balancer and strategies: the owner of each task."""
+"""The owner of each task."""
 
 # Every rank computes the owners: deterministic, with ties to the lowest rank.
 
@@ -33,7 +33,7 @@ Heap = list[tuple[int, int, int]]
 
 
 class Balancer:
-    """Assigns `tasks`, longest first, to the least loaded of `ranks`; `load`: initial FLOPs of each rank."""
+    """Assigns `tasks` to the least loaded of `ranks`; `load`: initial FLOPs of each rank."""
 
     # FLOPs decide, because Newton-Schulz dominates a step. A limit of bytes, because a rank without large matrices
     # would own too many small matrices for its memory.

@@ -1,4 +1,4 @@
-"""The input of the search: matrices without an owner, their possible owners, and costs."""
+"""The input of the search."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make_problem(
 
     @cache
     def placed(geometry: int, split: bool) -> list[tuple[Ranks, list[int]]]:
-        """For each matrix the local ranks, and the numbers of the assembling groups."""
+        """By matrix: local ranks, and numbers of the assembling groups."""
         assembled = assemblies(geometries.shared[geometry], split)
         return [(a.local, [groups.setdefault(ranks, len(groups)) for ranks in a.groups]) for a in assembled]
 

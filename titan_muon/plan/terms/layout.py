@@ -68,7 +68,7 @@ def region(layout: Layout, coordinate: Sequence[int]) -> tuple[Intervals, ...]:
 
 
 def flattened(dims: Sequence[Intervals], sizes: Sequence[int]) -> Intervals:
-    """Indices into several dims as indices into the flattened dim."""
+    """Indices into the flattened dim."""
     flat: Intervals = (Interval(0, 1),)
     inner = 1
     for intervals, size in zip(reversed(dims), reversed(sizes), strict=True):

@@ -38,7 +38,7 @@ class Link:
     per_peer: float = 0.0
 
     def seconds(self, sent: float, peers: int) -> float:
-        """Seconds of the links for bytes sent in messages to so many peers."""
+        """Seconds to send bytes in messages to so many peers."""
         return sent / self.bandwidth + peers * self.per_peer
 
 
@@ -92,7 +92,7 @@ class MachineRates:
         return pieces * self.host_piece + (LAUNCHES * batches + COLLECTIVE_LAUNCHES * collectives) * self.host
 
     def orthogonalize_seconds(self, work: Work, side: int, count: int) -> float:
-        """Seconds for `count` matrices of equal shape, `side` the smaller side, with collectives among slice owners."""
+        """Seconds for `count` matrices with smaller side `side`, with collectives among slice owners."""
         computed = max(count * work.flops / self.rate(work.dtype, side), LAUNCHES * self.launch)
         if work.team is None:
             return computed
@@ -108,7 +108,7 @@ def _flops(large: float, float32: float) -> dict[str, float]:
 
 
 def _cpu(name: str, flops: Mapping[str, float]) -> MachineRates:
-    """One core per rank. Small batches stay in the caches."""
+    # Small batches stay in the caches.
     return MachineRates(name, 8, flops, 64, 1e10, Link(1e9, 2e-4), Link(1e9, 4e-4), 5e-6, 2**24)
 
 
@@ -131,21 +131,8 @@ _NCCL = CommunicatorBytes(1_060_000_000, 690_000_000, 470_000_000)
 def _gpus(name: str, flops: Mapping[str, float], half_side: int, memory: float, node: Link, gib: int) -> MachineRates:
     """Nodes of 8 GPUs, `gib` GiB for PyTorch."""
     launch = 5e-6 if name.startswith("a100") else 4e-6
-    capacity = gib * 2**30
-    return MachineRates(
-        name,
-        8,
-        flops,
-        half_side,
-        memory,
-        node,
-        _NETWORK,
-        launch,
-        host=_HOST,
-        host_piece=_HOST_PIECE,
-        capacity=capacity,
-        communicators=_NCCL,
-    )
+    rates = MachineRates(name, 8, flops, half_side, memory, node, _NETWORK, launch)
+    return replace(rates, host=_HOST, host_piece=_HOST_PIECE, capacity=gib * 2**30, communicators=_NCCL)
 
 
 MACHINES: Mapping[str, MachineRates] = {

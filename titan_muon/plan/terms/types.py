@@ -156,7 +156,7 @@ class Parameter:
 
     @property
     def separate(self) -> bool:
-        """Whether the name is of several tensors, each orthogonalized by its own ranks."""
+        """Whether several tensors have this name, each orthogonalized by its own ranks."""
         return Separate() in self.layout.placements
 
 
@@ -240,9 +240,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """The owner of each matrix, and the exchange of pieces and results.
-
-    Plain data, equal on every rank: ranks with different plans would hang, or read bytes as the wrong matrix.
+    """The owner of each matrix, and the exchange of pieces and results: plain data, equal on every rank.
 
     Attributes:
         parameters: stacks contain slices instead of sliced matrices.
@@ -250,9 +248,7 @@ class Plan:
         buckets: each rank runs the buckets of its groups round by round, in this order.
         buffer_sets: rounds with buffers at the same time.
         wire_bytes: bytes of an element in transit.
-        works: the distinct methods and costs of orthogonalization.
         reason: notes for the user.
-        passes: element-wise stages over stored pieces.
     """
 
     parameters: tuple[Parameter, ...]
