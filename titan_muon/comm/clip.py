@@ -150,14 +150,12 @@ class SkipsSteps:
 
 
 class GradientClip:
-    """Scales gradients down to a largest norm. Every rank of the default process group calls this in every step.
+    """Scales gradients down to a largest norm. Collective over the default process group.
 
     Args:
         parameters: all parameters of this rank.
         clipped: parameters to scale. Only their norm determines the factor.
-        max_norm: > 0.
         stage_ranks: ranks that share these parameters (world size / pipeline stages).
-        norm_type: p of the p-norm.
     """
 
     def __init__(

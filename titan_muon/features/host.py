@@ -27,18 +27,12 @@ Key = tuple[Name, int, int]
 """Kind of tensor, parameter, first row."""
 
 
-@dataclass(frozen=True)
-class HostTensors:
-    """Tensors that a stage fetches. `changed` tensors also return."""
-
-    changed: tuple[Name, ...]
-    read: tuple[Name, ...] = ()
-
-
-HOST_TENSORS: Mapping[Offload, Mapping[Stage, HostTensors]] = {
-    "state": {"advance": HostTensors(("average",))},
-    "parameters": {"advance": HostTensors(("average",), ("grad",)), "apply": HostTensors(("param",))},
+Names = tuple[Name, ...]
+HOST_TENSORS: Mapping[Offload, Mapping[Stage, tuple[Names, Names]]] = {
+    "state": {"advance": (("average",), ())},
+    "parameters": {"advance": (("average",), ("grad",)), "apply": (("param",), ())},
 }
+"""Changed tensors, fetched and sent back, and tensors that are only fetched."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +51,14 @@ class OnHost:
     ) -> None:
         self._kinds, self._storage, self.window = HOST_TENSORS[offload], storage, window
         self._stages = tuple(use for use in stages if use.stage in self._kinds)
-        self._names = {name for kinds in self._kinds.values() for name in (*kinds.changed, *kinds.read)}
+        self._names = {name for changed, read in self._kinds.values() for name in (*changed, *read)}
         self._waiting: list[list[Key]] = []
         self._fetched: Mapping[Key, Tensor] = {}
 
     def begin(self, step: Step) -> None:
         self._waiting, transfers = [], []
         for use in self._stages:
-            kinds = self._kinds[use.stage]
-            changed, read = (self._rows(names, use.rows, step) for names in (kinds.changed, kinds.read))
+            changed, read = (self._rows(names, use.rows, step) for names in self._kinds[use.stage])
             self._waiting.append([*changed, *read])
             transfers.append(Transfer(list(changed.values()), list(read.values())))
         self.window.begin(transfers)

@@ -27,14 +27,13 @@ class _Layer:
         self._count = 0
 
     def update(self, *_: Any) -> None:
-        """Apply the late updates of the weights for FSDP2's next all-gather."""
         if self._count == self._deferred.count and not self._deferred.left:
             return
         self._count = self._deferred.count
         own = own_groups(self._module)
         for module in (self._module, *self._outer):
             self._check(own_groups(module))
-        # The computing stream would wait for the all-gather, and so for the updates, anyway.
+        # The computing stream would wait for the updates anyway.
         streams = [stream for group in own for stream in (group.computing_stream(), group.reading_stream())]
         self._deferred.finish(_params(own), streams)
         for group in prefetched_groups(self._module):

@@ -86,7 +86,7 @@ def _item(
 
 
 def _is_stack(parameter: Tensor, stack: MatrixStack) -> bool:
-    """Whether every matrix of a parameter is within a single index of dim 0."""
+    """Whether every matrix is within a single index of dim 0."""
     height = prod(parameter.shape[1 : stack.row_dims])
     return stack.row_dims > 1 and all(
         matrix.rows[0].start // height == (matrix.rows[-1].stop - 1) // height for matrix in stack.matrices
@@ -144,8 +144,8 @@ class Owners:
     Every rank computes equal owners without communication.
 
     Args:
-        model: contains all modules to own, after tensor parallelism, activation checkpointing and torch.compile, and
-            before `fully_shard` of the same parameters. May be on the meta device.
+        model: with all modules to own, after tensor parallelism, activation checkpointing and torch.compile, and before
+            `fully_shard` of the same parameters. May be on the meta device.
         mesh: data-parallel mesh as in `fully_shard`: (shard,), or (replicate, shard) for HSDP with an owner in each
             replica (flattened: a single owner among all replicas). Under expert parallelism, the mesh of the ranks with
             the same experts.
@@ -198,7 +198,7 @@ class Owners:
         self.comm = CommContext.of(mesh, next(iter(self._gathered.values()), None))
         self.traffic = self.comm.collectives.traffic
         self.context = HookContext(self.comm)
-        # All parameters at once: module by module, the first ranks would get most of each module.
+        # Module by module, the first ranks would get most of each module.
         items = owned_items(
             parameters, choices, gathered=self._gathered, split=split, flops=flops, elementwise=set(elementwise)
         )

@@ -169,18 +169,9 @@ class RankStages:
         options: MuonOptions,
         states: Mapping[int, Mapping[str, Tensor]] | None,
     ) -> RankStages:
-        return RankStages(
-            self.plan,
-            self.program,
-            params,
-            self.arithmetic,
-            self._plain_rule,
-            self.buffers,
-            self.exchange,
-            self.report,
-            options,
-            self.states if states is None else states,
-        )
+        kept = (self.buffers, self.exchange, self.report)
+        states = self.states if states is None else states
+        return RankStages(self.plan, self.program, params, self.arithmetic, self._plain_rule, *kept, options, states)
 
     @property
     def device(self) -> torch.device:
