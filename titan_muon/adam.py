@@ -22,7 +22,7 @@ from .muon import Muon
 from .options import SLOWEST_IN_BFLOAT16, MissingGrad, Nonfinite, Offload, OptionError, StateDtype
 from .state.host import Transfer, Window, moved_state, moves, new_state, resolved
 from .step.foreach import grouped
-from .tensors.dtensor import local, step_device
+from .tensors.dtensor import local, on_device, step_device
 from .tensors.storage import placement_key
 
 BATCH_BYTES = 2**26
@@ -376,7 +376,7 @@ class GradientCare:
         broken = norms.isfinite().logical_not_().to(report.device, non_blocking=True)
         places = [place for place, _ in stored]
         if self._places != places or self._numbers.device != report.device:
-            self._places, self._numbers = places, torch.tensor(places, device=report.device)
+            self._places, self._numbers = places, on_device(torch.tensor(places, device="cpu"), report.device)
         # A norm over all gradients has its own error.
         faulty = broken if skipped is None else broken & ~skipped
         report.add_where(self._numbers, faulty, Fault.NOT_FINITE)

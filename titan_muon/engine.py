@@ -86,6 +86,13 @@ class Engine:
         if not any(feature.holds_buffers for feature in features):
             rank.buffers.memory.free()
 
+    def warm_up(self) -> None:
+        """Run the exchange once, without a step, where `engine_of` has allocated the buffers. Collective."""
+        rank = self.rank
+        if rank.device.type != "cpu":
+            rank.exchange.warm_up(rank.plan)
+            rank.buffers.memory.free()
+
     def flush(self, *, discard: bool = False) -> None:
         for feature in self.features:
             feature.flush(discard=discard)
@@ -189,7 +196,11 @@ def engine_of(
     stages = RankStages(plan, program, params, arithmetic, rule_of(options), buffers, exchange, report, options, states)
     if warning := fragmentation(buffers.device.type, stages.step_bytes, os.environ):
         warnings.warn(warning, stacklevel=6)
-    return Engine(stages, tuple(features_of(options, stages, agreement, previous)))
+    engine = Engine(stages, tuple(features_of(options, stages, agreement, previous)))
+    if buffers.device.type != "cpu":
+        # Here, because a rank without enough memory must fail before the others communicate.
+        buffers.memory.take()
+    return engine
 
 
 def report_of(

@@ -426,6 +426,7 @@ class Muon(SkipsSteps, Optimizer):
         self._engine = together(
             lambda: engine_of(plan, geometries, params, self._options, *rest, muon=self, carried=self._carried)
         )
+        self._engine.warm_up()
 
     def _trained_params(self) -> tuple[TrainedParam, ...]:
         return tuple(trained_params(self.param_groups, self.state, self._agreed.rank, self._options))

@@ -126,7 +126,7 @@ class Agreement:
             while len(known) < len(ranks) and time.monotonic() < deadline:
                 known |= {r: int(store.get(key)) for r in ranks if store.check([key := f"{prefix}/{r}"])}
                 time.sleep(0.05)
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             known[self.rank] = steps
         silent = [rank for rank in ranks if rank not in known]
         places = ", ".join(f"rank {rank} in step {known[rank]}" for rank in sorted(known))

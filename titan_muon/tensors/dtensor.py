@@ -91,6 +91,11 @@ def step_device(tensor: Tensor) -> torch.device:
     return _mesh_device(tensor) if isinstance(tensor, DTensor) and stored.type == "cpu" else stored
 
 
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on a device, without a wait of the host."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def _mesh_device(tensor: DTensor) -> torch.device:
     kind = tensor.device_mesh.device_type
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
