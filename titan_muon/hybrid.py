@@ -304,7 +304,6 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Optimizer.load_state_dict calls this too, with only groups and state.
         if "parts" in state:
             self._carry()
 
