@@ -216,7 +216,7 @@ def check_placement_rules(recipe: Recipe, parameters: Mapping[str, Seen]) -> Non
 
 def _unread_stacks(recipe: Recipe) -> str | None:
     """Recipe key that needs FSDP2's placement of expert stacks, or None."""
-    # TorchTitan's Hugging Face conversion knows some shardings of stacks only; torchao's parameters have another gather.
+    # TorchTitan's Hugging Face conversion knows only some shardings of stacks; torchao has another gather.
     keys = {
         "checkpoint.last_save_in_hf": recipe.checkpoint.last_save_in_hf,
         "checkpoint.initial_load_in_hf": recipe.checkpoint.initial_load_in_hf,
