@@ -20,6 +20,7 @@ from torchtitan.tools import utils as device_utils
 from titan_muon.assignment.table import frozen_lines, parameter_table
 from titan_muon.muon import Muon
 from titan_muon.plan import summarize
+from titan_muon.tensors.process_groups import default_store
 from titan_muon.titan import compat
 from titan_muon.titan.assign.explain import (
     optimizer_lines,
@@ -125,7 +126,7 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
         refuse_on_cpu(recipe)
     check_float8(recipe.float8, compute_capability(), amd=torch.version.hip is not None, torchao=has_torchao())
     _raise_file_limit()
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     first, later = recipe.comm.init_timeout_seconds, recipe.comm.train_timeout_seconds
     watch = Watchdog(store, dist.get_rank(), world, first_timeout=first, timeout=later)
     with FolderLock() as lock, watch as watchdog:
