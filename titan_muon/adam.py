@@ -15,13 +15,14 @@ from torch.optim.adam import adam
 
 from .comm.agreement import Agreement
 from .comm.clip import SkipsSteps
+from .comm.equality import names_in
 from .comm.faults import Fault, check_faults, names_with
 from .comm.report import FaultReport
 from .muon import Muon
 from .options import SLOWEST_IN_BFLOAT16, MissingGrad, Nonfinite, Offload, OptionError, StateDtype
 from .state.host import Transfer, Window, moved_state, moves, new_state, resolved
 from .step.foreach import grouped
-from .tensors.dtensor import local, step_device
+from .tensors.dtensor import local, on_device, step_device
 from .tensors.storage import placement_key
 
 BATCH_BYTES = 2**26
@@ -160,7 +161,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         return self._care
 
     def names(self) -> list[str]:
-        return [name for group in self.param_groups for name in _names(group)]
+        return [name for group in self.param_groups for name in names_in(group)]
 
     def told(self, faults: Sequence[Fault]) -> None:
         """Raise ValueError for faults by parameter, or warn."""
@@ -196,7 +197,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     def _parts(self, group: Mapping[str, Any], bounded: Sequence[str]) -> Iterator[Elements]:
         """Parts with at most BATCH_BYTES each in the fields `bounded`."""
-        for fqn, parameter in zip(_names(group), group["params"], strict=True):
+        for fqn, parameter in zip(names_in(group), group["params"], strict=True):
             if parameter.grad is None:
                 continue
             state = self._state_of(parameter, group)
@@ -375,15 +376,11 @@ class GradientCare:
         broken = norms.isfinite().logical_not_().to(report.device, non_blocking=True)
         places = [place for place, _ in stored]
         if self._places != places or self._numbers.device != report.device:
-            self._places, self._numbers = places, torch.tensor(places, device=report.device)
+            self._places, self._numbers = places, on_device(torch.tensor(places, device="cpu"), report.device)
         # A norm over all gradients has its own error.
         faulty = broken if skipped is None else broken & ~skipped
         report.add_where(self._numbers, faulty, Fault.NOT_FINITE)
         return broken.any() if skipped is None else broken.any() | skipped
-
-
-def _names(group: Mapping[str, Any]) -> Sequence[str]:
-    return group.get("param_names", [f"parameter {index}" for index in range(len(group["params"]))])
 
 
 def _cut(whole: Elements, element_bytes: int) -> Iterator[Elements]:

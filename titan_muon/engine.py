@@ -36,6 +36,7 @@ from .step.gradients import Step
 from .step.ranges import trace_range, with_ranges
 from .step.stages import RankStages
 from .tensors.dtensor import mesh_axes
+from .tensors.names import named_parameters
 from .tensors.storage import TrainedParam
 
 LOCAL_OPTIONS = (
@@ -85,6 +86,13 @@ class Engine:
         if not any(feature.holds_buffers for feature in features):
             rank.buffers.memory.free()
 
+    def warm_up(self) -> None:
+        """Run the exchange once, without a step, where `engine_of` has allocated the buffers. Collective."""
+        rank = self.rank
+        if rank.device.type != "cpu":
+            rank.exchange.warm_up(rank.plan)
+            rank.buffers.memory.free()
+
     def flush(self, *, discard: bool = False) -> None:
         for feature in self.features:
             feature.flush(discard=discard)
@@ -94,7 +102,7 @@ class Engine:
     ) -> tuple[list[Fault], bool]:
         """The fault of each parameter before a step, and whether any storage has moved."""
         rank = self.rank
-        current = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
+        current = dict(named_parameters(groups))
         faults: list[Fault] = []
         group, changed, moved = None, False, False
         for trained, storage, iteration in zip(rank.params, rank.storage, rank.arithmetic.iterations, strict=True):
@@ -142,12 +150,7 @@ class Engine:
 
     def thawed(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
         """Names of trained parameters that were frozen when the plan was made."""
-        return [
-            name
-            for group in groups
-            for name, parameter in zip(group["param_names"], group["params"], strict=True)
-            if parameter.requires_grad and name not in self._names
-        ]
+        return [name for name, p in named_parameters(groups) if p.requires_grad and name not in self._names]
 
     def plans(self, params: Sequence[TrainedParam]) -> bool:
         # Names too, because parameters are frozen and thawed between checkpoints.
@@ -193,7 +196,11 @@ def engine_of(
     stages = RankStages(plan, program, params, arithmetic, rule_of(options), buffers, exchange, report, options, states)
     if warning := fragmentation(buffers.device.type, stages.step_bytes, os.environ):
         warnings.warn(warning, stacklevel=6)
-    return Engine(stages, tuple(features_of(options, stages, agreement, previous)))
+    engine = Engine(stages, tuple(features_of(options, stages, agreement, previous)))
+    if buffers.device.type != "cpu":
+        # Here, because a rank without enough memory must fail before the others communicate.
+        buffers.memory.take()
+    return engine
 
 
 def report_of(

@@ -25,7 +25,7 @@ from .comm.equality import check_equal
 from .muon import Muon
 from .options import Offload, OptionError, Rule
 from .state.saved import after_pre_hooks
-from .tensors.names import canonical_fqn
+from .tensors.names import canonical_fqn, named_parameters
 
 
 @dataclass(frozen=True)
@@ -223,10 +223,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
 
     def table(self, *, full: bool = False) -> str:
         """The parameter table. Equal parameters of all layers share a line, unless `full`."""
-        named = (
-            pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
-        )
-        table = parameter_table(self.assignments, dict(named), None, full=full)
+        table = parameter_table(self.assignments, dict(named_parameters(self.param_groups)), None, full=full)
         return "\n".join([table, *frozen_lines(self.parts.frozen)])
 
     def build(self) -> Self:

@@ -34,7 +34,7 @@ from .state.groups import check_lr, check_params, checked, doubts_of, lr_scale_o
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, with_states
 from .state.rule_states import MatrixStates, with_rule_states
-from .state.saved import after_pre_hooks, check_saved_groups, completed, saved_averages, saved_states
+from .state.saved import after_pre_hooks, check_saved_groups, completed, saved_params, saved_states
 from .step.gradients import Step, check_first_gradients
 from .step.ranges import trace_range
 from .tensors.dtensor import mesh_groups
@@ -65,7 +65,7 @@ class Muon(SkipsSteps, Optimizer):
             and numbers out of range.
     """
 
-    # torch.amp.GradScaler then runs every step, and tells on the device whether it may change anything.
+    # torch.amp.GradScaler then runs every step.
     _step_supports_amp_scaling = True
     _built_late = False
     _carried: Mapping[str, Carried] = MappingProxyType({})
@@ -242,7 +242,7 @@ class Muon(SkipsSteps, Optimizer):
             rank.report.add(faults)
         excluded = frozenset(i for i, fault in enumerate(faults) if fault not in (Fault.NONE, Fault.NO_GRADIENT))
         if STORAGE_FAULTS.isdisjoint(faults) and moved:
-            # For example after `param.data = ...`: views of the old storage would train the old weights.
+            # For example after `param.data = ...`.
             params = [with_average(param, self.state[param.param]["momentum_buffer"]) for param in rank.params]
             self._engine = engine.rebuilt(params, self._options, self._agreed)
         return Step.of(rank.params, rank.plan.parameters, excluded)
@@ -302,22 +302,21 @@ class Muon(SkipsSteps, Optimizer):
         self.build()
         self._replanned()
         current = {trained.param: trained.momentum for trained in self.engine.rank.params}
-        averages = self._agreed.together(lambda: list(saved_averages(self.param_groups, state_dict, current)))
-        saved = {average.key: average for average in averages}
-        loaded_states = {average.param: state_dict["state"][average.key] for average in averages}
+        saved = self._agreed.together(lambda: dict(saved_params(self.param_groups, state_dict, current)))
+        loaded_states = {param: state_dict["state"][key] for key, param in saved.items()}
         params = self.engine.rank.params
         # A state dict shares its dicts with the optimizer.
         before = {param: {**self.state[param], "momentum_buffer": average} for param, average in current.items()}
         of_rule = self._agreed.together(lambda: saved_states(params, before, loaded_states))
         self.synchronize()
-        # Optimizer.load_state_dict rounds state to the parameter's dtype, and moves all of it to the device at once.
+        # Optimizer.load_state_dict rounds state to the parameter's dtype, and moves all state to the device at once.
         others = {key: state for key, state in state_dict["state"].items() if key not in saved}
         super().load_state_dict({**state_dict, "state": others})
-        for average in saved.values():
+        for param, loaded in loaded_states.items():
             # In place, because memory may not suffice for two copies.
-            copy_average(average.average, current[average.param], average.param)
-        for kept, loaded in of_rule:
-            kept.copy_(loaded)
+            copy_average(loaded["momentum_buffer"], current[param], param)
+        for kept, loaded_state in of_rule:
+            kept.copy_(loaded_state)
         self.state.update(before)
         if not self._replanned():
             states = self._rule_states(self.plan)
@@ -338,14 +337,13 @@ class Muon(SkipsSteps, Optimizer):
         Collective, unless all parameters are plain tensors, as under DDP. Before the first step the state is empty,
         like torch's. Raises ValueError like `check_last_step`.
         """
-        # Trainer and Lightning save on rank 0 alone under DDP. The plan decides, because it is equal on all ranks, also
-        # on a rank without parameters.
+        # Trainer and Lightning save on rank 0 alone under DDP. The plan is equal on all ranks.
         self._check_last_step(alone=self._engine is None or all(p.plain for p in self.plan.parameters))
         self.synchronize()
         return super().state_dict()
 
     def offload(self) -> None:
-        """Keep the momentum in pinned host memory from now on; steps stream the momentum by bucket."""
+        """Keep the momentum in pinned host memory from now on, as with `offload = "state"`."""
         self._move("state")
 
     def reload(self) -> None:
@@ -362,7 +360,7 @@ class Muon(SkipsSteps, Optimizer):
         self._engine = self.engine.rebuilt(params, self._options, self._agreed)
 
     def synchronize(self) -> None:
-        """Block the host until momentum transfers are complete; drops gathers launched in backward."""
+        """Wait for momentum transfers, and drop gathers launched in backward."""
         if self._engine is not None:
             self._engine.flush(discard=True)
 
@@ -409,7 +407,7 @@ class Muon(SkipsSteps, Optimizer):
         self.finish_step()
         if self._agreement is None:
             self._agreement = Agreement()
-        # First, because memory may not suffice for old and new buffers.
+        # Memory may not suffice for old and new buffers.
         previous = () if self._engine is None else self._engine.features
         self._engine = None
         together = self._agreement.together
@@ -428,6 +426,7 @@ class Muon(SkipsSteps, Optimizer):
         self._engine = together(
             lambda: engine_of(plan, geometries, params, self._options, *rest, muon=self, carried=self._carried)
         )
+        self._engine.warm_up()
 
     def _trained_params(self) -> tuple[TrainedParam, ...]:
         return tuple(trained_params(self.param_groups, self.state, self._agreed.rank, self._options))

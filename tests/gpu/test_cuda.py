@@ -90,7 +90,7 @@ def trained(target: Target, orthogonalize: str) -> dict[str, Tensor]:
     options = {"orthogonalize": orthogonalize, "ns_dtype": "float32", "wire_dtype": "float32"}
     with target.active(syncs=True):
         params = {name: nn.Parameter(target.placed(random(*shape))) for name, shape in shapes.items()}
-        optimizer = Muon(params.items(), lr=0.02, **options)  # type: ignore[arg-type]
+        optimizer = Muon(params.items(), lr=0.02, **options).build()  # type: ignore[arg-type]
     for step in range(3):
         with target.active(syncs=True):
             for index, param in enumerate(params.values()):

@@ -71,7 +71,7 @@ class Agreement:
         check_reports(digests, reports)
         if self._size == 1:
             return
-        # A mesh's group never replaces a group that all ranks make, because meshes differ between ranks and plans.
+        # A mesh's group never replaces a group that all ranks make, because meshes differ.
         self._known = dict(known)
         for made, needed in ((self._groups, "groups"), (self._exclusive, "exclusive")):
             for ranks in sorted({ranks for peer in reports.values() for ranks in getattr(peer, needed)} - made.keys()):
@@ -116,7 +116,7 @@ class Agreement:
             raise
 
     def _places(self, steps: int) -> str:
-        # Through the store, because collectives have failed. Ranks whose collective failed too write there.
+        # Through the store, because collectives have failed.
         store, prefix = default_store(), "titan_muon/step_of_rank"
         ranks = dist.get_process_group_ranks(self.peers)
         known: dict[int, int] = {}
@@ -126,7 +126,7 @@ class Agreement:
             while len(known) < len(ranks) and time.monotonic() < deadline:
                 known |= {r: int(store.get(key)) for r in ranks if store.check([key := f"{prefix}/{r}"])}
                 time.sleep(0.05)
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             known[self.rank] = steps
         silent = [rank for rank in ranks if rank not in known]
         places = ", ".join(f"rank {rank} in step {known[rank]}" for rank in sorted(known))
@@ -163,7 +163,7 @@ class Agreement:
         return digests, reports
 
     def distinct(self, value: T) -> list[T]:
-        """The different values of all ranks of the world, in the order of ranks. All ranks call this together."""
+        """The different values of all ranks of the world, in the order of ranks. Collective."""
         digests, values = self._exchange(value)
         return [values[digest] for digest in dict.fromkeys(digests)]
 
@@ -225,7 +225,7 @@ class Agreement:
             set_timeout(timeout, group)
 
     def close(self) -> None:
-        """Destroy the process groups made by this object, on all ranks at the same point."""
+        """Destroy the process groups. Collective."""
         for group in self._new_groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)
         self._new_groups.clear()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..plan.exchange.phases import BucketProgram, Collective, Phase
 from ..plan.program import Program
+from ..plan.terms.types import Plan
 from .agreement import Agreement
 from .buffers import Buffers, BufferSet
 from .collectives import Collectives, Traffic, finish
@@ -31,6 +32,21 @@ class Exchange:
         self._module: Any = torch.get_device_module(buffers.device)
         self._stream = self._module.Stream()
         self._pending: dict[int, list[dist.Work]] = {}
+
+    def warm_up(self, plan: Plan) -> None:
+        """Run the largest bucket of each group once, because NCCL opens connections by message size. Collective."""
+        largest: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
+        for index, run in enumerate(self._runs):
+            # Sizes of whole matrices, so that all ranks of a group choose the same bucket.
+            size = sum(plan.matrices[matrix].numel for matrix in run.bucket.matrices)
+            group = run.bucket.exchange, run.bucket.group
+            largest[group] = max(largest.get(group, (0, 0)), (size, -index))
+        for index in sorted(-negative for _, negative in largest.values()):
+            self.gather(index)
+            self.wait(index)
+            self.return_results(index)
+            self.wait(index)
+        self.collectives.traffic = Traffic()
 
     @property
     def traffic(self) -> Traffic:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
@@ -27,26 +26,16 @@ Key = tuple[Name, int, int]
 """Kind of tensor, parameter, first row."""
 
 
-@dataclass(frozen=True)
-class HostTensors:
-    """Tensors that a stage fetches. `changed` tensors also return."""
-
-    changed: tuple[Name, ...]
-    read: tuple[Name, ...] = ()
-
-
-HOST_TENSORS: Mapping[Offload, Mapping[Stage, HostTensors]] = {
-    "state": {"advance": HostTensors(("average",))},
-    "parameters": {"advance": HostTensors(("average",), ("grad",)), "apply": HostTensors(("param",))},
+Names = tuple[Name, ...]
+HOST_TENSORS: Mapping[Offload, Mapping[Stage, tuple[Names, Names]]] = {
+    "state": {"advance": (("average",), ())},
+    "parameters": {"advance": (("average",), ("grad",)), "apply": (("param",), ())},
 }
+"""Changed tensors, fetched and sent back, and tensors that are only fetched."""
 
 
-@dataclass(frozen=True)
-class StageUse:
-    """The rows that a stage of a bucket uses."""
-
-    stage: Stage
-    rows: tuple[Rectangle, ...]
+StageUse = tuple[Stage, tuple[Rectangle, ...]]
+"""A stage of a bucket, and the rows that it uses."""
 
 
 class OnHost:
@@ -56,16 +45,15 @@ class OnHost:
         self, stages: Iterable[StageUse], storage: Sequence[Storage], offload: Offload, window: Window
     ) -> None:
         self._kinds, self._storage, self.window = HOST_TENSORS[offload], storage, window
-        self._stages = tuple(use for use in stages if use.stage in self._kinds)
-        self._names = {name for kinds in self._kinds.values() for name in (*kinds.changed, *kinds.read)}
+        self._stages = tuple(use for use in stages if use[0] in self._kinds)
+        self._names = {name for changed, read in self._kinds.values() for name in (*changed, *read)}
         self._waiting: list[list[Key]] = []
         self._fetched: Mapping[Key, Tensor] = {}
 
     def begin(self, step: Step) -> None:
         self._waiting, transfers = [], []
-        for use in self._stages:
-            kinds = self._kinds[use.stage]
-            changed, read = (self._rows(names, use.rows, step) for names in (kinds.changed, kinds.read))
+        for stage, rows in self._stages:
+            changed, read = (self._rows(names, rows, step) for names in self._kinds[stage])
             self._waiting.append([*changed, *read])
             transfers.append(Transfer(list(changed.values()), list(read.values())))
         self.window.begin(transfers)
@@ -178,9 +166,9 @@ def stage_uses(rank: RankStages) -> Iterator[StageUse]:
     """In the order of the step."""
     for act, bucket in rank.program.acts:
         if act is Act.GATHER:
-            yield StageUse("advance", rows_of(rank.runs[bucket].advances))
+            yield "advance", rows_of(rank.runs[bucket].advances)
         elif act is Act.APPLY:
-            yield StageUse("apply", rows_of(rank.runs[bucket].applies))
+            yield "apply", rows_of(rank.runs[bucket].applies)
 
 
 def rows_of(calls: Iterable[Advance | Apply]) -> tuple[Rectangle, ...]:

@@ -1,8 +1,8 @@
 """`idle="hold"`: a matrix with a zero gradient gets no update, and a warning after some steps."""
 
 # [Note: idle matrices]
-# - The momentum of an expert without tokens shrinks, but Newton-Schulz normalizes it. So the expert would move at full
-#   speed in its last direction, for hundreds of steps.
+# - The momentum of an expert without tokens shrinks, but Newton-Schulz normalizes the momentum. So the expert would
+#   move at full speed, for hundreds of steps.
 # - The whole gradient of a matrix counts. The ranks that share matrices agree on the device, by a maximum during the
 #   first gather, without a wait of the host. If no matrix travels, there is no collective.
 # - Shards of one name on several meshes count together: the matrix is idle if its gradient is zero on every mesh.

@@ -4,9 +4,8 @@
 # - A step launches all returns, but leaves the apply stage of the last rounds to forward, because their buffers are
 #   free until the next step.
 # - A late update uses the hyperparameters of its step, even if a scheduler changes them after the step.
-# - On the computing stream, late updates would wait for all earlier layers, so they run on a separate stream.
+# - Late updates run on a separate stream, because on the computing stream they would wait for all earlier layers.
 # - A late update launches no collective, so ranks may apply updates in any order.
-# - State dicts, loading and the next step first apply all late updates.
 
 from __future__ import annotations
 

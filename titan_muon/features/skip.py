@@ -3,7 +3,7 @@
 # [Note: skipped matrices]
 # - A skipped matrix keeps its momentum and its weights on every rank. So all holders must know of a missing or
 #   non-finite gradient before the momentum advances.
-# - The ranks decide on the device, by a maximum over the ranks that share matrices. On NCCL no host waits.
+# - The ranks decide on the device, by a maximum over the ranks that share matrices.
 # - The calls of a step run as always. Then skipped matrices get back the values from before the call.
 
 from __future__ import annotations

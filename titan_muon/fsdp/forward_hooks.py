@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..features.late import LateApplies
 from ..muon import Muon
 from ..options import OptionError
+from ..tensors.names import named_parameters
 from .private import GatheredGroup, own_groups, prefetched_groups
 
 
@@ -27,14 +28,13 @@ class _Layer:
         self._count = 0
 
     def update(self, *_: Any) -> None:
-        """Apply the late updates of the weights for FSDP2's next all-gather."""
         if self._count == self._deferred.count and not self._deferred.left:
             return
         self._count = self._deferred.count
         own = own_groups(self._module)
         for module in (self._module, *self._outer):
             self._check(own_groups(module))
-        # The computing stream would wait for the all-gather, and so for the updates, anyway.
+        # The computing stream would wait for the updates anyway.
         streams = [stream for group in own for stream in (group.computing_stream(), group.reading_stream())]
         self._deferred.finish(_params(own), streams)
         for group in prefetched_groups(self._module):
@@ -74,8 +74,7 @@ def apply_in_forward(model: nn.Module, muon: Muon) -> None:
         raise ValueError("apply_in_forward: Muon has no late updates; build Muon with overlap = 'forward'")
     if deferred.attached:
         raise ValueError("apply_in_forward: was called for this Muon before; call it only once")
-    groups = muon.param_groups
-    trained = {p: fqn for group in groups for fqn, p in zip(group["param_names"], group["params"], strict=True)}
+    trained = {parameter: fqn for fqn, parameter in named_parameters(muon.param_groups)}
     if muon.plan.buckets:
         _check_gathered(model, trained)
     modules = _sharded(model)

@@ -12,19 +12,17 @@ from .coefficients import COEFFICIENTS, PRESCALED, Coefficients, coefficients, l
 from .dispatch import DTYPES, Dispatch, Kernel, Method
 from .gram import gram
 from .reference import reference
-from .sliced import Team, TeamSlice, sliced, sliced_norms
+from .sliced import TeamSlice, sliced, sliced_norms
 from .standard import frobenius_norms, standard
 from .symmetric import kernels_for, products_of
 
 __all__ = [
     "COEFFICIENTS",
     "DTYPES",
-    "Coefficients",
     "Dispatch",
     "Iteration",
     "Kernel",
     "Method",
-    "Team",
     "TeamSlice",
     "coefficients",
     "frobenius_norms",

@@ -15,10 +15,8 @@ Coefficients = tuple[tuple[float, float, float], ...]
 GRID = 4000
 """Number of singular values that `largest_value` follows."""
 
-POLAR_EXPRESS_NORM = 1.02
-"""Factor on the Frobenius norm in the set with a cushion."""
-
-CANS_NORM = 1.02
+POLAR_EXPRESS_NORM = CANS_NORM = 1.02
+"""Factors on the Frobenius norm."""
 
 COEFFICIENTS: Mapping[str, Coefficients] = {
     # Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); torch.optim.Muon's default.
@@ -40,8 +38,7 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
         (3.1603996737, -2.1496495189, 0.3996366908),
         (2.1910971619, -1.4416620102, 0.3281464876),
     ),
-    # The same with "safety 2e-2, cushion 2", as in modded-nanogpt, nanochat and dion, which divide the matrix by 1.02
-    # times the norm; here the first step contains the factor.
+    # The same with "safety 2e-2, cushion 2", as in modded-nanogpt, nanochat and dion; the first step divides by 1.02.
     "polar_express_cushion": (
         (
             8.156554524902461 / POLAR_EXPRESS_NORM,

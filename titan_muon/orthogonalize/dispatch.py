@@ -226,6 +226,6 @@ class Dispatch:
 
 def restarts(steps: int) -> tuple[int, ...]:
     """The Gram iteration restarts before every second step, without a last run of a single step."""
-    # Longer runs lose small singular values to rounding: with DeepSeek-V4's ten steps, runs of four in float16 have
-    # more error than the standard iteration in bfloat16.
+    # Longer runs lose small singular values: with DeepSeek-V4's ten steps, runs of four in float16 have more error than
+    # the standard iteration in bfloat16.
     return tuple(range(2, steps - 1, 2))

@@ -58,8 +58,7 @@ def _accumulated(x: Tensor, steps: Coefficients, work: Sequence[Tensor], product
         if len(steps) == 1:
             polynomial(products, r, b, c, delta=a, out=q)
             break
-        # Z omits a I, added below as `beta` before rounding, because adding a (about 4) to Z would lose the last digits
-        # of a nearly zero diagonal.
+        # Z omits a I, added below as `beta`, because adding a (about 4) would lose the last digits of a small diagonal.
         polynomial(products, r, b, c, out=z)
         if index == 0:
             q.copy_(z).diagonal(dim1=1, dim2=2).add_(a)

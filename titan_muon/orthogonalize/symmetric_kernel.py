@@ -1,7 +1,6 @@
 """Triton kernels for symmetric products: half of the squares are computed, the rest mirrored.
 
-Imported on use, because only CUDA builds of PyTorch include Triton. With TRITON_INTERPRET=1 the kernels run on the CPU,
-in float32 and float16 (the interpreter reads bfloat16 operands of a dot product as integers).
+With TRITON_INTERPRET=1 the kernels run on the CPU, in float32 and float16.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def by_pointers(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Kernel for GPUs without a tensor memory accelerator. WHOLE: tiles cover the matrices exactly, without masks."""
     row, col = _place(tl.program_id(0), 1)
-    # 64-bit batch offset, because a stack can exceed 2³¹ elements. A matrix cannot, and 64-bit offsets take registers.
+    # A stack can exceed 2³¹ elements, but a matrix cannot.
     batch = tl.program_id(1).to(tl.int64)
     a += batch * a_batch
     b += batch * b_batch

@@ -19,12 +19,12 @@ from .param import OwnedParam, OwnedPart
 HIGH_PRIORITY = -1
 
 # [Note: streams and memory]
-# - The caching allocator ties memory to the stream current at allocation, and reuses freed memory for later kernels of
-#   this stream. So this stream must wait for uses on a second stream before the host frees the memory.
+# - The caching allocator reuses freed memory for later kernels of the stream current at allocation. So this stream must
+#   wait for uses on a second stream before the host frees the memory.
 # - Unsharded buffers belong to the compute stream, like all readers. The gather stream waits for the compute stream
-#   before filling a buffer, because the last kernel may still read the memory.
+#   before filling a buffer.
 # - Gradients from autograd belong to the compute stream. The host keeps references until the compute stream has waited
-#   for the copy of the gradients, at the end of the next module's backward.
+#   for the copy of the gradients.
 # - The input and the sum of a reduction belong to the reduce stream. The host may free them right after launch, because
 #   the reduce stream waits for the all-reduce stream.
 # - The reduce stream waits for the compute stream before allocation, because an optimizer may have just read the

@@ -182,7 +182,7 @@ class ModuleHooks:
         # None: the dtype of the unsharded parameter. FSDP2 uses the parameter's original dtype from torch 2.15 on.
         reduces, dtype = self._context.reduce_grads, self._policy.reduce_dtype
         for param in self.group.trained:
-            # Sums over microbatches stay in the reduce dtype; gradients for immediate reduction are cast in the copy.
+            # Sums over microbatches stay in the reduce dtype.
             param.accumulate_unsharded_grad(None if reduces else dtype)
         # Before the reduction allocates its input, to lower the peak.
         self.group.reshard()
@@ -206,7 +206,7 @@ class _PostBackward(torch.autograd.Function):
 
 
 def refuse_use_while_owned(module: nn.Module, group: OwnedParamGroup) -> None:
-    """Make a module raise ValueError on compute while its owned parameters are not unsharded."""
+    """Make a module raise ValueError while its owned parameters are not unsharded."""
 
     def check_unsharded(*_: object) -> None:
         # An owned parameter has the global shape on every rank, so the product would fail without a hint.

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..options import OptionError, Owner, PlacementRule, Split, check
 from ..plan.owned.ownership import OwnedItem, Ownership, assign_owners, load_lines
-from ..plan.terms.types import MatrixStack
 from ..plan.terms.work import standard_flops
 from ..tensors.dtensor import layer_of
 from ..tensors.matrices import stack_of
@@ -79,18 +78,11 @@ def _item(
     columns = prod(parameter.shape[stack.row_dims :])
     cost = sum(flops(*matrix.shape(columns)) for matrix in stack.matrices)
     # If gathered along dim 0, a piece's rows would match no owner's part.
-    if not _is_stack(parameter, stack) or (whole and inner.placements[0].is_shard(0)):
+    is_stack = stack.row_dims > 1 and stack.is_separable(parameter.shape)
+    if not is_stack or (whole and inner.placements[0].is_shard(0)):
         return OwnedItem(fqn, layer_of(fqn), cost, size, owner=owner)
     # This rank and its expert-parallel peers divide only the local experts.
     return OwnedItem(fqn, layer_of(fqn), cost * held[0] // len(parameter), size, held[0], owner)
-
-
-def _is_stack(parameter: Tensor, stack: MatrixStack) -> bool:
-    """Whether every matrix of a parameter is within a single index of dim 0."""
-    height = prod(parameter.shape[1 : stack.row_dims])
-    return stack.row_dims > 1 and all(
-        matrix.rows[0].start // height == (matrix.rows[-1].stop - 1) // height for matrix in stack.matrices
-    )
 
 
 def placed(names: Iterable[str], chosen: Collection[str], rules: Sequence[PlacementRule]) -> dict[str, Owner]:
@@ -144,8 +136,8 @@ class Owners:
     Every rank computes equal owners without communication.
 
     Args:
-        model: contains all modules to own, after tensor parallelism, activation checkpointing and torch.compile, and
-            before `fully_shard` of the same parameters. May be on the meta device.
+        model: with all modules to own, after tensor parallelism, activation checkpointing and torch.compile, and before
+            `fully_shard` of the same parameters. May be on the meta device.
         mesh: data-parallel mesh as in `fully_shard`: (shard,), or (replicate, shard) for HSDP with an owner in each
             replica (flattened: a single owner among all replicas). Under expert parallelism, the mesh of the ranks with
             the same experts.
@@ -198,7 +190,7 @@ class Owners:
         self.comm = CommContext.of(mesh, next(iter(self._gathered.values()), None))
         self.traffic = self.comm.collectives.traffic
         self.context = HookContext(self.comm)
-        # All parameters at once: module by module, the first ranks would get most of each module.
+        # Module by module, the first ranks would get most of each module.
         items = owned_items(
             parameters, choices, gathered=self._gathered, split=split, flops=flops, elementwise=set(elementwise)
         )

@@ -56,18 +56,17 @@ def from_local(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
 
 # [Note: owned tensors]
 # - Original parameter: on the module before `own`, a plain tensor or a DTensor of tensor parallelism.
-# - Owned parameter: the original parameter on its owner, as a DTensor with all further ranks as non-participants. On
-#   the module between uses, and the only parameter for optimizers and checkpoints. Axes of its mesh: the replicas of
-#   HSDP, if each has an owner; the axes of tensor or expert parallelism, with unchanged pieces; and `owner`, of size 1,
-#   or larger for a stack of experts whose owners divide dim 0. `owner` is last because DTensor cuts a dim from left to
-#   right, and the owners divide the local experts of expert parallelism.
+# - Owned parameter: on the owner, as a DTensor with all further ranks as non-participants. On the module between uses,
+#   and the only parameter for optimizers and checkpoints. Axes of its mesh: the replicas of HSDP, if each has an owner;
+#   the axes of tensor or expert parallelism, with unchanged pieces; and `owner`, of size 1, or larger for a stack of
+#   experts whose owners divide dim 0. `owner` is last because DTensor cuts a dim from left to right, and the owners
+#   divide the local experts of expert parallelism.
 # - Holder: with `tensor_parallel = "whole"`, the tensor-parallel rank of an owner with all pieces. The owned parameter
 #   has no mesh axis of tensor parallelism. In a pass the holder sends each peer its piece, and the peer then acts as an
 #   owner of the piece.
 # - Owned part: an owner's share of a parameter, all of it or some of its experts.
 # - Unsharded buffer: flat, one per param group, in the compute dtype. Parameters with a single owner come first, sorted
-#   by owner, so that each owner broadcasts a single run of elements. Stacks follow with a run per part, because the
-#   module needs each stack contiguous.
+#   by owner, so that each owner broadcasts a single run of elements. Stacks follow with a run per part.
 # - Unsharded parameter: a view of the buffer, wrapped as a DTensor if the original was a DTensor. An autograd leaf, on
 #   the module of every rank during compute.
 # - Unsharded accumulated gradient: the sum before reduction.
@@ -183,7 +182,6 @@ class OwnedParam:
             self._unsharded_param.grad = None
 
     def add_reduced_grad(self, reduced: Tensor) -> None:
-        """Add to the owned parameter's gradient, and call its gradient hooks."""
         owned, reduced = self.owned_param, reduced.to(self.owned_param.dtype)
         place = local(owned).device
         if owned.grad is not None:
@@ -240,7 +238,7 @@ def holders(tensor: DTensor) -> tuple[int, ...]:
 
 
 def peer_elements(tensor: DTensor) -> dict[int, int]:
-    """Elements that each holder sends to its tensor-parallel peers in a pass, by global rank."""
+    """Elements that each holder sends to tensor-parallel peers in a pass, by global rank."""
     mesh = tensor.device_mesh
     if not isinstance(mesh, OwnerMesh) or mesh.holders is None or mesh.inner is None:
         return {}

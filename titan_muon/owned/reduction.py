@@ -127,7 +127,6 @@ class Reductions:
         self._comm.streams.current.wait_stream(self._comm.streams.reduce)
 
     def discard(self) -> None:
-        """Drop the reductions of a backward pass that raised."""
         for reduction in self.pending:
             reduction.discard()
         self.pending.clear()

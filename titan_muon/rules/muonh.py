@@ -140,7 +140,6 @@ class Sphere(Feature):
         return self._rank.exchange.collectives.all_reduce(sums, self._agreement.peers)
 
     def _finish(self, sums: Tensor, works: Sequence[dist.Work]) -> None:
-        """Wait for the sums, and replace them by the norms."""
         finish(works)
         if works:
             sums.add_(self._local)

@@ -6,7 +6,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,15 +18,6 @@ from ..tensors.storage import TrainedParam, placement_key
 from .eight_bit import SCALES
 from .groups import check_group
 from .momentum import fits
-
-
-@dataclass(frozen=True)
-class SavedAverage:
-    """A trained parameter, and the momentum under `key` in a state dict."""
-
-    key: Any
-    param: Tensor
-    average: Tensor
 
 
 @contextmanager
@@ -72,10 +62,10 @@ def check_saved_groups(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapp
             raise ValueError(f"the state dict is of other parameters: {saved_group.get('param_names')}, not {names}")
 
 
-def saved_averages(
+def saved_params(
     groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], current: Mapping[Tensor, Tensor]
-) -> Iterator[SavedAverage]:
-    """The saved momentum of each trained parameter. `current`: the optimizer's momentum by parameter.
+) -> Iterator[tuple[Any, Tensor]]:
+    """(key in the state dict, trained parameter). `current`: the optimizer's momentum by parameter.
 
     Raises ValueError like `check_saved_groups`, and for a momentum that is missing or does not fit.
     """
@@ -95,7 +85,7 @@ def saved_averages(
                     f"{fqn}: the state dict has a momentum in {average.dtype}, and this Muon in "
                     f"{current[parameter].dtype}; set state_dtype as it was saved"
                 )
-            yield SavedAverage(key, parameter, average)
+            yield key, parameter
 
 
 def saved_states(

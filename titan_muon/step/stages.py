@@ -28,6 +28,7 @@ from ..plan.cost.batches import batches
 from ..plan.program import Program
 from ..plan.terms.layout import Span, spans
 from ..plan.terms.types import Plan
+from ..tensors.dtensor import on_device
 from ..tensors.storage import TrainedParam, storage_of
 from .batch import Batch, MaskedBatch, assembling, splitting
 from .foreach import (
@@ -168,18 +169,9 @@ class RankStages:
         options: MuonOptions,
         states: Mapping[int, Mapping[str, Tensor]] | None,
     ) -> RankStages:
-        return RankStages(
-            self.plan,
-            self.program,
-            params,
-            self.arithmetic,
-            self._plain_rule,
-            self.buffers,
-            self.exchange,
-            self.report,
-            options,
-            self.states if states is None else states,
-        )
+        kept = (self.buffers, self.exchange, self.report)
+        states = self.states if states is None else states
+        return RankStages(self.plan, self.program, params, self.arithmetic, self._plain_rule, *kept, options, states)
 
     @property
     def device(self) -> torch.device:
@@ -262,8 +254,7 @@ class RankStages:
         return UpdateBounds(tuple(view for _, view in pieces), self.on_device(numbers), self.on_device(limits))
 
     def on_device(self, tensor: Tensor) -> Tensor:
-        """A host tensor on the device, without a wait of the host."""
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+        return on_device(tensor, self.device)
 
     def _piece(self, number: int, places: tuple[Span, ...], view: Tensor) -> StoredPiece:
         matrix = self.plan.matrices[number]

@@ -102,7 +102,6 @@ class Storage:
     first_row: int = 0
 
     def is_of(self, trained: TrainedParam) -> bool:
-        """Whether the views are still valid."""
         same = local(trained.momentum).untyped_storage() is self.average_storage
         return same and self.is_of_weights(trained)
 

@@ -205,11 +205,14 @@ def opened(rank: int, world_size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (world_size,))
     param = Parameter(placed(torch.ones(16, 24), mesh))
     with CollectiveCounter() as counter:
-        Muon([("w", param)]).build()
+        muon = Muon([("w", param)]).build()
+    muon.engine.rank.buffers.memory.take()
+    muon.exchange.warm_up(muon.plan)
     return [call.name for call in counter.calls]
 
 
 def test_connections_are_opened_at_construction() -> None:
+    """On a CPU by an element for each rank, and elsewhere by the exchange itself."""
     for names in run_ranks(opened, 2, timeout=SECONDS):
         assert any("alltoall" in name for name in names)
 

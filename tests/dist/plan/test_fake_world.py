@@ -137,6 +137,30 @@ def test_a_rank_of_a_large_world_sends_the_planned_bytes(name: str, exchange: st
     assert len(counter.calls) - len(pieces) == 1
 
 
+@pytest.mark.parametrize("name", ["fsdp_1024", "experts_1024"])
+def test_a_warm_up_sends_the_largest_messages_of_each_group_by_a_few_calls(name: str) -> None:
+    """As engines of accelerators do at construction."""
+    case = CASES[name]
+    with fake_world(case):
+        optimizer = build(case, "all_to_all")
+        with FakeTransport() as step:
+            optimizer.step()
+        optimizer.engine.rank.buffers.memory.take()
+        with FakeTransport() as warm_up:
+            optimizer.exchange.warm_up(optimizer.plan)
+    largest = [
+        {ranks: max(call.payload for call in counter.calls if call.ranks == ranks) for ranks in groups}
+        for counter in (step, warm_up)
+        for groups in [{call.ranks for call in counter.calls if call.name != "allreduce"}]
+    ]
+    assert largest[0] == largest[1]
+    # A gather and a return of each group, whatever the number of matrices.
+    groups = {bucket.group for bucket in optimizer.plan.buckets if case.rank in bucket.group}
+    assert len(warm_up.calls) == 2 * len(groups)
+    assert len(warm_up.calls) < len(step.calls)
+    assert optimizer.exchange.traffic.calls == 0
+
+
 def test_a_step_makes_fewer_views_than_matrices() -> None:
     """No views of contiguous gradients, and a few views of buffers for each collective."""
     case = fsdp(128, 0)

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
+from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.rehearsal.checks import MATRIX_PRODUCTS
 from benchmarks.rehearsal.fake_gpu import fake_gpu, fake_rank
 from benchmarks.rehearsal.recorder import Operations
@@ -25,13 +27,34 @@ def test_a_momentum_loaded_on_the_host_moves_to_the_parameters_device() -> None:
     """As after torch.load(..., map_location="cpu")."""
     with fake_gpu():
         param = Parameter(torch.empty(8, 4, device="cuda"))
-        muon = Muon([("w", param)])
+        muon = Muon([("w", param)]).build()
         state = muon.state_dict()
         state["state"][0]["momentum_buffer"] = torch.zeros(8, 4)
         muon.load_state_dict(state)
         assert muon.state[param]["momentum_buffer"].device == param.device
         param.grad = torch.empty(8, 4, device="cuda")
         muon.step()
+
+
+def test_connections_are_opened_at_construction_with_the_messages_of_a_step() -> None:
+    with fake_gpu(), fake_rank(4, 0):
+        mesh = init_device_mesh("cuda", (4,))
+        params = [
+            (f"{rows}", Parameter(DTensor.from_local(torch.empty(rows, 64, device="cuda"), mesh, [Shard(0)])))
+            for rows in (8, 16, 32)
+        ]
+        with CollectiveCounter() as construction:
+            muon = Muon(params).build()
+        sizes = [tensor.untyped_storage().nbytes() for tensor in muon.engine.rank.buffers.tensors]
+        for _, param in params:
+            param.grad = torch.empty_like(param)
+        with CollectiveCounter() as step:
+            muon.step()
+    calls = [[(c.sends, c.receives) for c in counter.calls if "alltoall" in c.name] for counter in (construction, step)]
+    assert calls[1]
+    assert max(calls[1]) in calls[0]
+    assert sizes == [0] * len(sizes), "the memory is free between construction and the first step"
+    assert muon.exchange.traffic.calls == len(calls[1])
 
 
 @pytest.mark.parametrize("build", [Muon, AdamW])
@@ -65,7 +88,7 @@ def test_parameters_partly_on_the_host_are_refused() -> None:
         with pytest.raises(
             ValueError, match=r"1\.weight: is on cuda:0, and offload = 'parameters' takes what is on the"
         ):
-            Muon(model.named_parameters())
+            Muon(model.named_parameters()).build()
 
 
 def test_owned_parameters_and_gradients_are_in_pinned_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,9 +168,8 @@ def run_clock(clock: C, rounds: Sequence[int], local: Sequence[float], buffer_se
 class Clock:
     """Clocks of every rank's compute stream and links during a step."""
 
-    # Compute continues when the awaited collective ends on its slowest rank. Collectives of a group are serialized,
-    # because a communicator has a single stream. Collectives of different groups run concurrently but share a rank's
-    # links, occupied only by the rank's own traffic.
+    # Compute continues when the awaited collective ends on the slowest rank. Collectives of a group are serialized.
+    # Collectives of different groups run concurrently but share a rank's links, occupied only by the rank's traffic.
 
     def __init__(self, times: Sequence[BucketTimes], ranks: int) -> None:
         self._times = times

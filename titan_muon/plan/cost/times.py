@@ -157,7 +157,10 @@ def bucket_times(
         apply=tuple(costs.apply_seconds(t.stored) for t in rank_totals),
         phases=(gather, *_one_after_another(back, latency)),
         latency=latency,
-        teams=tuple(_teams(bucket, costs, place)),
+        teams=tuple(
+            (tuple(place[rank] for rank in ranks), costs.owned(((costs.pieces.kinds[first], 1),)).seconds)
+            for first, ranks in teams_in(bucket, costs.pieces.matrices).items()
+        ),
     )
 
 
@@ -165,8 +168,3 @@ def _one_after_another(back: Sequence[tuple[float, ...]], latency: float) -> Ite
     if back:
         further = latency * (len(back) - 1)
         yield tuple(sum(rank) + (further if any(rank) else 0.0) for rank in zip(*back, strict=True))
-
-
-def _teams(bucket: Bucket, costs: Costs, place: Mapping[int, int]) -> Iterator[tuple[tuple[int, ...], float]]:
-    for first, ranks in teams_in(bucket, costs.pieces.matrices).items():
-        yield tuple(place[rank] for rank in ranks), costs.owned(((costs.pieces.kinds[first], 1),)).seconds

@@ -12,8 +12,9 @@ from ..exchange.all_gather import PATTERNS
 from ..exchange.pattern import Pattern
 from ..terms.groups import assemblies
 from ..terms.layout import Geometries
+from ..terms.pieces import Ranks
 from ..terms.types import Matrix, Parameter
-from .owners import OwnerOf, Ranks, Task
+from .owners import OwnerOf, Task
 from .state import momentum_ranks
 
 

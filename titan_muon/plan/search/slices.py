@@ -11,8 +11,8 @@ from ...options import MuonOptions, OptionError
 from ..cost.times import Costs
 from ..exchange.all_gather import PATTERNS
 from ..terms.layout import Geometries
-from ..terms.pieces import Pieces
-from ..terms.slices import Ranks, divides, sliced, slices_of, teams
+from ..terms.pieces import Pieces, Ranks
+from ..terms.slices import divides, sliced, slices_of, teams
 from ..terms.types import Matrix, Parameter
 from ..terms.work import Work, WorkOf
 from .owners import Balancer, OwnerOf, Task, by_group, spread
@@ -95,7 +95,6 @@ def with_cuts(problem: Problem, work_of: WorkOf) -> Problem | None:
     tasks = timed(problem)
     load = loads(problem)
     mean = (sum(task.flops for task in tasks) + sum(load.values())) / len(problem.costs.pieces.ranks())
-    # Small groups even out the load of large groups, but not the bytes, which matter with slow links.
     for small_first in (False, True) if len(problem.groups) > 1 else (False,):
         whole = balance(problem, tasks, load, offers, math.inf, small_first=small_first)
         limits = [limit * mean for limit in (LIMITS[:1] if small_first else LIMITS) if limit * mean < whole.latest]

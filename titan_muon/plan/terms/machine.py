@@ -44,8 +44,7 @@ class Link:
 
 @dataclass(frozen=True)
 class CommunicatorBytes:
-    """Bytes of a GPU for CUDA's context with the first communicator, a further group, and a peer of an all-to-all on
-    the same node."""
+    """Bytes of CUDA's context with the first communicator, of a further group, and of a near peer of an all-to-all."""
 
     context: int = 0
     group: int = 0
@@ -65,7 +64,6 @@ class MachineRates:
         batch_bytes: smallest batch that fills the device.
         host, host_piece: seconds of the host for each launch, and for each piece that the rank stores.
         capacity: bytes of a rank's memory; 0 if unknown.
-        communicators: bytes of that memory for CUDA and NCCL.
     """
 
     name: str
@@ -112,19 +110,18 @@ def _cpu(name: str, flops: Mapping[str, float]) -> MachineRates:
     return MachineRates(name, 8, flops, 64, 1e10, Link(1e9, 2e-4), Link(1e9, 4e-4), 5e-6, 2**24)
 
 
-# Network: 400 Gb/s per GPU are 50 GB/s, of which NCCL reaches 46 to 48 (NVIDIA/nccl-tests#290), here 45, and 15 us
-# between nodes. NVLink: data sheets give 600, 900, 900 and 1,800 GB/s in both directions together; an all-to-all
-# reaches 75 % of a direction (335 GB/s on 4 H100s, NVIDIA/nccl#2169) to 80 %.
-# Messages: an estimate. NCCL cuts a message into chunks of 128 KiB ("P2P Chunksize set to 131072", NVIDIA/nccl#1953),
-# and a proxy thread posts each chunk. 2 us are the time of 90 KB at 45 GB/s. `make gpu` measures only large messages.
+# Network: 400 Gb/s per GPU are 50 GB/s, of which NCCL reaches 46 to 48 (NVIDIA/nccl-tests#290). NVLink: data sheets
+# give 600, 900, 900 and 1,800 GB/s in both directions together; an all-to-all reaches 75 % of a direction (335 GB/s on
+# 4 H100s, NVIDIA/nccl#2169) to 80 %. Messages: an estimate of the time to post a chunk of 128 KiB (NVIDIA/nccl#1953);
+# `make gpu` measures only large messages.
 _NETWORK = Link(45e9, 15e-6, 2e-6)
 
-# About 5 us for an operator of PyTorch. A piece: a step without Newton-Schulz took 13.6 ms for 480 pieces, 13.7 ms for
-# 560 and 30.5 ms for 1,628 (docs/results/host.md), or 15 us a piece and 6 ms.
+# About 5 us for an operator of PyTorch. A step without Newton-Schulz took 13.6 ms for 480 pieces and 30.5 ms for 1,628
+# (docs/results/host.md).
 _HOST, _HOST_PIECE = 5e-6, 18e-6
 
-# On 8 H100s the first all_to_all_single took 3.28 GB, for 32 channels to each of 7 peers, after 1.06 GB for CUDA and
-# other collectives (NVIDIA/nccl#1685). A group of 4 A100s took 0.69 GB (NVIDIA/nccl#964).
+# On 8 H100s the first all_to_all_single took 3.28 GB, after 1.06 GB for CUDA and other collectives
+# (NVIDIA/nccl#1685). A group of 4 A100s took 0.69 GB (NVIDIA/nccl#964).
 _NCCL = CommunicatorBytes(1_060_000_000, 690_000_000, 470_000_000)
 
 

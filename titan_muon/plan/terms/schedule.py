@@ -31,8 +31,8 @@ Turn = tuple[Act, int]
 
 def prefetch(buffer_sets: int, rounds: int) -> int:
     """Rounds gathered ahead of the current round."""
-    # Half of the sets gather ahead and half return; if all gathered ahead, each gather would first wait for the return
-    # of the round just computed. With a set for every round, all are gathered at once.
+    # Half of the sets gather ahead and half return, because a gather waits for the last return from the same buffers.
+    # With a set for every round, all are gathered at once.
     return rounds - 1 if buffer_sets >= rounds else buffer_sets // 2
 
 
@@ -76,8 +76,8 @@ def ordered_rounds(buckets: Iterable[Bucket], overlap: Overlap) -> int:
 
 def schedule(rounds: int, buffer_sets: int) -> tuple[list[Turn], list[Turn]]:
     """The turns before and after the local buckets."""
-    # All ranks have the same turns, with or without buckets in a round. Otherwise two groups with common ranks could
-    # launch collectives in different orders, and NCCL would hang.
+    # All ranks have the same turns, with or without buckets in a round. Otherwise groups with common ranks could launch
+    # collectives in different orders, and hang.
     ahead = prefetch(buffer_sets, rounds)
     opening = [(Act.GATHER, k) for k in range(min(ahead + 1, rounds))]
     turns = []

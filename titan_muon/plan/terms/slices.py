@@ -8,9 +8,8 @@ from itertools import groupby
 from math import prod
 
 from .layout import take
+from .pieces import Ranks
 from .types import Bucket, Interval, Matrix, MatrixRows, Parameter, Slice
-
-Ranks = tuple[int, ...]
 
 
 def teams(group: Ranks, count: int, ranks_per_node: int) -> list[Ranks]:
