@@ -91,7 +91,7 @@ def test_a_shell_completes_flags_of_a_recipe(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("flag", ["--dry-run", "--full"])
-def test_quiet_is_for_training(flag: str, tmp_path: Path) -> None:
+def test_quiet_is_refused_without_training(flag: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"--quiet is for training|--full is only for --dry-run"):
         parse(["--config", str(write(tmp_path, "name = 'x'\n")), "--quiet", flag])
 
