@@ -252,7 +252,7 @@ def test_a_model_without_hidden_matrices_is_refused_with_the_roles() -> None:
         Hybrid(model)
 
 
-def test_lora_alone_is_refused_with_the_rule_for_muon() -> None:
+def test_a_model_of_only_lora_is_refused_with_the_rule_for_muon() -> None:
     model = Decoder().requires_grad_(False)
     model.layers[0].up.lora_A = nn.Linear(16, 4, bias=False)
     with pytest.raises(ValueError, match=r"\(1 lora\); add a rule \(match = '\*lora_\*', optimizer = 'muon'\)"):
