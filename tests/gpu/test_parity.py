@@ -97,7 +97,7 @@ def test_nccl_lists_open_groups() -> None:
     assert callable(dist.ProcessGroupNCCL._is_initialized)
 
 
-def test_more_memory_than_the_plan_says_is_a_fault() -> None:
+def test_more_memory_than_planned_is_a_fault() -> None:
     assert run_ranks(faults_of_hoarding, 2) == [True, True]
 
 

@@ -64,7 +64,7 @@ def test_the_longest_path_is_close_to_the_lower_bound(model: str, ranks: int, ba
         assert numbers.collectives <= 8
 
 
-def test_bytes_of_an_even_shard0_are_exact() -> None:
+def test_bytes_of_an_even_shard0_equal_the_formula() -> None:
     """2 (N - 1) / N x P b / N on average: every matrix to its owner and back, nothing padded, nothing twice."""
     numbers, elements, ranks = plan_numbers("qwen3_8b", 8), 6_945_767_424, 8
     assert numbers.sent_mib_mean * 2**20 == 2 * (ranks - 1) * elements * 2 // ranks**2
@@ -112,7 +112,7 @@ def test_replicas_add_return_traffic_and_no_orthogonalization() -> None:
     assert eight.tail_ms > one.tail_ms
 
 
-def test_the_numbers_are_written_where_json_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_writes_the_numbers_to_the_passed_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "numbers.json"
     tyro.cli(main, args=["--models", "qwen3_0.6b", "--ranks", "2", "--json", str(file)])
     document = json.loads(file.read_text())

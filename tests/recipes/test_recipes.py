@@ -152,7 +152,9 @@ def test_the_dry_run_explains_an_owned_step_with_collectives(
     assert len(line) < 140, "a line of 500 characters was not read"
 
 
-def test_owners_across_tensor_parallelism_have_silent_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_owners_of_whole_tensor_parallel_matrices_start_no_collective(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each matrix rests once among FSDP and TP ranks, and the dry run prints the passes' traffic."""
     words = ("--parallelism.tensor_parallel_degree", "2", "--placement.muon", "owned")
     plan = dry_run("llama_muon", 4, tmp_path, *words, "--placement.tensor_parallel", "whole")
@@ -401,9 +403,7 @@ def test_the_dry_run_prints_algorithm_and_reason_for_every_shape(
         assert f" by {chosen}; keller_jordan x 5, eps 1e-14: {chosen.reason}" in line
 
 
-def test_a_number_of_ranks_is_planned_for_gpus_unless_told_otherwise(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_dry_run_plans_for_gpus_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Users plan a cluster on a laptop, whose CPU is irrelevant."""
     recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path)])
     for world, device, planned in (
@@ -511,7 +511,7 @@ def test_impossible_recipes_are_refused_before_any_process_starts(
         dry_run("llama_muon", 2, tmp_path, *overrides)
 
 
-def test_no_muon_parameter_is_an_error_unless_rules_say_so(tmp_path: Path) -> None:
+def test_a_model_without_muon_parameters_is_an_error_unless_rules_allow(tmp_path: Path) -> None:
     rule = '{match = "layers.*", optimizer = "adamw"}'
     with pytest.raises(RecipeError, match="Muon takes no parameter"):
         dry_run("llama_muon", 2, tmp_path, "--optimizer.rule", rule)

@@ -99,7 +99,7 @@ def test_the_checked_folders_exist() -> None:
 
 
 @pytest.mark.parametrize("path", files("titan_muon/plan"), ids=name)
-def test_plans_know_neither_tensors_nor_the_rest_of_the_package(path: Path) -> None:
+def test_plans_import_neither_tensors_nor_the_rest_of_the_package(path: Path) -> None:
     for module in imports(path):
         assert not within(module, "torch"), f"{name(path)} imports {module}"
         known = within(module, "titan_muon.plan") or within(module, "titan_muon.options")
@@ -114,7 +114,7 @@ def test_tensor_arithmetic_imports_neither_exchange_nor_optimizer(path: Path) ->
 
 
 @pytest.mark.parametrize("path", [path for path in LIBRARY if part(path) == "orthogonalize"], ids=name)
-def test_orthogonalization_knows_tensors_only(path: Path) -> None:
+def test_orthogonalization_imports_only_tensors(path: Path) -> None:
     for module in imports(path):
         known = ("titan_muon.orthogonalize", "titan_muon.plan.terms", "titan_muon.options")
         assert not within(module, "titan_muon") or any(within(module, one) for one in known), module
@@ -122,7 +122,7 @@ def test_orthogonalization_knows_tensors_only(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in LIBRARY if part(path) == "comm"], ids=name)
-def test_collectives_know_plans_and_tensors_and_not_the_optimizer(path: Path) -> None:
+def test_collectives_import_plans_and_tensors_but_not_the_optimizer(path: Path) -> None:
     known = ("titan_muon.plan", "titan_muon.comm", "titan_muon.tensors")
     for module in imports(path):
         assert not within(module, "titan_muon") or any(within(module, other) for other in known), module
@@ -150,7 +150,7 @@ PRIVATE = {
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
-def test_private_calls_of_autograd_meshes_and_groups_are_in_one_file_each(path: Path) -> None:
+def test_private_calls_of_autograd_meshes_and_groups_have_a_single_file(path: Path) -> None:
     elsewhere = {each for file, names in PRIVATE.items() if file != name(path) for each in names}
     found = {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
     found |= {node.arg or "" for node in ast.walk(tree(path)) if isinstance(node, ast.keyword)}
@@ -191,7 +191,7 @@ def on_distributed(value: ast.expr) -> bool:
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
-def test_two_folders_alone_call_collectives(path: Path) -> None:
+def test_only_two_folders_call_collectives(path: Path) -> None:
     if part(path) in ("comm", "owned"):
         return
     assert list(called(path, COLLECTIVES)) == []
@@ -344,7 +344,7 @@ def test_no_file_uses_id_or_global(path: Path) -> None:
         assert not (isinstance(node, ast.Call) and ast.unparse(node.func) == "id"), f"{name(path)}:{node.lineno} id()"
 
 
-def test_the_page_of_the_house_has_every_file() -> None:
+def test_the_architecture_page_has_every_file() -> None:
     """`python docs/make_architecture.py` updates the page."""
     page = make_architecture.PAGE.read_text(encoding="utf-8")
     assert page == make_architecture.written(page)

@@ -42,7 +42,7 @@ def test_the_signature_of_muon_has_every_option_and_default() -> None:
         ("zzz", "It takes"),
     ],
 )
-def test_an_unknown_keyword_is_told_the_options(keyword: str, named: str) -> None:
+def test_the_error_of_an_unknown_keyword_lists_the_options(keyword: str, named: str) -> None:
     unknown: dict[str, Any] = {keyword: 1}
     with pytest.raises(TypeError, match=f"no option {keyword}.*weight_decay") as error:
         Muon([("w", Parameter(torch.zeros(4, 4)))], **unknown)
@@ -125,7 +125,7 @@ def test_an_unknown_exchange_is_refused_with_a_suggestion() -> None:
 
 
 @pytest.mark.parametrize("group", [{"lr": -1.0}, {"momentum": 1.0}, {"lr_scale": "adam"}, {"ns_steps": 0}])
-def test_a_groups_own_value_is_checked_too(group: dict[str, Any]) -> None:
+def test_the_value_of_a_group_is_checked(group: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=rf"^{next(iter(group))} = "):
         Muon([{"params": [Parameter(torch.zeros(4, 4))], "param_names": ["w"], **group}])
 

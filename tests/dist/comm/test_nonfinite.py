@@ -102,7 +102,7 @@ EXPERT = math.prod(SHAPES["layers.2.experts"][1:])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("orthogonalize", ["auto", "reference"])
-def test_an_error_comes_with_the_next_step_and_no_weight_is_spoiled(
+def test_a_nonfinite_gradient_is_an_error_in_the_next_step_and_changes_no_weight(
     exchange: str, value: float, orthogonalize: str
 ) -> None:
     options = {"exchange": exchange, "orthogonalize": orthogonalize}
@@ -125,7 +125,7 @@ def test_a_bad_slice_stops_the_update_of_every_slice_of_the_matrix() -> None:
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_skipping_goes_on_and_warns_on_every_rank(exchange: str) -> None:
+def test_skip_continues_and_warns_on_every_rank(exchange: str) -> None:
     options = {"exchange": exchange, "nonfinite": "skip"}
     for found in run_ranks(after_a_bad_step, 2, options, math.nan, timeout=SECONDS):
         assert {name: found[name] for name in SHAPES} == SKIPPED
@@ -239,6 +239,6 @@ def test_a_missing_gradient_is_not_reported_as_nonfinite() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "propagate", None])
-def test_an_unknown_way_is_refused(value: Any) -> None:
+def test_an_unknown_nonfinite_option_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r"^nonfinite = .* is not one of error, skip"):
         Muon([("w", Parameter(torch.randn(4, 4)))], nonfinite=value)

@@ -82,7 +82,7 @@ def under_ddp(rank: int, world_size: int) -> tuple[list[str], int, int, list[tup
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_copies_are_orthogonalized_once_and_results_alone_travel(world_size: int) -> None:
+def test_replicas_are_orthogonalized_once_and_only_results_are_sent(world_size: int) -> None:
     elements = len(EVEN) * SHAPE[0] * SHAPE[1]
     for wrong, flops, every, pieces, planned in run_ranks(under_ddp, world_size, timeout=SECONDS):
         assert wrong == []
@@ -111,7 +111,7 @@ def beside_torch(rank: int, world_size: int) -> bool:
     return all(torch.equal(copy, param) for copy, param in zip(copies, model.parameters(), strict=True))
 
 
-def test_ddp_trains_as_torch_does() -> None:
+def test_ddp_trains_as_torchs_muon() -> None:
     assert run_ranks(beside_torch, 2, timeout=SECONDS) == [True, True]
 
 
@@ -261,7 +261,7 @@ def taken_on_ranks(rank: int, world_size: int, seed: int, saved: bytes) -> bytes
     return file.getvalue()
 
 
-def test_a_state_dict_goes_on_with_any_number_of_copies() -> None:
+def test_a_state_dict_continues_with_any_number_of_replicas() -> None:
     """From one process to 4 ranks, to 2, and back to one: the same bits as in one process."""
     reference = ReferenceMuon(full(MIXED, 0))
     for seed in range(1, 5):

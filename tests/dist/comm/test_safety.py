@@ -304,7 +304,7 @@ def test_unusable_gradients_give_no_update_and_an_error_on_every_rank(fn: Callab
 
 
 @pytest.mark.parametrize("asked", ["a checkpoint", "the end"])
-def test_the_last_step_is_told_of_too(asked: str) -> None:
+def test_check_last_step_reports_the_last_step(asked: str) -> None:
     for found in run_ranks(stop, 2, gradient_missing_here, asked, timeout=SECONDS):
         assert "no gradient for layers.1.weight" in found.error_when_asked
 
@@ -345,7 +345,7 @@ def plain_gradient_missing_on_one_rank(rank: int, world_size: int) -> str:
     return message(optimizer.step)
 
 
-def test_copies_of_a_plain_tensor_agree_on_a_missing_gradient() -> None:
+def test_replicas_of_a_plain_tensor_agree_on_a_missing_gradient() -> None:
     """As under DDP: one rank orthogonalizes for all, and none may go on alone."""
     for said in run_ranks(plain_gradient_missing_on_one_rank, 2, timeout=SECONDS):
         assert "no gradient for layers.0.weight" in said

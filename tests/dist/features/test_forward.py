@@ -552,7 +552,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
     ]
 
 
-def test_unfit_results_are_refused_before_the_first_is_left() -> None:
+def test_unfit_results_are_refused_before_the_first_pending_update() -> None:
     for bare, none, unattached, scaled, part, twice in run_ranks(refusals, 2):
         assert twice == "apply_in_forward: was called for this Muon before; call it only once"
         assert "inner.weight, outer.weight are in no module of fully_shard" in bare

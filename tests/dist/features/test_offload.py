@@ -182,7 +182,7 @@ def checkpoints(rank: int, world_size: int, folder: Path) -> list[bool]:
     return found
 
 
-def test_distributed_checkpoints_load_wherever_states_are(tmp_path: Path) -> None:
+def test_distributed_checkpoints_load_with_states_on_host_or_device(tmp_path: Path) -> None:
     assert run_ranks(checkpoints, 2, tmp_path) == [[True] * 4] * 2
 
 
@@ -271,7 +271,7 @@ def owned_curves(rank: int, world_size: int, folder: Path) -> tuple[dict[int, fl
     return tiny.records(device, "loss"), tiny.records(host, "loss"), opened
 
 
-def test_owned_matrices_are_kept_on_the_host_too(tmp_path: Path) -> None:
+def test_owned_parameters_offload_to_the_host(tmp_path: Path) -> None:
     tiny.write_recipe(tmp_path)
     for device, host, opened in run_ranks(owned_curves, 2, tmp_path, timeout=400):
         assert device.keys() == set(range(1, 4))

@@ -83,7 +83,7 @@ def teams_of(plan: Plan) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_slices_are_the_reference_in_any_layout(world_size: int) -> None:
+def test_slices_equal_the_reference_in_every_layout(world_size: int) -> None:
     for layouts in run_ranks(train, world_size):
         for name, found in layouts.items():
             assert found.teams, "the case this test is for"
@@ -117,7 +117,7 @@ def counted() -> list[list[tuple[Plan, Counted]]]:
 
 
 @pytest.mark.parametrize("index", range(len(METHODS)), ids=["auto", "gram", "reduce_scatter", "stored"])
-def test_bytes_calls_and_flops_are_the_plans(index: int) -> None:
+def test_bytes_calls_and_flops_equal_the_plan(index: int) -> None:
     for rank, found in enumerate(counted()):
         plan, mine = found[index]
         cost = summarize(plan).ranks[rank]

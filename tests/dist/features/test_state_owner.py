@@ -239,7 +239,7 @@ def varied(place: Placed, options: dict[str, Any], spoil: Any, then: Any) -> lis
     return pair[0].differs(pair[1])
 
 
-def test_the_rest_of_the_step_is_the_same() -> None:
+def test_options_with_state_owner_change_no_bit() -> None:
     for found in run_ranks(vary, 2, timeout=2 * SECONDS):
         assert found == {name: [] for name in VARIANTS}
 

@@ -121,7 +121,9 @@ def half(rank: int, world_size: int, folder: Path, placement: str, steps: int, l
     [((4, "owned"), (2, "shard0")), ((2, "shard0"), (4, "owned")), ((2, "owned"), (1, "owned"))],
     ids=lambda side: f"{side[1]}@{side[0]}",
 )
-def test_a_run_goes_on_under_another_placement(first: tuple[int, str], second: tuple[int, str], tmp_path: Path) -> None:
+def test_a_run_continues_under_a_different_placement(
+    first: tuple[int, str], second: tuple[int, str], tmp_path: Path
+) -> None:
     """On another number of ranks too, with the losses of an uninterrupted run."""
     tiny.write_recipe(tmp_path)
     folder = run_ranks(half, first[0], tmp_path, first[1], 3, "")[0]

@@ -197,7 +197,7 @@ def replicated(rank: int, world_size: int) -> tuple[int, int]:
     return len(counter.calls), optimizer.orthogonalized
 
 
-def test_replicas_may_share_out_the_work_instead() -> None:
+def test_replicas_may_share_the_work() -> None:
     found = run_ranks(replicated, 4)
     assert sum(matrices for _, matrices in found) == 18
     assert all(calls > 0 for calls, _ in found)

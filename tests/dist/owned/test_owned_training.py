@@ -134,7 +134,7 @@ SETUPS = {
 
 
 @pytest.mark.parametrize("name", SETUPS)
-def test_two_ranks_are_equal_to_fsdp(name: str) -> None:
+def test_two_ranks_equal_fsdp(name: str) -> None:
     """Bit for bit: on two ranks a sum has one order."""
     assert run_ranks(both, 2, SETUPS[name], "sharded") == [0.0, 0.0]
 

@@ -109,5 +109,5 @@ def check_sub_mesh(rank: int, world_size: int) -> bool:
     return torch.equal(tensor.to_local(), predicted(tensor, full, rank))
 
 
-def test_a_mesh_of_some_ranks_in_any_order() -> None:
+def test_regions_equal_the_storage_of_dtensor_on_a_sub_mesh() -> None:
     assert run_ranks(check_sub_mesh, 4) == [True] * 4

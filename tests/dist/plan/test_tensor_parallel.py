@@ -164,13 +164,13 @@ def test_duplicated_equals_the_owners_result_bit_for_bit(world_size: int) -> Non
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_slices_of_tensor_parallel_groups_are_the_owners_to_rounding(world_size: int) -> None:
+def test_distributed_mode_equals_owner_mode_up_to_rounding(world_size: int) -> None:
     assert max(max(one.apart) for one in found(world_size)) < 1e-5
 
 
 @pytest.mark.parametrize("mode", ["blocks", "owner", "duplicated", "distributed"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_the_sent_bytes_are_as_planned(world_size: int, mode: str) -> None:
+def test_the_sent_bytes_equal_the_plan(world_size: int, mode: str) -> None:
     for one in found(world_size):
         sent, planned = one.sent[mode]
         assert sent == planned

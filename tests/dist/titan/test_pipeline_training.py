@@ -74,7 +74,7 @@ def taken(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_a_run_goes_on_with_another_number_of_stages(
+def test_a_run_continues_with_a_different_number_of_stages(
     before: int, after: int, folder: Path, one_rank: Callable[[str], list[float]]
 ) -> None:
     kept = {"checkpoint.enable": "true", "lr_scheduler.total_steps": STEPS}

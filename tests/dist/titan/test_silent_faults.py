@@ -304,7 +304,7 @@ def damaged_checkpoints(rank: int, world_size: int, folder: Path) -> dict[str, s
     return shown
 
 
-def test_damaged_checkpoints_are_passed_over_and_a_full_disk_is_named(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped_and_a_full_disk_is_named(tmp_path: Path) -> None:
     """Zeros, a file of another step and flipped metadata must not be loaded; the newest whole step is used."""
     tiny.write_recipe(tmp_path)
     shown = run_ranks(damaged_checkpoints, 2, tmp_path)

@@ -152,7 +152,7 @@ def test_known_fused_layouts_are_split(member: nn.Module, name: str, dims: str, 
     assert found.split == Split(match=f"layers.0.mlp.{name}", dims=dims, lengths=lengths)
 
 
-def test_a_name_alone_is_no_known_layout() -> None:
+def test_a_name_without_the_layout_is_not_split() -> None:
     """qkv_proj of modules without a number of heads, and c_attn of a layer that stores (out, in)."""
     layer = {"qkv_proj": linear(192, 64), "c_attn": linear(192, 64)}
     assert all(a.split is None for a in taken(model(**layer)).values())
@@ -170,7 +170,7 @@ def test_a_usual_model_has_no_warning() -> None:
     assert list(doubts(list(taken(model(up=linear(128, 64), norm=nn.LayerNorm(64))).values()), ())) == []
 
 
-def test_little_for_muon_is_a_warning() -> None:
+def test_a_small_share_of_muon_is_a_warning() -> None:
     (found,) = doubts(list(taken(model(up=linear(128, 64), stem=nn.Conv2d(64, 64, 7, device="meta"))).values()), ())
     assert found.startswith(
         "warning: Muon takes 3.9 % of the parameters besides embeddings and output head; the largest"
@@ -191,7 +191,7 @@ def test_different_optimizers_for_matrices_of_a_family_cause_a_warning() -> None
     assert found[-1] == "warning: matrices of one name go to different optimizers: layers.*.up.weight (adamw, muon)"
 
 
-def test_frozen_parameters_are_not_seen() -> None:
+def test_the_roles_ignore_frozen_parameters() -> None:
     made = model(up=linear(128, 64))
     made.layers[0].up.weight.requires_grad_(False)
     assert "layers.0.up.weight" not in see([made])

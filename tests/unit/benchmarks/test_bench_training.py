@@ -27,7 +27,7 @@ def test_sent_bytes_are_a_sum_over_ranks() -> None:
     assert bench_training.all_sent([Sent(2, 100, 1), Sent(3, 50, 0)]) == Sent(5, 150, 1)
 
 
-def test_a_ratio_is_of_pairs_and_not_of_medians() -> None:
+def test_a_ratio_is_the_median_of_paired_ratios() -> None:
     """The machine was slow in the middle, for both: medians, 6 and 2, would have 3."""
     found = bench_training.ratio([1.0, 6.0, 40.0, 9.0, 4.0], [2.0, 2.0, 20.0, 10.0, 1.0])
     assert (found.lower, found.median, found.upper) == pytest.approx((0.9, 2.0, 3.0))
@@ -68,7 +68,7 @@ def test_a_wrong_key_is_refused_before_the_first_measurement(keys: tuple[str, ..
         bench_training.main(Arguments(nproc=2, steps=2), keys)
 
 
-def test_a_run_sends_the_same_with_gathers_in_backward_and_comes_to_the_same_bits(
+def test_backward_overlap_sends_the_same_bytes_and_has_the_same_bits(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     keys = ("--training.seq_len", "32")

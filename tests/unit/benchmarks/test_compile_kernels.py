@@ -46,7 +46,9 @@ def test_the_kernel_uses_tensor_cores_on_ampere_without_spills(variant: str, rag
     [(0, "X Xᵀ"), (0, "X Xᵀ, X transposed"), (0, "polynomial"), (1, "X Xᵀ"), (1, "polynomial")],
 )
 @pytest.mark.parametrize("capability", [90, 100])
-def test_hopper_and_blackwell_have_theirs_and_copy_by_tma(capability: int, index: int, variant: str) -> None:
+def test_the_kernel_uses_tensor_cores_and_tma_on_hopper_and_blackwell(
+    capability: int, index: int, variant: str
+) -> None:
     assert faults(capability, index, variant=variant) == []
 
 

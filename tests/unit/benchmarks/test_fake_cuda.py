@@ -79,7 +79,7 @@ def test_parameters_of_fsdp_on_the_host_are_updated_on_the_device(build: Any) ->
         assert operations.counts["copy_"] >= (3 if build is Muon else 4)
 
 
-def test_a_part_of_the_parameters_on_the_host_is_refused() -> None:
+def test_parameters_partly_on_the_host_are_refused() -> None:
     with fake_gpu(), fake_rank(1, 0):
         model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False, device="cuda") for _ in range(2)))
         mesh = init_device_mesh("cuda", (1,))

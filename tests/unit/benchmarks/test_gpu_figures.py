@@ -79,13 +79,13 @@ def test_a_run_without_learning_or_far_from_the_first_is_named(other: Run, says:
     assert any(says in fault for fault in faults), faults
 
 
-def test_faults_of_the_first_way_are_told_too() -> None:
+def test_faults_of_the_first_run_are_reported() -> None:
     first = Run({}, 0.0, 0.0, fault="train.py ended with 1")
     assert training.faults_of({"a": first, "b": run(5.0, 4.0)}, 2, 0.5) == ["a: train.py ended with 1"]
 
 
 @pytest.mark.parametrize("name", training.WAYS)
-def test_every_way_is_a_recipe(name: str) -> None:
+def test_every_training_case_is_a_valid_recipe(name: str) -> None:
     import models  # noqa: F401 (registers the families)
     from titan_muon.titan.recipe import load
 

@@ -172,7 +172,7 @@ def test_every_kind_of_figures_has_a_table_and_most_a_picture(kind: str) -> None
     assert ("<img" in shown) == (kind not in ("nothing", "checks"))
 
 
-def test_without_a_gpu_the_rehearsals_run_and_the_last_line_says_so(
+def test_without_a_gpu_the_rehearsals_run_and_the_last_line_reports_no_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     real = part("a", "raise SystemExit(1)", rehearsal=("{python}", "-c", "pass"))
@@ -249,7 +249,7 @@ def test_ranks_are_a_power_of_two(gpus: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_an_interrupt_ends_the_part_and_the_next_run_goes_on(number: signal.Signals, tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_part_and_the_next_run_continues(number: signal.Signals, tmp_path: Path) -> None:
     code = (
         "import sys; from benchmarks.gpu import run; from tests.unit.benchmarks.test_gpu_run import *\n"
         # Background processes ignore the signal.

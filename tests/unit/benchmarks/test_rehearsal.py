@@ -54,7 +54,7 @@ RIGHT = Seen(
 PEER = replace(RIGHT, rank=1, training=PEER_CALLS, step=PEER_CALLS[1:])
 
 
-def test_figures_equal_to_the_dry_run_are_no_fault() -> None:
+def test_figures_equal_to_the_dry_run_have_no_fault() -> None:
     assert list(faults(RIGHT, Expected(0, PLANNED))) == []
     assert list(collective_faults([RIGHT, PEER])) == []
 
@@ -132,7 +132,7 @@ def test_collectives_of_separate_groups_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize(("states", "fits"), [(0, False), (1, True), (200 << 20, True), ((200 << 20) + 1, False)])
-def test_a_step_has_some_of_the_offloaded_states_and_no_more_than_the_dry_run_says(states: int, fits: bool) -> None:
+def test_a_step_loads_at_most_the_dry_runs_offloaded_states(states: int, fits: bool) -> None:
     seen = replace(RIGHT, step_peak=replace(RIGHT.step_peak, optimizer_states=states), at_rest=(120 << 20, 120 << 20))
     found = list(faults(seen, Expected(0, PLANNED, offloaded=True)))
     assert (found == []) is fits

@@ -31,7 +31,7 @@ def test_the_variable_run_continues_the_runs_of_an_earlier_job(tmp_path: Path) -
     assert words[words.index("--name") + 1] == "recipe-17"
 
 
-def test_a_start_without_a_recipe_says_how(tmp_path: Path) -> None:
+def test_a_start_without_a_recipe_prints_the_usage(tmp_path: Path) -> None:
     done = slurm(tmp_path)
     assert done.returncode == 2
     assert "usage: sbatch" in done.stderr

@@ -54,7 +54,8 @@ class Host:
 
 
 def begun(host: Host, offload: Offload) -> OnHost:
-    stages = (StageUse("advance", rows_of([Host.of().advance()])), StageUse("apply", rows_of([Host.of().advance()])))
+    rows = rows_of([Host.of().advance()])
+    stages: list[StageUse] = [("advance", rows), ("apply", rows)]
     residence = OnHost(stages, host.storage, offload, Window(CPU))
     residence.begin(host.step)
     return residence

@@ -98,7 +98,7 @@ def test_wrong_coefficients_are_refused(choice: object, steps: int, message: str
         coefficients(choice, steps)  # type: ignore[arg-type]
 
 
-def test_polar_express_goes_on_with_the_papers_steps_and_repeats_the_last() -> None:
+def test_polar_express_uses_the_papers_steps_and_repeats_the_last_step() -> None:
     steps = coefficients("polar_express", 12)
     assert steps[:5] == COEFFICIENTS["polar_express"]
     assert steps[7:] == ((1.875, -1.25, 0.375),) * 5

@@ -153,7 +153,7 @@ def test_in_place_orthogonalization_uses_work_bytes(method: Method) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_a_slice_of_another_tensor_is_a_stack_too(method: Method) -> None:
+def test_a_slice_of_a_larger_tensor_is_a_valid_stack(method: Method) -> None:
     """Stacks are views of a workspace, and need not be contiguous."""
     wide = drawn(4, 24, 100)
     found, apart = (run(stack, "keller_jordan", method) for stack in (wide[1:3, :, 7:67], wide[1:3, :, 7:67].clone()))

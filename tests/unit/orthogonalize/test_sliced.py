@@ -83,7 +83,7 @@ METHODS = [("standard", dtype) for dtype in TOLERANCES] + [("gram", "float16"), 
 @pytest.mark.parametrize(("algorithm", "dtype"), METHODS)
 @pytest.mark.parametrize("name", sorted(set(COEFFICIENTS) - set(PRESCALED)))
 @pytest.mark.parametrize(("shape", "slices"), [((24, 64), 2), ((64, 24), 8), ((32, 32), 4)], ids=str)
-def test_the_slices_make_the_iteration_of_float64(
+def test_the_iteration_on_slices_approximates_float64(
     shape: tuple[int, int], name: str, algorithm: str, dtype: str, slices: int
 ) -> None:
     stack = drawn(1, *shape)
@@ -112,7 +112,7 @@ def test_slices_are_as_exact_as_the_default_choice_for_the_whole(
 @pytest.mark.parametrize(("algorithm", "dtype"), [("standard", "bfloat16"), ("gram", "float16"), ("gram", "float32")])
 @pytest.mark.parametrize("name", ["keller_jordan", "deepseek_v4", "cubic"])
 @pytest.mark.parametrize("shape", [(16, 64), (64, 16)], ids=str)
-def test_flops_bytes_and_calls_are_the_planned_ones(
+def test_flops_bytes_and_calls_equal_the_plan(
     shape: tuple[int, int], name: str, algorithm: str, dtype: str, slices: int
 ) -> None:
     computed = iteration(name, STEPS[name], 1e-7)

@@ -104,7 +104,7 @@ def test_a_block_has_the_learning_rate_of_the_block_shape_and_the_plan_warns() -
 
 
 @pytest.mark.parametrize("mode", tuple(MODES)[1:])
-def test_a_mode_is_refused_where_tensor_parallelism_cuts_no_matrix(mode: str) -> None:
+def test_a_tensor_parallel_mode_is_refused_without_tensor_parallel_matrices(mode: str) -> None:
     experts = matrix((2, 4, 6), Shard(1), Shard(0), heights=(4, 4))
     unnamed = matrix((8, 6), Shard(0), Shard(1))
     unnamed = replace(unnamed, layout=replace(unnamed.layout, tensor_parallel=None))

@@ -177,7 +177,7 @@ def seconds(plan: Plan, buckets: Sequence[Bucket], buffer_sets: int) -> float:
     return timeline(replace(plan, buckets=tuple(buckets), buffer_sets=buffer_sets), PRODUCTS).last.seconds
 
 
-def test_two_slots_make_ranks_wait_for_the_last_owner() -> None:
+def test_two_buffer_sets_make_ranks_wait_for_the_last_owner() -> None:
     """Buckets of one matrix each, owned in turn: with 2 buffer_sets bucket 2 waits for bucket 0, so nobody overlaps."""
     plan, buckets = matrices_of([10] * 4), [bucket(i, i % 2) for i in range(4)]
     assert seconds(plan, buckets, 4) == pytest.approx(20)
@@ -189,6 +189,6 @@ def test_a_rank_waits_for_the_returns_into_a_single_buffer_set() -> None:
     assert seconds(matrices_of([30, 30, 1, 1]), [bucket(i, i // 2) for i in range(4)], 1) == pytest.approx(62)
 
 
-def test_work_at_home_counts_even_without_buckets() -> None:
+def test_local_work_counts_without_buckets() -> None:
     plan = matrices_of([5, 7])
     assert seconds(replace(plan, local=((0,), (1,))), [], 2) == pytest.approx(7)

@@ -78,7 +78,7 @@ def test_matrices_of_common_ranks_share_a_group(parameters: list[Parameter]) -> 
             assert len(ranks) == len(set(ranks))
 
 
-def test_whole_experts_are_at_home() -> None:
+def test_assemblies_of_whole_experts_are_local() -> None:
     found = assemblies(experts(4, 3, 5, FLAT, Shard(0)), True)
     assert [assembly.local for assembly in found] == [(0,), (1,), (2,), (3,)]
 
@@ -115,7 +115,7 @@ def test_whole_replicas_are_local_unless_replicas_share_work() -> None:
     assert assemblies(geometry, True)[0] == Assembly((), ((0, 1, 2, 3),))
 
 
-def test_heads_of_a_column_cut_never_leave_the_row_of_the_mesh() -> None:
+def test_column_sharded_heads_stay_within_a_mesh_row() -> None:
     """Two heads over FSDP 2 x TP 2, TP by rows: head 0 is on ranks 0 and 2, head 1 on ranks 1 and 3."""
     stack = MatrixStack(1, (MatrixRows("0", (Interval(0, 4),)), MatrixRows("1", (Interval(4, 8),))))
     geometry = Geometry(Layout((8, 4), SQUARE, (Shard(1), Shard(0))), stack)

@@ -56,7 +56,7 @@ def test_the_owner_sends_to_the_owners_replica_and_replica_groups_spread_the_res
     assert sum(sent.values()) == sum(everywhere.values())
 
 
-def test_results_take_the_way_within_a_copy_and_then_over_copies() -> None:
+def test_results_return_within_a_replica_and_then_between_replicas() -> None:
     """Both phases send 16 elements of 2 bytes, at 1,000 bytes a second, after a latency."""
     plan = by(hsdp(1, 4, 2), "hierarchical")
     machine = machine_of(replace(SLOW_LINKS, network_latency_us=5e5), "cpu", None)
@@ -71,7 +71,7 @@ def test_results_take_the_way_within_a_copy_and_then_over_copies() -> None:
     assert [totals[rank].phases[2].received_far for rank in bucket.group] == [0 if r in copy else 16 for r in range(8)]
 
 
-def test_collectives_are_within_copies_and_over_lines() -> None:
+def test_collectives_run_within_replicas_and_over_replica_groups() -> None:
     plan = by(hsdp(3, 2, 2), "hierarchical")
     assert collective_ranks(plan, Geometries(plan.parameters)) == ({(0, 1), (2, 3)}, {(0, 2), (1, 3)})
     for rank in ranks_of(plan):

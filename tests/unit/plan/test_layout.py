@@ -104,7 +104,7 @@ def test_several_dims_flatten_to_rows_and_columns(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 7, 30])
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_chunk_cuts_as_torch_does(length: int, count: int) -> None:
+def test_chunk_equals_torchs_chunk(length: int, count: int) -> None:
     parts = [list(range(*chunk(length, count, index))) for index in range(count)]
     expected = [part.tolist() for part in torch.arange(length).chunk(count)] if length else []
     assert parts == expected + [[]] * (count - len(expected))

@@ -55,7 +55,7 @@ def test_model_order_keeps_the_cost_of_every_owner(plan: Plan, overlap: Overlap)
 
 @examples(50)
 @given(plans(exchanges=["all_to_all"]), st.sampled_from(["backward", "forward"]))
-def test_of_a_kind_rounds_are_in_the_order_of_the_pass(plan: Plan, overlap: Overlap) -> None:
+def test_equal_rounds_are_in_the_order_of_the_pass(plan: Plan, overlap: Overlap) -> None:
     pieces, (rounds, owners) = pieces_of(plan), tasks_of(plan)
     found, _ = in_model_order(rounds, owners, overlap, pieces, {})
     kinds: dict[tuple[int, int], list[int]] = {}

@@ -444,7 +444,7 @@ FLAT = Mesh((4,), (0, 1, 2, 3))
 SQUARE = Mesh((2, 2), (0, 1, 2, 3))
 
 
-def test_replicas_share_out_the_matrices_of_the_world() -> None:
+def test_replicas_share_the_matrices_of_the_world() -> None:
     """Over HSDP 2 x 2 each matrix is orthogonalized once in the world, and all four ranks have some."""
     plan = plan_of([sharded(f"{i}", (8, 6), SQUARE, None, 0) for i in range(8)])
     work = check_step(plan, late=True).work
@@ -460,7 +460,7 @@ def test_every_redundant_replica_orthogonalizes_every_matrix_once() -> None:
     assert {bucket.group for bucket in plan.buckets} == {(0, 1), (2, 3)}, "copies need not talk"
 
 
-def test_whole_experts_stay_home() -> None:
+def test_programs_keep_whole_experts_local() -> None:
     """Experts that expert parallelism leaves whole on a rank are orthogonalized there; nothing travels."""
     stack = MatrixStack(2, tuple(MatrixRows(str(i), (Interval(3 * i, 3 * i + 3),)) for i in range(8)))
     plan = plan_of([Parameter("w1", "l", Layout((8, 3, 5), FLAT, (Shard(0),)), stack)])
@@ -469,7 +469,7 @@ def test_whole_experts_stay_home() -> None:
     check_step(plan, late=True)
 
 
-def test_experts_over_few_ranks_travel_within_these_ranks() -> None:
+def test_experts_on_few_ranks_are_gathered_within_these_ranks() -> None:
     """Expert parallelism 2 x expert FSDP 2: one of the two holders owns each expert."""
     stack = MatrixStack(2, tuple(MatrixRows(str(i), (Interval(4 * i, 4 * i + 4),)) for i in range(2)))
     plan = plan_of([Parameter("w1", "l", Layout((2, 4, 5), SQUARE, (Shard(1), Shard(0))), stack)])
@@ -485,7 +485,7 @@ def test_a_rank_without_a_row_may_own_a_small_matrix() -> None:
 
 
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather", "all_gather_reduce_scatter"])
-def test_more_ranks_than_matrices(exchange: str) -> None:
+def test_a_plan_may_have_more_ranks_than_matrices(exchange: str) -> None:
     plan = plan_of([sharded("one", (3, 5), FLAT, 0)], exchange=exchange)
     assert plan.buckets[0].group == (0, 1, 2, 3)
     check_step(plan, late=True)

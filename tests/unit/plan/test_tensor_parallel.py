@@ -46,7 +46,7 @@ def test_distributed_mode_exchanges_only_gram_matrices(shape: tuple[int, int], p
         assert (cost.collectives, cost.bytes_sent) == (team.calls, team.sent)
 
 
-def test_matrices_are_shared_out_over_the_tensor_parallel_groups() -> None:
+def test_matrices_are_balanced_over_the_tensor_parallel_groups() -> None:
     given = [matrix(f"{i}", (64, 32), (2, 2), Shard(1), Shard(0)) for i in range(4)]
     plan = plan_of(given, tensor_parallel="distributed")
     assert sorted(teams(plan)) == [(0, 1), (0, 1), (2, 3), (2, 3)]

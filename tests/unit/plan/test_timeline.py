@@ -80,7 +80,7 @@ def test_the_network_link_carries_only_bytes_between_nodes(plan: Plan) -> None:
     assert seconds(plan, replace(FREE, ranks_per_node=2, node=slow)) == pytest.approx(0.5)
 
 
-def test_three_slots_hide_a_return_behind_the_next_round() -> None:
+def test_three_buffer_sets_hide_a_return_behind_the_next_round() -> None:
     """Rounds of 1 s of Newton-Schulz, 0.4 s there and 0.4 s back: only the first and the last way are not hidden."""
     plan, machine = four_rounds()
     took = {buffer_sets: seconds(replace(plan, buffer_sets=buffer_sets), machine) for buffer_sets in (1, 3)}
@@ -214,11 +214,13 @@ LARGE, MIDDLE = Chain(44.0, 10.0, 10.0), Chain(23.5, 3.0, 3.0)
         ({}, 4, 0.5, 0.5),
     ],
 )
-def test_whole_matrices_need_this_long(matrices: dict[Chain, int], ranks: int, beside: float, expected: float) -> None:
+def test_the_lower_bound_for_whole_matrices_has_the_expected_seconds(
+    matrices: dict[Chain, int], ranks: int, beside: float, expected: float
+) -> None:
     assert least_whole(matrices, [beside] * ranks, 1000.0) == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_plan_overlaps_where_links_take_as_long_as_newton_schulz() -> None:
+def test_a_plan_overlaps_equal_link_and_compute_times() -> None:
     """By FLOPs, one round suffices; on this machine it takes nearly twice as long as several."""
     tasks = parameters(64, 4)
     options = Machine(node_gb=1e-3, node_latency_us=0, launch_us=0, tflops=3.3e-3, memory_gb=1e6)
@@ -242,7 +244,7 @@ def test_memory_beyond_2_gib_must_save_more_time_and_is_reported() -> None:
 
 
 @pytest.mark.parametrize("name", ["h100x8", "h200x8", "b200x8", "a100x8", "cpu"])
-def test_small_products_are_slower_and_large_ones_reach_the_rate(name: str) -> None:
+def test_large_products_reach_the_rate_and_small_products_are_slower(name: str) -> None:
     machine = machine_of(Machine(name=name))  # type: ignore[arg-type]
     rates = [machine.rate("bfloat16", side) for side in (32, 256, 2048, 8192)]
     assert rates == sorted(set(rates))

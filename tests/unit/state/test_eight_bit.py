@@ -43,7 +43,7 @@ def test_rounding_keeps_the_mean() -> None:
     assert set(found.unique().tolist()) == {0.0, 1.0}
 
 
-def test_a_decoded_momentum_is_encoded_to_the_same_numbers_by_any_draw() -> None:
+def test_a_decoded_momentum_encodes_to_the_same_numbers_for_every_draw() -> None:
     numbers, scales = encoded(drawn(8, 130))
     for step in range(20):
         again, new_scales = encoded(decoded(numbers, scales), step)
@@ -104,7 +104,7 @@ def test_a_state_dict_resumes_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("float32", "int8"), ("int8", "float32")])
-def test_a_state_dict_of_another_dtype_is_refused_in_words(saved: str, loaded: str) -> None:
+def test_a_state_dict_of_a_different_dtype_is_refused_with_the_remedy(saved: str, loaded: str) -> None:
     first, _ = trained(1, state_dtype=saved)
     second, _ = trained(1, state_dtype=loaded)
     with pytest.raises(
@@ -113,7 +113,7 @@ def test_a_state_dict_of_another_dtype_is_refused_in_words(saved: str, loaded: s
         second.load_state_dict(first.state_dict())
 
 
-def test_torchs_muon_does_not_get_int8() -> None:
+def test_the_conversion_to_torchs_muon_refuses_int8() -> None:
     muon, _ = trained(1, state_dtype="int8")
     with pytest.raises(ValueError, match="'int8' has no equivalent"):
         as_torch(muon.state_dict())

@@ -165,7 +165,7 @@ def averages(optimizer: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_states_pass_through_the_window_and_the_bits_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_states_keep_the_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batched, "BATCH_BYTES", 600)
     log, build = watched(monkeypatch), OPTIMIZERS[name]
     here, there = named(), named()
@@ -190,7 +190,7 @@ def test_states_pass_through_the_window_and_the_bits_are_the_same(name: str, mon
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_parameters_and_gradients_pass_through_the_window_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_parameters_and_gradients_keep_the_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batched, "BATCH_BYTES", 1200)
     log, build = watched(monkeypatch), OPTIMIZERS[name]
     here, there = named(), named()
@@ -208,7 +208,7 @@ def test_parameters_and_gradients_pass_through_the_window_too(name: str, monkeyp
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("offload", ["state", "parameters"])
-def test_the_host_changes_by_returned_parts_only(offload: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_returned_parts_change_the_host(offload: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = named()
     optimizer = OPTIMIZERS[name](params, offload=offload)
     train(optimizer, params, range(1))
@@ -245,7 +245,7 @@ def test_readers_of_host_states_get_current_values(name: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("to", ["none", "state"])
-def test_state_dicts_load_wherever_states_are(name: str, to: str) -> None:
+def test_state_dicts_load_with_states_on_host_or_device(name: str, to: str) -> None:
     build, first, second = OPTIMIZERS[name], named(), named()
     saving = build(first, offload="state" if to == "none" else "none")
     loading = build(second, offload=to)
@@ -312,7 +312,7 @@ IMPLEMENTATIONS = {"for-loop": (False, False), "foreach": (True, False), "fused"
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_batches_have_the_bits_of_torchs_own(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_adamw_has_the_bits_of_torchs_adamw(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batched, "BATCH_BYTES", 600)
     foreach, fused = IMPLEMENTATIONS[implementation]
     options = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1, "foreach": foreach, "fused": fused}
@@ -332,7 +332,7 @@ def test_batches_have_the_bits_of_torchs_own(implementation: str, monkeypatch: p
     expected.load_state_dict(third.state_dict())
 
 
-def test_an_average_of_another_shape_is_refused() -> None:
+def test_an_average_of_a_different_shape_is_refused() -> None:
     """A copy would repeat one row for all rows."""
     params = named()
     adamw = batched.AdamW(params.items(), lr=0.02, foreach=True)
@@ -376,7 +376,7 @@ def test_options_without_batches_are_refused(option: str) -> None:
         batched.AdamW([{"params": [nn.Parameter(torch.ones(2))], option: True}])
 
 
-def test_states_of_another_optimizer_are_refused() -> None:
+def test_states_of_a_different_optimizer_are_refused() -> None:
     params = named()
     adamw = OPTIMIZERS["adamw"](params)
     train(adamw, params, range(1))

@@ -60,7 +60,7 @@ def with_gradient(param: nn.Parameter) -> nn.Parameter:
     ],
     ids=str,
 )
-def test_the_peak_of_a_step_is_the_plans(dtype: torch.dtype, rows: int, options: dict[str, Any]) -> None:
+def test_the_peak_of_a_step_equals_the_plan(dtype: torch.dtype, rows: int, options: dict[str, Any]) -> None:
     """A local matrix of 16 to 128 MiB. Momentum and weights are updated in chunks of rows."""
     weight = with_gradient(nn.Parameter(torch.zeros(rows, 64, dtype=dtype)))
     measured, planned = peak(Muon([("w", weight)], **OPTIONS, **options))
@@ -110,7 +110,7 @@ def two_ranks() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 2**19), (torch.float32, 2**18)], ids=str)
-def test_the_peak_of_a_step_on_an_owned_matrix_is_the_plans(dtype: torch.dtype, rows: int) -> None:
+def test_the_peak_of_a_step_on_an_owned_matrix_equals_the_plan(dtype: torch.dtype, rows: int) -> None:
     module = nn.Linear(64, rows, bias=False, dtype=dtype)
     rule = PlacementRule(match="weight", placement="owned", owner=0)
     own(module, mesh=init_device_mesh("cpu", (2,)), params=[module.weight], rules=[rule])

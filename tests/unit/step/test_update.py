@@ -86,12 +86,12 @@ def test_a_stack_is_updated_matrix_by_matrix() -> None:
         ("spectral", 25, 100, 0.5),
     ],
 )
-def test_lr_scales(name: str, rows: int, cols: int, value: float) -> None:
+def test_lr_scales_equal_the_published_formulas(name: str, rows: int, cols: int, value: float) -> None:
     assert update.lr_scale(name, rows, cols) == pytest.approx(value)
 
 
 @pytest.mark.parametrize("name", ["", "rms", "Original", None])
-def test_an_unknown_lr_scale_names_the_known_ones(name: str) -> None:
+def test_an_unknown_lr_scale_lists_the_known_scales(name: str) -> None:
     with pytest.raises(ValueError, match=r"lr_scale = .*match_rms_adamw, original, spectral"):
         update.lr_scale(name, 2, 2)
 
@@ -140,7 +140,7 @@ def test_a_bf16_gradient_advances_a_float32_average_in_float32(nesterov: bool) -
     assert torch.equal(average, exact)
 
 
-def test_apply_decays_by_lr_alone_and_scales_the_update() -> None:
+def test_apply_decays_by_the_unscaled_lr_and_scales_the_update() -> None:
     param, delta = torch.tensor([[10.0]]), torch.tensor([[1.0]], dtype=torch.bfloat16)
     update.apply([param], [delta], lr=0.5, scale=4.0, weight_decay=0.2)
     assert math.isclose(param.item(), 10 * (1 - 0.5 * 0.2) - 0.5 * 4)

@@ -81,7 +81,7 @@ def test_adamw_gets_every_parameter_except_hidden_matrices(fqn: str, shape: tupl
     assert found.reason.startswith(reason)
 
 
-def test_routers_go_where_the_recipe_says() -> None:
+def test_the_recipe_selects_the_optimizer_of_routers() -> None:
     found = assign_parameters(SEEN, [], default_rules(router="muon"))
     assert {one.fqn: one.optimizer for one in found}["layers.1.moe.router.gate.weight"] == "muon"
 
@@ -95,7 +95,7 @@ def test_the_first_matching_rule_wins() -> None:
     assert found["layers.0.feed_forward.w1.weight"].rule is None
 
 
-def test_rules_win_over_defaults() -> None:
+def test_rules_override_defaults() -> None:
     found = assigned([rule("tok_embeddings.*", "muon")])["tok_embeddings.weight"]
     assert (found.optimizer, found.reason, found.rule) == ("muon", "optimizer.rule[0] 'tok_embeddings.*'", 0)
 
@@ -125,7 +125,7 @@ def test_many_open_parameters_are_named_in_part() -> None:
         assigned([rule("norm.weight", "adamw")], defaults=False)
 
 
-def test_without_defaults_rules_alone_decide() -> None:
+def test_without_defaults_only_rules_decide() -> None:
     found = assigned([rule("*", "adamw")], defaults=False)
     assert {one.optimizer for one in found.values()} == {"adamw"}
 
@@ -184,7 +184,7 @@ def test_q_k_and_v_fused_head_by_head() -> None:
     ]
 
 
-def test_every_expert_is_cut_alone() -> None:
+def test_every_expert_is_split_separately() -> None:
     """Gate and up fused in each of two experts of 6 rows."""
     assert blocks_of((2, 6, 4), pattern((3, 3), "e")) == [rows(p) for p in ((0, 3), (3, 6), (6, 9), (9, 12))]
     joined = blocks_of((2, 4, 4), pattern((1, 1), "e", joined=True))
@@ -199,7 +199,7 @@ def test_every_split_puts_every_row_into_exactly_a_single_block() -> None:
             assert every == list(range(12 if len(shape) == 2 else 36))
 
 
-def test_a_convolution_is_read_as_the_split_says() -> None:
+def test_the_split_selects_the_matrices_of_a_convolution() -> None:
     stack = stack_of("patch.weight", (32, 3, 4, 4), [Split(match="patch.*", dims="o i h w -> | o (i h w)")])
     assert (stack.row_dims, [block.rows for block in stack.matrices]) == (1, [rows((0, 32))])
     assert stack_of("w", (2, 3, 4), [Split(match="w", dims="o i k -> | o (i k)")]).matrices[0].rows == rows((0, 2))

@@ -19,10 +19,10 @@ ADVICE = "Lower the learning rates, warm up for longer, or continue from an earl
 
 @dataclass(frozen=True)
 class Place:
-    """Number of this rank's first block in a step: the loader's, and the right one. Both may be UNKNOWN."""
+    """First block of this rank in a step, or UNKNOWN."""
 
-    position: int
-    expected: int
+    position: int  # by the loader
+    expected: int  # the right one
 
 
 class TrainingChecks:
@@ -65,9 +65,9 @@ class TrainingChecks:
         self._optimizer_steps[index] += 1
 
     def begin(self, group: dist.ProcessGroup | None, earlier: Iterable[Report]) -> None:
-        """`group`: all ranks on gloo, None for one process. `earlier`: reports of the run until now."""
+        """`group`: all ranks on gloo, None for a single process. `earlier`: reports of the run until now."""
         self._group, self._curve = group, Curve(earlier)
-        # Drop earlier steps: PyTorch takes one to create optimizer states before it loads a checkpoint.
+        # PyTorch takes a step to create optimizer states before a checkpoint is loaded.
         self._steps, self._optimizer_steps = 0, [0] * len(self._optimizers)
 
     def begin_step(self, *, reported: bool, counted: bool, place: Place) -> None:
@@ -82,15 +82,15 @@ class TrainingChecks:
         self._inputs.take()
 
     def before_backward(self, parameters: Iterable[Tensor]) -> None:
-        """Count leftover gradients; called before the first backward of a reported step."""
+        """Count leftover gradients, before the first backward of a reported step."""
         self._stale = sum(parameter.grad is not None for parameter in parameters)
 
     def add_inputs(self, inputs: Tensor) -> None:
         self._inputs.add(inputs)
 
     def after_clip(self, step: int, norm: NormCheck, *, counted: bool) -> list[str]:
-        """Take a step's norm before the optimizers' step. Returns warnings; raises as `check_norm`."""
-        # On a GPU the host reads the norm of the step before, and does not wait.
+        """Take a step's norm, before the optimizers' step. Returns warnings; raises as `check_norm`."""
+        # On a GPU the host reads the last step's norm without a wait.
         lines = self.check_norm() if self._late else []
         self._norm = step, norm
         if not self._late:
@@ -113,10 +113,7 @@ class TrainingChecks:
         raise FloatingPointError(f"{fault}; nothing is saved from this step. {ADVICE}")
 
     def report(self, step: int, loss: float, grad_norm: float) -> tuple[list[str], int | None]:
-        """Warnings of a reported step, and the last step before training began to look wrong, or None.
-
-        Collective over all ranks. Raises RunFault on all ranks as `check_reports`.
-        """
+        """Warnings of a reported step, and `sound_until` of all ranks. Collective. Raises as `check_reports`."""
         lines = self._curve.add(Report(step, loss, grad_norm))
         sound_until = self._curve.sound_until
         report = RankReport(

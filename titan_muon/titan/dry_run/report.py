@@ -39,20 +39,11 @@ def report(
     verbose: bool = False,
     html: str | None = None,
 ) -> None:
-    """Print the plan of training on `world_size` ranks.
+    """Print the plan of training on `world_size` ranks, by default the smallest world of the degrees.
 
-    Args:
-        recipe: the recipe.
-        world_size: number of ranks, by default the smallest world of the degrees.
-        full: list every parameter instead of a line for all layers.
-        json: file for the numbers.
-        device: type of device, by default GPUs with a `world_size`, otherwise this machine's.
-        verbose: print the recipe with all defaults.
-        html: file for a page with the timeline.
-
-    Raises RecipeError like training, or for a file that cannot be written.
+    Arguments as in `command_line.Options`. Raises RecipeError like training, or for a file that cannot be written.
     """
-    # First, so that a refused recipe shows only its error.
+    # A refused recipe shows only its error.
     parts = dry_run(recipe, world_size, device)
     world, kind = parts[0].meta.world_size, parts[0].kind
     if verbose:

@@ -25,14 +25,14 @@ MOMENTUM = "momentum_buffer"
 
 @dataclass(frozen=True)
 class Matrix:
-    """A sampled matrix: the parameter, or the first matrix of a stack."""
+    """A sampled parameter, or the first matrix of a stack."""
 
     name: str
     parameter: Tensor
     group: Mapping[str, Any]
 
     def decayed(self) -> Tensor:
-        """The whole matrix after the next step's weight decay, in float32."""
+        """The whole matrix after the next step's weight decay, in float32. Collective."""
         return self.whole() * (1 - float(self.group["lr"]) * self.group["weight_decay"])
 
     def whole(self) -> Tensor:
@@ -64,7 +64,7 @@ class Monitor:
         self._optimizers, self._device, self._every = optimizers, device, every
         self._parameters = {canonical_fqn(name): p for part in parts for name, p in part.named_parameters()}
         self._shares = {name: 1 / replica_count(p, stage_ranks) for name, p in self._parameters.items()}
-        # The whole model: under pipeline parallelism each rank fills in its own part.
+        # Under pipeline parallelism each rank fills in a part.
         self._whole = {assignment.fqn: number for number, assignment in enumerate(optimizers.parts.whole)}
         self._roles = [_role(assignment) for assignment in optimizers.parts.whole]
         self._offsets = _offsets(optimizers.parts.whole)

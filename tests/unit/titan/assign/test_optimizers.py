@@ -140,7 +140,7 @@ def test_offload_and_state_dtype_reach_every_optimizer() -> None:
     assert [optimizers.optimizers[0]._offload, optimizers.optimizers[1]._options.offload] == ["none"] * 2
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_frozen_parameters_are_excluded() -> None:
     model = Model()
     model.get_parameter("layers.0.wq.weight").requires_grad_(False)
     model.get_parameter("output.weight").requires_grad_(False)
@@ -149,7 +149,7 @@ def test_frozen_parameters_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("taker", ["adamw", "muon"])
-def test_the_router_goes_where_the_recipe_says(taker: str) -> None:
+def test_the_recipe_selects_the_optimizer_of_the_router(taker: str) -> None:
     model = Model()
     model.layers["0"].router = nn.ModuleDict({"gate": nn.Linear(6, 4, bias=False)})
     assert any("layers.0.router.gate.weight" in group for group in names(container(recipe(router=taker), model))[taker])
@@ -250,7 +250,7 @@ def test_rules_with_different_shared_options_are_refused(sgd: str) -> None:
 # Clipping
 
 
-def test_another_packages_optimizer_is_clipped_as_adamw_is(sgd: str) -> None:
+def test_a_third_party_optimizer_is_clipped_as_adamw(sgd: str) -> None:
     """By default only Muon is spared: `adamw` must not mean that an optimizer nobody thought of goes unclipped."""
     model = Model()
     optimizers = container(recipe(rule("*.norm.*", sgd, lr=0.5), rule("*.wo.*", sgd, lr=0.5)), model)
@@ -270,7 +270,7 @@ def test_several_parts_share_an_optimizer_per_name() -> None:
     assert names(optimizers) == {"muon": [HIDDEN], "adamw": [OTHERS]}
 
 
-def test_parts_of_the_same_names_are_a_mistake() -> None:
+def test_parts_with_equal_names_are_an_error() -> None:
     with pytest.raises(AssertionError, match="mismatch"):
         container(recipe(stages=2), Model(), Model())
 

@@ -164,7 +164,7 @@ def test_a_checkpoint_resumes_at_the_next_block_under_any_layout(data, tmp_path,
     assert torch.equal(resumed, stream[40 : 40 + len(resumed)])
 
 
-def test_iterating_again_continues(data):
+def test_a_second_iteration_continues(data):
     """TorchTitan may ask for a new iterator: no block comes twice and none is left out."""
     loader = build(data)
     assert torch.equal(torch.cat(take(loader, 3) + take(loader, 3)), torch.cat(take(build(data), 6)))
@@ -445,7 +445,7 @@ def test_the_corpus_is_tokenized_once(data, monkeypatch):
     assert not list(Path(data.cache).glob("*.tmp"))
 
 
-def test_changed_text_is_tokenized_anew(data, tmp_path):
+def test_changed_text_is_tokenized_again(data, tmp_path):
     before = build(data).fingerprint
     (tmp_path / "text" / "00.txt").write_text("changed")
     assert build(data).fingerprint != before
@@ -496,7 +496,7 @@ def test_empty_files_are_refused(tmp_path):
         build(Data(source="files", files=(str(tmp_path / "*.txt"),), cache=str(tmp_path / "cache")))
 
 
-def test_globs_recurse_and_a_file_comes_once(tmp_path, monkeypatch):
+def test_globs_recurse_and_list_a_file_once(tmp_path, monkeypatch):
     (tmp_path / "a" / "b").mkdir(parents=True)
     for name in ("top.txt", "a/one.txt", "a/b/two.txt"):
         (tmp_path / name).write_text(name)

@@ -52,7 +52,7 @@ def test_logits_are_kept_in_a_nonpersistent_buffer() -> None:
 
 
 @pytest.mark.parametrize(("kv_heads", "value_dim", "exact"), [(4, 8, False), (2, 8, False), (4, 6, True), (2, 6, True)])
-def test_dense_attention_keeps_the_largest_logits_and_computes_the_same(
+def test_dense_attention_records_the_maximum_logits_and_keeps_the_output(
     kv_heads: int, value_dim: int, exact: bool
 ) -> None:
     q, k, v = qkv(kv_heads, value_dim)

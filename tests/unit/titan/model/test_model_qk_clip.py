@@ -183,7 +183,7 @@ def test_options_of_the_inner_attention_are_kept() -> None:
     assert spec.model.layers[0].attention.inner_attention.kernel_options == {"BLOCK_M": 32}
 
 
-def test_clipping_behind_qk_norm_is_refused_and_logging_is_not() -> None:
+def test_qk_norm_refuses_clipping_and_allows_logging() -> None:
     spec = model_spec("qwen3", "tiny")
     with pytest.raises(RecipeError, match=r'^qk_clip\.mode = "clip" is not possible: layers\.0 normalizes .* "log" or'):
         observe_logits(spec.model, sections.QKClip(mode="clip"))
@@ -197,7 +197,7 @@ def test_unknown_attention_is_refused() -> None:
         observe_logits(spec.model, sections.QKClip(mode="log"))
 
 
-def test_the_plan_in_words() -> None:
+def test_the_dry_run_describes_qk_clip_and_the_all_reduce() -> None:
     sent = reduced_bytes(model_spec("deepseek_v3", "kimi_k2").model)
     assert sent == 61 * 64 * 4
     assert list(qk_clip_lines(sections.QKClip(), sent, 8)) == []

@@ -59,7 +59,7 @@ def test_every_stage_starts_as_in_the_whole_model(family: str, flavor: str) -> N
         assert torch.equal(found[name], value), name
 
 
-def test_pipelining_gives_the_stages_these_values() -> None:
+def test_pipelining_gives_every_stage_the_values_of_the_whole_model() -> None:
     spec, parts = model_spec("llama3", "tiny"), []
 
     def cut(model: torch.nn.Module, **_: object) -> tuple[object, ...]:

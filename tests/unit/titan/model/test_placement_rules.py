@@ -75,7 +75,7 @@ def owners_of(net: Net, *rules: PlacementRule) -> Owners:
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_the_library_takes_rules_for_any_parameter() -> None:
+def test_library_rules_place_any_parameter() -> None:
     net = make()
     owners = owners_of(
         net, shard0("layers.0.wq.*"), owned("*.norm1.*", 3), owned("layers.1.*", "layer"), owned("*.wv.weight", 2)

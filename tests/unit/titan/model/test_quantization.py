@@ -83,7 +83,7 @@ def converters(folder: Path, **values: object) -> tuple[ModelConfigConverter.Con
     return trainer_config(tiny.recipe(folder, **values), Run(str(folder)), 1).converters
 
 
-def test_options_reach_torchtitans_converters(tmp_path: Path) -> None:
+def test_float8_options_reach_torchtitans_converters(tmp_path: Path) -> None:
     assert converters(tmp_path) == ()
     asked = {"float8__recipe_name": "rowwise_with_gw_hp", "float8__filter_fqns": "wo", "compile__enable": True}
     linear, experts = converters(tmp_path, float8__linear=True, float8__experts=True, **asked)

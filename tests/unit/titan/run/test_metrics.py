@@ -131,7 +131,7 @@ def logging_kept() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_terminal_has_a_progress_bar_below_the_lines_and_a_file_has_lines_alone(
+def test_only_a_terminal_has_a_progress_bar(
     reporter: RunMetrics, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
 ) -> None:
     stream = Terminal() if terminal else io.StringIO()
@@ -145,7 +145,7 @@ def test_a_terminal_has_a_progress_bar_below_the_lines_and_a_file_has_lines_alon
     assert terminal or stream.getvalue() == ""
 
 
-def test_quiet_shows_warnings_errors_and_the_end_alone(
+def test_quiet_prints_only_warnings_errors_and_the_end(
     reporter: RunMetrics, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], logging_kept: None
 ) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
@@ -165,7 +165,7 @@ def test_quiet_shows_warnings_errors_and_the_end_alone(
 
 
 def test_a_divergence_is_recorded_with_the_reason(reporter: RunMetrics, tmp_path: Path) -> None:
-    reporter.log_divergence(7, "step 7: the loss is nan")
+    reporter.logger.log({"diverged": "step 7: the loss is nan"}, 7)
     assert record(tmp_path) == {"step": 7, "diverged": "step 7: the loss is nan"}
     assert dict(tagged(record(tmp_path))) == {"step": 7}, "TensorBoard has no curve of texts"
 
@@ -215,7 +215,7 @@ def points(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-def test_tensorboard_has_losses_over_tokens_and_over_seconds_also_of_a_continued_run(tmp_path: Path) -> None:
+def test_tensorboard_has_losses_over_tokens_and_seconds_after_a_resume(tmp_path: Path) -> None:
     """TensorBoard hides points from the first step of a continued run on, and tokens are larger than any step."""
     records = [{"step": n, "loss": 5.0 - n, "tokens": 100 * n, "seconds": 10.0 * n} for n in (1, 2, 3)]
     board = metrics.TensorBoard(tmp_path, 1, "")
@@ -273,7 +273,7 @@ def test_tensorboard_compares_hyperparameters_and_final_losses(tmp_path: Path) -
     assert rows == {0.5: (0.5, True), 0.25: (0.25, False)}
 
 
-def test_pause_is_left_out_of_the_speed(reporter: RunMetrics) -> None:
+def test_the_speed_excludes_pauses(reporter: RunMetrics) -> None:
     """Time and tokens of a validation must not count as training."""
     before = reporter.time_last_log
     with reporter.paused():

@@ -110,7 +110,7 @@ def test_latest_continues_after_the_newest_whole_checkpoint(tmp_path: Path, caps
     assert list(tiny.records(run, "loss")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_metrics_of_every_rank_go_on_after_the_checkpoint(tmp_path: Path) -> None:
+def test_the_metrics_of_every_rank_continue_after_the_checkpoint(tmp_path: Path) -> None:
     """Under metrics.save_for_all_ranks each rank has a file, and no step may stand in it twice."""
     run = finished_run(tmp_path, 3)
     (run / "rank-1").mkdir()
@@ -132,7 +132,9 @@ def test_any_error_of_rank_0_is_raised_on_every_rank(tmp_path: Path, monkeypatch
     assert isinstance(sent[0], KeyError)
 
 
-def test_latest_without_any_run_starts_anew_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_latest_without_a_run_starts_a_new_run_with_a_notice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The first start of a job that always asks for `latest` must be a new run."""
     found = open_run(tiny.recipe(tmp_path, checkpoint__load="latest"))
     assert found == Run(found.folder)
@@ -144,7 +146,7 @@ SAME |= {"parallelism__tensor_parallel_degree": 2, "placement__muon": "owned", "
 
 
 @pytest.mark.parametrize(("key", "value"), [("muon__lr", 0.25), ("debug__seed", 7), ("data__seed", 3)])
-def test_latest_continues_the_same_experiment_only(
+def test_latest_continues_only_the_same_experiment(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: float
 ) -> None:
     """A sweep that always passes `latest` has as many runs as values; steps and layouts are no experiment."""
@@ -160,7 +162,7 @@ def test_latest_continues_the_same_experiment_only(
     assert (again.folder, again.step) == (str(run), 3), "the newest run is another experiment's"
 
 
-def test_a_batch_of_fixed_size_may_be_cut_otherwise(tmp_path: Path) -> None:
+def test_a_fixed_global_batch_may_be_divided_differently(tmp_path: Path) -> None:
     """Local batch size is a layout if the batch is fixed, and otherwise the batch itself."""
     fixed = {"training__global_batch_size": 8}
     run = Path(start(tiny.recipe(tmp_path, **fixed)).folder)
@@ -172,13 +174,13 @@ def test_a_batch_of_fixed_size_may_be_cut_otherwise(tmp_path: Path) -> None:
     assert open_run(tiny.recipe(tmp_path, **more)).step == 0
 
 
-def test_the_file_latest_stands_for_the_newest_run(tmp_path: Path) -> None:
+def test_the_file_latest_names_the_newest_run(tmp_path: Path) -> None:
     """The path has no special character for a shell, and no changing name."""
     run = finished_run(tmp_path, 3)
     assert open_run(tiny.recipe(tmp_path, checkpoint__load=str(run.parent / "latest"))).folder == str(run)
 
 
-def test_earlier_step_is_continued_beside_the_run(tmp_path: Path) -> None:
+def test_an_earlier_step_continues_in_a_new_folder(tmp_path: Path) -> None:
     """Later results are not overwritten."""
     run = finished_run(tmp_path, 3, 6, 9)
     found = start(tiny.recipe(tmp_path, checkpoint__load=str(run), checkpoint__load_step=3))
@@ -314,7 +316,7 @@ def test_a_run_is_named_after_the_keys_of_the_command_line(tmp_path: Path) -> No
     assert names(tmp_path, recipe, recipe, given=given) == ["training.steps=4", "training.steps=4"]
 
 
-def test_the_command_line_comes_first_in_a_name_and_is_no_edit_of_the_file(tmp_path: Path) -> None:
+def test_command_line_keys_come_first_in_a_name(tmp_path: Path) -> None:
     """A run without options after a run with options is the plain recipe; user overrides are always shown."""
     plain, fast = tiny.recipe(tmp_path), tiny.recipe(tmp_path, muon__lr=0.5)
     assert names(tmp_path, plain) == [""]
@@ -325,7 +327,7 @@ def test_the_command_line_comes_first_in_a_name_and_is_no_edit_of_the_file(tmp_p
     assert name.startswith("training.steps=4,momentum=0.5")
 
 
-def test_a_default_of_an_earlier_version_is_no_difference_in_a_name(tmp_path: Path) -> None:
+def test_a_default_of_an_earlier_version_is_not_in_a_name(tmp_path: Path) -> None:
     start(tiny.recipe(tmp_path, muon__eps=1e-7))
     assert names(tmp_path, tiny.recipe(tmp_path)) == [""]
     start(tiny.recipe(tmp_path, muon__eps=0.5))
