@@ -143,9 +143,7 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
         stochastic = options.rounding == "stochastic" and dtype == torch.bfloat16
         drawn = drawn or stochastic
         scratch = CHUNK_BYTES if stochastic else dtype.itemsize if dtype.itemsize > options.wire_bytes else 0
-        apply.append(
-            scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0) + undone * dtype.itemsize
-        )
+        apply.append(scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0) + undone * dtype.itemsize)
     passes = (
         traffic(
             dtype.itemsize,
