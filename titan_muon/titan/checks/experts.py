@@ -17,6 +17,7 @@ class ExpertLoads:
 
     def __init__(self, parts: Sequence[nn.Module], group: dist.ProcessGroup | None, device: torch.device) -> None:
         named = (pair for part in parts for pair in part.named_modules())
+        # TorchTitan counts tokens since the optimizers' last step.
         self._layers = {name: layer for name, layer in named if hasattr(layer, "tokens_per_expert_E")}
         self._group, self._device = group, device
         self._before: list[Tensor] = []

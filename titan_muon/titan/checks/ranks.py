@@ -1,6 +1,5 @@
 """Compares ranks in a reported step: their text, optimizer steps and leftover gradients."""
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
@@ -23,20 +22,6 @@ class RankReport:
     extra_steps: int  # an optimizer's steps beyond the training loop's, since the last report
     stale_gradients: int  # parameters with a gradient before the first backward
     sound_until: int  # last step before training began to look wrong
-
-
-class StepInputs:
-    """CRC-32 of this rank's inputs in a step."""
-
-    def __init__(self) -> None:
-        self.crc = 0
-
-    def add(self, inputs: torch.Tensor) -> None:
-        self.crc = zlib.crc32(inputs.numpy().tobytes(), self.crc)
-
-    def take(self) -> int:
-        crc, self.crc = self.crc, 0
-        return crc
 
 
 def gather(report: RankReport, group: dist.ProcessGroup | None) -> list[RankReport]:

@@ -67,7 +67,6 @@ class Training:
 
 @dataclass(frozen=True)
 class _Degrees:
-    world: int
     replicas: int
     data: int
     context: int
@@ -79,7 +78,6 @@ class _Degrees:
     def of(cls, recipe: Recipe, world: int) -> _Degrees:
         degrees = recipe.parallelism
         return cls(
-            world,
             degrees.data_parallel_replicate_degree,
             data_ranks(recipe, world),
             degrees.context_parallel_degree,
@@ -108,7 +106,7 @@ def training_of(
     whole = recipe.training.global_batch_size
     passes = 1 if whole == -1 else max(1, whole // (local * degrees.data))
     tokens = local * recipe.training.seq_len // degrees.context
-    pipelined = 1 if degrees.stages == 1 else 1 + (degrees.stages - 1) / max(1, _microbatches(recipe, local))
+    pipelined = 1 if degrees.stages == 1 else 1 + (degrees.stages - 1) / _microbatches(recipe, local)
     recomputed = 1 + RECOMPUTED[recipe.activation_checkpoint.mode] / 3
     flops = size.token_flops * tokens * passes * recomputed / (degrees.tensor * degrees.stages)
     compute = flops / (machine.flops["bfloat16"] * TRAINING_SHARE) * pipelined

@@ -66,7 +66,7 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak and the estimate's error are below the capacity."""
+        """Whether the peak and the estimate's error fit into the capacity."""
         return self.capacity == 0 or self.peak * (1 + MEMORY_ERROR) <= self.capacity
 
 

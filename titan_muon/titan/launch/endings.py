@@ -1,6 +1,6 @@
 """Final endings of a job, a refusal or a divergence, in torchrun's error files.
 
-Under `--max-restarts` torchrun restarts all processes even so. Without torch, a restarted process ends at once.
+torchrun still restarts all processes under `--max-restarts`. A restarted process ends before it imports torch.
 """
 
 import json

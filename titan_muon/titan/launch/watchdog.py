@@ -124,7 +124,7 @@ class Watchdog:
                 self._end_without_store()
                 return
             if alone:
-                print(f"error: rank {self._rank} ends: its peers are gone", file=sys.stderr, flush=True)
+                _print_error(f"rank {self._rank} ends: its peers are gone")
                 os._exit(1)
 
     def _is_alone(self) -> bool:
@@ -146,30 +146,26 @@ class Watchdog:
             return
         if under_torchrun:
             who = "its launcher" if os.getppid() != self._parent else "the launcher of the job's first node"
-            print(
-                f"error: rank {self._rank}: {who} is gone; training ends after this step", file=sys.stderr, flush=True
-            )
+            _print_error(f"rank {self._rank}: {who} is gone; training ends after this step")
             os.kill(os.getpid(), signal.SIGTERM)
             while not self._closed.wait(self._interval):
                 if time.monotonic() - self._moved > self.timeout + GRACE_SECONDS:
                     break
             else:
                 return
-        print(f"error: rank {self._rank} ends: the process with the job's store is gone", file=sys.stderr, flush=True)
+        _print_error(f"rank {self._rank} ends: the process with the job's store is gone")
         os._exit(1)
 
     def _watch_store(self) -> None:
-        """End this process if neither the store nor the main thread moves within the time-out: a cut link."""
+        """End this process if neither the store nor the main thread answers within the time-out."""
         while not self._closed.wait(self._interval):
             limit = self.timeout + GRACE_SECONDS
             now = time.monotonic()
             if now - self._told > limit and now - self._moved > limit and self._thread.is_alive() and not self._done:
                 store = f"{os.environ.get('MASTER_ADDR', 'unknown')}:{os.environ.get('MASTER_PORT', 'unknown')}"
-                print(
-                    f"error: rank {self._rank} ends: no answer from the job's store on {store} for {limit:.0f} s; its "
-                    "process is stopped, or the network is cut",
-                    file=sys.stderr,
-                    flush=True,
+                _print_error(
+                    f"rank {self._rank} ends: no answer from the job's store on {store} for {limit:.0f} s; its process "
+                    "is stopped, or the network is cut"
                 )
                 os._exit(1)
 
@@ -182,11 +178,7 @@ class Watchdog:
             return
         known_everywhere = isinstance(error, RecipeError | FloatingPointError | RunFault)
         if int(first) != self._rank and not known_everywhere:
-            print(
-                f"error: rank {self._rank} ends because rank {first} failed first; read the error of rank {first}",
-                file=sys.stderr,
-                flush=True,
-            )
+            _print_error(f"rank {self._rank} ends because rank {first} failed first; read the error of rank {first}")
 
     def _name_late_ranks(self) -> None:
         # 1,000 readers of 1,000 signs would block the store.
@@ -197,8 +189,7 @@ class Watchdog:
         late = late_ranks(signs, silent, self._world_size)
         # A late but living rank looks too, at its own stage.
         if late and self._store.add(f"named-{late}", 1) == 1:
-            waited = time.monotonic() - self._moved
-            print(f"error: no progress for {waited:.0f} s: {late}", file=sys.stderr, flush=True)
+            _print_error(f"no progress for {time.monotonic() - self._moved:.0f} s: {late}")
 
     def _outlives_failure(self) -> bool:
         if self._failing or not self._store.check([FAILED]):
@@ -264,6 +255,10 @@ def late_ranks(signs: Mapping[int, Sign], silent: Collection[int], world_size: i
             stage = f"{'ended' if sign.stage % 2 else 'begun'} step {sign.stage // 2 + 1} of this attempt"
             late.append(f"{where} has not {stage}")
     return ", ".join(late)
+
+
+def _print_error(text: str) -> None:
+    print(f"error: {text}", file=sys.stderr, flush=True)
 
 
 def _key(rank: int) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -185,10 +186,7 @@ def _role(assignment: Assignment) -> str:
 
 
 def _offsets(assignments: Sequence[Assignment]) -> list[int]:
-    offsets = [0]
-    for assignment in assignments:
-        offsets.append(offsets[-1] + (assignment.shape[0] if len(assignment.shape) == 3 else 1))
-    return offsets
+    return [*accumulate((a.shape[0] if len(a.shape) == 3 else 1 for a in assignments), initial=0)]
 
 
 def _square(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ ITERATIONS = 20
 
 def largest_singular_value(matrix: Tensor) -> Tensor:
     """(): lower bound of the largest singular value of a (rows, cols) matrix, by power iteration, within a few %."""
+    # The same start in every step, so that values can be compared.
     generator = torch.Generator(device="cpu").manual_seed(0)
     vector = torch.randn(matrix.shape[1], generator=generator).to(matrix.device)
     for _ in range(ITERATIONS):

@@ -225,16 +225,11 @@ class RunCheckpoints(CheckpointManager):
         result: Any = None
         if async_mode == AsyncMode.DISABLED:
             dcp.save(state_dict, storage_writer=writer)
-        elif async_mode == AsyncMode.ASYNC:
-            result = dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
         else:
-            result = dcp.async_save(
-                state_dict,
-                storage_writer=writer,
-                process_group=self.pg,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                async_stager=self.stager,
-            )
+            options: dict[str, Any] = {"storage_writer": writer, "process_group": self.pg}
+            if async_mode != AsyncMode.ASYNC:
+                options |= {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
+            result = dcp.async_save(state_dict, **options)
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return result

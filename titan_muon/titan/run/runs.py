@@ -90,10 +90,10 @@ def agree(
 def open_run(
     recipe: Recipe, overrides: tuple[str, ...] = (), flaws: Flaws = MappingProxyType({}), folder: Path | None = None
 ) -> Run:
-    """The run requested by `checkpoint.load`. Only creates the folder of a new run, unless `folder` exists.
+    """The run requested by `checkpoint.load`. Creates the folder of a new run, and changes nothing else.
 
-    `overrides`: keys of the command line, for the name. `flaws`: damaged checkpoints. Raises RecipeError if no run can
-    continue as requested.
+    `overrides`: keys of the command line, for the name. `flaws`: damaged checkpoints. `folder`: of a new run, instead
+    of another name. Raises RecipeError if no run can continue as requested.
     """
     runs = Path(recipe.dump_folder).resolve() / recipe.name
     start = _source(recipe, runs, flaws)
