@@ -136,4 +136,4 @@ def local(tensor: Tensor) -> Tensor:
 def largest_difference(first: Training, second: Training) -> float:
     theirs = second.tensors()
     errors = [(value - theirs[name]).abs().max().item() for name, value in first.tensors().items() if value.numel()]
-    return max(differences)
+    return max(errors)

@@ -167,7 +167,7 @@ def overlapped(rank: int, world_size: int) -> tuple[float, int, set[str], set[st
             training.muon.step()
             training.rest.step()
             training.net.zero_grad()
-    exchanges = [{bucket.exchange for bucket in exchanges.muon.plan.buckets} for exchanges in (ours, theirs)]
+    exchanges = [{bucket.exchange for bucket in t.muon.plan.buckets} for t in (ours, theirs)]
     return largest_difference(ours, theirs), gathers, exchanges[0], exchanges[1]
 
 

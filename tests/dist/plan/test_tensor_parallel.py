@@ -96,9 +96,7 @@ def not_blocks(trained: Trained, world_size: int) -> list[str]:
     for key, param in trained.params.items():
         dim, count = CASES[world_size][key.partition(".")[0]].cut
         full = [drawn({k: SHAPES[k.partition(".")[2]] for k in trained.params}, seed)[key] for seed in range(STEPS + 1)]
-        initial, *grads = [
-            {str(place): block for place, block in enumerate(values.chunk(count, dim))} for values in full
-        ]
+        initial, *grads = [{str(place): block for place, block in enumerate(t.chunk(count, dim))} for t in full]
         reference = ReferenceMuon({place: block.clone() for place, block in initial.items()})
         for grad in grads:
             reference.step(grad)

@@ -60,7 +60,7 @@ def differing(rank: int, world_size: int) -> list[str]:
         muon.step()
     different = []
     for name, param in params.items():
-        full, gradients = full_tensors({name: shapes[name]}, seed=0)[name], [gradients[name] for gradients in grads]
+        full, gradients = full_tensors({name: shapes[name]}, seed=0)[name], [values[name] for values in grads]
         expected = (
             torch.stack([reference(whole, [grad[i] for grad in gradients]) for i, whole in enumerate(full)])
             if full.ndim == 3
