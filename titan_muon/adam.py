@@ -41,7 +41,7 @@ CHANGED: Mapping[Offload, tuple[str, ...]] = {
 """Fields of Elements that move to the device and back."""
 
 READ: Mapping[Offload, tuple[str, ...]] = {"none": (), "state": (), "parameters": ("grad",)}
-"""Fields of Elements that only move to the device."""
+"""Fields that only move to the device."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,6 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             self._update(batch.with_tensors((*changed, *read), self._window.take()))
             self._window.give_back()
         self._window.end()
-        # The user may read parameters on the host after the step.
         if "param" in changed:
             self._window.synchronize()
 
@@ -362,7 +361,6 @@ class GradientCare:
     def _fault(self, parameter: Tensor, *, frozen: bool) -> Fault:
         if parameter.grad is not None or frozen or self._adamw._missing_grad == "skip":
             return Fault.NONE
-        # A rank outside of the mesh gets no gradient in backward.
         outside = isinstance(parameter, DTensor) and parameter.device_mesh.get_coordinate() is None
         return Fault.NONE if outside else Fault.NO_GRADIENT
 

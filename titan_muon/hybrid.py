@@ -221,6 +221,11 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         # Without the flag torch.amp.GradScaler skips the whole step.
         return all(getattr(part, "_step_supports_amp_scaling", False) for part in self.optimizers.values())
 
+    def skip_unless_finite(self, norm: NormCheck) -> None:
+        """As `SkipsSteps.skip_unless_finite`, for all optimizers."""
+        super().skip_unless_finite(norm)
+        self._next_norm = norm
+
     def table(self, *, full: bool = False) -> str:
         """The parameter table. Equal parameters of all layers share a line, unless `full`."""
         table = parameter_table(self.assignments, dict(named_parameters(self.param_groups)), None, full=full)
@@ -240,12 +245,11 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters once. Every rank calls `step`. Returns the result of `closure`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        skipped = self.take_skip()
         for part in self.optimizers.values():
-            if self._skips_on_host(part):
+            # Other optimizers cannot skip on the device, so the host waits.
+            if not isinstance(part, SkipsSteps) and skipped is not None and skipped:
                 continue
             for name in ("grad_scale", "found_inf"):
                 # torch.amp.GradScaler sets both for a step.
@@ -304,14 +308,8 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Optimizer.load_state_dict calls this too, with only groups and state.
         if "parts" in state:
             self._carry()
-
-    def _skips_on_host(self, part: Optimizer) -> bool:
-        """For an optimizer that cannot skip on the device. The host waits."""
-        norm = self._next_norm
-        return not isinstance(part, SkipsSteps) and norm is not None and bool(norm.broken)
 
     def _link(self) -> None:
         """Refer to the parts' groups and state, because loading replaces these objects."""

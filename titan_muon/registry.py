@@ -126,5 +126,5 @@ models: Registry[ModelFamily] = Registry("model.name", "titan_muon.models")
 
 
 def shared_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The `options` of the whole optimizer `name`."""
+    """The `options` in `shared` of the optimizer `name`."""
     return {key: value for key, value in options.items() if key in optimizers.get(name).shared}

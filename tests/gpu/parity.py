@@ -180,8 +180,7 @@ def check_exchange(exchange: str, arithmetic: Arithmetic, device: torch.device, 
     """All cases in one optimizer under an exchange, for some steps."""
     layouts = cases(dist.get_world_size())
     meshes = {
-        shape: device_mesh.init_device_mesh(device.type, shape)
-        for shape in dict.fromkeys(case.mesh for case in layouts)
+        shape: device_mesh.init_device_mesh(device.type, shape) for shape in dict.fromkeys(c.mesh for c in layouts)
     }
     trained = Trained(layouts, meshes, arithmetic, exchange=exchange)
     return steps(f"exchange {exchange}, {arithmetic.name}", trained, device, has_values=has_values)

@@ -80,9 +80,7 @@ def test_gathers_of_backward_are_not_sent_in_the_step() -> None:
 
 
 def test_returns_awaited_in_forward_are_not_in_the_step() -> None:
-    without, overlapped = (
-        plan_numbers("llama3_8b", 64, overlap=overlap, replicas=8) for overlap in ("none", "forward")
-    )
+    without, overlapped = (plan_numbers("llama3_8b", 64, overlap=mode, replicas=8) for mode in ("none", "forward"))
     assert overlapped.hidden_ms > 0.9 * without.tail_ms > 0 == without.hidden_ms
     assert overlapped.link_ms < without.link_ms
     assert overlapped.step_ms < 0.6 * without.step_ms

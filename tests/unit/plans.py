@@ -75,11 +75,11 @@ SLICING = Machine(tflops=1e-12, node_gb=1e6, node_latency_us=0.0, network_gb=1e6
 def mesh_shapes(size: int, most: int) -> list[tuple[int, ...]]:
     """All shapes of 1 to 4 axes, some of size 1, for up to `most` ranks; `size` limits an axis."""
     shapes: list[tuple[int, ...]] = [()]
-    shapes_found = []
+    expanded = []
     for _ in range(4):
         shapes = [(*shape, n) for shape in shapes for n in range(1, size + 1) if prod(shape) * n <= most]
-        shapes_found += shapes
-    return shapes_found
+        expanded += shapes
+    return expanded
 
 
 MESHES = {world: mesh_shapes(world, world) for world in (1, 2, 3, 4, 6, 8)}

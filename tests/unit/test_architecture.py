@@ -152,9 +152,9 @@ PRIVATE = {
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
 def test_private_calls_of_autograd_meshes_and_groups_have_a_single_file(path: Path) -> None:
     elsewhere = {call for file, names in PRIVATE.items() if file != name(path) for call in names}
-    names_used = {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
-    names_used |= {node.arg or "" for node in ast.walk(tree(path)) if isinstance(node, ast.keyword)}
-    assert names_used & elsewhere == set()
+    attributes = {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
+    attributes |= {node.arg or "" for node in ast.walk(tree(path)) if isinstance(node, ast.keyword)}
+    assert attributes & elsewhere == set()
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
@@ -330,11 +330,11 @@ def test_no_module_has_a_mutable_global(path: Path) -> None:
 
     In the library its annotation says so too (Mapping, Sequence), so that mypy keeps everybody from writing to it.
     """
-    globals_found = dict(collections(path))
-    assert [variable for variable in globals_found if variable != variable.upper()] == []
-    assert set(globals_found) & set(written(path)) == set()
+    variables = dict(collections(path))
+    assert [variable for variable in variables if variable != variable.upper()] == []
+    assert set(variables) & set(written(path)) == set()
     if path in LIBRARY:
-        assert [variable for variable, read_only in globals_found.items() if not read_only] == []
+        assert [variable for variable, read_only in variables.items() if not read_only] == []
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name)

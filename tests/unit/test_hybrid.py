@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from titan_muon import Hybrid, Muon, Rule, assign, parameter_groups
+from titan_muon import Hybrid, Muon, Rule, assign, clip_grad_norm_, parameter_groups, registry
 from titan_muon.adam import AdamW
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "muon": {"orthogonalize": "reference"}}
@@ -322,3 +322,22 @@ def test_adamw_does_not_wait_for_the_report_of_muons_step_now(first: str) -> Non
         calls.clear()
         optimizer.step()
         assert calls[-1] == "send"
+
+
+def test_a_norm_that_is_not_finite_skips_optimizers_of_other_packages_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = registry.OptimizerEntry(lambda groups: torch.optim.SGD(groups, lr=0.1))
+    monkeypatch.setitem(registry.optimizers._values, "plain_sgd", entry)
+    model = Decoder()
+    hybrid = Hybrid(model, rules=[Rule(match="embed.weight", optimizer="plain_sgd")], muon={"nonfinite": "skip"})
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model.embed.weight.grad[0, 0] = torch.nan  # type: ignore[index]
+    clip_grad_norm_(model.parameters(), 1.0, optimizer=hybrid)
+    hybrid.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.warns(UserWarning, match="the norm of the gradients was not finite"):
+        hybrid.step()
+    assert not any(map(torch.equal, before, model.parameters()))

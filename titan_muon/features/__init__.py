@@ -68,7 +68,6 @@ def features_of_step(optimizer: Optimizer, rank: RankStages, skipped: Tensor | N
 
         GradScaling.check(rank.options)
         yield GradScaling(rank, found_inf, getattr(optimizer, "grad_scale", None))
-    # Reading a flag on the CPU does not wait.
     elif skipped is not None and (skipped.device.type != "cpu" or skipped):
         from .scaling import GradScaling
 

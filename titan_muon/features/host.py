@@ -109,24 +109,15 @@ class OnHost:
         if "param" in self._names:
             self.window.synchronize()
 
-    def synchronize(self) -> None:
-        self.window.synchronize()
-
 
 class HostOffload(Feature):
     """Fetches the tensors of a stage before it, and sends changed tensors back."""
 
     def __init__(self, offload: Offload) -> None:
         self._offload = offload
-        self._source: OnHost | None = None
-
-    @property
-    def source(self) -> OnHost:
-        assert self._source is not None, "stages are wrapped before the first step"
-        return self._source
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
-        self._source = source = OnHost(stage_uses(rank), rank.storage, self._offload, Window(rank.device))
+        self.source = source = OnHost(stage_uses(rank), rank.storage, self._offload, Window(rank.device))
         calls = rank.calls
 
         def advance_call(call: Advance, averages: Tensors, grads: Tensors, rule: Rule) -> None:
@@ -155,11 +146,11 @@ class HostOffload(Feature):
 
     def told(self, faults: Sequence[Fault]) -> None:
         """Wait for the transfers to the host, because the engine may repair the momentum there next."""
-        self.source.synchronize()
+        self.source.window.synchronize()
 
     def flush(self, *, discard: bool = False) -> None:
         if discard:
-            self.source.synchronize()
+            self.source.window.synchronize()
 
 
 def stage_uses(rank: RankStages) -> Iterator[StageUse]:

@@ -118,7 +118,6 @@ def check_rules(names: Iterable[str], rules: Sequence[PlacementRule]) -> None:
 
 
 def _first(name: str, rules: Sequence[PlacementRule]) -> int | None:
-    # Not fnmatch, which ignores case on some systems.
     return next((index for index, rule in enumerate(rules) if fnmatchcase(name, rule.match)), None)
 
 

@@ -120,7 +120,7 @@ class OwnedParamGroup:
 
     @torch.no_grad()
     def unshard(self) -> None:
-        """Start the gather unless started, on all ranks in the same order of groups."""
+        """Start the gather unless started. Collective."""
         if self.state is not OwnedState.OWNED:
             return
         buffer, streams = self._resized_buffer(), self._comm.streams
@@ -168,7 +168,6 @@ class OwnedParamGroup:
         if self.state is OwnedState.OWNED:
             return
         if self.state is OwnedState.UNSHARDING:
-            # Memory freed during a collective could be reused while the collective still writes.
             self._wait()
         else:
             for param in self.params:

@@ -25,7 +25,7 @@ ALIGNMENT = 64
 # - Slots are allocated on the computing stream. So the arriving stream first waits for earlier uses of the memory, and
 #   for the last step's transfers to the host.
 # - A transfer leaves after the computing stream has used the tensors. Then a later transfer reuses the slot.
-# - At the end the computing stream waits for all transfers, because later allocations may reuse the slots.
+# - At the end the computing stream waits for all transfers.
 
 
 @dataclass(frozen=True)

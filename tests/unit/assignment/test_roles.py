@@ -171,9 +171,8 @@ def test_a_usual_model_has_no_warning() -> None:
 
 
 def test_a_small_share_of_muon_is_a_warning() -> None:
-    (warning,) = doubts(
-        list(assigned(model(up=linear(128, 64), stem=nn.Conv2d(64, 64, 7, device="meta"))).values()), ()
-    )
+    roles = assigned(model(up=linear(128, 64), stem=nn.Conv2d(64, 64, 7, device="meta")))
+    (warning,) = doubts(list(roles.values()), ())
     assert warning.startswith(
         "warning: Muon takes 3.9 % of the parameters besides embeddings and output head; the largest"
     )

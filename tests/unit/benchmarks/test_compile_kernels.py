@@ -92,11 +92,7 @@ def test_every_product_and_dtype_is_compiled_for_every_gpu() -> None:
     from titan_muon.orthogonalize.symmetric_kernel import TILES
 
     compiled = list(cases())
-    whole = {
-        (kernel.target.capability, kernel.tile, kernel.variant, kernel.dtype)
-        for kernel in compiled
-        if not kernel.ragged
-    }
+    whole = {(case.target.capability, case.tile, case.variant, case.dtype) for case in compiled if not case.ragged}
     tiles = [(10 * major, tile) for major, tiles in TILES.items() for tile in tiles]
     assert whole == {(*tile, variant, dtype) for tile in tiles for variant in VARIANTS for dtype in HALVES}
     assert {gpu for gpu, *_ in whole} == {80, 90, 100}

@@ -54,7 +54,7 @@ def test_a_step_is_not_slower_with_hidden_gathers() -> None:
     layout = Layout((64, 64), Mesh((4,), tuple(range(4))), (Shard(0),))
     wide = Layout((64, 192), layout.mesh, layout.placements)
     stack = MatrixStack(1, (MatrixRows("", (Interval(0, 64),)),))
-    times = [
+    parameters = [
         Parameter(f"layers.{number}.{name}", f"layers.{number}", of, stack)
         for number in range(4)
         for name, of in (("q", layout), ("up", wide))
@@ -62,7 +62,7 @@ def test_a_step_is_not_slower_with_hidden_gathers() -> None:
     machine = Machine(node_gb=1e-3, tflops=1e-2, tflops_float32=1e-2, node_latency_us=0.0, launch_us=0.0)
     on = machine_of(machine)
     without, overlapped = (
-        timeline(plan_of(times, overlap=overlap, machine=machine), on, overlap=overlap).last.seconds
+        timeline(plan_of(parameters, overlap=overlap, machine=machine), on, overlap=overlap).last.seconds
         for overlap in ("none", "backward")
     )
     assert overlapped <= without

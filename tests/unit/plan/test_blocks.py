@@ -88,8 +88,8 @@ def test_blocks_follow_the_column_shards_of_tensor_parallelism() -> None:
 
 def test_whole_blocks_stay_unchanged() -> None:
     """Three heads over two places: the one in the middle is on both."""
-    blocks_found = blocks(matrix((12, 6), Shard(1), Shard(0), heights=(4, 4, 4)))
-    assert [(block.label, block.rows) for block in blocks_found] == [
+    result = blocks(matrix((12, 6), Shard(1), Shard(0), heights=(4, 4, 4)))
+    assert [(block.label, block.rows) for block in result] == [
         ("0", (Interval(0, 4),)),
         ("1/tp0", (Interval(4, 6),)),
         ("1/tp1", (Interval(6, 8),)),

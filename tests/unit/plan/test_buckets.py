@@ -151,9 +151,8 @@ def test_a_step_without_link_time_takes_the_executors_waits(plan: Plan, seed: in
         played, waited = timeline(candidate, PRODUCTS), clock.run()
         # The timeline lets collectives of several groups share the wires, and owners of slices wait for each other.
         assert played.last.seconds >= waited * (1 - 1e-9)
-        if len({bucket.group for bucket in candidate.buckets}) == 1 and not any(
-            matrix.slice for matrix in candidate.matrices
-        ):
+        groups = {bucket.group for bucket in candidate.buckets}
+        if len(groups) == 1 and not any(matrix.slice for matrix in candidate.matrices):
             assert played.last.seconds == pytest.approx(waited, rel=1e-9)
         assert {cost.rank: cost.ns_flops for cost in summary.ranks} == clock.work
         assert summary.ns_flops_max == max(clock.work.values())

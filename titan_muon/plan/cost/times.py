@@ -67,7 +67,7 @@ class Costs:
         return self._owned[counts]
 
     def local(self, local: Sequence[Ranks]) -> dict[int, LocalTime]:
-        """Cost of local matrices by rank; `local`: the ranks of each matrix."""
+        """Cost of local matrices by rank; `local`: by matrix, the ranks."""
         by_kind: dict[int, dict[int, int]] = {rank: {} for rank in self.pieces.ranks()}
         for kind, ranks in zip(self.pieces.kinds, local, strict=True):
             for rank in ranks:

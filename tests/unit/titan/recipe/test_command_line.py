@@ -13,7 +13,6 @@ from titan_muon.titan.recipe import (
     Recipe,
     RecipeError,
     command_line,
-    differences,
     load,
     schema,
     sections,
@@ -63,7 +62,9 @@ def test_an_override_wins_over_the_file(tmp_path: Path, arguments: list[str], ke
     read_value = schema.values(recipe)[key]
     assert read_value == value
     assert type(read_value) is type(value)
-    assert [difference.key for difference in differences(load(path), recipe)] in ([key], ["muon.ns_steps", key])
+    alone = schema.values(load(path))
+    differing = [name for name, other in schema.values(recipe).items() if other != alone[name]]
+    assert differing in ([key], ["muon.ns_steps", key])
 
 
 def test_unread_files_cause_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,7 +165,7 @@ def test_quiet_prints_only_warnings_errors_and_the_end(
 
 
 def test_a_divergence_is_recorded_with_the_reason(reporter: RunMetrics, tmp_path: Path) -> None:
-    reporter.log_divergence(7, "step 7: the loss is nan")
+    reporter.logger.log({"diverged": "step 7: the loss is nan"}, 7)
     assert record(tmp_path) == {"step": 7, "diverged": "step 7: the loss is nan"}
     assert dict(tagged(record(tmp_path))) == {"step": 7}, "TensorBoard has no curve of texts"
 

@@ -103,8 +103,8 @@ def test_latest_continues_after_the_newest_whole_checkpoint(tmp_path: Path, caps
     run = finished_run(tmp_path, 3, 6, 9)
     open_run(tiny.recipe(tmp_path))
     shard(run / "checkpoint" / "step-9").unlink()
-    run_found = start(tiny.recipe(tmp_path, checkpoint__load="latest"))
-    assert run_found == Run(str(run), str(run), str(run / "checkpoint" / "step-6"), 6, 12.0)
+    opened = start(tiny.recipe(tmp_path, checkpoint__load="latest"))
+    assert opened == Run(str(run), str(run), str(run / "checkpoint" / "step-6"), 6, 12.0)
     assert "step-9 is passed over: __0_0.distcp is missing; using step 6 instead" in capsys.readouterr().out
     assert sorted(path.name for path in (run / "checkpoint").iterdir()) == ["aside-9", "step-3", "step-6"]
     assert list(tiny.records(run, "loss")) == [1, 2, 3, 4, 5, 6]
