@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.plans import coordinates, elements_of, examples, plan_of, plans, ranks_of, recut, torch_local
+from tests.unit.plans import EXCHANGES, coordinates, elements_of, examples, plan_of, plans, ranks_of, recut, torch_local
 from titan_muon.comm.buffers import BufferSet, bucket_buffers, make_buffer_sets
 from titan_muon.plan.cost.batches import batches
 from titan_muon.plan.program import BucketProgram, Collective, Phase, make_program
@@ -489,6 +489,20 @@ def test_a_plan_may_have_more_ranks_than_matrices(exchange: str) -> None:
     plan = plan_of([sharded("one", (3, 5), FLAT, 0)], exchange=exchange)
     assert plan.buckets[0].group == (0, 1, 2, 3)
     check_step(plan, late=True)
+
+
+@pytest.mark.parametrize("ranks", [6, 12])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_uneven_shards_of_rows_are_sent_from_multiples_of_16_bytes(exchange: str, ranks: int) -> None:
+    """Without gaps, because a row of 8 bfloat16 elements has 16 bytes."""
+    mesh = Mesh((ranks,), tuple(range(ranks)))
+    shapes = [(13, 8), (8, 24), (64, 40), (100, 16)]
+    parameters = [sharded(f"{rows}", (rows, cols), mesh, 0) for rows, cols in shapes]
+    plan = plan_of(parameters, exchange=exchange, owners="everyone" if exchange == "all_gather" else "balanced")
+    phases = [phase for rank in range(ranks) for run in make_program(plan, rank).buckets for phase in run.phases]
+    parcels = [parcel for phase in phases for parcel in (*phase.home, *phase.owned)]
+    assert len({parcel.piece.numel for parcel in parcels}) > 2
+    assert {parcel.offset % 8 for parcel in parcels} == {0}
 
 
 def test_every_rank_orthogonalizes_the_local_plain_tensors() -> None:

@@ -16,13 +16,15 @@ from benchmarks.memory_use import allocated
 from titan_muon import Muon, own
 from titan_muon.comm.buffers import fragmentation
 from titan_muon.features.early import shared_queue
+from titan_muon.features.scaling import ScaledRule
 from titan_muon.options import MuonOptions, PlacementRule
 from titan_muon.plan.cost.times import Costs
 from titan_muon.plan.cost.totals import Totals
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.layout import Geometries, Geometry
 from titan_muon.plan.terms.pieces import Pieces
-from titan_muon.planning import check_one_device
+from titan_muon.planning import check_one_device, passes_of
+from titan_muon.rules.muon import MuonRule
 from titan_muon.step.foreach import CPU_CHUNK_BYTES
 from titan_muon.tensors.storage import trained_params
 
@@ -64,6 +66,22 @@ def test_the_peak_of_a_step_equals_the_plan(dtype: torch.dtype, rows: int, optio
     measured, planned = peak(Muon([("w", weight)], **OPTIONS, **options))
     # The library for matrix products has scratch of its own.
     assert 0.98 * planned < measured < 1.02 * planned + MIB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_accelerators_plan_has_the_copies_of_a_step_that_may_be_undone(dtype: torch.dtype) -> None:
+    """On a GPU, each step of a recipe may be undone. A CPU runs a call of each stage here."""
+    count, options = 2**20, MuonOptions(rounding="nearest")
+    average, update = torch.zeros(count), torch.zeros(count, dtype=torch.bfloat16)
+    param, grad = torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)
+    scratch = (torch.empty_like(param),) if dtype == torch.float32 else ()
+    rule = ScaledRule(MuonRule(options), None, torch.tensor(False))
+    group = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True}
+    _, advance, _ = allocated(lambda: rule.advance((average,), (grad,), (update,), group))
+    _, apply, _ = allocated(lambda: rule.apply((param,), (update,), group, 1.0, scratch))
+    passes = passes_of([dtype], options, "cuda")
+    assert 0 <= advance - count * passes.advance_bytes < MIB / 100
+    assert 0 <= apply + sum(part.nbytes for part in scratch) - count * passes.apply_bytes < MIB / 100
 
 
 @pytest.mark.parametrize("shape", [(40, 3), (700, 300), (3, 200_000)], ids=str)
