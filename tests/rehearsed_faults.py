@@ -154,7 +154,7 @@ def write_record(folder: Path, rank: int, fault: str, file: Path) -> None:
 
         compat.install()
         from benchmarks.rehearsal.training import rehearse
-        from titan_muon.comm.faults import FaultReport
+        from titan_muon.comm.report import FaultReport
         from titan_muon.owned.comm import OwnerCollectives
         from titan_muon.step.stages import RankStages
 
