@@ -69,7 +69,7 @@ class ElementBatch:
         return [getattr(part, name) for name in names for part in self.parts]
 
     def with_tensors(self, names: Sequence[str], tensors: Sequence[Tensor]) -> ElementBatch:
-        """`tensors`: in the order of `self.tensors(names)`."""
+        """Replace tensors, in the order of `self.tensors(names)`."""
         count = len(self.parts)
         parts = (replace(part, **dict(zip(names, tensors[i::count], strict=True))) for i, part in enumerate(self.parts))
         return replace(self, parts=tuple(parts))

@@ -185,7 +185,7 @@ def engine_of(
     muon: Optimizer,
     carried: Mapping[str, Carried],
 ) -> Engine:
-    """`previous`: features of the old engine. `carried`: optimizers in Muon's report, by name."""
+    """The engine of a plan. `previous`: features of the old engine. `carried`: optimizers in Muon's report, by name."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     program = make_program(plan, rank, geometries)
     buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype], kept=options.keep_buffers)

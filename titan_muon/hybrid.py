@@ -273,7 +273,10 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load hyperparameters and state. Ranks and errors as in `Muon.load_state_dict`; also for other optimizers."""
+        """Load hyperparameters and state. Ranks and errors as in `Muon.load_state_dict`.
+
+        Raises ValueError also for different optimizers in the groups.
+        """
         with after_pre_hooks(self, state_dict) as loaded:
             if missing := {"state", "param_groups"} - loaded.keys():
                 absent = " and no ".join(sorted(missing, reverse=True))

@@ -94,7 +94,7 @@ for _pattern in ("all_gather", "all_to_all", "all_gather_reduce_scatter"):
 
 
 def exchange_entry(name: str) -> ExchangeEntry:
-    """Raises OptionError for an unknown name."""
+    """The exchange of a name. Raises OptionError for an unknown name."""
     try:
         return exchanges.get(name)
     except ValueError as error:

@@ -54,9 +54,9 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
         tokens = torch.randint(24, (4, 8), generator=torch.Generator().manual_seed(step))
         loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
-        for each in optimizer if isinstance(optimizer, list) else [optimizer]:
-            each.step()
-            each.zero_grad()
+        for part in optimizer if isinstance(optimizer, list) else [optimizer]:
+            part.step()
+            part.zero_grad()
 
 
 def equal(first: nn.Module, second: nn.Module) -> bool:

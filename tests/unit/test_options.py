@@ -63,10 +63,10 @@ def test_an_empty_state_dict_is_refused_with_the_missing_keys() -> None:
 
 
 def test_muon_stores_every_argument() -> None:
-    given = MuonOptions(lr=0.5, ns_steps=3, exchange="all_gather", missing_grad="skip", machine=Machine(tflops=1.0))
-    keywords = {item.name: getattr(given, item.name) for item in fields(given)}
+    options = MuonOptions(lr=0.5, ns_steps=3, exchange="all_gather", missing_grad="skip", machine=Machine(tflops=1.0))
+    keywords = {item.name: getattr(options, item.name) for item in fields(options)}
     muon = Muon([("w", Parameter(torch.zeros(4, 4)))], **keywords)
-    assert muon._options == given
+    assert muon._options == options
     assert {name: muon.param_groups[0][name] for name in HYPERPARAMETERS} == {
         name: keywords[name] for name in HYPERPARAMETERS
     }

@@ -70,7 +70,7 @@ def test_the_maximum_of_several_passes_counts_and_resets_every_step() -> None:
         expected = clipped(expected, [largest] * HEADS, 100.0, 0.5)
         clip.apply()
         for name, weight in weights.items():
-            torch.testing.assert_close(weight, expected[name], msg=lambda said, name=name: f"{name}: {said}")
+            torch.testing.assert_close(weight, expected[name], msg=lambda message, name=name: f"{name}: {message}")
 
 
 def test_a_rank_observes_only_the_local_heads() -> None:
@@ -126,7 +126,7 @@ def test_an_unobserved_layer_is_an_error_in_the_first_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: QKClip([], threshold=0.0), r"threshold = 0\.0 must be more than 0"),
         (lambda: QKClip([], alpha=1.5), r"alpha = 1\.5 from 0 to 1"),
@@ -147,6 +147,6 @@ def test_an_unobserved_layer_is_an_error_in_the_first_step() -> None:
         (lambda: QKClip([AttentionLayer("a", 2)]).observe("a", torch.ones(3)), "a: has 2 heads, and not 3 from 0 on"),
     ],
 )
-def test_impossible_arguments_are_refused(call, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_impossible_arguments_are_refused(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         call()

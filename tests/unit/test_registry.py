@@ -21,10 +21,10 @@ import titan_muon.titan.assign.container  # noqa: E402, F401
 
 @pytest.fixture
 def registry() -> Registry[int]:
-    found: Registry[int] = Registry("some.key", "titan_muon.tests")
-    found.register("one", 1)
-    found.register("three", 3)
-    return found
+    values: Registry[int] = Registry("some.key", "titan_muon.tests")
+    values.register("one", 1)
+    values.register("three", 3)
+    return values
 
 
 def test_get_returns_a_registered_value(registry: Registry[int]) -> None:

@@ -71,14 +71,14 @@ def test_decay_follows_lr_is_zero_at_a_zero_rate() -> None:
 
 
 def test_a_tensor_rate_decays_as_a_number() -> None:
-    found = []
+    weights = []
     for lr in (0.02, torch.tensor(0.02)):
         param = nn.Parameter(torch.ones(16, 24))
         muon = Muon([("w", param)], lr=lr, weight_decay=0.5, decay_follows_lr=True)  # type: ignore[arg-type]
         param.grad = torch.ones(16, 24)
         muon.step()
-        found.append(param.detach())
-    torch.testing.assert_close(*found)
+        weights.append(param.detach())
+    torch.testing.assert_close(*weights)
 
 
 def test_the_momentum_warms_up_and_continues_from_a_state_dict() -> None:
@@ -103,7 +103,7 @@ def test_the_momentum_warms_up_and_continues_from_a_state_dict() -> None:
 def test_factors_scale_only_the_update(options: dict[str, Any], factor: float) -> None:
     start = torch.randn(16, 24, generator=torch.Generator().manual_seed(0))
     decayed = start * (1 - 0.02 * 0.5)
-    plain, scaled = (trained(1, weight_decay=0.5, **given)[1] - decayed for given in ({}, options))
+    plain, scaled = (trained(1, weight_decay=0.5, **keywords)[1] - decayed for keywords in ({}, options))
     torch.testing.assert_close(scaled, factor * plain, rtol=1e-3, atol=1e-6)
 
 

@@ -180,7 +180,7 @@ class Buffers:
 
 
 def make_buffer_sets(program: Program, device: torch.device, dtype: torch.dtype) -> tuple[BufferSet, ...]:
-    """By bucket. Rounds share sets. Local buckets get empty buffers."""
+    """The buffer set of each bucket. Rounds share sets. Local buckets get empty buffers."""
     places = [None if run.local else program.buffer_set(index) for index, run in enumerate(program.buckets)]
     sharing: dict[tuple[int, int], list[BucketProgram]] = {}
     for place, run in zip(places, program.buckets, strict=True):

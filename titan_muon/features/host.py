@@ -154,7 +154,7 @@ class HostOffload(Feature):
 
 
 def stage_uses(rank: RankStages) -> Iterator[StageUse]:
-    """In the order of the step."""
+    """The rows of each stage, in the order of the step."""
     for act, bucket in rank.program.acts:
         if act is Act.GATHER:
             yield "advance", rows_of(rank.runs[bucket].advances)
@@ -163,7 +163,7 @@ def stage_uses(rank: RankStages) -> Iterator[StageUse]:
 
 
 def rows_of(calls: Iterable[Advance | Apply]) -> tuple[Rectangle, ...]:
-    """Rectangles side by side share one range."""
+    """The rows of these calls. Rectangles side by side share one range."""
     # Whole rows, because a copy of non-contiguous memory from the host would block.
     parts = [part for call in calls for part in call.parts]
     return tuple({(part.parameter, part.start): part.rows for part in parts}.values())

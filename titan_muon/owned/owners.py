@@ -55,7 +55,7 @@ def owned_items(
     flops: FlopCount,
     elementwise: Collection[Tensor],
 ) -> list[OwnedItem]:
-    """The loads. A single peer holds a `gathered` parameter; all peers hold the rest."""
+    """The loads of parameters. A single peer holds a `gathered` parameter; all peers hold the rest."""
     peers = next((mesh.size() for mesh in gathered.values()), 1)
     items = []
     for fqn, parameter in parameters.items():

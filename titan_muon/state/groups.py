@@ -23,7 +23,7 @@ KEYS = frozenset((*HYPERPARAMETERS, "params", "param_names", "initial_lr", "opti
 
 
 def iteration_of(group: Mapping[str, Any]) -> Iteration:
-    """Raises ValueError for invalid coefficients."""
+    """The iteration of a group. Raises ValueError for invalid coefficients."""
     return iteration(group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 

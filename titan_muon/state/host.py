@@ -161,8 +161,8 @@ def _pins(parameter: Tensor) -> bool:
 
 
 def check_offload(parameters: Iterable[Parameter], options: MuonOptions) -> None:
-    """Raise OptionError for matrices that share rows."""
-    # Transfers move whole rows, and would overwrite each other's.
+    """Raise OptionError for an offload of matrices that share rows."""
+    # Transfers move whole rows, so two transfers would overwrite common rows.
     shared = next((parameter.fqn for parameter in parameters if parameter.stack.interleaved), None)
     if options.offload != "none" and shared is not None:
         raise OptionError(

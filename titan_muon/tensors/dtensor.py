@@ -29,7 +29,7 @@ def layout_of(fqn: str, tensor: Tensor) -> types.Layout:
 
 
 def layout_on(fqn: str, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> types.Layout:
-    """As `layout_of`."""
+    """As `layout_of`, for a tensor of this shape on a mesh."""
     ranks = types.Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
     placed = tuple(_placement(fqn, p) for p in placements)
     names = mesh.mesh_dim_names or ()

@@ -123,7 +123,7 @@ def kept(folder: Path, rank: int, **values: object) -> tuple[str, list[bool]]:
     unchanged = []
 
     def tensors(optimizers: Any) -> list[torch.Tensor]:
-        states = [value for each in optimizers for state in each.state.values() for value in state.values()]
+        states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
         return [local(p.detach()) for part in optimizers.model_parts for p in part.parameters()] + list(
             map(local, states)
         )
@@ -175,7 +175,7 @@ def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
     def no_counts(original: Any, optimizers: Any, state: Any) -> None:
         original(optimizers, state)
-        for values in [values for each in optimizers for values in each.state.values() if "step" in values]:
+        for values in [values for optimizer in optimizers for values in optimizer.state.values() if "step" in values]:
             values["step"].zero_()
 
     def spoiled(original: Any, trainer: Any) -> Any:

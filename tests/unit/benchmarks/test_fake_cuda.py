@@ -96,14 +96,14 @@ def test_owned_parameters_and_gradients_are_in_pinned_host_memory(monkeypatch: p
     pin, empty_like = torch.Tensor.pin_memory, torch.empty_like
 
     def pins(tensor: torch.Tensor) -> torch.Tensor:
-        pinned.append(found := pin(tensor))
-        return found
+        pinned.append(copy := pin(tensor))
+        return copy
 
     def makes(like: torch.Tensor, **options: Any) -> torch.Tensor:
-        found = empty_like(like, **options)
+        buffer = empty_like(like, **options)
         if options.get("pin_memory"):
-            pinned.append(local(found))
-        return found
+            pinned.append(local(buffer))
+        return buffer
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pins)
     monkeypatch.setattr(torch, "empty_like", makes)

@@ -16,8 +16,8 @@ from titan_muon.plan.terms.machine import Link, machine_of
 def row(size: int, bandwidth: float = 40e9, latency: float = 12e-6, ranks: int = 8) -> Row:
     """An all-to-all on links of this bandwidth and latency."""
     sent = size * (ranks - 1) / ranks
-    taken = latency + sent / bandwidth
-    return Row("all_to_all", size, taken * 1e6, sent / taken / 1e9)
+    seconds = latency + sent / bandwidth
+    return Row("all_to_all", size, seconds * 1e6, sent / seconds / 1e9)
 
 
 def test_latency_comes_from_the_smallest_size_and_bandwidth_excludes_latency() -> None:
@@ -90,5 +90,5 @@ def test_every_training_case_is_a_valid_recipe(name: str) -> None:
     from titan_muon.titan.recipe import load
 
     words = training.command(training.WAYS[name], 2, 2, training.ROOT / "runs/x", tiny=True)
-    given = words[words.index("--config") + 2 :]
-    assert load(training.ROOT / training.RECIPE, given).training.steps == 2
+    arguments = words[words.index("--config") + 2 :]
+    assert load(training.ROOT / training.RECIPE, arguments).training.steps == 2

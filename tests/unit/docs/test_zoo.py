@@ -13,8 +13,8 @@ without_it = pytest.mark.skipif(not HAS_TRANSFORMERS, reason="needs transformers
 
 def lines(table: str) -> list[str]:
     _, _, rest = PAGE.partition(make_zoo.START.format(table))
-    found, _, _ = rest.partition(make_zoo.END.format(table))
-    return found.removeprefix(make_zoo.HEADER).splitlines(keepends=True)
+    body, _, _ = rest.partition(make_zoo.END.format(table))
+    return body.removeprefix(make_zoo.HEADER).splitlines(keepends=True)
 
 
 def test_the_page_has_every_family_of_torchtitan() -> None:

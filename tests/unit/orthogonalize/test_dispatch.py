@@ -133,8 +133,8 @@ def test_batches_are_bounded_and_large_matrices_are_separate(device: str) -> Non
     auto = Dispatch(device=device, cpu_bfloat16=True)
     for rows, cols in [(64, 64), (128, 512), (768, 2048), (2048, 7168)]:
         method = auto.choose(rows, cols, JORDAN)
-        taken = method.batch * method.work_bytes(rows, cols, device)
-        assert method.batch == 1 or taken <= auto.rates.batch_bytes
+        used = method.batch * method.work_bytes(rows, cols, device)
+        assert method.batch == 1 or used <= auto.rates.batch_bytes
         assert (method.batch + 1) * method.work_bytes(rows, cols, device) > auto.rates.batch_bytes
     assert auto.choose(8192, 28672, JORDAN).batch == 1
     assert Dispatch("reference", device=device).choose(64, 64, JORDAN) == Method("reference", "bfloat16")

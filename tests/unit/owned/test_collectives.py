@@ -45,10 +45,10 @@ def operations(net: Net) -> tuple[Counter[str], Counter[str]]:
 
 
 def count_operations(counter: CollectiveCounter) -> Counter[str]:
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for call in counter.calls:
-        found[call.name] += call.operations
-    return found
+        counts[call.name] += call.operations
+    return counts
 
 
 @pytest.mark.parametrize("coalesced", [False, True], ids=["gloo", "nccl"])

@@ -79,19 +79,19 @@ def test_matrices_of_common_ranks_share_a_group(parameters: list[Parameter]) -> 
 
 
 def test_assemblies_of_whole_experts_are_local() -> None:
-    found = assemblies(experts(4, 3, 5, FLAT, Shard(0)), True)
-    assert [assembly.local for assembly in found] == [(0,), (1,), (2,), (3,)]
+    groups = assemblies(experts(4, 3, 5, FLAT, Shard(0)), True)
+    assert [assembly.local for assembly in groups] == [(0,), (1,), (2,), (3,)]
 
 
 def test_row_sharded_experts_travel_only_between_holders() -> None:
-    found = assemblies(experts(2, 4, 5, SQUARE, Shard(1), Shard(0)), True)
-    assert [assembly.groups for assembly in found] == [((0, 2),), ((1, 3),)]
+    groups = assemblies(experts(2, 4, 5, SQUARE, Shard(1), Shard(0)), True)
+    assert [assembly.groups for assembly in groups] == [((0, 2),), ((1, 3),)]
 
 
 def test_experts_sharded_by_experts_are_local() -> None:
     """3 experts of 2 rows over 4 ranks by rows: the flattened rows do not matter, dim 0 is cut 1, 1, 1, 0."""
-    found = assemblies(experts(3, 2, 5, FLAT, Shard(0)), True)
-    assert [assembly.local for assembly in found] == [(0,), (1,), (2,)]
+    groups = assemblies(experts(3, 2, 5, FLAT, Shard(0)), True)
+    assert [assembly.local for assembly in groups] == [(0,), (1,), (2,)]
 
 
 def test_a_small_parameter_may_be_owned_by_an_empty_rank() -> None:

@@ -64,8 +64,8 @@ def test_results_return_within_a_replica_and_then_between_replicas() -> None:
     totals = PATTERNS["hierarchical"].totals(bucket, pieces)
     times = bucket_times(bucket, totals, Costs(pieces, plan.works, 2, machine), {rank: rank for rank in bucket.group})
     copy = {bucket.owners[0], bucket.owners[0] ^ 1}
-    there, back = times.phases
-    assert there == pytest.approx([0.032 if rank in copy else 0.0 for rank in bucket.group])
+    gathering, back = times.phases
+    assert gathering == pytest.approx([0.032 if rank in copy else 0.0 for rank in bucket.group])
     # The owner's replica waits for the others, which get nothing earlier.
     assert back == pytest.approx([0.032 + 0.5] * 8)
     assert [totals[rank].phases[2].received_far for rank in bucket.group] == [0 if r in copy else 16 for r in range(8)]
@@ -89,13 +89,13 @@ def test_a_replica_on_a_single_rank_needs_no_gather_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "taken"), [(SLOW_LINKS, "hierarchical"), (FAST_LINKS, "hierarchical"), (SLOW_CALLS, "all_to_all")]
+    ("machine", "exchange"), [(SLOW_LINKS, "hierarchical"), (FAST_LINKS, "hierarchical"), (SLOW_CALLS, "all_to_all")]
 )
-def test_the_planner_takes_the_faster_exchange_and_prints_the_reason(machine: Machine, taken: str) -> None:
+def test_the_planner_takes_the_faster_exchange_and_prints_the_reason(machine: Machine, exchange: str) -> None:
     """Fewer bytes on slow links, fewer messages on fast ones, fewer calls where each takes a second."""
     plan = hsdp(3, 4, 2, machine=machine)
-    assert {bucket.exchange for bucket in plan.buckets} == {taken}
-    assert ("replicas all-gather the results" in plan.reason) == (taken == "hierarchical")
+    assert {bucket.exchange for bucket in plan.buckets} == {exchange}
+    assert ("replicas all-gather the results" in plan.reason) == (exchange == "hierarchical")
 
 
 @pytest.mark.parametrize("options", [{"replicas": "redundant"}, {"exchange": "all_gather_reduce_scatter"}])

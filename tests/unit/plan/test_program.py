@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.plans import EXCHANGES, coordinates, examples, plan_of, plans, ranks_of, recut, taken, torch_local
+from tests.unit.plans import EXCHANGES, coordinates, elements_of, examples, plan_of, plans, ranks_of, recut, torch_local
 from titan_muon.comm.buffers import BufferSet, bucket_buffers, make_buffer_sets
 from titan_muon.plan.cost.batches import batches
 from titan_muon.plan.program import BucketProgram, Collective, Phase, make_program
@@ -52,7 +52,7 @@ def numbered(plan: Plan) -> list[Tensor]:
 
 def whole(plan: Plan, full: list[Tensor], matrix: int) -> Tensor:
     place = plan.matrices[matrix]
-    return taken(full[place.parameter], plan.parameters[place.parameter].stack.matrices[place.index])
+    return elements_of(full[place.parameter], plan.parameters[place.parameter].stack.matrices[place.index])
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class World:
         self.ranks = {rank: Rank(self, rank) for rank in ranks_of(plan)}
 
     def run(self) -> None:
-        running = {rank: one.step() for rank, one in self.ranks.items()}
+        running = {rank: member.step() for rank, member in self.ranks.items()}
         while running:
             before = self._progress()
             for rank, steps in list(running.items()):
@@ -226,15 +226,15 @@ class Rank:
                 yield from self._wait(self.world.meet(self.rank, matrix - part.place, self.program.teams[matrix]))
         for matrix in chosen:
             expected = whole(self.plan, self.full, matrix)
-            found = torch.full_like(expected, torch.nan)
+            result = torch.full_like(expected, torch.nan)
             for source in buffers.sources[matrix]:
                 for span in source.spans:
-                    found[span.whole].copy_(source.view[span.piece])
-            assert torch.equal(found, expected), f"matrix {matrix} is not whole on rank {self.rank}"
+                    result[span.whole].copy_(source.view[span.piece])
+            assert torch.equal(result, expected), f"matrix {matrix} is not whole on rank {self.rank}"
             self.world.work[matrix, self.rank] += 1
             for target in buffers.targets[matrix]:
                 for span in target.spans:
-                    target.view[span.piece].copy_(orthogonalized(found)[span.whole])
+                    target.view[span.piece].copy_(orthogonalized(result)[span.whole])
         run = self.program.buckets[index]
         if run.returning is not None:
             self.world.launch(self.rank, self._key(index, RETURN))
@@ -335,11 +335,11 @@ def check_owners(world: World) -> None:
                 if member == index:
                     assert not plan.local[index], "a matrix at home does not travel"
                     assert set(bucket.group) <= set(mesh.ranks), "a group is part of the matrix's mesh"
-                    found = [bucket.owners[number]] if bucket.owners else [r for r in holders if r in bucket.group]
+                    owners = [bucket.owners[number]] if bucket.owners else [r for r in holders if r in bucket.group]
                     geometry = world.geometries[matrix.parameter]
                     if bucket.exchange == "duplicated" and matrix.index in geometry.cut_by_peers:
-                        found = list(geometry.peers[found[0]])
-                    expected.update((index, rank) for rank in found)
+                        owners = list(geometry.peers[owners[0]])
+                    expected.update((index, rank) for rank in owners)
     assert world.work == expected
 
 
@@ -363,10 +363,10 @@ def check_legs(world: World) -> None:
 
 
 def by_group(
-    found: Iterable[BucketProgram], leg_of: Callable[[BucketProgram], Phase | None], runs: dict[int, BucketProgram]
+    programs: Iterable[BucketProgram], leg_of: Callable[[BucketProgram], Phase | None], runs: dict[int, BucketProgram]
 ) -> list[dict[int, Phase]]:
     """One phase of each rank, by group of ranks."""
-    groups = {phase.group for run in found if (phase := leg_of(run)) is not None}
+    groups = {phase.group for run in programs if (phase := leg_of(run)) is not None}
     assert len({rank for group in groups for rank in group}) == sum(map(len, groups)), "a rank is in one group"
     return [{rank: phase for rank in group if (phase := leg_of(runs[rank])) is not None} for group in groups]
 
@@ -527,11 +527,11 @@ def test_buckets_with_and_without_return_in_place_share_buffer_sets() -> None:
 @given(plans(), st.integers(0, 1000))
 def test_every_rank_of_a_group_has_the_same_collective_order(plan: Plan, seed: int) -> None:
     """Ranks with another order would take wrong pieces, or hang."""
-    for one in (plan, recut(plan, Random(seed))):
+    for candidate in (plan, recut(plan, Random(seed))):
         orders: dict[tuple[int, ...], set[tuple[tuple[Act, int], ...]]] = {}
-        for rank in ranks_of(one):
-            program = make_program(one, rank)
-            mine = [index for index, bucket in enumerate(one.buckets) if rank in bucket.group]
+        for rank in ranks_of(candidate):
+            program = make_program(candidate, rank)
+            mine = [index for index, bucket in enumerate(candidate.buckets) if rank in bucket.group]
             seen: dict[tuple[int, ...], list[tuple[Act, int]]] = {}
             for act, index in program.acts:
                 run = program.buckets[index]
@@ -540,4 +540,4 @@ def test_every_rank_of_a_group_has_the_same_collective_order(plan: Plan, seed: i
                         seen.setdefault(phase.group, []).append((act, mine[index]))
             for group, order in seen.items():
                 orders.setdefault(group, set()).add(tuple(order))
-        assert all(len(found) == 1 for found in orders.values())
+        assert all(len(sequences) == 1 for sequences in orders.values())

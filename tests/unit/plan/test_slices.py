@@ -183,9 +183,9 @@ def test_slices_start_when_the_last_owner_is_ready() -> None:
     """Rank 1 has 1 s of local work; rank 0's other work follows."""
     none = (0.0, 0.0)
     owned = (OwnerTime(0, 1.5, 0, 0), OwnerTime(0, 1.0, 0, 0))
-    one = BucketTimes((0, 1), none, owned, none, none, (none, none), 0.0, teams=(((0, 1), 1.0),))
-    assert simulate([replace(one, teams=())], [0], [0.0, 1.0], 1) == [1.5, 2.0]
-    assert simulate([one], [0], [0.0, 1.0], 1) == [2.5, 2.0]
+    bucket = BucketTimes((0, 1), none, owned, none, none, (none, none), 0.0, teams=(((0, 1), 1.0),))
+    assert simulate([replace(bucket, teams=())], [0], [0.0, 1.0], 1) == [1.5, 2.0]
+    assert simulate([bucket], [0], [0.0, 1.0], 1) == [2.5, 2.0]
 
 
 def test_owners_compute_slices_first_and_in_the_same_order() -> None:

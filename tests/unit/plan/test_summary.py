@@ -105,9 +105,9 @@ def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
     """Elements that a rank sends and receives in a run."""
     if run.bucket.exchange in ("all_to_all", "duplicated", "hierarchical"):
         assert run.returning is not None
-        there, back = run.gathering, run.returning
-        sent = sum(there.home_splits) + sum(back.owned_splits)
-        received = sum(there.owned_splits) + sum(back.home_splits)
+        gathering, back = run.gathering, run.returning
+        sent = sum(gathering.home_splits) + sum(back.owned_splits)
+        received = sum(gathering.owned_splits) + sum(back.home_splits)
         if (shared := run.spreading) is None:
             return sent, received
         return sent + shared.home_numel * (len(shared.group) - 1), received + shared.owned_numel - shared.home_numel

@@ -91,9 +91,9 @@ def four_rounds(*, backward: bool = True) -> tuple[Plan, MachineRates]:
     """Of one matrix for each of four ranks, in the order of backward or of forward, and a machine on which each takes
     1 s there, and 0.4 s each way."""
     plan = plan_of(parameters(16, 4), machine=Machine(node_latency_us=1e6))
-    one = plan.buckets[0]
+    bucket = plan.buckets[0]
     matrices = [range(start, start + 4) for start in ((12, 8, 4, 0) if backward else (0, 4, 8, 12))]
-    buckets = tuple(replace(one, matrices=tuple(of), owners=(0, 1, 2, 3), round=k) for k, of in enumerate(matrices))
+    buckets = tuple(replace(bucket, matrices=tuple(of), owners=(0, 1, 2, 3), round=k) for k, of in enumerate(matrices))
     machine = replace(FREE, flops={"bfloat16": plan.matrices[0].flops}, node=Link(64 * 64 * 1.5 / 0.4, 0))
     return replace(plan, buckets=buckets), machine
 
@@ -155,8 +155,8 @@ def test_a_rank_with_whole_matrices_has_no_tail() -> None:
 def test_waits_between_ranks_are_not_exposed_exchange() -> None:
     """Two ranks orthogonalize in turn, in the same buffers, and nobody waits for a link."""
     plan = plan_of(parameters(2, 2), machine=Machine(node_latency_us=1e6))
-    (one,) = plan.buckets
-    buckets = tuple(replace(one, matrices=(rank,), owners=(rank,), round=rank) for rank in range(2))
+    (bucket,) = plan.buckets
+    buckets = tuple(replace(bucket, matrices=(rank,), owners=(rank,), round=rank) for rank in range(2))
     flops = {"bfloat16": plan.matrices[0].flops}
     played = timeline(replace(plan, buckets=buckets, buffer_sets=1), replace(FREE, flops=flops))
     assert played.last.seconds == pytest.approx(2)
@@ -226,9 +226,9 @@ def test_a_plan_overlaps_equal_link_and_compute_times() -> None:
     options = Machine(node_gb=1e-3, node_latency_us=0, launch_us=0, tflops=3.3e-3, memory_gb=1e6)
     machine = machine_of(options)
     chosen = plan_of(tasks, machine=options)
-    one = plan_of(tasks, machine=Machine(node_latency_us=1e9))
-    assert (one.rounds, chosen.rounds > 2) == (1, True)
-    assert seconds(chosen, machine) < 0.75 * seconds(one, machine)
+    single = plan_of(tasks, machine=Machine(node_latency_us=1e9))
+    assert (single.rounds, chosen.rounds > 2) == (1, True)
+    assert seconds(chosen, machine) < 0.75 * seconds(single, machine)
 
 
 def test_memory_beyond_2_gib_must_save_more_time_and_is_reported() -> None:

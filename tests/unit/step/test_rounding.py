@@ -57,12 +57,12 @@ DECAY = partial(scaled_sum, keep=0.999, alpha=0.0)
 def drawn(values: Tensor, updates: Tensor, keep: float, alpha: float, steps: range) -> Tensor:
     """Draws of these steps on equal values: (steps, *shape)."""
     chunk = chunk_of([values.shape], [7], torch.empty(memory_bytes(values), dtype=torch.uint8))
-    found = []
+    draws = []
     for number in steps:
         param = values.clone()
         chunk.update([param], [updates], partial(scaled_sum, keep=keep, alpha=alpha), number)
-        found.append(param)
-    return torch.stack(found)
+        draws.append(param)
+    return torch.stack(draws)
 
 
 def test_the_mean_of_many_draws_is_the_unrounded_value() -> None:

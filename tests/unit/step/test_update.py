@@ -54,7 +54,7 @@ def test_muon_in_a_single_process_equals_torch_optim_muon(lr_scale: str, nestero
         optimizer.step()
         reference.step(grads)
         kept = [param.grad for param in params.values() if param.grad is not None]
-        assert all(torch.equal(one, grad) for one, grad in zip(kept, grads.values(), strict=True))
+        assert all(torch.equal(saved, grad) for saved, grad in zip(kept, grads.values(), strict=True))
     for name, param in params.items():
         assert torch.equal(param, expected[name]), name
         assert torch.equal(optimizer.state[param]["momentum_buffer"], momenta[name]), name
@@ -66,13 +66,13 @@ def test_a_stack_is_updated_matrix_by_matrix() -> None:
     """A (3, 20, 12) parameter moves as three (20, 12) parameters do."""
     full, grad = (torch.randn(3, 20, 12, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     stack = torch.nn.Parameter(full.clone())
-    apart = {f"w{i}": torch.nn.Parameter(full[i].clone()) for i in range(3)}
+    separate = {f"w{i}": torch.nn.Parameter(full[i].clone()) for i in range(3)}
     stack.grad = grad.clone()
-    for i, param in enumerate(apart.values()):
+    for i, param in enumerate(separate.values()):
         param.grad = grad[i].clone()
     Muon([("experts", stack)], lr=0.1, orthogonalize="reference").step()
-    Muon(apart.items(), lr=0.1, orthogonalize="reference").step()
-    assert torch.equal(stack, torch.stack(tuple(apart.values())))
+    Muon(separate.items(), lr=0.1, orthogonalize="reference").step()
+    assert torch.equal(stack, torch.stack(tuple(separate.values())))
 
 
 @pytest.mark.parametrize(

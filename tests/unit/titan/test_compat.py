@@ -182,12 +182,12 @@ def test_timeouts_reach_every_group_except_the_checkpoint_group(monkeypatch) -> 
     utils = importlib.import_module("torchtitan.distributed.utils")
     groups = [SimpleNamespace(group_desc=name) for name in ("default_pg", "undefined", compat.ASYNC_CHECKPOINT)]
     monkeypatch.setattr(dist, "barrier", lambda **_: None)
-    given = []
-    monkeypatch.setattr(dist, "set_timeout", lambda seconds, group: given.append(group))
+    groups_set = []
+    monkeypatch.setattr(dist, "set_timeout", lambda seconds, group: groups_set.append(group))
     monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=groups))
     dims = SimpleNamespace(get_all_one_dimensional_meshes=dict)
     utils.set_pg_timeouts(timedelta(seconds=5), dims)
-    assert given == [None, *groups[:2]]
+    assert groups_set == [None, *groups[:2]]
 
 
 def test_a_group_without_a_timeout_causes_no_warning(recwarn) -> None:

@@ -67,7 +67,7 @@ class Costs:
         return self._owned[counts]
 
     def local(self, local: Sequence[Ranks]) -> dict[int, LocalTime]:
-        """Cost of local matrices by rank; `local`: by matrix, the ranks."""
+        """Cost of local matrices by rank; `local`: the ranks of each matrix."""
         by_kind: dict[int, dict[int, int]] = {rank: {} for rank in self.pieces.ranks()}
         for kind, ranks in zip(self.pieces.kinds, local, strict=True):
             for rank in ranks:
@@ -142,7 +142,7 @@ class BucketTimes:
 def bucket_times(
     bucket: Bucket, totals: Mapping[int, BucketTotals], costs: Costs, place: Mapping[int, int]
 ) -> BucketTimes:
-    """`place`: position of each rank among the plan's ranks."""
+    """The times of a bucket. `place`: position of each rank among the plan's ranks."""
     machine, wire = costs.machine, costs.wire_bytes
     rank_totals = [totals[rank] for rank in bucket.group]
     across = len({costs.pieces.node(rank) for rank in bucket.group}) > 1

@@ -508,20 +508,20 @@ def test_globs_recurse_and_list_a_file_once(tmp_path, monkeypatch):
 def test_order_and_split_depend_on_files_not_on_patterns(data, tmp_path, monkeypatch):
     """Absolute or relative, from any folder, one pattern or two: the same files train and are held out."""
     monkeypatch.chdir(tmp_path / "text")
-    found = []
+    digests = []
     for files in (data.files, ("*.txt",), ("../text/[0-1]*.txt", "./[2-9]*.txt")):
         documents = Documents(dataclasses.replace(data, files=files))
         names = [document.name for document in documents.all]
-        found.append((names, documents.digest, documents.training.tolist(), documents.validation.tolist()))
-    assert found[0] == found[1] == found[2]
+        digests.append((names, documents.digest, documents.training.tolist(), documents.validation.tolist()))
+    assert digests[0] == digests[1] == digests[2]
 
 
 def test_a_single_document_cannot_be_split(tmp_path):
     (tmp_path / "one.txt").write_text("word " * 100)
-    one = Data(source="files", files=(str(tmp_path / "one.txt"),), cache=str(tmp_path / "cache"))
+    single = Data(source="files", files=(str(tmp_path / "one.txt"),), cache=str(tmp_path / "cache"))
     with pytest.raises(RecipeError, match=r"data\.validation_fraction.*at least 2 documents"):
-        build(one)
-    assert len(take(build(dataclasses.replace(one, validation_fraction=0.0)), 50)) == 50
+        build(single)
+    assert len(take(build(dataclasses.replace(single, validation_fraction=0.0)), 50)) == 50
 
 
 def test_validation_without_held_out_text_is_refused(data):

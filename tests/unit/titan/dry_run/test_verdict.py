@@ -65,16 +65,16 @@ def test_checkpointing_and_parallelism_lower_the_activations() -> None:
 
 def test_a_modelled_step_grows_with_tokens_and_waits_for_slow_fsdp_links() -> None:
     whole = recipe()
-    one = training_of(whole, 64, SIZE, llama3_8b(), H100)
+    step = training_of(whole, 64, SIZE, llama3_8b(), H100)
     batch = replace(whole, training=replace(whole.training, global_batch_size=256))
     four = training_of(batch, 64, SIZE, llama3_8b(), H100)
-    assert (one.passes, four.passes) == (1, 4)
-    assert four.compute == pytest.approx(4 * one.compute)
-    assert four.tokens == 4 * one.tokens == 256 * 4096
+    assert (step.passes, four.passes) == (1, 4)
+    assert four.compute == pytest.approx(4 * step.compute)
+    assert four.tokens == 4 * step.tokens == 256 * 4096
     node = training_of(whole, 8, SIZE, llama3_8b(), H100)
-    assert node.fsdp < node.compute < one.fsdp, "eight GPUs share NVLink"
+    assert node.fsdp < node.compute < step.fsdp, "eight GPUs share NVLink"
     assert node.seconds == node.compute
-    assert one.tensor == one.experts == 0
+    assert step.tensor == step.experts == 0
     assert training_of(recipe(tensor_parallel_degree=8), 64, SIZE, llama3_8b(), H100).tensor > 0
 
 

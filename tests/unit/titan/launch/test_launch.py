@@ -56,8 +56,8 @@ SHORT = timedelta(seconds=20)
 def attempt(lasting: dist.Store, world_size: int) -> list[dist.Store]:
     """Stores of the ranks of an attempt; the last rank arrives first."""
     with ThreadPoolExecutor(world_size) as pool:
-        found = [pool.submit(store_of_attempt, lasting, r, world_size, SHORT) for r in reversed(range(world_size))]
-        return [each.result() for each in found]
+        futures = [pool.submit(store_of_attempt, lasting, r, world_size, SHORT) for r in reversed(range(world_size))]
+        return [future.result() for future in futures]
 
 
 def test_an_attempt_does_not_read_keys_of_an_earlier_attempt() -> None:
@@ -263,5 +263,5 @@ def test_only_processes_of_the_same_launcher_may_be_ended() -> None:
             subprocess.run([sys.executable, "-c", ours, str(pid)], check=False) for pid in (child.pid, os.getppid())
         ]
         child.kill()
-    assert [one.returncode for one in asked] == [0, 1]
+    assert [process.returncode for process in asked] == [0, 1]
     assert not is_sibling(2**22 + 1), "there is no such process"

@@ -59,9 +59,9 @@ def test_an_override_wins_over_the_file(tmp_path: Path, arguments: list[str], ke
         "[muon]\nlr = 0.7\n[compile]\ncomponents = ['model']\n",
     )
     recipe = load(path, arguments)
-    found = schema.values(recipe)[key]
-    assert found == value
-    assert type(found) is type(value)
+    read_value = schema.values(recipe)[key]
+    assert read_value == value
+    assert type(read_value) is type(value)
     alone = schema.values(load(path))
     differing = [name for name, other in schema.values(recipe).items() if other != alone[name]]
     assert differing in ([key], ["muon.ns_steps", key])

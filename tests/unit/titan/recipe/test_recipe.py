@@ -274,8 +274,8 @@ def test_a_run_shortened_on_the_command_line_has_a_proportional_warmup(
     file.write_text(schedule)
     recipe = load(file, flags, lines.append)
     assert recipe.lr_scheduler.warmup_steps == warmup
-    said = f"lr_scheduler.warmup_steps = {warmup}: shortened from 20, in proportion to training.steps = {flags[1]} "
-    assert lines == ([] if warmup == 20 else [f"{said}instead of 300"])
+    notice = f"lr_scheduler.warmup_steps = {warmup}: shortened from 20, in proportion to training.steps = {flags[1]} "
+    assert lines == ([] if warmup == 20 else [f"{notice}instead of 300"])
 
 
 def test_an_error_of_two_keys_names_the_source_of_both(tmp_path: Path) -> None:

@@ -74,14 +74,14 @@ def test_observed_attention_logits_are_recorded(reporter: RunMetrics, tmp_path: 
 def test_step_is_recorded_and_shown(reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Averages must be over the steps since the last report, tokens over all data-parallel ranks."""
     reporter.log_step(REPORT)
-    found = record(tmp_path)
-    assert (found["step"], found["loss"], found["grad_norm"], found["tokens"]) == (10, 2.5, 1.25, 5120)
-    assert found["lr"] == {"muon": 2e-3, "adamw": 1e-3}
-    assert found["tokens_per_second"] == pytest.approx(256, rel=0.02)
-    assert found["time"]["step"] == pytest.approx(2.0, rel=0.02)
-    assert found["time"]["optimizer"] == 0.4
-    assert found["memory_gib"] == 3
-    assert "mfu" not in found, "there is no peak to compare a CPU with"
+    entry = record(tmp_path)
+    assert (entry["step"], entry["loss"], entry["grad_norm"], entry["tokens"]) == (10, 2.5, 1.25, 5120)
+    assert entry["lr"] == {"muon": 2e-3, "adamw": 1e-3}
+    assert entry["tokens_per_second"] == pytest.approx(256, rel=0.02)
+    assert entry["time"]["step"] == pytest.approx(2.0, rel=0.02)
+    assert entry["time"]["optimizer"] == 0.4
+    assert entry["memory_gib"] == 3
+    assert "mfu" not in entry, "there is no peak to compare a CPU with"
     line = capsys.readouterr().out
     assert line.startswith("step 10/20  loss 2.5000  grad 1.250  lr muon 2.00e-03 adamw 1.00e-03")
     assert "3.00 GiB" in line

@@ -86,9 +86,9 @@ def test_no_flipped_bit_of_any_file_passes(checkpoint: Path) -> None:
             for _ in range(3):
                 bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
             (checkpoint / name).write_bytes(bytes(bad))
-            found = damage(checkpoint, None)
-            assert found is not None
-            assert name in found
+            reason = damage(checkpoint, None)
+            assert reason is not None
+            assert name in reason
             if name == METADATA:
                 assert flaw(checkpoint) is not None
         (checkpoint / name).write_bytes(good)
