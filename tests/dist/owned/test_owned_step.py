@@ -25,7 +25,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step on a rank: collectives, orthogonalized matrices, and parameters with a difference from torch."""
+    """An optimizer step on a rank: collectives, orthogonalized matrices, and parameters different from torch."""
 
     calls: list[Call]
     matrices: int

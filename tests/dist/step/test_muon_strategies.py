@@ -138,7 +138,7 @@ def check_bf16(rank: int, world_size: int, state_dtype: str) -> tuple[torch.dtyp
 
 
 def test_a_float32_momentum_of_bf16_gradients_has_float32_precision() -> None:
-    """In bfloat16 an average of ones stalls at 0.96; in float32 the average reaches 1. A state dict keeps the average."""
+    """In bfloat16 an average of ones stalls at 0.96; in float32 the average reaches 1. State dicts keep it."""
     for dtype, error in run_ranks(check_bf16, 4, "float32"):
         assert dtype == torch.float32
         assert error < 1e-5

@@ -179,7 +179,7 @@ def seconds(plan: Plan, buckets: Sequence[Bucket], buffer_sets: int) -> float:
 
 
 def test_two_buffer_sets_make_ranks_wait_for_the_last_owner() -> None:
-    """Buckets of one matrix each, owned in turn. With 2 buffer sets bucket 2 waits for bucket 0: no overlap."""
+    """Buckets of one matrix each, owned in turn. With 2 buffer sets bucket 2 waits for bucket 0, without overlap."""
     plan, buckets = matrices_of([10] * 4), [bucket(i, i % 2) for i in range(4)]
     assert seconds(plan, buckets, 4) == pytest.approx(20)
     assert seconds(plan, buckets, 1) == pytest.approx(40)
