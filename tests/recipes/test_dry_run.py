@@ -1,4 +1,4 @@
-"""`--dry-run` as a user reads it: the verdict, alternatives, and the page."""
+"""`--dry-run` for a user: the verdict, alternatives, and the page."""
 
 import json
 import re

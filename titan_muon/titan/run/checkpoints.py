@@ -101,23 +101,6 @@ class Schedule:
         )
 
 
-class KnownOptions:
-    """A container's state without options that an older version did not save: the recipe's values count."""
-
-    def __init__(self, optimizers: HybridOptimizers, saved: Collection[str]) -> None:
-        self._optimizers, self._saved = optimizers, saved
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            key: value
-            for key, value in self._optimizers.state_dict().items()
-            if not key.startswith("param_groups.") or f"optimizer.{key}" in self._saved
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._optimizers.load_state_dict(state_dict)
-
-
 class RunCheckpoints(CheckpointManager):
     """TorchTitan's checkpoint manager, with checksums. Loads the checkpoint of `runs.open_run`."""
 
@@ -299,7 +282,6 @@ class RunCheckpoints(CheckpointManager):
         if "optimizer" in states:
             check_optimizers(states["optimizer"], saved)
             self._dtypes = tuple(dict.fromkeys(changed_dtypes(states["optimizer"], saved)))
-            states["optimizer"] = KnownOptions(states["optimizer"], saved)
         if "dataloader" in states:
             check_data_ranks(states["dataloader"], saved)
         if f"{SCHEDULE}.recipe" in saved:
