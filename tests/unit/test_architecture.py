@@ -136,7 +136,7 @@ def test_owned_placement_does_not_import_the_optimizer(path: Path) -> None:
 
 
 PRIVATE_FILES = ("owned/private.py", "fsdp/private.py", "tensors/mesh.py", "tensors/process_groups.py")
-"""Files for private names of PyTorch, each with a test for new versions. PyTorch changes private names without notice."""
+"""Files for private names of PyTorch, which change without notice. Each has a test for new versions."""
 PRIVATE = {
     "titan_muon/assignment/roles.py": {"_ConvNd"},
     "titan_muon/features/early.py": {"_version"},
