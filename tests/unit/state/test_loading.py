@@ -24,7 +24,7 @@ def step(param: nn.Parameter, muon: Muon, seed: int) -> None:
 
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_tensors_put_into_a_live_state_dict_are_loaded(rule: str) -> None:
-    """A state dict shares its inner dicts with the optimizer, so the tensor is in both before the load."""
+    """A state dict shares the inner dicts with the optimizer, so both have the tensor before the load."""
     param, muon = trained(rule)
     step(param, muon, 1)
     weights, saved = param.detach().clone(), copy.deepcopy(muon.state_dict())
@@ -56,6 +56,6 @@ def test_a_state_dict_without_a_newer_option_is_loaded() -> None:
 
 
 def test_pickling_a_momentum_of_a_single_owner_warns() -> None:
-    """As a script makes it that saves on one rank under DDP, with state = "owner"."""
+    """As in a script with a save on one rank under DDP, with state = "owner"."""
     with pytest.warns(UserWarning, match=r"the part of this rank alone\. Save with torch\.distributed\.checkpoint"):
         pickle.dumps(StateMesh.__new__(StateMesh))
