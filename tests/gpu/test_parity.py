@@ -48,7 +48,7 @@ def test_a_sync_in_a_step_on_fake_gpus_is_an_error(monkeypatch: pytest.MonkeyPat
 
 
 class Opening:
-    """An optimizer with a step that makes a process group."""
+    """An optimizer with a process group made in each step."""
 
     def step(self) -> None:
         dist.new_group([0, 1])
@@ -58,7 +58,7 @@ def opened(rank: int, world_size: int) -> list[str]:
     return parity.checked_step(Opening(), CPU)  # type: ignore[arg-type]
 
 
-def test_a_group_that_a_step_makes_is_a_fault() -> None:
+def test_a_group_made_in_a_step_is_a_fault() -> None:
     assert run_ranks(opened, 2) == [["the step opened 1 communicators"]] * 2
 
 
@@ -75,7 +75,7 @@ def faults_of_a_lost_update(rank: int, world_size: int) -> tuple[str, ...]:
     return parity.check_exchange("all_to_all", parity.FLOAT32, CPU).faults
 
 
-def test_an_update_that_a_rank_loses_is_a_fault_there() -> None:
+def test_a_lost_update_is_a_fault_on_the_losing_rank() -> None:
     first, second = run_ranks(faults_of_a_lost_update, 2)
     assert first == ()
     assert any("FSDP: wide: off by 1" in fault for fault in second)
@@ -83,9 +83,9 @@ def test_an_update_that_a_rank_loses_is_a_fault_there() -> None:
 
 @pytest.mark.parametrize(("world", "number"), [(1, 4), (2, 11), (3, 4), (4, 13), (8, 13)])
 def test_layouts_fit_the_number_of_ranks(world: int, number: int) -> None:
-    found = parity.cases(world)
-    assert len(found) == number
-    for case in found:
+    layouts = parity.cases(world)
+    assert len(layouts) == number
+    for case in layouts:
         assert torch.Size(case.mesh).numel() == world
         assert len(case.placements) == len(case.mesh)
 
@@ -97,7 +97,7 @@ def test_nccl_lists_open_groups() -> None:
     assert callable(dist.ProcessGroupNCCL._is_initialized)
 
 
-def test_more_memory_than_the_plan_says_is_a_fault() -> None:
+def test_more_memory_than_planned_is_a_fault() -> None:
     assert run_ranks(faults_of_hoarding, 2) == [True, True]
 
 

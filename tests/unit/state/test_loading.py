@@ -24,7 +24,7 @@ def step(param: nn.Parameter, muon: Muon, seed: int) -> None:
 
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_tensors_put_into_a_live_state_dict_are_loaded(rule: str) -> None:
-    """A state dict shares its inner dicts with the optimizer, so the tensor is in both before the load."""
+    """A state dict shares the inner dicts with the optimizer, so both have the tensor before the load."""
     param, muon = trained(rule)
     step(param, muon, 1)
     weights, saved = param.detach().clone(), copy.deepcopy(muon.state_dict())
@@ -40,7 +40,7 @@ def test_tensors_put_into_a_live_state_dict_are_loaded(rule: str) -> None:
     assert torch.equal(param, expected)
 
 
-def test_a_state_dict_of_before_an_option_existed_is_loaded() -> None:
+def test_a_state_dict_without_a_newer_option_is_loaded() -> None:
     """Each new option would otherwise make all older state dicts unreadable. The present value of the option stays."""
     param, muon = trained("muon")
     step(param, muon, 1)
@@ -55,7 +55,7 @@ def test_a_state_dict_of_before_an_option_existed_is_loaded() -> None:
     step(other, resumed, 2)
 
 
-def test_a_pickle_of_a_momentum_on_its_owner_alone_warns() -> None:
-    """As a script makes it that saves on one rank under DDP, with state = "owner"."""
+def test_pickling_a_momentum_of_a_single_owner_warns() -> None:
+    """As in a script with a save on one rank under DDP, with state = "owner"."""
     with pytest.warns(UserWarning, match=r"the part of this rank alone\. Save with torch\.distributed\.checkpoint"):
         pickle.dumps(StateMesh.__new__(StateMesh))

@@ -55,7 +55,7 @@ def test_an_option_reaches_torchtitan(key: str, value: object, tmp_path: Path) -
     assert getattr(changed, name) == value
 
 
-def test_activation_checkpointing_takes_the_keys_of_its_mode(tmp_path: Path) -> None:
+def test_activation_checkpointing_uses_the_keys_of_the_mode(tmp_path: Path) -> None:
     options = {"activation_checkpoint__preserve_rng_state": False, "activation_checkpoint__memory_budget": 0.25}
     compiled = {"compile__enable": True}
     made = {
@@ -72,7 +72,7 @@ def test_activation_checkpointing_takes_the_keys_of_its_mode(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("key", "given"),
+    ("key", "values"),
     [
         (
             "compile.enable_async_tensor_parallel",
@@ -88,23 +88,23 @@ def test_activation_checkpointing_takes_the_keys_of_its_mode(tmp_path: Path) -> 
     ],
 )
 def test_gpu_options_are_refused_on_the_cpu_and_planned_for_gpus(
-    key: str, given: dict[str, object], tmp_path: Path
+    key: str, values: dict[str, object], tmp_path: Path
 ) -> None:
     refuse_on_cpu(tiny.recipe(tmp_path))
     with pytest.raises(RecipeError, match=rf"^{key} = .* is not accepted on the CPU"):
-        refuse_on_cpu(tiny.recipe(tmp_path, **given))
-    config(tmp_path, 2, **given)
+        refuse_on_cpu(tiny.recipe(tmp_path, **values))
+    config(tmp_path, 2, **values)
 
 
-def test_the_schedule_that_checkpoints_keep_has_its_length(tmp_path: Path) -> None:
+def test_the_schedule_in_checkpoints_has_the_total_steps(tmp_path: Path) -> None:
     recipe = tiny.recipe(tmp_path, training__steps=5, lr_scheduler__warmup_steps=1)
     absent = replace(recipe, lr_scheduler=replace(recipe.lr_scheduler, total_steps=None))
-    for each, steps in ((recipe, 6), (absent, 5)):
-        schedule = trainer_config(each, Run(str(tmp_path)), 1).checkpoint.schedule
+    for choice, steps in ((recipe, 6), (absent, 5)):
+        schedule = trainer_config(choice, Run(str(tmp_path)), 1).checkpoint.schedule
         assert schedule == {**asdict(recipe.lr_scheduler), "total_steps": steps}
 
 
-def test_the_folder_of_hugging_face_files_must_be_there(tmp_path: Path) -> None:
+def test_the_folder_of_hugging_face_files_must_exist(tmp_path: Path) -> None:
     assert config(tmp_path, model__hf_assets_path=str(tmp_path)).hf_assets_path == str(tmp_path)
     with pytest.raises(RecipeError, match=r"model\.hf_assets_path = '/nowhere': no such folder"):
         config(tmp_path, model__hf_assets_path="/nowhere")
@@ -123,11 +123,11 @@ def test_the_start_prints_the_batch_of_a_step(passes: int, accumulated: str, tmp
         parallel_dims=SimpleNamespace(dp_replicate=2, dp_shard=4),
         gradient_accumulation_steps=passes,
     )
-    said = job._batch(trainer)  # type: ignore[arg-type]
-    assert said == f"{24 * passes} sequences ({12_000 * passes:,} tokens{accumulated})"
+    line = job._batch(trainer)  # type: ignore[arg-type]
+    assert line == f"{24 * passes} sequences ({12_000 * passes:,} tokens{accumulated})"
 
 
-def test_the_start_counts_the_whole_model_and_names_each_pipeline_rank(
+def test_the_start_counts_the_whole_model_and_lists_every_pipeline_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
@@ -146,7 +146,7 @@ def test_the_start_counts_the_whole_model_and_names_each_pipeline_rank(
 
 
 @pytest.mark.parametrize(("accelerator", "offload"), [(True, True), (True, False), (False, True)])
-def test_parameters_on_the_host_have_a_backend_beside_that_of_a_device(
+def test_parameters_on_the_host_have_a_cpu_backend_beside_the_device_backend(
     accelerator: bool, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the CPU torch refuses a second backend."""
