@@ -38,19 +38,15 @@ def train(recipe: object) -> str:
     return job.train(recipe)
 
 
-def both(
+def under_all(
     rank: int, world_size: int, folder: Path, options: dict[str, object], placements: list[dict[str, str]]
 ) -> list[str]:
+    """Folders of a run under `shard0`, and of a run under `owned` with each of the placements."""
     from models import qwen3
 
     qwen3.FLAVORS["two_experts"] = replace(qwen3.FLAVORS["moe_tiny"], layers=2, experts=2)
-    batch = {
-        "training__local_batch_size": 1,
-        "training__global_batch_size": 4,
-        "checkpoint__enable": "false",
-        "training__steps": STEPS,
-    }
-    shared = {**SHARED, **batch, **options}
+    batch = {"training__local_batch_size": 1, "training__global_batch_size": 4, "training__steps": STEPS}
+    shared = {**SHARED, **batch, "checkpoint__enable": "false", **options}
     runs = [{"name": f"owned{i}", "placement__muon": "owned", **keys} for i, keys in enumerate(placements)]
     return [train(tiny.recipe(folder, **shared, **run)) for run in ({}, *runs)]
 
@@ -66,7 +62,7 @@ def test_the_curves_of_owned_and_shard0_coincide(layout: str, tmp_path: Path) ->
     world_size, options, tolerance = LAYOUTS[layout]
     placements = PLACEMENTS.get(layout, [{}])
     tiny.write_recipe(tmp_path)
-    sharded, *runs = run_ranks(both, world_size, tmp_path, options, placements)[0]
+    sharded, *runs = run_ranks(under_all, world_size, tmp_path, options, placements)[0]
     losses = tiny.records(sharded, "loss")
     assert losses.keys() == set(range(1, STEPS + 1))
     assert losses[STEPS] < losses[1] - 0.5, "it must learn, or to coincide means nothing"
