@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import models  # noqa: F401 (registers the families)
+import train
 from titan_muon.titan import compat
 
 compat.install()
@@ -111,6 +111,12 @@ def test_alternatives_are_compared_and_the_fastest_that_fits_is_first(tmp_path: 
 def test_a_wrong_question_is_one_error(words: tuple[str, ...], part: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=re.escape(part)):
         command(tmp_path, *words)
+
+
+def test_a_pattern_without_a_match_is_an_error_with_its_source(tmp_path: Path) -> None:
+    asked = command(tmp_path, "--optimizer.rule", '{match = "layer.0.*", optimizer = "adamw"}')
+    with pytest.raises(RecipeError, match=r"^command line: optimizer\.rule\[0\]: 'layer\.0\.\*' takes no parameter"):
+        train.main(asked)
 
 
 def test_questions_of_a_dry_run_are_refused_without_it(tmp_path: Path) -> None:

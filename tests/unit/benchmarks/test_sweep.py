@@ -1,8 +1,10 @@
 """scripts/sweep.py: the grid, refusals, a tiny sweep with a divergence, and its resumption."""
 
+import fcntl
 import json
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -148,6 +150,62 @@ def test_a_failed_run_is_named_with_its_error_and_the_next_run_starts(
         assert log.read_text().endswith("last line\n")
     assert "| llama_muon | 1 | 0, 1 failed | - | - | - |" in printed
     assert not (tmp_path / "out/sweep.png").exists()
+
+
+def test_a_run_that_another_sweep_trains_is_left_alone(
+    tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also after the other sweep was killed, while its process goes on."""
+    (run,) = sweep.plan([DENSE], ["muon.lr=1"], small, 1)
+    monkeypatch.setattr(sweep.Run, "command", lambda run, folder: [sys.executable, "-c", "input()"])
+    run.folders.mkdir(parents=True)
+    with run.log.open("a") as log:
+        log.write("lines of the other sweep")
+        fcntl.flock(log, fcntl.LOCK_EX)
+        other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[log.fileno()])
+    arguments = [DENSE, "muon.lr=1", "--out", str(tmp_path / "out"), *small]
+    with other:
+        assert sweep.main(arguments) == 1
+        assert f"muon.lr=1: failed: another process trains this run ({run.log})" in capsys.readouterr().out
+        assert run.log.read_text() == "lines of the other sweep"
+    # The kernel released the lock.
+    assert sweep.main(arguments) == 1
+    assert "EOFError" in run.log.read_text()
+
+
+FAKE_TRAIN = """
+import json, os, sys
+from pathlib import Path
+from titan_muon.titan.recipe import load, to_toml
+
+recipe = load(sys.argv[2], sys.argv[3:])
+folder = Path(recipe.dump_folder, recipe.name, "20260101-000000")
+if os.environ["RANK"] == "0":
+    folder.mkdir(parents=True)
+    (folder / "recipe.toml").write_text(to_toml(recipe))
+    (folder / "optimizers.txt").write_text(f"parameters on {os.environ['WORLD_SIZE']} ranks")
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "loss": 2.5, "val_loss": 2.25, "tokens": 256}))
+print("rank", os.environ["RANK"])
+"""
+
+
+def test_runs_of_several_processes_are_started_by_torchrun(
+    tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(FAKE_TRAIN)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(sweep, "ROOT", tmp_path)
+    monkeypatch.setattr(sweep, "write_report", lambda folder, header, results: f"{header.processes} processes")
+    small[small.index("--training.global_batch_size") + 1] = "2"
+    watched: list[str] = []
+    monkeypatch.setattr(sweep.Progress, "watch", lambda self, run, line: watched.append(line))
+    assert sweep.main([DENSE, "muon.lr=1e-3", "--nproc", "2", *small]) == 0, watched
+    assert sorted(line for line in watched if line.startswith("rank")) == ["rank 0\n", "rank 1\n"]
+    assert "muon.lr=1e-3: loss 2.2500" in capsys.readouterr().out
+    # A run on two processes is no run on one.
+    alone, both = (sweep.plan([DENSE], ["muon.lr=1e-3"], small, nproc)[0].folder() for nproc in (1, 2))
+    assert alone is None
+    assert both is not None
 
 
 def results(recipe: str, best: float) -> list[Result]:

@@ -47,6 +47,7 @@ from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.titan.model.quantization import check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.recipe.constraints import owns
+from titan_muon.titan.recipe.files import keys_of_the_command_line, with_source
 from titan_muon.titan.run.console import say, say_error, say_fault, set_up_logging
 from titan_muon.titan.run.runs import (
     OPTIMIZERS_FILE,
@@ -69,12 +70,11 @@ MOST_FILES = 65536
 SECONDS_TO_EXIT = 3
 
 
-def run(recipe: Recipe, overrides: tuple[str, ...] = (), *, quiet: bool = False) -> int:
-    """Train a recipe in this process, alone or under torchrun. Returns the exit code.
+def run(recipe: Recipe, config: str, *, quiet: bool = False) -> int:
+    """Train a recipe of the file `config` in this process, alone or under torchrun. Returns the exit code.
 
     Exit code 0: training ended or was stopped; 1: training diverged, or a RunFault; 2: user error. Other errors raise.
-    `overrides`: keys set on the command line, for the run's name. `quiet`: errors, warnings and the
-    summary only.
+    `quiet`: errors, warnings and the summary only.
     """
     describe_world()
     set_up_logging(quiet=quiet)
@@ -82,9 +82,12 @@ def run(recipe: Recipe, overrides: tuple[str, ...] = (), *, quiet: bool = False)
     lasting = _init_distributed(recipe)
     code = 0
     try:
-        train(recipe, overrides, lasting)
-    except (RecipeError, FloatingPointError) as error:
-        code = 2 if isinstance(error, RecipeError) else 1
+        train(recipe, keys_of_the_command_line(config, recipe), lasting)
+    except RecipeError as error:
+        code = 2
+        say_error(with_source(error, config, recipe), code)
+    except FloatingPointError as error:
+        code = 1
         say_error(error, code)
     except RunFault as error:
         code = 1
@@ -116,7 +119,7 @@ def _init_distributed(recipe: Recipe) -> dist.Store | None:
 def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store | None = None) -> str:
     """Train a recipe, or continue its run, on the default process group. Returns the run's folder.
 
-    `lasting`: store of all attempts of the job. Raises RecipeError before the first step for user errors.
+    `overrides`: keys set on the command line, for the run's name. `lasting`: store of all attempts of the job. Raises RecipeError before the first step for user errors.
     """
     world = dist.get_world_size()
     # Host messages use gloo: NCCL takes device tensors, and reading them waits for the whole queue.
