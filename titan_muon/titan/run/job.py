@@ -187,9 +187,12 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
+        model = recipe.model
+        vocabulary = "" if model.vocab_size is None else f" with model.vocab_size = {model.vocab_size}"
         raise RecipeError(
-            f"the model does not fit into the memory of rank {dist.get_rank()}: {str(error).splitlines()[0]}. A dry "
-            f"run (--dry-run) lists the memory by purpose (refused at {_traced(error, run)})"
+            f"model.flavor = {model.flavor!r}{vocabulary} does not fit into the memory of rank {dist.get_rank()}: "
+            f"{str(error).splitlines()[0]}. Choose a smaller model or vocabulary, or more ranks; a dry run (--dry-run) "
+            f"lists the memory by purpose (refused at {_traced(error, run)})"
         ) from error
     reports = _gather_parts(trainer, recipe, group)
     texts = [{"plan": "", "changes": ""}]
