@@ -197,7 +197,7 @@ def test_frozen_parameters_are_not_seen() -> None:
     assert "layers.0.up.weight" not in see([made])
 
 
-@pytest.mark.parametrize("name", ["classifier", "cls", "score", "lm_head"])
+@pytest.mark.parametrize("name", ["classifier", "cls", "score", "head", "value_head", "mtp_head", "lm_head"])
 def test_a_head_of_fewer_classes_is_known_by_its_name(name: str) -> None:
     """A classifier on a language model has no row for each token."""
     made = model()

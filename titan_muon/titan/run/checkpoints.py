@@ -104,26 +104,6 @@ class Schedule:
         )
 
 
-class KnownOptions:
-    """A container's state without options that an older version did not save.
-
-    The recipe decides about options, so the load needs none of them.
-    """
-
-    def __init__(self, optimizers: HybridOptimizers, saved: Collection[str]) -> None:
-        self._optimizers, self._saved = optimizers, saved
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            key: value
-            for key, value in self._optimizers.state_dict().items()
-            if not key.startswith("param_groups.") or f"optimizer.{key}" in self._saved
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._optimizers.load_state_dict(state_dict)
-
-
 class RunCheckpoints(CheckpointManager):
     """TorchTitan's checkpoint manager; loads the checkpoint chosen by `runs.open_run`."""
 
@@ -309,7 +289,6 @@ class RunCheckpoints(CheckpointManager):
         if "optimizer" in states:
             check_optimizers(states["optimizer"], saved)
             self._dtypes = tuple(dict.fromkeys(changed_dtypes(states["optimizer"], saved)))
-            states["optimizer"] = KnownOptions(states["optimizer"], saved)
         if "dataloader" in states:
             check_data_ranks(states["dataloader"], saved)
         if f"{SCHEDULE}.recipe" in saved:

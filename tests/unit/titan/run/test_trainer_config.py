@@ -128,6 +128,17 @@ def test_the_start_prints_the_batch_of_a_step(passes: int, accumulated: str, tmp
     assert said == f"{24 * passes} sequences ({12_000 * passes:,} tokens{accumulated})"
 
 
+def test_the_start_notes_other_code_for_owned_matrices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, bool]] = []
+    monkeypatch.setattr(compat, "spmd_note", lambda requested, owned: asked.append((requested, owned)) or "a note")
+    trainer = SimpleNamespace(config=config(tmp_path), parallel_dims=None, step=10**6)
+    job._say_start(trainer, tiny.recipe(tmp_path, placement__muon="owned"), Run(str(tmp_path)))  # type: ignore[arg-type]
+    assert asked == [("auto", True)]
+    assert capsys.readouterr().out.startswith("a note\n")
+
+
 def test_the_start_counts_the_whole_model_and_names_each_pipeline_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
