@@ -1,4 +1,4 @@
-"""torch.optim's AdamW in batches, optionally with states on the host and in bfloat16."""
+"""AdamW, optionally with states on the host and in bfloat16."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .muon import Muon
 from .options import SLOWEST_IN_BFLOAT16, MissingGrad, Nonfinite, Offload, OptionError, StateDtype
 from .state.host import Transfer, Window, moved_state, moves, new_state, resolved
 from .step.foreach import grouped
-from .tensors.dtensor import local, step_device
+from .tensors.dtensor import local, on_device, step_device
 from .tensors.storage import placement_key
 
 BATCH_BYTES = 2**26
@@ -45,7 +45,7 @@ READ: Mapping[Offload, tuple[str, ...]] = {"none": (), "state": (), "parameters"
 
 @dataclass(frozen=True)
 class Elements:
-    """A parameter's elements on this rank, or some of these."""
+    """Some or all of a parameter's elements on this rank."""
 
     param: Tensor
     grad: Tensor
@@ -68,7 +68,7 @@ class ElementBatch:
         return [getattr(part, name) for name in names for part in self.parts]
 
     def with_tensors(self, names: Sequence[str], tensors: Sequence[Tensor]) -> ElementBatch:
-        """Replace tensors, in the order of `self.tensors(names)`."""
+        """`tensors`: in the order of `self.tensors(names)`."""
         count = len(self.parts)
         parts = (replace(part, **dict(zip(names, tensors[i::count], strict=True))) for i, part in enumerate(self.parts))
         return replace(self, parts=tuple(parts))
@@ -163,7 +163,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         return [name for group in self.param_groups for name in _names(group)]
 
     def told(self, faults: Sequence[Fault]) -> None:
-        """Raise ValueError for faults by parameter; warn of allowed non-finite gradients."""
+        """Raise ValueError for faults by parameter, or warn."""
         chosen = {Fault.NOT_FINITE: self._nonfinite, Fault.NO_GRADIENT: self._missing_grad}
         check_faults(self.names(), faults, [fault for fault, choice in chosen.items() if choice == "skip"])
         if names := names_with(self.names(), faults, Fault.NOT_FINITE):
@@ -281,7 +281,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             local(value).copy_(local(loaded))
 
     def offload(self) -> None:
-        """Move the averages to pinned host memory, from where steps stream batches."""
+        """Move the averages to pinned host memory."""
         self._move("state")
 
     def reload(self) -> None:
@@ -324,8 +324,8 @@ class GradientCare:
     def check(self, skipped: Tensor | None, *, scaled: bool) -> Tensor | None:
         """Raise ValueError for the last step, and report the gradients of this step.
 
-        `skipped`: () bool on the device: whether the step changes nothing anyway. `scaled`: whether a GradScaler has
-        checked the gradients. Returns () bool on the device: whether the step changes nothing; None for a normal step.
+        `skipped`: whether the step changes nothing anyway. `scaled`: whether a GradScaler has checked the gradients.
+        Returns () bool on the device: whether the step changes nothing; None for a normal step.
         """
         report, start = self._report()
         params = self._params
@@ -342,7 +342,7 @@ class GradientCare:
         return skipped
 
     def _report(self) -> tuple[FaultReport, int]:
-        """The report, and the index of AdamW's first parameter there. Raises ValueError for the last step."""
+        """The report, and the index of AdamW's first parameter there."""
         if self.carrier is not None:
             # A Muon that steps before AdamW has raised, and the host would wait for the report of this step.
             if not self.follows:
@@ -375,7 +375,7 @@ class GradientCare:
         broken = norms.isfinite().logical_not_().to(report.device, non_blocking=True)
         places = [place for place, _ in stored]
         if self._places != places or self._numbers.device != report.device:
-            self._places, self._numbers = places, torch.tensor(places, device=report.device)
+            self._places, self._numbers = places, on_device(torch.tensor(places, device="cpu"), report.device)
         # A norm over all gradients has its own error.
         faulty = broken if skipped is None else broken & ~skipped
         report.add_where(self._numbers, faulty, Fault.NOT_FINITE)

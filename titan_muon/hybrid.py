@@ -69,7 +69,7 @@ def parts_of(
 
 
 class OfParts:
-    """Methods of a combined optimizer."""
+    """The methods of an optimizer made of `parts`."""
 
     parts: Parts
 
@@ -82,7 +82,7 @@ class OfParts:
         return [optimizer for optimizer in self.parts.optimizers.values() if isinstance(optimizer, Muon)]
 
     def parameters(self, name: str) -> list[Tensor]:
-        """Parameters of an optimizer; empty without such an optimizer."""
+        """Parameters of an optimizer, if any."""
         optimizer = self.parts.optimizers.get(name)
         return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -113,10 +113,7 @@ class OfParts:
             muon.check_last_step()
 
     def skip_unless_finite(self, norm: NormCheck) -> None:
-        """Let the next step of Muon and AdamW change nothing if the norm is not finite. The host does not wait.
-
-        The step after the next then raises ValueError on all ranks.
-        """
+        """As `SkipsSteps.skip_unless_finite`, for Muon and AdamW. The step after the next then raises ValueError."""
         for optimizer in self.parts.optimizers.values():
             if isinstance(optimizer, SkipsSteps):
                 optimizer.skip_unless_finite(norm)
@@ -130,7 +127,7 @@ class OfParts:
                 adamw.care.carrier, adamw.care.follows = muon, order.index(adamw) > order.index(muon)
 
     def check_replicas(self, own: Iterable[str] = ()) -> None:
-        """As `Muon.check_replicas`, for the parameters and states of all optimizers."""
+        """As `Muon.check_replicas`, for all optimizers."""
         for optimizer in self.parts.optimizers.values():
             if isinstance(optimizer, Muon | AdamW):
                 optimizer.synchronize()
@@ -169,14 +166,13 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         model: the model, or its parts under pipeline parallelism.
         lr, weight_decay: for both optimizers.
         rules: the first matching rule decides, before roles, names and shapes.
-        defaults: whether roles, names and shapes decide without a matching rule; if not, rules must match every
-            parameter.
+        defaults: if false, rules must match every parameter.
         router: optimizer of the routers of mixtures of experts.
         muon, adamw: further keywords of `Muon` and of `titan_muon.adam.AdamW`.
         others: options of further registered optimizers named by rules.
 
     Attributes:
-        optimizers: the parts by name, `"muon"` and `"adamw"`. Groups and state are shared with this optimizer.
+        optimizers: by name, `"muon"` and `"adamw"`. Groups and state are shared with this optimizer.
         assignments: the optimizer of each parameter, with the reason.
 
     A group of `param_groups` has the keys of its optimizer, `param_names`, and the optimizer's name under
@@ -234,7 +230,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         return "\n".join([table, *frozen_lines(self.parts.frozen)])
 
     def build(self) -> Self:
-        """Plan Muon's step now instead of at the first step, like `Muon.build`."""
+        """As `Muon.build`."""
         for muon in self._muons:
             muon.build()
         return self
@@ -276,11 +272,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load hyperparameters and state. Collective over all ranks.
-
-        Raises ValueError on every rank, before anything is loaded, for different parameters or optimizers in the
-        groups, and like `Muon.load_state_dict`.
-        """
+        """Load hyperparameters and state. Ranks and errors as in `Muon.load_state_dict`; also for other optimizers."""
         with after_pre_hooks(self, state_dict) as loaded:
             if missing := {"state", "param_groups"} - loaded.keys():
                 absent = " and no ".join(sorted(missing, reverse=True))
@@ -320,7 +312,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
             self._carry()
 
     def _skips_on_host(self, part: Optimizer) -> bool:
-        """Whether to leave out the step of an optimizer that cannot decide on the device. The host waits."""
+        """For an optimizer that cannot skip on the device. The host waits."""
         norm = self._next_norm
         return not isinstance(part, SkipsSteps) and norm is not None and bool(norm.broken)
 

@@ -33,7 +33,7 @@ DIFFERENCES: dict[str, str] = {
 """By PyTorch's case: the behaviour here."""
 
 
-def test_there_are_at_most_five_differences() -> None:
+def test_the_table_of_differences_has_at_most_five_entries() -> None:
     assert len(DIFFERENCES) <= 5
 
 
@@ -155,7 +155,7 @@ def test_forloop_goes_right_direction(make: Callable[..., Any], schedulers: Any)
 
 
 @both
-def test_a_weight_that_is_not_contiguous_is_refused(make: Callable[..., Any]) -> None:
+def test_a_noncontiguous_weight_is_refused(make: Callable[..., Any]) -> None:
     weight = nn.Parameter(torch.randn(10, 5, 2)[..., 0])
     with pytest.raises(ValueError, match="its storage is not contiguous; call contiguous"):
         make([weight]).build()
@@ -288,7 +288,7 @@ def test_step_is_noop_when_params_have_no_grad(make: Callable[..., Any]) -> None
 
 
 @both
-def test_all_frozen(make: Callable[..., Any]) -> None:
+def test_a_step_with_only_frozen_parameters_is_refused(make: Callable[..., Any]) -> None:
     params = weights()
     for param in params:
         param.requires_grad_(False)
@@ -316,7 +316,7 @@ def test_non_empty_state(make: Callable[..., Any]) -> None:
 
 
 @both
-def test_step_all_hooks(make: Callable[..., Any]) -> None:
+def test_step_hooks_run_once_in_pytorchs_order(make: Callable[..., Any]) -> None:
     """Hooks of one optimizer and of all run once, in PyTorch's order."""
     params, calls = weights(), []
     optimizer = make(params)
@@ -353,7 +353,7 @@ def test_state_dict_hooks(make: Callable[..., Any]) -> None:
 
 
 @both
-def test_hooks_replace_the_state_dict_in_their_order(make: Callable[..., Any]) -> None:
+def test_state_dict_hooks_run_in_registration_order(make: Callable[..., Any]) -> None:
     """PyTorch's test_state_dict_post_hook and test_load_state_dict_pre_hook_and_prepend."""
     params = weights()
     optimizer = make(params, lr=0.1)
@@ -390,7 +390,7 @@ def test_hooks_replace_the_state_dict_in_their_order(make: Callable[..., Any]) -
 
 
 @both
-def test_deepcopy_copies_all_public_attrs(make: Callable[..., Any]) -> None:
+def test_deepcopy_copies_every_public_attribute(make: Callable[..., Any]) -> None:
     params = weights()
     optimizer = make(params)
     set_gradients(params)

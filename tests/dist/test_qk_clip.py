@@ -82,7 +82,7 @@ def differing(rank: int, world_size: int) -> tuple[list[str], list[Call]]:
     return wrong, calls
 
 
-def test_every_layout_is_clipped_as_whole_weights_with_one_collective() -> None:
+def test_every_layout_equals_clipping_of_whole_weights_with_a_single_collective() -> None:
     for wrong, calls in run_ranks(differing, 4):
         assert wrong == []
         assert [call.payload for call in calls] == [4 * HEADS * (len(LAYOUTS) + 2)], "one float32 for each head"
@@ -140,7 +140,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=NEEDS.get(name, ())) for name in TRAINED])
-def test_two_ranks_clip_as_one_does(layout: str, one_rank: Callable) -> None:
+def test_two_ranks_clip_as_a_single_rank(layout: str, one_rank: Callable) -> None:
     family, degrees = TRAINED[layout]
     folder, (losses, logits) = one_rank(family)
     found_losses, found_logits = run(folder, 2, family, *degrees)

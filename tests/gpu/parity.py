@@ -132,7 +132,8 @@ class Trained:
         self.params = {name: nn.Parameter(self.placed(name, full)) for name, full in self.initial.items()}
         whole = {name: full.clone() for name, full in self.initial.items()}
         self.reference = ReferenceMuon(whole, dtype=arithmetic.dtype)
-        self.optimizer = Muon(list(self.params.items()), lr=0.02, **arithmetic.options, **options)  # type: ignore[arg-type]
+        named = list(self.params.items())
+        self.optimizer = Muon(named, lr=0.02, **arithmetic.options, **options).build()  # type: ignore[arg-type]
 
     def full(self, seed: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -221,7 +222,7 @@ def check_owned(device: torch.device, placement: str, replicas: int) -> Check:
     matrices = {name: p.detach() for name, p in alone.named_parameters() if name in names}
     reference = ReferenceMuon(matrices, dtype=FLOAT32.dtype)
     trained = [(name, p) for name, p in model.named_parameters() if name in names]
-    optimizer = Muon(trained, lr=0.02, **FLOAT32.options)  # type: ignore[arg-type]
+    optimizer = Muon(trained, lr=0.02, **FLOAT32.options).build()  # type: ignore[arg-type]
     faults: list[str] = []
     for step in range(STEPS):
         passes(model, rank, world, step)
@@ -253,7 +254,7 @@ def check_memory(device: torch.device) -> Check:
     for name, full in case.shapes.items():
         params[name] = nn.Parameter(_rows(full, mesh))
         params[name].grad = _rows(full, mesh)
-    optimizer, _, kept = allocated(lambda: Muon(list(params.items()), lr=0.02), device)
+    optimizer, _, kept = allocated(lambda: Muon(list(params.items()), lr=0.02).build(), device)
     # The first step also allocates the libraries' own memory.
     optimizer.step()
     _, new, _ = allocated(optimizer.step, device)

@@ -38,7 +38,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 @on_every_device
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_orthogonalization_is_that_of_float64_on_the_cpu(
+def test_orthogonalization_approximates_float64_on_the_cpu(
     shape: tuple[int, int, int], method: Method, target: Target
 ) -> None:
     stack = random(*shape).bfloat16().float()
@@ -90,7 +90,7 @@ def trained(target: Target, orthogonalize: str) -> dict[str, Tensor]:
     options = {"orthogonalize": orthogonalize, "ns_dtype": "float32", "wire_dtype": "float32"}
     with target.active(syncs=True):
         params = {name: nn.Parameter(target.placed(random(*shape))) for name, shape in shapes.items()}
-        optimizer = Muon(params.items(), lr=0.02, **options)  # type: ignore[arg-type]
+        optimizer = Muon(params.items(), lr=0.02, **options).build()  # type: ignore[arg-type]
     for step in range(3):
         with target.active(syncs=True):
             for index, param in enumerate(params.values()):
@@ -103,7 +103,7 @@ def trained(target: Target, orthogonalize: str) -> dict[str, Tensor]:
 
 @on_every_device
 @pytest.mark.parametrize("orthogonalize", ["standard", "gram", "auto"])
-def test_muon_in_one_process_is_that_of_the_cpu(orthogonalize: str, target: Target) -> None:
+def test_muon_in_a_single_process_equals_the_cpu_result(orthogonalize: str, target: Target) -> None:
     expected = trained(CPU, orthogonalize)
     for name, found in trained(target, orthogonalize).items():
         assert (found.device.type, found.dtype) == (target.device.type, torch.float32), name
@@ -112,13 +112,13 @@ def test_muon_in_one_process_is_that_of_the_cpu(orthogonalize: str, target: Targ
 
 
 @pytest.mark.parametrize("target", [pytest.param(FAKE, marks=needs_cuda_build, id=FAKE.name), CUDA_PARAM])
-def test_a_target_sees_that_the_host_waits(target: Target) -> None:
+def test_a_target_detects_a_wait_of_the_host(target: Target) -> None:
     """The tests above would notice a step that waits."""
     placed = target.placed(random(2, 2))
     with target.active(), pytest.raises(RuntimeError):
         placed.sum().item()
 
 
-def test_a_fake_target_holds_no_numbers_and_a_device_that_is_not_there() -> None:
+def test_a_fake_target_has_the_cuda_device_without_values() -> None:
     assert (CPU.fake, FAKE.fake, CUDA.fake) == (False, True, False)
     assert FAKE.device == CUDA.device

@@ -58,7 +58,7 @@ def opened(rank: int, world_size: int) -> list[str]:
     return parity.checked_step(Opening(), CPU)  # type: ignore[arg-type]
 
 
-def test_a_group_that_a_step_makes_is_a_fault() -> None:
+def test_a_group_made_in_a_step_is_a_fault() -> None:
     assert run_ranks(opened, 2) == [["the step opened 1 communicators"]] * 2
 
 
@@ -75,7 +75,7 @@ def faults_of_a_lost_update(rank: int, world_size: int) -> tuple[str, ...]:
     return parity.check_exchange("all_to_all", parity.FLOAT32, CPU).faults
 
 
-def test_an_update_that_a_rank_loses_is_a_fault_there() -> None:
+def test_a_lost_update_is_a_fault_on_the_losing_rank() -> None:
     first, second = run_ranks(faults_of_a_lost_update, 2)
     assert first == ()
     assert any("FSDP: wide: off by 1" in fault for fault in second)

@@ -62,7 +62,9 @@ class Page(HTMLParser):
         self.script += data if self._inside else ""
 
 
-def test_a_dry_run_decides_and_its_page_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_a_verdict_and_writes_a_self_contained_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page, numbers = tmp_path / "plan.html", tmp_path / "plan.json"
     asked = command(tmp_path, "--world-size", "16", "--machine", "h100x8", "--parallelism.expert_parallel_degree", "2")
     report(asked.recipe, asked.world_size, full=False, json=str(numbers), html=str(page))
@@ -89,7 +91,7 @@ def test_a_dry_run_decides_and_its_page_stands_alone(tmp_path: Path, capsys: pyt
     assert "seq_len = 128" in data["recipe"]
 
 
-def test_alternatives_are_compared_and_the_fastest_that_fits_is_first(tmp_path: Path) -> None:
+def test_compare_lists_the_fastest_fitting_alternative_first(tmp_path: Path) -> None:
     asked = command(tmp_path, "--world-size", "4", "--compare", "placement.muon=owned,shard0,nowhere")
     lines = [line for line in compare(asked.alternatives, 4, None) if "placement.muon" in line]
     tabled = [line for line in lines if "refused" not in line]
@@ -108,7 +110,7 @@ def test_alternatives_are_compared_and_the_fastest_that_fits_is_first(tmp_path: 
         (("--machine", "h200"), "machine.name"),
     ],
 )
-def test_a_wrong_question_is_one_error(words: tuple[str, ...], part: str, tmp_path: Path) -> None:
+def test_a_wrong_dry_run_argument_is_a_recipe_error(words: tuple[str, ...], part: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=re.escape(part)):
         command(tmp_path, *words)
 
@@ -119,7 +121,7 @@ def test_a_pattern_without_a_match_is_an_error_with_its_source(tmp_path: Path) -
         train.main(asked)
 
 
-def test_questions_of_a_dry_run_are_refused_without_it(tmp_path: Path) -> None:
+def test_dry_run_arguments_are_refused_without_dry_run(tmp_path: Path) -> None:
     command(tmp_path)
     for word in ("--verbose", "--html=plan.html", "--compare=muon.lr=1", "--machine=h100x8"):
         with pytest.raises(RecipeError, match="is only for --dry-run"):

@@ -44,7 +44,7 @@ MODELLED = [
 
 
 @pytest.mark.parametrize(("model", "ranks", "bar", "whole_bar"), MODELLED)
-def test_the_modelled_step_without_passes_is_near_its_limit(
+def test_the_modelled_step_without_passes_is_close_to_the_lower_bound(
     model: str, ranks: int, bar: float, whole_bar: float
 ) -> None:
     numbers = plan_numbers(model, ranks)
@@ -55,7 +55,7 @@ def test_the_modelled_step_without_passes_is_near_its_limit(
 
 
 @pytest.mark.parametrize(("model", "ranks", "bar"), HARDEST)
-def test_the_longest_path_is_near_the_least_possible(model: str, ranks: int, bar: float) -> None:
+def test_the_longest_path_is_close_to_the_lower_bound(model: str, ranks: int, bar: float) -> None:
     numbers = plan_numbers(model, ranks)
     assert numbers.flops_over_bound <= bar
     assert numbers.orthogonalizations == numbers.matrices, "each matrix once in the world"
@@ -93,7 +93,7 @@ def test_returns_awaited_in_forward_are_not_in_the_step() -> None:
     # As published: Kimi K2 activates 32 of 1,026 billion, 1.2 of them the embedding; Llama 3 8B has 0.5 of 8 there.
     [("llama3_8b", 7.50), ("kimi_k2", 31.7)],
 )
-def test_a_token_passes_the_parameters_that_it_activates(model: str, billions: float) -> None:
+def test_model_flops_count_only_activated_parameters(model: str, billions: float) -> None:
     assert model_seconds(model) == pytest.approx(8192 * 6 * billions * 1e9 / 400e12, rel=2e-3)
 
 
@@ -105,7 +105,7 @@ def test_the_next_forward_could_hide_little_of_a_training_step() -> None:
     assert numbers.tail_ratio < 0.01
 
 
-def test_replicas_have_more_to_bring_back_and_each_matrix_is_orthogonalized_once() -> None:
+def test_replicas_add_return_traffic_and_no_orthogonalization() -> None:
     one, eight = (plan_numbers("llama3_8b", 64, replicas=replicas) for replicas in (1, 8))
     assert eight.orthogonalizations == eight.matrices == one.matrices
     assert eight.link_ms > one.link_ms

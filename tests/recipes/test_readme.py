@@ -87,7 +87,7 @@ def test_an_installation_has_the_named_extras_and_torch() -> None:
     assert f"PyTorch {needed} or newer" in README
 
 
-def test_the_folders_are_there_and_every_folder_of_the_library_is_named() -> None:
+def test_the_readme_names_every_library_folder_and_only_existing_folders() -> None:
     table = README.split("## Where things are\n")[1]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     named = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
@@ -97,7 +97,7 @@ def test_the_folders_are_there_and_every_folder_of_the_library_is_named() -> Non
 
 
 @pytest.mark.parametrize("target", ["venv", "train", "test", "check"])
-def test_make_has_its_targets(target: str) -> None:
+def test_make_has_the_targets_of_the_readme(target: str) -> None:
     assert run(f"make --dry-run {target}", [], ROOT)
 
 
@@ -106,7 +106,7 @@ def test_training_commands_train(command: str, short: list[str], tmp_path: Path)
     assert "step 2/2" in run(command, short, tmp_path)
 
 
-def test_the_dry_run_needs_no_other_process(tmp_path: Path) -> None:
+def test_the_dry_run_runs_in_a_single_process(tmp_path: Path) -> None:
     (command,) = (c for c in COMMANDS if "--dry-run" in c)
     assert "muon: 208 matrices" in run(command, ["--data.cache", str(tmp_path)], tmp_path)
 

@@ -37,7 +37,7 @@ def dry_run(recipe: str, world_size: int, folder: Path, *overrides: str) -> dict
     return json.loads(file.read_text())
 
 
-def test_the_recipes_asked_for_are_there() -> None:
+def test_the_required_recipes_exist() -> None:
     full_size = ["qwen3_0.6b", "qwen3_8b", "qwen3_30b_a3b", "llama3_8b", "llama3_70b", "deepseek_v3", "kimi_k2"]
     assert {*SMALL, "qwen_moe_owned", *(f"{name}_muon" for name in full_size)} <= set(RECIPES)
 
@@ -141,7 +141,7 @@ TALKS = {
 
 
 @pytest.mark.parametrize("case", TALKS)
-def test_an_owned_step_that_communicates_says_why(
+def test_the_dry_run_explains_an_owned_step_with_collectives(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words, told = TALKS[case]
@@ -176,7 +176,7 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("key", DEFAULTS)
-def test_the_default_way_to_own_is_the_documented_one(key: str, tmp_path: Path) -> None:
+def test_the_default_of_owned_placement_is_the_documented_default(key: str, tmp_path: Path) -> None:
     degree, default, other = DEFAULTS[key]
     words = (f"--parallelism.{degree}", "2", "--placement.muon", "owned")
     plan = dry_run("llama_muon", 4, tmp_path, *words)
@@ -184,7 +184,7 @@ def test_the_default_way_to_own_is_the_documented_one(key: str, tmp_path: Path) 
     assert dry_run("llama_muon", 4, tmp_path, *words, f"--placement.{key}", other) != plan
 
 
-def test_a_rule_that_names_an_owner_has_an_owner_in_each_replica(tmp_path: Path) -> None:
+def test_a_rule_with_an_owner_places_an_owner_in_every_replica(tmp_path: Path) -> None:
     """The rank is a place on the FSDP axis."""
     config = tmp_path / "ruled.toml"
     rule = '[[placement.rule]]\nmatch = "*.wo.weight"\nplacement = "owned"\nowner = 1\n'
@@ -272,7 +272,7 @@ def test_owned_needs_a_matrix_to_own(tmp_path: Path) -> None:
         dry_run("qwen_moe_adamw", 2, tmp_path, "--placement.muon", "owned")
 
 
-def test_momentum_that_owners_alone_keep_is_counted_on_the_fullest_rank(
+def test_momentum_kept_by_owners_is_counted_on_the_fullest_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copies = ("--parallelism.data_parallel_replicate_degree", "4")
@@ -290,7 +290,7 @@ def test_momentum_that_owners_alone_keep_is_counted_on_the_fullest_rank(
     assert f"on their owners alone, {max(kept):,} elements on the fullest rank" in capsys.readouterr().out
 
 
-def test_memory_of_optimizer_states_follows_their_dtypes(tmp_path: Path) -> None:
+def test_memory_of_optimizer_states_follows_the_state_dtypes(tmp_path: Path) -> None:
     """Momentum in its own dtype, two averages for AdamW, both exact on one rank."""
     full = dry_run("llama_muon", 1, tmp_path)
     half = dry_run("llama_muon", 1, tmp_path, "--muon.state_dtype", "bfloat16")
@@ -308,7 +308,7 @@ def test_memory_of_optimizer_states_follows_their_dtypes(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_offloaded_states_are_counted_on_the_host_and_two_loads_of_them_on_the_device(
+def test_offloaded_states_count_on_the_host_and_two_loads_count_on_the_device(
     device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.json"
@@ -330,7 +330,7 @@ def test_offloaded_states_are_counted_on_the_host_and_two_loads_of_them_on_the_d
     assert re.search(rf"host: states +{mib:,.1f} MiB", capsys.readouterr().out)
 
 
-def test_offloaded_parameters_are_counted_on_the_host_and_two_loads_of_them_on_the_device(
+def test_offloaded_parameters_count_on_the_host_and_two_loads_count_on_the_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.json"
@@ -349,7 +349,7 @@ def test_offloaded_parameters_are_counted_on_the_host_and_two_loads_of_them_on_t
     assert re.search(r"host: gradients +[\d.,]+ MiB\n +host: states", capsys.readouterr().out)
 
 
-def test_states_of_another_packages_optimizer_are_said_not_to_be_counted(
+def test_the_dry_run_reports_uncounted_states_of_a_third_party_optimizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(registry.optimizers, "_values", dict(registry.optimizers._values))
@@ -385,7 +385,7 @@ def test_the_smallest_world_fits_the_degrees() -> None:
         assert smallest_world(load(CONFIGS / "qwen_moe_muon.toml", overrides)) == ranks
 
 
-def test_the_dry_run_prints_the_algorithm_of_each_shape_with_its_reason(
+def test_the_dry_run_prints_algorithm_and_reason_for_every_shape(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path), "--muon.ns_dtype", "float32"])
@@ -419,9 +419,7 @@ def test_a_number_of_ranks_is_planned_for_gpus_unless_told_otherwise(
         assert ("on cpu" in printed) == (planned == "CPUs")
 
 
-def test_a_plan_for_ranks_that_cannot_share_the_batch_says_that_training_would_be_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_dry_run_warns_about_an_indivisible_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dry_run("llama_muon", 64, tmp_path)
     warning = "warning: training would be refused: training.global_batch_size = 8 is not accepted on 64 ranks"
     assert warning in capsys.readouterr().out
@@ -429,7 +427,7 @@ def test_a_plan_for_ranks_that_cannot_share_the_batch_says_that_training_would_b
     assert "refused" not in capsys.readouterr().out
 
 
-def test_a_plan_for_gpus_is_another_than_one_for_the_cpu(tmp_path: Path) -> None:
+def test_plans_for_gpu_and_cpu_differ(tmp_path: Path) -> None:
     recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path)])
     cpu, gpu = (build_meta_model(recipe, 2, device).plan for device in ("cpu", "cuda"))
     assert cpu is not None
@@ -441,7 +439,7 @@ def test_a_plan_for_gpus_is_another_than_one_for_the_cpu(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("placement", ["shard0", "owned"])
-def test_each_pipeline_rank_is_planned_on_its_own_ranks(
+def test_every_pipeline_rank_has_a_separate_plan(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Counts must be of the whole model; tables, plans, owners and memory of each pipeline rank's part of it."""
@@ -526,7 +524,7 @@ def test_without_defaults_an_unmatched_parameter_is_an_error(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
-def test_weights_without_a_float32_copy_are_printed_with_their_rounding(
+def test_the_dry_run_prints_the_rounding_of_bfloat16_weights(
     rounding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = ["--data.cache", str(tmp_path), "--training.dtype", "bfloat16", "--muon.rounding", rounding]

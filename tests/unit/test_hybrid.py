@@ -72,7 +72,7 @@ def pair(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
     ]
 
 
-def test_every_parameter_is_trained_as_by_muon_and_adamw_apart() -> None:
+def test_hybrid_equals_separate_muon_and_adamw() -> None:
     model, reference = Decoder(), Decoder()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     hybrid = Hybrid(model, **OPTIONS)
@@ -120,7 +120,7 @@ def test_groups_and_state_are_shared_with_the_parts() -> None:
     }
 
 
-def test_a_scheduler_reaches_both_parts() -> None:
+def test_a_scheduler_changes_the_rates_of_both_parts() -> None:
     model = Decoder()
     hybrid = Hybrid(model, **OPTIONS)
     scheduler = torch.optim.lr_scheduler.LambdaLR(hybrid, lambda step: 0.5**step)
@@ -164,7 +164,7 @@ def test_a_resume_is_bitwise(load: Callable[..., None]) -> None:
     assert equal(model, other)
 
 
-def test_a_state_dict_of_other_assignments_is_refused() -> None:
+def test_a_state_dict_of_different_assignments_is_refused() -> None:
     model = Decoder()
     hybrid = Hybrid(model, **OPTIONS)
     train(model, hybrid, range(1))
@@ -190,13 +190,13 @@ def test_a_copy_trains_as_the_original(copied: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda things: pickle.loads(pickle.dumps(things))])
-def test_a_copied_adamw_keeps_its_options(copied: Callable[[Any], Any]) -> None:
+def test_a_copied_adamw_keeps_the_options(copied: Callable[[Any], Any]) -> None:
     options = {"state_dtype": "bfloat16", "missing_grad": "skip", "nonfinite": "skip"}
     adamw = copied(AdamW([nn.Parameter(torch.zeros(2))], betas=(0.9, 0.95), **options))
     assert {name: getattr(adamw, f"_{name}") for name in options} == options
 
 
-def test_a_grad_scaler_that_finds_inf_has_neither_part_step() -> None:
+def test_inf_in_a_grad_scaler_skips_the_step_of_both_parts() -> None:
     model = Decoder()
     hybrid = Hybrid(model, **OPTIONS)
     train(model, hybrid, range(1))
@@ -238,12 +238,12 @@ def test_rules_come_before_defaults_and_have_options() -> None:
         ({"adamw": {"state_dtype": "bfloat16", "betas": (0.9, 0.9999)}}, r"^adamw.betas = \[0.9, 0.9999\]"),
     ],
 )
-def test_options_that_nothing_takes_are_refused(options: dict[str, Any], fault: str) -> None:
+def test_unused_options_are_refused(options: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         Hybrid(Decoder(), **options)
 
 
-def test_a_model_without_hidden_matrices_is_refused_with_its_roles() -> None:
+def test_a_model_without_hidden_matrices_is_refused_with_the_roles() -> None:
     model = Decoder()
     for name, param in model.named_parameters():
         param.requires_grad_(name not in MATRICES)
@@ -284,7 +284,7 @@ def test_suspicious_assignments_cause_warnings() -> None:
         Hybrid(Decoder())
 
 
-def test_the_table_has_the_optimizer_and_reason_of_each_parameter() -> None:
+def test_the_table_has_optimizer_and_reason_of_every_parameter() -> None:
     table = Hybrid(Decoder(), **OPTIONS).table()
     rows = {line.split()[0]: line for line in table.splitlines()}
     assert rows["layers.*.up.weight"].split()[-2:] == ["hidden", "matrix"]
@@ -292,12 +292,12 @@ def test_the_table_has_the_optimizer_and_reason_of_each_parameter() -> None:
     assert "looked up" in rows["embed.weight"]
 
 
-def test_a_state_dict_without_its_parts_is_refused_in_words() -> None:
+def test_an_empty_state_dict_is_refused_with_the_missing_keys() -> None:
     with pytest.raises(ValueError, match=r"^state_dict: has no state and no param_groups; pass what state_dict\(\)"):
         Hybrid(Decoder(), **OPTIONS).load_state_dict({})
 
 
-def test_the_table_names_parameters_that_nobody_trains() -> None:
+def test_the_table_names_untrained_parameters() -> None:
     model = Decoder()
     model.embed.weight.requires_grad_(False)
     assert Hybrid(model, **OPTIONS).table().splitlines()[-1] == "not trained (requires_grad is False): embed.weight"

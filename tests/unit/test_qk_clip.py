@@ -13,7 +13,7 @@ LOGITS = [50.0, 400.0, 99.0, 100.0, 150.0, 200.0]
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
-def test_heads_above_the_threshold_are_scaled_and_no_other_bit_changes(alpha: float) -> None:
+def test_only_heads_above_the_threshold_are_scaled(alpha: float) -> None:
     weights = whole_weights()
     expected = clipped(weights, LOGITS, 100.0, alpha)
     clip = QKClip([layer(weights)], alpha=alpha)
@@ -27,7 +27,7 @@ def test_heads_above_the_threshold_are_scaled_and_no_other_bit_changes(alpha: fl
     assert all(torch.equal(weight, untouched[name]) for name, weight in weights.items()), "1.0 changes no bit"
 
 
-def test_a_head_that_was_at_four_times_the_threshold_computes_logits_at_the_threshold() -> None:
+def test_a_clipped_head_computes_logits_at_the_threshold() -> None:
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(12, 7, generator=generator) for name in ("wq", "wk")}
     rows = (HeadWeight("wq", weights["wq"], query_rows(3)), HeadWeight("wk", weights["wk"], key_rows(3)))
@@ -47,7 +47,7 @@ def test_a_head_that_was_at_four_times_the_threshold_computes_logits_at_the_thre
     torch.testing.assert_close(after, largest.clamp(max=threshold))
 
 
-def test_a_shared_key_leaves_no_query_head_of_its_group_above_the_threshold() -> None:
+def test_a_shared_key_keeps_every_query_head_below_the_threshold() -> None:
     weights = whole_weights()
     before = {name: weight.clone() for name, weight in weights.items()}
     clip = QKClip([layer(weights)])
@@ -84,7 +84,7 @@ def test_a_rank_with_some_heads_observes_these_heads() -> None:
 
 
 @pytest.mark.parametrize("logit", [math.inf, math.nan])
-def test_a_logit_that_is_not_finite_spoils_no_weight(logit: float) -> None:
+def test_a_nonfinite_logit_changes_no_weight(logit: float) -> None:
     weights = whole_weights()
     before = {name: weight.clone() for name, weight in weights.items()}
     clip = QKClip([layer(weights)])
@@ -103,7 +103,7 @@ def test_weights_in_bfloat16_and_biases_are_scaled_too() -> None:
     assert weight[:, 0].tolist() == bias.tolist() == [0.5, 0.5, 1.0, 1.0]
 
 
-def test_logging_alone_reports_and_changes_nothing() -> None:
+def test_logging_reports_logits_and_changes_no_weight() -> None:
     weights = whole_weights()
     before = {name: weight.clone() for name, weight in weights.items()}
     clip = QKClip([layer(weights), AttentionLayer("layers.1", 2), AttentionLayer("layers.2", 2)], clips=False)
@@ -118,7 +118,7 @@ def test_logging_alone_reports_and_changes_nothing() -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in weights.items())
 
 
-def test_a_layer_that_nothing_observes_is_an_error_in_the_first_step() -> None:
+def test_an_unobserved_layer_is_an_error_in_the_first_step() -> None:
     clip = QKClip([layer(whole_weights()), layer(whole_weights(), "layers.1")])
     clip.observe("layers.1", torch.zeros(HEADS))
     with pytest.raises(ValueError, match=r"^layers\.0: nothing has observed these layers; call observe"):

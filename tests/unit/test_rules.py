@@ -51,7 +51,7 @@ def trained(steps: int, rates: list[float] | None = None, **options: Any) -> tup
     return muon, param.detach()
 
 
-def test_decay_that_follows_the_rate_is_decay_times_rate_over_the_highest_rate() -> None:
+def test_decay_follows_lr_multiplies_decay_by_the_rate_over_the_maximum_rate() -> None:
     rates = [1.0, 0.5, 0.25, 0.0]
     _, follows = trained(3, rates, weight_decay=0.5, decay_follows_lr=True)
     param = torch.randn(16, 24, generator=torch.Generator().manual_seed(0))
@@ -65,7 +65,7 @@ def test_decay_that_follows_the_rate_is_decay_times_rate_over_the_highest_rate()
     torch.testing.assert_close(follows, param, rtol=1e-5, atol=1e-6)
 
 
-def test_a_rate_of_zero_has_no_decay_that_follows_it() -> None:
+def test_decay_follows_lr_is_zero_at_a_zero_rate() -> None:
     _, after = trained(2, [0.0, 0.0, 0.0], weight_decay=0.5, decay_follows_lr=True)
     assert after.equal(torch.randn(16, 24, generator=torch.Generator().manual_seed(0)))
 
@@ -147,7 +147,7 @@ def test_muonh_refuses_bfloat16_weights_by_name() -> None:
         muon.build()
 
 
-def test_a_rule_of_another_package_checks_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_third_party_rule_checks_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(MuonRule):
         def check(self, group: Any) -> None:
             raise OptionError("nesterov", "is not for this rule")

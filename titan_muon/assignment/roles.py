@@ -43,7 +43,7 @@ EXPERTS = re.compile("expert", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Seen:
-    """Properties of a parameter for the rules: shape, role, and split of a known fused layout."""
+    """Properties of a parameter. `split`: of a known fused layout."""
 
     shape: tuple[int, ...]
     role: Role = ""
@@ -51,7 +51,7 @@ class Seen:
 
 
 def see(parts: Iterable[nn.Module], canonical: Callable[[str], str] = str) -> dict[str, Seen]:
-    """The properties of every trained parameter of a model's parts by canonical name."""
+    """Every trained parameter of a model's parts, by canonical name."""
     result = {}
     for part in parts:
         known = _known(part)
@@ -71,8 +71,6 @@ PLAIN = ("embedding", "head", "router", "lora", "bias")
 
 @dataclass(frozen=True)
 class _Known:
-    """Parameters of a model part with a role by use."""
-
     embeddings: frozenset[Tensor]
     heads: frozenset[Tensor]
     routers: frozenset[Tensor]

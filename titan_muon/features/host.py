@@ -27,18 +27,12 @@ Key = tuple[Name, int, int]
 """Kind of tensor, parameter, first row."""
 
 
-@dataclass(frozen=True)
-class HostTensors:
-    """Tensors that a stage fetches. `changed` tensors also return."""
-
-    changed: tuple[Name, ...]
-    read: tuple[Name, ...] = ()
-
-
-HOST_TENSORS: Mapping[Offload, Mapping[Stage, HostTensors]] = {
-    "state": {"advance": HostTensors(("average",))},
-    "parameters": {"advance": HostTensors(("average",), ("grad",)), "apply": HostTensors(("param",))},
+Names = tuple[Name, ...]
+HOST_TENSORS: Mapping[Offload, Mapping[Stage, tuple[Names, Names]]] = {
+    "state": {"advance": (("average",), ())},
+    "parameters": {"advance": (("average",), ("grad",)), "apply": (("param",), ())},
 }
+"""Changed tensors, fetched and sent back, and tensors that are only fetched."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +51,14 @@ class OnHost:
     ) -> None:
         self._kinds, self._storage, self.window = HOST_TENSORS[offload], storage, window
         self._stages = tuple(use for use in stages if use.stage in self._kinds)
-        self._names = {name for kinds in self._kinds.values() for name in (*kinds.changed, *kinds.read)}
+        self._names = {name for changed, read in self._kinds.values() for name in (*changed, *read)}
         self._waiting: list[list[Key]] = []
         self._fetched: Mapping[Key, Tensor] = {}
 
     def begin(self, step: Step) -> None:
         self._waiting, transfers = [], []
         for use in self._stages:
-            kinds = self._kinds[use.stage]
-            changed, read = (self._rows(names, use.rows, step) for names in (kinds.changed, kinds.read))
+            changed, read = (self._rows(names, use.rows, step) for names in self._kinds[use.stage])
             self._waiting.append([*changed, *read])
             transfers.append(Transfer(list(changed.values()), list(read.values())))
         self.window.begin(transfers)
@@ -79,7 +72,7 @@ class OnHost:
         }
 
     def _tensor(self, name: Name, part: Rectangle, step: Step) -> Tensor | None:
-        """The rows of a tensor; None if unused. The step decays a parameter without a gradient unless excluded."""
+        """None if unused. The step decays a parameter without a gradient unless excluded."""
         stored, grad = self._storage[part.parameter], step.grads[part.parameter]
         if name == "param":
             return None if part.parameter in step.excluded else part.of(stored.param)
@@ -170,13 +163,12 @@ class HostOffload(Feature):
         self.source.synchronize()
 
     def flush(self, *, discard: bool = False) -> None:
-        """With `discard`, wait for every transfer to the host."""
         if discard:
             self.source.synchronize()
 
 
 def stage_uses(rank: RankStages) -> Iterator[StageUse]:
-    """The rows of each stage, in the order of the step."""
+    """In the order of the step."""
     for act, bucket in rank.program.acts:
         if act is Act.GATHER:
             yield StageUse("advance", rows_of(rank.runs[bucket].advances))
@@ -185,7 +177,7 @@ def stage_uses(rank: RankStages) -> Iterator[StageUse]:
 
 
 def rows_of(calls: Iterable[Advance | Apply]) -> tuple[Rectangle, ...]:
-    """The row ranges of these calls. Rectangles side by side share one range."""
+    """Rectangles side by side share one range."""
     # Whole rows, because a copy of non-contiguous memory from the host would block.
     parts = [part for call in calls for part in call.parts]
     return tuple({(part.parameter, part.start): part.rows for part in parts}.values())

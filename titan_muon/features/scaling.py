@@ -2,8 +2,7 @@
 
 # [Note: skipped steps]
 # - If one rank omitted a step after an overflow, the other ranks would wait for shards. So Muon always runs the step,
-#   and a skipped step changes no tensor.
-# - The decision stays on the device, so that the host does not wait.
+#   and a skipped step changes no tensor. The decision stays on the device.
 # - If the scalers of ranks disagree, the next step raises on all ranks.
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class GradScaling(Feature):
 
     @staticmethod
     def check(options: MuonOptions) -> None:
-        """Raise OptionError for options without support for a gradient scale or a skipped step."""
         if options.overlap == "backward":
             raise OptionError("overlap", "= 'backward' would send gradients with a GradScaler's scale; set 'none'")
         if options.overlap == "forward":
@@ -49,10 +47,7 @@ class GradScaling(Feature):
 
 
 class ScaledRule(Rule):
-    """A rule for scaled gradients and skipped steps.
-
-    `inverse`: () float32 factor on the gradients, or None. `skipped`: () bool, on the device.
-    """
+    """`inverse`: () float32 factor on the gradients, or None. `skipped`: () bool, on the device."""
 
     def __init__(self, rule: Rule, inverse: Tensor | None, skipped: Tensor) -> None:
         self._rule, self._inverse, self._skipped = rule, inverse, skipped

@@ -1,4 +1,4 @@
-"""Batched symmetric matrix products in plain PyTorch."""
+"""Matrix products of the iterations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Products(Protocol):
 
 
 class PlainProducts:
-    """Products that compute the full result with the device's matrix library."""
+    """Products of the device's matrix library."""
 
     def gram(self, x: Tensor, out: Tensor, alpha: float = 1.0) -> None:
         if alpha == 1:

@@ -1,4 +1,4 @@
-"""Batches of matrices on this rank, and the copies into and out of a batch."""
+"""Batches of matrices on this rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ class Batch:
     """Matrices of one shape, orthogonalized together.
 
     Attributes:
-        matrices: indices in the plan.
         whole: (count, rows, cols) assembled matrices, then the results, in memory shared by all batches of a rank.
         parameters: (count,) parameter indices, on the device.
     """

@@ -155,7 +155,7 @@ def clip_half_precision(rank: int, world_size: int) -> tuple[float, float]:
     return float(norm), float(parameter.grad.double().norm())
 
 
-def test_norm_of_bfloat16_gradients_is_taken_in_float32() -> None:
+def test_the_norm_of_bfloat16_gradients_is_computed_in_float32() -> None:
     """Norms of bf16 gradients must not be rounded to bf16, whose steps are 0.4 %."""
     norm, clipped = run_ranks(clip_half_precision, 2)[0]
     assert norm == pytest.approx(4128**0.5, rel=1e-6)

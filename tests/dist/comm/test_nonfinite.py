@@ -115,7 +115,7 @@ def test_an_error_comes_with_the_next_step_and_no_weight_is_spoiled(
         assert found["finite"]
 
 
-def test_a_matrix_in_slices_gets_no_update_in_any_of_them() -> None:
+def test_a_bad_slice_stops_the_update_of_every_slice_of_the_matrix() -> None:
     """Only one owner sees the bad slice; the exchanged norm tells the others."""
     for found in run_ranks(after_a_bad_step, 4, SLICED, math.nan, timeout=SECONDS):
         assert found["slices"] > 1, "the case this test is for"
@@ -173,7 +173,7 @@ def element_of_one_rank(
     ],
     ids=str,
 )
-def test_every_rank_learns_of_a_fault_on_one_owner(placement: Placement, options: dict[str, Any]) -> None:
+def test_a_fault_on_an_owner_is_reported_on_every_rank(placement: Placement, options: dict[str, Any]) -> None:
     """Only the owner sees the bad gradient."""
     results = run_ranks(element_of_one_rank, 4, placement, options, timeout=SECONDS)
     for text, finite, _ in results:
@@ -221,7 +221,7 @@ def missing_on_one_rank(rank: int, world_size: int, options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("options", [{}, {"exchange": "all_gather"}, {"rule": "normuon"}], ids=str)
-def test_a_parameter_without_gradient_on_one_rank_is_left_alone_on_all(options: dict[str, Any]) -> None:
+def test_a_parameter_without_gradient_on_a_rank_stays_unchanged_on_every_rank(options: dict[str, Any]) -> None:
     for found in run_ranks(missing_on_one_rank, 2, options, timeout=SECONDS):
         assert all(found.values()), found
 
@@ -234,7 +234,7 @@ def message(call: Callable[[], object]) -> str:
     return ""
 
 
-def test_a_parameter_without_gradient_is_not_taken_for_a_bad_one() -> None:
+def test_a_missing_gradient_is_not_reported_as_nonfinite() -> None:
     assert run_ranks(left_out, 2, timeout=SECONDS) == ["", ""]
 
 

@@ -131,7 +131,7 @@ def mixed(rank: int, world_size: int, **options: Any) -> tuple[list[str], int]:
     return wrong, muon.orthogonalized
 
 
-def test_plain_replicated_and_sharded_parameters_share_one_plan() -> None:
+def test_a_plan_holds_plain_replicated_and_sharded_parameters() -> None:
     found = run_ranks(mixed, 4, timeout=SECONDS)
     assert [wrong for wrong, _ in found] == [[]] * 4
     assert sum(done for _, done in found) == 3 * 5
@@ -143,7 +143,7 @@ def repeated(rank: int, world_size: int) -> tuple[list[str], int, int]:
     return wrong, muon.orthogonalized, len(muon.plan.buckets)
 
 
-def test_redundant_copies_are_orthogonalized_by_each_rank() -> None:
+def test_redundant_replicas_are_orthogonalized_on_every_rank() -> None:
     assert run_ranks(repeated, 2, timeout=SECONDS) == [([], 5, 0)] * 2
 
 
@@ -166,7 +166,7 @@ def each_its_own(rank: int, world_size: int) -> tuple[bool, bool, str, list[str]
     return right[0], right[1], muon.plan.reason, [str(one.message) for one in caught]
 
 
-def test_a_plain_tensor_that_differs_between_ranks_stays_each_ranks_own() -> None:
+def test_a_rank_orthogonalizes_a_plain_tensor_with_rank_specific_values() -> None:
     for own, copy, reason, warned in run_ranks(each_its_own, 2, timeout=SECONDS):
         assert own, "another rank's result took its place"
         assert copy
@@ -178,7 +178,7 @@ def on_some_ranks(rank: int, world_size: int) -> str:
     return said(lambda: Muon([(f"stages.{rank}.weight", nn.Parameter(torch.ones(SHAPE)))]).build())
 
 
-def test_a_plain_tensor_that_other_ranks_have_not_is_refused() -> None:
+def test_a_plain_tensor_on_some_ranks_only_is_refused() -> None:
     """As of a pipeline's stages, or of a module that is on some ranks only."""
     for text in run_ranks(on_some_ranks, 2, timeout=SECONDS):
         assert "a parameter that only some ranks have must be a DTensor on their mesh" in text
@@ -231,7 +231,7 @@ def spoiled() -> list[dict[str, tuple[list[str], bytes]]]:
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_gradients_of_copies_that_differ_are_an_error_on_all_ranks(change: Callable[..., Any]) -> None:
+def test_different_gradients_of_replicas_are_an_error_on_every_rank(change: Callable[..., Any]) -> None:
     found = [each[change.__name__] for each in spoiled()]
     assert len({weights for _, weights in found}) == 1, "copies are equal whatever their gradients were"
     for (first, second, third), _ in found:

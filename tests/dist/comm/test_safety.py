@@ -240,13 +240,13 @@ def test_impossible_plans_are_refused_at_construction(fn: Callable[..., object])
 
 
 @pytest.mark.parametrize("fn", DIFFERENT, ids=lambda fn: fn.__name__)
-def test_ranks_that_plan_differently_are_refused_on_every_rank(fn: Callable[..., object]) -> None:
+def test_different_plans_are_refused_on_every_rank(fn: Callable[..., object]) -> None:
     for messages in refusals():
         assert "ranks [1] planned another Muon step than rank 0" in messages[fn.__name__]
         assert DIFFERENT[fn] in messages[fn.__name__]
 
 
-def test_an_error_of_any_class_on_one_rank_is_an_error_on_all() -> None:
+def test_an_exception_of_any_class_on_a_rank_is_an_error_on_every_rank() -> None:
     first, second = run_ranks(out_of_memory, 2, timeout=SECONDS)
     assert first == ("OutOfMemory", "tried to allocate 2.00 GiB")
     assert second == ("RuntimeError", "OutOfMemory: tried to allocate 2.00 GiB (on rank 0)")
@@ -319,7 +319,7 @@ def change_group_on_one_rank(rank: int, world_size: int, changes: dict[str, Any]
 
 
 @pytest.mark.parametrize("changes", [{"ns_steps": 3}, {"ns_coefficients": [[1, 2, 3]]}, {"eps": 1e-3}], ids=str)
-def test_an_iteration_changed_on_one_rank_is_an_error_on_every_rank(changes: dict[str, Any]) -> None:
+def test_an_iteration_changed_on_a_rank_is_an_error_on_every_rank(changes: dict[str, Any]) -> None:
     for text in run_ranks(change_group_on_one_rank, 2, changes, timeout=SECONDS):
         assert "ns_steps, ns_coefficients or eps changed since Muon was built" in text
 
@@ -333,7 +333,7 @@ def object_in_a_group(rank: int, world_size: int) -> str:
     return message(optimizer.step) or message(optimizer.check_replicas)
 
 
-def test_an_object_that_a_framework_keeps_in_a_group_is_no_hyperparameter() -> None:
+def test_an_object_of_a_framework_in_a_group_is_not_compared() -> None:
     assert run_ranks(object_in_a_group, 2, timeout=SECONDS) == ["", ""]
 
 
@@ -351,7 +351,7 @@ def test_copies_of_a_plain_tensor_agree_on_a_missing_gradient() -> None:
         assert "no gradient for layers.0.weight" in said
 
 
-def test_storage_that_is_wrong_on_one_rank_is_refused_on_every_rank() -> None:
+def test_wrong_storage_on_a_rank_is_refused_on_every_rank() -> None:
     for text in run_ranks(strided_on_one_rank, 2, timeout=SECONDS):
         assert "layers.0.weight: its storage is not contiguous" in text
 
@@ -385,7 +385,7 @@ def die_in_step(rank: int, world_size: int, folder: str) -> None:
         time.sleep(0.01)
 
 
-def test_when_a_rank_dies_in_a_step_the_others_stop_with_an_error(tmp_path: Path) -> None:
+def test_the_death_of_a_rank_in_a_step_is_an_error_on_the_surviving_ranks(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank"):
         run_ranks(die_in_step, 4, str(tmp_path), timeout=SECONDS)
     assert {path.name for path in tmp_path.iterdir()} == {"0", "2", "3"}
@@ -406,7 +406,7 @@ def sharded_after_muon(rank: int, world_size: int) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_model_that_was_sharded_after_muon_is_an_error_of_the_first_step(world_size: int) -> None:
+def test_sharding_the_model_after_muon_is_an_error_in_the_first_step(world_size: int) -> None:
     """The first step would otherwise train nothing, and the second name another remedy."""
     for said, untouched in run_ranks(sharded_after_muon, world_size, timeout=SECONDS):
         assert "no gradient for 0.weight or any other parameter of Muon in the first step" in said

@@ -157,7 +157,7 @@ def injected() -> list[dict[str, list[str]]]:
 
 
 @pytest.mark.parametrize("fault", INJECTED, ids=lambda fault: fault.__name__)
-def test_a_silent_fault_is_named_on_all_ranks_at_the_next_step(fault: Callable[..., None]) -> None:
+def test_every_rank_names_a_silent_fault_at_the_next_step(fault: Callable[..., None]) -> None:
     for errors in injected():
         healthy, at_once, told, after = errors[fault.__name__]
         assert healthy == at_once == after == ""
@@ -199,7 +199,7 @@ def not_finite(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def test_a_norm_that_is_not_finite_changes_nothing_and_is_named_by_parameter_and_rank() -> None:
+def test_a_nonfinite_norm_skips_the_update_and_names_parameter_and_rank() -> None:
     for found in run_ranks(not_finite, 2, timeout=SECONDS):
         for overlap in ("none", "backward"):
             assert found[overlap, "weights"]
@@ -219,7 +219,7 @@ def removed(rank: int, world_size: int) -> list[str]:
     return [message(training.optimizer.step), message(training.optimizer.step)]
 
 
-def test_a_gradient_removed_after_it_was_sent_is_called_missing() -> None:
+def test_a_gradient_removed_after_the_gather_is_reported_as_missing() -> None:
     for at_once, told in run_ranks(removed, 2, timeout=SECONDS):
         assert at_once == ""
         assert "no gradient for layers.1.weight" in told
@@ -242,7 +242,7 @@ def skip_a_step(rank: int, world_size: int, folder: str) -> None:
         raise
 
 
-def test_a_rank_that_skips_a_step_is_named_after_the_time_out(tmp_path: Path) -> None:
+def test_the_timeout_names_a_rank_without_the_step(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 0 failed"):
         run_ranks(skip_a_step, 2, str(tmp_path), timeout=SECONDS)
     note = (tmp_path / "note").read_text()

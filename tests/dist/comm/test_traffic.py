@@ -181,7 +181,7 @@ def test_bytes_and_calls_are_the_plans(world_size: int, name: str, exchange: str
 
 
 @pytest.mark.parametrize(("world_size", "name", "exchange"), ONE_BY_ONE)
-def test_ranks_tell_each_other_of_faults_in_four_bytes_a_parameter_if_they_exchange_anything(
+def test_the_fault_exchange_sends_four_bytes_per_parameter_if_buckets_exist(
     world_size: int, name: str, exchange: str
 ) -> None:
     plan, _, counted = result(world_size, name, exchange)
@@ -207,7 +207,7 @@ def test_flops_and_matrices_are_the_plans(world_size: int, name: str, exchange: 
     ids=["hsdp", "fsdp_tp"],
 )
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather_reduce_scatter"])
-def test_64_ranks_orthogonalize_each_matrix_once(
+def test_64_ranks_orthogonalize_every_matrix_once(
     mesh: tuple[int, ...], placements: tuple[types.Placement, ...], exchange: str
 ) -> None:
     layout = types.Layout((128, 96), types.Mesh(mesh, tuple(range(64))), placements)
@@ -220,7 +220,7 @@ def test_64_ranks_orthogonalize_each_matrix_once(
 
 
 @pytest.mark.parametrize("world_size", [4, 8])
-def test_an_all_to_all_over_fsdp_sends_the_least_that_is_possible(world_size: int) -> None:
+def test_an_all_to_all_over_fsdp_sends_the_minimum_of_bytes(world_size: int) -> None:
     plan, _, counted = result(world_size, "fsdp", "all_to_all")
     elements = sum(matrix.numel for matrix in plan.matrices)
     total = sum(mine.sent for mine in counted)
@@ -320,14 +320,14 @@ def test_new_memory_in_a_step_is_less_than_the_plans_buffers(exchange: str) -> N
         assert measured[exchange, 32].new_in_step <= 1.1 * measured[exchange, 32].buffers
 
 
-def test_an_all_to_all_takes_the_planned_memory() -> None:
+def test_an_all_to_all_uses_the_planned_memory() -> None:
     """Within 10 % of the plan's buffers and working memory, oneDNN's own scratch included."""
     for measured in memory():
         mine = measured["all_to_all", 32]
         assert mine.buffers + mine.workspace + mine.new_in_step <= 1.1 * (mine.buffers + mine.work)
 
 
-def test_new_memory_in_an_all_to_all_step_is_that_of_one_matrix() -> None:
+def test_an_all_to_all_step_allocates_the_memory_of_a_single_matrix() -> None:
     # Newton-Schulz holds the matrix twice and its square Gram matrix and polynomial, oneDNN packs two operands.
     for measured in memory():
         few, many = measured["all_to_all", 8], measured["all_to_all", 32]
@@ -373,7 +373,7 @@ def test_flops_are_the_plans_for_every_method(index: int) -> None:
 
 
 @pytest.mark.parametrize("index", range(len(METHODS)), ids=lambda i: str(METHODS[i]))
-def test_stacks_take_the_memory_that_the_plan_says(index: int) -> None:
+def test_stacks_use_the_planned_memory(index: int) -> None:
     """Beside buffers and the stack itself. oneDNN's scratch and the momentum of a piece come on top."""
     for counted in methods():
         plan, _, (new, left), (workspace, work) = counted[index]

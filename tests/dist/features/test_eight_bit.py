@@ -90,7 +90,7 @@ def train(rank: int, world_size: int, layout: str) -> dict[str, tuple[float, flo
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp", "fsdp_tp", "owned", "plain"])
-def test_every_layout_is_near_float32_and_replicas_stay_equal(layout: str) -> None:
+def test_every_layout_approximates_float32_and_replicas_stay_equal(layout: str) -> None:
     for found in run_ranks(train, 4, layout):
         for momentum, weights, equal in found.values():
             assert momentum < 0.03
@@ -140,7 +140,7 @@ def refused(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_blocks_that_would_cross_shards_are_refused() -> None:
+def test_blocks_across_shards_are_refused() -> None:
     for message in run_ranks(refused, 2):
         assert "state_dtype = 'int8'" in message
         assert "w has 96 columns on 2 ranks" in message

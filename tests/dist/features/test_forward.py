@@ -190,7 +190,7 @@ def test_digits_equal_steps_without_forward_overlap(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_layers_come_to_their_own_updates_one_by_one(world_size: int) -> None:
+def test_every_layer_applies_only_the_updates_of_that_layer_in_forward(world_size: int) -> None:
     for cases in run_ranks(digits, world_size):
         _, begun, _, left, _, _ = cases["shards"]
         first, others = left[:LAYERS], left[LAYERS:]
@@ -331,7 +331,7 @@ def after_a_step(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
     return found | {"close": (alike(close(ours), close(theirs)), True)}
 
 
-def test_whoever_reads_or_writes_weights_finds_them_updated() -> None:
+def test_reads_and_writes_of_weights_apply_pending_updates_first() -> None:
     for found in run_ranks(after_a_step, 2):
         assert set(found) == {*BETWEEN, "close"}
         assert found == dict.fromkeys(found, (True, True))
@@ -352,7 +352,7 @@ def memory(rank: int, world_size: int) -> tuple[int, list[int], int]:
     return behind, seen, buffers(run)
 
 
-def test_buffers_are_there_until_the_last_layer_has_its_results() -> None:
+def test_buffers_live_until_the_last_layer_is_updated() -> None:
     for behind, seen, after in run_ranks(memory, 2):
         assert behind > 0
         assert seen[0] == behind, "the first layer"
@@ -398,7 +398,7 @@ def faults(rank: int, world_size: int) -> dict[str, tuple[bool, list[str], list[
     return found
 
 
-def test_faults_are_told_of_as_by_steps_that_leave_nothing() -> None:
+def test_faults_have_the_messages_of_a_step_without_overlap() -> None:
     for cases in run_ranks(faults, 2):
         assert cases["missing"][1][2]
         assert cases["nan"][1][2]
@@ -474,7 +474,7 @@ def misuse(rank: int, world_size: int) -> dict[str, str]:
     return found
 
 
-def test_weights_that_would_be_read_or_lost_before_their_update_are_an_error() -> None:
+def test_misuse_of_weights_with_a_pending_update_is_an_error() -> None:
     for found in run_ranks(misuse, 2):
         for name, message in found.items():
             expected = MISUSE[name][2]
@@ -496,7 +496,7 @@ def part_replaced(rank: int, world_size: int) -> tuple[str, bool, int, bool]:
     return message, others, buffers(ours), (updates_left(ours.muon) > 0)
 
 
-def test_updates_of_parameters_that_stayed_are_not_lost() -> None:
+def test_unreplaced_parameters_keep_the_pending_update() -> None:
     for message, others, held, left in run_ranks(part_replaced, 2):
         assert message.startswith("layers.1.up.weight: storage was replaced")
         assert (others, held, left) == (True, 0, False)
@@ -513,7 +513,7 @@ def forgotten(rank: int, world_size: int) -> bool:
     return muon() is None
 
 
-def test_a_model_does_not_keep_a_muon_that_was_closed() -> None:
+def test_a_model_holds_no_reference_to_a_closed_muon() -> None:
     assert run_ranks(forgotten, 2) == [True, True]
 
 

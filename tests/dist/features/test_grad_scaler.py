@@ -62,7 +62,7 @@ def train(rank: int, world_size: int, unscales: bool, options: dict[str, Any]) -
 @pytest.mark.parametrize(
     "options", [{}, {"offload": "state"}, {"offload": "parameters"}, {"state_dtype": "bfloat16"}], ids=str
 )
-def test_a_step_that_all_ranks_skip_changes_nothing(unscales: bool, options: dict[str, Any]) -> None:
+def test_a_step_skipped_on_every_rank_changes_no_weight(unscales: bool, options: dict[str, Any]) -> None:
     """Other steps have the bits of a run without a scaler, because the scale is a power of two."""
     for found in run_ranks(train, 2, unscales, options, timeout=SECONDS):
         assert found == ["stepped", True, "stood", True, "stepped", True]
@@ -85,7 +85,7 @@ def skip_on_one_rank(rank: int, world_size: int) -> tuple[bool, str]:
     return changed, ""
 
 
-def test_a_step_that_one_rank_skips_is_an_error_on_all_in_the_next_step() -> None:
+def test_a_step_skipped_on_a_single_rank_is_an_error_on_every_rank_in_the_next_step() -> None:
     results = run_ranks(skip_on_one_rank, 2, timeout=SECONDS)
     assert [changed for changed, _ in results] == [True, False]
     assert all("only some ranks skipped a step" in said for _, said in results)

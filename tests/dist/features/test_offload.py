@@ -201,7 +201,7 @@ def replaced(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_a_momentum_that_one_rank_replaced_is_refused_on_all() -> None:
+def test_a_replaced_momentum_on_a_rank_is_refused_on_every_rank() -> None:
     for said in run_ranks(replaced, 2):
         assert said.startswith("layers.0.weight: the momentum was replaced")
 
@@ -246,7 +246,7 @@ def curves(rank: int, world_size: int, folder: Path) -> list[Path]:
     return runs
 
 
-def test_a_recipe_has_the_same_curve_wherever_it_is_kept_and_goes_on_from_each(tmp_path: Path) -> None:
+def test_every_offload_placement_trains_and_resumes_with_the_curve_of_the_device(tmp_path: Path) -> None:
     tiny.write_recipe(tmp_path)
     device, *others = run_ranks(curves, 2, tmp_path, timeout=400)[0]
     expected = [tiny.records(device, key) for key in ("loss", "grad_norm")]

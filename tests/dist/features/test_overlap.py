@@ -294,7 +294,7 @@ def found(name: str) -> list[Any]:
     return [results[name] for results in outcomes()]
 
 
-def test_all_gathers_that_have_buffers_travel_in_backward() -> None:
+def test_every_gather_with_a_buffer_starts_in_backward() -> None:
     for planned, before, after in found("gathers"):
         assert len(planned) > 2, "the case this test is for"
         assert before == after == planned
@@ -305,7 +305,7 @@ def test_digits_equal_a_run_without_overlap(name: str) -> None:
     assert found(name) == [True, True]
 
 
-def test_a_backward_that_failed_leaves_nothing_behind() -> None:
+def test_a_failed_backward_leaves_no_pending_gather() -> None:
     """All ranks complete gathers launched by some ranks."""
     assert found("failed alike") == [(True, 1), (True, 1)]
     assert found("failed apart") == [(True, 0), (True, 2)]
@@ -313,12 +313,12 @@ def test_a_backward_that_failed_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("name", ["evaluated", "state dict", "started anew", "moved"])
-def test_code_between_backward_and_step_changes_nothing(name: str) -> None:
+def test_code_between_backward_and_step_keeps_the_bits_of_the_plain_step(name: str) -> None:
     assert found(name) == [True, True]
 
 
 @pytest.mark.parametrize("name", ["missing skip", "missing error", "nan skip", "nan error"])
-def test_gradients_that_are_missing_or_not_finite_are_as_without(name: str) -> None:
+def test_missing_and_nonfinite_gradients_have_the_results_of_a_plain_step(name: str) -> None:
     """The other rank has launched gathers in backward, and this rank launches them in its step."""
     results = found(name)
     for equal, messages, expected, gathered in results:
@@ -343,5 +343,5 @@ def test_matrices_unfit_for_backward_gathers_are_refused() -> None:
         assert "overlap = 'backward' takes DTensors, and w are plain tensors" in message
 
 
-def test_buckets_have_process_groups_that_nothing_else_uses() -> None:
+def test_buckets_have_separate_process_groups() -> None:
     assert found("groups") == [True, True]

@@ -129,7 +129,7 @@ def test_bytes_calls_and_flops_are_the_plans(index: int) -> None:
             assert mine.calls == cost.collectives
 
 
-def test_owners_that_store_their_slices_talk_of_these_alone() -> None:
+def test_owners_of_local_slices_exchange_only_the_team_traffic() -> None:
     for found in counted():
         plan, mine = found[-1]
         [team] = {work.team for work in plan.works}
@@ -137,6 +137,6 @@ def test_owners_that_store_their_slices_talk_of_these_alone() -> None:
         assert (mine.calls, mine.sent) == (team.calls, team.sent)
 
 
-def test_the_case_has_teams_that_overlap() -> None:
+def test_the_case_has_overlapping_teams() -> None:
     teams = {team for found in counted() for plan, _ in found for team in teams_of(plan)}
     assert len(teams) > 2

@@ -109,7 +109,7 @@ def beside(rank: int, world_size: int, kind: str, **options: Any) -> tuple[list[
 
 
 @pytest.mark.parametrize(("kind", "world_size"), KINDS)
-def test_steps_are_the_same_bit_for_bit_and_each_momentum_is_there_once(kind: str, world_size: int) -> None:
+def test_steps_are_bitwise_equal_and_every_momentum_is_stored_once(kind: str, world_size: int) -> None:
     found = run_ranks(beside, world_size, kind, timeout=SECONDS)
     assert [wrong for wrong, *_ in found] == [[]] * world_size
     held = [here for _, here, _, _ in found]
@@ -281,7 +281,7 @@ def thaw(place: Placed) -> str:
     return " ".join(pair[0].differs(pair[1]))
 
 
-def test_a_state_dict_of_every_copy_is_loaded_as_it_is_and_one_of_the_owners_is_refused() -> None:
+def test_a_replicated_state_dict_is_loaded_and_an_owners_state_dict_is_refused() -> None:
     for differs, refused, read, thawed in run_ranks(load_directly, 2, timeout=SECONDS):
         assert differs == []
         assert "wide: the state dict has no momentum" in refused
@@ -297,7 +297,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("option", "value"), REFUSED.items())
-def test_options_that_need_the_momentum_of_every_copy_are_refused(option: str, value: Any) -> None:
+def test_options_with_the_momentum_of_every_replica_are_refused(option: str, value: Any) -> None:
     options = OPTIONS | {"orthogonalize": "auto", option: value}
     with pytest.raises(OptionError, match=f"state = 'owner': {option} = {value!r}.* or state = 'replicated'"):
         Muon([("w", nn.Parameter(torch.ones(4, 4)))], state="owner", **(options | {"split": ()})).build()
@@ -316,12 +316,12 @@ def own_it(rank: int, world_size: int) -> str:
     return said(lambda: Muon(model.named_parameters(), state="owner").build())
 
 
-def test_owned_placement_has_it_already() -> None:
+def test_owned_placement_refuses_state_owner() -> None:
     for text in run_ranks(own_it, 2, timeout=SECONDS):
         assert 'state = "owner": 0.weight is owned, and its momentum is on its owner alone already' in text
 
 
-def test_one_process_is_its_own_owner() -> None:
+def test_a_single_process_keeps_every_momentum() -> None:
     params = {name: nn.Parameter(value) for name, value in full(0).items()}
     muon = Muon(list(params.items()), state="owner", **OPTIONS).build()
     assert [muon.state[param]["momentum_buffer"].shape for param in params.values()] == [

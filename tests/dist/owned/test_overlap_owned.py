@@ -90,7 +90,7 @@ def test_gathers_begin_as_soon_as_owners_have_gradients(cut: bool) -> None:
         assert overlapped.before == [overlapped.gathers] * STEPS
 
 
-def test_owners_call_hooks_in_each_backward() -> None:
+def test_only_owners_call_hooks_in_every_backward() -> None:
     """Only the owner calls a parameter's hook, where autograd would accumulate."""
     ranks = trained(2, False)
     for name in ranks[0][1].called:

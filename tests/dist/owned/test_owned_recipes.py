@@ -153,7 +153,7 @@ def resumed(rank: int, world_size: int, folder: Path, load: str) -> str:
     return train(tiny.recipe(folder, placement__muon="owned", checkpoint__interval=2, **SHARED, **resume))
 
 
-def test_a_run_that_was_killed_in_a_save_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_run_killed_during_a_save_resumes_from_the_last_complete_checkpoint(tmp_path: Path) -> None:
     tiny.write_recipe(tmp_path)
     # The launcher may report the killed rank, or its peer.
     with pytest.raises(AssertionError, match=r"rank 0 died with exit code -9|rank 1 failed"):

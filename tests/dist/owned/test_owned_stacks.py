@@ -163,7 +163,7 @@ def differ(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> float
     return max(float(np.abs(first[name] - second[name]).max()) for name in first)
 
 
-def test_owned_stacks_train_as_fsdp_does_silently_and_with_its_bytes(tmp_path: Path) -> None:
+def test_owned_stacks_match_fsdp_without_collectives_in_the_step(tmp_path: Path) -> None:
     """On more ranks than experts. Either model loads the other's checkpoint on another number of ranks."""
     owned = run_ranks(train, 4, Layout(3), str(tmp_path / "owned"))
     sharded = run_ranks(train, 4, Layout(3, "sharded"), str(tmp_path / "sharded"))
@@ -259,7 +259,7 @@ def test_forward_and_backward_of_owned_stacks_send_no_more_than_fsdp(world_size:
     assert 0 < owned[1] <= sharded[1]
 
 
-def test_a_step_of_16_experts_on_32_ranks_communicates_nothing() -> None:
+def test_a_step_of_16_experts_on_32_ranks_starts_no_collective() -> None:
     """Each stack rests on 16 ranks, an expert each; stacks of other layers rest on other ranks."""
     by_rank = [fake_step(rank, 32, Layout(16)) for rank in (0, 17, 31)]
     assert [found.calls for found in by_rank] == [0, 0, 0]
@@ -273,7 +273,7 @@ def test_a_step_of_16_experts_on_32_ranks_communicates_nothing() -> None:
     assert by_rank[0].fullest <= 1.1
 
 
-def test_a_step_of_replicas_that_own_stacks_communicates_nothing() -> None:
+def test_a_step_of_owned_stacks_under_hsdp_starts_no_collective() -> None:
     """HSDP 2 x 2: an owner in each replica, and all of them hold equally much."""
     for rank in (0, 3):
         found = fake_step(rank, 4, Layout(3, replicas=2))
@@ -283,7 +283,7 @@ def test_a_step_of_replicas_that_own_stacks_communicates_nothing() -> None:
             assert {holder // 2 for holder in ranks} == {0, 1}, "both replicas hold every expert"
 
 
-def test_with_expert_parallelism_experts_stay_in_the_group_of_their_rank() -> None:
+def test_experts_stay_in_the_group_of_the_expert_parallel_rank() -> None:
     """EP 2 x efsdp 4 with 4 experts: two on each expert-parallel rank, each whole on one of four peers."""
     for rank in (0, 3, 6):
         found = fake_step(rank, 8, Layout(4, expert_parallel=2))
@@ -353,7 +353,7 @@ def gated(rank: int, world_size: int, placement: str) -> Trained:
     return Trained(whole(net, optimizer), (0, 0), calls, held)
 
 
-def test_gate_and_up_in_one_parameter_are_owned_one_by_one() -> None:
+def test_the_matrices_of_a_joint_gate_up_parameter_have_separate_owners() -> None:
     """On 4 ranks the two matrices of a w13 have an owner each, and over the layers all ranks hold equally much."""
     owned, sharded = run_ranks(gated, 4, "owned"), run_ranks(gated, 4, "sharded")
     assert [found.calls for found in owned] == [0] * 4

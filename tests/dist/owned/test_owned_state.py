@@ -137,7 +137,7 @@ def said(attempt: Callable[[], object]) -> str:
     return "whole" if not isinstance(value, Tensor) or value.numel() == DIM * DIM else f"empty {tuple(value.shape)}"
 
 
-def test_reading_nothing_by_mistake_is_refused() -> None:
+def test_reading_a_parameter_stored_on_another_rank_is_refused() -> None:
     """A rank without the parameter gets an error, never an empty tensor."""
     by_rank = run_ranks(read_by_mistake, 2)
     for attempts in zip(*by_rank, strict=True):
@@ -327,7 +327,7 @@ def stacks(rank: int, world_size: int) -> tuple[bool, bool]:
     return is_owned(block.kernel), is_owned(copy.deepcopy(block.kernel))
 
 
-def test_a_rule_makes_matrices_of_other_shapes() -> None:
+def test_a_rule_makes_matrices_of_further_shapes() -> None:
     assert run_ranks(stacks, 2) == [(True, True)] * 2
 
 
@@ -340,7 +340,7 @@ def chosen(rank: int, world_size: int) -> tuple[set[str], tuple[int, ...], tuple
     return set(plain.infos), *(tuple(i.flops for i in o.ownership.items) for o in (plain, counted))
 
 
-def test_matrices_alone_are_owned_by_default_and_weighed_as_one_says() -> None:
+def test_only_matrices_are_owned_by_default_with_the_users_weights() -> None:
     names, plain, counted = run_ranks(chosen, 1)[0]
     matrices_of_all = {name: tuple(p.shape) for name, p in make().named_parameters() if p.ndim == 2}
     assert names == matrices_of_all.keys()

@@ -95,7 +95,7 @@ def steps(rank: int, world_size: int, setup: Setup, experts: bool) -> list[Step]
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize(("world_size", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
-def test_a_step_communicates_nothing_and_equals_torchs_bit_for_bit(
+def test_a_step_starts_no_collective_and_equals_torchs_muon_bit_for_bit(
     world_size: int, replicas: int, experts: bool
 ) -> None:
     ranks = run_ranks(steps, world_size, Setup("owned", replicas=replicas), experts)
@@ -108,7 +108,7 @@ def test_a_step_communicates_nothing_and_equals_torchs_bit_for_bit(
 
 
 @pytest.mark.parametrize("tensor", [2])
-def test_tensor_parallel_peers_meet_among_themselves(tensor: int) -> None:
+def test_a_step_communicates_only_within_tensor_parallel_groups(tensor: int) -> None:
     """Bytes and groups: only ranks of a tensor-parallel group communicate."""
     for found in run_ranks(steps, 4, Setup("owned", tensor=tensor), False):
         for step in found:
@@ -124,7 +124,7 @@ def held(rank: int, world_size: int, setup: Setup) -> int:
 
 
 @pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (4, 1), (4, 2)])
-def test_a_step_is_silent_if_one_rank_holds_tensor_parallel_matrices(world_size: int, replicas: int) -> None:
+def test_a_step_with_whole_tensor_parallel_matrices_starts_no_collective(world_size: int, replicas: int) -> None:
     """Each matrix rests once in each replica, and is orthogonalized where it rests."""
     setup = Setup("owned", replicas=replicas, tensor=2, tensor_parallel="whole")
     ranks = run_ranks(steps, world_size, setup, False)
@@ -176,7 +176,7 @@ def sent_to_peers(rank: int, world_size: int) -> tuple[int, int, int]:
     return forward, owners.traffic.bytes_sent - forward, told
 
 
-def test_holders_send_their_peers_the_bytes_of_the_dry_run() -> None:
+def test_holders_send_the_dry_runs_bytes_to_tensor_parallel_peers() -> None:
     """Half of each matrix goes to the other rank in forward, and its gradient returns in backward."""
     ranks = run_ranks(sent_to_peers, 2)
     for (forward, _, told), (_, backward, _) in zip(ranks, ranks[::-1], strict=True):
@@ -216,7 +216,7 @@ def joined(rank: int, world_size: int) -> tuple[int, int]:
     return optimizer.orthogonalized, len(counter.calls)
 
 
-def test_one_owner_among_all_replicas() -> None:
+def test_joined_replicas_have_a_single_owner_per_matrix() -> None:
     found = run_ranks(joined, 4)
     assert sum(matrices for matrices, _ in found) == 18
     assert all(matrices > 0 and calls == 0 for matrices, calls in found)

@@ -141,7 +141,7 @@ def test_two_ranks_are_equal_to_fsdp(name: str) -> None:
 
 @pytest.mark.parametrize("prepare", [None, unused, repeated], ids=["none", "unused", "repeated"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_ranks_follow_one_process(world_size: int, prepare: object) -> None:
+def test_owned_ranks_train_as_a_single_process(world_size: int, prepare: object) -> None:
     """Sums in another order differ in the last bits."""
     setup = replace(SETUPS["plain"], prepare=prepare)  # type: ignore[arg-type]
     exact = world_size < 4 and prepare is not repeated
@@ -155,12 +155,12 @@ def test_gradients_accumulate(name: str, sync_each: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "bf16"])
-def test_replicas_with_an_owner_each_are_equal_to_hsdp(name: str) -> None:
+def test_replicas_with_separate_owners_equal_hsdp(name: str) -> None:
     assert max(run_ranks(both, 4, replace(SETUPS[name], replicas=2), "sharded")) <= 1e-6
 
 
 @pytest.mark.parametrize("name", ["plain", "checkpointed"])
-def test_tensor_parallel_pieces_stay_where_they_are(name: str) -> None:
+def test_tensor_parallel_pieces_train_with_the_bits_of_fsdp(name: str) -> None:
     assert run_ranks(both, 4, replace(SETUPS[name], tensor=2), "sharded") == [0.0] * 4
 
 
@@ -177,7 +177,7 @@ WHOLE = Setup("owned", tensor=2, tensor_parallel="whole")
     ],
     ids=["TP 2, bf16", "FSDP 2 x TP 2", "checkpointed", "HSDP 2 x TP 2"],
 )
-def test_one_rank_holds_tensor_parallel_matrices(world_size: int, setup: Setup) -> None:
+def test_whole_tensor_parallel_matrices_train_as_fsdp2(world_size: int, setup: Setup) -> None:
     """Pieces go to its peers and gradients come back, with FSDP2's bits; two replicas are summed apart."""
     assert max(run_ranks(both, world_size, setup, "sharded")) <= (0.0 if setup.replicas == 1 else 1e-6)
 
@@ -233,7 +233,7 @@ def disturbed_and_not(rank: int, world_size: int, kind: str) -> list[tuple[list[
 
 
 @pytest.mark.parametrize("kind", ["evaluate", "failed within a layer", "failed between layers"])
-def test_training_goes_on_as_if_nothing_had_been(kind: str) -> None:
+def test_an_interruption_leaves_the_training_unchanged(kind: str) -> None:
     """After an evaluation before an update, whole or failed, nothing is stale or left over."""
     for disturbed, undisturbed in run_ranks(disturbed_and_not, 2, kind):
         assert disturbed == undisturbed
@@ -288,7 +288,7 @@ def after_failures(rank: int, world_size: int) -> list[list[list[float]]]:
     return [gradients_after_failure(rank, world_size, failure) for failure in FAILURES]
 
 
-def test_a_backward_that_raised_leaves_nothing_for_the_next() -> None:
+def test_a_failed_backward_leaves_the_next_gradients_unchanged() -> None:
     """Gradients after a failed pass and `zero_grad` are those of the pass alone, to the last bit."""
     found = run_ranks(after_failures, 2)
     assert sum(len(alone) for alone, *_ in found) == 2 + len(matrices(make()))
@@ -315,7 +315,7 @@ def stale(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_weights_that_changed_while_unsharded_are_an_error_on_their_owner() -> None:
+def test_a_change_of_unsharded_weights_is_an_error_on_the_owner() -> None:
     assert all("owned parameters were changed" in said for said in run_ranks(stale, 1))
 
 
@@ -401,7 +401,7 @@ def on_their_way(rank: int, world_size: int) -> tuple[list[list[str]], list[int]
     return seen, held
 
 
-def test_the_next_modules_parameters_travel_while_one_computes() -> None:
+def test_the_next_module_is_prefetched_during_compute() -> None:
     """One layer ahead in forward, one back in backward, and never more than two at once."""
     layer = 4 * (4 * 32 * 32 + 2 * 32 * 80)
     for seen, held in run_ranks(on_their_way, 2):

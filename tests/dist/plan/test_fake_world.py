@@ -121,7 +121,7 @@ def extra_calls(run: BucketProgram) -> int:
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("name", CASES)
-def test_one_rank_of_a_large_world_sends_the_planned_bytes(name: str, exchange: str) -> None:
+def test_a_rank_of_a_large_world_sends_the_planned_bytes(name: str, exchange: str) -> None:
     case = CASES[name]
     with fake_world(case):
         optimizer = build(case, exchange)
@@ -137,7 +137,31 @@ def test_one_rank_of_a_large_world_sends_the_planned_bytes(name: str, exchange: 
     assert len(counter.calls) - len(pieces) == 1
 
 
-def test_a_step_makes_no_view_for_each_matrix() -> None:
+@pytest.mark.parametrize("name", ["fsdp_1024", "experts_1024"])
+def test_a_warm_up_sends_the_largest_messages_of_each_group_by_a_few_calls(name: str) -> None:
+    """As engines of accelerators do at construction."""
+    case = CASES[name]
+    with fake_world(case):
+        optimizer = build(case, "all_to_all")
+        with FakeTransport() as step:
+            optimizer.step()
+        optimizer.engine.rank.buffers.memory.take()
+        with FakeTransport() as warm_up:
+            optimizer.exchange.warm_up(optimizer.plan)
+    largest = [
+        {ranks: max(call.payload for call in counter.calls if call.ranks == ranks) for ranks in groups}
+        for counter in (step, warm_up)
+        for groups in [{call.ranks for call in counter.calls if call.name != "allreduce"}]
+    ]
+    assert largest[0] == largest[1]
+    # A gather and a return of each group, whatever the number of matrices.
+    groups = {bucket.group for bucket in optimizer.plan.buckets if case.rank in bucket.group}
+    assert len(warm_up.calls) == 2 * len(groups)
+    assert len(warm_up.calls) < len(step.calls)
+    assert optimizer.exchange.traffic.calls == 0
+
+
+def test_a_step_makes_fewer_views_than_matrices() -> None:
     """No views of contiguous gradients, and a few views of buffers for each collective."""
     case = fsdp(128, 0)
     # Unfilled buffers hold arbitrary values, and a step would report them.
@@ -151,7 +175,7 @@ def test_a_step_makes_no_view_for_each_matrix() -> None:
     assert views < len(optimizer.plan.matrices) / 4
 
 
-def test_a_parameters_storage_is_one_object_in_the_memory_of_to_local() -> None:
+def test_local_returns_the_stored_tensor_with_the_memory_of_to_local() -> None:
     """The private attribute used instead of to_local(), which makes a view each time."""
     with fake_world(fsdp(128, 0)):
         mesh = init_device_mesh("cpu", (128,))

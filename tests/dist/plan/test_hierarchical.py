@@ -138,7 +138,7 @@ def compare(rank: int, world_size: int, variant: str) -> dict[str, Found]:
 
 @pytest.mark.parametrize("world_size", CASES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bits_equal_all_to_all_and_bytes_are_as_planned(world_size: int, variant: str) -> None:
+def test_hierarchical_has_the_bits_of_all_to_all_and_the_planned_bytes(world_size: int, variant: str) -> None:
     for cases in run_ranks(compare, world_size, variant):
         for name, found in cases.items():
             assert found.exchanges == ({"hierarchical"}, {"all_to_all"}), f"{name}: the case this test is for"

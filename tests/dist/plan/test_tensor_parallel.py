@@ -150,7 +150,7 @@ def found(world_size: int) -> list[Found]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_blocks_are_matrices_of_their_own_bit_for_bit_and_muon_says_so(world_size: int) -> None:
+def test_blockwise_equals_muon_on_the_blocks_and_muon_warns(world_size: int) -> None:
     for one in found(world_size):
         assert one.not_blocks == []
         assert len(one.said) == 1
@@ -159,7 +159,7 @@ def test_blocks_are_matrices_of_their_own_bit_for_bit_and_muon_says_so(world_siz
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_duplicated_matrices_equal_one_owners_bit_for_bit(world_size: int) -> None:
+def test_duplicated_equals_the_owners_result_bit_for_bit(world_size: int) -> None:
     assert [one.not_owner for one in found(world_size)] == [[]] * world_size
 
 

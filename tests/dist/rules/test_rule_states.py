@@ -233,7 +233,7 @@ def resume(rank: int, world_size: int, layout: str) -> tuple[list[str], bool, bo
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "owned", "plain"])
-def test_a_state_dict_of_the_same_layout_is_loaded_in_place_and_one_of_muon_is_refused(layout: str) -> None:
+def test_a_rules_state_dict_is_loaded_in_place_and_a_state_dict_of_muon_is_refused(layout: str) -> None:
     for differs, in_place, changed, refused in run_ranks(resume, 2, layout, timeout=SECONDS):
         assert differs == []
         assert in_place
@@ -254,7 +254,7 @@ def freeze(rank: int, world_size: int, layout: str) -> tuple[bool, list[str]]:
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "plain"])
-def test_second_moments_follow_their_matrices_to_the_owners_of_a_new_plan(layout: str) -> None:
+def test_second_moments_move_to_the_owners_of_a_new_plan(layout: str) -> None:
     for moved, differs in run_ranks(freeze, 2, layout, timeout=SECONDS):
         assert moved, "freeze another matrix, or the test shows nothing"
         assert {each.partition(":")[0] for each in differs} == {"wide"}, "only the frozen one stays behind"
@@ -270,14 +270,14 @@ def elsewhere(rank: int, world_size: int) -> list[str]:
     return found
 
 
-def test_a_second_moment_that_is_elsewhere_is_not_read_as_an_empty_tensor() -> None:
+def test_reading_a_second_moment_on_another_rank_is_an_error() -> None:
     for found in run_ranks(elsewhere, 2, timeout=SECONDS):
         assert found
         assert all("load the state with torch.distributed.checkpoint" in text for text in found)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_step_that_a_grad_scaler_skips_changes_nothing(rule: str) -> None:
+def test_a_step_skipped_by_a_grad_scaler_changes_no_tensor(rule: str) -> None:
     """Weights, momentum and second moments, with finite and non-finite gradients."""
     training = Training("plain", 1, rule=rule)
     training.step(1)
@@ -294,7 +294,7 @@ def test_a_step_that_a_grad_scaler_skips_changes_nothing(rule: str) -> None:
     assert training.differs(2) == []
 
 
-def test_a_gradient_that_is_not_finite_is_reported_under_every_rule() -> None:
+def test_a_nonfinite_gradient_is_reported_under_every_rule() -> None:
     for rule in RULES:
         training = Training("plain", 1, rule=rule)
         grads = full(1)
@@ -312,7 +312,7 @@ def test_a_matrix_of_zeros_under_muonh_is_an_error_after_the_step() -> None:
     assert "experts: a matrix of zeros, which keeps the norm 0" in said(training.muon.check_last_step)
 
 
-def test_weights_keep_their_norm_under_muonh_over_many_steps() -> None:
+def test_muonh_keeps_the_norm_of_weights_over_100_steps() -> None:
     training = Training("plain", 1, rule="muonh")
     before = {name: param.norm(dim=(-2, -1)) for name, param in training.params.items()}
     for seed in range(1, 101):
@@ -348,7 +348,7 @@ def spoil(rank: int, world_size: int, layout: str) -> dict[str, set[str]]:
     return found
 
 
-def test_a_bad_gradient_leaves_the_second_moment_of_its_matrix_as_it_was() -> None:
+def test_a_bad_gradient_leaves_the_second_moment_of_the_matrix_unchanged() -> None:
     """Second moments of other matrices advance."""
     ranks = run_ranks(spoil, 2, "fsdp", timeout=SECONDS)
     for choice in ("error", "skip"):

@@ -96,7 +96,7 @@ def refusal(rank: int, world_size: int) -> list[str]:
     return found
 
 
-def test_a_matrix_that_no_rank_has_whole_is_refused() -> None:
+def test_normuon_refuses_a_matrix_without_an_owner_of_the_whole() -> None:
     for found in run_ranks(refusal, 2):
         assert len(found) == 3
         assert all("rule = 'normuon' needs whole matrices" in text for text in found)

@@ -80,7 +80,7 @@ def _placed(value: Tensor, param: nn.Parameter) -> Tensor | None:
     return torch.empty_like(param).copy_(placed)
 
 
-def test_the_rule_of_the_page_equals_one_process_on_fsdp_hsdp_tp_ep_and_owned() -> None:
+def test_the_rule_of_the_docs_equals_a_single_process_on_every_layout() -> None:
     names = {case.name for case in (*CASES[4], *EXPERT_CASES[4])}
     assert {"fsdp", "hsdp", "fsdp_tp_rows", "ep_efsdp"} <= names
     assert run_ranks(differing, 4) == [[]] * 4

@@ -158,7 +158,7 @@ def fuzz(rank: int, world_size: int, seeds: range) -> dict[int, str]:
         return {seed: differences(seed, rank) for seed in seeds}
 
 
-def test_random_layouts_equal_one_process() -> None:
+def test_random_layouts_equal_a_single_process() -> None:
     ranks = run_ranks(fuzz, RANKS, range(SEEDS), timeout=30 + 5 * SEEDS)
     found = {seed: [results[seed] for results in ranks] for seed in range(SEEDS)}
     for seed, texts in found.items():

@@ -163,7 +163,7 @@ def on_ranks(
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "swapped"])
-def test_ranks_train_as_one_process_and_resume_with_the_same_bits(layout: str, tmp_path: Path) -> None:
+def test_ranks_train_as_a_single_process_and_resume_with_equal_bits(layout: str, tmp_path: Path) -> None:
     model = Decoder()
     train(model, Hybrid(model, **OPTIONS), range(5))
     for final, resumed, exchanges, errors in run_ranks(on_ranks, 2, layout, str(tmp_path)):

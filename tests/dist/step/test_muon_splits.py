@@ -146,7 +146,7 @@ def last_dim(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "all_to_all", "all_gather_reduce_scatter"])
-def test_split_parameters_equal_their_matrices_trained_apart(exchange: str) -> None:
+def test_split_parameters_equal_separately_trained_matrices(exchange: str) -> None:
     assert run_ranks(check_splits, 4, exchange) == [[]] * 4
 
 

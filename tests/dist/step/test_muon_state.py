@@ -109,7 +109,7 @@ def replan(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     return planned, equal(before, after), same
 
 
-def test_loading_other_hyperparameters_plans_again_and_keeps_the_momentum() -> None:
+def test_loading_changed_hyperparameters_plans_again_and_keeps_the_momentum() -> None:
     assert run_ranks(replan, 2, timeout=SECONDS) == [(True, True, True)] * 2
 
 
@@ -137,5 +137,5 @@ def towers(rank: int, world_size: int) -> bool:
     return torch.equal(own.to_local(), expected)
 
 
-def test_a_rank_outside_a_parameters_mesh_needs_no_gradient_of_it() -> None:
+def test_a_rank_outside_a_parameters_mesh_needs_no_gradient() -> None:
     assert run_ranks(towers, 4, timeout=SECONDS) == [True] * 4

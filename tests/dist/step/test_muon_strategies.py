@@ -90,7 +90,7 @@ def test_every_strategy_equals_the_reference_bit_for_bit(meshes: str, options: s
 
 @pytest.mark.parametrize("options", ["defaults", "many buckets"])
 @pytest.mark.parametrize("meshes", ["two towers", "overlapping", "one rank's"])
-def test_meshes_of_other_ranks_equal_the_reference_bit_for_bit(meshes: str, options: str) -> None:
+def test_parameters_on_different_meshes_equal_the_reference_bit_for_bit(meshes: str, options: str) -> None:
     """Parameters on sub-meshes: groups of different ranks, in which some ranks take no part."""
     chosen = {key: value for key, value in OPTIONS[options].items() if key != "buffer_bytes" or meshes == "overlapping"}
     assert run_ranks(check, 4, meshes, chosen) == [[]] * 4
@@ -114,7 +114,7 @@ def check_skip(rank: int, world_size: int) -> tuple[bool, bool]:
     return not moved.pop(missing) and not average.any(), all(moved.values())
 
 
-def test_skip_leaves_a_parameter_alone_on_all_ranks() -> None:
+def test_skip_leaves_a_parameter_unchanged_on_every_rank() -> None:
     assert run_ranks(check_skip, 4) == [(True, True)] * 4
 
 
@@ -137,7 +137,7 @@ def check_bf16(rank: int, world_size: int, state_dtype: str) -> tuple[torch.dtyp
     return averages[0].dtype, max(float((average - 1).abs().max()) for average in averages)
 
 
-def test_a_float32_momentum_of_bf16_gradients_keeps_its_digits() -> None:
+def test_a_float32_momentum_of_bf16_gradients_has_float32_precision() -> None:
     """In bfloat16 the average of ones stalls at 0.96; in float32 it reaches 1. A state dict keeps the average."""
     for dtype, error in run_ranks(check_bf16, 4, "float32"):
         assert dtype == torch.float32
@@ -157,7 +157,7 @@ def build_with_a_frozen_rank(rank: int, world_size: int) -> str:
     return "built"
 
 
-def test_options_impossible_on_one_rank_are_refused_on_all() -> None:
+def test_options_impossible_on_a_rank_are_refused_on_every_rank() -> None:
     messages = run_ranks(build_with_a_frozen_rank, 4)
     assert set(messages) == {messages[0]}
     assert "no parameter to train" in messages[0]

@@ -73,7 +73,7 @@ def trained(
     return params
 
 
-def test_replicas_are_equal_and_rows_equal_one_process() -> None:
+def test_replicas_round_equally_and_row_shards_equal_a_single_process() -> None:
     for first, second in zip(*run_ranks(train_both, 2, timeout=SECONDS), strict=True):
         for kind in ("plain", "copies"):
             assert first[kind][1] == second[kind][1], "copies part"

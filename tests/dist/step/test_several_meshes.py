@@ -95,7 +95,7 @@ def trained(rank: int, world_size: int, shape: tuple[int, ...], folder: str) -> 
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1, 2)], ids=str)
-def test_one_optimizer_trains_layers_on_several_meshes(shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_an_optimizer_trains_layers_on_several_meshes(shape: tuple[int, ...], tmp_path: Path) -> None:
     ranks = prod(shape)
     for result in run_ranks(trained, ranks, shape, str(tmp_path)):
         assert result["torch"] == []

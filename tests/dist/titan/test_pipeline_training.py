@@ -46,7 +46,9 @@ def one_rank(folder: Path) -> Callable[[str], list[float]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_stages_follow_one_rank(layout: str, folder: Path, one_rank: Callable[[str], list[float]]) -> None:
+def test_pipeline_stages_train_as_a_single_rank(
+    layout: str, folder: Path, one_rank: Callable[[str], list[float]]
+) -> None:
     world_size, model, degrees = LAYOUTS[layout]
     expected = one_rank(model)
     assert expected[-1] < expected[0] - 0.3, "the reference must learn, or following it means nothing"

@@ -49,7 +49,7 @@ def read_until(lines: Iterable[str], pattern: str) -> str:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_restart_goes_on_with_the_run_from_its_newest_checkpoint(nodes: int, tmp_path: Path) -> None:
+def test_a_restart_continues_the_run_from_the_newest_checkpoint(nodes: int, tmp_path: Path) -> None:
     """After kill -9 of a rank, `torchrun --max-restarts=1` ends the run at its last step, in one folder."""
     launchers, output = start_nodes(nodes, tiny.write_recipe(tmp_path), *FEW)
     try:

@@ -77,7 +77,7 @@ def other_starts(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         return {**shown, "code": outcome(folder, "code")}
 
 
-def test_ranks_that_start_differently_are_refused_with_key_and_values(tmp_path: Path) -> None:
+def test_different_starts_of_ranks_are_refused_with_key_and_values(tmp_path: Path) -> None:
     """Another value of any recipe key, another version or source file on one rank ends the start, on all ranks."""
     tiny.write_recipe(tmp_path)
     for shown in run_ranks(other_starts, 2, tmp_path):

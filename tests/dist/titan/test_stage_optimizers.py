@@ -22,7 +22,7 @@ def groups(rank: int, world_size: int, ends_alone: bool) -> Groups:
     return names(HybridOptimizers(config, model_parts=[part]))
 
 
-def test_rules_of_a_stage_are_those_of_the_whole_model() -> None:
+def test_a_stage_has_the_rules_of_the_whole_model() -> None:
     """A rule for one stage must not be refused on the other stages, and groups must be equal in number."""
     first, second = run_ranks(groups, 2, False)
     assert first["muon"] == [{"layers.0.wq.weight", "layers.0.wo.weight"}, set()]

@@ -58,7 +58,7 @@ LONG = (
 )
 
 
-def test_sigterm_ends_all_ranks_at_one_step_with_one_whole_checkpoint(tmp_path: Path) -> None:
+def test_sigterm_stops_every_rank_at_the_same_step_with_a_complete_checkpoint(tmp_path: Path) -> None:
     """SIGTERM at different times on the workers saves one common step and exits with 0."""
     process = start(TORCHRUN, tiny.write_recipe(tmp_path), *LONG)
 
@@ -78,7 +78,7 @@ def test_sigterm_ends_all_ranks_at_one_step_with_one_whole_checkpoint(tmp_path: 
     assert (run_folder(tmp_path) / "checkpoint" / steps[0] / ".metadata").is_file()
 
 
-def test_ctrl_c_without_checkpoints_says_that_nothing_is_saved(tmp_path: Path) -> None:
+def test_ctrl_c_without_checkpoints_names_the_lost_work(tmp_path: Path) -> None:
     """Ctrl-C of one process without torchrun exits with 0 and names the lost work."""
     process = start((sys.executable,), tiny.write_recipe(tmp_path), *LONG, "--checkpoint.enable=false")
     shown = stop_after_first_step(process, lambda: process.send_signal(signal.SIGINT))
@@ -97,7 +97,7 @@ def test_ctrl_c_without_checkpoints_says_that_nothing_is_saved(tmp_path: Path) -
         (("--training.seq_len=60000",), "Training sequence length 60000 exceeds"),
     ],
 )
-def test_mistake_is_one_line_and_exit_code_2(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+def test_a_mistake_prints_a_single_line_and_exits_with_2(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
     """A mistake, found while the recipe is read or the run is built, must be one `error:` line and code 2."""
     code, shown = run_program("train.py", "--config", str(tiny.write_recipe(tmp_path)), *words)
     assert code == 2, shown
@@ -109,7 +109,7 @@ def test_mistake_is_one_line_and_exit_code_2(words: tuple[str, ...], expected: s
     assert not list((tmp_path / "runs").rglob("recipe.toml")), "a run that never began must leave no folder"
 
 
-def test_divergence_ends_with_one_error_and_exit_code_1(tmp_path: Path) -> None:
+def test_divergence_prints_a_single_error_and_exits_with_1(tmp_path: Path) -> None:
     """A non-finite loss ends the run with a remedy, after the record of the step."""
     words = ("--adamw.lr=1e30", "--muon.lr=1e30", "--validator.enable=false", "--lr_scheduler.warmup_steps=0")
     code, shown = run_program("train.py", "--config", str(tiny.write_recipe(tmp_path)), *words)
@@ -157,7 +157,7 @@ DIVERGES = ("--adamw.lr=1e30", "--lr_scheduler.warmup_steps=0", "--metrics.log_f
         (DIVERGES, "the norm of the gradients is nan", 1),
     ],
 )
-def test_an_end_on_two_ranks_is_said_once_and_not_repeated(
+def test_the_end_of_two_ranks_is_printed_once_and_not_restarted(
     words: tuple[str, ...], expected: str, code: int, tmp_path: Path
 ) -> None:
     """A refusal and a divergence: one error, no restart with the same error, and torchrun's summary ends with the

@@ -119,7 +119,7 @@ def torn_then_garbled(rank: int, world_size: int, folder: Path) -> tuple[str, st
     return shown.getvalue(), str(error.value)
 
 
-def test_torn_checkpoint_is_passed_over_and_a_garbled_one_is_named(tmp_path: Path) -> None:
+def test_a_torn_checkpoint_is_skipped_and_a_garbled_checkpoint_is_named(tmp_path: Path) -> None:
     """`latest` must fall back over a cut-off checkpoint and say so; zeros for data must be one clear error."""
     tiny.write_recipe(tmp_path)
     shown, message = run_ranks(torn_then_garbled, 1, tmp_path)[0]
@@ -141,7 +141,7 @@ def run_once(rank: int, world_size: int, folder: Path) -> str:
     return train(tiny.recipe(folder, **SHORT, **{f"profiler__{key}": value for key, value in profiler.items()}))
 
 
-def test_run_folder_has_all_files_of_a_run(tmp_path: Path) -> None:
+def test_the_run_folder_has_every_file_of_a_run(tmp_path: Path) -> None:
     """The recipe that runs again, metrics, TensorBoard and a checkpoint of the last step must be in the folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -122,7 +122,7 @@ def one_rank(folder: Path) -> Callable[[str], list[float]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_four_ranks_follow_one(layout: str, folder: Path, one_rank: Callable[[str], list[float]]) -> None:
+def test_four_ranks_train_as_a_single_rank(layout: str, folder: Path, one_rank: Callable[[str], list[float]]) -> None:
     model, degrees = LAYOUTS[layout]
     expected = one_rank(model)
     assert len(expected) == STEPS
@@ -170,7 +170,7 @@ STRATEGIES = {
 }
 
 
-def test_one_file_edited_in_place_gives_one_curve(folder: Path) -> None:
+def test_an_edited_recipe_has_the_same_curve_on_every_layout(folder: Path) -> None:
     """Training and validation losses at equal tokens, for any ranks."""
     path, tolerance = folder / "edited.toml", TOLERANCES["qwen3/moe_tiny"]
     base = RECIPE.format(family="qwen3", flavor="moe_tiny", corpus=folder, steps=3)

@@ -45,7 +45,7 @@ def taken(made: nn.Module, **options: str) -> Mapping[str, Assignment]:
     return {a.fqn: a for a in assign_parameters(see([made]), [], default_rules(**options))}
 
 
-def test_a_head_is_known_by_the_vocabulary_and_not_by_its_name() -> None:
+def test_the_vocabulary_size_identifies_an_output_head() -> None:
     found = taken(model(up=linear(512, 64)))
     assert found["head.weight"].reason == "output head"
     assert found["embed.weight"].reason.startswith("embedding")
@@ -84,7 +84,7 @@ def test_without_a_vocabulary_names_decide() -> None:
         (module("TopKRouter", weight=parameter(8, 64)), "x.weight", "router"),
     ],
 )
-def test_parameters_other_than_hidden_matrices_go_to_adamw(member: object, name: str, reason: str) -> None:
+def test_adamw_trains_every_parameter_except_hidden_matrices(member: object, name: str, reason: str) -> None:
     found = taken(model(**{name.partition(".")[0]: member}))[f"layers.0.{name}"]
     assert found.optimizer == "adamw"
     assert found.reason.startswith(reason)
@@ -166,7 +166,7 @@ def test_a_split_of_the_recipe_comes_before_a_known_layout() -> None:
     assert line == "split, as its layout is known: layers.*.mlp.gate_up_proj.weight as (g f) d -> g | f d with g = 2"
 
 
-def test_nothing_is_doubted_of_a_usual_model() -> None:
+def test_a_usual_model_has_no_warning() -> None:
     assert list(doubts(list(taken(model(up=linear(128, 64), norm=nn.LayerNorm(64))).values()), ())) == []
 
 
@@ -184,7 +184,7 @@ def test_thin_matrices_are_a_warning() -> None:
     assert found == "warning: matrices with a side under 16, with little effect of Muon: layers.*.up.weight (128x64)"
 
 
-def test_a_family_that_is_taken_apart_is_a_warning() -> None:
+def test_different_optimizers_for_matrices_of_a_family_cause_a_warning() -> None:
     made = model(up=linear(1280, 64))
     rules = [Rule(match="layers.1.up.*", optimizer="adamw")]
     found = list(doubts(assign_parameters(see([made]), rules, default_rules()), ()))
@@ -198,7 +198,7 @@ def test_frozen_parameters_are_not_seen() -> None:
 
 
 @pytest.mark.parametrize("name", ["classifier", "cls", "score", "head", "value_head", "mtp_head", "lm_head"])
-def test_a_head_of_fewer_classes_is_known_by_its_name(name: str) -> None:
+def test_the_name_identifies_a_classification_head(name: str) -> None:
     """A classifier on a language model has no row for each token."""
     made = model()
     made.add_module(name, linear(20, 64))

@@ -17,13 +17,13 @@ def figures(overlap: str, cpu: list[float]) -> Figures:
     return Figures(overlap, tuple(Taken(each - 1, 1.0, 2.0) for each in cpu), Sent(4, 1_000, 2), bitwise=True)
 
 
-def test_the_slowest_rank_is_waited_for_and_the_cpu_time_of_all_ranks_counts() -> None:
+def test_the_time_is_the_slowest_ranks_and_cpu_time_is_a_sum_over_ranks() -> None:
     found = bench_training.together([Taken(3.0, 1.0, 7.0), Taken(2.0, 2.0, 9.0)])
     assert found == Taken(5.0, 3.0, 9.0)
     assert found.cpu == 8.0
 
 
-def test_sent_bytes_are_summed_over_all_ranks() -> None:
+def test_sent_bytes_are_a_sum_over_ranks() -> None:
     assert bench_training.all_sent([Sent(2, 100, 1), Sent(3, 50, 0)]) == Sent(5, 150, 1)
 
 
@@ -42,13 +42,13 @@ def test_the_table_has_sent_bytes_and_quartiles_of_ratios() -> None:
     assert bench_training.ratios(rows) == f"CPU time of a training step, backward / none: {said}"
 
 
-def test_one_different_bit_is_seen() -> None:
+def test_same_bits_detects_a_single_different_bit() -> None:
     ones = [torch.ones(2), torch.ones(3)]
     assert bench_training.same_bits(ones, [torch.ones(2), torch.ones(3)])
     assert not bench_training.same_bits(ones, [torch.ones(2), torch.tensor([1.0, 1.0, 1.0 + 2**-23])])
 
 
-def test_figures_are_read_as_they_were_written() -> None:
+def test_figures_survive_a_json_round_trip() -> None:
     rows = [figures("none", [2.0, 4.0]), figures("backward", [2.0, 5.0])]
     assert bench_training.read(json.dumps([asdict(row) for row in rows])) == rows
 
@@ -63,7 +63,7 @@ def test_a_wrong_number_is_refused(given: dict[str, int], says: str) -> None:
     ("keys", "says"),
     [(("--muon.lrr", "1"), "lrr"), (("--parallelism.tensor_parallel_degree", "3"), "tensor_parallel_degree")],
 )
-def test_a_wrong_key_is_said_before_anything_runs(keys: tuple[str, ...], says: str) -> None:
+def test_a_wrong_key_is_refused_before_the_first_measurement(keys: tuple[str, ...], says: str) -> None:
     with pytest.raises(SystemExit, match=says):
         bench_training.main(Arguments(nproc=2, steps=2), keys)
 

@@ -36,7 +36,7 @@ def faults(capability: int, index: int = 0, **changed: object) -> list[str]:
 @pytest.mark.parametrize(
     ("variant", "ragged"), [("X Xᵀ", False), ("X Xᵀ, X transposed", True), ("polynomial", False), ("polynomial", True)]
 )
-def test_ampere_has_its_tensor_cores_without_spills(variant: str, ragged: bool) -> None:
+def test_the_kernel_uses_tensor_cores_on_ampere_without_spills(variant: str, ragged: bool) -> None:
     assert faults(80, variant=variant, ragged=ragged) == []
 
 
@@ -67,7 +67,7 @@ def test_a_tile_too_large_for_shared_memory_fails_the_table(
 
 
 @needs_triton
-def test_a_tile_that_spills_is_reported() -> None:
+def test_a_spilling_tile_is_reported() -> None:
     from titan_muon.orthogonalize.symmetric_kernel import Tile
 
     (fault,) = faults(100, tile=Tile(wide=2, warps=4, tma=True, specialized=True))
@@ -109,7 +109,7 @@ def test_the_tile_with_the_earliest_end_is_chosen() -> None:
 
 
 @needs_triton
-def test_a_gpu_has_the_tiles_of_its_architecture_or_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_uses_the_tiles_of_the_architecture_or_the_oldest_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     from titan_muon.orthogonalize.symmetric_kernel import TILES, tile_on
 
     # 4,096 rows on 132 processors end first in the second tile, where there are two.
@@ -121,7 +121,7 @@ def test_a_gpu_has_the_tiles_of_its_architecture_or_the_oldest(monkeypatch: pyte
     assert tile_on(torch.device("cpu"), 4096, 1) == TILES[8][0]
 
 
-def test_all_triton_kernels_are_in_the_file_that_is_compiled() -> None:
+def test_every_triton_kernel_is_in_the_compiled_file() -> None:
     folders = ("titan_muon", "models", "scripts", "benchmarks")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     found = {file.name for file in files if "@triton.jit" in file.read_text(encoding="utf-8")}

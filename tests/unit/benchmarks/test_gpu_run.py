@@ -75,7 +75,7 @@ def test_parts_passed_on_another_machine_run_again(tmp_path: Path, other: dict[s
     assert ran(tmp_path) == ["a", "a"]
 
 
-def test_without_a_known_commit_nothing_is_skipped_and_the_report_has_it(tmp_path: Path) -> None:
+def test_an_unknown_commit_skips_no_part_and_writes_the_report(tmp_path: Path) -> None:
     one, unknown = counting("a", tmp_path), replace(ONE_GPU, commit="")
     go(tmp_path, one, environment=unknown)
     go(tmp_path, one, environment=unknown)
@@ -83,7 +83,9 @@ def test_without_a_known_commit_nothing_is_skipped_and_the_report_has_it(tmp_pat
     assert json.loads((tmp_path / "report.json").read_text())["parts"]["a"]["outcome"] == "passed"
 
 
-def test_a_part_that_fails_stops_no_other_and_sets_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_failed_part_stops_no_later_part_and_sets_the_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     failing = part("bad", "print('what went wrong'); raise SystemExit(3)")
     assert go(tmp_path, failing, part("good")) == 1
     assert outcome(tmp_path, "bad").outcome is Outcome.FAILED
@@ -118,7 +120,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_a_part_over_its_time_is_named_and_ended_with_its_children_in_sessions_of_their_own(
+def test_a_part_over_the_time_limit_is_named_and_killed_with_the_children(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     child = tmp_path / "child"
@@ -182,7 +184,7 @@ def test_without_a_gpu_the_rehearsals_run_and_the_last_line_says_so(
     assert "b  not run: no rehearsal (all of it)" in lines
 
 
-def test_a_failed_rehearsal_does_not_say_that_all_was_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_failed_rehearsal_prints_the_failure(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert go(tmp_path, part("a", "raise SystemExit(1)"), environment=NO_GPU) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "no GPU, and the rehearsal failed"
 
@@ -200,7 +202,7 @@ def test_torn_and_foreign_results_are_run_again(tmp_path: Path) -> None:
     assert ran(tmp_path) == ["a"] * 4
 
 
-def test_figures_that_are_no_json_are_a_failure(tmp_path: Path) -> None:
+def test_figures_without_valid_json_are_a_failure(tmp_path: Path) -> None:
     assert go(tmp_path, part("a", "import sys; open(sys.argv[1], 'w').write('{')")) == 1
     assert "is not JSON" in outcome(tmp_path, "a").reason
 
@@ -217,7 +219,7 @@ def test_figures_that_are_no_json_are_a_failure(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_bad_input_is_said_before_anything_runs(
+def test_bad_input_is_refused_before_the_first_part(
     words: tuple[str, ...], environment: Environment, says: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     assert go(tmp_path, counting("a", tmp_path), environment=environment, words=words) == 2
@@ -225,13 +227,13 @@ def test_bad_input_is_said_before_anything_runs(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_file_in_the_way_of_the_folder_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_file_at_the_place_of_the_output_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     assert go(tmp_path / "file", part("a")) == 2
     assert "cannot be written to" in capsys.readouterr().err
 
 
-def test_a_gpu_that_torch_cannot_use_is_told_from_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_unusable_for_torch_differs_from_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert environments.unused_gpus(tmp_path, "2.15.0", "13.2") == ""
     (tmp_path / "nvidia0").write_text("")
@@ -267,7 +269,7 @@ def test_an_interrupt_ends_the_part_and_the_next_run_goes_on(number: signal.Sign
     assert ran(tmp_path) == ["a"]
 
 
-def test_all_parts_fit_in_the_time_that_is_promised() -> None:
+def test_the_parts_fit_in_the_documented_time() -> None:
     assert sum(each.seconds for each in PARTS) <= parts.TOTAL_SECONDS
     assert len({each.name for each in PARTS}) == len(PARTS)
 

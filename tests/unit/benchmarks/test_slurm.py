@@ -17,7 +17,7 @@ def slurm(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedPro
     return subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True, env=env, timeout=60)
 
 
-def test_one_torchrun_is_started_on_each_node(tmp_path: Path) -> None:
+def test_slurm_starts_a_torchrun_per_node(tmp_path: Path) -> None:
     done = slurm(tmp_path, "recipe.toml", "--training.steps", "5")
     assert done.returncode == 0, done.stderr
     words = done.stdout.split()
@@ -26,7 +26,7 @@ def test_one_torchrun_is_started_on_each_node(tmp_path: Path) -> None:
     assert words[-9:] == [*trained, "--training.steps", "5"]
 
 
-def test_a_job_goes_on_with_another_jobs_runs_where_it_is_told_to(tmp_path: Path) -> None:
+def test_the_variable_run_continues_the_runs_of_an_earlier_job(tmp_path: Path) -> None:
     words = slurm(tmp_path, "folder/recipe.toml", RUN="17").stdout.split()
     assert words[words.index("--name") + 1] == "recipe-17"
 

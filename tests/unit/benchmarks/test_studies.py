@@ -6,7 +6,7 @@ from typing import Any
 from scripts import finetune
 
 
-def test_finetuning_compares_all_pairs_of_optimizers(tmp_path: Path) -> None:
+def test_finetuning_compares_every_pair_of_optimizers(tmp_path: Path) -> None:
     arguments = finetune.Arguments(
         tmp_path, pretrain_steps=8, finetune_steps=3, seeds=1, rates=(1e-3,), dim=32, batch=4
     )

@@ -136,7 +136,7 @@ def test_ctrl_c_stops_the_run_and_keeps_results(
     assert "**Incomplete: 0 of 1 runs.**" in (tmp_path / "out/sweep.md").read_text()
 
 
-def test_a_failed_run_is_named_with_its_error_and_the_next_run_starts(
+def test_a_failed_run_is_printed_with_the_error_and_the_next_run_starts(
     tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = "import sys; print('error: no data\\nlast line'); sys.exit(3)"
@@ -230,7 +230,7 @@ def results(recipe: str, best: float) -> list[Result]:
     ]
 
 
-def test_a_report_has_means_over_seeds_and_the_best_rate_of_each_recipe(tmp_path: Path) -> None:
+def test_a_report_has_means_over_seeds_and_the_best_rate_of_every_recipe(tmp_path: Path) -> None:
     header = Header("python scripts/sweep.py", "2026-01-01", "abc", "2.13.0", "x86_64, 2 CPU cores", 12, 1)
     text = sweep_report.write_report(tmp_path, header, [*results("a", 1e-2), *results("b", 1e-1)])
     assert "| a | 0.01 | 2 | **0.200 ± 0.071** | 0.200 ± 0.071 | 0.110 ± 0.014 |" in text
@@ -246,7 +246,7 @@ def test_a_report_has_means_over_seeds_and_the_best_rate_of_each_recipe(tmp_path
     assert rates.get_xscale() == "log"
 
 
-def test_a_finished_run_stands_before_a_later_run_that_was_interrupted(
+def test_a_finished_run_has_precedence_over_a_later_interrupted_run(
     small: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run,) = sweep.plan([DENSE], ["muon.lr=1e-3"], small, 1)

@@ -60,7 +60,7 @@ def begun(host: Host, offload: Offload) -> OnHost:
     return residence
 
 
-def test_rectangles_beside_each_other_come_as_the_rows_that_they_are_in() -> None:
+def test_adjacent_rectangles_are_loaded_as_rows() -> None:
     assert rows_of([Host.of().advance()]) == (Rectangle(0, slice(2, 5)), WHOLE, ROWS)
 
 
@@ -76,7 +76,7 @@ def check_brought(found: Tensors, host: Tensors) -> None:
 @pytest.mark.parametrize(
     ("missing", "left"), [((), ()), ((0,), ()), ((), (1,)), ((2,), (0,))], ids=["all", "missing", "left", "both"]
 )
-def test_parts_that_are_changed_there_are_changed_on_the_host(
+def test_parts_changed_on_the_device_are_written_to_the_host(
     offload: Offload, missing: tuple[int, ...], left: tuple[int, ...]
 ) -> None:
     """Other parts, gradients and idle parameters are unchanged."""

@@ -38,7 +38,7 @@ def planned(overlap: Overlap) -> Plan:
     return plan_of(found, overlap=overlap, machine=SLOW)
 
 
-def test_rounds_follow_backward_and_all_have_buffers_where_that_hides_them() -> None:
+def test_rounds_follow_backward_and_have_buffers_for_every_hidden_round() -> None:
     plan = planned("backward")
     matrices = [number for bucket in plan.buckets for number in bucket.matrices]
     # The last layer's matrices are large: rounds are even over the ranks too.
@@ -69,7 +69,7 @@ def test_a_step_is_not_slower_with_hidden_gathers() -> None:
 
 
 @pytest.mark.parametrize("other", [{"offload": "state"}, {"state": "owner"}], ids=str)
-def test_momentum_that_is_not_all_here_is_refused(other: dict[str, str]) -> None:
+def test_backward_overlap_refuses_options_without_local_momentum(other: dict[str, str]) -> None:
     [(name, _)] = other.items()
     with pytest.raises(OptionError, match=rf"^overlap = 'backward' .*{name} = "):
         MuonOptions(overlap="backward", **other)  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def test_one_queue_for_all_streams_is_warned_about_at_the_first_use(
     assert asked == ["cpu"]
 
 
-def test_owned_parameters_that_leave_nothing_to_gather_are_refused(mesh: DeviceMesh) -> None:
+def test_backward_overlap_of_only_owned_parameters_is_refused(mesh: DeviceMesh) -> None:
     owned = place_on_owners(nn.Parameter(torch.ones(8, 8)), mesh, [0])
     sharded = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [TorchShard(0)]))
     with pytest.raises(ValueError, match=r"^overlap = 'backward' has nothing to gather .*\(layers.0.w\), and no other"):
@@ -125,7 +125,7 @@ def ordered(stream_order: StreamOrder, run: Run) -> tuple[Run, StreamOrder]:
     return run, stream_order
 
 
-def test_streams_wait_for_each_others_memory(ordered: tuple[Run, StreamOrder]) -> None:
+def test_streams_wait_for_the_memory_of_other_streams(ordered: tuple[Run, StreamOrder]) -> None:
     run, order = ordered
     with order:
         train(run)
@@ -136,7 +136,7 @@ def test_streams_wait_for_each_others_memory(ordered: tuple[Run, StreamOrder]) -
 
 
 @pytest.mark.parametrize("waits", ["for gradients", "for packing"])
-def test_each_wait_is_needed(ordered: tuple[Run, StreamOrder], waits: str) -> None:
+def test_every_wait_is_necessary(ordered: tuple[Run, StreamOrder], waits: str) -> None:
     run, order = ordered
     own = run.muon.engine.features[0]._stream
     with order:

@@ -41,7 +41,7 @@ def loaded(kept: str | None, options: str = "", found_inf: str = "None") -> str:
     return shown.splitlines()[-1]
 
 
-def test_a_step_with_every_feature_off_runs_without_their_files() -> None:
+def test_a_step_without_features_loads_no_feature_file() -> None:
     assert loaded(None) == "[]"
 
 
@@ -57,7 +57,7 @@ def test_a_step_with_every_feature_off_runs_without_their_files() -> None:
         ("skip", "nonfinite='skip'", "None"),
     ],
 )
-def test_a_step_with_one_feature_runs_without_the_files_of_others(kept: str, options: str, found_inf: str) -> None:
+def test_a_step_with_a_feature_loads_only_the_file_of_this_feature(kept: str, options: str, found_inf: str) -> None:
     assert loaded(kept, options, found_inf) == f"['{kept}']"
 
 

@@ -48,7 +48,7 @@ def train(run: Run) -> None:
         torch.ones(64).add_(1)
 
 
-def test_no_stream_reads_weights_before_their_update(ordered: tuple[Run, StreamOrder]) -> None:
+def test_no_stream_reads_weights_before_the_update(ordered: tuple[Run, StreamOrder]) -> None:
     run, order = ordered
     with order:
         train(run)
@@ -62,7 +62,7 @@ def never(*_: object) -> None:
 
 
 @pytest.mark.parametrize("waits", ["for the step", "for the update"])
-def test_each_wait_is_needed(ordered: tuple[Run, StreamOrder], waits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_wait_is_necessary(ordered: tuple[Run, StreamOrder], waits: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run, order = ordered
     with order:
         train(run)
@@ -76,9 +76,7 @@ def test_each_wait_is_needed(ordered: tuple[Run, StreamOrder], waits: str, monke
 
 
 @pytest.mark.parametrize("ordered", [SHARDINGS["prefetched"]], indirect=True)
-def test_buffers_are_given_back_when_the_update_is_done(
-    ordered: tuple[Run, StreamOrder], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffers_are_freed_after_the_update(ordered: tuple[Run, StreamOrder], monkeypatch: pytest.MonkeyPatch) -> None:
     """For a prefetched module, whose memory's stream would not wait yet."""
     run, order = ordered
     with order:
@@ -130,7 +128,7 @@ def test_only_rounds_behind_the_first_layers_are_hidden() -> None:
     assert plan.digest() != planned("none").digest()
 
 
-def test_a_step_under_forward_is_not_slower_and_has_nothing_behind_it_but_the_first_round() -> None:
+def test_forward_overlap_exposes_only_the_first_round() -> None:
     """Four rounds of 1 s of Newton-Schulz, 0.4 s there and 0.4 s back."""
     plan, machine = four_rounds(backward=False)
     played = {
@@ -145,7 +143,7 @@ def test_a_step_under_forward_is_not_slower_and_has_nothing_behind_it_but_the_fi
     assert played[1].link == pytest.approx(8 * 0.4 - 0.4)
 
 
-def test_updates_come_one_after_the_other_behind_the_step() -> None:
+def test_forward_overlap_hides_the_updates_of_later_rounds() -> None:
     """Four rounds, each of 1 s of Newton-Schulz and 1 s of updates, of which the first round's are in the step."""
     plan, machine = four_rounds(backward=False)
     # A rank updates a quarter of each of the four matrices of a round, of whose elements 28 bytes are moved.

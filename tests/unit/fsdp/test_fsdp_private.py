@@ -25,7 +25,7 @@ def four_ranks() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_groups_have_the_gathers_of_a_forward_and_their_order() -> None:
+def test_groups_know_the_gathers_of_a_forward_and_the_order() -> None:
     mesh = init_device_mesh("cpu", (4,))
     net = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     first, second = (fully_shard(module, mesh=mesh) for module in net)

@@ -21,7 +21,7 @@ def drawn(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> torch.T
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_torchs_bit_for_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_reference_equals_torch_bit_for_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
     matrix = drawn(shape, dtype)
     found = reference(matrix, coefficients("keller_jordan", 5), 1e-7)
     expected = _zeropower_via_newtonschulz(matrix.clone(), JORDAN, 5, 1e-7)
@@ -42,7 +42,7 @@ def test_the_input_is_never_written_to(shape: tuple[int, int], dtype: torch.dtyp
 
 @pytest.mark.parametrize("name", sorted(set(COEFFICIENTS) - set(PRESCALED)))
 @pytest.mark.parametrize("shape", [(48, 20), (20, 48), (40, 24)])
-def test_singular_values_come_near_one_and_vectors_stay(name: str, shape: tuple[int, int]) -> None:
+def test_singular_values_approach_one_and_singular_vectors_stay(name: str, shape: tuple[int, int]) -> None:
     matrix = drawn(shape)
     found = reference(matrix, coefficients(name, STEPS[name]), 1e-7).float()
     values = torch.linalg.svdvals(found)
@@ -65,11 +65,11 @@ def test_the_size_of_a_matrix_does_not_matter() -> None:
     assert torch.equal(reference(matrix, steps, 1e-7), reference(1024 * matrix, steps, 1e-7))
 
 
-def test_a_set_of_one_step_is_repeated() -> None:
+def test_a_single_step_set_is_repeated() -> None:
     assert coefficients("keller_jordan", 3) == (JORDAN,) * 3
 
 
-def test_a_schedule_is_used_as_it_is() -> None:
+def test_a_schedule_is_used_unchanged() -> None:
     assert coefficients("you_jiacheng", 5) == COEFFICIENTS["you_jiacheng"]
     assert coefficients([[1, 2, 3], [4, 5, 6]], 2) == ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
 
@@ -121,6 +121,6 @@ def test_polar_express_goes_on_with_the_papers_steps_and_repeats_the_last() -> N
         pytest.param("keller_jordan", 0, id="no steps"),
     ],
 )
-def test_values_other_than_lists_of_triples_are_refused(choice: object, steps: int) -> None:
+def test_coefficients_must_be_lists_of_triples(choice: object, steps: int) -> None:
     with pytest.raises(ValueError, match=r"ns_coefficients|ns_steps"):
         coefficients(choice, steps)  # type: ignore[arg-type]

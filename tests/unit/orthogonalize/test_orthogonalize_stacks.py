@@ -72,7 +72,7 @@ def exact(stack: Tensor, name: str) -> Tensor:
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("name", list(COEFFICIENTS))
 @pytest.mark.parametrize("shape", list(SHAPES))
-def test_the_iteration_is_that_of_float64(shape: str, name: str, method: Method) -> None:
+def test_the_iteration_approximates_float64(shape: str, name: str, method: Method) -> None:
     stack = drawn(*SHAPES[shape])
     found = run(stack.float(), name, method)
     assert found.shape == stack.shape
@@ -81,7 +81,7 @@ def test_the_iteration_is_that_of_float64(shape: str, name: str, method: Method)
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("name", list(COEFFICIENTS))
-def test_a_zero_matrix_stays_zero_and_leaves_the_others(name: str, method: Method) -> None:
+def test_a_zero_matrix_stays_zero_and_changes_no_neighbour(name: str, method: Method) -> None:
     stack = drawn(3, 20, 48).float()
     stack[1] = 0
     found = run(stack, name, method)
@@ -92,9 +92,7 @@ def test_a_zero_matrix_stays_zero_and_leaves_the_others(name: str, method: Metho
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("name", list(COEFFICIENTS))
 @pytest.mark.parametrize("shape", [(1, 24, 60), (1, 60, 24), (1, 32, 32)], ids=str)
-def test_a_matrix_of_rank_one_keeps_its_singular_vectors(
-    shape: tuple[int, int, int], name: str, method: Method
-) -> None:
+def test_a_rank_one_matrix_keeps_the_singular_vectors(shape: tuple[int, int, int], name: str, method: Method) -> None:
     """Rounding adds small singular values that the steps amplify; the original one still comes near 1."""
     _, rows, cols = shape
     u, v = (
@@ -110,7 +108,7 @@ def test_a_matrix_of_rank_one_keeps_its_singular_vectors(
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("shape", [(3, 24, 60), (3, 60, 24)], ids=str)
-def test_a_nonfinite_matrix_changes_no_other_matrix(shape: tuple[int, int, int], bad: float, method: Method) -> None:
+def test_a_nonfinite_matrix_changes_no_neighbour(shape: tuple[int, int, int], bad: float, method: Method) -> None:
     stack = drawn(*shape).float()
     stack[1, 3, 5] = bad
     found = run(stack, "keller_jordan", method)
@@ -133,7 +131,7 @@ def test_the_input_is_never_written_to_and_the_result_is_new(shape: str, dtype: 
 @pytest.mark.parametrize("count", [1, 2, 5], ids="{} steps".format)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_result_may_be_written_over_its_input(dtype: torch.dtype, method: Method, count: int) -> None:
+def test_out_accepts_the_input(dtype: torch.dtype, method: Method, count: int) -> None:
     """Equal dtypes work in the input's memory, with the same result."""
     computed = iteration("keller_jordan", count, 1e-7)
     broken = replace(method, restarts=restarts(count) if method.algorithm == "gram" else ())
@@ -145,7 +143,7 @@ def test_a_result_may_be_written_over_its_input(dtype: torch.dtype, method: Meth
 
 
 @pytest.mark.parametrize("method", [Method("standard", "float32"), Method("gram", "float32")], ids=str)
-def test_over_its_input_it_takes_the_memory_that_is_said(method: Method) -> None:
+def test_in_place_orthogonalization_uses_work_bytes(method: Method) -> None:
     rows, cols, new = 64, 1024, {}
     for out in (torch.float32, torch.bfloat16):
         stack = drawn(1, rows, cols).to(out)
@@ -208,7 +206,7 @@ def test_the_default_eps_does_not_shrink_the_update_of_small_gradients(dtype: st
     assert found.abs().max() < 1e-6, "squares that float32 cannot hold must not make a small matrix large"
 
 
-def test_the_reference_on_a_stack_is_the_reference_on_each() -> None:
+def test_the_reference_on_a_stack_equals_the_reference_on_every_matrix() -> None:
     stack = drawn(3, 24, 60)
     steps = coefficients("keller_jordan", 5)
     found = orthogonalize(stack, iteration("keller_jordan", 5, 1e-7), Method("reference", "bfloat16"))
@@ -230,7 +228,7 @@ def hard(spectrum: str, rows: int, cols: int) -> Tensor:
 @pytest.mark.parametrize("name", list(COEFFICIENTS))
 @pytest.mark.parametrize("shape", [(128, 128), (128, 192), (128, 256), (128, 512), (512, 128), (64, 1024)], ids=str)
 @pytest.mark.parametrize("spectrum", ["log 1 to 1e-4", "low rank and noise", "gaussian"])
-def test_each_default_choice_is_as_exact_as_bfloat16(
+def test_every_default_method_is_as_exact_as_bfloat16(
     spectrum: str, shape: tuple[int, int], name: str, device: str
 ) -> None:
     """`auto`'s choice on GPUs, run on the CPU: it rounds like tensor cores, after float32 sums."""
@@ -243,7 +241,7 @@ def test_each_default_choice_is_as_exact_as_bfloat16(
     assert chosen.item() <= baseline.item()
 
 
-def test_ten_steps_without_restart_are_why_there_are_restarts() -> None:
+def test_ten_gram_steps_without_restart_diverge() -> None:
     """The guard above would be empty if nothing could go wrong."""
     stack = torch.outer(drawn(128).double(), drawn(512, seed=1).double())[None].float()
     steps = coefficients("deepseek_v4", 10)
@@ -287,7 +285,7 @@ def test_gram_and_standard_agree_for_any_number_of_steps(steps: int) -> None:
     assert relative_error(found, expected).max() < 1e-9
 
 
-def test_the_cushioned_set_is_the_published_one_on_a_matrix_over_1_02_times_its_norm() -> None:
+def test_the_cushioned_set_equals_the_published_set_after_scaling_by_1_02() -> None:
     published = (
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
         *COEFFICIENTS["polar_express_cushion"][1:],
@@ -312,7 +310,7 @@ def test_cubic_converges_to_the_polar_factor() -> None:
     assert abs(high.max() - 1) < 1e-10
 
 
-def test_orthogonality_error_and_band_tell_a_matrix_that_is_not_orthogonal() -> None:
+def test_orthogonality_error_and_band_detect_a_nonorthogonal_matrix() -> None:
     matrix = torch.diag(torch.tensor([1.0, 2.0]))
     assert orthogonality_error(matrix).item() == pytest.approx(3 / math.sqrt(2))
     assert [value.item() for value in singular_band(matrix)] == pytest.approx([1, 2])
@@ -320,7 +318,7 @@ def test_orthogonality_error_and_band_tell_a_matrix_that_is_not_orthogonal() -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_zero_nonfinite_clears_nonfinite_matrices_and_reports_them(bad: float, dtype: torch.dtype) -> None:
+def test_zero_nonfinite_clears_and_reports_nonfinite_matrices(bad: float, dtype: torch.dtype) -> None:
     stack = drawn(3, 8, 6).to(dtype) * 100
     before = stack.clone()
     stack[1, 2, 3] = bad

@@ -134,7 +134,7 @@ def test_flops_bytes_and_calls_are_the_planned_ones(
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-3, 1e15])
-def test_the_norm_is_that_of_the_whole_on_every_rank(scale: float) -> None:
+def test_every_rank_has_the_norm_of_the_whole_matrix(scale: float) -> None:
     stack = drawn(1, 64, 16).float() * scale
     found, _ = on_each(4, lambda team: sliced_norms(stack.chunk(4, 1)[team.place], team))
     assert all(torch.equal(norm, found[0]) for norm in found)
@@ -142,7 +142,7 @@ def test_the_norm_is_that_of_the_whole_on_every_rank(scale: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
-def test_a_nonfinite_slice_is_nonfinite_on_all_ranks(bad: float) -> None:
+def test_a_nonfinite_slice_makes_the_norm_nonfinite_on_every_rank(bad: float) -> None:
     stack = drawn(1, 64, 16).float()
     stack[0, 20, 3] = bad
     stack[0, 60, 3] = bad

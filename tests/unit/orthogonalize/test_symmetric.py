@@ -116,7 +116,7 @@ def test_the_kernel_makes_symmetric_products_of_any_shape(dtype: str) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_the_kernel_multiplies_different_matrices_that_commute(dtype: str) -> None:
+def test_the_kernel_multiplies_commuting_matrices(dtype: str) -> None:
     found = {case: result for case, result in interpreted()["commuting"].items() if case.startswith(dtype)}
     assert len(found) == 3
     for case, (error, symmetric) in found.items():
@@ -127,12 +127,12 @@ def test_the_kernel_multiplies_different_matrices_that_commute(dtype: str) -> No
 @needs_triton
 @pytest.mark.parametrize("algorithm", ["standard", "tall", "gram"])
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_iterations_on_the_kernel_are_near_float64(dtype: str, algorithm: str) -> None:
+def test_iterations_on_the_kernel_approximate_float64(dtype: str, algorithm: str) -> None:
     assert interpreted()["iteration"][f"{dtype} {algorithm}"] < 2 * TOLERANCES[dtype]
 
 
 @needs_triton
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_unfit_shapes_are_refused() -> None:
     found = interpreted()["refused"]
     assert ["(count, m, k)" in problem for problem in found] == [True] * 2 + [False] * 5
     assert ["multiples of 16" in problem for problem in found] == [False] * 2 + [True] * 5
@@ -154,7 +154,7 @@ def test_a_measurement_is_read_back(tmp_path: Path) -> None:
      '[{"dtype": "float32", "rows": 1, "products": "triton"}]',
      '[{"dtype": "float16", "rows": "a", "products": "plain"}]'],
 )  # fmt: skip
-def test_a_file_that_is_no_measurement_is_named(tmp_path: Path, text: str) -> None:
+def test_an_invalid_measurement_file_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "gpu.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=r"gpu.json: not a measurement of kernels .*; delete it and measure again"):
@@ -174,7 +174,7 @@ def test_the_cpu_has_plain_products(choice: str) -> None:
         ("cutlass", "^ns_kernel = 'cutlass' is not one of auto, plain, triton, quack"),
     ],
 )
-def test_a_kernel_that_cannot_run_is_refused(choice: str, message: str) -> None:
+def test_an_unavailable_kernel_is_refused(choice: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kernels_for(choice, torch.device("cpu"))
 

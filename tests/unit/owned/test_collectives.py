@@ -53,7 +53,7 @@ def count_operations(counter: CollectiveCounter) -> Counter[str]:
 
 @pytest.mark.parametrize("coalesced", [False, True], ids=["gloo", "nccl"])
 @pytest.mark.parametrize("world_size", [64, 512])
-def test_a_layer_takes_an_operation_for_each_owner_on_any_ranks(
+def test_a_layer_uses_an_operation_per_owner_on_any_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch, world_size: int, coalesced: bool
 ) -> None:
     monkeypatch.setattr(private, "coalesces", lambda group, device: coalesced)
@@ -75,7 +75,7 @@ def test_layers_are_gathered_again_for_backward_as_asked(reshard: bool | None, g
 
 
 @pytest.mark.parametrize("world_size", [1, 64])
-def test_a_layers_operations_are_one_group(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+def test_the_operations_of_a_layer_are_a_single_group(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
     """On a capable backend: as many groups as gathers and reductions, and no operation outside."""
     groups: list[int] = []
     coalesced = private.coalesced

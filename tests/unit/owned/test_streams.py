@@ -47,7 +47,7 @@ def train(net: Net, owners: Owners, steps: int = 3) -> None:
         optimizer.zero_grad()
 
 
-def test_streams_wait_for_each_others_memory(model: tuple[Net, Owners], stream_order: StreamOrder) -> None:
+def test_streams_wait_for_the_memory_of_other_streams(model: tuple[Net, Owners], stream_order: StreamOrder) -> None:
     with stream_order:
         train(*model)
     assert len({stream for stream, _ in stream_order.log}) == (3 if model[1].comm.replicate_group is None else 4)
@@ -88,7 +88,7 @@ def fail(*_: object) -> None:
 
 
 @pytest.mark.parametrize("place", ["out", "layers.2.w2", "layers.1", "layers.0.wq"])
-def test_a_backward_that_raised_leaves_nothing_on_any_stream(
+def test_a_failed_backward_leaves_no_work_on_any_stream(
     model: tuple[Net, Owners], stream_order: StreamOrder, place: str
 ) -> None:
     """The next forward frees parameters, gradients and reductions, and waits for their users."""

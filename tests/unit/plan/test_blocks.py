@@ -50,7 +50,7 @@ def blocks(parameter: Parameter) -> list[MatrixRows]:
 
 @examples(50)
 @given(parameter_lists())
-def test_blocks_are_the_storage_of_ranks_at_each_place(parameters: list[Parameter]) -> None:
+def test_blocks_tile_the_matrix_by_tensor_parallel_place(parameters: list[Parameter]) -> None:
     """Together they tile the matrix once, and no rank has parts of two blocks of a matrix."""
     before = Geometries(parameters)
     after = in_blocks(parameters, before)
@@ -72,14 +72,14 @@ def test_blocks_are_the_storage_of_ranks_at_each_place(parameters: list[Paramete
         assert left == []
 
 
-def test_rows_that_fsdp_has_cut_among_the_ranks_of_a_place_are_one_block() -> None:
+def test_rows_sharded_by_fsdp_within_a_place_are_a_single_block() -> None:
     """FSDP before TP along the same rows, as a plain Shard of both says: a place has rows that are apart."""
     [first, second] = blocks(matrix((8, 6), Shard(0), Shard(0)))
     assert first.rows == (Interval(0, 2), Interval(4, 6))
     assert second.rows == (Interval(2, 4), Interval(6, 8))
 
 
-def test_columns_are_cut_where_tensor_parallelism_cuts_them() -> None:
+def test_blocks_follow_the_column_shards_of_tensor_parallelism() -> None:
     assert [block.cols for block in blocks(matrix((8, 6), Shard(0), Shard(1)))] == [
         (Interval(0, 3),),
         (Interval(3, 6),),
@@ -97,7 +97,7 @@ def test_whole_blocks_stay_unchanged() -> None:
     ]
 
 
-def test_a_block_has_the_learning_rate_of_its_own_shape_and_the_plan_says_so() -> None:
+def test_a_block_has_the_learning_rate_of_the_block_shape_and_the_plan_warns() -> None:
     plan = plan_of([matrix((8, 6), Shard(0), Shard(1))], tensor_parallel="blockwise")
     assert [plan.out_in(number) for number in range(2)] == [(8, 3), (8, 3)]
     assert "'blockwise' is inexact: of 1 matrices" in plan.reason
@@ -120,7 +120,7 @@ def axis_of(shape: tuple[int, ...], names: tuple[str, ...] | None, *placements: 
     return layout_on("w", (8, 6), mesh, placements).tensor_parallel
 
 
-def test_tensor_parallelism_is_the_axis_tp_where_it_cuts() -> None:
+def test_the_tensor_parallel_axis_is_the_sharding_axis_named_tp() -> None:
     """Anywhere: last beside FSDP's axis, and before `owner` where peers have pieces."""
     copies, rows = TorchReplicate(), TorchShard(0)
     assert axis_of((2, 2, 1), ("dp_replicate", "tp", "owner"), copies, rows, copies) == 1
@@ -131,7 +131,7 @@ def test_tensor_parallelism_is_the_axis_tp_where_it_cuts() -> None:
     assert axis_of((2, 2), None, rows, rows) is None
 
 
-def test_blocks_that_peers_have_whole_stay_where_they_are() -> None:
+def test_blocks_stored_whole_on_peers_are_local() -> None:
     mesh = Mesh((2, 1), (0, 1))
     layout = Layout((8, 6), mesh, (Shard(1), Replicate()), tensor_parallel=0)
     whole = MatrixStack(1, (MatrixRows("", (Interval(0, 8),)),))

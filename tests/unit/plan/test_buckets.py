@@ -44,7 +44,7 @@ def task_lists(draw: st.DrawFn) -> tuple[list[Task], list[tuple[int, ...]]]:
 
 @examples(75)
 @given(task_lists(), st.integers(1, 20))
-def test_rounds_keep_order_and_lose_nothing(case: tuple[list[Task], list[tuple[int, ...]]], count: int) -> None:
+def test_rounds_keep_the_order_and_every_task(case: tuple[list[Task], list[tuple[int, ...]]], count: int) -> None:
     tasks, groups = case
     found = rounds(tasks, count)
     assert 1 <= len(found) <= count
@@ -184,7 +184,7 @@ def test_two_slots_make_ranks_wait_for_the_last_owner() -> None:
     assert seconds(plan, buckets, 1) == pytest.approx(40)
 
 
-def test_a_rank_cannot_run_ahead_of_the_returns_it_needs() -> None:
+def test_a_rank_waits_for_the_returns_into_a_single_buffer_set() -> None:
     """Rank 1's matrices come last: with one buffer set it waits for each of rank 0's, although idle."""
     assert seconds(matrices_of([30, 30, 1, 1]), [bucket(i, i // 2) for i in range(4)], 1) == pytest.approx(62)
 

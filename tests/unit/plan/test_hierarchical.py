@@ -43,7 +43,7 @@ def by(plan: Plan, chosen: str) -> Plan:
     return replace(plan, buckets=tuple(replace(bucket, exchange=chosen) for bucket in plan.buckets))
 
 
-def test_the_owner_of_one_matrix_sends_its_own_copy_and_a_line_the_rest() -> None:
+def test_the_owner_sends_to_the_owners_replica_and_replica_groups_spread_the_rest() -> None:
     """32 elements on 4 copies of 2 ranks: 16 to its peer, and 16 of each line to 3 copies; or 112 from the owner."""
     plan = hsdp(1, 4, 2)
     (owner,) = plan.buckets[0].owners
@@ -82,7 +82,7 @@ def test_collectives_are_within_copies_and_over_lines() -> None:
             ]
 
 
-def test_a_copy_on_one_rank_needs_no_group_of_its_own() -> None:
+def test_a_replica_on_a_single_rank_needs_no_gather_group() -> None:
     plan = by(hsdp(4, 4, 1), "hierarchical")
     assert collective_ranks(plan, Geometries(plan.parameters)) == (set(), {(0, 1, 2, 3)})
     assert all(run.phases[0].travels is False for run in make_program(plan, 0).buckets)
@@ -99,12 +99,12 @@ def test_the_planner_takes_the_faster_exchange_and_prints_the_reason(machine: Ma
 
 
 @pytest.mark.parametrize("options", [{"replicas": "redundant"}, {"exchange": "all_gather_reduce_scatter"}])
-def test_it_is_not_taken_where_copies_share_nothing_or_another_exchange_was_asked_for(options: dict[str, str]) -> None:
+def test_auto_avoids_hierarchical_for_redundant_replicas_and_explicit_exchanges(options: dict[str, str]) -> None:
     plan = plan_of([parameter(i, mesh(4, 2), *HSDP) for i in range(3)], machine=SLOW_LINKS, **options)
     assert "hierarchical" not in {bucket.exchange for bucket in plan.buckets}
 
 
-def test_matrices_with_copies_on_other_ranks_travel_from_owners_to_all() -> None:
+def test_matrices_with_different_replica_ranks_fall_back_to_all_to_all() -> None:
     """Two replicas have two ranks and four have one: they share no replica groups."""
     parameters = [parameter(0, mesh(2, 2), *HSDP), parameter(1, mesh(4, 1), *HSDP)]
     plan = by(plan_of(parameters, machine=SLOW_CALLS), "hierarchical")
@@ -114,6 +114,6 @@ def test_matrices_with_copies_on_other_ranks_travel_from_owners_to_all() -> None
     assert summarize(plan).ranks == summarize(by(plan, "all_to_all")).ranks
 
 
-def test_a_matrix_without_copies_travels_as_it_did() -> None:
+def test_a_matrix_without_replicas_uses_all_to_all() -> None:
     plan = plan_of([parameter(i, mesh(4), Shard(0)) for i in range(3)], machine=SLOW_LINKS)
     assert {bucket.exchange for bucket in plan.buckets} == {"all_to_all"}

@@ -67,7 +67,7 @@ def test_the_ranks_of_a_replica_store_every_element_once(layout: Layout) -> None
 
 @examples(150)
 @given(st.data())
-def test_pieces_are_the_elements_that_local_storage_and_matrix_share(data: st.DataObject) -> None:
+def test_a_piece_maps_local_storage_to_matrix_elements(data: st.DataObject) -> None:
     """Each segment of a piece names the same element in the rank's 2D storage and in the whole matrix."""
     shape, stack = data.draw(stacks("p"))
     mesh = data.draw(st.sampled_from(LARGE_MESHES))
@@ -119,7 +119,7 @@ def test_take_counts_the_listed_indices() -> None:
     assert take((Interval(2, 5), Interval(8, 12)), 2, 5) == (Interval(4, 5), Interval(8, 10))
 
 
-def test_overlap_counts_both_sides_in_their_own_order() -> None:
+def test_intersect_counts_both_sides_in_separate_orders() -> None:
     stored, wanted = (Interval(2, 5), Interval(8, 12)), (Interval(4, 9), Interval(11, 20))
     assert intersect(stored_as(stored), wanted) == (Segment(2, 0, 1), Segment(3, 4, 1), Segment(6, 5, 1))
 
@@ -131,18 +131,18 @@ def test_fsdp_over_tensor_parallel_rows_interleaves() -> None:
     assert rows == [(Interval(0, 2),), (Interval(4, 6),), (Interval(2, 4),), (Interval(6, 8),)]
 
 
-def test_matrices_out_of_order_are_found() -> None:
+def test_matrices_in_reverse_storage_order_have_the_right_ranks() -> None:
     """Rows of a fused weight may alternate between its projections, and the second may come first."""
     stack = MatrixStack(1, (MatrixRows("b", (Interval(4, 8),)), MatrixRows("a", (Interval(0, 4),))))
     geometry = Geometry(Layout((8, 3), Mesh((4,), (0, 1, 2, 3)), (Shard(0),)), stack)
     assert [list(geometry.pieces[rank]) for rank in range(4)] == [[1], [1], [0], [0]]
 
 
-def test_a_mesh_needs_as_many_ranks_as_it_has_places() -> None:
+def test_a_mesh_needs_a_rank_per_place() -> None:
     with pytest.raises(AssertionError, match="cannot hold 3 ranks"):
         Mesh((2, 2), (0, 1, 2))
 
 
-def test_a_layout_needs_a_placement_for_each_axis() -> None:
+def test_a_layout_needs_a_placement_per_axis() -> None:
     with pytest.raises(AssertionError, match="1 placements for a mesh of 2 axes"):
         Layout((4, 4), Mesh((2, 2), (0, 1, 2, 3)), (Shard(0),))

@@ -38,7 +38,7 @@ def pieces_of(plan: Plan) -> Pieces:
 
 @examples(50)
 @given(plans(exchanges=["all_to_all"]), st.sampled_from(["backward", "forward"]))
-def test_swapped_matrices_cost_their_owner_the_same(plan: Plan, overlap: Overlap) -> None:
+def test_model_order_keeps_the_cost_of_every_owner(plan: Plan, overlap: Overlap) -> None:
     pieces, (rounds, owners) = pieces_of(plan), tasks_of(plan)
     found, owned = in_model_order(rounds, owners, overlap, pieces, {})
     assert sorted(task for tasks in found for task in tasks) == sorted(task for tasks in rounds for task in tasks)

@@ -120,7 +120,7 @@ def test_experts_of_many_layers_are_even_where_ranks_exceed_experts() -> None:
     assert max(load.flops for load in loads) <= 1.1 * sum(load.flops for load in loads) / 32
 
 
-def test_owners_that_are_named_count_first() -> None:
+def test_named_owners_are_assigned_first() -> None:
     """A named rank, and a layer with a single rank; balanced items make room."""
     rank = [replace(each, owner=1) for each in model(1, {"a": (9, 9), "b": (9, 9)})]
     layers = [
@@ -146,7 +146,7 @@ def test_parameters_without_orthogonalization_are_even_in_bytes() -> None:
     assert [load.bytes for load in loads] == [500, 500]
 
 
-def test_bytes_have_a_limit_of_their_own() -> None:
+def test_owned_bytes_have_a_separate_limit() -> None:
     """Matrices that cost little and weigh much do not pile up where little is computed."""
     costly = [item(f"c{i}", f"c{i}", 60, 60) for i in range(3)]
     heavy = [OwnedItem(f"h{i}", f"h{i}", 1, 4 * 6000) for i in range(12)]
@@ -154,7 +154,7 @@ def test_bytes_have_a_limit_of_their_own() -> None:
     assert max(held) <= 1.3 * sum(held) / 4
 
 
-def test_the_table_joins_neighbours_that_own_equally_much() -> None:
+def test_the_table_joins_adjacent_ranks_with_equal_loads() -> None:
     owned = OwnedTotals(2, 2**20, 10**9)
     lines = list(load_lines({0: owned, 1: owned, 2: OwnedTotals(0, 0, 0)}))
     assert [line.split() for line in lines] == [

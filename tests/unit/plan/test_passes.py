@@ -61,7 +61,7 @@ class Moved(TorchDispatchMode):
     ],
     ids=str,
 )
-def test_a_pass_moves_the_bytes_that_the_planner_counts(dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_a_pass_moves_the_planned_bytes(dtype: torch.dtype, options: dict[str, Any]) -> None:
     parameter = nn.Parameter(torch.randn(SIDE, SIDE).to(dtype))
     muon = Muon([("a.w", parameter)], weight_decay=0.1, **options)
     parameter.grad = torch.randn(SIDE, SIDE).to(dtype)
@@ -97,7 +97,7 @@ def planned(mesh: Mesh, rows: int, placements: tuple[Any, ...], exchange: str, c
     ],
     ids=str,
 )
-def test_messages_are_counted_as_programs_send_them(
+def test_counted_messages_equal_the_programs_messages(
     mesh: Mesh, rows: int, placements: tuple[Any, ...], exchange: str
 ) -> None:
     plan = planned(mesh, rows, placements, exchange)

@@ -412,7 +412,7 @@ def check_routes(phases: dict[int, Phase]) -> None:
 
 @examples(400)
 @given(plans())
-def test_every_matrix_is_whole_once_and_every_holder_gets_its_piece_back(plan: Plan) -> None:
+def test_every_matrix_is_whole_once_and_every_holder_gets_a_result(plan: Plan) -> None:
     world = check_step(plan, late=True)
     check_owners(world)
     check_legs(world)
@@ -420,7 +420,7 @@ def test_every_matrix_is_whole_once_and_every_holder_gets_its_piece_back(plan: P
 
 @examples(75)
 @given(plans(cut=False, overlaps=("backward", "forward")))
-def test_plans_that_a_pass_of_the_model_hides_cover_too(plan: Plan) -> None:
+def test_overlapped_plans_cover_every_matrix_once(plan: Plan) -> None:
     """Their rounds follow the pass, and equal matrices have swapped owners."""
     world = check_step(plan, late=True)
     check_owners(world)
@@ -429,7 +429,7 @@ def test_plans_that_a_pass_of_the_model_hides_cover_too(plan: Plan) -> None:
 
 @examples(50)
 @given(plans())
-def test_collectives_that_finish_at_once_give_the_same(plan: Plan) -> None:
+def test_immediate_collectives_give_the_same_result(plan: Plan) -> None:
     check_step(plan, late=False)
 
 
@@ -452,7 +452,7 @@ def test_replicas_share_out_the_matrices_of_the_world() -> None:
     assert {rank for _, rank in work} == {0, 1, 2, 3}
 
 
-def test_redundant_replicas_each_do_every_matrix_once() -> None:
+def test_every_redundant_replica_orthogonalizes_every_matrix_once() -> None:
     plan = plan_of([sharded(f"{i}", (8, 6), SQUARE, None, 0) for i in range(4)], replicas="redundant")
     work = check_step(plan, late=True).work
     for copy in ({0, 1}, {2, 3}):
@@ -477,7 +477,7 @@ def test_experts_over_few_ranks_travel_within_these_ranks() -> None:
     check_step(plan, late=True)
 
 
-def test_a_small_matrix_may_be_owned_by_a_rank_without_a_row_of_it() -> None:
+def test_a_rank_without_a_row_may_own_a_small_matrix() -> None:
     """Two matrices of one row over 4 ranks: rank 0 stores both, and another rank owns one of them."""
     plan = plan_of([sharded(f"{i}", (1, 8), FLAT, 0) for i in range(2)])
     work = check_step(plan, late=True).work
@@ -491,7 +491,7 @@ def test_more_ranks_than_matrices(exchange: str) -> None:
     check_step(plan, late=True)
 
 
-def test_every_rank_orthogonalizes_its_plain_tensors() -> None:
+def test_every_rank_orthogonalizes_the_local_plain_tensors() -> None:
     whole_stack = MatrixStack(1, (MatrixRows("", (Interval(0, 4),)),))
     plain = Parameter("p", "p", Layout((4, 4), FLAT, (Separate(),)), whole_stack, plain=True)
     assert check_step(plan_of([plain]), late=True).work == Counter({(0, rank): 1 for rank in range(4)})
@@ -511,7 +511,7 @@ def test_buckets_with_and_without_return_in_place_share_buffer_sets() -> None:
 
 @examples(75)
 @given(plans(), st.integers(0, 1000))
-def test_every_group_sees_its_collectives_in_one_order(plan: Plan, seed: int) -> None:
+def test_every_rank_of_a_group_has_the_same_collective_order(plan: Plan, seed: int) -> None:
     """Ranks with another order would take wrong pieces, or hang."""
     for one in (plan, recut(plan, Random(seed))):
         orders: dict[tuple[int, ...], set[tuple[tuple[Act, int], ...]]] = {}

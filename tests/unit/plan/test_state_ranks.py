@@ -42,7 +42,7 @@ def advanced(plan: Plan, rank: int) -> Counter[int]:
 
 @examples(50)
 @given(parameter_lists())
-def test_each_momentum_is_kept_once_and_where_a_step_advances_it(parameters: list[Parameter]) -> None:
+def test_every_momentum_is_kept_once_on_the_advancing_rank(parameters: list[Parameter]) -> None:
     plan = kept_on_owners([each for each in parameters if not each.separate])
     kept, total = state_elements(plan), Counter[int]()
     for rank in ranks_of(plan):
@@ -58,7 +58,7 @@ def test_momentum_is_divided_as_evenly_as_matrices_can_be(placed: tuple[Mesh, tu
     assert {sum(held.values()) for held in state_elements(plan).values()} == {12 * 8 * 16 // 4}
 
 
-def test_small_matrices_that_take_no_time_are_divided_by_their_bytes() -> None:
+def test_small_cheap_matrices_are_balanced_by_bytes() -> None:
     """By FLOPs alone, all of them would be kept away from the large matrix's rank."""
     shapes = [(64, 64), *[(1, 256)] * 32]
     plan = kept_on_owners([parameter(f"layers.{i}.w", shape, DDP) for i, shape in enumerate(shapes)])
@@ -67,7 +67,7 @@ def test_small_matrices_that_take_no_time_are_divided_by_their_bytes() -> None:
 
 
 @pytest.mark.parametrize(("experts", "parts"), [(8, [2, 2, 2, 2]), (10, [3, 3, 3, 1]), (5, [2, 2, 1]), (2, [1, 1])])
-def test_a_stack_is_kept_in_chunks_of_whole_experts_on_their_owners(experts: int, parts: list[int]) -> None:
+def test_a_stack_is_kept_in_chunks_of_whole_experts_on_the_owners(experts: int, parts: list[int]) -> None:
     plan = kept_on_owners([parameter("experts", (experts, 4, 6), DDP)])
     ranks, kept = plan.parameters[0].state_ranks, state_elements(plan)
     assert len(set(ranks)) == len(parts)
@@ -85,7 +85,7 @@ def test_keepers_stay_when_the_step_is_planned_again() -> None:
     assert len(again["z"]) == 1
 
 
-def test_unshared_matrices_keep_their_own_momentum() -> None:
+def test_a_rank_keeps_the_momentum_of_rank_specific_matrices() -> None:
     own = parameter("own", (8, 8), (DDP[0], (Separate(),)))
     plan = kept_on_owners([own, parameter("copy", (8, 8), DDP)])
     assert plan.parameters[0].state_ranks == ()

@@ -124,7 +124,7 @@ def buffer_numel(program: Program) -> int:
 
 @examples(125)
 @given(plans())
-def test_every_ranks_cost_equals_its_programs(plan: Plan) -> None:
+def test_every_ranks_cost_equals_the_program_cost(plan: Plan) -> None:
     summary = summarize(plan)
     assert summary.ranks == tuple(counted(plan, rank) for rank in ranks_of(plan))
     wholes = [m for m in plan.matrices if m.slice is None or m.slice.place == 0]
@@ -146,7 +146,7 @@ def test_lower_bounds_are_below_the_plan(plan: Plan) -> None:
 
 @pytest.mark.parametrize("choose", [None, round_robin, per_layer])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_shard_0_sends_each_element_there_and_back_once(choose: Choose | None, ranks: int) -> None:
+def test_shard_0_sends_every_element_once_in_both_directions(choose: Choose | None, ranks: int) -> None:
     """Mean bytes sent of even Shard(0): 2 (N-1)/N x P b / N exactly, whoever the owners are; the least there is."""
     mesh = Mesh((ranks,), tuple(range(ranks)))
     shapes = [(16, 24), (8, 40), (32, 8), (24, 24), (8, 8)]
@@ -159,13 +159,13 @@ def test_shard_0_sends_each_element_there_and_back_once(choose: Choose | None, r
     assert least_sent(plan) == sent // ranks
 
 
-def test_replicas_that_share_the_work_orthogonalize_each_matrix_once() -> None:
+def test_replicas_with_shared_work_orthogonalize_every_matrix_once() -> None:
     parameters = [matrix(i, 8, 8, SQUARE, Replicate(), Shard(0)) for i in range(6)]
     assert summarize(plan_of(parameters)).orthogonalizations == 6
     assert summarize(plan_of(parameters, replicas="redundant")).orthogonalizations == 12
 
 
-def test_a_plan_without_buckets_sends_nothing() -> None:
+def test_a_plan_without_buckets_sends_no_byte() -> None:
     summary = summarize(plan_of([matrix(i, 4, 4, Mesh((1,), (0,))) for i in range(3)]))
     assert (summary.bytes_sent_max, summary.buffer_bytes_max, summary.collectives_per_step) == (0, 0, 0)
     assert summary.ns_flops_max == 3 * standard_flops(4, 4, 5)
@@ -279,7 +279,7 @@ def replace_unchecked(value: Any, name: str, other: Any) -> Any:
     return new
 
 
-def test_digests_are_equal_for_equal_plans_and_differ_for_all_others() -> None:
+def test_only_equal_plans_have_equal_digests() -> None:
     parameters = [
         matrix(0, 8, 6, SQUARE, StridedShard(0, 2), Shard(0)),
         matrix(1, 5, 7, SQUARE, Replicate(), Shard(1)),
@@ -294,7 +294,7 @@ def test_digests_are_equal_for_equal_plans_and_differ_for_all_others() -> None:
 
 
 @pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (StridedShard(0, 2), Shard(0)), (Replicate(), Shard(0))])
-def test_digests_tell_placements_apart(placements: tuple[Placement, ...]) -> None:
+def test_digests_distinguish_placements(placements: tuple[Placement, ...]) -> None:
     plan, other = (replace(plan_of([matrix(0, 8, 8, SQUARE, Shard(0), Shard(0))]), matrices=()) for _ in range(2))
     layout = Layout((8, 8), SQUARE, placements)
     other = replace(other, parameters=(replace(other.parameters[0], layout=layout),))

@@ -42,7 +42,7 @@ def plan() -> Plan:
     return plan_of(parameters(4, 4), machine=Machine(node_latency_us=1e6))
 
 
-def test_each_thing_takes_its_time(plan: Plan) -> None:
+def test_the_timeline_counts_every_cost(plan: Plan) -> None:
     assert plan.rounds == 1, "one call each way, where calls alone cost"
     flops, elements = plan.matrices[0].flops, 64 * 64
     assert seconds(plan, FREE) == pytest.approx(0, abs=1e-12)
@@ -57,14 +57,14 @@ def test_each_thing_takes_its_time(plan: Plan) -> None:
     assert seconds(plan, replace(FREE, node=Link(1e30, 0, 0.5))) == pytest.approx(3)
 
 
-def test_the_host_is_a_bound_of_its_own(plan: Plan) -> None:
+def test_host_time_is_a_separate_bound(plan: Plan) -> None:
     """Four stored pieces, a batch of Newton-Schulz and two collectives on each rank."""
     played = timeline(plan, replace(FREE, host=1, host_piece=100))
     assert played.host == 4 * 100 + LAUNCHES + 2 * COLLECTIVE_LAUNCHES
     assert played.last.seconds == pytest.approx(0, abs=1e-12)
 
 
-def test_nothing_waits_for_less_than_no_time() -> None:
+def test_no_modelled_wait_is_negative() -> None:
     """A rank without a wait has computed until it is done, and sums of seconds are rounded."""
     for machine in ("h100x8", "b200x8"):
         for ranks in (1, 2, 4):
@@ -72,7 +72,7 @@ def test_nothing_waits_for_less_than_no_time() -> None:
             assert all(rank.waits >= 0 for rank in played.ranks)
 
 
-def test_a_link_between_nodes_carries_the_bytes_that_leave_the_node(plan: Plan) -> None:
+def test_the_network_link_carries_only_bytes_between_nodes(plan: Plan) -> None:
     slow = Link(64 * 64 * 2, 0)
     assert seconds(plan, replace(FREE, network=slow)) == pytest.approx(0, abs=1e-12)
     # Two of the four quarters are on the other node.
@@ -109,7 +109,7 @@ def four_rounds(*, backward: bool = True) -> tuple[Plan, MachineRates]:
         (1, "backward", 4 * 1.8, 4 * 0.8, 0.0),
     ],
 )
-def test_backward_hides_the_gathers_that_have_buffers(
+def test_backward_hides_gathers_with_buffers(
     buffer_sets: int, overlap: Overlap, step: float, exposed: float, hidden: float | None
 ) -> None:
     plan, machine = four_rounds()
@@ -122,7 +122,7 @@ def test_backward_hides_the_gathers_that_have_buffers(
     assert least_seconds(plan, machine, played) <= played.last.seconds
 
 
-def test_backward_hides_nothing_behind_the_last_gradient() -> None:
+def test_backward_hides_no_gather_after_the_last_gradient() -> None:
     """The second round has the first matrix, with the last gradient; the third round cannot start earlier."""
     plan, machine = four_rounds()
     first, second, third, last = plan.buckets
@@ -137,7 +137,7 @@ def test_backward_hides_nothing_behind_the_last_gradient() -> None:
 
 
 @pytest.mark.parametrize(("buffer_sets", "tail"), [(1, 0.4 + 0.2), (3, 0.4 + 0.2), (4, 3 * 0.2 + 0.2)])
-def test_behind_the_last_newton_schulz_come_its_way_back_and_apply(buffer_sets: int, tail: float) -> None:
+def test_the_tail_is_the_last_return_and_apply(buffer_sets: int, tail: float) -> None:
     """Of 0.4 s and 0.2 s; during the last return, rounds in buffers are applied."""
     plan, machine = four_rounds()
     # A rank has a quarter of each of the four matrices of a round, of whose elements 28 bytes are read and written.
@@ -145,7 +145,7 @@ def test_behind_the_last_newton_schulz_come_its_way_back_and_apply(buffer_sets: 
     assert played.tail == pytest.approx(tail)
 
 
-def test_nothing_comes_back_to_a_rank_that_stores_its_matrices_whole() -> None:
+def test_a_rank_with_whole_matrices_has_no_tail() -> None:
     plan = plan_of(parameters(2, 1))
     played = timeline(plan, replace(FREE, memory=64 * 64))
     assert not plan.buckets
@@ -168,7 +168,7 @@ def test_waits_between_ranks_are_not_exposed_exchange() -> None:
 
 @examples(50)
 @given(plans())
-def test_no_rank_waits_a_negative_time_and_no_step_beats_its_limit(plan: Plan) -> None:
+def test_no_wait_is_negative_and_no_step_beats_the_lower_bound(plan: Plan) -> None:
     for overlap in get_args(Overlap):
         played = timeline(plan, MACHINES["h100x8"], overlap=overlap)
         assert all(rank.waits >= -1e-12 for rank in played.ranks)
@@ -229,7 +229,7 @@ def test_a_plan_overlaps_where_links_take_as_long_as_newton_schulz() -> None:
     assert seconds(chosen, machine) < 0.75 * seconds(one, machine)
 
 
-def test_memory_beyond_2_gib_has_to_save_more_time_and_is_said() -> None:
+def test_memory_beyond_2_gib_must_save_more_time_and_is_reported() -> None:
     """Matrices of 1 GiB, with four times as much memory for Newton-Schulz."""
     side = 2**14 * 3 // 2
     stack = MatrixStack(1, (MatrixRows("", (Interval(0, side),)),))
@@ -262,12 +262,12 @@ def test_the_option_names_every_machine() -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("name", "h100"), ("node_gb", 0.0), ("ranks_per_node", 0), ("launch_us", -1)]
 )
-def test_a_machine_that_cannot_be_is_refused_by_the_keys_name(key: str, value: object) -> None:
+def test_an_impossible_machine_value_is_refused_by_key(key: str, value: object) -> None:
     with pytest.raises(OptionError, match=rf"^machine\.{key} = "):
         MuonOptions(machine=Machine(**{key: value}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": {"flops": {}}}'])
-def test_a_file_that_is_no_machine_is_refused_by_name(text: str) -> None:
+def test_an_invalid_machine_file_is_refused_by_name(text: str) -> None:
     with pytest.raises(OptionError, match=r"^machine.file = 'x.json' is not a machine"):
         machine_of(Machine(file="x.json"), "cuda", text)

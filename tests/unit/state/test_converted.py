@@ -34,7 +34,7 @@ def equal(first: dict[str, nn.Parameter], second: dict[str, nn.Parameter]) -> bo
 
 
 @pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
-def test_a_user_of_torchs_muon_changes_one_line_and_loads_the_old_checkpoint(adjust: str | None) -> None:
+def test_muon_loads_a_checkpoint_of_torchs_muon_and_continues_bit_for_bit(adjust: str | None) -> None:
     params = parameters()
     theirs = torch.optim.Muon(params.values(), lr=0.02, momentum=0.9, adjust_lr_fn=adjust)
     train(theirs, params, range(3))
@@ -117,7 +117,7 @@ def averages_of(params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("source", ["dion", "dmuon"])
-def test_a_sum_of_gradients_becomes_their_average(source: Any) -> None:
+def test_a_momentum_sum_is_converted_to_an_average(source: Any) -> None:
     params = parameters()
     vector = nn.Parameter(torch.ones(3))
     groups = [{"params": params.values()}, {"params": [vector], "algorithm": "adamw", "lr": 0.5}]
@@ -189,7 +189,7 @@ def test_names_do_not_depend_on_wrappers() -> None:
     loading.load_state_dict(saving.state_dict())
 
 
-def test_parameters_of_one_process_need_no_names() -> None:
+def test_parameters_of_a_single_process_need_no_names() -> None:
     params, others = parameters(), parameters()
     unnamed = Muon(params.values(), orthogonalize="reference")
     train(unnamed, params, range(2))

@@ -26,7 +26,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("cols", [1, 63, 64, 65, 200])
-def test_an_element_is_off_by_less_than_a_scale_of_its_block(cols: int) -> None:
+def test_the_error_of_an_element_is_below_the_scale_of_the_block(cols: int) -> None:
     momentum = drawn(5, cols) * torch.logspace(-8, 3, 5)[:, None]
     numbers, scales = encoded(momentum)
     error = (decoded(numbers, scales) - momentum).abs()
@@ -51,7 +51,7 @@ def test_a_decoded_momentum_is_encoded_to_the_same_numbers_by_any_draw() -> None
         torch.testing.assert_close(new_scales, scales, rtol=1e-6, atol=0)
 
 
-def test_elements_that_are_not_finite_become_zero_and_leave_their_block() -> None:
+def test_nonfinite_elements_become_zero_without_effect_on_the_block() -> None:
     momentum = drawn(2, 64)
     momentum[0, 3], momentum[1, 5] = math.nan, math.inf
     numbers, scales = encoded(momentum)
@@ -77,7 +77,7 @@ def trained(steps: int, **options: Any) -> tuple[Muon, list[float]]:
     return muon, losses
 
 
-def test_the_loss_curve_is_that_of_float32() -> None:
+def test_the_loss_curve_follows_float32() -> None:
     _, exact = trained(120)
     muon, found = trained(120, state_dtype="int8")
     assert exact[-1] < 0.5 * exact[0]
@@ -120,6 +120,6 @@ def test_torchs_muon_does_not_get_int8() -> None:
 
 
 @pytest.mark.parametrize("options", [{"offload": "state"}, {"overlap": "backward"}, {"state": "owner"}], ids=str)
-def test_options_that_read_the_momentum_otherwise_are_refused(options: dict[str, Any]) -> None:
+def test_options_unfit_for_int8_momentum_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="int8"):
         Muon([("w", nn.Parameter(torch.eye(16)))], state_dtype="int8", **options)

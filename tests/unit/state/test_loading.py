@@ -80,7 +80,7 @@ def test_adamws_state_of_another_placement_is_refused() -> None:
         dist.destroy_process_group()
 
 
-def test_a_pickle_of_a_momentum_on_its_owner_alone_warns() -> None:
+def test_pickling_a_momentum_of_a_single_owner_warns() -> None:
     """As a script makes it that saves on one rank under DDP, with state = "owner"."""
     with pytest.warns(UserWarning, match=r"the part of this rank alone\. Save with torch\.distributed\.checkpoint"):
         pickle.dumps(StateMesh.__new__(StateMesh))

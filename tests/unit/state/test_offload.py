@@ -70,7 +70,7 @@ ORDER = [
 ]
 
 
-def test_a_load_comes_while_the_one_before_is_used_and_two_are_there_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_overlaps_the_previous_load_with_at_most_two_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     log, window, host = watched(monkeypatch), Window(CPU), transfers()
     window.begin(host)
     assert [slot.nbytes for slot in window.slots] == [3 * ALIGNMENT] * TRANSFERS_AT_ONCE, "as large as the largest"
@@ -105,7 +105,7 @@ def steps(window: Window, host: list[Transfer]) -> None:
         torch.ones(14).add_(1)
 
 
-def test_streams_wait_for_each_others_memory(stream_order: StreamOrder) -> None:
+def test_streams_wait_for_the_memory_of_other_streams(stream_order: StreamOrder) -> None:
     """Over two steps: the second step loads the first step's results, into slots of the compute stream."""
     with stream_order:
         steps(Window(CPU), transfers())
@@ -116,7 +116,7 @@ def test_streams_wait_for_each_others_memory(stream_order: StreamOrder) -> None:
 
 @pytest.mark.parametrize("stream", ["_arriving", "_leaving", "_current"])
 @pytest.mark.parametrize("method", ["wait_stream", "wait_event"])
-def test_each_wait_is_needed(stream: str, method: str, stream_order: StreamOrder) -> None:
+def test_every_wait_is_necessary(stream: str, method: str, stream_order: StreamOrder) -> None:
     if (stream, method) in (("_arriving", "wait_event"), ("_leaving", "wait_event")):
         return
     with stream_order:
@@ -127,7 +127,7 @@ def test_each_wait_is_needed(stream: str, method: str, stream_order: StreamOrder
             steps(window, host)
 
 
-def test_a_step_that_raised_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_leaves_the_next_step_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     window, host = Window(CPU), transfers()
     window.begin(host)
     window.take()[0].add_(1)
@@ -264,7 +264,7 @@ def test_state_dicts_load_wherever_states_are(name: str, to: str) -> None:
 
 
 @pytest.mark.parametrize("offload", ["none", "state"])
-def test_momentum_that_was_replaced_is_refused_before_anything_changes(offload: str) -> None:
+def test_replaced_momentum_is_refused_before_any_change(offload: str) -> None:
     params = named()
     muon = OPTIMIZERS["muon"](params, offload=offload)
     train(muon, params, range(1))
@@ -283,7 +283,7 @@ def test_momentum_that_was_replaced_is_refused_before_anything_changes(offload: 
 
 
 @pytest.mark.parametrize("offload", ["none", "state"])
-def test_momentum_that_made_a_round_trip_is_followed(offload: str) -> None:
+def test_the_step_uses_momentum_after_a_round_trip(offload: str) -> None:
     """As trainers of reinforcement learning move the state of an optimizer to the host and back."""
     params, others = named(), named()
     for moved, trained in ((False, params), (True, others)):
@@ -295,7 +295,7 @@ def test_momentum_that_made_a_round_trip_is_followed(offload: str) -> None:
     assert equal(params, others)
 
 
-def test_adamws_states_that_were_replaced_are_followed() -> None:
+def test_the_step_uses_replaced_states_of_adamw() -> None:
     """States are looked up in each step."""
     params, others = named(), named()
     for offload, each in (("none", params), ("state", others)):
@@ -361,7 +361,7 @@ def test_bfloat16_averages_are_computed_in_float32_and_rounded_once_a_step(monke
     assert equal(wide, offloaded)
 
 
-def test_an_average_that_bfloat16_would_stop_is_refused() -> None:
+def test_a_beta_too_large_for_bfloat16_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("betas = [0.9, 0.999] are not accepted with state_dtype")):
         batched.AdamW(named().items(), state_dtype="bfloat16", betas=(0.9, 0.999))
     # Reason of the refusal: with 0.999 a second moment never shrinks; with the largest accepted beta it does.

@@ -73,7 +73,7 @@ def test_stochastic_rounding_launches_no_more_for_more_matrices() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("algorithm", ["standard", "gram", "reference"])
 @pytest.mark.parametrize("shape", [(2, 8, 24), (2, 24, 8)], ids=str)
-def test_a_result_written_over_its_input_is_the_result(algorithm: str, dtype: str, shape: tuple[int, ...]) -> None:
+def test_an_in_place_result_equals_the_result(algorithm: str, dtype: str, shape: tuple[int, ...]) -> None:
     """Bit for bit, with existing norms."""
     stack = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     method, computed = Method(algorithm, dtype, (2,)), iteration("keller_jordan", 5, 1e-7)
@@ -90,7 +90,7 @@ def stepped(params: dict[str, nn.Parameter], muon: Optimizer) -> dict[str, torch
     return {name: param.detach().clone() for name, param in params.items()}
 
 
-def test_a_storage_that_was_replaced_is_followed() -> None:
+def test_the_step_uses_replaced_storage() -> None:
     """`param.data = ...` and the same of the momentum leave tensors that are stored elsewhere."""
     kept, changed = named(), named()
     one, other = Muon(kept.items()), Muon(changed.items())
@@ -107,7 +107,7 @@ def test_a_storage_that_was_replaced_is_followed() -> None:
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_a_parameter_that_was_replaced_in_its_group_is_refused() -> None:
+def test_a_parameter_replaced_in_a_group_is_refused() -> None:
     """As Accelerate does after sharding a model: the step would train what no module uses."""
     params = named()
     muon = Muon(params.items(), missing_grad="skip")

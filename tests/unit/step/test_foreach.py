@@ -21,7 +21,7 @@ EVERY, OTHER = slice(0, 5), slice(0, 5, 2)
     ],
     ids=str,
 )
-def test_a_part_is_as_much_of_the_storage_as_its_span(
+def test_a_rectangle_covers_the_span_of_the_storage(
     local: tuple[slice, slice], place: tuple[slice, slice] | slice | None
 ) -> None:
     stored = torch.arange(25.0).view(5, 5)

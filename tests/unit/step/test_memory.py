@@ -150,9 +150,7 @@ def test_buffers_and_workspace_stay_allocated_with_keep_buffers(kept: bool) -> N
     ],
     ids=str,
 )
-def test_an_allocator_that_fragments_is_warned_about(
-    device: str, mib: int, settings: dict[str, str], warns: bool
-) -> None:
+def test_a_fragmenting_allocator_causes_a_warning(device: str, mib: int, settings: dict[str, str], warns: bool) -> None:
     warning = fragmentation(device, mib * MIB, {"HOME": "/", **settings})
     assert ("keep_buffers" in warning) == warns
 
@@ -174,7 +172,7 @@ def test_exchange_buffers_stay_allocated_with_keep_buffers(kept: bool) -> None:
     assert buffers.memory.nbytes > 0
 
 
-def test_a_step_allocates_its_buffers_and_workspace_unless_they_are_kept() -> None:
+def test_keep_buffers_moves_the_allocation_out_of_the_step() -> None:
     for kept in (False, True):
         muon = Muon([("w", nn.Parameter(torch.zeros(512, 64)))], keep_buffers=kept)
         assert muon.engine.rank.step_bytes == (0 if kept else 512 * 64 * 2)
@@ -210,5 +208,5 @@ def test_parameters_on_several_devices_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("device", "value", "warns"), [("cuda", "1", True), ("cuda", "8", False), ("cpu", "1", False)])
-def test_one_queue_for_all_streams_is_warned_about(device: str, value: str, warns: bool) -> None:
+def test_a_single_queue_for_every_stream_causes_a_warning(device: str, value: str, warns: bool) -> None:
     assert bool(shared_queue(device, {"CUDA_DEVICE_MAX_CONNECTIONS": value})) == warns

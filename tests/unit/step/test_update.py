@@ -40,7 +40,7 @@ def torch_muon(lr_scale: str, nesterov: bool, weight_decay: float, steps: int) -
 @pytest.mark.parametrize("lr_scale", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_muon_in_one_process_is_torch_optim_muon(lr_scale: str, nesterov: bool, weight_decay: float) -> None:
+def test_muon_in_a_single_process_equals_torch_optim_muon(lr_scale: str, nesterov: bool, weight_decay: float) -> None:
     """Four steps, bit for bit, of Muon and of the tests' own reference; parameters and momentum; gradients kept."""
     expected, momenta = torch_muon(lr_scale, nesterov, weight_decay, steps=4)
     params = {name: torch.nn.Parameter(value) for name, value in drawn(0).items()}
@@ -111,7 +111,7 @@ def test_without_nesterov_the_average_is_orthogonalized() -> None:
     assert packed.item() == average.item() == 3
 
 
-def test_where_nothing_is_packed_the_average_advances_all_the_same() -> None:
+def test_momentum_advances_without_a_send_buffer() -> None:
     average = torch.tensor([[2.0]])
     update.momentum([average], [torch.tensor([[4.0]])], [], decay=0.5, nesterov=True)
     assert average.item() == 3

@@ -75,7 +75,7 @@ def test_defaults_by_name_and_shape(fqn: str, optimizer: str, reason: str) -> No
         ("output.weight", (512, 64), "output head"),
     ],
 )
-def test_parameters_other_than_hidden_matrices_are_left_to_adamw(fqn: str, shape: tuple[int, ...], reason: str) -> None:
+def test_adamw_gets_every_parameter_except_hidden_matrices(fqn: str, shape: tuple[int, ...], reason: str) -> None:
     (found,) = assign_parameters({fqn: Seen(shape)}, [], default_rules())
     assert found.optimizer == "adamw"
     assert found.reason.startswith(reason)
@@ -86,7 +86,7 @@ def test_routers_go_where_the_recipe_says() -> None:
     assert {one.fqn: one.optimizer for one in found}["layers.1.moe.router.gate.weight"] == "muon"
 
 
-def test_the_first_rule_that_matches_wins() -> None:
+def test_the_first_matching_rule_wins() -> None:
     rules = [rule("*.wo.weight", "adamw"), rule("layers.0.attention.*", "muon")]
     found = assigned(rules)
     assert (found["layers.0.attention.wo.weight"].optimizer, found["layers.0.attention.wo.weight"].rule) == ("adamw", 0)
@@ -101,17 +101,17 @@ def test_rules_win_over_defaults() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["layers.*.wz.weight", "WO", "*.wo.weight "])
-def test_a_rule_that_matches_nothing_is_an_error(pattern: str) -> None:
+def test_a_rule_without_a_match_is_an_error(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"rules\[0\]: .* takes no parameter.*remove it"):
         assigned([rule(pattern, "adamw")])
 
 
-def test_a_rule_in_the_shadow_of_another_is_an_error_that_names_it() -> None:
+def test_an_error_names_a_rule_shadowed_by_an_earlier_rule() -> None:
     with pytest.raises(ValueError, match=r"rules\[1\]: '\*\.wo\.weight' takes no parameter.*move it up"):
         assigned([rule("layers.*", "adamw"), rule("*.wo.weight", "muon")])
 
 
-def test_a_pipeline_stage_may_have_nothing_for_a_rule() -> None:
+def test_a_pipeline_stage_accepts_a_rule_without_a_match() -> None:
     assert assigned([rule("layers.7.*", "adamw")], all_rules=False)["norm.weight"].optimizer == "adamw"
 
 
@@ -153,18 +153,18 @@ def pattern(parts: tuple[int, ...], stack: str = "", *, joined: bool = False) ->
     return Split(match="*", dims=f"{stack} (r p h) d -> {stack} {matrices}", lengths={"p": parts, "h": 1})
 
 
-def test_a_matrix_is_one_block() -> None:
+def test_a_matrix_is_a_single_block() -> None:
     assert blocks_of((6, 4)) == [rows((0, 6))]
     assert stack_of("w", (6, 4)).row_dims == 1
 
 
-def test_experts_are_a_block_each() -> None:
+def test_every_expert_is_a_block() -> None:
     assert blocks_of((3, 2, 5)) == [rows((0, 2)), rows((2, 4)), rows((4, 6))]
     assert stack_of("w", (3, 2, 5)).row_dims == 2
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 2, 2, 2), (0, 4), (4, 0), (0, 2, 2)])
-def test_parameters_other_than_matrices_are_refused_by_name(shape: tuple[int, ...]) -> None:
+def test_non_matrix_parameters_are_refused_by_name(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"layers\.0\.w: Muon takes matrices .*give it to another optimizer"):
         stack_of("layers.0.w", shape)
 
@@ -191,7 +191,7 @@ def test_every_expert_is_cut_alone() -> None:
     assert joined == [rows((0, 1), (2, 3)), rows((1, 2), (3, 4)), rows((4, 5), (6, 7)), rows((5, 6), (7, 8))]
 
 
-def test_every_row_is_in_one_block_for_any_split() -> None:
+def test_every_split_puts_every_row_into_exactly_a_single_block() -> None:
     for shape, stack in (((12, 4), ""), ((3, 12, 4), "e")):
         for joined in (False, True):
             taken = blocks_of(shape, pattern((3, 2, 1), stack, joined=joined))
@@ -205,12 +205,12 @@ def test_a_convolution_is_read_as_the_split_says() -> None:
     assert stack_of("w", (2, 3, 4), [Split(match="w", dims="o i k -> | o (i k)")]).matrices[0].rows == rows((0, 2))
 
 
-def test_the_first_split_that_matches_wins() -> None:
+def test_the_first_matching_split_wins() -> None:
     assert blocks_of((6, 4), heads("other", 1), heads("*.w", 3), heads("*", 2)) == [rows((0, 3)), rows((3, 6))]
 
 
 @pytest.mark.parametrize("parts", [(4,), (5, 2), (0,), (-1,), (6, 6), (7,), (3, -1)])
-def test_rows_that_do_not_fill_the_matrix_are_refused(parts: tuple[int, ...]) -> None:
+def test_parts_with_a_wrong_sum_of_rows_are_refused(parts: tuple[int, ...]) -> None:
     with pytest.raises(
         ValueError, match=r"layers\.0\.w: muon\.split: dims = .*(does not fill 6|a whole number from 1)"
     ):
@@ -249,12 +249,12 @@ def test_an_older_split_is_refused_with_the_equal_dims(
         ({"dims": "f d -> | f d", "rows": (2,), "row_dims": 1}, "; remove rows and row_dims, because dims replaces"),
     ],
 )
-def test_an_older_split_that_says_too_little_or_too_much_is_refused(old: dict[str, Any], told: str) -> None:
+def test_an_incomplete_or_ambiguous_old_split_is_refused(old: dict[str, Any], told: str) -> None:
     with pytest.raises(OptionError, match=told):
         Split(match="*", **old)
 
 
-def test_a_split_that_matches_nothing_is_named() -> None:
+def test_the_error_names_a_split_without_a_match() -> None:
     check_splits(["layers.0.w"], [heads("*.w", 1)])
     with pytest.raises(ValueError, match=r"muon\.split: '\*\.v' matches no Muon parameter"):
         check_splits(["layers.0.w"], [heads("*.w", 1), heads("*.v", 1)])

@@ -67,7 +67,7 @@ def test_torchtitan_is_the_version_of_the_workarounds() -> None:
 
 
 @cpu_only
-def test_each_gap_exists_and_is_closed() -> None:
+def test_every_gap_exists_and_is_closed() -> None:
     result = _run(BEFORE_AND_AFTER)
     assert result.returncode == 0, result.stderr
     before, after = json.loads(result.stdout.splitlines()[-1])
@@ -138,7 +138,7 @@ def test_fsdp_can_still_be_told_to_sum() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama3", "deepseek_v3"])
-def test_torchtitan_still_shards_decoders_by_one_function(family: str) -> None:
+def test_torchtitan_shards_decoders_with_a_single_function(family: str) -> None:
     """The replacement gets the arguments for `shard`, and ends with the context."""
     import models  # noqa: F401 (registers the families)
     from titan_muon.titan.model.spec import model_spec
@@ -176,7 +176,7 @@ def test_spmd_backend_follows_the_torch_version(monkeypatch) -> None:
             compat.spmd_backend("spmd_types", uneven_vocabulary=True)
 
 
-def test_time_outs_reach_all_groups_but_that_of_checkpoints(monkeypatch) -> None:
+def test_timeouts_reach_every_group_except_the_checkpoint_group(monkeypatch) -> None:
     """Groups beside the mesh, as that of the signal to stop, must not keep PyTorch's 30 minutes."""
     compat.install()
     utils = importlib.import_module("torchtitan.distributed.utils")
@@ -219,7 +219,7 @@ def init_with(monkeypatch, **environment: str) -> tuple[dict, str]:
     return seen, seen.pop("buffer")
 
 
-def test_process_group_is_made_on_the_given_store(monkeypatch) -> None:
+def test_the_process_group_uses_the_passed_store(monkeypatch) -> None:
     seen, buffer = init_with(monkeypatch)
     assert isinstance(seen["store"], dist.HashStore)
     assert (seen["rank"], seen["world_size"], buffer) == (1, 2, "0")

@@ -125,11 +125,9 @@ class Duplicated(AllToAll):
 
 
 class _Kind(NamedTuple):
-    """The matrices of one kind in a bucket: number of the kind, routes, matrices by worker, and number of matrices."""
-
     kind: int
     routes: Routes
-    workers: Counter[int]
+    workers: Counter[int]  # Number of matrices by worker.
     matrices: int
 
 
@@ -167,8 +165,6 @@ class _Amounts:
 
 
 class _Direction:
-    """The elements of a bucket by rank in one direction."""
-
     def __init__(self, group: Ranks, pieces: Pieces) -> None:
         self.by_rank = {rank: _Amounts() for rank in group}
         self._pieces = pieces

@@ -88,7 +88,6 @@ class Pattern(ABC):
     """The exchange of a bucket's matrices.
 
     Attributes:
-        name: value of the option `exchange` and of `Bucket.exchange`.
         has_owners: whether a single owner orthogonalizes each matrix.
         one_replica: whether an owner receives the pieces of its own replica only.
         spreads: whether replicas all-gather results.

@@ -12,8 +12,8 @@ from .layout import Geometry
 class Assembly:
     """The ranks to orthogonalize a matrix.
 
-    `local`: ranks with all of it, without communication. Otherwise each of `groups` (global ranks, ascending) assembles
-    the matrix: one group if replicas split the work, one per replica if replicas repeat the work.
+    `local`: ranks with all of it. Otherwise each of `groups` (global ranks, ascending) assembles the matrix: one group
+    if replicas split the work, one per replica if replicas repeat the work.
     """
 
     local: tuple[int, ...]
@@ -21,7 +21,7 @@ class Assembly:
 
 
 def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
-    """The Assembly of each matrix. `split`: replicas divide the matrices."""
+    """By matrix. `split`: replicas divide the matrices."""
     indices = range(len(geometry.stack.matrices))
     holders = [tuple(geometry.elements(index)) for index in indices]
     sets = [_by_replica(geometry, ranks, split) for ranks in holders]

@@ -13,7 +13,7 @@ Ranks = tuple[int, ...]
 
 
 class Holder(NamedTuple):
-    """A rank with `elements` elements of each matrix of a kind."""
+    """`elements`: of each matrix of a kind."""
 
     rank: int
     elements: int
@@ -30,7 +30,7 @@ class KeySums(NamedTuple):
 
 
 class Holders:
-    """The holders of a kind's matrices in a group, and the elements of a matrix by rank."""
+    """The holders of a kind's matrices in a group."""
 
     def __init__(self, holders: Sequence[Holder]) -> None:
         self.holders = holders

@@ -8,6 +8,7 @@ import warnings
 import torch.distributed as dist
 from tqdm import tqdm
 
+from titan_muon.tensors.process_groups import default_store
 from titan_muon.titan.launch.endings import record_end
 
 NOISE = (
@@ -83,7 +84,7 @@ def say_error(error: Exception, code: int) -> None:
 
 def _is_first(event: str) -> bool:
     try:
-        return dist.distributed_c10d._get_default_store().add(f"titan_muon/{event}", 1) == 1
+        return default_store().add(f"titan_muon/{event}", 1) == 1
     except RuntimeError:
         # The process with the store has ended after its own events.
         return False

@@ -23,6 +23,7 @@ from torchtitan.tools import utils as device_utils
 from titan_muon.assignment.table import frozen_lines, parameter_table
 from titan_muon.muon import Muon
 from titan_muon.plan import summarize
+from titan_muon.tensors.process_groups import default_store
 from titan_muon.titan import compat
 from titan_muon.titan.assign.explain import (
     optimizer_lines,
@@ -119,7 +120,8 @@ def _init_distributed(recipe: Recipe) -> dist.Store | None:
 def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store | None = None) -> str:
     """Train a recipe, or continue its run, on the default process group. Returns the run's folder.
 
-    `overrides`: keys set on the command line, for the run's name. `lasting`: store of all attempts of the job. Raises RecipeError before the first step for user errors.
+    `overrides`: keys set on the command line, for the run's name. `lasting`: store of all attempts of the job. Raises
+    RecipeError before the first step for user errors.
     """
     world = dist.get_world_size()
     # Host messages use gloo: NCCL takes device tensors, and reading them waits for the whole queue.
@@ -132,7 +134,7 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
         refuse_on_cpu(recipe)
     check_float8(recipe.float8, compute_capability(), amd=torch.version.hip is not None, torchao=has_torchao())
     _raise_file_limit()
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     first, later = recipe.comm.init_timeout_seconds, recipe.comm.train_timeout_seconds
     watch = Watchdog(store, dist.get_rank(), world, first_timeout=first, timeout=later)
     with FolderLock() as lock, watch as watchdog:

@@ -27,12 +27,12 @@ def test_a_plan_with_repeated_work_has_a_reason_and_a_remedy() -> None:
         assert remedy in text
 
 
-def test_a_plan_that_repeats_nothing_says_nothing_of_it() -> None:
+def test_a_plan_without_repeated_work_reports_none() -> None:
     assert "repeated" not in said(8, 2, replicas_of="split")
     assert "repeated" not in said(1, 4, replicas_of="redundant")
 
 
-def test_momentum_on_owners_alone_without_replicas_is_said_to_have_no_effect() -> None:
+def test_state_owner_without_replicas_reports_no_effect() -> None:
     mesh = Mesh((4,), tuple(range(4)))
     cut = [Parameter("wq", "layers.0", Layout((32, 32), mesh, (Shard(0),)), stack_of("wq", (32, 32)))]
     plan = plan_of(cut, state="owner")

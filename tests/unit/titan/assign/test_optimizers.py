@@ -70,14 +70,14 @@ def names(optimizers: HybridOptimizers) -> dict[str, list[set[str]]]:
 # Groups, options and tags
 
 
-def test_without_rules_muon_takes_hidden_matrices_and_adamw_the_rest_in_one_group_each() -> None:
+def test_the_default_rules_make_a_single_group_per_optimizer() -> None:
     optimizers = container(recipe())
     assert names(optimizers) == {"muon": [HIDDEN], "adamw": [OTHERS]}
     assert {type(optimizer) for optimizer in optimizers} == {Muon, AdamW}
     assert optimizers.learning_rates() == {"muon": 0.02, "adamw": 0.003}
 
 
-def test_each_parameter_rests_beside_its_own_name() -> None:
+def test_groups_list_names_in_the_order_of_parameters() -> None:
     model = Model()
     named = dict(model.named_parameters())
     for optimizer in container(recipe(), model):
@@ -94,7 +94,7 @@ def test_a_rule_with_options_makes_a_group_and_a_rule_without_does_not() -> None
     assert (muon.param_groups[0]["momentum"], muon.param_groups[0]["weight_decay"]) == (0.8, 0.1)
 
 
-def test_the_first_rule_that_matches_decides() -> None:
+def test_the_first_matching_rule_selects_optimizer_and_rate() -> None:
     optimizers = container(recipe(rule("layers.0.wq.*", "muon", lr=0.5), rule("*.wq.*", "muon", lr=0.25)))
     assert optimizers.learning_rates() == {
         "muon/layers.0.wq.*": 0.5,
@@ -113,7 +113,7 @@ def test_learning_rates_are_current() -> None:
     assert optimizers.learning_rates() == {"muon": 0.01, "adamw": 0.0015}
 
 
-def test_parameters_are_found_by_the_name_of_their_optimizer() -> None:
+def test_parameters_returns_the_parameters_of_a_named_optimizer() -> None:
     model = Model()
     optimizers = container(recipe(rule("*.norm.*", "adamw", lr=0.1)), model)
     named = dict(model.named_parameters())
@@ -122,7 +122,7 @@ def test_parameters_are_found_by_the_name_of_their_optimizer() -> None:
     assert optimizers.parameters("sgd") == []
 
 
-def test_options_of_a_whole_optimizer_reach_it() -> None:
+def test_options_of_a_whole_optimizer_reach_the_optimizer() -> None:
     muon = container(recipe()).optimizers[1]
     assert isinstance(muon, Muon)
     assert {state["momentum_buffer"].dtype for state in muon.state.values()} == {torch.bfloat16}
@@ -191,7 +191,7 @@ def test_a_model_without_muon_parameters_is_an_error() -> None:
         container(recipe(rule("layers.*", "adamw")))
 
 
-def test_rules_for_every_parameter_may_leave_muon_none() -> None:
+def test_rules_may_leave_muon_without_parameters() -> None:
     assert list(names(container(recipe(rule("*", "adamw"))))) == ["adamw"]
 
 
@@ -207,7 +207,7 @@ def sgd(monkeypatch: pytest.MonkeyPatch) -> str:
     return "their_sgd"
 
 
-def test_parameters_on_the_host_are_said_to_every_optimizer_that_knows_of_it(sgd: str) -> None:
+def test_cpu_offload_sets_the_offload_option_of_muon_and_adamw(sgd: str) -> None:
     of = recipe(rule("*.norm.*", sgd, lr=0.5))
     taken = container(replace(of, training=replace(of.training, enable_cpu_offload=True)))
     by_name = dict(zip(names(taken), taken, strict=True))
@@ -215,7 +215,7 @@ def test_parameters_on_the_host_are_said_to_every_optimizer_that_knows_of_it(sgd
     assert isinstance(by_name[sgd], torch.optim.SGD), "another package's steps where its parameters are"
 
 
-def test_another_packages_optimizer_gets_its_options(sgd: str) -> None:
+def test_a_third_party_optimizer_gets_the_rules_options(sgd: str) -> None:
     of = recipe(rule("*.norm.*", sgd, lr=0.5, momentum=0.8), rule("tok_*", sgd, lr=0.25, foreach=True))
     taker = dict(zip(names(container(of)), container(of), strict=True))[sgd]
     assert isinstance(taker, torch.optim.SGD)
@@ -223,7 +223,7 @@ def test_another_packages_optimizer_gets_its_options(sgd: str) -> None:
     assert found == {("layers.0.norm.weight", 0.5, 0.8, True), ("tok_embeddings.weight", 0.25, 0.0, True)}
 
 
-def test_an_optimizer_that_keeps_its_states_on_the_device_is_refused_where_all_are_offloaded(sgd: str) -> None:
+def test_an_optimizer_without_offload_is_refused_with_offload_state(sgd: str) -> None:
     of = recipe(rule("*.norm.*", sgd, lr=0.5), offload="state")
     said = r'^optimizer\.offload = "state": their_sgd keeps its states on the device; set "none", .* adamw, muon$'
     with pytest.raises(RecipeError, match=said):
@@ -233,7 +233,7 @@ def test_an_optimizer_that_keeps_its_states_on_the_device_is_refused_where_all_a
 
 
 @pytest.mark.parametrize("key", ["momentun", "params", "param_names"])
-def test_an_option_that_another_packages_optimizer_does_not_know_is_refused(sgd: str, key: str) -> None:
+def test_an_unknown_option_of_a_third_party_optimizer_is_refused(sgd: str, key: str) -> None:
     of = recipe(rule("*.wq.*", "adamw"), rule("*.norm.*", sgd, lr=0.5, **{key: 0.8}))
     with pytest.raises(
         RecipeError, match=rf"^optimizer\.rule\[1\]\.options\.{key}: their_sgd has no such option; .* lr"
@@ -264,7 +264,7 @@ def test_another_packages_optimizer_is_clipped_as_adamw_is(sgd: str) -> None:
 # Model parts: the chunks of pipeline stages
 
 
-def test_several_parts_have_one_optimizer_of_each_name() -> None:
+def test_several_parts_share_an_optimizer_per_name() -> None:
     parts = Model(layers=1, ends=True), Model(layers=1, first=1, ends=False)
     optimizers = container(recipe(stages=2), *parts)
     assert names(optimizers) == {"muon": [HIDDEN], "adamw": [OTHERS]}
@@ -316,7 +316,7 @@ def test_splits_are_judged_by_the_whole_model() -> None:
         HybridOptimizers(optimizer_config(unused, whole_model()), model_parts=[first])
 
 
-def test_a_stage_without_hidden_matrices_builds_muon_with_the_others(monkeypatch) -> None:
+def test_a_stage_without_hidden_matrices_still_builds_muon(monkeypatch) -> None:
     """Muon compares ranks in its construction: other ranks would wait for a missing rank."""
     built: dict[str, list[tuple[str, ...]]] = {}
 
@@ -330,7 +330,7 @@ def test_a_stage_without_hidden_matrices_builds_muon_with_the_others(monkeypatch
     assert built == {"muon": [()], "adamw": [("tok_embeddings.weight", "output.weight")]}
 
 
-def test_a_known_layout_is_split_in_the_optimizer_and_refused_with_offload_by_its_key() -> None:
+def test_gpt_oss_experts_are_split_and_refused_with_offload() -> None:
     """GPT-OSS's experts alternate in rows, whose momentum cannot come from the host."""
     experts = type("GptOssGroupedExperts", (nn.Module,), {})()
     experts.mlp1_weight_EGD = nn.Parameter(torch.zeros(2, 8, 6))

@@ -38,7 +38,7 @@ def train(model: nn.Module, optimizers: Any, scheduler: Any, steps: range) -> No
         scheduler.step()
 
 
-def test_torchtitans_own_configuration_trains_every_parameter_and_resumes_with_the_same_bits() -> None:
+def test_torchtitans_configuration_trains_and_resumes_with_equal_bits() -> None:
     tables = {"muon": {"lr": 0.02, "orthogonalize": "standard"}, "adamw": {"lr": 8e-4}}
     config = configured(tables=tables)
     model, optimizers, scheduler = built(config)
@@ -76,12 +76,12 @@ def test_torchtitans_implementation_is_adamws(implementation: str) -> None:
         ({"implementation": "fused_opt_states_bf16"}, "'state_dtype': 'bfloat16'"),
     ],
 )
-def test_torchtitans_fields_that_are_not_read_are_refused(options: dict[str, Any], named: str) -> None:
+def test_unread_torchtitan_fields_are_refused(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         built(configured(**options))
 
 
-def test_an_error_of_one_stage_is_sent_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_stage_is_sent_to_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stage with the embedding has no matrix; other stages would wait in Muon's first collective."""
     sent: list[Exception | None] = []
     monkeypatch.setattr(Agreement, "_raise_together", lambda self, fault: sent.append(fault))

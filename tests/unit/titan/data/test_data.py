@@ -171,13 +171,13 @@ def test_iterating_again_continues(data):
 
 
 @pytest.mark.parametrize("change", [{"seed": 9}, {"validation_fraction": 0.5}, {"tokenizer": "bpe", "vocab_size": 260}])
-def test_state_of_other_data_is_refused(data, change):
+def test_a_state_of_different_data_is_refused(data, change):
     state = build(data).state_dict()
     with pytest.raises(ValueError, match="exclude_from_loading"):
         build(dataclasses.replace(data, **change)).load_state_dict(state)
 
 
-def test_split_is_disjoint_covers_all_and_ignores_the_seed(data):
+def test_the_split_is_disjoint_complete_and_independent_of_the_seed(data):
     documents = Documents(data)
     training, validation = set(documents.training.tolist()), set(documents.validation.tolist())
     assert not training & validation
@@ -193,7 +193,7 @@ def held_out(data: Data) -> set[str]:
     return {texts[i] for i in documents.validation}
 
 
-def test_split_keeps_a_document_on_its_side_when_others_come(data, tmp_path):
+def test_new_documents_move_no_document_to_the_other_side_of_the_split(data, tmp_path):
     """Files of another folder give all files other names; a run on more text must not train on held-out text."""
     before = held_out(data)
     (tmp_path / "more" / "deep").mkdir(parents=True)
@@ -259,7 +259,7 @@ def test_a_bad_row_is_named(data, tmp_path, name, content, named):
         build(rows(data, name))
 
 
-def test_bytes_that_are_no_text_are_warned_of(data, tmp_path, caplog):
+def test_binary_data_causes_a_warning(data, tmp_path, caplog):
     (tmp_path / "text" / "random.txt").write_bytes(bytes(range(256)) * 8)
     build(data)
     assert "random.txt is hardly text" in caplog.text
@@ -279,7 +279,7 @@ def test_both_sides_of_the_split_have_a_document(data, fraction):
     assert min(len(documents.training), len(documents.validation)) == 1
 
 
-def test_validation_reads_held_out_text_only_and_the_same_each_time(data):
+def test_validation_reads_the_same_held_out_text_in_every_pass(data):
     documents, corpus = opened(data)
     held_out = TokenBlocks(corpus, documents.validation, SEQ_LEN, seed=None)
     for seed in (0, 1):
@@ -338,7 +338,7 @@ def test_torchtitan_can_replace_infinite_and_share_the_corpus(data, monkeypatch)
     assert torch.equal(torch.cat(first), torch.cat(second))
 
 
-def test_a_training_loader_that_is_not_infinite_ends_after_an_epoch(data):
+def test_a_finite_training_loader_ends_after_an_epoch(data):
     tokenizer = ByteTokenizer.Config().build()
     config = dataclasses.replace(dataloader_config(data), infinite=False)
     loader = config.build(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, seq_len=SEQ_LEN, local_batch_size=1)
@@ -467,7 +467,7 @@ def test_a_damaged_corpus_is_built_again(data, victim, damage):
     assert torch.equal(torch.cat(take(build(data), 5)), expected)
 
 
-def test_a_build_that_fails_leaves_no_cache(data, monkeypatch):
+def test_a_failed_build_leaves_no_cache(data, monkeypatch):
     def fail(self: ByteTokenizer, text: str) -> list[int]:
         if text.startswith("20"):
             raise RuntimeError("out of order")
@@ -492,7 +492,7 @@ def test_source_files_without_a_pattern_is_refused(data):
         build(dataclasses.replace(data, files=()))
 
 
-def test_files_that_are_all_empty_are_refused(tmp_path):
+def test_empty_files_are_refused(tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(RecipeError, match=r"data\.files.*all 1 files found are empty"):
         build(Data(source="files", files=(str(tmp_path / "*.txt"),), cache=str(tmp_path / "cache")))
@@ -518,7 +518,7 @@ def test_order_and_split_depend_on_files_not_on_patterns(data, tmp_path, monkeyp
     assert found[0] == found[1] == found[2]
 
 
-def test_one_document_cannot_be_split(tmp_path):
+def test_a_single_document_cannot_be_split(tmp_path):
     (tmp_path / "one.txt").write_text("word " * 100)
     one = Data(source="files", files=(str(tmp_path / "one.txt"),), cache=str(tmp_path / "cache"))
     with pytest.raises(RecipeError, match=r"data\.validation_fraction.*at least 2 documents"):
@@ -526,7 +526,7 @@ def test_one_document_cannot_be_split(tmp_path):
     assert len(take(build(dataclasses.replace(one, validation_fraction=0.0)), 50)) == 50
 
 
-def test_validation_with_nothing_held_out_is_refused(data):
+def test_validation_without_held_out_text_is_refused(data):
     with pytest.raises(RecipeError, match=r"data\.validation_fraction = 0.*validator\.enable"):
         dataloader_config(dataclasses.replace(data, validation_fraction=0.0), validation=True)
 
@@ -538,7 +538,7 @@ def test_text_shorter_than_a_block_is_refused(data):
         build(data, validation=True, seq_len=10_000)
 
 
-def test_a_cache_that_cannot_be_written_is_named(data, tmp_path):
+def test_the_error_names_an_unwritable_cache(data, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(RecipeError, match=r"data\.cache"):
         build(dataclasses.replace(data, cache=str(tmp_path / "file" / "cache")))
@@ -554,7 +554,7 @@ def save_hf_tokenizer(data: Data, folder: Path, marks: dict[str, str]) -> Data:
 
 
 @pytest.mark.parametrize("marks", [{"bos_token": "<s>", "eos_token": "</s>"}, {"eos_token": "</s>"}])
-def test_hf_tokenizer_marks_both_ends_of_every_document(data, tmp_path, marks):
+def test_the_hf_tokenizer_marks_start_and_end_of_every_document(data, tmp_path, marks):
     """A tokenizer without an opening mark opens documents with its closing mark."""
     hf = save_hf_tokenizer(data, tmp_path / "hf", marks)
     tokenizer = tokenizer_config(hf).build(tokenizer_path="not this folder")
@@ -568,7 +568,7 @@ def test_hf_tokenizer_marks_both_ends_of_every_document(data, tmp_path, marks):
     assert isinstance(build(hf), PackedDataLoader)
 
 
-def test_hf_tokenizer_needs_its_file_and_a_mark(data, tmp_path):
+def test_the_hf_tokenizer_needs_a_file_and_a_mark(data, tmp_path):
     with pytest.raises(RecipeError, match=r"data\.tokenizer_path.*tokenizer\.json"):
         tokenizer_config(dataclasses.replace(data, tokenizer="hf", tokenizer_path=str(tmp_path))).build()
     with pytest.raises(RecipeError, match="neither bos_token nor eos_token"):

@@ -49,7 +49,7 @@ def recipe(mode: str = "selective", **parallelism: int) -> Recipe:
     return replace(plain, training=training, parallelism=replace(plain.parallelism, **parallelism))
 
 
-def test_activations_of_llama_are_near_a_rehearsal() -> None:
+def test_modelled_activations_of_llama_match_a_rehearsal() -> None:
     """14.4 GiB beside parameters and states: `make rehearse` of llama3_8b on 1,024 ranks, docs/rehearsal.md."""
     memory = pass_memory(recipe(), 1024, SIZE, llama3_8b())
     assert memory.total / GIB == pytest.approx(14.83 - 0.22 - 0.23, rel=0.1)
@@ -78,7 +78,7 @@ def test_a_step_of_more_tokens_takes_longer_and_waits_for_fsdp_where_links_are_s
     assert training_of(recipe(tensor_parallel_degree=8), 64, SIZE, llama3_8b(), H100).tensor > 0
 
 
-def test_experts_travel_and_their_tokens_are_kept() -> None:
+def test_expert_parallel_traffic_counts_tokens_to_every_expert_and_back() -> None:
     experts = [
         Assignment("layers.0.attention.wo.weight", (2048, 2048), "muon", "", None),
         Assignment("layers.0.moe.w1", (128, 768, 2048), "muon", "", None),
@@ -96,7 +96,7 @@ def verdict(states: int, passes: int = 1) -> Verdict:
     return Verdict(training, 0.02, 0.005, 0.01, memory, 5 * GIB, 79 * GIB)
 
 
-def test_the_peak_is_that_of_backward_or_of_the_step() -> None:
+def test_the_peak_is_the_maximum_of_backward_and_step() -> None:
     assert verdict(10 * GIB).peak == (10 + 10 + 5 + 26) * GIB
     assert verdict(10 * GIB, passes=2).peak == (10 + 10 + 5 + 10 + 26) * GIB, "accumulated gradients stay"
     small = replace(verdict(10 * GIB), training=replace(verdict(0).training, memory=PassMemory(0, 0, 0)))

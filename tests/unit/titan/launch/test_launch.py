@@ -24,7 +24,7 @@ from titan_muon.titan.recipe import RecipeError
 LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
-def test_one_process_gets_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_gets_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     describe_world()
     assert set(os.environ) == LAUNCHER
@@ -71,7 +71,7 @@ def test_an_attempt_does_not_read_keys_of_an_earlier_attempt() -> None:
     assert all(store.get("address") == b"new" for store in second)
 
 
-def test_an_attempt_that_was_cut_off_does_not_mislead_the_next() -> None:
+def test_an_interrupted_attempt_does_not_mislead_the_next() -> None:
     """Killed ranks that arrived without their rank 0 do not count."""
     lasting = dist.HashStore()
     dist.PrefixStore("titan_muon/attempts", lasting).add("arrivals", 1)
@@ -80,7 +80,7 @@ def test_an_attempt_that_was_cut_off_does_not_mislead_the_next() -> None:
     assert stores[1].check(["key"])
 
 
-def test_ranks_that_do_not_arrive_are_named() -> None:
+def test_the_timeout_names_missing_ranks() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] have not arrived"):
         store_of_attempt(dist.HashStore(), 0, 3, timedelta(seconds=0.1))
     store = dist.HashStore()
@@ -148,7 +148,7 @@ def test_a_silent_rank_is_named_once_and_ended(
 
 
 @pytest.mark.parametrize("failed", [RuntimeError, FloatingPointError, None])
-def test_a_rank_that_hangs_beside_its_peers_ends_after_a_failure_of_theirs(
+def test_a_hanging_rank_ends_after_a_failure_of_a_peer(
     failed: type[Exception] | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The rank waits for no peer, so no collective fails, and SIGTERM only requests an end after the step."""
@@ -177,7 +177,7 @@ def test_a_rank_that_hangs_beside_its_peers_ends_after_a_failure_of_theirs(
     assert ("error: rank 1 ends: its peers are gone" in capfd.readouterr().err) == bool(failed)
 
 
-def test_an_error_that_follows_from_another_ranks_error_names_that_rank(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_follow_up_error_names_the_first_failed_rank(capfd: pytest.CaptureFixture[str]) -> None:
     """gloo says `Connection reset by peer` on rank 0 after rank 1's failure."""
     store = dist.TCPStore("localhost", 0, is_master=True)
     ranks = [Watchdog(store, rank, 2, first_timeout=9, timeout=9) for rank in range(2)]
@@ -187,7 +187,7 @@ def test_an_error_that_follows_from_another_ranks_error_names_that_rank(capfd: p
     assert "error: rank 0 ends because rank 1 failed first; read the error of rank 1" in capfd.readouterr().err
 
 
-def test_a_late_rank_that_lives_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_late_live_rank_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
     """The late rank also looks for late ranks, at another stage than the waiting ranks."""
     store = dist.HashStore()
     with Watchdog(store, 0, 2, first_timeout=1, timeout=1) as ahead, Watchdog(store, 1, 2, first_timeout=1, timeout=1):
@@ -205,7 +205,7 @@ def test_the_first_time_out_holds_until_the_end_of_the_first_step() -> None:
     assert limits == [9, 9, 2, 2], "before, in and after the first step, and in the second"
 
 
-def test_ranks_that_wait_together_are_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_jointly_waiting_ranks_cause_no_report(capfd: pytest.CaptureFixture[str]) -> None:
     """A save longer than the time-out, in which all ranks live, must neither be named nor ended."""
     store = dist.HashStore()
     with Watchdog(store, 0, 2, first_timeout=1, timeout=1), Watchdog(store, 1, 2, first_timeout=1, timeout=1):
@@ -223,7 +223,7 @@ with FolderLock() as lock:
 """
 
 
-def test_a_folder_is_for_one_job_until_that_ends(tmp_path: Path) -> None:
+def test_a_second_job_in_a_folder_is_refused_until_the_first_ends(tmp_path: Path) -> None:
     """A second job must be refused with the holder's process and host, and let in once the first was killed."""
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
@@ -239,7 +239,7 @@ def test_a_folder_is_for_one_job_until_that_ends(tmp_path: Path) -> None:
         assert f"process {os.getpid()} on " in (tmp_path / LOCK_FILE).read_text()
 
 
-def test_a_file_system_without_locks_is_said(
+def test_a_file_system_without_locks_causes_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Lustre without flock, for example: the user must know that nothing keeps a second job out."""

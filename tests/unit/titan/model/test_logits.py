@@ -45,7 +45,7 @@ def observer(inner: Any, heads: int = 4) -> Any:
     return inner.train()
 
 
-def test_logits_are_kept_although_a_pipeline_undoes_its_trial_run() -> None:
+def test_logits_are_kept_in_a_nonpersistent_buffer() -> None:
     inner = observer(ObservedDenseAttention.Config().build())
     assert [name for name, _ in inner.named_buffers()] == ["logits_max"]
     assert inner.state_dict() == {}
@@ -76,7 +76,7 @@ def test_dense_attention_keeps_the_largest_logits_and_computes_the_same(
     torch.testing.assert_close(gradients, torch.autograd.grad((expected * weights).sum(), (q, k, v)))
 
 
-def test_flex_attention_keeps_the_logits_of_its_kernel() -> None:
+def test_flex_attention_records_the_kernels_maximum_logits() -> None:
     """The kernel runs on GPUs only; the test replaces its output."""
     q, k, v = qkv(2, 8)
     inner = observer(ObservedFlexAttention.Config().build())
@@ -98,7 +98,7 @@ def test_flex_attention_keeps_the_logits_of_its_kernel() -> None:
     assert shapes == [(q.shape, q.shape[:3])]
 
 
-def test_varlen_attention_keeps_its_kernels_log_sum_exp() -> None:
+def test_varlen_attention_records_the_kernels_log_sum_exp() -> None:
     from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
     q, k, v = qkv(2, 8)
@@ -117,7 +117,7 @@ def test_varlen_attention_keeps_its_kernels_log_sum_exp() -> None:
     torch.testing.assert_close(inner.logits_max, lse.amax((0, 2)))
 
 
-def test_several_passes_keep_the_largest_and_validation_keeps_nothing() -> None:
+def test_several_passes_record_the_maximum_and_validation_records_none() -> None:
     mask = DenseMask.from_block_mask(_block_mask(_positions(*STARTS)))
     inner = observer(ObservedDenseAttention.Config().build())
     q, k, v = qkv(4, 6)
@@ -130,13 +130,13 @@ def test_several_passes_keep_the_largest_and_validation_keeps_nothing() -> None:
     assert torch.equal(inner.logits_max, kept)
 
 
-def test_an_attention_without_a_place_to_keep_them_runs_all_the_same() -> None:
+def test_an_attention_without_a_logit_buffer_runs() -> None:
     q, k, v = qkv(4, 8)
     mask = DenseMask.from_block_mask(_block_mask(_positions(*STARTS)))
     out = ObservedDenseAttention.Config().build()(q, k, v, attention_masks=mask, scale=SCALE)
     assert out.shape == q.shape
 
 
-def test_each_attention_has_one_that_observes_it() -> None:
+def test_every_attention_class_has_an_observing_subclass() -> None:
     for plain, observed in logits.OBSERVED.items():
         assert issubclass(observed, plain)

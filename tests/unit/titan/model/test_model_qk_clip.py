@@ -109,7 +109,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_heads_above_the_threshold_are_brought_to_it_and_others_stay(
+def test_only_heads_above_the_threshold_are_clipped_to_the_threshold(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first layer, with an unclipped input: the same batch has the promised logits again."""
@@ -150,7 +150,7 @@ def test_recomputed_and_compiled_layers_record_the_same_logits(checkpoint: str, 
         assert torch.equal(clip._logits, torch.full_like(clip._logits, -torch.inf))
 
 
-def test_validation_observes_nothing() -> None:
+def test_validation_records_no_logits() -> None:
     model, clip = build("llama3")
     drawn, positions = tokens()
     with torch.no_grad():
@@ -244,7 +244,7 @@ def largest_logits(clips: bool) -> list[float]:
     return found
 
 
-def test_logits_that_explode_at_a_large_learning_rate_stay_near_the_threshold_with_clipping() -> None:
+def test_clipping_limits_exploding_logits_of_a_large_learning_rate() -> None:
     without, clipped = largest_logits(False), largest_logits(True)
     first = next(step for step, logit in enumerate(without) if logit > 30)
     assert clipped[: first + 1] == without[: first + 1], "nothing changes before the first head is clipped"

@@ -159,7 +159,7 @@ def test_tiny_flavor_fits_a_laptop_and_divides_by_4(key) -> None:
         assert layer.moe is None or layer.moe.num_experts % 4 == 0
 
 
-def test_each_projection_is_one_parameter() -> None:
+def test_every_projection_is_a_separate_parameter() -> None:
     names = [name for name in _parameters("qwen3", "tiny") if name.startswith("layers.0.attention.qkv")]
     assert names == [f"layers.0.attention.qkv_linear.{w}.weight" for w in ("wq", "wk", "wv")]
 

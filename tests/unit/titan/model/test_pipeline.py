@@ -91,13 +91,13 @@ def test_pipelining_gives_the_stages_these_values() -> None:
         ("DualPipeV", "'DualPipeV'.*use 'ZBVZeroBubble'"),
     ],
 )
-def test_a_schedule_that_cannot_be_run_is_refused(schedule: str, message: str) -> None:
+def test_an_impossible_schedule_is_refused(schedule: str, message: str) -> None:
     import re
 
     assert re.search(message, refused(pipeline_parallel_schedule=schedule))
 
 
-def test_a_schedule_file_must_be_there() -> None:
+def test_a_schedule_file_must_exist() -> None:
     assert "pipeline_parallel_schedule_csv = '/no/such.csv' is not a file" in refused(
         pipeline_parallel_schedule="PipelineScheduleMulti", pipeline_parallel_schedule_csv="/no/such.csv"
     )
@@ -112,7 +112,7 @@ def test_a_schedule_file_must_be_there() -> None:
         (PARTS, "has 4 parts; 1F1B on parallelism.pipeline_parallel_degree = 2 takes 2 parts"),
     ],
 )
-def test_parts_that_drop_or_reorder_modules_are_refused(parts: tuple[tuple[str, ...], ...], message: str) -> None:
+def test_dropped_or_reordered_modules_are_refused(parts: tuple[tuple[str, ...], ...], message: str) -> None:
     assert message in refused(module_fqns_per_model_part=parts)
 
 
@@ -123,7 +123,7 @@ def test_parts_must_be_dealt_out_evenly() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble"])
-def test_schedules_are_taken(schedule: str) -> None:
+def test_schedules_are_accepted(schedule: str) -> None:
     recipe = Recipe(parallelism=Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule))
     with_placement(model_spec("llama3", "tiny"), recipe)
 

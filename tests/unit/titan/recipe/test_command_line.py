@@ -66,7 +66,7 @@ def test_an_override_wins_over_the_file(tmp_path: Path, arguments: list[str], ke
     assert [difference.key for difference in differences(load(path), recipe)] in ([key], ["muon.ns_steps", key])
 
 
-def test_files_that_are_not_read_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unread_files_cause_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parse(["--config", write(tmp_path, "name = 'x'\n"), "--data.files", "my/*.txt"])
     assert capsys.readouterr().out.startswith('warning: data.files is not read, because data.source = "python"')
 
@@ -125,7 +125,7 @@ def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path) -> None:
         (["--muon.ns_coefficients", "[1, 2"], ['muon.ns_coefficients = ["[1, 2"]', "a string or a list"]),
     ],
 )
-def test_a_bad_override_is_one_error_and_prints_nothing(
+def test_a_bad_override_is_a_recipe_error_without_output(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], parts: list[str]
 ) -> None:
     message = error_of(lambda: load(write(tmp_path, ""), arguments))
@@ -171,7 +171,7 @@ def test_the_command_line_names_the_recipe_and_the_action(tmp_path: Path) -> Non
         (["--muon.lrr", "3"], ["unknown key muon.lrr", "Did you mean muon.lr?"]),
     ],
 )
-def test_a_bad_command_is_one_error(tmp_path: Path, arguments: list[str], parts: list[str]) -> None:
+def test_a_bad_command_is_a_recipe_error(tmp_path: Path, arguments: list[str], parts: list[str]) -> None:
     message = error_of(lambda: parse(["--config", write(tmp_path, ""), *arguments]))
     assert message.startswith("command line: ")
     assert [part for part in parts if part not in message] == []
@@ -190,7 +190,7 @@ def help_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(" ".join(line.strip("│ ") for line in lines).split())
 
 
-def test_help_lists_every_key_with_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_key_with_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(["--help"], capsys)
     assert [key for key in schema.keys(Recipe) if f"--{key} " not in text] == []
     assert "--muon.ns_steps INT Newton-Schulz iterations. (default: 5)" in text
@@ -199,7 +199,7 @@ def test_help_lists_every_key_with_its_docstring(capsys: pytest.CaptureFixture[s
     assert "The model to train." in text
 
 
-def test_help_of_a_table_is_that_table_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_table_lists_only_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All of the help is 600 lines."""
     text = help_of(["--help", "muon", "--config", write(tmp_path, "[muon]\nns_steps = 17\n")], capsys)
     assert "--muon.ns_steps" in text

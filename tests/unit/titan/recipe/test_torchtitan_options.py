@@ -75,13 +75,13 @@ def test_an_option_can_be_set_or_the_page_says_why_not(kind: type, table: str) -
             assert {f'{key} = "{choice}"' for choice in missing} <= reasons
 
 
-def test_a_part_of_the_trainer_has_its_table_or_the_page_says_why_not() -> None:
+def test_every_part_of_the_trainer_has_a_table_or_a_reason_on_the_page() -> None:
     tables = {field.name for field in fields(Recipe)}
     parts = {MADE_OF.get(field.name, field.name) for field in fields(Trainer.Config)}
     assert parts - tables == {key for key in left_out() if "." not in key and not key.endswith("Converter")}
 
 
-def test_the_page_names_nothing_that_is_not_there() -> None:
+def test_the_page_names_only_existing_options() -> None:
     options = {f"{table}.{field.name}" for kind, table in TABLES.items() for field in fields(kind)}
     named = {key.split(" = ")[0] for key in left_out()}
     assert {key for key in named if "." in key} <= options

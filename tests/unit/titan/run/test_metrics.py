@@ -61,7 +61,7 @@ def record(folder: Path) -> dict:
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-def test_attention_logits_are_recorded_where_they_are_observed(reporter: RunMetrics, tmp_path: Path) -> None:
+def test_observed_attention_logits_are_recorded(reporter: RunMetrics, tmp_path: Path) -> None:
     reporter.log_step(REPORT)
     assert "qk" not in record(tmp_path)
     logits = {"max_logit": {"layers.0": 12.5, "layers.1": 130.0}, "heads_above_threshold": 3}
@@ -98,7 +98,7 @@ def test_mfu_is_shown_on_gpus(reporter: RunMetrics, tmp_path: Path, capsys: pyte
     )
 
 
-def test_the_end_of_a_run_is_one_line(reporter: RunMetrics, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_a_run_is_a_single_line(reporter: RunMetrics, capsys: pytest.CaptureFixture[str]) -> None:
     """The user needs the folder and the last losses, which may be hundreds of lines above."""
     reporter.say_end(0, "runs/x")
     assert capsys.readouterr().out == "", "nothing was trained"
@@ -164,7 +164,7 @@ def test_quiet_shows_warnings_errors_and_the_end_alone(
     assert sys.stderr.getvalue() == "", "no bar either"  # type: ignore[attr-defined]
 
 
-def test_a_divergence_is_a_record_of_its_reason(reporter: RunMetrics, tmp_path: Path) -> None:
+def test_a_divergence_is_recorded_with_the_reason(reporter: RunMetrics, tmp_path: Path) -> None:
     reporter.log_divergence(7, "step 7: the loss is nan")
     assert record(tmp_path) == {"step": 7, "diverged": "step 7: the loss is nan"}
     assert dict(tagged(record(tmp_path))) == {"step": 7}, "TensorBoard has no curve of texts"
@@ -197,7 +197,7 @@ def test_a_validation_is_recorded_with_the_tokens_trained_on(reporter: RunMetric
     assert record(tmp_path)["tokens"] == 4096
 
 
-def test_tensorboard_has_the_recipe_and_both_losses_side_by_side(tmp_path: Path) -> None:
+def test_tensorboard_has_the_recipe_and_both_losses(tmp_path: Path) -> None:
     board = metrics.TensorBoard(tmp_path, 1, "[muon]\nlr = 0.5\n")
     board.log({"loss": 2.0, "lr": {"muon": 0.5}}, 1)
     board.log({"val_loss": 3.0}, 1)
@@ -310,7 +310,7 @@ def test_flatten_joins_paths() -> None:
     assert dict(flatten({"loss": 1, "lr": {"muon": 2}})) == {"loss": 1, "lr/muon": 2}
 
 
-def test_timer_adds_up_each_phase_and_forgets() -> None:
+def test_the_timer_sums_every_phase_and_resets_on_drain() -> None:
     """Phases of several steps must be summed by name, and start from zero after they were read."""
     timer = StepTimer(torch.device("cpu"))
     for _ in range(2):
@@ -336,7 +336,7 @@ class StubWandb(types.ModuleType):
         self.begun.append(arguments | {"resume": os.environ.get("WANDB_RESUME")})
 
 
-def test_wandb_gets_the_recipe_and_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_the_recipe_and_continues_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The resolved recipe must be the run's config, and a continued folder the same run; another folder another one."""
     stub = StubWandb()
     monkeypatch.setitem(sys.modules, "wandb", stub)
@@ -360,7 +360,7 @@ def test_wandb_shows_the_plan_and_the_differences(tmp_path: Path, monkeypatch: p
     assert stub.run.summary == {"plan": "8 matrices", "changes": "muon.lr"}
 
 
-def test_wandb_run_that_the_user_names_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_keeps_the_users_run_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub = StubWandb()
     monkeypatch.setitem(sys.modules, "wandb", stub)
     monkeypatch.setattr(os, "environ", {"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"})
@@ -379,13 +379,13 @@ def test_wandb_run_that_the_user_names_is_kept(tmp_path: Path, monkeypatch: pyte
         (logging.WARNING, "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING] = 1 will be overridden to 3", False),
     ],
 )
-def test_no_warning_is_taken_for_noise(level: int, text: str, shown: bool) -> None:
+def test_the_filter_hides_only_listed_warnings(level: int, text: str, shown: bool) -> None:
     """Only listed warnings are hidden."""
     record = logging.LogRecord("torchtitan", level, "", 0, text, None, None)
     assert _Useful().filter(record) == shown
 
 
-def test_a_warning_of_another_rank_is_said_once_with_its_rank() -> None:
+def test_a_warning_of_a_rank_is_printed_once_with_the_rank() -> None:
     """A GPU with memory errors, or a slow link, warns on its own rank alone."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
     try:
@@ -398,7 +398,7 @@ def test_a_warning_of_another_rank_is_said_once_with_its_rank() -> None:
         dist.destroy_process_group()
 
 
-def test_a_job_may_open_a_socket_to_each_of_1024_ranks() -> None:
+def test_a_job_may_open_a_socket_to_1024_ranks() -> None:
     from titan_muon.titan.run.job import _raise_file_limit
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -423,7 +423,7 @@ def test_signal_stops_after_the_step_and_handlers_come_back() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_second_ctrl_c_ends_at_once_but_not_its_echo() -> None:
+def test_a_second_ctrl_c_ends_at_once_and_an_echo_does_not() -> None:
     """A Ctrl-C forwarded by torchrun does not kill; a later one does."""
     with StopSignals(None, announce=False) as stop:
         signal.raise_signal(signal.SIGINT)

@@ -65,7 +65,7 @@ def test_whole_checkpoint_has_no_flaw(tmp_path: Path) -> None:
         (lambda path: shard(path).write_bytes(shard(path).read_bytes()[:-1]), "__0_0.distcp has"),
     ],
 )
-def test_torn_checkpoint_is_found_out(tmp_path: Path, damage: object, named: str) -> None:
+def test_a_torn_checkpoint_is_detected(tmp_path: Path, damage: object, named: str) -> None:
     """A save that was cut off at any file must be refused, naming the file."""
     save(tmp_path, 3)
     checkpoint = tmp_path / "checkpoint" / "step-3"
@@ -79,7 +79,7 @@ def test_exported_model_is_not_a_checkpoint_to_continue(tmp_path: Path) -> None:
     assert "last_save_model_only" in (flaw(tmp_path / "checkpoint" / "step-3") or "")
 
 
-def test_other_folders_are_no_steps(tmp_path: Path) -> None:
+def test_only_step_folders_are_checkpoints(tmp_path: Path) -> None:
     """Only `step-N` is a checkpoint, not what was set aside or lies around."""
     save(tmp_path, 3, 10)
     (tmp_path / "checkpoint" / "aside-12").mkdir()
@@ -189,7 +189,7 @@ def test_earlier_step_is_continued_beside_the_run(tmp_path: Path) -> None:
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 10
 
 
-def test_changed_recipe_is_kept_beside_the_new_one(tmp_path: Path) -> None:
+def test_the_previous_recipe_is_kept_beside_the_changed_recipe(tmp_path: Path) -> None:
     run = finished_run(tmp_path, 3)
     changed = tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=5)
     start(changed)
@@ -209,7 +209,9 @@ def test_changed_recipe_is_kept_beside_the_new_one(tmp_path: Path) -> None:
         ({"checkpoint__load": "CORPUS"}, "has no whole checkpoint"),
     ],
 )
-def test_an_impossible_continuation_is_one_clear_error(tmp_path: Path, values: dict[str, object], named: str) -> None:
+def test_an_impossible_continuation_is_refused_with_the_key(
+    tmp_path: Path, values: dict[str, object], named: str
+) -> None:
     """A missing or torn folder or step is refused with the key."""
     run = finished_run(tmp_path, 3, 6, 9)
     shard(run / "checkpoint" / "step-9").unlink()
@@ -221,7 +223,7 @@ def test_an_impossible_continuation_is_one_clear_error(tmp_path: Path, values: d
     assert (run / "checkpoint" / "step-9").is_dir(), "an error must leave the run as it was"
 
 
-def test_a_restart_goes_on_with_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_continues_the_run_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next attempt continues the job's folder, for any `checkpoint.load`."""
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     run = finished_run(tmp_path, 3, 6)
@@ -250,7 +252,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("enable", [False, True])
-def test_the_group_of_asynchronous_checkpoints_is_told_from_others(tmp_path: Path, enable: bool) -> None:
+def test_the_group_of_asynchronous_checkpoints_has_a_description(tmp_path: Path, enable: bool) -> None:
     """The group keeps its own time-out; without checkpoints there is no group."""
     others = {"dataloader": None, "model_parts": [], "optimizers": None, "lr_schedulers": None, "sd_adapter": None}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -347,7 +349,7 @@ def test_names_of_folders_are_short_and_plain(tmp_path: Path) -> None:
     assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_=.,+-")
 
 
-def test_the_newest_run_is_found_by_time_and_not_by_differences(tmp_path: Path) -> None:
+def test_the_newest_run_is_selected_by_time_not_by_name(tmp_path: Path) -> None:
     """Also for two runs of one second, with any differences in the names."""
     for name in ("20260101-000000_a=z", "20260101-000000-2", "20250101-000000_z=z", "20260101-000000-3_a=a"):
         save(tmp_path / "runs" / "tiny" / name, 3)
@@ -357,14 +359,14 @@ def test_the_newest_run_is_found_by_time_and_not_by_differences(tmp_path: Path) 
     assert [path.name for path in run_folders(runs)][1:3] == ["20260101-000000-2", "20260101-000000_a=z"]
 
 
-def test_runs_of_one_second_are_numbered_for_any_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_the_same_second_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.strftime", lambda form: "20260101-000000")
     first = start(tiny.recipe(tmp_path)).folder
     second = start(tiny.recipe(tmp_path, placement__muon="owned")).folder
     assert [Path(folder).name for folder in (first, second)] == ["20260101-000000", "20260101-000000-2_placement=owned"]
 
 
-def test_a_recipe_of_an_older_version_is_compared_by_its_defaults(tmp_path: Path) -> None:
+def test_a_recipe_of_an_older_version_is_compared_with_the_defaults(tmp_path: Path) -> None:
     """An unknown new key has the default, a removed key differs, and a torn file has no differences."""
     recipe = Recipe(training=sections.Training(steps=6))
     for number, text in enumerate(("[muon]\nlr = 0.001\n", "not TOML")):

@@ -56,7 +56,7 @@ def test_an_option_reaches_torchtitan(key: str, value: object, tmp_path: Path) -
     assert getattr(changed, name) == value
 
 
-def test_activation_checkpointing_takes_the_keys_of_its_mode(tmp_path: Path) -> None:
+def test_activation_checkpointing_uses_the_keys_of_the_mode(tmp_path: Path) -> None:
     options = {"activation_checkpoint__preserve_rng_state": False, "activation_checkpoint__memory_budget": 0.25}
     compiled = {"compile__enable": True}
     made = {
@@ -97,7 +97,7 @@ def test_gpu_options_are_refused_on_the_cpu_and_planned_for_gpus(
     config(tmp_path, 2, **given)
 
 
-def test_the_schedule_that_checkpoints_keep_has_its_length(tmp_path: Path) -> None:
+def test_the_schedule_in_checkpoints_has_the_total_steps(tmp_path: Path) -> None:
     recipe = tiny.recipe(tmp_path, training__steps=5, lr_scheduler__warmup_steps=1)
     absent = replace(recipe, lr_scheduler=replace(recipe.lr_scheduler, total_steps=None))
     for each, steps in ((recipe, 6), (absent, 5)):
@@ -105,7 +105,7 @@ def test_the_schedule_that_checkpoints_keep_has_its_length(tmp_path: Path) -> No
         assert schedule == {**asdict(recipe.lr_scheduler), "total_steps": steps}
 
 
-def test_the_folder_of_hugging_face_files_must_be_there(tmp_path: Path) -> None:
+def test_the_folder_of_hugging_face_files_must_exist(tmp_path: Path) -> None:
     assert config(tmp_path, model__hf_assets_path=str(tmp_path)).hf_assets_path == str(tmp_path)
     with pytest.raises(RecipeError, match=r"model\.hf_assets_path = '/nowhere': no such folder"):
         config(tmp_path, model__hf_assets_path="/nowhere")
@@ -139,7 +139,7 @@ def test_the_start_notes_other_code_for_owned_matrices(
     assert capsys.readouterr().out.startswith("a note\n")
 
 
-def test_the_start_counts_the_whole_model_and_names_each_pipeline_rank(
+def test_the_start_counts_the_whole_model_and_lists_every_pipeline_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
@@ -158,7 +158,7 @@ def test_the_start_counts_the_whole_model_and_names_each_pipeline_rank(
 
 
 @pytest.mark.parametrize(("accelerator", "offload"), [(True, True), (True, False), (False, True)])
-def test_parameters_on_the_host_have_a_backend_beside_that_of_a_device(
+def test_parameters_on_the_host_have_a_cpu_backend_beside_the_device_backend(
     accelerator: bool, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the CPU torch refuses a second backend."""
@@ -193,8 +193,10 @@ def test_a_model_beyond_the_memory_is_one_error_with_its_key(
     if "other" in str(error):
         assert caught.value is error
         return
+    key = "model.flavor = 'moe_tiny' with model.vocab_size = 100000000000"
+    remedy = "Choose a smaller model or vocabulary, or more ranks; a dry run (--dry-run) lists the memory by purpose"
+    cause = f"does not fit into the memory of rank 3: {str(error).splitlines()[0]}"
     text = str(caught.value)
-    assert text.startswith("model.flavor = 'moe_tiny' with model.vocab_size = 100000000000 does not fit into the memory ")
-    assert f"of rank 3: {str(error).splitlines()[0]}. Choose a smaller model or vocabulary, or more ranks; a dry run (--dry-run)" in text
+    assert text.startswith(f"{key} {cause}. {remedy} (refused at ")
     assert "\n" not in text
     assert "allocate 25 TB" in (tmp_path / "traceback.txt").read_text()

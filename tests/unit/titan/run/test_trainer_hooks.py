@@ -19,7 +19,7 @@ from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from titan_muon.titan.run.trainer import MuonTrainer  # noqa: E402
 
 
-def test_the_step_clips_by_the_replacement_in_its_context() -> None:
+def test_clipping_by_replaces_the_clip_of_the_trainers_step() -> None:
     assert "dist_utils.clip_grad_norm_(" in inspect.getsource(torchtitan.trainer.Trainer.train_step)
     before = dist_utils.clip_grad_norm_
     with compat.clipping_by(lambda: torch.tensor(3.0)):
@@ -27,7 +27,7 @@ def test_the_step_clips_by_the_replacement_in_its_context() -> None:
     assert dist_utils.clip_grad_norm_ is before
 
 
-def test_the_loop_does_not_sleep_at_its_end() -> None:
+def test_the_training_loop_does_not_sleep_at_the_end() -> None:
     assert "time.sleep(2)" in inspect.getsource(torchtitan.trainer.Trainer.train)
     with compat.ending_at_once():
         torchtitan.trainer.time.sleep(1e9)
@@ -35,7 +35,7 @@ def test_the_loop_does_not_sleep_at_its_end() -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_torchtitans_error_of_a_loss_that_is_not_finite_is_known(loss: float) -> None:
+def test_torchtitans_error_of_a_nonfinite_loss_is_recognized(loss: float) -> None:
     said = f"Loss is not finite (global_avg_loss={loss}) at step 3. Stopping training."
     assert 'f"Loss is not finite (global_avg_loss={global_avg_loss}) at "' in inspect.getsource(
         torchtitan.trainer.Trainer.train_step
@@ -78,7 +78,7 @@ def test_a_fault_of_muon_ends_a_run_as_a_recorded_divergence(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("here", "elsewhere"), [(math.inf, 0.0), (1.0, 1.0), (1.0, 0.0)])
-def test_weights_that_are_not_finite_on_any_rank_are_not_saved(
+def test_nonfinite_weights_on_any_rank_are_not_saved(
     here: float, elsewhere: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.distributed.all_reduce", lambda flag, op: flag.clamp_(min=elsewhere))

@@ -165,7 +165,7 @@ def test_plain_pickles_inside_bytes_load(tmp_path: Path) -> None:
     assert loaded == state
 
 
-def test_optional_values_that_are_missing_stay_and_others_are_an_error(checkpoint: Path) -> None:
+def test_missing_optional_values_stay_and_missing_required_values_are_an_error(checkpoint: Path) -> None:
     planner = SafePlanner(optional=lambda key: key == "train_state.new")
     loaded: dict[str, Any] = {"train_state": {"step": 0, "new": 7}}
     load(checkpoint, loaded, planner)
