@@ -1,8 +1,7 @@
-"""Process groups of an agreement: the same list on every rank, with the step device's time-out."""
+"""Process groups of an agreement: the same list on every rank, with the timeout of the step's device."""
 
 from collections.abc import Iterator
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_muon.comm import agreement
-from titan_muon.comm.agreement import Agreement, PlanReport, world_timeout
+from titan_muon.comm.agreement import Agreement, PlanReport
 
 BACKENDS = {"cuda": timedelta(minutes=10), "cpu": timedelta(minutes=30)}
 
@@ -24,20 +23,18 @@ def four_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize(("device", "minutes"), [("cuda", 10), ("cpu", 30), ("mps", 30)])
-def test_a_group_has_the_time_out_of_the_steps_device(
+def test_a_group_has_the_timeout_of_the_steps_device(
     device: str, minutes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under cpu:gloo,cuda:nccl, gloo's time-out is three times NCCL's."""
-
-    def backend(of: torch.device) -> Any:
-        if of.type not in BACKENDS:
-            raise RuntimeError("no backend for this device")
-        return SimpleNamespace(options=SimpleNamespace(_timeout=BACKENDS[of.type]))
-
-    monkeypatch.setattr(agreement, "_world", lambda: SimpleNamespace(_get_backend=backend))
-    monkeypatch.setattr(agreement, "_device", lambda: torch.device("cpu"))
-    assert world_timeout(device) == timedelta(minutes=minutes)
+    """Under cpu:gloo,cuda:nccl, the timeout of gloo is three times the timeout of NCCL."""
+    made: list[Any] = []
+    monkeypatch.setattr(agreement, "timeout_of", lambda group, kind: BACKENDS.get(kind))
+    monkeypatch.setattr(agreement, "fast_options", lambda *of: None)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, pg_options: made.append((ranks, timeout)))
+    Agreement()._new_group((0, 2), torch.device(device))
+    assert made == [([0, 2], timedelta(minutes=minutes))]
 
 
 @pytest.mark.usefixtures("four_ranks")
