@@ -4,7 +4,6 @@ import fcntl
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -157,20 +156,24 @@ def test_a_run_that_another_sweep_trains_is_left_alone(
 ) -> None:
     """Also after the other sweep was killed, while its process goes on."""
     (run,) = sweep.plan([DENSE], ["muon.lr=1"], small, 1)
-    monkeypatch.setattr(sweep.Run, "command", lambda run, folder: [sys.executable, "-c", "input()"])
-    run.folders.mkdir(parents=True)
-    with run.log.open("a") as log:
-        log.write("lines of the other sweep")
-        fcntl.flock(log, fcntl.LOCK_EX)
-        other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[log.fileno()])
+    goes_on = tmp_path / "goes on"
+    goes_on.touch()
+    code = f"import os, time\nprint('ready', flush=True)\nwhile os.path.exists({str(goes_on)!r}): time.sleep(0.02)"
+    monkeypatch.setattr(sweep.Run, "command", lambda run, folder: [sys.executable, "-c", code])
+    if (other := os.fork()) == 0:
+        sweep.train(run, None, lambda *of: os._exit(0))
+    os.waitpid(other, 0)
     arguments = [DENSE, "muon.lr=1", "--out", str(tmp_path / "out"), *small]
-    with other:
+    try:
         assert sweep.main(arguments) == 1
         assert f"muon.lr=1: failed: another process trains this run ({run.log})" in capsys.readouterr().out
-        assert run.log.read_text() == "lines of the other sweep"
-    # The kernel released the lock.
+    finally:
+        goes_on.unlink()
+    # The kernel releases the lock at the end of the process.
+    with run.log.open() as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
     assert sweep.main(arguments) == 1
-    assert "EOFError" in run.log.read_text()
+    assert "ended before its last step" in capsys.readouterr().out
 
 
 FAKE_TRAIN = """
