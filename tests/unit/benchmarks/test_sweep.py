@@ -158,7 +158,9 @@ def test_a_run_that_another_sweep_trains_is_left_alone(
     (run,) = sweep.plan([DENSE], ["muon.lr=1"], small, 1)
     goes_on = tmp_path / "goes on"
     goes_on.touch()
-    code = f"import os, time\nprint('ready', flush=True)\nwhile os.path.exists({str(goes_on)!r}): time.sleep(0.02)"
+    # At most four seconds, if the sweep waits for its end.
+    wait = f"for _ in range(200): time.sleep(0.02 * os.path.exists({str(goes_on)!r}))"
+    code = f"import os, time\nprint('ready', flush=True)\n{wait}"
     monkeypatch.setattr(sweep.Run, "command", lambda run, folder: [sys.executable, "-c", code])
     if (other := os.fork()) == 0:
         sweep.train(run, None, lambda *of: os._exit(0))
