@@ -81,12 +81,12 @@ def main(folder: Path) -> dict[str, list[str]]:
             with nullcontext() if patch is None else patch:
                 return rehearse(recipe, WORLD, rank, gpu, str(folder))
 
-        def said(patch: AbstractContextManager[Any], **values: object) -> list[str]:
+        def messages(patch: AbstractContextManager[Any], **values: object) -> list[str]:
             try:
-                found = seen(0, patch, **values)
+                observation = seen(0, patch, **values)
             except (DeviceSync, RuntimeError) as error:
                 return [f"{type(error).__name__}: {error}"]
-            return list(faults(found, expected))
+            return list(faults(observation, expected))
 
         def beside(patch: AbstractContextManager[Any], **values: object) -> list[str]:
             """The faults of two ranks, the second with the patch."""
@@ -126,13 +126,13 @@ def main(folder: Path) -> dict[str, list[str]]:
             "tensor parallel": right(**parallel),
             "clipped": right(model__name="deepseek_v3", model__flavor="tiny", qk_clip__mode="clip"),
             "same": list(collective_faults([first, seen(4)])),
-            "item": said(mock.patch.object(RankStages, "end", item)),
-            "kept": said(mock.patch.object(Exchange, "wait", keeps)),
+            "item": messages(mock.patch.object(RankStages, "end", item)),
+            "kept": messages(mock.patch.object(Exchange, "wait", keeps)),
             "skipped": list(collective_faults([first, seen(4, mock.patch.object(Exchange, "gather", skips))])),
-            "grows": said(mock.patch.object(RankStages, "end", grows)),
+            "grows": messages(mock.patch.object(RankStages, "end", grows)),
             "moved": beside(mock.patch.object(Collectives, "all_to_all", moves)),
-            "norm read": said(mock.patch.object(GradientClip, "scale", reads_norm)),
-            "mixed": said(mock.patch.object(ChunkedLossWrapper, "__call__", mixes), **parallel),
+            "norm read": messages(mock.patch.object(GradientClip, "scale", reads_norm)),
+            "mixed": messages(mock.patch.object(ChunkedLossWrapper, "__call__", mixes), **parallel),
         }
 
 

@@ -110,11 +110,11 @@ class StreamOrder(TorchDispatchMode):
     def _access(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Check and record the reads and writes of an operation."""
         name, schema = func._schema.name, func._schema.arguments
-        given = {**dict(zip((a.name for a in schema), args, strict=False)), **kwargs}
+        arguments = {**dict(zip((a.name for a in schema), args, strict=False)), **kwargs}
         everything = func.namespace == "c10d"
         changed = {a.name for a in schema if everything or (a.alias_info is not None and a.alias_info.is_write)}
-        writes = [t for n in changed if n in given for t in tensors(given[n])]
-        reads = [t for n in given if n not in changed for t in tensors(given[n])]
+        writes = [t for n in changed if n in arguments for t in tensors(arguments[n])]
+        reads = [t for n in arguments if n not in changed for t in tensors(arguments[n])]
         # An operation that only allocates is no access.
         for tensor in (*reads, *writes, *tensors(result)):
             self._known(tensor)

@@ -15,6 +15,7 @@ from torch.optim.adam import adam
 
 from .comm.agreement import Agreement
 from .comm.clip import SkipsSteps
+from .comm.equality import names_in
 from .comm.faults import Fault, check_faults, names_with
 from .comm.report import FaultReport
 from .muon import Muon
@@ -40,7 +41,7 @@ CHANGED: Mapping[Offload, tuple[str, ...]] = {
 """Fields of Elements that move to the device and back."""
 
 READ: Mapping[Offload, tuple[str, ...]] = {"none": (), "state": (), "parameters": ("grad",)}
-"""Fields of Elements that only move to the device."""
+"""Fields that only move to the device."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class ElementBatch:
         return [getattr(part, name) for name in names for part in self.parts]
 
     def with_tensors(self, names: Sequence[str], tensors: Sequence[Tensor]) -> ElementBatch:
-        """`tensors`: in the order of `self.tensors(names)`."""
+        """Replace tensors, in the order of `self.tensors(names)`."""
         count = len(self.parts)
         parts = (replace(part, **dict(zip(names, tensors[i::count], strict=True))) for i, part in enumerate(self.parts))
         return replace(self, parts=tuple(parts))
@@ -160,7 +161,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         return self._care
 
     def names(self) -> list[str]:
-        return [name for group in self.param_groups for name in _names(group)]
+        return [name for group in self.param_groups for name in names_in(group)]
 
     def told(self, faults: Sequence[Fault]) -> None:
         """Raise ValueError for faults by parameter, or warn."""
@@ -179,7 +180,6 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             self._update(batch.with_tensors((*changed, *read), self._window.take()))
             self._window.give_back()
         self._window.end()
-        # The user may read parameters on the host after the step.
         if "param" in changed:
             self._window.synchronize()
 
@@ -196,7 +196,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     def _parts(self, group: Mapping[str, Any], bounded: Sequence[str]) -> Iterator[Elements]:
         """Parts with at most BATCH_BYTES each in the fields `bounded`."""
-        for fqn, parameter in zip(_names(group), group["params"], strict=True):
+        for fqn, parameter in zip(names_in(group), group["params"], strict=True):
             if parameter.grad is None:
                 continue
             state = self._state_of(parameter, group)
@@ -361,7 +361,6 @@ class GradientCare:
     def _fault(self, parameter: Tensor, *, frozen: bool) -> Fault:
         if parameter.grad is not None or frozen or self._adamw._missing_grad == "skip":
             return Fault.NONE
-        # A rank outside of the mesh gets no gradient in backward.
         outside = isinstance(parameter, DTensor) and parameter.device_mesh.get_coordinate() is None
         return Fault.NONE if outside else Fault.NO_GRADIENT
 
@@ -380,10 +379,6 @@ class GradientCare:
         faulty = broken if skipped is None else broken & ~skipped
         report.add_where(self._numbers, faulty, Fault.NOT_FINITE)
         return broken.any() if skipped is None else broken.any() | skipped
-
-
-def _names(group: Mapping[str, Any]) -> Sequence[str]:
-    return group.get("param_names", [f"parameter {index}" for index in range(len(group["params"]))])
 
 
 def _cut(whole: Elements, element_bytes: int) -> Iterator[Elements]:

@@ -36,6 +36,7 @@ from .step.gradients import Step
 from .step.ranges import trace_range, with_ranges
 from .step.stages import RankStages
 from .tensors.dtensor import mesh_axes
+from .tensors.names import named_parameters
 from .tensors.storage import TrainedParam
 
 LOCAL_OPTIONS = (
@@ -101,7 +102,7 @@ class Engine:
     ) -> tuple[list[Fault], bool]:
         """The fault of each parameter before a step, and whether any storage has moved."""
         rank = self.rank
-        current = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
+        current = dict(named_parameters(groups))
         faults: list[Fault] = []
         group, changed, moved = None, False, False
         for trained, storage, iteration in zip(rank.params, rank.storage, rank.arithmetic.iterations, strict=True):
@@ -149,12 +150,7 @@ class Engine:
 
     def thawed(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
         """Names of trained parameters that were frozen when the plan was made."""
-        return [
-            name
-            for group in groups
-            for name, parameter in zip(group["param_names"], group["params"], strict=True)
-            if parameter.requires_grad and name not in self._names
-        ]
+        return [name for name, p in named_parameters(groups) if p.requires_grad and name not in self._names]
 
     def plans(self, params: Sequence[TrainedParam]) -> bool:
         # Names too, because parameters are frozen and thawed between checkpoints.
@@ -189,7 +185,7 @@ def engine_of(
     muon: Optimizer,
     carried: Mapping[str, Carried],
 ) -> Engine:
-    """`previous`: features of the old engine. `carried`: optimizers in Muon's report, by name."""
+    """The engine of a plan. `previous`: features of the old engine. `carried`: optimizers in Muon's report, by name."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     program = make_program(plan, rank, geometries)
     buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype], kept=options.keep_buffers)

@@ -25,7 +25,7 @@ from .comm.equality import check_equal
 from .muon import Muon
 from .options import Offload, OptionError, Rule
 from .state.saved import after_pre_hooks
-from .tensors.names import canonical_fqn
+from .tensors.names import canonical_fqn, named_parameters
 
 
 @dataclass(frozen=True)
@@ -221,12 +221,14 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         # Without the flag torch.amp.GradScaler skips the whole step.
         return all(getattr(part, "_step_supports_amp_scaling", False) for part in self.optimizers.values())
 
+    def skip_unless_finite(self, norm: NormCheck) -> None:
+        """As `SkipsSteps.skip_unless_finite`, for all optimizers."""
+        super().skip_unless_finite(norm)
+        self._next_norm = norm
+
     def table(self, *, full: bool = False) -> str:
         """The parameter table. Equal parameters of all layers share a line, unless `full`."""
-        named = (
-            pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
-        )
-        table = parameter_table(self.assignments, dict(named), None, full=full)
+        table = parameter_table(self.assignments, dict(named_parameters(self.param_groups)), None, full=full)
         return "\n".join([table, *frozen_lines(self.parts.frozen)])
 
     def build(self) -> Self:
@@ -243,12 +245,11 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters once. Every rank calls `step`. Returns the result of `closure`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        skipped = self.take_skip()
         for part in self.optimizers.values():
-            if self._skips_on_host(part):
+            # Other optimizers cannot skip on the device, so the host waits.
+            if not isinstance(part, SkipsSteps) and skipped is not None and skipped:
                 continue
             for name in ("grad_scale", "found_inf"):
                 # torch.amp.GradScaler sets both for a step.
@@ -272,7 +273,10 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load hyperparameters and state. Ranks and errors as in `Muon.load_state_dict`; also for other optimizers."""
+        """Load hyperparameters and state. Ranks and errors as in `Muon.load_state_dict`.
+
+        Raises ValueError also for different optimizers in the groups.
+        """
         with after_pre_hooks(self, state_dict) as loaded:
             if missing := {"state", "param_groups"} - loaded.keys():
                 absent = " and no ".join(sorted(missing, reverse=True))
@@ -307,14 +311,8 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Optimizer.load_state_dict calls this too, with only groups and state.
         if "parts" in state:
             self._carry()
-
-    def _skips_on_host(self, part: Optimizer) -> bool:
-        """For an optimizer that cannot skip on the device. The host waits."""
-        norm = self._next_norm
-        return not isinstance(part, SkipsSteps) and norm is not None and bool(norm.broken)
 
     def _link(self) -> None:
         """Refer to the parts' groups and state, because loading replaces these objects."""

@@ -133,16 +133,17 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
     """Temporary memory and traffic of the element-wise stages. Gradients have the dtypes of the weights."""
     rule, limit, state_bytes = rule_of(options), chunk_bytes(device), 2 if options.state_dtype == "bfloat16" else 4
     advance, apply, drawn = [0], [0], False
+    # A step on an accelerator may have to keep the values, because its norm is not finite.
+    undone = skips(options) + (device != "cpu")
     for dtype in dtypes:
         wide = max(state_bytes, dtype.itemsize)
         # The nesterov blend (or the wide gradient that becomes the blend), and the wide momentum.
-        advance.append(wide * (1 + (state_bytes < wide)) + skips(options) * state_bytes)
+        kept = skips(options) * state_bytes + (device != "cpu") * wide
+        advance.append(wide * (1 + (state_bytes < wide)) + kept)
         stochastic = options.rounding == "stochastic" and dtype == torch.bfloat16
         drawn = drawn or stochastic
         scratch = CHUNK_BYTES if stochastic else dtype.itemsize if dtype.itemsize > options.wire_bytes else 0
-        apply.append(
-            scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0) + skips(options) * dtype.itemsize
-        )
+        apply.append(scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0) + undone * dtype.itemsize)
     passes = (
         traffic(
             dtype.itemsize,

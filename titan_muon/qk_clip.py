@@ -155,7 +155,7 @@ class QKClip:
         view.copy_(torch.maximum(view, logits_max.detach()))
 
     def logits(self, name: str, first_head: int, count: int) -> Tensor:
-        """The buffer of `count` heads, for attention code that updates the maxima in place."""
+        """The buffer of `count` heads, to update the maxima in place."""
         if name not in self._places:
             raise ValueError(f"{name!r} is none of the layers: {', '.join(self._places)}")
         start, heads = self._places[name]

@@ -94,7 +94,7 @@ for _pattern in ("all_gather", "all_to_all", "all_gather_reduce_scatter"):
 
 
 def exchange_entry(name: str) -> ExchangeEntry:
-    """Raises OptionError for an unknown name."""
+    """The exchange of a name. Raises OptionError for an unknown name."""
     try:
         return exchanges.get(name)
     except ValueError as error:
@@ -126,5 +126,5 @@ models: Registry[ModelFamily] = Registry("model.name", "titan_muon.models")
 
 
 def shared_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The `options` of the whole optimizer `name`."""
+    """The `options` in `shared` of the optimizer `name`."""
     return {key: value for key, value in options.items() if key in optimizers.get(name).shared}

@@ -113,22 +113,22 @@ def test_steps_equal_torchs_muon(make: Callable[..., Any], keywords: dict[str, A
     "case", INFO.optim_error_inputs_func(device="cpu", dtype=torch.float32), ids=lambda c: c.optimizer_error_input.desc
 )
 def test_errors(case: Any) -> None:
-    given = case.optimizer_error_input
-    params = weights() if given.params is None else given.params
-    if given.desc == "only support 2D parameters":
+    error_input = case.optimizer_error_input
+    params = weights() if error_input.params is None else error_input.params
+    if error_input.desc == "only support 2D parameters":
         params = [nn.Parameter(param) for param in params]
         assert muon(params).build().plan.matrices
         return
-    if given.desc == "does not support complex parameters":
+    if error_input.desc == "does not support complex parameters":
         with pytest.raises(ValueError, match="complex64"):
             muon([nn.Parameter(param) for param in params])
         return
     if issubclass(case.error_type, Warning):
         with pytest.warns(case.error_type, match=case.error_regex):
-            Muon(params, **given.kwargs)
+            Muon(params, **error_input.kwargs)
         return
     with pytest.raises(case.error_type):
-        muon(params, **given.kwargs)
+        muon(params, **error_input.kwargs)
 
 
 @both

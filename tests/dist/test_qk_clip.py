@@ -35,19 +35,19 @@ LOGITS = [50.0, 400.0, 99.0, 100.0, 150.0, 200.0]
 
 def placed_weights() -> dict[str, dict[str, Tensor]]:
     """The same projections once for each layout; `owned` by another rank each, `plain` on all of them."""
-    found = {}
+    weights = {}
     for name, (shape, placements) in LAYOUTS.items():
         mesh = init_device_mesh("cpu", shape)
-        found[name] = {
+        weights[name] = {
             key: distribute_tensor(weight, mesh, placements, src_data_rank=None)
             for key, weight in whole_weights().items()
         }
-    found["plain"] = whole_weights()
+    weights["plain"] = whole_weights()
     mesh = init_device_mesh("cpu", (4,))
-    found["owned"] = {
+    weights["owned"] = {
         key: place_on_owners(weight, mesh, [number % 4]) for number, (key, weight) in enumerate(whole_weights().items())
     }
-    return found
+    return weights
 
 
 def observed(rank: int) -> Tensor:
@@ -76,8 +76,8 @@ def differing(rank: int, world_size: int) -> tuple[list[str], list[Call]]:
     wrong = []
     for name, tensors in weights.items():
         for key, tensor in tensors.items():
-            found = gather(tensor).detach() if isinstance(tensor, DTensor) else tensor
-            if not torch.allclose(found, expected[key], rtol=1e-6):
+            value = gather(tensor).detach() if isinstance(tensor, DTensor) else tensor
+            if not torch.allclose(value, expected[key], rtol=1e-6):
                 wrong.append(f"{name}.{key}")
     return wrong, calls
 

@@ -44,12 +44,12 @@ def test_orthogonalization_approximates_float64_on_the_cpu(
     stack = random(*shape).bfloat16().float()
     placed = target.placed(stack)
     with target.active():
-        found = orthogonalize(placed, JORDAN, method)
+        result = orthogonalize(placed, JORDAN, method)
     dtype = torch.bfloat16 if method.algorithm == "reference" else torch.float32
-    assert (found.device.type, found.dtype, found.shape) == (target.device.type, dtype, shape)
+    assert (result.device.type, result.dtype, result.shape) == (target.device.type, dtype, shape)
     if not target.fake:
         expected = standard(stack.double(), JORDAN.steps, JORDAN.eps, torch.float64)
-        assert relative_error(found.cpu(), expected).max() < TOLERANCES[method.dtype]
+        assert relative_error(result.cpu(), expected).max() < TOLERANCES[method.dtype]
 
 
 @on_every_device
@@ -77,11 +77,11 @@ def test_the_triton_kernel_makes_the_products_of_the_matrix_library(
     """On a GPU alone: a fake tensor has no address to give to a kernel."""
     count, rows, cols = shape
     x = random(count, rows, cols).to(target.device, dtype) / cols**0.5
-    found, expected = (torch.empty(count, rows, rows, dtype=dtype, device=target.device) for _ in range(2))
-    TritonProducts().gram(x, found)
+    product, expected = (torch.empty(count, rows, rows, dtype=dtype, device=target.device) for _ in range(2))
+    TritonProducts().gram(x, product)
     PLAIN.gram(x, expected)
-    assert relative_error(found, expected).max() < 0.01
-    assert torch.equal(found, found.mT)
+    assert relative_error(product, expected).max() < 0.01
+    assert torch.equal(product, product.mT)
 
 
 def trained(target: Target, orthogonalize: str) -> dict[str, Tensor]:
@@ -105,10 +105,10 @@ def trained(target: Target, orthogonalize: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("orthogonalize", ["standard", "gram", "auto"])
 def test_muon_in_a_single_process_equals_the_cpu_result(orthogonalize: str, target: Target) -> None:
     expected = trained(CPU, orthogonalize)
-    for name, found in trained(target, orthogonalize).items():
-        assert (found.device.type, found.dtype) == (target.device.type, torch.float32), name
-        assert found.shape == expected[name].shape, name
-        assert target.fake or relative_error(found.cpu(), expected[name]).max() < 1e-4, name
+    for name, param in trained(target, orthogonalize).items():
+        assert (param.device.type, param.dtype) == (target.device.type, torch.float32), name
+        assert param.shape == expected[name].shape, name
+        assert target.fake or relative_error(param.cpu(), expected[name]).max() < 1e-4, name
 
 
 @pytest.mark.parametrize("target", [pytest.param(FAKE, marks=needs_cuda_build, id=FAKE.name), CUDA_PARAM])

@@ -83,9 +83,9 @@ def test_a_lost_update_is_a_fault_on_the_losing_rank() -> None:
 
 @pytest.mark.parametrize(("world", "number"), [(1, 4), (2, 11), (3, 4), (4, 13), (8, 13)])
 def test_layouts_fit_the_number_of_ranks(world: int, number: int) -> None:
-    found = parity.cases(world)
-    assert len(found) == number
-    for case in found:
+    layouts = parity.cases(world)
+    assert len(layouts) == number
+    for case in layouts:
         assert torch.Size(case.mesh).numel() == world
         assert len(case.placements) == len(case.mesh)
 
@@ -97,7 +97,7 @@ def test_nccl_lists_open_groups() -> None:
     assert callable(dist.ProcessGroupNCCL._is_initialized)
 
 
-def test_more_memory_than_the_plan_says_is_a_fault() -> None:
+def test_more_memory_than_planned_is_a_fault() -> None:
     assert run_ranks(faults_of_hoarding, 2) == [True, True]
 
 

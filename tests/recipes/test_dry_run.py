@@ -50,9 +50,9 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.ids.add(found.get("id") or "")
-        self.loaded += [value for key in ("src", "href") if (value := found.get(key))]
+        attributes = dict(attrs)
+        self.ids.add(attributes.get("id") or "")
+        self.loaded += [value for key in ("src", "href") if (value := attributes.get(key))]
         self._inside = tag == "script"
 
     def handle_endtag(self, tag: str) -> None:

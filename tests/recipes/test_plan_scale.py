@@ -64,7 +64,7 @@ def test_the_longest_path_is_close_to_the_lower_bound(model: str, ranks: int, ba
         assert numbers.collectives <= 8
 
 
-def test_bytes_of_an_even_shard0_are_exact() -> None:
+def test_bytes_of_an_even_shard0_equal_the_formula() -> None:
     """2 (N - 1) / N x P b / N on average: every matrix to its owner and back, nothing padded, nothing twice."""
     numbers, elements, ranks = plan_numbers("qwen3_8b", 8), 6_945_767_424, 8
     assert numbers.sent_mib_mean * 2**20 == 2 * (ranks - 1) * elements * 2 // ranks**2
@@ -80,7 +80,7 @@ def test_gathers_of_backward_are_not_sent_in_the_step() -> None:
 
 
 def test_returns_awaited_in_forward_are_not_in_the_step() -> None:
-    without, overlapped = (plan_numbers("llama3_8b", 64, overlap=each, replicas=8) for each in ("none", "forward"))
+    without, overlapped = (plan_numbers("llama3_8b", 64, overlap=mode, replicas=8) for mode in ("none", "forward"))
     assert overlapped.hidden_ms > 0.9 * without.tail_ms > 0 == without.hidden_ms
     assert overlapped.link_ms < without.link_ms
     assert overlapped.step_ms < 0.6 * without.step_ms
@@ -106,13 +106,13 @@ def test_the_next_forward_could_hide_little_of_a_training_step() -> None:
 
 
 def test_replicas_add_return_traffic_and_no_orthogonalization() -> None:
-    one, eight = (plan_numbers("llama3_8b", 64, replicas=replicas) for replicas in (1, 8))
-    assert eight.orthogonalizations == eight.matrices == one.matrices
-    assert eight.link_ms > one.link_ms
-    assert eight.tail_ms > one.tail_ms
+    single, eight = (plan_numbers("llama3_8b", 64, replicas=replicas) for replicas in (1, 8))
+    assert eight.orthogonalizations == eight.matrices == single.matrices
+    assert eight.link_ms > single.link_ms
+    assert eight.tail_ms > single.tail_ms
 
 
-def test_the_numbers_are_written_where_json_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_writes_the_numbers_to_the_passed_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "numbers.json"
     tyro.cli(main, args=["--models", "qwen3_0.6b", "--ranks", "2", "--json", str(file)])
     document = json.loads(file.read_text())

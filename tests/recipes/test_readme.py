@@ -67,7 +67,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [word for key, value in keys.items() for word in (f"--{key}", value)]
 
 
-def test_the_commands_are_the_promised_ones() -> None:
+def test_the_readme_has_make_targets_and_three_training_commands() -> None:
     assert "make train" in COMMANDS
     assert "make test" in COMMANDS
     assert len(TRAINING) == 3
@@ -102,7 +102,7 @@ def test_make_has_the_targets_of_the_readme(target: str) -> None:
 
 
 @pytest.mark.parametrize("command", TRAINING)
-def test_training_commands_train(command: str, short: list[str], tmp_path: Path) -> None:
+def test_the_training_commands_run(command: str, short: list[str], tmp_path: Path) -> None:
     assert "step 2/2" in run(command, short, tmp_path)
 
 
@@ -111,7 +111,7 @@ def test_the_dry_run_runs_in_a_single_process(tmp_path: Path) -> None:
     assert "muon: 208 matrices" in run(command, ["--data.cache", str(tmp_path)], tmp_path)
 
 
-def test_runs_are_compared(short: list[str], tmp_path: Path) -> None:
+def test_the_compare_command_runs(short: list[str], tmp_path: Path) -> None:
     (command,) = (c for c in COMMANDS if "compare_runs" in c)
     folder = Path(short[short.index("--dump_folder") + 1])
     for recipe in ("qwen_moe_muon", "qwen_moe_adamw"):
@@ -139,7 +139,7 @@ def test_the_recipe_is_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "page", ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
 )
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_have_existing_targets(page: str) -> None:
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
         assert ((ROOT / page).parent / target).exists(), target

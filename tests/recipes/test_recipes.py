@@ -53,8 +53,8 @@ def test_every_recipe_trains_on_the_same_tokens_on_every_layout(recipe: str) -> 
 
 def test_a_dry_run_prints_effect_and_traffic_of_qk_clip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dry_run("moonlight_muon", 8, tmp_path)
-    said = "QK-clip: heads with logits above 100 are clipped, alpha 0.5; one all-reduce of 1,728 bytes a step"
-    assert said in capsys.readouterr().out
+    line = "QK-clip: heads with logits above 100 are clipped, alpha 0.5; one all-reduce of 1,728 bytes a step"
+    assert line in capsys.readouterr().out
     with pytest.raises(RecipeError, match=r'qk_clip\.mode = "clip" is not possible: layers\.0 normalizes'):
         dry_run("qwen_moe_muon", 2, tmp_path, "--qk_clip.mode", "clip")
 
@@ -152,7 +152,9 @@ def test_the_dry_run_explains_an_owned_step_with_collectives(
     assert len(line) < 140, "a line of 500 characters was not read"
 
 
-def test_owners_across_tensor_parallelism_have_silent_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_owners_of_whole_tensor_parallel_matrices_start_no_collective(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each matrix rests once among FSDP and TP ranks, and the dry run prints the passes' traffic."""
     words = ("--parallelism.tensor_parallel_degree", "2", "--placement.muon", "owned")
     plan = dry_run("llama_muon", 4, tmp_path, *words, "--placement.tensor_parallel", "whole")
@@ -161,12 +163,12 @@ def test_owners_across_tensor_parallelism_have_silent_steps(tmp_path: Path, caps
     assert plan["orthogonalizations"] == plan["muon_matrices"]
     assert "the step communicates" not in printed
     told = r"owned, whole across tensor parallelism \(.*\): (\d+) parameters take ([\d.]+) MiB from the busiest rank"
-    (found,) = re.findall(told, printed)
-    assert int(found[0]) == plan["muon_matrices"]
+    (numbers,) = re.findall(told, printed)
+    assert int(numbers[0]) == plan["muon_matrices"]
     held = [owner["bytes"] for owner in plan["owners"]]
     assert max(held) <= 1.1 * sum(held) / 4
     # A piece of the two stays; all are computed with in bfloat16 and rest in float32.
-    assert float(found[1]) == pytest.approx(max(held) / 2 / 2 / 2**20, rel=0.1)
+    assert float(numbers[1]) == pytest.approx(max(held) / 2 / 2 / 2**20, rel=0.1)
 
 
 DEFAULTS = {
@@ -198,13 +200,15 @@ def test_a_rule_with_an_owner_places_an_owner_in_every_replica(tmp_path: Path) -
 
 
 def test_the_report_has_the_exchange_hidden_in_backward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = r"in backward +([\d.,]+) ms of gathers are hidden .*; in the step ([\d.,]+) ms of the exchange stay exposed"
+    pattern = (
+        r"in backward +([\d.,]+) ms of gathers are hidden .*; in the step ([\d.,]+) ms of the exchange stay exposed"
+    )
     dry_run("llama3_8b_muon", 64, tmp_path)
-    assert not re.search(said, capsys.readouterr().out)
+    assert not re.search(pattern, capsys.readouterr().out)
     dry_run("llama3_8b_muon", 64, tmp_path, "--muon.overlap", "backward")
     printed = capsys.readouterr().out
-    (found,) = re.findall(said, printed)
-    hidden, exposed = map(float, found)
+    (numbers,) = re.findall(pattern, printed)
+    hidden, exposed = map(float, numbers)
     (waits,) = re.findall(r"modelled time .* waits ([\d.,]+) ms", printed)
     assert hidden > 0
     assert 0 < exposed <= float(waits)
@@ -214,17 +218,17 @@ HSDP = ("--parallelism.data_parallel_replicate_degree", "8")
 
 
 def test_the_report_has_the_exchange_hidden_in_forward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = (
+    pattern = (
         r"in forward +([\d.,]+) ms of results .* are hidden .*; in the step ([\d.,]+) ms of the exchange stay exposed"
     )
     step = r"modelled time +([\d.,]+) ms"
     dry_run("llama3_8b_muon", 64, tmp_path, *HSDP)
     without = capsys.readouterr().out
-    assert not re.search(said, without)
+    assert not re.search(pattern, without)
     dry_run("llama3_8b_muon", 64, tmp_path, *HSDP, "--muon.overlap", "forward")
     printed = capsys.readouterr().out
-    (found,) = re.findall(said, printed)
-    hidden, exposed = map(float, found)
+    (numbers,) = re.findall(pattern, printed)
+    hidden, exposed = map(float, numbers)
     before, after = (float(re.findall(step, text)[0]) for text in (without, printed))
     assert after < 0.6 * before, "results to eight replicas"
     assert hidden > before - after
@@ -258,9 +262,9 @@ def test_a_package_may_bring_another_model(tmp_path: Path, monkeypatch: pytest.M
     registry.models.register("their_llama", registry.ModelFamily(lambda: ("small",), build))
     plan = dry_run("llama_muon", 2, tmp_path, "--model.name", "their_llama", "--model.flavor", "small")
     assert built == [("small", 258)]
-    taken = [p["fqn"] for p in plan["parameters"] if p["optimizer"] == "muon"]
+    names = [p["fqn"] for p in plan["parameters"] if p["optimizer"] == "muon"]
     # Queries, keys and values of a fused projection are three matrices.
-    assert plan["muon_matrices"] == sum(3 if "wqkv" in fqn else 1 for fqn in taken) > len(taken)
+    assert plan["muon_matrices"] == sum(3 if "wqkv" in fqn else 1 for fqn in names) > len(names)
     with pytest.raises(
         RecipeError, match=r"model\.name = 'their_lama' is unknown; did you mean 'their_llama'\? choose"
     ):
@@ -276,7 +280,7 @@ def test_momentum_kept_by_owners_is_counted_on_the_fullest_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copies = ("--parallelism.data_parallel_replicate_degree", "4")
-    each, once = (
+    replicated, once = (
         dry_run("llama_muon", 4, tmp_path, *copies, "--muon.state", state) for state in ("replicated", "owner")
     )
     elements = dict.fromkeys(("muon", "adamw"), 0)
@@ -285,7 +289,7 @@ def test_momentum_kept_by_owners_is_counted_on_the_fullest_rank(
     kept = [cost["state_elements"] for cost in once["ranks"]]
     assert sum(kept) == elements["muon"]
     assert max(kept) < elements["muon"] / 2
-    assert each["memory"]["optimizer_states"] == 4 * elements["muon"] + 8 * elements["adamw"]
+    assert replicated["memory"]["optimizer_states"] == 4 * elements["muon"] + 8 * elements["adamw"]
     assert once["memory"]["optimizer_states"] == 4 * max(kept) + 8 * elements["adamw"]
     assert f"on their owners alone, {max(kept):,} elements on the fullest rank" in capsys.readouterr().out
 
@@ -401,9 +405,7 @@ def test_the_dry_run_prints_algorithm_and_reason_for_every_shape(
         assert f" by {chosen}; keller_jordan x 5, eps 1e-14: {chosen.reason}" in line
 
 
-def test_a_number_of_ranks_is_planned_for_gpus_unless_told_otherwise(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_dry_run_plans_for_gpus_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Users plan a cluster on a laptop, whose CPU is irrelevant."""
     recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path)])
     for world, device, planned in (
@@ -511,7 +513,7 @@ def test_impossible_recipes_are_refused_before_any_process_starts(
         dry_run("llama_muon", 2, tmp_path, *overrides)
 
 
-def test_no_muon_parameter_is_an_error_unless_rules_say_so(tmp_path: Path) -> None:
+def test_a_model_without_muon_parameters_is_an_error_unless_rules_allow(tmp_path: Path) -> None:
     rule = '{match = "layers.*", optimizer = "adamw"}'
     with pytest.raises(RecipeError, match="Muon takes no parameter"):
         dry_run("llama_muon", 2, tmp_path, "--optimizer.rule", rule)

@@ -75,11 +75,11 @@ SLICING = Machine(tflops=1e-12, node_gb=1e6, node_latency_us=0.0, network_gb=1e6
 def mesh_shapes(size: int, most: int) -> list[tuple[int, ...]]:
     """All shapes of 1 to 4 axes, some of size 1, for up to `most` ranks; `size` limits an axis."""
     shapes: list[tuple[int, ...]] = [()]
-    found = []
+    expanded = []
     for _ in range(4):
         shapes = [(*shape, n) for shape in shapes for n in range(1, size + 1) if prod(shape) * n <= most]
-        found += shapes
-    return found
+        expanded += shapes
+    return expanded
 
 
 MESHES = {world: mesh_shapes(world, world) for world in (1, 2, 3, 4, 6, 8)}
@@ -177,7 +177,7 @@ def in_dims(draw: st.DrawFn, fqn: str) -> tuple[tuple[int, ...], MatrixStack]:
     return shape, stack_of(fqn, shape, [split])
 
 
-def taken(full: Tensor, matrix: MatrixRows) -> Tensor:
+def elements_of(full: Tensor, matrix: MatrixRows) -> Tensor:
     """A matrix of a parameter whose 2D view is `full`."""
     cols = matrix.cols or (Interval(0, full.shape[1]),)
     strips = torch.cat([full[start : stop : matrix.row_step] for start, stop in matrix.rows])
@@ -189,7 +189,7 @@ def parameter_lists(draw: st.DrawFn) -> list[Parameter]:
     """Parameters of an optimizer, each on its own mesh, or all on one."""
     world = draw(st.sampled_from([4, 1, 2, 3, 4, 4, 6, 6, 8, 8]))
     shared = draw(meshes(world))
-    found = []
+    parameters = []
     for index in range(draw(st.sampled_from([1, 2, 3, 3, 4, 4, 5]))):
         fqn = f"layers.{index // 2}.weight{index}"
         shape, stack = draw(stacks(fqn))
@@ -198,8 +198,8 @@ def parameter_lists(draw: st.DrawFn) -> list[Parameter]:
             layout = Layout(shape, Mesh((world,), tuple(range(world))), (Replicate(),))
         else:
             layout = draw(layouts(shape, draw(meshes(world)) if draw(st.booleans()) else shared))
-        found.append(Parameter(fqn, f"layers.{index // 2}", layout, stack, plain))
-    return found
+        parameters.append(Parameter(fqn, f"layers.{index // 2}", layout, stack, plain))
+    return parameters
 
 
 BATCH = 3
@@ -253,7 +253,7 @@ def plans(
         # Other shapes likely have a side that the ranks do not divide.
         parameters = draw(large(parameters[0].layout.mesh))
     wanted = replace(options, tensor_parallel=mode, **MODES[mode])
-    smaller = (replace(one, buffer_bytes=None) for one in (wanted, options))
+    smaller = (replace(choice, buffer_bytes=None) for choice in (wanted, options))
     plan = first_plan(parameters, wanted, *smaller)
     if draw(st.booleans()):
         plan = hierarchical(plan)
@@ -264,9 +264,9 @@ def plans(
 
 def first_plan(parameters: Sequence[Parameter], *options: MuonOptions) -> Plan:
     """A plan of the first accepted options: buffers may be too small, or tensor parallelism absent."""
-    for one in options[:-1]:
+    for choice in options[:-1]:
         try:
-            return make_plan(parameters, work, one)
+            return make_plan(parameters, work, choice)
         except ValueError:
             continue
     return make_plan(parameters, work, options[-1])
@@ -311,11 +311,11 @@ def _slices(plan: Plan, index: int) -> list[int]:
 
 def _owned(plan: Plan, index: int, bucket: Bucket, geometries: Geometries, random: Random) -> list[tuple[int, int]]:
     """An owner for each slice of a matrix, or one with tensor-parallel peers of equal ability."""
-    numbers, able = _slices(plan, index), bucket.group
+    numbers, candidates = _slices(plan, index), bucket.group
     matrix, geometry = plan.matrices[index], geometries[plan.matrices[index].parameter]
     if bucket.exchange == "duplicated" and matrix.index in geometry.cut_by_peers:
-        able = tuple(rank for rank in able if {*geometry.peers[rank]} <= {*able})
-    return list(zip(numbers, sorted(random.sample(able, len(numbers))), strict=True))
+        candidates = tuple(rank for rank in candidates if {*geometry.peers[rank]} <= {*candidates})
+    return list(zip(numbers, sorted(random.sample(candidates, len(numbers))), strict=True))
 
 
 def ranks_of(plan: Plan) -> list[int]:

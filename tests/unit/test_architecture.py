@@ -99,7 +99,7 @@ def test_the_checked_folders_exist() -> None:
 
 
 @pytest.mark.parametrize("path", files("titan_muon/plan"), ids=name)
-def test_plans_know_neither_tensors_nor_the_rest_of_the_package(path: Path) -> None:
+def test_plans_import_neither_tensors_nor_the_rest_of_the_package(path: Path) -> None:
     for module in imports(path):
         assert not within(module, "torch"), f"{name(path)} imports {module}"
         known = within(module, "titan_muon.plan") or within(module, "titan_muon.options")
@@ -110,19 +110,19 @@ def test_plans_know_neither_tensors_nor_the_rest_of_the_package(path: Path) -> N
 def test_tensor_arithmetic_imports_neither_exchange_nor_optimizer(path: Path) -> None:
     known = ("titan_muon.plan", *(f"titan_muon.{other}" for other in TENSORS_ONLY))
     for module in imports(path):
-        assert not within(module, "titan_muon") or any(within(module, one) for one in known), module
+        assert not within(module, "titan_muon") or any(within(module, prefix) for prefix in known), module
 
 
 @pytest.mark.parametrize("path", [path for path in LIBRARY if part(path) == "orthogonalize"], ids=name)
-def test_orthogonalization_knows_tensors_only(path: Path) -> None:
+def test_orthogonalization_imports_only_tensors(path: Path) -> None:
     for module in imports(path):
         known = ("titan_muon.orthogonalize", "titan_muon.plan.terms", "titan_muon.options")
-        assert not within(module, "titan_muon") or any(within(module, one) for one in known), module
+        assert not within(module, "titan_muon") or any(within(module, prefix) for prefix in known), module
         assert not within(module, "torch.distributed"), module
 
 
 @pytest.mark.parametrize("path", [path for path in LIBRARY if part(path) == "comm"], ids=name)
-def test_collectives_know_plans_and_tensors_and_not_the_optimizer(path: Path) -> None:
+def test_collectives_import_plans_and_tensors_but_not_the_optimizer(path: Path) -> None:
     known = ("titan_muon.plan", "titan_muon.comm", "titan_muon.tensors")
     for module in imports(path):
         assert not within(module, "titan_muon") or any(within(module, other) for other in known), module
@@ -132,7 +132,7 @@ def test_collectives_know_plans_and_tensors_and_not_the_optimizer(path: Path) ->
 def test_owned_placement_does_not_import_the_optimizer(path: Path) -> None:
     unknown = ("titan_muon.muon", "titan_muon.step", "titan_muon.tensors.storage", "titan_muon.orthogonalize")
     for module in imports(path):
-        assert not any(within(module, one) for one in unknown), f"{name(path)} imports {module}"
+        assert not any(within(module, prefix) for prefix in unknown), f"{name(path)} imports {module}"
 
 
 PRIVATE = {
@@ -150,11 +150,11 @@ PRIVATE = {
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
-def test_private_calls_of_autograd_meshes_and_groups_are_in_one_file_each(path: Path) -> None:
-    elsewhere = {each for file, names in PRIVATE.items() if file != name(path) for each in names}
-    found = {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
-    found |= {node.arg or "" for node in ast.walk(tree(path)) if isinstance(node, ast.keyword)}
-    assert found & elsewhere == set()
+def test_private_calls_of_autograd_meshes_and_groups_have_a_single_file(path: Path) -> None:
+    elsewhere = {call for file, names in PRIVATE.items() if file != name(path) for call in names}
+    attributes = {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
+    attributes |= {node.arg or "" for node in ast.walk(tree(path)) if isinstance(node, ast.keyword)}
+    assert attributes & elsewhere == set()
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
@@ -171,11 +171,11 @@ def test_torchtitan_is_imported_in_titan_models_and_scripts_only(path: Path) -> 
 
 def called(path: Path, names: set[str]) -> Iterator[str]:
     """Uses of torch.distributed functions and DTensor methods with these names."""
-    taken = {node.asname or node.name for node in from_distributed(path)}
+    functions = {node.asname or node.name for node in from_distributed(path)}
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Attribute) and node.attr in names and on_distributed(node.value):
             yield f"{name(path)}:{node.lineno} {ast.unparse(node)}"
-        elif isinstance(node, ast.Name) and node.id in names & taken:
+        elif isinstance(node, ast.Name) and node.id in names & functions:
             yield f"{name(path)}:{node.lineno} {node.id}"
 
 
@@ -191,7 +191,7 @@ def on_distributed(value: ast.expr) -> bool:
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
-def test_two_folders_alone_call_collectives(path: Path) -> None:
+def test_only_two_folders_call_collectives(path: Path) -> None:
     if part(path) in ("comm", "owned"):
         return
     assert list(called(path, COLLECTIVES)) == []
@@ -208,8 +208,8 @@ def imported_files(path: Path) -> set[Path]:
     """Imported files of this repository: at the top, in functions, or for type checks."""
     # scripts/compare_runs.py is run by path, so its imports begin in its folder.
     homes = (ROOT, path.parent) if path.parent == ROOT / "scripts" else (ROOT,)
-    found = (module_file(home, module) for module in imports(path) for home in homes)
-    return {file for file in found if file is not None} - {path}
+    modules = (module_file(home, module) for module in imports(path) for home in homes)
+    return {file for file in modules if file is not None} - {path}
 
 
 def module_file(home: Path, module: str) -> Path | None:
@@ -330,11 +330,11 @@ def test_no_module_has_a_mutable_global(path: Path) -> None:
 
     In the library its annotation says so too (Mapping, Sequence), so that mypy keeps everybody from writing to it.
     """
-    found = dict(collections(path))
-    assert [one for one in found if one != one.upper()] == []
-    assert set(found) & set(written(path)) == set()
+    variables = dict(collections(path))
+    assert [variable for variable in variables if variable != variable.upper()] == []
+    assert set(variables) & set(written(path)) == set()
     if path in LIBRARY:
-        assert [one for one, read_only in found.items() if not read_only] == []
+        assert [variable for variable, read_only in variables.items() if not read_only] == []
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
@@ -344,7 +344,7 @@ def test_no_file_uses_id_or_global(path: Path) -> None:
         assert not (isinstance(node, ast.Call) and ast.unparse(node.func) == "id"), f"{name(path)}:{node.lineno} id()"
 
 
-def test_the_page_of_the_house_has_every_file() -> None:
+def test_the_architecture_page_has_every_file() -> None:
     """`python docs/make_architecture.py` updates the page."""
     page = make_architecture.PAGE.read_text(encoding="utf-8")
     assert page == make_architecture.written(page)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from titan_muon import Hybrid, Muon, Rule, assign, parameter_groups
+from titan_muon import Hybrid, Muon, Rule, assign, clip_grad_norm_, parameter_groups, registry
 from titan_muon.adam import AdamW
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "muon": {"orthogonalize": "reference"}}
@@ -54,9 +54,9 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
         tokens = torch.randint(24, (4, 8), generator=torch.Generator().manual_seed(step))
         loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
-        for each in optimizer if isinstance(optimizer, list) else [optimizer]:
-            each.step()
-            each.zero_grad()
+        for part in optimizer if isinstance(optimizer, list) else [optimizer]:
+            part.step()
+            part.zero_grad()
 
 
 def equal(first: nn.Module, second: nn.Module) -> bool:
@@ -254,7 +254,7 @@ def test_a_model_without_hidden_matrices_is_refused_with_the_roles() -> None:
         Hybrid(model)
 
 
-def test_lora_alone_is_refused_with_the_rule_for_muon() -> None:
+def test_a_model_of_only_lora_is_refused_with_the_rule_for_muon() -> None:
     model = Decoder().requires_grad_(False)
     model.layers[0].up.lora_A = nn.Linear(16, 4, bias=False)
     with pytest.raises(ValueError, match=r"\(1 lora\); add a rule \(match = '\*lora_\*', optimizer = 'muon'\)"):
@@ -324,3 +324,22 @@ def test_adamw_does_not_wait_for_the_report_of_muons_step_now(first: str) -> Non
         calls.clear()
         optimizer.step()
         assert calls[-1] == "send"
+
+
+def test_a_norm_that_is_not_finite_skips_optimizers_of_other_packages_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = registry.OptimizerEntry(lambda groups: torch.optim.SGD(groups, lr=0.1))
+    monkeypatch.setitem(registry.optimizers._values, "plain_sgd", entry)
+    model = Decoder()
+    hybrid = Hybrid(model, rules=[Rule(match="embed.weight", optimizer="plain_sgd")], muon={"nonfinite": "skip"})
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model.embed.weight.grad[0, 0] = torch.nan  # type: ignore[index]
+    clip_grad_norm_(model.parameters(), 1.0, optimizer=hybrid)
+    hybrid.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.warns(UserWarning, match="the norm of the gradients was not finite"):
+        hybrid.step()
+    assert not any(map(torch.equal, before, model.parameters()))

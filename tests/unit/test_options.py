@@ -42,7 +42,7 @@ def test_the_signature_of_muon_has_every_option_and_default() -> None:
         ("zzz", "It takes"),
     ],
 )
-def test_an_unknown_keyword_is_told_the_options(keyword: str, named: str) -> None:
+def test_the_error_of_an_unknown_keyword_lists_the_options(keyword: str, named: str) -> None:
     unknown: dict[str, Any] = {keyword: 1}
     with pytest.raises(TypeError, match=f"no option {keyword}.*weight_decay") as error:
         Muon([("w", Parameter(torch.zeros(4, 4)))], **unknown)
@@ -63,10 +63,10 @@ def test_an_empty_state_dict_is_refused_with_the_missing_keys() -> None:
 
 
 def test_muon_stores_every_argument() -> None:
-    given = MuonOptions(lr=0.5, ns_steps=3, exchange="all_gather", missing_grad="skip", machine=Machine(tflops=1.0))
-    keywords = {item.name: getattr(given, item.name) for item in fields(given)}
+    options = MuonOptions(lr=0.5, ns_steps=3, exchange="all_gather", missing_grad="skip", machine=Machine(tflops=1.0))
+    keywords = {item.name: getattr(options, item.name) for item in fields(options)}
     muon = Muon([("w", Parameter(torch.zeros(4, 4)))], **keywords)
-    assert muon._options == given
+    assert muon._options == options
     assert {name: muon.param_groups[0][name] for name in HYPERPARAMETERS} == {
         name: keywords[name] for name in HYPERPARAMETERS
     }
@@ -125,7 +125,7 @@ def test_an_unknown_exchange_is_refused_with_a_suggestion() -> None:
 
 
 @pytest.mark.parametrize("group", [{"lr": -1.0}, {"momentum": 1.0}, {"lr_scale": "adam"}, {"ns_steps": 0}])
-def test_a_groups_own_value_is_checked_too(group: dict[str, Any]) -> None:
+def test_the_value_of_a_group_is_checked(group: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=rf"^{next(iter(group))} = "):
         Muon([{"params": [Parameter(torch.zeros(4, 4))], "param_names": ["w"], **group}])
 

@@ -73,7 +73,7 @@ def test_the_command_plans_outside_of_the_checkout(built: tuple[Path, Path], tmp
     assert "Muon step:" in done.stdout
 
 
-def test_the_version_is_the_projects() -> None:
+def test_the_version_equals_the_projects_version() -> None:
     (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     assert titan_muon.__version__ == version
 

@@ -59,7 +59,7 @@ def test_a_shared_key_keeps_every_query_head_below_the_threshold() -> None:
         assert logit * query * key <= 100.0 + 1e-4
 
 
-def test_the_largest_of_several_passes_counts_and_a_new_step_begins_anew() -> None:
+def test_the_maximum_of_several_passes_counts_and_resets_every_step() -> None:
     """Gradient accumulation, and forwards recomputed by activation checkpointing."""
     weights = whole_weights()
     clip = QKClip([layer(weights)])
@@ -70,10 +70,10 @@ def test_the_largest_of_several_passes_counts_and_a_new_step_begins_anew() -> No
         expected = clipped(expected, [largest] * HEADS, 100.0, 0.5)
         clip.apply()
         for name, weight in weights.items():
-            torch.testing.assert_close(weight, expected[name], msg=lambda said, name=name: f"{name}: {said}")
+            torch.testing.assert_close(weight, expected[name], msg=lambda message, name=name: f"{name}: {message}")
 
 
-def test_a_rank_with_some_heads_observes_these_heads() -> None:
+def test_a_rank_observes_only_the_local_heads() -> None:
     weights = whole_weights()
     expected = clipped(weights, [1.0, 1.0, 1.0, 1.0, 400.0, 200.0], 100.0, 0.5)
     clip = QKClip([layer(weights)])
@@ -93,7 +93,7 @@ def test_a_nonfinite_logit_changes_no_weight(logit: float) -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in weights.items())
 
 
-def test_weights_in_bfloat16_and_biases_are_scaled_too() -> None:
+def test_bfloat16_weights_and_biases_are_scaled() -> None:
     weight, bias = nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16)), nn.Parameter(torch.ones(4))
     rows = (HeadWeight("wq.weight", weight, query_rows(2)), HeadWeight("wq.bias", bias, query_rows(2)))
     clip = QKClip([AttentionLayer("attention", 2, rows)], threshold=1.0)
@@ -126,7 +126,7 @@ def test_an_unobserved_layer_is_an_error_in_the_first_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: QKClip([], threshold=0.0), r"threshold = 0\.0 must be more than 0"),
         (lambda: QKClip([], alpha=1.5), r"alpha = 1\.5 from 0 to 1"),
@@ -147,6 +147,6 @@ def test_an_unobserved_layer_is_an_error_in_the_first_step() -> None:
         (lambda: QKClip([AttentionLayer("a", 2)]).observe("a", torch.ones(3)), "a: has 2 heads, and not 3 from 0 on"),
     ],
 )
-def test_impossible_arguments_are_refused(call, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_impossible_arguments_are_refused(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         call()

@@ -21,10 +21,10 @@ import titan_muon.titan.assign.container  # noqa: E402, F401
 
 @pytest.fixture
 def registry() -> Registry[int]:
-    found: Registry[int] = Registry("some.key", "titan_muon.tests")
-    found.register("one", 1)
-    found.register("three", 3)
-    return found
+    values: Registry[int] = Registry("some.key", "titan_muon.tests")
+    values.register("one", 1)
+    values.register("three", 3)
+    return values
 
 
 def test_get_returns_a_registered_value(registry: Registry[int]) -> None:
@@ -33,7 +33,7 @@ def test_get_returns_a_registered_value(registry: Registry[int]) -> None:
     assert registry.names() == ("one", "three", "two")
 
 
-def test_a_false_value_is_a_value(registry: Registry[int]) -> None:
+def test_get_returns_a_registered_false_value(registry: Registry[int]) -> None:
     registry.register("zero", 0)
     assert registry.get("zero") == 0
 
@@ -102,7 +102,7 @@ def test_a_broken_package_raises_the_import_error() -> None:
         Registry("optimizer", "titan_muon.optimizers").get("broken")
 
 
-def test_the_optimizers_of_a_recipe() -> None:
+def test_the_registry_builds_muon_and_adamw() -> None:
     group = {"params": [torch.nn.Parameter(torch.ones(2, 2))], "param_names": ["w"]}
     assert isinstance(optimizers.get("muon").build([dict(group)], exchange="all_gather"), Muon)
     assert isinstance(optimizers.get("adamw").build([dict(group)], foreach=False), torch.optim.AdamW)

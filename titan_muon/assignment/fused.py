@@ -13,7 +13,7 @@ Layout = tuple[str, dict[str, int | tuple[int, ...]]]
 
 
 def class_names(module: nn.Module) -> tuple[str, ...]:
-    """Of the module's class and bases, because FSDP2 and float8 insert a class."""
+    """Names of a module's class and bases, because FSDP2 and float8 insert a class."""
     return tuple(kind.__name__ for kind in type(module).__mro__)
 
 

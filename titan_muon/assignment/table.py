@@ -36,7 +36,7 @@ HEADER = ParameterRow("parameter", "shape", "optimizer", "matrices", "placement"
 def parameter_table(
     assigned: Sequence[Assignment], parameters: Mapping[str, Tensor], plan: Plan | None, *, full: bool
 ) -> str:
-    """Without `full`, equal parameters of all layers share a line."""
+    """The table. Without `full`, equal parameters of all layers share a line."""
     blocks = {} if plan is None else {p.fqn: p.stack for p in plan.parameters}
     counts: Counter[ParameterRow] = Counter()
     for a in assigned:

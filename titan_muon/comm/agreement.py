@@ -170,8 +170,8 @@ class Agreement:
     def together(self, build: Callable[[], T]) -> T:
         """The result of `build` on this rank.
 
-        Raises ValueError on every rank of the world if `build` raises a ValueError on any rank. After another error,
-        such as an OutOfMemoryError, the failed rank raises the error itself, and all other ranks RuntimeError.
+        Raises ValueError on every rank if `build` raises a ValueError on any rank. After another error, such as an
+        OutOfMemoryError, the failed rank raises the error itself, and all other ranks RuntimeError.
         """
         results: list[T] = []
         fault: Exception | None = None
@@ -183,7 +183,7 @@ class Agreement:
         return results[0]
 
     def _raise_together(self, fault: Exception | None) -> None:
-        """Raise the fault of the lowest faulty rank on every rank, because further ranks would hang."""
+        """Raise the fault of the lowest faulty rank on every rank."""
         if self._size == 1:
             if fault is not None:
                 raise fault

@@ -80,9 +80,9 @@ class BufferSet:
 
     Attributes:
         home: stored pieces.
-        inbox: pieces received for the matrices of this owner.
+        inbox: pieces received for this owner.
         outbox: results to send back.
-        shared: results of all stored pieces, after the spread among replicas.
+        shared: results after the spread among replicas.
     """
 
     block: Tensor
@@ -145,7 +145,7 @@ def bucket_buffers(run: BucketProgram, rank: int, buffer_set: BufferSet) -> Buck
 def _by_matrix(
     run: BucketProgram, phase: Phase, buffer: Tensor, home: Tensor, rank: int
 ) -> dict[int, tuple[BufferPiece, ...]]:
-    """This owner's pieces by matrix; in an all-to-all, its own pieces stay in the home buffer."""
+    """This owner's pieces by matrix. In an all-to-all, own pieces stay in the home buffer."""
     own = [parcel for parcel in phase.home if phase.collective is Collective.ALL_TO_ALL and parcel.peer == rank]
     by_matrix: dict[int, list[BufferPiece]] = {matrix: [] for matrix in run.matrices}
     for piece in (*_pieces(phase.owned, buffer), *_pieces(own, home)):
@@ -180,7 +180,7 @@ class Buffers:
 
 
 def make_buffer_sets(program: Program, device: torch.device, dtype: torch.dtype) -> tuple[BufferSet, ...]:
-    """By bucket. Rounds share sets. Local buckets get empty buffers."""
+    """The buffer set of each bucket. Rounds share sets. Local buckets get empty buffers."""
     places = [None if run.local else program.buffer_set(index) for index, run in enumerate(program.buckets)]
     sharing: dict[tuple[int, int], list[BucketProgram]] = {}
     for place, run in zip(places, program.buckets, strict=True):

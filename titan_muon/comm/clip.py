@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..tensors.mesh import without_groups
-from ..tensors.names import listed
+from ..tensors.names import listed, named_parameters
 from .faults import NotFiniteError
 
 EPS = 1e-6
@@ -130,8 +130,7 @@ class SkipsSteps:
 
     def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
         groups: Sequence[Mapping[str, Any]] = self.param_groups  # type: ignore[attr-defined]
-        named = (pair for g in groups if "param_names" in g for pair in zip(g["params"], g["param_names"], strict=True))
-        names = dict(named)
+        names = {p: name for name, p in named_parameters(group for group in groups if "param_names" in group)}
         return [names.get(parameter, "a parameter without a name") for parameter in parameters]
 
     def skip_unless_finite(self, norm: NormCheck) -> None:

@@ -39,7 +39,7 @@ def tensors_of(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, str, 
     """(parameter name, label, tensor) of every parameter and state."""
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
-            for fqn, parameter in zip(_names(group), group["params"], strict=True):
+            for fqn, parameter in zip(names_in(group), group["params"], strict=True):
                 yield fqn, fqn, parameter
                 for key, state in sorted(optimizer.state.get(parameter, {}).items()):
                     if isinstance(state, Tensor):
@@ -57,7 +57,7 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Hashable]:
 
 def group_label(name: str, group: Mapping[str, Any]) -> str:
     """Text for errors."""
-    return f"{name}'s group of {_names(group)[0]}" if group["params"] else f"{name}'s empty group"
+    return f"{name}'s group of {names_in(group)[0]}" if group["params"] else f"{name}'s empty group"
 
 
 def labeled(optimizers: Mapping[str, Optimizer]) -> dict[str, Hashable]:
@@ -70,7 +70,8 @@ def labeled(optimizers: Mapping[str, Optimizer]) -> dict[str, Hashable]:
     }
 
 
-def _names(group: Mapping[str, Any]) -> Sequence[str]:
+def names_in(group: Mapping[str, Any]) -> Sequence[str]:
+    """The names of a group's parameters, or numbers."""
     return group.get("param_names") or [f"parameter {index}" for index in range(len(group["params"]))]
 
 

@@ -86,7 +86,7 @@ REMEDIES: Mapping[Fault, str] = {
 
 
 def fault_of(trained: TrainedParam, param: Tensor | None, average: Tensor | None, *, in_place: bool) -> Fault:
-    """`param`, `average`: the current tensors. `in_place`: whether the views are still valid."""
+    """The fault of a parameter. `param`, `average`: the current tensors. `in_place`: whether the views are valid."""
     # A rank outside of the mesh gets no gradient in backward.
     if not trained.on_mesh:
         return Fault.NONE

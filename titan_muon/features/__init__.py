@@ -20,7 +20,7 @@ from ..step.stages import RankStages
 def features_of(
     options: MuonOptions, rank: RankStages, agreement: Agreement, previous: Sequence[Feature] = ()
 ) -> Iterator[Feature]:
-    """Innermost first. `previous`: of a replaced engine, because hooks of a model refer to its LateApplies."""
+    """The features, innermost first. `previous`: of the old engine, because hooks of a model refer to LateApplies."""
     if any(matrix.slice is not None for matrix in rank.plan.matrices):
         from .slices import Slices
 
@@ -36,7 +36,7 @@ def features_of(
     if skips(options):
         from .skip import Skips
 
-        # Inside of the offload, on the device.
+        # Inside of the offload, to keep tensors on the device.
         yield Skips(agreement, options)
     if options.offload != "none":
         from .host import HostOffload
@@ -68,7 +68,6 @@ def features_of_step(optimizer: Optimizer, rank: RankStages, skipped: Tensor | N
 
         GradScaling.check(rank.options)
         yield GradScaling(rank, found_inf, getattr(optimizer, "grad_scale", None))
-    # Reading a flag on the CPU does not wait.
     elif skipped is not None and (skipped.device.type != "cpu" or skipped):
         from .scaling import GradScaling
 
@@ -81,7 +80,7 @@ def needs_exclusive_groups(options: MuonOptions) -> bool:
 
 
 def skips(options: MuonOptions) -> bool:
-    """See [Note: skipped matrices]."""
+    """Whether a step may skip matrices, see [Note: skipped matrices]."""
     return "skip" in (options.missing_grad, options.nonfinite)
 
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from ..comm.faults import Fault
-from ..comm.report import FaultReport
 from ..options import OptionError
 from ..plan.program import replicated_plain
 from ..plan.terms.types import Plan
@@ -211,10 +210,6 @@ class EarlyGathers(Feature):
         self._launched, self._packed, self._changed, self._rows = 0, {}, set(), {}
         self._entered = self._abandoned = False
 
-    @property
-    def report(self) -> FaultReport:
-        return self._rank.report
-
     def _is_launched(self, bucket: int) -> bool:
         return bucket in self.first[: self._launched]
 
@@ -224,7 +219,7 @@ class EarlyGathers(Feature):
         before, now = self._rows[place], _first_rows(step.grads, self.needed[place])
         if before is not None and now is not None:
             changed = before.nan_to_num(-1) != now.nan_to_num(-1)
-            self.report.add_where(self._numbers[place], changed, Fault.GRADIENT_CHANGED)
+            self._rank.report.add_where(self._numbers[place], changed, Fault.GRADIENT_CHANGED)
 
 
 class _Backward:
@@ -255,7 +250,7 @@ class _Backward:
         # Not earlier, because reading the report waits for the last step, and buffers add to the peak memory.
         self._begun = True
         # After a fault the step raises, or heals the momentum before packing.
-        self._off = any(self._early.report.read())
+        self._off = any(self._rank.report.read())
         if not self._off:
             self._early.begin(self._computing)
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..features.late import LateApplies
 from ..muon import Muon
 from ..options import OptionError
+from ..tensors.names import named_parameters
 from .private import GatheredGroup, own_groups, prefetched_groups
 
 
@@ -73,8 +74,7 @@ def apply_in_forward(model: nn.Module, muon: Muon) -> None:
         raise ValueError("apply_in_forward: Muon has no late updates; build Muon with overlap = 'forward'")
     if deferred.attached:
         raise ValueError("apply_in_forward: was called for this Muon before; call it only once")
-    groups = muon.param_groups
-    trained = {p: fqn for group in groups for fqn, p in zip(group["param_names"], group["params"], strict=True)}
+    trained = {parameter: fqn for fqn, parameter in named_parameters(muon.param_groups)}
     if muon.plan.buckets:
         _check_gathered(model, trained)
     modules = _sharded(model)

@@ -65,9 +65,7 @@ class Method:
         dtype: of the iteration, a name in DTYPES.
         restarts: the Gram iteration restarts before these steps.
         products: `plain` or a name in `symmetric.KERNELS`.
-        batch: most matrices at a time.
         reason: of the choice by `auto`, else empty.
-        slices: ranks that orthogonalize a matrix together.
     """
 
     algorithm: str

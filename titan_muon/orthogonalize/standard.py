@@ -22,9 +22,9 @@ def standard(
 ) -> Tensor:
     """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), in its shape and dtype.
 
-    X <- a X + (b A + c A A) X with A = X Xᵀ, from X = matrix / max(norm, eps), on the smaller side, in `dtype`. Source:
-    Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024). The result is a new tensor or
-    `out`, which may be `stack`. `norms`: `frobenius_norms(stack, dtype)`. `prescale`: begin with `almost_orthogonal_`.
+    X <- a X + (b A + c A A) X with A = X Xᵀ, from X = matrix / max(norm, eps), on the smaller side, in `dtype`. Source
+    as of `reference`. The result is a new tensor or `out`, which may be `stack`. `norms`: `frobenius_norms(stack,
+    dtype)`. `prescale`: begin with `almost_orthogonal_`.
     """
     x = normalized(stack, eps, dtype, norms)
     return delivered(_iterated(x, next_buffer(x, out), steps, products, prescale), stack.dtype, out)

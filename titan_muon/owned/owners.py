@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..options import OptionError, Owner, PlacementRule, Split, check
 from ..plan.owned.ownership import OwnedItem, Ownership, assign_owners, load_lines
-from ..plan.terms.types import MatrixStack
 from ..plan.terms.work import standard_flops
 from ..tensors.dtensor import layer_of
 from ..tensors.matrices import stack_of
@@ -56,7 +55,7 @@ def owned_items(
     flops: FlopCount,
     elementwise: Collection[Tensor],
 ) -> list[OwnedItem]:
-    """The loads. A single peer holds a `gathered` parameter; all peers hold the rest."""
+    """The loads of parameters. A single peer holds a `gathered` parameter; all peers hold the rest."""
     peers = next((mesh.size() for mesh in gathered.values()), 1)
     items = []
     for fqn, parameter in parameters.items():
@@ -79,18 +78,11 @@ def _item(
     columns = prod(parameter.shape[stack.row_dims :])
     cost = sum(flops(*matrix.shape(columns)) for matrix in stack.matrices)
     # If gathered along dim 0, a piece's rows would match no owner's part.
-    if not _is_stack(parameter, stack) or (whole and inner.placements[0].is_shard(0)):
+    is_stack = stack.row_dims > 1 and stack.is_separable(parameter.shape)
+    if not is_stack or (whole and inner.placements[0].is_shard(0)):
         return OwnedItem(fqn, layer_of(fqn), cost, size, owner=owner)
     # This rank and its expert-parallel peers divide only the local experts.
     return OwnedItem(fqn, layer_of(fqn), cost * held[0] // len(parameter), size, held[0], owner)
-
-
-def _is_stack(parameter: Tensor, stack: MatrixStack) -> bool:
-    """Whether every matrix is within a single index of dim 0."""
-    height = prod(parameter.shape[1 : stack.row_dims])
-    return stack.row_dims > 1 and all(
-        matrix.rows[0].start // height == (matrix.rows[-1].stop - 1) // height for matrix in stack.matrices
-    )
 
 
 def placed(names: Iterable[str], chosen: Collection[str], rules: Sequence[PlacementRule]) -> dict[str, Owner]:
@@ -126,7 +118,6 @@ def check_rules(names: Iterable[str], rules: Sequence[PlacementRule]) -> None:
 
 
 def _first(name: str, rules: Sequence[PlacementRule]) -> int | None:
-    # Not fnmatch, which ignores case on some systems.
     return next((index for index, rule in enumerate(rules) if fnmatchcase(name, rule.match)), None)
 
 

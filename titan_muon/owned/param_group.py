@@ -45,7 +45,7 @@ class CommContext:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> CommContext:
-        """`tensor`: tensor-parallel mesh with holders. Raises ValueError for an invalid mesh."""
+        """The context of a mesh. `tensor`: tensor-parallel mesh with holders. Raises ValueError for an invalid mesh."""
         if mesh.ndim not in (1, 2):
             raise ValueError(f"mesh has {mesh.ndim} axes; give (shard,) or (replicate, shard), as to fully_shard")
         if mesh.get_coordinate() is None:
@@ -91,7 +91,7 @@ class OwnedState(Enum):
 
 
 class OwnedParamGroup:
-    """`param_dtype`: of the unsharded parameters, or None to keep the dtype."""
+    """Owned parameters of a module. `param_dtype`: of the unsharded parameters, or None to keep the dtype."""
 
     def __init__(
         self, name: str, params: Sequence[OwnedParam], comm: CommContext, param_dtype: torch.dtype | None
@@ -120,7 +120,7 @@ class OwnedParamGroup:
 
     @torch.no_grad()
     def unshard(self) -> None:
-        """Start the gather unless started, on all ranks in the same order of groups."""
+        """Start the gather unless started. Collective."""
         if self.state is not OwnedState.OWNED:
             return
         buffer, streams = self._resized_buffer(), self._comm.streams
@@ -168,7 +168,6 @@ class OwnedParamGroup:
         if self.state is OwnedState.OWNED:
             return
         if self.state is OwnedState.UNSHARDING:
-            # Memory freed during a collective could be reused while the collective still writes.
             self._wait()
         else:
             for param in self.params:
@@ -211,7 +210,7 @@ class OwnedParamGroup:
 
 
 def parts_of(params: Iterable[OwnedParam]) -> list[OwnedPart]:
-    """In buffer order."""
+    """All parts, in buffer order."""
     return [part for param in params for part in param.parts]
 
 

@@ -85,8 +85,6 @@ def coalesces(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def coalesced(group: ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
-    """Launches its operations as a single kernel at exit; operations must not raise.
-
-    Without a device, broadcasts and reductions do not coalesce.
-    """
+    """Launches operations as a single kernel at exit; operations must not raise."""
+    # Without a device, broadcasts and reductions do not coalesce.
     return _coalescing_manager(group, device)

@@ -61,7 +61,7 @@ class Reduction:
         """After the reduction, free the inputs and start the all-reduce over replicas, if any."""
         if self._input is None:
             return
-        self._release()
+        self.release()
         # Owners are at equal positions in each replica, so all ranks of the group skip or none.
         group, streams = self._comm.replicate_group, self._comm.streams
         if group is not None and self._sum.numel() > 0:
@@ -82,10 +82,7 @@ class Reduction:
             for part, total in whole:
                 part.param.add_reduced_grad(total)
 
-    def discard(self) -> None:
-        self._release()
-
-    def _release(self) -> None:
+    def release(self) -> None:
         # Memory freed during a collective could be reused while the collective still writes.
         self._wait()
         self._comm.streams.current.wait_event(self._copied)
@@ -128,7 +125,7 @@ class Reductions:
 
     def discard(self) -> None:
         for reduction in self.pending:
-            reduction.discard()
+            reduction.release()
         self.pending.clear()
 
     def _finish_but(self, left: int) -> None:

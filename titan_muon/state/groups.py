@@ -14,7 +14,7 @@ from ..options import HYPERPARAMETERS, Hyperparameters, MuonOptions, OptionError
 from ..orthogonalize import Iteration, iteration
 from ..tensors.matrices import stack_of
 from ..tensors.mesh import flattened_by
-from ..tensors.names import LOOKED_UP, canonical_fqn, listed
+from ..tensors.names import LOOKED_UP, canonical_fqn, listed, named_parameters
 from ..tensors.storage import STEP
 from .host import resolved
 
@@ -23,7 +23,7 @@ KEYS = frozenset((*HYPERPARAMETERS, "params", "param_names", "initial_lr", "opti
 
 
 def iteration_of(group: Mapping[str, Any]) -> Iteration:
-    """Raises ValueError for invalid coefficients."""
+    """The iteration of a group. Raises ValueError for invalid coefficients."""
     return iteration(group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
@@ -126,7 +126,7 @@ def check_params(group: Mapping[str, Any], splits: Sequence[Split]) -> None:
             "its name. ZeroRedundancyOptimizer cannot wrap Muon: state = 'owner' keeps each momentum on one rank"
         )
     names: dict[Tensor, str] = {}
-    for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
+    for fqn, parameter in named_parameters([group]):
         # PyTorch warns of a tensor repeated without names. `build` refuses it.
         if parameter in names and NUMBERS.fullmatch(fqn) is None:
             raise ValueError(f"{fqn}: is the same tensor as {names[parameter]}; give every parameter once")
@@ -152,7 +152,7 @@ THINNEST = 16
 
 def doubts_of(group: Mapping[str, Any]) -> Iterator[str]:
     """Warnings about parameters for another optimizer."""
-    trained = [pair for pair in zip(group["param_names"], group["params"], strict=True) if pair[1].requires_grad]
+    trained = [pair for pair in named_parameters([group]) if pair[1].requires_grad]
     looked_up = [fqn for fqn, _ in trained if any(fnmatchcase(fqn, pattern) for pattern in LOOKED_UP)]
     if looked_up:
         yield (

@@ -25,7 +25,7 @@ ALIGNMENT = 64
 # - Slots are allocated on the computing stream. So the arriving stream first waits for earlier uses of the memory, and
 #   for the last step's transfers to the host.
 # - A transfer leaves after the computing stream has used the tensors. Then a later transfer reuses the slot.
-# - At the end the computing stream waits for all transfers, because later allocations may reuse the slots.
+# - At the end the computing stream waits for all transfers.
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ def _pins(parameter: Tensor) -> bool:
 
 
 def check_offload(parameters: Iterable[Parameter], options: MuonOptions) -> None:
-    """Raise OptionError for matrices that share rows."""
-    # Transfers move whole rows, and would overwrite each other's.
+    """Raise OptionError for an offload of matrices that share rows."""
+    # Transfers move whole rows, so two transfers would overwrite common rows.
     shared = next((parameter.fqn for parameter in parameters if parameter.stack.interleaved), None)
     if options.offload != "none" and shared is not None:
         raise OptionError(

@@ -16,6 +16,7 @@ from ..plan.terms.layout import chunk
 from ..plan.terms.types import Parameter
 from ..tensors.dtensor import held_indices, local, storage_device
 from ..tensors.mesh import StateMesh, refuse_reads, without_groups
+from ..tensors.names import named_parameters
 from ..tensors.storage import TrainedParam, placement_key, with_average
 from .eight_bit import BLOCK, SCALES, new_scales
 from .host import new_state, state_like
@@ -101,21 +102,20 @@ def followed(
 
     Raises ValueError for a parameter with a new mesh, placement or shape.
     """
-    for group in groups:
-        for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
-            planned = trained.get(fqn)
-            if planned is None:
-                continue
-            values = dict(state.get(parameter) or state[planned.param])
-            if placement_key(parameter) != planned.key:
-                raise ValueError(
-                    f"{fqn}: resharded since Muon was built, and its momentum does not fit; build a new optimizer, and "
-                    "load the momentum from a checkpoint of torch.distributed.checkpoint"
-                )
-            if offload == "none":
-                device = storage_device(parameter)
-                values = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()}
-            yield planned.param, parameter, values
+    for fqn, parameter in named_parameters(groups):
+        planned = trained.get(fqn)
+        if planned is None:
+            continue
+        values = dict(state.get(parameter) or state[planned.param])
+        if placement_key(parameter) != planned.key:
+            raise ValueError(
+                f"{fqn}: resharded since Muon was built, and its momentum does not fit; build a new optimizer, and "
+                "load the momentum from a checkpoint of torch.distributed.checkpoint"
+            )
+        if offload == "none":
+            device = storage_device(parameter)
+            values = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()}
+        yield planned.param, parameter, values
 
 
 def kept_by(trained: TrainedParam) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ class StateSpec:
 
     Attributes:
         kind: a number for each output, for each element, or for the whole matrix.
-        saved: whether the state outlives a step; if not, a feature fills the state in each step.
+        saved: whether the state outlives a step. A feature fills other states in each step.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Checks of the momentum in a state dict before loading."""
+"""Checks of a state dict before loading."""
 
 from __future__ import annotations
 

@@ -39,7 +39,6 @@ class MaskedBatch(Batch):
     """A batch whose flagged matrices are zero, so that they get no update and rules keep their states.
 
     Attributes:
-        inner: the batch with all matrices.
         numbers: (count,) places of the matrices in `flags`, on the device.
         flags: positive for a matrix to zero, on the device.
     """

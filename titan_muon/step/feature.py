@@ -22,21 +22,21 @@ class Feature:
     allowed: Sequence[Fault] = ()
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
-        """Called again after parameters or momentum have moved."""
+        """The stages with this feature. Called again after parameters or momentum have moved."""
         return stages
 
     def ready(self) -> None:
         """Prepare a step. Raises ValueError on all ranks if no step is possible."""
 
     def faults(self, faults: Sequence[Fault]) -> Sequence[Fault]:
-        """`faults` by parameter, with this feature's faults."""
+        """The faults by parameter, with this feature's faults."""
         return faults
 
     def told(self, faults: Sequence[Fault]) -> None:
         """React to faults, at least one, equal on all ranks."""
 
     def before(self, step: Step) -> None:
-        """The buffers are allocated."""
+        """Start a step. The buffers are allocated."""
 
     def after(self) -> None:
         """End a step."""

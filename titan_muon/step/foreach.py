@@ -38,7 +38,7 @@ def chunk_bytes(device: str) -> int:
 
 
 WIDE_BYTES = 4
-"""Bytes of an element of the momentum in a call."""
+"""Bytes of an element in the arithmetic of the momentum."""
 
 
 class Rectangle(NamedTuple):
@@ -142,7 +142,7 @@ class Apply:
             self.chunk.update(params, self.updates, apply, self.group[STEP])
 
     def with_current_group(self) -> Apply:
-        # A scheduler changes a tensor learning rate in place.
+        # Clone, because a scheduler changes a tensor learning rate in place.
         kept = {name: value for name, value in self.group.items() if name not in ("params", "param_names")}
         copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
         return replace(self, group=copied)
@@ -163,7 +163,7 @@ def without_parameters(calls: Iterable[Apply], parameters: Collection[int]) -> I
 
 @dataclass(frozen=True)
 class Copies:
-    """One foreach call."""
+    """Copies in one foreach call."""
 
     targets: tuple[Tensor, ...]
     sources: tuple[Tensor, ...]
@@ -195,7 +195,7 @@ class StoredPiece(NamedTuple):
 def advances(
     pieces: Iterable[StoredPiece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], device: str
 ) -> tuple[Advance, ...]:
-    """`groups` and `storage`: by parameter."""
+    """The advance calls of these pieces. `groups` and `storage`: by parameter."""
     placed = [
         (part, part.of_average(storage[piece.parameter]), () if view is None else (view,))
         for piece in pieces
@@ -229,7 +229,7 @@ def applies(
     *,
     stochastic: bool,
 ) -> tuple[Apply, ...]:
-    """`scratch`: memory of all calls. `stochastic`: rounding of bfloat16."""
+    """The apply calls of these pieces. `scratch`: memory of all calls. `stochastic`: rounding of bfloat16."""
     draws = [stochastic and stored.param.dtype == torch.bfloat16 for stored in storage]
     placed = []
     for piece in pieces:

@@ -25,7 +25,7 @@ def trace_range(stage: str, bucket: int | None = None) -> AbstractContextManager
 
 
 def with_ranges(stages: Stages) -> Stages:
-    """Each stage in a range."""
+    """The stages, each in a range."""
     return Stages(**{name: _with_range(name, stage) for name, stage in stages._asdict().items()})
 
 

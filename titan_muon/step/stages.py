@@ -359,7 +359,7 @@ class RankStages:
         if step.excluded:
             for place, matrix in enumerate(batch.matrices):
                 if self.plan.matrices[matrix].parameter in step.excluded:
-                    # Nothing was packed.
+                    # Nothing was packed, and the workspace has old values.
                     batch.whole[place].zero_()
         norms = batch.norms()
         self.report.add_where(batch.parameters, zero_nonfinite_(batch.whole, norms), Fault.NOT_FINITE)

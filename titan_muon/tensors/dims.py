@@ -59,7 +59,7 @@ def stack_in(dims: str, shape: Sequence[int], lengths: Lengths) -> MatrixStack:
 
 
 def parsed(dims: str) -> Notation:
-    """Raises ValueError if `dims` is malformed."""
+    """The notation of `dims`. Raises ValueError if `dims` is malformed."""
     left, arrow, right = dims.partition("->")
     count, bar, matrix = right.partition("|")
     if not arrow or not bar:

@@ -29,18 +29,14 @@ def layout_of(fqn: str, tensor: Tensor) -> types.Layout:
 
 
 def layout_on(fqn: str, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> types.Layout:
-    """As `layout_of`."""
+    """As `layout_of`, for a tensor of this shape on a mesh."""
     ranks = types.Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
     placed = tuple(_placement(fqn, p) for p in placements)
-    return types.Layout(tuple(shape), ranks, placed, _tensor_parallel(mesh.mesh_dim_names or (), ranks, placed))
-
-
-def _tensor_parallel(names: Sequence[str], mesh: types.Mesh, placements: Sequence[types.Placement]) -> int | None:
-    """The tensor-parallel axis if the tensor is sharded over the axis."""
-    if TENSOR_PARALLEL not in names:
-        return None
-    axis = names.index(TENSOR_PARALLEL)
-    return axis if mesh.shape[axis] > 1 and not isinstance(placements[axis], types.Replicate) else None
+    names = mesh.mesh_dim_names or ()
+    axis = names.index(TENSOR_PARALLEL) if TENSOR_PARALLEL in names else None
+    if axis is not None and (ranks.shape[axis] == 1 or isinstance(placed[axis], types.Replicate)):
+        axis = None
+    return types.Layout(tuple(shape), ranks, placed, axis)
 
 
 def _placement(fqn: str, placement: Placement) -> types.Placement:

@@ -17,7 +17,7 @@ class MeshWithoutGroups(DeviceMesh):
     refusal: str
 
     def __init__(self, device_type: str, ranks: Tensor, names: tuple[str, ...] | None = None) -> None:
-        # Making a process group is collective over all ranks.
+        # No process groups, because making a group is collective over all ranks.
         super().__init__(device_type, ranks, mesh_dim_names=names, _init_backend=False)
 
     @property

@@ -29,7 +29,6 @@ class TrainedParam:
         group: parameter group. A scheduler may change hyperparameters between steps.
         key, stored: `placement_key`, and dtype and device of the local tensor, when the step was planned.
         on_mesh: whether this rank is on the mesh, and so gets a gradient.
-        average_device: device type of the momentum.
         scales: of an int8 momentum.
     """
 

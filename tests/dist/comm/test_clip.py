@@ -102,9 +102,9 @@ def whole(parameters: list[nn.Parameter]) -> list:
 def test_clip_equals_single_process(clipped: list[int], max_norm: float) -> None:
     """Dense, strided, expert, plain, replicated and owned parameters on 4 ranks must clip as in one process."""
     norm, gradients = expected(clipped, max_norm)
-    for found_norm, found in run_ranks(clip_on_four_ranks, 4, clipped, max_norm):
+    for found_norm, grads in run_ranks(clip_on_four_ranks, 4, clipped, max_norm):
         assert found_norm == pytest.approx(norm, rel=1e-6)
-        for got, want in zip(found, gradients, strict=True):
+        for got, want in zip(grads, gradients, strict=True):
             torch.testing.assert_close(torch.from_numpy(got), want, rtol=1e-5, atol=1e-7)
 
 
@@ -114,9 +114,9 @@ def test_clip_grad_norm_is_torchs_on_any_mixture_of_meshes(norm_type: float) -> 
     for parameter, gradient in zip(parameters, whole_gradients(), strict=True):
         parameter.grad = gradient.clone()
     norm = nn.utils.clip_grad_norm_(parameters, 0.5, norm_type)
-    for found_norm, found in run_ranks(clip_all_on_four_ranks, 4, 0.5, norm_type):
+    for found_norm, grads in run_ranks(clip_all_on_four_ranks, 4, 0.5, norm_type):
         assert found_norm == pytest.approx(float(norm), rel=1e-5)
-        for got, parameter in zip(found, parameters, strict=True):
+        for got, parameter in zip(grads, parameters, strict=True):
             assert parameter.grad is not None
             torch.testing.assert_close(torch.from_numpy(got), parameter.grad, rtol=1e-5, atol=1e-7)
 

@@ -37,7 +37,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def said(fn: Callable[[], object]) -> str:
+def message(fn: Callable[[], object]) -> str:
     """The text of the ValueError of `fn`, or empty."""
     try:
         fn()
@@ -82,7 +82,7 @@ def under_ddp(rank: int, world_size: int) -> tuple[list[str], int, int, list[tup
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_copies_are_orthogonalized_once_and_results_alone_travel(world_size: int) -> None:
+def test_replicas_are_orthogonalized_once_and_only_results_are_sent(world_size: int) -> None:
     elements = len(EVEN) * SHAPE[0] * SHAPE[1]
     for wrong, flops, every, pieces, planned in run_ranks(under_ddp, world_size, timeout=SECONDS):
         assert wrong == []
@@ -111,7 +111,7 @@ def beside_torch(rank: int, world_size: int) -> bool:
     return all(torch.equal(copy, param) for copy, param in zip(copies, model.parameters(), strict=True))
 
 
-def test_ddp_trains_as_torch_does() -> None:
+def test_ddp_trains_as_torchs_muon() -> None:
     assert run_ranks(beside_torch, 2, timeout=SECONDS) == [True, True]
 
 
@@ -132,9 +132,9 @@ def mixed(rank: int, world_size: int, **options: Any) -> tuple[list[str], int]:
 
 
 def test_a_plan_holds_plain_replicated_and_sharded_parameters() -> None:
-    found = run_ranks(mixed, 4, timeout=SECONDS)
-    assert [wrong for wrong, _ in found] == [[]] * 4
-    assert sum(done for _, done in found) == 3 * 5
+    results = run_ranks(mixed, 4, timeout=SECONDS)
+    assert [wrong for wrong, _ in results] == [[]] * 4
+    assert sum(done for _, done in results) == 3 * 5
 
 
 def repeated(rank: int, world_size: int) -> tuple[list[str], int, int]:
@@ -163,7 +163,7 @@ def each_its_own(rank: int, world_size: int) -> tuple[bool, bool, str, list[str]
         reference.step(grads)
     muon.check_last_step()
     right = [torch.equal(params[name], reference.params[name]) for name in ("own", "copy")]
-    return right[0], right[1], muon.plan.reason, [str(one.message) for one in caught]
+    return right[0], right[1], muon.plan.reason, [str(warning.message) for warning in caught]
 
 
 def test_a_rank_orthogonalizes_a_plain_tensor_with_rank_specific_values() -> None:
@@ -175,7 +175,7 @@ def test_a_rank_orthogonalizes_a_plain_tensor_with_rank_specific_values() -> Non
 
 
 def on_some_ranks(rank: int, world_size: int) -> str:
-    return said(lambda: Muon([(f"stages.{rank}.weight", nn.Parameter(torch.ones(SHAPE)))]).build())
+    return message(lambda: Muon([(f"stages.{rank}.weight", nn.Parameter(torch.ones(SHAPE)))]).build())
 
 
 def test_a_plain_tensor_on_some_ranks_only_is_refused() -> None:
@@ -217,7 +217,7 @@ def spoil(rank: int, change: Callable[[int, Tensor], Tensor | None]) -> tuple[li
     for seed in range(1, 4):
         for name, grad in full(EVEN, seed).items():
             params[name].grad = change(rank, grad) if seed == 1 and name == "layers.3.weight" else grad
-        errors.append(said(muon.step))
+        errors.append(message(muon.step))
     return errors, torch.stack([param.detach() for param in params.values()]).numpy().tobytes()
 
 
@@ -232,16 +232,16 @@ def spoiled() -> list[dict[str, tuple[list[str], bytes]]]:
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_different_gradients_of_replicas_are_an_error_on_every_rank(change: Callable[..., Any]) -> None:
-    found = [each[change.__name__] for each in spoiled()]
-    assert len({weights for _, weights in found}) == 1, "copies are equal whatever their gradients were"
-    for (first, second, third), _ in found:
+    results = [rank_results[change.__name__] for rank_results in spoiled()]
+    assert len({weights for _, weights in results}) == 1, "copies are equal whatever their gradients were"
+    for (first, second, third), _ in results:
         assert first == "", "a rank that raised alone would leave the others waiting"
         assert second.startswith(CHANGES[change])
         assert bool(second) == bool(CHANGES[change])
         assert third == "", "told once"
 
 
-def taken(seeds: Iterable[int], params: dict[str, Tensor], state: Any = None) -> tuple[dict[str, Tensor], Any]:
+def steps_of(seeds: Iterable[int], params: dict[str, Tensor], state: Any = None) -> tuple[dict[str, Tensor], Any]:
     """Weights and state after a step with the gradients of each seed, from these weights and, if given, a state."""
     named = {name: nn.Parameter(value.clone()) for name, value in params.items()}
     muon = Muon(list(named.items()), **OPTIONS).build()
@@ -257,19 +257,19 @@ def taken(seeds: Iterable[int], params: dict[str, Tensor], state: Any = None) ->
 def taken_on_ranks(rank: int, world_size: int, seed: int, saved: bytes) -> bytes:
     """As bytes: tensors in a queue would go with their process."""
     file = io.BytesIO()
-    torch.save(taken([seed], *torch.load(io.BytesIO(saved))), file)
+    torch.save(steps_of([seed], *torch.load(io.BytesIO(saved))), file)
     return file.getvalue()
 
 
-def test_a_state_dict_goes_on_with_any_number_of_copies() -> None:
+def test_a_state_dict_continues_with_any_number_of_replicas() -> None:
     """From one process to 4 ranks, to 2, and back to one: the same bits as in one process."""
     reference = ReferenceMuon(full(MIXED, 0))
     for seed in range(1, 5):
         reference.step(full(MIXED, seed))
     file = io.BytesIO()
-    torch.save(taken([1], full(MIXED, 0)), file)
+    torch.save(steps_of([1], full(MIXED, 0)), file)
     saved = file.getvalue()
     for world_size, seed in ((4, 2), (2, 3)):
         *_, saved = run_ranks(taken_on_ranks, world_size, seed, saved, timeout=SECONDS)
-    params, _ = taken([4], *torch.load(io.BytesIO(saved)))
+    params, _ = steps_of([4], *torch.load(io.BytesIO(saved)))
     assert all(torch.equal(params[name], reference.params[name]) for name in MIXED)

@@ -295,18 +295,18 @@ def stop(rank: int, world_size: int, change: Callable[..., None], asked: str, **
 
 @pytest.mark.parametrize("fn", STOPPED, ids=lambda fn: fn.__name__)
 def test_unusable_gradients_give_no_update_and_an_error_on_every_rank(fn: Callable[..., None]) -> None:
-    for found in run_ranks(stop, 2, fn, "the next step", timeout=SECONDS):
-        assert found.error_of_the_step == "", "a rank that raised alone would leave the others waiting"
-        assert STOPPED[fn] in found.error_when_asked
-        assert found.no_update
-        assert found.stood
-        assert found.goes_on, "told once"
+    for result in run_ranks(stop, 2, fn, "the next step", timeout=SECONDS):
+        assert result.error_of_the_step == "", "a rank that raised alone would leave the others waiting"
+        assert STOPPED[fn] in result.error_when_asked
+        assert result.no_update
+        assert result.stood
+        assert result.goes_on, "told once"
 
 
 @pytest.mark.parametrize("asked", ["a checkpoint", "the end"])
-def test_the_last_step_is_told_of_too(asked: str) -> None:
-    for found in run_ranks(stop, 2, gradient_missing_here, asked, timeout=SECONDS):
-        assert "no gradient for layers.1.weight" in found.error_when_asked
+def test_check_last_step_reports_the_last_step(asked: str) -> None:
+    for result in run_ranks(stop, 2, gradient_missing_here, asked, timeout=SECONDS):
+        assert "no gradient for layers.1.weight" in result.error_when_asked
 
 
 def change_group_on_one_rank(rank: int, world_size: int, changes: dict[str, Any]) -> str:
@@ -345,10 +345,10 @@ def plain_gradient_missing_on_one_rank(rank: int, world_size: int) -> str:
     return message(optimizer.step)
 
 
-def test_copies_of_a_plain_tensor_agree_on_a_missing_gradient() -> None:
+def test_replicas_of_a_plain_tensor_agree_on_a_missing_gradient() -> None:
     """As under DDP: one rank orthogonalizes for all, and none may go on alone."""
-    for said in run_ranks(plain_gradient_missing_on_one_rank, 2, timeout=SECONDS):
-        assert "no gradient for layers.0.weight" in said
+    for text in run_ranks(plain_gradient_missing_on_one_rank, 2, timeout=SECONDS):
+        assert "no gradient for layers.0.weight" in text
 
 
 def test_wrong_storage_on_a_rank_is_refused_on_every_rank() -> None:
@@ -408,7 +408,7 @@ def sharded_after_muon(rank: int, world_size: int) -> tuple[str, bool]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_sharding_the_model_after_muon_is_an_error_in_the_first_step(world_size: int) -> None:
     """The first step would otherwise train nothing, and the second name another remedy."""
-    for said, untouched in run_ranks(sharded_after_muon, world_size, timeout=SECONDS):
-        assert "no gradient for 0.weight or any other parameter of Muon in the first step" in said
-        assert "after fully_shard" in said
+    for text, untouched in run_ranks(sharded_after_muon, world_size, timeout=SECONDS):
+        assert "no gradient for 0.weight or any other parameter of Muon in the first step" in text
+        assert "after fully_shard" in text
         assert untouched

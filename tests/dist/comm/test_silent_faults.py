@@ -168,7 +168,7 @@ def test_every_rank_names_a_silent_fault_at_the_next_step(fault: Callable[..., N
 
 def not_finite(rank: int, world_size: int) -> dict[str, Any]:
     """A step after a norm that is not finite: changes of weights and states, and errors."""
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for overlap in ("none", "backward"):
         training = Training(overlap=overlap)
         training.optimizer.step()
@@ -180,12 +180,12 @@ def not_finite(rank: int, world_size: int) -> dict[str, Any]:
         before, states = training.weights(), training.states()
         clip_grad_norm_(of_adamw, 1.0, optimizer=training.optimizer)
         training.optimizer.step()
-        found[overlap, "weights"] = all(torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True))
-        found[overlap, "states"] = all(torch.equal(a, b) for a, b in zip(states, training.states(), strict=True))
-        found[overlap, "save"] = message(training.optimizer.check_last_step)
+        report[overlap, "weights"] = all(torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True))
+        report[overlap, "states"] = all(torch.equal(a, b) for a, b in zip(states, training.states(), strict=True))
+        report[overlap, "save"] = message(training.optimizer.check_last_step)
         training.backward()
-        found[overlap, "after"] = message(training.optimizer.step)
-        found[overlap, "moves"] = not any(torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True))
+        report[overlap, "after"] = message(training.optimizer.step)
+        report[overlap, "moves"] = not any(torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True))
     training = Training(nonfinite="skip")
     if rank == 1:
         spoil(training.model.embedding.weight.grad)
@@ -194,21 +194,21 @@ def not_finite(rank: int, world_size: int) -> dict[str, Any]:
     training.backward()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found["skip"] = message(training.optimizer.step)
-    found["warned"] = " ".join(str(warning.message) for warning in caught)
-    return found
+        report["skip"] = message(training.optimizer.step)
+    report["warned"] = " ".join(str(warning.message) for warning in caught)
+    return report
 
 
 def test_a_nonfinite_norm_skips_the_update_and_names_parameter_and_rank() -> None:
-    for found in run_ranks(not_finite, 2, timeout=SECONDS):
+    for report in run_ranks(not_finite, 2, timeout=SECONDS):
         for overlap in ("none", "backward"):
-            assert found[overlap, "weights"]
-            assert found[overlap, "states"]
-            assert "the norm of the gradients was not finite (embedding.weight on rank 1)" in found[overlap, "save"]
-            assert found[overlap, "after"] == "", "told once"
-            assert found[overlap, "moves"]
-        assert found["skip"] == ""
-        assert "embedding.weight on rank 1" in found["warned"]
+            assert report[overlap, "weights"]
+            assert report[overlap, "states"]
+            assert "the norm of the gradients was not finite (embedding.weight on rank 1)" in report[overlap, "save"]
+            assert report[overlap, "after"] == "", "told once"
+            assert report[overlap, "moves"]
+        assert report["skip"] == ""
+        assert "embedding.weight on rank 1" in report["warned"]
 
 
 def removed(rank: int, world_size: int) -> list[str]:

@@ -171,7 +171,7 @@ def extra_calls(run: BucketProgram) -> int:
 
 
 @pytest.mark.parametrize(("world_size", "name", "exchange"), ONE_BY_ONE)
-def test_bytes_and_calls_are_the_plans(world_size: int, name: str, exchange: str) -> None:
+def test_bytes_and_calls_equal_the_plan(world_size: int, name: str, exchange: str) -> None:
     plan, summary, counted = result(world_size, name, exchange)
     for rank, (cost, mine) in enumerate(zip(summary.ranks, counted, strict=True)):
         extra = sum(extra_calls(run) for run in make_program(plan, rank).buckets)
@@ -191,7 +191,7 @@ def test_the_fault_exchange_sends_four_bytes_per_parameter_if_buckets_exist(
 
 
 @pytest.mark.parametrize(("world_size", "name", "exchange"), ONE_BY_ONE)
-def test_flops_and_matrices_are_the_plans(world_size: int, name: str, exchange: str) -> None:
+def test_flops_and_matrices_equal_the_plan(world_size: int, name: str, exchange: str) -> None:
     plan, summary, counted = result(world_size, name, exchange)
     assert max(mine.flops for mine in counted) == max(cost.ns_flops for cost in summary.ranks)
     for mine in counted:
@@ -230,7 +230,7 @@ def test_an_all_to_all_over_fsdp_sends_the_minimum_of_bytes(world_size: int) -> 
 
 @pytest.mark.parametrize(("world_size", "name"), [(4, "ep_whole"), (8, "ep_efsdp_whole")])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_whole_experts_stay_at_home(world_size: int, name: str, exchange: str) -> None:
+def test_whole_experts_are_local(world_size: int, name: str, exchange: str) -> None:
     _, _, counted = result(world_size, name, exchange)
     assert [(mine.calls, mine.sent, mine.words) for mine in counted] == [(0, 0, [])] * world_size
     assert {len(mine.matrices) for mine in counted} == {24 // world_size}
@@ -364,7 +364,7 @@ def methods() -> list[list[tuple[Plan, Counted, tuple[int, int], tuple[int, int]
 
 
 @pytest.mark.parametrize("index", range(len(METHODS)), ids=lambda i: str(METHODS[i]))
-def test_flops_are_the_plans_for_every_method(index: int) -> None:
+def test_flops_equal_the_plan_for_every_method(index: int) -> None:
     for rank, counted in enumerate(methods()):
         plan, mine, *_ = counted[index]
         assert mine.flops == sum(plan.matrices[m].flops for m in mine.matrices)

@@ -28,8 +28,8 @@ def contents(params: dict[str, Parameter], muon: Muon) -> list[torch.Tensor]:
     return [tensor.to_local().detach().clone() for tensor in (*params.values(), *averages)]  # type: ignore[attr-defined]
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def same(first: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 def train(rank: int, world_size: int, unscales: bool, options: dict[str, Any]) -> list[Any]:
@@ -38,7 +38,7 @@ def train(rank: int, world_size: int, unscales: bool, options: dict[str, Any]) -
     params, plain = parameters(mesh), parameters(mesh)
     muon, other = Muon(named(params), **options).build(), Muon(named(plain), **options).build()
     scaler = GradScaler("cpu", init_scale=SCALE, growth_interval=10**6)
-    found: list[Any] = []
+    events: list[Any] = []
     for seed, bad in enumerate((False, True, False), start=1):
         set_gradients(params, mesh, seed)
         set_gradients(plain, mesh, seed)
@@ -53,9 +53,9 @@ def train(rank: int, world_size: int, unscales: bool, options: dict[str, Any]) -
         scaler.update()
         if not bad:
             other.step()
-        found.append("stood" if same(before, contents(params, muon)) else "stepped")
-        found.append(same(contents(params, muon), contents(plain, other)))
-    return found
+        events.append("stood" if same(before, contents(params, muon)) else "stepped")
+        events.append(same(contents(params, muon), contents(plain, other)))
+    return events
 
 
 @pytest.mark.parametrize("unscales", [False, True], ids=["scaled", "unscaled"])
@@ -64,8 +64,8 @@ def train(rank: int, world_size: int, unscales: bool, options: dict[str, Any]) -
 )
 def test_a_step_skipped_on_every_rank_changes_no_weight(unscales: bool, options: dict[str, Any]) -> None:
     """Other steps have the bits of a run without a scaler, because the scale is a power of two."""
-    for found in run_ranks(train, 2, unscales, options, timeout=SECONDS):
-        assert found == ["stepped", True, "stood", True, "stepped", True]
+    for events in run_ranks(train, 2, unscales, options, timeout=SECONDS):
+        assert events == ["stepped", True, "stood", True, "stepped", True]
 
 
 def skip_on_one_rank(rank: int, world_size: int) -> tuple[bool, str]:
@@ -88,4 +88,4 @@ def skip_on_one_rank(rank: int, world_size: int) -> tuple[bool, str]:
 def test_a_step_skipped_on_a_single_rank_is_an_error_on_every_rank_in_the_next_step() -> None:
     results = run_ranks(skip_on_one_rank, 2, timeout=SECONDS)
     assert [changed for changed, _ in results] == [True, False]
-    assert all("only some ranks skipped a step" in said for _, said in results)
+    assert all("only some ranks skipped a step" in message for _, message in results)

@@ -62,10 +62,10 @@ def train(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]
 
 @pytest.mark.parametrize(("world", "options"), [(2, {}), (4, SLICED)])
 def test_an_idle_matrix_is_only_decayed_and_named_once(world: int, options: dict[str, Any]) -> None:
-    for rank, found in enumerate(run_ranks(train, world, options, timeout=3 * SECONDS)):
-        assert found["held"] == {"layers.0.weight": True, "layers.1.weight": False}
-        assert found["experts"] == [False, False, True, False]
-        assert found["own"] == (rank > 0)
-        assert (found["slices"] > 0) == (options is SLICED)
-        (text,) = found["warnings"]
+    for rank, result in enumerate(run_ranks(train, world, options, timeout=3 * SECONDS)):
+        assert result["held"] == {"layers.0.weight": True, "layers.1.weight": False}
+        assert result["experts"] == [False, False, True, False]
+        assert result["own"] == (rank > 0)
+        assert (result["slices"] > 0) == (options is SLICED)
+        (text,) = result["warnings"]
         assert text.startswith(f"layers.0.weight, layers.2.experts 2{', own' if rank else ''}: the gradient was zero")

@@ -83,12 +83,12 @@ def teams_of(plan: Plan) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_slices_are_the_reference_in_any_layout(world_size: int) -> None:
+def test_slices_equal_the_reference_in_every_layout(world_size: int) -> None:
     for layouts in run_ranks(train, world_size):
-        for name, found in layouts.items():
-            assert found.teams, "the case this test is for"
-            assert max(found.errors) < 1e-5, name
-            assert found.momenta, name
+        for name, result in layouts.items():
+            assert result.teams, "the case this test is for"
+            assert max(result.errors) < 1e-5, name
+            assert result.momenta, name
 
 
 ALL = tuple(SHAPES.values())
@@ -102,13 +102,13 @@ METHODS: tuple[dict[str, Any], ...] = (
 
 
 def count_methods(rank: int, world_size: int) -> list[tuple[Plan, Counted]]:
-    found = []
+    counts = []
     for method in METHODS:
         shapes, exchange, *_ = method.values()
         options = {key: value for key, value in method.items() if key not in ("shapes", "exchange")}
         optimizer = build(Case((4,), (Shard(0),), shapes), exchange, **{**SLICED, **options})
-        found.append((optimizer.plan, count(optimizer)))
-    return found
+        counts.append((optimizer.plan, count(optimizer)))
+    return counts
 
 
 @cache
@@ -117,9 +117,9 @@ def counted() -> list[list[tuple[Plan, Counted]]]:
 
 
 @pytest.mark.parametrize("index", range(len(METHODS)), ids=["auto", "gram", "reduce_scatter", "stored"])
-def test_bytes_calls_and_flops_are_the_plans(index: int) -> None:
-    for rank, found in enumerate(counted()):
-        plan, mine = found[index]
+def test_bytes_calls_and_flops_equal_the_plan(index: int) -> None:
+    for rank, counts in enumerate(counted()):
+        plan, mine = counts[index]
         cost = summarize(plan).ranks[rank]
         assert teams_of(plan), "the case this test is for"
         assert (mine.sent, mine.flops) == (cost.bytes_sent, cost.ns_flops)
@@ -130,13 +130,13 @@ def test_bytes_calls_and_flops_are_the_plans(index: int) -> None:
 
 
 def test_owners_of_local_slices_exchange_only_the_team_traffic() -> None:
-    for found in counted():
-        plan, mine = found[-1]
+    for counts in counted():
+        plan, mine = counts[-1]
         [team] = {work.team for work in plan.works}
         assert team is not None
         assert (mine.calls, mine.sent) == (team.calls, team.sent)
 
 
 def test_the_case_has_overlapping_teams() -> None:
-    teams = {team for found in counted() for plan, _ in found for team in teams_of(plan)}
+    teams = {team for counts in counted() for plan, _ in counts for team in teams_of(plan)}
     assert len(teams) > 2

@@ -66,10 +66,10 @@ def test_the_curves_of_owned_and_shard0_coincide(layout: str, tmp_path: Path) ->
     assert losses[6] < losses[1] - 0.5, "it must learn, or to coincide means nothing"
     assert losses == pytest.approx(tiny.records(sharded, "loss"), abs=tolerance)
     assert tiny.records(owned, "grad_norm") == pytest.approx(tiny.records(sharded, "grad_norm"), rel=20 * tolerance)
-    said = (Path(owned) / "optimizers.txt").read_text()
-    assert "owned by rank" in said
+    text = (Path(owned) / "optimizers.txt").read_text()
+    assert "owned by rank" in text
     told = 'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not'
-    assert (told in said) == (layout == "tensor parallel")
+    assert (told in text) == (layout == "tensor parallel")
 
 
 RULES = """
@@ -121,15 +121,17 @@ def half(rank: int, world_size: int, folder: Path, placement: str, steps: int, l
     [((4, "owned"), (2, "shard0")), ((2, "shard0"), (4, "owned")), ((2, "owned"), (1, "owned"))],
     ids=lambda side: f"{side[1]}@{side[0]}",
 )
-def test_a_run_goes_on_under_another_placement(first: tuple[int, str], second: tuple[int, str], tmp_path: Path) -> None:
+def test_a_run_continues_under_a_different_placement(
+    first: tuple[int, str], second: tuple[int, str], tmp_path: Path
+) -> None:
     """On another number of ranks too, with the losses of an uninterrupted run."""
     tiny.write_recipe(tmp_path)
     folder = run_ranks(half, first[0], tmp_path, first[1], 3, "")[0]
     assert run_ranks(half, second[0], tmp_path, second[1], 6, folder)[0] == folder
-    found = tiny.records(folder, "loss")
+    losses = tiny.records(folder, "loss")
     (tmp_path / "runs").rename(tmp_path / "interrupted")
     straight = run_ranks(half, 2, tmp_path, "shard0", 6, "")[0]
-    assert found == pytest.approx(tiny.records(straight, "loss"), abs=2e-4)
+    assert losses == pytest.approx(tiny.records(straight, "loss"), abs=2e-4)
 
 
 def killed(rank: int, world_size: int, folder: Path) -> None:

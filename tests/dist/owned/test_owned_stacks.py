@@ -95,8 +95,8 @@ def place(net: nn.Sequential, layout: Layout, world_size: int) -> list[Owners]:
     else:
         owners = [Owners(net, mesh=data, params=dense), Owners(net, mesh=stack_mesh, params=stacks)]
     for layer in net:
-        for each in owners:
-            own(layer, owners=each, gradient_divide_factor=world_size)
+        for owner in owners:
+            own(layer, owners=owner, gradient_divide_factor=world_size)
     return owners
 
 
@@ -113,10 +113,10 @@ def muon(net: nn.Module, layout: Layout) -> Muon:
 
 def whole(net: nn.Module, optimizer: Muon) -> dict[str, np.ndarray]:
     """Parameters and momentum; arrays travel between processes by value."""
-    found = {name: gather(p).detach().numpy() for name, p in net.named_parameters()}
+    values = {name: gather(p).detach().numpy() for name, p in net.named_parameters()}
     for name, p in net.named_parameters():
-        found[f"momentum of {name}"] = gather(optimizer.state[p]["momentum_buffer"]).numpy()
-    return found
+        values[f"momentum of {name}"] = gather(optimizer.state[p]["momentum_buffer"]).numpy()
+    return values
 
 
 @dataclass(frozen=True)
@@ -167,13 +167,13 @@ def test_owned_stacks_match_fsdp_without_collectives_in_the_step(tmp_path: Path)
     """On more ranks than experts. Either model loads the other's checkpoint on another number of ranks."""
     owned = run_ranks(train, 4, Layout(3), str(tmp_path / "owned"))
     sharded = run_ranks(train, 4, Layout(3, "sharded"), str(tmp_path / "sharded"))
-    assert [found.calls for found in owned] == [0] * 4
-    assert all(found.calls > 0 for found in sharded)
-    assert all(differ(owned[0].values, found.values) == 0 for found in owned)
+    assert [result.calls for result in owned] == [0] * 4
+    assert all(result.calls > 0 for result in sharded)
+    assert all(differ(owned[0].values, result.values) == 0 for result in owned)
     assert differ(owned[0].values, sharded[0].values) < 1e-4
     for phase in (0, 1):
-        assert sum(found.sent[phase] for found in owned) <= 1.02 * sum(found.sent[phase] for found in sharded)
-    held = [found.held for found in owned]
+        assert sum(result.sent[phase] for result in owned) <= 1.02 * sum(result.sent[phase] for result in sharded)
+    held = [result.held for result in owned]
     assert sum(held) == sum(p.numel() for p in make(3).parameters())
     assert max(held) <= 1.1 * sum(held) / 4
     for saved, values, layout, world_size in (
@@ -181,7 +181,7 @@ def test_owned_stacks_match_fsdp_without_collectives_in_the_step(tmp_path: Path)
         ("sharded", sharded[0].values, Layout(3), 3),
     ):
         loaded = run_ranks(train, world_size, layout, str(tmp_path / saved), True)
-        assert all(differ(values, found.values) == 0 for found in loaded)
+        assert all(differ(values, result.values) == 0 for result in loaded)
 
 
 @dataclass(frozen=True)
@@ -262,9 +262,9 @@ def test_forward_and_backward_of_owned_stacks_send_no_more_than_fsdp(world_size:
 def test_a_step_of_16_experts_on_32_ranks_starts_no_collective() -> None:
     """Each stack rests on 16 ranks, an expert each; stacks of other layers rest on other ranks."""
     by_rank = [fake_step(rank, 32, Layout(16)) for rank in (0, 17, 31)]
-    assert [found.calls for found in by_rank] == [0, 0, 0]
+    assert [result.calls for result in by_rank] == [0, 0, 0]
     held_by = by_rank[0].held_by
-    assert all(found.held_by == held_by for found in by_rank), "all ranks find the same owners"
+    assert all(result.held_by == held_by for result in by_rank), "all ranks find the same owners"
     assert all(len(set(ranks)) == 16 for ranks in held_by)
     # 2 stacks in each of 4 layers: 128 experts.
     experts = Counter(rank for ranks in held_by for rank in ranks)
@@ -276,21 +276,21 @@ def test_a_step_of_16_experts_on_32_ranks_starts_no_collective() -> None:
 def test_a_step_of_owned_stacks_under_hsdp_starts_no_collective() -> None:
     """HSDP 2 x 2: an owner in each replica, and all of them hold equally much."""
     for rank in (0, 3):
-        found = fake_step(rank, 4, Layout(3, replicas=2))
-        assert found.calls == 0
-        assert found.fullest <= 1.1
-        for ranks in found.held_by:
+        result = fake_step(rank, 4, Layout(3, replicas=2))
+        assert result.calls == 0
+        assert result.fullest <= 1.1
+        for ranks in result.held_by:
             assert {holder // 2 for holder in ranks} == {0, 1}, "both replicas hold every expert"
 
 
 def test_experts_stay_in_the_group_of_the_expert_parallel_rank() -> None:
     """EP 2 x efsdp 4 with 4 experts: two on each expert-parallel rank, each whole on one of four peers."""
     for rank in (0, 3, 6):
-        found = fake_step(rank, 8, Layout(4, expert_parallel=2))
-        assert found.calls == 0
-        assert found.fullest <= 1.1
-        assert set(found.placements) == {(Shard(0), Shard(0))}, "of the experts of a rank, one by one"
-        for ranks in found.held_by:
+        result = fake_step(rank, 8, Layout(4, expert_parallel=2))
+        assert result.calls == 0
+        assert result.fullest <= 1.1
+        assert set(result.placements) == {(Shard(0), Shard(0))}, "of the experts of a rank, one by one"
+        for ranks in result.held_by:
             assert len(set(ranks)) == 4
             # Experts 0 and 1 belong to the first expert-parallel rank, with even ranks.
             assert [holder % 2 for holder in ranks] == [0, 0, 1, 1]
@@ -356,6 +356,6 @@ def gated(rank: int, world_size: int, placement: str) -> Trained:
 def test_the_matrices_of_a_joint_gate_up_parameter_have_separate_owners() -> None:
     """On 4 ranks the two matrices of a w13 have an owner each, and over the layers all ranks hold equally much."""
     owned, sharded = run_ranks(gated, 4, "owned"), run_ranks(gated, 4, "sharded")
-    assert [found.calls for found in owned] == [0] * 4
+    assert [result.calls for result in owned] == [0] * 4
     assert differ(owned[0].values, sharded[0].values) < 1e-4
-    assert [found.held for found in owned] == [3 * HIDDEN * DIM] * 4
+    assert [result.held for result in owned] == [3 * HIDDEN * DIM] * 4

@@ -126,10 +126,10 @@ def read_by_mistake(rank: int, world_size: int) -> list[str]:
         lambda: owned_param.full_tensor(),  # type: ignore[attr-defined, operator]
         lambda: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))[name],
     ]
-    return [said(attempt) for attempt in attempts]
+    return [message(attempt) for attempt in attempts]
 
 
-def said(attempt: Callable[[], object]) -> str:
+def message(attempt: Callable[[], object]) -> str:
     try:
         value = attempt()
     except Exception as error:
@@ -173,7 +173,7 @@ def load_whole(rank: int, world_size: int, setup: Setup) -> tuple[bool, list[str
     (name, *_) = state
     other = {**state, name: torch.ones(3, 3)}
     fewer = {key: value for key, value in state.items() if key != name} | {"extra": torch.ones(1)}
-    told = [said(partial(load_full_state_dict, model, wrong)) for wrong in (other, fewer)]
+    told = [message(partial(load_full_state_dict, model, wrong)) for wrong in (other, fewer)]
     return all(torch.equal(loaded[key], state[key]) for key in state), told
 
 
@@ -190,9 +190,9 @@ def from_meta(rank: int, world_size: int) -> tuple[list[str], bool]:
     with torch.device("meta"):
         model, block = Net(), Block()
     own(block, mesh=init_device_mesh("cpu", (world_size,)))
-    early = [said(partial(block, torch.ones(1, 2, DIM)))]
+    early = [message(partial(block, torch.ones(1, 2, DIM)))]
     place(model, LAYOUTS["owned"], data_mesh(world_size, LAYOUTS["owned"], model))
-    early.append(said(lambda: Muon([(n, p) for n, p in model.named_parameters() if is_owned(p)]).build()))
+    early.append(message(lambda: Muon([(n, p) for n, p in model.named_parameters() if is_owned(p)]).build()))
     model.to_empty(device="cpu")
     source = make()
     with torch.no_grad():
@@ -267,21 +267,21 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 
     stacked = Stacked()
     return {
-        "tied": said(lambda: Owners(Tied(), mesh=mesh)),
-        "4D": said(lambda: own(stacked, mesh=mesh, params=[stacked.kernel])),
-        "vector": said(lambda: own(stacked, mesh=mesh, params=[stacked.norm1.weight])),
-        "stranger": said(lambda: own(Block(), mesh=mesh, params=[stacked.wq.weight])),
-        "nothing": said(lambda: own(nn.LayerNorm(4), mesh=mesh)),
-        "not in the mesh": said(lambda: own(Block(), mesh=other)),
-        "three axes": said(lambda: own(Block(), mesh=init_device_mesh("cpu", (1, 2, 1)))),
-        "sharded first": said(sharded_first),
-        "sharded after": said(sharded_after),
-        "twice": said(twice),
-        "outside": said(outside),
-        "mixed": said(mixed),
-        "neither": said(neither),
-        "both": said(both),
-        "elsewhere": said(elsewhere),
+        "tied": message(lambda: Owners(Tied(), mesh=mesh)),
+        "4D": message(lambda: own(stacked, mesh=mesh, params=[stacked.kernel])),
+        "vector": message(lambda: own(stacked, mesh=mesh, params=[stacked.norm1.weight])),
+        "stranger": message(lambda: own(Block(), mesh=mesh, params=[stacked.wq.weight])),
+        "nothing": message(lambda: own(nn.LayerNorm(4), mesh=mesh)),
+        "not in the mesh": message(lambda: own(Block(), mesh=other)),
+        "three axes": message(lambda: own(Block(), mesh=init_device_mesh("cpu", (1, 2, 1)))),
+        "sharded first": message(sharded_first),
+        "sharded after": message(sharded_after),
+        "twice": message(twice),
+        "outside": message(outside),
+        "mixed": message(mixed),
+        "neither": message(neither),
+        "both": message(both),
+        "elsewhere": message(elsewhere),
     }
 
 

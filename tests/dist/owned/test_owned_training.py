@@ -134,7 +134,7 @@ SETUPS = {
 
 
 @pytest.mark.parametrize("name", SETUPS)
-def test_two_ranks_are_equal_to_fsdp(name: str) -> None:
+def test_two_ranks_equal_fsdp(name: str) -> None:
     """Bit for bit: on two ranks a sum has one order."""
     assert run_ranks(both, 2, SETUPS[name], "sharded") == [0.0, 0.0]
 
@@ -229,7 +229,7 @@ def disturbed_losses(rank: int, world_size: int, kind: str) -> tuple[list[float]
 
 
 def disturbed_and_not(rank: int, world_size: int, kind: str) -> list[tuple[list[float], int]]:
-    return [disturbed_losses(rank, world_size, each) for each in (kind, "")]
+    return [disturbed_losses(rank, world_size, disturbance) for disturbance in (kind, "")]
 
 
 @pytest.mark.parametrize("kind", ["evaluate", "failed within a layer", "failed between layers"])
@@ -290,9 +290,9 @@ def after_failures(rank: int, world_size: int) -> list[list[list[float]]]:
 
 def test_a_failed_backward_leaves_the_next_gradients_unchanged() -> None:
     """Gradients after a failed pass and `zero_grad` are those of the pass alone, to the last bit."""
-    found = run_ranks(after_failures, 2)
-    assert sum(len(alone) for alone, *_ in found) == 2 + len(matrices(make()))
-    for alone, *failed in found:
+    results = run_ranks(after_failures, 2)
+    assert sum(len(alone) for alone, *_ in results) == 2 + len(matrices(make()))
+    for alone, *failed in results:
         assert alone[0] == [0.0]
         for failure, gradients in zip(FAILURES[1:], failed, strict=True):
             assert gradients == alone, failure
@@ -316,7 +316,7 @@ def stale(rank: int, world_size: int) -> str:
 
 
 def test_a_change_of_unsharded_weights_is_an_error_on_the_owner() -> None:
-    assert all("owned parameters were changed" in said for said in run_ranks(stale, 1))
+    assert all("owned parameters were changed" in text for text in run_ranks(stale, 1))
 
 
 def frozen_later(rank: int, world_size: int) -> list[bool]:
@@ -325,13 +325,13 @@ def frozen_later(rank: int, world_size: int) -> list[bool]:
     setup = Setup("owned")
     owners = place(model, setup, data_mesh(world_size, setup, model))
     assert owners is not None
-    owned_param, found = model.layers[1].wv.weight, []
+    owned_param, results = model.layers[1].wv.weight, []
     for trained in (True, False, True):
         owned_param.requires_grad_(trained)
         loss_of(model, rank, world_size, 0).backward()
-        found.append(owned_param.grad is not None)
+        results.append(owned_param.grad is not None)
         model.zero_grad()
-    return found if owners.owners("layers.1.wv.weight") == (rank,) else []
+    return results if owners.owners("layers.1.wv.weight") == (rank,) else []
 
 
 def test_a_matrix_may_be_frozen_and_thawed() -> None:
@@ -354,10 +354,10 @@ def dtypes(rank: int, world_size: int) -> list[torch.dtype]:
 
 
 def test_the_policy_sets_the_dtypes_of_a_module() -> None:
-    found = run_ranks(dtypes, 2)
-    assert found[0][:3] == [torch.bfloat16, torch.float64, torch.float32]
-    assert sorted(map(len, found)) == [3, 4], "the owner alone has a gradient"
-    assert {dtype for dtypes in found for dtype in dtypes[3:]} == {torch.float32}
+    results = run_ranks(dtypes, 2)
+    assert results[0][:3] == [torch.bfloat16, torch.float64, torch.float32]
+    assert sorted(map(len, results)) == [3, 4], "the owner alone has a gradient"
+    assert {dtype for dtypes in results for dtype in dtypes[3:]} == {torch.float32}
 
 
 def reduced(rank: int, world_size: int) -> list[list[float]]:

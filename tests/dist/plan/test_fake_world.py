@@ -169,9 +169,9 @@ def test_a_step_makes_fewer_views_than_matrices() -> None:
         optimizer = build(case, "all_to_all")
         with FakeTransport():
             optimizer.step()
-        with FakeTransport(), Operators() as found:
+        with FakeTransport(), Operators() as operators:
             optimizer.step()
-    views = sum(found.counts[f"aten.{name}"] for name in ("slice.Tensor", "select.int", "view.default"))
+    views = sum(operators.counts[f"aten.{name}"] for name in ("slice.Tensor", "select.int", "view.default"))
     assert views < len(optimizer.plan.matrices) / 4
 
 

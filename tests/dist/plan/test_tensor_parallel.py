@@ -96,7 +96,7 @@ def not_blocks(trained: Trained, world_size: int) -> list[str]:
     for key, param in trained.params.items():
         dim, count = CASES[world_size][key.partition(".")[0]].cut
         full = [drawn({k: SHAPES[k.partition(".")[2]] for k in trained.params}, seed)[key] for seed in range(STEPS + 1)]
-        initial, *grads = [{str(place): block for place, block in enumerate(one.chunk(count, dim))} for one in full]
+        initial, *grads = [{str(place): block for place, block in enumerate(t.chunk(count, dim))} for t in full]
         reference = ReferenceMuon({place: block.clone() for place, block in initial.items()})
         for grad in grads:
             reference.step(grad)
@@ -106,18 +106,18 @@ def not_blocks(trained: Trained, world_size: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Found:
-    """Results of a rank in all modes. `apart`: errors of `distributed` relative to `owner`."""
+class Comparison:
+    """Results of a rank in all modes. `differences`: errors of `distributed` relative to `owner`."""
 
     not_blocks: list[str]
-    said: list[str]
+    warnings: list[str]
     not_owner: list[str]
-    apart: list[float]
+    differences: list[float]
     sent: dict[str, tuple[int, int]]
 
 
-def compare(rank: int, world_size: int) -> Found:
-    with warnings.catch_warnings(record=True) as said:
+def compare(rank: int, world_size: int) -> Comparison:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         blocks = train(rank, world_size, tensor_parallel="blockwise", orthogonalize="reference")
     owner, duplicated = (
@@ -130,49 +130,49 @@ def compare(rank: int, world_size: int) -> Found:
         if not torch.equal(param.to_local(), duplicated.params[key].to_local())
         or not torch.equal(owner.momenta[key], duplicated.momenta[key])
     ]
-    apart = [
+    differences = [
         float(relative_error(slices.params[key].full_tensor(), param.full_tensor()))
         for key, param in exact.params.items()
     ]
     counted = {"blocks": blocks, "owner": owner, "duplicated": duplicated, "distributed": slices}
-    return Found(
+    return Comparison(
         not_blocks(blocks, world_size),
-        [str(one.message) for one in said if "blockwise" in str(one.message)],
+        [str(warning.message) for warning in caught if "blockwise" in str(warning.message)],
         different,
-        apart,
-        {mode: (one.sent, one.planned) for mode, one in counted.items()},
+        differences,
+        {mode: (counts.sent, counts.planned) for mode, counts in counted.items()},
     )
 
 
 @cache
-def found(world_size: int) -> list[Found]:
+def results_of(world_size: int) -> list[Comparison]:
     return run_ranks(compare, world_size, timeout=2 * SECONDS)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_blockwise_equals_muon_on_the_blocks_and_muon_warns(world_size: int) -> None:
-    for one in found(world_size):
-        assert one.not_blocks == []
-        assert len(one.said) == 1
+    for result in results_of(world_size):
+        assert result.not_blocks == []
+        assert len(result.warnings) == 1
         count = len(SHAPES) * len(CASES[world_size])
-        assert f"'blockwise' is inexact: of {count} matrices that tensor parallelism cuts" in one.said[0]
+        assert f"'blockwise' is inexact: of {count} matrices that tensor parallelism cuts" in result.warnings[0]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_duplicated_equals_the_owners_result_bit_for_bit(world_size: int) -> None:
-    assert [one.not_owner for one in found(world_size)] == [[]] * world_size
+    assert [result.not_owner for result in results_of(world_size)] == [[]] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_slices_of_tensor_parallel_groups_are_the_owners_to_rounding(world_size: int) -> None:
-    assert max(max(one.apart) for one in found(world_size)) < 1e-5
+def test_distributed_mode_equals_owner_mode_up_to_rounding(world_size: int) -> None:
+    assert max(max(result.differences) for result in results_of(world_size)) < 1e-5
 
 
 @pytest.mark.parametrize("mode", ["blocks", "owner", "duplicated", "distributed"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_the_sent_bytes_are_as_planned(world_size: int, mode: str) -> None:
-    for one in found(world_size):
-        sent, planned = one.sent[mode]
+def test_the_sent_bytes_equal_the_plan(world_size: int, mode: str) -> None:
+    for result in results_of(world_size):
+        sent, planned = result.sent[mode]
         assert sent == planned
 
 
@@ -258,7 +258,7 @@ def keep_tolerances(rank: int, world_size: int) -> dict[tuple[str, tuple[int, in
 @pytest.mark.parametrize("world_size", [4, 8])
 def test_published_tolerances_of_tensor_parallel_newton_schulz_are_met(world_size: int) -> None:
     """`distributed` refuses matrices without equal slices; `duplicated` takes them."""
-    [refused] = {frozenset(one.items()) for one in run_ranks(keep_tolerances, world_size, timeout=SECONDS)}
+    [refused] = {frozenset(texts.items()) for texts in run_ranks(keep_tolerances, world_size, timeout=SECONDS)}
     tried = [(shape, dim) for shape, dim, _, most in PUBLISHED if most is None or shape[dim] % world_size == 0]
     uneven = {("distributed", shape, dim) for shape, dim in tried if any(side % world_size for side in shape)}
     assert {key for key, _ in refused} == uneven

@@ -85,11 +85,11 @@ class Training:
 
     def contents(self) -> dict[str, Tensor]:
         """Copies of this rank's weights and states."""
-        found = {}
+        contents = {}
         for name, param in self.params.items():
-            found[name] = local(param).clone()
-            found |= {f"{name}.{key}": local(value).clone() for key, value in self.muon.state[param].items()}
-        return found
+            contents[name] = local(param).clone()
+            contents |= {f"{name}.{key}": local(value).clone() for key, value in self.muon.state[param].items()}
+        return contents
 
     def changed_since(self, before: dict[str, Tensor]) -> set[str]:
         return {key for key, value in self.contents().items() if not torch.equal(value, before[key])}
@@ -100,16 +100,16 @@ class Training:
         for seed in range(1, steps + 1):
             reference.step(full(seed))
         pairs = ((name, gather(param), reference.params[name]) for name, param in self.params.items())
-        found = [name for name, ours, expected in pairs if not equal(self.rule["rule"], ours, expected)]
+        names = [name for name, ours, expected in pairs if not equal(self.rule["rule"], ours, expected)]
         for name, expected in reference.moments.items():
             kept = self.moments(name)
             assert len(kept) == len(expected)
-            found += [
+            names += [
                 f"{name}: second moment {index}"
                 for index, moment in enumerate(kept)
                 if moment.numel() and not torch.equal(moment, expected[index])
             ]
-        return found
+        return names
 
     def kept(self) -> int:
         """Second moments on this rank."""
@@ -118,15 +118,15 @@ class Training:
 
 def train(rank: int, world_size: int, layout: str) -> dict[str, tuple[list[str], int, int]]:
     """By rule: what differs, the second moments on this rank, and the collectives of the last step."""
-    found = {}
+    results = {}
     for rule in RULES:
         training = Training(layout, world_size, rule=rule)
         for seed in range(1, STEPS + 1):
             calls = training.muon.exchange.collectives.traffic.calls
             training.step(seed)
         calls = training.muon.exchange.collectives.traffic.calls - calls
-        found[rule] = training.differs(STEPS), training.kept(), calls
-    return found
+        results[rule] = training.differs(STEPS), training.kept(), calls
+    return results
 
 
 MATRICES = 3 + SHAPES["experts"][0]
@@ -137,9 +137,9 @@ def test_owned_matrices_and_plain_copies_equal_the_reference(layout: str, world_
     """The second moment of each matrix is on its owner alone. Owned matrices need no collective for any rule."""
     ranks = run_ranks(train, world_size, layout, timeout=SECONDS)
     for rule in RULES:
-        assert [found[rule][0] for found in ranks] == [[]] * world_size, rule
-        assert sum(found[rule][1] for found in ranks) == (0 if rule == "muonh" else MATRICES)
-        assert layout != "owned" or all(found[rule][2] == 0 for found in ranks)
+        assert [result[rule][0] for result in ranks] == [[]] * world_size, rule
+        assert sum(result[rule][1] for result in ranks) == (0 if rule == "muonh" else MATRICES)
+        assert layout != "owned" or all(result[rule][2] == 0 for result in ranks)
 
 
 STAGES: list[tuple[int, list[str]]] = [
@@ -175,33 +175,33 @@ def load(training: Training, folder: str, path: str) -> None:
         set_optimizer_state_dict(training.model, training.muon, state["optimizer"])
 
 
-def go_on(rank: int, world_size: int, layouts: list[str], taken: int, folder: str) -> dict[str, list[str]]:
+def go_on(rank: int, world_size: int, layouts: list[str], trained_steps: int, folder: str) -> dict[str, list[str]]:
     """A step in each layout from the last checkpoint, and differences from one process."""
-    found = {}
+    differences = {}
     for path, rule in (("torch", "normuon"), ("titan", "normuon"), ("titan", "adamuon"), ("titan", "muonh")):
-        for steps, layout in enumerate(layouts, start=taken + 1):
+        for steps, layout in enumerate(layouts, start=trained_steps + 1):
             # Other weights, momentum and second moments, so that a missing load is noticed.
             training = Training(layout, world_size, seed=0 if steps == 1 else 1, rule=rule)
             if steps > 1:
                 training.step(90)
                 load(training, f"{folder}/{path}{rule}{steps - 1}", path)
             training.step(steps)
-            found[f"{path} {rule} {layout}"] = training.differs(steps)
+            differences[f"{path} {rule} {layout}"] = training.differs(steps)
             dcp.save(saved(training, path), checkpoint_id=f"{folder}/{path}{rule}{steps}")
-    return found
+    return differences
 
 
 def test_checkpoints_load_in_every_layout_and_world(tmp_path: Path) -> None:
     """Each layout continues another layout's checkpoint, like an uninterrupted process."""
-    taken = 0
+    steps = 0
     for world_size, layouts in STAGES:
-        for found in run_ranks(go_on, world_size, layouts, taken, str(tmp_path), timeout=4 * SECONDS):
-            assert found == {key: [] for key in found}, world_size
-            assert len(found) == 4 * len(layouts)
-        taken += len(layouts)
+        for differences in run_ranks(go_on, world_size, layouts, steps, str(tmp_path), timeout=4 * SECONDS):
+            assert differences == {key: [] for key in differences}, world_size
+            assert len(differences) == 4 * len(layouts)
+        steps += len(layouts)
 
 
-def said(attempt: Callable[[], object]) -> str:
+def message(attempt: Callable[[], object]) -> str:
     try:
         attempt()
     except ValueError as error:
@@ -228,7 +228,7 @@ def resume(rank: int, world_size: int, layout: str) -> tuple[list[str], bool, bo
     plain = Training(layout, world_size, rule="muon")
     plain.step(1)
     before = training.contents()
-    refused = said(lambda: training.muon.load_state_dict(plain.muon.state_dict()))
+    refused = message(lambda: training.muon.load_state_dict(plain.muon.state_dict()))
     return differs, in_place, bool(training.changed_since(before)), refused
 
 
@@ -257,23 +257,23 @@ def freeze(rank: int, world_size: int, layout: str) -> tuple[bool, list[str]]:
 def test_second_moments_move_to_the_owners_of_a_new_plan(layout: str) -> None:
     for moved, differs in run_ranks(freeze, 2, layout, timeout=SECONDS):
         assert moved, "freeze another matrix, or the test shows nothing"
-        assert {each.partition(":")[0] for each in differs} == {"wide"}, "only the frozen one stays behind"
+        assert {name.partition(":")[0] for name in differs} == {"wide"}, "only the frozen one stays behind"
 
 
 def elsewhere(rank: int, world_size: int) -> list[str]:
     """The result of reading whole second moments on a rank without them."""
-    training, found = Training("fsdp", world_size), []
+    training, messages = Training("fsdp", world_size), []
     for param in training.params.values():
         moment = training.muon.state[param]["second_moment.0"]
         if not moment.to_local().numel():
-            found.append(said(moment.full_tensor))
-    return found
+            messages.append(message(moment.full_tensor))
+    return messages
 
 
 def test_reading_a_second_moment_on_another_rank_is_an_error() -> None:
-    for found in run_ranks(elsewhere, 2, timeout=SECONDS):
-        assert found
-        assert all("load the state with torch.distributed.checkpoint" in text for text in found)
+    for messages in run_ranks(elsewhere, 2, timeout=SECONDS):
+        assert messages
+        assert all("load the state with torch.distributed.checkpoint" in text for text in messages)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -301,7 +301,7 @@ def test_a_nonfinite_gradient_is_reported_under_every_rule() -> None:
         grads["tall"][-1, 0] = math.inf
         training.set_gradients(grads)
         training.muon.step()
-        assert "tall: gradient or momentum was not finite" in said(training.muon.check_last_step), rule
+        assert "tall: gradient or momentum was not finite" in message(training.muon.check_last_step), rule
 
 
 def test_a_matrix_of_zeros_under_muonh_is_an_error_after_the_step() -> None:
@@ -309,7 +309,7 @@ def test_a_matrix_of_zeros_under_muonh_is_an_error_after_the_step() -> None:
     training = Training("plain", 1, rule="muonh")
     training.params["experts"].data[3].zero_()
     training.step(1)
-    assert "experts: a matrix of zeros, which keeps the norm 0" in said(training.muon.check_last_step)
+    assert "experts: a matrix of zeros, which keeps the norm 0" in message(training.muon.check_last_step)
 
 
 def test_muonh_keeps_the_norm_of_weights_over_100_steps() -> None:
@@ -328,7 +328,7 @@ SPOILED = 2
 
 def spoil(rank: int, world_size: int, layout: str) -> dict[str, set[str]]:
     """Unchanged local second moments after a step, by kind of bad gradient."""
-    found = {}
+    results = {}
     for choice in ("error", "skip"):
         training = Training(layout, world_size, missing_grad=choice, nonfinite=choice)
         training.step(1)
@@ -344,13 +344,13 @@ def spoil(rank: int, world_size: int, layout: str) -> dict[str, set[str]]:
             warnings.simplefilter("ignore")
             training.muon.step()
         after = training.contents()
-        found[choice] = {key for key, value in before.items() if torch.equal(after[key], value)}
-    return found
+        results[choice] = {key for key, value in before.items() if torch.equal(after[key], value)}
+    return results
 
 
 def test_a_bad_gradient_leaves_the_second_moment_of_the_matrix_unchanged() -> None:
     """Second moments of other matrices advance."""
     ranks = run_ranks(spoil, 2, "fsdp", timeout=SECONDS)
     for choice in ("error", "skip"):
-        stood = set.union(*(found[choice] for found in ranks))
+        stood = set.union(*(result[choice] for result in ranks))
         assert stood == {"wide.second_moment.0", "tall.second_moment.0", f"experts.second_moment.{SPOILED}"}

@@ -60,14 +60,14 @@ def differing(rank: int, world_size: int) -> list[str]:
         muon.step()
     different = []
     for name, param in params.items():
-        full, given = full_tensors({name: shapes[name]}, seed=0)[name], [each[name] for each in grads]
+        full, gradients = full_tensors({name: shapes[name]}, seed=0)[name], [values[name] for values in grads]
         expected = (
-            torch.stack([reference(each, [grad[i] for grad in given]) for i, each in enumerate(full)])
+            torch.stack([reference(whole, [grad[i] for grad in gradients]) for i, whole in enumerate(full)])
             if full.ndim == 3
-            else reference(full, given)
+            else reference(full, gradients)
         )
-        found: Any = gather(param) if name.startswith("owned") else param.full_tensor()  # type: ignore[attr-defined]
-        if not torch.equal(found, expected):
+        value: Any = gather(param) if name.startswith("owned") else param.full_tensor()  # type: ignore[attr-defined]
+        if not torch.equal(value, expected):
             different.append(name)
     return different
 

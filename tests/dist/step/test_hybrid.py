@@ -167,9 +167,9 @@ def test_ranks_train_as_a_single_process_and_resume_with_equal_bits(layout: str,
     model = Decoder()
     train(model, Hybrid(model, **OPTIONS), range(5))
     for final, resumed, exchanges, errors in run_ranks(on_ranks, 2, layout, str(tmp_path)):
-        for found, expected in zip(final, weights(model), strict=True):
+        for weight, expected in zip(final, weights(model), strict=True):
             # Five updates of about 0.02 each. Newton-Schulz in bfloat16 magnifies differences of the last bits.
-            torch.testing.assert_close(torch.from_numpy(found), torch.from_numpy(expected), rtol=0, atol=2e-3)
+            torch.testing.assert_close(torch.from_numpy(weight), torch.from_numpy(expected), rtol=0, atol=2e-3)
         assert resumed
         assert list(exchanges.values()) == [True] * (6 if layout == "fsdp" else 0), exchanges
         assert all("embed.weight" in error for error in errors if error), errors

@@ -44,7 +44,7 @@ def freeze_one(rank: int, world_size: int) -> tuple[list[str], bool, bool]:
     return names, stayed, equal(got, reference.params.values())
 
 
-def test_a_frozen_parameter_is_left_out() -> None:
+def test_a_frozen_parameter_is_excluded() -> None:
     for names, stayed, equal_ in run_ranks(freeze_one, 2, timeout=SECONDS):
         assert names == ["layers.1.weight", "layers.2.experts"]
         assert stayed
@@ -62,7 +62,7 @@ def rest(rank: int, world_size: int) -> bool:
     return equal((b * (1 - 0.02 * 0.1) for b in before), (param.full_tensor() for param in params.values()))
 
 
-def test_a_zero_gradient_is_weight_decay_alone() -> None:
+def test_a_zero_gradient_applies_only_weight_decay() -> None:
     assert run_ranks(rest, 2, timeout=SECONDS) == [True, True]
 
 
@@ -84,7 +84,7 @@ def resume(rank: int, world_size: int) -> tuple[bool, bool]:
     return same, equal(*averages)
 
 
-def test_a_new_optimizer_with_saved_state_goes_on_bit_for_bit() -> None:
+def test_a_new_optimizer_with_saved_state_continues_bit_for_bit() -> None:
     assert run_ranks(resume, 2, timeout=SECONDS) == [(True, True)] * 2
 
 

@@ -67,8 +67,8 @@ def check(rank: int, world_size: int, meshes: str, options: dict[str, Any]) -> l
         optimizer.step()
         reference.step(grads)
         released = options.get("release_grads", False)
-        here = [p.grad for name, p in sharded.parameters.items() if rank in sharded.places[name][0].mesh]
-        assert all((grad is None) == released for grad in here)
+        local_grads = [p.grad for name, p in sharded.parameters.items() if rank in sharded.places[name][0].mesh]
+        assert all((grad is None) == released for grad in local_grads)
     if "buffer_bytes" in options:
         assert optimizer.plan.rounds > 1, "the case is about several buckets"
         assert summarize(optimizer.plan).buffer_bytes_max <= options["buffer_bytes"]

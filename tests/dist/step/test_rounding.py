@@ -41,7 +41,7 @@ def train(world_size: int, replicas: str) -> dict[str, tuple[bool, list[list[flo
         return distribute_tensor(value.clone(), mesh, [dim], src_data_rank=None)
 
     # Each alone in an optimizer under one name, because the draw depends on the name.
-    found = {}
+    results = {}
     alone, nearest = (
         trained(
             {name: nn.Parameter(place(value, "plain")) for name, value in full(0).items()},
@@ -58,8 +58,8 @@ def train(world_size: int, replicas: str) -> dict[str, tuple[bool, list[list[flo
             {name: nn.Parameter(place(value, kind)) for name, value in full(0).items()}, place, kind, replicas
         )
         same = all(torch.equal(local(params[name]), local(place(alone[name].detach(), kind))) for name in SHAPES)
-        found[kind] = same, [local(param).flatten().tolist() for param in params.values()]
-    return found
+        results[kind] = same, [local(param).flatten().tolist() for param in params.values()]
+    return results
 
 
 def trained(

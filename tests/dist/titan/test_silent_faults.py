@@ -123,7 +123,7 @@ def kept(folder: Path, rank: int, **values: object) -> tuple[str, list[bool]]:
     unchanged = []
 
     def tensors(optimizers: Any) -> list[torch.Tensor]:
-        states = [value for each in optimizers for state in each.state.values() for value in state.values()]
+        states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
         return [local(p.detach()) for part in optimizers.model_parts for p in part.parameters()] + list(
             map(local, states)
         )
@@ -175,7 +175,7 @@ def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
     def no_counts(original: Any, optimizers: Any, state: Any) -> None:
         original(optimizers, state)
-        for values in [values for each in optimizers for values in each.state.values() if "step" in values]:
+        for values in [values for optimizer in optimizers for values in optimizer.state.values() if "step" in values]:
             values["step"].zero_()
 
     def spoiled(original: Any, trainer: Any) -> Any:
@@ -304,7 +304,7 @@ def damaged_checkpoints(rank: int, world_size: int, folder: Path) -> dict[str, s
     return shown
 
 
-def test_damaged_checkpoints_are_passed_over_and_a_full_disk_is_named(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped_and_a_full_disk_is_named(tmp_path: Path) -> None:
     """Zeros, a file of another step and flipped metadata must not be loaded; the newest whole step is used."""
     tiny.write_recipe(tmp_path)
     shown = run_ranks(damaged_checkpoints, 2, tmp_path)

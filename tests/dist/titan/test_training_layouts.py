@@ -140,9 +140,9 @@ def test_training_follows_the_reference_with_any_algorithm(folder: Path) -> None
     expected = train_on(folder, 2, model, {**options, "muon.orthogonalize": "reference"}, "reference")
     assert expected[-1] < expected[0] - 1, "the reference must learn, or following it means nothing"
     for name, method in METHODS.items():
-        found = train_on(folder, 2, model, {**options, **method}, name)
-        assert found == pytest.approx(expected, abs=METHOD_TOLERANCE), name
-        assert found != expected, "other arithmetic has other digits"
+        losses = train_on(folder, 2, model, {**options, **method}, name)
+        assert losses == pytest.approx(expected, abs=METHOD_TOLERANCE), name
+        assert losses != expected, "other arithmetic has other digits"
 
 
 def test_every_exchange_gives_the_same_curve(folder: Path) -> None:

@@ -39,10 +39,10 @@ def test_hard_matrices_have_the_named_spectra() -> None:
 def test_errors_cover_every_set_and_defaults_are_below_bfloat16() -> None:
     rows = list(bench.errors(CPU, [(48, 48), (40, 96)]))
     assert {row.coefficients for row in rows} == set(COEFFICIENTS)
-    found = {(row.shape, row.spectrum, row.coefficients, row.name): row.error for row in rows}
-    for (*key, name), error in found.items():
+    errors = {(row.shape, row.spectrum, row.coefficients, row.name): row.error for row in rows}
+    for (*key, name), error in errors.items():
         if name.startswith("auto"):
-            assert error <= found[*key, "standard bfloat16"]
+            assert error <= errors[*key, "standard bfloat16"]
 
 
 def test_a_share_is_a_ranks_part_of_the_plan(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_parameters_of_fsdp_on_the_host_are_updated_on_the_device(build: Any) ->
         assert operations.counts["copy_"] >= (3 if build is Muon else 4)
 
 
-def test_a_part_of_the_parameters_on_the_host_is_refused() -> None:
+def test_parameters_partly_on_the_host_are_refused() -> None:
     with fake_gpu(), fake_rank(1, 0):
         model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False, device="cuda") for _ in range(2)))
         mesh = init_device_mesh("cuda", (1,))
@@ -96,14 +96,14 @@ def test_owned_parameters_and_gradients_are_in_pinned_host_memory(monkeypatch: p
     pin, empty_like = torch.Tensor.pin_memory, torch.empty_like
 
     def pins(tensor: torch.Tensor) -> torch.Tensor:
-        pinned.append(found := pin(tensor))
-        return found
+        pinned.append(copy := pin(tensor))
+        return copy
 
     def makes(like: torch.Tensor, **options: Any) -> torch.Tensor:
-        found = empty_like(like, **options)
+        buffer = empty_like(like, **options)
         if options.get("pin_memory"):
-            pinned.append(local(found))
-        return found
+            pinned.append(local(buffer))
+        return buffer
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pins)
     monkeypatch.setattr(torch, "empty_like", makes)

@@ -16,8 +16,8 @@ from titan_muon.plan.terms.machine import Link, machine_of
 def row(size: int, bandwidth: float = 40e9, latency: float = 12e-6, ranks: int = 8) -> Row:
     """An all-to-all on links of this bandwidth and latency."""
     sent = size * (ranks - 1) / ranks
-    taken = latency + sent / bandwidth
-    return Row("all_to_all", size, taken * 1e6, sent / taken / 1e9)
+    seconds = latency + sent / bandwidth
+    return Row("all_to_all", size, seconds * 1e6, sent / seconds / 1e9)
 
 
 def test_latency_comes_from_the_smallest_size_and_bandwidth_excludes_latency() -> None:
@@ -79,16 +79,16 @@ def test_a_run_without_learning_or_far_from_the_first_is_named(other: Run, says:
     assert any(says in fault for fault in faults), faults
 
 
-def test_faults_of_the_first_way_are_told_too() -> None:
+def test_faults_of_the_first_run_are_reported() -> None:
     first = Run({}, 0.0, 0.0, fault="train.py ended with 1")
     assert training.faults_of({"a": first, "b": run(5.0, 4.0)}, 2, 0.5) == ["a: train.py ended with 1"]
 
 
 @pytest.mark.parametrize("name", training.WAYS)
-def test_every_way_is_a_recipe(name: str) -> None:
+def test_every_training_case_is_a_valid_recipe(name: str) -> None:
     import models  # noqa: F401 (registers the families)
     from titan_muon.titan.recipe import load
 
     words = training.command(training.WAYS[name], 2, 2, training.ROOT / "runs/x", tiny=True)
-    given = words[words.index("--config") + 2 :]
-    assert load(training.ROOT / training.RECIPE, given).training.steps == 2
+    arguments = words[words.index("--config") + 2 :]
+    assert load(training.ROOT / training.RECIPE, arguments).training.steps == 2

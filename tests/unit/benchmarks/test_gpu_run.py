@@ -46,14 +46,14 @@ def ran(folder: Path) -> list[str]:
     return (folder / "ran").read_text().split()
 
 
-def go(folder: Path, *given: Part, environment: Environment = ONE_GPU, words: tuple[str, ...] = ()) -> int:
-    return run.main(["--out", str(folder), *words], given, environment)
+def go(folder: Path, *selected: Part, environment: Environment = ONE_GPU, words: tuple[str, ...] = ()) -> int:
+    return run.main(["--out", str(folder), *words], selected, environment)
 
 
 def outcome(folder: Path, name: str) -> Result:
-    found = results.read(name, folder)
-    assert found is not None
-    return found
+    result = results.read(name, folder)
+    assert result is not None
+    return result
 
 
 def test_a_second_run_skips_passed_parts(tmp_path: Path) -> None:
@@ -69,16 +69,16 @@ def test_a_second_run_skips_passed_parts(tmp_path: Path) -> None:
     "other", [{"gpus": ("GPU Y",)}, {"gpus": ("GPU X", "GPU X")}, {"torch": "2.16.0"}, {"commit": "abc124"}], ids=str
 )
 def test_parts_passed_on_another_machine_run_again(tmp_path: Path, other: dict[str, object]) -> None:
-    one = counting("a", tmp_path)
-    go(tmp_path, one)
-    go(tmp_path, one, environment=replace(ONE_GPU, **other))  # type: ignore[arg-type]
+    counter = counting("a", tmp_path)
+    go(tmp_path, counter)
+    go(tmp_path, counter, environment=replace(ONE_GPU, **other))  # type: ignore[arg-type]
     assert ran(tmp_path) == ["a", "a"]
 
 
 def test_an_unknown_commit_skips_no_part_and_writes_the_report(tmp_path: Path) -> None:
-    one, unknown = counting("a", tmp_path), replace(ONE_GPU, commit="")
-    go(tmp_path, one, environment=unknown)
-    go(tmp_path, one, environment=unknown)
+    counter, unknown = counting("a", tmp_path), replace(ONE_GPU, commit="")
+    go(tmp_path, counter, environment=unknown)
+    go(tmp_path, counter, environment=unknown)
     assert ran(tmp_path) == ["a", "a"]
     assert json.loads((tmp_path / "report.json").read_text())["parts"]["a"]["outcome"] == "passed"
 
@@ -91,9 +91,9 @@ def test_a_failed_part_stops_no_later_part_and_sets_the_exit_code(
     assert outcome(tmp_path, "bad").outcome is Outcome.FAILED
     assert "exit code 3" in outcome(tmp_path, "bad").reason
     assert outcome(tmp_path, "good").outcome is Outcome.PASSED
-    said = capsys.readouterr().out
-    assert "what went wrong" in said
-    assert "[2/2] good" in said
+    printed = capsys.readouterr().out
+    assert "what went wrong" in printed
+    assert "[2/2] good" in printed
 
 
 def test_failed_parts_run_again_without_old_figures(tmp_path: Path) -> None:
@@ -133,20 +133,20 @@ def test_a_part_over_the_time_limit_is_named_and_killed_with_the_children(
 
 
 def test_the_report_holds_every_part(tmp_path: Path) -> None:
-    given = (
+    selected = (
         part("a"),
         part("bad", "print('<tag>'); raise SystemExit(1)"),
         part("needy", needs=("nothing_such",)),
         part("last"),
     )
-    go(tmp_path, *given, words=("--parts", "a", "bad", "needy"))
+    go(tmp_path, *selected, words=("--parts", "a", "bad", "needy"))
     document = json.loads((tmp_path / "report.json").read_text())
     assert list(document["parts"]) == ["a", "bad", "needy", "last"]
     assert document["environment"]["gpus"] == ["GPU X"]
     assert [document["parts"][name]["outcome"] for name in ("a", "bad", "needy")] == ["passed", "failed", "not run"]
     assert document["parts"]["last"] is None
     page = (tmp_path / "report.html").read_text()
-    assert all(f"<h2>{each.name}</h2>" in page for each in given)
+    assert all(f"<h2>{item.name}</h2>" in page for item in selected)
     assert "&lt;tag&gt;" in page
     assert "needs the package nothing_such" in page
     assert "data:image/png;base64," in page
@@ -172,7 +172,7 @@ def test_every_kind_of_figures_has_a_table_and_most_a_picture(kind: str) -> None
     assert ("<img" in shown) == (kind not in ("nothing", "checks"))
 
 
-def test_without_a_gpu_the_rehearsals_run_and_the_last_line_says_so(
+def test_without_a_gpu_the_rehearsals_run_and_the_last_line_reports_no_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     real = part("a", "raise SystemExit(1)", rehearsal=("{python}", "-c", "pass"))
@@ -195,10 +195,10 @@ def test_a_part_for_more_gpus_is_not_run_and_no_failure(tmp_path: Path) -> None:
 
 
 def test_torn_and_foreign_results_are_run_again(tmp_path: Path) -> None:
-    one = counting("a", tmp_path)
+    counter = counting("a", tmp_path)
     for text in ("{", "[]", "{}", '{"part": "a"}'):
         (tmp_path / "a.json").write_text(text)
-        assert go(tmp_path, one) == 0
+        assert go(tmp_path, counter) == 0
     assert ran(tmp_path) == ["a"] * 4
 
 
@@ -249,7 +249,7 @@ def test_ranks_are_a_power_of_two(gpus: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_an_interrupt_ends_the_part_and_the_next_run_goes_on(number: signal.Signals, tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_part_and_the_next_run_continues(number: signal.Signals, tmp_path: Path) -> None:
     code = (
         "import sys; from benchmarks.gpu import run; from tests.unit.benchmarks.test_gpu_run import *\n"
         # Background processes ignore the signal.
@@ -270,18 +270,18 @@ def test_an_interrupt_ends_the_part_and_the_next_run_goes_on(number: signal.Sign
 
 
 def test_the_parts_fit_in_the_documented_time() -> None:
-    assert sum(each.seconds for each in PARTS) <= parts.TOTAL_SECONDS
-    assert len({each.name for each in PARTS}) == len(PARTS)
+    assert sum(item.seconds for item in PARTS) <= parts.TOTAL_SECONDS
+    assert len({item.name for item in PARTS}) == len(PARTS)
 
 
-@pytest.mark.parametrize("each", PARTS, ids=lambda each: each.name)
+@pytest.mark.parametrize("item", PARTS, ids=lambda item: item.name)
 @pytest.mark.parametrize("environment", [ONE_GPU, NO_GPU], ids=["gpu", "rehearsal"])
 def test_every_command_is_complete_and_names_existing_files(
-    each: Part, environment: Environment, tmp_path: Path
+    item: Part, environment: Environment, tmp_path: Path
 ) -> None:
-    words = run.command_of(each, environment, tmp_path)
+    words = run.command_of(item, environment, tmp_path)
     assert not any("{" in word for word in words)
-    assert words or each.unrehearsed
+    assert words or item.unrehearsed
     for word in words:
         if word.startswith(("benchmarks.", "tests.")):
             assert (environments.ROOT / f"{word.replace('.', '/')}.py").is_file()

@@ -54,7 +54,7 @@ RIGHT = Seen(
 PEER = replace(RIGHT, rank=1, training=PEER_CALLS, step=PEER_CALLS[1:])
 
 
-def test_figures_equal_to_the_dry_run_are_no_fault() -> None:
+def test_figures_equal_to_the_dry_run_have_no_fault() -> None:
     assert list(faults(RIGHT, Expected(0, PLANNED))) == []
     assert list(collective_faults([RIGHT, PEER])) == []
 
@@ -67,7 +67,7 @@ def test_a_byte_more_than_the_dry_run_is_a_fault(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "said"),
+    ("seen", "message"),
     [
         (replace(RIGHT, step_peak=replace(RIGHT.step_peak, rest=150 << 20)), "the step takes 146,800,640 bytes"),
         (replace(RIGHT, step_peak=replace(RIGHT.step_peak, rest=30 << 20)), "the step takes 20,971,520 bytes"),
@@ -80,9 +80,9 @@ def test_a_byte_more_than_the_dry_run_is_a_fault(what: str) -> None:
         (replace(RIGHT, groups_made=1), "1 process groups were made after construction"),
     ],
 )
-def test_wrong_figures_are_reported(seen: Seen, said: str) -> None:
+def test_wrong_figures_are_reported(seen: Seen, message: str) -> None:
     (fault,) = faults(seen, Expected(0, PLANNED))
-    assert fault.startswith(said)
+    assert fault.startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,10 @@ def test_collectives_of_separate_groups_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize(("states", "fits"), [(0, False), (1, True), (200 << 20, True), ((200 << 20) + 1, False)])
-def test_a_step_has_some_of_the_offloaded_states_and_no_more_than_the_dry_run_says(states: int, fits: bool) -> None:
+def test_a_step_loads_at_most_the_dry_runs_offloaded_states(states: int, fits: bool) -> None:
     seen = replace(RIGHT, step_peak=replace(RIGHT.step_peak, optimizer_states=states), at_rest=(120 << 20, 120 << 20))
-    found = list(faults(seen, Expected(0, PLANNED, offloaded=True)))
-    assert (found == []) is fits
+    problems = list(faults(seen, Expected(0, PLANNED, offloaded=True)))
+    assert (problems == []) is fits
     (fault,) = faults(RIGHT, Expected(0, PLANNED, offloaded=True))
     assert "bytes are alive after a step" in fault, "between steps none is on the device"
 
@@ -216,7 +216,7 @@ def test_a_correct_step_is_rehearsed_without_a_fault(step: str) -> None:
 
 @needs_cuda_build
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("item", "DeviceSync: aten._local_scalar_dense.default: the host waits for the device"),
         ("kept", "bytes are alive after a step"),
@@ -228,8 +228,8 @@ def test_a_correct_step_is_rehearsed_without_a_fault(step: str) -> None:
         ("norm read", "DeviceSync: aten._local_scalar_dense.default"),
     ],
 )
-def test_a_fault_is_caught(fault: str, said: str) -> None:
-    assert any(said in text for text in rehearsed()[fault]), rehearsed()[fault]
+def test_a_fault_is_caught(fault: str, message: str) -> None:
+    assert any(message in text for text in rehearsed()[fault]), rehearsed()[fault]
 
 
 @needs_cuda_build

@@ -12,8 +12,8 @@ def slurm(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedPro
         file = folder / name
         file.write_text(f"#!/bin/bash\n{program}\n")
         file.chmod(0o755)
-    given = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "20003", "SLURM_JOB_NUM_NODES": "2"}
-    env = {**os.environ, **given, **more, "PATH": f"{folder}:{os.environ['PATH']}"}
+    variables = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "20003", "SLURM_JOB_NUM_NODES": "2"}
+    env = {**os.environ, **variables, **more, "PATH": f"{folder}:{os.environ['PATH']}"}
     return subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True, env=env, timeout=60)
 
 
@@ -31,7 +31,7 @@ def test_the_variable_run_continues_the_runs_of_an_earlier_job(tmp_path: Path) -
     assert words[words.index("--name") + 1] == "recipe-17"
 
 
-def test_a_start_without_a_recipe_says_how(tmp_path: Path) -> None:
+def test_a_start_without_a_recipe_prints_the_usage(tmp_path: Path) -> None:
     done = slurm(tmp_path)
     assert done.returncode == 2
     assert "usage: sbatch" in done.stderr

@@ -78,7 +78,7 @@ def test_a_bad_sweep_is_refused_before_the_first_run(
     assert "[1/" not in output.out
 
 
-def test_a_sweep_goes_on_after_a_divergence_and_resumes(
+def test_a_sweep_continues_after_a_divergence_and_resumes(
     tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

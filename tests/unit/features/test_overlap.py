@@ -29,13 +29,13 @@ LAYERS = 8
 
 def planned(overlap: Overlap) -> Plan:
     """Two matrices a layer, the last layer's twice as large."""
-    found = []
+    parameters = []
     for layer in range(LAYERS):
         rows = 16 * (1 + (layer == LAYERS - 1))
         stack = MatrixStack(1, (MatrixRows("", (Interval(0, rows),)),))
         layout = Layout((rows, 16), Mesh((2,), (0, 1)), (Shard(0),))
-        found += [Parameter(f"layers.{layer}.{name}", f"layers.{layer}", layout, stack) for name in ("up", "down")]
-    return plan_of(found, overlap=overlap, machine=SLOW)
+        parameters += [Parameter(f"layers.{layer}.{name}", f"layers.{layer}", layout, stack) for name in ("up", "down")]
+    return plan_of(parameters, overlap=overlap, machine=SLOW)
 
 
 def test_rounds_follow_backward_and_have_buffers_for_every_hidden_round() -> None:
@@ -54,7 +54,7 @@ def test_a_step_is_not_slower_with_hidden_gathers() -> None:
     layout = Layout((64, 64), Mesh((4,), tuple(range(4))), (Shard(0),))
     wide = Layout((64, 192), layout.mesh, layout.placements)
     stack = MatrixStack(1, (MatrixRows("", (Interval(0, 64),)),))
-    found = [
+    parameters = [
         Parameter(f"layers.{number}.{name}", f"layers.{number}", of, stack)
         for number in range(4)
         for name, of in (("q", layout), ("up", wide))
@@ -62,7 +62,7 @@ def test_a_step_is_not_slower_with_hidden_gathers() -> None:
     machine = Machine(node_gb=1e-3, tflops=1e-2, tflops_float32=1e-2, node_latency_us=0.0, launch_us=0.0)
     on = machine_of(machine)
     without, overlapped = (
-        timeline(plan_of(found, overlap=overlap, machine=machine), on, overlap=overlap).last.seconds
+        timeline(plan_of(parameters, overlap=overlap, machine=machine), on, overlap=overlap).last.seconds
         for overlap in ("none", "backward")
     )
     assert overlapped <= without

@@ -72,7 +72,7 @@ def test_engine_and_step_do_not_ask_for_the_option_of_a_feature(choice: str) -> 
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_no_feature_imports_another(name: str) -> None:
+def test_no_feature_imports_a_second_feature(name: str) -> None:
     source = (Path(titan_muon.features.__file__).parent / f"{name}.py").read_text()
     imported = {
         node.module.split(".")[0]

@@ -28,7 +28,7 @@ SHARDINGS = {
     "layers": Sharding(),
     "prefetched": Sharding(prefetches=True),
     "the root too": Sharding(layers=2),
-    "linear layers": Sharding(apart=True),
+    "linear layers": Sharding(separate=True),
 }
 
 
@@ -121,7 +121,7 @@ def test_only_rounds_behind_the_first_layers_are_hidden() -> None:
     small = [number for number in matrices if number < 2 * (LAYERS - 1)]
     assert small == sorted(small), "of matrices that are alike the first parameter's results are needed first"
     assert plan.buffer_sets == plan.rounds > 2, "all that is left has buffers of its own"
-    played, without = (timeline(plan, machine_of(SLOW), overlap=each) for each in ("forward", "none"))
+    played, without = (timeline(plan, machine_of(SLOW), overlap=overlap) for overlap in ("forward", "none"))
     assert played.last.seconds < without.last.seconds
     assert played.hidden is not None
     assert played.last.seconds + played.hidden == pytest.approx(without.last.seconds)

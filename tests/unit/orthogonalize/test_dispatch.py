@@ -109,7 +109,7 @@ def test_auto_is_never_slower_by_the_model_than_a_choice_by_hand(shape: tuple[in
             assert best <= auto._seconds(chosen, *shape, steps) or max(shape) < 1.5 * min(shape)
 
 
-def test_an_automatic_choice_says_why() -> None:
+def test_an_automatic_choice_has_a_reason() -> None:
     assert Dispatch(device="cuda").choose(4096, 12288, JORDAN).reason == "1.35 x as fast on h100x8 as standard float16"
     assert Dispatch("standard", "bfloat16", "cuda").choose(4096, 12288, JORDAN).reason == ""
 
@@ -129,12 +129,12 @@ def test_float16_is_preferred_if_measured_slightly_slower() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_batches_are_bounded_and_large_matrices_alone(device: str) -> None:
+def test_batches_are_bounded_and_large_matrices_are_separate(device: str) -> None:
     auto = Dispatch(device=device, cpu_bfloat16=True)
     for rows, cols in [(64, 64), (128, 512), (768, 2048), (2048, 7168)]:
         method = auto.choose(rows, cols, JORDAN)
-        taken = method.batch * method.work_bytes(rows, cols, device)
-        assert method.batch == 1 or taken <= auto.rates.batch_bytes
+        used = method.batch * method.work_bytes(rows, cols, device)
+        assert method.batch == 1 or used <= auto.rates.batch_bytes
         assert (method.batch + 1) * method.work_bytes(rows, cols, device) > auto.rates.batch_bytes
     assert auto.choose(8192, 28672, JORDAN).batch == 1
     assert Dispatch("reference", device=device).choose(64, 64, JORDAN) == Method("reference", "bfloat16")

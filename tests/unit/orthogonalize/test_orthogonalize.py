@@ -23,11 +23,11 @@ def drawn(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> torch.T
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_reference_equals_torch_bit_for_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
     matrix = drawn(shape, dtype)
-    found = reference(matrix, coefficients("keller_jordan", 5), 1e-7)
+    result = reference(matrix, coefficients("keller_jordan", 5), 1e-7)
     expected = _zeropower_via_newtonschulz(matrix.clone(), JORDAN, 5, 1e-7)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, expected)
-    assert torch.equal(found, newton_schulz(matrix))
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result, expected)
+    assert torch.equal(result, newton_schulz(matrix))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -35,22 +35,22 @@ def test_the_reference_equals_torch_bit_for_bit(shape: tuple[int, int], dtype: t
 def test_the_input_is_never_written_to(shape: tuple[int, int], dtype: torch.dtype) -> None:
     matrix = drawn(shape, dtype)
     before = matrix.clone()
-    found = reference(matrix, coefficients("keller_jordan", 5), 1e-7)
+    result = reference(matrix, coefficients("keller_jordan", 5), 1e-7)
     assert torch.equal(matrix, before)
-    assert found.untyped_storage().data_ptr() != matrix.untyped_storage().data_ptr()
+    assert result.untyped_storage().data_ptr() != matrix.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("name", sorted(set(COEFFICIENTS) - set(PRESCALED)))
 @pytest.mark.parametrize("shape", [(48, 20), (20, 48), (40, 24)])
 def test_singular_values_approach_one_and_singular_vectors_stay(name: str, shape: tuple[int, int]) -> None:
     matrix = drawn(shape)
-    found = reference(matrix, coefficients(name, STEPS[name]), 1e-7).float()
-    values = torch.linalg.svdvals(found)
+    result = reference(matrix, coefficients(name, STEPS[name]), 1e-7).float()
+    values = torch.linalg.svdvals(result)
     assert values.min() > 0.5
     assert values.max() < 1.35
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     strong = s > 0.2 * s.max()
-    assert (u[:, strong].T @ found @ vh[strong].T).diagonal().min() > 0.5
+    assert (u[:, strong].T @ result @ vh[strong].T).diagonal().min() > 0.5
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -98,17 +98,17 @@ def test_wrong_coefficients_are_refused(choice: object, steps: int, message: str
         coefficients(choice, steps)  # type: ignore[arg-type]
 
 
-def test_polar_express_goes_on_with_the_papers_steps_and_repeats_the_last() -> None:
+def test_polar_express_uses_the_papers_steps_and_repeats_the_last_step() -> None:
     steps = coefficients("polar_express", 12)
     assert steps[:5] == COEFFICIENTS["polar_express"]
     assert steps[7:] == ((1.875, -1.25, 0.375),) * 5
     values = torch.logspace(-4, 0, 200, dtype=torch.float64)
     error = []
     for count in (5, 7, 12):
-        found = values
+        result = values
         for a, b, c in coefficients("polar_express", count):
-            found = a * found + b * found**3 + c * found**5
-        error.append((found[values >= 1e-3] - 1).abs().max().item())
+            result = a * result + b * result**3 + c * result**5
+        error.append((result[values >= 1e-3] - 1).abs().max().item())
     assert error[0] > error[1] > error[2]
     assert error[2] < 1e-12
 

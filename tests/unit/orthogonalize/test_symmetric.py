@@ -107,9 +107,9 @@ def interpreted() -> dict:
 @needs_triton
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 def test_the_kernel_makes_symmetric_products_of_any_shape(dtype: str) -> None:
-    found = {case: result for case, result in interpreted()["product"].items() if case.startswith(dtype)}
-    assert len(found) == 36
-    for case, (error, symmetric) in found.items():
+    results = {case: result for case, result in interpreted()["product"].items() if case.startswith(dtype)}
+    assert len(results) == 36
+    for case, (error, symmetric) in results.items():
         assert error < TOLERANCES[dtype], case
         assert symmetric, f"{case}: the mirror tiles are the tiles, bit for bit"
 
@@ -117,9 +117,9 @@ def test_the_kernel_makes_symmetric_products_of_any_shape(dtype: str) -> None:
 @needs_triton
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 def test_the_kernel_multiplies_commuting_matrices(dtype: str) -> None:
-    found = {case: result for case, result in interpreted()["commuting"].items() if case.startswith(dtype)}
-    assert len(found) == 3
-    for case, (error, symmetric) in found.items():
+    results = {case: result for case, result in interpreted()["commuting"].items() if case.startswith(dtype)}
+    assert len(results) == 3
+    for case, (error, symmetric) in results.items():
         assert error < TOLERANCES[dtype], case
         assert symmetric, f"{case}: the lower triangle of a diagonal square is mirrored, whatever the order of its sums"
 
@@ -133,9 +133,9 @@ def test_iterations_on_the_kernel_approximate_float64(dtype: str, algorithm: str
 
 @needs_triton
 def test_unfit_shapes_are_refused() -> None:
-    found = interpreted()["refused"]
-    assert ["(count, m, k)" in problem for problem in found] == [True] * 2 + [False] * 5
-    assert ["multiples of 16" in problem for problem in found] == [False] * 2 + [True] * 5
+    messages = interpreted()["refused"]
+    assert ["(count, m, k)" in problem for problem in messages] == [True] * 2 + [False] * 5
+    assert ["multiples of 16" in problem for problem in messages] == [False] * 2 + [True] * 5
 
 
 def test_a_measurement_is_read_back(tmp_path: Path) -> None:

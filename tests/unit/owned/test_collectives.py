@@ -45,10 +45,10 @@ def operations(net: Net) -> tuple[Counter[str], Counter[str]]:
 
 
 def count_operations(counter: CollectiveCounter) -> Counter[str]:
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for call in counter.calls:
-        found[call.name] += call.operations
-    return found
+        counts[call.name] += call.operations
+    return counts
 
 
 @pytest.mark.parametrize("coalesced", [False, True], ids=["gloo", "nccl"])
@@ -65,7 +65,7 @@ def test_a_layer_uses_an_operation_per_owner_on_any_number_of_ranks(
 
 
 @pytest.mark.parametrize(("reshard", "gathered"), [(True, BLOCKS), (None, BLOCKS - 1), (False, 0)])
-def test_layers_are_gathered_again_for_backward_as_asked(reshard: bool | None, gathered: int) -> None:
+def test_reshard_after_forward_gathers_layers_again_for_backward(reshard: bool | None, gathered: int) -> None:
     """By default all layers but the last, where backward begins."""
     with owned_model(64, reshard) as (net, _):
         for _ in range(2):
@@ -95,7 +95,7 @@ def test_the_operations_of_a_layer_are_a_single_group(monkeypatch: pytest.Monkey
     assert len(every.calls) == sum(groups)
 
 
-def test_buffers_kept_by_a_forward_are_never_reused_by_another() -> None:
+def test_buffers_kept_by_a_forward_are_not_reused_by_a_later_forward() -> None:
     """The last layer's copies serve its own backward: after a forward without one and an update, no old copies
     remain."""
     for blocks in (1, 3):

@@ -118,7 +118,7 @@ def test_an_owned_mesh_has_no_process_group() -> None:
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_operations_are_coalesced_and_the_group_goes_on() -> None:
+def test_operations_are_coalesced_and_the_group_stays_usable() -> None:
     """Also by the fake group, which does not report the ability."""
     group, device = dist.group.WORLD, torch.device("cpu")
     assert group is not None

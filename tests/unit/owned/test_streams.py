@@ -115,7 +115,7 @@ def test_a_failed_backward_leaves_no_work_on_any_stream(
     assert set(seen) == {0}
 
 
-def test_the_parts_of_stacks_are_ordered_as_whole_matrices_are(
+def test_the_parts_of_stacks_are_ordered_as_whole_matrices(
     stream_order: StreamOrder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -147,7 +147,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Net, Owners]]:
     dist.destroy_process_group()
 
 
-def test_pieces_for_tensor_parallel_peers_are_ordered_too(cut: tuple[Net, Owners], stream_order: StreamOrder) -> None:
+def test_pieces_for_tensor_parallel_peers_are_ordered(cut: tuple[Net, Owners], stream_order: StreamOrder) -> None:
     """Pieces leave on the gather stream, and gradients return on the reduce stream."""
     net, owners = cut
     with stream_order:

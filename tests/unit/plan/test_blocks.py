@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.unit.plans import MODES, examples, parameter_lists, plan_of, taken
+from tests.unit.plans import MODES, elements_of, examples, parameter_lists, plan_of
 from titan_muon.options import OptionError
 from titan_muon.plan.terms.blocks import in_blocks
 from titan_muon.plan.terms.layout import Geometries
@@ -36,16 +36,16 @@ SQUARE = Mesh((2, 2), (0, 1, 2, 3))
 def matrix(shape: tuple[int, ...], *placements: Placement, heights: tuple[int, ...] = ()) -> Parameter:
     """A parameter on (fsdp, tp) as a matrix, or as matrices of these heights."""
     layout = Layout(shape, SQUARE, placements, tensor_parallel=1)
-    rows, found = prod(shape[:-1]), list[MatrixRows]()
+    rows, matrices = prod(shape[:-1]), list[MatrixRows]()
     for index, height in enumerate(heights or (rows,)):
-        start = found[-1].rows[0].stop if found else 0
-        found.append(MatrixRows(str(index), (Interval(start, start + height),)))
-    return Parameter("w", "w", layout, MatrixStack(len(shape) - 1, tuple(found)))
+        start = matrices[-1].rows[0].stop if matrices else 0
+        matrices.append(MatrixRows(str(index), (Interval(start, start + height),)))
+    return Parameter("w", "w", layout, MatrixStack(len(shape) - 1, tuple(matrices)))
 
 
 def blocks(parameter: Parameter) -> list[MatrixRows]:
-    [found] = in_blocks([parameter], Geometries([parameter]))
-    return list(found.stack.matrices)
+    [block_parameter] = in_blocks([parameter], Geometries([parameter]))
+    return list(block_parameter.stack.matrices)
 
 
 @examples(50)
@@ -64,8 +64,8 @@ def test_blocks_tile_the_matrix_by_tensor_parallel_place(parameters: list[Parame
             peers = geometry.peers
             places = {peers[rank].index(rank) for rank in geometry.elements(index)} if peers else {0}
             mine, left = left[: len(places)], left[len(places) :]
-            found = torch.cat([taken(full, block).flatten() for _, block in mine])
-            assert torch.equal(found.sort().values, taken(full, whole).flatten().sort().values)
+            elements = torch.cat([elements_of(full, block).flatten() for _, block in mine])
+            assert torch.equal(elements.sort().values, elements_of(full, whole).flatten().sort().values)
             assert len(places) > 1 or mine[0][1] == whole, "what one place has whole is no block"
             held = Counter(rank for block, _ in mine for rank in geometries[number].elements(block))
             assert set(held.values()) == {1}
@@ -88,8 +88,8 @@ def test_blocks_follow_the_column_shards_of_tensor_parallelism() -> None:
 
 def test_whole_blocks_stay_unchanged() -> None:
     """Three heads over two places: the one in the middle is on both."""
-    found = blocks(matrix((12, 6), Shard(1), Shard(0), heights=(4, 4, 4)))
-    assert [(block.label, block.rows) for block in found] == [
+    result = blocks(matrix((12, 6), Shard(1), Shard(0), heights=(4, 4, 4)))
+    assert [(block.label, block.rows) for block in result] == [
         ("0", (Interval(0, 4),)),
         ("1/tp0", (Interval(4, 6),)),
         ("1/tp1", (Interval(6, 8),)),
@@ -104,7 +104,7 @@ def test_a_block_has_the_learning_rate_of_the_block_shape_and_the_plan_warns() -
 
 
 @pytest.mark.parametrize("mode", tuple(MODES)[1:])
-def test_a_mode_is_refused_where_tensor_parallelism_cuts_no_matrix(mode: str) -> None:
+def test_a_tensor_parallel_mode_is_refused_without_tensor_parallel_matrices(mode: str) -> None:
     experts = matrix((2, 4, 6), Shard(1), Shard(0), heights=(4, 4))
     unnamed = matrix((8, 6), Shard(0), Shard(1))
     unnamed = replace(unnamed, layout=replace(unnamed.layout, tensor_parallel=None))

@@ -78,20 +78,20 @@ def test_matrices_of_common_ranks_share_a_group(parameters: list[Parameter]) -> 
             assert len(ranks) == len(set(ranks))
 
 
-def test_whole_experts_are_at_home() -> None:
-    found = assemblies(experts(4, 3, 5, FLAT, Shard(0)), True)
-    assert [assembly.local for assembly in found] == [(0,), (1,), (2,), (3,)]
+def test_assemblies_of_whole_experts_are_local() -> None:
+    groups = assemblies(experts(4, 3, 5, FLAT, Shard(0)), True)
+    assert [assembly.local for assembly in groups] == [(0,), (1,), (2,), (3,)]
 
 
 def test_row_sharded_experts_travel_only_between_holders() -> None:
-    found = assemblies(experts(2, 4, 5, SQUARE, Shard(1), Shard(0)), True)
-    assert [assembly.groups for assembly in found] == [((0, 2),), ((1, 3),)]
+    groups = assemblies(experts(2, 4, 5, SQUARE, Shard(1), Shard(0)), True)
+    assert [assembly.groups for assembly in groups] == [((0, 2),), ((1, 3),)]
 
 
 def test_experts_sharded_by_experts_are_local() -> None:
     """3 experts of 2 rows over 4 ranks by rows: the flattened rows do not matter, dim 0 is cut 1, 1, 1, 0."""
-    found = assemblies(experts(3, 2, 5, FLAT, Shard(0)), True)
-    assert [assembly.local for assembly in found] == [(0,), (1,), (2,)]
+    groups = assemblies(experts(3, 2, 5, FLAT, Shard(0)), True)
+    assert [assembly.local for assembly in groups] == [(0,), (1,), (2,)]
 
 
 def test_a_small_parameter_may_be_owned_by_an_empty_rank() -> None:
@@ -115,7 +115,7 @@ def test_whole_replicas_are_local_unless_replicas_share_work() -> None:
     assert assemblies(geometry, True)[0] == Assembly((), ((0, 1, 2, 3),))
 
 
-def test_heads_of_a_column_cut_never_leave_the_row_of_the_mesh() -> None:
+def test_column_sharded_heads_stay_within_a_mesh_row() -> None:
     """Two heads over FSDP 2 x TP 2, TP by rows: head 0 is on ranks 0 and 2, head 1 on ranks 1 and 3."""
     stack = MatrixStack(1, (MatrixRows("0", (Interval(0, 4),)), MatrixRows("1", (Interval(4, 8),))))
     geometry = Geometry(Layout((8, 4), SQUARE, (Shard(1), Shard(0))), stack)

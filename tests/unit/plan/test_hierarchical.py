@@ -56,7 +56,7 @@ def test_the_owner_sends_to_the_owners_replica_and_replica_groups_spread_the_res
     assert sum(sent.values()) == sum(everywhere.values())
 
 
-def test_results_take_the_way_within_a_copy_and_then_over_copies() -> None:
+def test_results_return_within_a_replica_and_then_between_replicas() -> None:
     """Both phases send 16 elements of 2 bytes, at 1,000 bytes a second, after a latency."""
     plan = by(hsdp(1, 4, 2), "hierarchical")
     machine = machine_of(replace(SLOW_LINKS, network_latency_us=5e5), "cpu", None)
@@ -64,14 +64,14 @@ def test_results_take_the_way_within_a_copy_and_then_over_copies() -> None:
     totals = PATTERNS["hierarchical"].totals(bucket, pieces)
     times = bucket_times(bucket, totals, Costs(pieces, plan.works, 2, machine), {rank: rank for rank in bucket.group})
     copy = {bucket.owners[0], bucket.owners[0] ^ 1}
-    there, back = times.phases
-    assert there == pytest.approx([0.032 if rank in copy else 0.0 for rank in bucket.group])
+    gathering, back = times.phases
+    assert gathering == pytest.approx([0.032 if rank in copy else 0.0 for rank in bucket.group])
     # The owner's replica waits for the others, which get nothing earlier.
     assert back == pytest.approx([0.032 + 0.5] * 8)
     assert [totals[rank].phases[2].received_far for rank in bucket.group] == [0 if r in copy else 16 for r in range(8)]
 
 
-def test_collectives_are_within_copies_and_over_lines() -> None:
+def test_collectives_run_within_replicas_and_over_replica_groups() -> None:
     plan = by(hsdp(3, 2, 2), "hierarchical")
     assert collective_ranks(plan, Geometries(plan.parameters)) == ({(0, 1), (2, 3)}, {(0, 2), (1, 3)})
     for rank in ranks_of(plan):
@@ -89,13 +89,13 @@ def test_a_replica_on_a_single_rank_needs_no_gather_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "taken"), [(SLOW_LINKS, "hierarchical"), (FAST_LINKS, "hierarchical"), (SLOW_CALLS, "all_to_all")]
+    ("machine", "exchange"), [(SLOW_LINKS, "hierarchical"), (FAST_LINKS, "hierarchical"), (SLOW_CALLS, "all_to_all")]
 )
-def test_the_planner_takes_the_faster_exchange_and_prints_the_reason(machine: Machine, taken: str) -> None:
+def test_the_planner_takes_the_faster_exchange_and_prints_the_reason(machine: Machine, exchange: str) -> None:
     """Fewer bytes on slow links, fewer messages on fast ones, fewer calls where each takes a second."""
     plan = hsdp(3, 4, 2, machine=machine)
-    assert {bucket.exchange for bucket in plan.buckets} == {taken}
-    assert ("replicas all-gather the results" in plan.reason) == (taken == "hierarchical")
+    assert {bucket.exchange for bucket in plan.buckets} == {exchange}
+    assert ("replicas all-gather the results" in plan.reason) == (exchange == "hierarchical")
 
 
 @pytest.mark.parametrize("options", [{"replicas": "redundant"}, {"exchange": "all_gather_reduce_scatter"}])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.plans import LARGE_MESHES, coordinates, examples, layouts, stacks, taken, torch_local
+from tests.unit.plans import LARGE_MESHES, coordinates, elements_of, examples, layouts, stacks, torch_local
 from titan_muon.plan.terms.layout import Geometry, chunk, flattened, intersect, merged, region, spans, stored_as, take
 from titan_muon.plan.terms.types import (
     Cut,
@@ -80,7 +80,7 @@ def test_a_piece_maps_local_storage_to_matrix_elements(data: st.DataObject) -> N
         flat = local.reshape(prod(local.shape[: stack.row_dims]), prod(local.shape[stack.row_dims :]))
         seen = 0
         for index, piece in geometry.pieces[rank].items():
-            matrix = taken(rows, stack.matrices[index])
+            matrix = elements_of(rows, stack.matrices[index])
             for span in spans(piece):
                 assert torch.equal(flat[span.local], matrix[span.whole])
             assert geometry.elements(index)[rank] == piece.numel > 0
@@ -98,13 +98,13 @@ def test_several_dims_flatten_to_rows_and_columns(data: st.DataObject) -> None:
     for _, coordinate in coordinates(layout.mesh):
         dims = region(layout, coordinate)
         two = (flattened(dims[:split], rows), flattened(dims[split:], cols))
-        found = at(full.reshape(prod(rows), prod(cols)), two)
-        assert torch.equal(found.flatten(), at(full, dims).flatten())
+        flat = at(full.reshape(prod(rows), prod(cols)), two)
+        assert torch.equal(flat.flatten(), at(full, dims).flatten())
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 7, 30])
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_chunk_cuts_as_torch_does(length: int, count: int) -> None:
+def test_chunk_equals_torchs_chunk(length: int, count: int) -> None:
     parts = [list(range(*chunk(length, count, index))) for index in range(count)]
     expected = [part.tolist() for part in torch.arange(length).chunk(count)] if length else []
     assert parts == expected + [[]] * (count - len(expected))

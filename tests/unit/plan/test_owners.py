@@ -144,7 +144,7 @@ def digests() -> str:
 def test_plans_do_not_depend_on_the_hash_seed() -> None:
     """Ranks are processes with different hash seeds: no set or dict order may reach the plan."""
     code = "from tests.unit.plan.test_owners import digests; print(digests())"
-    found = [
+    outputs = [
         subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, "PYTHONHASHSEED": seed},
@@ -154,4 +154,4 @@ def test_plans_do_not_depend_on_the_hash_seed() -> None:
         ).stdout.strip()
         for seed in ("0", "1")
     ]
-    assert found == [digests(), digests()]
+    assert outputs == [digests(), digests()]

@@ -37,10 +37,10 @@ def items(draw: st.DrawFn) -> list[OwnedItem]:
 
 
 def by_layer(ownership: Ownership) -> dict[str, list[int]]:
-    found = defaultdict(list)
-    for each, owners in zip(ownership.items, ownership.owners, strict=True):
-        found[each.layer] += owners
-    return found
+    layers = defaultdict(list)
+    for item, owners in zip(ownership.items, ownership.owners, strict=True):
+        layers[item.layer] += owners
+    return layers
 
 
 @examples(50)
@@ -101,9 +101,9 @@ def stacks(draw: st.DrawFn) -> list[OwnedItem]:
 def test_a_stack_is_divided_among_different_ranks(given_items: list[OwnedItem], size: int) -> None:
     """On as many ranks as units, in runs like torch.chunk's, none empty."""
     ownership = assign_owners(given_items, size)
-    for each, owners in zip(ownership.items, ownership.owners, strict=True):
+    for item, owners in zip(ownership.items, ownership.owners, strict=True):
         assert len(set(owners)) == len(owners)
-        assert len(owners) == len(torch.arange(each.units).chunk(min(each.units, size)))
+        assert len(owners) == len(torch.arange(item.units).chunk(min(item.units, size)))
     loads = ownership.loads()
     assert sum(load.matrices for load in loads) == sum(i.units for i in given_items)
     assert sum(load.bytes for load in loads) == sum(i.bytes for i in given_items)
@@ -122,15 +122,15 @@ def test_experts_of_many_layers_are_even_where_ranks_exceed_experts() -> None:
 
 def test_named_owners_are_assigned_first() -> None:
     """A named rank, and a layer with a single rank; balanced items make room."""
-    rank = [replace(each, owner=1) for each in model(1, {"a": (9, 9), "b": (9, 9)})]
+    rank = [replace(entry, owner=1) for entry in model(1, {"a": (9, 9), "b": (9, 9)})]
     layers = [
-        replace(each, fqn=f"l{each.fqn}", layer=f"l{each.layer}", owner="layer")
-        for each in model(2, {"c": (9, 9), "d": (9, 9)})
+        replace(entry, fqn=f"l{entry.fqn}", layer=f"l{entry.layer}", owner="layer")
+        for entry in model(2, {"c": (9, 9), "d": (9, 9)})
     ]
     stack = OwnedItem("e", "e", 4, 4, units=4, owner=2)
     others = [item(f"o{i}", f"o{i}", 9, 9) for i in range(2)]
     ownership = assign_owners([*rank, *layers, stack, *others], 4)
-    owners = dict(zip((each.fqn for each in ownership.items), ownership.owners, strict=True))
+    owners = dict(zip((entry.fqn for entry in ownership.items), ownership.owners, strict=True))
     assert owners["0.a"] == owners["0.b"] == (1,)
     assert owners["e"] == (2,)
     assert owners["l0.c"] == owners["l0.d"] != owners["l1.c"] == owners["l1.d"]

@@ -82,8 +82,8 @@ def test_a_pass_moves_the_planned_bytes(dtype: torch.dtype, options: dict[str, A
 def planned(mesh: Mesh, rows: int, placements: tuple[Any, ...], exchange: str, count: int = 5) -> Plan:
     stack = MatrixStack(1, (MatrixRows("", (Interval(0, rows),)),))
     layout = Layout((rows, 16), mesh, placements)
-    found = [Parameter(f"layers.{i}.w", f"layers.{i}", layout, stack) for i in range(count)]
-    return plan_of(found, exchange=exchange)
+    parameters = [Parameter(f"layers.{i}.w", f"layers.{i}", layout, stack) for i in range(count)]
+    return plan_of(parameters, exchange=exchange)
 
 
 @pytest.mark.parametrize("exchange", ["all_to_all"])
@@ -111,8 +111,8 @@ def test_counted_messages_equal_the_programs_messages(
         for run in programs:
             for phase, flow in zip(run.phases, totals.phases, strict=True):
                 far = [place for place, peer in enumerate(phase.group) if peer // 8 != rank // 8]
-                near = [place for place in range(len(phase.group)) if place not in far]
-                for places, peers in ((near, flow.near_peers), (far, flow.far_peers)):
+                local = [place for place in range(len(phase.group)) if place not in far]
+                for places, peers in ((local, flow.near_peers), (far, flow.far_peers)):
                     sizes = ([splits[place] for place in places] for splits in (phase.home_splits, phase.owned_splits))
                     assert peers == max(sum(size > 0 for size in side) for side in sizes)
                 compared += 1

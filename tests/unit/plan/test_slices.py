@@ -93,7 +93,7 @@ def test_uneven_numbers_of_matrices_are_sliced_evenly() -> None:
         pytest.param(SLICING, (63, 31), id="sides that do not divide"),
     ],
 )
-def test_a_matrix_stays_whole_where_slices_cannot_be_or_end_no_sooner(machine: Machine, shape: tuple[int, int]) -> None:
+def test_a_matrix_without_a_gain_from_slices_stays_whole(machine: Machine, shape: tuple[int, int]) -> None:
     plan = plan_of(parameters(1, 4, shape), machine=machine, split_over=8)
     assert teams(plan) == []
     assert len(plan.matrices) == 1
@@ -105,7 +105,7 @@ def test_the_owners_of_a_sliced_matrix_share_a_node() -> None:
     assert all(len({rank // 2 for rank in team}) == 1 for team in teams(plan))
 
 
-def test_at_most_as_many_as_are_asked_for_share_a_matrix() -> None:
+def test_split_over_limits_the_ranks_of_a_sliced_matrix() -> None:
     assert {len(team) for team in teams(plan_of(parameters(1, 8), machine=SLICING, split_over=4))} == {4}
 
 
@@ -134,7 +134,7 @@ def test_slices_are_refused_without_an_exchange_between_owners(options: dict[str
 
 
 @pytest.mark.parametrize(("beside", "cut"), [(0, True), (25, False)])
-def test_automatic_slices_have_to_save_3_percent_of_the_step(beside: int, cut: bool) -> None:
+def test_automatic_slices_must_save_3_percent_of_the_step(beside: int, cut: bool) -> None:
     """A matrix that only one of two ranks has, after `beside` matrices on each."""
     matrices = parameters(2 * beside + 1, 2)
     assert teams(plan_of(matrices, machine=SLICING, split_over=2)), "a gain of 2 % is one"
@@ -183,9 +183,9 @@ def test_slices_start_when_the_last_owner_is_ready() -> None:
     """Rank 1 has 1 s of local work; rank 0's other work follows."""
     none = (0.0, 0.0)
     owned = (OwnerTime(0, 1.5, 0, 0), OwnerTime(0, 1.0, 0, 0))
-    one = BucketTimes((0, 1), none, owned, none, none, (none, none), 0.0, teams=(((0, 1), 1.0),))
-    assert simulate([replace(one, teams=())], [0], [0.0, 1.0], 1) == [1.5, 2.0]
-    assert simulate([one], [0], [0.0, 1.0], 1) == [2.5, 2.0]
+    bucket = BucketTimes((0, 1), none, owned, none, none, (none, none), 0.0, teams=(((0, 1), 1.0),))
+    assert simulate([replace(bucket, teams=())], [0], [0.0, 1.0], 1) == [1.5, 2.0]
+    assert simulate([bucket], [0], [0.0, 1.0], 1) == [2.5, 2.0]
 
 
 def test_owners_compute_slices_first_and_in_the_same_order() -> None:

@@ -29,27 +29,27 @@ def kept_on_owners(parameters: list[Parameter]) -> Plan:
 
 def advanced(plan: Plan, rank: int) -> Counter[int]:
     """Elements of momentum that a rank advances in a step, by parameter: the packed ones under `state = "owner"`."""
-    program, found = make_program(plan, rank), Counter[int]()
+    program, elements = make_program(plan, rank), Counter[int]()
     for run in program.buckets:
         for parcel in run.stored:
             if not plan.parameters[plan.matrices[parcel.matrix].parameter].state_ranks:
-                found[plan.matrices[parcel.matrix].parameter] += parcel.piece.numel
+                elements[plan.matrices[parcel.matrix].parameter] += parcel.piece.numel
         for parcel in run.gathering.home:
             if plan.parameters[plan.matrices[parcel.matrix].parameter].state_ranks:
-                found[plan.matrices[parcel.matrix].parameter] += parcel.piece.numel
-    return found
+                elements[plan.matrices[parcel.matrix].parameter] += parcel.piece.numel
+    return elements
 
 
 @examples(50)
 @given(parameter_lists())
 def test_every_momentum_is_kept_once_on_the_advancing_rank(parameters: list[Parameter]) -> None:
-    plan = kept_on_owners([each for each in parameters if not each.separate])
+    plan = kept_on_owners([entry for entry in parameters if not entry.separate])
     kept, total = state_elements(plan), Counter[int]()
     for rank in ranks_of(plan):
         assert advanced(plan, rank) == +Counter(kept[rank])
         total.update(kept[rank])
-    for number, each in enumerate(plan.parameters):
-        assert total[number] == sum(m.numel for m in plan.matrices if m.parameter == number), each.fqn
+    for number, entry in enumerate(plan.parameters):
+        assert total[number] == sum(m.numel for m in plan.matrices if m.parameter == number), entry.fqn
 
 
 @pytest.mark.parametrize("placed", [DDP, HSDP], ids=["ddp", "hsdp"])
@@ -62,7 +62,7 @@ def test_small_cheap_matrices_are_balanced_by_bytes() -> None:
     """By FLOPs alone, all of them would be kept away from the large matrix's rank."""
     shapes = [(64, 64), *[(1, 256)] * 32]
     plan = kept_on_owners([parameter(f"layers.{i}.w", shape, DDP) for i, shape in enumerate(shapes)])
-    held = [sum(each.values()) for each in state_elements(plan).values()]
+    held = [sum(elements.values()) for elements in state_elements(plan).values()]
     assert max(held) <= 1.5 * sum(held) / len(held)
 
 
@@ -77,10 +77,10 @@ def test_a_stack_is_kept_in_chunks_of_whole_experts_on_the_owners(experts: int, 
 
 
 def test_keepers_stay_when_the_step_is_planned_again() -> None:
-    found = with_state_ranks([parameter(name, (8, 8), DDP) for name in "abcd"], OWNER, work, {})
-    kept = {each.fqn: each.state_ranks for each in found}
-    more = [parameter("z", (16, 16), DDP), *(replace(each, state_ranks=()) for each in found)]
-    again = {each.fqn: each.state_ranks for each in with_state_ranks(more, OWNER, work, kept)}
+    planned = with_state_ranks([parameter(name, (8, 8), DDP) for name in "abcd"], OWNER, work, {})
+    kept = {entry.fqn: entry.state_ranks for entry in planned}
+    more = [parameter("z", (16, 16), DDP), *(replace(entry, state_ranks=()) for entry in planned)]
+    again = {entry.fqn: entry.state_ranks for entry in with_state_ranks(more, OWNER, work, kept)}
     assert {name: again[name] for name in kept} == kept
     assert len(again["z"]) == 1
 

@@ -105,9 +105,9 @@ def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
     """Elements that a rank sends and receives in a run."""
     if run.bucket.exchange in ("all_to_all", "duplicated", "hierarchical"):
         assert run.returning is not None
-        there, back = run.gathering, run.returning
-        sent = sum(there.home_splits) + sum(back.owned_splits)
-        received = sum(there.owned_splits) + sum(back.home_splits)
+        gathering, back = run.gathering, run.returning
+        sent = sum(gathering.home_splits) + sum(back.owned_splits)
+        received = sum(gathering.owned_splits) + sum(back.home_splits)
         if (shared := run.spreading) is None:
             return sent, received
         return sent + shared.home_numel * (len(shared.group) - 1), received + shared.owned_numel - shared.home_numel
@@ -177,7 +177,7 @@ def test_standard_flops_counts_three_products_a_step() -> None:
     assert standard_flops(2, 5, 3) == 288
 
 
-def test_the_least_sent_is_a_bound_where_replicas_repeat_the_work() -> None:
+def test_the_lower_bound_of_bytes_holds_for_redundant_replicas() -> None:
     """9 rows over 2 ranks, twice: each copy gathers 4 rows and returns them, 16 in all, over 4 ranks."""
     plan = plan_of([matrix(0, 9, 4, SQUARE, Shard(0), Replicate())], replicas="redundant")
     summary = summarize(plan)
@@ -203,7 +203,7 @@ def test_buffers_stay_within_the_users_limit(exchange: str, budget: int) -> None
 
 @examples(50)
 @given(parameter_lists(), st.sampled_from([128, 256, 512, 1024]))
-def test_no_plan_has_more_buffers_than_the_user_gave(parameters: list[Parameter], budget: int) -> None:
+def test_the_users_buffer_limit_bounds_every_plan(parameters: list[Parameter], budget: int) -> None:
     try:
         plan = plan_of(parameters, buffer_bytes=budget, wire_dtype="float32")
     except ValueError:
@@ -236,14 +236,14 @@ def test_unknown_options_name_the_key_and_the_choices(key: str, value: str) -> N
 
 
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather_reduce_scatter"])
-def test_everyone_owns_only_matrices_gathered_by_everyone(exchange: str) -> None:
+def test_owners_everyone_requires_all_gather(exchange: str) -> None:
     with pytest.raises(OptionError, match=r"^owners = 'everyone' .* exchange = 'all_gather'"):
         plan_of([matrix(0, 4, 4)], exchange=exchange, owners="everyone")
 
 
 @examples(50)
 @given(plans())
-def test_json_is_read_back_whole(plan: Plan) -> None:
+def test_json_survives_a_round_trip(plan: Plan) -> None:
     data = json.loads(plan.to_json())
     assert set(data) == {field.name for field in fields(Plan)}
     assert [bucket["matrices"] for bucket in data["buckets"]] == [list(bucket.matrices) for bucket in plan.buckets]

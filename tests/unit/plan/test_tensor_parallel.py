@@ -46,9 +46,9 @@ def test_distributed_mode_exchanges_only_gram_matrices(shape: tuple[int, int], p
         assert (cost.collectives, cost.bytes_sent) == (team.calls, team.sent)
 
 
-def test_matrices_are_shared_out_over_the_tensor_parallel_groups() -> None:
-    given = [matrix(f"{i}", (64, 32), (2, 2), Shard(1), Shard(0)) for i in range(4)]
-    plan = plan_of(given, tensor_parallel="distributed")
+def test_matrices_are_balanced_over_the_tensor_parallel_groups() -> None:
+    matrices = [matrix(f"{i}", (64, 32), (2, 2), Shard(1), Shard(0)) for i in range(4)]
+    plan = plan_of(matrices, tensor_parallel="distributed")
     assert sorted(teams(plan)) == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert {cost.ns_flops for cost in summarize(plan).ranks} == {sum(m.flops for m in plan.matrices) // 4}
     assert "matrices in slices: 4" in plan.reason
@@ -56,9 +56,9 @@ def test_matrices_are_shared_out_over_the_tensor_parallel_groups() -> None:
 
 def test_replicated_matrices_have_a_single_owner_under_tensor_parallel_modes() -> None:
     """A replicated router, beside a tensor-parallel matrix."""
-    given = [matrix("w", (64, 32), (2, 2), Shard(1), Shard(0)), matrix("r", (8, 32), (2, 2), Shard(1), Replicate())]
+    matrices = [matrix("w", (64, 32), (2, 2), Shard(1), Shard(0)), matrix("r", (8, 32), (2, 2), Shard(1), Replicate())]
     for mode in ("distributed", "duplicated"):
-        plan = plan_of(given, tensor_parallel=mode)
+        plan = plan_of(matrices, tensor_parallel=mode)
         done = [number for rank in range(4) for run in make_program(plan, rank).buckets for number in run.matrices]
         assert len(done) == 3
         assert done.count(max(done)) == 1
@@ -85,9 +85,9 @@ def test_duplicated_results_return_only_within_a_tensor_parallel_place(replicas:
 
 def test_a_duplicated_matrix_counts_as_work_on_every_rank() -> None:
     """A large matrix for both ranks of a tensor-parallel group, and small matrices for the other group."""
-    given = [matrix("large", (64, 64), (2, 2), Shard(1), Shard(0))]
-    given += [matrix(f"small{i}", (8, 8), (2, 2), Shard(1), Replicate()) for i in range(4)]
-    plan = plan_of(given, tensor_parallel="duplicated")
+    parameters = [matrix("large", (64, 64), (2, 2), Shard(1), Shard(0))]
+    parameters += [matrix(f"small{i}", (8, 8), (2, 2), Shard(1), Replicate()) for i in range(4)]
+    plan = plan_of(parameters, tensor_parallel="duplicated")
     done = {rank: [m for run in make_program(plan, rank).buckets for m in run.matrices] for rank in range(4)}
     busy = {rank for rank, matrices in done.items() if 0 in matrices}
     assert busy in ({0, 1}, {2, 3})
@@ -129,10 +129,10 @@ def test_options_unfit_for_a_tensor_parallel_mode_are_refused(mode: str, options
     ],
 )
 def test_distributed_mode_names_a_matrix_without_slices(shape: tuple[int, int], machine: Machine, fault: str) -> None:
-    given = [matrix("layers.1.w", shape, *SQUARE)]
+    matrices = [matrix("layers.1.w", shape, *SQUARE)]
     with pytest.raises(OptionError, match=f"^tensor_parallel = 'distributed': {fault}.*; set 'owner'"):
-        plan_of(given, tensor_parallel="distributed", machine=machine)
-    assert len(plan_of(given, tensor_parallel="duplicated", machine=machine).matrices) == 1
+        plan_of(matrices, tensor_parallel="distributed", machine=machine)
+    assert len(plan_of(matrices, tensor_parallel="duplicated", machine=machine).matrices) == 1
 
 
 def test_duplicated_mode_names_a_matrix_with_parts_on_some_ranks_only() -> None:

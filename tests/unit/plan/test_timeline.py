@@ -80,7 +80,7 @@ def test_the_network_link_carries_only_bytes_between_nodes(plan: Plan) -> None:
     assert seconds(plan, replace(FREE, ranks_per_node=2, node=slow)) == pytest.approx(0.5)
 
 
-def test_three_slots_hide_a_return_behind_the_next_round() -> None:
+def test_three_buffer_sets_hide_a_return_behind_the_next_round() -> None:
     """Rounds of 1 s of Newton-Schulz, 0.4 s there and 0.4 s back: only the first and the last way are not hidden."""
     plan, machine = four_rounds()
     took = {buffer_sets: seconds(replace(plan, buffer_sets=buffer_sets), machine) for buffer_sets in (1, 3)}
@@ -91,9 +91,9 @@ def four_rounds(*, backward: bool = True) -> tuple[Plan, MachineRates]:
     """Of one matrix for each of four ranks, in the order of backward or of forward, and a machine on which each takes
     1 s there, and 0.4 s each way."""
     plan = plan_of(parameters(16, 4), machine=Machine(node_latency_us=1e6))
-    one = plan.buckets[0]
+    bucket = plan.buckets[0]
     matrices = [range(start, start + 4) for start in ((12, 8, 4, 0) if backward else (0, 4, 8, 12))]
-    buckets = tuple(replace(one, matrices=tuple(of), owners=(0, 1, 2, 3), round=k) for k, of in enumerate(matrices))
+    buckets = tuple(replace(bucket, matrices=tuple(of), owners=(0, 1, 2, 3), round=k) for k, of in enumerate(matrices))
     machine = replace(FREE, flops={"bfloat16": plan.matrices[0].flops}, node=Link(64 * 64 * 1.5 / 0.4, 0))
     return replace(plan, buckets=buckets), machine
 
@@ -155,8 +155,8 @@ def test_a_rank_with_whole_matrices_has_no_tail() -> None:
 def test_waits_between_ranks_are_not_exposed_exchange() -> None:
     """Two ranks orthogonalize in turn, in the same buffers, and nobody waits for a link."""
     plan = plan_of(parameters(2, 2), machine=Machine(node_latency_us=1e6))
-    (one,) = plan.buckets
-    buckets = tuple(replace(one, matrices=(rank,), owners=(rank,), round=rank) for rank in range(2))
+    (bucket,) = plan.buckets
+    buckets = tuple(replace(bucket, matrices=(rank,), owners=(rank,), round=rank) for rank in range(2))
     flops = {"bfloat16": plan.matrices[0].flops}
     played = timeline(replace(plan, buckets=buckets, buffer_sets=1), replace(FREE, flops=flops))
     assert played.last.seconds == pytest.approx(2)
@@ -214,19 +214,21 @@ LARGE, MIDDLE = Chain(44.0, 10.0, 10.0), Chain(23.5, 3.0, 3.0)
         ({}, 4, 0.5, 0.5),
     ],
 )
-def test_whole_matrices_need_this_long(matrices: dict[Chain, int], ranks: int, beside: float, expected: float) -> None:
+def test_the_lower_bound_for_whole_matrices_has_the_expected_seconds(
+    matrices: dict[Chain, int], ranks: int, beside: float, expected: float
+) -> None:
     assert least_whole(matrices, [beside] * ranks, 1000.0) == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_plan_overlaps_where_links_take_as_long_as_newton_schulz() -> None:
+def test_a_plan_overlaps_equal_link_and_compute_times() -> None:
     """By FLOPs, one round suffices; on this machine it takes nearly twice as long as several."""
     tasks = parameters(64, 4)
     options = Machine(node_gb=1e-3, node_latency_us=0, launch_us=0, tflops=3.3e-3, memory_gb=1e6)
     machine = machine_of(options)
     chosen = plan_of(tasks, machine=options)
-    one = plan_of(tasks, machine=Machine(node_latency_us=1e9))
-    assert (one.rounds, chosen.rounds > 2) == (1, True)
-    assert seconds(chosen, machine) < 0.75 * seconds(one, machine)
+    single = plan_of(tasks, machine=Machine(node_latency_us=1e9))
+    assert (single.rounds, chosen.rounds > 2) == (1, True)
+    assert seconds(chosen, machine) < 0.75 * seconds(single, machine)
 
 
 def test_memory_beyond_2_gib_must_save_more_time_and_is_reported() -> None:
@@ -242,7 +244,7 @@ def test_memory_beyond_2_gib_must_save_more_time_and_is_reported() -> None:
 
 
 @pytest.mark.parametrize("name", ["h100x8", "h200x8", "b200x8", "a100x8", "cpu"])
-def test_small_products_are_slower_and_large_ones_reach_the_rate(name: str) -> None:
+def test_large_products_reach_the_rate_and_small_products_are_slower(name: str) -> None:
     machine = machine_of(Machine(name=name))  # type: ignore[arg-type]
     rates = [machine.rate("bfloat16", side) for side in (32, 256, 2048, 8192)]
     assert rates == sorted(set(rates))

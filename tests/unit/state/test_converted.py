@@ -47,7 +47,7 @@ def test_muon_loads_a_checkpoint_of_torchs_muon_and_continues_bit_for_bit(adjust
 
 
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
-def test_torchs_spellings_mean_the_same(adjust: str) -> None:
+def test_torchs_spellings_have_the_same_meaning(adjust: str) -> None:
     params, others = parameters(), parameters()
     keywords: dict[str, Any] = {"lr": 0.02, "ns_coefficients": (3.0, -4.0, 2.0), "adjust_lr_fn": adjust, "ns_steps": 4}
     train(torch.optim.Muon(params.values(), **keywords), params, range(3))
@@ -55,7 +55,7 @@ def test_torchs_spellings_mean_the_same(adjust: str) -> None:
     assert equal(params, others)
 
 
-def test_a_checkpoint_goes_on_in_torchs_muon() -> None:
+def test_torchs_muon_continues_from_a_checkpoint() -> None:
     params = parameters()
     ours = Muon(list(params.items()), lr=0.02, orthogonalize="reference")
     train(ours, params, range(3))
@@ -75,7 +75,7 @@ def test_a_checkpoint_goes_on_in_torchs_muon() -> None:
         ({"rule": "normuon"}, "^rule keeps second_moment"),
     ],
 )
-def test_state_without_a_place_in_torchs_muon_is_refused(options: dict[str, Any], fault: str) -> None:
+def test_state_unknown_to_torchs_muon_is_refused(options: dict[str, Any], fault: str) -> None:
     params = parameters()
     ours = Muon(list(params.items()), **options)
     train(ours, params, range(1))
@@ -138,7 +138,7 @@ def test_a_momentum_sum_is_converted_to_an_average(source: Any) -> None:
     assert group["ns_coefficients"] == "polar_express_cushion"
 
 
-def test_a_scale_without_an_equal_is_chosen_by_the_user() -> None:
+def test_an_inconvertible_lr_scale_needs_an_explicit_choice() -> None:
     params = parameters()
     theirs = SumOfGradients(params.values(), lr=0.02, mu=0.9, adjust_lr=None)
     train(theirs, params, range(1))

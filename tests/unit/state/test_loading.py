@@ -45,7 +45,7 @@ def test_tensors_put_into_a_live_state_dict_are_loaded(rule: str) -> None:
     assert torch.equal(param, expected)
 
 
-def test_a_state_dict_of_before_an_option_existed_is_loaded() -> None:
+def test_a_state_dict_without_a_newer_option_is_loaded() -> None:
     """Each new option would otherwise make all older state dicts unreadable. The present value of the option stays."""
     param, muon = trained("muon")
     step(param, muon, 1)

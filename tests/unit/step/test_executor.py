@@ -43,9 +43,9 @@ def operators(layers: int, dtype: torch.dtype = torch.float32, **options: Any) -
     """Operators of a step."""
     muon = Muon(named(layers, dtype).items(), **options)
     muon.step()
-    with Operators() as found:
+    with Operators() as counter:
         muon.step()
-    return found.counts
+    return counter.counts
 
 
 @pytest.mark.parametrize("options", [{}, {"state_dtype": "bfloat16"}, {"nonfinite": "skip"}], ids=str)
@@ -79,8 +79,8 @@ def test_an_in_place_result_equals_the_result(algorithm: str, dtype: str, shape:
     method, computed = Method(algorithm, dtype, (2,)), iteration("keller_jordan", 5, 1e-7)
     expected = orthogonalize(stack, computed, method)
     norms = frobenius_norms(stack, DTYPES[method.dtype])
-    found = orthogonalize(stack, computed, method, norms=norms, out=stack)
-    assert found is stack
+    result = orthogonalize(stack, computed, method, norms=norms, out=stack)
+    assert result is stack
     assert torch.equal(stack.float(), expected.float())
 
 
@@ -93,18 +93,18 @@ def stepped(params: dict[str, nn.Parameter], muon: Optimizer) -> dict[str, torch
 def test_the_step_uses_replaced_storage() -> None:
     """`param.data = ...` and the same of the momentum leave tensors that are stored elsewhere."""
     kept, changed = named(), named()
-    one, other = Muon(kept.items()), Muon(changed.items())
-    assert stepped(kept, one).keys() == stepped(changed, other).keys()
+    first, other = Muon(kept.items()), Muon(changed.items())
+    assert stepped(kept, first).keys() == stepped(changed, other).keys()
     old = changed["0.wide"].data
     before = old.clone()
     changed["0.wide"].data = old.clone()
     average = other.state[changed["0.tall"]]["momentum_buffer"]
     average.data = average.data.clone()
-    expected, found = stepped(kept, one), stepped(changed, other)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, result = stepped(kept, first), stepped(changed, other)
+    assert all(torch.equal(expected[name], result[name]) for name in expected)
     assert torch.equal(old, before), "the old storage is trained no more"
-    expected, found = stepped(kept, one), stepped(changed, other)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, result = stepped(kept, first), stepped(changed, other)
+    assert all(torch.equal(expected[name], result[name]) for name in expected)
 
 
 def test_a_parameter_replaced_in_a_group_is_refused() -> None:

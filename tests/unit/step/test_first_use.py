@@ -264,9 +264,9 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
 
 def test_unsuitable_parameters_cause_a_single_warning() -> None:
     wide, thin = nn.Parameter(torch.ones(32, 32)), nn.Parameter(torch.ones(32, 4))
-    with pytest.warns(UserWarning, match=r"a side under 16|embedding") as found:
+    with pytest.warns(UserWarning, match=r"a side under 16|embedding") as caught:
         Muon([("embed_tokens.weight", wide), ("layers.0.w", thin)])
-    assert [str(warning.message).split(":")[0] for warning in found] == ["embed_tokens.weight", "layers.0.w (32x4)"]
+    assert [str(warning.message).split(":")[0] for warning in caught] == ["embed_tokens.weight", "layers.0.w (32x4)"]
 
 
 def test_a_closed_optimizer_is_refused() -> None:

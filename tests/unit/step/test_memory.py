@@ -17,13 +17,15 @@ from benchmarks.memory_use import allocated
 from titan_muon import Muon, own
 from titan_muon.comm.buffers import fragmentation
 from titan_muon.features.early import shared_queue
+from titan_muon.features.scaling import ScaledRule
 from titan_muon.options import MuonOptions, PlacementRule
 from titan_muon.plan.cost.times import Costs
 from titan_muon.plan.cost.totals import Totals
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.layout import Geometries, Geometry
 from titan_muon.plan.terms.pieces import Pieces
-from titan_muon.planning import check_one_device
+from titan_muon.planning import check_one_device, passes_of
+from titan_muon.rules.muon import MuonRule
 from titan_muon.step.foreach import CPU_CHUNK_BYTES
 from titan_muon.tensors.storage import trained_params
 
@@ -59,12 +61,28 @@ def with_gradient(param: nn.Parameter) -> nn.Parameter:
     ],
     ids=str,
 )
-def test_the_peak_of_a_step_is_the_plans(dtype: torch.dtype, rows: int, options: dict[str, Any]) -> None:
+def test_the_peak_of_a_step_equals_the_plan(dtype: torch.dtype, rows: int, options: dict[str, Any]) -> None:
     """A local matrix of 16 to 128 MiB. Momentum and weights are updated in chunks of rows."""
     weight = with_gradient(nn.Parameter(torch.zeros(rows, 64, dtype=dtype)))
     measured, planned = peak(Muon([("w", weight)], **OPTIONS, **options))
     # The library for matrix products has scratch of its own.
     assert 0.98 * planned < measured < 1.02 * planned + MIB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_accelerators_plan_has_the_copies_of_a_step_that_may_be_undone(dtype: torch.dtype) -> None:
+    """On a GPU, each step of a recipe may be undone. A CPU runs a call of each stage here."""
+    count, options = 2**20, MuonOptions(rounding="nearest")
+    average, update = torch.zeros(count), torch.zeros(count, dtype=torch.bfloat16)
+    param, grad = torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)
+    scratch = (torch.empty_like(param),) if dtype == torch.float32 else ()
+    rule = ScaledRule(MuonRule(options), None, torch.tensor(False))
+    group = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True}
+    _, advance, _ = allocated(lambda: rule.advance((average,), (grad,), (update,), group))
+    _, apply, _ = allocated(lambda: rule.apply((param,), (update,), group, 1.0, scratch))
+    passes = passes_of([dtype], options, "cuda")
+    assert 0 <= advance - count * passes.advance_bytes < MIB / 100
+    assert 0 <= apply + sum(part.nbytes for part in scratch) - count * passes.apply_bytes < MIB / 100
 
 
 @pytest.mark.parametrize("shape", [(40, 3), (700, 300), (3, 200_000)], ids=str)
@@ -93,7 +111,7 @@ def two_ranks() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 2**19), (torch.float32, 2**18)], ids=str)
-def test_the_peak_of_a_step_on_an_owned_matrix_is_the_plans(dtype: torch.dtype, rows: int) -> None:
+def test_the_peak_of_a_step_on_an_owned_matrix_equals_the_plan(dtype: torch.dtype, rows: int) -> None:
     module = nn.Linear(64, rows, bias=False, dtype=dtype)
     rule = PlacementRule(match="weight", placement="owned", owner=0)
     own(module, mesh=init_device_mesh("cpu", (2,)), params=[module.weight], rules=[rule])

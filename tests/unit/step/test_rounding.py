@@ -57,12 +57,12 @@ DECAY = partial(scaled_sum, keep=0.999, alpha=0.0)
 def drawn(values: Tensor, updates: Tensor, keep: float, alpha: float, steps: range) -> Tensor:
     """Draws of these steps on equal values: (steps, *shape)."""
     chunk = chunk_of([values.shape], [7], torch.empty(memory_bytes(values), dtype=torch.uint8))
-    found = []
+    draws = []
     for number in steps:
         param = values.clone()
         chunk.update([param], [updates], partial(scaled_sum, keep=keep, alpha=alpha), number)
-        found.append(param)
-    return torch.stack(found)
+        draws.append(param)
+    return torch.stack(draws)
 
 
 def test_the_mean_of_many_draws_is_the_unrounded_value() -> None:
@@ -78,7 +78,7 @@ def test_the_mean_of_many_draws_is_the_unrounded_value() -> None:
     assert off.mean().abs() < 5 * 0.5 / math.sqrt(1000 * off.numel())
 
 
-def test_the_errors_of_a_matrix_are_noise_and_no_pattern() -> None:
+def test_the_rounding_errors_of_a_matrix_are_uncorrelated() -> None:
     """The largest singular value of (n, n) noise is 2 sqrt(n) standard deviations, that of a pattern up to n."""
     values = torch.full((256, 256), 1.0).bfloat16()
     errors = drawn(values, torch.zeros_like(values), 1 + 2**-9, 0.0, range(1))[0].double() - (1 + 2**-9)
@@ -132,7 +132,7 @@ def test_a_resume_draws_the_numbers_of_an_uninterrupted_run() -> None:
     assert not same(contents(fresh), contents(params)), "each step draws anew"
 
 
-def test_a_checkpoint_from_before_draws_were_counted_is_loaded() -> None:
+def test_a_checkpoint_without_a_draw_count_is_loaded() -> None:
     params = parameters()
     muon = Muon(list(params.items()), **OPTIONS).build()
     state = muon.state_dict()
@@ -141,7 +141,7 @@ def test_a_checkpoint_from_before_draws_were_counted_is_loaded() -> None:
     step(params, muon, 1)
 
 
-def test_the_count_of_steps_is_kept_for_bfloat16_alone() -> None:
+def test_the_count_of_steps_is_kept_only_for_bfloat16() -> None:
     """Checkpoints of float32 weights keep their keys."""
     wide = {name: nn.Parameter(value) for name, value in full(0).items()}
     for params, rounding, counted in ((wide, "stochastic", False), (parameters(), "nearest", False)):

@@ -7,7 +7,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from tests.unit.plans import taken
+from tests.unit.plans import elements_of
 from titan_muon import Muon
 from titan_muon.options import Split
 from titan_muon.plan.terms.layout import Geometry
@@ -30,7 +30,7 @@ READ = [
 def matrices(shape: tuple[int, ...], dims: str, lengths: dict[str, int | tuple[int, ...]]) -> list[Tensor]:
     stack = stack_of("w", shape, [Split(match="*", dims=dims, lengths=lengths)])
     full = torch.arange(prod(shape)).reshape(prod(shape[: stack.row_dims]), -1)
-    return [taken(full, matrix) for matrix in stack.matrices]
+    return [elements_of(full, matrix) for matrix in stack.matrices]
 
 
 @pytest.mark.parametrize(("shape", "dims", "lengths"), READ, ids=[dims for _, dims, _ in READ])
@@ -39,8 +39,8 @@ def test_matrices_equal_einops(shape: tuple[int, ...], dims: str, lengths: dict[
     count, _, matrix = right.partition("|")
     full = torch.arange(prod(shape)).reshape(shape)
     expected = rearrange(full, f"{left} -> ({count}) {matrix}", **lengths)
-    found = torch.stack(matrices(shape, dims, dict(lengths)))
-    assert torch.equal(found, expected)
+    result = torch.stack(matrices(shape, dims, dict(lengths)))
+    assert torch.equal(result, expected)
 
 
 def test_a_list_of_lengths_is_parts_of_unequal_size() -> None:

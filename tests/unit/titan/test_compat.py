@@ -87,7 +87,7 @@ def test_every_gap_exists_and_is_closed() -> None:
 
 
 @cpu_only
-def test_installing_after_torchtitan_took_the_device_is_an_error() -> None:
+def test_installing_after_the_import_of_torchtitan_is_an_error() -> None:
     result = _run("import torchtitan.distributed; from titan_muon.titan import compat; compat.install()")
     assert result.returncode == 1
     assert "RuntimeError: compat.install() must run before torchtitan.distributed is imported" in result.stderr
@@ -131,7 +131,7 @@ def test_a_missing_kernel_is_named() -> None:
         kernels.some_kernel(1)
 
 
-def test_fsdp_can_still_be_told_to_sum() -> None:
+def test_fsdp_supports_sum_reduction() -> None:
     from torch.distributed.fsdp import FSDPModule
 
     assert callable(FSDPModule.set_force_sum_reduction_for_comms)
@@ -182,15 +182,15 @@ def test_timeouts_reach_every_group_except_the_checkpoint_group(monkeypatch) -> 
     utils = importlib.import_module("torchtitan.distributed.utils")
     groups = [SimpleNamespace(group_desc=name) for name in ("default_pg", "undefined", compat.ASYNC_CHECKPOINT)]
     monkeypatch.setattr(dist, "barrier", lambda **_: None)
-    given = []
-    monkeypatch.setattr(dist, "set_timeout", lambda seconds, group: given.append(group))
+    groups_set = []
+    monkeypatch.setattr(dist, "set_timeout", lambda seconds, group: groups_set.append(group))
     monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=groups))
     dims = SimpleNamespace(get_all_one_dimensional_meshes=dict)
     utils.set_pg_timeouts(timedelta(seconds=5), dims)
-    assert given == [None, *groups[:2]]
+    assert groups_set == [None, *groups[:2]]
 
 
-def test_a_group_without_a_time_out_is_no_warning(recwarn) -> None:
+def test_a_group_without_a_timeout_causes_no_warning(recwarn) -> None:
     """PyTorch warns of it in each start, before a user has done anything."""
     compat.install()
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)

@@ -142,7 +142,7 @@ class BucketTimes:
 def bucket_times(
     bucket: Bucket, totals: Mapping[int, BucketTotals], costs: Costs, place: Mapping[int, int]
 ) -> BucketTimes:
-    """`place`: position of each rank among the plan's ranks."""
+    """The times of a bucket. `place`: position of each rank among the plan's ranks."""
     machine, wire = costs.machine, costs.wire_bytes
     rank_totals = [totals[rank] for rank in bucket.group]
     across = len({costs.pieces.node(rank) for rank in bucket.group}) > 1

@@ -198,7 +198,7 @@ class _Direction:
             amounts.key = place
 
     def count_peers(self) -> None:
-        """Count the peers of each holder. `add` counts the peers of each worker."""
+        """Count the peers of holders. `add` counts the peers of workers."""
         near = {key: Counter(map(self._pieces.node, ranks)) for key, ranks in self._workers.items()}
         for rank, amounts in self.by_rank.items():
             if amounts.home and amounts.key in near:

@@ -45,7 +45,6 @@ class BucketTotals(NamedTuple):
         buffers: home buffer, inbox, outbox and, with an all-gather over replicas, its buffer.
         phases: traffic of the gather, the return and the all-gather over replicas.
         collectives: number of phases with traffic on any rank; all ranks skip a phase without traffic.
-        pieces: number of the rank's pieces.
     """
 
     owned: KindCounts

@@ -10,7 +10,7 @@ from functools import cached_property
 from ..terms.types import Bucket, Piece
 
 ALIGNMENT = 64
-"""Elements, because collectives need aligned memory."""
+"""Alignment in elements, because collectives need aligned memory."""
 
 
 def aligned(elements: int) -> int:

@@ -23,8 +23,6 @@ class Problem:
     """Matrices to assign to owners, and costs to judge a plan.
 
     Attributes:
-        parameters: stacks contain slices instead of sliced matrices.
-        pattern: exchange of all buckets.
         local: for each matrix, the ranks that store and orthogonalize all of the matrix.
         tasks: for each remaining matrix, one for each assembling group.
         load: local FLOPs of each rank.

@@ -89,10 +89,7 @@ class Dealer:
 
 
 def _typical_times(queues: Sequence[Sequence[Task]], count: int) -> list[float]:
-    """FLOPs halfway between the ends of consecutive rounds, for the most common queue.
-
-    Tasks of the remaining queues join the round with the nearest end.
-    """
+    """FLOPs halfway between the ends of consecutive rounds, for the most common queue."""
     queue_counts = Counter(tuple(task.flops for task in queue) for queue in queues)
     typical = max(queue_counts, key=lambda flops: (queue_counts[flops], sum(flops), flops), default=())
     before, ends = 0, dict[int, int]()

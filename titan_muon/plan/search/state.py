@@ -104,12 +104,9 @@ def is_whole(parameter: Parameter) -> bool:
 
 
 def units_of(parameter: Parameter) -> int:
-    """Number of separable parts along dim 0: its length if no matrix crosses an index, else 1."""
-    height = _unit_rows(parameter)
-    for matrix in parameter.stack.matrices:
-        if matrix.rows[0].start // height != (matrix.rows[-1].stop - 1) // height:
-            return 1
-    return parameter.layout.shape[0]
+    """Number of separable parts along dim 0."""
+    shape = parameter.layout.shape
+    return shape[0] if parameter.stack.is_separable(shape) else 1
 
 
 def _unit_rows(parameter: Parameter) -> int:

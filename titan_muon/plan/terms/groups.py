@@ -21,7 +21,7 @@ class Assembly:
 
 
 def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
-    """By matrix. `split`: replicas divide the matrices."""
+    """The Assembly of each matrix. `split`: replicas divide the matrices."""
     indices = range(len(geometry.stack.matrices))
     holders = [tuple(geometry.elements(index)) for index in indices]
     sets = [_by_replica(geometry, ranks, split) for ranks in holders]

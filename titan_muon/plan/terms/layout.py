@@ -118,7 +118,7 @@ def intersect(held: Stored, wanted: Intervals, step: int = 1) -> tuple[Segment, 
 
 
 def _evenly_spaced(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Join evenly spaced runs of single indices, or each row of interleaved matrices would need a copy."""
+    """Join evenly spaced single indices, or each row of interleaved matrices would need a copy."""
     joined: list[Segment] = []
     for segment in segments:
         last = joined[-1] if joined else None

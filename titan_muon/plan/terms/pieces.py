@@ -104,7 +104,7 @@ class Pieces:
 
 
 def _kinds(matrices: Sequence[Matrix], geometries: Geometries) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    # By geometry first: comparing the elements of every expert would take longer than kinds save.
+    # By geometry first, because comparing the elements of every expert takes long.
     stored: dict[tuple[int, int], int] = {}
     classes: dict[tuple[int, tuple[tuple[int, int], ...]], int] = {}
     numbers: dict[tuple[int, int, int], int] = {}

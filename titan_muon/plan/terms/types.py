@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import prod
@@ -130,6 +131,11 @@ class MatrixStack:
     row_dims: int
     matrices: tuple[MatrixRows, ...]
     transposed: bool = False
+
+    def is_separable(self, shape: Sequence[int]) -> bool:
+        """Whether each matrix of a parameter with this shape is within a single index of dim 0."""
+        height = prod(shape[1 : self.row_dims])
+        return all(m.rows[0].start // height == (m.rows[-1].stop - 1) // height for m in self.matrices)
 
     @property
     def interleaved(self) -> bool:

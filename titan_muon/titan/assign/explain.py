@@ -78,7 +78,7 @@ def pipeline_line(ranks: range, world_size: int, assigned: Sequence[Assignment])
 
 
 def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | None = None) -> Iterable[str]:
-    """Cost of a Muon step, modelled time if there is a timeline, and reasons of automatic choices."""
+    """Cost of a Muon step, and with a timeline modelled times and reasons of automatic choices."""
     if plan is None or summary is None:
         return
     exchanges = sorted({bucket.exchange for bucket in plan.buckets})
@@ -117,9 +117,9 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
 
 
 def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, skips: bool) -> Iterable[str]:
-    """Lines if the step communicates despite owned parameters: matrices, reasons and remedies.
+    """Reasons and remedies if the step communicates despite owned parameters.
 
-    `skips`: ranks exchange the presence of gradients (muon.missing_grad = "skip").
+    `skips`: muon.missing_grad = "skip".
     """
     if plan is None or not any(map(is_owned, parameters.values())):
         return
@@ -139,7 +139,7 @@ def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, ski
 def peer_lines(parameters: Mapping[str, Tensor], gathered: int, reduced: int) -> Iterable[str]:
     """A line on the traffic of whole matrices under tensor parallelism.
 
-    `gathered` and `reduced`: bytes per element of gathered parameters, and of reduced gradients.
+    `gathered`: bytes per element of parameters; `reduced`: of gradients.
     """
     sent, count = Counter[int](), 0
     for parameter in parameters.values():
@@ -192,7 +192,7 @@ def _time_lines(timeline: Timeline) -> Iterable[str]:
 
 
 def _ms(seconds: float) -> str:
-    # The rest is rounding of a difference of equal times.
+    # A difference of equal times leaves rounding.
     return f"{1e3 * seconds:,.3g} ms" if seconds > 1e-9 else "0 ms"
 
 

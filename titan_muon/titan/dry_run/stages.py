@@ -21,7 +21,7 @@ from titan_muon.titan.recipe.degrees import batch_problem
 
 @dataclass(frozen=True)
 class StageReport:
-    """Estimate for the model, or for a pipeline stage."""
+    """Estimate for the model or a pipeline stage."""
 
     meta: MetaModel
     kind: str
@@ -34,7 +34,7 @@ class StageReport:
 
 
 def dry_run(recipe: Recipe, world_size: int | None, device: str | None = None) -> list[StageReport]:
-    """A report for each pipeline stage. `world_size` and `device`: as in `report`. Raises RecipeError like training."""
+    """A report for each pipeline stage. Raises RecipeError like training."""
     world = smallest_world(recipe) if world_size is None else world_size
     # A world size means a cluster of GPUs, mostly planned on a laptop without GPUs.
     kind = device if device is not None else this_device() if world_size is None else "cuda"
@@ -54,9 +54,8 @@ def _report(meta: MetaModel, recipe: Recipe, kind: str) -> StageReport:
 
 
 def problems(recipe: Recipe, world: int) -> Iterator[str]:
-    """Reasons why this machine or batch could not train, although the plan is valid."""
-    problem = batch_problem(recipe, world)
-    if problem is not None:
+    """Reasons why this machine could not train, although the plan is valid."""
+    if problem := batch_problem(recipe, world):
         yield problem
     data = recipe.data
     if data.source != "hf":

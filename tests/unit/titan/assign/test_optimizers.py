@@ -140,7 +140,7 @@ def test_offload_and_state_dtype_reach_every_optimizer() -> None:
     assert [optimizers.optimizers[0]._offload, optimizers.optimizers[1]._options.offload] == ["none"] * 2
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_frozen_parameters_are_excluded() -> None:
     model = Model()
     model.get_parameter("layers.0.wq.weight").requires_grad_(False)
     model.get_parameter("output.weight").requires_grad_(False)
@@ -149,7 +149,7 @@ def test_frozen_parameters_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("taker", ["adamw", "muon"])
-def test_the_router_goes_where_the_recipe_says(taker: str) -> None:
+def test_the_recipe_selects_the_optimizer_of_the_router(taker: str) -> None:
     model = Model()
     model.layers["0"].router = nn.ModuleDict({"gate": nn.Linear(6, 4, bias=False)})
     assert any("layers.0.router.gate.weight" in group for group in names(container(recipe(router=taker), model))[taker])
@@ -209,8 +209,8 @@ def sgd(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_cpu_offload_sets_the_offload_option_of_muon_and_adamw(sgd: str) -> None:
     of = recipe(rule("*.norm.*", sgd, lr=0.5))
-    taken = container(replace(of, training=replace(of.training, enable_cpu_offload=True)))
-    by_name = dict(zip(names(taken), taken, strict=True))
+    optimizers = container(replace(of, training=replace(of.training, enable_cpu_offload=True)))
+    by_name = dict(zip(names(optimizers), optimizers, strict=True))
     assert by_name["adamw"]._offload == by_name["muon"]._options.offload == "parameters"
     assert isinstance(by_name[sgd], torch.optim.SGD), "another package's steps where its parameters are"
 
@@ -219,14 +219,14 @@ def test_a_third_party_optimizer_gets_the_rules_options(sgd: str) -> None:
     of = recipe(rule("*.norm.*", sgd, lr=0.5, momentum=0.8), rule("tok_*", sgd, lr=0.25, foreach=True))
     taker = dict(zip(names(container(of)), container(of), strict=True))[sgd]
     assert isinstance(taker, torch.optim.SGD)
-    found = {(g["param_names"][0], g["lr"], g["momentum"], g["foreach"]) for g in taker.param_groups}
-    assert found == {("layers.0.norm.weight", 0.5, 0.8, True), ("tok_embeddings.weight", 0.25, 0.0, True)}
+    groups = {(g["param_names"][0], g["lr"], g["momentum"], g["foreach"]) for g in taker.param_groups}
+    assert groups == {("layers.0.norm.weight", 0.5, 0.8, True), ("tok_embeddings.weight", 0.25, 0.0, True)}
 
 
 def test_an_optimizer_without_offload_is_refused_with_offload_state(sgd: str) -> None:
     of = recipe(rule("*.norm.*", sgd, lr=0.5), offload="state")
-    said = r'^optimizer\.offload = "state": their_sgd keeps its states on the device; set "none", .* adamw, muon$'
-    with pytest.raises(RecipeError, match=said):
+    message = r'^optimizer\.offload = "state": their_sgd keeps its states on the device; set "none", .* adamw, muon$'
+    with pytest.raises(RecipeError, match=message):
         container(of)
     with pytest.raises(ValueError, match=r"^offload: their_sgd cannot move its states$"):
         container(recipe(rule("*.norm.*", sgd, lr=0.5))).offload()
@@ -250,13 +250,13 @@ def test_rules_with_different_shared_options_are_refused(sgd: str) -> None:
 # Clipping
 
 
-def test_another_packages_optimizer_is_clipped_as_adamw_is(sgd: str) -> None:
+def test_a_third_party_optimizer_is_clipped_as_adamw(sgd: str) -> None:
     """By default only Muon is spared: `adamw` must not mean that an optimizer nobody thought of goes unclipped."""
     model = Model()
     optimizers = container(recipe(rule("*.norm.*", sgd, lr=0.5), rule("*.wo.*", sgd, lr=0.5)), model)
-    taken = {name: {id(p) for p in optimizers.parameters(name)} for name in ("muon", "adamw", sgd)}
-    assert all(taken.values())
-    assert {id(p) for p in optimizers.clipped_parameters("adamw")} == taken["adamw"] | taken[sgd]
+    parameters = {name: {id(p) for p in optimizers.parameters(name)} for name in ("muon", "adamw", sgd)}
+    assert all(parameters.values())
+    assert {id(p) for p in optimizers.clipped_parameters("adamw")} == parameters["adamw"] | parameters[sgd]
     assert {id(p) for p in optimizers.clipped_parameters("all")} == {id(p) for p in model.parameters()}
     assert optimizers.clipped_parameters("none") == []
 
@@ -270,7 +270,7 @@ def test_several_parts_share_an_optimizer_per_name() -> None:
     assert names(optimizers) == {"muon": [HIDDEN], "adamw": [OTHERS]}
 
 
-def test_parts_of_the_same_names_are_a_mistake() -> None:
+def test_parts_with_equal_names_are_an_error() -> None:
     with pytest.raises(AssertionError, match="mismatch"):
         container(recipe(stages=2), Model(), Model())
 
@@ -309,8 +309,8 @@ def test_splits_are_judged_by_the_whole_model() -> None:
     config = optimizer_config(of, whole_model())
     first, second = Model(layers=1), Model(layers=1, first=1, ends=False)
     plans = [HybridOptimizers(config, model_parts=[stage]).optimizers for stage in (first, second)]
-    found = [next(one for one in built if isinstance(one, Muon)).plan for built in plans]
-    assert [len(p.stack.matrices) > 1 for plan in found for p in plan.parameters] == [False, False, True, False]
+    muon_plans = [next(optimizer for optimizer in built if isinstance(optimizer, Muon)).plan for built in plans]
+    assert [len(p.stack.matrices) > 1 for plan in muon_plans for p in plan.parameters] == [False, False, True, False]
     unused = replace(of, muon=replace(of.muon, split=(Split(match="layers.7.*", dims=dims, lengths=lengths),)))
     with pytest.raises(RecipeError, match=r"muon\.split: 'layers\.7\.\*' matches no Muon parameter"):
         HybridOptimizers(optimizer_config(unused, whole_model()), model_parts=[first])
@@ -336,7 +336,7 @@ def test_gpt_oss_experts_are_split_and_refused_with_offload() -> None:
     experts.mlp1_weight_EGD = nn.Parameter(torch.zeros(2, 8, 6))
     model = Model()
     model.experts = experts
-    (muon,) = (one for one in container(recipe(), model) if isinstance(one, Muon))
+    (muon,) = (optimizer for optimizer in container(recipe(), model) if isinstance(optimizer, Muon))
     assert {len(p.stack.matrices) for p in muon.plan.parameters if p.fqn.startswith("experts")} == {4}
     with pytest.raises(RecipeError, match=r'^optimizer\.offload = "state" does not take experts\.mlp1_weight_EGD'):
         container(recipe(offload="state"), model)
@@ -370,5 +370,5 @@ def test_the_state_is_flat_by_parameter_name_and_loads_back() -> None:
     loading.load_state_dict(state)
     for optimizers in (saving, loading):
         train(optimizers, seed=2)
-    for one, other in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for ours, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(ours, other)

@@ -49,7 +49,7 @@ def test_the_optimizer_imports_no_moved_torchtitan_module() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_recipes_on_another_torchtitan_are_refused_in_words() -> None:
+def test_recipes_on_an_unsupported_torchtitan_are_refused_with_the_version() -> None:
     done = run(REFUSED)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("error: recipes need torchtitan 0.3.0, and torchtitan ") == 1

@@ -58,7 +58,7 @@ def test_torchtitans_configuration_trains_and_resumes_with_equal_bits() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-def test_torchtitans_implementation_is_adamws(implementation: str) -> None:
+def test_torchtitans_implementation_option_reaches_adamw(implementation: str) -> None:
     _, optimizers, _ = built(configured(implementation=implementation))
     adamw = dict(zip(optimizers.parts.groups, optimizers.optimizers, strict=True))["adamw"]
     flags = {name: adamw.param_groups[0][name] for name in ("fused", "foreach")}

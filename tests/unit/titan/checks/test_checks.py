@@ -72,8 +72,8 @@ def test_dead_experts_are_reported_once_until_the_next_token() -> None:
         layer.tokens_per_expert_E += torch.tensor([5.0, 3.0, 0.0, 4.0 if step < 200 else 0.0])
         tokens = loads.of_step()
         assert tokens["0"][0] == 5
-        if found := loads.dead(step, tokens):
-            lines[step] = found
+        if dead := loads.dead(step, tokens):
+            lines[step] = dead
     assert lines == {
         110: ["0: experts 2 got no token in any report of the last 100 steps"],
         300: ["0: experts 3 got no token in any report of the last 100 steps"],

@@ -27,7 +27,7 @@ def test_healthy_curves_cause_no_warning() -> None:
         assert curve.sound_until is None
 
 
-def test_dead_gradients_are_named_at_once_and_once() -> None:
+def test_dead_gradients_are_reported_immediately_and_once() -> None:
     curve = Curve()
     warnings(curve, healthy(20))
     lines = warnings(curve, [Report(step, 5.5, 0.0) for step in range(21, 30)])
@@ -51,7 +51,7 @@ def test_a_lasting_jump_is_reported_after_ten_reports_and_at_the_end() -> None:
     assert curve.sound_until is None
 
 
-def test_an_odd_document_leaves_no_trace() -> None:
+def test_an_outlier_batch_causes_no_warning() -> None:
     """Several steps in a row read a long document, as in a recipe with small batches."""
     curve = Curve(healthy(100))
     odd = [Report(step, 4.0, 4.0) for step in range(101, 106)]

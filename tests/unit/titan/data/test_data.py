@@ -164,7 +164,7 @@ def test_a_checkpoint_resumes_at_the_next_block_under_any_layout(data, tmp_path,
     assert torch.equal(resumed, stream[40 : 40 + len(resumed)])
 
 
-def test_iterating_again_continues(data):
+def test_a_second_iteration_continues(data):
     """TorchTitan may ask for a new iterator: no block comes twice and none is left out."""
     loader = build(data)
     assert torch.equal(torch.cat(take(loader, 3) + take(loader, 3)), torch.cat(take(build(data), 6)))
@@ -447,7 +447,7 @@ def test_the_corpus_is_tokenized_once(data, monkeypatch):
     assert not list(Path(data.cache).glob("*.tmp"))
 
 
-def test_changed_text_is_tokenized_anew(data, tmp_path):
+def test_changed_text_is_tokenized_again(data, tmp_path):
     before = build(data).fingerprint
     (tmp_path / "text" / "00.txt").write_text("changed")
     assert build(data).fingerprint != before
@@ -498,7 +498,7 @@ def test_empty_files_are_refused(tmp_path):
         build(Data(source="files", files=(str(tmp_path / "*.txt"),), cache=str(tmp_path / "cache")))
 
 
-def test_globs_recurse_and_a_file_comes_once(tmp_path, monkeypatch):
+def test_globs_recurse_and_list_a_file_once(tmp_path, monkeypatch):
     (tmp_path / "a" / "b").mkdir(parents=True)
     for name in ("top.txt", "a/one.txt", "a/b/two.txt"):
         (tmp_path / name).write_text(name)
@@ -510,20 +510,20 @@ def test_globs_recurse_and_a_file_comes_once(tmp_path, monkeypatch):
 def test_order_and_split_depend_on_files_not_on_patterns(data, tmp_path, monkeypatch):
     """Absolute or relative, from any folder, one pattern or two: the same files train and are held out."""
     monkeypatch.chdir(tmp_path / "text")
-    found = []
+    digests = []
     for files in (data.files, ("*.txt",), ("../text/[0-1]*.txt", "./[2-9]*.txt")):
         documents = Documents(dataclasses.replace(data, files=files))
         names = [document.name for document in documents.all]
-        found.append((names, documents.digest, documents.training.tolist(), documents.validation.tolist()))
-    assert found[0] == found[1] == found[2]
+        digests.append((names, documents.digest, documents.training.tolist(), documents.validation.tolist()))
+    assert digests[0] == digests[1] == digests[2]
 
 
 def test_a_single_document_cannot_be_split(tmp_path):
     (tmp_path / "one.txt").write_text("word " * 100)
-    one = Data(source="files", files=(str(tmp_path / "one.txt"),), cache=str(tmp_path / "cache"))
+    single = Data(source="files", files=(str(tmp_path / "one.txt"),), cache=str(tmp_path / "cache"))
     with pytest.raises(RecipeError, match=r"data\.validation_fraction.*at least 2 documents"):
-        build(one)
-    assert len(take(build(dataclasses.replace(one, validation_fraction=0.0)), 50)) == 50
+        build(single)
+    assert len(take(build(dataclasses.replace(single, validation_fraction=0.0)), 50)) == 50
 
 
 def test_validation_without_held_out_text_is_refused(data):

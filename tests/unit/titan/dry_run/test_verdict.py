@@ -63,18 +63,18 @@ def test_checkpointing_and_parallelism_lower_the_activations() -> None:
     assert split.activations < kept["selective"].activations / 2
 
 
-def test_a_step_of_more_tokens_takes_longer_and_waits_for_fsdp_where_links_are_slow() -> None:
+def test_a_modelled_step_grows_with_tokens_and_waits_for_slow_fsdp_links() -> None:
     whole = recipe()
-    one = training_of(whole, 64, SIZE, llama3_8b(), H100)
+    step = training_of(whole, 64, SIZE, llama3_8b(), H100)
     batch = replace(whole, training=replace(whole.training, global_batch_size=256))
     four = training_of(batch, 64, SIZE, llama3_8b(), H100)
-    assert (one.passes, four.passes) == (1, 4)
-    assert four.compute == pytest.approx(4 * one.compute)
-    assert four.tokens == 4 * one.tokens == 256 * 4096
+    assert (step.passes, four.passes) == (1, 4)
+    assert four.compute == pytest.approx(4 * step.compute)
+    assert four.tokens == 4 * step.tokens == 256 * 4096
     node = training_of(whole, 8, SIZE, llama3_8b(), H100)
-    assert node.fsdp < node.compute < one.fsdp, "eight GPUs share NVLink"
+    assert node.fsdp < node.compute < step.fsdp, "eight GPUs share NVLink"
     assert node.seconds == node.compute
-    assert one.tensor == one.experts == 0
+    assert step.tensor == step.experts == 0
     assert training_of(recipe(tensor_parallel_degree=8), 64, SIZE, llama3_8b(), H100).tensor > 0
 
 
@@ -106,6 +106,6 @@ def test_the_peak_is_the_maximum_of_backward_and_step() -> None:
     assert sum(memory_parts(verdict(GIB)).values()) >= verdict(GIB).peak
 
 
-def test_the_overhead_is_over_a_step_with_adamw_alone() -> None:
+def test_the_overhead_compares_with_a_step_of_adamw() -> None:
     assert verdict(GIB).seconds == pytest.approx(2.5 + 0.025)
     assert verdict(GIB).overhead == pytest.approx((0.025 - 0.01) / (2.5 + 0.01))

@@ -45,7 +45,7 @@ def test_a_later_attempt_ends_with_the_earlier_exit_code(tmp_path: Path, monkeyp
     assert json.loads(file.read_text())["message"]["message"] == "diverged"
 
 
-def test_an_error_of_another_kind_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_after_a_crash_has_no_earlier_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a crash, whose traceback TorchTitan writes, or a torn file, a restart trains."""
     attempt(tmp_path, 0, 0, monkeypatch).write_text('{"message": {"message": "CUDA error"}}')
     attempt(tmp_path, 0, 1, monkeypatch).write_text("{")

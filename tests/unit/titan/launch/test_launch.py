@@ -40,7 +40,7 @@ def test_a_launchers_environment_is_kept(monkeypatch: pytest.MonkeyPatch, more: 
     assert os.environ == launched
 
 
-def test_tasks_of_srun_do_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_srun_tasks_without_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """`srun python train.py` with several tasks must be refused with the line to use, one task must train."""
     monkeypatch.setattr(os, "environ", {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"})
     with pytest.raises(RecipeError, match=r"srun started 8 tasks.*torchrun --nnodes"):
@@ -56,8 +56,8 @@ SHORT = timedelta(seconds=20)
 def attempt(lasting: dist.Store, world_size: int) -> list[dist.Store]:
     """Stores of the ranks of an attempt; the last rank arrives first."""
     with ThreadPoolExecutor(world_size) as pool:
-        found = [pool.submit(store_of_attempt, lasting, r, world_size, SHORT) for r in reversed(range(world_size))]
-        return [each.result() for each in found]
+        futures = [pool.submit(store_of_attempt, lasting, r, world_size, SHORT) for r in reversed(range(world_size))]
+        return [future.result() for future in futures]
 
 
 def test_an_attempt_does_not_read_keys_of_an_earlier_attempt() -> None:
@@ -123,7 +123,7 @@ def test_late_ranks_are_named(signs: dict[int, Sign], silent: set[int], expected
     assert all(Sign.decode(sign.encode()) == sign for sign in signs.values())
 
 
-def test_a_silent_rank_is_named_once_and_ended(
+def test_a_silent_rank_is_reported_once_and_killed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One of three ranks with a common store stops: one line names the rank, and only its process ends."""
@@ -196,7 +196,7 @@ def test_a_late_live_rank_is_named_once(capfd: pytest.CaptureFixture[str]) -> No
     assert capfd.readouterr().err.count("rank 1 (") == 1
 
 
-def test_the_first_time_out_holds_until_the_end_of_the_first_step() -> None:
+def test_the_first_timeout_lasts_until_the_end_of_the_first_step() -> None:
     watchdog = Watchdog(dist.HashStore(), 0, 2, first_timeout=9, timeout=2)
     limits = [watchdog.timeout]
     for _ in range(3):
@@ -263,5 +263,5 @@ def test_only_processes_of_the_same_launcher_may_be_ended() -> None:
             subprocess.run([sys.executable, "-c", ours, str(pid)], check=False) for pid in (child.pid, os.getppid())
         ]
         child.kill()
-    assert [one.returncode for one in asked] == [0, 1]
+    assert [process.returncode for process in asked] == [0, 1]
     assert not is_sibling(2**22 + 1), "there is no such process"

@@ -33,11 +33,11 @@ def qkv(kv_heads: int, value_dim: int) -> list[torch.Tensor]:
 def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Unmasked logits, -inf elsewhere: (batch, heads, queries, keys)."""
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
-    found = torch.einsum("binh,bjnh->bnij", q, k) * SCALE
+    logit = torch.einsum("binh,bjnh->bnij", q, k) * SCALE
     document = torch.stack([(row == 0).cumsum(0) for row in _positions(*STARTS)])
     index = torch.arange(LENGTH)
     allowed = (index[:, None] >= index) & (document[:, :, None] == document[:, None, :])
-    return found.detach().masked_fill(~allowed[:, None], -math.inf)
+    return logit.detach().masked_fill(~allowed[:, None], -math.inf)
 
 
 def observer(inner: Any, heads: int = 4) -> Any:
@@ -52,7 +52,7 @@ def test_logits_are_kept_in_a_nonpersistent_buffer() -> None:
 
 
 @pytest.mark.parametrize(("kv_heads", "value_dim", "exact"), [(4, 8, False), (2, 8, False), (4, 6, True), (2, 6, True)])
-def test_dense_attention_keeps_the_largest_logits_and_computes_the_same(
+def test_dense_attention_records_the_maximum_logits_and_keeps_the_output(
     kv_heads: int, value_dim: int, exact: bool
 ) -> None:
     q, k, v = qkv(kv_heads, value_dim)
@@ -84,9 +84,9 @@ def test_flex_attention_records_the_kernels_maximum_logits() -> None:
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_aux: AuxRequest, **options: Any) -> Any:
         asked.append((return_aux, options["scale"], options["enable_gqa"]))
-        found = scores(q.transpose(1, 2), k.transpose(1, 2))
-        lse = found.logsumexp(-1) if return_aux.lse else None
-        return torch.zeros_like(q), AuxOutput(lse=lse, max_scores=found.amax(-1))
+        logits_of_kernel = scores(q.transpose(1, 2), k.transpose(1, 2))
+        lse = logits_of_kernel.logsumexp(-1) if return_aux.lse else None
+        return torch.zeros_like(q), AuxOutput(lse=lse, max_scores=logits_of_kernel.amax(-1))
 
     with mock.patch.object(logits.FlexAttention, "compiled_flex_attn", staticmethod(kernel)):
         arguments = {"attention_masks": _block_mask(_positions(*STARTS)), "scale": SCALE, "enable_gqa": True}

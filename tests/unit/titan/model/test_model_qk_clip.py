@@ -67,7 +67,7 @@ def train(model: Any) -> None:
 @contextmanager
 def exact_logits(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Meanwhile, the largest logit of each head of the first layer in each forward, from its queries and keys."""
-    found: dict[str, torch.Tensor] = {}
+    largest: dict[str, torch.Tensor] = {}
     inner = model.get_submodule("layers.0.attention.inner_attention")
 
     def look(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
@@ -75,10 +75,10 @@ def exact_logits(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
         k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
         scale = q.shape[-1] ** -0.5 if kwargs["scale"] is None else kwargs["scale"]
         scores = torch.einsum("binh,bjnh->bnij", q, k) * scale
-        found["layers.0"] = scores.masked_fill(~kwargs["attention_masks"].allowed, -torch.inf).amax((0, 2, 3))
+        largest["layers.0"] = scores.masked_fill(~kwargs["attention_masks"].allowed, -torch.inf).amax((0, 2, 3))
 
     handle = inner.register_forward_pre_hook(look, with_kwargs=True)
-    yield found
+    yield largest
     handle.remove()
 
 
@@ -115,13 +115,13 @@ def test_only_heads_above_the_threshold_are_clipped_to_the_threshold(
     """In the first layer, with an unclipped input: the same batch has the promised logits again."""
     family = FAMILIES[kind](monkeypatch)
     model, clip = build(family)
-    with exact_logits(model) as found:
+    with exact_logits(model) as largest:
         train(model)
-        before, seen = found["layers.0"], clip.logits("layers.0", 0, 8).clone()
+        before, seen = largest["layers.0"], clip.logits("layers.0", 0, 8).clone()
         clip.threshold = float(seen.sort().values[5])
         clip.apply()
         train(model)
-        after = found["layers.0"]
+        after = largest["layers.0"]
     above = seen > clip.threshold
     assert above.sum() == 2
     if family == "deepseek_v3":
@@ -164,8 +164,8 @@ def test_every_layer_of_every_family_is_observed() -> None:
         spec = model_spec(family, "tiny", on_cpu=True)
         observe_logits(spec.model, sections.QKClip(mode="log"))
         with torch.device("meta"):
-            found = [m for m in spec.model.build().modules() if isinstance(m, LogitObserver)]
-        assert len(found) == len(spec.model.layers)
+            observers = [m for m in spec.model.build().modules() if isinstance(m, LogitObserver)]
+        assert len(observers) == len(spec.model.layers)
 
 
 def test_without_qk_clip_a_model_is_unchanged() -> None:
@@ -183,7 +183,7 @@ def test_options_of_the_inner_attention_are_kept() -> None:
     assert spec.model.layers[0].attention.inner_attention.kernel_options == {"BLOCK_M": 32}
 
 
-def test_clipping_behind_qk_norm_is_refused_and_logging_is_not() -> None:
+def test_qk_norm_refuses_clipping_and_allows_logging() -> None:
     spec = model_spec("qwen3", "tiny")
     with pytest.raises(RecipeError, match=r'^qk_clip\.mode = "clip" is not possible: layers\.0 normalizes .* "log" or'):
         observe_logits(spec.model, sections.QKClip(mode="clip"))
@@ -197,7 +197,7 @@ def test_unknown_attention_is_refused() -> None:
         observe_logits(spec.model, sections.QKClip(mode="log"))
 
 
-def test_the_plan_in_words() -> None:
+def test_the_dry_run_describes_qk_clip_and_the_all_reduce() -> None:
     sent = reduced_bytes(model_spec("deepseek_v3", "kimi_k2").model)
     assert sent == 61 * 64 * 4
     assert list(qk_clip_lines(sections.QKClip(), sent, 8)) == []
@@ -232,16 +232,16 @@ def largest_logits(clips: bool) -> list[float]:
     muon = Muon([(n, p) for n, p in named if n in hidden], lr=0.1, weight_decay=0.0, ns_dtype="float32")
     adamw = torch.optim.AdamW([p for name, p in named if name not in hidden])
     drawn, positions = tokens()
-    found = []
+    largest = []
     for _ in range(14):
         logits = model(drawn, positions=positions, attention_masks=model.get_attention_masks(positions))
         nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), drawn[:, 1:].flatten()).backward()
         muon.step()
         adamw.step()
         clip.apply()
-        found.append(max(clip.report().max_logit.values()))
+        largest.append(max(clip.report().max_logit.values()))
         model.zero_grad()
-    return found
+    return largest
 
 
 def test_clipping_limits_exploding_logits_of_a_large_learning_rate() -> None:

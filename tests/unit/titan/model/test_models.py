@@ -165,7 +165,7 @@ def test_every_projection_is_a_separate_parameter() -> None:
 
 
 @pytest.mark.parametrize("key", TINY, ids="/".join)
-def test_vocabulary_replaces_the_flavors_own(key) -> None:
+def test_the_vocabulary_option_replaces_the_flavors_vocabulary(key) -> None:
     parameters = _parameters(*key, vocab_size=258)
     assert parameters["tok_embeddings.weight"].shape[0] == 258
     assert parameters["lm_head.weight"].shape[0] == 258

@@ -41,8 +41,8 @@ def shard0(match: str, owner: object = "balanced") -> PlacementRule:
 
 def test_the_first_matching_rule_decides_and_unmatched_parameters_use_the_default() -> None:
     rules = [shard0("layers.1.*"), owned("*.wq", 1), owned("*.norm", "layer")]
-    found = placed(NAMES, {"layers.1.wq", "head"}, rules)
-    assert found == {"layers.0.wq": 1, "layers.0.norm": "layer", "head": "balanced"}
+    owners = placed(NAMES, {"layers.1.wq", "head"}, rules)
+    assert owners == {"layers.0.wq": 1, "layers.0.norm": "layer", "head": "balanced"}
     assert placed(NAMES, {"head"}, ()) == {"head": "balanced"}
 
 
@@ -75,7 +75,7 @@ def owners_of(net: Net, *rules: PlacementRule) -> Owners:
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_the_library_takes_rules_for_any_parameter() -> None:
+def test_library_rules_place_any_parameter() -> None:
     net = make()
     owners = owners_of(
         net, shard0("layers.0.wq.*"), owned("*.norm1.*", 3), owned("layers.1.*", "layer"), owned("*.wv.weight", 2)

@@ -65,16 +65,16 @@ def test_possible_float8_is_accepted(
     check_float8(Float8(**asked), capability, amd=amd, torchao=torchao)
 
 
-@pytest.mark.parametrize(("known", "found"), [({"from_recipe_name": None}, True), ({}, False)])
+@pytest.mark.parametrize(("known", "usable"), [({"from_recipe_name": None}, True), ({}, False)])
 def test_a_torchao_without_recipes_counts_as_missing(
-    known: dict[str, None], found: bool, monkeypatch: pytest.MonkeyPatch
+    known: dict[str, None], usable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TorchTitan would warn and train without float8."""
     monkeypatch.setattr(quantization, "Float8Linear", object)
     module = types.SimpleNamespace(Float8LinearConfig=types.SimpleNamespace(**known))
     monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
     monkeypatch.setitem(sys.modules, "torchao.float8", module)  # type: ignore[arg-type]
-    assert quantization.has_torchao() == found
+    assert quantization.has_torchao() == usable
     monkeypatch.setattr(quantization, "Float8Linear", None)
     assert not quantization.has_torchao()
 
@@ -83,7 +83,7 @@ def converters(folder: Path, **values: object) -> tuple[ModelConfigConverter.Con
     return trainer_config(tiny.recipe(folder, **values), Run(str(folder)), 1).converters
 
 
-def test_options_reach_torchtitans_converters(tmp_path: Path) -> None:
+def test_float8_options_reach_torchtitans_converters(tmp_path: Path) -> None:
     assert converters(tmp_path) == ()
     asked = {"float8__recipe_name": "rowwise_with_gw_hp", "float8__filter_fqns": "wo", "compile__enable": True}
     linear, experts = converters(tmp_path, float8__linear=True, float8__experts=True, **asked)

@@ -73,7 +73,7 @@ def test_a_recipe_is_frozen(tmp_path: Path) -> None:
 # Bases
 
 
-def test_nearer_files_win_and_tables_merge(tmp_path: Path) -> None:
+def test_a_recipe_overrides_the_base_and_tables_merge(tmp_path: Path) -> None:
     write(tmp_path, "[muon]\nlr = 0.1\nmomentum = 0.1\neps = 0.1", "far.toml")
     write(tmp_path, 'base = "../far.toml"\n[muon]\nlr = 0.2\nmomentum = 0.2', "sub/near.toml")
     recipe = load(write(tmp_path, 'base = "sub/near.toml"\n[muon]\nlr = 0.3'), ["--muon.momentum=0.4"])
@@ -197,7 +197,9 @@ def test_the_error_of_a_missing_file_lists_similar_files(tmp_path: Path) -> None
     assert "llama_muon.toml, qwen_moe_muon.toml" in message
 
 
-def test_a_missing_file_elsewhere_lists_the_folder_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_missing_file_without_similar_files_lists_configs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, "", "configs/qwen.toml")
     monkeypatch.chdir(tmp_path)
     assert "Did you mean configs/qwen.toml?" in error_of(lambda: load("qwen"))
@@ -273,8 +275,8 @@ def test_a_run_shortened_on_the_command_line_has_a_proportional_warmup(
     file.write_text(schedule)
     recipe = load(file, flags, lines.append)
     assert recipe.lr_scheduler.warmup_steps == warmup
-    said = f"lr_scheduler.warmup_steps = {warmup}: shortened from 20, in proportion to training.steps = {flags[1]} "
-    assert lines == ([] if warmup == 20 else [f"{said}instead of 300"])
+    notice = f"lr_scheduler.warmup_steps = {warmup}: shortened from 20, in proportion to training.steps = {flags[1]} "
+    assert lines == ([] if warmup == 20 else [f"{notice}instead of 300"])
 
 
 def test_an_error_of_two_keys_names_the_source_of_both(tmp_path: Path) -> None:

@@ -24,14 +24,14 @@ START, END = (
 
 def meanings(table: type) -> dict[str, str]:
     """Docstrings of the fields of a dataclass and its bases, from the source: no object has them."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for owner in table.__mro__[-2::-1]:
         (definition,) = ast.parse(inspect.getsource(owner)).body
         assert isinstance(definition, ast.ClassDef)
         for item, below in zip(definition.body, definition.body[1:], strict=False):
             if isinstance(item, ast.AnnAssign) and isinstance(below, ast.Expr):
-                found[ast.unparse(item.target)] = ast.literal_eval(below.value)
-    return found
+                texts[ast.unparse(item.target)] = ast.literal_eval(below.value)
+    return texts
 
 
 def option_table(name: str) -> str:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.recipe_files import RULE, error_of, write
-from titan_muon.titan.recipe import Recipe, differences, load, sections, to_toml
+from titan_muon.titan.recipe import Recipe, load, sections, to_toml
 
 # Writing
 
@@ -58,18 +58,3 @@ def test_unacceptable_numbers_are_not_written(lr: float) -> None:
 def test_an_absent_key_with_a_non_null_default_is_not_written() -> None:
     recipe = Recipe(muon=sections.Muon(lr=None))
     assert "muon.lr" in error_of(lambda: to_toml(recipe))
-
-
-def test_differences_have_the_key_and_both_values_as_toml() -> None:
-    rule = sections.Rule(match="*", optimizer="adamw", options={"lr": 0.5})
-    other = Recipe(
-        muon=sections.Muon(nesterov=False),
-        lr_scheduler=sections.LrScheduler(total_steps=5),
-        optimizer=sections.Optimizer(rule=(rule,)),
-    )
-    assert differences(Recipe(), Recipe()) == []
-    assert [str(difference) for difference in differences(Recipe(), other)] == [
-        "muon.nesterov: true -> false",
-        'optimizer.rule: [] -> [{match = "*", optimizer = "adamw", options = {lr = 0.5}}]',
-        "lr_scheduler.total_steps: absent -> 5",
-    ]

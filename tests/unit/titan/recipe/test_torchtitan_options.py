@@ -66,7 +66,7 @@ def choices(kind: Any) -> set[object]:
 
 
 @pytest.mark.parametrize(("kind", "table"), TABLES.items(), ids=lambda value: getattr(value, "__qualname__", value))
-def test_an_option_can_be_set_or_the_page_says_why_not(kind: type, table: str) -> None:
+def test_every_trainer_option_can_be_set_or_has_a_reason_on_the_page(kind: type, table: str) -> None:
     known, reasons = schema.keys(Recipe), left_out()
     for field in fields(kind):
         key = f"{table}.{field.name}"

@@ -74,14 +74,14 @@ def test_observed_attention_logits_are_recorded(reporter: RunMetrics, tmp_path: 
 def test_step_is_recorded_and_shown(reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Averages must be over the steps since the last report, tokens over all data-parallel ranks."""
     reporter.log_step(REPORT)
-    found = record(tmp_path)
-    assert (found["step"], found["loss"], found["grad_norm"], found["tokens"]) == (10, 2.5, 1.25, 5120)
-    assert found["lr"] == {"muon": 2e-3, "adamw": 1e-3}
-    assert found["tokens_per_second"] == pytest.approx(256, rel=0.02)
-    assert found["time"]["step"] == pytest.approx(2.0, rel=0.02)
-    assert found["time"]["optimizer"] == 0.4
-    assert found["memory_gib"] == 3
-    assert "mfu" not in found, "there is no peak to compare a CPU with"
+    entry = record(tmp_path)
+    assert (entry["step"], entry["loss"], entry["grad_norm"], entry["tokens"]) == (10, 2.5, 1.25, 5120)
+    assert entry["lr"] == {"muon": 2e-3, "adamw": 1e-3}
+    assert entry["tokens_per_second"] == pytest.approx(256, rel=0.02)
+    assert entry["time"]["step"] == pytest.approx(2.0, rel=0.02)
+    assert entry["time"]["optimizer"] == 0.4
+    assert entry["memory_gib"] == 3
+    assert "mfu" not in entry, "there is no peak to compare a CPU with"
     line = capsys.readouterr().out
     assert line.startswith("step 10/20  loss 2.5000  grad 1.250  lr muon 2.00e-03 adamw 1.00e-03")
     assert "3.00 GiB" in line
@@ -131,7 +131,7 @@ def logging_kept() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_terminal_has_a_progress_bar_below_the_lines_and_a_file_has_lines_alone(
+def test_only_a_terminal_has_a_progress_bar(
     reporter: RunMetrics, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
 ) -> None:
     stream = Terminal() if terminal else io.StringIO()
@@ -145,7 +145,7 @@ def test_a_terminal_has_a_progress_bar_below_the_lines_and_a_file_has_lines_alon
     assert terminal or stream.getvalue() == ""
 
 
-def test_quiet_shows_warnings_errors_and_the_end_alone(
+def test_quiet_prints_only_warnings_errors_and_the_end(
     reporter: RunMetrics, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], logging_kept: None
 ) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
@@ -165,7 +165,7 @@ def test_quiet_shows_warnings_errors_and_the_end_alone(
 
 
 def test_a_divergence_is_recorded_with_the_reason(reporter: RunMetrics, tmp_path: Path) -> None:
-    reporter.log_divergence(7, "step 7: the loss is nan")
+    reporter.logger.log({"diverged": "step 7: the loss is nan"}, 7)
     assert record(tmp_path) == {"step": 7, "diverged": "step 7: the loss is nan"}
     assert dict(tagged(record(tmp_path))) == {"step": 7}, "TensorBoard has no curve of texts"
 
@@ -215,7 +215,7 @@ def points(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-def test_tensorboard_has_losses_over_tokens_and_over_seconds_also_of_a_continued_run(tmp_path: Path) -> None:
+def test_tensorboard_has_losses_over_tokens_and_seconds_after_a_resume(tmp_path: Path) -> None:
     """TensorBoard hides points from the first step of a continued run on, and tokens are larger than any step."""
     records = [{"step": n, "loss": 5.0 - n, "tokens": 100 * n, "seconds": 10.0 * n} for n in (1, 2, 3)]
     board = metrics.TensorBoard(tmp_path, 1, "")
@@ -273,7 +273,7 @@ def test_tensorboard_compares_hyperparameters_and_final_losses(tmp_path: Path) -
     assert rows == {0.5: (0.5, True), 0.25: (0.25, False)}
 
 
-def test_pause_is_left_out_of_the_speed(reporter: RunMetrics) -> None:
+def test_the_speed_excludes_pauses(reporter: RunMetrics) -> None:
     """Time and tokens of a validation must not count as training."""
     before = reporter.time_last_log
     with reporter.paused():

@@ -128,7 +128,7 @@ def test_a_resume_uses_the_options_of_the_recipe_and_prints_changes(
     assert live[name] == new
 
 
-def test_a_checkpoint_without_an_option_is_continued_with_the_recipes(
+def test_a_checkpoint_without_an_option_continues_with_the_recipes_value(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each new option would otherwise make all older checkpoints unreadable."""
@@ -190,7 +190,7 @@ def test_a_resume_without_changes_prints_no_change_and_keeps_states(
 
 
 @pytest.mark.parametrize("exclude", [(), ("lr_scheduler",), ("optimizer",)])
-def test_the_first_steps_rate_is_the_schedules(checkpoint: Path, exclude: tuple[str, ...]) -> None:
+def test_the_first_step_has_the_rate_of_the_schedule(checkpoint: Path, exclude: tuple[str, ...]) -> None:
     """Extended from 4 to 8 steps, step 5 has 4/6 of the decay left; the finished run's next rate was 0."""
     run = resumed(recipe(steps=8, muon=sections.Muon(lr=0.3)), checkpoint, exclude=exclude)
     share = 1 / 2 if exclude == ("lr_scheduler",) else 1 - 2 / 6
@@ -198,7 +198,7 @@ def test_the_first_steps_rate_is_the_schedules(checkpoint: Path, exclude: tuple[
     assert run.optimizers.learning_rates() == pytest.approx({"muon": 0.3 * share, "adamw": 1e-3 * share})
 
 
-def test_another_implementation_of_adamw_holds(checkpoint: Path) -> None:
+def test_a_changed_implementation_of_adamw_is_applied(checkpoint: Path) -> None:
     run = resumed(recipe(optimizer=sections.Optimizer(implementation="fused")), checkpoint)
     assert (run.group("adamw")["fused"], run.group("adamw")["foreach"]) == (True, False)
     run.step()

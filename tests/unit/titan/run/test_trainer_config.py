@@ -73,7 +73,7 @@ def test_activation_checkpointing_uses_the_keys_of_the_mode(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("key", "given"),
+    ("key", "values"),
     [
         (
             "compile.enable_async_tensor_parallel",
@@ -89,19 +89,19 @@ def test_activation_checkpointing_uses_the_keys_of_the_mode(tmp_path: Path) -> N
     ],
 )
 def test_gpu_options_are_refused_on_the_cpu_and_planned_for_gpus(
-    key: str, given: dict[str, object], tmp_path: Path
+    key: str, values: dict[str, object], tmp_path: Path
 ) -> None:
     refuse_on_cpu(tiny.recipe(tmp_path))
     with pytest.raises(RecipeError, match=rf"^{key} = .* is not accepted on the CPU"):
-        refuse_on_cpu(tiny.recipe(tmp_path, **given))
-    config(tmp_path, 2, **given)
+        refuse_on_cpu(tiny.recipe(tmp_path, **values))
+    config(tmp_path, 2, **values)
 
 
 def test_the_schedule_in_checkpoints_has_the_total_steps(tmp_path: Path) -> None:
     recipe = tiny.recipe(tmp_path, training__steps=5, lr_scheduler__warmup_steps=1)
     absent = replace(recipe, lr_scheduler=replace(recipe.lr_scheduler, total_steps=None))
-    for each, steps in ((recipe, 6), (absent, 5)):
-        schedule = trainer_config(each, Run(str(tmp_path)), 1).checkpoint.schedule
+    for choice, steps in ((recipe, 6), (absent, 5)):
+        schedule = trainer_config(choice, Run(str(tmp_path)), 1).checkpoint.schedule
         assert schedule == {**asdict(recipe.lr_scheduler), "total_steps": steps}
 
 
@@ -124,8 +124,8 @@ def test_the_start_prints_the_batch_of_a_step(passes: int, accumulated: str, tmp
         parallel_dims=SimpleNamespace(dp_replicate=2, dp_shard=4),
         gradient_accumulation_steps=passes,
     )
-    said = job._batch(trainer)  # type: ignore[arg-type]
-    assert said == f"{24 * passes} sequences ({12_000 * passes:,} tokens{accumulated})"
+    line = job._batch(trainer)  # type: ignore[arg-type]
+    assert line == f"{24 * passes} sequences ({12_000 * passes:,} tokens{accumulated})"
 
 
 def test_the_start_notes_other_code_for_owned_matrices(

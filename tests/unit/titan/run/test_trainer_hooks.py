@@ -36,11 +36,11 @@ def test_the_training_loop_does_not_sleep_at_the_end() -> None:
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_torchtitans_error_of_a_nonfinite_loss_is_recognized(loss: float) -> None:
-    said = f"Loss is not finite (global_avg_loss={loss}) at step 3. Stopping training."
+    message = f"Loss is not finite (global_avg_loss={loss}) at step 3. Stopping training."
     assert 'f"Loss is not finite (global_avg_loss={global_avg_loss}) at "' in inspect.getsource(
         torchtitan.trainer.Trainer.train_step
     )
-    assert str(compat.nonfinite_loss(RuntimeError(said))) == str(loss)
+    assert str(compat.nonfinite_loss(RuntimeError(message))) == str(loss)
     assert compat.nonfinite_loss(RuntimeError("CUDA error")) is None
 
 
@@ -77,17 +77,17 @@ def test_a_fault_of_muon_ends_a_run_as_a_recorded_divergence(monkeypatch: pytest
     trainer.metrics_processor.log_divergence.assert_called_once_with(3, str(caught.value))
 
 
-@pytest.mark.parametrize(("here", "elsewhere"), [(math.inf, 0.0), (1.0, 1.0), (1.0, 0.0)])
+@pytest.mark.parametrize(("local", "elsewhere"), [(math.inf, 0.0), (1.0, 1.0), (1.0, 0.0)])
 def test_nonfinite_weights_on_any_rank_are_not_saved(
-    here: float, elsewhere: float, monkeypatch: pytest.MonkeyPatch
+    local: float, elsewhere: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.distributed.all_reduce", lambda flag, op: flag.clamp_(min=elsewhere))
     trainer = MuonTrainer.__new__(MuonTrainer)
     trainer.checks, trainer.optimizers, trainer.device, trainer.compared = mock.Mock(), mock.Mock(), "cpu", 3
     trainer.checks.check_norm.return_value = []
     trainer.model_parts = [torch.nn.Linear(2, 2)]
-    torch.nn.init.constant_(trainer.model_parts[0].bias, here)
-    if here + elsewhere == 1.0:
+    torch.nn.init.constant_(trainer.model_parts[0].bias, local)
+    if local + elsewhere == 1.0:
         trainer._check_weights(3)
         return
     with pytest.raises(FloatingPointError, match="step 3: some weights are not finite, and nothing is saved"):
