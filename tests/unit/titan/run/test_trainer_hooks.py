@@ -74,7 +74,7 @@ def test_a_fault_of_muon_ends_a_run_as_a_recorded_divergence(monkeypatch: pytest
     trainer.metrics_processor, trainer.step = mock.Mock(), 3
     with pytest.raises(FloatingPointError, match=r"^w: gradient or momentum .* \(muon\.nonfinite = 'skip'\)") as caught:
         trainer.train(mock.Mock())
-    trainer.metrics_processor.log_divergence.assert_called_once_with(3, str(caught.value))
+    trainer.metrics_processor.logger.log.assert_called_once_with({"diverged": str(caught.value)}, 3)
 
 
 @pytest.mark.parametrize(("local", "elsewhere"), [(math.inf, 0.0), (1.0, 1.0), (1.0, 0.0)])
