@@ -1,4 +1,4 @@
-"""`--dry-run` as a user reads it: the verdict, alternatives, and the page."""
+"""`--dry-run` for a user: the verdict, alternatives, and the page."""
 
 import json
 import re
@@ -100,6 +100,22 @@ def test_compare_lists_the_fastest_fitting_alternative_first(tmp_path: Path) -> 
     assert times == sorted(times)
     assert [line for line in lines if "refused: " in line] == [lines[-1]]
     assert "nowhere" in lines[-1]
+
+
+def test_repeated_work_of_replicas_has_the_time_of_both_choices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Owned experts are whole on each replica of HSDP. The other choice's own dry run has the printed time."""
+    words = ("--world-size", "8", "--parallelism.data_parallel_replicate_degree", "4", "--placement.muon", "owned")
+    words += ("--machine.name", "h100x8", "--parallelism.expert_parallel_degree", "2")
+    texts = []
+    for more in ((), ("--muon.replicas", "split")):
+        report(command(tmp_path, *words, *more).recipe, 8, full=False, json=None, device="cuda")
+        texts.append(capsys.readouterr().out)
+    redundant, split = (re.search(r"modelled time +([\d.]+ ms)", text).group(1) for text in texts)  # type: ignore[union-attr]
+    assert f"split: modelled {split} instead of {redundant}" in texts[0]
+    assert 'muon.replicas = "split"' in texts[0]
+    assert "repeated" not in texts[1]
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,8 @@ PRIVATE = {
     "titan_muon/tensors/mesh.py": {"_init_backend", "_dim_group_names"},
     "titan_muon/tensors/process_groups.py": {"_get_default_store", "_set_pg_timeout", "_timeout"},
 }
-"""PyTorch's private names for autograd, meshes and groups, which change without notice, by allowed file."""
+"""PyTorch's private names for autograd, meshes and groups, by allowed file. PyTorch changes private names without
+notice."""
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
@@ -170,7 +171,7 @@ def test_torchtitan_is_imported_in_titan_models_and_scripts_only(path: Path) -> 
 
 
 def called(path: Path, names: set[str]) -> Iterator[str]:
-    """Uses of torch.distributed functions and DTensor methods with these names."""
+    """Uses of torch.distributed functions and DTensor methods with the passed names."""
     functions = {node.asname or node.name for node in from_distributed(path)}
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Attribute) and node.attr in names and on_distributed(node.value):
@@ -186,7 +187,7 @@ def from_distributed(path: Path) -> Iterator[ast.alias]:
 
 
 def on_distributed(value: ast.expr) -> bool:
-    """Whether an expression is torch.distributed under a usual name, or its functional collectives."""
+    """Whether an expression is torch.distributed under a usual name, or the functional collectives."""
     return ast.unparse(value).split(".")[-1] in ("dist", "distributed", "funcol", "_functional_collectives", "c10d")
 
 
@@ -206,7 +207,7 @@ def test_the_search_for_collectives_finds_collectives() -> None:
 
 def imported_files(path: Path) -> set[Path]:
     """Imported files of this repository: at the top, in functions, or for type checks."""
-    # scripts/compare_runs.py is run by path, so its imports begin in its folder.
+    # scripts/compare_runs.py is run by path, so imports begin in the script's folder.
     homes = (ROOT, path.parent) if path.parent == ROOT / "scripts" else (ROOT,)
     modules = (module_file(home, module) for module in imports(path) for home in homes)
     return {file for file in modules if file is not None} - {path}
@@ -224,7 +225,7 @@ def module_file(home: Path, module: str) -> Path | None:
 
 
 def folder_of(path: Path) -> str:
-    """The folder of a file. At the top of the library each file stands for itself."""
+    """The folder of a file. A file at the top of the library is a folder by itself."""
     inside = path.relative_to(ROOT).with_suffix("").parts
     if inside[0] != "titan_muon":
         return inside[0]
@@ -232,7 +233,7 @@ def folder_of(path: Path) -> str:
 
 
 def circle(graph: Mapping[str, set[str]]) -> list[str]:
-    """A circle from a node to its imports; empty without any."""
+    """A circle from a node to the imports; empty without any."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -241,7 +242,7 @@ def circle(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def test_no_files_import_in_a_circle() -> None:
-    """An import inside a function, or for type checks alone, ties two files together as any other does."""
+    """Imports inside a function or for type checks alone count."""
     assert circle({name(path): {name(other) for other in imported_files(path)} for path in OURS}) == []
 
 
@@ -263,7 +264,7 @@ def test_the_search_for_circles_finds_circles() -> None:
 
 @pytest.mark.parametrize("path", files("titan_muon"), ids=name)
 def test_the_package_does_not_import_models_nor_scripts(path: Path) -> None:
-    """Models are registered, so that a package may bring its own."""
+    """Models are registered, so a package may bring models."""
     for module in imports(path):
         assert not any(within(module, other) for other in ("models", "scripts", "benchmarks", "tests", "train")), module
 
@@ -281,7 +282,7 @@ def test_no_file_is_too_long(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=name)
 def test_no_function_is_too_long(path: Path) -> None:
-    """Its docstring not counted: an argument more to explain is no statement more to follow."""
+    """Without the docstring, because an explained argument is no statement."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             documented = ast.get_docstring(node) is not None
@@ -314,7 +315,7 @@ def makes_mutable(value: ast.expr | None) -> bool:
 
 
 def written(path: Path) -> Iterator[str]:
-    """Names with items assigned or deleted, or with a call of a method that writes."""
+    """Names with assigned or deleted items, or with a call of a writing method."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
             yield ast.unparse(node.value)
@@ -326,9 +327,9 @@ def written(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", [path for path in files("titan_muon") if part(path) != "registry"], ids=name)
 def test_no_module_has_a_mutable_global(path: Path) -> None:
-    """A dict, list or set at module level is a constant by its name, and nothing in the module writes to it.
+    """A dict, list or set at module level has a constant's name, and the module does not write to the value.
 
-    In the library its annotation says so too (Mapping, Sequence), so that mypy keeps everybody from writing to it.
+    In the library the annotation is read-only (Mapping, Sequence), so that mypy refuses writes.
     """
     variables = dict(collections(path))
     assert [variable for variable in variables if variable != variable.upper()] == []

@@ -1,4 +1,4 @@
-"""Hybrid trains all parameters of a model as Muon and AdamW apart would, and is one torch.optim.Optimizer."""
+"""Hybrid trains all parameters of a model like separate Muon and AdamW, as one torch.optim.Optimizer."""
 
 import copy
 import io
@@ -307,7 +307,7 @@ def test_the_table_names_untrained_parameters() -> None:
 
 @pytest.mark.parametrize("first", ["adamw", "muon"])
 def test_adamw_does_not_wait_for_the_report_of_muons_step_now(first: str) -> None:
-    """A report is read before it is sent again, in any order of the two optimizers."""
+    """A report is read before the next send, in any order of the two optimizers."""
     model = nn.ModuleDict({"up": nn.Linear(8, 8, bias=first == "muon"), "norm": nn.LayerNorm(8)})
     if first == "adamw":
         model = nn.ModuleDict({"norm": model["norm"], "up": model["up"]})

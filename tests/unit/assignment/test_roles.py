@@ -153,7 +153,7 @@ def test_known_fused_layouts_are_split(member: nn.Module, name: str, dims: str, 
 
 
 def test_a_name_without_the_layout_is_not_split() -> None:
-    """qkv_proj of modules without a number of heads, and c_attn of a layer that stores (out, in)."""
+    """qkv_proj of modules without a number of heads, and c_attn of a layer stored as (out, in)."""
     layer = {"qkv_proj": linear(192, 64), "c_attn": linear(192, 64)}
     assert all(a.split is None for a in assigned(model(**layer)).values())
 

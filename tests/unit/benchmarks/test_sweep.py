@@ -1,4 +1,4 @@
-"""scripts/sweep.py: the grid, refusals, a tiny sweep with a divergence, and its resumption."""
+"""scripts/sweep.py: the grid, refusals, a tiny sweep with a divergence, and the resumption."""
 
 import fcntl
 import json

@@ -29,7 +29,7 @@ def step(param: nn.Parameter, muon: Muon, seed: int) -> None:
 
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_tensors_put_into_a_live_state_dict_are_loaded(rule: str) -> None:
-    """A state dict shares its inner dicts with the optimizer, so the tensor is in both before the load."""
+    """A state dict shares the inner dicts with the optimizer, so both have the tensor before the load."""
     param, muon = trained(rule)
     step(param, muon, 1)
     weights, saved = param.detach().clone(), copy.deepcopy(muon.state_dict())
@@ -81,6 +81,6 @@ def test_adamws_state_of_another_placement_is_refused() -> None:
 
 
 def test_pickling_a_momentum_of_a_single_owner_warns() -> None:
-    """As a script makes it that saves on one rank under DDP, with state = "owner"."""
+    """As in a script with a save on one rank under DDP, with state = "owner"."""
     with pytest.warns(UserWarning, match=r"the part of this rank alone\. Save with torch\.distributed\.checkpoint"):
         pickle.dumps(StateMesh.__new__(StateMesh))

@@ -50,7 +50,7 @@ def test_construction_allocates_no_state() -> None:
 
 
 def test_parameters_replaced_before_the_first_step_are_trained() -> None:
-    """Like Accelerate's `prepare`: new parameters of the model replace the old ones in groups."""
+    """Like Accelerate's `prepare`: new parameters of the model replace the old parameters in groups."""
     muon = Muon(list(parameters(1).items()), **OPTIONS)
     params = parameters()
     muon.param_groups[0]["params"] = list(params.values())

@@ -1,4 +1,4 @@
-"""A step allocates as many bytes as its plan says, stage by stage."""
+"""A step allocates the planned bytes, stage by stage."""
 
 import gc
 from collections.abc import Iterator
@@ -30,12 +30,12 @@ from titan_muon.step.foreach import CPU_CHUNK_BYTES
 from titan_muon.tensors.storage import trained_params
 
 MIB = 2**20
-# One Newton-Schulz step in the dtype of the workspace, because the test is about the other stages.
+# One Newton-Schulz step in the dtype of the workspace, because the test is about the remaining stages.
 OPTIONS: dict[str, Any] = {"ns_steps": 1, "ns_dtype": "bfloat16", "orthogonalize": "standard"}
 
 
 def peak(muon: Muon) -> tuple[int, int]:
-    """Bytes that a second step allocates at most, and the bytes of the plan."""
+    """Peak bytes allocated by a second step, and the bytes of the plan."""
     muon.step()
     _, new, left = allocated(muon.step)
     assert left == 0, "a step keeps no memory"
@@ -65,7 +65,7 @@ def test_the_peak_of_a_step_equals_the_plan(dtype: torch.dtype, rows: int, optio
     """A local matrix of 16 to 128 MiB. Momentum and weights are updated in chunks of rows."""
     weight = with_gradient(nn.Parameter(torch.zeros(rows, 64, dtype=dtype)))
     measured, planned = peak(Muon([("w", weight)], **OPTIONS, **options))
-    # The library for matrix products has scratch of its own.
+    # The library for matrix products has separate scratch memory.
     assert 0.98 * planned < measured < 1.02 * planned + MIB
 
 

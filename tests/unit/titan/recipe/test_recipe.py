@@ -221,7 +221,7 @@ def test_rule_options_have_the_types_of_the_optimizers_table(tmp_path: Path) -> 
 
 
 def test_shared_tables_have_torchtitans_keys() -> None:
-    """A key of a table that TorchTitan has too must exist in the installed TorchTitan, save for our additions."""
+    """A key of a table shared with TorchTitan must exist in the installed TorchTitan, except for our additions."""
     from titan_muon.titan import compat
 
     compat.install()
