@@ -112,7 +112,7 @@ def test_the_training_commands_run(command: str, short: list[str], tmp_path: Pat
 def script(rank: int, world_size: int, words: list[str]) -> str:
     """Output of a script of the repository on this rank."""
     sys.argv = words
-    with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit, match="^0$"):
+    with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_path(words[0], run_name="__main__")
     return shown.getvalue()
 
