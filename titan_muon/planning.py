@@ -136,13 +136,13 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
     for dtype in dtypes:
         wide = max(state_bytes, dtype.itemsize)
         # The nesterov blend (or the wide gradient that becomes the blend), and the wide momentum.
-        advance.append(wide * (1 + (state_bytes < wide)) + skips(options) * state_bytes)
+        temporary = 0 if options.fused else wide * (1 + (state_bytes < wide))
+        advance.append(temporary + skips(options) * state_bytes)
         stochastic = options.rounding == "stochastic" and dtype == torch.bfloat16
         drawn = drawn or stochastic
         scratch = CHUNK_BYTES if stochastic else dtype.itemsize if dtype.itemsize > options.wire_bytes else 0
-        apply.append(
-            scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0) + skips(options) * dtype.itemsize
-        )
+        temporary = scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0)
+        apply.append((0 if options.fused else temporary) + skips(options) * dtype.itemsize)
     passes = (
         traffic(
             dtype.itemsize,
@@ -150,6 +150,7 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
             options.wire_bytes,
             stochastic=options.rounding == "stochastic" and dtype == torch.bfloat16,
             cautious=options.cautious,
+            fused=options.fused,
         )
         for dtype in dtypes
     )
