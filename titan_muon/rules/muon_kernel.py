@@ -16,10 +16,10 @@ SECOND_FACTOR: tl.constexpr = tl.constexpr(wrapped(FACTORS[1]))
 
 
 @triton.jit
-def _lerp(start, end, weight):  # type: ignore[no-untyped-def]
-    """Like torch.lerp, exact at both ends."""
+def _lerp(start, end, weight, rest):  # type: ignore[no-untyped-def]
+    """Like torch.lerp, exact at both ends. `rest`: 1 - weight, of the host."""
     change = end - start
-    return tl.where(weight < 0.5, tl.fma(change, weight, start), tl.fma(change, weight - 1.0, end))
+    return tl.where(weight < 0.5, tl.fma(change, weight, start), tl.fma(-change, rest, end))
 
 
 @triton.jit
@@ -85,11 +85,11 @@ def momentum(  # type: ignore[no-untyped-def]
         grad *= tl.load(inverse)
     if SKIPS:
         grad = tl.where(tl.load(skipped), average, grad)
-    average = _lerp(average, grad, weight)
+    average = _lerp(average, grad, weight, decay)
     if ADVANCES:
         tl.store(averages, _rounded(average, AVERAGE), mask=inside)
     if PACKS:
-        blend = _lerp(grad, average, decay) if NESTEROV else average
+        blend = _lerp(grad, average, decay, weight) if NESTEROV else average
         packed = _pointers(words, 2, index, cols, PACKED, FLAT, ALIGNED)
         tl.store(packed, _rounded(blend, PACKED), mask=inside)
 
