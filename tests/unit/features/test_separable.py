@@ -7,6 +7,7 @@ import pytest
 
 import titan_muon.features
 from tests.dist.harness import run_program
+from tests.unit.features.test_fused import needs_interpreter
 
 FILES = sorted(
     path.stem for path in Path(titan_muon.features.__file__).parent.glob("*.py") if path.name != "__init__.py"
@@ -55,6 +56,7 @@ def test_a_step_with_every_feature_off_runs_without_their_files() -> None:
         ("scaling", "", "torch.zeros(())"),
         ("idle", "idle='hold'", "None"),
         ("skip", "nonfinite='skip'", "None"),
+        pytest.param("fused", "fused=True", "None", marks=needs_interpreter),
     ],
 )
 def test_a_step_with_one_feature_runs_without_the_files_of_others(kept: str, options: str, found_inf: str) -> None:
