@@ -25,7 +25,7 @@ HALVINGS = 24
 
 
 def least_flops(plan: Plan) -> int:
-    """FLOPs of the busiest rank, at least: the mean over ranks, or the largest matrix."""
+    """Lower bound on the busiest rank's FLOPs: the mean over ranks, or the largest matrix."""
     flops = [matrix.flops for matrix in plan.matrices]
     ranks = {rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks}
     return max(sum(flops) // len(ranks), max(flops))
@@ -45,9 +45,9 @@ def least_sent(plan: Plan) -> int:
 
 
 def least_seconds(plan: Plan, machine: MachineRates, played: Timeline) -> float:
-    """Step time with a single owner for each matrix, or slice, of the plan, at least.
+    """Lower bound on the step time with a single owner for each matrix, or slice, of the plan.
 
-    `played` is the plan's own timeline on the machine.
+    `played`: the plan's timeline on the machine.
     """
     pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
     costs = Costs(pieces, plan.works, plan.wire_bytes, machine, plan.passes)
@@ -62,7 +62,7 @@ def least_seconds(plan: Plan, machine: MachineRates, played: Timeline) -> float:
 
 
 class Chain(NamedTuple):
-    """A matrix from its owner's view: seconds of orthogonalization with copies, of the gather, and of the return."""
+    """Seconds of a matrix's owner: orthogonalization with copies, gather, and return."""
 
     work: float
     gather: float
@@ -104,9 +104,9 @@ def _chain(kind: int, group: tuple[int, ...], costs: Costs, *, spreads: bool) ->
 
 
 def least_whole(chain_counts: Mapping[Chain, int], beside: Sequence[float], enough: float) -> float:
-    """Step time in seconds, at least, if each matrix is whole on one rank.
+    """Lower bound on the step time in seconds if each matrix is whole on one rank.
 
-    `beside`: each rank's other computation: momentum, apply, and local matrices. `enough`: time of a known step.
+    `beside`: seconds of each rank's momentum, apply, and local matrices. `enough`: time of a known step.
     """
     ranks, least = len(beside), min(beside)
     low = (sum(chain.work * count for chain, count in chain_counts.items()) + sum(beside)) / ranks
@@ -143,7 +143,7 @@ def _too_short(seconds: float, chain_counts: Mapping[Chain, int], ranks: int, be
 
 
 def _times(kind: Chain, seconds: float, beside: float) -> int:
-    """Number of matrices of this kind that a rank can orthogonalize in `seconds`."""
+    """Number of matrices of a kind for one rank in `seconds`."""
     count = 0
     while count < HEAVY and _seconds([kind], [count + 1], beside) <= seconds:
         count += 1
@@ -151,9 +151,9 @@ def _times(kind: Chain, seconds: float, beside: float) -> int:
 
 
 def _seconds(kinds: Sequence[Chain], counts: Sequence[int], beside: float) -> float:
-    """Time of a rank with `counts` matrices of `kinds`, and perhaps others, at least."""
-    # The rank begins with one of these matrices and ends with another. Others may come before and after, but each
-    # matrix waits for its gather. Other computation is hidden behind gather and return, as far as they are long enough.
+    """Lower bound on the time of a rank with `counts` matrices of `kinds`, and perhaps others."""
+    # The first of these matrices waits for a gather, and the last for a return. Other computation hides behind both, as
+    # far as the times suffice.
     present = [(index, kind) for index, (kind, count) in enumerate(zip(kinds, counts, strict=True)) if count]
     ways = [
         first.gather + last.scatter

@@ -1,4 +1,4 @@
-"""torch.optim's AdamW in batches, optionally with states on the host and in bfloat16."""
+"""AdamW, optionally with states on the host and in bfloat16."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from torch.optim.adam import adam
 
 from .comm.agreement import Agreement
 from .comm.clip import SkipsSteps
+from .comm.equality import names_in
 from .comm.faults import Fault, check_faults, names_with
 from .comm.report import FaultReport
 from .muon import Muon
 from .options import SLOWEST_IN_BFLOAT16, MissingGrad, Nonfinite, Offload, OptionError, StateDtype
 from .state.host import Transfer, Window, moved_state, moves, new_state, resolved
 from .step.foreach import grouped
-from .tensors.dtensor import local, step_device
+from .tensors.dtensor import local, on_device, step_device
 from .tensors.storage import placement_key
 
 BATCH_BYTES = 2**26
@@ -40,12 +41,12 @@ CHANGED: Mapping[Offload, tuple[str, ...]] = {
 """Fields of Elements that move to the device and back."""
 
 READ: Mapping[Offload, tuple[str, ...]] = {"none": (), "state": (), "parameters": ("grad",)}
-"""Fields of Elements that only move to the device."""
+"""Fields that only move to the device."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """A parameter's elements on this rank, or some of these."""
+    """Some or all of a parameter's elements on this rank."""
 
     param: Tensor
     grad: Tensor
@@ -160,10 +161,10 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         return self._care
 
     def names(self) -> list[str]:
-        return [name for group in self.param_groups for name in _names(group)]
+        return [name for group in self.param_groups for name in names_in(group)]
 
     def told(self, faults: Sequence[Fault]) -> None:
-        """Raise ValueError for faults by parameter; warn of allowed non-finite gradients."""
+        """Raise ValueError for faults by parameter, or warn."""
         chosen = {Fault.NOT_FINITE: self._nonfinite, Fault.NO_GRADIENT: self._missing_grad}
         check_faults(self.names(), faults, [fault for fault, choice in chosen.items() if choice == "skip"])
         if names := names_with(self.names(), faults, Fault.NOT_FINITE):
@@ -179,7 +180,6 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             self._update(batch.with_tensors((*changed, *read), self._window.take()))
             self._window.give_back()
         self._window.end()
-        # The user may read parameters on the host after the step.
         if "param" in changed:
             self._window.synchronize()
 
@@ -196,7 +196,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     def _parts(self, group: Mapping[str, Any], bounded: Sequence[str]) -> Iterator[Elements]:
         """Parts with at most BATCH_BYTES each in the fields `bounded`."""
-        for fqn, parameter in zip(_names(group), group["params"], strict=True):
+        for fqn, parameter in zip(names_in(group), group["params"], strict=True):
             if parameter.grad is None:
                 continue
             state = self._state_of(parameter, group)
@@ -281,7 +281,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             local(value).copy_(local(loaded))
 
     def offload(self) -> None:
-        """Move the averages to pinned host memory, from where steps stream batches."""
+        """Move the averages to pinned host memory."""
         self._move("state")
 
     def reload(self) -> None:
@@ -324,8 +324,8 @@ class GradientCare:
     def check(self, skipped: Tensor | None, *, scaled: bool) -> Tensor | None:
         """Raise ValueError for the last step, and report the gradients of this step.
 
-        `skipped`: () bool on the device: whether the step changes nothing anyway. `scaled`: whether a GradScaler has
-        checked the gradients. Returns () bool on the device: whether the step changes nothing; None for a normal step.
+        `skipped`: whether the step changes nothing anyway. `scaled`: whether a GradScaler has checked the gradients.
+        Returns () bool on the device: whether the step changes nothing; None for a normal step.
         """
         report, start = self._report()
         params = self._params
@@ -342,7 +342,7 @@ class GradientCare:
         return skipped
 
     def _report(self) -> tuple[FaultReport, int]:
-        """The report, and the index of AdamW's first parameter there. Raises ValueError for the last step."""
+        """The report, and the index of AdamW's first parameter there."""
         if self.carrier is not None:
             # A Muon that steps before AdamW has raised, and the host would wait for the report of this step.
             if not self.follows:
@@ -361,7 +361,6 @@ class GradientCare:
     def _fault(self, parameter: Tensor, *, frozen: bool) -> Fault:
         if parameter.grad is not None or frozen or self._adamw._missing_grad == "skip":
             return Fault.NONE
-        # A rank outside of the mesh gets no gradient in backward.
         outside = isinstance(parameter, DTensor) and parameter.device_mesh.get_coordinate() is None
         return Fault.NONE if outside else Fault.NO_GRADIENT
 
@@ -375,15 +374,11 @@ class GradientCare:
         broken = norms.isfinite().logical_not_().to(report.device, non_blocking=True)
         places = [place for place, _ in stored]
         if self._places != places or self._numbers.device != report.device:
-            self._places, self._numbers = places, torch.tensor(places, device=report.device)
+            self._places, self._numbers = places, on_device(torch.tensor(places, device="cpu"), report.device)
         # A norm over all gradients has its own error.
         faulty = broken if skipped is None else broken & ~skipped
         report.add_where(self._numbers, faulty, Fault.NOT_FINITE)
         return broken.any() if skipped is None else broken.any() | skipped
-
-
-def _names(group: Mapping[str, Any]) -> Sequence[str]:
-    return group.get("param_names", [f"parameter {index}" for index in range(len(group["params"]))])
 
 
 def _cut(whole: Elements, element_bytes: int) -> Iterator[Elements]:

@@ -36,6 +36,7 @@ from .step.gradients import Step
 from .step.ranges import trace_range, with_ranges
 from .step.stages import RankStages
 from .tensors.dtensor import mesh_axes
+from .tensors.names import named_parameters
 from .tensors.storage import TrainedParam
 
 LOCAL_OPTIONS = (
@@ -49,11 +50,11 @@ LOCAL_OPTIONS = (
     "machine",
     "offload",
 )
-"""Options that may differ between ranks, for example `machine.file` between nodes. Ranks compare the others."""
+"""Options that may differ between ranks, for example `machine.file` between nodes."""
 
 
 class Engine:
-    """Runs a rank's program. Rebuilt as a whole when storage moves."""
+    """Runs a rank's program."""
 
     def __init__(self, rank: RankStages, features: Sequence[Feature]) -> None:
         # Ranges are innermost, so that a trace shows when a feature runs a stage.
@@ -85,6 +86,13 @@ class Engine:
         if not any(feature.holds_buffers for feature in features):
             rank.buffers.memory.free()
 
+    def warm_up(self) -> None:
+        """Run the exchange once, without a step, where `engine_of` has allocated the buffers. Collective."""
+        rank = self.rank
+        if rank.device.type != "cpu":
+            rank.exchange.warm_up(rank.plan)
+            rank.buffers.memory.free()
+
     def flush(self, *, discard: bool = False) -> None:
         for feature in self.features:
             feature.flush(discard=discard)
@@ -92,9 +100,9 @@ class Engine:
     def faults(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
     ) -> tuple[list[Fault], bool]:
-        """The fault of each parameter before a step, and whether storage of parameters or momentum has moved."""
+        """The fault of each parameter before a step, and whether any storage has moved."""
         rank = self.rank
-        current = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
+        current = dict(named_parameters(groups))
         faults: list[Fault] = []
         group, changed, moved = None, False, False
         for trained, storage, iteration in zip(rank.params, rank.storage, rank.arithmetic.iterations, strict=True):
@@ -117,8 +125,8 @@ class Engine:
 
         Args:
             faults: of Muon's parameters, equal on all ranks as the report.
-            alone: whether this rank reads without the others, also its own faults since the report. The next step
-                then raises on all ranks.
+            alone: read without the other ranks, also this rank's faults since the report. The next step then raises on
+                all ranks.
         """
         rank = self.rank
         reported = rank.report.read()
@@ -142,12 +150,7 @@ class Engine:
 
     def thawed(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
         """Names of trained parameters that were frozen when the plan was made."""
-        return [
-            name
-            for group in groups
-            for name, parameter in zip(group["param_names"], group["params"], strict=True)
-            if parameter.requires_grad and name not in self._names
-        ]
+        return [name for name, p in named_parameters(groups) if p.requires_grad and name not in self._names]
 
     def plans(self, params: Sequence[TrainedParam]) -> bool:
         # Names too, because parameters are frozen and thawed between checkpoints.
@@ -182,7 +185,7 @@ def engine_of(
     muon: Optimizer,
     carried: Mapping[str, Carried],
 ) -> Engine:
-    """The engine of a plan on this rank. `previous`: old features. `carried`: optimizers in Muon's report, by name."""
+    """The engine of a plan. `previous`: features of the old engine. `carried`: optimizers in Muon's report, by name."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     program = make_program(plan, rank, geometries)
     buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype], kept=options.keep_buffers)
@@ -193,7 +196,11 @@ def engine_of(
     stages = RankStages(plan, program, params, arithmetic, rule_of(options), buffers, exchange, report, options, states)
     if warning := fragmentation(buffers.device.type, stages.step_bytes, os.environ):
         warnings.warn(warning, stacklevel=6)
-    return Engine(stages, tuple(features_of(options, stages, agreement, previous)))
+    engine = Engine(stages, tuple(features_of(options, stages, agreement, previous)))
+    if buffers.device.type != "cpu":
+        # Here, because a rank without enough memory must fail before the others communicate.
+        buffers.memory.take()
+    return engine
 
 
 def report_of(
@@ -222,7 +229,7 @@ def report_of(
     exclusive = travelling if needs_exclusive_groups(options) else set()
     buckets = tuple(sorted({*(travelling - exclusive), *teams, *replica_groups}))
     sharing = tuple(sorted(set(components(_sharing(plan, every=skips_missing(options))).values())))
-    # Groups of mesh axes exist already. No look-up, because all ranks, also outside a mesh, must create equal groups.
+    # From layouts, because all ranks, also outside a mesh, must create equal groups.
     world = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
     existing = {world}
     for trained, parameter in zip(params, plan.parameters, strict=True):

@@ -25,7 +25,7 @@ from .comm.equality import check_equal
 from .muon import Muon
 from .options import Offload, OptionError, Rule
 from .state.saved import after_pre_hooks
-from .tensors.names import canonical_fqn
+from .tensors.names import canonical_fqn, named_parameters
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def parts_of(
 
 
 class OfParts:
-    """Methods of a combined optimizer."""
+    """The methods of an optimizer made of `parts`."""
 
     parts: Parts
 
@@ -82,7 +82,7 @@ class OfParts:
         return [optimizer for optimizer in self.parts.optimizers.values() if isinstance(optimizer, Muon)]
 
     def parameters(self, name: str) -> list[Tensor]:
-        """Parameters of an optimizer; empty without such an optimizer."""
+        """Parameters of an optimizer, if any."""
         optimizer = self.parts.optimizers.get(name)
         return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -113,13 +113,16 @@ class OfParts:
             muon.check_last_step()
 
     def skip_unless_finite(self, norm: NormCheck) -> None:
-        """Let the next step of Muon and AdamW change nothing if the norm is not finite. The host does not wait.
+        """Let the next step change nothing if the norm is not finite.
 
-        The step after the next then raises ValueError on all ranks.
+        The step after the next then raises ValueError.
         """
         for optimizer in self.parts.optimizers.values():
             if isinstance(optimizer, SkipsSteps):
                 optimizer.skip_unless_finite(norm)
+            elif norm.broken:
+                # Other optimizers cannot skip on the device, so the host waits.
+                optimizer.zero_grad()
 
     def _carry(self) -> None:
         order = list(self.parts.optimizers.values())
@@ -130,7 +133,7 @@ class OfParts:
                 adamw.care.carrier, adamw.care.follows = muon, order.index(adamw) > order.index(muon)
 
     def check_replicas(self, own: Iterable[str] = ()) -> None:
-        """As `Muon.check_replicas`, for the parameters and states of all optimizers."""
+        """As `Muon.check_replicas`, for all optimizers."""
         for optimizer in self.parts.optimizers.values():
             if isinstance(optimizer, Muon | AdamW):
                 optimizer.synchronize()
@@ -169,14 +172,13 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         model: the model, or its parts under pipeline parallelism.
         lr, weight_decay: for both optimizers.
         rules: the first matching rule decides, before roles, names and shapes.
-        defaults: whether roles, names and shapes decide without a matching rule; if not, rules must match every
-            parameter.
+        defaults: if false, rules must match every parameter.
         router: optimizer of the routers of mixtures of experts.
         muon, adamw: further keywords of `Muon` and of `titan_muon.adam.AdamW`.
         others: options of further registered optimizers named by rules.
 
     Attributes:
-        optimizers: the parts by name, `"muon"` and `"adamw"`. Groups and state are shared with this optimizer.
+        optimizers: by name, `"muon"` and `"adamw"`. Groups and state are shared with this optimizer.
         assignments: the optimizer of each parameter, with the reason.
 
     A group of `param_groups` has the keys of its optimizer, `param_names`, and the optimizer's name under
@@ -227,14 +229,11 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
 
     def table(self, *, full: bool = False) -> str:
         """The parameter table. Equal parameters of all layers share a line, unless `full`."""
-        named = (
-            pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
-        )
-        table = parameter_table(self.assignments, dict(named), None, full=full)
+        table = parameter_table(self.assignments, dict(named_parameters(self.param_groups)), None, full=full)
         return "\n".join([table, *frozen_lines(self.parts.frozen)])
 
     def build(self) -> Self:
-        """Plan Muon's step now instead of at the first step, like `Muon.build`."""
+        """As `Muon.build`."""
         for muon in self._muons:
             muon.build()
         return self
@@ -247,13 +246,8 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters once. Every rank calls `step`. Returns the result of `closure`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for part in self.optimizers.values():
-            if self._skips_on_host(part):
-                continue
             for name in ("grad_scale", "found_inf"):
                 # torch.amp.GradScaler sets both for a step.
                 if hasattr(self, name):
@@ -276,10 +270,9 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load hyperparameters and state. Collective over all ranks.
+        """Load hyperparameters and state. Ranks and errors as in `Muon.load_state_dict`.
 
-        Raises ValueError on every rank, before anything is loaded, for different parameters or optimizers in the
-        groups, and like `Muon.load_state_dict`.
+        Raises ValueError also for different optimizers in the groups.
         """
         with after_pre_hooks(self, state_dict) as loaded:
             if missing := {"state", "param_groups"} - loaded.keys():
@@ -315,14 +308,8 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Optimizer.load_state_dict calls this too, with only groups and state.
         if "parts" in state:
             self._carry()
-
-    def _skips_on_host(self, part: Optimizer) -> bool:
-        """Whether to leave out the step of an optimizer that cannot decide on the device. The host waits."""
-        norm = self._next_norm
-        return not isinstance(part, SkipsSteps) and norm is not None and bool(norm.broken)
 
     def _link(self) -> None:
         """Refer to the parts' groups and state, because loading replaces these objects."""

@@ -34,7 +34,7 @@ from .state.groups import check_lr, check_params, checked, doubts_of, lr_scale_o
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, with_states
 from .state.rule_states import MatrixStates, with_rule_states
-from .state.saved import after_pre_hooks, check_saved_groups, completed, saved_averages, saved_states
+from .state.saved import after_pre_hooks, check_saved_groups, completed, saved_params, saved_states
 from .step.gradients import Step, check_first_gradients
 from .step.ranges import trace_range
 from .tensors.dtensor import mesh_groups
@@ -65,7 +65,7 @@ class Muon(SkipsSteps, Optimizer):
             and numbers out of range.
     """
 
-    # torch.amp.GradScaler then runs every step, and tells on the device whether it may change anything.
+    # torch.amp.GradScaler then runs every step.
     _step_supports_amp_scaling = True
     _built_late = False
     _carried: Mapping[str, Carried] = MappingProxyType({})
@@ -133,8 +133,8 @@ class Muon(SkipsSteps, Optimizer):
     def build(self) -> Self:
         """Plan the step, compare the plan between ranks, and allocate momentum and buffers. Returns this optimizer.
 
-        All ranks of the default process group call `build` at the same point. `step`, `overlap`, `plan`, and
-        `load_state_dict` call `build` if necessary.
+        Collective over the default process group. `step`, `overlap`, `plan`, and `load_state_dict` call `build` if
+        necessary.
 
         Raises:
             ValueError: on every rank, for a parameter on the meta device, passed twice, or placed as Partial; for
@@ -147,9 +147,8 @@ class Muon(SkipsSteps, Optimizer):
     def rebuild(self) -> None:
         """Plan again, for parameters that were frozen, thawed, moved, converted, or replaced since `build`.
 
-        All ranks call `rebuild` together. Momentum is kept by name. After a change of mesh or placements, load momentum
-        from a checkpoint. Raises ValueError on every rank like `build`, and for momentum that does not fit. Then
-        nothing changes.
+        Collective. Momentum is kept by name. After a change of mesh or placements, load momentum from a checkpoint.
+        Raises ValueError on every rank like `build`, and for momentum that does not fit. Then nothing changes.
         """
         if self._engine is not None:
             self.synchronize()
@@ -178,7 +177,6 @@ class Muon(SkipsSteps, Optimizer):
 
     @property
     def engine(self) -> Engine:
-        """The engine, built if necessary."""
         self._built_late = self._built_late or self._engine is None
         self.build()
         assert self._engine is not None, "build() makes the engine or raises"
@@ -213,7 +211,7 @@ class Muon(SkipsSteps, Optimizer):
     def overlap(self) -> Iterator[None]:
         """Context for the last backward before a step. With `overlap = "backward"`, gathers start in this backward.
 
-        All ranks enter the context together and leave gradients unchanged until the step.
+        Collective. Leave gradients unchanged until the step.
         """
         with ExitStack() as stack:
             for feature in self.engine.features:
@@ -221,10 +219,9 @@ class Muon(SkipsSteps, Optimizer):
             yield
 
     def finish_step(self) -> None:
-        """Apply the updates deferred by the last step to the next forward (`overlap = "forward"`).
+        """Apply the updates that the last step left to the next forward (`overlap = "forward"`).
 
-        Call `finish_step` before code that reads or writes weights between a step and the next forward, except state
-        dicts.
+        Call this before code that reads or writes weights between a step and the next forward, except state dicts.
         """
         if self._engine is not None:
             self._engine.flush()
@@ -238,15 +235,15 @@ class Muon(SkipsSteps, Optimizer):
             feature.ready()
         with trace_range("check"):
             faults, moved = engine.faults(self.param_groups, self.state)
-        # A rank with peers cannot raise alone, and asking would block the host. So the step leaves out matrices with
-        # faults on every rank, and all ranks raise in the next step.
+        # Asking the peers would block the host. So the step leaves out matrices with faults on every rank, and all
+        # ranks raise in the next step.
         alone = self._agreed.peers is None
         engine.raise_pending(faults if alone else ())
         if not alone:
             rank.report.add(faults)
         excluded = frozenset(i for i, fault in enumerate(faults) if fault not in (Fault.NONE, Fault.NO_GRADIENT))
         if STORAGE_FAULTS.isdisjoint(faults) and moved:
-            # For example after `param.data = ...`: views of the old storage would train the old weights.
+            # For example after `param.data = ...`.
             params = [with_average(param, self.state[param.param]["momentum_buffer"]) for param in rank.params]
             self._engine = engine.rebuilt(params, self._options, self._agreed)
         return Step.of(rank.params, rank.plan.parameters, excluded)
@@ -254,8 +251,8 @@ class Muon(SkipsSteps, Optimizer):
     def check_last_step(self) -> None:
         """Raise ValueError for missing or non-finite gradients in the last step, like the next step would.
 
-        All ranks call `check_last_step` together, before they save weights and at the end of training. Waits for the
-        device. Includes `finish_step`.
+        Collective; call this before saving weights and at the end of training. Waits for the device. Includes
+        `finish_step`.
         """
         self._check_last_step(alone=False)
 
@@ -278,8 +275,8 @@ class Muon(SkipsSteps, Optimizer):
     def check_replicas(self, own: Iterable[str] = ()) -> None:
         """Raise ValueError on every rank if replicas of weights or states, or hyperparameters, differ between ranks.
 
-        All ranks of the default process group call this together between steps, and wait. `own`: globs on names of
-        plain tensors that each rank trains separately.
+        Collective over the default process group, between steps; the host waits. `own`: globs on names of plain tensors
+        that each rank trains separately.
         """
         self.synchronize()
         separate = [parameter.fqn for parameter in self.plan.parameters if parameter.separate]
@@ -289,9 +286,8 @@ class Muon(SkipsSteps, Optimizer):
         """Load hyperparameters and momentum, from Muon or torch.optim.Muon (further optimizers:
         `titan_muon.converted`).
 
-        Collective over all ranks of the default process group. Raises ValueError on every rank, before anything is
-        loaded, for different parameters or a different optimizer, and for momentum missing or with a different mesh or
-        placement.
+        Collective over the default process group. Raises ValueError on every rank, before anything is loaded, for
+        different parameters or a different optimizer, and for momentum missing or with a different mesh or placement.
         """
         with after_pre_hooks(self, state_dict) as loaded:
             self._load(loaded)
@@ -307,22 +303,21 @@ class Muon(SkipsSteps, Optimizer):
         self.build()
         self._replanned()
         current = {trained.param: trained.momentum for trained in self.engine.rank.params}
-        averages = self._agreed.together(lambda: list(saved_averages(self.param_groups, state_dict, current)))
-        saved = {average.key: average for average in averages}
-        loaded_states = {average.param: state_dict["state"][average.key] for average in averages}
+        saved = self._agreed.together(lambda: dict(saved_params(self.param_groups, state_dict, current)))
+        loaded_states = {param: state_dict["state"][key] for key, param in saved.items()}
         params = self.engine.rank.params
         # A state dict shares its dicts with the optimizer.
         before = {param: {**self.state[param], "momentum_buffer": average} for param, average in current.items()}
         of_rule = self._agreed.together(lambda: saved_states(params, before, loaded_states))
         self.synchronize()
-        # Optimizer.load_state_dict rounds state to the parameter's dtype, and moves all of it to the device at once.
+        # Optimizer.load_state_dict rounds state to the parameter's dtype, and moves all state to the device at once.
         others = {key: state for key, state in state_dict["state"].items() if key not in saved}
         super().load_state_dict({**state_dict, "state": others})
-        for average in saved.values():
+        for param, loaded in loaded_states.items():
             # In place, because memory may not suffice for two copies.
-            copy_average(average.average, current[average.param], average.param)
-        for kept, loaded in of_rule:
-            kept.copy_(loaded)
+            copy_average(loaded["momentum_buffer"], current[param], param)
+        for kept, loaded_state in of_rule:
+            kept.copy_(loaded_state)
         self.state.update(before)
         if not self._replanned():
             states = self._rule_states(self.plan)
@@ -332,7 +327,7 @@ class Muon(SkipsSteps, Optimizer):
         return with_rule_states(plan, self._trained_params(), self._rule.states, self.state)
 
     def _replanned(self) -> bool:
-        """Plan again if the trained parameters or iterations changed on any rank. Returns whether they did."""
+        """Plan again if the trained parameters or iterations changed on any rank, and return whether."""
         if again := self._agreed.any_rank(not self.engine.plans(self._trained_params())):
             self._build()
         return again
@@ -340,17 +335,16 @@ class Muon(SkipsSteps, Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State and groups in torch.optim.Optimizer's format, with offloaded momentum in host tensors.
 
-        All ranks call `state_dict` together. With plain tensors alone, as under DDP, one rank may call `state_dict`.
-        Before the first step the state is empty, like torch's. Raises ValueError like `check_last_step`.
+        Collective, unless all parameters are plain tensors, as under DDP. Before the first step the state is empty,
+        like torch's. Raises ValueError like `check_last_step`.
         """
-        # Trainer and Lightning save on rank 0 alone under DDP, and the other ranks would miss in a collective. The plan
-        # decides, because it is equal on all ranks, also on a rank without parameters.
+        # Trainer and Lightning save on rank 0 alone under DDP. The plan is equal on all ranks.
         self._check_last_step(alone=self._engine is None or all(p.plain for p in self.plan.parameters))
         self.synchronize()
         return super().state_dict()
 
     def offload(self) -> None:
-        """Keep the momentum in pinned host memory from now on; steps stream it to the device bucket by bucket."""
+        """Keep the momentum in pinned host memory from now on, as with `offload = "state"`."""
         self._move("state")
 
     def reload(self) -> None:
@@ -367,7 +361,7 @@ class Muon(SkipsSteps, Optimizer):
         self._engine = self.engine.rebuilt(params, self._options, self._agreed)
 
     def synchronize(self) -> None:
-        """Block the host until momentum transfers are complete; drops gathers launched in backward."""
+        """Wait for momentum transfers, and drop gathers launched in backward."""
         if self._engine is not None:
             self._engine.flush(discard=True)
 
@@ -375,7 +369,7 @@ class Muon(SkipsSteps, Optimizer):
         self.build()._agreed.set_timeout(timeout)
 
     def close(self) -> None:
-        """Destroy Muon's process groups. Collective over all ranks; no step can follow."""
+        """Destroy Muon's process groups. Collective; no step can follow."""
         self.finish_step()
         self._engine, self._closed = None, True
         if self._agreement is not None:
@@ -409,13 +403,12 @@ class Muon(SkipsSteps, Optimizer):
         super().__setstate__(state)
 
     def _build(self) -> None:
-        """Check the groups, plan, agree and allocate. All possible failures are here, before any step."""
         if self._closed:
             raise ValueError("this Muon was closed, and its process groups are gone; build a new optimizer")
         self.finish_step()
         if self._agreement is None:
             self._agreement = Agreement()
-        # First, because memory may not suffice for old and new buffers.
+        # Memory may not suffice for old and new buffers.
         previous = () if self._engine is None else self._engine.features
         self._engine = None
         together = self._agreement.together
@@ -434,6 +427,7 @@ class Muon(SkipsSteps, Optimizer):
         self._engine = together(
             lambda: engine_of(plan, geometries, params, self._options, *rest, muon=self, carried=self._carried)
         )
+        self._engine.warm_up()
 
     def _trained_params(self) -> tuple[TrainedParam, ...]:
         return tuple(trained_params(self.param_groups, self.state, self._agreed.rank, self._options))

@@ -1,6 +1,6 @@
-"""Every option of Muon, declared once: name, type, default, meaning and range.
+"""Every option of Muon: name, type, default, meaning and range.
 
-This file imports only the standard library, because `plan/` and a recipe's `--help` work without PyTorch.
+Imports only the standard library, because `plan/` and a recipe's `--help` work without PyTorch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 
 class OptionError(ValueError):
-    """An invalid `option`, a keyword of Muon. `problem` includes the remedy."""
+    """An invalid `option` of Muon. `problem` includes the remedy."""
 
     def __init__(self, option: str, problem: str) -> None:
         super().__init__(f"{option} {problem}")
@@ -67,7 +67,7 @@ class Split:
     """One `[[muon.split]]`: how to cut matching parameters into several matrices."""
 
     match: str
-    """Glob on the parameter's fully qualified name; `*` also crosses dots."""
+    """Glob on fully qualified names; `*` also crosses dots."""
 
     dims: str
     """einops notation, `(g f) d -> g | f d`: axes of the matrix count, then rows and columns."""
@@ -82,7 +82,7 @@ class Split:
 
     @staticmethod
     def outdated(values: Mapping[str, Any]) -> str:
-        """The error message for the older keys `rows`, `joined` and `row_dims`; empty if unused."""
+        """The error message for keys of the older notation; empty without any."""
         old = [name for name in ("rows", "joined", "row_dims") if name in values]
         if not old:
             return ""
@@ -123,12 +123,11 @@ class Rule:
     """One `[[optimizer.rule]]`, or one rule of `Hybrid`: parameters with a matching name go to an optimizer."""
 
     match: Annotated[str, TEXT]
-    """Glob on the parameter's fully qualified name; `*` also crosses dots."""
+    """Glob on fully qualified names; `*` also crosses dots."""
 
     optimizer: Annotated[str, TEXT]
     """Name of a registered optimizer."""
 
-    # Any keys, because the optimizer defines its options.
     options: dict[str, object] = field(default_factory=dict)
     """Hyperparameters for these parameters that differ from the optimizer's own table."""
 
@@ -146,7 +145,7 @@ class PlacementRule:
     """One `[[placement.rule]]`: the placement of matching parameters between steps."""
 
     match: Annotated[str, TEXT]
-    """Glob on the parameter's fully qualified name; `*` also crosses dots."""
+    """Glob on fully qualified names; `*` also crosses dots."""
 
     placement: Literal["owned", "shard0"]
     """`owned`: whole on one rank; a stack of experts as whole experts on several ranks. `shard0`: sharded by FSDP2."""
@@ -157,22 +156,22 @@ class PlacementRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine for the plan: a named machine, and numbers that replace its own."""
+    """The machine for the plan: a name, and numbers instead of the named machine's."""
 
     name: Literal["auto", "h100x8", "h200x8", "b200x8", "a100x8", "cpu", "cpu_float32"] = "auto"
     """Nodes of 8 GPUs, with a 400 Gb/s network for each GPU. `auto`: `h100x8` on GPUs, `cpu` on CPUs."""
 
     file: Annotated[str, TEXT] | None = None
-    """File of measured numbers that replace the named machine's, `machine.json` of `make gpu`."""
+    """File of measured numbers instead of the named ones, `machine.json` of `make gpu`."""
 
     ranks_per_node: Annotated[int, COUNT] | None = None
-    """Ranks in one node, with fast links."""
+    """Ranks in one node."""
 
     tflops: Annotated[float, POSITIVE] | None = None
     """TFLOP/s of large matrix products in bfloat16 or float16."""
 
     tflops_float32: Annotated[float, POSITIVE] | None = None
-    """TFLOP/s of large matrix products in float32, without TF32."""
+    """TFLOP/s in float32, without TF32."""
 
     memory_gb: Annotated[float, POSITIVE] | None = None
     """Memory bandwidth of a rank in GB/s, reads and writes together."""
@@ -202,8 +201,8 @@ Overlap = Literal["none", "backward", "forward"]
 StateDtype = Literal["parameter", "bfloat16"]
 
 SLOWEST_IN_BFLOAT16 = 0.99
-# Largest beta of an average in bfloat16, which rounds away changes below 2^-8 of an average. At 0.99 the average stops
-# within 40 % of a constant input (the root within 20 %). At 0.999 the average never shrinks.
+# Largest beta of an average in bfloat16, which rounds away changes below 2^-8 of the average: at 0.99 the average stops
+# within 40 % of a constant input.
 
 
 LR_SCALES = ("match_rms_adamw", "original", "spectral")
@@ -239,8 +238,8 @@ class Hyperparameters:
     """Name of a coefficient set, or a list of [a, b, c] for each step, or of one for all steps."""
 
     eps: Annotated[float, POSITIVE] = 1e-14
-    """Lower bound of the norm that divides a matrix: smaller matrices get smaller updates. float32 cannot sum the
-    squares of much smaller norms. torch.optim.Muon's 1e-7 gives the same bits for norms above 1e-7."""
+    """Lower bound of the norm that divides a matrix. float32 cannot sum the squares of much smaller norms.
+    torch.optim.Muon's 1e-7 gives the same bits for norms above 1e-7."""
 
     lr_scale: Annotated[float | Literal["match_rms_adamw", "original", "spectral"], LR_SCALE] = "match_rms_adamw"
     """Factor on the learning rate of an m x n matrix: 0.2 sqrt(max(m, n)), sqrt(max(1, m/n)) or sqrt(m/n). A number r
@@ -316,7 +315,7 @@ class StepOptions:
 
     missing_grad: MissingGrad = "error"
     """If some rank lacks the gradient of a parameter: raise on all ranks, or skip the parameter on all ranks, with
-    momentum and weight decay. Ranks agree on the device, so no host waits."""
+    momentum and weight decay."""
 
     nonfinite: Nonfinite = "error"
     """A matrix with a non-finite gradient gets no update, and the next step raises on all ranks. With `skip`, momentum
@@ -324,7 +323,7 @@ class StepOptions:
 
     idle: Literal["move", "hold"] = "move"
     """A matrix with a zero gradient, as of an expert without tokens: `move` it by the momentum, as torch.optim.Muon,
-    or `hold` it, which only decays it, and warns after 20 such steps. Ranks agree on the device, so no host waits."""
+    or `hold` it, which only decays it, and warns after 20 such steps."""
 
     release_grads: bool = False
     """Free each gradient after packing."""
@@ -417,14 +416,13 @@ def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:
         try:
             holds = values.get(name) is None or constraint.holds(values[name])
         except TypeError:
-            # For example "1e-3" for a number.
             holds = False
         if not holds:
             raise OptionError(prefix + name, f"= {values[name]!r} is not accepted; it takes {constraint.accepted}")
 
 
 def refuse_keywords(unknown: Iterable[str]) -> None:
-    """Raise TypeError with the nearest and all keywords of Muon."""
+    """Raise TypeError for an unknown keyword of Muon."""
     known = [item.name for item in fields(MuonOptions)]
     for name in unknown:
         match = "lr" if name == "learning_rate" else next(iter(get_close_matches(name, known, 1)), None)

@@ -133,16 +133,20 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
     """Temporary memory and traffic of the element-wise stages. Gradients have the dtypes of the weights."""
     rule, limit, state_bytes = rule_of(options), chunk_bytes(device), 2 if options.state_dtype == "bfloat16" else 4
     advance, apply, drawn = [0], [0], False
+    # A step on an accelerator may have to keep the values, because its norm is not finite.
+    undone = skips(options) + (device != "cpu" and not options.fused)
     for dtype in dtypes:
         wide = max(state_bytes, dtype.itemsize)
         # The nesterov blend (or the wide gradient that becomes the blend), and the wide momentum.
-        temporary = 0 if options.fused else wide * (1 + (state_bytes < wide))
-        advance.append(temporary + skips(options) * state_bytes)
+        kept = skips(options) * state_bytes
+        if not options.fused:
+            kept += wide * (1 + (state_bytes < wide) + (device != "cpu"))
+        advance.append(kept)
         stochastic = options.rounding == "stochastic" and dtype == torch.bfloat16
         drawn = drawn or stochastic
         scratch = CHUNK_BYTES if stochastic else dtype.itemsize if dtype.itemsize > options.wire_bytes else 0
         temporary = scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0)
-        apply.append((0 if options.fused else temporary) + skips(options) * dtype.itemsize)
+        apply.append((0 if options.fused else temporary) + undone * dtype.itemsize)
     passes = (
         traffic(
             dtype.itemsize,

@@ -1,8 +1,8 @@
 """QK-clip (MuonClip; Kimi K2, arXiv:2507.20534, 2.1): scales down attention heads with too large logits.
 
-Under Muon the largest logit of a head can grow without bound. If a step's largest logit is over the threshold,
-QK-clip scales the head's rows of the query and key projections, so that the logit would have equalled the threshold.
-The momentum is unchanged, because Newton-Schulz would turn scaled rows into updates in other directions.
+If a step's largest logit is over the threshold, QK-clip scales the head's rows of the query and key projections, so
+that the logit would have equalled the threshold. The momentum is unchanged, because Newton-Schulz would turn scaled
+rows into updates in other directions.
 """
 
 from __future__ import annotations
@@ -53,10 +53,8 @@ def fused_rows(head_dim: int, queries: int) -> tuple[HeadRows, ...]:
 
 
 def latent_query_rows(nope_dim: int, rope_dim: int) -> tuple[HeadRows, ...]:
-    """Rows of latent attention's query projection: for each head a part without positions, then the rotary part.
-
-    The rotary part takes the whole factor, because all heads share the rotary part of the key.
-    """
+    """Rows of latent attention's query projection: for each head a part without positions, then the rotary part."""
+    # The rotary part takes the whole factor, because all heads share the rotary part of the key.
     return (HeadRows(nope_dim, "query"), HeadRows(rope_dim, "whole"))
 
 
@@ -67,9 +65,9 @@ def latent_key_rows(nope_dim: int, value_dim: int) -> tuple[HeadRows, ...]:
 
 @dataclass(frozen=True)
 class HeadWeight:
-    """A weight or bias of the query or key projection: plain tensor or DTensor, not a partial sum.
+    """A weight or bias of the query or key projection, as a plain tensor or DTensor.
 
-    Its rows (dim 0) repeat `pattern` for each key head, or for each query head.
+    The rows (dim 0) repeat `pattern` for each key head, or for each query head.
     """
 
     fqn: str
@@ -93,7 +91,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class LogitReport:
-    """The logits of the steps since the last report, equal on every rank.
+    """The logits since the last report, equal on every rank.
 
     Attributes:
         max_logit: by observed layer.
@@ -107,8 +105,8 @@ class LogitReport:
 class QKClip:
     """Observes the largest attention logit of each head, and clips the heads above the threshold after a step.
 
-    Call `observe` in every forward pass, optionally `start_reduce` before the optimizer's step, and `apply` after the
-    step. These methods do not block the host.
+    Call `observe` in every forward, optionally `start_reduce` before the optimizer's step, and `apply` after the step.
+    The host does not wait.
 
     Args:
         layers: every layer of the model, equal on all ranks except for `weights`.
@@ -152,15 +150,12 @@ class QKClip:
         self._rows = rows if rows is not None and rows.weights else None
 
     def observe(self, name: str, logits_max: Tensor, first_head: int = 0) -> None:
-        """Record the largest logits of a layer in one forward pass, shape (heads,).
-
-        Passes of a step combine by the maximum. A rank with only some heads passes `first_head`.
-        """
+        """Record the largest logits of a layer, shape (heads,). A rank with only some heads passes `first_head`."""
         view = self.logits(name, first_head, len(logits_max))
         view.copy_(torch.maximum(view, logits_max.detach()))
 
     def logits(self, name: str, first_head: int, count: int) -> Tensor:
-        """The buffer of `count` heads, for attention code that updates the maxima in place."""
+        """The buffer of `count` heads, to update the maxima in place."""
         if name not in self._places:
             raise ValueError(f"{name!r} is none of the layers: {', '.join(self._places)}")
         start, heads = self._places[name]
@@ -171,7 +166,7 @@ class QKClip:
 
     @torch.no_grad()
     def start_reduce(self) -> None:
-        """Start the maximum over ranks. Every rank of the group calls this after the last backward of a step."""
+        """Start the maximum over ranks, after the last backward of a step. Collective."""
         # Not before, because activation checkpointing recomputes logits.
         assert not self._reduced, "the last step was not applied"
         unseen = [layer.name for layer in self.layers if layer.weights and layer.name not in self._observed]
@@ -182,15 +177,14 @@ class QKClip:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Scale the weights and begin the next step. Every rank calls this after the optimizer's step."""
+        """Scale the weights, after the optimizer's step. Collective."""
         if not self._reduced:
             self.start_reduce()
         if self._pending is not None:
             self._pending.wait()
         above = (self._logits > self.threshold) & self._logits.isfinite()
         if self._rows is not None:
-            # A condition would block the host. Unclipped heads get factor 1, as do non-finite logits, which would
-            # destroy the head.
+            # A condition would block the host. Non-finite logits would destroy the head.
             self._rows.scale(torch.where(above, self.threshold / self._logits, 1.0), self.alpha)
         torch.maximum(self._largest, self._logits, out=self._largest)
         self._above += above.sum()
@@ -207,7 +201,7 @@ class QKClip:
 
 
 def _places(layers: Sequence[AttentionLayer]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """By layer, the index of the first head among all heads, and the number of heads."""
+    """(index of the first head, number of heads) by layer."""
     start, names = 0, set()
     for layer in layers:
         if layer.name in names:
@@ -218,10 +212,8 @@ def _places(layers: Sequence[AttentionLayer]) -> Iterator[tuple[str, tuple[int, 
 
 
 class _ScaledRows:
-    """The rows of all weights on this rank, with an index into a table of factors.
-
-    The table: 1, then f ** alpha of each query head, then f of each query head, then by weight f ** (1 - alpha) of
-    each key head.
+    """The rows of all weights on this rank, with an index into a table of factors: 1, then f ** alpha of each query
+    head, then f of each query head, then by weight f ** (1 - alpha) of each key head.
     """
 
     def __init__(self, layers: Sequence[AttentionLayer], places: dict[str, tuple[int, int]], heads: int) -> None:
@@ -257,7 +249,7 @@ class _ScaledRows:
 
 
 def _group_size(layer: AttentionLayer, weight: HeadWeight) -> tuple[int, int]:
-    """The query heads in a repeat of the weight's pattern, and the number of repeats."""
+    """Query heads in a repeat of the pattern, and number of repeats."""
     height, rows = sum(part.rows for part in weight.pattern), len(weight.tensor)
     repeats = rows // height
     if rows % height or repeats == 0 or layer.heads % repeats:

@@ -58,8 +58,8 @@ class OptimizerEntry:
     """How to build an optimizer.
 
     Attributes:
-        build: called with parameter groups (dicts with `params`, `param_names` and hyperparameters) and the options in
-            `shared`; returns a torch.optim.Optimizer with all of its hyperparameters in `defaults`.
+        build: called with parameter groups (`params`, `param_names` and hyperparameters) and the options in `shared`;
+            returns a torch.optim.Optimizer with all hyperparameters in `defaults`.
         shared: options that cannot differ between groups.
     """
 
@@ -114,10 +114,8 @@ placements.register("shard0", lambda parallelize, recipe: parallelize)
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Models of one architecture, by flavor.
-
-    `flavors`: returns the accepted names of `model.flavor`. `build`: from a flavor and a vocabulary size (None: the
-    default), returns a new TorchTitan ModelSpec.
+    """Models of one architecture. `flavors`: returns the names for `model.flavor`. `build`: from a flavor and a
+    vocabulary size (None: the default), returns a new TorchTitan ModelSpec.
     """
 
     flavors: Callable[[], Sequence[str]]
@@ -128,5 +126,5 @@ models: Registry[ModelFamily] = Registry("model.name", "titan_muon.models")
 
 
 def shared_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The `options` of the whole optimizer `name`."""
+    """The `options` in `shared` of the optimizer `name`."""
     return {key: value for key, value in options.items() if key in optimizers.get(name).shared}

@@ -20,6 +20,7 @@ from benchmarks.rehearsal.fake_gpu import FakeGpu, fake_rank
 from benchmarks.rehearsal.recorder import LiveMemory, Operations, storages
 from benchmarks.rehearsal.seen import UNEQUAL, Bytes, Collective, Seen
 from benchmarks.rehearsal.subject import build_trainer, without_files
+from titan_muon.comm.clip import GradientClip
 from titan_muon.muon import Muon
 from titan_muon.owned import private
 from titan_muon.state.host import Transfer, Window
@@ -85,20 +86,21 @@ class _Rehearsal:
         self.gpu.syncs.clear()
         self.memory.reset()
         batches = trainer.batch_generator(trainer.dataloader)
-        watched, clip = self._watched(trainer.optimizers.step), trainer.clip
+        watched, call = self._watched(trainer.optimizers.step), GradientClip.__call__
 
-        def clip_without_waits() -> Tensor:
+        def clip_without_waits(clip: GradientClip) -> Tensor:
             with self.gpu.no_sync():
-                return clip()
+                return call(clip)
 
         with (
             mock.patch.object(trainer.optimizers, "step", watched),
-            mock.patch.object(trainer, "clip", clip_without_waits),
+            mock.patch.object(GradientClip, "__call__", clip_without_waits),
             CollectiveCounter() as self.counter,
         ):
             if trainer.parallel_dims.pp_enabled:
                 # Stages exchange shapes, which the fake group cannot answer: run only clipping and the step.
                 give_gradients(p for part in trainer.model_parts for p in part.parameters())
+                trainer.counted = False
                 trainer._clip_gradients()
                 trainer.optimizers.step()
             else:

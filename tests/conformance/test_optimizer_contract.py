@@ -1,7 +1,7 @@
 """The contract of torch.optim.Optimizer: every case of PyTorch's optim_db for Muon, and of its TestOptimRenewed.
 
-A test here has the name of PyTorch's test where there is one. `DIFFERENCES` lists where Muon and Hybrid differ on
-purpose; docs/frameworks.md gives the reasons.
+A test has the name of PyTorch's test if PyTorch has the case. `DIFFERENCES` lists the intended differences of Muon and
+Hybrid; docs/frameworks.md gives the reasons.
 """
 
 import copy
@@ -33,7 +33,7 @@ DIFFERENCES: dict[str, str] = {
 """By PyTorch's case: the behaviour here."""
 
 
-def test_there_are_at_most_five_differences() -> None:
+def test_the_table_of_differences_has_at_most_five_entries() -> None:
     assert len(DIFFERENCES) <= 5
 
 
@@ -56,7 +56,7 @@ class Small(nn.Module):
 
 
 def hybrid_of(params: list[Tensor], **keywords: Any) -> Hybrid:
-    """A Hybrid of a model with these parameters as linear layers."""
+    """A Hybrid of a model with the parameters as linear layers."""
     model = nn.Module()
     for index, param in enumerate(params):
         layer = nn.Linear(*param.shape[::-1], bias=False)
@@ -113,22 +113,22 @@ def test_steps_equal_torchs_muon(make: Callable[..., Any], keywords: dict[str, A
     "case", INFO.optim_error_inputs_func(device="cpu", dtype=torch.float32), ids=lambda c: c.optimizer_error_input.desc
 )
 def test_errors(case: Any) -> None:
-    given = case.optimizer_error_input
-    params = weights() if given.params is None else given.params
-    if given.desc == "only support 2D parameters":
+    error_input = case.optimizer_error_input
+    params = weights() if error_input.params is None else error_input.params
+    if error_input.desc == "only support 2D parameters":
         params = [nn.Parameter(param) for param in params]
         assert muon(params).build().plan.matrices
         return
-    if given.desc == "does not support complex parameters":
+    if error_input.desc == "does not support complex parameters":
         with pytest.raises(ValueError, match="complex64"):
             muon([nn.Parameter(param) for param in params])
         return
     if issubclass(case.error_type, Warning):
         with pytest.warns(case.error_type, match=case.error_regex):
-            Muon(params, **given.kwargs)
+            Muon(params, **error_input.kwargs)
         return
     with pytest.raises(case.error_type):
-        muon(params, **given.kwargs)
+        muon(params, **error_input.kwargs)
 
 
 @both
@@ -155,7 +155,7 @@ def test_forloop_goes_right_direction(make: Callable[..., Any], schedulers: Any)
 
 
 @both
-def test_a_weight_that_is_not_contiguous_is_refused(make: Callable[..., Any]) -> None:
+def test_a_noncontiguous_weight_is_refused(make: Callable[..., Any]) -> None:
     weight = nn.Parameter(torch.randn(10, 5, 2)[..., 0])
     with pytest.raises(ValueError, match="its storage is not contiguous; call contiguous"):
         make([weight]).build()
@@ -288,7 +288,7 @@ def test_step_is_noop_when_params_have_no_grad(make: Callable[..., Any]) -> None
 
 
 @both
-def test_all_frozen(make: Callable[..., Any]) -> None:
+def test_a_step_with_only_frozen_parameters_is_refused(make: Callable[..., Any]) -> None:
     params = weights()
     for param in params:
         param.requires_grad_(False)
@@ -316,8 +316,8 @@ def test_non_empty_state(make: Callable[..., Any]) -> None:
 
 
 @both
-def test_step_all_hooks(make: Callable[..., Any]) -> None:
-    """Hooks of one optimizer and of all run once, in PyTorch's order."""
+def test_step_hooks_run_once_in_pytorchs_order(make: Callable[..., Any]) -> None:
+    """Hooks of the optimizer and hooks of all optimizers, in PyTorch's order."""
     params, calls = weights(), []
     optimizer = make(params)
     handles = [
@@ -353,7 +353,7 @@ def test_state_dict_hooks(make: Callable[..., Any]) -> None:
 
 
 @both
-def test_hooks_replace_the_state_dict_in_their_order(make: Callable[..., Any]) -> None:
+def test_state_dict_hooks_run_in_registration_order(make: Callable[..., Any]) -> None:
     """PyTorch's test_state_dict_post_hook and test_load_state_dict_pre_hook_and_prepend."""
     params = weights()
     optimizer = make(params, lr=0.1)
@@ -390,7 +390,7 @@ def test_hooks_replace_the_state_dict_in_their_order(make: Callable[..., Any]) -
 
 
 @both
-def test_deepcopy_copies_all_public_attrs(make: Callable[..., Any]) -> None:
+def test_deepcopy_copies_every_public_attribute(make: Callable[..., Any]) -> None:
     params = weights()
     optimizer = make(params)
     set_gradients(params)

@@ -1,4 +1,4 @@
-"""QK-clip on any layout equals QK-clip on whole weights, with each rank's logits of its own tokens and heads."""
+"""QK-clip on any layout equals QK-clip on whole weights; each rank observes only local tokens and heads."""
 
 from collections.abc import Callable
 from functools import cache
@@ -34,29 +34,30 @@ LOGITS = [50.0, 400.0, 99.0, 100.0, 150.0, 200.0]
 
 
 def placed_weights() -> dict[str, dict[str, Tensor]]:
-    """The same projections once for each layout; `owned` by another rank each, `plain` on all of them."""
-    found = {}
+    """The same projections once per layout; each `owned` projection has another owner, every rank has the `plain`
+    projections."""
+    weights = {}
     for name, (shape, placements) in LAYOUTS.items():
         mesh = init_device_mesh("cpu", shape)
-        found[name] = {
+        weights[name] = {
             key: distribute_tensor(weight, mesh, placements, src_data_rank=None)
             for key, weight in whole_weights().items()
         }
-    found["plain"] = whole_weights()
+    weights["plain"] = whole_weights()
     mesh = init_device_mesh("cpu", (4,))
-    found["owned"] = {
+    weights["owned"] = {
         key: place_on_owners(weight, mesh, [number % 4]) for number, (key, weight) in enumerate(whole_weights().items())
     }
-    return found
+    return weights
 
 
 def observed(rank: int) -> Tensor:
-    """A rank's observations: the largest logit of each head on one rank, smaller logits on the others."""
+    """A rank's observations: the largest logit of each head on one rank, smaller logits elsewhere."""
     return torch.tensor([logit if head % 4 == rank else logit / (2 + rank) for head, logit in enumerate(LOGITS)])
 
 
 def differing(rank: int, world_size: int) -> tuple[list[str], list[Call]]:
-    """Weights that differ from the reference after two steps, and the collectives of a step."""
+    """Weights with a difference from the reference after two steps, and the collectives of a step."""
     weights = placed_weights()
     clip = QKClip([layer(tensors, name) for name, tensors in weights.items()])
     calls = []
@@ -76,13 +77,13 @@ def differing(rank: int, world_size: int) -> tuple[list[str], list[Call]]:
     wrong = []
     for name, tensors in weights.items():
         for key, tensor in tensors.items():
-            found = gather(tensor).detach() if isinstance(tensor, DTensor) else tensor
-            if not torch.allclose(found, expected[key], rtol=1e-6):
+            value = gather(tensor).detach() if isinstance(tensor, DTensor) else tensor
+            if not torch.allclose(value, expected[key], rtol=1e-6):
                 wrong.append(f"{name}.{key}")
     return wrong, calls
 
 
-def test_every_layout_is_clipped_as_whole_weights_with_one_collective() -> None:
+def test_every_layout_equals_clipping_of_whole_weights_with_a_single_collective() -> None:
     for wrong, calls in run_ranks(differing, 4):
         assert wrong == []
         assert [call.payload for call in calls] == [4 * HEADS * (len(LAYOUTS) + 2)], "one float32 for each head"
@@ -97,8 +98,8 @@ TRAINED: dict[str, tuple[str, list[str]]] = {
     "owned": ("llama3", ["--placement.muon", "owned"]),
     "tp": ("deepseek_v3", ["--parallelism.tensor_parallel_degree", "2"]),
     "ep": ("deepseek_v3", ["--parallelism.expert_parallel_degree", "2"]),
-    # Each rank observes its own stage's layers and reports all layers. Observations before the first step do not count:
-    # a trial run on uninitialized memory, which deterministic runs fill with NaN.
+    # Each rank observes the layers of the stage and reports all layers. Observations before the first step do not
+    # count: a trial run on uninitialized memory, which deterministic runs fill with NaN.
     "pp": (
         "llama3",
         ["--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "2", "--debug.deterministic"],
@@ -140,7 +141,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=NEEDS.get(name, ())) for name in TRAINED])
-def test_two_ranks_clip_as_one_does(layout: str, one_rank: Callable) -> None:
+def test_two_ranks_clip_as_a_single_rank(layout: str, one_rank: Callable) -> None:
     family, degrees = TRAINED[layout]
     folder, (losses, logits) = one_rank(family)
     found_losses, found_logits = run(folder, 2, family, *degrees)

@@ -1,8 +1,8 @@
-"""Muon on every exchange and placement is the CPU's reference: on GPUs over NCCL, on the CPU over gloo, on fake GPUs.
+"""Muon on every exchange and placement equals the CPU's reference: on GPUs, on the CPU over gloo, on fake GPUs.
 
     torchrun --nproc_per_node=8 -m tests.gpu.parity --device cuda --json parity.json
 
-Layouts are those of FSDP, HSDP, TP, EP and PP, as far as the number of ranks allows. On a GPU no step may have the host
+Layouts are FSDP, HSDP, TP, EP and PP, as far as the number of ranks allows. On a GPU no step may have the host
 wait for the device, open a communicator, or allocate more than the plan says.
 """
 
@@ -36,7 +36,7 @@ MATRICES = {"wide": (24, 40), "tall": (40, 24), "uneven": (13, 18), "short": (3,
 EXPERTS = {"experts": (8, 12, 20), "few": (3, 10, 14)}
 PASSES_TOLERANCE = 0.02
 """For float32 gradients of backward: ranks sum in another order than one process."""
-# Large enough that GPU libraries' own memory is below the slack.
+# Large enough to keep the memory of GPU libraries below the slack.
 MEMORY_SHAPES = {"cpu": (64, 128), "cuda": (4096, 4096)}
 MEMORY_MATRICES = 32
 MEMORY_SLACK = 1.1
@@ -56,7 +56,7 @@ class Case:
 class Arithmetic:
     """Options of Muon, dtype of the reference, and error limits by device.
 
-    Errors are relative errors of the update in the Frobenius norm. Devices round products in other orders; a misplaced
+    Errors are relative errors of the update in the Frobenius norm. Devices round products differently; a misplaced
     piece is an error of 1.
     """
 
@@ -87,17 +87,17 @@ class Check:
 
 def cases(world: int) -> list[Case]:
     """Every layout for this number of ranks."""
-    found = [
+    layouts = [
         Case("FSDP", (world,), (Shard(0),), MATRICES),
         Case("TP columns", (world,), (Shard(1),), MATRICES),
         Case("DDP", (world,), (Replicate(),), MATRICES),
         Case("EP", (world,), (Shard(0),), EXPERTS),
     ]
     if world % 2:
-        return found
+        return layouts
     grid = (world // 2, 2)
     cut_twice = (_StridedShard(0, split_factor=2), Shard(0))
-    found += [
+    layouts += [
         Case("HSDP", (2, world // 2), (Replicate(), Shard(0)), MATRICES),
         Case("FSDP x TP rows", grid, cut_twice, MATRICES),
         Case("FSDP x TP columns", grid, (Shard(0), Shard(1)), MATRICES),
@@ -108,31 +108,32 @@ def cases(world: int) -> list[Case]:
     ]
     if world % 4 == 0:
         cube = (2, world // 4, 2)
-        found += [
+        layouts += [
             Case("HSDP x TP", cube, (Replicate(), *cut_twice), MATRICES),
             Case("HSDP x EFSDP x EP", cube, (Replicate(), Shard(1), Shard(0)), EXPERTS),
         ]
-    return found
+    return layouts
 
 
 class Trained:
-    """Parameters of several cases in one optimizer on this rank, and their reference on the CPU."""
+    """Parameters of several cases in one optimizer on this rank, and the reference on the CPU."""
 
     def __init__(
         self,
-        found: Sequence[Case],
+        layouts: Sequence[Case],
         meshes: Mapping[tuple[int, ...], DeviceMesh],
         arithmetic: Arithmetic = REFERENCE,
         **options: str,
     ) -> None:
         self.arithmetic = arithmetic
-        self.places = {f"{c.name}: {name}": (meshes[c.mesh], c.placements) for c in found for name in c.shapes}
-        self.shapes = {f"{case.name}: {name}": shape for case in found for name, shape in case.shapes.items()}
+        self.places = {f"{c.name}: {name}": (meshes[c.mesh], c.placements) for c in layouts for name in c.shapes}
+        self.shapes = {f"{case.name}: {name}": shape for case in layouts for name, shape in case.shapes.items()}
         self.initial = self.full(0)
         self.params = {name: nn.Parameter(self.placed(name, full)) for name, full in self.initial.items()}
         whole = {name: full.clone() for name, full in self.initial.items()}
         self.reference = ReferenceMuon(whole, dtype=arithmetic.dtype)
-        self.optimizer = Muon(list(self.params.items()), lr=0.02, **arithmetic.options, **options)  # type: ignore[arg-type]
+        named = list(self.params.items())
+        self.optimizer = Muon(named, lr=0.02, **arithmetic.options, **options).build()  # type: ignore[arg-type]
 
     def full(self, seed: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -149,16 +150,16 @@ class Trained:
         return gradients
 
     def errors(self) -> dict[str, float]:
-        """Relative error of this rank's part of each parameter's update, and of its momentum."""
-        found = {}
+        """Relative error of this rank's part of each parameter's update and momentum."""
+        errors = {}
         for name, param in self.params.items():
             expected = self.placed(name, self.reference.params[name]).to_local().cpu()
             momentum = self.placed(name, self.reference.average[name]).to_local().cpu()
             average = self.optimizer.state[param]["momentum_buffer"].to_local().cpu()
             change = (expected - self.placed(name, self.initial[name]).to_local().cpu()).norm()
-            found[name] = ratio((param.detach().to_local().cpu() - expected).norm(), change)
-            found[f"{name}: momentum"] = ratio((average - momentum).norm(), momentum.norm())
-        return found
+            errors[name] = ratio((param.detach().to_local().cpu() - expected).norm(), change)
+            errors[f"{name}: momentum"] = ratio((average - momentum).norm(), momentum.norm())
+        return errors
 
 
 def ratio(error: Tensor, size: Tensor) -> float:
@@ -167,7 +168,7 @@ def ratio(error: Tensor, size: Tensor) -> float:
 
 
 def checked_step(optimizer: Muon, device: torch.device) -> list[str]:
-    """A step and its side effects: opened communicators. A device sync raises."""
+    """A step and the side effects: opened communicators. A device sync raises."""
     before = communicators()
     with no_sync(device):
         optimizer.step()
@@ -177,16 +178,16 @@ def checked_step(optimizer: Muon, device: torch.device) -> list[str]:
 
 def check_exchange(exchange: str, arithmetic: Arithmetic, device: torch.device, *, has_values: bool = True) -> Check:
     """All cases in one optimizer under an exchange, for some steps."""
-    found = cases(dist.get_world_size())
+    layouts = cases(dist.get_world_size())
     meshes = {
-        shape: device_mesh.init_device_mesh(device.type, shape) for shape in dict.fromkeys(case.mesh for case in found)
+        shape: device_mesh.init_device_mesh(device.type, shape) for shape in dict.fromkeys(c.mesh for c in layouts)
     }
-    trained = Trained(found, meshes, arithmetic, exchange=exchange)
+    trained = Trained(layouts, meshes, arithmetic, exchange=exchange)
     return steps(f"exchange {exchange}, {arithmetic.name}", trained, device, has_values=has_values)
 
 
 def check_pipeline(device: torch.device) -> Check:
-    """Two stages: each half of the ranks has its own parameters, and both build a Muon at the same time."""
+    """Two stages: each half of the ranks has separate parameters, and both build a Muon at the same time."""
     half = dist.get_world_size() // 2
     stages = [DeviceMesh(device.type, list(ranks)) for ranks in (range(half), range(half, 2 * half))]
     stage = int(dist.get_rank() >= half)
@@ -221,15 +222,15 @@ def check_owned(device: torch.device, placement: str, replicas: int) -> Check:
     matrices = {name: p.detach() for name, p in alone.named_parameters() if name in names}
     reference = ReferenceMuon(matrices, dtype=FLOAT32.dtype)
     trained = [(name, p) for name, p in model.named_parameters() if name in names]
-    optimizer = Muon(trained, lr=0.02, **FLOAT32.options)  # type: ignore[arg-type]
+    optimizer = Muon(trained, lr=0.02, **FLOAT32.options).build()  # type: ignore[arg-type]
     faults: list[str] = []
     for step in range(STEPS):
         passes(model, rank, world, step)
         faults += checked_step(optimizer, device)
         passes(alone, 0, 1, step)
         reference.step({name: p.grad for name, p in alone.named_parameters() if name in names and p.grad is not None})
-    found, expected = whole(model), dict(alone.named_parameters())
-    errors = {n: ratio((found[n].cpu() - expected[n]).norm(), (expected[n] - initial[n]).norm()) for n in names}
+    weights, expected = whole(model), dict(alone.named_parameters())
+    errors = {n: ratio((weights[n].cpu() - expected[n]).norm(), (expected[n] - initial[n]).norm()) for n in names}
     faults += [f"{name}: off by {error:.3g}" for name, error in errors.items() if error > PASSES_TOLERANCE]
     optimizer.close()
     return Check(
@@ -253,16 +254,16 @@ def check_memory(device: torch.device) -> Check:
     for name, full in case.shapes.items():
         params[name] = nn.Parameter(_rows(full, mesh))
         params[name].grad = _rows(full, mesh)
-    optimizer, _, kept = allocated(lambda: Muon(list(params.items()), lr=0.02), device)
+    optimizer, _, kept = allocated(lambda: Muon(list(params.items()), lr=0.02).build(), device)
     # The first step also allocates the libraries' own memory.
     optimizer.step()
     _, new, _ = allocated(optimizer.step, device)
     momentum = sum(optimizer.state[p]["momentum_buffer"].to_local().nbytes for p in params.values())
     cost = summarize(optimizer.plan).ranks[rank]
-    planned, taken = cost.buffer_bytes + cost.work_bytes, kept - momentum + new
-    over = [f"took {taken:,} bytes, and the plan says {planned:,}"] if taken > MEMORY_SLACK * planned else []
+    planned, measured = cost.buffer_bytes + cost.work_bytes, kept - momentum + new
+    over = [f"took {measured:,} bytes, and the plan says {planned:,}"] if measured > MEMORY_SLACK * planned else []
     optimizer.close()
-    return Check("memory", 0.0, tuple(over), {"planned": planned, "taken": taken})
+    return Check("memory", 0.0, tuple(over), {"planned": planned, "taken": measured})
 
 
 def _rows(shape: tuple[int, ...], mesh: DeviceMesh) -> Tensor:
@@ -272,15 +273,15 @@ def _rows(shape: tuple[int, ...], mesh: DeviceMesh) -> Tensor:
 def checks(device: torch.device) -> list[Check]:
     """Every check on these ranks. A check that raises on a rank ends the job."""
     world = dist.get_world_size()
-    found = [check_exchange(exchange, FLOAT32, device) for exchange in EXCHANGES]
-    found.append(check_exchange("all_to_all", REFERENCE, device))
+    results = [check_exchange(exchange, FLOAT32, device) for exchange in EXCHANGES]
+    results.append(check_exchange("all_to_all", REFERENCE, device))
     if world > 1:
         if world % 2 == 0:
-            found.append(check_pipeline(device))
-        found += [check_owned(device, placement, 1) for placement in ("sharded", "owned")]
+            results.append(check_pipeline(device))
+        results += [check_owned(device, placement, 1) for placement in ("sharded", "owned")]
         if world % 2 == 0 and world > 2:
-            found.append(check_owned(device, "owned", 2))
-    return [*found, check_memory(device)]
+            results.append(check_owned(device, "owned", 2))
+    return [*results, check_memory(device)]
 
 
 def main(words: Sequence[str]) -> int:
@@ -288,8 +289,8 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--json", type=Path, required=True)
-    given = parser.parse_args(words)
-    device = begin(given.device)
+    arguments = parser.parse_args(words)
+    device = begin(arguments.device)
     ranks = gathered(checks(device))
     faults = [
         f"rank {rank}: {check.name}: {fault}"
@@ -301,7 +302,7 @@ def main(words: Sequence[str]) -> int:
         rows = [{**asdict(mine[0]), "error": max(check.error for check in mine)} for mine in zip(*ranks, strict=True)]
         layouts = [case.name for case in cases(len(ranks))]
         document = {"ranks": len(ranks), "layouts": layouts, "checks": rows, "faults": faults}
-        given.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         for row in rows:
             print(f"{row['name']}: largest error {row['error']:.2g} {row['measured'] or ''}")
         print("\n".join(faults) if faults else f"{len(rows)} checks passed on {len(ranks)} ranks")

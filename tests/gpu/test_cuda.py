@@ -38,18 +38,18 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 @on_every_device
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_orthogonalization_is_that_of_float64_on_the_cpu(
+def test_orthogonalization_approximates_float64_on_the_cpu(
     shape: tuple[int, int, int], method: Method, target: Target
 ) -> None:
     stack = random(*shape).bfloat16().float()
     placed = target.placed(stack)
     with target.active():
-        found = orthogonalize(placed, JORDAN, method)
+        result = orthogonalize(placed, JORDAN, method)
     dtype = torch.bfloat16 if method.algorithm == "reference" else torch.float32
-    assert (found.device.type, found.dtype, found.shape) == (target.device.type, dtype, shape)
+    assert (result.device.type, result.dtype, result.shape) == (target.device.type, dtype, shape)
     if not target.fake:
         expected = standard(stack.double(), JORDAN.steps, JORDAN.eps, torch.float64)
-        assert relative_error(found.cpu(), expected).max() < TOLERANCES[method.dtype]
+        assert relative_error(result.cpu(), expected).max() < TOLERANCES[method.dtype]
 
 
 @on_every_device
@@ -77,11 +77,11 @@ def test_the_triton_kernel_makes_the_products_of_the_matrix_library(
     """On a GPU alone: a fake tensor has no address to give to a kernel."""
     count, rows, cols = shape
     x = random(count, rows, cols).to(target.device, dtype) / cols**0.5
-    found, expected = (torch.empty(count, rows, rows, dtype=dtype, device=target.device) for _ in range(2))
-    TritonProducts().gram(x, found)
+    product, expected = (torch.empty(count, rows, rows, dtype=dtype, device=target.device) for _ in range(2))
+    TritonProducts().gram(x, product)
     PLAIN.gram(x, expected)
-    assert relative_error(found, expected).max() < 0.01
-    assert torch.equal(found, found.mT)
+    assert relative_error(product, expected).max() < 0.01
+    assert torch.equal(product, product.mT)
 
 
 def trained(target: Target, orthogonalize: str) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def trained(target: Target, orthogonalize: str) -> dict[str, Tensor]:
     options = {"orthogonalize": orthogonalize, "ns_dtype": "float32", "wire_dtype": "float32"}
     with target.active(syncs=True):
         params = {name: nn.Parameter(target.placed(random(*shape))) for name, shape in shapes.items()}
-        optimizer = Muon(params.items(), lr=0.02, **options)  # type: ignore[arg-type]
+        optimizer = Muon(params.items(), lr=0.02, **options).build()  # type: ignore[arg-type]
     for step in range(3):
         with target.active(syncs=True):
             for index, param in enumerate(params.values()):
@@ -103,22 +103,22 @@ def trained(target: Target, orthogonalize: str) -> dict[str, Tensor]:
 
 @on_every_device
 @pytest.mark.parametrize("orthogonalize", ["standard", "gram", "auto"])
-def test_muon_in_one_process_is_that_of_the_cpu(orthogonalize: str, target: Target) -> None:
+def test_muon_in_a_single_process_equals_the_cpu_result(orthogonalize: str, target: Target) -> None:
     expected = trained(CPU, orthogonalize)
-    for name, found in trained(target, orthogonalize).items():
-        assert (found.device.type, found.dtype) == (target.device.type, torch.float32), name
-        assert found.shape == expected[name].shape, name
-        assert target.fake or relative_error(found.cpu(), expected[name]).max() < 1e-4, name
+    for name, param in trained(target, orthogonalize).items():
+        assert (param.device.type, param.dtype) == (target.device.type, torch.float32), name
+        assert param.shape == expected[name].shape, name
+        assert target.fake or relative_error(param.cpu(), expected[name]).max() < 1e-4, name
 
 
 @pytest.mark.parametrize("target", [pytest.param(FAKE, marks=needs_cuda_build, id=FAKE.name), CUDA_PARAM])
-def test_a_target_sees_that_the_host_waits(target: Target) -> None:
-    """The tests above would notice a step that waits."""
+def test_a_target_detects_a_wait_of_the_host(target: Target) -> None:
+    """So the tests above notice a waiting step."""
     placed = target.placed(random(2, 2))
     with target.active(), pytest.raises(RuntimeError):
         placed.sum().item()
 
 
-def test_a_fake_target_holds_no_numbers_and_a_device_that_is_not_there() -> None:
+def test_a_fake_target_has_the_cuda_device_without_values() -> None:
     assert (CPU.fake, FAKE.fake, CUDA.fake) == (False, True, False)
     assert FAKE.device == CUDA.device

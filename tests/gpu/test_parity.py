@@ -1,10 +1,13 @@
 """The checks for GPU ranks pass on the CPU and on fake GPUs, and notice faults."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.gpu import ranks
 from benchmarks.rehearsal.fake_gpu import DeviceSync, fake_gpu, fake_rank
 from tests.dist.harness import run_ranks
 from tests.gpu import parity
@@ -48,7 +51,7 @@ def test_a_sync_in_a_step_on_fake_gpus_is_an_error(monkeypatch: pytest.MonkeyPat
 
 
 class Opening:
-    """An optimizer with a step that makes a process group."""
+    """An optimizer with a process group made in each step."""
 
     def step(self) -> None:
         dist.new_group([0, 1])
@@ -58,7 +61,7 @@ def opened(rank: int, world_size: int) -> list[str]:
     return parity.checked_step(Opening(), CPU)  # type: ignore[arg-type]
 
 
-def test_a_group_that_a_step_makes_is_a_fault() -> None:
+def test_a_group_made_in_a_step_is_a_fault() -> None:
     assert run_ranks(opened, 2) == [["the step opened 1 communicators"]] * 2
 
 
@@ -75,7 +78,7 @@ def faults_of_a_lost_update(rank: int, world_size: int) -> tuple[str, ...]:
     return parity.check_exchange("all_to_all", parity.FLOAT32, CPU).faults
 
 
-def test_an_update_that_a_rank_loses_is_a_fault_there() -> None:
+def test_a_lost_update_is_a_fault_on_the_losing_rank() -> None:
     first, second = run_ranks(faults_of_a_lost_update, 2)
     assert first == ()
     assert any("FSDP: wide: off by 1" in fault for fault in second)
@@ -83,11 +86,24 @@ def test_an_update_that_a_rank_loses_is_a_fault_there() -> None:
 
 @pytest.mark.parametrize(("world", "number"), [(1, 4), (2, 11), (3, 4), (4, 13), (8, 13)])
 def test_layouts_fit_the_number_of_ranks(world: int, number: int) -> None:
-    found = parity.cases(world)
-    assert len(found) == number
-    for case in found:
+    layouts = parity.cases(world)
+    assert len(layouts) == number
+    for case in layouts:
         assert torch.Size(case.mesh).numel() == world
         assert len(case.placements) == len(case.mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "private", "is_open"), [("nccl", False, True), ("nccl", True, False), ("gloo", False, False)]
+)
+def test_groups_of_nccl_are_open_with_or_without_the_private_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, private: bool, is_open: bool
+) -> None:
+    """Backends of torch 2.15 connect new groups at once, and have no such name."""
+    closed = SimpleNamespace(_is_initialized=lambda: False) if private else SimpleNamespace()
+    monkeypatch.setattr(dist, "get_backend", lambda group: name)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    assert ranks._is_open(SimpleNamespace(_get_backend=lambda device: closed)) == is_open  # type: ignore[arg-type]
 
 
 def test_nccl_lists_open_groups() -> None:
@@ -97,7 +113,7 @@ def test_nccl_lists_open_groups() -> None:
     assert callable(dist.ProcessGroupNCCL._is_initialized)
 
 
-def test_more_memory_than_the_plan_says_is_a_fault() -> None:
+def test_more_memory_than_planned_is_a_fault() -> None:
     assert run_ranks(faults_of_hoarding, 2) == [True, True]
 
 

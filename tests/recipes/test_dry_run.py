@@ -1,4 +1,4 @@
-"""`--dry-run` as a user reads it: the verdict, alternatives, and the page."""
+"""`--dry-run` for a user: the verdict, alternatives, and the page."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import models  # noqa: F401 (registers the families)
+import train
 from titan_muon.titan import compat
 
 compat.install()
@@ -50,9 +50,9 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.ids.add(found.get("id") or "")
-        self.loaded += [value for key in ("src", "href") if (value := found.get(key))]
+        attributes = dict(attrs)
+        self.ids.add(attributes.get("id") or "")
+        self.loaded += [value for key in ("src", "href") if (value := attributes.get(key))]
         self._inside = tag == "script"
 
     def handle_endtag(self, tag: str) -> None:
@@ -62,7 +62,9 @@ class Page(HTMLParser):
         self.script += data if self._inside else ""
 
 
-def test_a_dry_run_decides_and_its_page_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_a_verdict_and_writes_a_self_contained_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page, numbers = tmp_path / "plan.html", tmp_path / "plan.json"
     asked = command(tmp_path, "--world-size", "16", "--machine", "h100x8", "--parallelism.expert_parallel_degree", "2")
     report(asked.recipe, asked.world_size, full=False, json=str(numbers), html=str(page))
@@ -89,7 +91,7 @@ def test_a_dry_run_decides_and_its_page_stands_alone(tmp_path: Path, capsys: pyt
     assert "seq_len = 128" in data["recipe"]
 
 
-def test_alternatives_are_compared_and_the_fastest_that_fits_is_first(tmp_path: Path) -> None:
+def test_compare_lists_the_fastest_fitting_alternative_first(tmp_path: Path) -> None:
     asked = command(tmp_path, "--world-size", "4", "--compare", "placement.muon=owned,shard0,nowhere")
     lines = [line for line in compare(asked.alternatives, 4, None) if "placement.muon" in line]
     tabled = [line for line in lines if "refused" not in line]
@@ -100,6 +102,22 @@ def test_alternatives_are_compared_and_the_fastest_that_fits_is_first(tmp_path: 
     assert "nowhere" in lines[-1]
 
 
+def test_repeated_work_of_replicas_has_the_time_of_both_choices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Owned experts are whole on each replica of HSDP. The other choice's own dry run has the printed time."""
+    words = ("--world-size", "8", "--parallelism.data_parallel_replicate_degree", "4", "--placement.muon", "owned")
+    words += ("--machine.name", "h100x8", "--parallelism.expert_parallel_degree", "2")
+    texts = []
+    for more in ((), ("--muon.replicas", "split")):
+        report(command(tmp_path, *words, *more).recipe, 8, full=False, json=None, device="cuda")
+        texts.append(capsys.readouterr().out)
+    redundant, split = (re.search(r"modelled time +([\d.]+ ms)", text).group(1) for text in texts)  # type: ignore[union-attr]
+    assert f"split: modelled {split} instead of {redundant}" in texts[0]
+    assert 'muon.replicas = "split"' in texts[0]
+    assert "repeated" not in texts[1]
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [
@@ -108,12 +126,18 @@ def test_alternatives_are_compared_and_the_fastest_that_fits_is_first(tmp_path: 
         (("--machine", "h200"), "machine.name"),
     ],
 )
-def test_a_wrong_question_is_one_error(words: tuple[str, ...], part: str, tmp_path: Path) -> None:
+def test_a_wrong_dry_run_argument_is_a_recipe_error(words: tuple[str, ...], part: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=re.escape(part)):
         command(tmp_path, *words)
 
 
-def test_questions_of_a_dry_run_are_refused_without_it(tmp_path: Path) -> None:
+def test_a_pattern_without_a_match_is_an_error_with_its_source(tmp_path: Path) -> None:
+    asked = command(tmp_path, "--optimizer.rule", '{match = "layer.0.*", optimizer = "adamw"}')
+    with pytest.raises(RecipeError, match=r"^command line: optimizer\.rule\[0\]: 'layer\.0\.\*' takes no parameter"):
+        train.main(asked)
+
+
+def test_dry_run_arguments_are_refused_without_dry_run(tmp_path: Path) -> None:
     command(tmp_path)
     for word in ("--verbose", "--html=plan.html", "--compare=muon.lr=1", "--machine=h100x8"):
         with pytest.raises(RecipeError, match="is only for --dry-run"):

@@ -13,8 +13,8 @@ from scripts.plan_scale import plan_numbers as planned
 # Shared by several tests.
 plan_numbers = cache(planned)
 
-# Where matrices are fewest for the ranks, or buckets wait for each other most, and links take less time than
-# Newton-Schulz: where they take more, owners are even by bytes. scripts/plan_scale.py has all worlds.
+# The hardest cases: fewest matrices per rank, longest waits between buckets, and links faster than Newton-Schulz. On
+# slower links owners are even by bytes. scripts/plan_scale.py has all worlds.
 HARDEST = [
     ("qwen3_8b", 8, 1.11),
     ("qwen3_8b", 64, 1.11),
@@ -28,8 +28,8 @@ HARDEST = [
 ]
 
 
-# Whole matrices do not divide evenly, and the first way and the last one hide behind nothing: what is above 1. The
-# last is over what no plan of whole matrices can be below.
+# Whole matrices do not divide evenly, and the first gather and the last return are exposed: the part above 1. The last
+# column is over the lower bound for whole matrices.
 MODELLED = [
     ("qwen3_8b", 8, 1.01, 1.01),
     ("qwen3_8b", 64, 1.29, 1.08),
@@ -44,7 +44,7 @@ MODELLED = [
 
 
 @pytest.mark.parametrize(("model", "ranks", "bar", "whole_bar"), MODELLED)
-def test_the_modelled_step_without_passes_is_near_its_limit(
+def test_the_modelled_step_without_passes_is_close_to_the_lower_bound(
     model: str, ranks: int, bar: float, whole_bar: float
 ) -> None:
     numbers = plan_numbers(model, ranks)
@@ -55,7 +55,7 @@ def test_the_modelled_step_without_passes_is_near_its_limit(
 
 
 @pytest.mark.parametrize(("model", "ranks", "bar"), HARDEST)
-def test_the_longest_path_is_near_the_least_possible(model: str, ranks: int, bar: float) -> None:
+def test_the_longest_path_is_close_to_the_lower_bound(model: str, ranks: int, bar: float) -> None:
     numbers = plan_numbers(model, ranks)
     assert numbers.flops_over_bound <= bar
     assert numbers.orthogonalizations == numbers.matrices, "each matrix once in the world"
@@ -64,8 +64,8 @@ def test_the_longest_path_is_near_the_least_possible(model: str, ranks: int, bar
         assert numbers.collectives <= 8
 
 
-def test_bytes_of_an_even_shard0_are_exact() -> None:
-    """2 (N - 1) / N x P b / N on average: every matrix to its owner and back, nothing padded, nothing twice."""
+def test_bytes_of_an_even_shard0_equal_the_formula() -> None:
+    """2 (N - 1) / N x P b / N on average: every matrix travels to the owner and back, without padding or repetition."""
     numbers, elements, ranks = plan_numbers("qwen3_8b", 8), 6_945_767_424, 8
     assert numbers.sent_mib_mean * 2**20 == 2 * (ranks - 1) * elements * 2 // ranks**2
 
@@ -80,7 +80,7 @@ def test_gathers_of_backward_are_not_sent_in_the_step() -> None:
 
 
 def test_returns_awaited_in_forward_are_not_in_the_step() -> None:
-    without, overlapped = (plan_numbers("llama3_8b", 64, overlap=each, replicas=8) for each in ("none", "forward"))
+    without, overlapped = (plan_numbers("llama3_8b", 64, overlap=mode, replicas=8) for mode in ("none", "forward"))
     assert overlapped.hidden_ms > 0.9 * without.tail_ms > 0 == without.hidden_ms
     assert overlapped.link_ms < without.link_ms
     assert overlapped.step_ms < 0.6 * without.step_ms
@@ -90,29 +90,30 @@ def test_returns_awaited_in_forward_are_not_in_the_step() -> None:
 
 @pytest.mark.parametrize(
     ("model", "billions"),
-    # As published: Kimi K2 activates 32 of 1,026 billion, 1.2 of them the embedding; Llama 3 8B has 0.5 of 8 there.
+    # As published: Kimi K2 activates 32 of 1,026 billion, with 1.2 billion in the embedding; Llama 3 8B has 0.5 of 8
+    # there.
     [("llama3_8b", 7.50), ("kimi_k2", 31.7)],
 )
-def test_a_token_passes_the_parameters_that_it_activates(model: str, billions: float) -> None:
+def test_model_flops_count_only_activated_parameters(model: str, billions: float) -> None:
     assert model_seconds(model) == pytest.approx(8192 * 6 * billions * 1e9 / 400e12, rel=2e-3)
 
 
 def test_the_next_forward_could_hide_little_of_a_training_step() -> None:
-    """So no return is deferred into it."""
+    """So no return is deferred into the next forward."""
     numbers = plan_numbers("llama3_8b", 64)
     assert 0 < numbers.tail_ms <= numbers.waits_ms + numbers.passes_ms
     assert numbers.tail_ratio == numbers.tail_ms / (numbers.model_ms + numbers.step_ms)
     assert numbers.tail_ratio < 0.01
 
 
-def test_replicas_have_more_to_bring_back_and_each_matrix_is_orthogonalized_once() -> None:
-    one, eight = (plan_numbers("llama3_8b", 64, replicas=replicas) for replicas in (1, 8))
-    assert eight.orthogonalizations == eight.matrices == one.matrices
-    assert eight.link_ms > one.link_ms
-    assert eight.tail_ms > one.tail_ms
+def test_replicas_add_return_traffic_and_no_orthogonalization() -> None:
+    single, eight = (plan_numbers("llama3_8b", 64, replicas=replicas) for replicas in (1, 8))
+    assert eight.orthogonalizations == eight.matrices == single.matrices
+    assert eight.link_ms > single.link_ms
+    assert eight.tail_ms > single.tail_ms
 
 
-def test_the_numbers_are_written_where_json_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_writes_the_numbers_to_the_passed_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "numbers.json"
     tyro.cli(main, args=["--models", "qwen3_0.6b", "--ranks", "2", "--json", str(file)])
     document = json.loads(file.read_text())

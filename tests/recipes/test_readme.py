@@ -67,7 +67,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [word for key, value in keys.items() for word in (f"--{key}", value)]
 
 
-def test_the_commands_are_the_promised_ones() -> None:
+def test_the_readme_has_make_targets_and_three_training_commands() -> None:
     assert "make train" in COMMANDS
     assert "make test" in COMMANDS
     assert len(TRAINING) == 3
@@ -87,7 +87,7 @@ def test_an_installation_has_the_named_extras_and_torch() -> None:
     assert f"PyTorch {needed} or newer" in README
 
 
-def test_the_folders_are_there_and_every_folder_of_the_library_is_named() -> None:
+def test_the_readme_names_every_library_folder_and_only_existing_folders() -> None:
     table = README.split("## Where things are\n")[1]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     named = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
@@ -97,21 +97,21 @@ def test_the_folders_are_there_and_every_folder_of_the_library_is_named() -> Non
 
 
 @pytest.mark.parametrize("target", ["venv", "train", "test", "check"])
-def test_make_has_its_targets(target: str) -> None:
+def test_make_has_the_targets_of_the_readme(target: str) -> None:
     assert run(f"make --dry-run {target}", [], ROOT)
 
 
 @pytest.mark.parametrize("command", TRAINING)
-def test_training_commands_train(command: str, short: list[str], tmp_path: Path) -> None:
+def test_the_training_commands_run(command: str, short: list[str], tmp_path: Path) -> None:
     assert "step 2/2" in run(command, short, tmp_path)
 
 
-def test_the_dry_run_needs_no_other_process(tmp_path: Path) -> None:
+def test_the_dry_run_runs_in_a_single_process(tmp_path: Path) -> None:
     (command,) = (c for c in COMMANDS if "--dry-run" in c)
     assert "muon: 208 matrices" in run(command, ["--data.cache", str(tmp_path)], tmp_path)
 
 
-def test_runs_are_compared(short: list[str], tmp_path: Path) -> None:
+def test_the_compare_command_runs(short: list[str], tmp_path: Path) -> None:
     (command,) = (c for c in COMMANDS if "compare_runs" in c)
     folder = Path(short[short.index("--dump_folder") + 1])
     for recipe in ("qwen_moe_muon", "qwen_moe_adamw"):
@@ -139,14 +139,14 @@ def test_the_recipe_is_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "page", ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
 )
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_have_existing_targets(page: str) -> None:
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
         assert ((ROOT / page).parent / target).exists(), target
 
 
 def test_the_library_example_runs() -> None:
-    """The README's snippet, on a model with an embedding, these layers and a head."""
+    """The README's snippet, on a model with an embedding, two layers and a head."""
     (snippet,) = re.findall(r"```python\n(.*?)```", README, re.S)
     import torch
     from torch import nn

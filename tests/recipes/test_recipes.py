@@ -37,14 +37,14 @@ def dry_run(recipe: str, world_size: int, folder: Path, *overrides: str) -> dict
     return json.loads(file.read_text())
 
 
-def test_the_recipes_asked_for_are_there() -> None:
+def test_the_required_recipes_exist() -> None:
     full_size = ["qwen3_0.6b", "qwen3_8b", "qwen3_30b_a3b", "llama3_8b", "llama3_70b", "deepseek_v3", "kimi_k2"]
     assert {*SMALL, "qwen_moe_owned", *(f"{name}_muon" for name in full_size)} <= set(RECIPES)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_trains_on_the_same_tokens_on_every_layout(recipe: str) -> None:
-    """With a batch that grows with the ranks, curves of two layouts would be of different training."""
+    """With a batch proportional to the ranks, curves of two layouts would show different training."""
     training = load(CONFIGS / f"{recipe}.toml").training
     assert training.global_batch_size > 0
     if recipe in SMALL:
@@ -53,8 +53,8 @@ def test_every_recipe_trains_on_the_same_tokens_on_every_layout(recipe: str) -> 
 
 def test_a_dry_run_prints_effect_and_traffic_of_qk_clip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dry_run("moonlight_muon", 8, tmp_path)
-    said = "QK-clip: heads with logits above 100 are clipped, alpha 0.5; one all-reduce of 1,728 bytes a step"
-    assert said in capsys.readouterr().out
+    line = "QK-clip: heads with logits above 100 are clipped, alpha 0.5; one all-reduce of 1,728 bytes a step"
+    assert line in capsys.readouterr().out
     with pytest.raises(RecipeError, match=r'qk_clip\.mode = "clip" is not possible: layers\.0 normalizes'):
         dry_run("qwen_moe_muon", 2, tmp_path, "--qk_clip.mode", "clip")
 
@@ -114,7 +114,7 @@ def test_owners_under_hsdp(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An owner in each replica repeats or shares the work; one owner in the world does neither."""
+    """An owner in each replica repeats or shares the work; a single owner in the world does neither."""
     keys = {"placement.muon": "owned", "placement.replicas": replicas}
     keys |= {} if muon_replicas is None else {"muon.replicas": muon_replicas}
     degrees = {"parallelism.data_parallel_replicate_degree": "2"}
@@ -141,7 +141,7 @@ TALKS = {
 
 
 @pytest.mark.parametrize("case", TALKS)
-def test_an_owned_step_that_communicates_says_why(
+def test_the_dry_run_explains_an_owned_step_with_collectives(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words, told = TALKS[case]
@@ -152,7 +152,9 @@ def test_an_owned_step_that_communicates_says_why(
     assert len(line) < 140, "a line of 500 characters was not read"
 
 
-def test_owners_across_tensor_parallelism_have_silent_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_owners_of_whole_tensor_parallel_matrices_start_no_collective(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each matrix rests once among FSDP and TP ranks, and the dry run prints the passes' traffic."""
     words = ("--parallelism.tensor_parallel_degree", "2", "--placement.muon", "owned")
     plan = dry_run("llama_muon", 4, tmp_path, *words, "--placement.tensor_parallel", "whole")
@@ -161,12 +163,12 @@ def test_owners_across_tensor_parallelism_have_silent_steps(tmp_path: Path, caps
     assert plan["orthogonalizations"] == plan["muon_matrices"]
     assert "the step communicates" not in printed
     told = r"owned, whole across tensor parallelism \(.*\): (\d+) parameters take ([\d.]+) MiB from the busiest rank"
-    (found,) = re.findall(told, printed)
-    assert int(found[0]) == plan["muon_matrices"]
+    (numbers,) = re.findall(told, printed)
+    assert int(numbers[0]) == plan["muon_matrices"]
     held = [owner["bytes"] for owner in plan["owners"]]
     assert max(held) <= 1.1 * sum(held) / 4
     # A piece of the two stays; all are computed with in bfloat16 and rest in float32.
-    assert float(found[1]) == pytest.approx(max(held) / 2 / 2 / 2**20, rel=0.1)
+    assert float(numbers[1]) == pytest.approx(max(held) / 2 / 2 / 2**20, rel=0.1)
 
 
 DEFAULTS = {
@@ -176,7 +178,7 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("key", DEFAULTS)
-def test_the_default_way_to_own_is_the_documented_one(key: str, tmp_path: Path) -> None:
+def test_the_default_of_owned_placement_is_the_documented_default(key: str, tmp_path: Path) -> None:
     degree, default, other = DEFAULTS[key]
     words = (f"--parallelism.{degree}", "2", "--placement.muon", "owned")
     plan = dry_run("llama_muon", 4, tmp_path, *words)
@@ -184,7 +186,7 @@ def test_the_default_way_to_own_is_the_documented_one(key: str, tmp_path: Path) 
     assert dry_run("llama_muon", 4, tmp_path, *words, f"--placement.{key}", other) != plan
 
 
-def test_a_rule_that_names_an_owner_has_an_owner_in_each_replica(tmp_path: Path) -> None:
+def test_a_rule_with_an_owner_places_an_owner_in_every_replica(tmp_path: Path) -> None:
     """The rank is a place on the FSDP axis."""
     config = tmp_path / "ruled.toml"
     rule = '[[placement.rule]]\nmatch = "*.wo.weight"\nplacement = "owned"\nowner = 1\n'
@@ -198,13 +200,15 @@ def test_a_rule_that_names_an_owner_has_an_owner_in_each_replica(tmp_path: Path)
 
 
 def test_the_report_has_the_exchange_hidden_in_backward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = r"in backward +([\d.,]+) ms of gathers are hidden .*; in the step ([\d.,]+) ms of the exchange stay exposed"
+    pattern = (
+        r"in backward +([\d.,]+) ms of gathers are hidden .*; in the step ([\d.,]+) ms of the exchange stay exposed"
+    )
     dry_run("llama3_8b_muon", 64, tmp_path)
-    assert not re.search(said, capsys.readouterr().out)
+    assert not re.search(pattern, capsys.readouterr().out)
     dry_run("llama3_8b_muon", 64, tmp_path, "--muon.overlap", "backward")
     printed = capsys.readouterr().out
-    (found,) = re.findall(said, printed)
-    hidden, exposed = map(float, found)
+    (numbers,) = re.findall(pattern, printed)
+    hidden, exposed = map(float, numbers)
     (waits,) = re.findall(r"modelled time .* waits ([\d.,]+) ms", printed)
     assert hidden > 0
     assert 0 < exposed <= float(waits)
@@ -214,17 +218,17 @@ HSDP = ("--parallelism.data_parallel_replicate_degree", "8")
 
 
 def test_the_report_has_the_exchange_hidden_in_forward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = (
+    pattern = (
         r"in forward +([\d.,]+) ms of results .* are hidden .*; in the step ([\d.,]+) ms of the exchange stay exposed"
     )
     step = r"modelled time +([\d.,]+) ms"
     dry_run("llama3_8b_muon", 64, tmp_path, *HSDP)
     without = capsys.readouterr().out
-    assert not re.search(said, without)
+    assert not re.search(pattern, without)
     dry_run("llama3_8b_muon", 64, tmp_path, *HSDP, "--muon.overlap", "forward")
     printed = capsys.readouterr().out
-    (found,) = re.findall(said, printed)
-    hidden, exposed = map(float, found)
+    (numbers,) = re.findall(pattern, printed)
+    hidden, exposed = map(float, numbers)
     before, after = (float(re.findall(step, text)[0]) for text in (without, printed))
     assert after < 0.6 * before, "results to eight replicas"
     assert hidden > before - after
@@ -258,9 +262,9 @@ def test_a_package_may_bring_another_model(tmp_path: Path, monkeypatch: pytest.M
     registry.models.register("their_llama", registry.ModelFamily(lambda: ("small",), build))
     plan = dry_run("llama_muon", 2, tmp_path, "--model.name", "their_llama", "--model.flavor", "small")
     assert built == [("small", 258)]
-    taken = [p["fqn"] for p in plan["parameters"] if p["optimizer"] == "muon"]
+    names = [p["fqn"] for p in plan["parameters"] if p["optimizer"] == "muon"]
     # Queries, keys and values of a fused projection are three matrices.
-    assert plan["muon_matrices"] == sum(3 if "wqkv" in fqn else 1 for fqn in taken) > len(taken)
+    assert plan["muon_matrices"] == sum(3 if "wqkv" in fqn else 1 for fqn in names) > len(names)
     with pytest.raises(
         RecipeError, match=r"model\.name = 'their_lama' is unknown; did you mean 'their_llama'\? choose"
     ):
@@ -272,11 +276,11 @@ def test_owned_needs_a_matrix_to_own(tmp_path: Path) -> None:
         dry_run("qwen_moe_adamw", 2, tmp_path, "--placement.muon", "owned")
 
 
-def test_momentum_that_owners_alone_keep_is_counted_on_the_fullest_rank(
+def test_momentum_kept_by_owners_is_counted_on_the_fullest_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copies = ("--parallelism.data_parallel_replicate_degree", "4")
-    each, once = (
+    replicated, once = (
         dry_run("llama_muon", 4, tmp_path, *copies, "--muon.state", state) for state in ("replicated", "owner")
     )
     elements = dict.fromkeys(("muon", "adamw"), 0)
@@ -285,13 +289,13 @@ def test_momentum_that_owners_alone_keep_is_counted_on_the_fullest_rank(
     kept = [cost["state_elements"] for cost in once["ranks"]]
     assert sum(kept) == elements["muon"]
     assert max(kept) < elements["muon"] / 2
-    assert each["memory"]["optimizer_states"] == 4 * elements["muon"] + 8 * elements["adamw"]
+    assert replicated["memory"]["optimizer_states"] == 4 * elements["muon"] + 8 * elements["adamw"]
     assert once["memory"]["optimizer_states"] == 4 * max(kept) + 8 * elements["adamw"]
     assert f"on their owners alone, {max(kept):,} elements on the fullest rank" in capsys.readouterr().out
 
 
-def test_memory_of_optimizer_states_follows_their_dtypes(tmp_path: Path) -> None:
-    """Momentum in its own dtype, two averages for AdamW, both exact on one rank."""
+def test_memory_of_optimizer_states_follows_the_state_dtypes(tmp_path: Path) -> None:
+    """Momentum in the state dtype, two averages for AdamW, both exact on one rank."""
     full = dry_run("llama_muon", 1, tmp_path)
     half = dry_run("llama_muon", 1, tmp_path, "--muon.state_dtype", "bfloat16")
     elements = dict.fromkeys(("muon", "adamw"), 0)
@@ -308,7 +312,7 @@ def test_memory_of_optimizer_states_follows_their_dtypes(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_offloaded_states_are_counted_on_the_host_and_two_loads_of_them_on_the_device(
+def test_offloaded_states_count_on_the_host_and_two_loads_count_on_the_device(
     device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.json"
@@ -330,7 +334,7 @@ def test_offloaded_states_are_counted_on_the_host_and_two_loads_of_them_on_the_d
     assert re.search(rf"host: states +{mib:,.1f} MiB", capsys.readouterr().out)
 
 
-def test_offloaded_parameters_are_counted_on_the_host_and_two_loads_of_them_on_the_device(
+def test_offloaded_parameters_count_on_the_host_and_two_loads_count_on_the_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.json"
@@ -349,7 +353,7 @@ def test_offloaded_parameters_are_counted_on_the_host_and_two_loads_of_them_on_t
     assert re.search(r"host: gradients +[\d.,]+ MiB\n +host: states", capsys.readouterr().out)
 
 
-def test_states_of_another_packages_optimizer_are_said_not_to_be_counted(
+def test_the_dry_run_reports_uncounted_states_of_a_third_party_optimizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(registry.optimizers, "_values", dict(registry.optimizers._values))
@@ -385,7 +389,7 @@ def test_the_smallest_world_fits_the_degrees() -> None:
         assert smallest_world(load(CONFIGS / "qwen_moe_muon.toml", overrides)) == ranks
 
 
-def test_the_dry_run_prints_the_algorithm_of_each_shape_with_its_reason(
+def test_the_dry_run_prints_algorithm_and_reason_for_every_shape(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path), "--muon.ns_dtype", "float32"])
@@ -401,9 +405,7 @@ def test_the_dry_run_prints_the_algorithm_of_each_shape_with_its_reason(
         assert f" by {chosen}; keller_jordan x 5, eps 1e-14: {chosen.reason}" in line
 
 
-def test_a_number_of_ranks_is_planned_for_gpus_unless_told_otherwise(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_dry_run_plans_for_gpus_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Users plan a cluster on a laptop, whose CPU is irrelevant."""
     recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path)])
     for world, device, planned in (
@@ -419,9 +421,7 @@ def test_a_number_of_ranks_is_planned_for_gpus_unless_told_otherwise(
         assert ("on cpu" in printed) == (planned == "CPUs")
 
 
-def test_a_plan_for_ranks_that_cannot_share_the_batch_says_that_training_would_be_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_dry_run_warns_about_an_indivisible_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dry_run("llama_muon", 64, tmp_path)
     warning = "warning: training would be refused: training.global_batch_size = 8 is not accepted on 64 ranks"
     assert warning in capsys.readouterr().out
@@ -429,7 +429,7 @@ def test_a_plan_for_ranks_that_cannot_share_the_batch_says_that_training_would_b
     assert "refused" not in capsys.readouterr().out
 
 
-def test_a_plan_for_gpus_is_another_than_one_for_the_cpu(tmp_path: Path) -> None:
+def test_plans_for_gpu_and_cpu_differ(tmp_path: Path) -> None:
     recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path)])
     cpu, gpu = (build_meta_model(recipe, 2, device).plan for device in ("cpu", "cuda"))
     assert cpu is not None
@@ -441,10 +441,10 @@ def test_a_plan_for_gpus_is_another_than_one_for_the_cpu(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("placement", ["shard0", "owned"])
-def test_each_pipeline_rank_is_planned_on_its_own_ranks(
+def test_every_pipeline_rank_has_a_separate_plan(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Counts must be of the whole model; tables, plans, owners and memory of each pipeline rank's part of it."""
+    """Counts are of the whole model; tables, plans, owners and memory are of a pipeline rank."""
     whole = dry_run("qwen_moe_muon", 2, tmp_path)
     alone = capsys.readouterr().out
     # A dry run only cuts the model, which torch could do before TorchTitan could train the parts.
@@ -464,7 +464,7 @@ def test_each_pipeline_rank_is_planned_on_its_own_ranks(
     counts = re.findall(r"^\w+: .* of parameters$", alone, re.MULTILINE)
     assert counts == re.findall(r"^\w+: .* of parameters$", printed, re.MULTILINE)
     for rank in range(2):
-        # Above its table, its plan and memory, and its verdict.
+        # In the table, in the plan with the memory, and in the verdict.
         assert printed.count(f"pipeline rank {rank} of 2, ranks {2 * rank} to {2 * rank + 1}: ") == 3
 
 
@@ -513,7 +513,7 @@ def test_impossible_recipes_are_refused_before_any_process_starts(
         dry_run("llama_muon", 2, tmp_path, *overrides)
 
 
-def test_no_muon_parameter_is_an_error_unless_rules_say_so(tmp_path: Path) -> None:
+def test_a_model_without_muon_parameters_is_an_error_unless_rules_allow(tmp_path: Path) -> None:
     rule = '{match = "layers.*", optimizer = "adamw"}'
     with pytest.raises(RecipeError, match="Muon takes no parameter"):
         dry_run("llama_muon", 2, tmp_path, "--optimizer.rule", rule)
@@ -526,7 +526,7 @@ def test_without_defaults_an_unmatched_parameter_is_an_error(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
-def test_weights_without_a_float32_copy_are_printed_with_their_rounding(
+def test_the_dry_run_prints_the_rounding_of_bfloat16_weights(
     rounding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = ["--data.cache", str(tmp_path), "--training.dtype", "bfloat16", "--muon.rounding", rounding]

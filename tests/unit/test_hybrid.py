@@ -1,4 +1,4 @@
-"""Hybrid trains all parameters of a model as Muon and AdamW apart would, and is one torch.optim.Optimizer."""
+"""Hybrid trains all parameters of a model like separate Muon and AdamW, as one torch.optim.Optimizer."""
 
 import copy
 import io
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from titan_muon import Hybrid, Muon, Rule, assign, parameter_groups
+from titan_muon import Hybrid, Muon, Rule, assign, clip_grad_norm_, parameter_groups, registry
 from titan_muon.adam import AdamW
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "muon": {"orthogonalize": "reference"}}
@@ -54,9 +54,9 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
         tokens = torch.randint(24, (4, 8), generator=torch.Generator().manual_seed(step))
         loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
-        for each in optimizer if isinstance(optimizer, list) else [optimizer]:
-            each.step()
-            each.zero_grad()
+        for part in optimizer if isinstance(optimizer, list) else [optimizer]:
+            part.step()
+            part.zero_grad()
 
 
 def equal(first: nn.Module, second: nn.Module) -> bool:
@@ -72,7 +72,7 @@ def pair(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
     ]
 
 
-def test_every_parameter_is_trained_as_by_muon_and_adamw_apart() -> None:
+def test_hybrid_equals_separate_muon_and_adamw() -> None:
     model, reference = Decoder(), Decoder()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     hybrid = Hybrid(model, **OPTIONS)
@@ -120,7 +120,7 @@ def test_groups_and_state_are_shared_with_the_parts() -> None:
     }
 
 
-def test_a_scheduler_reaches_both_parts() -> None:
+def test_a_scheduler_changes_the_rates_of_both_parts() -> None:
     model = Decoder()
     hybrid = Hybrid(model, **OPTIONS)
     scheduler = torch.optim.lr_scheduler.LambdaLR(hybrid, lambda step: 0.5**step)
@@ -164,7 +164,7 @@ def test_a_resume_is_bitwise(load: Callable[..., None]) -> None:
     assert equal(model, other)
 
 
-def test_a_state_dict_of_other_assignments_is_refused() -> None:
+def test_a_state_dict_of_different_assignments_is_refused() -> None:
     model = Decoder()
     hybrid = Hybrid(model, **OPTIONS)
     train(model, hybrid, range(1))
@@ -190,22 +190,24 @@ def test_a_copy_trains_as_the_original(copied: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda things: pickle.loads(pickle.dumps(things))])
-def test_a_copied_adamw_keeps_its_options(copied: Callable[[Any], Any]) -> None:
+def test_a_copied_adamw_keeps_the_options(copied: Callable[[Any], Any]) -> None:
     options = {"state_dtype": "bfloat16", "missing_grad": "skip", "nonfinite": "skip"}
     adamw = copied(AdamW([nn.Parameter(torch.zeros(2))], betas=(0.9, 0.95), **options))
     assert {name: getattr(adamw, f"_{name}") for name in options} == options
 
 
-def test_a_grad_scaler_that_finds_inf_has_neither_part_step() -> None:
+@pytest.mark.parametrize("fused", [False, True], ids=["on the host", "on the device"])
+@pytest.mark.parametrize("name", ["embed.weight", "layers.0.up.weight"])
+def test_inf_in_a_grad_scaler_skips_the_step_of_both_parts(name: str, fused: bool) -> None:
     model = Decoder()
-    hybrid = Hybrid(model, **OPTIONS)
+    hybrid = Hybrid(model, **OPTIONS, adamw={"fused": fused})
     train(model, hybrid, range(1))
     before = copy.deepcopy(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(model(torch.zeros(1, 4, dtype=torch.long)).sum()).backward()
-    embedding = model.embed.weight.grad
-    assert embedding is not None
-    embedding[0, 0] = torch.inf
+    gradient = model.get_parameter(name).grad
+    assert gradient is not None
+    gradient[0, 0] = torch.inf
     scaler.step(hybrid)
     scaler.update()
     assert equal(model, before)
@@ -238,12 +240,12 @@ def test_rules_come_before_defaults_and_have_options() -> None:
         ({"adamw": {"state_dtype": "bfloat16", "betas": (0.9, 0.9999)}}, r"^adamw.betas = \[0.9, 0.9999\]"),
     ],
 )
-def test_options_that_nothing_takes_are_refused(options: dict[str, Any], fault: str) -> None:
+def test_unused_options_are_refused(options: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         Hybrid(Decoder(), **options)
 
 
-def test_a_model_without_hidden_matrices_is_refused_with_its_roles() -> None:
+def test_a_model_without_hidden_matrices_is_refused_with_the_roles() -> None:
     model = Decoder()
     for name, param in model.named_parameters():
         param.requires_grad_(name not in MATRICES)
@@ -252,7 +254,7 @@ def test_a_model_without_hidden_matrices_is_refused_with_its_roles() -> None:
         Hybrid(model)
 
 
-def test_lora_alone_is_refused_with_the_rule_for_muon() -> None:
+def test_a_model_of_only_lora_is_refused_with_the_rule_for_muon() -> None:
     model = Decoder().requires_grad_(False)
     model.layers[0].up.lora_A = nn.Linear(16, 4, bias=False)
     with pytest.raises(ValueError, match=r"\(1 lora\); add a rule \(match = '\*lora_\*', optimizer = 'muon'\)"):
@@ -284,7 +286,7 @@ def test_suspicious_assignments_cause_warnings() -> None:
         Hybrid(Decoder())
 
 
-def test_the_table_has_the_optimizer_and_reason_of_each_parameter() -> None:
+def test_the_table_has_optimizer_and_reason_of_every_parameter() -> None:
     table = Hybrid(Decoder(), **OPTIONS).table()
     rows = {line.split()[0]: line for line in table.splitlines()}
     assert rows["layers.*.up.weight"].split()[-2:] == ["hidden", "matrix"]
@@ -292,12 +294,12 @@ def test_the_table_has_the_optimizer_and_reason_of_each_parameter() -> None:
     assert "looked up" in rows["embed.weight"]
 
 
-def test_a_state_dict_without_its_parts_is_refused_in_words() -> None:
+def test_an_empty_state_dict_is_refused_with_the_missing_keys() -> None:
     with pytest.raises(ValueError, match=r"^state_dict: has no state and no param_groups; pass what state_dict\(\)"):
         Hybrid(Decoder(), **OPTIONS).load_state_dict({})
 
 
-def test_the_table_names_parameters_that_nobody_trains() -> None:
+def test_the_table_names_untrained_parameters() -> None:
     model = Decoder()
     model.embed.weight.requires_grad_(False)
     assert Hybrid(model, **OPTIONS).table().splitlines()[-1] == "not trained (requires_grad is False): embed.weight"
@@ -305,7 +307,7 @@ def test_the_table_names_parameters_that_nobody_trains() -> None:
 
 @pytest.mark.parametrize("first", ["adamw", "muon"])
 def test_adamw_does_not_wait_for_the_report_of_muons_step_now(first: str) -> None:
-    """A report is read before it is sent again, in any order of the two optimizers."""
+    """A report is read before the next send, in any order of the two optimizers."""
     model = nn.ModuleDict({"up": nn.Linear(8, 8, bias=first == "muon"), "norm": nn.LayerNorm(8)})
     if first == "adamw":
         model = nn.ModuleDict({"norm": model["norm"], "up": model["up"]})
@@ -322,3 +324,22 @@ def test_adamw_does_not_wait_for_the_report_of_muons_step_now(first: str) -> Non
         calls.clear()
         optimizer.step()
         assert calls[-1] == "send"
+
+
+def test_a_norm_that_is_not_finite_skips_optimizers_of_other_packages_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = registry.OptimizerEntry(lambda groups: torch.optim.SGD(groups, lr=0.1))
+    monkeypatch.setitem(registry.optimizers._values, "plain_sgd", entry)
+    model = Decoder()
+    hybrid = Hybrid(model, rules=[Rule(match="embed.weight", optimizer="plain_sgd")], muon={"nonfinite": "skip"})
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model.embed.weight.grad[0, 0] = torch.nan  # type: ignore[index]
+    clip_grad_norm_(model.parameters(), 1.0, optimizer=hybrid)
+    hybrid.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.warns(UserWarning, match="the norm of the gradients was not finite"):
+        hybrid.step()
+    assert not any(map(torch.equal, before, model.parameters()))

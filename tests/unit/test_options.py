@@ -23,7 +23,7 @@ from titan_muon.options import (
 )
 
 
-def test_muon_shows_every_option_with_its_default() -> None:
+def test_the_signature_of_muon_has_every_option_and_default() -> None:
     """An editor reads the signature; the declaration is `MuonOptions`."""
     shown = {
         name: parameter.default
@@ -42,7 +42,7 @@ def test_muon_shows_every_option_with_its_default() -> None:
         ("zzz", "It takes"),
     ],
 )
-def test_an_unknown_keyword_is_told_the_options(keyword: str, named: str) -> None:
+def test_the_error_of_an_unknown_keyword_lists_the_options(keyword: str, named: str) -> None:
     unknown: dict[str, Any] = {keyword: 1}
     with pytest.raises(TypeError, match=f"no option {keyword}.*weight_decay") as error:
         Muon([("w", Parameter(torch.zeros(4, 4)))], **unknown)
@@ -56,23 +56,23 @@ def test_a_text_for_a_number_is_refused_by_name(option: str) -> None:
         Muon([("w", Parameter(torch.zeros(4, 4)))], **text)
 
 
-def test_a_state_dict_of_nothing_is_refused_in_words() -> None:
+def test_an_empty_state_dict_is_refused_with_the_missing_keys() -> None:
     muon = Muon([("w", Parameter(torch.zeros(4, 4)))])
     with pytest.raises(ValueError, match="no state and no param_groups"):
         muon.load_state_dict({})
 
 
-def test_muon_keeps_its_arguments() -> None:
-    given = MuonOptions(lr=0.5, ns_steps=3, exchange="all_gather", missing_grad="skip", machine=Machine(tflops=1.0))
-    keywords = {item.name: getattr(given, item.name) for item in fields(given)}
+def test_muon_stores_every_argument() -> None:
+    options = MuonOptions(lr=0.5, ns_steps=3, exchange="all_gather", missing_grad="skip", machine=Machine(tflops=1.0))
+    keywords = {item.name: getattr(options, item.name) for item in fields(options)}
     muon = Muon([("w", Parameter(torch.zeros(4, 4)))], **keywords)
-    assert muon._options == given
+    assert muon._options == options
     assert {name: muon.param_groups[0][name] for name in HYPERPARAMETERS} == {
         name: keywords[name] for name in HYPERPARAMETERS
     }
 
 
-def test_an_option_is_of_a_group_or_of_all() -> None:
+def test_every_option_belongs_to_a_group_or_to_the_whole_optimizer() -> None:
     assert set(HYPERPARAMETERS) | set(SHARED) == {item.name for item in fields(MuonOptions)}
     assert not set(HYPERPARAMETERS) & set(SHARED)
 
@@ -112,20 +112,20 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("option", "value", "accepted"), WRONG)
-def test_a_wrong_value_is_refused_by_the_name_that_the_user_wrote(option: str, value: Any, accepted: str) -> None:
+def test_a_wrong_value_is_refused_by_the_users_option_name(option: str, value: Any, accepted: str) -> None:
     with pytest.raises(OptionError, match=rf"^{option} = ") as caught:
         Muon([("w", Parameter(torch.zeros(4, 4)))], **{option: value})
     assert accepted in str(caught.value)
     assert caught.value.option == option
 
 
-def test_an_unknown_exchange_is_refused_with_its_neighbours() -> None:
+def test_an_unknown_exchange_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ValueError, match=r"exchange = 'all_to_al' is unknown; did you mean 'all_to_all'"):
         Muon([("w", Parameter(torch.zeros(4, 4)))], exchange="all_to_al")
 
 
 @pytest.mark.parametrize("group", [{"lr": -1.0}, {"momentum": 1.0}, {"lr_scale": "adam"}, {"ns_steps": 0}])
-def test_a_groups_own_value_is_checked_too(group: dict[str, Any]) -> None:
+def test_the_value_of_a_group_is_checked(group: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=rf"^{next(iter(group))} = "):
         Muon([{"params": [Parameter(torch.zeros(4, 4))], "param_names": ["w"], **group}])
 

@@ -1,4 +1,4 @@
-"""The wheel has the library, its types, the recipes, and a command that works outside of the checkout."""
+"""The wheel has the library, types, recipes, and a command for use outside of the checkout."""
 
 import importlib
 import os
@@ -73,12 +73,12 @@ def test_the_command_plans_outside_of_the_checkout(built: tuple[Path, Path], tmp
     assert "Muon step:" in done.stdout
 
 
-def test_the_version_is_the_projects() -> None:
+def test_the_version_equals_the_projects_version() -> None:
     (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     assert titan_muon.__version__ == version
 
 
-def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_extra_is_a_single_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "torchtitan" else object())
     assert command.main(["train", "--config", "qwen_moe_muon"]) == 2
     assert capsys.readouterr().err == (
@@ -86,7 +86,7 @@ def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys
     )
 
 
-def test_the_integration_without_its_extra_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_integration_without_torchtitan_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchtitan", None)
     monkeypatch.delitem(sys.modules, "titan_muon.titan", raising=False)
     with pytest.raises(
@@ -104,7 +104,7 @@ def test_commands_and_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> 
     assert "'fly' is no command; choose from train, plan, compare" in capsys.readouterr().err
 
 
-def test_a_recipe_of_the_package_is_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_command_finds_a_packaged_recipe_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     path = str(ROOT / "configs" / "qwen_moe_muon.toml")
     assert command._with_recipe(["--config", "qwen_moe_muon", "--x=1"]) == ["--config", path, "--x=1"]

@@ -13,7 +13,7 @@ LOGITS = [50.0, 400.0, 99.0, 100.0, 150.0, 200.0]
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
-def test_heads_above_the_threshold_are_scaled_and_no_other_bit_changes(alpha: float) -> None:
+def test_only_heads_above_the_threshold_are_scaled(alpha: float) -> None:
     weights = whole_weights()
     expected = clipped(weights, LOGITS, 100.0, alpha)
     clip = QKClip([layer(weights)], alpha=alpha)
@@ -27,7 +27,7 @@ def test_heads_above_the_threshold_are_scaled_and_no_other_bit_changes(alpha: fl
     assert all(torch.equal(weight, untouched[name]) for name, weight in weights.items()), "1.0 changes no bit"
 
 
-def test_a_head_that_was_at_four_times_the_threshold_computes_logits_at_the_threshold() -> None:
+def test_a_clipped_head_computes_logits_at_the_threshold() -> None:
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(12, 7, generator=generator) for name in ("wq", "wk")}
     rows = (HeadWeight("wq", weights["wq"], query_rows(3)), HeadWeight("wk", weights["wk"], key_rows(3)))
@@ -47,7 +47,7 @@ def test_a_head_that_was_at_four_times_the_threshold_computes_logits_at_the_thre
     torch.testing.assert_close(after, largest.clamp(max=threshold))
 
 
-def test_a_shared_key_leaves_no_query_head_of_its_group_above_the_threshold() -> None:
+def test_a_shared_key_keeps_every_query_head_below_the_threshold() -> None:
     weights = whole_weights()
     before = {name: weight.clone() for name, weight in weights.items()}
     clip = QKClip([layer(weights)])
@@ -59,7 +59,7 @@ def test_a_shared_key_leaves_no_query_head_of_its_group_above_the_threshold() ->
         assert logit * query * key <= 100.0 + 1e-4
 
 
-def test_the_largest_of_several_passes_counts_and_a_new_step_begins_anew() -> None:
+def test_the_maximum_of_several_passes_counts_and_resets_every_step() -> None:
     """Gradient accumulation, and forwards recomputed by activation checkpointing."""
     weights = whole_weights()
     clip = QKClip([layer(weights)])
@@ -70,10 +70,10 @@ def test_the_largest_of_several_passes_counts_and_a_new_step_begins_anew() -> No
         expected = clipped(expected, [largest] * HEADS, 100.0, 0.5)
         clip.apply()
         for name, weight in weights.items():
-            torch.testing.assert_close(weight, expected[name], msg=lambda said, name=name: f"{name}: {said}")
+            torch.testing.assert_close(weight, expected[name], msg=lambda message, name=name: f"{name}: {message}")
 
 
-def test_a_rank_with_some_heads_observes_these_heads() -> None:
+def test_a_rank_observes_only_the_local_heads() -> None:
     weights = whole_weights()
     expected = clipped(weights, [1.0, 1.0, 1.0, 1.0, 400.0, 200.0], 100.0, 0.5)
     clip = QKClip([layer(weights)])
@@ -84,7 +84,7 @@ def test_a_rank_with_some_heads_observes_these_heads() -> None:
 
 
 @pytest.mark.parametrize("logit", [math.inf, math.nan])
-def test_a_logit_that_is_not_finite_spoils_no_weight(logit: float) -> None:
+def test_a_nonfinite_logit_changes_no_weight(logit: float) -> None:
     weights = whole_weights()
     before = {name: weight.clone() for name, weight in weights.items()}
     clip = QKClip([layer(weights)])
@@ -93,7 +93,7 @@ def test_a_logit_that_is_not_finite_spoils_no_weight(logit: float) -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in weights.items())
 
 
-def test_weights_in_bfloat16_and_biases_are_scaled_too() -> None:
+def test_bfloat16_weights_and_biases_are_scaled() -> None:
     weight, bias = nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16)), nn.Parameter(torch.ones(4))
     rows = (HeadWeight("wq.weight", weight, query_rows(2)), HeadWeight("wq.bias", bias, query_rows(2)))
     clip = QKClip([AttentionLayer("attention", 2, rows)], threshold=1.0)
@@ -103,7 +103,7 @@ def test_weights_in_bfloat16_and_biases_are_scaled_too() -> None:
     assert weight[:, 0].tolist() == bias.tolist() == [0.5, 0.5, 1.0, 1.0]
 
 
-def test_logging_alone_reports_and_changes_nothing() -> None:
+def test_logging_reports_logits_and_changes_no_weight() -> None:
     weights = whole_weights()
     before = {name: weight.clone() for name, weight in weights.items()}
     clip = QKClip([layer(weights), AttentionLayer("layers.1", 2), AttentionLayer("layers.2", 2)], clips=False)
@@ -118,7 +118,7 @@ def test_logging_alone_reports_and_changes_nothing() -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in weights.items())
 
 
-def test_a_layer_that_nothing_observes_is_an_error_in_the_first_step() -> None:
+def test_an_unobserved_layer_is_an_error_in_the_first_step() -> None:
     clip = QKClip([layer(whole_weights()), layer(whole_weights(), "layers.1")])
     clip.observe("layers.1", torch.zeros(HEADS))
     with pytest.raises(ValueError, match=r"^layers\.0: nothing has observed these layers; call observe"):
@@ -126,7 +126,7 @@ def test_a_layer_that_nothing_observes_is_an_error_in_the_first_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: QKClip([], threshold=0.0), r"threshold = 0\.0 must be more than 0"),
         (lambda: QKClip([], alpha=1.5), r"alpha = 1\.5 from 0 to 1"),
@@ -147,6 +147,6 @@ def test_a_layer_that_nothing_observes_is_an_error_in_the_first_step() -> None:
         (lambda: QKClip([AttentionLayer("a", 2)]).observe("a", torch.ones(3)), "a: has 2 heads, and not 3 from 0 on"),
     ],
 )
-def test_impossible_arguments_are_refused(call, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_impossible_arguments_are_refused(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         call()

@@ -1,4 +1,4 @@
-"""Optimizers by name: built in, added by packages, and clear errors for others."""
+"""Optimizers by name: built in, added by packages, and clear errors for unknown names."""
 
 import sys
 import textwrap
@@ -21,35 +21,35 @@ import titan_muon.titan.assign.container  # noqa: E402, F401
 
 @pytest.fixture
 def registry() -> Registry[int]:
-    found: Registry[int] = Registry("some.key", "titan_muon.tests")
-    found.register("one", 1)
-    found.register("three", 3)
-    return found
+    values: Registry[int] = Registry("some.key", "titan_muon.tests")
+    values.register("one", 1)
+    values.register("three", 3)
+    return values
 
 
-def test_a_registered_value_is_found_by_its_name(registry: Registry[int]) -> None:
+def test_get_returns_a_registered_value(registry: Registry[int]) -> None:
     registry.register("two", 2)
     assert registry.get("two") == 2
     assert registry.names() == ("one", "three", "two")
 
 
-def test_a_false_value_is_a_value(registry: Registry[int]) -> None:
+def test_get_returns_a_registered_false_value(registry: Registry[int]) -> None:
     registry.register("zero", 0)
     assert registry.get("zero") == 0
 
 
-def test_a_name_is_given_once(registry: Registry[int]) -> None:
+def test_a_second_registration_of_a_name_is_refused(registry: Registry[int]) -> None:
     with pytest.raises(ValueError, match=r"some\.key: 'one' is registered already; choose another name"):
         registry.register("one", 2)
     assert registry.get("one") == 1
 
 
-def test_an_unknown_name_suggests_a_near_one_and_lists_all(registry: Registry[int]) -> None:
+def test_an_unknown_name_suggests_a_similar_name_and_lists_every_name(registry: Registry[int]) -> None:
     with pytest.raises(ValueError, match=r"some\.key = 'thre' is unknown; did you mean 'three'\? .*: one, three"):
         registry.get("thre")
 
 
-def test_a_name_far_from_all_gets_no_suggestion(registry: Registry[int]) -> None:
+def test_a_dissimilar_name_gets_no_suggestion(registry: Registry[int]) -> None:
     with pytest.raises(ValueError, match=r"some\.key = 'zzz' is unknown; choose from: one, three"):
         registry.get("zzz")
 
@@ -88,7 +88,7 @@ def test_a_package_adds_an_optimizer_by_name() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_package_is_imported_only_when_its_name_is_asked_for() -> None:
+def test_get_imports_only_the_requested_package() -> None:
     registry: Registry[Any] = Registry("optimizer", "titan_muon.optimizers")
     registry.register("mine", 1)
     assert registry.get("mine") == 1
@@ -97,12 +97,12 @@ def test_a_package_is_imported_only_when_its_name_is_asked_for() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_package_that_cannot_be_loaded_says_so() -> None:
+def test_a_broken_package_raises_the_import_error() -> None:
     with pytest.raises(AttributeError, match="nothing"):
         Registry("optimizer", "titan_muon.optimizers").get("broken")
 
 
-def test_the_optimizers_of_a_recipe() -> None:
+def test_the_registry_builds_muon_and_adamw() -> None:
     group = {"params": [torch.nn.Parameter(torch.ones(2, 2))], "param_names": ["w"]}
     assert isinstance(optimizers.get("muon").build([dict(group)], exchange="all_gather"), Muon)
     assert isinstance(optimizers.get("adamw").build([dict(group)], foreach=False), torch.optim.AdamW)

@@ -1,4 +1,4 @@
-"""Rules are separate files, chosen by name, with scales and schedules of their own."""
+"""Rules are separate files, chosen by name, with separate scales and schedules."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ print("trained")
 
 
 @pytest.mark.parametrize("removed", sorted(set(RULES) - {"muon"}))
-def test_the_file_of_a_rule_can_be_deleted_alone(removed: str) -> None:
+def test_the_file_of_a_rule_can_be_deleted(removed: str) -> None:
     """All but muon.py, the base class."""
     code = STEPS.format(removed=removed, kept=[name for name in RULES if name != removed])
     status, shown = run_program("-c", code)
@@ -38,7 +38,7 @@ def test_the_file_of_a_rule_can_be_deleted_alone(removed: str) -> None:
 
 
 def trained(steps: int, rates: list[float] | None = None, **options: Any) -> tuple[Muon, Tensor]:
-    """A Muon after some steps, and its weights."""
+    """A Muon after some steps, and the weights."""
     generator = torch.Generator().manual_seed(0)
     param = nn.Parameter(torch.randn(16, 24, generator=generator))
     muon = Muon([("w", param)], lr=0.02, orthogonalize="reference", **options)
@@ -51,7 +51,7 @@ def trained(steps: int, rates: list[float] | None = None, **options: Any) -> tup
     return muon, param.detach()
 
 
-def test_decay_that_follows_the_rate_is_decay_times_rate_over_the_highest_rate() -> None:
+def test_decay_follows_lr_multiplies_decay_by_the_rate_over_the_maximum_rate() -> None:
     rates = [1.0, 0.5, 0.25, 0.0]
     _, follows = trained(3, rates, weight_decay=0.5, decay_follows_lr=True)
     param = torch.randn(16, 24, generator=torch.Generator().manual_seed(0))
@@ -65,23 +65,23 @@ def test_decay_that_follows_the_rate_is_decay_times_rate_over_the_highest_rate()
     torch.testing.assert_close(follows, param, rtol=1e-5, atol=1e-6)
 
 
-def test_a_rate_of_zero_has_no_decay_that_follows_it() -> None:
+def test_decay_follows_lr_is_zero_at_a_zero_rate() -> None:
     _, after = trained(2, [0.0, 0.0, 0.0], weight_decay=0.5, decay_follows_lr=True)
     assert after.equal(torch.randn(16, 24, generator=torch.Generator().manual_seed(0)))
 
 
-def test_a_tensor_rate_decays_as_a_number_does() -> None:
-    found = []
+def test_a_tensor_rate_decays_as_a_number() -> None:
+    weights = []
     for lr in (0.02, torch.tensor(0.02)):
         param = nn.Parameter(torch.ones(16, 24))
         muon = Muon([("w", param)], lr=lr, weight_decay=0.5, decay_follows_lr=True)  # type: ignore[arg-type]
         param.grad = torch.ones(16, 24)
         muon.step()
-        found.append(param.detach())
-    torch.testing.assert_close(*found)
+        weights.append(param.detach())
+    torch.testing.assert_close(*weights)
 
 
-def test_the_momentum_rises_by_steps_and_goes_on_from_a_state_dict() -> None:
+def test_the_momentum_warms_up_and_continues_from_a_state_dict() -> None:
     options: dict[str, Any] = {"momentum_warmup_steps": 4, "momentum_start": 0.5, "momentum": 0.9}
     rule = MuonRule(Muon([("w", nn.Parameter(torch.eye(16)))], **options)._options)
     assert [rule.momentum({"momentum": 0.9, "step": step}) for step in (0, 1, 2, 4, 9)] == [0.5, 0.6, 0.7, 0.9, 0.9]
@@ -100,10 +100,10 @@ def test_the_momentum_rises_by_steps_and_goes_on_from_a_state_dict() -> None:
 
 
 @pytest.mark.parametrize(("options", "factor"), [({"lr_scale": 0.18}, 0.9), ({"update_factor": 0.5}, 0.5)])
-def test_factors_scale_the_update_alone(options: dict[str, Any], factor: float) -> None:
+def test_factors_scale_only_the_update(options: dict[str, Any], factor: float) -> None:
     start = torch.randn(16, 24, generator=torch.Generator().manual_seed(0))
     decayed = start * (1 - 0.02 * 0.5)
-    plain, scaled = (trained(1, weight_decay=0.5, **given)[1] - decayed for given in ({}, options))
+    plain, scaled = (trained(1, weight_decay=0.5, **keywords)[1] - decayed for keywords in ({}, options))
     torch.testing.assert_close(scaled, factor * plain, rtol=1e-3, atol=1e-6)
 
 
@@ -128,7 +128,7 @@ def test_options_without_a_use_in_the_rule_are_refused_at_construction(options: 
     assert message in str(refused.value)
 
 
-def test_scaled_coefficients_are_refused_for_the_reference_and_run_otherwise() -> None:
+def test_scaled_coefficients_are_refused_only_for_the_reference() -> None:
     param = nn.Parameter(torch.randn(16, 24))
     options: dict[str, Any] = {"ns_coefficients": "aol", "ns_steps": 4}
     with pytest.raises(ValueError, match="ns_coefficients = 'aol' begins with a scaling"):
@@ -147,7 +147,7 @@ def test_muonh_refuses_bfloat16_weights_by_name() -> None:
         muon.build()
 
 
-def test_a_rule_of_another_package_checks_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_third_party_rule_checks_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(MuonRule):
         def check(self, group: Any) -> None:
             raise OptionError("nesterov", "is not for this rule")

@@ -1,1 +1,1 @@
-"""The optimizer of each parameter of a model: roles of parameters, rules, and parameter groups."""
+"""The optimizer of each parameter of a model."""

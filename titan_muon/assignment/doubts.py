@@ -43,7 +43,6 @@ def split_lines(assigned: Sequence[Assignment], splits: Sequence[Split]) -> Iter
 
 def doubts(assigned: Sequence[Assignment], splits: Sequence[Split]) -> Iterator[str]:
     """Warnings if Muon takes few parameters, thin matrices, or only some matrices of a family."""
-    # The share of embeddings and output head does not depend on the assignment.
     inside = [a for a in assigned if a.role not in OUTSIDE and a.reason not in (EMBEDDING, HEAD)]
     muon_elements = sum(prod(a.shape) for a in inside if a.optimizer == "muon")
     total = sum(prod(a.shape) for a in inside)

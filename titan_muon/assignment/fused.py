@@ -13,7 +13,7 @@ Layout = tuple[str, dict[str, int | tuple[int, ...]]]
 
 
 def class_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of a module's class and bases; FSDP2 and float8 insert a class before the module's."""
+    """Names of a module's class and bases, because FSDP2 and float8 insert a class."""
     return tuple(kind.__name__ for kind in type(module).__mro__)
 
 
@@ -60,7 +60,7 @@ def _qkv_proj(parameter: Tensor, owner: nn.Module, parent: nn.Module) -> Layout 
     """Phi-3: q, k and v in blocks, with fewer heads of k and v. CodeGen: q, v and k in each of four blocks."""
     if "CodeGenAttention" in class_names(parent):
         return "(m p f) d -> p | (m f) d", {"m": 4, "p": 3}
-    # By these attributes only, because the name does not determine the order.
+    # Only with these attributes, because other models have another order.
     size, heads = getattr(parent, "head_dim", 0), getattr(parent, "num_key_value_heads", 0)
     if not (size and heads) or parameter.ndim != 2 or parameter.shape[0] % size:
         return None

@@ -1,4 +1,4 @@
-"""The optimizer of each parameter of a model, parameter groups of each optimizer, and construction of optimizers."""
+"""Parameter groups and construction of optimizers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ParamGroup:
     options: Mapping[str, Any]
 
     def of_torch(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """A group for a torch.optim.Optimizer. `parameters`: by name."""
+        """A group for a torch.optim.Optimizer."""
         return {**self.options, "params": [parameters[n] for n in self.names], "param_names": list(self.names)}
 
 
@@ -91,10 +91,7 @@ def trained_parameters(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
 def assigned_model(
     parameters: Mapping[str, Seen], rules: Sequence[Rule], defaults: Sequence[Default] | None
 ) -> tuple[Assignment, ...]:
-    """The optimizer of each parameter of a whole model.
-
-    Raises OptionError like `assign_parameters`, and if Muon gets no parameter although defaults apply to some.
-    """
+    """As `assign_parameters`. Raises OptionError also if Muon gets no parameter although defaults apply to some."""
     assigned = assign_parameters(parameters, rules, defaults)
     by_default = [a for a in assigned if a.rule is None]
     # A model with unknown names or shapes would otherwise train with AdamW alone.
@@ -115,7 +112,7 @@ def assigned_model(
 def grouped(
     rules: Sequence[Rule], tables: Mapping[str, Mapping[str, Any]], assigned: Sequence[Assignment]
 ) -> dict[str, list[ParamGroup]]:
-    """Groups by optimizer: for the defaults, and for each rule with options."""
+    """Groups by optimizer: one for the defaults, and one for each rule with options."""
     names: dict[str, dict[int | None, list[str]]] = {}
     for a in assigned:
         # Each further group would cost foreach calls in a step.
@@ -160,7 +157,6 @@ def with_known_splits(
 
 def check_offload(offload: Offload, optimizer: str) -> None:
     """Raise OptionError if `offload` asks for host states from an optimizer with device states."""
-    # With parameters on the host, the states of any optimizer are on the host.
     if offload != "state" or "offload" in registry.optimizers.get(optimizer).shared:
         return
     offloading = [n for n in registry.optimizers.names() if "offload" in registry.optimizers.get(n).shared]
@@ -192,8 +188,8 @@ def decided(
 ) -> Decision:
     """Choose the optimizer of each parameter of `model`, and the groups of `parameters`, the names of this process.
 
-    `defaults` decide without a matching rule; None if the rules decide for every parameter. `tables`: options by
-    optimizer. `is_stage`: whether this process holds a pipeline stage.
+    `defaults`: None if rules decide for every parameter. `tables`: options by optimizer. `is_stage`: whether this
+    process holds a pipeline stage.
 
     Raises:
         OptionError: for a rule without parameters, an undecided parameter, and an unknown optimizer.

@@ -36,14 +36,14 @@ NAMES: tuple[tuple[Role, str], ...] = (
     ("table", r"pos(itional|ition)?_?emb|position_|(_token|_tokens|latents|queries)$"),
     ("elementwise", r"(^|\.)(A_log|A|dt_bias|time_\w+)$"),
 )
-HEADS = r"(^|\.)lm_head\.weight$|^(output|classifier|cls|score)\.weight$"
+HEADS = r"(^|\.)lm_head\.weight$|^(output|classifier|cls|score|(\w+_)?head)\.weight$"
 ROUTERS = r"(^|\.)(router|gate|gating)(\.|$)"
 EXPERTS = re.compile("expert", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Properties of a parameter for the rules: shape, role, and split of a known fused layout."""
+    """Properties of a parameter. `split`: of a known fused layout."""
 
     shape: tuple[int, ...]
     role: Role = ""
@@ -51,7 +51,7 @@ class Seen:
 
 
 def see(parts: Iterable[nn.Module], canonical: Callable[[str], str] = str) -> dict[str, Seen]:
-    """The properties of every trained parameter of a model's parts by canonical name."""
+    """Every trained parameter of a model's parts, by canonical name."""
     result = {}
     for part in parts:
         known = _known(part)
@@ -71,8 +71,6 @@ PLAIN = ("embedding", "head", "router", "lora", "bias")
 
 @dataclass(frozen=True)
 class _Known:
-    """Parameters of a model part with a role by use."""
-
     embeddings: frozenset[Tensor]
     heads: frozenset[Tensor]
     routers: frozenset[Tensor]

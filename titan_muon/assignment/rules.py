@@ -1,4 +1,4 @@
-"""The optimizer of each parameter, with the reason: by a recipe's rules, then role, name and shape."""
+"""The optimizer of each parameter: by rules, then role, name and shape."""
 
 from __future__ import annotations
 
@@ -91,7 +91,6 @@ def assign_parameters(
 
 
 def _refuse_unused(rules: Sequence[Rule], assigned: Sequence[Assignment]) -> None:
-    # A misspelt glob would otherwise leave its parameters to the defaults.
     used = {assignment.rule for assignment in assigned}
     unused = [(index, rule.match) for index, rule in enumerate(rules) if index not in used]
     if unused:
@@ -129,7 +128,7 @@ def _by_shape(fqn: str, seen: Seen) -> tuple[str, str]:
         return "muon", f"known layout: {seen.split.dims}"
     if len(shape) == 2:
         return ("adamw", "vector: one row or column") if 1 in shape else ("muon", "hidden matrix")
-    # 3D alone is not enough, because weights of 1D convolutions are 3D too.
+    # Weights of 1D convolutions are 3D too.
     if len(shape) == 3 and (seen.role == "experts" or "expert" in fqn):
         return "muon", "stack of expert matrices"
     return "adamw", f"{len(shape)}D and not a stack of experts"

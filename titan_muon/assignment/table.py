@@ -36,7 +36,7 @@ HEADER = ParameterRow("parameter", "shape", "optimizer", "matrices", "placement"
 def parameter_table(
     assigned: Sequence[Assignment], parameters: Mapping[str, Tensor], plan: Plan | None, *, full: bool
 ) -> str:
-    """The table; without `full`, equal parameters of all layers share a line."""
+    """The table. Without `full`, equal parameters of all layers share a line."""
     blocks = {} if plan is None else {p.fqn: p.stack for p in plan.parameters}
     counts: Counter[ParameterRow] = Counter()
     for a in assigned:
@@ -50,7 +50,7 @@ def parameter_table(
 
 
 def frozen_lines(names: Sequence[str]) -> list[str]:
-    """One line for the parameters that no optimizer trains; none without any."""
+    """A line for the frozen parameters, if any."""
     return [f"not trained (requires_grad is False): {listed(names)}"] if names else []
 
 

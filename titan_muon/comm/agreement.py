@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..tensors.process_groups import backends, default_store, fast_options, set_timeout, timeout_of
+
 PATIENCE = 2.0
 """Seconds to wait for other ranks' places after a failed collective."""
 
@@ -69,7 +71,7 @@ class Agreement:
         check_reports(digests, reports)
         if self._size == 1:
             return
-        # A mesh's group never replaces a group that all ranks make, because meshes differ between ranks and plans.
+        # A mesh's group never replaces a group that all ranks make, because meshes differ.
         self._known = dict(known)
         for made, needed in ((self._groups, "groups"), (self._exclusive, "exclusive")):
             for ranks in sorted({ranks for peer in reports.values() for ranks in getattr(peer, needed)} - made.keys()):
@@ -114,8 +116,8 @@ class Agreement:
             raise
 
     def _places(self, steps: int) -> str:
-        # Through the store, because collectives have failed. Ranks whose collective failed too write there.
-        store, prefix = dist.distributed_c10d._get_default_store(), "titan_muon/step_of_rank"
+        # Through the store, because collectives have failed.
+        store, prefix = default_store(), "titan_muon/step_of_rank"
         ranks = dist.get_process_group_ranks(self.peers)
         known: dict[int, int] = {}
         try:
@@ -124,7 +126,7 @@ class Agreement:
             while len(known) < len(ranks) and time.monotonic() < deadline:
                 known |= {r: int(store.get(key)) for r in ranks if store.check([key := f"{prefix}/{r}"])}
                 time.sleep(0.05)
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             known[self.rank] = steps
         silent = [rank for rank in ranks if rank not in known]
         places = ", ".join(f"rank {rank} in step {known[rank]}" for rank in sorted(known))
@@ -155,21 +157,21 @@ class Agreement:
         reports = {digest: report}
         for other, rank in sorted(first.items(), key=lambda item: item[1]) if len(first) > 1 else ():
             message = [report if rank == self.rank else None]
-            dist.broadcast_object_list(message, src=rank, device=_device())
+            dist.broadcast_object_list(message, src=rank)
             assert message[0] is not None, f"rank {rank} reported nothing"
             reports[other] = message[0]
         return digests, reports
 
     def distinct(self, value: T) -> list[T]:
-        """The different values of all ranks of the world, in the order of ranks. All ranks call this together."""
+        """The different values of all ranks of the world, in the order of ranks. Collective."""
         digests, values = self._exchange(value)
         return [values[digest] for digest in dict.fromkeys(digests)]
 
     def together(self, build: Callable[[], T]) -> T:
         """The result of `build` on this rank.
 
-        Raises ValueError on every rank of the world if `build` raises a ValueError on any rank. After another error,
-        such as an OutOfMemoryError, the failed rank raises the error itself, and all other ranks RuntimeError.
+        Raises ValueError on every rank if `build` raises a ValueError on any rank. After another error, such as an
+        OutOfMemoryError, the failed rank raises the error itself, and all other ranks RuntimeError.
         """
         results: list[T] = []
         fault: Exception | None = None
@@ -181,7 +183,7 @@ class Agreement:
         return results[0]
 
     def _raise_together(self, fault: Exception | None) -> None:
-        """Raise the fault of the lowest faulty rank on every rank, because further ranks would hang."""
+        """Raise the fault of the lowest faulty rank on every rank."""
         if self._size == 1:
             if fault is not None:
                 raise fault
@@ -193,7 +195,7 @@ class Agreement:
             return
         refused = isinstance(fault, ValueError)
         message = [None if fault is None else (refused, str(fault) if refused else f"{type(fault).__name__}: {fault}")]
-        dist.broadcast_object_list(message, src=rank, device=_device())
+        dist.broadcast_object_list(message, src=rank)
         if fault is not None and not refused:
             raise fault
         assert message[0] is not None, f"rank {rank} has a fault, and sent no message"
@@ -219,20 +221,20 @@ class Agreement:
         return None if self.peers is None else start_max(tensor, self.peers)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        # torch 2.14 has the public name.
-        setter = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
         for group in self._new_groups:
-            setter(timeout, group)
+            set_timeout(timeout, group)
 
     def close(self) -> None:
-        """Destroy the process groups made by this object, on all ranks at the same point."""
+        """Destroy the process groups. Collective."""
         for group in self._new_groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)
         self._new_groups.clear()
 
     def _new_group(self, ranks: Ranks, device: torch.device) -> dist.ProcessGroup:
         # On every rank, because PyTorch names groups by a counter: different counts would deadlock.
-        group = dist.new_group(list(ranks), timeout=world_timeout(device.type))
+        timeouts = (timeout_of(_world(), kind) for kind in dict.fromkeys((device.type, "cpu", _device().type)))
+        timeout = next((timeout for timeout in timeouts if timeout is not None), None)
+        group = dist.new_group(list(ranks), timeout=timeout, pg_options=fast_options(device.type, timeout))
         if self.rank in ranks:
             self._new_groups.append(group)
         return group
@@ -292,19 +294,6 @@ def _difference(report: PlanReport, other: PlanReport) -> str:
     return CAUSES[different]
 
 
-def world_timeout(device: str = "cpu") -> timedelta | None:
-    """The timeout of the default process group, for new groups on a type of device."""
-    for kind in dict.fromkeys((device, "cpu", _device().type)):
-        try:
-            options = _world()._get_backend(torch.device(kind)).options
-        except (AttributeError, RuntimeError):
-            # The fake backend has no options. A device type may have no backend.
-            continue
-        timeout = getattr(options, "_timeout", None)
-        return timeout if isinstance(timeout, timedelta) else None
-    return None
-
-
 def start_max(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
     """Start an in-place maximum over a group (default: all); None for a single rank."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -320,5 +309,5 @@ def _world() -> dist.ProcessGroup:
 
 def _device() -> torch.device:
     """Device for collectives of the default process group."""
-    # A private name of PyTorch: the CPU if the group has a backend for it, else its accelerator.
-    return torch.device(dist.distributed_c10d._get_object_coll_device())
+    kinds = backends()
+    return torch.device("cpu" if "cpu" in kinds else next(iter(kinds)))

@@ -1,4 +1,4 @@
-"""The exchange buffers of a step, and memory that is allocated only during a step."""
+"""The exchange buffers of a step, allocated only during a step."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class StepMemory:
 
 
 LARGE_BYTES = 2**28
-"""Step memory from which on fragments cost memory and time."""
+"""Step memory from which on fragments matter."""
 
 
 def fragmentation(device: str, nbytes: int, environ: Mapping[str, str]) -> str:
-    """A warning if a step allocates so many bytes by an allocator that fragments; else empty."""
+    """A warning if the allocator fragments step memory of `nbytes`; else empty."""
     variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     settings = ",".join(environ.get(name, "") for name in variables).replace(" ", "").lower()
     whole = "expandable_segments:true" in settings or "backend:cudamallocasync" in settings
@@ -80,9 +80,9 @@ class BufferSet:
 
     Attributes:
         home: stored pieces.
-        inbox: pieces received for the matrices of this owner.
+        inbox: pieces received for this owner.
         outbox: results to send back.
-        shared: results of all stored pieces, after the spread among replicas.
+        shared: results after the spread among replicas.
     """
 
     block: Tensor
@@ -145,7 +145,7 @@ def bucket_buffers(run: BucketProgram, rank: int, buffer_set: BufferSet) -> Buck
 def _by_matrix(
     run: BucketProgram, phase: Phase, buffer: Tensor, home: Tensor, rank: int
 ) -> dict[int, tuple[BufferPiece, ...]]:
-    """This owner's pieces by matrix; in an all-to-all, its own pieces stay in the home buffer."""
+    """This owner's pieces by matrix. In an all-to-all, own pieces stay in the home buffer."""
     own = [parcel for parcel in phase.home if phase.collective is Collective.ALL_TO_ALL and parcel.peer == rank]
     by_matrix: dict[int, list[BufferPiece]] = {matrix: [] for matrix in run.matrices}
     for piece in (*_pieces(phase.owned, buffer), *_pieces(own, home)):
@@ -163,7 +163,7 @@ def _pieces(parcels: Iterable[Parcel], buffer: Tensor) -> tuple[BufferPiece, ...
 
 
 class Buffers:
-    """The flat buffers of a program on this rank, and views of every piece, by bucket; none for a local bucket."""
+    """The flat buffers of a program, and views of every piece, by bucket; none for a local bucket."""
 
     def __init__(self, program: Program, device: torch.device, dtype: torch.dtype, *, kept: bool = False) -> None:
         self.device, self.buffer_sets = device, make_buffer_sets(program, device, dtype)
@@ -197,7 +197,7 @@ def _buffer_set(runs: Sequence[BucketProgram], device: torch.device, dtype: torc
     # A mirrored return overwrites the received pieces: no second buffer.
     outbox = max(0 if run.returning is None or run.mirrored else run.returning.owned_numel for run in runs)
     shared = max(0 if run.spreading is None else run.spreading.owned_numel for run in runs)
-    # An allocator finds a place for one block more often than for four.
+    # A single block is easier to allocate than four.
     sizes = (home, inbox, outbox, shared)
     block = torch.empty(sum(map(aligned, sizes)), device=device, dtype=dtype)
     parts = [part[:size] for part, size in zip(block.split([*map(aligned, sizes)]), sizes, strict=True)]

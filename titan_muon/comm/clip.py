@@ -1,7 +1,6 @@
 """Gradient clipping over parameters on different device meshes: one all-reduce of two numbers in each step.
 
-Each rank sums the squares of local gradients, divided by the number of ranks with the same elements, so that a sum over
-the world counts every element once.
+Each rank divides the squares of local gradients by the number of ranks with the same elements.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..tensors.mesh import without_groups
-from ..tensors.names import listed
+from ..tensors.names import listed, named_parameters
 from .faults import NotFiniteError
 
 EPS = 1e-6
@@ -47,8 +46,8 @@ def clip_grad_norm_(
         foreach: ignored; exists for torch's signature.
         stages: pipeline stages with separate parameters.
         optimizer: Muon, AdamW of titan_muon or Hybrid. If the norm is not finite, its next step changes no weight and
-            no state, and the step after, or `check_last_step`, raises ValueError on all ranks with the parameters and
-            ranks (or warns, with nonfinite = "skip"). The host does not wait.
+            no state, and the step after, or `check_last_step`, raises ValueError on all ranks (or warns, with nonfinite
+            = "skip"). The host does not wait.
 
     Returns the norm before scaling, () float32 on the gradients' device, equal on all ranks. Raises ValueError for a
     norm_type that is not positive.
@@ -74,10 +73,9 @@ def clip_grad_norm_(
 
 
 class NormCheck:
-    """The gradient norm of a step. Its flag `broken`, () bool on the device: whether the norm is not finite.
+    """The gradient norm of a step. `broken`, () bool on the device: whether the norm is not finite.
 
-    `norm`: () norm, equal on all ranks. `names`, `local_norms`: this rank's parameters and (len(names),) gradient
-    norms.
+    `norm`: (), equal on all ranks. `names`, `local_norms`: this rank's parameters and (len(names),) gradient norms.
     """
 
     def __init__(self, norm: Tensor, names: Sequence[str], local_norms: Tensor) -> None:
@@ -99,10 +97,7 @@ class NormCheck:
         return float(self._on_host)
 
     def causes(self) -> str | None:
-        """The parameters and ranks of a norm that is not finite; None if the norm is finite or was asked for before.
-
-        All ranks of the default process group call this together.
-        """
+        """The parameters and ranks of a norm that is not finite, once; else None. Collective."""
         local_norms, self._local_norms = self._local_norms, None
         if local_norms is None or math.isfinite(self.value):
             return None
@@ -115,7 +110,7 @@ class NormCheck:
         return where or "large values"
 
     def check(self, *, skips: bool) -> None:
-        """Raise NotFiniteError on all ranks if the norm was not finite; warn if `skips`. Collective, only once."""
+        """Raise NotFiniteError on all ranks if the norm was not finite; warn if `skips`. Collective."""
         causes = self.causes()
         if causes is None:
             return
@@ -135,8 +130,7 @@ class SkipsSteps:
 
     def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
         groups: Sequence[Mapping[str, Any]] = self.param_groups  # type: ignore[attr-defined]
-        named = (pair for g in groups if "param_names" in g for pair in zip(g["params"], g["param_names"], strict=True))
-        names = dict(named)
+        names = {p: name for name, p in named_parameters(group for group in groups if "param_names" in group)}
         return [names.get(parameter, "a parameter without a name") for parameter in parameters]
 
     def skip_unless_finite(self, norm: NormCheck) -> None:
@@ -144,7 +138,7 @@ class SkipsSteps:
         self._next_norm = norm
 
     def take_skip(self) -> Tensor | None:
-        """Whether this step changes nothing, () bool on the device, or None. Called once in each step."""
+        """Whether this step changes nothing, () bool on the device, or None."""
         self._last_norm, self._next_norm = self._next_norm, None
         return None if self._last_norm is None else self._last_norm.broken
 
@@ -155,14 +149,12 @@ class SkipsSteps:
 
 
 class GradientClip:
-    """Scales gradients down to a largest norm. Every rank of the default process group calls this in every step.
+    """Scales gradients down to a largest norm. Collective over the default process group.
 
     Args:
         parameters: all parameters of this rank.
         clipped: parameters to scale. Only their norm determines the factor.
-        max_norm: > 0.
         stage_ranks: ranks that share these parameters (world size / pipeline stages).
-        norm_type: p of the p-norm.
     """
 
     def __init__(
@@ -194,10 +186,7 @@ class GradientClip:
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        """Scale the clipped gradients. Returns the norm of all gradients before, () float64, equal on every rank.
-
-        The host does not wait.
-        """
+        """Scale the clipped gradients. Returns the norm of all gradients before, () float64, equal on every rank."""
         gradients = self.gradients()
         norm, clipped_norm = self.norms(gradients)
         self.scale(gradients, clipped_norm)
@@ -210,7 +199,6 @@ class GradientClip:
         """(2,) float64: the norms over all ranks of all gradients and of the clipped gradients."""
         present = [gradient for gradient in gradients if gradient is not None and gradient.numel() > 0]
         norms = iter(torch._foreach_norm(present, self.norm_type, torch.float32) if present else ())
-        # A rank without a gradient still joins the all-reduce.
         local_norms = torch.stack(
             [self._zero if gradient is None or gradient.numel() == 0 else next(norms) for gradient in gradients]
         ).double()
@@ -232,7 +220,7 @@ class GradientClip:
 
 
 def replica_count(parameter: Tensor, stage_ranks: int) -> int:
-    """The number of ranks with the same elements, of `stage_ranks` in the world or in a pipeline stage."""
+    """The number of ranks with the same elements, of `stage_ranks`."""
     if not isinstance(parameter, DTensor):
         return stage_ranks
     mesh = parameter.device_mesh

@@ -1,4 +1,4 @@
-"""The collectives of exchanges and gradients, with a count of the bytes sent."""
+"""The collectives, with a count of the bytes sent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Splits = Sequence[int]
 
 
 class Collectives:
-    """Transport of exchanges and of owned gradients. A package may register a subclass.
+    """Transport of exchanges. A package may register a subclass.
 
     Buffers are flat, on one device and of one dtype. Splits count the elements of each rank, in order. Methods start a
     collective and return the handles to wait for.
@@ -41,7 +41,7 @@ class Collectives:
     def all_to_all(
         self, output: Tensor, output_splits: Splits, input: Tensor, input_splits: Splits, group: dist.ProcessGroup
     ) -> list[dist.Work]:
-        """Send part i of `input` to rank i of the group, and fill `output` with the received parts."""
+        """Send part i of `input` to rank i, and fill `output` with the received parts."""
         received, sent = sum(output_splits), sum(input_splits)
         self.traffic.add(sent * input.element_size())
         work = dist.all_to_all_single(
@@ -103,10 +103,7 @@ def finish(works: Iterable[dist.Work]) -> None:
 
 
 def move(source: Tensor, target: Tensor, old: Sequence[int], new: Sequence[int]) -> None:
-    """Copy a tensor from the global ranks `old` to the ranks `new`, in the dtype of `target`.
-
-    Collective over these ranks. The host waits.
-    """
+    """Copy a tensor from the global ranks `old` to the ranks `new`. Collective over these ranks. The host waits."""
     this_rank = dist.get_rank() if dist.is_initialized() else 0
     for rank in new:
         if rank in old:

@@ -1,8 +1,7 @@
 """A check that weights, states and hyperparameters are equal on all ranks with replicas."""
 
 # [Note: replicas]
-# - Ranks along a Replicate axis of a mesh hold equal shards, as under HSDP. Plain tensors are equal on all ranks, as
-#   under DDP. Without a check, ranks would train on after a flipped bit or with another learning rate.
+# - Ranks along a Replicate axis of a mesh hold equal shards. Plain tensors are equal on all ranks, as under DDP.
 # - Each rank sums the bits of its shards. The maximum of a sum and of its complement over the replicas shows a
 #   difference. Only then do ranks send names and sums.
 
@@ -40,7 +39,7 @@ def tensors_of(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, str, 
     """(parameter name, label, tensor) of every parameter and state."""
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
-            for fqn, parameter in zip(_names(group), group["params"], strict=True):
+            for fqn, parameter in zip(names_in(group), group["params"], strict=True):
                 yield fqn, fqn, parameter
                 for key, state in sorted(optimizer.state.get(parameter, {}).items()):
                     if isinstance(state, Tensor):
@@ -52,17 +51,17 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Hashable]:
     values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     on_host = {key: v.item() if isinstance(v, Tensor) and v.device.type == "cpu" else v for key, v in values.items()}
     texts = {key: repr(value) for key, value in on_host.items() if not isinstance(value, Tensor)}
-    # An object that a framework keeps in a group, whose address differs between ranks.
+    # The address of a framework's object in a group differs between ranks.
     return {key: text for key, text in texts.items() if " at 0x" not in text}
 
 
 def group_label(name: str, group: Mapping[str, Any]) -> str:
     """Text for errors."""
-    return f"{name}'s group of {_names(group)[0]}" if group["params"] else f"{name}'s empty group"
+    return f"{name}'s group of {names_in(group)[0]}" if group["params"] else f"{name}'s empty group"
 
 
 def labeled(optimizers: Mapping[str, Optimizer]) -> dict[str, Hashable]:
-    """The hyperparameters of every group, by name and group."""
+    """The hyperparameters of every group."""
     return {
         f"{key} of {group_label(name, group)}": value
         for name, optimizer in optimizers.items()
@@ -71,7 +70,8 @@ def labeled(optimizers: Mapping[str, Optimizer]) -> dict[str, Hashable]:
     }
 
 
-def _names(group: Mapping[str, Any]) -> Sequence[str]:
+def names_in(group: Mapping[str, Any]) -> Sequence[str]:
+    """The names of a group's parameters, or numbers."""
     return group.get("param_names") or [f"parameter {index}" for index in range(len(group["params"]))]
 
 
@@ -127,7 +127,7 @@ def _replica_axes(tensor: DTensor) -> tuple[int, ...]:
 
 
 def _sums(tensors: Mapping[str, Tensor]) -> list[int]:
-    """The bit sum of each local tensor, with one transfer per device."""
+    """Bit sums, with one transfer per device."""
     sums: dict[str, Tensor] = {label: bit_sum(local(tensor)) for label, tensor in tensors.items()}
     numbers: dict[str, int] = {}
     for device in dict.fromkeys(total.device for total in sums.values()):

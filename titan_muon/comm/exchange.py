@@ -1,4 +1,4 @@
-"""Collectives that gather sharded matrices at the owners and return the results, all asynchronous."""
+"""The asynchronous collectives to gather sharded matrices at the owners and to return the results."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..plan.exchange.phases import BucketProgram, Collective, Phase
 from ..plan.program import Program
+from ..plan.terms.types import Plan
 from .agreement import Agreement
 from .buffers import Buffers, BufferSet
 from .collectives import Collectives, Traffic, finish
@@ -32,6 +33,21 @@ class Exchange:
         self._stream = self._module.Stream()
         self._pending: dict[int, list[dist.Work]] = {}
 
+    def warm_up(self, plan: Plan) -> None:
+        """Run the largest bucket of each group once, because NCCL opens connections by message size. Collective."""
+        largest: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
+        for index, run in enumerate(self._runs):
+            # By sizes of whole matrices, all ranks of a group choose the same bucket.
+            size = sum(plan.matrices[matrix].numel for matrix in run.bucket.matrices)
+            group = run.bucket.exchange, run.bucket.group
+            largest[group] = max(largest.get(group, (0, 0)), (size, -index))
+        for index in sorted(-negative for _, negative in largest.values()):
+            self.gather(index)
+            self.wait(index)
+            self.return_results(index)
+            self.wait(index)
+        self.collectives.traffic = Traffic()
+
     @property
     def traffic(self) -> Traffic:
         return self.collectives.traffic
@@ -43,7 +59,6 @@ class Exchange:
         buffer_set = self._buffer_sets[index]
         group = self._groups[phase.group]
         if phase.collective is Collective.ALL_TO_ALL:
-            # The first pieces in the home buffer belong to this owner and never travel.
             sent = buffer_set.home[phase.kept :]
             works = self.collectives.all_to_all(buffer_set.inbox, phase.owned_splits, sent, phase.home_splits, group)
         else:

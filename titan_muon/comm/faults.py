@@ -1,4 +1,4 @@
-"""Faults that keep a step from updating a parameter, and their report to all ranks."""
+"""Faults that keep a step from updating a parameter."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Fault(IntEnum):
 
 
 STORAGE_FAULTS = frozenset((Fault.RESHARDED, Fault.STATE_REPLACED, Fault.PARAMETER_REPLACED, Fault.CONVERTED))
-"""Faults after which the storage of a parameter and its momentum is unknown."""
+"""Faults after which the storage is unknown."""
 
 REMEDIES: Mapping[Fault, str] = {
     Fault.NOT_FINITE: "{names}: gradient or momentum was not finite in an earlier step, which left those matrices "
@@ -86,7 +86,7 @@ REMEDIES: Mapping[Fault, str] = {
 
 
 def fault_of(trained: TrainedParam, param: Tensor | None, average: Tensor | None, *, in_place: bool) -> Fault:
-    """The fault of a parameter, from its current tensors. `in_place`: whether the views are still valid."""
+    """The fault of a parameter. `param`, `average`: the current tensors. `in_place`: whether the views are valid."""
     # A rank outside of the mesh gets no gradient in backward.
     if not trained.on_mesh:
         return Fault.NONE

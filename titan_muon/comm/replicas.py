@@ -1,12 +1,11 @@
-"""Detection of replicas and of separate tensors of one name, so that one rank can orthogonalize all replicas."""
+"""Detection of replicas and of separate tensors of one name."""
 
 # [Note: replicas of plain tensors]
-# - Plain tensors of one name are replicas under DDP, but not in custom tensor parallelism, in expert parallelism and in
-#   an ensemble. So ranks compare the values at construction, and train different tensors separately.
+# - Plain tensors of one name are replicas under DDP, but not in custom tensor parallelism or in an ensemble. So ranks
+#   compare the values at construction, and train different tensors separately.
 # - `mesh["dp"]` of a dp x tp mesh is a different mesh on each tp rank. Tensors of one name on these meshes may differ,
 #   as experts do. So each mesh orthogonalizes its own tensor. The plan has all meshes, to be equal on all ranks.
-# - Replicas diverge later if gradients are not reduced. Each step compares gradient sizes in the collective for faults,
-#   and after a difference the next step raises on all ranks.
+# - Replicas diverge later if gradients are not reduced. Each step compares gradient sizes in the collective for faults.
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ TOLERANCE = 2**6
 def separate_layouts(params: Sequence[TrainedParam], agreement: Agreement) -> Mapping[str, Layout]:
     """Layouts of plain tensors with unequal values on ranks, and of DTensors on several meshes, by name.
 
-    Warns of the plain tensors. Collective over the world. Raises ValueError on all ranks for meshes that cannot share
-    a plan.
+    Collective over the world. Raises ValueError on all ranks for meshes that cannot share a plan.
     """
     plain = {t.fqn: contents(t.param) for t in params if not isinstance(t.param, DTensor)}
     placed: dict[Layout, list[str]] = {}
@@ -108,7 +106,7 @@ def contents(tensor: Tensor) -> tuple[tuple[int, ...], str, int]:
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """A weighted sum of the elements' bits, () int64, exact in any order. Any changed bit changes the sum."""
+    """A weighted sum of the bits, () int64. Any changed bit changes the sum."""
     bits = tensor.detach().view(INTEGERS.get(tensor.element_size(), torch.int64))
     # Row weights distinguish permutations of the rows. Odd weights lose no bit modulo 2^64.
     rows = bits.sum(-1, dtype=torch.int64)

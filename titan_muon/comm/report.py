@@ -1,4 +1,4 @@
-"""The report of a step's faults and hyperparameters, which all ranks share without blocking the host."""
+"""The report of a step's faults and hyperparameters."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PARAMETER_FAULTS = frozenset((Fault.HYPERPARAMETERS_DIFFER, Fault.STEPS_DIFFER))
 
 
 class Carried(Protocol):
-    """An optimizer whose faults Muon's report carries, without further collectives."""
+    """An optimizer whose faults Muon's report carries."""
 
     param_groups: list[dict[str, Any]]
 
     def names(self) -> list[str]:
-        """The parameters' names, in the order of faults."""
+        """In the order of faults."""
 
     def told(self, faults: Sequence[Fault]) -> None:
         """Raise ValueError for faults of the last step, equal on all ranks with this report."""
@@ -38,8 +38,7 @@ class FaultReport:
     """Shares the faults of a step among all ranks without blocking the host.
 
     A step adds faults on the device. `send` starts a maximum over the ranks, and the next step reads the result. The
-    same
-    maximum compares hyperparameters and the number of steps: each rank sends a hash and its negative.
+    same maximum compares hyperparameters and the number of steps: each rank sends a hash and its negative.
 
     `optimizer`, `carried`: by name. `replicas`: parameters with a result from one rank's gradient for all replicas.
     """
@@ -60,8 +59,8 @@ class FaultReport:
         self._first = list(accumulate((len(other.names()) for other in self._carried), initial=len(names)))
         self._replicas, self._scaled, self.steps = tuple(replicas), False, 0
         groups = sum(len(optimizer.param_groups) for optimizer in self._optimizers.values())
-        # Codes of the parameters, gradient sizes of replicas, hashes of each group and the number of steps, then two
-        # flags: skipped and taken.
+        # Codes of the parameters, sizes of replicas, hashes of each group and of the number of steps, then two flags:
+        # skipped and taken.
         size, hashes = len(self.names) + 2 * len(self._replicas), 2 * (groups + 1)
         self._codes = torch.zeros(size + hashes + 2, dtype=torch.int32, device=device)
         self._sizes = self._codes[len(self.names) : size].view(2, -1)
@@ -95,7 +94,7 @@ class FaultReport:
         self._codes.scatter_reduce_(0, parameters, faulty.to(torch.int32) * fault, "amax")
 
     def add_too_large(self, parameters: Tensor, broken: Tensor, *, late: bool) -> None:
-        """Add impossible updates, see `add_where`. `late` updates run on another stream after `send`."""
+        """Add impossible updates. `late` updates run on another stream after `send`."""
         codes = self._late if late else self._codes
         codes.scatter_reduce_(0, parameters, broken.to(torch.int32) * Fault.UPDATE_TOO_LARGE, "amax")
 
@@ -129,7 +128,7 @@ class FaultReport:
                 self._sizes[:, place].copy_(size)
 
     def begin_step(self) -> None:
-        """Take the hyperparameters of this step, and count the step. The last report was read before."""
+        """Take the hyperparameters of this step, and count the step."""
         self.add_late()
         self.steps += 1
         if self._agreement.peers is None:
@@ -165,7 +164,7 @@ class FaultReport:
         self.send()
 
     def late(self) -> list[Fault]:
-        """This rank's faults since the last `send`, by parameter. They stay in the report."""
+        """This rank's faults since the last `send`, by parameter, also for the next report."""
         self.add_late()
         return [Fault(code) for code in self._codes[: len(self.names)].tolist()]
 
@@ -194,7 +193,7 @@ class FaultReport:
         return faults
 
     def details(self, faults: Sequence[Fault]) -> str:
-        """The differing hyperparameters or numbers of steps; empty for other faults. Collective over the peers."""
+        """The differing hyperparameters or numbers of steps, if any. Collective over the peers."""
         if PARAMETER_FAULTS.isdisjoint(faults):
             return ""
         values: dict[str, Hashable] = {"number of steps": self.steps}
@@ -210,5 +209,4 @@ class FaultReport:
         return difference(self._agreement.gathered_from_peers(values))
 
     def clear(self) -> None:
-        """Clear the result, to report each fault once."""
         self._on_host.zero_()

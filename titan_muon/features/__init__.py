@@ -20,10 +20,7 @@ from ..step.stages import RankStages
 def features_of(
     options: MuonOptions, rank: RankStages, agreement: Agreement, previous: Sequence[Feature] = ()
 ) -> Iterator[Feature]:
-    """The features of these options, innermost first.
-
-    `previous`: of a replaced engine, because hooks of a model may refer to the previous LateApplies.
-    """
+    """The features, innermost first. `previous`: of the old engine, because hooks of a model refer to LateApplies."""
     if options.fused:
         from .fused import Fused
 
@@ -44,7 +41,7 @@ def features_of(
     if skips(options):
         from .skip import Skips
 
-        # Inside of the offload, so that it keeps tensors on the device.
+        # Inside of the offload, to keep tensors on the device.
         yield Skips(agreement, options)
     if options.offload != "none":
         from .host import HostOffload
@@ -67,7 +64,7 @@ def features_of(
 def features_of_step(optimizer: Optimizer, rank: RankStages, skipped: Tensor | None) -> Iterator[Feature]:
     """Features of one step alone. Raises OptionError for options without support for a gradient scale.
 
-    `optimizer`: torch.amp.GradScaler sets `found_inf` on it. `skipped`: () bool on the device: whether the step changes
+    `optimizer`: with `found_inf` of torch.amp.GradScaler. `skipped`: () bool on the device: whether the step changes
     nothing; None for a normal step.
     """
     found_inf: Any = getattr(optimizer, "found_inf", None)
@@ -76,7 +73,6 @@ def features_of_step(optimizer: Optimizer, rank: RankStages, skipped: Tensor | N
 
         GradScaling.check(rank.options)
         yield GradScaling(rank, found_inf, getattr(optimizer, "grad_scale", None))
-    # Reading a flag on the CPU does not wait, and spares the copies of a step that may be undone.
     elif skipped is not None and (skipped.device.type != "cpu" or skipped):
         from .scaling import GradScaling
 
@@ -89,12 +85,12 @@ def needs_exclusive_groups(options: MuonOptions) -> bool:
 
 
 def skips(options: MuonOptions) -> bool:
-    """Whether each call copies its tensors, to give skipped matrices back their values."""
+    """Whether a step may skip matrices, see [Note: skipped matrices]."""
     return "skip" in (options.missing_grad, options.nonfinite)
 
 
 def skips_missing(options: MuonOptions) -> bool:
-    """Whether the replicas of a matrix decide together about a missing gradient, see [Note: skipped matrices]."""
+    """Whether the replicas of a matrix decide together about a missing gradient."""
     return options.missing_grad == "skip"
 
 

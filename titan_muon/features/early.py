@@ -3,11 +3,10 @@
 # [Note: gathers in backward]
 # - All ranks launch gathers in the plan's order. A ready bucket waits for earlier buckets, and the step launches the
 #   remaining gathers. Backward launches only the gathers at the start of a step, before any return.
-# - Early gathers have separate process groups, because the order relative to FSDP's collectives differs between
-#   ranks.
+# - Early gathers have separate process groups, because their order among FSDP's collectives differs between ranks.
 # - Backward packs the input of Newton-Schulz without advancing the momentum, so that a failed backward changes nothing.
-# - Abandoned gathers must still complete, because launch counts differ between ranks. Every rank launches the remaining
-#   gathers and waits before the next use of the buffers.
+# - Launch counts differ between ranks. So after an abandoned backward every rank launches the remaining gathers and
+#   waits before the next use of the buffers.
 
 from __future__ import annotations
 
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor
 
 from ..comm.faults import Fault
-from ..comm.report import FaultReport
 from ..options import OptionError
 from ..plan.program import replicated_plain
 from ..plan.terms.types import Plan
@@ -57,7 +55,7 @@ class Packed(NamedTuple):
 
 
 def shared_queue(device: str, environ: Mapping[str, str]) -> str:
-    """A warning if all streams of a GPU share one queue, where a waiting gather delays the backward; else empty."""
+    """A warning if all streams of a GPU share one queue; else empty."""
     if device != "cuda" or environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
         return ""
     return (
@@ -88,7 +86,7 @@ class EarlyGathers(Feature):
         self._launched = 0
         self._packed: dict[int, Packed] = {}
         self._changed: set[int] = set()
-        # Whether backward was entered since the last step, and whether to discard its gathers.
+        # Whether backward was entered since the last step, and whether its gathers are discarded.
         self._entered = self._abandoned = False
         self.module: Any = torch.get_device_module(rank.device)
         # On the gradients' stream, packing would delay the next reduction.
@@ -116,7 +114,7 @@ class EarlyGathers(Feature):
                 stages.advance(bucket, step)
                 return
             self._compare(self.first.index(bucket), step)
-            # Pack nothing, not even NaN for a missing gradient, because the send buffer is in use.
+            # Pack nothing, because the send buffer is in use.
             rank.advance_parts([replace(call, packed=()) for call in rank.runs[bucket].advances], step)
             rank.release(bucket, step)
 
@@ -128,7 +126,7 @@ class EarlyGathers(Feature):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Launch gathers, and discard them after an exception. Collective."""
+        """Launch gathers, discarded after an exception. Collective."""
         self.flush(discard=True)
         if not self.first:
             yield
@@ -148,7 +146,7 @@ class EarlyGathers(Feature):
                 current.wait_stream(self._stream)
 
     def next(self) -> int | None:
-        """The place in `first` of the next gather to launch, if any."""
+        """The place in `first` of the next gather, if any."""
         return self._launched if self._launched < len(self.first) else None
 
     def launch(self, step: Step, packed: dict[int, Packed]) -> None:
@@ -167,7 +165,6 @@ class EarlyGathers(Feature):
         self._packed = packed | self._packed
 
     def accumulated(self, index: int) -> None:
-        """Record a change of a gradient after packing."""
         if index in self._packed:
             self._changed.add(index)
 
@@ -199,7 +196,6 @@ class EarlyGathers(Feature):
             self.ready()
 
     def faults(self, faults: Sequence[Fault]) -> Sequence[Fault]:
-        """Replace the fault of each parameter whose inputs differ from the packed inputs."""
         params = self._rank.params
         changed = self._changed | {i for i, packed in self._packed.items() if not packed.is_current(params[i])}
         # The records would keep released gradients alive.
@@ -214,10 +210,6 @@ class EarlyGathers(Feature):
         self._launched, self._packed, self._changed, self._rows = 0, {}, set(), {}
         self._entered = self._abandoned = False
 
-    @property
-    def report(self) -> FaultReport:
-        return self._rank.report
-
     def _is_launched(self, bucket: int) -> bool:
         return bucket in self.first[: self._launched]
 
@@ -227,12 +219,10 @@ class EarlyGathers(Feature):
         before, now = self._rows[place], _first_rows(step.grads, self.needed[place])
         if before is not None and now is not None:
             changed = before.nan_to_num(-1) != now.nan_to_num(-1)
-            self.report.add_where(self._numbers[place], changed, Fault.GRADIENT_CHANGED)
+            self._rank.report.add_where(self._numbers[place], changed, Fault.GRADIENT_CHANGED)
 
 
 class _Backward:
-    """Launches gathers in one backward."""
-
     def __init__(self, early: EarlyGathers, rank: RankStages) -> None:
         self._early, self._rank = early, rank
         self._missing = [set(parameters) for parameters in early.needed]
@@ -257,10 +247,10 @@ class _Backward:
             self._launch(self._early.needed[place])
 
     def _begin(self) -> None:
-        # Earlier, reading the report would wait for the last step, and the buffers would add to the peak memory.
+        # Not earlier, because reading the report waits for the last step, and buffers add to the peak memory.
         self._begun = True
         # After a fault the step raises, or heals the momentum before packing.
-        self._off = any(self._early.report.read())
+        self._off = any(self._rank.report.read())
         if not self._off:
             self._early.begin(self._computing)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
@@ -27,26 +26,16 @@ Key = tuple[Name, int, int]
 """Kind of tensor, parameter, first row."""
 
 
-@dataclass(frozen=True)
-class HostTensors:
-    """Tensors that a stage fetches. `changed` tensors also return."""
-
-    changed: tuple[Name, ...]
-    read: tuple[Name, ...] = ()
-
-
-HOST_TENSORS: Mapping[Offload, Mapping[Stage, HostTensors]] = {
-    "state": {"advance": HostTensors(("average",))},
-    "parameters": {"advance": HostTensors(("average",), ("grad",)), "apply": HostTensors(("param",))},
+Names = tuple[Name, ...]
+HOST_TENSORS: Mapping[Offload, Mapping[Stage, tuple[Names, Names]]] = {
+    "state": {"advance": (("average",), ())},
+    "parameters": {"advance": (("average",), ("grad",)), "apply": (("param",), ())},
 }
+"""Changed tensors, fetched and sent back, and tensors that are only fetched."""
 
 
-@dataclass(frozen=True)
-class StageUse:
-    """The rows that a stage of a bucket uses."""
-
-    stage: Stage
-    rows: tuple[Rectangle, ...]
+StageUse = tuple[Stage, tuple[Rectangle, ...]]
+"""A stage of a bucket, and the rows that it uses."""
 
 
 class OnHost:
@@ -56,16 +45,15 @@ class OnHost:
         self, stages: Iterable[StageUse], storage: Sequence[Storage], offload: Offload, window: Window
     ) -> None:
         self._kinds, self._storage, self.window = HOST_TENSORS[offload], storage, window
-        self._stages = tuple(use for use in stages if use.stage in self._kinds)
-        self._names = {name for kinds in self._kinds.values() for name in (*kinds.changed, *kinds.read)}
+        self._stages = tuple(use for use in stages if use[0] in self._kinds)
+        self._names = {name for changed, read in self._kinds.values() for name in (*changed, *read)}
         self._waiting: list[list[Key]] = []
         self._fetched: Mapping[Key, Tensor] = {}
 
     def begin(self, step: Step) -> None:
         self._waiting, transfers = [], []
-        for use in self._stages:
-            kinds = self._kinds[use.stage]
-            changed, read = (self._rows(names, use.rows, step) for names in (kinds.changed, kinds.read))
+        for stage, rows in self._stages:
+            changed, read = (self._rows(names, rows, step) for names in self._kinds[stage])
             self._waiting.append([*changed, *read])
             transfers.append(Transfer(list(changed.values()), list(read.values())))
         self.window.begin(transfers)
@@ -79,7 +67,7 @@ class OnHost:
         }
 
     def _tensor(self, name: Name, part: Rectangle, step: Step) -> Tensor | None:
-        """The rows of a tensor; None if unused. The step decays a parameter without a gradient unless excluded."""
+        """None if unused. The step decays a parameter without a gradient unless excluded."""
         stored, grad = self._storage[part.parameter], step.grads[part.parameter]
         if name == "param":
             return None if part.parameter in step.excluded else part.of(stored.param)
@@ -121,24 +109,15 @@ class OnHost:
         if "param" in self._names:
             self.window.synchronize()
 
-    def synchronize(self) -> None:
-        self.window.synchronize()
-
 
 class HostOffload(Feature):
     """Fetches the tensors of a stage before it, and sends changed tensors back."""
 
     def __init__(self, offload: Offload) -> None:
         self._offload = offload
-        self._source: OnHost | None = None
-
-    @property
-    def source(self) -> OnHost:
-        assert self._source is not None, "stages are wrapped before the first step"
-        return self._source
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
-        self._source = source = OnHost(stage_uses(rank), rank.storage, self._offload, Window(rank.device))
+        self.source = source = OnHost(stage_uses(rank), rank.storage, self._offload, Window(rank.device))
         calls = rank.calls
 
         def advance_call(call: Advance, averages: Tensors, grads: Tensors, rule: Rule) -> None:
@@ -167,25 +146,24 @@ class HostOffload(Feature):
 
     def told(self, faults: Sequence[Fault]) -> None:
         """Wait for the transfers to the host, because the engine may repair the momentum there next."""
-        self.source.synchronize()
+        self.source.window.synchronize()
 
     def flush(self, *, discard: bool = False) -> None:
-        """With `discard`, wait for every transfer to the host."""
         if discard:
-            self.source.synchronize()
+            self.source.window.synchronize()
 
 
 def stage_uses(rank: RankStages) -> Iterator[StageUse]:
     """The rows of each stage, in the order of the step."""
     for act, bucket in rank.program.acts:
         if act is Act.GATHER:
-            yield StageUse("advance", rows_of(rank.runs[bucket].advances))
+            yield "advance", rows_of(rank.runs[bucket].advances)
         elif act is Act.APPLY:
-            yield StageUse("apply", rows_of(rank.runs[bucket].applies))
+            yield "apply", rows_of(rank.runs[bucket].applies)
 
 
 def rows_of(calls: Iterable[Advance | Apply]) -> tuple[Rectangle, ...]:
-    """The row ranges of these calls. Rectangles side by side share one range."""
+    """The rows of these calls. Rectangles side by side share one range."""
     # Whole rows, because a copy of non-contiguous memory from the host would block.
     parts = [part for call in calls for part in call.parts]
     return tuple({(part.parameter, part.start): part.rows for part in parts}.values())

@@ -1,10 +1,10 @@
-"""`idle="hold"`: a matrix whose gradient is zero gets no update, and is named after some steps."""
+"""`idle="hold"`: a matrix with a zero gradient gets no update, and a warning after some steps."""
 
 # [Note: idle matrices]
-# - The momentum of an expert without tokens shrinks, but Newton-Schulz normalizes it. So the expert would move at full
-#   speed in its last direction, for hundreds of steps.
-# - The whole gradient of a matrix counts: zeros in one shard mean nothing. The ranks that share matrices agree on the
-#   device, by a maximum during the first gather. If no matrix travels, there is no collective.
+# - The momentum of an expert without tokens shrinks, but Newton-Schulz normalizes the momentum. So the expert would
+#   move at full speed, for hundreds of steps.
+# - The whole gradient of a matrix counts. The ranks that share matrices agree on the device, by a maximum during the
+#   first gather, without a wait of the host. If no matrix travels, there is no collective.
 # - Shards of one name on several meshes count together: the matrix is idle if its gradient is zero on every mesh.
 # - Owners then orthogonalize zeros. Momentum and weight decay go on.
 
@@ -27,13 +27,13 @@ from ..step.stages import RankStages, Stages
 from ..tensors.names import listed
 
 IDLE_STEPS = 20
-"""Steps in a row with a gradient of zeros after which a matrix is named."""
+"""Idle steps in a row before the warning."""
 ZERO, ACTIVE = 1, 2
 """States of a gradient. A matrix without a holder among the ranks has state 0."""
 
 
 class Idle(Feature):
-    """Finds the matrices with a gradient of zeros in a step, holds them, and names them after IDLE_STEPS steps."""
+    """See [Note: idle matrices]."""
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
@@ -50,7 +50,7 @@ class Idle(Feature):
         if len(self._steps) != len(matrices):
             self._on_host = torch.zeros_like(self._idle, device="cpu", pin_memory=rank.device.type != "cpu")
             self._steps = self._named = torch.zeros_like(self._on_host, dtype=torch.int32)
-        # Ranks train different values of these matrices, so that the states of other ranks do not count.
+        # Each rank trains its own values of these matrices.
         separate = [parameter.separate for parameter in rank.plan.parameters]
         local = zip(matrices, rank.plan.local, strict=True)
         own = torch.tensor([separate[matrix.parameter] and bool(ranks) for matrix, ranks in local], device="cpu")
@@ -64,7 +64,7 @@ class Idle(Feature):
         return stages._replace(orthogonalize=orthogonalize)
 
     def _place_gradients(self, places: Sequence[int]) -> None:
-        """Find the pieces of gradients on this rank. The matrices of a stack are one view, because calls take time."""
+        """Find the pieces of gradients on this rank. A stack is one view, because calls take time."""
         rank, pieces = self._rank, list[tuple[Rectangle, int, int]]()
         for parcel in (parcel for bucket in rank.program.buckets for parcel in bucket.stored):
             parameter = rank.plan.matrices[parcel.matrix].parameter
@@ -88,7 +88,6 @@ class Idle(Feature):
         self._numbers = rank.on_device(torch.tensor([*single, *stacked], dtype=torch.int64, device="cpu"))
 
     def before(self, step: Step) -> None:
-        """Find the gradients of zeros on this rank, and start the agreement of the ranks."""
         self._warn()
         # A missing gradient is another fault.
         active = torch.ones(1, 1, device=self._rank.storage[0].param.device if self._rank.storage else "cpu")
@@ -119,8 +118,7 @@ class Idle(Feature):
         self._on_host.copy_(self._idle, non_blocking=True)
 
     def _warn(self) -> None:
-        """Name matrices that have been idle since IDLE_STEPS steps, each once."""
-        # The copy has arrived, because the step has read the report, which was sent after the copy.
+        # The copy has arrived, because the step has read the report, which was sent later.
         self._steps = torch.where(self._on_host, self._steps + 1, 0)
         new = (self._steps >= IDLE_STEPS) & (self._named == 0)
         if not new.any():

@@ -1,12 +1,11 @@
-"""`overlap="forward"`: a step leaves updates to the next forward, and each layer applies its updates before use."""
+"""`overlap="forward"`: each layer applies the updates of the last step in the next forward, before use."""
 
 # [Note: updates in forward]
 # - A step launches all returns, but leaves the apply stage of the last rounds to forward, because their buffers are
 #   free until the next step.
 # - A late update uses the hyperparameters of its step, even if a scheduler changes them after the step.
-# - On the computing stream, late updates would wait for all earlier layers, so they run on a separate stream.
+# - Late updates run on a separate stream, because on the computing stream they would wait for all earlier layers.
 # - A late update launches no collective, so ranks may apply updates in any order.
-# - State dicts, loading and the next step first apply all late updates.
 
 from __future__ import annotations
 
@@ -107,7 +106,7 @@ class LateApplies(Feature):
         """Apply updates of `params` before the next work on `streams`."""
         # A bucket without local parameters is finished together with the first other bucket.
         self._finish([u for u in self._updates if not u.params or not u.params.isdisjoint(params)])
-        # Even without a new update, because another module may have applied a shared bucket.
+        # Even without a new update: another module may have applied a shared bucket.
         for stream in streams:
             stream.wait_stream(self._stream)
 

@@ -2,8 +2,7 @@
 
 # [Note: skipped steps]
 # - If one rank omitted a step after an overflow, the other ranks would wait for shards. So Muon always runs the step,
-#   and a skipped step changes no tensor.
-# - The decision stays on the device, so that the host does not wait.
+#   and a skipped step changes no tensor. The decision stays on the device.
 # - If the scalers of ranks disagree, the next step raises on all ranks.
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class GradScaling(Feature):
 
     @staticmethod
     def check(options: MuonOptions) -> None:
-        """Raise OptionError for options without support for a gradient scale or a skipped step."""
         if options.overlap == "backward":
             raise OptionError("overlap", "= 'backward' would send gradients with a GradScaler's scale; set 'none'")
         if options.overlap == "forward":
@@ -73,11 +71,9 @@ class ScaledRule(Rule):
             state.copy_(torch.where(self._skipped, before[name], state))
 
     def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
-        before = [torch.empty_like(param) for param in params]
-        torch._foreach_copy_(before, params)
+        skipped = self._skipped.to(params[0].dtype)
+        before = torch._foreach_mul(params, skipped)
         self._rule.apply(params, updates, group, scale, scratch)
         # Exact, because updates are finite and the factors are 0 and 1. PyTorch has no foreach call that selects.
-        skipped = self._skipped.to(params[0].dtype)
-        torch._foreach_mul_(before, skipped)
         torch._foreach_mul_(params, 1 - skipped)
         torch._foreach_add_(params, before)

@@ -3,7 +3,7 @@
 # [Note: skipped matrices]
 # - A skipped matrix keeps its momentum and its weights on every rank. So all holders must know of a missing or
 #   non-finite gradient before the momentum advances.
-# - The ranks decide on the device, by a maximum over the ranks that share matrices. On NCCL no host waits.
+# - The ranks decide on the device, by a maximum over the ranks that share matrices.
 # - The calls of a step run as always. Then skipped matrices get back the values from before the call.
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..step.update import Tensors
 
 
 class Skips(Feature):
-    """Finds the matrices to skip in a step, and keeps their weights, momentum and rule states."""
+    """See [Note: skipped matrices]."""
 
     def __init__(self, agreement: Agreement, options: MuonOptions) -> None:
         self._agreement = agreement
@@ -58,7 +58,6 @@ class Skips(Feature):
         return self._rank.on_device(torch.tensor(list(numbers), dtype=torch.int64, device="cpu"))
 
     def before(self, step: Step) -> None:
-        """Find the matrices to skip. Collective over the ranks that share matrices."""
         rank, flags = self._rank, self._flags.zero_()
         if Fault.NO_GRADIENT in self.allowed:
             missing = {i for i, p in enumerate(rank.params) if p.on_mesh and step.grads[i] is None} - step.excluded

@@ -18,7 +18,7 @@ from ..step.stages import BucketRun, RankStages, Stages
 
 @dataclass(frozen=True)
 class SliceBatch(Batch):
-    """A slice of a matrix, (1, rows, cols)."""
+    """`whole` is (1, rows, cols)."""
 
     slice: TeamSlice
 

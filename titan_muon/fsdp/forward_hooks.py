@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..features.late import LateApplies
 from ..muon import Muon
 from ..options import OptionError
+from ..tensors.names import named_parameters
 from .private import GatheredGroup, own_groups, prefetched_groups
 
 
@@ -27,14 +28,13 @@ class _Layer:
         self._count = 0
 
     def update(self, *_: Any) -> None:
-        """Apply the late updates of the weights for FSDP2's next all-gather."""
         if self._count == self._deferred.count and not self._deferred.left:
             return
         self._count = self._deferred.count
         own = own_groups(self._module)
         for module in (self._module, *self._outer):
             self._check(own_groups(module))
-        # The computing stream would wait for the all-gather, and so for the updates, anyway.
+        # The computing stream would wait for the updates anyway.
         streams = [stream for group in own for stream in (group.computing_stream(), group.reading_stream())]
         self._deferred.finish(_params(own), streams)
         for group in prefetched_groups(self._module):
@@ -57,11 +57,10 @@ def _params(groups: Iterable[GatheredGroup]) -> list[Tensor]:
 def apply_in_forward(model: nn.Module, muon: Muon) -> None:
     """Make the model's forward apply the late updates of Muon's steps (`overlap = "forward"`).
 
-    Each layer waits for the results and applies the updates before FSDP2 all-gathers the layer. Call
-    `muon.finish_step()` before other code reads or writes weights between a step and the next forward: an average of
-    weights (also in a step hook), `unshard()`, a method of `register_fsdp_forward_method`, or a pipeline schedule with
-    unshards. State dicts and the next step do so themselves. All ranks call `apply_in_forward` once, after
-    `fully_shard`.
+    Each layer applies the updates before FSDP2 all-gathers the layer. Call `muon.finish_step()` before other code reads
+    or writes weights between a step and the next forward: an average of weights (also in a step hook), `unshard()`, a
+    method of `register_fsdp_forward_method`, or a pipeline schedule with unshards, but not for state dicts. All ranks
+    call `apply_in_forward` once, after `fully_shard`.
 
     Args:
         model: sharded by `fully_shard`, with all of Muon's parameters.
@@ -75,8 +74,7 @@ def apply_in_forward(model: nn.Module, muon: Muon) -> None:
         raise ValueError("apply_in_forward: Muon has no late updates; build Muon with overlap = 'forward'")
     if deferred.attached:
         raise ValueError("apply_in_forward: was called for this Muon before; call it only once")
-    groups = muon.param_groups
-    trained = {p: fqn for group in groups for fqn, p in zip(group["param_names"], group["params"], strict=True)}
+    trained = {parameter: fqn for fqn, parameter in named_parameters(muon.param_groups)}
     if muon.plan.buckets:
         _check_gathered(model, trained)
     modules = _sharded(model)
@@ -94,7 +92,7 @@ def apply_in_forward(model: nn.Module, muon: Muon) -> None:
 
 
 def late_applies(muon: Muon) -> LateApplies | None:
-    """The late updates of Muon's steps; None unless `overlap = "forward"`."""
+    """The late updates of Muon, if any."""
     return next((feature for feature in muon.engine.features if isinstance(feature, LateApplies)), None)
 
 

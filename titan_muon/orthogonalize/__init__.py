@@ -12,19 +12,17 @@ from .coefficients import COEFFICIENTS, PRESCALED, Coefficients, coefficients, l
 from .dispatch import DTYPES, Dispatch, Kernel, Method
 from .gram import gram
 from .reference import reference
-from .sliced import Team, TeamSlice, sliced, sliced_norms
+from .sliced import TeamSlice, sliced, sliced_norms
 from .standard import frobenius_norms, standard
 from .symmetric import kernels_for, products_of
 
 __all__ = [
     "COEFFICIENTS",
     "DTYPES",
-    "Coefficients",
     "Dispatch",
     "Iteration",
     "Kernel",
     "Method",
-    "Team",
     "TeamSlice",
     "coefficients",
     "frobenius_norms",
@@ -42,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Iteration:
-    """Name of the coefficients, (a, b, c) of each step, and the least norm for the normalization."""
+    """Name of the coefficients, (a, b, c) of each step, and the least norm."""
 
     name: str
     steps: Coefficients
@@ -50,7 +48,7 @@ class Iteration:
 
     @property
     def prescaled(self) -> bool:
-        """Whether the iteration begins with the scaling of `standard.almost_orthogonal_`."""
+        """Whether the iteration begins with `standard.almost_orthogonal_`."""
         return self.name in PRESCALED
 
     def __str__(self) -> str:
@@ -74,8 +72,8 @@ def orthogonalize(
     """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), which stays unchanged.
 
     Returns a new tensor of the stack's shape and dtype (bfloat16 for the reference), or `out`, which may be `stack`.
-    `norms`: the stack's `frobenius_norms` for the method's dtype, if already computed. `of`: the stack is a slice of a
-    matrix, and `norms` are `sliced_norms`.
+    `norms`: the stack's `frobenius_norms` for the method's dtype. `of`: the stack is a slice of a matrix, and `norms`
+    are `sliced_norms`.
     """
     steps, eps = iteration.steps, iteration.eps
     if method.algorithm == "reference":
@@ -97,9 +95,9 @@ def orthogonalize(
 def zero_nonfinite_(stack: Tensor, norms: Tensor) -> Tensor:
     """Zero the matrices of `stack` (count, rows, cols) with a non-finite Frobenius norm in `norms`, in place.
 
-    Returns a mask of the zeroed matrices, (count,) bool. The host does not wait for a GPU.
+    Returns a mask of the zeroed matrices, (count,) bool.
     """
-    # By norm, not by element, because Newton-Schulz cannot normalize if the norm overflows (elements around 1e19).
+    # By norm, because Newton-Schulz cannot normalize if the norm overflows (elements around 1e19).
     broken = norms.isfinite().logical_not_()
     if stack.device.type != "cpu" or broken.any():
         stack.masked_fill_(broken[:, None, None], 0)

@@ -1,4 +1,4 @@
-"""Coefficients of the quintic Newton-Schulz iteration X <- a X + (b A + c A A) X with A = X Xᵀ, with sources."""
+"""Coefficients of the quintic Newton-Schulz iteration X <- a X + (b A + c A A) X with A = X Xᵀ."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ Coefficients = tuple[tuple[float, float, float], ...]
 GRID = 4000
 """Number of singular values that `largest_value` follows."""
 
-POLAR_EXPRESS_NORM = 1.02
-"""Factor on the Frobenius norm in the set with a cushion."""
-
-CANS_NORM = 1.02
+POLAR_EXPRESS_NORM = CANS_NORM = 1.02
+"""Factors on the Frobenius norm."""
 
 COEFFICIENTS: Mapping[str, Coefficients] = {
     # Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); torch.optim.Muon's default.
@@ -31,8 +29,8 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
         (2.8769, -3.1427, 1.2046),
         (2.8366, -3.0525, 1.2012),
     ),
-    # Amsel et al., "The Polar Express" (arXiv:2505.16932), l = 1e-3, every step made safe by a factor of 1.05:
-    # (a / s, b / s^3, c / s^5). The choice of gram-newton-schulz and dmuon.
+    # Amsel et al., "The Polar Express" (arXiv:2505.16932), l = 1e-3, every step with a safety factor s = 1.05:
+    # (a / s, b / s^3, c / s^5). As in gram-newton-schulz and dmuon.
     "polar_express": (
         (7.8925828744, -20.3830139459, 13.5553061494),
         (3.9114848681, -2.5464635929, 0.426898832),
@@ -40,8 +38,7 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
         (3.1603996737, -2.1496495189, 0.3996366908),
         (2.1910971619, -1.4416620102, 0.3281464876),
     ),
-    # The same with "safety 2e-2, cushion 2", as in modded-nanogpt, nanochat and dion, which divide the matrix by 1.02
-    # times the norm; here the first step contains the factor.
+    # The same with "safety 2e-2, cushion 2", as in modded-nanogpt, nanochat and dion; the first step divides by 1.02.
     "polar_express_cushion": (
         (
             8.156554524902461 / POLAR_EXPRESS_NORM,
@@ -56,8 +53,8 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
     # DeepSeek-V4's ten steps, as in Emerging-Optimizers: eight to grow singular values, two to pull them to 1.
     "deepseek_v4": (*((3.4445, -4.7750, 2.0315),) * 8, *((2.0, -1.5, 0.5),) * 2),
     # Grishina et al., "Accelerating Newton-Schulz Iteration for Orthogonalization via Chebyshev-type Polynomials"
-    # (CANS, arXiv:2506.10935), as in Emerging-Optimizers. The published steps have no margin at the singular value 1:
-    # rounding in bfloat16 takes it to 1.9. So the first step divides by CANS_NORM too.
+    # (CANS, arXiv:2506.10935), as in Emerging-Optimizers. Without a margin, rounding in bfloat16 takes the singular
+    # value 1 to 1.9. So the first step divides by CANS_NORM too.
     "cans": (
         (8.4703 / CANS_NORM, -25.1081 / CANS_NORM**3, 18.6293 / CANS_NORM**5),
         (4.1828, -3.1087, 0.5806),
@@ -65,9 +62,8 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
         (3.2866, -2.4647, 0.5074),
         (2.2737, -1.6447, 0.4162),
     ),
-    # Boissin et al., "Turbo-Muon" (arXiv:2512.04632): the scaling of `standard.almost_orthogonal_` instead of a first
-    # step, here of you_jiacheng's. The steps in flash-newton-schulz turn singular values above 0.88 negative, as that
-    # of a matrix of rank one.
+    # Boissin et al., "Turbo-Muon" (arXiv:2512.04632): `standard.almost_orthogonal_` instead of a first step, here of
+    # you_jiacheng's, because the steps in flash-newton-schulz turn singular values above 0.88 negative.
     "aol": (
         (3.9505, -6.3029, 2.6377),
         (3.7418, -5.5913, 2.3037),
@@ -78,14 +74,13 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
     # 2008, chapter 8): slow from small singular values, exact in the limit.
     "cubic": ((1.5, -0.5, 0.0),),
 }
-"""Sets by name. A set of one step is repeated. Longer sets have a fixed number of steps, or go on in CONTINUED."""
+"""A set of one step is repeated. Longer sets have a fixed number of steps, or go on in CONTINUED."""
 
 PRESCALED = ("aol",)
-"""Sets that begin with the scaling of `standard.almost_orthogonal_`."""
 
 POLAR_EXPRESS_SAFETY = 1.05
 CONTINUED: Mapping[str, Coefficients] = {
-    # The paper's steps 6 and 7, with the same safety, and the step that all later ones equal, which needs no safety.
+    # The paper's steps 6 and 7, with the same safety, and all later steps, which need no safety.
     "polar_express": (
         (
             1.891301407787398 / POLAR_EXPRESS_SAFETY,
@@ -104,7 +99,7 @@ CONTINUED: Mapping[str, Coefficients] = {
 
 
 def coefficients(choice: str | Sequence[Sequence[float]], steps: int) -> Coefficients:
-    """(a, b, c) for each of `steps` steps, from the name of a set, a list of `steps` triples, or a single triple.
+    """(a, b, c) for each step, from the name of a set, a list of `steps` triples, or a single triple.
 
     Raises OptionError for an unknown name, a wrong number of steps, or an invalid triple.
     """
@@ -138,7 +133,7 @@ def _triple(row: object) -> tuple[float, float, float]:
 
 @cache
 def largest_value(steps: Coefficients) -> float:
-    """The largest singular value after the steps, for singular values from 0 to 1 before; inf if the steps diverge."""
+    """The largest singular value after the steps, for values from 0 to 1 before; inf if the steps diverge."""
     largest = 0.0
     for index in range(GRID + 1):
         # A little above 1, because the norm that divides a matrix is rounded.

@@ -1,4 +1,4 @@
-"""Choice of the algorithm: the cheapest on the device with safe numerics for the shape."""
+"""Choice of the algorithm by device and shape."""
 
 from __future__ import annotations
 
@@ -37,21 +37,19 @@ SAME_RATE = 0.9
 """float16 is preferred at this share of bfloat16's rate, because of 8 times the precision."""
 KERNEL_SIDES = 16
 """Divisor of both sides required by kernels; further sizes would need slow copies."""
-
-
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 """Capabilities for fast bfloat16 products: x86, then ARM."""
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether this machine's CPU has instructions for bfloat16 products."""
+    """Whether this CPU has bfloat16 instructions."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The fastest symmetric products in a dtype, for matrices with at least `rows` rows on the smaller side."""
+    """The fastest symmetric products in a dtype, for a smaller side of at least `rows`."""
 
     dtype: str
     rows: int
@@ -67,9 +65,7 @@ class Method:
         dtype: of the iteration, a name in DTYPES.
         restarts: the Gram iteration restarts before these steps.
         products: `plain` or a name in `symmetric.KERNELS`.
-        batch: most matrices at a time.
         reason: of the choice by `auto`, else empty.
-        slices: ranks that orthogonalize a matrix together.
     """
 
     algorithm: str
@@ -107,7 +103,7 @@ class Method:
     def work_bytes(self, rows: int, cols: int, device: str, out_bytes: int = 0) -> int:
         """Working bytes of a matrix, without the input and the kernels' scratch memory.
 
-        `out_bytes`: bytes per element of an output in place, which serves whole matrices as an X buffer.
+        `out_bytes`: bytes per element of an output in place, which serves as an X buffer.
         """
         if self.slices > 1:
             iteration = sliced_elements(rows, cols, self.slices) * DTYPES[self.dtype].itemsize
@@ -125,15 +121,14 @@ class Method:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The options of orthogonalization on a device type. Raises OptionError for unknown names and unsafe combinations.
+    """The options on a device type. Raises OptionError for unknown names and unsafe combinations.
 
     Attributes:
         algorithm: `auto` takes the cheapest safe algorithm for each shape.
         dtype: `auto` takes the fastest, and among equally fast dtypes the most precise.
-        cpu_bfloat16: whether the CPU has bfloat16 instructions; by default of this machine.
         kernels: symmetric products measured as fastest on this GPU; plain products otherwise.
-        machine: the planned machine; by default of the device type. CPUs always use the entry of their instructions,
-            so that a plan for a different machine computes the same bits.
+        machine: the planned machine; by default of the device type. CPUs use the entry of their instructions, so that a
+            plan for a different machine computes the same bits.
     """
 
     algorithm: str = "auto"
@@ -228,7 +223,7 @@ class Dispatch:
 
 
 def restarts(steps: int) -> tuple[int, ...]:
-    """Steps before which the Gram iteration restarts: every second step, without a last run of a single step."""
-    # Longer runs lose small singular values to rounding: with DeepSeek-V4's ten steps, runs of four in float16 have
-    # more error than the standard iteration in bfloat16.
+    """The Gram iteration restarts before every second step, without a last run of a single step."""
+    # Longer runs lose small singular values: with DeepSeek-V4's ten steps, runs of four in float16 have more error than
+    # the standard iteration in bfloat16.
     return tuple(range(2, steps - 1, 2))

@@ -39,7 +39,7 @@ def _iterated(
     x: Tensor, spare: Tensor, steps: Coefficients, restarts: Sequence[int], products: Products, prescale: bool
 ) -> Tensor:
     work = tuple(x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2) for _ in range(4))
-    # Rounding errors in small eigenvalues of R grow with each step. A restart recomputes R from X, for two products.
+    # Rounding errors in small eigenvalues of R grow with each step. A restart recomputes R from X.
     starts = (0, *restarts, len(steps))
     for first, last in pairwise(starts):
         q = _accumulated(x, steps[first:last], work, products, prescale and first == 0)
@@ -49,7 +49,7 @@ def _iterated(
 
 
 def _accumulated(x: Tensor, steps: Coefficients, work: Sequence[Tensor], products: Products, prescale: bool) -> Tensor:
-    """The product of the steps' polynomials a I + b R + c R R, with R advanced from X Xᵀ by each; one of `work`."""
+    """The product of the steps' polynomials a I + b R + c R R, in one of `work`."""
     r, q, z, spare = work
     products.gram(smaller_first(x), out=r, alpha=start_norm(x.dtype) ** -2)
     if prescale:
@@ -58,8 +58,7 @@ def _accumulated(x: Tensor, steps: Coefficients, work: Sequence[Tensor], product
         if len(steps) == 1:
             polynomial(products, r, b, c, delta=a, out=q)
             break
-        # Z omits a I, added below as `beta` before rounding, because adding a (about 4) to Z would lose the last digits
-        # of a nearly zero diagonal.
+        # Z omits a I, added below as `beta`, because adding a (about 4) would lose the last digits of a small diagonal.
         polynomial(products, r, b, c, out=z)
         if index == 0:
             q.copy_(z).diagonal(dim1=1, dim2=2).add_(a)

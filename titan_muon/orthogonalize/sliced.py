@@ -1,4 +1,4 @@
-"""The Newton-Schulz iteration on a matrix in slices: each rank has a slice, and no rank assembles the matrix."""
+"""The Newton-Schulz iteration on a matrix in slices, without a rank that assembles the matrix."""
 
 # The longer side is cut, so that each slice X_i has the whole smaller side m, and the Gram matrix is the sum of all
 # X_i X_iᵀ. Each of k ranks computes m / k rows of every m x m matrix, so exactly 1/k of all FLOPs.
@@ -19,7 +19,7 @@ from .standard import delivered, normalized, start_norm
 
 
 class Team(Protocol):
-    """The ranks of a matrix's slices, in order; `place`: index of this rank. Methods are collective."""
+    """The ranks of a matrix's slices; `place`: index of this rank. Methods are collective."""
 
     place: int
 
@@ -40,7 +40,6 @@ class TeamSlice:
 
 def sliced_norms(stack: Tensor, team: Team) -> Tensor:
     """The Frobenius norm of the matrix with slice `stack` (1, rows, cols), (1,) float32; equal on all ranks."""
-    # All ranks must zero a non-finite matrix before the first product.
     norms = torch.linalg.vector_norm(stack.flatten(1), dim=1, dtype=torch.float32)
     return torch.linalg.vector_norm(team.gathered(norms), dim=0, keepdim=True)
 
@@ -59,7 +58,7 @@ def sliced(
     """The slice of U Vᵀ for slice `stack` (1, rows, cols) of a matrix U S Vᵀ, in the stack's shape and dtype.
 
     Like `gram`, with X Xᵀ recomputed after each of `runs` steps; a run of a single step is a step of `standard`.
-    `norms` are `sliced_norms`. The result is a new tensor or `out`, which may be `stack`.
+    `norms` are `sliced_norms`. `out` as in `standard`.
     """
     x = normalized(stack, eps, dtype, norms)[0]
     spare, count = torch.empty_like(x), sum(runs)

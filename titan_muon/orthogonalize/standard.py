@@ -22,17 +22,15 @@ def standard(
 ) -> Tensor:
     """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), in its shape and dtype.
 
-    X <- a X + (b A + c A A) X with A = X Xᵀ, from X = matrix / max(norm, eps), on the smaller side, in `dtype`. Source:
-    Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024). The result is a new tensor or
-    `out`, which may be `stack`. `norms`: `frobenius_norms(stack, dtype)`, if already computed. `prescale`: begin
-    with `almost_orthogonal_`.
+    X <- a X + (b A + c A A) X with A = X Xᵀ, from X = matrix / max(norm, eps), on the smaller side, in `dtype`. Source
+    as of `reference`. The result is a new tensor or `out`, which may be `stack`. `norms`: `frobenius_norms(stack,
+    dtype)`. `prescale`: begin with `almost_orthogonal_`.
     """
     x = normalized(stack, eps, dtype, norms)
     return delivered(_iterated(x, next_buffer(x, out), steps, products, prescale), stack.dtype, out)
 
 
 def _iterated(x: Tensor, spare: Tensor, steps: Coefficients, products: Products, prescale: bool) -> Tensor:
-    # Two alternating buffers, because a product cannot overwrite its operand.
     gram = x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2)
     p = torch.empty_like(gram)
     inverse = 1 / start_norm(x.dtype)
@@ -67,7 +65,7 @@ FLOAT16_NORM = 2.0**10
 
 
 def start_norm(dtype: torch.dtype) -> float:
-    """The Frobenius norm from which an iteration starts. The last product removes the scale."""
+    """The Frobenius norm of the first X. The last product removes the scale."""
     return FLOAT16_NORM if dtype == torch.float16 else 1.0
 
 
@@ -79,10 +77,9 @@ def next_buffer(x: Tensor, out: Tensor | None) -> Tensor:
 
 
 def delivered(x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """The result of an iteration, copied to `out` or cast to `dtype`."""
+    """The result, copied to `out` or cast to `dtype`."""
     if out is None:
         return x.to(dtype)
-    # Copies even in place for different dtypes, because each element is read before its memory is overwritten.
     return out if x.data_ptr() == out.data_ptr() and x.dtype == out.dtype else out.copy_(x)
 
 

@@ -62,10 +62,7 @@ HALVES = ("float16", "bfloat16")
 
 
 def kernels_for(choice: str, device: torch.device) -> tuple[Kernel, ...]:
-    """The kernels for the option `ns_kernel` on a device; `auto`: the measured kernels.
-
-    Raises OptionError for an unknown name, and for a kernel without support on the device.
-    """
+    """The kernels for the option `ns_kernel`. Raises OptionError for an unknown name or a kernel without support."""
     check(StepOptions, {"ns_kernel": choice})
     if choice == "auto" and device.type == "cuda" and torch.cuda.is_available():
         return known_kernels(cache_file(device))
@@ -94,7 +91,7 @@ def installed() -> dict[str, str]:
 
 
 def cache_file(device: torch.device) -> Path:
-    """File of the measurement for this GPU and these versions, under XDG_CACHE_HOME or ~/.cache."""
+    """File of the measurement for this GPU and these versions."""
     root = Path(os.environ["XDG_CACHE_HOME"]) if os.environ.get("XDG_CACHE_HOME") else Path.home() / ".cache"
     gpu = torch.cuda.get_device_name(device)
     versions = "-".join(f"{kernel}{number}" for kernel, number in sorted(installed().items()))

@@ -1,7 +1,6 @@
 """Triton kernels for symmetric products: half of the squares are computed, the rest mirrored.
 
-Imported on use, because only CUDA builds of PyTorch include Triton. With TRITON_INTERPRET=1 the kernels run on the CPU,
-in float32 and float16 (the interpreter reads bfloat16 operands of a dot product as integers).
+With TRITON_INTERPRET=1 the kernels run on the CPU, in float32 and float16.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ class Tile:
 
     Attributes:
         side: rows and columns of a square, the unit of storing and mirroring.
-        wide: squares side by side, stored in turn.
         depth: columns of A per iteration of the loop.
         warps: warps that compute.
-        stages: loop iterations with operands in shared memory at the same time.
-        tma: tensor descriptors, copied by the tensor memory accelerator.
+        stages: loop iterations with operands in shared memory.
+        tma: whether to copy by the tensor memory accelerator.
         specialized: separate warps to copy, to issue products and to store.
     """
 
@@ -47,17 +45,15 @@ class Tile:
 
 
 TILES: Mapping[int, tuple[Tile, ...]] = {
-    # Ampere has no tensor memory accelerator. Not 4 warps, with fewer reads of shared memory: Triton 3.9 spills their
-    # registers for the addition of C.
+    # Ampere has no tensor memory accelerator. Not 4 warps: Triton 3.9 spills their registers.
     8: (Tile(stages=3),),
-    # 128 x 256 reads a quarter less from L2 per product than 128 x 128, and uses the widest instruction. Not
-    # specialized: Triton 3.7 and 3.9 ignore specialization on Hopper, or spill. Two 128 x 128 tiles fit an SM, and
-    # overlap compute and stores.
+    # 128 x 256 reads a quarter less from L2 per product than 128 x 128. Not specialized: Triton 3.7 and 3.9 ignore
+    # specialization on Hopper, or spill. Two 128 x 128 tiles fit an SM, and overlap compute and stores.
     9: (Tile(wide=2, tma=True), Tile(warps=4, stages=3, tma=True)),
     # Likewise, with sums in tensor memory, stored by separate warps.
     10: (Tile(wide=2, tma=True, specialized=True), Tile(warps=4, stages=3, tma=True)),
 }
-"""Tiles by major compute capability. All further GPUs use the tile for 8: 64 KiB of shared memory, no new features."""
+"""Tiles by major compute capability. All further GPUs use the tile for 8."""
 NARROW = 1.15
 """Relative time of a 128 x 128 square to a 128 x 256 square, estimated: tensor cores give 1, L2 traffic 4/3."""
 
@@ -68,7 +64,7 @@ def _place(number, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     # Along the rows of the lower triangle: row i has i + 1 blocks of WIDE x WIDE squares.
     block = number // WIDE
     i = ((tl.sqrt(8.0 * block.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
-    # Correct an error of the square root by one in either direction.
+    # Correct the square root by one in either direction.
     i = tl.where(i * (i + 1) // 2 > block, i - 1, i)
     i = tl.where((i + 1) * (i + 2) // 2 <= block, i + 1, i)
     j = block - i * (i + 1) // 2
@@ -144,7 +140,7 @@ def by_pointers(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Kernel for GPUs without a tensor memory accelerator. WHOLE: tiles cover the matrices exactly, without masks."""
     row, col = _place(tl.program_id(0), 1)
-    # 64-bit batch offset, because a stack can exceed 2³¹ elements. A matrix cannot, and 64-bit offsets take registers.
+    # A stack can exceed 2³¹ elements, but a matrix cannot.
     batch = tl.program_id(1).to(tl.int64)
     a += batch * a_batch
     b += batch * b_batch
@@ -250,7 +246,6 @@ def _is_aligned(matrices: Tensor) -> bool:
 def fastest(tiles: Sequence[Tile], size: int, count: int, processors: int) -> Tile:
     """The fastest tile, by turns on `processors` streaming multiprocessors (SMs)."""
 
-    # 4,096 rows are 272 programs of two squares: on 132 SMs the last eight programs would take a third turn.
     def seconds(tile: Tile) -> float:
         turns = -(-tile.programs(size) * count // processors)
         return turns * (tile.wide if tile.wide > 1 else NARROW)
@@ -259,7 +254,7 @@ def fastest(tiles: Sequence[Tile], size: int, count: int, processors: int) -> Ti
 
 
 def tile_on(device: torch.device, size: int, count: int) -> Tile:
-    """The tile for `count` products of `size` rows; the tile for 8 under the interpreter."""
+    """The tile for `count` products of `size` rows."""
     if device.type != "cuda":
         return TILES[8][0]
     properties = torch.cuda.get_device_properties(device)
@@ -280,8 +275,8 @@ def symmetric_product(
     """Fill out (count, m, m) with alpha A B + beta C + delta I, computing only the lower triangle.
 
     a (count, m, k) and b (count, k, m) of equal dtype, contiguous or transposed, with symmetric A B; c (count, m, m),
-    contiguous and symmetric, or None; m and k multiples of 16. Sums are float32. `out` is contiguous, without memory in
-    common with the operands. `tile` defaults to `tile_on`. Raises ValueError for invalid shapes and strides.
+    contiguous and symmetric, or None; m and k multiples of 16. Sums are float32. `out` is contiguous and no operand.
+    `tile` defaults to `tile_on`. Raises ValueError for invalid shapes and strides.
     """
     count, size, inner = a.shape
     square = torch.Size((count, size, size))

@@ -1,4 +1,4 @@
-"""Collectives and streams of owned parameters: broadcasts from the owners, reductions to the owners."""
+"""Collectives and streams of owned parameters."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .param import OwnedParam, OwnedPart
 HIGH_PRIORITY = -1
 
 # [Note: streams and memory]
-# - The caching allocator ties memory to the stream current at allocation, and reuses freed memory for later kernels of
-#   this stream. So this stream must wait for uses on a second stream before the host frees the memory.
+# - The caching allocator reuses freed memory for later kernels of the stream current at allocation. So this stream must
+#   wait for uses on a second stream before the host frees the memory.
 # - Unsharded buffers belong to the compute stream, like all readers. The gather stream waits for the compute stream
-#   before filling a buffer, because the last kernel may still read the memory.
+#   before filling a buffer.
 # - Gradients from autograd belong to the compute stream. The host keeps references until the compute stream has waited
-#   for the copy of the gradients, at the end of the next module's backward.
+#   for the copy of the gradients.
 # - The input and the sum of a reduction belong to the reduce stream. The host may free them right after launch, because
 #   the reduce stream waits for the all-reduce stream.
 # - The reduce stream waits for the compute stream before allocation, because an optimizer may have just read the
@@ -32,11 +32,11 @@ HIGH_PRIORITY = -1
 
 
 class Streams:
-    """Streams with FSDP2's roles and priorities. On the CPU all operations are synchronous."""
+    """Streams with FSDP2's roles and priorities."""
 
     def __init__(self, device_type: str) -> None:
         self._device: Any = torch.get_device_module(device_type)
-        # High priority, because all ranks wait for a few short kernels. The all-reduce has the time of a whole layer.
+        # High priority, because all ranks wait for these kernels. The all-reduce has the time of a whole layer.
         self.gather: Any = self._device.Stream(priority=HIGH_PRIORITY)
         self.reduce: Any = self._device.Stream(priority=HIGH_PRIORITY)
         self.all_reduce: Any = self._device.Stream()
@@ -72,7 +72,7 @@ class Peers:
         return self.group.rank()
 
     def scatter(self, parts: Iterable[OwnedPart], unsharded: Mapping[OwnedParam, Tensor]) -> None:
-        """Fill this rank's pieces in `unsharded` from the holders, and send held pieces to the peers."""
+        """Fill this rank's pieces in `unsharded`, and send held pieces to the peers."""
         messages = []
         for part in parts:
             view = part.of(unsharded[part.param])
@@ -121,10 +121,10 @@ class Peers:
 
 @dataclass(frozen=True)
 class OwnerCollectives:
-    """Collectives of a layer's parameters and gradients between the ranks of a group.
+    """Collectives of parameters and gradients in a group.
 
     Parts are contiguous tensors, each with an owner, a rank of the group. All ranks pass equal owners in equal order.
-    Methods return the works to wait for: none if the operations run `in_stream`, launched together.
+    Methods return the works to wait for: none if the operations run `in_stream`.
     """
 
     group: dist.ProcessGroup
@@ -133,9 +133,8 @@ class OwnerCollectives:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> OwnerCollectives:
-        # NCCL launches coalesced operations as a single kernel, and synchronous operations in the current stream with
-        # its priority. gloo supports neither: after a refused coalescing later collectives silently do nothing, and a
-        # synchronous operation blocks the host.
+        # NCCL launches coalesced operations as a single kernel in the current stream. gloo does not: after a refused
+        # coalescing later collectives silently do nothing, and a synchronous operation blocks the host.
         return cls(group, private.coalesces(group, device))
 
     def gather(self, owners: Sequence[int], parts: Sequence[Tensor]) -> list[dist.Work]:

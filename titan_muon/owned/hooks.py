@@ -1,7 +1,7 @@
 """Module hooks that unshard a param group, reduce its gradients, and reshard.
 
-Unsharded: from before the module's forward until after, and in backward from the first gradient of the output until the
-gradients of the inputs, where gradients are reduced. The next group is prefetched.
+A group is unsharded in its module's forward, and in backward from the first gradient of the output until the gradients
+of the inputs, where gradients are reduced. The next group is prefetched.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class HookContext:
         self._end_of_backward: Callable[[], object] = lambda: None
 
     def enter_forward(self, index: int) -> None:
-        """Free groups left unsharded without further use."""
         # A successful backward pass has reset `_backward`.
         if self._backward is not None:
             self._forget_backward()
@@ -50,7 +49,7 @@ class HookContext:
                 hooks.group.reshard()
 
     def _forget_backward(self) -> None:
-        """Clean up after a backward pass that raised, or its gradients would count in the next pass."""
+        """Clean up after a backward pass that raised."""
         self._backward = None
         self.reductions.discard()
         for hooks in self.hooks:
@@ -82,8 +81,7 @@ class HookContext:
 
     def _final_callback(self) -> None:
         self._backward = None
-        # Modules without input gradients, such as the first. In backward order, so that the reductions of all ranks
-        # match.
+        # Modules without input gradients, in backward order, so that the reductions of all ranks match.
         for hooks in reversed(self.hooks):
             if hooks.in_backward:
                 hooks.post_backward()
@@ -120,7 +118,7 @@ class ModuleHooks:
         self._reshard_after_forward, self._divide_factor = reshard_after_forward, divide_factor
         context.hooks.append(self)
         module.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
-        # After an exception too, or the unsharded parameters would outlive the weights.
+        # After an exception too, or unsharded parameters would outlive the weights.
         module.register_forward_hook(self._post_forward, always_call=True)
 
     # torch.compile would trace the parameter swap and the collectives into the graph.
@@ -156,7 +154,6 @@ class ModuleHooks:
                 # The first output gradient already needs the weights, and some may never come.
                 register_multi_grad_hook(differentiable, self._pre_backward, mode="any")
                 self.awaits_backward = True
-            # Without a backward nothing else frees the group.
             if self._reshard_after_forward or not differentiable:
                 self.group.reshard()
             elif self._reshard_after_forward is None:
@@ -164,8 +161,7 @@ class ModuleHooks:
         return _cast(output, self._policy.output_dtype)
 
     def _leave_for_backward(self) -> None:
-        # The last module's backward is next, and a new gather would not overlap. `keep` unregisters the parameters, so
-        # that a further forward gathers the current weights.
+        # The last module's backward is next, and a new gather would not overlap.
         if self.index + 1 == len(self._context.hooks):
             self.group.keep()
         else:
@@ -186,7 +182,7 @@ class ModuleHooks:
         # None: the dtype of the unsharded parameter. FSDP2 uses the parameter's original dtype from torch 2.15 on.
         reduces, dtype = self._context.reduce_grads, self._policy.reduce_dtype
         for param in self.group.trained:
-            # Sums over microbatches stay in the reduce dtype; gradients for immediate reduction are cast in the copy.
+            # Sums over microbatches stay in the reduce dtype.
             param.accumulate_unsharded_grad(None if reduces else dtype)
         # Before the reduction allocates its input, to lower the peak.
         self.group.reshard()
@@ -210,7 +206,7 @@ class _PostBackward(torch.autograd.Function):
 
 
 def refuse_use_while_owned(module: nn.Module, group: OwnedParamGroup) -> None:
-    """Make a module raise ValueError on compute while its owned parameters are not unsharded."""
+    """Make a module raise ValueError while its owned parameters are not unsharded."""
 
     def check_unsharded(*_: object) -> None:
         # An owned parameter has the global shape on every rank, so the product would fail without a hint.

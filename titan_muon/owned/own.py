@@ -41,11 +41,11 @@ def own(
 
     Args:
         module: plain module, or a module given to `fully_shard` with the same parameters ignored.
-        mesh, params, rules, tensor_parallel: see `Owners`, if nothing else of the model is owned.
-        owners: owners of the whole model's parameters, instead of these arguments.
+        mesh, params, rules, tensor_parallel: as in `Owners`, if nothing else of the model is owned.
+        owners: for the whole model, instead of these arguments.
         mp_policy: policy of `fully_shard`; gradients travel in `reduce_dtype`, or without it in `param_dtype`.
         reshard_after_forward: whether to free unsharded parameters between forward and backward; by default all except
-            the last owned module's, which backward needs first.
+            the last module's.
         offload_policy: CPUOffloadPolicy keeps owned parameters and gradients on the host.
         gradient_divide_factor: divisor of gradient sums; by default the number of ranks.
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..options import OptionError, Owner, PlacementRule, Split, check
 from ..plan.owned.ownership import OwnedItem, Ownership, assign_owners, load_lines
-from ..plan.terms.types import MatrixStack
 from ..plan.terms.work import standard_flops
 from ..tensors.dtensor import layer_of
 from ..tensors.matrices import stack_of
@@ -31,7 +30,7 @@ FIVE_STANDARD_STEPS: FlopCount = partial(standard_flops, steps=5)
 
 
 def cut_by_peers(parameters: Mapping[str, Tensor]) -> dict[str, DeviceMesh]:
-    """The parameters cut by tensor parallelism, with their common mesh. Raises ValueError for other placements."""
+    """The meshes of parameters cut by tensor parallelism. Raises ValueError for different meshes or placements."""
     meshes: dict[str, DeviceMesh] = {}
     for fqn, parameter in parameters.items():
         inner = Inner.of(parameter)
@@ -56,7 +55,7 @@ def owned_items(
     flops: FlopCount,
     elementwise: Collection[Tensor],
 ) -> list[OwnedItem]:
-    """The loads. A single peer of its mesh holds a `gathered` parameter; all peers hold the rest."""
+    """The loads of parameters. A single peer holds a `gathered` parameter; all peers hold the rest."""
     peers = next((mesh.size() for mesh in gathered.values()), 1)
     items = []
     for fqn, parameter in parameters.items():
@@ -69,7 +68,7 @@ def owned_items(
 def _item(
     fqn: str, parameter: Tensor, owner: Owner, split: Sequence[Split], flops: FlopCount | None, *, whole: bool
 ) -> OwnedItem:
-    """The load, with all pieces if `whole`; without `flops` only bytes."""
+    """`whole`: with all pieces. Without `flops` only bytes count."""
     inner = Inner.of(parameter)
     held = parameter.shape if whole else inner.size(parameter.shape)
     size = held.numel() * parameter.element_size()
@@ -79,18 +78,11 @@ def _item(
     columns = prod(parameter.shape[stack.row_dims :])
     cost = sum(flops(*matrix.shape(columns)) for matrix in stack.matrices)
     # If gathered along dim 0, a piece's rows would match no owner's part.
-    if not _is_stack(parameter, stack) or (whole and inner.placements[0].is_shard(0)):
+    is_stack = stack.row_dims > 1 and stack.is_separable(parameter.shape)
+    if not is_stack or (whole and inner.placements[0].is_shard(0)):
         return OwnedItem(fqn, layer_of(fqn), cost, size, owner=owner)
     # This rank and its expert-parallel peers divide only the local experts.
     return OwnedItem(fqn, layer_of(fqn), cost * held[0] // len(parameter), size, held[0], owner)
-
-
-def _is_stack(parameter: Tensor, stack: MatrixStack) -> bool:
-    """Whether every matrix of a parameter is within a single index of dim 0."""
-    height = prod(parameter.shape[1 : stack.row_dims])
-    return stack.row_dims > 1 and all(
-        matrix.rows[0].start // height == (matrix.rows[-1].stop - 1) // height for matrix in stack.matrices
-    )
 
 
 def placed(names: Iterable[str], chosen: Collection[str], rules: Sequence[PlacementRule]) -> dict[str, Owner]:
@@ -107,7 +99,6 @@ def placed(names: Iterable[str], chosen: Collection[str], rules: Sequence[Placem
 
 def check_rules(names: Iterable[str], rules: Sequence[PlacementRule]) -> None:
     """Raise ValueError for an invalid rule or a rule without parameters."""
-    # A misspelt glob would otherwise leave parameters unplaced.
     used = {_first(name, rules) for name in names}
     for index, rule in enumerate(rules):
         place = f"placement.rule[{index}]"
@@ -127,7 +118,6 @@ def check_rules(names: Iterable[str], rules: Sequence[PlacementRule]) -> None:
 
 
 def _first(name: str, rules: Sequence[PlacementRule]) -> int | None:
-    # Not fnmatch, which ignores case on some systems.
     return next((index for index, rule in enumerate(rules) if fnmatchcase(name, rule.match)), None)
 
 
@@ -141,17 +131,17 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 class Owners:
     """The owner of each parameter to store whole on a single rank, balanced over a model.
 
-    Longest processing time first, by FLOPs of Newton-Schulz within a limit of bytes; the matrices of a layer are spread
-    over ranks. Every rank computes equal owners without communication.
+    Longest first, by FLOPs of Newton-Schulz within a limit of bytes; the matrices of a layer are spread over ranks.
+    Every rank computes equal owners without communication.
 
     Args:
-        model: contains all modules to own, after tensor parallelism, activation checkpointing and torch.compile, and
-            before `fully_shard` of the same parameters. May be on the meta device.
+        model: with all modules to own, after tensor parallelism, activation checkpointing and torch.compile, and before
+            `fully_shard` of the same parameters. May be on the meta device.
         mesh: data-parallel mesh as in `fully_shard`: (shard,), or (replicate, shard) for HSDP with an owner in each
             replica (flattened: a single owner among all replicas). Under expert parallelism, the mesh of the ranks with
             the same experts.
-        params: parameters to own if no rule matches, or their owner settings; by default every matrix. A stack of
-            matrices along dim 0 may have several owners.
+        params: parameters to own if no rule matches, or their owner settings; by default every matrix. A stack may have
+            several owners.
         rules: for any parameter of the model; the first match decides.
         split: for parameters with several matrices, or not 2D, see `options.Split`.
         flops: of orthogonalizing a (rows, columns) matrix, for the balance; by default five standard steps.
@@ -163,7 +153,7 @@ class Owners:
     Attributes:
         ownership: owners of each parameter as ranks of the shard axis; for "whole" with cut parameters, of the shard
             axis times tensor parallelism, which is innermost.
-        traffic: bytes and calls sent from this rank to gather and reduce.
+        traffic: bytes and calls sent from this rank.
 
     Raises ValueError for a parameter tied, owned or sharded already, without matrices, or outside the model; for a mesh
     without this rank; for a rule without a match; and for an owner outside the ranks.
@@ -199,7 +189,7 @@ class Owners:
         self.comm = CommContext.of(mesh, next(iter(self._gathered.values()), None))
         self.traffic = self.comm.collectives.traffic
         self.context = HookContext(self.comm)
-        # All parameters at once: module by module, the first ranks would get most of each module.
+        # Module by module, the first ranks would get most of each module.
         items = owned_items(
             parameters, choices, gathered=self._gathered, split=split, flops=flops, elementwise=set(elementwise)
         )
@@ -208,11 +198,11 @@ class Owners:
         self.ownership = assign_owners(items, self.comm.shard_size * self.comm.peer_size)
 
     def owners(self, fqn: str) -> tuple[int, ...]:
-        """Owners as in `ownership`, in the order of dim 0."""
+        """The owners of a parameter, in the order of dim 0."""
         return self.ownership.owners[[item.fqn for item in self.ownership.items].index(fqn)]
 
     def places(self, fqn: str) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """The owners of a parameter on the shard axis, and the holder of each in tensor parallelism, or None."""
+        """The owners on the shard axis, and the holder of each in tensor parallelism, or None."""
         size = self.comm.peer_size
         shards, peers = zip(*(divmod(rank, size) for rank in self.owners(fqn)), strict=True)
         return shards, peers if fqn in self._gathered else None
@@ -223,10 +213,7 @@ class Owners:
         return {fqn: info for fqn, info in self.infos.items() if info.module in inside and not is_owned(info.param)}
 
     def set_requires_gradient_sync(self, reduces: bool) -> None:
-        """Whether backward passes send gradients to the owners, like FSDP2's method of the same name.
-
-        With False gradients add up on each rank, in the reduce dtype, until a pass with True.
-        """
+        """As FSDP2's method. With False gradients add up on each rank, in the reduce dtype, until a pass with True."""
         self.context.reduce_grads = reduces
 
     def table(self) -> str:
@@ -283,10 +270,6 @@ def _check_ownable(fqn: str, parameter: Tensor, mesh: DeviceMesh, split: Sequenc
             f"{fqn}: shape {tuple(parameter.shape)} is no matrix; leave it to fully_shard, describe its matrices with "
             "split, or name it in a placement rule"
         )
-    _check_not_sharded(fqn, parameter, mesh)
-
-
-def _check_not_sharded(fqn: str, parameter: Tensor, mesh: DeviceMesh) -> None:
     if not isinstance(parameter, DTensor):
         return
     # The owner mesh needs slices of a common root mesh. A mesh of FSDP2 already contains the data-parallel axis.

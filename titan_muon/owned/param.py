@@ -1,4 +1,4 @@
-"""An owned parameter: on its owner between uses, and on every rank during its module's compute."""
+"""Owned parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .private import OwnerMesh, joint_mesh, stored_tensor
 
 @dataclass(frozen=True)
 class Inner:
-    """Mesh and placements of a parameter before `own`, by tensor or expert parallelism; empty for a plain tensor."""
+    """Mesh and placements of a parameter before `own`; empty for a plain tensor."""
 
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
@@ -50,28 +50,26 @@ class Inner:
 
 
 def from_local(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> DTensor:
-    """A DTensor with the shape of `like` from this rank's piece."""
-    # DTensor would communicate for shape, stride and check.
+    """A DTensor with the shape of `like`, without communication."""
     return DTensor.from_local(piece, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 # [Note: owned tensors]
-# - Original parameter: the parameter on the module before `own`, a plain tensor or a DTensor of tensor parallelism.
-# - Owned parameter: the original parameter on its owner, as a DTensor with all further ranks as non-participants. On
-#   the module between uses, and the only parameter for optimizers and checkpoints. Axes of its mesh: the replicas of
-#   HSDP, if each has an owner; the axes of tensor or expert parallelism, with unchanged pieces; and last `owner`, of
-#   size 1. For a stack of experts `owner` may be larger, and the owners divide dim 0. `owner` is last because DTensor
-#   cuts a dim from left to right, and the owners divide the local experts of expert parallelism.
+# - Original parameter: on the module before `own`, a plain tensor or a DTensor of tensor parallelism.
+# - Owned parameter: on the owner, as a DTensor with all further ranks as non-participants. On the module between uses,
+#   and the only parameter for optimizers and checkpoints. Axes of its mesh: the replicas of HSDP, if each has an owner;
+#   the axes of tensor or expert parallelism, with unchanged pieces; and `owner`, of size 1, or larger for a stack of
+#   experts whose owners divide dim 0. `owner` is last because DTensor cuts a dim from left to right, and the owners
+#   divide the local experts of expert parallelism.
 # - Holder: with `tensor_parallel = "whole"`, the tensor-parallel rank of an owner with all pieces. The owned parameter
-#   is whole on the holder, without an axis of tensor parallelism in its mesh. In a pass the holder sends each peer its
-#   piece, and the peer then acts as an owner of the piece.
+#   has no mesh axis of tensor parallelism. In a pass the holder sends each peer its piece, and the peer then acts as an
+#   owner of the piece.
 # - Owned part: an owner's share of a parameter, all of it or some of its experts.
 # - Unsharded buffer: flat, one per param group, in the compute dtype. Parameters with a single owner come first, sorted
-#   by owner, so that each owner broadcasts a single run of elements. Stacks follow with a run per part, because the
-#   module needs each stack contiguous.
+#   by owner, so that each owner broadcasts a single run of elements. Stacks follow with a run per part.
 # - Unsharded parameter: a view of the buffer, wrapped as a DTensor if the original was a DTensor. An autograd leaf, on
 #   the module of every rank during compute.
-# - Unsharded accumulated gradient: the sum of the unsharded parameter's gradients before reduction.
+# - Unsharded accumulated gradient: the sum before reduction.
 # - Reduced gradient: the sum over data-parallel ranks, on the owner, added to the owned parameter's `grad`.
 
 OWNER_AXIS = "owner"
@@ -100,11 +98,10 @@ class ParamModuleInfo:
 
 
 class OwnedParam:
-    """An owned parameter, see [Note: owned tensors]. The constructor registers it on the module.
+    """See [Note: owned tensors]. The constructor registers the owned parameter on the module.
 
-    `owners`: ranks of the mesh's last axis; several owners divide dim 0. `holders`: tensor-parallel rank of each
-    owner's holder, or None. `parts`: by owner, in the order of dim 0. `unsharded_accumulated_grad`: in the reduce
-    dtype.
+    `owners`: ranks of the mesh's last axis. `holders`: tensor-parallel rank of each owner's holder, or None. `parts`:
+    by owner, in the order of dim 0. `unsharded_accumulated_grad`: in the reduce dtype.
     """
 
     def __init__(
@@ -164,7 +161,7 @@ class OwnedParam:
         self._info.register(self._owned_param)
 
     def accumulate_unsharded_grad(self, dtype: torch.dtype | None) -> None:
-        """Add the gradient of this backward, if any, to the accumulated gradient, kept in `dtype`."""
+        """Add the gradient of this backward, if any, in `dtype`."""
         grad, self.unsharded_param.grad = self.unsharded_param.grad, None
         if grad is None:
             return
@@ -180,13 +177,11 @@ class OwnedParam:
         return grad
 
     def discard_unsharded_grads(self) -> None:
-        """Drop gradients after a backward pass that raised."""
         self.unsharded_accumulated_grad = None
         if self._unsharded_param is not None:
             self._unsharded_param.grad = None
 
     def add_reduced_grad(self, reduced: Tensor) -> None:
-        """Add to the owned parameter's gradient, and call its gradient hooks."""
         owned, reduced = self.owned_param, reduced.to(self.owned_param.dtype)
         place = local(owned).device
         if owned.grad is not None:
@@ -205,9 +200,9 @@ class OwnedParam:
 
 @dataclass(frozen=True)
 class OwnedPart:
-    """An owner's rows `start` to `stop` of dim 0 of an unsharded parameter.
+    """An owner's rows `start` to `stop` of an unsharded parameter.
 
-    `holder`: tensor-parallel rank with all pieces, or None if each rank has its piece.
+    `holder`: tensor-parallel rank with all pieces, or None.
     """
 
     param: OwnedParam
@@ -225,7 +220,6 @@ class OwnedPart:
 
     def piece(self, rank: int) -> tuple[slice, ...]:
         """A tensor-parallel rank's piece within the holder's tensor."""
-        # Tensor parallelism does not cut the rows that several owners divide.
         return self.param.inner.piece(self.param.owned_param.shape, rank)
 
     def stored(self, rank: int) -> Tensor:
@@ -244,7 +238,7 @@ def holders(tensor: DTensor) -> tuple[int, ...]:
 
 
 def peer_elements(tensor: DTensor) -> dict[int, int]:
-    """Elements that each holder sends to its tensor-parallel peers in a pass, by global rank."""
+    """Elements that each holder sends to tensor-parallel peers in a pass, by global rank."""
     mesh = tensor.device_mesh
     if not isinstance(mesh, OwnerMesh) or mesh.holders is None or mesh.inner is None:
         return {}
@@ -271,7 +265,7 @@ def place_on_owners(
 ) -> nn.Parameter:
     """The owned parameter of an original parameter. A single owner keeps the original storage.
 
-    With holders, the tensor-parallel ranks exchange all pieces, once.
+    With holders, collective over the tensor-parallel ranks.
     """
     inner = Inner.of(param)
     mesh = owner_mesh(data_mesh, inner.mesh, owners, holders)
@@ -300,11 +294,7 @@ def _whole(param: Tensor) -> Tensor:
 def owner_mesh(
     data_mesh: DeviceMesh, inner: DeviceMesh | None, owners: Sequence[int], holders: Sequence[int] | None = None
 ) -> OwnerMesh:
-    """The mesh of a parameter with owners `owners` on the last axis of `data_mesh`, in the order of dim 0.
-
-    `inner`: mesh of the original parameter, a slice of the same root mesh, or None. `holders`: for each owner the rank
-    of `inner`, a mesh of a single axis, with all pieces; None: a piece on each.
-    """
+    """The mesh of a parameter; arguments as in `OwnerMesh`. `inner` is a slice of the same root mesh."""
     joint = data_mesh if inner is None else joint_mesh(data_mesh, inner)
     data_names = data_mesh.mesh_dim_names or DATA_AXES[-data_mesh.ndim :]
     names = (*data_names[:-1], *(() if inner is None else inner.mesh_dim_names or ()), OWNER_AXIS)

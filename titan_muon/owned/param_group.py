@@ -1,4 +1,4 @@
-"""The owned parameters of a module, unsharded into a common flat buffer, used, and resharded together."""
+"""The owned parameters of a module, unsharded and resharded together."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .comm import OwnerCollectives, Peers, Streams
 from .param import OwnedParam, OwnedPart
 
 # [Note: a permanent buffer]
-# Autograd saves views of unsharded parameters for backward. So the buffer and its parameters are created once, and
-# resharding resizes the storage to zero. Refilled storage makes saved views valid again. The new content equals the
+# Autograd saves views of unsharded parameters for backward. So the buffer and its parameters are created once,
+# resharding resizes the storage to zero, and refilled storage makes saved views valid again. The content equals the
 # content in forward, so the buffer's autograd version counter is restored.
 
 
@@ -45,7 +45,7 @@ class CommContext:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> CommContext:
-        """The context of `mesh`. `tensor`: tensor-parallel mesh with holders. Raises ValueError for an invalid mesh."""
+        """The context of a mesh. `tensor`: tensor-parallel mesh with holders. Raises ValueError for an invalid mesh."""
         if mesh.ndim not in (1, 2):
             raise ValueError(f"mesh has {mesh.ndim} axes; give (shard,) or (replicate, shard), as to fully_shard")
         if mesh.get_coordinate() is None:
@@ -112,7 +112,6 @@ class OwnedParamGroup:
 
     @property
     def trained(self) -> list[OwnedParam]:
-        """The parameters with gradients, equal on every rank."""
         return [param for param in self.params if param.unsharded_param.requires_grad]
 
     @property
@@ -121,7 +120,7 @@ class OwnedParamGroup:
 
     @torch.no_grad()
     def unshard(self) -> None:
-        """Start the gather unless started, on all ranks in the same order of groups."""
+        """Start the gather unless started. Collective."""
         if self.state is not OwnedState.OWNED:
             return
         buffer, streams = self._resized_buffer(), self._comm.streams
@@ -159,7 +158,7 @@ class OwnedParamGroup:
         self.state = OwnedState.UNSHARDED
 
     def keep(self) -> None:
-        """Unregister the unsharded parameters, but keep their memory for the next backward."""
+        """Keep the unsharded memory for the next backward. A further forward gathers the current weights."""
         if self.state is OwnedState.UNSHARDED:
             for param in self.params:
                 param.to_owned()
@@ -169,7 +168,6 @@ class OwnedParamGroup:
         if self.state is OwnedState.OWNED:
             return
         if self.state is OwnedState.UNSHARDING:
-            # Memory freed during a collective could be reused while the collective still writes.
             self._wait()
         else:
             for param in self.params:

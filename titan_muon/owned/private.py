@@ -1,7 +1,4 @@
-"""Private PyTorch calls of the owned placement.
-
-`tests/unit/owned/test_private.py` fails on a PyTorch version with different private functions.
-"""
+"""Private PyTorch calls of the owned placement, checked by `tests/unit/owned/test_private.py`."""
 
 from __future__ import annotations
 
@@ -62,12 +59,12 @@ def stored_tensor(tensor: Tensor) -> Tensor:
 
 
 def unchanged_version(tensor: Tensor) -> AbstractContextManager[Any]:
-    """From this call (not from `__enter__`) to its exit, this context keeps autograd from counting writes."""
+    """Keeps autograd from counting writes, from this call (not from `__enter__`) to the context's exit."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
 def backward_pass() -> int | None:
-    """The number of this thread's current backward pass, or None. In a forward hook: recomputation of activations."""
+    """The number of this thread's current backward pass, or None. In a forward hook: activations are recomputed."""
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
 
@@ -83,13 +80,11 @@ def gradient_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
 
 
 def coalesces(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's backend launches several operations as a single kernel."""
+    """Whether `coalesced` works with the group's backend."""
     return bool(group._get_backend(device).supports_coalescing)
 
 
 def coalesced(group: ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
-    """Launches its operations as a single kernel at exit; operations must not raise.
-
-    Without a device, broadcasts and reductions do not coalesce.
-    """
+    """Launches operations as a single kernel at exit; operations must not raise."""
+    # Without a device, broadcasts and reductions do not coalesce.
     return _coalescing_manager(group, device)

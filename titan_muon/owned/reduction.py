@@ -61,8 +61,8 @@ class Reduction:
         """After the reduction, free the inputs and start the all-reduce over replicas, if any."""
         if self._input is None:
             return
-        self._release()
-        # Owners are at equal positions in each replica, so the replicate group agrees to skip.
+        self.release()
+        # Owners are at equal positions in each replica, so all ranks of the group skip or none.
         group, streams = self._comm.replicate_group, self._comm.streams
         if group is not None and self._sum.numel() > 0:
             streams.all_reduce.wait_stream(streams.reduce)
@@ -82,11 +82,8 @@ class Reduction:
             for part, total in whole:
                 part.param.add_reduced_grad(total)
 
-    def discard(self) -> None:
+    def release(self) -> None:
         # Memory freed during a collective could be reused while the collective still writes.
-        self._release()
-
-    def _release(self) -> None:
         self._wait()
         self._comm.streams.current.wait_event(self._copied)
         self._gradients, self._input = {}, None
@@ -103,11 +100,7 @@ class Reduction:
 
 
 class Reductions:
-    """The pending reductions of a backward pass, oldest first.
-
-    While backward computes the next gradients, a group is in its reduction and, with replicas, the previous group in
-    its all-reduce. Every rank starts reductions in the order of backward.
-    """
+    """The pending reductions of a backward pass, oldest first: one, or with replicas two."""
 
     def __init__(self, comm: CommContext) -> None:
         self._comm = comm
@@ -118,8 +111,8 @@ class Reductions:
         params = group.trained
         if not params:
             return
-        # First, so that only a single input is allocated. With replicas the previous group stays pending, without
-        # input: its all-reduce overlaps this group's reduction.
+        # First, so that only a single input is allocated. With replicas the previous group's all-reduce overlaps this
+        # group's reduction.
         self._finish_but(0 if self._comm.replicate_group is None else 1)
         reduce_dtype = params[0].unsharded_param.dtype if dtype is None else dtype
         self.pending.append(Reduction(params, self._comm, reduce_dtype, divide_factor))
@@ -131,14 +124,12 @@ class Reductions:
         self._comm.streams.current.wait_stream(self._comm.streams.reduce)
 
     def discard(self) -> None:
-        """Drop the reductions of a backward pass that raised."""
         for reduction in self.pending:
-            reduction.discard()
+            reduction.release()
         self.pending.clear()
 
     def _finish_but(self, left: int) -> None:
-        # At a fixed point of backward, because ends of reductions, and so collectives, would differ in order between
-        # ranks.
+        # At a fixed point of backward, so that all ranks launch collectives in the same order.
         for reduction in self.pending:
             reduction.advance()
         while len(self.pending) > left:

@@ -1,14 +1,10 @@
-"""Whole values of owned tensors on every rank, and full state dicts.
-
-On a rank outside the mesh, PyTorch's `full_tensor()` silently returns an empty tensor. Owned parameters and state dict
-entries raise instead.
-"""
+"""Whole values of owned tensors on every rank, and full state dicts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..plan.terms.layout import chunk
 from ..tensors.dtensor import held_indices, local
+from ..tensors.mesh import refuse_reads
 from .param import Inner, holders, is_owned
 from .param_group import OwnedParamGroup
 from .private import OwnerMesh
@@ -95,7 +92,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
 
 
 def register_state_dict_hooks(module: nn.Module, group: OwnedParamGroup) -> None:
-    """Make state dicts contain the owned parameters, and make reads of a missing whole raise."""
+    """Make state dicts contain the owned parameters, and raise for reads on ranks without elements."""
     # Every rank would save unsharded parameters, and loaded values would be lost at reshard.
     module.register_state_dict_pre_hook(lambda *_: group.reshard())
     module.register_load_state_dict_pre_hook(lambda *_: group.reshard())
@@ -114,15 +111,10 @@ def _refuse_in_state_dict(
 
 
 def _refuse_empty_reads(tensor: Any, fqn: str) -> None:
-    """Make `full_tensor` and `redistribute` raise ValueError on ranks without elements."""
     if isinstance(tensor, DTensor) and is_owned(tensor) and tensor.device_mesh.get_coordinate() is None:
-        refuse = partial(_refuse, fqn, holders(tensor))
-        tensor.full_tensor = refuse  # type: ignore[method-assign]
-        tensor.redistribute = refuse  # type: ignore[method-assign]
-
-
-def _refuse(fqn: str, ranks: tuple[int, ...], *args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError(
-        f"{fqn} is stored whole on rank {', '.join(map(str, ranks))} and this rank has no elements; read it on all "
-        "ranks with titan_muon.owned.gather(tensor), and a whole model with titan_muon.owned.full_state_dict(model)"
-    )
+        refuse_reads(
+            tensor,
+            f"{fqn} is stored whole on rank {', '.join(map(str, holders(tensor)))} and this rank has no elements; read "
+            "it on all ranks with titan_muon.owned.gather(tensor), and a whole model with "
+            "titan_muon.owned.full_state_dict(model)",
+        )

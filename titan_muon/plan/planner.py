@@ -1,4 +1,4 @@
-"""From parameters to a plan: owners, buckets and groups."""
+"""From parameters to a plan."""
 
 from __future__ import annotations
 

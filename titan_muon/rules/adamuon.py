@@ -50,7 +50,7 @@ class AdaMuonRule(MuonRule):
 
 
 def _to_signs(packed: Tensors) -> None:
-    """Replace finite elements by their signs, and all further elements by NaN, which the owner reports."""
+    """Replace finite elements by signs, and the rest by NaN, which the owner reports."""
     if packed:
         differences = torch._foreach_sub(packed, packed)
         torch._foreach_sign_(packed)

@@ -2,8 +2,8 @@
 
 # [Note: the sphere]
 # - The rule is W <- R Norm(W - lr R Norm(O)), with R = |W| and Norm(X) = X / |X|. The learning rate is an angle.
-# - R is the norm of the weights before the step. A projected matrix keeps its norm up to the rounding of a factor, so R
-#   stays the initial norm, and no state has to be saved. Marin's MuonH does the same.
+# - R is the norm of the weights before the step, as in Marin's MuonH. A projected matrix keeps its norm up to the
+#   rounding of a factor, so R stays the initial norm, and no state has to be saved.
 # - The owner scales the update by R. Holders project their shards. Both need norms of sharded weights: two all-reduces
 #   of one float32 number for each matrix that travels, at the start and at the end of the step.
 # - An unchanged matrix has equal norms before and after, so the projection multiplies by exactly 1.
@@ -75,7 +75,7 @@ class MuonHRule(MuonRule):
 
 
 class Sphere(Feature):
-    """The norms of the weights before a step, and the projection after it. See [Note: the sphere]."""
+    """See [Note: the sphere]."""
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
@@ -102,7 +102,7 @@ class Sphere(Feature):
         return stages._replace(orthogonalize=orthogonalize)
 
     def _place(self, rank: RankStages) -> None:
-        """Find the weights of each matrix on this rank, and the share of their squares that this rank adds."""
+        """Find the weights of each matrix on this rank, and this rank's share of the sum of squares."""
         plan, geometries = rank.plan, Geometries(rank.plan.parameters)
         group = self._agreement.peers
         peers = {rank.program.rank} if group is None else set(dist.get_process_group_ranks(group))
@@ -140,7 +140,6 @@ class Sphere(Feature):
         return self._rank.exchange.collectives.all_reduce(sums, self._agreement.peers)
 
     def _finish(self, sums: Tensor, works: Sequence[dist.Work]) -> None:
-        """Wait for the sums, and replace them by the norms."""
         finish(works)
         if works:
             sums.add_(self._local)
@@ -152,7 +151,7 @@ class Sphere(Feature):
         self._waiting = False
 
     def after(self) -> None:
-        """Project the weights, and report matrices of zeros, which would never change."""
+        """Project the weights, and report matrices of zeros."""
         self._finish_radii()
         norms = torch.empty_like(self._radii)
         self._finish(norms, self._start(norms))

@@ -1,4 +1,4 @@
-"""State dicts of other Muon optimizers, in this package's format, and back in torch.optim.Muon's."""
+"""State dicts of other Muon optimizers, in both directions."""
 
 from __future__ import annotations
 
@@ -35,14 +35,12 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
 
     Args:
         state_dict: `state` with a `momentum_buffer` (dion: `momentum`) for each parameter, and `param_groups`; or from
-            dmuon's `get_optimizer_state_dict`. Groups of other algorithms in the same optimizer (AdamW, Lion) are left
-            out.
+            dmuon's `get_optimizer_state_dict`. Groups of other algorithms (AdamW, Lion) are left out.
         source: the optimizer of the state dict.
         hyperparameters: replace the source's, for all groups. Missing hyperparameters have the defaults of
             `options.Hyperparameters`, except `lr_scale`, which defaults to "original".
 
-    Returns `state` with `momentum_buffer`, in the source's dtype, and `param_groups` with Muon's keys. Unscaled tensors
-    are not copied.
+    Returns `state` with `momentum_buffer`, in the source's dtype, and `param_groups` with Muon's keys.
 
     Raises:
         OptionError: for an unknown source, and for a value without an equivalent in Muon.
@@ -67,7 +65,6 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
 
 
 def _muon_groups(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The groups that Muon updates."""
     if names := list(state_dict.get("dedicated", ())):
         # dmuon scales updates by 0.2 sqrt(max(m, n)), and its second group is AdamW's.
         return [{"lr_scale": "match_rms_adamw", **state_dict["param_groups"][0], "params": names, "param_names": names}]
@@ -76,7 +73,7 @@ def _muon_groups(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Muon's hyperparameters from a group of another optimizer. Muon's own names win."""
+    """From a group of another optimizer. Muon's own names win."""
     values = {field.name: field.default for field in fields(Hyperparameters)}
     values["lr_scale"] = "original"
     spellings = {"momentum": group.get("mu"), "eps": group.get("epsilon")}
@@ -92,7 +89,7 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_torchs(state_dict: Mapping[str, Any]) -> bool:
-    """Whether a state dict has the groups of torch.optim.Muon or DistMuon. Raises ValueError without groups."""
+    """Whether a state dict is from torch.optim.Muon or DistMuon. Raises ValueError without groups."""
     if missing := [key for key in ("state", "param_groups") if key not in state_dict]:
         raise ValueError(
             f"state_dict: has no {' and no '.join(missing)}; pass what an optimizer's state_dict() returned"

@@ -1,12 +1,12 @@
-"""Momentum in 8 bits: int8 numbers, and a float32 scale for each block of 64 along the last dim."""
+"""Momentum in 8 bits."""
 
 # [Note: 8-bit momentum]
-# - A block is 64 elements of a row. Its largest magnitude is 127 scales. Blocks do not cross shards, so every layout
-#   stores the same blocks, and checkpoints reshard without rounding.
+# - A block is 64 elements of a row: int8 numbers with a float32 scale. The largest magnitude is 127 scales. Blocks do
+#   not cross shards, so every layout stores the same blocks, and checkpoints reshard without rounding.
 # - A step decodes the momentum of a call to float32, and encodes the result. Most changes of an element are smaller
 #   than a unit and lost by rounding to nearest, so rounding is stochastic.
 # - The draws are a hash of the step, the parameter's name and the element's place in the shard. So replicas stay equal,
-#   and a resume needs only the step count. A decoded and unchanged element is encoded to the same number by any draw.
+#   and a resume needs only the step count. A decoded and unchanged element is encoded to the same number.
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCALES = "momentum_scale"
 BLOCK = 64
 LARGEST = 127
 MARGIN = 2.0**-10
-"""Draws are from MARGIN to 1 - MARGIN, so that the rounding of a decoded number does not change the number."""
+"""Draws are from MARGIN to 1 - MARGIN, so that encoding does not change a decoded number."""
 # Factors of Knuth's multiplicative hash and of MurmurHash3, as int32.
 FACTORS = (0x9E3779B1 - 2**32, 0x85EBCA6B - 2**32)
 
@@ -77,13 +77,9 @@ def decoded(numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 def encode(momentum: Tensor, numbers: Tensor, scales: Tensor, key: int, step: int) -> None:
-    """Write momentum, as `decoded` returns it, to int8 numbers and scales. Replaces non-finite elements by zero.
+    """Write momentum from `decoded` to int8 numbers and scales. Replaces non-finite elements by zero.
 
-    Args:
-        momentum: (rows, cols) float32, a view of whole blocks.
-        numbers: (rows, cols) int8.
-        scales: (rows, blocks) float32.
-        key: hash of the parameter and the place of `momentum` in the shard.
+    `key`: hash of the parameter and the place of `momentum` in the shard.
     """
     rows, cols = numbers.shape
     wide = momentum.as_strided((rows, scales.size(1), BLOCK), (momentum.stride(0), BLOCK, 1))
@@ -96,7 +92,7 @@ def encode(momentum: Tensor, numbers: Tensor, scales: Tensor, key: int, step: in
 
 
 def draws(shape: torch.Size, key: int, step: int, device: torch.device) -> Tensor:
-    """Uniform float32 numbers from MARGIN to 1 - MARGIN, equal for equal arguments on every device."""
+    """Uniform float32 numbers, equal for equal arguments on every device."""
     first = (key + zlib.crc32(str(step).encode())) % 2**31
     bits = torch.arange(first, first + shape.numel(), device=device).to(torch.int32)
     bits.mul_(FACTORS[0])

@@ -1,4 +1,4 @@
-"""Checks of parameter groups, and the Newton-Schulz iteration of a group."""
+"""Checks of parameter groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..options import HYPERPARAMETERS, Hyperparameters, MuonOptions, OptionError
 from ..orthogonalize import Iteration, iteration
 from ..tensors.matrices import stack_of
 from ..tensors.mesh import flattened_by
-from ..tensors.names import LOOKED_UP, canonical_fqn, listed
+from ..tensors.names import LOOKED_UP, canonical_fqn, listed, named_parameters
 from ..tensors.storage import STEP
 from .host import resolved
 
@@ -23,12 +23,12 @@ KEYS = frozenset((*HYPERPARAMETERS, "params", "param_names", "initial_lr", "opti
 
 
 def iteration_of(group: Mapping[str, Any]) -> Iteration:
-    """The Newton-Schulz iteration of a group. Raises ValueError for invalid coefficients."""
+    """The iteration of a group. Raises ValueError for invalid coefficients."""
     return iteration(group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
 def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
-    """Whether a group's Newton-Schulz iteration differs from the planned iteration."""
+    """Whether a group's iteration differs from the planned iteration."""
     try:
         return iteration_of(group) != planned
     except ValueError:
@@ -38,7 +38,7 @@ def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
 def checked(
     groups: Sequence[Mapping[str, Any]], options: MuonOptions, check_by_rule: Callable[[Mapping[str, Any]], None]
 ) -> MuonOptions:
-    """The options, with the `offload` of these groups' parameters. Raises ValueError as `check_group` and the rule."""
+    """The options, with the groups' `offload`. Raises ValueError as `check_group` and the rule."""
     for group in groups:
         check_group(group)
         check_by_rule(group)
@@ -64,9 +64,9 @@ def check_lr(lr: object) -> None:
 
 
 def named_group(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, alone: bool) -> dict[str, Any]:
-    """The user's group with names, and with translated spellings of torch.optim.Muon.
+    """The user's group with names, and without spellings of torch.optim.Muon.
 
-    `others`: earlier groups. `alone`: the only process names parameters without names `number.index`.
+    `others`: earlier groups. `alone`: whether a single process may name parameters `number.index`.
     """
     result = dict(group)
     if isinstance(result["params"], Tensor):
@@ -106,7 +106,7 @@ def lr_scale_of(adjust_lr_fn: str | None) -> str:
 
 
 def rows_of(ns_coefficients: Any) -> Any:
-    """Coefficients as a name or as rows. A single (a, b, c), as in torch.optim.Muon, becomes a row."""
+    """Coefficients with a single (a, b, c), as in torch.optim.Muon, as a row."""
     flat = isinstance(ns_coefficients, Sequence) and not isinstance(ns_coefficients, str)
     if flat and len(ns_coefficients) == 3 and all(isinstance(number, int | float) for number in ns_coefficients):
         return [list(ns_coefficients)]
@@ -126,7 +126,7 @@ def check_params(group: Mapping[str, Any], splits: Sequence[Split]) -> None:
             "its name. ZeroRedundancyOptimizer cannot wrap Muon: state = 'owner' keeps each momentum on one rank"
         )
     names: dict[Tensor, str] = {}
-    for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
+    for fqn, parameter in named_parameters([group]):
         # PyTorch warns of a tensor repeated without names. `build` refuses it.
         if parameter in names and NUMBERS.fullmatch(fqn) is None:
             raise ValueError(f"{fqn}: is the same tensor as {names[parameter]}; give every parameter once")
@@ -152,7 +152,7 @@ THINNEST = 16
 
 def doubts_of(group: Mapping[str, Any]) -> Iterator[str]:
     """Warnings about parameters for another optimizer."""
-    trained = [pair for pair in zip(group["param_names"], group["params"], strict=True) if pair[1].requires_grad]
+    trained = [pair for pair in named_parameters([group]) if pair[1].requires_grad]
     looked_up = [fqn for fqn, _ in trained if any(fnmatchcase(fqn, pattern) for pattern in LOOKED_UP)]
     if looked_up:
         yield (

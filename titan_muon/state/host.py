@@ -1,4 +1,4 @@
-"""Offload of tensors to the host: a step streams them through a small window of device memory."""
+"""Offload of tensors to the host."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ..plan.terms.types import Parameter, Plan
 from ..tensors.dtensor import local, step_device, storage_device
 
 TRANSFERS_AT_ONCE = 2
-"""Transfers in device memory: one in use while the next arrives or the last leaves."""
+"""One transfer is in use while the next arrives or the last leaves."""
 
 ALIGNMENT = 64
 """Bytes, for different dtypes and vectorized kernels."""
 
 # [Note: transfers and slots]
-# - A transfer holds host tensors that are used together, for example the momentum of a bucket. Transfers alternate
-#   between the slots, which are device buffers.
+# - A transfer holds host tensors for one use, for example the momentum of a bucket. Transfers alternate between the
+#   slots, which are device buffers.
 # - Slots are allocated on the computing stream. So the arriving stream first waits for earlier uses of the memory, and
 #   for the last step's transfers to the host.
 # - A transfer leaves after the computing stream has used the tensors. Then a later transfer reuses the slot.
-# - At the end the computing stream waits for all transfers, because later allocations may reuse the slots.
+# - At the end the computing stream waits for all transfers.
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Contiguous host tensors that move to the device together. The `changed` tensors move back."""
+    """Contiguous host tensors. The `changed` tensors move back."""
 
     changed: Sequence[Tensor]
     read: Sequence[Tensor] = ()
@@ -45,7 +45,7 @@ class Transfer:
 
 
 class Window:
-    """Device memory for host tensors in a step, see [Note: transfers and slots]. On a CPU the copies run too."""
+    """Device memory for host tensors, see [Note: transfers and slots]. On a CPU the copies run too."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,13 +68,13 @@ class Window:
             self._fetch(number)
 
     def take(self) -> list[Tensor]:
-        """The tensors of the next transfer. The computing stream waits for the arrival."""
+        """The next transfer. The computing stream waits for the arrival."""
         tensors, event = self._arrived[self._used]
         self._current.wait_event(event)
         return tensors
 
     def give_back(self) -> None:
-        """Send the changed tensors to the host, and fetch a later transfer into the slot."""
+        """Send the changed tensors back, and fetch a later transfer into the slot."""
         (tensors, _), transfer = self._arrived.pop(self._used), self._transfers.pop(self._used)
         self._leaving.wait_stream(self._current)
         with self._module.stream(self._leaving):
@@ -116,7 +116,7 @@ def slot_bytes(tensor: Tensor) -> int:
 
 
 def carved(slot: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Consecutive views of a slot with the shapes and dtypes of the tensors."""
+    """Views of a slot with the shapes and dtypes of the tensors."""
     start = 0
     for tensor in tensors:
         yield slot[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -143,7 +143,6 @@ def host_bytes(size: int, device: str) -> int:
 
 def new_state(parameter: Tensor, dtype: torch.dtype, offload: Offload) -> Tensor:
     """A state of zeros, placed like the parameter; pinned if on the host."""
-    # Directly on the host, because all states may not fit on the device.
     if offload == "none":
         return torch.zeros_like(parameter, dtype=dtype)
     return torch.zeros_like(parameter, dtype=dtype, device="cpu", pin_memory=_pins(parameter))
@@ -162,8 +161,8 @@ def _pins(parameter: Tensor) -> bool:
 
 
 def check_offload(parameters: Iterable[Parameter], options: MuonOptions) -> None:
-    """Raise OptionError if one of these parameters cannot be offloaded."""
-    # Transfers move whole rows. Two transfers with interleaved matrices would overwrite each other's rows.
+    """Raise OptionError for an offload of matrices that share rows."""
+    # Transfers move whole rows, so two transfers would overwrite common rows.
     shared = next((parameter.fqn for parameter in parameters if parameter.stack.interleaved), None)
     if options.offload != "none" and shared is not None:
         raise OptionError(
@@ -180,7 +179,7 @@ def with_offload(plan: Plan, options: MuonOptions, to: Offload) -> MuonOptions:
 
 
 def moved_state(state: Tensor, parameter: Tensor, offload: Offload) -> Tensor:
-    """A copy of a state, on the host or on the device of the parameter."""
+    """A copy of a state, placed like `new_state`."""
     moved = new_state(parameter, state.dtype, offload)
     local(moved).copy_(local(state))
     return moved

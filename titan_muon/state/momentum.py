@@ -1,10 +1,10 @@
-"""The momentum of a parameter: creation, moves between keepers, and checks."""
+"""The momentum of a parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from ..orthogonalize import DTYPES
 from ..plan.terms.layout import chunk
 from ..plan.terms.types import Parameter
 from ..tensors.dtensor import held_indices, local, storage_device
-from ..tensors.mesh import StateMesh, without_groups
+from ..tensors.mesh import StateMesh, refuse_reads, without_groups
+from ..tensors.names import named_parameters
 from ..tensors.storage import TrainedParam, placement_key, with_average
 from .eight_bit import BLOCK, SCALES, new_scales
 from .host import new_state, state_like
@@ -35,7 +36,7 @@ def with_states(
     state: Mapping[Tensor, dict[str, Any]],
     options: MuonOptions,
 ) -> tuple[TrainedParam, ...]:
-    """The parameters with their momentum. A missing momentum is created in the optimizer's `state`."""
+    """The parameters with their momentum, created in the optimizer's `state` if missing."""
     complete = []
     for trained, parameter in zip(params, planned, strict=True):
         if trained.average is None:
@@ -71,9 +72,7 @@ def new_average(parameter: Tensor, planned: Parameter, options: MuonOptions) -> 
     size, stride = parameter.shape, parameter.stride()
     average = DTensor.from_local(stored, mesh, placements, run_check=False, shape=size, stride=stride)
     if coordinate is None:
-        # PyTorch's methods would return an empty tensor.
-        for read in ("full_tensor", "redistribute"):
-            setattr(average, read, _refuse)
+        refuse_reads(average, StateMesh.refusal)
     return average
 
 
@@ -83,7 +82,7 @@ def moved(
     state: Mapping[Tensor, dict[str, Any]],
     options: MuonOptions,
 ) -> list[TrainedParam]:
-    """The parameters with copies of the momentum, placed by `options`, also in the optimizer's `state`."""
+    """The parameters with copies of the momentum by `options`, also in the optimizer's `state`."""
     moved_params = []
     for trained, parameter in zip(params, planned, strict=True):
         average = new_average(trained.param, parameter, options)
@@ -99,29 +98,24 @@ def followed(
     trained: Mapping[str, TrainedParam],
     offload: Offload,
 ) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-    """(planned parameter, current parameter, state) of each planned parameter in the optimizer's groups.
+    """(planned parameter, current parameter, state) of each planned parameter. `trained`: by name.
 
-    `trained`: by name. Raises ValueError for a parameter with a new mesh, placement or shape.
+    Raises ValueError for a parameter with a new mesh, placement or shape.
     """
-    for group in groups:
-        for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
-            planned = trained.get(fqn)
-            if planned is None:
-                continue
-            values = dict(state.get(parameter) or state[planned.param])
-            if placement_key(parameter) != planned.key:
-                raise ValueError(
-                    f"{fqn}: resharded since Muon was built, and its momentum does not fit; build a new optimizer, and "
-                    "load the momentum from a checkpoint of torch.distributed.checkpoint"
-                )
-            if offload == "none":
-                device = storage_device(parameter)
-                values = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()}
-            yield planned.param, parameter, values
-
-
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError(StateMesh.refusal)
+    for fqn, parameter in named_parameters(groups):
+        planned = trained.get(fqn)
+        if planned is None:
+            continue
+        values = dict(state.get(parameter) or state[planned.param])
+        if placement_key(parameter) != planned.key:
+            raise ValueError(
+                f"{fqn}: resharded since Muon was built, and its momentum does not fit; build a new optimizer, and "
+                "load the momentum from a checkpoint of torch.distributed.checkpoint"
+            )
+        if offload == "none":
+            device = storage_device(parameter)
+            values = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()}
+        yield planned.param, parameter, values
 
 
 def kept_by(trained: TrainedParam) -> tuple[int, ...]:

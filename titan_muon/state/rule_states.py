@@ -1,11 +1,11 @@
-"""States of a rule besides the momentum: one tensor for each matrix, on the ranks that orthogonalize the matrix."""
+"""States of a rule besides the momentum."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..plan.program import workers
 from ..plan.terms.layout import Geometries
 from ..plan.terms.types import Plan
 from ..tensors.dtensor import local, step_device
-from ..tensors.mesh import StateMesh
+from ..tensors.mesh import StateMesh, refuse_reads
 from ..tensors.storage import TrainedParam, placement_key
 
 
@@ -26,7 +26,7 @@ class StateSpec:
 
     Attributes:
         kind: a number for each output, for each element, or for the whole matrix.
-        saved: whether the state outlives a step; if not, a feature of the rule fills it in each step.
+        saved: whether the state outlives a step. A feature fills other states in each step.
     """
 
     name: str
@@ -51,8 +51,8 @@ def with_rule_states(
 ) -> MatrixStates:
     """The states of the plan's matrices, created or moved from another plan's ranks in the optimizer's `state`.
 
-    Collective over the holders, which have the same keys. A state is a DTensor on the ranks that orthogonalize the
-    matrix, so that torch.distributed.checkpoint can load the state to another owner.
+    Collective over the holders. A state is a DTensor on the ranks that orthogonalize the matrix, so that
+    torch.distributed.checkpoint can load the state to another owner.
     """
     states: dict[int, dict[str, Tensor]] = {}
     for number, ranks in enumerate(workers(plan, Geometries(plan.parameters)) if specs else ()):
@@ -95,16 +95,12 @@ def _zeros(param: Tensor, shape: tuple[int, ...], ranks: tuple[int, ...], holder
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     state = DTensor.from_local(zeros, mesh, [Replicate()], run_check=False, shape=torch.Size(shape), stride=stride)
     if not stored:
-        for read in ("full_tensor", "redistribute"):
-            setattr(state, read, _refuse)
+        refuse_reads(
+            state,
+            "this rank has no part of a state of muon.rule, which is only on the ranks that orthogonalize the matrix; "
+            "save and load the state with torch.distributed.checkpoint, which moves states between ranks",
+        )
     return state
-
-
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError(
-        "this rank has no part of a state of muon.rule, which is only on the ranks that orthogonalize the matrix; save "
-        "and load the state with torch.distributed.checkpoint, which moves states between ranks"
-    )
 
 
 def _place(state: Tensor) -> object:

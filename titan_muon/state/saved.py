@@ -1,4 +1,4 @@
-"""Checks of the momentum in a state dict before loading."""
+"""Checks of a state dict before loading."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +20,9 @@ from .groups import check_group
 from .momentum import fits
 
 
-@dataclass(frozen=True)
-class SavedAverage:
-    """A trained parameter, and the momentum under `key` in a state dict."""
-
-    key: Any
-    param: Tensor
-    average: Tensor
-
-
 @contextmanager
 def after_pre_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The state dict that the optimizer's load hooks return. Within the context torch does not run the hooks again."""
+    """The state dict after the optimizer's load hooks, which torch does not run again within the context."""
     hooks = optimizer._optimizer_load_state_dict_pre_hooks
     for hook in hooks.values():
         replaced = hook(optimizer, state_dict)
@@ -45,11 +35,11 @@ def after_pre_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterato
 
 
 def completed(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A state dict of Muon, with the current value of each option that Muon did not have when it was saved."""
+    """A state dict of Muon, with current values of newer options."""
     saved_groups = list(state_dict["param_groups"])
     for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=False)):
         missing = [name for name in HYPERPARAMETERS if name not in saved]
-        # Only Muon has `lr_scale`. Another optimizer's state dict is refused later.
+        # Only Muon has `lr_scale`.
         if missing and "lr_scale" in saved:
             warnings.warn(f"the state dict has no {', '.join(missing)}: the present values stay", stacklevel=3)
             saved_groups[index] = {**saved, **{name: group[name] for name in missing}}
@@ -72,13 +62,12 @@ def check_saved_groups(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapp
             raise ValueError(f"the state dict is of other parameters: {saved_group.get('param_names')}, not {names}")
 
 
-def saved_averages(
+def saved_params(
     groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], current: Mapping[Tensor, Tensor]
-) -> Iterator[SavedAverage]:
-    """The saved momentum of each trained parameter. `current`: the optimizer's momentum by parameter.
+) -> Iterator[tuple[Any, Tensor]]:
+    """(key in the state dict, trained parameter). `current`: the optimizer's momentum by parameter.
 
-    Raises ValueError like `check_saved_groups`, and for a missing momentum or one that fits neither the current
-    momentum nor the parameter.
+    Raises ValueError like `check_saved_groups`, and for a momentum that is missing or does not fit.
     """
     check_saved_groups(groups, state_dict["param_groups"])
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
@@ -96,7 +85,7 @@ def saved_averages(
                     f"{fqn}: the state dict has a momentum in {average.dtype}, and this Muon in "
                     f"{current[parameter].dtype}; set state_dtype as it was saved"
                 )
-            yield SavedAverage(key, parameter, average)
+            yield key, parameter
 
 
 def saved_states(

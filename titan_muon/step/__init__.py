@@ -1,1 +1,1 @@
-"""The stages of a step on this rank's tensors."""
+"""Stages, features and arithmetic of a step."""

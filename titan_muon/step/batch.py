@@ -1,4 +1,4 @@
-"""Batches of matrices on this rank, and the copies into and out of a batch."""
+"""Batches of matrices on this rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ class Batch:
     """Matrices of one shape, orthogonalized together.
 
     Attributes:
-        matrices: indices in the plan.
         whole: (count, rows, cols) assembled matrices, then the results, in memory shared by all batches of a rank.
         parameters: (count,) parameter indices, on the device.
     """
@@ -40,7 +39,6 @@ class MaskedBatch(Batch):
     """A batch whose flagged matrices are zero, so that they get no update and rules keep their states.
 
     Attributes:
-        inner: the batch with all matrices.
         numbers: (count,) places of the matrices in `flags`, on the device.
         flags: positive for a matrix to zero, on the device.
     """

@@ -1,4 +1,4 @@
-"""The interface of features: options that wrap the stages of a step."""
+"""The interface of features."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .stages import RankStages, Stages
 class Feature:
     """An option that changes how stages run. By default every method does nothing.
 
-    The engine calls `wrap` at construction. Each step calls `ready` and `faults` before any tensor changes, then
-    `before` and `after` around the stages. `told`, `flush` and `backward` run between steps. `holds_buffers`: whether
-    the buffers are in use after the step. `allowed`: faults that warn instead of raising.
+    Each step calls `ready` and `faults` before any tensor changes, then `before` and `after` around the stages. `told`,
+    `flush` and `backward` run between steps. `holds_buffers`: whether the buffers are in use after the step.
+    `allowed`: faults that warn instead of raising.
     """
 
     holds_buffers = False
@@ -29,7 +29,7 @@ class Feature:
         """Prepare a step. Raises ValueError on all ranks if no step is possible."""
 
     def faults(self, faults: Sequence[Fault]) -> Sequence[Fault]:
-        """The faults by parameter, with this feature's faults on this rank."""
+        """The faults by parameter, with this feature's faults."""
         return faults
 
     def told(self, faults: Sequence[Fault]) -> None:
@@ -42,10 +42,7 @@ class Feature:
         """End a step."""
 
     def flush(self, *, discard: bool = False) -> None:
-        """Finish the work of a step, before weights or momentum are read or replaced.
-
-        `discard` also drops work for the next step. Collective.
-        """
+        """Finish the work of a step; `discard` also drops work for the next step. Collective."""
 
     def backward(self) -> AbstractContextManager[None]:
         """Context of the last backward before a step."""

@@ -1,4 +1,4 @@
-"""The foreach calls of a step on this rank's storage, with views that are made once."""
+"""The foreach calls of a step, with views that are made once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .rule import Rule
 from .update import Tensors, lr_scale
 
 ACCELERATOR_BYTES = 2**25
-"""Limit on the wide elements of a call, which may allocate as much memory."""
+"""Limit on the wide elements of a call."""
 CPU_BYTES = 2**15
 """Limit for several tensors in a call on a CPU: the L1 cache."""
 CPU_CHUNK_BYTES = 2**20
@@ -44,9 +44,8 @@ WIDE_BYTES = 4
 class Rectangle(NamedTuple):
     """A rectangle `place` of a parameter's (rows, cols) view; None for the whole view. `matrix`: index in the plan."""
 
-    # One slice for whole rows takes half the time to index.
     parameter: int
-    place: tuple[slice, slice] | slice | None
+    place: tuple[slice, slice] | slice | None  # A single slice takes half the time to index.
     matrix: int = -1
 
     def of(self, stored: Tensor | None) -> Tensor:
@@ -54,7 +53,7 @@ class Rectangle(NamedTuple):
         return stored if self.place is None else stored[self.place]
 
     def of_average(self, storage: Storage) -> Tensor:
-        """The rectangle of the momentum, which may hold only a row range of the parameter."""
+        """The rectangle of the momentum, which may hold only some rows of the parameter."""
         if storage.average.size(0) == storage.param.size(0):
             return self.of(storage.average)
         rows, cols = self.place if isinstance(self.place, tuple) else (self.place, slice(None))
@@ -146,7 +145,7 @@ class Apply:
             self.chunk.update(params, self.updates, apply, self.group[STEP])
 
     def with_current_group(self) -> Apply:
-        # Clone tensors, because a scheduler changes a tensor learning rate in place.
+        # Clone, because a scheduler changes a tensor learning rate in place.
         kept = {name: value for name, value in self.group.items() if name not in ("params", "param_names")}
         copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
         return replace(self, group=copied)
@@ -158,7 +157,7 @@ class Apply:
 
 
 def without_parameters(calls: Iterable[Apply], parameters: Collection[int]) -> Iterator[Apply]:
-    """The calls without these parameters. Skips empty calls."""
+    """The calls without these parameters."""
     for call in calls:
         remaining = call.without(parameters) if parameters else call
         if remaining.params:
@@ -199,7 +198,7 @@ class StoredPiece(NamedTuple):
 def advances(
     pieces: Iterable[StoredPiece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], device: str
 ) -> tuple[Advance, ...]:
-    """The advance calls of these pieces, packed into `view`. `groups` and `storage` are by parameter."""
+    """The advance calls of these pieces. `groups` and `storage`: by parameter."""
     placed = [
         (part, part.of_average(storage[piece.parameter]), () if view is None else (view,))
         for piece in pieces
@@ -233,7 +232,7 @@ def applies(
     *,
     stochastic: bool,
 ) -> tuple[Apply, ...]:
-    """The calls of pieces of orthogonalized matrices, with a common `scratch`. `stochastic`: rounding of bfloat16."""
+    """The apply calls of these pieces. `scratch`: memory of all calls. `stochastic`: rounding of bfloat16."""
     draws = [stochastic and stored.param.dtype == torch.bfloat16 for stored in storage]
     placed = []
     for piece in pieces:
@@ -261,8 +260,8 @@ def scratch_bytes(storage: Sequence[Storage], device: str) -> int:
 def _rectangles(
     piece: StoredPiece, storage: Storage, element_bytes: int, device: str
 ) -> Iterator[tuple[Rectangle, Tensor | None, int]]:
-    """Rectangles of limited size, each with its part of the piece's `view` and the count of its first draw."""
-    # As many rows for rectangles side by side. Less the padding of tensors in the scratch.
+    """Rectangles of limited size, each with a part of the piece's `view` and the count of the first draw."""
+    # As many rows for rectangles side by side.
     most = max(1, (chunk_bytes(device) // element_bytes - ALIGNMENT) // max(1, storage.param.size(1)))
     for span in piece.spans:
         whole = rectangle_of(piece.parameter, span, storage.param)._replace(matrix=piece.matrix)
@@ -317,5 +316,5 @@ def grouped(
 
 
 def _selected(call: Advance | Apply, names: Iterable[str], kept: Sequence[bool]) -> dict[str, Any]:
-    """The kept elements of these fields, each with an element for each part, or empty."""
+    """The kept elements of these fields, by part or empty."""
     return {name: tuple(compress(getattr(call, name), kept)) for name in names}

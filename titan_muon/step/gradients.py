@@ -1,4 +1,4 @@
-"""The input of one step: this rank's gradients as matrices, and the excluded parameters."""
+"""The input of a step: gradients and excluded parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Step:
     Attributes:
         grads: (rows, cols) local gradient; None if missing or released, or the parameter is excluded.
         excluded: parameters without an update or decay. Other parameters decay even without a gradient.
-        uniform: whether every parameter on this rank has a gradient, all in one dtype.
+        uniform: whether all gradients exist, in one dtype.
     """
 
     grads: list[Tensor | None]

@@ -18,14 +18,14 @@ def profiling() -> bool:
 
 
 def trace_range(stage: str, bucket: int | None = None) -> AbstractContextManager[object]:
-    """A range of a stage, or of the whole step, if a profiler records."""
+    """A range of a stage, if a profiler records."""
     if not profiling():
         return nullcontext()
     return record_function(f"Muon.{stage}" if bucket is None else f"Muon.{stage} bucket {bucket}")
 
 
 def with_ranges(stages: Stages) -> Stages:
-    """The same stages, each in its range."""
+    """The stages, each in a range."""
     return Stages(**{name: _with_range(name, stage) for name, stage in stages._asdict().items()})
 
 

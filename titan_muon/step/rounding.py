@@ -3,8 +3,8 @@
 # [Note: draws]
 # - bfloat16 is the upper half of float32. A step adds a uniform 16-bit number, the draw, to the bits of the float32
 #   weight and clears the lower half. The mean is unchanged.
-# - A draw is a hash of the step, the matrix, and the element's index in the matrix. So replicas of a weight get equal
-#   draws in any batch, and a resume needs only the step count.
+# - A draw is a hash of the step, the matrix, and the element's index in the matrix. So replicas get equal draws, and a
+#   resume needs only the step count.
 # - A shard of whole rows gets the same draws as in one process. A shard of columns gets different draws.
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALIGNMENT = 16
 BYTES = 12
 """Bytes of an element: float32 weight, float32 update (then the draw), and 4 temporary bytes."""
 
-# Factors of Knuth's multiplicative hash and of MurmurHash3. The upper bits of the products are the most random.
+# Factors of Knuth's multiplicative hash and of MurmurHash3.
 FACTORS = (0x9E3779B1, 0x85EBCA6B)
 UPPER_HALF = -(2**16)
 LOWER_HALF = 2**16 - 1
@@ -34,7 +34,7 @@ LOWER_HALF = 2**16 - 1
 
 @dataclass(frozen=True)
 class Draws:
-    """The draws of a matrix: elements have consecutive counts from `key` on."""
+    """Elements of a matrix have consecutive counts from `key` on."""
 
     key: int
     cols: int
@@ -50,7 +50,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tensors that are updated and rounded together.
+    """Tensors updated and rounded together.
 
     Attributes:
         starts: by tensor, the count of the first element minus the tensor's offset in a row of `memory`.
@@ -78,7 +78,6 @@ class Chunk:
         return Chunk(starts, wide, added, draws, self.memory)
 
     def update(self, params: Tensors, updates: Tensors, apply: Callable[[Tensors, Tensors], None], step: int) -> None:
-        """Apply updates in float32, and round the result stochastically, in place."""
         torch._foreach_copy_(self.wide, params)
         torch._foreach_copy_(self.added, updates)
         # On the whole memory: one kernel for all tensors.

@@ -1,4 +1,4 @@
-"""The interface of update rules: arithmetic on momentum, whole matrices and weights."""
+"""The interface of update rules."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from ..state.rule_states import StateSpec
 from .update import Tensors
 
 Group = Mapping[str, Any]
-
-
 Limits = Literal["spectrum", "norm", "nothing"]
 
 
@@ -37,7 +35,7 @@ class Rule(Protocol):
     scaling: Scaling | None = None
 
     def check(self, group: Group) -> None:
-        """Raise OptionError for hyperparameters of a group that the rule cannot use."""
+        """Raise OptionError for hyperparameters that the rule cannot use."""
         return None
 
     def feature(self, agreement: Agreement) -> Any:
@@ -51,7 +49,7 @@ class Rule(Protocol):
         """
 
     def pack(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
-        """Write the same bits into `packed` as `advance`, but keep the momentum."""
+        """As `advance`, but keep the momentum."""
 
     def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
         """Turn orthogonalized matrices into updates, in place, and advance their states.

@@ -1,4 +1,4 @@
-"""The stages of a step on this rank's tensors, before features wrap them."""
+"""The stages of a step on this rank's tensors."""
 
 # [Note: stages of a step]
 # advance        holders advance the momentum of every stored shard and pack the shards into the send buffer.
@@ -28,6 +28,7 @@ from ..plan.cost.batches import batches
 from ..plan.program import Program
 from ..plan.terms.layout import Span, spans
 from ..plan.terms.types import Plan
+from ..tensors.dtensor import on_device
 from ..tensors.storage import TrainedParam, storage_of
 from .batch import Batch, MaskedBatch, assembling, splitting
 from .foreach import (
@@ -47,7 +48,7 @@ from .update import Tensors
 
 FINITE = torch.finfo(torch.float32).max
 MARGIN = 1.5
-"""Factor on the largest possible norm of an update, for rounding in bfloat16."""
+"""Factor on the largest norm of an update, for rounding in bfloat16."""
 
 Stage = Callable[[int, Step], None]
 """A stage of the bucket with this index in the program."""
@@ -65,7 +66,7 @@ class Stages(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchRun:
-    """A batch, with the copies before and after orthogonalization."""
+    """A batch, with the copies before and after."""
 
     assemble: Copies
     batch: Batch
@@ -74,10 +75,7 @@ class BatchRun:
 
 @dataclass(frozen=True)
 class UpdateBounds:
-    """The largest possible Frobenius norms of arriving updates, (count,) float32.
-
-    `views`: of a buffer. `parameters`: (count,) indices, on the device.
-    """
+    """The largest Frobenius norms of arriving updates, (count,) float32. `parameters`: (count,), on the device."""
 
     views: tuple[Tensor, ...]
     parameters: Tensor
@@ -86,7 +84,7 @@ class UpdateBounds:
 
 @dataclass(frozen=True)
 class BucketRun:
-    """The calls of one bucket on this rank.
+    """The calls of one bucket.
 
     Attributes:
         repeats: copies of packed shards for further ranks.
@@ -104,13 +102,7 @@ class BucketRun:
 
 
 class Calls(NamedTuple):
-    """The calls of `advance` and `apply`. A feature wraps a call to replace or keep its tensors.
-
-    Attributes:
-        advance: of (call, averages, gradients, rule).
-        pack: the same without a change of the averages.
-        update: of (call, parameters, rule).
-    """
+    """How to run a call. A feature wraps or replaces a call. `pack` leaves the averages."""
 
     advance: Callable[[Advance, Tensors, Tensors, Rule], None]
     pack: Callable[[Advance, Tensors, Tensors, Rule], None]
@@ -129,11 +121,9 @@ class RankStages:
     """The stages of a Muon step on this rank, with views of every tensor except gradients.
 
     Attributes:
-        params: trained parameters, in the plan's order.
+        params: in the plan's order.
         states: states of the rule, by matrix and name, to which a feature of the rule may add.
-        storage: by parameter, the views of the parameter and the momentum.
-        runs: calls by bucket.
-        calls: run the calls.
+        runs: by bucket.
         orthogonalized: number of matrices in the current step.
     """
 
@@ -162,7 +152,6 @@ class RankStages:
         self._scratch = torch.empty(size, dtype=torch.uint8, device=buffers.device)
         by_bucket = [batches(run.matrices, plan.matrices, plan.works) for run in program.buckets]
         largest = max((self._numel(matrices) for run in by_bucket for matrices in run), default=0)
-        # So that every layout gives the same bits.
         dtype = torch.float32 if options.wire_dtype == "float32" else torch.bfloat16
         workspace = torch.empty(largest, dtype=dtype, device=buffers.device)
         releases = self._last_packed() if options.release_grads else [()] * len(program.buckets)
@@ -181,18 +170,9 @@ class RankStages:
         options: MuonOptions,
         states: Mapping[int, Mapping[str, Tensor]] | None,
     ) -> RankStages:
-        return RankStages(
-            self.plan,
-            self.program,
-            params,
-            self.arithmetic,
-            self._plain_rule,
-            self.buffers,
-            self.exchange,
-            self.report,
-            options,
-            self.states if states is None else states,
-        )
+        kept = (self.buffers, self.exchange, self.report)
+        states = self.states if states is None else states
+        return RankStages(self.plan, self.program, params, self.arithmetic, self._plain_rule, *kept, options, states)
 
     @property
     def device(self) -> torch.device:
@@ -237,7 +217,7 @@ class RankStages:
     def _bucket_run(self, bucket: int, batches: Sequence[Batch], releases: tuple[int, ...]) -> BucketRun:
         buffers = self.buffers.buckets[bucket]
         if buffers is None:
-            # Local matrices are packed straight into the workspace, without send buffers.
+            # Local matrices are packed straight into the workspace.
             (batch,) = batches
             stored = self.program.buckets[bucket].stored
             pieces = [self._piece(p.matrix, spans(p.piece), view) for p, view in zip(stored, batch.whole, strict=True)]
@@ -265,7 +245,7 @@ class RankStages:
         norms, parameters = [], []
         for number, view in pieces:
             matrix = self.plan.matrices[number]
-            # A part of a matrix has at most the singular values of the whole matrix.
+            # A part has at most the singular values of the whole matrix.
             rank = min(view.shape) if self.rule.limits == "spectrum" else min(matrix.whole_shape)
             largest = MARGIN * largest_value(self.arithmetic.iterations[matrix.parameter].steps) * math.sqrt(rank)
             norms.append(min(largest, FINITE) if self.rule.limits != "nothing" else FINITE)
@@ -275,13 +255,11 @@ class RankStages:
         return UpdateBounds(tuple(view for _, view in pieces), self.on_device(numbers), self.on_device(limits))
 
     def on_device(self, tensor: Tensor) -> Tensor:
-        """A host tensor on the device, without a wait of the host."""
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+        return on_device(tensor, self.device)
 
     def _piece(self, number: int, places: tuple[Span, ...], view: Tensor) -> StoredPiece:
         matrix = self.plan.matrices[number]
         draws = Draws.of(self.plan.parameters[matrix.parameter].fqn, matrix.index, matrix.cols)
-        # The learning rate depends on the shape of the whole matrix.
         return StoredPiece(number, matrix.parameter, self.plan.out_in(number), places, view, draws)
 
     def _calls(
@@ -294,7 +272,7 @@ class RankStages:
         )
 
     def _last_packed(self) -> list[tuple[int, ...]]:
-        """Parameters whose last shard a bucket packs, by bucket."""
+        """By bucket, the parameters to release."""
         last: dict[int, int] = {}
         for bucket in dict.fromkeys(bucket for _, bucket in self.program.acts):
             last.update(dict.fromkeys(sorted(self.parameters_of(bucket)), bucket))
@@ -382,7 +360,7 @@ class RankStages:
         if step.excluded:
             for place, matrix in enumerate(batch.matrices):
                 if self.plan.matrices[matrix].parameter in step.excluded:
-                    # Nothing was packed, and the workspace has values of an earlier step.
+                    # Nothing was packed, and the workspace has old values.
                     batch.whole[place].zero_()
         norms = batch.norms()
         self.report.add_where(batch.parameters, zero_nonfinite_(batch.whole, norms), Fault.NOT_FINITE)
@@ -411,7 +389,6 @@ class RankStages:
             start = stop
 
     def release(self, bucket: int, step: Step) -> None:
-        """Drop the gradients whose last shard this bucket has packed."""
         for index in self.runs[bucket].releases:
             if step.grads[index] is not None:
                 step.grads[index] = None

@@ -1,4 +1,4 @@
-"""Element-wise arithmetic of a Muon step, on any part of a parameter."""
+"""Element-wise arithmetic of a Muon step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ def momentum(
     if nesterov and wide_grads is grads:
         advanced = torch._foreach_lerp(grads, advanced, decay)
     elif nesterov:
-        # The wide gradients are copies, so the blend needs no further memory.
         torch._foreach_lerp_(wide_grads, advanced, decay)
         advanced = wide_grads
     torch._foreach_copy_(packed, advanced)
@@ -74,7 +73,7 @@ def apply(
 ) -> None:
     """param <- (1 - lr weight_decay) param - lr scale update, in place; the decay is decoupled and not scaled.
 
-    Parameters share a dtype, and so do updates. `scratch`, if not empty, takes the updates in the parameters' dtype.
+    `scratch`, if not empty, takes the updates in the parameters' dtype.
     """
     torch._foreach_mul_(params, 1 - lr * weight_decay)
     if scratch:
@@ -101,7 +100,7 @@ def decay_cautiously(params: Tensors, updates: Tensors, factor: float | Tensor) 
 
 
 def converted(tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    """Convert in one call; no copies if the dtype matches."""
+    """The tensors in `dtype`, without copies if already so."""
     if tensors[0].dtype == dtype:
         return tensors
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Matrices of a parameter from einops notation, `(g f) d -> g | f d`: the rows and columns of each matrix."""
+"""Matrices of a parameter from einops notation, `(g f) d -> g | f d`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Lengths = Mapping[str, int | Sequence[int]]
 
 @dataclass(frozen=True)
 class Notation:
-    """Parsed `dims`: the axes of each dim of the parameter, of the matrix count, of the rows and of the columns."""
+    """The axes of each dim of the parameter, of the matrix count, of the rows and of the columns."""
 
     dims: tuple[tuple[str, ...], ...]
     count: tuple[str, ...]
@@ -36,7 +36,7 @@ class IndexRange(NamedTuple):
 
 
 def stack_in(dims: str, shape: Sequence[int], lengths: Lengths) -> MatrixStack:
-    """The matrices of a parameter of this shape. Raises ValueError naming the problem with `dims` or `lengths`.
+    """The matrices of a parameter of this shape. Raises ValueError for invalid `dims` or `lengths`.
 
     Axes may have any order within rows and within columns, because orthogonalization commutes with permutations.
     """
@@ -53,7 +53,6 @@ def stack_in(dims: str, shape: Sequence[int], lengths: Lengths) -> MatrixStack:
         rows, row_step = _runs([ranges[axis] for dim in notation.dims[:row_dims] for axis in dim])
         across = [ranges[axis] for dim in notation.dims[row_dims:] for axis in dim]
         cols, col_step = _runs(across)
-        # None for all columns, so that equal stacks compare equal.
         whole = prod(part.length for part in across) == prod(part.size for part in across)
         matrices.append(MatrixRows(str(number), rows, None if whole else cols, row_step, 1 if whole else col_step))
     return MatrixStack(row_dims, tuple(matrices), transposed)
@@ -88,7 +87,7 @@ def _expression(text: str) -> list[list[str]]:
 
 
 def _parts(notation: Notation, lengths: Lengths) -> dict[str, tuple[int, ...]]:
-    """The axes with several lengths. Raises ValueError for invalid lengths."""
+    """The axes with several lengths."""
     for axis, length in lengths.items():
         if not any(axis in dim for dim in notation.dims):
             raise ValueError(f"has no axis {axis!r}; correct lengths")

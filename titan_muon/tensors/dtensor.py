@@ -1,4 +1,4 @@
-"""Layouts, process groups, devices and local storage of DTensors and plain tensors."""
+"""Properties of DTensors and plain tensors."""
 
 from __future__ import annotations
 
@@ -29,18 +29,14 @@ def layout_of(fqn: str, tensor: Tensor) -> types.Layout:
 
 
 def layout_on(fqn: str, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> types.Layout:
-    """The layout of a tensor of this shape on a mesh."""
+    """As `layout_of`, for a tensor of this shape on a mesh."""
     ranks = types.Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
     placed = tuple(_placement(fqn, p) for p in placements)
-    return types.Layout(tuple(shape), ranks, placed, _tensor_parallel(mesh.mesh_dim_names or (), ranks, placed))
-
-
-def _tensor_parallel(names: Sequence[str], mesh: types.Mesh, placements: Sequence[types.Placement]) -> int | None:
-    """The tensor-parallel axis if the tensor is sharded over the axis."""
-    if TENSOR_PARALLEL not in names:
-        return None
-    axis = names.index(TENSOR_PARALLEL)
-    return axis if mesh.shape[axis] > 1 and not isinstance(placements[axis], types.Replicate) else None
+    names = mesh.mesh_dim_names or ()
+    axis = names.index(TENSOR_PARALLEL) if TENSOR_PARALLEL in names else None
+    if axis is not None and (ranks.shape[axis] == 1 or isinstance(placed[axis], types.Replicate)):
+        axis = None
+    return types.Layout(tuple(shape), ranks, placed, axis)
 
 
 def _placement(fqn: str, placement: Placement) -> types.Placement:
@@ -66,7 +62,7 @@ def mesh_axes(tensor: Tensor, layout: types.Layout) -> Iterator[tuple[int, ...]]
 
 
 def mesh_groups(tensor: Tensor, rank: int) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """The process groups from `mesh_axes` with `rank`, this process, by their ranks."""
+    """The process groups of this rank from `mesh_axes`, by their ranks."""
     mine = {axis for axis in mesh_axes(tensor, layout_of("", tensor)) if rank in axis}
     if not (mine and isinstance(tensor, DTensor)):
         return {}
@@ -77,7 +73,7 @@ def mesh_groups(tensor: Tensor, rank: int) -> dict[tuple[int, ...], dist.Process
 
 def local(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor, or the plain tensor; the same object in every call."""
-    # `to_local()` of a Parameter makes a new view, which takes most of the host's time for a parameter in a step.
+    # `to_local()` of a Parameter makes a new view, which takes host time.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -95,13 +91,18 @@ def step_device(tensor: Tensor) -> torch.device:
     return _mesh_device(tensor) if isinstance(tensor, DTensor) and stored.type == "cpu" else stored
 
 
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on a device, without a wait of the host."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def _mesh_device(tensor: DTensor) -> torch.device:
     kind = tensor.device_mesh.device_type
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def held_indices(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Global indices of this rank's elements by dim, in storage order, as CPU tensors."""
+    """Global indices of this rank's elements by dim, on the CPU."""
     if not isinstance(tensor, DTensor):
         return tuple(torch.arange(size, device="cpu") for size in tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()

@@ -1,4 +1,4 @@
-"""The matrices of a parameter: the whole parameter, experts, heads or fused projections."""
+"""The matrices of a parameter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stack_of(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> Ma
 
 
 def split_of(fqn: str, splits: Sequence[Split]) -> Split | None:
-    """The first split with a glob for this name."""
+    """The first matching split."""
     return next((split for split in splits if fnmatch.fnmatchcase(fqn, split.match)), None)
 
 

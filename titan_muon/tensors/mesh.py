@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,12 +17,12 @@ class MeshWithoutGroups(DeviceMesh):
     refusal: str
 
     def __init__(self, device_type: str, ranks: Tensor, names: tuple[str, ...] | None = None) -> None:
-        # Without process groups, because making a group is collective over all ranks.
+        # No process groups, because making a group is collective over all ranks.
         super().__init__(device_type, ranks, mesh_dim_names=names, _init_backend=False)
 
     @property
     def _dim_group_names(self) -> Any:  # type: ignore[override]
-        # FSDP2 reads this property to shard a DTensor, and DTensor for every collective.
+        # FSDP2 reads this property, and DTensor for every collective.
         raise ValueError(self.refusal)
 
     # The method of DeviceMesh looks for process groups.
@@ -32,6 +33,17 @@ class MeshWithoutGroups(DeviceMesh):
 def without_groups(tensor: Tensor) -> bool:
     """Whether the mesh of a tensor has no process groups."""
     return isinstance(tensor, DTensor) and isinstance(tensor.device_mesh, MeshWithoutGroups)
+
+
+def refuse_reads(tensor: Tensor, message: str) -> None:
+    """Make `full_tensor` and `redistribute` raise ValueError. Outside of the mesh both would return an empty tensor."""
+    for read in ("full_tensor", "redistribute"):
+        # Not a closure, because the tensor may be pickled.
+        setattr(tensor, read, partial(_refuse, message))
+
+
+def _refuse(message: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(message)
 
 
 def flattened_by(parameter: Tensor) -> str:

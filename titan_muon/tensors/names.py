@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
 
 WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
 """Segments of torch.compile, activation checkpointing and FSDP, at any level of a name."""
@@ -18,6 +21,12 @@ def canonical_fqn(name: str) -> str:
     if len(segments) > 2 and segments[0] == "module":
         del segments[0]
     return ".".join(segments)
+
+
+def named_parameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """(name, parameter) pairs of an optimizer's groups."""
+    for group in groups:
+        yield from zip(group["param_names"], group["params"], strict=True)
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:

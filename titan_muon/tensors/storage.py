@@ -1,4 +1,4 @@
-"""Trained parameters on this rank, and their local storage as 2D views."""
+"""Trained parameters and their local storage."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ class TrainedParam:
     Attributes:
         average: momentum, placed like the parameter or like one replica; None before planning.
         group: parameter group. A scheduler may change hyperparameters between steps.
-        key: `placement_key` when the step was planned.
+        key, stored: `placement_key`, and dtype and device of the local tensor, when the step was planned.
         on_mesh: whether this rank is on the mesh, and so gets a gradient.
-        stored: dtype and device of the local tensor when the step was planned.
-        average_device: device type of the momentum.
         scales: of an int8 momentum.
     """
 
@@ -58,7 +56,7 @@ def with_average(trained: TrainedParam, average: Tensor) -> TrainedParam:
 def trained_params(
     groups: Iterable[dict[str, Any]], state: Mapping[Tensor, Mapping[str, Any]], rank: int, options: MuonOptions
 ) -> Iterator[TrainedParam]:
-    """The trained parameters of an optimizer's groups, with the momentum in its state, if any.
+    """The trained parameters of an optimizer's groups, with the momentum from `state`, if any.
 
     Adds STEP to groups if the options count steps. Raises ValueError for a parameter repeated or without storage.
     """
@@ -90,9 +88,9 @@ def trained_params(
 
 @dataclass(frozen=True)
 class Storage:
-    """(rows, cols) views of a parameter and its momentum on this rank, and the tensors behind the views.
+    """(rows, cols) views of a parameter and its momentum, and the tensors behind the views.
 
-    The momentum has all rows of the parameter, or a range of rows from `first_row` on, or none.
+    The momentum has all rows of the parameter, or a range from `first_row` on, or none.
     """
 
     param: Tensor
@@ -103,7 +101,6 @@ class Storage:
     first_row: int = 0
 
     def is_of(self, trained: TrainedParam) -> bool:
-        """Whether the views are still valid."""
         same = local(trained.momentum).untyped_storage() is self.average_storage
         return same and self.is_of_weights(trained)
 
@@ -127,7 +124,7 @@ def storage_of(trained: TrainedParam, planned: Parameter) -> Storage:
 
 
 def matrix_size(stored: Tensor, planned: Parameter) -> tuple[int, int]:
-    """Rows and columns of a parameter's local tensor."""
+    """(rows, cols) of a local tensor."""
     split = planned.stack.row_dims
     return prod(stored.shape[:split]), prod(stored.shape[split:])
 

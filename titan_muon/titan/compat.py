@@ -12,10 +12,11 @@ import os
 import re
 import resource
 import sys
+import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -31,14 +32,14 @@ from titan_muon.titan.recipe.degrees import has_torch
 TORCHTITAN_VERSION = "0.3.0"
 
 RECIPE_MODULES = ("torchtitan.components.dataloader", "torchtitan.components.validate", "torchtitan.components.metrics")
-"""Modules for recipes that torchtitan's main branch has moved or replaced."""
+"""Modules that torchtitan's main branch has moved or replaced."""
 
 _DECODER_SHARDING = ("apply_fsdp_to_decoder", "apply_fsdp_to_mtp_decoder")
 _TRITON_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 
 
 def require_recipes() -> None:
-    """Raise RecipeError if the installed torchtitan has missing RECIPE_MODULES."""
+    """Raise RecipeError if the installed torchtitan lacks RECIPE_MODULES."""
     missing = [name for name in RECIPE_MODULES if not _exists(name)]
     if missing:
         version = importlib.metadata.version("torchtitan")
@@ -59,7 +60,7 @@ def _exists(module: str) -> bool:
 def install() -> bool:
     """Install all workarounds for this machine; idempotent. True if training runs on the CPU.
 
-    Raises RuntimeError if torchtitan was already imported with another device than the CPU.
+    Raises RuntimeError as `use_cpu_device`.
     """
     stub_triton_kernels()
     backfill_set_timeout()
@@ -78,7 +79,7 @@ def install() -> bool:
 
 
 def stub_triton_kernels() -> None:
-    """Let torchtitan's models import without triton, as with CPU builds of torch. The stub's functions raise on a call.
+    """Let torchtitan's models import without triton. The stub's functions raise on a call.
 
     Remove when torchtitan imports its expert-parallel Triton kernels on use.
     """
@@ -103,7 +104,7 @@ def backfill_set_timeout() -> None:
 
         def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
             with warnings.catch_warnings():
-                # Groups without gloo and NCCL have no time-out, such as the host mesh of a single process.
+                # Groups without gloo and NCCL have no time-out.
                 warnings.filterwarnings("ignore", message="Set timeout is now only supported")
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
 
@@ -111,7 +112,7 @@ def backfill_set_timeout() -> None:
 
 
 def use_cpu_device() -> None:
-    """Make the CPU torchtitan's device. Remove when torchtitan falls back to the CPU instead of CUDA.
+    """Make the CPU torchtitan's device. Remove when torchtitan falls back to the CPU.
 
     Raises RuntimeError if a module of torchtitan has already copied the other device.
     """
@@ -160,19 +161,13 @@ class _CpuDevice(types.ModuleType):
 
 
 def skip_peak_flops() -> None:
-    """Infinite peak FLOPS on the CPU, so that MFU is 0: torchtitan 0.3.0 would assume an A100.
-
-    Remove when torchtitan supports the CPU.
-    """
+    """Make MFU 0 on the CPU: torchtitan would assume an A100. Remove when torchtitan supports the CPU."""
     utils: Any = importlib.import_module("torchtitan.tools.utils")
     utils.get_peak_flops = lambda device_name: float("inf")
 
 
 def make_masks_without_compiler() -> None:
-    """Build attention masks eagerly on the CPU, without a C++ compiler.
-
-    Remove when torchtitan and torch accept an uncompiled mask.
-    """
+    """Build attention masks without a C++ compiler. Remove when torchtitan and torch accept an uncompiled mask."""
     attention: Any = importlib.import_module("torchtitan.models.common.attention")
     attention._compiled_create_block_mask = create_block_mask
     module = "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -181,17 +176,14 @@ def make_masks_without_compiler() -> None:
 
 
 def hush_router_autocast() -> None:
-    """Silence a warning of every MoE router on the CPU, which lacks autocast to float32.
-
-    Remove when torchtitan checks the device.
-    """
+    """Silence MoE routers, which request float32 autocast. Remove when torchtitan checks the device."""
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
 
 
 def hush_gathers_for_all_to_all() -> None:
-    """Silence DTensor's warning on gloo that an all-to-all between shards of a tensor is an all-gather.
+    """Silence DTensor's warning on gloo, without a remedy, that an all-to-all is an all-gather.
 
-    The result is equal, and no recipe can change it. Remove when DTensor calls all_to_all_single on gloo.
+    Remove when DTensor calls all_to_all_single on gloo.
     """
     logging.getLogger("torch.distributed.tensor._collective_utils").addFilter(_is_no_gather)
 
@@ -237,12 +229,13 @@ def shards_decoders(parallelize_fn: Callable[..., Any]) -> bool:
     return any(hasattr(sys.modules[parallelize_fn.__module__], name) for name in _DECODER_SHARDING)
 
 
-@contextmanager
-def sharding_decoders_by(parallelize_fn: Callable[..., Any], shard: Callable[..., None]) -> Iterator[None]:
+def sharding_decoders_by(
+    parallelize_fn: Callable[..., Any], shard: Callable[..., None]
+) -> AbstractContextManager[None]:
     """Replace torchtitan's sharding of the decoder by `shard(apply, **arguments)` in this context.
 
-    `apply` is torchtitan's function, `arguments` are its arguments by name, with defaults. Remove when
-    `apply_fsdp_to_decoder` takes `ignored_params`.
+    `apply`: torchtitan's function; `arguments`: all of its arguments by name. Remove when `apply_fsdp_to_decoder` takes
+    `ignored_params`.
     """
     module: Any = sys.modules[parallelize_fn.__module__]
     (name,) = (name for name in _DECODER_SHARDING if hasattr(module, name))
@@ -253,41 +246,36 @@ def sharding_decoders_by(parallelize_fn: Callable[..., Any], shard: Callable[...
         bound.apply_defaults()
         shard(original, **bound.arguments)
 
-    setattr(module, name, replacement)
+    return _replaced(module, name, replacement)
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
         setattr(module, name, original)
 
 
-@contextmanager
-def clipping_by(clip: Callable[[], torch.Tensor]) -> Iterator[None]:
+def clipping_by(clip: Callable[[], torch.Tensor]) -> AbstractContextManager[None]:
     """Replace TorchTitan's gradient clipping by `clip()`, which returns the norm, in this context.
 
     torchtitan 0.3.0 fails on parameters of different meshes. Remove when the trainer clips in a method.
     """
-    utils: Any = importlib.import_module("torchtitan.distributed.utils")
-    original = utils.clip_grad_norm_
-    utils.clip_grad_norm_ = lambda *args, **kwargs: clip()
-    try:
-        yield
-    finally:
-        utils.clip_grad_norm_ = original
+    utils = importlib.import_module("torchtitan.distributed.utils")
+    return _replaced(utils, "clip_grad_norm_", lambda *args, **kwargs: clip())
 
 
-@contextmanager
-def ending_at_once() -> Iterator[None]:
+def ending_at_once() -> AbstractContextManager[None]:
     """Skip the two seconds of sleep at the end of TorchTitan's training loop in this context.
 
     Destroying the process group synchronizes the ranks.
     """
-    trainer: Any = importlib.import_module("torchtitan.trainer")
-    original = trainer.time
-    trainer.time = types.SimpleNamespace(perf_counter=original.perf_counter, sleep=lambda seconds: None)
-    try:
-        yield
-    finally:
-        trainer.time = original
+    trainer = importlib.import_module("torchtitan.trainer")
+    without_sleep = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+    return _replaced(trainer, "time", without_sleep)
 
 
 def nonfinite_loss(error: RuntimeError) -> float | None:
@@ -303,8 +291,8 @@ def spmd_backend(requested: str, *, owned: bool = False, uneven_vocabulary: bool
     """TorchTitan's SPMD backend for `parallelism.spmd_backend`.
 
     `auto` is `spmd_types`, but `partial_dtensor` before torch 2.14 (FSDP2 cannot shard plain tensors on a full SPMD
-    mesh), for owned matrices (they have a separate data-parallel mesh), and for a vocabulary that tensor parallelism
-    does not divide (torchtitan cannot compute the loss). Raises ValueError for `spmd_types` with an uneven vocabulary.
+    mesh), for owned matrices (with a separate data-parallel mesh), and for a vocabulary that tensor parallelism does
+    not divide (torchtitan cannot compute the loss). Raises ValueError for `spmd_types` with an uneven vocabulary.
     """
     if requested == "spmd_types" and uneven_vocabulary:
         raise ValueError(
@@ -316,7 +304,7 @@ def spmd_backend(requested: str, *, owned: bool = False, uneven_vocabulary: bool
 
 
 def spmd_note(requested: str, *, owned: bool) -> str:
-    """Console line if only owned matrices decide on the SPMD backend, or empty."""
+    """Console line if owned matrices decide on the SPMD backend, or empty."""
     if requested != "auto" or spmd_backend(requested) == spmd_backend(requested, owned=owned):
         return ""
     return (
@@ -344,21 +332,17 @@ def init_distributed(
             arguments |= {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
         original(**arguments)
 
-    dist.init_process_group = init_process_group  # type: ignore[assignment]
-    try:
+    with _replaced(dist, "init_process_group", init_process_group):
         utils.init_distributed(config, cpu_backend, base_folder=folder)
-    finally:
-        dist.init_process_group = original
 
 
 ASYNC_CHECKPOINT = "asynchronous checkpoint"
 
 
 def time_out_all_groups() -> None:
-    """Apply torchtitan's time-outs to every process group, instead of the default group and the mesh's groups.
+    """Apply torchtitan's time-outs as in `set_timeouts`, not only to the default group and the mesh's groups.
 
-    Not to asynchronous checkpoints: a rank with little data waits for the whole save. Remove when torchtitan sets all
-    time-outs.
+    Remove when torchtitan sets all time-outs.
     """
     utils: Any = importlib.import_module("torchtitan.distributed.utils")
     original = utils.set_pg_timeouts
@@ -374,7 +358,10 @@ def time_out_all_groups() -> None:
 
 
 def set_timeouts(timeout: timedelta) -> None:
-    """Set the time-out of every process group, except for asynchronous checkpoints."""
+    """Set the time-out of every process group.
+
+    Except for asynchronous checkpoints, where a rank with little data waits for the whole save.
+    """
     for group in dist.distributed_c10d._world.pg_map:
         if group.group_desc != ASYNC_CHECKPOINT:
             dist.set_timeout(timeout, group)  # type: ignore[attr-defined]

@@ -22,12 +22,12 @@ def on_accelerator() -> bool:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Compute capability of an NVIDIA or AMD GPU; None without a GPU."""
+    """Compute capability of a GPU, or None."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
 def arrives_late(device: torch.device) -> bool:
-    """Whether host reads of the device need an asynchronous copy."""
+    """Whether a host read of the device waits."""
     return device.type != "cpu"
 
 
@@ -50,7 +50,7 @@ def loss_chunks(option: int | Literal["auto"], tokens: int) -> int:
     """Chunks of the loss for a rank's `tokens` of a sequence."""
     if option != "auto":
         return option
-    # On a GPU, logits can be the largest activation. On the CPU, a single product is faster. Chunks have equal lengths.
+    # On a GPU, logits can be the largest activation. On the CPU, a single product is faster.
     return LOSS_CHUNKS if on_accelerator() and tokens % LOSS_CHUNKS == 0 else 1
 
 
@@ -63,13 +63,13 @@ def adamw_implementation(option: str) -> str:
 
 
 def pins_batches() -> bool:
-    """Whether to pin batches, so that copies to a CUDA device do not block the host."""
+    """Whether to pin batches, so that copies to the device do not block the host."""
     return torch.cuda.is_available()
 
 
 def forked_rng(device: torch.device) -> AbstractContextManager[None]:
     """Context that restores the random state of the host and of `device`."""
-    # torch forks the host's state, and the states of named accelerators.
+    # torch always forks the host's state.
     return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 

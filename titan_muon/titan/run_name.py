@@ -10,16 +10,15 @@ from titan_muon.titan.recipe.files import written_values
 from titan_muon.titan.recipe.toml import read_file, value_text
 
 LONGEST = 80
-"""In characters: folder names end at 255 bytes, and TensorBoard's column is narrow."""
-
+"""In characters: TensorBoard's column is narrow."""
 LONGEST_VALUE = 24
 COMPARED = 20
 
 IGNORED = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "checkpoint.load_step"})
 FORMER_DEFAULTS: Mapping[str, Sequence[object]] = {"muon.eps": (1e-7,)}
-"""Defaults of earlier versions. A run with the default of its version has no difference to name."""
+"""Defaults of earlier versions are no difference to name."""
 OVERRIDES_FILE = "overrides.txt"
-"""File in a run's folder: keys set on the command line, one per line."""
+"""Keys of the command line in a run's folder, one per line."""
 
 SAME_EXPERIMENT = frozenset(
     {
@@ -39,10 +38,8 @@ SAME_EXPERIMENT_TABLES = frozenset(
 
 
 def distinguishing_keys(recipe: Recipe, earlier: Sequence[Path], overrides: Sequence[str]) -> str:
-    """`key=value` pairs that distinguish a run; empty without any.
-
-    First `overrides`, the keys of the command line, then keys with another value in `earlier` runs, the newest first.
-    Keys from the command line of an earlier run are not compared.
+    """`key=value` pairs that distinguish a run: `overrides`, the keys of the command line, then keys with another value
+    in `earlier` runs, the newest first. An earlier run's command line is not compared.
     """
     mine, defaults = written_values(recipe), written_values(Recipe())
 
@@ -65,10 +62,7 @@ def distinguishing_keys(recipe: Recipe, earlier: Sequence[Path], overrides: Sequ
 
 
 def other_experiment(recipe: Recipe, file: Path) -> list[str]:
-    """Differences from the recipe `file` of another experiment, as `muon.lr = 0.001, here 0.02`.
-
-    Empty within an experiment, and for an unreadable file.
-    """
+    """`changes` from another experiment; empty within an experiment."""
     may_change = set(SAME_EXPERIMENT)
     keys = changes(recipe, file)
     if "training.steps" in keys:
@@ -85,7 +79,7 @@ def other_experiment(recipe: Recipe, file: Path) -> list[str]:
 
 
 def changes(recipe: Recipe, file: Path) -> dict[str, str]:
-    """All differences from the recipe of an earlier run by key, as `muon.lr = 0.001, here 0.02`; empty without one."""
+    """Differences from the recipe `file` by key, as `muon.lr = 0.001, here 0.02`; empty for an unreadable file."""
     mine, defaults, other = written_values(recipe), written_values(Recipe()), _values_of(file)
     if other is None:
         return {}
@@ -129,7 +123,7 @@ def _short(key: str, keys: Mapping[str, object]) -> str:
 
 def _value(value: object) -> str:
     text = value if isinstance(value, str) else _text(value)
-    # Strip brackets and quotes. Keep a minus: -1 is not 1.
+    # Without brackets and quotes, but with a minus: -1 is not 1.
     plain = re.sub(r"[^A-Za-z0-9_.+-]+", "-", re.sub(r"^[^A-Za-z0-9_.+-]+|[^A-Za-z0-9_.+-]+$", "", text))
     # A digest distinguishes long values with the same beginning.
     return plain if len(plain) <= LONGEST_VALUE else hashlib.sha256(text.encode()).hexdigest()[:6]

@@ -21,7 +21,8 @@ from titan_muon.plan.terms.layout import Geometries
 
 
 def some_without_matrices(rank: int, world_size: int) -> tuple[bool, int]:
-    """Ranks 0 and 1 share a matrix, the others have none: does the step equal the reference, and on how many?"""
+    """Ranks 0 and 1 share a matrix, ranks 2 and 3 have none. Returns whether the step equals the reference, and the
+    number of orthogonalized matrices."""
     mesh = DeviceMesh("cpu", [0, 1])
     whole = [torch.randn(16, 24, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     reference = ReferenceMuon({"w": whole[0].clone()})
@@ -37,10 +38,10 @@ def some_without_matrices(rank: int, world_size: int) -> tuple[bool, int]:
     return torch.equal(param.to_local(), reference.params["w"].chunk(2)[rank]), muon.orthogonalized
 
 
-def test_a_rank_without_matrices_takes_part_and_holds_nobody_up() -> None:
-    found = run_ranks(some_without_matrices, 4, timeout=SECONDS)
-    assert [same for same, _ in found] == [True] * 4
-    assert sum(done for _, done in found) == 1
+def test_a_rank_without_matrices_takes_part_in_every_collective() -> None:
+    results = run_ranks(some_without_matrices, 4, timeout=SECONDS)
+    assert [same for same, _ in results] == [True] * 4
+    assert sum(done for _, done in results) == 1
 
 
 def none_at_all(rank: int, world_size: int) -> str:
@@ -51,7 +52,7 @@ def none_at_all(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_no_matrix_on_any_rank_is_an_error_on_all() -> None:
+def test_a_world_without_matrices_is_refused_on_every_rank() -> None:
     assert all("no parameter to train" in text for text in run_ranks(none_at_all, 2, timeout=SECONDS))
 
 
@@ -69,8 +70,8 @@ def test_the_comparison_at_construction_does_not_grow_with_the_plan() -> None:
     )
 
 
-def test_reports_of_a_thousand_ranks_that_agree_are_compared_once() -> None:
-    """Sixteen pipeline stages of 64 ranks, and a rank that differs."""
+def test_equal_reports_of_a_thousand_ranks_are_compared_once() -> None:
+    """Sixteen pipeline stages of 64 ranks, and a single differing rank."""
     reports, digests = {}, []
     for stage in range(16):
         ranks = tuple(range(64 * stage, 64 * stage + 64))
@@ -115,14 +116,14 @@ def load(rank: int, world_size: int, change: str) -> tuple[str, int, bool]:
     return error, muon.param_groups[0]["ns_steps"], muon.plan is plan
 
 
-def test_a_state_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
+def test_a_wrong_state_on_a_rank_is_an_error_on_every_rank() -> None:
     for error, _, same_plan in run_ranks(load, 2, "momentum", timeout=SECONDS):
         assert "no momentum with the parameter's mesh and placements; " in error
         assert error.endswith("(on rank 1)")
         assert same_plan
 
 
-def test_a_value_out_of_range_in_one_ranks_state_is_an_error_on_all() -> None:
+def test_a_value_out_of_range_in_a_ranks_state_is_an_error_on_every_rank() -> None:
     for error, _, _ in run_ranks(load, 2, "range", timeout=SECONDS):
         assert "momentum = 1.5 is not accepted" in error
 
@@ -138,7 +139,7 @@ def test_a_load_plans_again_only_if_newton_schulz_changed() -> None:
 
 
 def loaded_momentum(rank: int, world_size: int) -> bool:
-    """After a load, is the step from the loaded momentum, and are its scheduler's changes seen?"""
+    """Whether the step after a load starts from the loaded momentum and sees changes of the scheduler."""
     mesh = init_device_mesh("cpu", (world_size,))
     params, other = parameters(mesh), parameters(mesh)
     muon, fresh = Muon(named(params)).build(), Muon(named(other)).build()
@@ -155,12 +156,12 @@ def loaded_momentum(rank: int, world_size: int) -> bool:
     return all(torch.equal(params[name].to_local(), other[name].to_local()) for name in params)
 
 
-def test_a_loaded_optimizer_goes_on_as_the_one_that_was_saved() -> None:
+def test_a_loaded_optimizer_continues_with_the_saved_momentum() -> None:
     assert run_ranks(loaded_momentum, 2, timeout=SECONDS) == [True] * 2
 
 
 def groups_made(rank: int, world_size: int, joint: bool) -> tuple[int, int, bool]:
-    """Process groups made by a Muon and left by its close, and whether they have the world's time-out."""
+    """Process groups made by a Muon and left after close, and whether the groups have the world's timeout."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     placements = (Shard(0), Shard(1)) if joint else (Shard(0), Replicate())
     param = Parameter(distribute_tensor(torch.ones(16, 24), mesh, placements, src_data_rank=None))
@@ -176,12 +177,12 @@ def groups_made(rank: int, world_size: int, joint: bool) -> tuple[int, int, bool
 
 
 @pytest.mark.parametrize("joint", [False, True])
-def test_a_mesh_axis_lends_its_group_and_the_whole_world_needs_none(joint: bool) -> None:
+def test_buckets_reuse_the_groups_of_mesh_axes_and_of_the_world(joint: bool) -> None:
     assert run_ranks(groups_made, 4, joint, timeout=SECONDS) == [(0, 0, True)] * 4
 
 
 def own_group(rank: int, world_size: int) -> tuple[int, int, bool]:
-    """As above, where three axes make no group of just the ranks that share the matrix."""
+    """Like `groups_made`, for three axes without a group of exactly the sharing ranks."""
     mesh = init_device_mesh("cpu", (2, 2, 2))
     param = Parameter(
         distribute_tensor(torch.ones(16, 24), mesh, (Replicate(), Shard(0), Shard(1)), src_data_rank=None)
@@ -197,7 +198,7 @@ def own_group(rank: int, world_size: int) -> tuple[int, int, bool]:
     return made, left, timeouts == {timedelta(seconds=60)} and changed == {timedelta(seconds=7)}
 
 
-def test_a_group_of_its_own_has_the_worlds_time_out_and_goes_with_the_optimizer() -> None:
+def test_a_new_group_has_the_worlds_timeout_and_is_destroyed_with_the_optimizer() -> None:
     assert run_ranks(own_group, 8, timeout=SECONDS) == [(1, 0, True)] * 8
 
 
@@ -205,17 +206,20 @@ def opened(rank: int, world_size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (world_size,))
     param = Parameter(placed(torch.ones(16, 24), mesh))
     with CollectiveCounter() as counter:
-        Muon([("w", param)]).build()
+        muon = Muon([("w", param)]).build()
+    muon.engine.rank.buffers.memory.take()
+    muon.exchange.warm_up(muon.plan)
     return [call.name for call in counter.calls]
 
 
 def test_connections_are_opened_at_construction() -> None:
+    """The CPU sends an element to every rank; other devices connect by the exchange."""
     for names in run_ranks(opened, 2, timeout=SECONDS):
         assert any("alltoall" in name for name in names)
 
 
-def test_a_learning_rate_in_a_tensor_is_compared_by_its_value() -> None:
-    """A printed tensor contains its device, with another index on every rank."""
+def test_a_tensor_learning_rate_is_compared_by_value() -> None:
+    """The text of a tensor contains the device, and the index of the device differs between ranks."""
 
     def signature(lr: Any) -> str:
         muon = Muon([("w", Parameter(torch.ones(4, 4)))], lr=lr).build()
@@ -226,7 +230,7 @@ def test_a_learning_rate_in_a_tensor_is_compared_by_its_value() -> None:
     assert signature(torch.tensor(0.5)) == signature(0.5) != signature(0.25)
 
 
-def test_a_default_device_of_the_user_is_not_taken_for_the_host() -> None:
+def test_a_step_ignores_the_users_default_device() -> None:
     param = Parameter(torch.ones(4, 4))
     param.grad = torch.ones(4, 4)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""The counter of collectives sees each kind, with the bytes that leave this rank."""
+"""The counter of collectives records every kind with the bytes sent by this rank."""
 
 import warnings
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Calls = dict[str, Callable[[], object]]
 Seen = list[tuple[str, int]]
 
 SPLITS = (([1, 1], [1, 2]), ([2, 4], [1, 4]))
-"""Elements that each rank receives from and sends to each rank."""
+"""Elements received from and sent to every rank."""
 
 # Tensors of 6 floats. By call: the operator, and the bytes sent by ranks 0 and 1.
 EXPECTED = {
@@ -117,20 +117,20 @@ def point_to_point(rank: int, world_size: int) -> Seen:
     return [(c.name, c.sent) for c in counter.calls]
 
 
-def test_each_collective_is_seen_once_with_the_bytes_that_leave_the_rank() -> None:
+def test_the_counter_records_every_collective_once_with_the_sent_bytes() -> None:
     seen = run_ranks(see_each, 2)
     assert seen[0].keys() == EXPECTED.keys()
     for rank in range(2):
         assert seen[rank] == {name: [(operator, sent[rank])] for name, (operator, *sent) in EXPECTED.items()}
 
 
-def test_point_to_point_is_seen_and_a_barrier_sends_nothing() -> None:
+def test_the_counter_records_point_to_point_calls_and_a_barrier_without_bytes() -> None:
     first, second = run_ranks(point_to_point, 2)
     assert first == [("send", 24), ("send", 24), ("recv", 0), ("barrier", 0)]
     assert second == [("recv", 0), ("send", 24), ("recv", 0), ("barrier", 0)]
 
 
-def test_an_operator_it_does_not_know_is_refused() -> None:
+def test_the_counter_refuses_an_unknown_operator() -> None:
     library = torch.library.Library("c10d", "FRAGMENT")
     library.define("unheard_of(Tensor tensor) -> Tensor")
     with CollectiveCounter(), pytest.raises(NotImplementedError, match="unheard_of"):

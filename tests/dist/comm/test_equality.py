@@ -141,7 +141,7 @@ def injected() -> list[dict[tuple[str, bool], str]]:
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["hsdp", "plain"])
 @pytest.mark.parametrize("fault", INJECTED, ids=lambda fault: fault.__name__)
-def test_a_difference_is_named_with_its_ranks_on_all_ranks(fault: Callable[..., None], sharded: bool) -> None:
+def test_every_rank_names_a_difference_and_the_differing_ranks(fault: Callable[..., None], sharded: bool) -> None:
     for errors in injected():
         error = errors[fault.__name__, sharded]
         assert INJECTED[fault] in error
@@ -154,7 +154,7 @@ def test_tensors_of_a_single_rank_may_differ() -> None:
 
 
 def on_four_ranks(rank: int, world_size: int) -> list[str]:
-    """2 replicas of 2 shards: the error after rank 3 has changed its shard; and without a change."""
+    """2 replicas of 2 shards: the error after rank 3 has changed a shard, and the error without a change."""
     torch.manual_seed(0)
     model = Model()
     fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
@@ -166,7 +166,7 @@ def on_four_ranks(rank: int, world_size: int) -> list[str]:
     return [*errors, message(optimizer.check_replicas)]
 
 
-def test_the_shard_that_differs_is_named_by_the_ranks_that_hold_it() -> None:
+def test_a_differing_shard_is_reported_with_the_ranks_of_every_replica() -> None:
     for before, after in run_ranks(on_four_ranks, 4, timeout=SECONDS):
         assert before == ""
         assert "layers.1.weight: ranks [3] differ from ranks [1]" in after

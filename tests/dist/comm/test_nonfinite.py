@@ -19,7 +19,7 @@ from titan_muon import Muon
 EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
 BAD = ("layers.0.weight", (3, 5)), ("layers.2.experts", (2, 0, 0))
-"""An element of a matrix whose rows are on both ranks, and of the third of four experts."""
+"""An element of a matrix with rows on both ranks, and an element of the third of four experts."""
 
 
 def build(mesh: DeviceMesh, **options: Any) -> tuple[dict[str, Parameter], Muon]:
@@ -51,14 +51,14 @@ def after_a_bad_step(rank: int, world_size: int, options: dict[str, Any], value:
     spoil(params, mesh, 1, value)
     optimizer.step()
     other.step()
-    found: dict[str, Any] = {"error": "", "warned": ""}
-    found["slices"] = sum(m.slice is not None for m in optimizer.plan.matrices if m.parameter == 0)
+    report: dict[str, Any] = {"error": "", "warned": ""}
+    report["slices"] = sum(m.slice is not None for m in optimizer.plan.matrices if m.parameter == 0)
     for name in SHAPES:
         now, start, good = whole(params[name]), before[name], whole(healthy[name])
         decayed = start * (1 - LR * DECAY)
         if now.ndim == 2:
             now, decayed, good, start = now[None], decayed[None], good[None], start[None]
-        found[name] = ["kept" if torch.equal(a, d) else
+        report[name] = ["kept" if torch.equal(a, d) else
                        "decayed" if torch.equal(a, b) else "as healthy" if torch.allclose(a, c, atol=1e-3) else "?"
                        for a, b, c, d in zip(now, decayed, good, start, strict=True)]  # fmt: skip
     stood = [param.full_tensor().clone() for param in params.values()]
@@ -69,19 +69,19 @@ def after_a_bad_step(rank: int, world_size: int, options: dict[str, Any], value:
             # A step continues with "skip", and would advance the momentum.
             optimizer.check_last_step() if options.get("nonfinite") == "skip" else optimizer.step()
         except ValueError as error:
-            found["error"] = str(error)
-        found["warned"] = " ".join(str(warning.message) for warning in caught)
-    found["stood"] = all(torch.equal(a, param.full_tensor()) for a, param in zip(stood, params.values(), strict=True))
+            report["error"] = str(error)
+        report["warned"] = " ".join(str(warning.message) for warning in caught)
+    report["stood"] = all(torch.equal(a, param.full_tensor()) for a, param in zip(stood, params.values(), strict=True))
     averages = [whole(optimizer.state[param]["momentum_buffer"]) for param in params.values()]
-    found["momentum"] = [torch.equal(whole(a), b) for a, b in zip(averages, started, strict=True)]
+    report["momentum"] = [torch.equal(whole(a), b) for a, b in zip(averages, started, strict=True)]
     goods = [whole(other.state[param]["momentum_buffer"]) for param in healthy.values()]
-    found["differing"] = [int((a != b).sum()) for a, b in zip(averages, goods, strict=True)]
-    found["zero"] = [int((a == 0).sum()) for a in averages]
+    report["differing"] = [int((a != b).sum()) for a, b in zip(averages, goods, strict=True)]
+    report["zero"] = [int((a == 0).sum()) for a in averages]
     # Told once: from here on all is well.
     optimizer.step()
-    found["goes_on"] = not any(torch.equal(a, p.full_tensor()) for a, p in zip(stood, params.values(), strict=True))
-    found["finite"] = all(bool(param.full_tensor().isfinite().all()) for param in params.values())
-    return found
+    report["goes_on"] = not any(torch.equal(a, p.full_tensor()) for a, p in zip(stood, params.values(), strict=True))
+    report["finite"] = all(bool(param.full_tensor().isfinite().all()) for param in params.values())
+    return report
 
 
 UNSPOILED = {
@@ -102,46 +102,46 @@ EXPERT = math.prod(SHAPES["layers.2.experts"][1:])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("orthogonalize", ["auto", "reference"])
-def test_an_error_comes_with_the_next_step_and_no_weight_is_spoiled(
+def test_a_nonfinite_gradient_is_an_error_in_the_next_step_and_changes_no_weight(
     exchange: str, value: float, orthogonalize: str
 ) -> None:
     options = {"exchange": exchange, "orthogonalize": orthogonalize}
-    for found in run_ranks(after_a_bad_step, 2, options, value, timeout=SECONDS):
-        assert {name: found[name] for name in SHAPES} == UNSPOILED
-        assert found["differing"] == found["zero"] == [1, 0, 1], "of the momentum, the bad element alone is reset"
-        assert found["error"].startswith("layers.0.weight, layers.2.experts: gradient or momentum was not finite")
-        assert "nonfinite = 'skip'" in found["error"]
-        assert found["stood"], "the error comes before anything changes"
-        assert found["finite"]
+    for report in run_ranks(after_a_bad_step, 2, options, value, timeout=SECONDS):
+        assert {name: report[name] for name in SHAPES} == UNSPOILED
+        assert report["differing"] == report["zero"] == [1, 0, 1], "of the momentum, the bad element alone is reset"
+        assert report["error"].startswith("layers.0.weight, layers.2.experts: gradient or momentum was not finite")
+        assert "nonfinite = 'skip'" in report["error"]
+        assert report["stood"], "the error comes before anything changes"
+        assert report["finite"]
 
 
-def test_a_matrix_in_slices_gets_no_update_in_any_of_them() -> None:
-    """Only one owner sees the bad slice; the exchanged norm tells the others."""
-    for found in run_ranks(after_a_bad_step, 4, SLICED, math.nan, timeout=SECONDS):
-        assert found["slices"] > 1, "the case this test is for"
-        assert {name: found[name] for name in SHAPES} == UNSPOILED
-        assert found["error"].startswith("layers.0.weight, layers.2.experts: gradient or momentum was not finite")
-        assert found["finite"]
+def test_a_bad_slice_stops_the_update_of_every_slice_of_the_matrix() -> None:
+    """Only a single owner sees the bad slice; the exchanged norm tells the other owners."""
+    for report in run_ranks(after_a_bad_step, 4, SLICED, math.nan, timeout=SECONDS):
+        assert report["slices"] > 1, "the case this test is for"
+        assert {name: report[name] for name in SHAPES} == UNSPOILED
+        assert report["error"].startswith("layers.0.weight, layers.2.experts: gradient or momentum was not finite")
+        assert report["finite"]
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_skipping_goes_on_and_warns_on_every_rank(exchange: str) -> None:
+def test_skip_continues_and_warns_on_every_rank(exchange: str) -> None:
     options = {"exchange": exchange, "nonfinite": "skip"}
-    for found in run_ranks(after_a_bad_step, 2, options, math.nan, timeout=SECONDS):
-        assert {name: found[name] for name in SHAPES} == SKIPPED
-        # Momentum was zero before the step. The momentum of a skipped matrix, also of one expert of four, stays.
-        assert found["momentum"] == [True, False, False]
-        assert found["zero"] == found["differing"] == [math.prod(SHAPES["layers.0.weight"]), 0, EXPERT]
-        assert found["error"] == ""
-        assert found["warned"].startswith("layers.0.weight, layers.2.experts: not finite")
-        assert found["goes_on"]
-        assert found["finite"]
+    for report in run_ranks(after_a_bad_step, 2, options, math.nan, timeout=SECONDS):
+        assert {name: report[name] for name in SHAPES} == SKIPPED
+        # Momentum was zero before the step. A skipped matrix keeps the momentum, and so does a single expert of four.
+        assert report["momentum"] == [True, False, False]
+        assert report["zero"] == report["differing"] == [math.prod(SHAPES["layers.0.weight"]), 0, EXPERT]
+        assert report["error"] == ""
+        assert report["warned"].startswith("layers.0.weight, layers.2.experts: not finite")
+        assert report["goes_on"]
+        assert report["finite"]
 
 
 def element_of_one_rank(
     rank: int, world_size: int, placement: Placement, options: dict[str, Any]
 ) -> tuple[str, bool, int]:
-    """The error where one rank alone stores the bad element, or has the only bad copy; finite values; matrices done."""
+    """The error if a single rank stores the bad element or the only bad replica; finite values; matrices done."""
     mesh = init_device_mesh("cpu", (world_size,))
     tensor = full("layers.0.weight", 0)
     param = Parameter(placed(tensor, mesh, placement))
@@ -173,7 +173,7 @@ def element_of_one_rank(
     ],
     ids=str,
 )
-def test_every_rank_learns_of_a_fault_on_one_owner(placement: Placement, options: dict[str, Any]) -> None:
+def test_a_fault_on_an_owner_is_reported_on_every_rank(placement: Placement, options: dict[str, Any]) -> None:
     """Only the owner sees the bad gradient."""
     results = run_ranks(element_of_one_rank, 4, placement, options, timeout=SECONDS)
     for text, finite, _ in results:
@@ -196,7 +196,7 @@ def left_out(rank: int, world_size: int) -> str:
 
 
 def missing_on_one_rank(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, bool]:
-    """Rank 1 has no gradient of one parameter in the second of three steps. The results of the parameter."""
+    """Rank 1 has no gradient of a parameter in the second of three steps. Returns the results of the parameter."""
     mesh = init_device_mesh("cpu", (world_size,))
     (params, optimizer), (healthy, other) = (build(mesh, missing_grad="skip", **options) for _ in range(2))
     optimizer.step()
@@ -212,8 +212,8 @@ def missing_on_one_rank(rank: int, world_size: int, options: dict[str, Any]) -> 
         for a, b in zip(before, (param, optimizer.state[param]["momentum_buffer"]), strict=True)
     ]
     # As if the second step had not been.
-    for each in (params, healthy):
-        set_gradients(each, mesh, 3)
+    for tensors in (params, healthy):
+        set_gradients(tensors, mesh, 3)
     optimizer.step()
     other.step()
     goes_on = torch.equal(whole(param), whole(twin))
@@ -221,9 +221,9 @@ def missing_on_one_rank(rank: int, world_size: int, options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("options", [{}, {"exchange": "all_gather"}, {"rule": "normuon"}], ids=str)
-def test_a_parameter_without_gradient_on_one_rank_is_left_alone_on_all(options: dict[str, Any]) -> None:
-    for found in run_ranks(missing_on_one_rank, 2, options, timeout=SECONDS):
-        assert all(found.values()), found
+def test_a_parameter_without_gradient_on_a_rank_stays_unchanged_on_every_rank(options: dict[str, Any]) -> None:
+    for report in run_ranks(missing_on_one_rank, 2, options, timeout=SECONDS):
+        assert all(report.values()), report
 
 
 def message(call: Callable[[], object]) -> str:
@@ -234,11 +234,11 @@ def message(call: Callable[[], object]) -> str:
     return ""
 
 
-def test_a_parameter_without_gradient_is_not_taken_for_a_bad_one() -> None:
+def test_a_missing_gradient_is_not_reported_as_nonfinite() -> None:
     assert run_ranks(left_out, 2, timeout=SECONDS) == ["", ""]
 
 
 @pytest.mark.parametrize("value", ["", "propagate", None])
-def test_an_unknown_way_is_refused(value: Any) -> None:
+def test_an_unknown_nonfinite_option_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r"^nonfinite = .* is not one of error, skip"):
         Muon([("w", Parameter(torch.randn(4, 4)))], nonfinite=value)

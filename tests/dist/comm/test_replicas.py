@@ -37,7 +37,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def said(fn: Callable[[], object]) -> str:
+def message(fn: Callable[[], object]) -> str:
     """The text of the ValueError of `fn`, or empty."""
     try:
         fn()
@@ -49,7 +49,7 @@ def said(fn: Callable[[], object]) -> str:
 def train(
     params: dict[str, nn.Parameter], place: Callable[[str, Tensor], Tensor], shapes: Any, **options: Any
 ) -> tuple[Muon, list[str]]:
-    """Names of tensors that differ from the reference after three steps of Muon."""
+    """Names of tensors with a difference from the reference after three steps of Muon."""
     muon, reference = Muon(list(params.items()), **OPTIONS, **options).build(), ReferenceMuon(full(shapes, 0))
     for seed in range(1, 4):
         grads = full(shapes, seed)
@@ -82,7 +82,7 @@ def under_ddp(rank: int, world_size: int) -> tuple[list[str], int, int, list[tup
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_copies_are_orthogonalized_once_and_results_alone_travel(world_size: int) -> None:
+def test_replicas_are_orthogonalized_once_and_only_results_are_sent(world_size: int) -> None:
     elements = len(EVEN) * SHAPE[0] * SHAPE[1]
     for wrong, flops, every, pieces, planned in run_ranks(under_ddp, world_size, timeout=SECONDS):
         assert wrong == []
@@ -111,12 +111,13 @@ def beside_torch(rank: int, world_size: int) -> bool:
     return all(torch.equal(copy, param) for copy, param in zip(copies, model.parameters(), strict=True))
 
 
-def test_ddp_trains_as_torch_does() -> None:
+def test_ddp_trains_as_torchs_muon() -> None:
     assert run_ranks(beside_torch, 2, timeout=SECONDS) == [True, True]
 
 
 def mixed(rank: int, world_size: int, **options: Any) -> tuple[list[str], int]:
-    """Plain, replicated and sharded tensors: differences from one process, and matrices orthogonalized here."""
+    """Plain, replicated and sharded tensors: differences from one process, and the number of matrices orthogonalized
+    here."""
     mesh = init_device_mesh("cpu", (world_size,))
     shapes = {f"{kind}.{name}": shape for kind in ("plain", "copied", "cut") for name, shape in MIXED.items()}
 
@@ -131,10 +132,10 @@ def mixed(rank: int, world_size: int, **options: Any) -> tuple[list[str], int]:
     return wrong, muon.orthogonalized
 
 
-def test_plain_replicated_and_sharded_parameters_share_one_plan() -> None:
-    found = run_ranks(mixed, 4, timeout=SECONDS)
-    assert [wrong for wrong, _ in found] == [[]] * 4
-    assert sum(done for _, done in found) == 3 * 5
+def test_a_plan_holds_plain_replicated_and_sharded_parameters() -> None:
+    results = run_ranks(mixed, 4, timeout=SECONDS)
+    assert [wrong for wrong, _ in results] == [[]] * 4
+    assert sum(done for _, done in results) == 3 * 5
 
 
 def repeated(rank: int, world_size: int) -> tuple[list[str], int, int]:
@@ -143,12 +144,12 @@ def repeated(rank: int, world_size: int) -> tuple[list[str], int, int]:
     return wrong, muon.orthogonalized, len(muon.plan.buckets)
 
 
-def test_redundant_copies_are_orthogonalized_by_each_rank() -> None:
+def test_redundant_replicas_are_orthogonalized_on_every_rank() -> None:
     assert run_ranks(repeated, 2, timeout=SECONDS) == [([], 5, 0)] * 2
 
 
 def each_its_own(rank: int, world_size: int) -> tuple[bool, bool, str, list[str]]:
-    """A plain tensor with other values on each rank, beside a replica: correctness of both, and the warning."""
+    """A plain tensor with rank-specific values beside a replica: correctness of both, and the warning."""
     own, copy = full({"own": SHAPE}, 10 + rank), full({"copy": SHAPE}, 0)
     params = {name: nn.Parameter(value.clone()) for name, value in (own | copy).items()}
     with warnings.catch_warnings(record=True) as caught:
@@ -163,10 +164,10 @@ def each_its_own(rank: int, world_size: int) -> tuple[bool, bool, str, list[str]
         reference.step(grads)
     muon.check_last_step()
     right = [torch.equal(params[name], reference.params[name]) for name in ("own", "copy")]
-    return right[0], right[1], muon.plan.reason, [str(one.message) for one in caught]
+    return right[0], right[1], muon.plan.reason, [str(warning.message) for warning in caught]
 
 
-def test_a_plain_tensor_that_differs_between_ranks_stays_each_ranks_own() -> None:
+def test_a_rank_orthogonalizes_a_plain_tensor_with_rank_specific_values() -> None:
     for own, copy, reason, warned in run_ranks(each_its_own, 2, timeout=SECONDS):
         assert own, "another rank's result took its place"
         assert copy
@@ -175,11 +176,11 @@ def test_a_plain_tensor_that_differs_between_ranks_stays_each_ranks_own() -> Non
 
 
 def on_some_ranks(rank: int, world_size: int) -> str:
-    return said(lambda: Muon([(f"stages.{rank}.weight", nn.Parameter(torch.ones(SHAPE)))]).build())
+    return message(lambda: Muon([(f"stages.{rank}.weight", nn.Parameter(torch.ones(SHAPE)))]).build())
 
 
-def test_a_plain_tensor_that_other_ranks_have_not_is_refused() -> None:
-    """As of a pipeline's stages, or of a module that is on some ranks only."""
+def test_a_plain_tensor_on_some_ranks_only_is_refused() -> None:
+    """For example a parameter of a pipeline stage, or a module on some ranks only."""
     for text in run_ranks(on_some_ranks, 2, timeout=SECONDS):
         assert "a parameter that only some ranks have must be a DTensor on their mesh" in text
 
@@ -217,7 +218,7 @@ def spoil(rank: int, change: Callable[[int, Tensor], Tensor | None]) -> tuple[li
     for seed in range(1, 4):
         for name, grad in full(EVEN, seed).items():
             params[name].grad = change(rank, grad) if seed == 1 and name == "layers.3.weight" else grad
-        errors.append(said(muon.step))
+        errors.append(message(muon.step))
     return errors, torch.stack([param.detach() for param in params.values()]).numpy().tobytes()
 
 
@@ -231,18 +232,18 @@ def spoiled() -> list[dict[str, tuple[list[str], bytes]]]:
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_gradients_of_copies_that_differ_are_an_error_on_all_ranks(change: Callable[..., Any]) -> None:
-    found = [each[change.__name__] for each in spoiled()]
-    assert len({weights for _, weights in found}) == 1, "copies are equal whatever their gradients were"
-    for (first, second, third), _ in found:
+def test_different_gradients_of_replicas_are_an_error_on_every_rank(change: Callable[..., Any]) -> None:
+    results = [rank_results[change.__name__] for rank_results in spoiled()]
+    assert len({weights for _, weights in results}) == 1, "copies are equal whatever their gradients were"
+    for (first, second, third), _ in results:
         assert first == "", "a rank that raised alone would leave the others waiting"
         assert second.startswith(CHANGES[change])
         assert bool(second) == bool(CHANGES[change])
         assert third == "", "told once"
 
 
-def taken(seeds: Iterable[int], params: dict[str, Tensor], state: Any = None) -> tuple[dict[str, Tensor], Any]:
-    """Weights and state after a step with the gradients of each seed, from these weights and, if given, a state."""
+def steps_of(seeds: Iterable[int], params: dict[str, Tensor], state: Any = None) -> tuple[dict[str, Tensor], Any]:
+    """Weights and state after a step with the gradients of every seed, from the passed weights and state."""
     named = {name: nn.Parameter(value.clone()) for name, value in params.items()}
     muon = Muon(list(named.items()), **OPTIONS).build()
     if state is not None:
@@ -255,21 +256,21 @@ def taken(seeds: Iterable[int], params: dict[str, Tensor], state: Any = None) ->
 
 
 def taken_on_ranks(rank: int, world_size: int, seed: int, saved: bytes) -> bytes:
-    """As bytes: tensors in a queue would go with their process."""
+    """As bytes, because tensors in a queue are lost with the sending process."""
     file = io.BytesIO()
-    torch.save(taken([seed], *torch.load(io.BytesIO(saved))), file)
+    torch.save(steps_of([seed], *torch.load(io.BytesIO(saved))), file)
     return file.getvalue()
 
 
-def test_a_state_dict_goes_on_with_any_number_of_copies() -> None:
-    """From one process to 4 ranks, to 2, and back to one: the same bits as in one process."""
+def test_a_state_dict_continues_with_any_number_of_replicas() -> None:
+    """From one process to 4 ranks, to 2, and back to one: the bits of a single process."""
     reference = ReferenceMuon(full(MIXED, 0))
     for seed in range(1, 5):
         reference.step(full(MIXED, seed))
     file = io.BytesIO()
-    torch.save(taken([1], full(MIXED, 0)), file)
+    torch.save(steps_of([1], full(MIXED, 0)), file)
     saved = file.getvalue()
     for world_size, seed in ((4, 2), (2, 3)):
         *_, saved = run_ranks(taken_on_ranks, world_size, seed, saved, timeout=SECONDS)
-    params, _ = taken([4], *torch.load(io.BytesIO(saved)))
+    params, _ = steps_of([4], *torch.load(io.BytesIO(saved)))
     assert all(torch.equal(params[name], reference.params[name]) for name in MIXED)

@@ -149,11 +149,11 @@ DIFFERENT = {
 
 
 class OutOfMemory(RuntimeError):
-    """Like torch.OutOfMemoryError, which no CPU raises."""
+    """Like torch.OutOfMemoryError, which the CPU never raises."""
 
 
 def out_of_memory(rank: int, world_size: int) -> tuple[str, str]:
-    """Kind and text of the error if rank 0 has no memory for its momentum."""
+    """Kind and text of the error if rank 0 has no memory for the momentum."""
     mesh = init_device_mesh("cpu", (world_size,))
 
     def fails(*_: Any, **__: Any) -> None:
@@ -240,13 +240,13 @@ def test_impossible_plans_are_refused_at_construction(fn: Callable[..., object])
 
 
 @pytest.mark.parametrize("fn", DIFFERENT, ids=lambda fn: fn.__name__)
-def test_ranks_that_plan_differently_are_refused_on_every_rank(fn: Callable[..., object]) -> None:
+def test_different_plans_are_refused_on_every_rank(fn: Callable[..., object]) -> None:
     for messages in refusals():
         assert "ranks [1] planned another Muon step than rank 0" in messages[fn.__name__]
         assert DIFFERENT[fn] in messages[fn.__name__]
 
 
-def test_an_error_of_any_class_on_one_rank_is_an_error_on_all() -> None:
+def test_an_exception_of_any_class_on_a_rank_is_an_error_on_every_rank() -> None:
     first, second = run_ranks(out_of_memory, 2, timeout=SECONDS)
     assert first == ("OutOfMemory", "tried to allocate 2.00 GiB")
     assert second == ("RuntimeError", "OutOfMemory: tried to allocate 2.00 GiB (on rank 0)")
@@ -258,7 +258,7 @@ ASKED = {
     "a checkpoint": lambda optimizer: optimizer.state_dict(),
     "the end": lambda optimizer: optimizer.check_last_step(),
 }
-"""Calls that raise after a failed step."""
+"""Calls with an error after a failed step."""
 
 
 @dataclass(frozen=True)
@@ -295,22 +295,22 @@ def stop(rank: int, world_size: int, change: Callable[..., None], asked: str, **
 
 @pytest.mark.parametrize("fn", STOPPED, ids=lambda fn: fn.__name__)
 def test_unusable_gradients_give_no_update_and_an_error_on_every_rank(fn: Callable[..., None]) -> None:
-    for found in run_ranks(stop, 2, fn, "the next step", timeout=SECONDS):
-        assert found.error_of_the_step == "", "a rank that raised alone would leave the others waiting"
-        assert STOPPED[fn] in found.error_when_asked
-        assert found.no_update
-        assert found.stood
-        assert found.goes_on, "told once"
+    for result in run_ranks(stop, 2, fn, "the next step", timeout=SECONDS):
+        assert result.error_of_the_step == "", "a rank that raised alone would leave the others waiting"
+        assert STOPPED[fn] in result.error_when_asked
+        assert result.no_update
+        assert result.stood
+        assert result.goes_on, "told once"
 
 
 @pytest.mark.parametrize("asked", ["a checkpoint", "the end"])
-def test_the_last_step_is_told_of_too(asked: str) -> None:
-    for found in run_ranks(stop, 2, gradient_missing_here, asked, timeout=SECONDS):
-        assert "no gradient for layers.1.weight" in found.error_when_asked
+def test_check_last_step_reports_the_last_step(asked: str) -> None:
+    for result in run_ranks(stop, 2, gradient_missing_here, asked, timeout=SECONDS):
+        assert "no gradient for layers.1.weight" in result.error_when_asked
 
 
 def change_group_on_one_rank(rank: int, world_size: int, changes: dict[str, Any]) -> str:
-    """The error after rank 1 changed its group."""
+    """The error after rank 1 changed the group."""
     optimizer = Muon(named(parameters(init_device_mesh("cpu", (world_size,))))).build()
     if rank == 1:
         optimizer.param_groups[0].update(changes)
@@ -319,7 +319,7 @@ def change_group_on_one_rank(rank: int, world_size: int, changes: dict[str, Any]
 
 
 @pytest.mark.parametrize("changes", [{"ns_steps": 3}, {"ns_coefficients": [[1, 2, 3]]}, {"eps": 1e-3}], ids=str)
-def test_an_iteration_changed_on_one_rank_is_an_error_on_every_rank(changes: dict[str, Any]) -> None:
+def test_an_iteration_changed_on_a_rank_is_an_error_on_every_rank(changes: dict[str, Any]) -> None:
     for text in run_ranks(change_group_on_one_rank, 2, changes, timeout=SECONDS):
         assert "ns_steps, ns_coefficients or eps changed since Muon was built" in text
 
@@ -333,7 +333,7 @@ def object_in_a_group(rank: int, world_size: int) -> str:
     return message(optimizer.step) or message(optimizer.check_replicas)
 
 
-def test_an_object_that_a_framework_keeps_in_a_group_is_no_hyperparameter() -> None:
+def test_an_object_of_a_framework_in_a_group_is_not_compared() -> None:
     assert run_ranks(object_in_a_group, 2, timeout=SECONDS) == ["", ""]
 
 
@@ -345,13 +345,13 @@ def plain_gradient_missing_on_one_rank(rank: int, world_size: int) -> str:
     return message(optimizer.step)
 
 
-def test_copies_of_a_plain_tensor_agree_on_a_missing_gradient() -> None:
-    """As under DDP: one rank orthogonalizes for all, and none may go on alone."""
-    for said in run_ranks(plain_gradient_missing_on_one_rank, 2, timeout=SECONDS):
-        assert "no gradient for layers.0.weight" in said
+def test_replicas_of_a_plain_tensor_agree_on_a_missing_gradient() -> None:
+    """Under DDP a single rank orthogonalizes for all ranks, so no rank may continue alone."""
+    for text in run_ranks(plain_gradient_missing_on_one_rank, 2, timeout=SECONDS):
+        assert "no gradient for layers.0.weight" in text
 
 
-def test_storage_that_is_wrong_on_one_rank_is_refused_on_every_rank() -> None:
+def test_wrong_storage_on_a_rank_is_refused_on_every_rank() -> None:
     for text in run_ranks(strided_on_one_rank, 2, timeout=SECONDS):
         assert "layers.0.weight: its storage is not contiguous" in text
 
@@ -360,7 +360,7 @@ def test_storage_that_is_wrong_on_one_rank_is_refused_on_every_rank() -> None:
 
 
 class Dying(CollectiveCounter):
-    """Ends its process at its second exchange."""
+    """Ends the process at the second exchange."""
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if sum(call.name == "alltoall_base" for call in self.calls) == 2:
@@ -369,7 +369,7 @@ class Dying(CollectiveCounter):
 
 
 def die_in_step(rank: int, world_size: int, folder: str) -> None:
-    """Rank 1 dies; the other ranks write their errors into the folder."""
+    """Rank 1 dies; ranks 0, 2 and 3 write errors into the folder."""
     mesh = init_device_mesh("cpu", (world_size,))
     optimizer = Muon(named(parameters(mesh))).build()
     optimizer.step()
@@ -385,7 +385,7 @@ def die_in_step(rank: int, world_size: int, folder: str) -> None:
         time.sleep(0.01)
 
 
-def test_when_a_rank_dies_in_a_step_the_others_stop_with_an_error(tmp_path: Path) -> None:
+def test_the_death_of_a_rank_in_a_step_is_an_error_on_the_surviving_ranks(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank"):
         run_ranks(die_in_step, 4, str(tmp_path), timeout=SECONDS)
     assert {path.name for path in tmp_path.iterdir()} == {"0", "2", "3"}
@@ -406,9 +406,9 @@ def sharded_after_muon(rank: int, world_size: int) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_model_that_was_sharded_after_muon_is_an_error_of_the_first_step(world_size: int) -> None:
+def test_sharding_the_model_after_muon_is_an_error_in_the_first_step(world_size: int) -> None:
     """The first step would otherwise train nothing, and the second name another remedy."""
-    for said, untouched in run_ranks(sharded_after_muon, world_size, timeout=SECONDS):
-        assert "no gradient for 0.weight or any other parameter of Muon in the first step" in said
-        assert "after fully_shard" in said
+    for text, untouched in run_ranks(sharded_after_muon, world_size, timeout=SECONDS):
+        assert "no gradient for 0.weight or any other parameter of Muon in the first step" in text
+        assert "after fully_shard" in text
         assert untouched

@@ -22,7 +22,7 @@ from titan_muon import Hybrid, Muon, clip_grad_norm_
 
 
 class Training:
-    """A small sharded model on 2 ranks, and its optimizer."""
+    """A small sharded model on 2 ranks, and the optimizer."""
 
     def __init__(self, **muon: Any) -> None:
         torch.manual_seed(0)
@@ -64,7 +64,7 @@ def betas_of_adamw(rank: int, training: Training) -> None:
 
 
 def one_step_more(rank: int, training: Training) -> None:
-    """Like a rank with an extra step, or with peers that skipped a step."""
+    """A rank with an extra step, or with peers that skipped a step."""
     training.optimizer.optimizers["muon"].engine.rank.report.steps += rank  # type: ignore[attr-defined]
 
 
@@ -92,7 +92,7 @@ def updates_three_times_too_large(rank: int, training: Training) -> None:
 
 
 def change_updates(rank: int, training: Training, change: Callable[[Tensor], object]) -> None:
-    """Change an update that arrives at rank 1."""
+    """Change an update on arrival at rank 1."""
     stages = training.optimizer.optimizers["muon"].engine.rank  # type: ignore[attr-defined]
     wait = stages.exchange.wait
     apply = stages.receive
@@ -157,7 +157,7 @@ def injected() -> list[dict[str, list[str]]]:
 
 
 @pytest.mark.parametrize("fault", INJECTED, ids=lambda fault: fault.__name__)
-def test_a_silent_fault_is_named_on_all_ranks_at_the_next_step(fault: Callable[..., None]) -> None:
+def test_every_rank_names_a_silent_fault_at_the_next_step(fault: Callable[..., None]) -> None:
     for errors in injected():
         healthy, at_once, told, after = errors[fault.__name__]
         assert healthy == at_once == after == ""
@@ -167,8 +167,8 @@ def test_a_silent_fault_is_named_on_all_ranks_at_the_next_step(fault: Callable[.
 
 
 def not_finite(rank: int, world_size: int) -> dict[str, Any]:
-    """A step after a norm that is not finite: changes of weights and states, and errors."""
-    found: dict[str, Any] = {}
+    """A step after a nonfinite norm: changes of weights and states, and errors."""
+    report: dict[str, Any] = {}
     for overlap in ("none", "backward"):
         training = Training(overlap=overlap)
         training.optimizer.step()
@@ -180,12 +180,12 @@ def not_finite(rank: int, world_size: int) -> dict[str, Any]:
         before, states = training.weights(), training.states()
         clip_grad_norm_(of_adamw, 1.0, optimizer=training.optimizer)
         training.optimizer.step()
-        found[overlap, "weights"] = all(torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True))
-        found[overlap, "states"] = all(torch.equal(a, b) for a, b in zip(states, training.states(), strict=True))
-        found[overlap, "save"] = message(training.optimizer.check_last_step)
+        report[overlap, "weights"] = all(torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True))
+        report[overlap, "states"] = all(torch.equal(a, b) for a, b in zip(states, training.states(), strict=True))
+        report[overlap, "save"] = message(training.optimizer.check_last_step)
         training.backward()
-        found[overlap, "after"] = message(training.optimizer.step)
-        found[overlap, "moves"] = not any(torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True))
+        report[overlap, "after"] = message(training.optimizer.step)
+        report[overlap, "moves"] = not any(torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True))
     training = Training(nonfinite="skip")
     if rank == 1:
         spoil(training.model.embedding.weight.grad)
@@ -194,45 +194,45 @@ def not_finite(rank: int, world_size: int) -> dict[str, Any]:
     training.backward()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found["skip"] = message(training.optimizer.step)
-    found["warned"] = " ".join(str(warning.message) for warning in caught)
-    return found
+        report["skip"] = message(training.optimizer.step)
+    report["warned"] = " ".join(str(warning.message) for warning in caught)
+    return report
 
 
-def test_a_norm_that_is_not_finite_changes_nothing_and_is_named_by_parameter_and_rank() -> None:
-    for found in run_ranks(not_finite, 2, timeout=SECONDS):
+def test_a_nonfinite_norm_skips_the_update_and_names_parameter_and_rank() -> None:
+    for report in run_ranks(not_finite, 2, timeout=SECONDS):
         for overlap in ("none", "backward"):
-            assert found[overlap, "weights"]
-            assert found[overlap, "states"]
-            assert "the norm of the gradients was not finite (embedding.weight on rank 1)" in found[overlap, "save"]
-            assert found[overlap, "after"] == "", "told once"
-            assert found[overlap, "moves"]
-        assert found["skip"] == ""
-        assert "embedding.weight on rank 1" in found["warned"]
+            assert report[overlap, "weights"]
+            assert report[overlap, "states"]
+            assert "the norm of the gradients was not finite (embedding.weight on rank 1)" in report[overlap, "save"]
+            assert report[overlap, "after"] == "", "told once"
+            assert report[overlap, "moves"]
+        assert report["skip"] == ""
+        assert "embedding.weight on rank 1" in report["warned"]
 
 
 def removed(rank: int, world_size: int) -> list[str]:
-    """Errors after the removal of a gradient that backward had sent."""
+    """Errors after the removal of a gradient sent in backward."""
     training = Training(overlap="backward")
     if rank == 1:
         training.model.layers[1].weight.grad = None
     return [message(training.optimizer.step), message(training.optimizer.step)]
 
 
-def test_a_gradient_removed_after_it_was_sent_is_called_missing() -> None:
+def test_a_gradient_removed_after_the_gather_is_reported_as_missing() -> None:
     for at_once, told in run_ranks(removed, 2, timeout=SECONDS):
         assert at_once == ""
         assert "no gradient for layers.1.weight" in told
 
 
 def skip_a_step(rank: int, world_size: int, folder: str) -> None:
-    """Rank 1 skips a step, and rank 0 leaves the notes of its error in the folder."""
+    """Rank 1 skips a step, and rank 0 writes the notes of the error into the folder."""
     mesh = init_device_mesh("cpu", (world_size,))
     muon = Muon(named(parameters(mesh))).build()
     muon.step()
     if rank == 1:
         time.sleep(SECONDS)
-    # gloo's time-out of the mesh's group, which Muon uses, and of the world.
+    # gloo's timeout of the mesh's group (used by Muon) and of the world.
     for process_group in (mesh.get_group(), dist.group.WORLD):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), process_group)
     try:
@@ -242,7 +242,7 @@ def skip_a_step(rank: int, world_size: int, folder: str) -> None:
         raise
 
 
-def test_a_rank_that_skips_a_step_is_named_after_the_time_out(tmp_path: Path) -> None:
+def test_the_timeout_names_a_rank_without_the_step(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 0 failed"):
         run_ranks(skip_a_step, 2, str(tmp_path), timeout=SECONDS)
     note = (tmp_path / "note").read_text()

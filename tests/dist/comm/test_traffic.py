@@ -80,11 +80,11 @@ class Counted:
 
     Attributes:
         words: payload of each all-reduce.
-        calls: collectives that carry pieces.
-        sent: their bytes to other ranks.
-        told: calls and bytes that the optimizer's own counters grew by.
+        calls: collectives with pieces.
+        sent: bytes of these collectives to other ranks.
+        told: calls and bytes by the optimizer's counters.
         flops: of all matrix products.
-        matrices: those orthogonalized, by index in the plan.
+        matrices: orthogonalized matrices, by index in the plan.
     """
 
     words: list[int]
@@ -96,7 +96,7 @@ class Counted:
 
 
 class Watched(Muon):
-    """Muon that records its orthogonalized matrices."""
+    """Muon with a record of orthogonalized matrices."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -171,7 +171,7 @@ def extra_calls(run: BucketProgram) -> int:
 
 
 @pytest.mark.parametrize(("world_size", "name", "exchange"), ONE_BY_ONE)
-def test_bytes_and_calls_are_the_plans(world_size: int, name: str, exchange: str) -> None:
+def test_bytes_and_calls_equal_the_plan(world_size: int, name: str, exchange: str) -> None:
     plan, summary, counted = result(world_size, name, exchange)
     for rank, (cost, mine) in enumerate(zip(summary.ranks, counted, strict=True)):
         extra = sum(extra_calls(run) for run in make_program(plan, rank).buckets)
@@ -181,7 +181,7 @@ def test_bytes_and_calls_are_the_plans(world_size: int, name: str, exchange: str
 
 
 @pytest.mark.parametrize(("world_size", "name", "exchange"), ONE_BY_ONE)
-def test_ranks_tell_each_other_of_faults_in_four_bytes_a_parameter_if_they_exchange_anything(
+def test_the_fault_exchange_sends_four_bytes_per_parameter_if_buckets_exist(
     world_size: int, name: str, exchange: str
 ) -> None:
     plan, _, counted = result(world_size, name, exchange)
@@ -191,7 +191,7 @@ def test_ranks_tell_each_other_of_faults_in_four_bytes_a_parameter_if_they_excha
 
 
 @pytest.mark.parametrize(("world_size", "name", "exchange"), ONE_BY_ONE)
-def test_flops_and_matrices_are_the_plans(world_size: int, name: str, exchange: str) -> None:
+def test_flops_and_matrices_equal_the_plan(world_size: int, name: str, exchange: str) -> None:
     plan, summary, counted = result(world_size, name, exchange)
     assert max(mine.flops for mine in counted) == max(cost.ns_flops for cost in summary.ranks)
     for mine in counted:
@@ -207,7 +207,7 @@ def test_flops_and_matrices_are_the_plans(world_size: int, name: str, exchange: 
     ids=["hsdp", "fsdp_tp"],
 )
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather_reduce_scatter"])
-def test_64_ranks_orthogonalize_each_matrix_once(
+def test_64_ranks_orthogonalize_every_matrix_once(
     mesh: tuple[int, ...], placements: tuple[types.Placement, ...], exchange: str
 ) -> None:
     layout = types.Layout((128, 96), types.Mesh(mesh, tuple(range(64))), placements)
@@ -220,17 +220,17 @@ def test_64_ranks_orthogonalize_each_matrix_once(
 
 
 @pytest.mark.parametrize("world_size", [4, 8])
-def test_an_all_to_all_over_fsdp_sends_the_least_that_is_possible(world_size: int) -> None:
+def test_an_all_to_all_over_fsdp_sends_the_minimum_of_bytes(world_size: int) -> None:
     plan, _, counted = result(world_size, "fsdp", "all_to_all")
     elements = sum(matrix.numel for matrix in plan.matrices)
     total = sum(mine.sent for mine in counted)
-    # The mean over N ranks is 2 (N - 1) / N x P b / N; multiplied by N² all of it is whole.
+    # The mean over N ranks is 2 (N - 1) / N x P b / N. Multiplied by N² every term is an integer.
     assert total * world_size == 2 * (world_size - 1) * elements * BF16
 
 
 @pytest.mark.parametrize(("world_size", "name"), [(4, "ep_whole"), (8, "ep_efsdp_whole")])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_whole_experts_stay_at_home(world_size: int, name: str, exchange: str) -> None:
+def test_whole_experts_are_local(world_size: int, name: str, exchange: str) -> None:
     _, _, counted = result(world_size, name, exchange)
     assert [(mine.calls, mine.sent, mine.words) for mine in counted] == [(0, 0, [])] * world_size
     assert {len(mine.matrices) for mine in counted} == {24 // world_size}
@@ -267,7 +267,7 @@ SMALL = 8192
 
 
 def settle() -> None:
-    """Give gloo's threads time to release the copies that collectives went through."""
+    """Give gloo's threads time to release copies made for collectives."""
     dist.barrier()
     time.sleep(0.5)
 
@@ -307,7 +307,7 @@ def memory() -> list[dict[tuple[str, int], Memory]]:
 def test_neither_construction_nor_a_step_keeps_memory(exchange: str, number: int) -> None:
     for measured in memory():
         mine = measured[exchange, number]
-        # gloo gathers and reduces through a copy of the whole buffer, and now and then keeps the last one for a while.
+        # gloo gathers and reduces through a copy of the whole buffer, and sometimes keeps the last copy for a while.
         assert mine.kept < SMALL
         assert mine.new_in_step > -SMALL, "buffers and workspace take memory in the step"
         assert mine.left_by_step < (SMALL if exchange == "all_to_all" else mine.buffers)
@@ -315,20 +315,20 @@ def test_neither_construction_nor_a_step_keeps_memory(exchange: str, number: int
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_new_memory_in_a_step_is_less_than_the_plans_buffers(exchange: str) -> None:
-    # gloo gathers and reduces through a copy of its own, as large as the whole buffer.
+    # gloo gathers and reduces through a copy of the whole buffer.
     for measured in memory():
         assert measured[exchange, 32].new_in_step <= 1.1 * measured[exchange, 32].buffers
 
 
-def test_an_all_to_all_takes_the_planned_memory() -> None:
+def test_an_all_to_all_uses_the_planned_memory() -> None:
     """Within 10 % of the plan's buffers and working memory, oneDNN's own scratch included."""
     for measured in memory():
         mine = measured["all_to_all", 32]
         assert mine.buffers + mine.workspace + mine.new_in_step <= 1.1 * (mine.buffers + mine.work)
 
 
-def test_new_memory_in_an_all_to_all_step_is_that_of_one_matrix() -> None:
-    # Newton-Schulz holds the matrix twice and its square Gram matrix and polynomial, oneDNN packs two operands.
+def test_an_all_to_all_step_allocates_the_memory_of_a_single_matrix() -> None:
+    # Newton-Schulz holds the matrix twice, the square Gram matrix and the polynomial; oneDNN packs two operands.
     for measured in memory():
         few, many = measured["all_to_all", 8], measured["all_to_all", 32]
         assert many.new_in_step - few.new_in_step < SMALL
@@ -345,7 +345,7 @@ METHODS: tuple[dict[str, Any], ...] = (
 
 
 def count_methods(rank: int, world_size: int) -> list[tuple[Plan, Counted, tuple[int, int], tuple[int, int]]]:
-    """For each of METHODS on a case of many equal shapes: what was counted, and the memory of another step."""
+    """For each of METHODS on a case of many equal shapes: the counts, and the memory of another step."""
     counted = []
     for options in METHODS:
         optimizer = build(Case((world_size,), (Shard(0),), (*EXPERTS, *(MATRIX,) * 32)), "all_to_all", **options)
@@ -364,7 +364,7 @@ def methods() -> list[list[tuple[Plan, Counted, tuple[int, int], tuple[int, int]
 
 
 @pytest.mark.parametrize("index", range(len(METHODS)), ids=lambda i: str(METHODS[i]))
-def test_flops_are_the_plans_for_every_method(index: int) -> None:
+def test_flops_equal_the_plan_for_every_method(index: int) -> None:
     for rank, counted in enumerate(methods()):
         plan, mine, *_ = counted[index]
         assert mine.flops == sum(plan.matrices[m].flops for m in mine.matrices)
@@ -373,8 +373,8 @@ def test_flops_are_the_plans_for_every_method(index: int) -> None:
 
 
 @pytest.mark.parametrize("index", range(len(METHODS)), ids=lambda i: str(METHODS[i]))
-def test_stacks_take_the_memory_that_the_plan_says(index: int) -> None:
-    """Beside buffers and the stack itself. oneDNN's scratch and the momentum of a piece come on top."""
+def test_stacks_use_the_planned_memory(index: int) -> None:
+    """Without buffers and the stack. oneDNN's scratch and the momentum of a piece are additional."""
     for counted in methods():
         plan, _, (new, left), (workspace, work) = counted[index]
         assert max(work_of.batch for work_of in plan.works) > 1

@@ -1,4 +1,4 @@
-"""int8 momentum on FSDP, HSDP, TP, EP, owned and plain replicas; its checkpoints reshard without rounding."""
+"""int8 momentum on FSDP, HSDP, TP, EP, owned and plain replicas; checkpoints reshard without rounding."""
 
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def train(rank: int, world_size: int, layout: str) -> dict[str, tuple[float, flo
         for name, param in exact.items():
             param.grad = full(seed)[name]
         reference.step()
-    found = {}
+    results = {}
     for name, param in model.named_parameters():
         weights = gather(param) if layout == "owned" else whole(param.detach())
         error = (weights - exact[name]).norm() / (exact[name] - full(0)[name]).norm()
@@ -85,14 +85,14 @@ def train(rank: int, world_size: int, layout: str) -> dict[str, tuple[float, flo
             momentum = ((values - expected).norm() / expected.norm()).item()
         replicas = [torch.empty_like(weights) for _ in range(world_size)]
         torch.distributed.all_gather(replicas, weights.contiguous())
-        found[name] = momentum, error.item(), all(torch.equal(replica, weights) for replica in replicas)
-    return found
+        results[name] = momentum, error.item(), all(torch.equal(replica, weights) for replica in replicas)
+    return results
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp", "fsdp_tp", "owned", "plain"])
-def test_every_layout_is_near_float32_and_replicas_stay_equal(layout: str) -> None:
-    for found in run_ranks(train, 4, layout):
-        for momentum, weights, equal in found.values():
+def test_every_layout_approximates_float32_and_replicas_stay_equal(layout: str) -> None:
+    for results in run_ranks(train, 4, layout):
+        for momentum, weights, equal in results.values():
             assert momentum < 0.03
             assert weights < 0.2
             assert equal
@@ -112,9 +112,9 @@ def load(rank: int, world_size: int, layout: str, folder: str) -> dict[str, list
     state = {"optimizer": get_optimizer_state_dict(model, muon)}
     dcp.load(state, checkpoint_id=folder)
     set_optimizer_state_dict(model, muon, state["optimizer"])
-    found = states(model, muon)
+    loaded = states(model, muon)
     step(model, muon, 3)
-    return found
+    return loaded
 
 
 def states(model: nn.Module, muon: Muon) -> dict[str, list[Tensor]]:
@@ -140,7 +140,7 @@ def refused(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_blocks_that_would_cross_shards_are_refused() -> None:
+def test_blocks_across_shards_are_refused() -> None:
     for message in run_ranks(refused, 2):
         assert "state_dtype = 'int8'" in message
         assert "w has 96 columns on 2 ranks" in message

@@ -33,15 +33,15 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is sharded, by a mesh of shards, of replicas and shards, or of these and tensor parallelism.
+    """Shards of a model on a mesh of shards, of replicas and shards, or of replicas, shards and tensor parallelism.
 
-    The first `layers` of it are modules of FSDP2; with `apart` their linear layers too, of which with `mixed` each
-    layer's first is replicated.
+    The first `layers` layers are modules of FSDP2. With `separate` the linear layers are modules too, and with `mixed`
+    the first linear layer of each is replicated.
     """
 
     mesh: tuple[int, ...] = (2,)
     layers: int = LAYERS
-    apart: bool = False
+    separate: bool = False
     reshards: bool = True
     prefetches: bool = False
     mixed: bool = False
@@ -57,14 +57,14 @@ CASES: dict[str, tuple[Sharding, dict[str, Any]]] = {
     "shards": (Sharding(), {}),
     "prefetched": (Sharding(prefetches=True), {}),
     "kept after forward": (Sharding(reshards=False), {}),
-    "by themselves": (Sharding(apart=True), {}),
+    "by themselves": (Sharding(separate=True), {}),
     "one module": (Sharding(layers=0), {}),
     "compiled": (Sharding(compiled=True), {}),
     "bfloat16": (Sharding(dtype=torch.bfloat16), {}),
     "copies": (Sharding((2, 1), prefetches=True), {}),
     "tensor parallelism alone": (Sharding((1, 1, 2)), {}),
-    "shards and copies": (Sharding(apart=True, mixed=True), {}),
-    "shards and copies, prefetched": (Sharding(apart=True, mixed=True, prefetches=True), {}),
+    "shards and copies": (Sharding(separate=True, mixed=True), {}),
+    "shards and copies, prefetched": (Sharding(separate=True, mixed=True, prefetches=True), {}),
     "small buffers": (Sharding(), {"buffer_bytes": 4096}),
     "float32 on the wire": (Sharding(), {"wire_dtype": "float32"}),
     "replicas": (Sharding((2, 2)), {}),
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[Sharding, dict[str, Any]]] = {
 
 
 class Run:
-    """A model on a mesh and its Muon; the learning rate halves after each step."""
+    """A model on a mesh and the Muon of the matrices; the learning rate halves after each step."""
 
     def __init__(self, sharding: Sharding, **options: Any) -> None:
         self.sharding = sharding
@@ -102,7 +102,7 @@ class Run:
                 parallelize_module(layer, self.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
             if sharding.compiled:
                 layer.compile(backend="eager", fullgraph=True)
-            for place, linear in enumerate(layer.children() if sharding.apart else ()):
+            for place, linear in enumerate(layer.children() if sharding.separate else ()):
                 fully_shard(linear, mesh=copies if sharding.mixed and place == 0 else data, mp_policy=policy)
             if number < sharding.layers:
                 fully_shard(layer, mesh=data, mp_policy=policy, reshard_after_forward=sharding.reshards)
@@ -146,7 +146,7 @@ class Run:
         """Weights and momenta here, all steps done."""
         self.muon.finish_step()
         averages = [self.muon.state[param].get("momentum_buffer") for _, param in self.named]
-        return [*self.weights(), *(each.to_local().clone() for each in averages if each is not None)]
+        return [*self.weights(), *(average.to_local().clone() for average in averages if average is not None)]
 
 
 def updates_left(muon: Muon) -> int:
@@ -161,11 +161,11 @@ def same(a: Run, b: Run) -> bool:
 
 def digits(rank: int, world_size: int) -> dict[str, tuple[bool, int, bool, list[int], int, int]]:
     """Whether the bits equal a run without `overlap`, and the number of pending updates after each step."""
-    found = {}
+    results = {}
     for name, (sharding, options) in CASES.items():
         if prod(sharding.mesh) != world_size:
             continue
-        ours, theirs = (Run(sharding, **options, overlap=each) for each in ("forward", "none"))
+        ours, theirs = (Run(sharding, **options, overlap=overlap) for overlap in ("forward", "none"))
         for step in range(STEPS):
             ours.step(step)
             theirs.step(step)
@@ -175,8 +175,8 @@ def digits(rank: int, world_size: int) -> dict[str, tuple[bool, int, bool, list[
         if name == "hierarchical":
             assert {bucket.exchange for bucket in ours.muon.plan.buckets} == {"hierarchical"}
         bytes_sent = sent, theirs.muon.exchange.traffic.bytes_sent
-        found[name] = (same(ours, theirs), begun, (updates_left(ours.muon) > 0), left, *bytes_sent)
-    return found
+        results[name] = (same(ours, theirs), begun, (updates_left(ours.muon) > 0), left, *bytes_sent)
+    return results
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -190,7 +190,7 @@ def test_digits_equal_steps_without_forward_overlap(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_layers_come_to_their_own_updates_one_by_one(world_size: int) -> None:
+def test_every_layer_applies_only_the_updates_of_that_layer_in_forward(world_size: int) -> None:
     for cases in run_ranks(digits, world_size):
         _, begun, _, left, _, _ = cases["shards"]
         first, others = left[:LAYERS], left[LAYERS:]
@@ -215,8 +215,8 @@ def infer(run: Run) -> object:
         return run.loss(7).item()
 
 
-def local(found: Mapping[str, object]) -> dict[str, Tensor]:
-    return {name: value.to_local().clone() for name, value in found.items() if isinstance(value, DTensor)}
+def local(values: Mapping[str, object]) -> dict[str, Tensor]:
+    return {name: value.to_local().clone() for name, value in values.items() if isinstance(value, DTensor)}
 
 
 def state_dict(run: Run) -> object:
@@ -247,7 +247,7 @@ def finish(run: Run) -> object:
 
 
 def averaged(run: Run) -> object:
-    """As an average of weights reads them, after finish_step()."""
+    """The read of an average of weights after finish_step()."""
     run.muon.finish_step()
     averages = [torch.zeros_like(param).lerp_(param.detach(), 0.5) for _, param in run.named]
     return [average.full_tensor() for average in averages]
@@ -266,7 +266,7 @@ def load_checkpoint(run: Run) -> object:
 
 
 def load_optimizer(run: Run) -> object:
-    """Load another step, with momentum in other tensors."""
+    """Load another step with momentum in new tensors."""
     saved = io.BytesIO()
     torch.save(run.muon.state_dict(), saved)
     run.step(6)
@@ -302,39 +302,39 @@ WRITE = (load, load_checkpoint, load_optimizer, step_again, by_closure)
 BETWEEN: dict[str, Callable[[Run], object]] = {act.__name__: act for act in (*READ, *WRITE)}
 
 
-def alike(a: object, b: object) -> bool:
+def equal_values(a: object, b: object) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(equal_values(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(alike, a, b))
+        return len(a) == len(b) and all(map(equal_values, a, b))
     return a == b or (a is None) == (b is None)
 
 
 def after_a_step(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
     """Whether reads between two steps, and later training, equal a run without `overlap`."""
-    found = {}
+    results = {}
     for name, act in BETWEEN.items():
-        ours, theirs = (Run(Sharding(), overlap=each) for each in ("forward", "none"))
+        ours, theirs = (Run(Sharding(), overlap=overlap) for overlap in ("forward", "none"))
         for step in range(2):
             ours.step(step)
             theirs.step(step)
         assert updates_left(ours.muon) > 0
-        seen = alike(act(ours), act(theirs))
+        seen = equal_values(act(ours), act(theirs))
         ours.step(3)
         theirs.step(3)
-        found[name] = seen, same(ours, theirs)
-    ours, theirs = (Run(Sharding(), overlap=each) for each in ("forward", "none"))
+        results[name] = seen, same(ours, theirs)
+    ours, theirs = (Run(Sharding(), overlap=overlap) for overlap in ("forward", "none"))
     for run in (ours, theirs):
         run.step(0)
-    return found | {"close": (alike(close(ours), close(theirs)), True)}
+    return results | {"close": (equal_values(close(ours), close(theirs)), True)}
 
 
-def test_whoever_reads_or_writes_weights_finds_them_updated() -> None:
-    for found in run_ranks(after_a_step, 2):
-        assert set(found) == {*BETWEEN, "close"}
-        assert found == dict.fromkeys(found, (True, True))
+def test_reads_and_writes_of_weights_apply_pending_updates_first() -> None:
+    for results in run_ranks(after_a_step, 2):
+        assert set(results) == {*BETWEEN, "close"}
+        assert results == dict.fromkeys(results, (True, True))
 
 
 def buffers(run: Run) -> int:
@@ -352,7 +352,7 @@ def memory(rank: int, world_size: int) -> tuple[int, list[int], int]:
     return behind, seen, buffers(run)
 
 
-def test_buffers_are_there_until_the_last_layer_has_its_results() -> None:
+def test_buffers_live_until_the_last_layer_is_updated() -> None:
     for behind, seen, after in run_ranks(memory, 2):
         assert behind > 0
         assert seen[0] == behind, "the first layer"
@@ -387,18 +387,18 @@ FAULTS = {
 
 
 def faults(rank: int, world_size: int) -> dict[str, tuple[bool, list[str], list[str]]]:
-    found = {}
+    results = {}
     for name, options in FAULTS.items():
-        ours, theirs = (Run(Sharding(), overlap=each, **options) for each in ("forward", "none"))
+        ours, theirs = (Run(Sharding(), overlap=overlap, **options) for overlap in ("forward", "none"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             told, expected = (faulty(run, name.split(",")[0]) for run in (ours, theirs))
         pairs = zip(ours.tensors(), theirs.tensors(), strict=True)
-        found[name] = all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs), told, expected
-    return found
+        results[name] = all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs), told, expected
+    return results
 
 
-def test_faults_are_told_of_as_by_steps_that_leave_nothing() -> None:
+def test_faults_have_the_messages_of_a_step_without_overlap() -> None:
     for cases in run_ranks(faults, 2):
         assert cases["missing"][1][2]
         assert cases["nan"][1][2]
@@ -464,19 +464,19 @@ MISUSE: dict[str, tuple[Callable[[Run], None], Sharding, str]] = {
 
 
 def misuse(rank: int, world_size: int) -> dict[str, str]:
-    found = {}
+    messages = {}
     for name, (act, sharding, _) in MISUSE.items():
         run = Run(sharding)
         run.net.other = partial(Net.forward, run.net)  # type: ignore[assignment]
         run.step(0)
         assert updates_left(run.muon) > 0
-        found[name] = raised(lambda act=act, run=run: act(run))  # type: ignore[misc]
-    return found
+        messages[name] = raised(lambda act=act, run=run: act(run))  # type: ignore[misc]
+    return messages
 
 
-def test_weights_that_would_be_read_or_lost_before_their_update_are_an_error() -> None:
-    for found in run_ranks(misuse, 2):
-        for name, message in found.items():
+def test_misuse_of_weights_with_a_pending_update_is_an_error() -> None:
+    for messages in run_ranks(misuse, 2):
+        for name, message in messages.items():
             expected = MISUSE[name][2]
             assert expected in message, name
             assert bool(message) == bool(expected), name
@@ -484,9 +484,9 @@ def test_weights_that_would_be_read_or_lost_before_their_update_are_an_error() -
 
 
 def part_replaced(rank: int, world_size: int) -> tuple[str, bool, int, bool]:
-    """After the replacement of one weight: the error, whether the other weights are right, held bytes, and pending
+    """After the replacement of a weight: the error, whether the remaining weights are right, held bytes, and pending
     updates."""
-    ours, theirs = (Run(Sharding(), overlap=each) for each in ("forward", "none"))
+    ours, theirs = (Run(Sharding(), overlap=overlap) for overlap in ("forward", "none"))
     for run in (ours, theirs):
         run.step(0)
     next(ours.net.layers[1].children())._apply(torch.clone)
@@ -496,7 +496,7 @@ def part_replaced(rank: int, world_size: int) -> tuple[str, bool, int, bool]:
     return message, others, buffers(ours), (updates_left(ours.muon) > 0)
 
 
-def test_updates_of_parameters_that_stayed_are_not_lost() -> None:
+def test_unreplaced_parameters_keep_the_pending_update() -> None:
     for message, others, held, left in run_ranks(part_replaced, 2):
         assert message.startswith("layers.1.up.weight: storage was replaced")
         assert (others, held, left) == (True, 0, False)
@@ -513,7 +513,7 @@ def forgotten(rank: int, world_size: int) -> bool:
     return muon() is None
 
 
-def test_a_model_does_not_keep_a_muon_that_was_closed() -> None:
+def test_a_model_holds_no_reference_to_a_closed_muon() -> None:
     assert run_ranks(forgotten, 2) == [True, True]
 
 
@@ -552,7 +552,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
     ]
 
 
-def test_unfit_results_are_refused_before_the_first_is_left() -> None:
+def test_unfit_results_are_refused_before_the_first_pending_update() -> None:
     for bare, none, unattached, scaled, part, twice in run_ranks(refusals, 2):
         assert twice == "apply_in_forward: was called for this Muon before; call it only once"
         assert "inner.weight, outer.weight are in no module of fully_shard" in bare

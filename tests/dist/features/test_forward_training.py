@@ -1,4 +1,4 @@
-"""Training whose updates are applied in the next forward: the digits of training without, in checkpoints too."""
+"""Forward overlap keeps the digits of training, in checkpoints too."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from titan_muon.engine import Engine
 from titan_muon.fsdp.forward_hooks import LateApplies
 
 STEPS = 6
-# Links so slow that a plan defers many updates; two passes per step, and experts on both ranks.
+# On slow links a plan defers many updates; two passes per step, and experts on both ranks.
 SHARED: dict[str, Any] = {
     "parallelism__expert_parallel_degree": 2,
     "training__local_batch_size": 1,
@@ -30,7 +30,8 @@ SHARED: dict[str, Any] = {
 
 
 def trained(rank: int, world_size: int, folder: Path, variant: dict[str, Any]) -> tuple[str, str, int]:
-    """Folders of a run without deferred updates, and of a continued run with them; number of deferred updates."""
+    """Folders of a run without deferred updates and of a continued run with deferred updates; number of deferred
+    updates."""
     count = 0
     run = Engine.run
 
@@ -55,13 +56,13 @@ def trained(rank: int, world_size: int, folder: Path, variant: dict[str, Any]) -
 def weights(run: str, step: int, to: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint."""
     dcp_to_torch_save(Path(run) / "checkpoint" / f"step-{step}", to)
-    found = torch.load(to, weights_only=False)
-    return {name: value for name, value in flat(found).items() if isinstance(value, torch.Tensor)}
+    state = torch.load(to, weights_only=False)
+    return {name: value for name, value in flat(state).items() if isinstance(value, torch.Tensor)}
 
 
-def flat(found: dict[str, Any], before: str = "") -> dict[str, Any]:
+def flat(state: dict[str, Any], before: str = "") -> dict[str, Any]:
     named: dict[str, Any] = {}
-    for name, value in found.items():
+    for name, value in state.items():
         named |= flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
     return named
 
@@ -74,15 +75,17 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_recipe_trains_validates_and_saves_as_without(variant: str, tmp_path: Path) -> None:
+def test_a_recipe_with_forward_overlap_has_the_curves_and_checkpoints_of_a_plain_recipe(
+    variant: str, tmp_path: Path
+) -> None:
     tiny.write_recipe(tmp_path)
     straight, resumed, left = run_ranks(trained, 2, tmp_path, VARIANTS[variant])[0]
     assert left == STEPS, "every step leaves some updates"
     for key in ("loss", "grad_norm", "val_loss"):
-        found, expected = (tiny.records(folder, key) for folder in (resumed, straight))
+        losses, expected = (tiny.records(folder, key) for folder in (resumed, straight))
         assert len(expected) >= STEPS // 2
         # The first half ends with a validation.
-        assert {step: found[step] for step in expected} == expected, key
+        assert {step: losses[step] for step in expected} == expected, key
     for step in (4, STEPS):
         these, those = (weights(run, step, tmp_path / "weights.pt") for run in (straight, resumed))
         assert these.keys() == those.keys()

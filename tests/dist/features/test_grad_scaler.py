@@ -28,8 +28,8 @@ def contents(params: dict[str, Parameter], muon: Muon) -> list[torch.Tensor]:
     return [tensor.to_local().detach().clone() for tensor in (*params.values(), *averages)]  # type: ignore[attr-defined]
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def same(first: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 def train(rank: int, world_size: int, unscales: bool, options: dict[str, Any]) -> list[Any]:
@@ -38,11 +38,11 @@ def train(rank: int, world_size: int, unscales: bool, options: dict[str, Any]) -
     params, plain = parameters(mesh), parameters(mesh)
     muon, other = Muon(named(params), **options).build(), Muon(named(plain), **options).build()
     scaler = GradScaler("cpu", init_scale=SCALE, growth_interval=10**6)
-    found: list[Any] = []
+    events: list[Any] = []
     for seed, bad in enumerate((False, True, False), start=1):
         set_gradients(params, mesh, seed)
         set_gradients(plain, mesh, seed)
-        # As a backward pass from a scaled loss would have made them.
+        # The gradients of a backward pass from a scaled loss.
         scaled(params, scaler.scale(torch.ones(())).item())
         if bad:
             scaled(params, math.inf)
@@ -53,19 +53,19 @@ def train(rank: int, world_size: int, unscales: bool, options: dict[str, Any]) -
         scaler.update()
         if not bad:
             other.step()
-        found.append("stood" if same(before, contents(params, muon)) else "stepped")
-        found.append(same(contents(params, muon), contents(plain, other)))
-    return found
+        events.append("stood" if same(before, contents(params, muon)) else "stepped")
+        events.append(same(contents(params, muon), contents(plain, other)))
+    return events
 
 
 @pytest.mark.parametrize("unscales", [False, True], ids=["scaled", "unscaled"])
 @pytest.mark.parametrize(
     "options", [{}, {"offload": "state"}, {"offload": "parameters"}, {"state_dtype": "bfloat16"}], ids=str
 )
-def test_a_step_that_all_ranks_skip_changes_nothing(unscales: bool, options: dict[str, Any]) -> None:
-    """Other steps have the bits of a run without a scaler, because the scale is a power of two."""
-    for found in run_ranks(train, 2, unscales, options, timeout=SECONDS):
-        assert found == ["stepped", True, "stood", True, "stepped", True]
+def test_a_step_skipped_on_every_rank_changes_no_weight(unscales: bool, options: dict[str, Any]) -> None:
+    """The remaining steps have the bits of a run without a scaler, because the scale is a power of two."""
+    for events in run_ranks(train, 2, unscales, options, timeout=SECONDS):
+        assert events == ["stepped", True, "stood", True, "stepped", True]
 
 
 def skip_on_one_rank(rank: int, world_size: int) -> tuple[bool, str]:
@@ -85,7 +85,7 @@ def skip_on_one_rank(rank: int, world_size: int) -> tuple[bool, str]:
     return changed, ""
 
 
-def test_a_step_that_one_rank_skips_is_an_error_on_all_in_the_next_step() -> None:
+def test_a_step_skipped_on_a_single_rank_is_an_error_on_every_rank_in_the_next_step() -> None:
     results = run_ranks(skip_on_one_rank, 2, timeout=SECONDS)
     assert [changed for changed, _ in results] == [True, False]
-    assert all("only some ranks skipped a step" in said for _, said in results)
+    assert all("only some ranks skipped a step" in message for _, message in results)

@@ -17,7 +17,7 @@ LR, DECAY, STEPS = 0.02, 0.1, IDLE_STEPS + 3
 
 
 def gradients(seed: int) -> dict[str, Tensor]:
-    """From the second step on one matrix and one expert are idle, and a quarter of another matrix is zero."""
+    """From the second step on, a matrix and an expert are idle, and a quarter of another matrix is zero."""
     grads = {name: full(name, seed) for name in ("layers.0.weight", "layers.1.weight", "layers.2.experts")}
     if seed > 1:
         grads["layers.0.weight"].zero_()
@@ -27,10 +27,10 @@ def gradients(seed: int) -> dict[str, Tensor]:
 
 
 def train(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Which matrices were only decayed in all steps but the first, the warnings, and the number of slices."""
+    """Matrices without an update after the first step, except decay; the warnings; and the number of slices."""
     mesh = init_device_mesh("cpu", (world_size,))
     params = parameters(mesh)
-    # A tensor of each rank's own values, which is idle on rank 1.
+    # A tensor of rank-specific values, idle on rank 1.
     own = nn.Parameter(torch.full((4, 6), 1.0 + rank))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -62,10 +62,10 @@ def train(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]
 
 @pytest.mark.parametrize(("world", "options"), [(2, {}), (4, SLICED)])
 def test_an_idle_matrix_is_only_decayed_and_named_once(world: int, options: dict[str, Any]) -> None:
-    for rank, found in enumerate(run_ranks(train, world, options, timeout=3 * SECONDS)):
-        assert found["held"] == {"layers.0.weight": True, "layers.1.weight": False}
-        assert found["experts"] == [False, False, True, False]
-        assert found["own"] == (rank > 0)
-        assert (found["slices"] > 0) == (options is SLICED)
-        (text,) = found["warnings"]
+    for rank, result in enumerate(run_ranks(train, world, options, timeout=3 * SECONDS)):
+        assert result["held"] == {"layers.0.weight": True, "layers.1.weight": False}
+        assert result["experts"] == [False, False, True, False]
+        assert result["own"] == (rank > 0)
+        assert (result["slices"] > 0) == (options is SLICED)
+        (text,) = result["warnings"]
         assert text.startswith(f"layers.0.weight, layers.2.experts 2{', own' if rank else ''}: the gradient was zero")

@@ -1,4 +1,4 @@
-"""Offloaded states in every layout: the same bits as on the device, and checkpoints that load wherever states are."""
+"""Offloaded states in every layout: the bits of states on the device, and checkpoints for states on host or device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def whole(name: str, seed: int) -> Tensor:
 
 
 class Sharded:
-    """Parameters on a mesh of one axis; AdamW has the rest and one matrix."""
+    """Parameters on a mesh of one axis; AdamW has a matrix and every non-matrix."""
 
     def __init__(self, world_size: int, layout: str, exchange: str, offload: str) -> None:
         self.mesh, self.placement = init_device_mesh("cpu", (world_size,)), PLACEMENTS[layout]
@@ -88,39 +88,39 @@ def layouts() -> Iterator[tuple[str, str]]:
 
 
 def on_and_off(rank: int, world_size: int) -> dict[str, tuple[bool, ...]]:
-    """By layout: whether bits are equal after steps, after a move of states, and after loads from each other. A
-    third optimizer also has parameters and gradients on the host, and moves nothing."""
+    """By layout: whether bits are equal after steps, after a move of states, and after loads between optimizers. A
+    third optimizer also has parameters and gradients on the host, and moves no state."""
     batched.BATCH_BYTES = 512
-    found = {}
+    results = {}
     for layout, exchange in layouts():
         on, off, every = (Sharded(world_size, layout, exchange, offload) for offload in ("state", "none", "parameters"))
-        for each in (on, off, every):
-            each.train((1, 2))
+        for run in (on, off, every):
+            run.train((1, 2))
         steps = equal(tensors(on), tensors(off)) and equal(tensors(every), tensors(off))
         for optimizer, other in zip(on.optimizers, off.optimizers, strict=True):
             optimizer.reload()
             other.offload()
-        for each in (on, off, every):
-            each.train((3, 4))
+        for run in (on, off, every):
+            run.train((3, 4))
         moved = equal(tensors(on), tensors(off))
         saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in on.optimizers]
-        for each in (on, off, every):
-            each.train((5,))
-            for optimizer, state in zip(each.optimizers, saved, strict=True):
+        for run in (on, off, every):
+            run.train((5,))
+            for optimizer, state in zip(run.optimizers, saved, strict=True):
                 optimizer.load_state_dict(copy.deepcopy(state))
-            each.train((6,))
+            run.train((6,))
         loaded = equal(tensors(on), tensors(off)) and equal(tensors(every), tensors(off))
-        found[f"{layout} {exchange}"] = steps, moved, loaded
-    return found
+        results[f"{layout} {exchange}"] = steps, moved, loaded
+    return results
 
 
 def test_every_layout_and_exchange_has_the_same_bits_with_states_on_the_host() -> None:
-    for found in run_ranks(on_and_off, 2):
-        assert found == {f"{layout} {exchange}": (True,) * 3 for layout, exchange in layouts()}
+    for results in run_ranks(on_and_off, 2):
+        assert results == {f"{layout} {exchange}": (True,) * 3 for layout, exchange in layouts()}
 
 
 def losses(rank: int, world_size: int, setup: Setup, offload: str) -> tuple[list[Tensor], int]:
-    """A model with owned matrices and experts, whole, after some steps; loads that came to the device meanwhile."""
+    """A model with owned matrices and experts, gathered after some steps; the number of loads to the device."""
     came = 0
     fetch = Window._fetch
 
@@ -166,8 +166,8 @@ def test_owned_matrices_have_the_same_bits_with_states_on_the_host(setup: Setup)
 
 
 def checkpoints(rank: int, world_size: int, folder: Path) -> list[bool]:
-    """Whether a checkpoint of states in one place continues with states in the other place, bit for bit."""
-    found = []
+    """Whether a checkpoint of states in one place continues bit for bit with states in the other place."""
+    results = []
     for saving, loading in (("state", "none"), ("none", "state")):
         first, second = (Sharded(world_size, "fsdp", "all_to_all", offload) for offload in (saving, loading))
         first.train((1, 2))
@@ -178,32 +178,32 @@ def checkpoints(rank: int, world_size: int, folder: Path) -> list[bool]:
         loaded = equal(tensors(first), tensors(second))
         first.train((3,))
         second.train((3,))
-        found += [loaded, equal(tensors(first), tensors(second))]
-    return found
+        results += [loaded, equal(tensors(first), tensors(second))]
+    return results
 
 
-def test_distributed_checkpoints_load_wherever_states_are(tmp_path: Path) -> None:
+def test_distributed_checkpoints_load_with_states_on_host_or_device(tmp_path: Path) -> None:
     assert run_ranks(checkpoints, 2, tmp_path) == [[True] * 4] * 2
 
 
 def replaced(rank: int, world_size: int) -> str:
     """The error on this rank after rank 1 replaced a momentum."""
-    each = Sharded(world_size, "fsdp", "all_to_all", "state")
-    each.train((1,))
+    sharded = Sharded(world_size, "fsdp", "all_to_all", "state")
+    sharded.train((1,))
     if rank == 1:
-        state = each.muon.state[each.params["layers.0.weight"]]
+        state = sharded.muon.state[sharded.params["layers.0.weight"]]
         state["momentum_buffer"] = state["momentum_buffer"].double()
-    each.train((2,))
+    sharded.train((2,))
     try:
-        each.train((3,))
+        sharded.train((3,))
     except ValueError as error:
         return str(error)
     return ""
 
 
-def test_a_momentum_that_one_rank_replaced_is_refused_on_all() -> None:
-    for said in run_ranks(replaced, 2):
-        assert said.startswith("layers.0.weight: the momentum was replaced")
+def test_a_replaced_momentum_on_a_rank_is_refused_on_every_rank() -> None:
+    for text in run_ranks(replaced, 2):
+        assert text.startswith("layers.0.weight: the momentum was replaced")
 
 
 def train(recipe: object) -> Path:
@@ -219,7 +219,7 @@ def train(recipe: object) -> Path:
 SHORT = {
     "parallelism__expert_parallel_degree": 2,
     "muon__buffer_gib": 1e-4,
-    # bfloat16 products are slow on the CPU, and no part of what is compared.
+    # bfloat16 products are slow on the CPU and do not matter for the comparison.
     "muon__ns_dtype": "float32",
     "muon__ns_steps": 2,
     "checkpoint__interval": 2,
@@ -236,7 +236,7 @@ WAYS = (("device", "states"), ("states", "parameters"), ("parameters", "device")
 
 
 def curves(rank: int, world_size: int, folder: Path) -> list[Path]:
-    """Runs with all on the device, and halfway from each place to another one."""
+    """Runs with all states on the device, and runs from each place to another, with a move halfway."""
     runs = [train(tiny.recipe(folder, name="device", training__steps=4, **SHORT))]
     for before, after in WAYS:
         name = f"{before}_{after}"
@@ -246,7 +246,7 @@ def curves(rank: int, world_size: int, folder: Path) -> list[Path]:
     return runs
 
 
-def test_a_recipe_has_the_same_curve_wherever_it_is_kept_and_goes_on_from_each(tmp_path: Path) -> None:
+def test_every_offload_placement_trains_and_resumes_with_the_curve_of_the_device(tmp_path: Path) -> None:
     tiny.write_recipe(tmp_path)
     device, *others = run_ranks(curves, 2, tmp_path, timeout=400)[0]
     expected = [tiny.records(device, key) for key in ("loss", "grad_norm")]
@@ -256,7 +256,7 @@ def test_a_recipe_has_the_same_curve_wherever_it_is_kept_and_goes_on_from_each(t
 
 
 def owned_curves(rank: int, world_size: int, folder: Path) -> tuple[dict[int, float], dict[int, float], set[str]]:
-    """Losses with owned matrices on the device and on the host, and where their window is opened."""
+    """Losses with owned matrices on the device and on the host, and the device of the window."""
     begin, opened = Window.begin, set()
 
     def begins(self: Window, loads: Any) -> None:
@@ -271,7 +271,7 @@ def owned_curves(rank: int, world_size: int, folder: Path) -> tuple[dict[int, fl
     return tiny.records(device, "loss"), tiny.records(host, "loss"), opened
 
 
-def test_owned_matrices_are_kept_on_the_host_too(tmp_path: Path) -> None:
+def test_owned_parameters_offload_to_the_host(tmp_path: Path) -> None:
     tiny.write_recipe(tmp_path)
     for device, host, opened in run_ranks(owned_curves, 2, tmp_path, timeout=400):
         assert device.keys() == set(range(1, 4))

@@ -16,7 +16,7 @@ from tests.dist.harness import run_ranks
 from titan_muon import Muon
 from titan_muon.options import Machine
 
-# Links so slow that the plan has several rounds with separate buffers.
+# On slow links the plan has several rounds with separate buffers.
 SLOW = Machine(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0, launch_us=0.0)
 OPTIONS: dict[str, Any] = {"lr": 0.02, "machine": SLOW}
 BACKWARD: dict[str, Any] = {"overlap": "backward", "orthogonalize": "reference"}
@@ -43,7 +43,7 @@ class Fail(torch.autograd.Function):
 
 
 class Run:
-    """A few matrices in rows over the ranks, whose gradients are as told and come from the last parameter's on."""
+    """A few matrices in rows over the ranks; gradients arrive in reverse order of the parameters."""
 
     def __init__(self, mesh: DeviceMesh, **options: Any) -> None:
         self.mesh = mesh
@@ -82,8 +82,8 @@ class Run:
     def tensors(self) -> list[Tensor]:
         """Parameters and momenta here."""
         params = list(self.params.values())
-        found = [*params, *(self.muon.state[param]["momentum_buffer"] for param in params)]
-        return [tensor.to_local().detach().clone() for tensor in found]
+        tensors = [*params, *(self.muon.state[param]["momentum_buffer"] for param in params)]
+        return [tensor.to_local().detach().clone() for tensor in tensors]
 
 
 def same(a: Run, b: Run) -> bool:
@@ -106,7 +106,7 @@ def raised(act: Callable[[], object]) -> str:
     return ""
 
 
-# --- functions on each rank; both ranks run all of them in one world ---
+# --- functions on every rank; both ranks run every function in one world ---
 
 
 def every_gather(mesh: DeviceMesh, rank: int) -> tuple[list[int], list[int], list[int]]:
@@ -289,38 +289,38 @@ def outcomes() -> list[dict[str, Any]]:
     return run_ranks(run_scenarios, 2)
 
 
-def found(name: str) -> list[Any]:
+def results_of(name: str) -> list[Any]:
     """Results of a scenario on both ranks."""
     return [results[name] for results in outcomes()]
 
 
-def test_all_gathers_that_have_buffers_travel_in_backward() -> None:
-    for planned, before, after in found("gathers"):
+def test_every_gather_with_a_buffer_starts_in_backward() -> None:
+    for planned, before, after in results_of("gathers"):
         assert len(planned) > 2, "the case this test is for"
         assert before == after == planned
 
 
 @pytest.mark.parametrize("name", ["without", "not entered", "first parameters first"])
 def test_digits_equal_a_run_without_overlap(name: str) -> None:
-    assert found(name) == [True, True]
+    assert results_of(name) == [True, True]
 
 
-def test_a_backward_that_failed_leaves_nothing_behind() -> None:
+def test_a_failed_backward_leaves_no_pending_gather() -> None:
     """All ranks complete gathers launched by some ranks."""
-    assert found("failed alike") == [(True, 1), (True, 1)]
-    assert found("failed apart") == [(True, 0), (True, 2)]
-    assert found("failed and not entered") == [True, True]
+    assert results_of("failed alike") == [(True, 1), (True, 1)]
+    assert results_of("failed apart") == [(True, 0), (True, 2)]
+    assert results_of("failed and not entered") == [True, True]
 
 
 @pytest.mark.parametrize("name", ["evaluated", "state dict", "started anew", "moved"])
-def test_code_between_backward_and_step_changes_nothing(name: str) -> None:
-    assert found(name) == [True, True]
+def test_code_between_backward_and_step_keeps_the_bits_of_the_plain_step(name: str) -> None:
+    assert results_of(name) == [True, True]
 
 
 @pytest.mark.parametrize("name", ["missing skip", "missing error", "nan skip", "nan error"])
-def test_gradients_that_are_missing_or_not_finite_are_as_without(name: str) -> None:
+def test_missing_and_nonfinite_gradients_have_the_results_of_a_plain_step(name: str) -> None:
     """The other rank has launched gathers in backward, and this rank launches them in its step."""
-    results = found(name)
+    results = results_of(name)
     for equal, messages, expected, gathered in results:
         assert equal
         assert messages == expected
@@ -330,18 +330,18 @@ def test_gradients_that_are_missing_or_not_finite_are_as_without(name: str) -> N
 
 @pytest.mark.parametrize("name", ["clipped", "accumulated", "momentum"])
 def test_a_change_after_the_send_is_an_error(name: str) -> None:
-    for kept, message in found(name):
+    for kept, message in results_of(name):
         assert kept == (name != "clipped")
         assert "layers.0.weight" in message
         assert "changed between the send in backward" in message
 
 
 def test_matrices_unfit_for_backward_gathers_are_refused() -> None:
-    for message in found("scaled"):
+    for message in results_of("scaled"):
         assert "GradScaler" in message
-    for message in found("plain"):
+    for message in results_of("plain"):
         assert "overlap = 'backward' takes DTensors, and w are plain tensors" in message
 
 
-def test_buckets_have_process_groups_that_nothing_else_uses() -> None:
-    assert found("groups") == [True, True]
+def test_buckets_have_separate_process_groups() -> None:
+    assert results_of("groups") == [True, True]

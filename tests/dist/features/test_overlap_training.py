@@ -25,7 +25,7 @@ LAYOUTS: dict[str, tuple[int, tuple[int, ...], tuple[str, ...]]] = {
     "hsdp": (4, (2, 2), ("replicate", "shard")),
     "fsdp_tp": (4, (2, 2), ("shard", "tp")),
 }
-"""Ranks, and the mesh with its axes."""
+"""Ranks, and the mesh with axes."""
 DIM, LAYERS, STEPS, MICROBATCHES = 16, 4, 2, 2
 
 
@@ -87,19 +87,19 @@ def train(axes: tuple[str, ...], mesh: DeviceMesh, **options: Any) -> Trained:
         muon.zero_grad()
     params = list(net.parameters())
     tensors = [*params, *(muon.state[param]["momentum_buffer"] for param in params)]
-    return Trained([each.to_local().detach().clone() for each in tensors], before, len(muon.plan.buckets))
+    return Trained([tensor.to_local().detach().clone() for tensor in tensors], before, len(muon.plan.buckets))
 
 
 def compare(rank: int, world_size: int) -> dict[str, tuple[bool, list[int], list[int], int]]:
     """Whether digits are equal, and the collectives before each step without and with overlap."""
-    found = {}
+    differences = {}
     for name, (ranks, shape, axes) in LAYOUTS.items():
         if ranks == world_size:
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
             without, overlapped = (train(axes, mesh, **options) for options in (WITHOUT, BACKWARD))
             equal = all(map(torch.equal, without.tensors, overlapped.tensors))
-            found[name] = equal, without.before, overlapped.before, overlapped.gathers
-    return found
+            differences[name] = equal, without.before, overlapped.before, overlapped.gathers
+    return differences
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -122,19 +122,19 @@ def launches_and_losses(rank: int, world_size: int, path: str, overrides: list[s
         launch(self, *args)
 
     EarlyGathers.launch = counted  # type: ignore[method-assign, assignment]
-    found = losses(rank, world_size, path, overrides)
-    return count, found
+    curve = losses(rank, world_size, path, overrides)
+    return count, curve
 
 
-def test_a_recipe_trains_as_without(tmp_path: Path) -> None:
+def test_a_recipe_with_backward_overlap_has_the_curve_of_a_plain_recipe(tmp_path: Path) -> None:
     """Two passes to a step, and all activations computed anew in backward."""
     corpus = write_corpus(tmp_path)
     path = corpus / "recipe.toml"
     path.write_text(RECIPE.format(family="llama3", flavor="tiny", corpus=corpus, steps=2))
-    given = ["--dump_folder", str(tmp_path / "runs"), "--training.seq_len", "64", "--muon.orthogonalize", "reference"]
-    given += ["--activation_checkpoint.mode", "full", "--machine.node_gb", "1e-6", "--machine.tflops", "1"]
-    given += ["--machine.tflops_float32", "1", "--machine.node_latency_us", "0"]
-    runs = [run_ranks(launches_and_losses, 2, str(path), [*given, "--muon.overlap", o]) for o in ("none", "backward")]
+    options = ["--dump_folder", str(tmp_path / "runs"), "--training.seq_len", "64", "--muon.orthogonalize", "reference"]
+    options += ["--activation_checkpoint.mode", "full", "--machine.node_gb", "1e-6", "--machine.tflops", "1"]
+    options += ["--machine.tflops_float32", "1", "--machine.node_latency_us", "0"]
+    runs = [run_ranks(launches_and_losses, 2, str(path), [*options, "--muon.overlap", o]) for o in ("none", "backward")]
     (without, with_overlap) = (run[0] for run in runs)
     assert with_overlap[1] == without[1]
     assert without[0] == 0

@@ -1,4 +1,4 @@
-"""Several ranks orthogonalize slices of a matrix: the result of one rank, by the plan, without a hang."""
+"""Several ranks orthogonalize slices of a matrix with the result of one rank, the planned traffic, and no hang."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +21,7 @@ from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.slices import teams_in
 from titan_muon.plan.terms.types import Plan
 
-# On four ranks some matrices have two owners and some four, so that teams overlap; the last matrix is not sliced.
+# On four ranks some matrices have two owners and some four, so teams overlap; the last matrix is not sliced.
 SHAPES = {"a": (96, 32), "b": (128, 32), "c": (96, 32), "d": (64, 16), "e": (64, 16), "odd": (5, 6)}
 EXACT = {"ns_dtype": "float32", "wire_dtype": "float32", **SLICED}
 STEPS = 3
@@ -83,16 +83,16 @@ def teams_of(plan: Plan) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_slices_are_the_reference_in_any_layout(world_size: int) -> None:
+def test_slices_equal_the_reference_in_every_layout(world_size: int) -> None:
     for layouts in run_ranks(train, world_size):
-        for name, found in layouts.items():
-            assert found.teams, "the case this test is for"
-            assert max(found.errors) < 1e-5, name
-            assert found.momenta, name
+        for name, result in layouts.items():
+            assert result.teams, "the case this test is for"
+            assert max(result.errors) < 1e-5, name
+            assert result.momenta, name
 
 
 ALL = tuple(SHAPES.values())
-# Each rank stores its slice of the last matrix, so only the owners communicate.
+# Each rank stores the local slice of the last matrix, so only the owners communicate.
 METHODS: tuple[dict[str, Any], ...] = (
     {"shapes": ALL, "exchange": "all_to_all", "orthogonalize": "auto"},
     {"shapes": ALL, "exchange": "all_to_all", "orthogonalize": "gram", "ns_dtype": "float32"},
@@ -102,13 +102,13 @@ METHODS: tuple[dict[str, Any], ...] = (
 
 
 def count_methods(rank: int, world_size: int) -> list[tuple[Plan, Counted]]:
-    found = []
+    counts = []
     for method in METHODS:
         shapes, exchange, *_ = method.values()
         options = {key: value for key, value in method.items() if key not in ("shapes", "exchange")}
         optimizer = build(Case((4,), (Shard(0),), shapes), exchange, **{**SLICED, **options})
-        found.append((optimizer.plan, count(optimizer)))
-    return found
+        counts.append((optimizer.plan, count(optimizer)))
+    return counts
 
 
 @cache
@@ -117,9 +117,9 @@ def counted() -> list[list[tuple[Plan, Counted]]]:
 
 
 @pytest.mark.parametrize("index", range(len(METHODS)), ids=["auto", "gram", "reduce_scatter", "stored"])
-def test_bytes_calls_and_flops_are_the_plans(index: int) -> None:
-    for rank, found in enumerate(counted()):
-        plan, mine = found[index]
+def test_bytes_calls_and_flops_equal_the_plan(index: int) -> None:
+    for rank, counts in enumerate(counted()):
+        plan, mine = counts[index]
         cost = summarize(plan).ranks[rank]
         assert teams_of(plan), "the case this test is for"
         assert (mine.sent, mine.flops) == (cost.bytes_sent, cost.ns_flops)
@@ -129,14 +129,14 @@ def test_bytes_calls_and_flops_are_the_plans(index: int) -> None:
             assert mine.calls == cost.collectives
 
 
-def test_owners_that_store_their_slices_talk_of_these_alone() -> None:
-    for found in counted():
-        plan, mine = found[-1]
+def test_owners_of_local_slices_exchange_only_the_team_traffic() -> None:
+    for counts in counted():
+        plan, mine = counts[-1]
         [team] = {work.team for work in plan.works}
         assert team is not None
         assert (mine.calls, mine.sent) == (team.calls, team.sent)
 
 
-def test_the_case_has_teams_that_overlap() -> None:
-    teams = {team for found in counted() for plan, _ in found for team in teams_of(plan)}
+def test_the_case_has_overlapping_teams() -> None:
+    teams = {team for counts in counted() for plan, _ in counts for team in teams_of(plan)}
     assert len(teams) > 2

@@ -1,4 +1,4 @@
-"""`state = "owner"`: momentum of copies is on their owner alone, steps are the same, and checkpoints load anywhere."""
+"""`state = "owner"`: the owner alone keeps the momentum of replicas, steps are equal, and checkpoints load anywhere."""
 
 import copy
 import warnings
@@ -58,7 +58,7 @@ class Placed:
 
 
 class Training:
-    """A model of the shapes, and its Muon."""
+    """A model of the shapes, and the Muon."""
 
     def __init__(self, place: Placed, state: str, weights: dict[str, Tensor] | None = None, **options: Any) -> None:
         values = full(0) if weights is None else weights
@@ -109,13 +109,13 @@ def beside(rank: int, world_size: int, kind: str, **options: Any) -> tuple[list[
 
 
 @pytest.mark.parametrize(("kind", "world_size"), KINDS)
-def test_steps_are_the_same_bit_for_bit_and_each_momentum_is_there_once(kind: str, world_size: int) -> None:
-    found = run_ranks(beside, world_size, kind, timeout=SECONDS)
-    assert [wrong for wrong, *_ in found] == [[]] * world_size
-    held = [here for _, here, _, _ in found]
+def test_steps_are_bitwise_equal_and_every_momentum_is_stored_once(kind: str, world_size: int) -> None:
+    results = run_ranks(beside, world_size, kind, timeout=SECONDS)
+    assert [wrong for wrong, *_ in results] == [[]] * world_size
+    held = [elements for _, elements, _, _ in results]
     assert sum(held) == FLOAT32 * sum(value.numel() for value in full(0).values())
-    assert max(held) < max(everywhere for _, _, everywhere, _ in found)
-    for *_, planned in found:
+    assert max(held) < max(everywhere for _, _, everywhere, _ in results)
+    for *_, planned in results:
         assert planned == held
 
 
@@ -125,9 +125,9 @@ STAGES = (("plain", 4, "owner"), ("replicate", 2, "replicated"), ("hsdp", 4, "ow
 def resumed(
     rank: int, world_size: int, kind: str, state: str, folders: tuple[str | None, str], seed: int, path: str
 ) -> list[str]:
-    """A step from a checkpoint, if any, and another checkpoint; differences from one process."""
+    """A step from a checkpoint, if any, and a new checkpoint; differences from one process."""
     source, target = folders
-    # Other weights and momentum, so that a missing load is noticed.
+    # Random weights and momentum, so that a missing load is noticed.
     start = {name: value + 1 for name, value in full(0).items()} if source else None
     ours = Training(Placed.of(kind, world_size), state, start)
     if source is not None:
@@ -138,8 +138,8 @@ def resumed(
     ours.step(seed)
     dcp.save(saved(ours, path), checkpoint_id=target)
     reference = ReferenceMuon(unfused(full(0)))
-    for each in range(1, seed + 1):
-        reference.step(unfused(full(each)))
+    for step in range(1, seed + 1):
+        reference.step(unfused(full(step)))
     return [
         name
         for name, value in reference.params.items()
@@ -174,12 +174,12 @@ def load(ours: Training, loaded: dict[str, Any], path: str) -> None:
 
 @pytest.mark.parametrize("path", ["torch", "titan"])
 def test_checkpoints_load_anywhere(path: str, tmp_path: Path) -> None:
-    """From the owners to every copy and back, between worlds, bit for bit as one process goes on."""
+    """From the owners to every replica and back, between worlds, with the bits of one process."""
     source = None
     for seed, (kind, world_size, state) in enumerate(STAGES, start=1):
         target = str(tmp_path / str(seed))
-        found = run_ranks(resumed, world_size, kind, state, (source, target), seed, path, timeout=SECONDS)
-        assert found == [[]] * world_size, f"{state} on {world_size} ranks"
+        results = run_ranks(resumed, world_size, kind, state, (source, target), seed, path, timeout=SECONDS)
+        assert results == [[]] * world_size, f"{state} on {world_size} ranks"
         source = target
 
 
@@ -226,25 +226,25 @@ def vary(rank: int, world_size: int) -> dict[str, list[str]]:
 
 def varied(place: Placed, options: dict[str, Any], spoil: Any, then: Any) -> list[str]:
     pair = [Training(place, state, **options) for state in ("owner", "replicated")]
-    for each in pair:
-        each.step(1)
+    for training in pair:
+        training.step(1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            each.step(2, *([] if spoil is None else [spoil]))
+            training.step(2, *([] if spoil is None else [spoil]))
             for seed in (3, 4):
                 if seed == 3 and then is not None:
-                    then(each.muon)
-                each.step(seed)
-            each.muon.check_last_step()
+                    then(training.muon)
+                training.step(seed)
+            training.muon.check_last_step()
     return pair[0].differs(pair[1])
 
 
-def test_the_rest_of_the_step_is_the_same() -> None:
-    for found in run_ranks(vary, 2, timeout=2 * SECONDS):
-        assert found == {name: [] for name in VARIANTS}
+def test_options_with_state_owner_change_no_bit() -> None:
+    for differences in run_ranks(vary, 2, timeout=2 * SECONDS):
+        assert differences == {name: [] for name in VARIANTS}
 
 
-def said(attempt: Callable[[], object]) -> str:
+def message(attempt: Callable[[], object]) -> str:
     try:
         attempt()
     except ValueError as error:
@@ -265,23 +265,23 @@ def load_directly(rank: int, world_size: int) -> tuple[list[str], str, str, str]
     owner.muon.load_state_dict(everyone.muon.state_dict())
     for training in (owner, everyone):
         training.step(2)
-    refused = said(lambda: everyone.muon.load_state_dict(kept))
+    refused = message(lambda: everyone.muon.load_state_dict(kept))
     elsewhere: Any = next(average for average in owner.averages.values() if local(average).numel() == 0)
-    return owner.differs(everyone), refused, said(elsewhere.full_tensor), thaw(place)
+    return owner.differs(everyone), refused, message(elsewhere.full_tensor), thaw(place)
 
 
 def thaw(place: Placed) -> str:
-    """Names that differ from a training with replicated momentum, for a parameter trained from step 2 on."""
+    """Names with a difference from a training with replicated momentum, for a parameter trained from step 2 on."""
     pair = [Training(place, state) for state in ("owner", "replicated")]
-    for each in pair:
+    for training in pair:
         for seed, trains in ((1, False), (2, True), (3, False), (4, True)):
-            each.params["experts"].requires_grad_(trains)
-            each.muon.load_state_dict(each.muon.state_dict())
-            each.step(seed)
+            training.params["experts"].requires_grad_(trains)
+            training.muon.load_state_dict(training.muon.state_dict())
+            training.step(seed)
     return " ".join(pair[0].differs(pair[1]))
 
 
-def test_a_state_dict_of_every_copy_is_loaded_as_it_is_and_one_of_the_owners_is_refused() -> None:
+def test_a_replicated_state_dict_is_loaded_and_an_owners_state_dict_is_refused() -> None:
     for differs, refused, read, thawed in run_ranks(load_directly, 2, timeout=SECONDS):
         assert differs == []
         assert "wide: the state dict has no momentum" in refused
@@ -297,31 +297,31 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("option", "value"), REFUSED.items())
-def test_options_that_need_the_momentum_of_every_copy_are_refused(option: str, value: Any) -> None:
+def test_options_with_the_momentum_of_every_replica_are_refused(option: str, value: Any) -> None:
     options = OPTIONS | {"orthogonalize": "auto", option: value}
     with pytest.raises(OptionError, match=f"state = 'owner': {option} = {value!r}.* or state = 'replicated'"):
         Muon([("w", nn.Parameter(torch.ones(4, 4)))], state="owner", **(options | {"split": ()})).build()
 
 
 def test_a_matrix_of_several_owners_is_refused() -> None:
-    given = [("w", nn.Parameter(torch.ones(4, 4)))]
+    params = [("w", nn.Parameter(torch.ones(4, 4)))]
     with pytest.raises(OptionError, match=r"split_over = 2: state = 'owner' .* or split_over = 1"):
-        Muon(given, state="owner", split_over=2).build()
-    assert Muon(given, state="owner", split_over="auto").build().plan.whole_matrices == 1
+        Muon(params, state="owner", split_over=2).build()
+    assert Muon(params, state="owner", split_over="auto").build().plan.whole_matrices == 1
 
 
 def own_it(rank: int, world_size: int) -> str:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     own(model, mesh=init_device_mesh("cpu", (world_size,)))
-    return said(lambda: Muon(model.named_parameters(), state="owner").build())
+    return message(lambda: Muon(model.named_parameters(), state="owner").build())
 
 
-def test_owned_placement_has_it_already() -> None:
+def test_owned_placement_refuses_state_owner() -> None:
     for text in run_ranks(own_it, 2, timeout=SECONDS):
         assert 'state = "owner": 0.weight is owned, and its momentum is on its owner alone already' in text
 
 
-def test_one_process_is_its_own_owner() -> None:
+def test_a_single_process_keeps_every_momentum() -> None:
     params = {name: nn.Parameter(value) for name, value in full(0).items()}
     muon = Muon(list(params.items()), state="owner", **OPTIONS).build()
     assert [muon.state[param]["momentum_buffer"].shape for param in params.values()] == [

@@ -1,4 +1,4 @@
-"""A recipe trains alike under `owned` and `shard0`, and continues under the other placement."""
+"""A recipe trains equally under `owned` and `shard0`, and continues under the other placement."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def test_the_curves_of_owned_and_shard0_coincide(layout: str, tmp_path: Path) ->
     assert losses[6] < losses[1] - 0.5, "it must learn, or to coincide means nothing"
     assert losses == pytest.approx(tiny.records(sharded, "loss"), abs=tolerance)
     assert tiny.records(owned, "grad_norm") == pytest.approx(tiny.records(sharded, "grad_norm"), rel=20 * tolerance)
-    said = (Path(owned) / "optimizers.txt").read_text()
-    assert "owned by rank" in said
+    text = (Path(owned) / "optimizers.txt").read_text()
+    assert "owned by rank" in text
     told = 'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not'
-    assert (told in said) == (layout == "tensor parallel")
+    assert (told in text) == (layout == "tensor parallel")
 
 
 RULES = """
@@ -121,19 +121,21 @@ def half(rank: int, world_size: int, folder: Path, placement: str, steps: int, l
     [((4, "owned"), (2, "shard0")), ((2, "shard0"), (4, "owned")), ((2, "owned"), (1, "owned"))],
     ids=lambda side: f"{side[1]}@{side[0]}",
 )
-def test_a_run_goes_on_under_another_placement(first: tuple[int, str], second: tuple[int, str], tmp_path: Path) -> None:
+def test_a_run_continues_under_a_different_placement(
+    first: tuple[int, str], second: tuple[int, str], tmp_path: Path
+) -> None:
     """On another number of ranks too, with the losses of an uninterrupted run."""
     tiny.write_recipe(tmp_path)
     folder = run_ranks(half, first[0], tmp_path, first[1], 3, "")[0]
     assert run_ranks(half, second[0], tmp_path, second[1], 6, folder)[0] == folder
-    found = tiny.records(folder, "loss")
+    losses = tiny.records(folder, "loss")
     (tmp_path / "runs").rename(tmp_path / "interrupted")
     straight = run_ranks(half, 2, tmp_path, "shard0", 6, "")[0]
-    assert found == pytest.approx(tiny.records(straight, "loss"), abs=2e-4)
+    assert losses == pytest.approx(tiny.records(straight, "loss"), abs=2e-4)
 
 
 def killed(rank: int, world_size: int, folder: Path) -> None:
-    """A run killed in its second save: all data is written, and `.metadata` is not."""
+    """A run killed in the second save: all data is written, but `.metadata` is missing."""
     from torch.distributed.checkpoint import FileSystemWriter
 
     finish, saves = FileSystemWriter.finish, []
@@ -153,9 +155,9 @@ def resumed(rank: int, world_size: int, folder: Path, load: str) -> str:
     return train(tiny.recipe(folder, placement__muon="owned", checkpoint__interval=2, **SHARED, **resume))
 
 
-def test_a_run_that_was_killed_in_a_save_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_run_killed_during_a_save_resumes_from_the_last_complete_checkpoint(tmp_path: Path) -> None:
     tiny.write_recipe(tmp_path)
-    # The launcher may report the killed rank, or its peer.
+    # The launcher may report the killed rank or the peer.
     with pytest.raises(AssertionError, match=r"rank 0 died with exit code -9|rank 1 failed"):
         run_ranks(killed, 2, tmp_path)
     (run,) = (path for path in (tmp_path / "runs" / "tiny").iterdir() if path.is_dir())
@@ -170,7 +172,7 @@ def test_a_run_that_was_killed_in_a_save_goes_on_from_the_last_whole_checkpoint(
 
 
 def exported_and_imported(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
-    """A run that exports safetensors, and a run under the other placement that imports them."""
+    """A run with an export of safetensors, and a run under the other placement with the import."""
     hf = {"checkpoint__last_save_model_only": "true", "checkpoint__last_save_in_hf": "true"}
     small = {**SHARED, "training__steps": 2, "checkpoint__interval": 2}
     exported = train(tiny.recipe(folder, name="out", placement__muon="owned", **small, **hf))

@@ -35,7 +35,7 @@ LAYOUTS = {
 
 
 def trained(rank: int, world_size: int, setup: Setup, steps: range, saved: str | None) -> tuple[Net, Muon]:
-    """A model and the Muon of its matrices after some steps, from a checkpoint or from the start."""
+    """A model and the Muon of the matrices after some steps, from a checkpoint or from the start."""
     model = make(seed=0 if saved is None else 1)
     place(model, setup, data_mesh(world_size, setup, model))
     named = [(name, p) for name, p in model.named_parameters() if "layers" in name and p.ndim == 2]
@@ -63,7 +63,7 @@ def state_of(model: Net, optimizer: Muon) -> dict[str, Any]:
 
 
 def everything(model: Net, optimizer: Muon) -> dict[str, np.ndarray]:
-    """All parameters and their momentum, whole; arrays travel between processes by value."""
+    """All parameters and momenta, whole; arrays travel between processes by value."""
     momentum = {f"momentum of {name}": gather(value) for name, value in state_of(model, optimizer)["momentum"].items()}
     return {name: value.numpy() for name, value in {**whole(model), **momentum}.items()}
 
@@ -126,10 +126,10 @@ def read_by_mistake(rank: int, world_size: int) -> list[str]:
         lambda: owned_param.full_tensor(),  # type: ignore[attr-defined, operator]
         lambda: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))[name],
     ]
-    return [said(attempt) for attempt in attempts]
+    return [message(attempt) for attempt in attempts]
 
 
-def said(attempt: Callable[[], object]) -> str:
+def message(attempt: Callable[[], object]) -> str:
     try:
         value = attempt()
     except Exception as error:
@@ -137,7 +137,7 @@ def said(attempt: Callable[[], object]) -> str:
     return "whole" if not isinstance(value, Tensor) or value.numel() == DIM * DIM else f"empty {tuple(value.shape)}"
 
 
-def test_reading_nothing_by_mistake_is_refused() -> None:
+def test_reading_a_parameter_stored_on_another_rank_is_refused() -> None:
     """A rank without the parameter gets an error, never an empty tensor."""
     by_rank = run_ranks(read_by_mistake, 2)
     for attempts in zip(*by_rank, strict=True):
@@ -164,7 +164,7 @@ def test_whole_values_are_gathered_on_every_rank(layout: str) -> None:
 
 
 def load_whole(rank: int, world_size: int, setup: Setup) -> tuple[bool, list[str]]:
-    """Whether a plain model's state dict loads, and the errors of other state dicts."""
+    """Whether a plain model's state dict loads, and the errors of wrong state dicts."""
     model, plain = make(), make()
     place(model, setup, data_mesh(world_size, setup, model))
     state = {name: 2 * value for name, value in plain.state_dict().items()}
@@ -173,7 +173,7 @@ def load_whole(rank: int, world_size: int, setup: Setup) -> tuple[bool, list[str
     (name, *_) = state
     other = {**state, name: torch.ones(3, 3)}
     fewer = {key: value for key, value in state.items() if key != name} | {"extra": torch.ones(1)}
-    told = [said(partial(load_full_state_dict, model, wrong)) for wrong in (other, fewer)]
+    told = [message(partial(load_full_state_dict, model, wrong)) for wrong in (other, fewer)]
     return all(torch.equal(loaded[key], state[key]) for key in state), told
 
 
@@ -186,13 +186,13 @@ def test_a_full_state_dict_is_loaded(layout: str) -> None:
 
 
 def from_meta(rank: int, world_size: int) -> tuple[list[str], bool]:
-    """A model from the meta device: the error of a use without storage, and its training afterwards."""
+    """A model from the meta device: the error of a use without storage, and the training afterwards."""
     with torch.device("meta"):
         model, block = Net(), Block()
     own(block, mesh=init_device_mesh("cpu", (world_size,)))
-    early = [said(partial(block, torch.ones(1, 2, DIM)))]
+    early = [message(partial(block, torch.ones(1, 2, DIM)))]
     place(model, LAYOUTS["owned"], data_mesh(world_size, LAYOUTS["owned"], model))
-    early.append(said(lambda: Muon([(n, p) for n, p in model.named_parameters() if is_owned(p)]).build()))
+    early.append(message(lambda: Muon([(n, p) for n, p in model.named_parameters() if is_owned(p)]).build()))
     model.to_empty(device="cpu")
     source = make()
     with torch.no_grad():
@@ -267,21 +267,21 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 
     stacked = Stacked()
     return {
-        "tied": said(lambda: Owners(Tied(), mesh=mesh)),
-        "4D": said(lambda: own(stacked, mesh=mesh, params=[stacked.kernel])),
-        "vector": said(lambda: own(stacked, mesh=mesh, params=[stacked.norm1.weight])),
-        "stranger": said(lambda: own(Block(), mesh=mesh, params=[stacked.wq.weight])),
-        "nothing": said(lambda: own(nn.LayerNorm(4), mesh=mesh)),
-        "not in the mesh": said(lambda: own(Block(), mesh=other)),
-        "three axes": said(lambda: own(Block(), mesh=init_device_mesh("cpu", (1, 2, 1)))),
-        "sharded first": said(sharded_first),
-        "sharded after": said(sharded_after),
-        "twice": said(twice),
-        "outside": said(outside),
-        "mixed": said(mixed),
-        "neither": said(neither),
-        "both": said(both),
-        "elsewhere": said(elsewhere),
+        "tied": message(lambda: Owners(Tied(), mesh=mesh)),
+        "4D": message(lambda: own(stacked, mesh=mesh, params=[stacked.kernel])),
+        "vector": message(lambda: own(stacked, mesh=mesh, params=[stacked.norm1.weight])),
+        "stranger": message(lambda: own(Block(), mesh=mesh, params=[stacked.wq.weight])),
+        "nothing": message(lambda: own(nn.LayerNorm(4), mesh=mesh)),
+        "not in the mesh": message(lambda: own(Block(), mesh=other)),
+        "three axes": message(lambda: own(Block(), mesh=init_device_mesh("cpu", (1, 2, 1)))),
+        "sharded first": message(sharded_first),
+        "sharded after": message(sharded_after),
+        "twice": message(twice),
+        "outside": message(outside),
+        "mixed": message(mixed),
+        "neither": message(neither),
+        "both": message(both),
+        "elsewhere": message(elsewhere),
     }
 
 
@@ -327,12 +327,12 @@ def stacks(rank: int, world_size: int) -> tuple[bool, bool]:
     return is_owned(block.kernel), is_owned(copy.deepcopy(block.kernel))
 
 
-def test_a_rule_makes_matrices_of_other_shapes() -> None:
+def test_a_rule_makes_matrices_of_further_shapes() -> None:
     assert run_ranks(stacks, 2) == [(True, True)] * 2
 
 
 def chosen(rank: int, world_size: int) -> tuple[set[str], tuple[int, ...], tuple[int, ...]]:
-    """Default owned parameters, and the FLOPs of their items by default and by another count."""
+    """Default owned parameters, and the FLOPs of the items by default and by another count."""
     mesh = init_device_mesh("cpu", (world_size,))
     model = make()
     plain = Owners(model, mesh=mesh)
@@ -340,7 +340,7 @@ def chosen(rank: int, world_size: int) -> tuple[set[str], tuple[int, ...], tuple
     return set(plain.infos), *(tuple(i.flops for i in o.ownership.items) for o in (plain, counted))
 
 
-def test_matrices_alone_are_owned_by_default_and_weighed_as_one_says() -> None:
+def test_only_matrices_are_owned_by_default_with_the_users_weights() -> None:
     names, plain, counted = run_ranks(chosen, 1)[0]
     matrices_of_all = {name: tuple(p.shape) for name, p in make().named_parameters() if p.ndim == 2}
     assert names == matrices_of_all.keys()

@@ -25,7 +25,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step on a rank: collectives, matrices orthogonalized, and parameters that differ from torch's."""
+    """An optimizer step on a rank: collectives, orthogonalized matrices, and parameters different from torch."""
 
     calls: list[Call]
     matrices: int
@@ -43,7 +43,7 @@ def with_experts(model: Net, mesh: DeviceMesh) -> dict[str, nn.Parameter]:
 
 
 def set_gradients(params: dict[str, nn.Parameter], step: int) -> dict[str, Tensor]:
-    """Give owned parameters equal gradients on every rank that holds them. Returns whole gradients."""
+    """Give owned parameters equal gradients on every holder. Returns whole gradients."""
     whole = {}
     for index, (name, parameter) in enumerate(params.items()):
         full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * step + index))
@@ -58,7 +58,7 @@ def set_gradients(params: dict[str, nn.Parameter], step: int) -> dict[str, Tenso
 
 
 def steps(rank: int, world_size: int, setup: Setup, experts: bool) -> list[Step]:
-    """Steps of Muon on owned parameters, and of torch.optim.Muon on the whole ones, with the same gradients."""
+    """Steps of Muon on owned parameters and of torch.optim.Muon on whole parameters, with equal gradients."""
     model = make()
     mesh = data_mesh(world_size, setup, model)
     place(model, setup, mesh)
@@ -72,7 +72,7 @@ def steps(rank: int, world_size: int, setup: Setup, experts: bool) -> list[Step]
     alone = torch.optim.Muon(
         [nn.Parameter(m) for ms in loose.values() for m in ms], adjust_lr_fn="match_rms_adamw", **MUON
     )
-    found = []
+    results = []
     for step in range(STEPS):
         gradients = set_gradients(named, step)
         flat = [m for g in gradients.values() for m in (g if g.ndim == 3 else [g])]
@@ -83,35 +83,35 @@ def steps(rank: int, world_size: int, setup: Setup, experts: bool) -> list[Step]
         alone.step()
         pieces = iter(alone.param_groups[0]["params"])
         whole = {name: torch.stack([next(pieces) for _ in ms]).detach() for name, ms in loose.items()}
-        found.append(
+        results.append(
             Step(
                 counter.calls,
                 optimizer.orthogonalized,
                 [name for name, p in named.items() if not torch.equal(gather(p), whole[name].view(p.shape))],
             )
         )
-    return found
+    return results
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize(("world_size", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
-def test_a_step_communicates_nothing_and_equals_torchs_bit_for_bit(
+def test_a_step_starts_no_collective_and_equals_torchs_muon_bit_for_bit(
     world_size: int, replicas: int, experts: bool
 ) -> None:
     ranks = run_ranks(steps, world_size, Setup("owned", replicas=replicas), experts)
-    for found in ranks:
-        for step in found:
+    for steps_of_rank in ranks:
+        for step in steps_of_rank:
             assert step.calls == []
             assert step.different == []
     matrices_in_all = 18 + (8 if experts else 0)
-    assert sum(found[0].matrices for found in ranks) == matrices_in_all * replicas
+    assert sum(steps_of_rank[0].matrices for steps_of_rank in ranks) == matrices_in_all * replicas
 
 
 @pytest.mark.parametrize("tensor", [2])
-def test_tensor_parallel_peers_meet_among_themselves(tensor: int) -> None:
+def test_a_step_communicates_only_within_tensor_parallel_groups(tensor: int) -> None:
     """Bytes and groups: only ranks of a tensor-parallel group communicate."""
-    for found in run_ranks(steps, 4, Setup("owned", tensor=tensor), False):
-        for step in found:
+    for steps_of_rank in run_ranks(steps, 4, Setup("owned", tensor=tensor), False):
+        for step in steps_of_rank:
             assert step.different == []
             assert {call.group_size for call in step.calls} == {tensor}
 
@@ -124,16 +124,16 @@ def held(rank: int, world_size: int, setup: Setup) -> int:
 
 
 @pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (4, 1), (4, 2)])
-def test_a_step_is_silent_if_one_rank_holds_tensor_parallel_matrices(world_size: int, replicas: int) -> None:
-    """Each matrix rests once in each replica, and is orthogonalized where it rests."""
+def test_a_step_with_whole_tensor_parallel_matrices_starts_no_collective(world_size: int, replicas: int) -> None:
+    """Every replica stores each matrix once, and the holder orthogonalizes."""
     setup = Setup("owned", replicas=replicas, tensor=2, tensor_parallel="whole")
     ranks = run_ranks(steps, world_size, setup, False)
-    for found in ranks:
-        for step in found:
+    for steps_of_rank in ranks:
+        for step in steps_of_rank:
             assert step.calls == []
             assert step.different == []
-    assert sum(found[0].matrices for found in ranks) == 18 * replicas
-    assert all(found[0].matrices > 0 for found in ranks)
+    assert sum(steps_of_rank[0].matrices for steps_of_rank in ranks) == 18 * replicas
+    assert all(steps_of_rank[0].matrices > 0 for steps_of_rank in ranks)
     assert sum(run_ranks(held, world_size, setup)) == sum(p.numel() for p in matrices(make())) * replicas
 
 
@@ -159,8 +159,8 @@ def test_forward_and_backward_move_no_more_than_fsdp(world_size: int, reshard: b
     ours = run_ranks(passes, world_size, setup)
     theirs = run_ranks(passes, world_size, replace(setup, placement="sharded"))
     for phase in (0, 1):
-        assert sum(found[phase] for found in ours) <= 1.02 * sum(found[phase] for found in theirs)
-    assert 0 < sum(found[2] for found in ours) <= sum(found[0] + found[1] for found in ours)
+        assert sum(sent[phase] for sent in ours) <= 1.02 * sum(sent[phase] for sent in theirs)
+    assert 0 < sum(sent[2] for sent in ours) <= sum(sent[0] + sent[1] for sent in ours)
 
 
 def sent_to_peers(rank: int, world_size: int) -> tuple[int, int, int]:
@@ -176,8 +176,8 @@ def sent_to_peers(rank: int, world_size: int) -> tuple[int, int, int]:
     return forward, owners.traffic.bytes_sent - forward, told
 
 
-def test_holders_send_their_peers_the_bytes_of_the_dry_run() -> None:
-    """Half of each matrix goes to the other rank in forward, and its gradient returns in backward."""
+def test_holders_send_the_dry_runs_bytes_to_tensor_parallel_peers() -> None:
+    """Half of each matrix goes to the other rank in forward, and the gradient returns in backward."""
     ranks = run_ranks(sent_to_peers, 2)
     for (forward, _, told), (_, backward, _) in zip(ranks, ranks[::-1], strict=True):
         assert forward == backward == 4 * told > 0
@@ -185,7 +185,7 @@ def test_holders_send_their_peers_the_bytes_of_the_dry_run() -> None:
 
 
 def replicated(rank: int, world_size: int) -> tuple[int, int]:
-    """Calls of a step whose replicas split the work, and matrices orthogonalized."""
+    """Calls of a step with work split over replicas, and matrices orthogonalized."""
     model = make()
     setup = Setup("owned", replicas=2)
     place(model, setup, data_mesh(world_size, setup, model))
@@ -197,10 +197,10 @@ def replicated(rank: int, world_size: int) -> tuple[int, int]:
     return len(counter.calls), optimizer.orthogonalized
 
 
-def test_replicas_may_share_out_the_work_instead() -> None:
-    found = run_ranks(replicated, 4)
-    assert sum(matrices for _, matrices in found) == 18
-    assert all(calls > 0 for calls, _ in found)
+def test_replicas_may_share_the_work() -> None:
+    results = run_ranks(replicated, 4)
+    assert sum(matrices for _, matrices in results) == 18
+    assert all(calls > 0 for calls, _ in results)
 
 
 def joined(rank: int, world_size: int) -> tuple[int, int]:
@@ -216,14 +216,14 @@ def joined(rank: int, world_size: int) -> tuple[int, int]:
     return optimizer.orthogonalized, len(counter.calls)
 
 
-def test_one_owner_among_all_replicas() -> None:
-    found = run_ranks(joined, 4)
-    assert sum(matrices for matrices, _ in found) == 18
-    assert all(matrices > 0 and calls == 0 for matrices, calls in found)
+def test_joined_replicas_have_a_single_owner_per_matrix() -> None:
+    results = run_ranks(joined, 4)
+    assert sum(matrices for matrices, _ in results) == 18
+    assert all(matrices > 0 and calls == 0 for matrices, calls in results)
 
 
 def documented(rank: int, world_size: int) -> tuple[list[Call], float]:
-    """The example of docs/placements.md: the collectives of its step, and how far a matrix has moved."""
+    """The example of docs/placements.md: the collectives of the step, and the change of a matrix."""
     (code,) = re.findall(
         r"```python\n(.*?)```", (Path(__file__).parents[3] / "docs" / "placements.md").read_text(), re.S
     )

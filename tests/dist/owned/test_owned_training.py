@@ -27,7 +27,7 @@ def checkpointed(model: Net) -> None:
 
 
 class Recomputed(Block):
-    """Recomputes its second half in backward, in its own forward."""
+    """Recomputes the second half in backward, in a forward inside the forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -134,14 +134,14 @@ SETUPS = {
 
 
 @pytest.mark.parametrize("name", SETUPS)
-def test_two_ranks_are_equal_to_fsdp(name: str) -> None:
+def test_two_ranks_equal_fsdp(name: str) -> None:
     """Bit for bit: on two ranks a sum has one order."""
     assert run_ranks(both, 2, SETUPS[name], "sharded") == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("prepare", [None, unused, repeated], ids=["none", "unused", "repeated"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_ranks_follow_one_process(world_size: int, prepare: object) -> None:
+def test_owned_ranks_train_as_a_single_process(world_size: int, prepare: object) -> None:
     """Sums in another order differ in the last bits."""
     setup = replace(SETUPS["plain"], prepare=prepare)  # type: ignore[arg-type]
     exact = world_size < 4 and prepare is not repeated
@@ -155,12 +155,12 @@ def test_gradients_accumulate(name: str, sync_each: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "bf16"])
-def test_replicas_with_an_owner_each_are_equal_to_hsdp(name: str) -> None:
+def test_replicas_with_separate_owners_equal_hsdp(name: str) -> None:
     assert max(run_ranks(both, 4, replace(SETUPS[name], replicas=2), "sharded")) <= 1e-6
 
 
 @pytest.mark.parametrize("name", ["plain", "checkpointed"])
-def test_tensor_parallel_pieces_stay_where_they_are(name: str) -> None:
+def test_tensor_parallel_pieces_train_with_the_bits_of_fsdp(name: str) -> None:
     assert run_ranks(both, 4, replace(SETUPS[name], tensor=2), "sharded") == [0.0] * 4
 
 
@@ -177,8 +177,8 @@ WHOLE = Setup("owned", tensor=2, tensor_parallel="whole")
     ],
     ids=["TP 2, bf16", "FSDP 2 x TP 2", "checkpointed", "HSDP 2 x TP 2"],
 )
-def test_one_rank_holds_tensor_parallel_matrices(world_size: int, setup: Setup) -> None:
-    """Pieces go to its peers and gradients come back, with FSDP2's bits; two replicas are summed apart."""
+def test_whole_tensor_parallel_matrices_train_as_fsdp2(world_size: int, setup: Setup) -> None:
+    """Pieces go to peers and gradients return, with FSDP2's bits; two replicas are summed separately."""
     assert max(run_ranks(both, world_size, setup, "sharded")) <= (0.0 if setup.replicas == 1 else 1e-6)
 
 
@@ -229,11 +229,11 @@ def disturbed_losses(rank: int, world_size: int, kind: str) -> tuple[list[float]
 
 
 def disturbed_and_not(rank: int, world_size: int, kind: str) -> list[tuple[list[float], int]]:
-    return [disturbed_losses(rank, world_size, each) for each in (kind, "")]
+    return [disturbed_losses(rank, world_size, disturbance) for disturbance in (kind, "")]
 
 
 @pytest.mark.parametrize("kind", ["evaluate", "failed within a layer", "failed between layers"])
-def test_training_goes_on_as_if_nothing_had_been(kind: str) -> None:
+def test_an_interruption_leaves_the_training_unchanged(kind: str) -> None:
     """After an evaluation before an update, whole or failed, nothing is stale or left over."""
     for disturbed, undisturbed in run_ranks(disturbed_and_not, 2, kind):
         assert disturbed == undisturbed
@@ -246,7 +246,7 @@ def fail_in_backward(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """A backward that raises at a module, before or after the forward of the compared pass."""
+    """A backward with an error at a module, before or after the forward of the compared pass."""
 
     place: str
     after_forward: bool = False
@@ -288,18 +288,18 @@ def after_failures(rank: int, world_size: int) -> list[list[list[float]]]:
     return [gradients_after_failure(rank, world_size, failure) for failure in FAILURES]
 
 
-def test_a_backward_that_raised_leaves_nothing_for_the_next() -> None:
-    """Gradients after a failed pass and `zero_grad` are those of the pass alone, to the last bit."""
-    found = run_ranks(after_failures, 2)
-    assert sum(len(alone) for alone, *_ in found) == 2 + len(matrices(make()))
-    for alone, *failed in found:
+def test_a_failed_backward_leaves_the_next_gradients_unchanged() -> None:
+    """The next gradients have the bits of a pass without a failure before."""
+    results = run_ranks(after_failures, 2)
+    assert sum(len(alone) for alone, *_ in results) == 2 + len(matrices(make()))
+    for alone, *failed in results:
         assert alone[0] == [0.0]
         for failure, gradients in zip(FAILURES[1:], failed, strict=True):
             assert gradients == alone, failure
 
 
 def stale(rank: int, world_size: int) -> str:
-    """The error for weights that change between forward and backward."""
+    """The error for a change of weights between forward and backward."""
     model = make()
     setup = Setup("owned", reshard=False)
     place(model, setup, data_mesh(world_size, setup, model))
@@ -315,8 +315,8 @@ def stale(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_weights_that_changed_while_unsharded_are_an_error_on_their_owner() -> None:
-    assert all("owned parameters were changed" in said for said in run_ranks(stale, 1))
+def test_a_change_of_unsharded_weights_is_an_error_on_the_owner() -> None:
+    assert all("owned parameters were changed" in text for text in run_ranks(stale, 1))
 
 
 def frozen_later(rank: int, world_size: int) -> list[bool]:
@@ -325,13 +325,13 @@ def frozen_later(rank: int, world_size: int) -> list[bool]:
     setup = Setup("owned")
     owners = place(model, setup, data_mesh(world_size, setup, model))
     assert owners is not None
-    owned_param, found = model.layers[1].wv.weight, []
+    owned_param, results = model.layers[1].wv.weight, []
     for trained in (True, False, True):
         owned_param.requires_grad_(trained)
         loss_of(model, rank, world_size, 0).backward()
-        found.append(owned_param.grad is not None)
+        results.append(owned_param.grad is not None)
         model.zero_grad()
-    return found if owners.owners("layers.1.wv.weight") == (rank,) else []
+    return results if owners.owners("layers.1.wv.weight") == (rank,) else []
 
 
 def test_a_matrix_may_be_frozen_and_thawed() -> None:
@@ -354,10 +354,10 @@ def dtypes(rank: int, world_size: int) -> list[torch.dtype]:
 
 
 def test_the_policy_sets_the_dtypes_of_a_module() -> None:
-    found = run_ranks(dtypes, 2)
-    assert found[0][:3] == [torch.bfloat16, torch.float64, torch.float32]
-    assert sorted(map(len, found)) == [3, 4], "the owner alone has a gradient"
-    assert {dtype for dtypes in found for dtype in dtypes[3:]} == {torch.float32}
+    results = run_ranks(dtypes, 2)
+    assert results[0][:3] == [torch.bfloat16, torch.float64, torch.float32]
+    assert sorted(map(len, results)) == [3, 4], "the owner alone has a gradient"
+    assert {dtype for dtypes in results for dtype in dtypes[3:]} == {torch.float32}
 
 
 def reduced(rank: int, world_size: int) -> list[list[float]]:
@@ -375,7 +375,7 @@ def reduced(rank: int, world_size: int) -> list[list[float]]:
 
 
 def test_without_a_reduce_dtype_gradients_travel_in_the_param_dtype() -> None:
-    """On every torch: fully_shard itself reduces in the parameter's own dtype from 2.15 on."""
+    """On every torch version: from 2.15 on fully_shard itself reduces in the parameter's dtype."""
     none, half, full = next(gradients for gradients in run_ranks(reduced, 2) if gradients[0])
     assert none == half
     assert none != full, "the dtypes must differ in what they make of these gradients"
@@ -401,8 +401,8 @@ def on_their_way(rank: int, world_size: int) -> tuple[list[list[str]], list[int]
     return seen, held
 
 
-def test_the_next_modules_parameters_travel_while_one_computes() -> None:
-    """One layer ahead in forward, one back in backward, and never more than two at once."""
+def test_the_next_module_is_prefetched_during_compute() -> None:
+    """One layer ahead in forward, one layer back in backward, and at most two at once."""
     layer = 4 * (4 * 32 * 32 + 2 * 32 * 80)
     for seen, held in run_ranks(on_their_way, 2):
         assert seen == [

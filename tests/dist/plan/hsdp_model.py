@@ -17,7 +17,7 @@ OPTIONS: dict[str, Any] = {"lr": 0.02, "orthogonalize": "reference"}
 
 
 class Layer(nn.Module):
-    """Matrices for Muon, uneven ones and a norm between them, and biases and norms for another optimizer."""
+    """Uneven matrices for Muon with a norm in between, and biases and norms for the second optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Setup:
     """A sharded model in training.
 
     `shape`: replicas, shards and tensor parallelism, if any. `factor`: divisor of gradients; None for the number of
-    ranks. `defers`: FSDP2 reduces only in the last backward of a step. `apart`: each matrix is a module, and one
+    ranks. `defers`: FSDP2 reduces only in the last backward of a step. `separate`: each matrix is a module, and one
     replica keeps all.
     """
 
@@ -57,7 +57,7 @@ class Setup:
     defers: bool = False
     dtype: torch.dtype = torch.float32
     reshards: bool | int = True
-    apart: bool = False
+    separate: bool = False
 
 
 def copied_input(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> DTensor:
@@ -69,7 +69,7 @@ def local_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor
 
 
 class Training:
-    """A model under HSDP, and its two optimizers."""
+    """A model under HSDP, and the two optimizers."""
 
     def __init__(self, setup: Setup, **options: Any) -> None:
         self.setup = setup
@@ -91,7 +91,7 @@ class Training:
                 parallelize_module(layer, self.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
                 layer.norm = nn.Identity()
                 distribute_module(layer.out, self.mesh["tp"], input_fn=copied_input, output_fn=local_output)
-            for module in (layer.up, layer.down, layer.out) if self.setup.apart else ():
+            for module in (layer.up, layer.down, layer.out) if self.setup.separate else ():
                 fully_shard(module, mesh=mesh, mp_policy=policy)
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self.setup.reshards)
         fully_shard(self.net, mesh=mesh, mp_policy=policy)
@@ -126,7 +126,7 @@ class Training:
 
     def tensors(self) -> dict[str, Tensor]:
         averages = {f"momentum of {n}": self.muon.state[p]["momentum_buffer"] for n, p in self.matrices}
-        return {name: local(each) for name, each in {**dict(self.net.named_parameters()), **averages}.items()}
+        return {name: local(tensor) for name, tensor in {**dict(self.net.named_parameters()), **averages}.items()}
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -135,5 +135,5 @@ def local(tensor: Tensor) -> Tensor:
 
 def largest_difference(first: Training, second: Training) -> float:
     theirs = second.tensors()
-    found = [(value - theirs[name]).abs().max().item() for name, value in first.tensors().items() if value.numel()]
-    return max(found)
+    errors = [(value - theirs[name]).abs().max().item() for name, value in first.tensors().items() if value.numel()]
+    return max(errors)

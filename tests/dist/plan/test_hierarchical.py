@@ -20,7 +20,7 @@ from titan_muon.plan import summarize
 
 STEPS = 3
 SHAPES = {"wide": (8, 24), "tall": (21, 10), "short": (3, 16), "experts": (6, 8, 12), "last": (16, 8)}
-# Between copies nothing is sent in no time, or each collective takes a second however little it carries.
+# Traffic between replicas takes no time, or each collective takes a second for any bytes.
 SLOW_LINKS = Machine(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
 SLOW_CALLS = Machine(network_gb=1e6, node_gb=1e6, network_latency_us=1e6, node_latency_us=1e6)
 OPTIONS: dict[str, Any] = {"lr": 0.02, "orthogonalize": "reference", "weight_decay": 0.1}
@@ -29,7 +29,7 @@ HSDP = (Replicate(), Shard(0))
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh with its placements, or plain tensors on all ranks where there are none."""
+    """A mesh with placements, or plain tensors on all ranks if `mesh` is None."""
 
     mesh: tuple[int, ...]
     placements: tuple[Placement, ...] = ()
@@ -46,7 +46,7 @@ CASES = {
     8: {
         "two of four": Case((2, 4), HSDP),
         "four of two": Case((4, 2), HSDP),
-        # Their replica groups have two axes, and no mesh has a process group of both.
+        # The replica groups have two axes, and no mesh has a process group of both.
         "four of two on two axes": Case((2, 2, 2), (Replicate(), Shard(0), Replicate())),
         "two of two by columns": Case((2, 2, 2), (Replicate(), Shard(0), Shard(1))),
         "two of two by rows": Case((2, 2, 2), (Replicate(), _StridedShard(0, split_factor=2), Shard(0))),
@@ -65,7 +65,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Training:
-    """The shapes on a mesh, and their Muon."""
+    """The shapes on a mesh, and the Muon."""
 
     def __init__(self, case: Case, **options: Any) -> None:
         self.case, self.mesh = case, init_device_mesh("cpu", case.mesh)
@@ -87,7 +87,7 @@ class Training:
 
     def tensors(self) -> dict[str, Tensor]:
         averages = {f"momentum of {n}": self.muon.state[p]["momentum_buffer"] for n, p in self.params.items()}
-        return {name: local(each) for name, each in {**self.params, **averages}.items()}
+        return {name: local(tensor) for name, tensor in {**self.params, **averages}.items()}
 
 
 def full(seed: int) -> dict[str, Tensor]:
@@ -109,7 +109,7 @@ class Found:
 
 
 def compare(rank: int, world_size: int, variant: str) -> dict[str, Found]:
-    found = {}
+    results = {}
     for name, case in CASES[world_size].items():
         ours, theirs = (Training(case, machine=m, **VARIANTS[variant]) for m in (SLOW_LINKS, SLOW_CALLS))
         for seed in range(1, STEPS + 1):
@@ -120,34 +120,34 @@ def compare(rank: int, world_size: int, variant: str) -> dict[str, Found]:
         calls = [call for call in counter.calls if call.name != "allreduce"]
         after, cost = ours.muon.exchange.traffic, summarize(ours.muon.plan).ranks[rank]
         others = theirs.tensors()
-        found[name] = Found(
+        results[name] = Found(
             (ours.exchanges(), theirs.exchanges()),
             [name for name, value in ours.tensors().items() if not torch.equal(value, others[name])],
             (len(calls), sum(call.sent for call in calls)),
             (after.calls - before[0], after.bytes_sent - before[1]),
             (cost.collectives, cost.bytes_sent),
             sum(
-                each.view.untyped_storage().nbytes()
+                parcel.view.untyped_storage().nbytes()
                 for run in ours.muon.engine.rank.buffers.buckets
                 if run
-                for each in run.stored
+                for parcel in run.stored
             ),
         )
-    return found
+    return results
 
 
 @pytest.mark.parametrize("world_size", CASES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bits_equal_all_to_all_and_bytes_are_as_planned(world_size: int, variant: str) -> None:
+def test_hierarchical_has_the_bits_of_all_to_all_and_the_planned_bytes(world_size: int, variant: str) -> None:
     for cases in run_ranks(compare, world_size, variant):
-        for name, found in cases.items():
-            assert found.exchanges == ({"hierarchical"}, {"all_to_all"}), f"{name}: the case this test is for"
-            assert found.differs == [], name
-            assert found.kept == 0, name
-            assert found.counted == found.told, name
-            assert found.told[1] == found.planned[1], name
+        for name, result in cases.items():
+            assert result.exchanges == ({"hierarchical"}, {"all_to_all"}), f"{name}: the case this test is for"
+            assert result.differs == [], name
+            assert result.kept == 0, name
+            assert result.counted == result.told, name
+            assert result.told[1] == result.planned[1], name
             # gloo gathers equal parts only; unequal parts are broadcasts, without empty parts.
-            assert found.told[0] >= found.planned[0], name
+            assert result.told[0] >= result.planned[0], name
 
 
 def overlapped(rank: int, world_size: int) -> tuple[float, int, set[str], set[str]]:
@@ -163,12 +163,12 @@ def overlapped(rank: int, world_size: int) -> tuple[float, int, set[str], set[st
             ours.backward(step)
         gathers = ours.muon.exchange.traffic.calls - calls
         theirs.backward(step)
-        for each in (ours, theirs):
-            each.muon.step()
-            each.rest.step()
-            each.net.zero_grad()
-    taken = [{bucket.exchange for bucket in each.muon.plan.buckets} for each in (ours, theirs)]
-    return largest_difference(ours, theirs), gathers, taken[0], taken[1]
+        for training in (ours, theirs):
+            training.muon.step()
+            training.rest.step()
+            training.net.zero_grad()
+    exchanges = [{bucket.exchange for bucket in t.muon.plan.buckets} for t in (ours, theirs)]
+    return largest_difference(ours, theirs), gathers, exchanges[0], exchanges[1]
 
 
 @pytest.mark.parametrize("world_size", [4, 8])

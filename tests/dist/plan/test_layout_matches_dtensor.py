@@ -22,7 +22,7 @@ MESHES = {4: [(4,), (2, 2), (1, 4), (2, 1, 2)], 8: [(8,), (2, 4), (4, 2), (2, 2,
 
 
 def drawn_placements(random: Random, ndim: int, mesh: tuple[int, ...]) -> list[Placement]:
-    """Dims of the tensor cut at random, some of them from right to left as FSDP2 does."""
+    """Random sharded dims of the tensor, some from right to left as in FSDP2."""
     dims = [random.choice([None, *range(ndim)]) for _ in mesh]
     placements: list[Placement] = []
     for axis, dim in enumerate(dims):
@@ -70,7 +70,7 @@ def test_regions_equal_the_storage_of_dtensor(world_size: int) -> None:
 
 
 def over_tensor_parallel(mesh: DeviceMesh, full: Tensor, dim: int) -> DTensor:
-    """The parameter of FSDP2 over what tensor parallelism has cut along `dim`."""
+    """The parameter of FSDP2 over tensor-parallel shards along `dim`."""
     module = nn.Module()
     cut = distribute_tensor(full.float(), mesh["tp"], [Shard(dim)], src_data_rank=None)
     module.weight = nn.Parameter(cut)
@@ -85,16 +85,16 @@ def check_fsdp(rank: int, world_size: int, shape: tuple[int, int], dp: int, dim:
     mesh = init_device_mesh("cpu", (dp, world_size // dp), mesh_dim_names=("dp", "tp"))
     full = torch.arange(prod(shape)).view(shape)
     weight = over_tensor_parallel(mesh, full, dim)
-    found = weight.to_local().detach().long()
-    return found.flatten().tolist(), predicted(weight, full, rank).flatten().tolist()
+    stored = weight.to_local().detach().long()
+    return stored.flatten().tolist(), predicted(weight, full, rank).flatten().tolist()
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("shape", [(8, 8), (13, 8), (3, 4), (7, 6), (1, 8)])
 def test_regions_equal_the_storage_of_fsdp_over_tensor_parallelism(shape: tuple[int, int], dim: int) -> None:
     """On 2 x 2, also where rows are uneven or fewer than ranks."""
-    for found, expected in run_ranks(check_fsdp, 4, shape, 2, dim):
-        assert found == expected
+    for stored, expected in run_ranks(check_fsdp, 4, shape, 2, dim):
+        assert stored == expected
 
 
 def check_sub_mesh(rank: int, world_size: int) -> bool:
@@ -109,5 +109,5 @@ def check_sub_mesh(rank: int, world_size: int) -> bool:
     return torch.equal(tensor.to_local(), predicted(tensor, full, rank))
 
 
-def test_a_mesh_of_some_ranks_in_any_order() -> None:
+def test_regions_equal_the_storage_of_dtensor_on_a_sub_mesh() -> None:
     assert run_ranks(check_sub_mesh, 4) == [True] * 4

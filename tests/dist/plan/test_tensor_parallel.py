@@ -91,12 +91,12 @@ def train(rank: int, world_size: int, **options: Any) -> Trained:
 
 
 def not_blocks(trained: Trained, world_size: int) -> list[str]:
-    """Parameters that differ from the reference of their blocks."""
+    """Parameters with a difference from the reference of the blocks."""
     different = []
     for key, param in trained.params.items():
         dim, count = CASES[world_size][key.partition(".")[0]].cut
         full = [drawn({k: SHAPES[k.partition(".")[2]] for k in trained.params}, seed)[key] for seed in range(STEPS + 1)]
-        initial, *grads = [{str(place): block for place, block in enumerate(one.chunk(count, dim))} for one in full]
+        initial, *grads = [{str(place): block for place, block in enumerate(t.chunk(count, dim))} for t in full]
         reference = ReferenceMuon({place: block.clone() for place, block in initial.items()})
         for grad in grads:
             reference.step(grad)
@@ -106,18 +106,18 @@ def not_blocks(trained: Trained, world_size: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Found:
-    """Results of a rank in all modes. `apart`: errors of `distributed` relative to `owner`."""
+class Comparison:
+    """Results of a rank in all modes. `differences`: errors of `distributed` relative to `owner`."""
 
     not_blocks: list[str]
-    said: list[str]
+    warnings: list[str]
     not_owner: list[str]
-    apart: list[float]
+    differences: list[float]
     sent: dict[str, tuple[int, int]]
 
 
-def compare(rank: int, world_size: int) -> Found:
-    with warnings.catch_warnings(record=True) as said:
+def compare(rank: int, world_size: int) -> Comparison:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         blocks = train(rank, world_size, tensor_parallel="blockwise", orthogonalize="reference")
     owner, duplicated = (
@@ -130,49 +130,49 @@ def compare(rank: int, world_size: int) -> Found:
         if not torch.equal(param.to_local(), duplicated.params[key].to_local())
         or not torch.equal(owner.momenta[key], duplicated.momenta[key])
     ]
-    apart = [
+    differences = [
         float(relative_error(slices.params[key].full_tensor(), param.full_tensor()))
         for key, param in exact.params.items()
     ]
     counted = {"blocks": blocks, "owner": owner, "duplicated": duplicated, "distributed": slices}
-    return Found(
+    return Comparison(
         not_blocks(blocks, world_size),
-        [str(one.message) for one in said if "blockwise" in str(one.message)],
+        [str(warning.message) for warning in caught if "blockwise" in str(warning.message)],
         different,
-        apart,
-        {mode: (one.sent, one.planned) for mode, one in counted.items()},
+        differences,
+        {mode: (counts.sent, counts.planned) for mode, counts in counted.items()},
     )
 
 
 @cache
-def found(world_size: int) -> list[Found]:
+def results_of(world_size: int) -> list[Comparison]:
     return run_ranks(compare, world_size, timeout=2 * SECONDS)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_blocks_are_matrices_of_their_own_bit_for_bit_and_muon_says_so(world_size: int) -> None:
-    for one in found(world_size):
-        assert one.not_blocks == []
-        assert len(one.said) == 1
+def test_blockwise_equals_muon_on_the_blocks_and_muon_warns(world_size: int) -> None:
+    for result in results_of(world_size):
+        assert result.not_blocks == []
+        assert len(result.warnings) == 1
         count = len(SHAPES) * len(CASES[world_size])
-        assert f"'blockwise' is inexact: of {count} matrices that tensor parallelism cuts" in one.said[0]
+        assert f"'blockwise' is inexact: of {count} matrices that tensor parallelism cuts" in result.warnings[0]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_duplicated_matrices_equal_one_owners_bit_for_bit(world_size: int) -> None:
-    assert [one.not_owner for one in found(world_size)] == [[]] * world_size
+def test_duplicated_equals_the_owners_result_bit_for_bit(world_size: int) -> None:
+    assert [result.not_owner for result in results_of(world_size)] == [[]] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_slices_of_tensor_parallel_groups_are_the_owners_to_rounding(world_size: int) -> None:
-    assert max(max(one.apart) for one in found(world_size)) < 1e-5
+def test_distributed_mode_equals_owner_mode_up_to_rounding(world_size: int) -> None:
+    assert max(max(result.differences) for result in results_of(world_size)) < 1e-5
 
 
 @pytest.mark.parametrize("mode", ["blocks", "owner", "duplicated", "distributed"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_the_sent_bytes_are_as_planned(world_size: int, mode: str) -> None:
-    for one in found(world_size):
-        sent, planned = one.sent[mode]
+def test_the_sent_bytes_equal_the_plan(world_size: int, mode: str) -> None:
+    for result in results_of(world_size):
+        sent, planned = result.sent[mode]
         assert sent == planned
 
 
@@ -201,14 +201,14 @@ def in_backward(rank: int, world_size: int) -> tuple[bool, list[int]]:
 
 
 def test_duplicated_matrices_gather_in_backward() -> None:
-    """A piece is packed once for several ranks, before the step as in it."""
+    """A piece is packed once for several ranks, in backward as in the step."""
     for same, (without, overlapped) in run_ranks(in_backward, 4, timeout=SECONDS):
         assert same
         assert without == 0
         assert overlapped > 0
 
 
-# The published tolerances of Emerging-Optimizers for Newton-Schulz under tensor parallelism. None stands for those of
+# The published tolerances of Emerging-Optimizers for Newton-Schulz under tensor parallelism. None: the tolerances of
 # `torch.testing.assert_close` in float32.
 ONE_STEP = [(shape, dim, 1, 1e-6) for shape in ((20, 16), (16, 32)) for dim in (0, 1)]
 PUBLISHED: list[tuple[tuple[int, int], int, int, float | None]] = [
@@ -222,7 +222,7 @@ PUBLISHED: list[tuple[tuple[int, int], int, int, float | None]] = [
 def orthogonalized(
     shape: tuple[int, int], dim: int, steps: int, mode: str, mesh: DeviceMesh
 ) -> tuple[Tensor, Tensor] | str:
-    """An integer matrix orthogonalized in a mode and whole by the reference, or why that is refused."""
+    """An integer matrix orthogonalized in a mode and whole by the reference, or the reason of a refusal."""
     full = torch.randint(-5, 5, shape, generator=torch.Generator().manual_seed(0)).float()
     param = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [Shard(dim)], src_data_rank=None))
     param.grad = distribute_tensor(full, mesh, [Shard(dim)], src_data_rank=None)
@@ -238,7 +238,7 @@ def orthogonalized(
 
 
 def keep_tolerances(rank: int, world_size: int) -> dict[tuple[str, tuple[int, int], int], str]:
-    """The refusals by mode, shape and dim. Raises AssertionError for what is not within the tolerance."""
+    """The refusals by mode, shape and dim. Raises AssertionError for errors above the tolerance."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     refused = {}
     for shape, dim, steps, most in PUBLISHED:
@@ -257,8 +257,8 @@ def keep_tolerances(rank: int, world_size: int) -> dict[tuple[str, tuple[int, in
 
 @pytest.mark.parametrize("world_size", [4, 8])
 def test_published_tolerances_of_tensor_parallel_newton_schulz_are_met(world_size: int) -> None:
-    """`distributed` refuses matrices without equal slices; `duplicated` takes them."""
-    [refused] = {frozenset(one.items()) for one in run_ranks(keep_tolerances, world_size, timeout=SECONDS)}
+    """`distributed` refuses matrices without equal slices; `duplicated` accepts them."""
+    [refused] = {frozenset(texts.items()) for texts in run_ranks(keep_tolerances, world_size, timeout=SECONDS)}
     tried = [(shape, dim) for shape, dim, _, most in PUBLISHED if most is None or shape[dim] % world_size == 0]
     uneven = {("distributed", shape, dim) for shape, dim in tried if any(side % world_size for side in shape)}
     assert {key for key, _ in refused} == uneven

@@ -1,4 +1,4 @@
-"""States of rules: one for each matrix, on its owner, in checkpoints, and unchanged in skipped steps."""
+"""States of rules: one per matrix on the owner, saved in checkpoints, and unchanged in skipped steps."""
 
 import copy
 import math
@@ -42,7 +42,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Training:
-    """The matrices of SHAPES in a layout (plain, fsdp, hsdp, redundant replicas or owned), and their Muon."""
+    """The matrices of SHAPES in a layout (plain, fsdp, hsdp, redundant replicas or owned), and the Muon."""
 
     def __init__(self, layout: str, world_size: int, seed: int = 0, rule: str = "normuon", **options: Any) -> None:
         self.rule = RULES.get(rule, {"rule": rule})
@@ -62,11 +62,11 @@ class Training:
         self.muon = Muon(list(self.params.items()), lr=0.02, orthogonalize="reference", **self.rule, **options).build()
 
     def set_gradients(self, grads: dict[str, Tensor]) -> None:
-        """Give parameters their part of the known gradients, and the others none."""
+        """Give parameters the local part of the known gradients, and parameters without a known gradient none."""
         for name, param in self.params.items():
             param.grad = None
             if name in grads and (not isinstance(param, DTensor) or param.to_local().numel()):
-                # An owned parameter has its own mesh, and a gradient only on its owner.
+                # An owned parameter has a separate mesh, and only the owner has a gradient.
                 param.grad = torch.empty_like(param).copy_(self.placed(grads[name], param))
 
     @staticmethod
@@ -85,31 +85,31 @@ class Training:
 
     def contents(self) -> dict[str, Tensor]:
         """Copies of this rank's weights and states."""
-        found = {}
+        contents = {}
         for name, param in self.params.items():
-            found[name] = local(param).clone()
-            found |= {f"{name}.{key}": local(value).clone() for key, value in self.muon.state[param].items()}
-        return found
+            contents[name] = local(param).clone()
+            contents |= {f"{name}.{key}": local(value).clone() for key, value in self.muon.state[param].items()}
+        return contents
 
     def changed_since(self, before: dict[str, Tensor]) -> set[str]:
         return {key for key, value in self.contents().items() if not torch.equal(value, before[key])}
 
     def differs(self, steps: int) -> list[str]:
-        """Names that differ from `steps` of one process: weights, and local second moments."""
+        """Names with a difference from `steps` of one process: weights, and local second moments."""
         reference = ReferenceRule(full(0), **self.rule)
         for seed in range(1, steps + 1):
             reference.step(full(seed))
         pairs = ((name, gather(param), reference.params[name]) for name, param in self.params.items())
-        found = [name for name, ours, expected in pairs if not equal(self.rule["rule"], ours, expected)]
+        names = [name for name, ours, expected in pairs if not equal(self.rule["rule"], ours, expected)]
         for name, expected in reference.moments.items():
             kept = self.moments(name)
             assert len(kept) == len(expected)
-            found += [
+            names += [
                 f"{name}: second moment {index}"
                 for index, moment in enumerate(kept)
                 if moment.numel() and not torch.equal(moment, expected[index])
             ]
-        return found
+        return names
 
     def kept(self) -> int:
         """Second moments on this rank."""
@@ -117,16 +117,16 @@ class Training:
 
 
 def train(rank: int, world_size: int, layout: str) -> dict[str, tuple[list[str], int, int]]:
-    """By rule: what differs, the second moments on this rank, and the collectives of the last step."""
-    found = {}
+    """By rule: the differences, the second moments on this rank, and the collectives of the last step."""
+    results = {}
     for rule in RULES:
         training = Training(layout, world_size, rule=rule)
         for seed in range(1, STEPS + 1):
             calls = training.muon.exchange.collectives.traffic.calls
             training.step(seed)
         calls = training.muon.exchange.collectives.traffic.calls - calls
-        found[rule] = training.differs(STEPS), training.kept(), calls
-    return found
+        results[rule] = training.differs(STEPS), training.kept(), calls
+    return results
 
 
 MATRICES = 3 + SHAPES["experts"][0]
@@ -134,12 +134,12 @@ MATRICES = 3 + SHAPES["experts"][0]
 
 @pytest.mark.parametrize(("layout", "world_size"), [("owned", 2), ("owned", 4), ("plain", 2)])
 def test_owned_matrices_and_plain_copies_equal_the_reference(layout: str, world_size: int) -> None:
-    """The second moment of each matrix is on its owner alone. Owned matrices need no collective for any rule."""
+    """Only the owner has the second moment of a matrix. Owned matrices need no collective for any rule."""
     ranks = run_ranks(train, world_size, layout, timeout=SECONDS)
     for rule in RULES:
-        assert [found[rule][0] for found in ranks] == [[]] * world_size, rule
-        assert sum(found[rule][1] for found in ranks) == (0 if rule == "muonh" else MATRICES)
-        assert layout != "owned" or all(found[rule][2] == 0 for found in ranks)
+        assert [result[rule][0] for result in ranks] == [[]] * world_size, rule
+        assert sum(result[rule][1] for result in ranks) == (0 if rule == "muonh" else MATRICES)
+        assert layout != "owned" or all(result[rule][2] == 0 for result in ranks)
 
 
 STAGES: list[tuple[int, list[str]]] = [
@@ -148,13 +148,13 @@ STAGES: list[tuple[int, list[str]]] = [
     (1, ["plain"]),
     (2, ["owned"]),
 ]
-"""Worlds and layouts; each layout continues the checkpoint of the one before."""
+"""Worlds and layouts; each layout continues the checkpoint of the previous layout."""
 
 
 def saved(training: Training, path: str) -> dict[str, Any]:
-    """What PyTorch's way to a checkpoint or TorchTitan's saves, and loads into."""
+    """The state saved and loaded by PyTorch's checkpoints or TorchTitan's."""
     if path == "titan":
-        # By the ranks: at the top it would be imported before `compat.install`.
+        # Imported on the ranks, because a module-level import would run before `compat.install`.
         from torchtitan.components.optimizer.utils import get_flat_optim_state_dict
 
         return {"model": training.model.state_dict(), "optimizer": get_flat_optim_state_dict(training.muon)}
@@ -175,33 +175,33 @@ def load(training: Training, folder: str, path: str) -> None:
         set_optimizer_state_dict(training.model, training.muon, state["optimizer"])
 
 
-def go_on(rank: int, world_size: int, layouts: list[str], taken: int, folder: str) -> dict[str, list[str]]:
+def go_on(rank: int, world_size: int, layouts: list[str], trained_steps: int, folder: str) -> dict[str, list[str]]:
     """A step in each layout from the last checkpoint, and differences from one process."""
-    found = {}
+    differences = {}
     for path, rule in (("torch", "normuon"), ("titan", "normuon"), ("titan", "adamuon"), ("titan", "muonh")):
-        for steps, layout in enumerate(layouts, start=taken + 1):
-            # Other weights, momentum and second moments, so that a missing load is noticed.
+        for steps, layout in enumerate(layouts, start=trained_steps + 1):
+            # Random weights, momentum and second moments, so that a missing load is noticed.
             training = Training(layout, world_size, seed=0 if steps == 1 else 1, rule=rule)
             if steps > 1:
                 training.step(90)
                 load(training, f"{folder}/{path}{rule}{steps - 1}", path)
             training.step(steps)
-            found[f"{path} {rule} {layout}"] = training.differs(steps)
+            differences[f"{path} {rule} {layout}"] = training.differs(steps)
             dcp.save(saved(training, path), checkpoint_id=f"{folder}/{path}{rule}{steps}")
-    return found
+    return differences
 
 
 def test_checkpoints_load_in_every_layout_and_world(tmp_path: Path) -> None:
     """Each layout continues another layout's checkpoint, like an uninterrupted process."""
-    taken = 0
+    steps = 0
     for world_size, layouts in STAGES:
-        for found in run_ranks(go_on, world_size, layouts, taken, str(tmp_path), timeout=4 * SECONDS):
-            assert found == {key: [] for key in found}, world_size
-            assert len(found) == 4 * len(layouts)
-        taken += len(layouts)
+        for differences in run_ranks(go_on, world_size, layouts, steps, str(tmp_path), timeout=4 * SECONDS):
+            assert differences == {key: [] for key in differences}, world_size
+            assert len(differences) == 4 * len(layouts)
+        steps += len(layouts)
 
 
-def said(attempt: Callable[[], object]) -> str:
+def message(attempt: Callable[[], object]) -> str:
     try:
         attempt()
     except ValueError as error:
@@ -210,8 +210,7 @@ def said(attempt: Callable[[], object]) -> str:
 
 
 def resume(rank: int, world_size: int, layout: str) -> tuple[list[str], bool, bool, str]:
-    """Differences after the load of a state dict, whether it was loaded in place, and the refusal of Muon's state
-    dict."""
+    """Differences after the load of a state dict, whether in place, and the refusal of Muon's state dict."""
     training = Training(layout, world_size)
     training.step(1)
     training.step(2)
@@ -228,12 +227,12 @@ def resume(rank: int, world_size: int, layout: str) -> tuple[list[str], bool, bo
     plain = Training(layout, world_size, rule="muon")
     plain.step(1)
     before = training.contents()
-    refused = said(lambda: training.muon.load_state_dict(plain.muon.state_dict()))
+    refused = message(lambda: training.muon.load_state_dict(plain.muon.state_dict()))
     return differs, in_place, bool(training.changed_since(before)), refused
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "owned", "plain"])
-def test_a_state_dict_of_the_same_layout_is_loaded_in_place_and_one_of_muon_is_refused(layout: str) -> None:
+def test_a_rules_state_dict_is_loaded_in_place_and_a_state_dict_of_muon_is_refused(layout: str) -> None:
     for differs, in_place, changed, refused in run_ranks(resume, 2, layout, timeout=SECONDS):
         assert differs == []
         assert in_place
@@ -242,7 +241,7 @@ def test_a_state_dict_of_the_same_layout_is_loaded_in_place_and_one_of_muon_is_r
 
 
 def freeze(rank: int, world_size: int, layout: str) -> tuple[bool, list[str]]:
-    """Whether second moments left or came here when a matrix was frozen, and what differs a step later."""
+    """Whether freezing a matrix moved second moments to or from this rank, and the differences a step later."""
     training = Training(layout, world_size)
     training.step(1)
     before = [moment.numel() for name in SHAPES for moment in training.moments(name)]
@@ -254,30 +253,30 @@ def freeze(rank: int, world_size: int, layout: str) -> tuple[bool, list[str]]:
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "plain"])
-def test_second_moments_follow_their_matrices_to_the_owners_of_a_new_plan(layout: str) -> None:
+def test_second_moments_move_to_the_owners_of_a_new_plan(layout: str) -> None:
     for moved, differs in run_ranks(freeze, 2, layout, timeout=SECONDS):
         assert moved, "freeze another matrix, or the test shows nothing"
-        assert {each.partition(":")[0] for each in differs} == {"wide"}, "only the frozen one stays behind"
+        assert {name.partition(":")[0] for name in differs} == {"wide"}, "only the frozen one stays behind"
 
 
 def elsewhere(rank: int, world_size: int) -> list[str]:
-    """The result of reading whole second moments on a rank without them."""
-    training, found = Training("fsdp", world_size), []
+    """The errors of reading whole second moments on a rank without the moments."""
+    training, messages = Training("fsdp", world_size), []
     for param in training.params.values():
         moment = training.muon.state[param]["second_moment.0"]
         if not moment.to_local().numel():
-            found.append(said(moment.full_tensor))
-    return found
+            messages.append(message(moment.full_tensor))
+    return messages
 
 
-def test_a_second_moment_that_is_elsewhere_is_not_read_as_an_empty_tensor() -> None:
-    for found in run_ranks(elsewhere, 2, timeout=SECONDS):
-        assert found
-        assert all("load the state with torch.distributed.checkpoint" in text for text in found)
+def test_reading_a_second_moment_on_another_rank_is_an_error() -> None:
+    for messages in run_ranks(elsewhere, 2, timeout=SECONDS):
+        assert messages
+        assert all("load the state with torch.distributed.checkpoint" in text for text in messages)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_step_that_a_grad_scaler_skips_changes_nothing(rule: str) -> None:
+def test_a_step_skipped_by_a_grad_scaler_changes_no_tensor(rule: str) -> None:
     """Weights, momentum and second moments, with finite and non-finite gradients."""
     training = Training("plain", 1, rule=rule)
     training.step(1)
@@ -294,14 +293,14 @@ def test_a_step_that_a_grad_scaler_skips_changes_nothing(rule: str) -> None:
     assert training.differs(2) == []
 
 
-def test_a_gradient_that_is_not_finite_is_reported_under_every_rule() -> None:
+def test_a_nonfinite_gradient_is_reported_under_every_rule() -> None:
     for rule in RULES:
         training = Training("plain", 1, rule=rule)
         grads = full(1)
         grads["tall"][-1, 0] = math.inf
         training.set_gradients(grads)
         training.muon.step()
-        assert "tall: gradient or momentum was not finite" in said(training.muon.check_last_step), rule
+        assert "tall: gradient or momentum was not finite" in message(training.muon.check_last_step), rule
 
 
 def test_a_matrix_of_zeros_under_muonh_is_an_error_after_the_step() -> None:
@@ -309,10 +308,10 @@ def test_a_matrix_of_zeros_under_muonh_is_an_error_after_the_step() -> None:
     training = Training("plain", 1, rule="muonh")
     training.params["experts"].data[3].zero_()
     training.step(1)
-    assert "experts: a matrix of zeros, which keeps the norm 0" in said(training.muon.check_last_step)
+    assert "experts: a matrix of zeros, which keeps the norm 0" in message(training.muon.check_last_step)
 
 
-def test_weights_keep_their_norm_under_muonh_over_many_steps() -> None:
+def test_muonh_keeps_the_norm_of_weights_over_100_steps() -> None:
     training = Training("plain", 1, rule="muonh")
     before = {name: param.norm(dim=(-2, -1)) for name, param in training.params.items()}
     for seed in range(1, 101):
@@ -328,7 +327,7 @@ SPOILED = 2
 
 def spoil(rank: int, world_size: int, layout: str) -> dict[str, set[str]]:
     """Unchanged local second moments after a step, by kind of bad gradient."""
-    found = {}
+    results = {}
     for choice in ("error", "skip"):
         training = Training(layout, world_size, missing_grad=choice, nonfinite=choice)
         training.step(1)
@@ -336,7 +335,7 @@ def spoil(rank: int, world_size: int, layout: str) -> dict[str, set[str]]:
         grads["experts"][SPOILED, 3, 4] = math.nan
         grads["tall"][-1, 0] = math.inf
         training.set_gradients(grads)
-        # Missing everywhere, or on one rank where this is an error of the next step.
+        # Missing everywhere, or on a rank where missing_grad reports an error in the next step.
         if choice == "skip" or rank == world_size - 1:
             training.params["wide"].grad = None
         before = {key: value for key, value in training.contents().items() if value.numel() and "moment." in key}
@@ -344,13 +343,13 @@ def spoil(rank: int, world_size: int, layout: str) -> dict[str, set[str]]:
             warnings.simplefilter("ignore")
             training.muon.step()
         after = training.contents()
-        found[choice] = {key for key, value in before.items() if torch.equal(after[key], value)}
-    return found
+        results[choice] = {key for key, value in before.items() if torch.equal(after[key], value)}
+    return results
 
 
-def test_a_bad_gradient_leaves_the_second_moment_of_its_matrix_as_it_was() -> None:
-    """Second moments of other matrices advance."""
+def test_a_bad_gradient_leaves_the_second_moment_of_the_matrix_unchanged() -> None:
+    """Second moments of the finite matrices advance."""
     ranks = run_ranks(spoil, 2, "fsdp", timeout=SECONDS)
     for choice in ("error", "skip"):
-        stood = set.union(*(found[choice] for found in ranks))
+        stood = set.union(*(result[choice] for result in ranks))
         assert stood == {"wide.second_moment.0", "tall.second_moment.0", f"experts.second_moment.{SPOILED}"}

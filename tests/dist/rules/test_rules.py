@@ -1,4 +1,4 @@
-"""Every rule and option on any layout equals one process."""
+"""Every rule and option on every layout equals one process."""
 
 import pytest
 import torch
@@ -25,13 +25,13 @@ RULES: dict[str, dict[str, object]] = {
 FIRST_IDLE_STEP = 1
 
 
-def equal(rule: str, found: Tensor, expected: Tensor) -> bool:
+def equal(rule: str, value: Tensor, expected: Tensor) -> bool:
     """Bit for bit; with MuonH up to the order of the sum over ranks, and the rounding of an update in bfloat16."""
-    return torch.allclose(found, expected, rtol=1e-4, atol=1e-5) if rule == "muonh" else torch.equal(found, expected)
+    return torch.allclose(value, expected, rtol=1e-4, atol=1e-5) if rule == "muonh" else torch.equal(value, expected)
 
 
 def check_cases(rank: int, world_size: int, exchange: str) -> list[str]:
-    """Train all layouts of this world with every rule; names of the tensors that differ from the reference."""
+    """Train all layouts of this world with every rule; names of tensors with a difference from the reference."""
     shapes: dict[str, tuple[int, ...]] = {}
     placed: dict[str, tuple[object, tuple[Placement, ...]]] = {}
     for cases, tensors in ((CASES, MATRICES), (EXPERT_CASES, EXPERTS)):
@@ -87,16 +87,16 @@ def test_every_rule_on_every_layout_equals_the_reference(world_size: int, exchan
 def refusal(rank: int, world_size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     param = nn.Parameter(distribute_tensor(torch.randn(8, 16), mesh, [Shard(0)], src_data_rank=None))
-    found = []
+    messages = []
     for mode in ("distributed", "duplicated", "blockwise"):
         try:
             Muon([("w", param)], rule="normuon", tensor_parallel=mode).build()
         except ValueError as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
-def test_a_matrix_that_no_rank_has_whole_is_refused() -> None:
-    for found in run_ranks(refusal, 2):
-        assert len(found) == 3
-        assert all("rule = 'normuon' needs whole matrices" in text for text in found)
+def test_normuon_refuses_a_matrix_without_an_owner_of_the_whole() -> None:
+    for messages in run_ranks(refusal, 2):
+        assert len(messages) == 3
+        assert all("rule = 'normuon' needs whole matrices" in text for text in messages)

@@ -60,14 +60,14 @@ def differing(rank: int, world_size: int) -> list[str]:
         muon.step()
     different = []
     for name, param in params.items():
-        full, given = full_tensors({name: shapes[name]}, seed=0)[name], [each[name] for each in grads]
+        full, gradients = full_tensors({name: shapes[name]}, seed=0)[name], [values[name] for values in grads]
         expected = (
-            torch.stack([reference(each, [grad[i] for grad in given]) for i, each in enumerate(full)])
+            torch.stack([reference(whole, [grad[i] for grad in gradients]) for i, whole in enumerate(full)])
             if full.ndim == 3
-            else reference(full, given)
+            else reference(full, gradients)
         )
-        found: Any = gather(param) if name.startswith("owned") else param.full_tensor()  # type: ignore[attr-defined]
-        if not torch.equal(found, expected):
+        value: Any = gather(param) if name.startswith("owned") else param.full_tensor()  # type: ignore[attr-defined]
+        if not torch.equal(value, expected):
             different.append(name)
     return different
 
@@ -80,7 +80,7 @@ def _placed(value: Tensor, param: nn.Parameter) -> Tensor | None:
     return torch.empty_like(param).copy_(placed)
 
 
-def test_the_rule_of_the_page_equals_one_process_on_fsdp_hsdp_tp_ep_and_owned() -> None:
+def test_the_rule_of_the_docs_equals_a_single_process_on_every_layout() -> None:
     names = {case.name for case in (*CASES[4], *EXPERT_CASES[4])}
     assert {"fsdp", "hsdp", "fsdp_tp_rows", "ep_efsdp"} <= names
     assert run_ranks(differing, 4) == [[]] * 4

@@ -1,4 +1,4 @@
-"""Random layouts and options on four ranks give the weights of one process, to the bit.
+"""Random layouts and options on four ranks give the bits of one process.
 
 A fixed number of seeds runs in the suite. More:
 
@@ -36,7 +36,7 @@ class Case:
         shapes: by name; matrices and stacks.
         placements: by name; None for a plain tensor.
         missing: by step, (parameter, rank) without a gradient; rank -1 for all.
-        broken: by step, the parameter with a gradient that is not finite.
+        broken: by step, the parameter with a nonfinite gradient.
     """
 
     mesh: tuple[int, ...]
@@ -132,7 +132,7 @@ def differences(seed: int, rank: int) -> str:
 
 
 def _unequal(case: Case, params: dict[str, nn.Parameter], reference: ReferenceMuon) -> str:
-    found = ""
+    message = ""
     for name, param in params.items():
         indices = held_indices(param)
         stored = param.to_local() if isinstance(param, DTensor) else param.detach()
@@ -140,16 +140,16 @@ def _unequal(case: Case, params: dict[str, nn.Parameter], reference: ReferenceMu
         for dim, places in enumerate(indices):
             expected = expected.index_select(dim, places)
         if case.dtype == torch.float32 and not torch.equal(stored, expected):
-            found = found or f"{name} differs from one process by {(stored - expected).abs().max()}"
+            message = message or f"{name} differs from one process by {(stored - expected).abs().max()}"
         if not stored.isfinite().all():
-            found = found or f"{name} is not finite"
+            message = message or f"{name} is not finite"
         # All ranks gather, also ranks with a difference.
-        here = [places.tolist() for places in indices], stored
+        region = [places.tolist() for places in indices], stored
         everyone: list[Any] = [None] * RANKS
-        dist.all_gather_object(everyone, here)
-        if any(place == here[0] and not torch.equal(value, stored) for place, value in everyone):
-            found = found or f"replicas of {name} differ"
-    return found
+        dist.all_gather_object(everyone, region)
+        if any(place == region[0] and not torch.equal(value, stored) for place, value in everyone):
+            message = message or f"replicas of {name} differ"
+    return message
 
 
 def fuzz(rank: int, world_size: int, seeds: range) -> dict[int, str]:
@@ -158,12 +158,12 @@ def fuzz(rank: int, world_size: int, seeds: range) -> dict[int, str]:
         return {seed: differences(seed, rank) for seed in seeds}
 
 
-def test_random_layouts_equal_one_process() -> None:
+def test_random_layouts_equal_a_single_process() -> None:
     ranks = run_ranks(fuzz, RANKS, range(SEEDS), timeout=30 + 5 * SEEDS)
-    found = {seed: [results[seed] for results in ranks] for seed in range(SEEDS)}
-    for seed, texts in found.items():
+    messages = {seed: [results[seed] for results in ranks] for seed in range(SEEDS)}
+    for seed, texts in messages.items():
         refused = [text for text in texts if text.startswith("refused")]
         assert not any(texts) or len(refused) == RANKS, f"seed {seed}, {case_of(seed)}: {texts}"
-    refusals = sum(texts[0].startswith("refused") for texts in found.values())
+    refusals = sum(texts[0].startswith("refused") for texts in messages.values())
     print(f"{SEEDS} seeds, {refusals} refused")
-    assert refusals < SEEDS / 2 + 1, [texts[0] for texts in found.values()]
+    assert refusals < SEEDS / 2 + 1, [texts[0] for texts in messages.values()]

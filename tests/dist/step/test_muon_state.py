@@ -27,7 +27,8 @@ def equal(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
 
 
 def freeze_one(rank: int, world_size: int) -> tuple[list[str], bool, bool]:
-    """Names in the plan; whether the frozen parameter stayed, and whether the others moved as the reference's."""
+    """Names in the plan; whether the frozen parameter stayed, and whether the remaining parameters moved as in the
+    reference."""
     mesh = init_device_mesh("cpu", (world_size,))
     params = parameters(mesh)
     frozen = params["layers.0.weight"]
@@ -44,7 +45,7 @@ def freeze_one(rank: int, world_size: int) -> tuple[list[str], bool, bool]:
     return names, stayed, equal(got, reference.params.values())
 
 
-def test_a_frozen_parameter_is_left_out() -> None:
+def test_a_frozen_parameter_is_excluded() -> None:
     for names, stayed, equal_ in run_ranks(freeze_one, 2, timeout=SECONDS):
         assert names == ["layers.1.weight", "layers.2.experts"]
         assert stayed
@@ -62,12 +63,12 @@ def rest(rank: int, world_size: int) -> bool:
     return equal((b * (1 - 0.02 * 0.1) for b in before), (param.full_tensor() for param in params.values()))
 
 
-def test_a_zero_gradient_is_weight_decay_alone() -> None:
+def test_a_zero_gradient_applies_only_weight_decay() -> None:
     assert run_ranks(rest, 2, timeout=SECONDS) == [True, True]
 
 
 def resume(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Whether a new optimizer with saved state goes on bit for bit, and has its momentum."""
+    """Whether a new optimizer continues from saved state bit for bit, and has the saved momentum."""
     mesh = init_device_mesh("cpu", (world_size,))
     params = parameters(mesh)
     optimizer = Muon(named(params)).build()
@@ -84,12 +85,12 @@ def resume(rank: int, world_size: int) -> tuple[bool, bool]:
     return same, equal(*averages)
 
 
-def test_a_new_optimizer_with_saved_state_goes_on_bit_for_bit() -> None:
+def test_a_new_optimizer_with_saved_state_continues_bit_for_bit() -> None:
     assert run_ranks(resume, 2, timeout=SECONDS) == [(True, True)] * 2
 
 
 def replan(rank: int, world_size: int) -> tuple[bool, bool, bool]:
-    """After a load of other ns_steps: whether the plan has their FLOPs, momentum is kept, and steps use them."""
+    """After a load of new ns_steps: whether the plan has the new FLOPs, the momentum stays, and steps use ns_steps."""
     mesh = init_device_mesh("cpu", (world_size,))
     params = parameters(mesh)
     optimizer = Muon(named(params), lr=0.02, orthogonalize="reference").build()
@@ -109,7 +110,7 @@ def replan(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     return planned, equal(before, after), same
 
 
-def test_loading_other_hyperparameters_plans_again_and_keeps_the_momentum() -> None:
+def test_loading_changed_hyperparameters_plans_again_and_keeps_the_momentum() -> None:
     assert run_ranks(replan, 2, timeout=SECONDS) == [(True, True, True)] * 2
 
 
@@ -137,5 +138,5 @@ def towers(rank: int, world_size: int) -> bool:
     return torch.equal(own.to_local(), expected)
 
 
-def test_a_rank_outside_a_parameters_mesh_needs_no_gradient_of_it() -> None:
+def test_a_rank_outside_a_parameters_mesh_needs_no_gradient() -> None:
     assert run_ranks(towers, 4, timeout=SECONDS) == [True] * 4

@@ -56,7 +56,7 @@ class Sharded:
 
 
 def check(rank: int, world_size: int, meshes: str, options: dict[str, Any]) -> list[str]:
-    """Names that differ from the reference after three steps."""
+    """Names with a difference from the reference after three steps."""
     sharded = Sharded(meshes)
     optimizer = Muon(list(sharded.parameters.items()), lr=0.02, orthogonalize="reference", **options).build()
     reference = ReferenceMuon(full_tensors(0))
@@ -67,8 +67,8 @@ def check(rank: int, world_size: int, meshes: str, options: dict[str, Any]) -> l
         optimizer.step()
         reference.step(grads)
         released = options.get("release_grads", False)
-        here = [p.grad for name, p in sharded.parameters.items() if rank in sharded.places[name][0].mesh]
-        assert all((grad is None) == released for grad in here)
+        local_grads = [p.grad for name, p in sharded.parameters.items() if rank in sharded.places[name][0].mesh]
+        assert all((grad is None) == released for grad in local_grads)
     if "buffer_bytes" in options:
         assert optimizer.plan.rounds > 1, "the case is about several buckets"
         assert summarize(optimizer.plan).buffer_bytes_max <= options["buffer_bytes"]
@@ -90,14 +90,14 @@ def test_every_strategy_equals_the_reference_bit_for_bit(meshes: str, options: s
 
 @pytest.mark.parametrize("options", ["defaults", "many buckets"])
 @pytest.mark.parametrize("meshes", ["two towers", "overlapping", "one rank's"])
-def test_meshes_of_other_ranks_equal_the_reference_bit_for_bit(meshes: str, options: str) -> None:
-    """Parameters on sub-meshes: groups of different ranks, in which some ranks take no part."""
+def test_parameters_on_different_meshes_equal_the_reference_bit_for_bit(meshes: str, options: str) -> None:
+    """Parameters on sub-meshes: some ranks take no part in a group."""
     chosen = {key: value for key, value in OPTIONS[options].items() if key != "buffer_bytes" or meshes == "overlapping"}
     assert run_ranks(check, 4, meshes, chosen) == [[]] * 4
 
 
 def check_skip(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Whether a parameter without a gradient on one rank stayed, and whether other parameters moved."""
+    """Whether a parameter without a gradient on one rank stayed, and whether the remaining parameters moved."""
     sharded = Sharded("fsdp")
     optimizer = Muon(
         list(sharded.parameters.items()), lr=0.02, missing_grad="skip", buffer_bytes=1_500, orthogonalize="reference"
@@ -114,12 +114,12 @@ def check_skip(rank: int, world_size: int) -> tuple[bool, bool]:
     return not moved.pop(missing) and not average.any(), all(moved.values())
 
 
-def test_skip_leaves_a_parameter_alone_on_all_ranks() -> None:
+def test_skip_leaves_a_parameter_unchanged_on_every_rank() -> None:
     assert run_ranks(check_skip, 4) == [(True, True)] * 4
 
 
 def check_bf16(rank: int, world_size: int, state_dtype: str) -> tuple[torch.dtype, float]:
-    """Dtype of the momentum of bf16 parameters, and its error after 300 equal gradients of 1."""
+    """Dtype of the momentum of bf16 parameters, and the error after 300 equal gradients of 1."""
     sharded = Sharded("fsdp")
     parameters = {name: nn.Parameter(p.detach().bfloat16()) for name, p in sharded.parameters.items()}
     optimizer = Muon(list(parameters.items()), lr=0.0, state_dtype=state_dtype).build()
@@ -137,8 +137,8 @@ def check_bf16(rank: int, world_size: int, state_dtype: str) -> tuple[torch.dtyp
     return averages[0].dtype, max(float((average - 1).abs().max()) for average in averages)
 
 
-def test_a_float32_momentum_of_bf16_gradients_keeps_its_digits() -> None:
-    """In bfloat16 the average of ones stalls at 0.96; in float32 it reaches 1. A state dict keeps the average."""
+def test_a_float32_momentum_of_bf16_gradients_has_float32_precision() -> None:
+    """In bfloat16 an average of ones stalls at 0.96; in float32 the average reaches 1. State dicts keep it."""
     for dtype, error in run_ranks(check_bf16, 4, "float32"):
         assert dtype == torch.float32
         assert error < 1e-5
@@ -157,7 +157,7 @@ def build_with_a_frozen_rank(rank: int, world_size: int) -> str:
     return "built"
 
 
-def test_options_impossible_on_one_rank_are_refused_on_all() -> None:
+def test_options_impossible_on_a_rank_are_refused_on_every_rank() -> None:
     messages = run_ranks(build_with_a_frozen_rank, 4)
     assert set(messages) == {messages[0]}
     assert "no parameter to train" in messages[0]

@@ -30,7 +30,7 @@ def train_both(rank: int, world_size: int) -> list[dict[str, tuple[bool, list[li
 
 
 def train(world_size: int, replicas: str) -> dict[str, tuple[bool, list[list[float]]]]:
-    """By placement, after three steps: whether the weights equal one process's, and this rank's weights."""
+    """By placement, after three steps: whether weights equal the weights of one process, and this rank's weights."""
     mesh = init_device_mesh("cpu", (world_size,))
 
     def place(value: Tensor, kind: str) -> Tensor:
@@ -40,8 +40,8 @@ def train(world_size: int, replicas: str) -> dict[str, tuple[bool, list[list[flo
         dim = placement if not isinstance(placement, Shard) else Shard(placement.dim % value.ndim)
         return distribute_tensor(value.clone(), mesh, [dim], src_data_rank=None)
 
-    # Each alone in an optimizer under one name, because the draw depends on the name.
-    found = {}
+    # Each tensor is alone in an optimizer under one name, because the draw depends on the name.
+    results = {}
     alone, nearest = (
         trained(
             {name: nn.Parameter(place(value, "plain")) for name, value in full(0).items()},
@@ -58,8 +58,8 @@ def train(world_size: int, replicas: str) -> dict[str, tuple[bool, list[list[flo
             {name: nn.Parameter(place(value, kind)) for name, value in full(0).items()}, place, kind, replicas
         )
         same = all(torch.equal(local(params[name]), local(place(alone[name].detach(), kind))) for name in SHAPES)
-        found[kind] = same, [local(param).flatten().tolist() for param in params.values()]
-    return found
+        results[kind] = same, [local(param).flatten().tolist() for param in params.values()]
+    return results
 
 
 def trained(
@@ -73,7 +73,7 @@ def trained(
     return params
 
 
-def test_replicas_are_equal_and_rows_equal_one_process() -> None:
+def test_replicas_round_equally_and_row_shards_equal_a_single_process() -> None:
     for first, second in zip(*run_ranks(train_both, 2, timeout=SECONDS), strict=True):
         for kind in ("plain", "copies"):
             assert first[kind][1] == second[kind][1], "copies part"

@@ -1,4 +1,4 @@
-"""One optimizer for FSDP2 on some layers and FSDP2 with tensor parallelism on others: torch's steps, bit for bit."""
+"""One optimizer for layers under FSDP2 and layers under FSDP2 with tensor parallelism: torch's steps, bit for bit."""
 
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.unit.test_hybrid import MATRICES, OPTIONS, Decoder
 from titan_muon import Hybrid, Muon, apply_in_forward, clip_grad_norm_
 
 AXES = {2: ("dp", "tp"), 3: ("replicate", "shard", "tp")}
-"""Axes of a mesh by their number."""
+"""Axes of a mesh by number."""
 
 
 def sharded(mesh: DeviceMesh, seed: int = 0) -> Decoder:
@@ -95,7 +95,7 @@ def trained(rank: int, world_size: int, shape: tuple[int, ...], folder: str) -> 
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1, 2)], ids=str)
-def test_one_optimizer_trains_layers_on_several_meshes(shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_an_optimizer_trains_layers_on_several_meshes(shape: tuple[int, ...], tmp_path: Path) -> None:
     ranks = prod(shape)
     for result in run_ranks(trained, ranks, shape, str(tmp_path)):
         assert result["torch"] == []
@@ -107,7 +107,7 @@ def test_one_optimizer_trains_layers_on_several_meshes(shape: tuple[int, ...], t
 
 
 def variants(rank: int, world_size: int) -> dict[str, list[str]]:
-    """The weights that differ from those of the defaults, by option."""
+    """Weights with a difference from the default options, by option."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES[2])
     result: dict[str, list[str]] = {}
     expected: dict[str, Tensor] = {}

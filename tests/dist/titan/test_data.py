@@ -1,4 +1,4 @@
-"""Several processes that start on the same data at the same moment."""
+"""Several processes start on the same data at the same moment."""
 
 import multiprocessing
 import os
@@ -35,7 +35,7 @@ def _labels(loader, batches: int) -> torch.Tensor:
 
 
 class _Slow(ByteTokenizer):
-    """Counts its calls, and sleeps so that every process arrives during the first build."""
+    """Counts the calls, and sleeps so that every process arrives during the first build."""
 
     calls = 0
 
@@ -52,7 +52,7 @@ def _build_slowly(rank: int, world_size: int, data: Data) -> tuple[int, torch.Te
     return _Slow.calls, _labels(loader, 3)
 
 
-def test_one_process_builds_and_all_read(data):
+def test_a_single_process_builds_the_cache_and_every_rank_reads_it(data):
     results = run_ranks(_build_slowly, 3, data)
     assert sorted(calls for calls, _ in results) == [0, 0, 20]
     assert all(torch.equal(labels, results[0][1]) for _, labels in results)
@@ -63,7 +63,7 @@ def _train_bpe(rank: int, world_size: int, data: Data) -> str:
     return tokenizer_config(data).build().fingerprint
 
 
-def test_all_ranks_get_one_bpe(data):
+def test_every_rank_gets_the_same_bpe(data):
     bpe = Data(source="files", files=data.files, cache=data.cache, tokenizer="bpe", vocab_size=270)
     assert len(set(run_ranks(_train_bpe, 2, bpe))) == 1
     assert len(list(Path(data.cache).glob("bpe-*.json"))) == 1
@@ -81,7 +81,7 @@ def _fail_to_build(rank: int, world_size: int, data: Data) -> str:
     return str(error.value)
 
 
-def test_every_rank_is_told_that_the_build_failed(data):
+def test_a_failed_build_is_an_error_on_every_rank(data):
     assert run_ranks(_fail_to_build, 2, data, timeout=60) == ["the disk is full"] * 2
 
 
@@ -96,7 +96,7 @@ def _get_stuck(data: Data) -> None:
     dataloader_config(data).build(tokenizer=_Stuck(ByteTokenizer.Config()), **kwargs)
 
 
-def test_a_process_killed_while_it_builds_leaves_no_lock(data):
+def test_a_process_killed_during_the_build_leaves_no_lock(data):
     """The next process finds the lock file and half a token file, and builds all the same."""
     process = multiprocessing.get_context("forkserver").Process(target=_get_stuck, args=(data,), daemon=True)
     process.start()

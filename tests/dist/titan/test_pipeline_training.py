@@ -46,33 +46,35 @@ def one_rank(folder: Path) -> Callable[[str], list[float]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_stages_follow_one_rank(layout: str, folder: Path, one_rank: Callable[[str], list[float]]) -> None:
+def test_pipeline_stages_train_as_a_single_rank(
+    layout: str, folder: Path, one_rank: Callable[[str], list[float]]
+) -> None:
     world_size, model, degrees = LAYOUTS[layout]
     expected = one_rank(model)
     assert expected[-1] < expected[0] - 0.3, "the reference must learn, or following it means nothing"
-    found = train_on(folder, world_size, model, {"training.steps": STEPS, **STAGES, **degrees}, layout)
-    assert found[0] == pytest.approx(expected[0], abs=1e-5), "the stages start as the whole model does"
-    assert found == pytest.approx(expected, abs=TOLERANCES[model])
-    said, alone = (told(folder, name) for name in (layout, model.replace("/", "_")))
-    assert taken(said) == taken(alone), "the counts are of the whole model"
+    losses = train_on(folder, world_size, model, {"training.steps": STEPS, **STAGES, **degrees}, layout)
+    assert losses[0] == pytest.approx(expected[0], abs=1e-5), "the stages start as the whole model does"
+    assert losses == pytest.approx(expected, abs=TOLERANCES[model])
+    text, alone = (told(folder, name) for name in (layout, model.replace("/", "_")))
+    assert assigned(text) == assigned(alone), "the counts are of the whole model"
     size = world_size // 2
     for rank in range(2):
         where = f"rank {rank}" if size == 1 else f"ranks {rank * size} to {rank * size + size - 1}"
-        assert f"pipeline rank {rank} of 2, {where}: " in said
+        assert f"pipeline rank {rank} of 2, {where}: " in text
 
 
 def told(folder: Path, name: str) -> str:
-    """A run's lines about its optimizers."""
+    """A run's printed lines about the optimizers."""
     (file,) = (folder / "runs" / name).glob("*/optimizers.txt")
     return file.read_text()
 
 
-def taken(text: str) -> list[str]:
+def assigned(text: str) -> list[str]:
     return re.findall(r"^\w+: .* of parameters$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_a_run_goes_on_with_another_number_of_stages(
+def test_a_run_continues_with_a_different_number_of_stages(
     before: int, after: int, folder: Path, one_rank: Callable[[str], list[float]]
 ) -> None:
     kept = {"checkpoint.enable": "true", "lr_scheduler.total_steps": STEPS}
@@ -83,5 +85,5 @@ def test_a_run_goes_on_with_another_number_of_stages(
         return train_on(folder, stages, DENSE, {**degrees, **more}, name)
 
     train(before, 2)
-    found = train(after, STEPS, **{"checkpoint.load": "latest"})
-    assert found == pytest.approx(one_rank(DENSE), abs=TOLERANCES[DENSE])
+    losses = train(after, STEPS, **{"checkpoint.load": "latest"})
+    assert losses == pytest.approx(one_rank(DENSE), abs=TOLERANCES[DENSE])

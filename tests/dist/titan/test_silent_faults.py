@@ -1,4 +1,4 @@
-"""Faults without an error of PyTorch, in a run of 2 ranks: each is named within one report."""
+"""Faults without an error of PyTorch, in a run of 2 ranks: one report names each fault."""
 
 import contextlib
 import io
@@ -32,7 +32,7 @@ def outcome(folder: Path, name: str, fault: AbstractContextManager[Any] | None =
     from titan_muon.titan.launch import watchdog
     from titan_muon.titan.recipe import RecipeError
 
-    # All runs of the test share a store, and a failure of one must not end the next.
+    # All runs of the test share a store, so a failure of a run must not end the next run.
     patient = mock.patch.object(watchdog, "GRACE_SECONDS", 600)
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         try:
@@ -77,8 +77,8 @@ def other_starts(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         return {**shown, "code": outcome(folder, "code")}
 
 
-def test_ranks_that_start_differently_are_refused_with_key_and_values(tmp_path: Path) -> None:
-    """Another value of any recipe key, another version or source file on one rank ends the start, on all ranks."""
+def test_different_starts_of_ranks_are_refused_with_key_and_values(tmp_path: Path) -> None:
+    """A different recipe key, version or source file on one rank ends the start on all ranks."""
     tiny.write_recipe(tmp_path)
     for shown in run_ranks(other_starts, 2, tmp_path):
         for key, value in OTHER_KEYS.items():
@@ -123,7 +123,7 @@ def kept(folder: Path, rank: int, **values: object) -> tuple[str, list[bool]]:
     unchanged = []
 
     def tensors(optimizers: Any) -> list[torch.Tensor]:
-        states = [value for each in optimizers for state in each.state.values() for value in state.values()]
+        states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
         return [local(p.detach()) for part in optimizers.model_parts for p in part.parameters()] + list(
             map(local, states)
         )
@@ -175,7 +175,7 @@ def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
     def no_counts(original: Any, optimizers: Any, state: Any) -> None:
         original(optimizers, state)
-        for values in [values for each in optimizers for values in each.state.values() if "step" in values]:
+        for values in [values for optimizer in optimizers for values in optimizer.state.values() if "step" in values]:
             values["step"].zero_()
 
     def spoiled(original: Any, trainer: Any) -> Any:
@@ -304,7 +304,7 @@ def damaged_checkpoints(rank: int, world_size: int, folder: Path) -> dict[str, s
     return shown
 
 
-def test_damaged_checkpoints_are_passed_over_and_a_full_disk_is_named(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped_and_a_full_disk_is_named(tmp_path: Path) -> None:
     """Zeros, a file of another step and flipped metadata must not be loaded; the newest whole step is used."""
     tiny.write_recipe(tmp_path)
     shown = run_ranks(damaged_checkpoints, 2, tmp_path)

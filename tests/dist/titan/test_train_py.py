@@ -58,8 +58,8 @@ LONG = (
 )
 
 
-def test_sigterm_ends_all_ranks_at_one_step_with_one_whole_checkpoint(tmp_path: Path) -> None:
-    """SIGTERM at different times on the workers saves one common step and exits with 0."""
+def test_sigterm_stops_every_rank_at_the_same_step_with_a_complete_checkpoint(tmp_path: Path) -> None:
+    """SIGTERM arrives at different times on the workers. The exit code is 0."""
     process = start(TORCHRUN, tiny.write_recipe(tmp_path), *LONG)
 
     def kill() -> None:
@@ -78,8 +78,8 @@ def test_sigterm_ends_all_ranks_at_one_step_with_one_whole_checkpoint(tmp_path: 
     assert (run_folder(tmp_path) / "checkpoint" / steps[0] / ".metadata").is_file()
 
 
-def test_ctrl_c_without_checkpoints_says_that_nothing_is_saved(tmp_path: Path) -> None:
-    """Ctrl-C of one process without torchrun exits with 0 and names the lost work."""
+def test_ctrl_c_without_checkpoints_names_the_lost_work(tmp_path: Path) -> None:
+    """Ctrl-C of one process without torchrun exits with 0."""
     process = start((sys.executable,), tiny.write_recipe(tmp_path), *LONG, "--checkpoint.enable=false")
     shown = stop_after_first_step(process, lambda: process.send_signal(signal.SIGINT))
     assert process.returncode == 0, shown
@@ -93,12 +93,12 @@ def test_ctrl_c_without_checkpoints_says_that_nothing_is_saved(tmp_path: Path) -
         (("--training.stepz=3",), "training.steps"),
         (("--checkpoint.load=no/such/folder",), "no such folder"),
         (("--parallelism.tensor_parallel_degree=3",), "tensor_parallel_degree"),
-        (("--data.files=no/such/*.txt",), "data.files"),
+        (("--data.files=no/such/*.txt",), "error: command line: data.files"),
         (("--training.seq_len=60000",), "Training sequence length 60000 exceeds"),
     ],
 )
-def test_mistake_is_one_line_and_exit_code_2(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
-    """A mistake, found while the recipe is read or the run is built, must be one `error:` line and code 2."""
+def test_a_mistake_prints_a_single_line_and_exits_with_2(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+    """For mistakes found while the recipe is read and while the run is built."""
     code, shown = run_program("train.py", "--config", str(tiny.write_recipe(tmp_path)), *words)
     assert code == 2, shown
     errors = [line for line in shown.splitlines() if "error" in line]
@@ -109,7 +109,7 @@ def test_mistake_is_one_line_and_exit_code_2(words: tuple[str, ...], expected: s
     assert not list((tmp_path / "runs").rglob("recipe.toml")), "a run that never began must leave no folder"
 
 
-def test_divergence_ends_with_one_error_and_exit_code_1(tmp_path: Path) -> None:
+def test_divergence_prints_a_single_error_and_exits_with_1(tmp_path: Path) -> None:
     """A non-finite loss ends the run with a remedy, after the record of the step."""
     words = ("--adamw.lr=1e30", "--muon.lr=1e30", "--validator.enable=false", "--lr_scheduler.warmup_steps=0")
     code, shown = run_program("train.py", "--config", str(tiny.write_recipe(tmp_path)), *words)
@@ -157,11 +157,10 @@ DIVERGES = ("--adamw.lr=1e30", "--lr_scheduler.warmup_steps=0", "--metrics.log_f
         (DIVERGES, "the norm of the gradients is nan", 1),
     ],
 )
-def test_an_end_on_two_ranks_is_said_once_and_not_repeated(
+def test_the_end_of_two_ranks_is_printed_once_and_not_restarted(
     words: tuple[str, ...], expected: str, code: int, tmp_path: Path
 ) -> None:
-    """A refusal and a divergence: one error, no restart with the same error, and torchrun's summary ends with the
-    error."""
+    """For a refusal and a divergence; torchrun's summary ends with the error."""
     process = start([*TORCHRUN, "--max-restarts=2"], tiny.write_recipe(tmp_path), *words)
     shown = process.communicate(timeout=240)[0]
     assert process.returncode != 0

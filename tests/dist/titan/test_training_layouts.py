@@ -11,8 +11,8 @@ from tests import tiny
 from tests.dist.harness import run_ranks
 
 STEPS = 6
-# Sums in another order differ in the last digits: by 2e-5 at most here. TorchTitan's experts compute in bfloat16
-# whatever the recipe says, where it was 2e-4.
+# Sums in another order differ in the last digits: by 2e-5 at most here. TorchTitan's experts compute in bfloat16 for
+# every recipe, with 2e-4.
 TOLERANCES = {"llama3/tiny": 1e-4, "qwen3/moe_tiny": 1e-3, "deepseek_v3/tiny": 1e-3}
 
 RECIPE = """
@@ -68,7 +68,7 @@ LAYOUTS = {
 
 
 def train(path: str, overrides: list[str]) -> Path:
-    """Train a recipe on the ranks that are there; the run's folder."""
+    """The folder of a recipe's run on the available ranks."""
     from titan_muon.titan import compat
 
     compat.install()
@@ -111,7 +111,7 @@ def train_on(folder: Path, world_size: int, model: str, degrees: dict[str, objec
     for key, value in degrees.items():
         words = value if isinstance(value, tuple) else (value,)
         overrides += [f"--{key}" if "." in key else f"--parallelism.{key}", *map(str, words)]
-    # Under pipeline parallelism another rank than 0 writes the file, and rank 0 may read it too early.
+    # Under pipeline parallelism the last stage writes the file, and rank 0 may read too early.
     return max(run_ranks(losses, world_size, str(path), overrides), key=len)
 
 
@@ -122,7 +122,7 @@ def one_rank(folder: Path) -> Callable[[str], list[float]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_four_ranks_follow_one(layout: str, folder: Path, one_rank: Callable[[str], list[float]]) -> None:
+def test_four_ranks_train_as_a_single_rank(layout: str, folder: Path, one_rank: Callable[[str], list[float]]) -> None:
     model, degrees = LAYOUTS[layout]
     expected = one_rank(model)
     assert len(expected) == STEPS
@@ -140,9 +140,9 @@ def test_training_follows_the_reference_with_any_algorithm(folder: Path) -> None
     expected = train_on(folder, 2, model, {**options, "muon.orthogonalize": "reference"}, "reference")
     assert expected[-1] < expected[0] - 1, "the reference must learn, or following it means nothing"
     for name, method in METHODS.items():
-        found = train_on(folder, 2, model, {**options, **method}, name)
-        assert found == pytest.approx(expected, abs=METHOD_TOLERANCE), name
-        assert found != expected, "other arithmetic has other digits"
+        losses = train_on(folder, 2, model, {**options, **method}, name)
+        assert losses == pytest.approx(expected, abs=METHOD_TOLERANCE), name
+        assert losses != expected, "other arithmetic has other digits"
 
 
 def test_every_exchange_gives_the_same_curve(folder: Path) -> None:
@@ -170,7 +170,7 @@ STRATEGIES = {
 }
 
 
-def test_one_file_edited_in_place_gives_one_curve(folder: Path) -> None:
+def test_an_edited_recipe_has_the_same_curve_on_every_layout(folder: Path) -> None:
     """Training and validation losses at equal tokens, for any ranks."""
     path, tolerance = folder / "edited.toml", TOLERANCES["qwen3/moe_tiny"]
     base = RECIPE.format(family="qwen3", flavor="moe_tiny", corpus=folder, steps=3)

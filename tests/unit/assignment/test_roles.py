@@ -41,30 +41,30 @@ def model(tied: bool = False, **layer: object) -> nn.Module:
     return made
 
 
-def taken(made: nn.Module, **options: str) -> Mapping[str, Assignment]:
+def assigned(made: nn.Module, **options: str) -> Mapping[str, Assignment]:
     return {a.fqn: a for a in assign_parameters(see([made]), [], default_rules(**options))}
 
 
-def test_a_head_is_known_by_the_vocabulary_and_not_by_its_name() -> None:
-    found = taken(model(up=linear(512, 64)))
-    assert found["head.weight"].reason == "output head"
-    assert found["embed.weight"].reason.startswith("embedding")
+def test_the_vocabulary_size_identifies_an_output_head() -> None:
+    roles = assigned(model(up=linear(512, 64)))
+    assert roles["head.weight"].reason == "output head"
+    assert roles["embed.weight"].reason.startswith("embedding")
     # As wide as the vocabulary, and within a layer: hidden.
-    assert found["layers.0.up.weight"].optimizer == "muon"
+    assert roles["layers.0.up.weight"].optimizer == "muon"
 
 
 def test_a_tied_head_is_the_embedding() -> None:
-    found = taken(model(tied=True))
-    assert [a.reason for a in found.values()] == ["embedding: its rows are looked up, not multiplied"]
+    roles = assigned(model(tied=True))
+    assert [a.reason for a in roles.values()] == ["embedding: its rows are looked up, not multiplied"]
 
 
 def test_a_linear_layer_is_hidden_under_any_name() -> None:
-    assert taken(model(embed_proj=linear(64, 32)))["layers.0.embed_proj.weight"].reason == "hidden matrix"
+    assert assigned(model(embed_proj=linear(64, 32)))["layers.0.embed_proj.weight"].reason == "hidden matrix"
 
 
 def test_without_a_vocabulary_names_decide() -> None:
-    found = taken(module(embed_in=linear(64, 32), output=linear(32, 64), layers=module(a=linear(64, 32))))
-    assert {fqn for fqn, a in found.items() if a.optimizer == "muon"} == {"layers.a.weight"}
+    roles = assigned(module(embed_in=linear(64, 32), output=linear(32, 64), layers=module(a=linear(64, 32))))
+    assert {fqn for fqn, a in roles.items() if a.optimizer == "muon"} == {"layers.a.weight"}
 
 
 @pytest.mark.parametrize(
@@ -84,19 +84,19 @@ def test_without_a_vocabulary_names_decide() -> None:
         (module("TopKRouter", weight=parameter(8, 64)), "x.weight", "router"),
     ],
 )
-def test_parameters_other_than_hidden_matrices_go_to_adamw(member: object, name: str, reason: str) -> None:
-    found = taken(model(**{name.partition(".")[0]: member}))[f"layers.0.{name}"]
-    assert found.optimizer == "adamw"
-    assert found.reason.startswith(reason)
+def test_adamw_trains_every_parameter_except_hidden_matrices(member: object, name: str, reason: str) -> None:
+    role = assigned(model(**{name.partition(".")[0]: member}))[f"layers.0.{name}"]
+    assert role.optimizer == "adamw"
+    assert role.reason.startswith(reason)
 
 
 def test_a_gate_beside_experts_is_a_router() -> None:
     layer = {"gate": linear(8, 64), "experts": module("MyExperts", w=parameter(8, 32, 64)), "gate_proj": linear(32, 64)}
-    found = taken(model(**layer))
-    assert found["layers.0.gate.weight"].reason.startswith("router")
-    assert found["layers.0.experts.w"].reason == "stack of expert matrices"
-    assert found["layers.0.gate_proj.weight"].reason == "hidden matrix"
-    assert taken(model(**layer), router="muon")["layers.0.gate.weight"].optimizer == "muon"
+    roles = assigned(model(**layer))
+    assert roles["layers.0.gate.weight"].reason.startswith("router")
+    assert roles["layers.0.experts.w"].reason == "stack of expert matrices"
+    assert roles["layers.0.gate_proj.weight"].reason == "hidden matrix"
+    assert assigned(model(**layer), router="muon")["layers.0.gate.weight"].optimizer == "muon"
 
 
 class Conv1D(nn.Module):
@@ -147,59 +147,60 @@ FUSED = [
 
 @pytest.mark.parametrize(("member", "name", "dims", "lengths"), FUSED, ids=[f"{n} {d}" for _, n, d, _ in FUSED])
 def test_known_fused_layouts_are_split(member: nn.Module, name: str, dims: str, lengths: dict[str, int]) -> None:
-    found = taken(model(mlp=member))[f"layers.0.mlp.{name}"]
-    assert found.optimizer == "muon"
-    assert found.split == Split(match=f"layers.0.mlp.{name}", dims=dims, lengths=lengths)
+    role = assigned(model(mlp=member))[f"layers.0.mlp.{name}"]
+    assert role.optimizer == "muon"
+    assert role.split == Split(match=f"layers.0.mlp.{name}", dims=dims, lengths=lengths)
 
 
-def test_a_name_alone_is_no_known_layout() -> None:
-    """qkv_proj of modules without a number of heads, and c_attn of a layer that stores (out, in)."""
+def test_a_name_without_the_layout_is_not_split() -> None:
+    """qkv_proj of modules without a number of heads, and c_attn of a layer stored as (out, in)."""
     layer = {"qkv_proj": linear(192, 64), "c_attn": linear(192, 64)}
-    assert all(a.split is None for a in taken(model(**layer)).values())
+    assert all(a.split is None for a in assigned(model(**layer)).values())
 
 
 def test_a_split_of_the_recipe_comes_before_a_known_layout() -> None:
-    found = list(taken(model(mlp=module(gate_up_proj=linear(128, 64)))).values())
+    roles = list(assigned(model(mlp=module(gate_up_proj=linear(128, 64)))).values())
     own = Split(match="layers.0.*", dims="f d -> | f d")
-    assert [split.match for split in splits_with((own,), found)] == ["layers.0.*", "layers.1.mlp.gate_up_proj.weight"]
-    (line,) = split_lines(found, (own,))
+    assert [split.match for split in splits_with((own,), roles)] == ["layers.0.*", "layers.1.mlp.gate_up_proj.weight"]
+    (line,) = split_lines(roles, (own,))
     assert line == "split, as its layout is known: layers.*.mlp.gate_up_proj.weight as (g f) d -> g | f d with g = 2"
 
 
-def test_nothing_is_doubted_of_a_usual_model() -> None:
-    assert list(doubts(list(taken(model(up=linear(128, 64), norm=nn.LayerNorm(64))).values()), ())) == []
+def test_a_usual_model_has_no_warning() -> None:
+    assert list(doubts(list(assigned(model(up=linear(128, 64), norm=nn.LayerNorm(64))).values()), ())) == []
 
 
-def test_little_for_muon_is_a_warning() -> None:
-    (found,) = doubts(list(taken(model(up=linear(128, 64), stem=nn.Conv2d(64, 64, 7, device="meta"))).values()), ())
-    assert found.startswith(
+def test_a_small_share_of_muon_is_a_warning() -> None:
+    roles = assigned(model(up=linear(128, 64), stem=nn.Conv2d(64, 64, 7, device="meta")))
+    (warning,) = doubts(list(roles.values()), ())
+    assert warning.startswith(
         "warning: Muon takes 3.9 % of the parameters besides embeddings and output head; the largest"
     )
-    assert "layers.*.stem.weight" in found
+    assert "layers.*.stem.weight" in warning
 
 
 def test_thin_matrices_are_a_warning() -> None:
     heads = Split(match="*.up.weight", dims="(h f) d -> h | f d", lengths={"f": 8})
-    (found,) = doubts(list(taken(model(up=linear(128, 64))).values()), (heads,))
-    assert found == "warning: matrices with a side under 16, with little effect of Muon: layers.*.up.weight (128x64)"
+    (warning,) = doubts(list(assigned(model(up=linear(128, 64))).values()), (heads,))
+    assert warning == "warning: matrices with a side under 16, with little effect of Muon: layers.*.up.weight (128x64)"
 
 
-def test_a_family_that_is_taken_apart_is_a_warning() -> None:
+def test_different_optimizers_for_matrices_of_a_family_cause_a_warning() -> None:
     made = model(up=linear(1280, 64))
     rules = [Rule(match="layers.1.up.*", optimizer="adamw")]
-    found = list(doubts(assign_parameters(see([made]), rules, default_rules()), ()))
-    assert found[-1] == "warning: matrices of one name go to different optimizers: layers.*.up.weight (adamw, muon)"
+    warnings = list(doubts(assign_parameters(see([made]), rules, default_rules()), ()))
+    assert warnings[-1] == "warning: matrices of one name go to different optimizers: layers.*.up.weight (adamw, muon)"
 
 
-def test_frozen_parameters_are_not_seen() -> None:
+def test_the_roles_ignore_frozen_parameters() -> None:
     made = model(up=linear(128, 64))
     made.layers[0].up.weight.requires_grad_(False)
     assert "layers.0.up.weight" not in see([made])
 
 
-@pytest.mark.parametrize("name", ["classifier", "cls", "score", "lm_head"])
-def test_a_head_of_fewer_classes_is_known_by_its_name(name: str) -> None:
+@pytest.mark.parametrize("name", ["classifier", "cls", "score", "head", "value_head", "mtp_head", "lm_head"])
+def test_the_name_identifies_a_classification_head(name: str) -> None:
     """A classifier on a language model has no row for each token."""
     made = model()
     made.add_module(name, linear(20, 64))
-    assert taken(made)[f"{name}.weight"].optimizer == "adamw"
+    assert assigned(made)[f"{name}.weight"].optimizer == "adamw"

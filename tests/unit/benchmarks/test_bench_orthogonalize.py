@@ -20,7 +20,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return run_program(str(BENCHMARKS / "bench_orthogonalize.py"), *arguments, timeout=240)
 
 
-def test_rows_are_of_the_flops_that_the_method_does_and_ratios_of_the_first() -> None:
+def test_rows_count_the_methods_flops_and_ratios_compare_with_the_first_row() -> None:
     contenders = [bench.torchs(8, 16, 2), bench.ours(Method("standard", "float32"), 8, 16, 2)]
     first, second = bench.compare("some", (2, 8, 16), contenders, CPU)
     assert (first.name, first.shape, first.faster) == (bench.TORCH, "2 x (8 x 16)", 1)
@@ -29,20 +29,20 @@ def test_rows_are_of_the_flops_that_the_method_does_and_ratios_of_the_first() ->
     assert second.faster == pytest.approx(first.ms / second.ms)
 
 
-def test_the_hard_matrices_have_the_spectra_that_they_name() -> None:
+def test_hard_matrices_have_the_named_spectra() -> None:
     values = torch.linalg.svdvals(bench.hard_matrix("log 1 to 1e-4", 20, 30))
     assert torch.allclose(values, torch.logspace(0, -4, 20, dtype=torch.float64))
     values = torch.linalg.svdvals(bench.hard_matrix("rank 8 + noise", 20, 30))
     assert values[7] > 100 * values[8] > 0
 
 
-def test_errors_are_of_every_set_and_each_default_is_below_bfloat16() -> None:
+def test_errors_cover_every_set_and_defaults_are_below_bfloat16() -> None:
     rows = list(bench.errors(CPU, [(48, 48), (40, 96)]))
     assert {row.coefficients for row in rows} == set(COEFFICIENTS)
-    found = {(row.shape, row.spectrum, row.coefficients, row.name): row.error for row in rows}
-    for (*key, name), error in found.items():
+    errors = {(row.shape, row.spectrum, row.coefficients, row.name): row.error for row in rows}
+    for (*key, name), error in errors.items():
         if name.startswith("auto"):
-            assert error <= found[*key, "standard bfloat16"]
+            assert error <= errors[*key, "standard bfloat16"]
 
 
 def test_a_share_is_a_ranks_part_of_the_plan(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_share_is_a_ranks_part_of_the_plan(tmp_path: Path) -> None:
     figures = json.loads(file.read_text())
     assert figures["errors"] == []
     assert next(row["name"] for row in figures["rows"]) == bench.TORCH
-    # 4 layers of 4 attention matrices and 3 x 16 experts, of which each of 16 ranks has as many.
+    # 4 layers of 4 attention matrices and 3 x 16 experts; each of 16 ranks has the same number.
     assert {row["shape"] for row in figures["rows"]} == {"13 matrices"}
     assert picture.stat().st_size > 1000
 
@@ -72,7 +72,7 @@ def test_a_share_is_a_ranks_part_of_the_plan(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_wrong_argument_is_said_before_anything_runs(arguments: tuple[str, ...], says: str) -> None:
+def test_a_wrong_argument_is_refused_before_the_first_measurement(arguments: tuple[str, ...], says: str) -> None:
     code, shown = run(*arguments)
     assert code != 0
     assert says in shown

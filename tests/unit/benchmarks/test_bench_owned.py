@@ -1,4 +1,4 @@
-"""benchmarks/bench_owned.py on two ranks and a tiny model: table, file, and a step that sends nothing."""
+"""benchmarks/bench_owned.py on two ranks and a tiny model: table, file, and a step without traffic."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
-def test_both_placements_are_measured(tmp_path: Path) -> None:
+def test_the_benchmark_measures_owned_and_sharded(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     sizes = ("--nproc", "2", "--dim", "32", "--blocks", "2", "--repeats", "1")
     command = [sys.executable, str(BENCHMARKS / "bench_owned.py"), *sizes, "--json", str(path)]

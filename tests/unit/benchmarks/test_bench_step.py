@@ -1,4 +1,4 @@
-"""benchmarks/bench_step.py measures right figures on a tiny model; its errors."""
+"""benchmarks/bench_step.py measures right figures on a tiny model, and refuses wrong arguments."""
 
 import json
 from functools import cache
@@ -55,37 +55,37 @@ def test_every_optimizer_is_compared_in_table_and_file(output: tuple[str, dict],
         assert f"| {row['cpu_ms']:.1f} | {row['cpu_ratios'][0]:.3f} | {row['cpu_ratios'][1]:.3f} |" in line
 
 
-def test_ratios_are_to_all_gather_and_dist_muon(rows: dict[str, dict]) -> None:
+def test_ratios_compare_with_all_gather_and_dist_muon(rows: dict[str, dict]) -> None:
     assert rows["all_gather"]["ratios"][0] == rows["DistMuon"]["ratios"][1] == 1
     assert rows["all_gather"]["cpu_ratios"][0] == rows["DistMuon"]["cpu_ratios"][1] == 1
     assert all(row["ms"] > 0 and row["cpu_ms"] > 0 for row in rows.values())
 
 
-def test_the_slowest_rank_is_waited_for_and_the_cpu_time_of_all_ranks_counts() -> None:
+def test_the_time_is_the_slowest_ranks_and_cpu_time_is_a_sum_over_ranks() -> None:
     """Two ranks, one turn, two contenders."""
     ranks = [[[(1.0, 0.5), (3.0, 2.0)]], [[(2.0, 0.25), (1.0, 1.0)]]]
     assert bench_step.combined(ranks) == ([[2.0, 3.0]], [[0.75, 3.0]])
 
 
-def test_all_of_its_arithmetic_compute_torchs_update_bit_for_bit(rows: dict[str, dict]) -> None:
+def test_every_contender_with_torchs_arithmetic_is_bitwise_equal(rows: dict[str, dict]) -> None:
     same = [name for name in rows if name not in contenders.OTHER_ARITHMETIC]
     assert {name: (rows[name]["bitwise"], rows[name]["error"]) for name in same} == dict.fromkeys(same, (True, 0.0))
     assert 0 < rows["all_to_all, auto"]["error"] < 0.05
 
 
-def test_adamw_sends_nothing_and_multiplies_no_matrices(rows: dict[str, dict]) -> None:
+def test_adamw_sends_no_byte_and_multiplies_no_matrix(rows: dict[str, dict]) -> None:
     counts = rows["AdamW"]["counts"]
     assert (counts["bytes_sent"], counts["calls"], counts["agreements"], counts["ns_flops"]) == (0, 0, 0, 0)
 
 
-def test_bytes_and_calls_are_counted_for_each_scheme(rows: dict[str, dict]) -> None:
+def test_every_scheme_has_the_expected_bytes_and_calls(rows: dict[str, dict]) -> None:
     others = RANKS - 1
     share = ELEMENTS // RANKS
     counted = {name: (row["counts"]["bytes_sent"], row["counts"]["calls"]) for name, row in rows.items()}
     assert counted["torch.optim.Muon, gathered"] == (share * others * 4, MATRICES)
     assert counted["all_gather"] == (share * others * 2, 1)
     assert counted["all_gather_reduce_scatter"] == (2 * share * others * 2, 2)
-    # Two ranks send equally much: shards of the other's matrices, and updates of their own.
+    # Two ranks send equal bytes: shards of the peer's matrices, and updates of local matrices.
     assert counted["all_to_all"] == (share * others * 2, 2)
     assert counted["DistMuon"] == (share * others * 4, 2 * MODEL.layers)
     assert {name: row["counts"]["agreements"] for name, row in rows.items()} == {
@@ -93,7 +93,7 @@ def test_bytes_and_calls_are_counted_for_each_scheme(rows: dict[str, dict]) -> N
     }
 
 
-def test_flops_are_of_all_matrices_where_every_rank_repeats_them(rows: dict[str, dict]) -> None:
+def test_redundant_schemes_count_the_flops_of_every_matrix(rows: dict[str, dict]) -> None:
     flops = {name: row["counts"]["ns_flops"] for name, row in rows.items()}
     every = sum(5 * (4 * min(shape) ** 2 * max(shape) + 2 * min(shape) ** 3) for shape in MODEL.shapes.values())
     assert flops["torch.optim.Muon, gathered"] == flops["all_gather"] == every * MODEL.layers
@@ -101,7 +101,7 @@ def test_flops_are_of_all_matrices_where_every_rank_repeats_them(rows: dict[str,
         assert every / RANKS <= flops[name] < every
 
 
-def test_memory_that_is_kept_is_seen(rows: dict[str, dict]) -> None:
+def test_bytes_kept_include_gathered_parameters_and_momentum(rows: dict[str, dict]) -> None:
     counts = {name: row["counts"] for name, row in rows.items()}
     # Whole copies of the parameters and the momentum.
     assert counts["torch.optim.Muon, gathered"]["bytes_kept"] >= 4 * (2 * ELEMENTS - ELEMENTS // RANKS)
@@ -121,7 +121,7 @@ def test_allocated_counts_freed_and_remaining_bytes() -> None:
     assert 4000 <= left < 5000
 
 
-def test_kept_counts_storages_once_and_nothing_that_is_freed() -> None:
+def test_kept_counts_every_live_storage_once() -> None:
     def work() -> list[torch.Tensor]:
         torch.ones(250_000).add(1)
         whole, emptied = torch.ones(1000), torch.ones(5000)
@@ -142,7 +142,7 @@ def test_kept_counts_storages_once_and_nothing_that_is_freed() -> None:
         (("--json", "/no/such/folder/figures.json"), "/no/such/folder"),
     ],
 )
-def test_a_wrong_argument_is_said_before_anything_runs(arguments: tuple[str, ...], says: str) -> None:
+def test_a_wrong_argument_is_refused_before_the_first_measurement(arguments: tuple[str, ...], says: str) -> None:
     code, shown = bench(*arguments)
     assert code != 0
     assert says in shown

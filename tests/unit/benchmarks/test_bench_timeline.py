@@ -9,7 +9,7 @@ from benchmarks.bench_timeline import Rates, machine_of
 @pytest.mark.parametrize(
     "flops", [(1e9, 4e9), (4e9, 5e9), (5e9, 5e9)], ids=["much slower when small", "a little slower", "alike"]
 )
-def test_the_machine_has_both_measured_rates_of_newton_schulz(flops: tuple[float, float]) -> None:
+def test_the_machine_has_the_measured_newton_schulz_rates_of_small_and_large(flops: tuple[float, float]) -> None:
     rates = Rates((64, 512), flops, 1e10, 2e9, 1e-4, 5e-6)
     machine = machine_of(rates)
     assert machine.rate("float32", 512) == pytest.approx(flops[1])
@@ -18,7 +18,7 @@ def test_the_machine_has_both_measured_rates_of_newton_schulz(flops: tuple[float
 
 
 @pytest.mark.parametrize("flops", [(5e9, 1e9), (1e9, 9e9)], ids=["faster when small", "slower than any side explains"])
-def test_rates_that_no_machine_has_keep_that_of_large_matrices(flops: tuple[float, float]) -> None:
+def test_impossible_rates_keep_the_rate_of_large_matrices(flops: tuple[float, float]) -> None:
     machine = machine_of(Rates((64, 512), flops, 1e10, 2e9, 1e-4, 5e-6))
     assert machine.rate("float32", 512) == pytest.approx(flops[1])
 

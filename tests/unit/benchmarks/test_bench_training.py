@@ -14,23 +14,23 @@ from tests import tiny
 
 def figures(overlap: str, cpu: list[float]) -> Figures:
     """All but a second of each step before the optimizers' own, and 2 seconds on the clock."""
-    return Figures(overlap, tuple(Taken(each - 1, 1.0, 2.0) for each in cpu), Sent(4, 1_000, 2), bitwise=True)
+    return Figures(overlap, tuple(Taken(seconds - 1, 1.0, 2.0) for seconds in cpu), Sent(4, 1_000, 2), bitwise=True)
 
 
-def test_the_slowest_rank_is_waited_for_and_the_cpu_time_of_all_ranks_counts() -> None:
-    found = bench_training.together([Taken(3.0, 1.0, 7.0), Taken(2.0, 2.0, 9.0)])
-    assert found == Taken(5.0, 3.0, 9.0)
-    assert found.cpu == 8.0
+def test_the_time_is_the_slowest_ranks_and_cpu_time_is_a_sum_over_ranks() -> None:
+    total = bench_training.together([Taken(3.0, 1.0, 7.0), Taken(2.0, 2.0, 9.0)])
+    assert total == Taken(5.0, 3.0, 9.0)
+    assert total.cpu == 8.0
 
 
-def test_sent_bytes_are_summed_over_all_ranks() -> None:
+def test_sent_bytes_are_a_sum_over_ranks() -> None:
     assert bench_training.all_sent([Sent(2, 100, 1), Sent(3, 50, 0)]) == Sent(5, 150, 1)
 
 
-def test_a_ratio_is_of_pairs_and_not_of_medians() -> None:
+def test_a_ratio_is_the_median_of_paired_ratios() -> None:
     """The machine was slow in the middle, for both: medians, 6 and 2, would have 3."""
-    found = bench_training.ratio([1.0, 6.0, 40.0, 9.0, 4.0], [2.0, 2.0, 20.0, 10.0, 1.0])
-    assert (found.lower, found.median, found.upper) == pytest.approx((0.9, 2.0, 3.0))
+    ratio = bench_training.ratio([1.0, 6.0, 40.0, 9.0, 4.0], [2.0, 2.0, 20.0, 10.0, 1.0])
+    assert (ratio.lower, ratio.median, ratio.upper) == pytest.approx((0.9, 2.0, 3.0))
 
 
 def test_the_table_has_sent_bytes_and_quartiles_of_ratios() -> None:
@@ -38,37 +38,37 @@ def test_the_table_has_sent_bytes_and_quartiles_of_ratios() -> None:
     none, backward = bench_training.table(rows).splitlines()[2:]
     assert none == "| none | 2,000.0 | 1,000.0 | 1,000.0 | 2,000.0 | 4 | 2 | 1,000 | equal |"
     assert backward.startswith("| backward | 3,000.0 | 2,000.0 | 1,000.0 |")
-    said = "median 1.2500 of 3 pairs, quartiles 1.1250 to 1.3750"
-    assert bench_training.ratios(rows) == f"CPU time of a training step, backward / none: {said}"
+    text = "median 1.2500 of 3 pairs, quartiles 1.1250 to 1.3750"
+    assert bench_training.ratios(rows) == f"CPU time of a training step, backward / none: {text}"
 
 
-def test_one_different_bit_is_seen() -> None:
+def test_same_bits_detects_a_single_different_bit() -> None:
     ones = [torch.ones(2), torch.ones(3)]
     assert bench_training.same_bits(ones, [torch.ones(2), torch.ones(3)])
     assert not bench_training.same_bits(ones, [torch.ones(2), torch.tensor([1.0, 1.0, 1.0 + 2**-23])])
 
 
-def test_figures_are_read_as_they_were_written() -> None:
+def test_figures_survive_a_json_round_trip() -> None:
     rows = [figures("none", [2.0, 4.0]), figures("backward", [2.0, 5.0])]
     assert bench_training.read(json.dumps([asdict(row) for row in rows])) == rows
 
 
-@pytest.mark.parametrize(("given", "says"), [({"nproc": 0}, "--nproc must be at least 1"), ({"steps": 1}, "--steps")])
-def test_a_wrong_number_is_refused(given: dict[str, int], says: str) -> None:
+@pytest.mark.parametrize(("values", "says"), [({"nproc": 0}, "--nproc must be at least 1"), ({"steps": 1}, "--steps")])
+def test_a_wrong_number_is_refused(values: dict[str, int], says: str) -> None:
     with pytest.raises(SystemExit, match=says):
-        Arguments(**given)
+        Arguments(**values)
 
 
 @pytest.mark.parametrize(
     ("keys", "says"),
     [(("--muon.lrr", "1"), "lrr"), (("--parallelism.tensor_parallel_degree", "3"), "tensor_parallel_degree")],
 )
-def test_a_wrong_key_is_said_before_anything_runs(keys: tuple[str, ...], says: str) -> None:
+def test_a_wrong_key_is_refused_before_the_first_measurement(keys: tuple[str, ...], says: str) -> None:
     with pytest.raises(SystemExit, match=says):
         bench_training.main(Arguments(nproc=2, steps=2), keys)
 
 
-def test_a_run_sends_the_same_with_gathers_in_backward_and_comes_to_the_same_bits(
+def test_backward_overlap_sends_the_same_bytes_and_has_the_same_bits(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     keys = ("--training.seq_len", "32")
@@ -80,7 +80,7 @@ def test_a_run_sends_the_same_with_gathers_in_backward_and_comes_to_the_same_bit
     assert none.sent.in_backward == 0 < backward.sent.in_backward < backward.sent.calls
     assert all(row.bitwise for row in rows)
     assert all(len(row.taken) == 2 for row in rows)
-    assert all(each.passes > 0 and each.step > 0 and each.wall > 0 for row in rows for each in row.taken)
-    said = capfd.readouterr().out
-    assert "training.seq_len 32, 2 ranks, medians of 2 training steps" in said
-    assert bench_training.ratios(rows) in said
+    assert all(times.passes > 0 and times.step > 0 and times.wall > 0 for row in rows for times in row.taken)
+    printed = capfd.readouterr().out
+    assert "training.seq_len 32, 2 ranks, medians of 2 training steps" in printed
+    assert bench_training.ratios(rows) in printed

@@ -27,7 +27,7 @@ optimizer = "{optimizer}"
 
 
 def falling(end: float, scale: float, steps=range(1, 101)) -> list[dict]:
-    """Training records whose loss falls from near 6 to `end`; a step takes 40 ms."""
+    """Training records with a loss from about 6 down to `end`; a step takes 40 ms."""
     time = {"forward_backward": 0.02, "clip": 0.004, "optimizer": 0.01, "step": 0.04}
     return [
         {"step": s, "loss": end + (6 - end) * math.exp(-s / scale), "seconds": s * 0.04, "time": time}
@@ -69,7 +69,7 @@ def report(paths, metric="loss", window=1) -> dict[str, str]:
 
 
 def cells(table: str) -> dict[str, list[str]]:
-    """A Markdown table's rows by their first cell, without the rule below the header."""
+    """A Markdown table's rows by the first cell, without the rule below the header."""
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines() if line[:1] == "|"]
     return {row[0]: row[1:] for row in rows if set(row[0]) != {"-"}}
 
@@ -84,7 +84,7 @@ def failure(capsys, *arguments) -> str:
     return captured.err
 
 
-def test_recipe_section_has_only_the_keys_that_differ(pair):
+def test_the_recipe_section_has_only_differing_keys(pair):
     assert cells(report(pair)["Recipe"]) == {
         "key": ["fast", "slow"],
         "muon.lr": ["0.01", "0.02"],
@@ -92,7 +92,7 @@ def test_recipe_section_has_only_the_keys_that_differ(pair):
     }
 
 
-def test_recipe_section_tells_types_and_missing_keys_apart(tmp_path):
+def test_the_recipe_section_distinguishes_types_and_missing_keys(tmp_path):
     a, b = (write_run(tmp_path / name / "t", falling(2, 10)) for name in "ab")
     (a / "recipe.toml").write_text("x = 1\ny = true\n[t]\nonly = [1, 2]\nsame = 'v'")
     (b / "recipe.toml").write_text("x = 1.0\ny = 1\n[t]\nsame = 'v'")
@@ -101,7 +101,7 @@ def test_recipe_section_tells_types_and_missing_keys_apart(tmp_path):
     assert "t.same" not in table
 
 
-def test_equal_recipes_are_said_to_be_equal(tmp_path):
+def test_the_report_states_equal_recipes(tmp_path):
     runs = [write_run(tmp_path / name / "t", falling(2, 10)) for name in "ab"]
     assert report(runs)["Recipe"] == "The recipes are the same."
 
@@ -118,7 +118,7 @@ def test_loss_table_has_evenly_spaced_common_steps_and_differences_to_the_first(
     assert cells(report(pair)["Bits per byte"])["100"] == ["2.8998", "3.6212 (+0.7213)"]
 
 
-def test_loss_table_uses_only_common_steps_and_shows_ends_that_differ(tmp_path):
+def test_the_loss_table_has_common_steps_and_the_last_step_of_every_run(tmp_path):
     a = write_run(tmp_path / "a/t", falling(2, 10, range(10, 101, 10)))
     b = write_run(tmp_path / "b/t", falling(2, 10, range(15, 61, 15)))
     table = cells(report([a, b])["Training loss"])
@@ -127,13 +127,13 @@ def test_loss_table_uses_only_common_steps_and_shows_ends_that_differ(tmp_path):
     assert table["end"][1].startswith("step 60: 2.00")
 
 
-def test_a_loss_that_a_run_did_not_record_is_said_to_be_missing(tmp_path):
+def test_the_report_names_runs_without_a_recorded_loss(tmp_path):
     a = write_run(tmp_path / "a/t", falling(2, 10) + validation(2))
     b = write_run(tmp_path / "b/t", falling(2, 10))
     assert report([a, b])["Validation loss"] == "Not recorded by b."
 
 
-def test_losses_without_common_steps_still_show_their_ends(tmp_path):
+def test_losses_without_common_steps_show_the_last_values(tmp_path):
     a = write_run(tmp_path / "a/t", falling(2, 10) + validation(2, steps=[40]))
     b = write_run(tmp_path / "b/t", falling(2, 10) + validation(2, steps=[50]))
     assert cells(report([a, b])["Validation loss"])["end"] == ["step 40: 2.0250", "step 50: 2.0200 (-0.0050)"]
@@ -151,7 +151,7 @@ def test_steps_and_seconds_to_reach_a_loss(pair):
     assert thresholds == sorted(thresholds, reverse=True)
 
 
-def test_seconds_are_left_out_where_no_run_recorded_them(tmp_path):
+def test_the_report_omits_unrecorded_seconds(tmp_path):
     records = [{"step": s, "loss": 3 / s} for s in range(1, 20)]
     runs = [write_run(tmp_path / name / "t", records) for name in "ab"]
     sections = report(runs)
@@ -159,7 +159,7 @@ def test_seconds_are_left_out_where_no_run_recorded_them(tmp_path):
     assert sections["Speed"] == "Not recorded."
 
 
-def test_a_run_that_ended_in_nan_sets_no_threshold(tmp_path):
+def test_a_run_with_a_final_nan_sets_no_threshold(tmp_path):
     a = write_run(tmp_path / "a/t", falling(2, 10))
     b = write_run(tmp_path / "b/t", [*falling(2, 10, range(1, 100)), {"step": 100, "loss": math.nan}])
     sections = report([a, b])
@@ -201,7 +201,7 @@ def test_series_keep_the_last_record_of_a_step_in_order(tmp_path):
     assert list(series["loss"]) == [10, 20, 30]
 
 
-def test_seconds_of_a_training_loss_do_not_include_the_validation_after_it(tmp_path):
+def test_seconds_of_a_training_loss_exclude_the_next_validation(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 5, "loss": 2, "seconds": 1.5}\n{"step": 5, "val_loss": 3, "seconds": 9}\n')
     series = run_folder.read_series(file)
@@ -217,7 +217,7 @@ def test_a_torn_last_line_is_skipped_and_named_once(pair, capsys, tmp_path):
     assert "metrics.jsonl: skipped what is not a whole record: line 103" in error
 
 
-def test_a_recipe_folder_stands_for_its_newest_run_with_metrics(tmp_path):
+def test_a_recipe_folder_selects_the_newest_run_with_metrics(tmp_path):
     for time in ("2025-01-01", "2025-01-03", "2025-01-02"):
         write_run(tmp_path / "muon" / time, falling(2, 10))
     write_run(tmp_path / "muon/2025-01-04", [])
@@ -225,7 +225,7 @@ def test_a_recipe_folder_stands_for_its_newest_run_with_metrics(tmp_path):
     assert run_folder.find_run(tmp_path / "muon") == tmp_path / "muon/2025-01-03"
 
 
-def test_labels_are_recipe_names_made_unique_by_their_path(tmp_path):
+def test_labels_are_recipe_names_or_unique_paths(tmp_path):
     folders = [tmp_path / "a/t1", tmp_path / "b/t1", tmp_path / "b/t2"]
     assert run_folder.unique_labels(folders[:2], [{}, {}]) == ["a", "b"]
     assert run_folder.unique_labels(folders, [{}, {}, {}]) == ["a/t1", "b/t1", "b/t2"]
@@ -241,7 +241,7 @@ def three_runs(folder: Path) -> list[Path]:
     return runs
 
 
-def test_runs_of_one_recipe_are_labelled_by_the_keys_that_differ(tmp_path):
+def test_runs_of_a_recipe_are_labelled_by_differing_keys(tmp_path):
     labels = [run.label for run in run_folder.read_runs(three_runs(tmp_path), "loss")]
     assert labels == ["muon.lr=0.002 optimizer=muon", "muon.lr=0.02 optimizer=adamw", "muon.lr=0.02 optimizer=muon"]
 
@@ -262,7 +262,7 @@ def test_every_label_is_inside_the_picture_and_hides_no_curve(tmp_path):
 
 
 def test_a_glob_over_the_runs_of_a_recipe_is_accepted(tmp_path, capsys):
-    """The glob also matches the file `latest`, and runs that ended before their first step."""
+    """The glob also matches the file `latest`, and runs without a finished step."""
     runs = three_runs(tmp_path)
     (tmp_path / "latest").write_text(runs[-1].name)
     (tmp_path / "20260105-000000").mkdir()
@@ -274,7 +274,7 @@ def test_a_glob_over_the_runs_of_a_recipe_is_accepted(tmp_path, capsys):
 
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG\r\n\x1a\n"), (".svg", b"<?xml")])
 @pytest.mark.parametrize("metric", ["loss", "bits_per_byte"])
-def test_the_picture_is_written_in_the_format_of_its_suffix(pair, tmp_path, capsys, suffix, magic, metric):
+def test_the_suffix_selects_the_format_of_the_picture(pair, tmp_path, capsys, suffix, magic, metric):
     output = tmp_path / f"curves{suffix}"
     arguments = [*map(str, pair), "--output", str(output), "--metric", metric, "--title", "Two runs"]
     assert compare_runs.main(arguments) == 0
@@ -339,7 +339,7 @@ def test_runs_with_no_common_step_are_refused(tmp_path, capsys):
     assert "a, b: no step at which each of them recorded `loss`" in failure(capsys, a, b)
 
 
-def test_a_metric_that_was_not_recorded_is_refused(tmp_path, capsys):
+def test_an_unrecorded_metric_is_refused(tmp_path, capsys):
     runs = [write_run(tmp_path / name / "t", falling(2, 10)) for name in "ab"]
     assert "metrics.jsonl: `val_loss` was not recorded" in failure(capsys, *runs, "--metric", "val_loss")
 
@@ -348,11 +348,11 @@ def test_a_metric_that_was_not_recorded_is_refused(tmp_path, capsys):
     ("output", "message"),
     [("c.pdf", "the suffix must be .png or .svg"), ("c", "the suffix must be"), ("no/c.png", "there is no folder")],
 )
-def test_an_output_that_cannot_be_written_is_refused(pair, capsys, tmp_path, output, message):
+def test_an_unwritable_output_is_refused(pair, capsys, tmp_path, output, message):
     assert message in failure(capsys, *pair, "--output", tmp_path / output)
 
 
-def test_the_script_runs_by_its_path_without_importing_torch(pair, tmp_path):
+def test_the_script_runs_by_path_without_torch(pair, tmp_path):
     code = "import sys, runpy; runpy.run_path(sys.argv[1]); assert 'torch' not in sys.modules"
     script = str(SCRIPTS / "compare_runs.py")
     environment = {"PYTHONPATH": str(SCRIPTS), "PATH": ""}
@@ -363,15 +363,15 @@ def test_the_script_runs_by_its_path_without_importing_torch(pair, tmp_path):
 
 
 def batch(folder: Path, tokens: int, *, step: int = 10) -> Path:
-    """A run whose loss depends on the tokens trained on alone, of `tokens` a step."""
+    """A run of `tokens` tokens a step; the loss depends only on the trained tokens."""
     steps = [1, *range(step, 101, step)]
     records = [{"step": s, "tokens": s * tokens, "loss": 6 - s * tokens / 1e5} for s in steps]
     held_out = [{"step": s, "tokens": s * tokens, "val_loss": 7 - s * tokens / 1e5} for s in (50, 100)]
     return write_run(folder, records + held_out)
 
 
-def test_runs_of_other_batches_are_told_apart_and_compared_by_tokens(tmp_path, capsys):
-    """At the same step one has seen twice the tokens: the curves differ and the training does not."""
+def test_runs_of_different_batch_sizes_are_compared_by_tokens(tmp_path, capsys):
+    """At equal steps the curves differ, because a run has seen twice the tokens."""
     runs = [batch(tmp_path / "a/t", 2048), batch(tmp_path / "b/t", 1024)]
     recipe = report(runs)["Recipe"]
     assert cells(recipe)["tokens a step"] == ["2,048", "1,024"]
@@ -388,7 +388,7 @@ def test_runs_of_other_batches_are_told_apart_and_compared_by_tokens(tmp_path, c
 
 
 def seeded(folder: Path, seed: int, end: float, *, lr: float = 0.01, second: float = 0.04) -> Path:
-    """A run with a seed whose last loss is `end`; a step takes `second` seconds."""
+    """A run with a seed and the last loss `end`; a step takes `second` seconds."""
     records = [{"step": s, "loss": 6 - (6 - end) * s / 100, "seconds": s * second} for s in range(10, 101, 10)]
     run = write_run(folder, records, lr=lr)
     with (run / "recipe.toml").open("a") as file:
@@ -396,7 +396,7 @@ def seeded(folder: Path, seed: int, end: float, *, lr: float = 0.01, second: flo
     return run
 
 
-def test_runs_that_differ_by_their_seeds_are_one_curve_with_a_band(tmp_path):
+def test_runs_with_different_seeds_are_a_mean_curve_with_a_band(tmp_path):
     paths = [seeded(tmp_path / f"x/{seed}", seed, 2 + seed) for seed in (0, 1, 2)]
     paths.append(seeded(tmp_path / "x/high", 0, 5.0, lr=0.1))
     mean, single = run_folder.read_runs(paths, "loss")
@@ -420,7 +420,7 @@ def test_losses_are_compared_after_the_same_time(tmp_path, capsys):
     assert (tmp_path / "compare.png").is_file()
 
 
-def test_a_page_has_the_curves_and_tables_in_one_file(pair, tmp_path):
+def test_a_page_is_a_single_file_with_curves_and_tables(pair, tmp_path):
     page = tmp_path / "page.html"
     assert compare_runs.main([*map(str, pair), "--html", str(page), "--title", "a < b"]) == 0
     text = page.read_text()
@@ -429,6 +429,7 @@ def test_a_page_has_the_curves_and_tables_in_one_file(pair, tmp_path):
     assert "<th>fast<th>slow" in text
     assert "src=" not in text
     assert "#010203" not in text
+    assert "svg { width: 100%; height: auto; fill: currentColor }" in text, "else black on black in a dark page"
 
 
 def test_runs_of_the_same_batch_get_no_warning(tmp_path):
@@ -437,11 +438,11 @@ def test_runs_of_the_same_batch_get_no_warning(tmp_path):
     assert "Warning" not in recipe
 
 
-def test_runs_without_tokens_cannot_be_compared_by_them(pair, tmp_path, capsys):
+def test_comparing_by_tokens_needs_recorded_tokens(pair, tmp_path, capsys):
     assert "`tokens` was not recorded; compare with --x step" in failure(capsys, *pair, "--x", "tokens")
 
 
-def test_the_newest_run_of_a_folder_is_found_by_its_time(tmp_path):
+def test_find_run_selects_the_newest_run_by_time(tmp_path):
     for name in ("20260101-000000_z=z", "20260101-000000-2", "20250101-000000"):
         batch(tmp_path / name, 1)
     assert run_folder.find_run(tmp_path).name == "20260101-000000-2"

@@ -1,4 +1,4 @@
-"""Triton kernels compile to each GPU's fast instructions; others are reported."""
+"""Triton kernels compile to each GPU's fast instructions; the report names slow kernels."""
 
 import importlib.util
 from dataclasses import replace
@@ -22,7 +22,7 @@ def case(capability: int, index: int = 0, **changed: object) -> "Case":
     from benchmarks.compile_kernels import ARCHITECTURES, Case
     from titan_muon.orthogonalize.symmetric_kernel import TILES
 
-    target = next(found for found in ARCHITECTURES if found.capability == capability)
+    target = next(gpu for gpu in ARCHITECTURES if gpu.capability == capability)
     return replace(Case(target, "X Xᵀ", "float16", TILES[capability // 10][index]), **changed)
 
 
@@ -36,7 +36,7 @@ def faults(capability: int, index: int = 0, **changed: object) -> list[str]:
 @pytest.mark.parametrize(
     ("variant", "ragged"), [("X Xᵀ", False), ("X Xᵀ, X transposed", True), ("polynomial", False), ("polynomial", True)]
 )
-def test_ampere_has_its_tensor_cores_without_spills(variant: str, ragged: bool) -> None:
+def test_the_kernel_uses_tensor_cores_on_ampere_without_spills(variant: str, ragged: bool) -> None:
     assert faults(80, variant=variant, ragged=ragged) == []
 
 
@@ -46,7 +46,9 @@ def test_ampere_has_its_tensor_cores_without_spills(variant: str, ragged: bool) 
     [(0, "X Xᵀ"), (0, "X Xᵀ, X transposed"), (0, "polynomial"), (1, "X Xᵀ"), (1, "polynomial")],
 )
 @pytest.mark.parametrize("capability", [90, 100])
-def test_hopper_and_blackwell_have_theirs_and_copy_by_tma(capability: int, index: int, variant: str) -> None:
+def test_the_kernel_uses_tensor_cores_and_tma_on_hopper_and_blackwell(
+    capability: int, index: int, variant: str
+) -> None:
     assert faults(capability, index, variant=variant) == []
 
 
@@ -61,13 +63,13 @@ def test_a_tile_too_large_for_shared_memory_fails_the_table(
     monkeypatch.setattr(compile_kernels, "cases", lambda: [large])
     monkeypatch.setattr(compile_kernels, "ARCHITECTURES", ())
     assert compile_kernels.main() == 1
-    said = capsys.readouterr()
-    assert said.out.endswith("bytes of shared memory of 232,448 |\n")
-    assert "not to be used as they are: 1" in said.err
+    printed = capsys.readouterr()
+    assert printed.out.endswith("bytes of shared memory of 232,448 |\n")
+    assert "not to be used as they are: 1" in printed.err
 
 
 @needs_triton
-def test_a_tile_that_spills_is_reported() -> None:
+def test_a_spilling_tile_is_reported() -> None:
     from titan_muon.orthogonalize.symmetric_kernel import Tile
 
     (fault,) = faults(100, tile=Tile(wide=2, warps=4, tma=True, specialized=True))
@@ -79,8 +81,8 @@ def test_a_kernel_without_tensor_cores_or_specialization_is_reported() -> None:
     from titan_muon.orthogonalize.symmetric_kernel import Tile
 
     small = Tile(side=32, depth=32, warps=4, stages=2, specialized=True)
-    found = faults(90, tile=small, dtype="float32")
-    assert found == ["no wgmma.mma_async", "no cp.async.bulk.tensor.3d.shared", "warps are not specialized"]
+    problems = faults(90, tile=small, dtype="float32")
+    assert problems == ["no wgmma.mma_async", "no cp.async.bulk.tensor.3d.shared", "warps are not specialized"]
 
 
 @needs_triton
@@ -89,12 +91,12 @@ def test_every_product_and_dtype_is_compiled_for_every_gpu() -> None:
     from titan_muon.orthogonalize.symmetric import HALVES
     from titan_muon.orthogonalize.symmetric_kernel import TILES
 
-    found = list(cases())
-    whole = {(each.target.capability, each.tile, each.variant, each.dtype) for each in found if not each.ragged}
+    compiled = list(cases())
+    whole = {(case.target.capability, case.tile, case.variant, case.dtype) for case in compiled if not case.ragged}
     tiles = [(10 * major, tile) for major, tiles in TILES.items() for tile in tiles]
     assert whole == {(*tile, variant, dtype) for tile in tiles for variant in VARIANTS for dtype in HALVES}
     assert {gpu for gpu, *_ in whole} == {80, 90, 100}
-    assert {each.variant for each in found if each.ragged} == set(VARIANTS)
+    assert {kernel.variant for kernel in compiled if kernel.ragged} == set(VARIANTS)
 
 
 @needs_triton
@@ -102,14 +104,14 @@ def test_the_tile_with_the_earliest_end_is_chosen() -> None:
     from titan_muon.orthogonalize.symmetric_kernel import TILES, fastest
 
     wide, narrow = TILES[9]
-    found = {shape: fastest((wide, narrow), *shape) for shape in ((8192, 1, 132), (4096, 1, 132), (4096, 1, 148))}
-    assert found == {(8192, 1, 132): wide, (4096, 1, 132): narrow, (4096, 1, 148): wide}
+    tiles = {shape: fastest((wide, narrow), *shape) for shape in ((8192, 1, 132), (4096, 1, 132), (4096, 1, 148))}
+    assert tiles == {(8192, 1, 132): wide, (4096, 1, 132): narrow, (4096, 1, 148): wide}
     assert [tile.programs(4096) for tile in (wide, narrow)] == [272, 528]
     assert [tile.programs(300) for tile in (wide, narrow)] == [6, 6]
 
 
 @needs_triton
-def test_a_gpu_has_the_tiles_of_its_architecture_or_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_uses_the_tiles_of_the_architecture_or_the_oldest_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     from titan_muon.orthogonalize.symmetric_kernel import TILES, tile_on
 
     # 4,096 rows on 132 processors end first in the second tile, where there are two.
@@ -152,8 +154,8 @@ def test_a_pass_with_narrow_accesses_or_too_many_registers_is_reported() -> None
     ]
 
 
-def test_all_triton_kernels_are_in_the_files_that_are_compiled() -> None:
+def test_every_triton_kernel_is_in_a_compiled_file() -> None:
     folders = ("titan_muon", "models", "scripts", "benchmarks")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
-    found = {file.name for file in files if "@triton.jit" in file.read_text(encoding="utf-8")}
-    assert found == {"symmetric_kernel.py", "muon_kernel.py"}, "benchmarks/compile_kernels.py does not compile it"
+    names = {file.name for file in files if "@triton.jit" in file.read_text(encoding="utf-8")}
+    assert names == {"symmetric_kernel.py", "muon_kernel.py"}, "benchmarks/compile_kernels.py does not compile it"

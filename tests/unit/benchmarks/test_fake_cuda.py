@@ -1,4 +1,4 @@
-"""GPU-only behaviour on fake CUDA tensors, which need a CUDA build of PyTorch and no GPU."""
+"""GPU-only behaviour on fake CUDA tensors. Needs a CUDA build of PyTorch and no GPU."""
 
 from typing import Any
 
@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
+from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.rehearsal.checks import MATRIX_PRODUCTS
 from benchmarks.rehearsal.fake_gpu import fake_gpu, fake_rank
 from benchmarks.rehearsal.recorder import Operations
@@ -21,11 +23,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_a_momentum_that_was_loaded_on_the_host_comes_to_the_parameters_device() -> None:
+def test_a_momentum_loaded_on_the_host_moves_to_the_parameters_device() -> None:
     """As after torch.load(..., map_location="cpu")."""
     with fake_gpu():
         param = Parameter(torch.empty(8, 4, device="cuda"))
-        muon = Muon([("w", param)])
+        muon = Muon([("w", param)]).build()
         state = muon.state_dict()
         state["state"][0]["momentum_buffer"] = torch.zeros(8, 4)
         muon.load_state_dict(state)
@@ -34,8 +36,29 @@ def test_a_momentum_that_was_loaded_on_the_host_comes_to_the_parameters_device()
         muon.step()
 
 
+def test_connections_are_opened_at_construction_with_the_messages_of_a_step() -> None:
+    with fake_gpu(), fake_rank(4, 0):
+        mesh = init_device_mesh("cuda", (4,))
+        params = [
+            (f"{rows}", Parameter(DTensor.from_local(torch.empty(rows, 64, device="cuda"), mesh, [Shard(0)])))
+            for rows in (8, 16, 32)
+        ]
+        with CollectiveCounter() as construction:
+            muon = Muon(params).build()
+        sizes = [tensor.untyped_storage().nbytes() for tensor in muon.engine.rank.buffers.tensors]
+        for _, param in params:
+            param.grad = torch.empty_like(param)
+        with CollectiveCounter() as step:
+            muon.step()
+    calls = [[(c.sends, c.receives) for c in counter.calls if "alltoall" in c.name] for counter in (construction, step)]
+    assert calls[1]
+    assert max(calls[1]) in calls[0]
+    assert sizes == [0] * len(sizes), "the memory is free between construction and the first step"
+    assert muon.exchange.traffic.calls == len(calls[1])
+
+
 @pytest.mark.parametrize("build", [Muon, AdamW])
-def test_parameters_that_fsdp_keeps_on_the_host_are_updated_on_the_device(build: Any) -> None:
+def test_parameters_of_fsdp_on_the_host_are_updated_on_the_device(build: Any) -> None:
     """Like any user's: only CPUOffloadPolicy moves the parameters to the host."""
     with fake_gpu() as gpu, fake_rank(2, 0):
         model = torch.nn.Linear(64, 64, bias=False, device="cuda")
@@ -56,7 +79,7 @@ def test_parameters_that_fsdp_keeps_on_the_host_are_updated_on_the_device(build:
         assert operations.counts["copy_"] >= (3 if build is Muon else 4)
 
 
-def test_a_part_of_the_parameters_on_the_host_is_refused() -> None:
+def test_parameters_partly_on_the_host_are_refused() -> None:
     with fake_gpu(), fake_rank(1, 0):
         model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False, device="cuda") for _ in range(2)))
         mesh = init_device_mesh("cuda", (1,))
@@ -65,22 +88,22 @@ def test_a_part_of_the_parameters_on_the_host_is_refused() -> None:
         with pytest.raises(
             ValueError, match=r"1\.weight: is on cuda:0, and offload = 'parameters' takes what is on the"
         ):
-            Muon(model.named_parameters())
+            Muon(model.named_parameters()).build()
 
 
-def test_owned_parameters_and_their_gradients_are_in_pinned_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owned_parameters_and_gradients_are_in_pinned_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[torch.Tensor] = []
     pin, empty_like = torch.Tensor.pin_memory, torch.empty_like
 
     def pins(tensor: torch.Tensor) -> torch.Tensor:
-        pinned.append(found := pin(tensor))
-        return found
+        pinned.append(copy := pin(tensor))
+        return copy
 
     def makes(like: torch.Tensor, **options: Any) -> torch.Tensor:
-        found = empty_like(like, **options)
+        buffer = empty_like(like, **options)
         if options.get("pin_memory"):
-            pinned.append(local(found))
-        return found
+            pinned.append(local(buffer))
+        return buffer
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pins)
     monkeypatch.setattr(torch, "empty_like", makes)

@@ -16,8 +16,8 @@ from titan_muon.plan.terms.machine import Link, machine_of
 def row(size: int, bandwidth: float = 40e9, latency: float = 12e-6, ranks: int = 8) -> Row:
     """An all-to-all on links of this bandwidth and latency."""
     sent = size * (ranks - 1) / ranks
-    taken = latency + sent / bandwidth
-    return Row("all_to_all", size, taken * 1e6, sent / taken / 1e9)
+    seconds = latency + sent / bandwidth
+    return Row("all_to_all", size, seconds * 1e6, sent / seconds / 1e9)
 
 
 def test_latency_comes_from_the_smallest_size_and_bandwidth_excludes_latency() -> None:
@@ -27,13 +27,13 @@ def test_latency_comes_from_the_smallest_size_and_bandwidth_excludes_latency() -
     assert latency == pytest.approx(12e-6, rel=0.01)
 
 
-def test_a_larger_message_that_ends_first_leaves_its_own_rate() -> None:
+def test_a_faster_larger_message_sets_the_bandwidth() -> None:
     noisy = Row("all_to_all", 2**12, 1.0, 3.0)
     assert links.link_of([row(2**10), noisy])[0] == 3e9
     assert links.link_of([noisy])[0] == 3e9
 
 
-def test_the_table_of_a_recipe_has_its_keys_and_values_that_it_takes() -> None:
+def test_the_recipe_table_has_valid_machine_keys_and_values() -> None:
     flops = {"bfloat16": 7e14, "float16": 6.5e14, "float32": 5e13}
     alone = links.recipe_table(MeasuredMachine("GPU X", 1, 1, None, None, flops, 3e12))
     assert alone == {"tflops": 650.0, "tflops_float32": 50.0, "memory_gb": 3000.0}
@@ -58,7 +58,7 @@ def run(*losses: float, **values: str) -> Run:
     return Run(dict(enumerate(losses, 1)), 1.0, 1.0, **values)
 
 
-def test_ways_that_learn_and_follow_the_first_have_no_fault() -> None:
+def test_learning_runs_close_to_the_first_run_have_no_fault() -> None:
     runs = {"a": run(5.0, 4.5, 4.0), "b": run(5.01, 4.52, 4.03), "c": Run({}, 0.0, 0.0, skipped="needs 4 ranks")}
     assert training.faults_of(runs, 3, 0.5) == []
 
@@ -74,21 +74,21 @@ def test_ways_that_learn_and_follow_the_first_have_no_fault() -> None:
         (Run({}, 0.0, 0.0, fault="train.py ended with 1"), "b: train.py ended with 1"),
     ],
 )
-def test_a_way_that_does_not_is_named(other: Run, says: str) -> None:
+def test_a_run_without_learning_or_far_from_the_first_is_named(other: Run, says: str) -> None:
     faults = training.faults_of({"a": run(5.0, 4.5, 4.0), "b": other}, 3, 0.5)
     assert any(says in fault for fault in faults), faults
 
 
-def test_faults_of_the_first_way_are_told_too() -> None:
+def test_faults_of_the_first_run_are_reported() -> None:
     first = Run({}, 0.0, 0.0, fault="train.py ended with 1")
     assert training.faults_of({"a": first, "b": run(5.0, 4.0)}, 2, 0.5) == ["a: train.py ended with 1"]
 
 
 @pytest.mark.parametrize("name", training.WAYS)
-def test_every_way_is_a_recipe(name: str) -> None:
+def test_every_training_case_is_a_valid_recipe(name: str) -> None:
     import models  # noqa: F401 (registers the families)
     from titan_muon.titan.recipe import load
 
     words = training.command(training.WAYS[name], 2, 2, training.ROOT / "runs/x", tiny=True)
-    given = words[words.index("--config") + 2 :]
-    assert load(training.ROOT / training.RECIPE, given).training.steps == 2
+    arguments = words[words.index("--config") + 2 :]
+    assert load(training.ROOT / training.RECIPE, arguments).training.steps == 2

@@ -46,14 +46,14 @@ def ran(folder: Path) -> list[str]:
     return (folder / "ran").read_text().split()
 
 
-def go(folder: Path, *given: Part, environment: Environment = ONE_GPU, words: tuple[str, ...] = ()) -> int:
-    return run.main(["--out", str(folder), *words], given, environment)
+def go(folder: Path, *selected: Part, environment: Environment = ONE_GPU, words: tuple[str, ...] = ()) -> int:
+    return run.main(["--out", str(folder), *words], selected, environment)
 
 
 def outcome(folder: Path, name: str) -> Result:
-    found = results.read(name, folder)
-    assert found is not None
-    return found
+    result = results.read(name, folder)
+    assert result is not None
+    return result
 
 
 def test_a_second_run_skips_passed_parts(tmp_path: Path) -> None:
@@ -69,29 +69,31 @@ def test_a_second_run_skips_passed_parts(tmp_path: Path) -> None:
     "other", [{"gpus": ("GPU Y",)}, {"gpus": ("GPU X", "GPU X")}, {"torch": "2.16.0"}, {"commit": "abc124"}], ids=str
 )
 def test_parts_passed_on_another_machine_run_again(tmp_path: Path, other: dict[str, object]) -> None:
-    one = counting("a", tmp_path)
-    go(tmp_path, one)
-    go(tmp_path, one, environment=replace(ONE_GPU, **other))  # type: ignore[arg-type]
+    counter = counting("a", tmp_path)
+    go(tmp_path, counter)
+    go(tmp_path, counter, environment=replace(ONE_GPU, **other))  # type: ignore[arg-type]
     assert ran(tmp_path) == ["a", "a"]
 
 
-def test_without_a_known_commit_nothing_is_skipped_and_the_report_has_it(tmp_path: Path) -> None:
-    one, unknown = counting("a", tmp_path), replace(ONE_GPU, commit="")
-    go(tmp_path, one, environment=unknown)
-    go(tmp_path, one, environment=unknown)
+def test_an_unknown_commit_skips_no_part_and_writes_the_report(tmp_path: Path) -> None:
+    counter, unknown = counting("a", tmp_path), replace(ONE_GPU, commit="")
+    go(tmp_path, counter, environment=unknown)
+    go(tmp_path, counter, environment=unknown)
     assert ran(tmp_path) == ["a", "a"]
     assert json.loads((tmp_path / "report.json").read_text())["parts"]["a"]["outcome"] == "passed"
 
 
-def test_a_part_that_fails_stops_no_other_and_sets_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_failed_part_stops_no_later_part_and_sets_the_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     failing = part("bad", "print('what went wrong'); raise SystemExit(3)")
     assert go(tmp_path, failing, part("good")) == 1
     assert outcome(tmp_path, "bad").outcome is Outcome.FAILED
     assert "exit code 3" in outcome(tmp_path, "bad").reason
     assert outcome(tmp_path, "good").outcome is Outcome.PASSED
-    said = capsys.readouterr().out
-    assert "what went wrong" in said
-    assert "[2/2] good" in said
+    printed = capsys.readouterr().out
+    assert "what went wrong" in printed
+    assert "[2/2] good" in printed
 
 
 def test_failed_parts_run_again_without_old_figures(tmp_path: Path) -> None:
@@ -118,7 +120,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_a_part_over_its_time_is_named_and_ended_with_its_children_in_sessions_of_their_own(
+def test_a_part_over_the_time_limit_is_named_and_killed_with_the_children(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     child = tmp_path / "child"
@@ -131,20 +133,20 @@ def test_a_part_over_its_time_is_named_and_ended_with_its_children_in_sessions_o
 
 
 def test_the_report_holds_every_part(tmp_path: Path) -> None:
-    given = (
+    selected = (
         part("a"),
         part("bad", "print('<tag>'); raise SystemExit(1)"),
         part("needy", needs=("nothing_such",)),
         part("last"),
     )
-    go(tmp_path, *given, words=("--parts", "a", "bad", "needy"))
+    go(tmp_path, *selected, words=("--parts", "a", "bad", "needy"))
     document = json.loads((tmp_path / "report.json").read_text())
     assert list(document["parts"]) == ["a", "bad", "needy", "last"]
     assert document["environment"]["gpus"] == ["GPU X"]
     assert [document["parts"][name]["outcome"] for name in ("a", "bad", "needy")] == ["passed", "failed", "not run"]
     assert document["parts"]["last"] is None
     page = (tmp_path / "report.html").read_text()
-    assert all(f"<h2>{each.name}</h2>" in page for each in given)
+    assert all(f"<h2>{item.name}</h2>" in page for item in selected)
     assert "&lt;tag&gt;" in page
     assert "needs the package nothing_such" in page
     assert "data:image/png;base64," in page
@@ -170,7 +172,7 @@ def test_every_kind_of_figures_has_a_table_and_most_a_picture(kind: str) -> None
     assert ("<img" in shown) == (kind not in ("nothing", "checks"))
 
 
-def test_without_a_gpu_the_rehearsals_run_and_the_last_line_says_so(
+def test_without_a_gpu_the_rehearsals_run_and_the_last_line_reports_no_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     real = part("a", "raise SystemExit(1)", rehearsal=("{python}", "-c", "pass"))
@@ -182,7 +184,7 @@ def test_without_a_gpu_the_rehearsals_run_and_the_last_line_says_so(
     assert "b  not run: no rehearsal (all of it)" in lines
 
 
-def test_a_failed_rehearsal_does_not_say_that_all_was_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_failed_rehearsal_prints_the_failure(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert go(tmp_path, part("a", "raise SystemExit(1)"), environment=NO_GPU) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "no GPU, and the rehearsal failed"
 
@@ -193,14 +195,14 @@ def test_a_part_for_more_gpus_is_not_run_and_no_failure(tmp_path: Path) -> None:
 
 
 def test_torn_and_foreign_results_are_run_again(tmp_path: Path) -> None:
-    one = counting("a", tmp_path)
+    counter = counting("a", tmp_path)
     for text in ("{", "[]", "{}", '{"part": "a"}'):
         (tmp_path / "a.json").write_text(text)
-        assert go(tmp_path, one) == 0
+        assert go(tmp_path, counter) == 0
     assert ran(tmp_path) == ["a"] * 4
 
 
-def test_figures_that_are_no_json_are_a_failure(tmp_path: Path) -> None:
+def test_figures_without_valid_json_are_a_failure(tmp_path: Path) -> None:
     assert go(tmp_path, part("a", "import sys; open(sys.argv[1], 'w').write('{')")) == 1
     assert "is not JSON" in outcome(tmp_path, "a").reason
 
@@ -217,7 +219,7 @@ def test_figures_that_are_no_json_are_a_failure(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_bad_input_is_said_before_anything_runs(
+def test_bad_input_is_refused_before_the_first_part(
     words: tuple[str, ...], environment: Environment, says: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     assert go(tmp_path, counting("a", tmp_path), environment=environment, words=words) == 2
@@ -225,13 +227,13 @@ def test_bad_input_is_said_before_anything_runs(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_file_in_the_way_of_the_folder_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_file_at_the_place_of_the_output_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     assert go(tmp_path / "file", part("a")) == 2
     assert "cannot be written to" in capsys.readouterr().err
 
 
-def test_a_gpu_that_torch_cannot_use_is_told_from_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_unusable_for_torch_differs_from_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert environments.unused_gpus(tmp_path, "2.15.0", "13.2") == ""
     (tmp_path / "nvidia0").write_text("")
@@ -247,7 +249,7 @@ def test_ranks_are_a_power_of_two(gpus: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_an_interrupt_ends_the_part_and_the_next_run_goes_on(number: signal.Signals, tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_part_and_the_next_run_continues(number: signal.Signals, tmp_path: Path) -> None:
     code = (
         "import sys; from benchmarks.gpu import run; from tests.unit.benchmarks.test_gpu_run import *\n"
         # Background processes ignore the signal.
@@ -267,19 +269,19 @@ def test_an_interrupt_ends_the_part_and_the_next_run_goes_on(number: signal.Sign
     assert ran(tmp_path) == ["a"]
 
 
-def test_all_parts_fit_in_the_time_that_is_promised() -> None:
-    assert sum(each.seconds for each in PARTS) <= parts.TOTAL_SECONDS
-    assert len({each.name for each in PARTS}) == len(PARTS)
+def test_the_parts_fit_in_the_documented_time() -> None:
+    assert sum(item.seconds for item in PARTS) <= parts.TOTAL_SECONDS
+    assert len({item.name for item in PARTS}) == len(PARTS)
 
 
-@pytest.mark.parametrize("each", PARTS, ids=lambda each: each.name)
+@pytest.mark.parametrize("item", PARTS, ids=lambda item: item.name)
 @pytest.mark.parametrize("environment", [ONE_GPU, NO_GPU], ids=["gpu", "rehearsal"])
 def test_every_command_is_complete_and_names_existing_files(
-    each: Part, environment: Environment, tmp_path: Path
+    item: Part, environment: Environment, tmp_path: Path
 ) -> None:
-    words = run.command_of(each, environment, tmp_path)
+    words = run.command_of(item, environment, tmp_path)
     assert not any("{" in word for word in words)
-    assert words or each.unrehearsed
+    assert words or item.unrehearsed
     for word in words:
         if word.startswith(("benchmarks.", "tests.")):
             assert (environments.ROOT / f"{word.replace('.', '/')}.py").is_file()

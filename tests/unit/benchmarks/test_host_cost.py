@@ -1,4 +1,4 @@
-"""The host's cost of a step: both optimizers step on one rank of a fake world, and nothing is infinite or NaN."""
+"""The host's cost of a step: both optimizers step on one rank of a fake world, and every value stays finite."""
 
 import math
 
@@ -8,7 +8,7 @@ from benchmarks import host_cost
 from benchmarks.host_cost import Case
 
 
-def test_both_optimizers_are_timed() -> None:
+def test_host_cost_measures_both_optimizers() -> None:
     case = Case("llama_muon", 1, 4)
     cost = host_cost.measured(case, repeats=2, profile=False)
     assert 0 < cost.parameters <= cost.pieces

@@ -1,4 +1,4 @@
-"""Other systems' choices of owners, on a plan of this project."""
+"""Owner policies of other systems, on a plan of this project."""
 
 import pytest
 
@@ -10,8 +10,8 @@ from titan_muon.plan import Plan
 
 def owners(plan: Plan) -> list[int]:
     """Owners in the order of the matrices."""
-    found = {m: owner for b in plan.buckets for m, owner in zip(b.matrices, b.owners, strict=True)}
-    return [found[matrix] for matrix in range(len(plan.matrices))]
+    owners = {m: owner for b in plan.buckets for m, owner in zip(b.matrices, b.owners, strict=True)}
+    return [owners[matrix] for matrix in range(len(plan.matrices))]
 
 
 def test_round_robin_deals_matrices_in_the_order_of_the_parameters() -> None:
@@ -19,8 +19,8 @@ def test_round_robin_deals_matrices_in_the_order_of_the_parameters() -> None:
 
 
 def test_per_layer_gives_whole_layers_in_turn() -> None:
-    given = [p for pair in zip(parameters(4, 2), parameters(4, 2), strict=True) for p in pair]
-    assert owners(owned_by(plan_of(given), per_layer)) == [0, 0, 1, 1, 0, 0, 1, 1]
+    pairs = [p for pair in zip(parameters(4, 2), parameters(4, 2), strict=True) for p in pair]
+    assert owners(owned_by(plan_of(pairs), per_layer)) == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
 def test_a_plan_without_owners_is_refused() -> None:

@@ -54,20 +54,20 @@ RIGHT = Seen(
 PEER = replace(RIGHT, rank=1, training=PEER_CALLS, step=PEER_CALLS[1:])
 
 
-def test_figures_equal_to_the_dry_run_are_no_fault() -> None:
+def test_figures_equal_to_the_dry_run_have_no_fault() -> None:
     assert list(faults(RIGHT, Expected(0, PLANNED))) == []
     assert list(collective_faults([RIGHT, PEER])) == []
 
 
 @pytest.mark.parametrize("what", ["parameters", "gradients", "optimizer_states", "exchange_buffers"])
-def test_one_byte_more_than_the_dry_run_says_is_a_fault(what: str) -> None:
+def test_a_byte_more_than_the_dry_run_is_a_fault(what: str) -> None:
     more = replace(RIGHT.step_peak, **{what: getattr(PLANNED, what) + 1})
     (fault,) = faults(replace(RIGHT, step_peak=more), Expected(0, PLANNED))
     assert fault.startswith(what.replace("_", " "))
 
 
 @pytest.mark.parametrize(
-    ("seen", "said"),
+    ("seen", "message"),
     [
         (replace(RIGHT, step_peak=replace(RIGHT.step_peak, rest=150 << 20)), "the step takes 146,800,640 bytes"),
         (replace(RIGHT, step_peak=replace(RIGHT.step_peak, rest=30 << 20)), "the step takes 20,971,520 bytes"),
@@ -80,9 +80,9 @@ def test_one_byte_more_than_the_dry_run_says_is_a_fault(what: str) -> None:
         (replace(RIGHT, groups_made=1), "1 process groups were made after construction"),
     ],
 )
-def test_wrong_figures_are_reported(seen: Seen, said: str) -> None:
+def test_wrong_figures_are_reported(seen: Seen, message: str) -> None:
     (fault,) = faults(seen, Expected(0, PLANNED))
-    assert fault.startswith(said)
+    assert fault.startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -102,19 +102,19 @@ def test_wrong_figures_are_reported(seen: Seen, said: str) -> None:
         ),
     ],
 )
-def test_ranks_that_see_other_collectives_are_named(training: tuple[Collective, ...], message: str) -> None:
+def test_differing_collectives_of_ranks_are_named(training: tuple[Collective, ...], message: str) -> None:
     (fault,) = collective_faults([RIGHT, replace(PEER, training=training)])
     assert message in fault
 
 
-def test_ranks_that_enter_two_groups_in_different_orders_are_named() -> None:
+def test_a_different_order_of_two_groups_is_named() -> None:
     wide = Collective("allreduce", (0, 1, 2), 64)
     ones, twos = replace(RIGHT, step=(*RIGHT.step, wide)), replace(PEER, step=(wide, *PEER.step))
     (fault,) = collective_faults([ones, twos])
     assert "shared collective 0 is alltoall_base of None bytes among 2 ranks on rank 0 and allreduce" in fault
 
 
-def test_a_host_that_reads_more_on_one_rank_is_named() -> None:
+def test_a_rank_with_more_host_reads_is_named() -> None:
     (fault,) = collective_faults([RIGHT, replace(PEER, reads=3)])
     assert fault == "the host reads 2 numbers on rank 0 and 3 on rank 1"
 
@@ -126,16 +126,16 @@ def test_buffers_of_other_ranks_equal_the_dry_runs() -> None:
     assert fault.startswith("exchange buffers take 1 bytes")
 
 
-def test_collectives_of_other_groups_are_not_compared() -> None:
+def test_collectives_of_separate_groups_are_not_compared() -> None:
     single = Collective("allgather_base", (1, 3), 64)
     assert list(collective_faults([RIGHT, replace(PEER, training=(single, *PEER_CALLS))])) == []
 
 
 @pytest.mark.parametrize(("states", "fits"), [(0, False), (1, True), (200 << 20, True), ((200 << 20) + 1, False)])
-def test_a_step_has_some_of_the_offloaded_states_and_no_more_than_the_dry_run_says(states: int, fits: bool) -> None:
+def test_a_step_loads_at_most_the_dry_runs_offloaded_states(states: int, fits: bool) -> None:
     seen = replace(RIGHT, step_peak=replace(RIGHT.step_peak, optimizer_states=states), at_rest=(120 << 20, 120 << 20))
-    found = list(faults(seen, Expected(0, PLANNED, offloaded=True)))
-    assert (found == []) is fits
+    problems = list(faults(seen, Expected(0, PLANNED, offloaded=True)))
+    assert (problems == []) is fits
     (fault,) = faults(RIGHT, Expected(0, PLANNED, offloaded=True))
     assert "bytes are alive after a step" in fault, "between steps none is on the device"
 
@@ -145,7 +145,7 @@ def test_records_are_read_back(tmp_path: Path) -> None:
     assert Seen.read(tmp_path / "seen.json") == RIGHT
 
 
-def test_the_rank_that_holds_most_is_held_against_its_own_figures() -> None:
+def test_the_fullest_rank_is_compared_with_the_figures_of_this_rank() -> None:
     memory = {"parameters": 1, "gradients": 2, "optimizer_states": 3, "host_states": 0}
     ranks = [{"rank": rank, "buffer_bytes": 10 + rank, "work_bytes": 20 + rank} for rank in range(3)]
     owners = [{"rank": 1, "bytes": 5}, {"rank": 2, "bytes": 9}]
@@ -173,8 +173,8 @@ def test_every_full_size_recipe_and_every_layout_is_rehearsed() -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", REHEARSED)
-def test_a_model_can_be_cut_as_it_is_rehearsed(name: str, world: int) -> None:
-    """Otherwise the refusal comes after an hour of other cases."""
+def test_every_rehearsed_layout_divides_the_model(name: str, world: int) -> None:
+    """A refusal would otherwise come after an hour of rehearsals."""
     case = Case(name, world, REHEARSED[name][WORLDS.index(world)])
     recipe = parse(case.arguments()).recipe
     if recipe.parallelism.pipeline_parallel_degree > 1 and not has_torch(*PIPELINE_TORCH):
@@ -210,13 +210,13 @@ def rehearsed() -> dict[str, list[str]]:
         "same",
     ],
 )
-def test_a_step_that_is_right_is_rehearsed_without_a_fault(step: str) -> None:
+def test_a_correct_step_is_rehearsed_without_a_fault(step: str) -> None:
     assert rehearsed()[step] == []
 
 
 @needs_cuda_build
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("item", "DeviceSync: aten._local_scalar_dense.default: the host waits for the device"),
         ("kept", "bytes are alive after a step"),
@@ -228,12 +228,12 @@ def test_a_step_that_is_right_is_rehearsed_without_a_fault(step: str) -> None:
         ("norm read", "DeviceSync: aten._local_scalar_dense.default"),
     ],
 )
-def test_a_fault_is_caught(fault: str, said: str) -> None:
-    assert any(said in text for text in rehearsed()[fault]), rehearsed()[fault]
+def test_a_fault_is_caught(fault: str, message: str) -> None:
+    assert any(message in text for text in rehearsed()[fault]), rehearsed()[fault]
 
 
 @needs_cuda_build
-def test_an_owner_of_other_matrices_than_the_first_computes_on_the_device(tmp_path: Path) -> None:
+def test_an_owner_without_the_first_matrix_computes_on_the_device(tmp_path: Path) -> None:
     """DTensor makes the local tensor of the first matrix on the CPU, for any mesh."""
     words = ["--placement.muon", "owned", "--data.tokenizer", "bytes", "--world-size", "8", "--rank", "3"]
     file = tmp_path / "seen.json"
@@ -251,7 +251,7 @@ def test_an_owner_of_other_matrices_than_the_first_computes_on_the_device(tmp_pa
     ("right", "wrong", "message"),
     [("owned", "other owners", "with root"), ("replicas", "report first", "step: shared collective")],
 )
-def test_two_ranks_are_compared_over_all_groups(tmp_path: Path, right: str, wrong: str, message: str) -> None:
+def test_two_ranks_are_compared_over_every_group(tmp_path: Path, right: str, wrong: str, message: str) -> None:
     """Each rank in a process: PyTorch keeps meshes, with the place of the first rank."""
     records = {}
     for rank, fault in ((0, right), (4, right), (4, wrong)):

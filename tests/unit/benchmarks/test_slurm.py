@@ -1,4 +1,4 @@
-"""scripts/slurm.sh: its commands on the nodes of an allocation, with stand-ins for SLURM's."""
+"""scripts/slurm.sh: the commands on the nodes of an allocation, with stand-ins for SLURM's commands."""
 
 import os
 import subprocess
@@ -12,12 +12,12 @@ def slurm(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedPro
         file = folder / name
         file.write_text(f"#!/bin/bash\n{program}\n")
         file.chmod(0o755)
-    given = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "20003", "SLURM_JOB_NUM_NODES": "2"}
-    env = {**os.environ, **given, **more, "PATH": f"{folder}:{os.environ['PATH']}"}
+    variables = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "20003", "SLURM_JOB_NUM_NODES": "2"}
+    env = {**os.environ, **variables, **more, "PATH": f"{folder}:{os.environ['PATH']}"}
     return subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True, env=env, timeout=60)
 
 
-def test_one_torchrun_is_started_on_each_node(tmp_path: Path) -> None:
+def test_slurm_starts_a_torchrun_per_node(tmp_path: Path) -> None:
     done = slurm(tmp_path, "recipe.toml", "--training.steps", "5")
     assert done.returncode == 0, done.stderr
     words = done.stdout.split()
@@ -26,12 +26,12 @@ def test_one_torchrun_is_started_on_each_node(tmp_path: Path) -> None:
     assert words[-9:] == [*trained, "--training.steps", "5"]
 
 
-def test_a_job_goes_on_with_another_jobs_runs_where_it_is_told_to(tmp_path: Path) -> None:
+def test_the_variable_run_continues_the_runs_of_an_earlier_job(tmp_path: Path) -> None:
     words = slurm(tmp_path, "folder/recipe.toml", RUN="17").stdout.split()
     assert words[words.index("--name") + 1] == "recipe-17"
 
 
-def test_a_start_without_a_recipe_says_how(tmp_path: Path) -> None:
+def test_a_start_without_a_recipe_prints_the_usage(tmp_path: Path) -> None:
     done = slurm(tmp_path)
     assert done.returncode == 2
     assert "usage: sbatch" in done.stderr

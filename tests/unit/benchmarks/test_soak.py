@@ -1,4 +1,4 @@
-"""The soak test on a small case, and its problems."""
+"""The soak test on a small case, and the reported problems."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def observed(steps: int, growth: float = 0.0) -> soak.Soak:
     return soak.Soak(losses={step: 1 / step for step in range(1, steps + 1)}, memory=memory, code=0)
 
 
-def test_other_digits_growth_and_exit_codes_are_problems() -> None:
+def test_different_losses_memory_growth_and_exit_codes_are_problems() -> None:
     assert soak.problems(observed(400), observed(300), 100) == []
     other = observed(400)
     other.losses = {**other.losses, 7: 0.5}
@@ -26,7 +26,7 @@ def test_other_digits_growth_and_exit_codes_are_problems() -> None:
     assert soak.growth(observed(102).memory, 100) is None
 
 
-def test_a_killed_run_has_the_digits_of_an_undisturbed_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_run_has_the_losses_of_an_undisturbed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """6 steps, with a kill and a checkpoint every 2 steps."""
     recipe = tiny.write_recipe(tmp_path)
     words = ("--steps=6", "--kills=1", "--minutes=8", f"--config={recipe}", f"--folder={tmp_path / 'soak'}")

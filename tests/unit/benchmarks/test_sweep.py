@@ -1,5 +1,6 @@
-"""scripts/sweep.py: the grid, refusals, a tiny sweep with a divergence, and its resumption."""
+"""scripts/sweep.py: the grid, refusals, a tiny sweep with a divergence, and the resumption."""
 
+import fcntl
 import json
 import math
 import os
@@ -77,7 +78,7 @@ def test_a_bad_sweep_is_refused_before_the_first_run(
     assert "[1/" not in output.out
 
 
-def test_a_sweep_goes_on_after_a_divergence_and_resumes(
+def test_a_sweep_continues_after_a_divergence_and_resumes(
     tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -134,7 +135,7 @@ def test_ctrl_c_stops_the_run_and_keeps_results(
     assert "**Incomplete: 0 of 1 runs.**" in (tmp_path / "out/sweep.md").read_text()
 
 
-def test_a_failed_run_is_named_with_its_error_and_the_next_run_starts(
+def test_a_failed_run_is_printed_with_the_error_and_the_next_run_starts(
     tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = "import sys; print('error: no data\\nlast line'); sys.exit(3)"
@@ -148,6 +149,68 @@ def test_a_failed_run_is_named_with_its_error_and_the_next_run_starts(
         assert log.read_text().endswith("last line\n")
     assert "| llama_muon | 1 | 0, 1 failed | - | - | - |" in printed
     assert not (tmp_path / "out/sweep.png").exists()
+
+
+def test_a_run_that_another_sweep_trains_is_left_alone(
+    tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also after the other sweep was killed, while its process goes on."""
+    (run,) = sweep.plan([DENSE], ["muon.lr=1"], small, 1)
+    goes_on = tmp_path / "goes on"
+    goes_on.touch()
+    # At most four seconds, if the sweep waits for its end.
+    wait = f"for _ in range(200): time.sleep(0.02 * os.path.exists({str(goes_on)!r}))"
+    code = f"import os, time\nprint('ready', flush=True)\n{wait}"
+    monkeypatch.setattr(sweep.Run, "command", lambda run, folder: [sys.executable, "-c", code])
+    if (other := os.fork()) == 0:
+        sweep.train(run, None, lambda *of: os._exit(0))
+    os.waitpid(other, 0)
+    arguments = [DENSE, "muon.lr=1", "--out", str(tmp_path / "out"), *small]
+    try:
+        assert sweep.main(arguments) == 1
+        assert f"muon.lr=1: failed: another process trains this run ({run.log})" in capsys.readouterr().out
+    finally:
+        goes_on.unlink()
+    # The kernel releases the lock at the end of the process.
+    with run.log.open() as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+    assert sweep.main(arguments) == 1
+    assert "ended before its last step" in capsys.readouterr().out
+
+
+FAKE_TRAIN = """
+import json, os, sys
+from pathlib import Path
+from titan_muon.titan.recipe import load, to_toml
+
+recipe = load(sys.argv[2], sys.argv[3:])
+folder = Path(recipe.dump_folder, recipe.name, "20260101-000000")
+if os.environ["RANK"] == "0":
+    folder.mkdir(parents=True)
+    (folder / "recipe.toml").write_text(to_toml(recipe))
+    (folder / "optimizers.txt").write_text(f"parameters on {os.environ['WORLD_SIZE']} ranks")
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "loss": 2.5, "val_loss": 2.25, "tokens": 256}))
+print("rank", os.environ["RANK"])
+"""
+
+
+def test_runs_of_several_processes_are_started_by_torchrun(
+    tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(FAKE_TRAIN)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(sweep, "ROOT", tmp_path)
+    monkeypatch.setattr(sweep, "write_report", lambda folder, header, results: f"{header.processes} processes")
+    small[small.index("--training.global_batch_size") + 1] = "2"
+    watched: list[str] = []
+    monkeypatch.setattr(sweep.Progress, "watch", lambda self, run, line: watched.append(line))
+    assert sweep.main([DENSE, "muon.lr=1e-3", "--nproc", "2", *small]) == 0, watched
+    assert sorted(line for line in watched if line.startswith("rank")) == ["rank 0\n", "rank 1\n"]
+    assert "muon.lr=1e-3: loss 2.2500" in capsys.readouterr().out
+    # A run on two processes is no run on one.
+    alone, both = (sweep.plan([DENSE], ["muon.lr=1e-3"], small, nproc)[0].folder() for nproc in (1, 2))
+    assert alone is None
+    assert both is not None
 
 
 def results(recipe: str, best: float) -> list[Result]:
@@ -172,7 +235,7 @@ def results(recipe: str, best: float) -> list[Result]:
     ]
 
 
-def test_a_report_has_means_over_seeds_and_the_best_rate_of_each_recipe(tmp_path: Path) -> None:
+def test_a_report_has_means_over_seeds_and_the_best_rate_of_every_recipe(tmp_path: Path) -> None:
     header = Header("python scripts/sweep.py", "2026-01-01", "abc", "2.13.0", "x86_64, 2 CPU cores", 12, 1)
     text = sweep_report.write_report(tmp_path, header, [*results("a", 1e-2), *results("b", 1e-1)])
     assert "| a | 0.01 | 2 | **0.200 ± 0.071** | 0.200 ± 0.071 | 0.110 ± 0.014 |" in text
@@ -188,7 +251,7 @@ def test_a_report_has_means_over_seeds_and_the_best_rate_of_each_recipe(tmp_path
     assert rates.get_xscale() == "log"
 
 
-def test_a_finished_run_stands_before_a_later_run_that_was_interrupted(
+def test_a_finished_run_has_precedence_over_a_later_interrupted_run(
     small: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run,) = sweep.plan([DENSE], ["muon.lr=1e-3"], small, 1)

@@ -21,7 +21,7 @@ class Copying:
         return []
 
 
-def test_results_are_spread_among_replicas_after_they_are_written(stream_order: StreamOrder) -> None:
+def test_results_spread_among_replicas_after_the_write(stream_order: StreamOrder) -> None:
     piece = Piece((Segment(0, 0, 2, 1),), (Segment(0, 0, 3, 1),))
     phase = gather_phase({0: [(0, piece)]}, 0, (0,), Collective.ALL_GATHER)
     exchange = Exchange.__new__(Exchange)

@@ -23,10 +23,10 @@ def test_every_public_name_is_documented() -> None:
         assert f"## {name}\n" in text
 
 
-def test_every_name_that_docs_import_is_documented() -> None:
+def test_every_name_imported_in_the_docs_is_documented() -> None:
     known = {"titan_muon": (*titan_muon.__all__, "registry"), **MODULES}
     pages = (*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), *(ROOT / "examples").glob("*.py"))
-    imports = [found for path in pages for found in IMPORT.findall(path.read_text(encoding="utf-8"))]
+    imports = [match for path in pages for match in IMPORT.findall(path.read_text(encoding="utf-8"))]
     assert len(imports) > 10
     unknown = {(module, name) for module, names in imports for name in names.split(", ")}
     unknown -= {(module, name) for module, names in known.items() for name in names}

@@ -18,7 +18,7 @@ def test_every_option_of_muon_is_tried() -> None:
     assert {item.name for item in make_compatibility.fields(make_compatibility.MuonOptions)} - tried == {"machine"}
 
 
-def test_every_relation_of_a_recipe_is_broken_by_some_key() -> None:
+def test_every_relation_of_a_recipe_has_a_violating_key() -> None:
     """A relation without a key has no row on the page."""
     keys = [line.split("`")[1] for line in make_compatibility.recipe_pairs().splitlines()[2:]]
     assert keys == [relation.key for relation in make_compatibility.RELATIONS]

@@ -21,8 +21,8 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
 
 
-def given() -> dict[str, Any]:
-    """A model of one attention layer with 32 heads, its Muon after a backward, and logits."""
+def namespace() -> dict[str, Any]:
+    """A model of one attention layer with 32 heads, the Muon after a backward, and logits."""
     block = nn.ModuleDict({"wq": nn.Linear(16, 32 * 128, bias=False), "wk": nn.Linear(16, 8 * 128, bias=False)})
     block.wq, block.wk = block["wq"], block["wk"]
     model = nn.Module()
@@ -39,7 +39,7 @@ PAGES = [page for page in sorted(DOCS.glob("*.md")) if blocks(page, "python") an
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_examples_of_a_page_run_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = given()
+    names: dict[str, Any] = namespace()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for block in blocks(page, "python"):

@@ -1,4 +1,4 @@
-"""Results pages: generated from their numbers, and short conclusions."""
+"""Results pages: generated from numbers, with short conclusions."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ def test_the_page_of_plans_is_generated() -> None:
     assert make_results.PAGE.read_text(encoding="utf-8") == make_results.written(), "run docs/make_results.py"
 
 
-def test_every_file_of_numbers_says_where_they_are_from() -> None:
+def test_every_result_file_names_date_commit_machine_and_command() -> None:
     files = sorted(make_results.FOLDER.glob("plan_*.json"))
     assert files
     for file in files:

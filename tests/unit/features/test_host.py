@@ -1,4 +1,4 @@
-"""A step on host tensors works on transferred parts, and sends them back."""
+"""A step on host tensors works on transferred parts, and returns the parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def storage(seed: int) -> Storage:
 
 @dataclass(frozen=True)
 class Host:
-    """Three parameters on the host, with their gradients."""
+    """Three parameters on the host, with gradients."""
 
     storage: tuple[Storage, ...]
     step: Step
@@ -54,35 +54,36 @@ class Host:
 
 
 def begun(host: Host, offload: Offload) -> OnHost:
-    stages = (StageUse("advance", rows_of([Host.of().advance()])), StageUse("apply", rows_of([Host.of().advance()])))
+    rows = rows_of([Host.of().advance()])
+    stages: list[StageUse] = [("advance", rows), ("apply", rows)]
     residence = OnHost(stages, host.storage, offload, Window(CPU))
     residence.begin(host.step)
     return residence
 
 
-def test_rectangles_beside_each_other_come_as_the_rows_that_they_are_in() -> None:
+def test_adjacent_rectangles_are_loaded_as_rows() -> None:
     assert rows_of([Host.of().advance()]) == (Rectangle(0, slice(2, 5)), WHOLE, ROWS)
 
 
-def check_brought(found: Tensors, host: Tensors) -> None:
-    """Check that each part equals its host tensor, in other memory; change it on the device."""
-    for there, here in zip(found, host, strict=True):
-        assert torch.equal(there, here)
-        assert there.untyped_storage().data_ptr() != here.untyped_storage().data_ptr()
-        there.add_(100)
+def check_brought(loaded: Tensors, host: Tensors) -> None:
+    """Check that each part equals the host tensor, in separate memory; change the part on the device."""
+    for device_tensor, host_tensor in zip(loaded, host, strict=True):
+        assert torch.equal(device_tensor, host_tensor)
+        assert device_tensor.untyped_storage().data_ptr() != host_tensor.untyped_storage().data_ptr()
+        device_tensor.add_(100)
 
 
 @pytest.mark.parametrize("offload", ["state", "parameters"])
 @pytest.mark.parametrize(
     ("missing", "left"), [((), ()), ((0,), ()), ((), (1,)), ((2,), (0,))], ids=["all", "missing", "left", "both"]
 )
-def test_parts_that_are_changed_there_are_changed_on_the_host(
+def test_parts_changed_on_the_device_are_written_to_the_host(
     offload: Offload, missing: tuple[int, ...], left: tuple[int, ...]
 ) -> None:
-    """Other parts, gradients and idle parameters are unchanged."""
+    """Unchanged: parts outside the transfer, gradients and idle parameters."""
     host = Host.of(frozenset(missing), frozenset(left))
     advance, apply = host.advance(), host.apply()
-    before = [(each.param.clone(), each.average.clone()) for each in host.storage]
+    before = [(stored.param.clone(), stored.average.clone()) for stored in host.storage]
     grads = [part.of(host.step.grads[part.parameter]) for part in advance.parts]
     residence = begun(host, offload)
     with residence.on_device("advance"):
@@ -99,7 +100,7 @@ def test_parts_that_are_changed_there_are_changed_on_the_host(
         part.of(before[part.parameter][1]).add_(100)
     for part in apply.parts if offload == "parameters" else ():
         part.of(before[part.parameter][0]).add_(100)
-    for (param, average), each in zip(before, host.storage, strict=True):
-        assert torch.equal(param, each.param)
-        assert torch.equal(average, each.average)
+    for (param, average), stored in zip(before, host.storage, strict=True):
+        assert torch.equal(param, stored.param)
+        assert torch.equal(average, stored.average)
     assert all((grad == part.parameter + 1).all() for grad, part in zip(grads, advance.parts, strict=True))

@@ -29,16 +29,16 @@ LAYERS = 8
 
 def planned(overlap: Overlap) -> Plan:
     """Two matrices a layer, the last layer's twice as large."""
-    found = []
+    parameters = []
     for layer in range(LAYERS):
         rows = 16 * (1 + (layer == LAYERS - 1))
         stack = MatrixStack(1, (MatrixRows("", (Interval(0, rows),)),))
         layout = Layout((rows, 16), Mesh((2,), (0, 1)), (Shard(0),))
-        found += [Parameter(f"layers.{layer}.{name}", f"layers.{layer}", layout, stack) for name in ("up", "down")]
-    return plan_of(found, overlap=overlap, machine=SLOW)
+        parameters += [Parameter(f"layers.{layer}.{name}", f"layers.{layer}", layout, stack) for name in ("up", "down")]
+    return plan_of(parameters, overlap=overlap, machine=SLOW)
 
 
-def test_rounds_follow_backward_and_all_have_buffers_where_that_hides_them() -> None:
+def test_rounds_follow_backward_and_have_buffers_for_every_hidden_round() -> None:
     plan = planned("backward")
     matrices = [number for bucket in plan.buckets for number in bucket.matrices]
     # The last layer's matrices are large: rounds are even over the ranks too.
@@ -50,11 +50,11 @@ def test_rounds_follow_backward_and_all_have_buffers_where_that_hides_them() -> 
 
 
 def test_a_step_is_not_slower_with_hidden_gathers() -> None:
-    """With two matrices for a rank, rounds in the order of backward are uneven, and cost more than they hide."""
+    """With two matrices per rank, rounds in the order of backward are uneven, and cost more than the overlap hides."""
     layout = Layout((64, 64), Mesh((4,), tuple(range(4))), (Shard(0),))
     wide = Layout((64, 192), layout.mesh, layout.placements)
     stack = MatrixStack(1, (MatrixRows("", (Interval(0, 64),)),))
-    found = [
+    parameters = [
         Parameter(f"layers.{number}.{name}", f"layers.{number}", of, stack)
         for number in range(4)
         for name, of in (("q", layout), ("up", wide))
@@ -62,14 +62,14 @@ def test_a_step_is_not_slower_with_hidden_gathers() -> None:
     machine = Machine(node_gb=1e-3, tflops=1e-2, tflops_float32=1e-2, node_latency_us=0.0, launch_us=0.0)
     on = machine_of(machine)
     without, overlapped = (
-        timeline(plan_of(found, overlap=overlap, machine=machine), on, overlap=overlap).last.seconds
+        timeline(plan_of(parameters, overlap=overlap, machine=machine), on, overlap=overlap).last.seconds
         for overlap in ("none", "backward")
     )
     assert overlapped <= without
 
 
 @pytest.mark.parametrize("other", [{"offload": "state"}, {"state": "owner"}], ids=str)
-def test_momentum_that_is_not_all_here_is_refused(other: dict[str, str]) -> None:
+def test_backward_overlap_refuses_options_without_local_momentum(other: dict[str, str]) -> None:
     [(name, _)] = other.items()
     with pytest.raises(OptionError, match=rf"^overlap = 'backward' .*{name} = "):
         MuonOptions(overlap="backward", **other)  # type: ignore[arg-type]
@@ -90,7 +90,17 @@ def run(mesh: DeviceMesh) -> Run:
     return Run(mesh, overlap="backward")
 
 
-def test_owned_parameters_that_leave_nothing_to_gather_are_refused(mesh: DeviceMesh) -> None:
+def test_one_queue_for_all_streams_is_warned_about_at_the_first_use(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("titan_muon.features.early.shared_queue", lambda *of: asked.append(of[0]) or "one queue")
+    with pytest.warns(UserWarning, match="one queue"):
+        Run(mesh, overlap="backward")
+    assert asked == ["cpu"]
+
+
+def test_backward_overlap_of_only_owned_parameters_is_refused(mesh: DeviceMesh) -> None:
     owned = place_on_owners(nn.Parameter(torch.ones(8, 8)), mesh, [0])
     sharded = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [TorchShard(0)]))
     with pytest.raises(ValueError, match=r"^overlap = 'backward' has nothing to gather .*\(layers.0.w\), and no other"):
@@ -99,7 +109,7 @@ def test_owned_parameters_that_leave_nothing_to_gather_are_refused(mesh: DeviceM
 
 
 def train(run: Run) -> None:
-    """Steps with other work in reused memory after each, and a failed backward."""
+    """Steps with unrelated work in reused memory after each, and a failed backward."""
     for step in range(3):
         run.backward(step)
         run.step()
@@ -115,7 +125,7 @@ def ordered(stream_order: StreamOrder, run: Run) -> tuple[Run, StreamOrder]:
     return run, stream_order
 
 
-def test_streams_wait_for_each_others_memory(ordered: tuple[Run, StreamOrder]) -> None:
+def test_streams_wait_for_the_memory_of_other_streams(ordered: tuple[Run, StreamOrder]) -> None:
     run, order = ordered
     with order:
         train(run)
@@ -126,7 +136,7 @@ def test_streams_wait_for_each_others_memory(ordered: tuple[Run, StreamOrder]) -
 
 
 @pytest.mark.parametrize("waits", ["for gradients", "for packing"])
-def test_each_wait_is_needed(ordered: tuple[Run, StreamOrder], waits: str) -> None:
+def test_every_wait_is_necessary(ordered: tuple[Run, StreamOrder], waits: str) -> None:
     run, order = ordered
     own = run.muon.engine.features[0]._stream
     with order:

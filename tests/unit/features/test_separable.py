@@ -1,4 +1,4 @@
-"""A disabled feature is absent: no import of its file, and no call in a step."""
+"""A disabled feature is absent: no import of the file, and no call in a step."""
 
 import ast
 from pathlib import Path
@@ -34,7 +34,7 @@ print(sorted(name.rpartition(".")[2] for name in loaded if sys.modules[name] is 
 
 
 def loaded(kept: str | None, options: str = "", found_inf: str = "None") -> str:
-    """The feature files that two steps import while all but `kept` are removed."""
+    """The feature files imported by two steps while all files but `kept` are removed."""
     removed = [f"titan_muon.features.{name}" for name in FILES if name != kept]
     code = STEPS.format(removed=removed, options=options, found_inf=found_inf)
     status, shown = run_program("-c", code)
@@ -42,7 +42,7 @@ def loaded(kept: str | None, options: str = "", found_inf: str = "None") -> str:
     return shown.splitlines()[-1]
 
 
-def test_a_step_with_every_feature_off_runs_without_their_files() -> None:
+def test_a_step_without_features_loads_no_feature_file() -> None:
     assert loaded(None) == "[]"
 
 
@@ -59,7 +59,7 @@ def test_a_step_with_every_feature_off_runs_without_their_files() -> None:
         pytest.param("fused", "fused=True", "None", marks=needs_interpreter),
     ],
 )
-def test_a_step_with_one_feature_runs_without_the_files_of_others(kept: str, options: str, found_inf: str) -> None:
+def test_a_step_with_a_feature_loads_only_the_file_of_this_feature(kept: str, options: str, found_inf: str) -> None:
     assert loaded(kept, options, found_inf) == f"['{kept}']"
 
 
@@ -74,7 +74,7 @@ def test_engine_and_step_do_not_ask_for_the_option_of_a_feature(choice: str) -> 
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_no_feature_imports_another(name: str) -> None:
+def test_no_feature_imports_a_second_feature(name: str) -> None:
     source = (Path(titan_muon.features.__file__).parent / f"{name}.py").read_text()
     imported = {
         node.module.split(".")[0]

@@ -1,4 +1,4 @@
-"""Rounds that forward can hide; no stream reads weights before their update."""
+"""Rounds hidden by forward; no stream reads weights before the update."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +28,7 @@ SHARDINGS = {
     "layers": Sharding(),
     "prefetched": Sharding(prefetches=True),
     "the root too": Sharding(layers=2),
-    "linear layers": Sharding(apart=True),
+    "linear layers": Sharding(separate=True),
 }
 
 
@@ -42,13 +42,13 @@ def ordered(request: pytest.FixtureRequest, stream_order: StreamOrder) -> Iterat
 
 
 def train(run: Run) -> None:
-    """Steps of two passes each, with other work in reused memory."""
+    """Steps of two passes each, with unrelated work in reused memory."""
     for step in range(3):
         run.step(step)
         torch.ones(64).add_(1)
 
 
-def test_no_stream_reads_weights_before_their_update(ordered: tuple[Run, StreamOrder]) -> None:
+def test_no_stream_reads_weights_before_the_update(ordered: tuple[Run, StreamOrder]) -> None:
     run, order = ordered
     with order:
         train(run)
@@ -62,7 +62,7 @@ def never(*_: object) -> None:
 
 
 @pytest.mark.parametrize("waits", ["for the step", "for the update"])
-def test_each_wait_is_needed(ordered: tuple[Run, StreamOrder], waits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_wait_is_necessary(ordered: tuple[Run, StreamOrder], waits: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run, order = ordered
     with order:
         train(run)
@@ -76,10 +76,8 @@ def test_each_wait_is_needed(ordered: tuple[Run, StreamOrder], waits: str, monke
 
 
 @pytest.mark.parametrize("ordered", [SHARDINGS["prefetched"]], indirect=True)
-def test_buffers_are_given_back_when_the_update_is_done(
-    ordered: tuple[Run, StreamOrder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For a prefetched module, whose memory's stream would not wait yet."""
+def test_buffers_are_freed_after_the_update(ordered: tuple[Run, StreamOrder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a prefetched module; the memory's stream would not wait yet."""
     run, order = ordered
     with order:
         train(run)
@@ -90,7 +88,7 @@ def test_buffers_are_given_back_when_the_update_is_done(
 
 
 class Reading:
-    """The stream that reads a group's weights, with a record of its waits for updates."""
+    """The stream of a group's weight reads, with a record of waits for updates."""
 
     def __init__(self, group: GatheredGroup, stream: Any, waited: list[Tensor]) -> None:
         self.group, self.stream, self.waited = group, stream, waited
@@ -104,7 +102,7 @@ class Reading:
 def test_a_module_waits_for_updates_applied_with_another_module(
     ordered: tuple[Run, StreamOrder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bucket has matrices of both, and the other may have been read on another stream."""
+    """A bucket has matrices of both modules, and another stream may have read the second module."""
     run, waited = ordered[0], list[Tensor]()
     real = GatheredGroup.reading_stream
     monkeypatch.setattr(GatheredGroup, "reading_stream", lambda group: Reading(group, real(group), waited))
@@ -123,14 +121,14 @@ def test_only_rounds_behind_the_first_layers_are_hidden() -> None:
     small = [number for number in matrices if number < 2 * (LAYERS - 1)]
     assert small == sorted(small), "of matrices that are alike the first parameter's results are needed first"
     assert plan.buffer_sets == plan.rounds > 2, "all that is left has buffers of its own"
-    played, without = (timeline(plan, machine_of(SLOW), overlap=each) for each in ("forward", "none"))
+    played, without = (timeline(plan, machine_of(SLOW), overlap=overlap) for overlap in ("forward", "none"))
     assert played.last.seconds < without.last.seconds
     assert played.hidden is not None
     assert played.last.seconds + played.hidden == pytest.approx(without.last.seconds)
     assert plan.digest() != planned("none").digest()
 
 
-def test_a_step_under_forward_is_not_slower_and_has_nothing_behind_it_but_the_first_round() -> None:
+def test_forward_overlap_exposes_only_the_first_round() -> None:
     """Four rounds of 1 s of Newton-Schulz, 0.4 s there and 0.4 s back."""
     plan, machine = four_rounds(backward=False)
     played = {
@@ -140,15 +138,15 @@ def test_a_step_under_forward_is_not_slower_and_has_nothing_behind_it_but_the_fi
     # The first way there, and then the ranks compute; the first results were back long before.
     assert played[4].last.seconds == pytest.approx(4.4)
     assert (played[4].hidden, played[4].exposed) == pytest.approx((0.4, 0.4))
-    # With one set of buffers each round but the last is back before the next can come.
+    # With a single set of buffers each round but the last returns before the next gather.
     assert played[1].last.seconds == pytest.approx(3 * 1.8 + 1.4)
     assert played[1].link == pytest.approx(8 * 0.4 - 0.4)
 
 
-def test_updates_come_one_after_the_other_behind_the_step() -> None:
-    """Four rounds, each of 1 s of Newton-Schulz and 1 s of updates, of which the first round's are in the step."""
+def test_forward_overlap_hides_the_updates_of_later_rounds() -> None:
+    """Four rounds, each of 1 s of Newton-Schulz and 1 s of updates; the step has only the first round's updates."""
     plan, machine = four_rounds(backward=False)
-    # A rank updates a quarter of each of the four matrices of a round, of whose elements 28 bytes are moved.
+    # A rank updates a quarter of each of the four matrices of a round, and moves 28 bytes per element.
     machine = replace(machine, node=Link(1e30, 0), memory=64 * 64 * 28)
     played = timeline(replace(plan, buffer_sets=4), machine, overlap="forward")
     assert played.hidden == pytest.approx(3.0)

@@ -25,13 +25,13 @@ def four_ranks() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_groups_have_the_gathers_of_a_forward_and_their_order() -> None:
+def test_groups_know_the_gathers_of_a_forward_and_the_order() -> None:
     mesh = init_device_mesh("cpu", (4,))
     net = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     first, second = (fully_shard(module, mesh=mesh) for module in net)
     fully_shard(net, mesh=mesh)
-    ((one,), (other,)), root = (own_groups(module) for module in (first, second)), own_groups(net)  # type: ignore[arg-type]
-    assert one.params() == [net[0].weight]
+    ((leading,), (other,)), root = (own_groups(module) for module in (first, second)), own_groups(net)  # type: ignore[arg-type]
+    assert leading.params() == [net[0].weight]
     assert other.params() == [net[1].weight]
     assert not any(group.params() for group in root)
     first.set_modules_to_forward_prefetch([second])
@@ -39,14 +39,14 @@ def test_groups_have_the_gathers_of_a_forward_and_their_order() -> None:
     assert ahead.params() == other.params()
     assert not prefetched_groups(second)
     seen = []
-    net[0].register_forward_pre_hook(lambda *_: seen.append((one.is_gathered, other.is_gathered)))
-    net[1].register_forward_hook(lambda *_: seen.append((one.is_gathered, other.is_gathered)))
-    assert not one.is_gathered
+    net[0].register_forward_pre_hook(lambda *_: seen.append((leading.is_gathered, other.is_gathered)))
+    net[1].register_forward_hook(lambda *_: seen.append((leading.is_gathered, other.is_gathered)))
+    assert not leading.is_gathered
     net(torch.ones(1, 8))
     assert seen == [(True, True), (False, False)], "the second is prefetched, and each is resharded behind its forward"
     second.unshard()
-    assert (one.is_gathered, other.is_gathered) == (False, True)
-    assert one.params() == [net[0].weight], "sharded parameters, whatever the module has now"
+    assert (leading.is_gathered, other.is_gathered) == (False, True)
+    assert leading.params() == [net[0].weight], "sharded parameters, whatever the module has now"
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 1)], ids=["shards", "copies"])

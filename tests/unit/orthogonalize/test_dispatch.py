@@ -25,7 +25,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["auto", "float16", "float32"])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
-def test_auto_never_takes_gram_in_bfloat16_or_near_squares(shape: tuple[int, int], dtype: str, device: str) -> None:
+def test_auto_selects_gram_neither_in_bfloat16_nor_for_squares(shape: tuple[int, int], dtype: str, device: str) -> None:
     method = Dispatch("auto", dtype, device).choose(*shape, JORDAN)
     if method.algorithm == "gram":
         assert method.dtype != "bfloat16"
@@ -34,7 +34,7 @@ def test_auto_never_takes_gram_in_bfloat16_or_near_squares(shape: tuple[int, int
 
 
 @pytest.mark.parametrize(("rows", "cols", "offered"), [(64, 95, False), (64, 96, True), (31, 310, False)])
-def test_gram_is_no_candidate_near_squares_or_when_tiny_at_any_rates(rows: int, cols: int, offered: bool) -> None:
+def test_gram_is_a_candidate_only_for_large_wide_matrices(rows: int, cols: int, offered: bool) -> None:
     candidates = Dispatch(device="cuda")._candidates(rows, cols, 5)
     assert any(method.algorithm == "gram" for method in candidates) == offered
 
@@ -49,7 +49,7 @@ def test_gram_is_no_candidate_near_squares_or_when_tiny_at_any_rates(rows: int, 
         (8, 4096, "standard float16"),
     ],
 )
-def test_on_gpus_gram_is_taken_where_the_aspect_ratio_pays(rows: int, cols: int, expected: str) -> None:
+def test_gpus_use_gram_for_high_aspect_ratios(rows: int, cols: int, expected: str) -> None:
     assert str(Dispatch(device="cuda").choose(rows, cols, JORDAN)) == expected
 
 
@@ -59,7 +59,7 @@ def test_bfloat16_instructions_save_more_than_gram_on_a_cpu(shape: tuple[int, in
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_cpu_without_instructions_for_it_does_not_compute_in_bfloat16(shape: tuple[int, int]) -> None:
+def test_a_cpu_without_bfloat16_instructions_computes_in_float32(shape: tuple[int, int]) -> None:
     assert Dispatch(device="cpu", cpu_bfloat16=False).choose(*shape, JORDAN).dtype == "float32"
 
 
@@ -89,9 +89,7 @@ def test_the_features_of_the_cpu_agree_with_pytorch(
         (128, 4096, 10, (2, 4, 6, 8)),
     ],
 )
-def test_float32_does_without_restart_where_that_is_safe(
-    rows: int, cols: int, steps: int, expected: tuple[int, ...]
-) -> None:
+def test_float32_gram_omits_safe_restarts(rows: int, cols: int, steps: int, expected: tuple[int, ...]) -> None:
     method = Dispatch("auto", "float32", "cpu").choose(rows, cols, coefficients("keller_jordan", steps))
     assert (method.algorithm, method.restarts) == ("gram", expected)
 
@@ -111,7 +109,7 @@ def test_auto_is_never_slower_by_the_model_than_a_choice_by_hand(shape: tuple[in
             assert best <= auto._seconds(chosen, *shape, steps) or max(shape) < 1.5 * min(shape)
 
 
-def test_an_automatic_choice_says_why() -> None:
+def test_an_automatic_choice_has_a_reason() -> None:
     assert Dispatch(device="cuda").choose(4096, 12288, JORDAN).reason == "1.35 x as fast on h100x8 as standard float16"
     assert Dispatch("standard", "bfloat16", "cuda").choose(4096, 12288, JORDAN).reason == ""
 
@@ -123,7 +121,7 @@ def test_rates_belong_to_the_planned_machine_and_on_cpus_to_the_cpu() -> None:
         assert Dispatch(device="cpu", cpu_bfloat16=bfloat16, machine=machine).rates == MACHINES[name]
 
 
-def test_float16_is_preferred_where_it_was_measured_a_little_slower() -> None:
+def test_float16_is_preferred_if_measured_slightly_slower() -> None:
     """Two measurements are never equal; float16 is the more exact of the two."""
     for part, expected in ((0.95, "float16"), (0.5, "bfloat16")):
         machine = replace(MACHINES["h100x8"], flops={"bfloat16": 700e12, "float16": part * 700e12, "float32": 50e12})
@@ -131,18 +129,18 @@ def test_float16_is_preferred_where_it_was_measured_a_little_slower() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_batches_are_bounded_and_large_matrices_alone(device: str) -> None:
+def test_batches_are_bounded_and_large_matrices_are_separate(device: str) -> None:
     auto = Dispatch(device=device, cpu_bfloat16=True)
     for rows, cols in [(64, 64), (128, 512), (768, 2048), (2048, 7168)]:
         method = auto.choose(rows, cols, JORDAN)
-        taken = method.batch * method.work_bytes(rows, cols, device)
-        assert method.batch == 1 or taken <= auto.rates.batch_bytes
+        used = method.batch * method.work_bytes(rows, cols, device)
+        assert method.batch == 1 or used <= auto.rates.batch_bytes
         assert (method.batch + 1) * method.work_bytes(rows, cols, device) > auto.rates.batch_bytes
     assert auto.choose(8192, 28672, JORDAN).batch == 1
     assert Dispatch("reference", device=device).choose(64, 64, JORDAN) == Method("reference", "bfloat16")
 
 
-def test_a_kernel_is_used_from_the_size_on_where_it_was_measured_to_win() -> None:
+def test_a_kernel_is_used_from_the_measured_size() -> None:
     kernels = (Kernel("float16", 512, "plain"), Kernel("float16", 2048, "triton"), Kernel("bfloat16", 256, "quack"))
     auto = Dispatch(device="cuda", kernels=kernels)
     products = [auto.choose(rows, 4 * rows, JORDAN).products for rows in (256, 1024, 2048, 4096)]
@@ -150,13 +148,13 @@ def test_a_kernel_is_used_from_the_size_on_where_it_was_measured_to_win() -> Non
     assert str(auto.choose(4096, 4096, JORDAN)) == "standard float16 triton"
 
 
-def test_sides_that_a_kernel_cannot_copy_have_plain_products() -> None:
+def test_sides_unfit_for_a_kernel_have_plain_products() -> None:
     triton = Dispatch(device="cuda", kernels=(Kernel("float16", 1, "triton"),))
     products = [triton.choose(*sides, JORDAN).products for sides in ((4096, 4112), (4096, 4104), (4104, 4096))]
     assert products == ["triton", "plain", "plain"]
 
 
-def test_it_is_made_of_muons_options() -> None:
+def test_dispatch_is_made_from_muons_options() -> None:
     options = MuonOptions(orthogonalize="gram", ns_dtype="float16")
     kernels = (Kernel("float16", 512, "triton"),)
     assert Dispatch.of(options, "cuda", kernels) == Dispatch("gram", "float16", "cuda", kernels)

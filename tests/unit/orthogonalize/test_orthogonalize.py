@@ -1,4 +1,4 @@
-"""Newton-Schulz like torch.optim.Muon's, and its coefficients."""
+"""Newton-Schulz of torch.optim.Muon, and the coefficients."""
 
 import math
 
@@ -21,13 +21,13 @@ def drawn(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> torch.T
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_torchs_bit_for_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_reference_equals_torch_bit_for_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
     matrix = drawn(shape, dtype)
-    found = reference(matrix, coefficients("keller_jordan", 5), 1e-7)
+    result = reference(matrix, coefficients("keller_jordan", 5), 1e-7)
     expected = _zeropower_via_newtonschulz(matrix.clone(), JORDAN, 5, 1e-7)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, expected)
-    assert torch.equal(found, newton_schulz(matrix))
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result, expected)
+    assert torch.equal(result, newton_schulz(matrix))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -35,22 +35,22 @@ def test_it_is_torchs_bit_for_bit(shape: tuple[int, int], dtype: torch.dtype) ->
 def test_the_input_is_never_written_to(shape: tuple[int, int], dtype: torch.dtype) -> None:
     matrix = drawn(shape, dtype)
     before = matrix.clone()
-    found = reference(matrix, coefficients("keller_jordan", 5), 1e-7)
+    result = reference(matrix, coefficients("keller_jordan", 5), 1e-7)
     assert torch.equal(matrix, before)
-    assert found.untyped_storage().data_ptr() != matrix.untyped_storage().data_ptr()
+    assert result.untyped_storage().data_ptr() != matrix.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("name", sorted(set(COEFFICIENTS) - set(PRESCALED)))
 @pytest.mark.parametrize("shape", [(48, 20), (20, 48), (40, 24)])
-def test_singular_values_come_near_one_and_vectors_stay(name: str, shape: tuple[int, int]) -> None:
+def test_singular_values_approach_one_and_singular_vectors_stay(name: str, shape: tuple[int, int]) -> None:
     matrix = drawn(shape)
-    found = reference(matrix, coefficients(name, STEPS[name]), 1e-7).float()
-    values = torch.linalg.svdvals(found)
+    result = reference(matrix, coefficients(name, STEPS[name]), 1e-7).float()
+    values = torch.linalg.svdvals(result)
     assert values.min() > 0.5
     assert values.max() < 1.35
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     strong = s > 0.2 * s.max()
-    assert (u[:, strong].T @ found @ vh[strong].T).diagonal().min() > 0.5
+    assert (u[:, strong].T @ result @ vh[strong].T).diagonal().min() > 0.5
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -65,11 +65,11 @@ def test_the_size_of_a_matrix_does_not_matter() -> None:
     assert torch.equal(reference(matrix, steps, 1e-7), reference(1024 * matrix, steps, 1e-7))
 
 
-def test_a_set_of_one_step_is_repeated() -> None:
+def test_a_single_step_set_is_repeated() -> None:
     assert coefficients("keller_jordan", 3) == (JORDAN,) * 3
 
 
-def test_a_schedule_is_used_as_it_is() -> None:
+def test_a_schedule_is_used_unchanged() -> None:
     assert coefficients("you_jiacheng", 5) == COEFFICIENTS["you_jiacheng"]
     assert coefficients([[1, 2, 3], [4, 5, 6]], 2) == ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
 
@@ -98,17 +98,17 @@ def test_wrong_coefficients_are_refused(choice: object, steps: int, message: str
         coefficients(choice, steps)  # type: ignore[arg-type]
 
 
-def test_polar_express_goes_on_with_the_papers_steps_and_repeats_the_last() -> None:
+def test_polar_express_uses_the_papers_steps_and_repeats_the_last_step() -> None:
     steps = coefficients("polar_express", 12)
     assert steps[:5] == COEFFICIENTS["polar_express"]
     assert steps[7:] == ((1.875, -1.25, 0.375),) * 5
     values = torch.logspace(-4, 0, 200, dtype=torch.float64)
     error = []
     for count in (5, 7, 12):
-        found = values
+        result = values
         for a, b, c in coefficients("polar_express", count):
-            found = a * found + b * found**3 + c * found**5
-        error.append((found[values >= 1e-3] - 1).abs().max().item())
+            result = a * result + b * result**3 + c * result**5
+        error.append((result[values >= 1e-3] - 1).abs().max().item())
     assert error[0] > error[1] > error[2]
     assert error[2] < 1e-12
 
@@ -121,6 +121,6 @@ def test_polar_express_goes_on_with_the_papers_steps_and_repeats_the_last() -> N
         pytest.param("keller_jordan", 0, id="no steps"),
     ],
 )
-def test_values_other_than_lists_of_triples_are_refused(choice: object, steps: int) -> None:
+def test_coefficients_must_be_lists_of_triples(choice: object, steps: int) -> None:
     with pytest.raises(ValueError, match=r"ns_coefficients|ns_steps"):
         coefficients(choice, steps)  # type: ignore[arg-type]

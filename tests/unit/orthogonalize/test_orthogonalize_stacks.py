@@ -1,4 +1,4 @@
-"""Both iterations on stacks: every set of coefficients, dtype and shape against float64, and what must not change."""
+"""Both iterations on stacks: every set of coefficients, dtype and shape against float64, and the required constants."""
 
 import math
 from dataclasses import replace
@@ -40,7 +40,7 @@ TOLERANCES = {"bfloat16": 0.15, "float16": 0.02, "float32": 2e-4}
 
 
 def tolerance(name: str, dtype: str) -> float:
-    """CANS amplifies rounding most: its steps are steep up to the singular value 1."""
+    """CANS amplifies rounding most: the steps are steep up to the singular value 1."""
     return (3 if name == "cans" else 1) * TOLERANCES[dtype]
 
 
@@ -72,50 +72,48 @@ def exact(stack: Tensor, name: str) -> Tensor:
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("name", list(COEFFICIENTS))
 @pytest.mark.parametrize("shape", list(SHAPES))
-def test_the_iteration_is_that_of_float64(shape: str, name: str, method: Method) -> None:
+def test_the_iteration_approximates_float64(shape: str, name: str, method: Method) -> None:
     stack = drawn(*SHAPES[shape])
-    found = run(stack.float(), name, method)
-    assert found.shape == stack.shape
-    assert relative_error(found, exact(stack, name)).max() < tolerance(name, method.dtype)
+    result = run(stack.float(), name, method)
+    assert result.shape == stack.shape
+    assert relative_error(result, exact(stack, name)).max() < tolerance(name, method.dtype)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("name", list(COEFFICIENTS))
-def test_a_zero_matrix_stays_zero_and_leaves_the_others(name: str, method: Method) -> None:
+def test_a_zero_matrix_stays_zero_and_changes_no_neighbour(name: str, method: Method) -> None:
     stack = drawn(3, 20, 48).float()
     stack[1] = 0
-    found = run(stack, name, method)
-    assert torch.equal(found[1], torch.zeros(20, 48))
-    assert relative_error(found[::2], exact(stack[::2], name)).max() < tolerance(name, method.dtype)
+    result = run(stack, name, method)
+    assert torch.equal(result[1], torch.zeros(20, 48))
+    assert relative_error(result[::2], exact(stack[::2], name)).max() < tolerance(name, method.dtype)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("name", list(COEFFICIENTS))
 @pytest.mark.parametrize("shape", [(1, 24, 60), (1, 60, 24), (1, 32, 32)], ids=str)
-def test_a_matrix_of_rank_one_keeps_its_singular_vectors(
-    shape: tuple[int, int, int], name: str, method: Method
-) -> None:
-    """Rounding adds small singular values that the steps amplify; the original one still comes near 1."""
+def test_a_rank_one_matrix_keeps_the_singular_vectors(shape: tuple[int, int, int], name: str, method: Method) -> None:
+    """The steps amplify small singular values from rounding; the original singular value still approaches 1."""
     _, rows, cols = shape
     u, v = (
         torch.nn.functional.normalize(drawn(rows).float(), dim=0),
         torch.nn.functional.normalize(drawn(cols, seed=1).float(), dim=0),
     )
-    found = run(torch.outer(u, v)[None], name, method)[0]
-    assert found.isfinite().all()
-    assert 0.6 < u @ found @ v < 1.3
-    assert torch.linalg.matrix_norm(found, ord=2) < 1.5
+    result = run(torch.outer(u, v)[None], name, method)[0]
+    assert result.isfinite().all()
+    assert 0.6 < u @ result @ v < 1.3
+    assert torch.linalg.matrix_norm(result, ord=2) < 1.5
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("shape", [(3, 24, 60), (3, 60, 24)], ids=str)
-def test_a_nonfinite_matrix_changes_no_other_matrix(shape: tuple[int, int, int], bad: float, method: Method) -> None:
+def test_a_nonfinite_matrix_changes_no_neighbour(shape: tuple[int, int, int], bad: float, method: Method) -> None:
     stack = drawn(*shape).float()
     stack[1, 3, 5] = bad
-    found = run(stack, "keller_jordan", method)
-    assert found[1].isnan().any()
-    assert relative_error(found[::2], exact(stack[::2], "keller_jordan")).max() < TOLERANCES[method.dtype]
+    result = run(stack, "keller_jordan", method)
+    assert result[1].isnan().any()
+    assert relative_error(result[::2], exact(stack[::2], "keller_jordan")).max() < TOLERANCES[method.dtype]
 
 
 @pytest.mark.parametrize("method", [*METHODS, Method("reference", "bfloat16")], ids=str)
@@ -124,16 +122,16 @@ def test_a_nonfinite_matrix_changes_no_other_matrix(shape: tuple[int, int, int],
 def test_the_input_is_never_written_to_and_the_result_is_new(shape: str, dtype: torch.dtype, method: Method) -> None:
     stack = drawn(*SHAPES[shape]).to(dtype)
     before = stack.clone()
-    found = run(stack, "keller_jordan", method)
+    result = run(stack, "keller_jordan", method)
     assert torch.equal(stack, before)
-    assert found.untyped_storage().data_ptr() != stack.untyped_storage().data_ptr()
-    assert found.dtype == (torch.bfloat16 if method.algorithm == "reference" else dtype)
+    assert result.untyped_storage().data_ptr() != stack.untyped_storage().data_ptr()
+    assert result.dtype == (torch.bfloat16 if method.algorithm == "reference" else dtype)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5], ids="{} steps".format)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_result_may_be_written_over_its_input(dtype: torch.dtype, method: Method, count: int) -> None:
+def test_out_accepts_the_input(dtype: torch.dtype, method: Method, count: int) -> None:
     """Equal dtypes work in the input's memory, with the same result."""
     computed = iteration("keller_jordan", count, 1e-7)
     broken = replace(method, restarts=restarts(count) if method.algorithm == "gram" else ())
@@ -145,7 +143,7 @@ def test_a_result_may_be_written_over_its_input(dtype: torch.dtype, method: Meth
 
 
 @pytest.mark.parametrize("method", [Method("standard", "float32"), Method("gram", "float32")], ids=str)
-def test_over_its_input_it_takes_the_memory_that_is_said(method: Method) -> None:
+def test_in_place_orthogonalization_uses_work_bytes(method: Method) -> None:
     rows, cols, new = 64, 1024, {}
     for out in (torch.float32, torch.bfloat16):
         stack = drawn(1, rows, cols).to(out)
@@ -155,11 +153,11 @@ def test_over_its_input_it_takes_the_memory_that_is_said(method: Method) -> None
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_a_slice_of_another_tensor_is_a_stack_too(method: Method) -> None:
+def test_a_slice_of_a_larger_tensor_is_a_valid_stack(method: Method) -> None:
     """Stacks are views of a workspace, and need not be contiguous."""
     wide = drawn(4, 24, 100)
-    found, apart = (run(stack, "keller_jordan", method) for stack in (wide[1:3, :, 7:67], wide[1:3, :, 7:67].clone()))
-    assert torch.equal(found, apart)
+    stack = wide[1:3, :, 7:67]
+    assert torch.equal(run(stack, "keller_jordan", method), run(stack.clone(), "keller_jordan", method))
 
 
 @pytest.mark.parametrize("scale", [1e-15, 1e-7, 1e4, 1e15])
@@ -167,9 +165,9 @@ def test_a_slice_of_another_tensor_is_a_stack_too(method: Method) -> None:
 def test_no_finite_matrix_overflows_or_vanishes(dtype: str, scale: float) -> None:
     stack = drawn(2, 24, 60)
     computed = iteration("keller_jordan", 5, 1e-35)
-    found = orthogonalize(stack.float() * scale, computed, Method("standard", dtype))
-    assert found.isfinite().all()
-    assert relative_error(found, exact(stack, "keller_jordan")).max() < TOLERANCES[dtype]
+    result = orthogonalize(stack.float() * scale, computed, Method("standard", dtype))
+    assert result.isfinite().all()
+    assert relative_error(result, exact(stack, "keller_jordan")).max() < TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -183,15 +181,15 @@ def test_the_norm_is_not_rounded_to_the_dtype_of_the_input(dtype: torch.dtype) -
     ("method", "factor"), [(Method("standard", "float16"), 0.2), (Method("gram", "float16", (2,)), 2.0)], ids=str
 )
 def test_float16_keeps_rows_far_below_the_norm(method: Method, factor: float) -> None:
-    """From norm 1 their elements would be subnormal numbers, and the error 8 times bfloat16's."""
+    """From norm 1 the elements would be subnormal numbers, with 8 times the error of bfloat16."""
     stack = drawn(1, 256, 1024).double() * torch.logspace(0, -3, 256, dtype=torch.float64)[:, None]
     stack[:, 0] *= 100
     stack = stack.bfloat16()
     computed = iteration("keller_jordan", 5, 1e-7)
     expected = standard(stack.double(), computed.steps, 1e-7, torch.float64)[:, -32:]
     half, brain = (
-        relative_error(orthogonalize(stack.float(), computed, each)[:, -32:], expected).item()
-        for each in (method, Method("standard", "bfloat16"))
+        relative_error(orthogonalize(stack.float(), computed, choice)[:, -32:], expected).item()
+        for choice in (method, Method("standard", "bfloat16"))
     )
     assert half < factor * brain
 
@@ -201,22 +199,22 @@ def test_the_default_eps_does_not_shrink_the_update_of_small_gradients(dtype: st
     """torch.optim.Muon's 1e-7 does, below a norm of 1e-7."""
     stack = drawn(1, 24, 60).float() * 1e-13
     eps = Hyperparameters().eps
-    found = orthogonalize(stack, iteration("keller_jordan", 5, eps), Method("standard", dtype))
-    assert singular_band(found)[0].item() > 0.5
+    result = orthogonalize(stack, iteration("keller_jordan", 5, eps), Method("standard", dtype))
+    assert singular_band(result)[0].item() > 0.5
     tiny = drawn(1, 24, 60).float() * 1e-24
-    found = orthogonalize(tiny, iteration("keller_jordan", 5, eps), Method("standard", dtype))
-    assert found.abs().max() < 1e-6, "squares that float32 cannot hold must not make a small matrix large"
+    result = orthogonalize(tiny, iteration("keller_jordan", 5, eps), Method("standard", dtype))
+    assert result.abs().max() < 1e-6, "squares that float32 cannot hold must not make a small matrix large"
 
 
-def test_the_reference_on_a_stack_is_the_reference_on_each() -> None:
+def test_the_reference_on_a_stack_equals_the_reference_on_every_matrix() -> None:
     stack = drawn(3, 24, 60)
     steps = coefficients("keller_jordan", 5)
-    found = orthogonalize(stack, iteration("keller_jordan", 5, 1e-7), Method("reference", "bfloat16"))
-    assert torch.equal(found, torch.stack([reference(matrix, steps, 1e-7) for matrix in stack]))
+    result = orthogonalize(stack, iteration("keller_jordan", 5, 1e-7), Method("reference", "bfloat16"))
+    assert torch.equal(result, torch.stack([reference(matrix, steps, 1e-7) for matrix in stack]))
 
 
 def hard(spectrum: str, rows: int, cols: int) -> Tensor:
-    """A matrix with singular values that are hard to bring near 1."""
+    """A matrix with ill-conditioned singular values."""
     small = min(rows, cols)
     if spectrum == "low rank and noise":
         return drawn(rows, 8).double() @ drawn(8, cols, seed=1).double() + 1e-3 * drawn(rows, cols, seed=2).double()
@@ -230,10 +228,10 @@ def hard(spectrum: str, rows: int, cols: int) -> Tensor:
 @pytest.mark.parametrize("name", list(COEFFICIENTS))
 @pytest.mark.parametrize("shape", [(128, 128), (128, 192), (128, 256), (128, 512), (512, 128), (64, 1024)], ids=str)
 @pytest.mark.parametrize("spectrum", ["log 1 to 1e-4", "low rank and noise", "gaussian"])
-def test_each_default_choice_is_as_exact_as_bfloat16(
+def test_every_default_method_is_as_exact_as_bfloat16(
     spectrum: str, shape: tuple[int, int], name: str, device: str
 ) -> None:
-    """`auto`'s choice on GPUs, run on the CPU: it rounds like tensor cores, after float32 sums."""
+    """`auto`'s choice for GPUs, run on the CPU: rounded like tensor cores, after float32 sums."""
     stack = hard(spectrum, *shape).bfloat16()[None]
     computed = iteration(name, STEPS[name], 1e-7)
     expected = standard(stack.double(), computed.steps, 1e-7, torch.float64, prescale=computed.prescaled)
@@ -243,7 +241,7 @@ def test_each_default_choice_is_as_exact_as_bfloat16(
     assert chosen.item() <= baseline.item()
 
 
-def test_ten_steps_without_restart_are_why_there_are_restarts() -> None:
+def test_ten_gram_steps_without_restart_diverge() -> None:
     """The guard above would be empty if nothing could go wrong."""
     stack = torch.outer(drawn(128).double(), drawn(512, seed=1).double())[None].float()
     steps = coefficients("deepseek_v4", 10)
@@ -280,14 +278,14 @@ def test_restarts_come_every_second_step(steps: int, expected: tuple[int, ...]) 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 6])
 def test_gram_and_standard_agree_for_any_number_of_steps(steps: int) -> None:
     stack, table = drawn(2, 24, 60).double(), coefficients("keller_jordan", steps)
-    found, expected = (
+    result, expected = (
         gram(stack, table, 1e-7, torch.float64, restarts(steps)),
         standard(stack, table, 1e-7, torch.float64),
     )
-    assert relative_error(found, expected).max() < 1e-9
+    assert relative_error(result, expected).max() < 1e-9
 
 
-def test_the_cushioned_set_is_the_published_one_on_a_matrix_over_1_02_times_its_norm() -> None:
+def test_the_cushioned_set_equals_the_published_set_after_scaling_by_1_02() -> None:
     published = (
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
         *COEFFICIENTS["polar_express_cushion"][1:],
@@ -297,22 +295,22 @@ def test_the_cushioned_set_is_the_published_one_on_a_matrix_over_1_02_times_its_
     for a, b, c in published:
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
-    found = standard(stack, COEFFICIENTS["polar_express_cushion"], 1e-7, torch.float64)
-    assert relative_error(found, x).item() < 1e-12
+    result = standard(stack, COEFFICIENTS["polar_express_cushion"], 1e-7, torch.float64)
+    assert relative_error(result, x).item() < 1e-12
 
 
 def test_cubic_converges_to_the_polar_factor() -> None:
     stack = drawn(2, 24, 60).double()
     u, _, vh = torch.linalg.svd(stack, full_matrices=False)
-    found = standard(stack, coefficients("cubic", 40), 1e-7, torch.float64)
-    assert relative_error(found, u @ vh).max() < 1e-10
-    assert orthogonality_error(found).max() < 1e-10
-    low, high = singular_band(found)
+    result = standard(stack, coefficients("cubic", 40), 1e-7, torch.float64)
+    assert relative_error(result, u @ vh).max() < 1e-10
+    assert orthogonality_error(result).max() < 1e-10
+    low, high = singular_band(result)
     assert abs(low.min() - 1) < 1e-10
     assert abs(high.max() - 1) < 1e-10
 
 
-def test_orthogonality_error_and_band_tell_a_matrix_that_is_not_orthogonal() -> None:
+def test_orthogonality_error_and_band_detect_a_nonorthogonal_matrix() -> None:
     matrix = torch.diag(torch.tensor([1.0, 2.0]))
     assert orthogonality_error(matrix).item() == pytest.approx(3 / math.sqrt(2))
     assert [value.item() for value in singular_band(matrix)] == pytest.approx([1, 2])
@@ -320,7 +318,7 @@ def test_orthogonality_error_and_band_tell_a_matrix_that_is_not_orthogonal() -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_zero_nonfinite_clears_nonfinite_matrices_and_reports_them(bad: float, dtype: torch.dtype) -> None:
+def test_zero_nonfinite_clears_and_reports_nonfinite_matrices(bad: float, dtype: torch.dtype) -> None:
     stack = drawn(3, 8, 6).to(dtype) * 100
     before = stack.clone()
     stack[1, 2, 3] = bad

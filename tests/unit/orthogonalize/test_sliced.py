@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Threads:
-    """A Team of threads that counts the traffic of rings."""
+    """A Team of threads with a count of the traffic of rings."""
 
     def __init__(self, board: list[Tensor], barrier: Barrier, place: int) -> None:
         self.place, self._board, self._barrier = place, board, barrier
@@ -39,9 +39,9 @@ class Threads:
         self.calls += 1
         self._board[self.place] = mine.clone()
         self._barrier.wait(10)
-        found = list(self._board)
+        board = list(self._board)
         self._barrier.wait(10)
-        return found
+        return board
 
     def summed(self, whole: Tensor) -> Tensor:
         size = len(self._board)
@@ -65,11 +65,11 @@ def run_sliced(matrix: Tensor, computed: Iteration, method: Method) -> Tensor:
     """The whole result of the slices of a matrix (rows, cols)."""
     rows = matrix.size(0) >= matrix.size(1)
     parts = matrix.chunk(method.slices, 0 if rows else 1)
-    found, _ = on_each(
+    slices, _ = on_each(
         method.slices,
         lambda team: orthogonalize(parts[team.place][None], computed, method, of=TeamSlice(team, rows))[0],
     )
-    return torch.cat(found, 0 if rows else 1)
+    return torch.cat(slices, 0 if rows else 1)
 
 
 def method_for(algorithm: str, dtype: str, slices: int, shape: Sequence[int], name: str) -> Method:
@@ -83,13 +83,13 @@ METHODS = [("standard", dtype) for dtype in TOLERANCES] + [("gram", "float16"), 
 @pytest.mark.parametrize(("algorithm", "dtype"), METHODS)
 @pytest.mark.parametrize("name", sorted(set(COEFFICIENTS) - set(PRESCALED)))
 @pytest.mark.parametrize(("shape", "slices"), [((24, 64), 2), ((64, 24), 8), ((32, 32), 4)], ids=str)
-def test_the_slices_make_the_iteration_of_float64(
+def test_the_iteration_on_slices_approximates_float64(
     shape: tuple[int, int], name: str, algorithm: str, dtype: str, slices: int
 ) -> None:
     stack = drawn(1, *shape)
     method = method_for(algorithm, dtype, slices, shape, name)
-    found = run_sliced(stack[0].float(), iteration(name, STEPS[name], 1e-7), method)
-    assert relative_error(found, exact(stack, name)[0]) < (3 if name == "cans" else 1) * TOLERANCES[dtype]
+    result = run_sliced(stack[0].float(), iteration(name, STEPS[name], 1e-7), method)
+    assert relative_error(result, exact(stack, name)[0]) < (3 if name == "cans" else 1) * TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -103,16 +103,16 @@ def test_slices_are_as_exact_as_the_default_choice_for_the_whole(
     computed, expected = iteration(name, STEPS[name], 1e-7), exact(stack, name)[0]
     dispatch = Dispatch(device=device, cpu_bfloat16=True)
     whole = orthogonalize(stack.float(), computed, dispatch.choose(*shape, computed.steps))[0]
-    found = run_sliced(stack[0].float(), computed, dispatch.choose(*shape, computed.steps, slices))
+    result = run_sliced(stack[0].float(), computed, dispatch.choose(*shape, computed.steps, slices))
     # Sums in another order round differently, by chance up or down.
-    assert relative_error(found, expected) < 1.08 * relative_error(whole, expected)
+    assert relative_error(result, expected) < 1.08 * relative_error(whole, expected)
 
 
 @pytest.mark.parametrize("slices", [2, 4])
 @pytest.mark.parametrize(("algorithm", "dtype"), [("standard", "bfloat16"), ("gram", "float16"), ("gram", "float32")])
 @pytest.mark.parametrize("name", ["keller_jordan", "deepseek_v4", "cubic"])
 @pytest.mark.parametrize("shape", [(16, 64), (64, 16)], ids=str)
-def test_flops_bytes_and_calls_are_the_planned_ones(
+def test_flops_bytes_and_calls_equal_the_plan(
     shape: tuple[int, int], name: str, algorithm: str, dtype: str, slices: int
 ) -> None:
     computed = iteration(name, STEPS[name], 1e-7)
@@ -134,20 +134,20 @@ def test_flops_bytes_and_calls_are_the_planned_ones(
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-3, 1e15])
-def test_the_norm_is_that_of_the_whole_on_every_rank(scale: float) -> None:
+def test_every_rank_has_the_norm_of_the_whole_matrix(scale: float) -> None:
     stack = drawn(1, 64, 16).float() * scale
-    found, _ = on_each(4, lambda team: sliced_norms(stack.chunk(4, 1)[team.place], team))
-    assert all(torch.equal(norm, found[0]) for norm in found)
-    torch.testing.assert_close(found[0], torch.linalg.vector_norm(stack.double()).float()[None])
+    norms, _ = on_each(4, lambda team: sliced_norms(stack.chunk(4, 1)[team.place], team))
+    assert all(torch.equal(norm, norms[0]) for norm in norms)
+    torch.testing.assert_close(norms[0], torch.linalg.vector_norm(stack.double()).float()[None])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
-def test_a_nonfinite_slice_is_nonfinite_on_all_ranks(bad: float) -> None:
+def test_a_nonfinite_slice_makes_the_norm_nonfinite_on_every_rank(bad: float) -> None:
     stack = drawn(1, 64, 16).float()
     stack[0, 20, 3] = bad
     stack[0, 60, 3] = bad
-    found, _ = on_each(4, lambda team: sliced_norms(stack.chunk(4, 1)[team.place], team))
-    assert not any(norm.isfinite() for norm in found)
+    norms, _ = on_each(4, lambda team: sliced_norms(stack.chunk(4, 1)[team.place], team))
+    assert not any(norm.isfinite() for norm in norms)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -1,4 +1,4 @@
-"""The symmetric kernel under Triton's interpreter, and the file of its GPU measurement."""
+"""The symmetric kernel under Triton's interpreter, and the file of the GPU measurement."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton, which CPU builds of PyTorch lack: make kernels"
 )
-# In a process of its own: TRITON_INTERPRET counts when triton is imported.
+# In a separate process, because triton reads TRITON_INTERPRET at import.
 PROGRAM = """
 import json, torch
 from benchmarks.accuracy import relative_error
@@ -107,19 +107,19 @@ def interpreted() -> dict:
 @needs_triton
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 def test_the_kernel_makes_symmetric_products_of_any_shape(dtype: str) -> None:
-    found = {case: result for case, result in interpreted()["product"].items() if case.startswith(dtype)}
-    assert len(found) == 36
-    for case, (error, symmetric) in found.items():
+    results = {case: result for case, result in interpreted()["product"].items() if case.startswith(dtype)}
+    assert len(results) == 36
+    for case, (error, symmetric) in results.items():
         assert error < TOLERANCES[dtype], case
         assert symmetric, f"{case}: the mirror tiles are the tiles, bit for bit"
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_the_kernel_multiplies_different_matrices_that_commute(dtype: str) -> None:
-    found = {case: result for case, result in interpreted()["commuting"].items() if case.startswith(dtype)}
-    assert len(found) == 3
-    for case, (error, symmetric) in found.items():
+def test_the_kernel_multiplies_commuting_matrices(dtype: str) -> None:
+    results = {case: result for case, result in interpreted()["commuting"].items() if case.startswith(dtype)}
+    assert len(results) == 3
+    for case, (error, symmetric) in results.items():
         assert error < TOLERANCES[dtype], case
         assert symmetric, f"{case}: the lower triangle of a diagonal square is mirrored, whatever the order of its sums"
 
@@ -127,15 +127,15 @@ def test_the_kernel_multiplies_different_matrices_that_commute(dtype: str) -> No
 @needs_triton
 @pytest.mark.parametrize("algorithm", ["standard", "tall", "gram"])
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_iterations_on_the_kernel_are_near_float64(dtype: str, algorithm: str) -> None:
+def test_iterations_on_the_kernel_approximate_float64(dtype: str, algorithm: str) -> None:
     assert interpreted()["iteration"][f"{dtype} {algorithm}"] < 2 * TOLERANCES[dtype]
 
 
 @needs_triton
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    found = interpreted()["refused"]
-    assert ["(count, m, k)" in problem for problem in found] == [True] * 2 + [False] * 5
-    assert ["multiples of 16" in problem for problem in found] == [False] * 2 + [True] * 5
+def test_unfit_shapes_are_refused() -> None:
+    messages = interpreted()["refused"]
+    assert ["(count, m, k)" in problem for problem in messages] == [True] * 2 + [False] * 5
+    assert ["multiples of 16" in problem for problem in messages] == [False] * 2 + [True] * 5
 
 
 def test_a_measurement_is_read_back(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_measurement_is_read_back(tmp_path: Path) -> None:
      '[{"dtype": "float32", "rows": 1, "products": "triton"}]',
      '[{"dtype": "float16", "rows": "a", "products": "plain"}]'],
 )  # fmt: skip
-def test_a_file_that_is_no_measurement_is_named(tmp_path: Path, text: str) -> None:
+def test_an_invalid_measurement_file_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "gpu.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=r"gpu.json: not a measurement of kernels .*; delete it and measure again"):
@@ -174,7 +174,7 @@ def test_the_cpu_has_plain_products(choice: str) -> None:
         ("cutlass", "^ns_kernel = 'cutlass' is not one of auto, plain, triton, quack"),
     ],
 )
-def test_a_kernel_that_cannot_run_is_refused(choice: str, message: str) -> None:
+def test_an_unavailable_kernel_is_refused(choice: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kernels_for(choice, torch.device("cpu"))
 

@@ -1,4 +1,4 @@
-"""How many operations a layer's parameters and gradients take, in a world of any size that is not there."""
+"""Number of operations for a layer's parameters and gradients, in a fake world of any size."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def operations(net: Net) -> tuple[Counter[str], Counter[str]]:
 
 
 def count_operations(counter: CollectiveCounter) -> Counter[str]:
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for call in counter.calls:
-        found[call.name] += call.operations
-    return found
+        counts[call.name] += call.operations
+    return counts
 
 
 @pytest.mark.parametrize("coalesced", [False, True], ids=["gloo", "nccl"])
 @pytest.mark.parametrize("world_size", [64, 512])
-def test_a_layer_takes_an_operation_for_each_owner_on_any_ranks(
+def test_a_layer_uses_an_operation_per_owner_on_any_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch, world_size: int, coalesced: bool
 ) -> None:
     monkeypatch.setattr(private, "coalesces", lambda group, device: coalesced)
@@ -65,7 +65,7 @@ def test_a_layer_takes_an_operation_for_each_owner_on_any_ranks(
 
 
 @pytest.mark.parametrize(("reshard", "gathered"), [(True, BLOCKS), (None, BLOCKS - 1), (False, 0)])
-def test_layers_are_gathered_again_for_backward_as_asked(reshard: bool | None, gathered: int) -> None:
+def test_reshard_after_forward_gathers_layers_again_for_backward(reshard: bool | None, gathered: int) -> None:
     """By default all layers but the last, where backward begins."""
     with owned_model(64, reshard) as (net, _):
         for _ in range(2):
@@ -75,7 +75,7 @@ def test_layers_are_gathered_again_for_backward_as_asked(reshard: bool | None, g
 
 
 @pytest.mark.parametrize("world_size", [1, 64])
-def test_a_layers_operations_are_one_group(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+def test_the_operations_of_a_layer_are_a_single_group(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
     """On a capable backend: as many groups as gathers and reductions, and no operation outside."""
     groups: list[int] = []
     coalesced = private.coalesced
@@ -95,9 +95,9 @@ def test_a_layers_operations_are_one_group(monkeypatch: pytest.MonkeyPatch, worl
     assert len(every.calls) == sum(groups)
 
 
-def test_buffers_kept_by_a_forward_are_never_reused_by_another() -> None:
-    """The last layer's copies serve its own backward: after a forward without one and an update, no old copies
-    remain."""
+def test_buffers_kept_by_a_forward_are_not_reused_by_a_later_forward() -> None:
+    """The last layer's copies serve the same layer's backward. After a forward without a backward and an update, no old
+    copies remain."""
     for blocks in (1, 3):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
         net = make(blocks=blocks)

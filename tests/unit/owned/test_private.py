@@ -27,7 +27,7 @@ def four_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_memory_that_replaces_a_stored_tensors_is_the_parameters(four_ranks: None) -> None:
+def test_replaced_data_of_a_stored_tensor_becomes_the_parameters_data(four_ranks: None) -> None:
     mesh = init_device_mesh("cpu", (4,))
     param = place_on_owners(torch.nn.Parameter(torch.zeros(2, 3)), mesh, [0])
     stored = private.stored_tensor(param)
@@ -84,8 +84,8 @@ def test_meshes_of_two_slices_are_joined_and_flattened() -> None:
 
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize("owner", [0, 1])
-def test_an_owned_parameter_is_on_its_holders_alone(owner: int) -> None:
-    """Rank 0 of the tensor axis holds the first rows of its data-axis owner's matrix."""
+def test_only_holders_store_an_owned_parameter(owner: int) -> None:
+    """Rank 0 of the tensor axis holds the first rows of the data-axis owner's matrix."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     whole = torch.arange(15.0).view(5, 3)
     cut = distribute_tensor(whole, mesh["tensor"], [Shard(0)], src_data_rank=None)
@@ -111,14 +111,14 @@ def test_owned_parameters_are_copied_and_pickled() -> None:
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_pytorch_finds_no_process_groups_where_none_are() -> None:
+def test_an_owned_mesh_has_no_process_group() -> None:
     owned = place_on_owners(torch.ones(2, 3), init_device_mesh("cpu", (4,)), [0])
     with pytest.raises(ValueError, match="neither sharded nor gathered by PyTorch"):
         owned.device_mesh.get_group()
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_operations_are_coalesced_and_the_group_goes_on() -> None:
+def test_operations_are_coalesced_and_the_group_stays_usable() -> None:
     """Also by the fake group, which does not report the ability."""
     group, device = dist.group.WORLD, torch.device("cpu")
     assert group is not None
@@ -151,7 +151,7 @@ def test_hooks_of_a_gradient_are_the_hooks_of_autograd() -> None:
     assert len(called) == len(private.gradient_hooks(param)) == 1
 
 
-def test_fsdp1_marks_the_parameters_that_it_flattens() -> None:
+def test_fsdp1_marks_flattened_parameters() -> None:
     """`tensors.mesh.flattened_by` refuses parameters with this mark."""
     from torch.distributed.fsdp._common_utils import FSDP_FLATTENED
     from torch.distributed.fsdp._flat_param import FlatParameter

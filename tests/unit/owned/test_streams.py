@@ -1,4 +1,4 @@
-"""Streams of owned parameters, and their order."""
+"""Streams of owned parameters, and the order of operations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def train(net: Net, owners: Owners, steps: int = 3) -> None:
         optimizer.zero_grad()
 
 
-def test_streams_wait_for_each_others_memory(model: tuple[Net, Owners], stream_order: StreamOrder) -> None:
+def test_streams_wait_for_the_memory_of_other_streams(model: tuple[Net, Owners], stream_order: StreamOrder) -> None:
     with stream_order:
         train(*model)
     assert len({stream for stream, _ in stream_order.log}) == (3 if model[1].comm.replicate_group is None else 4)
@@ -56,7 +56,7 @@ def test_streams_wait_for_each_others_memory(model: tuple[Net, Owners], stream_o
 def test_gradients_are_copied_and_sent_beside_the_computation(
     model: tuple[Net, Owners], stream_order: StreamOrder
 ) -> None:
-    """On FSDP2's streams, with their priorities; the next module's backward waits for none of these operations."""
+    """On FSDP2's streams, with FSDP2's priorities; the next module's backward waits for none of the operations."""
     net, owners = model
     behind: list[bool] = []
 
@@ -88,10 +88,10 @@ def fail(*_: object) -> None:
 
 
 @pytest.mark.parametrize("place", ["out", "layers.2.w2", "layers.1", "layers.0.wq"])
-def test_a_backward_that_raised_leaves_nothing_on_any_stream(
+def test_a_failed_backward_leaves_no_work_on_any_stream(
     model: tuple[Net, Owners], stream_order: StreamOrder, place: str
 ) -> None:
-    """The next forward frees parameters, gradients and reductions, and waits for their users."""
+    """The next forward frees parameters, gradients and reductions, and waits for the users of the memory."""
     net, owners = model
     module = net.get_submodule(place)
     seen: list[int] = []
@@ -115,7 +115,7 @@ def test_a_backward_that_raised_leaves_nothing_on_any_stream(
     assert set(seen) == {0}
 
 
-def test_the_parts_of_stacks_are_ordered_as_whole_matrices_are(
+def test_the_parts_of_stacks_are_ordered_as_whole_matrices(
     stream_order: StreamOrder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -147,7 +147,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Net, Owners]]:
     dist.destroy_process_group()
 
 
-def test_pieces_for_tensor_parallel_peers_are_ordered_too(cut: tuple[Net, Owners], stream_order: StreamOrder) -> None:
+def test_pieces_for_tensor_parallel_peers_are_ordered(cut: tuple[Net, Owners], stream_order: StreamOrder) -> None:
     """Pieces leave on the gather stream, and gradients return on the reduce stream."""
     net, owners = cut
     with stream_order:

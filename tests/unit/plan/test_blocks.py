@@ -1,4 +1,4 @@
-"""Blocks of tensor parallelism as matrices: a block is the storage of ranks at one place of the axis."""
+"""Blocks of tensor parallelism as matrices: ranks at one place of the axis store a block."""
 
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.unit.plans import MODES, examples, parameter_lists, plan_of, taken
+from tests.unit.plans import MODES, elements_of, examples, parameter_lists, plan_of
 from titan_muon.options import OptionError
 from titan_muon.plan.terms.blocks import in_blocks
 from titan_muon.plan.terms.layout import Geometries
@@ -34,24 +34,24 @@ SQUARE = Mesh((2, 2), (0, 1, 2, 3))
 
 
 def matrix(shape: tuple[int, ...], *placements: Placement, heights: tuple[int, ...] = ()) -> Parameter:
-    """A parameter on (fsdp, tp) as a matrix, or as matrices of these heights."""
+    """A parameter on (fsdp, tp) as a matrix, or as matrices of the passed heights."""
     layout = Layout(shape, SQUARE, placements, tensor_parallel=1)
-    rows, found = prod(shape[:-1]), list[MatrixRows]()
+    rows, matrices = prod(shape[:-1]), list[MatrixRows]()
     for index, height in enumerate(heights or (rows,)):
-        start = found[-1].rows[0].stop if found else 0
-        found.append(MatrixRows(str(index), (Interval(start, start + height),)))
-    return Parameter("w", "w", layout, MatrixStack(len(shape) - 1, tuple(found)))
+        start = matrices[-1].rows[0].stop if matrices else 0
+        matrices.append(MatrixRows(str(index), (Interval(start, start + height),)))
+    return Parameter("w", "w", layout, MatrixStack(len(shape) - 1, tuple(matrices)))
 
 
 def blocks(parameter: Parameter) -> list[MatrixRows]:
-    [found] = in_blocks([parameter], Geometries([parameter]))
-    return list(found.stack.matrices)
+    [block_parameter] = in_blocks([parameter], Geometries([parameter]))
+    return list(block_parameter.stack.matrices)
 
 
 @examples(50)
 @given(parameter_lists())
-def test_blocks_are_the_storage_of_ranks_at_each_place(parameters: list[Parameter]) -> None:
-    """Together they tile the matrix once, and no rank has parts of two blocks of a matrix."""
+def test_blocks_tile_the_matrix_by_tensor_parallel_place(parameters: list[Parameter]) -> None:
+    """The blocks tile the matrix once, and no rank has parts of two blocks of a matrix."""
     before = Geometries(parameters)
     after = in_blocks(parameters, before)
     geometries = Geometries(after)
@@ -60,26 +60,26 @@ def test_blocks_are_the_storage_of_ranks_at_each_place(parameters: list[Paramete
         full = torch.arange(prod(layout.shape)).view(-1, prod(layout.shape[old.stack.row_dims :]))
         left = list(enumerate(new.stack.matrices))
         for index, whole in enumerate(old.stack.matrices):
-            # The blocks of a matrix follow each other.
+            # The blocks of a matrix are adjacent.
             peers = geometry.peers
             places = {peers[rank].index(rank) for rank in geometry.elements(index)} if peers else {0}
             mine, left = left[: len(places)], left[len(places) :]
-            found = torch.cat([taken(full, block).flatten() for _, block in mine])
-            assert torch.equal(found.sort().values, taken(full, whole).flatten().sort().values)
+            elements = torch.cat([elements_of(full, block).flatten() for _, block in mine])
+            assert torch.equal(elements.sort().values, elements_of(full, whole).flatten().sort().values)
             assert len(places) > 1 or mine[0][1] == whole, "what one place has whole is no block"
             held = Counter(rank for block, _ in mine for rank in geometries[number].elements(block))
             assert set(held.values()) == {1}
         assert left == []
 
 
-def test_rows_that_fsdp_has_cut_among_the_ranks_of_a_place_are_one_block() -> None:
-    """FSDP before TP along the same rows, as a plain Shard of both says: a place has rows that are apart."""
+def test_rows_sharded_by_fsdp_within_a_place_are_a_single_block() -> None:
+    """FSDP before TP along the same rows, as two plain Shards: a place has separate row ranges."""
     [first, second] = blocks(matrix((8, 6), Shard(0), Shard(0)))
     assert first.rows == (Interval(0, 2), Interval(4, 6))
     assert second.rows == (Interval(2, 4), Interval(6, 8))
 
 
-def test_columns_are_cut_where_tensor_parallelism_cuts_them() -> None:
+def test_blocks_follow_the_column_shards_of_tensor_parallelism() -> None:
     assert [block.cols for block in blocks(matrix((8, 6), Shard(0), Shard(1)))] == [
         (Interval(0, 3),),
         (Interval(3, 6),),
@@ -87,9 +87,9 @@ def test_columns_are_cut_where_tensor_parallelism_cuts_them() -> None:
 
 
 def test_whole_blocks_stay_unchanged() -> None:
-    """Three heads over two places: the one in the middle is on both."""
-    found = blocks(matrix((12, 6), Shard(1), Shard(0), heights=(4, 4, 4)))
-    assert [(block.label, block.rows) for block in found] == [
+    """Three heads over two places: the middle head is on both."""
+    result = blocks(matrix((12, 6), Shard(1), Shard(0), heights=(4, 4, 4)))
+    assert [(block.label, block.rows) for block in result] == [
         ("0", (Interval(0, 4),)),
         ("1/tp0", (Interval(4, 6),)),
         ("1/tp1", (Interval(6, 8),)),
@@ -97,14 +97,14 @@ def test_whole_blocks_stay_unchanged() -> None:
     ]
 
 
-def test_a_block_has_the_learning_rate_of_its_own_shape_and_the_plan_says_so() -> None:
+def test_a_block_has_the_learning_rate_of_the_block_shape_and_the_plan_warns() -> None:
     plan = plan_of([matrix((8, 6), Shard(0), Shard(1))], tensor_parallel="blockwise")
     assert [plan.out_in(number) for number in range(2)] == [(8, 3), (8, 3)]
     assert "'blockwise' is inexact: of 1 matrices" in plan.reason
 
 
 @pytest.mark.parametrize("mode", tuple(MODES)[1:])
-def test_a_mode_is_refused_where_tensor_parallelism_cuts_no_matrix(mode: str) -> None:
+def test_a_tensor_parallel_mode_is_refused_without_tensor_parallel_matrices(mode: str) -> None:
     experts = matrix((2, 4, 6), Shard(1), Shard(0), heights=(4, 4))
     unnamed = matrix((8, 6), Shard(0), Shard(1))
     unnamed = replace(unnamed, layout=replace(unnamed.layout, tensor_parallel=None))
@@ -120,7 +120,7 @@ def axis_of(shape: tuple[int, ...], names: tuple[str, ...] | None, *placements: 
     return layout_on("w", (8, 6), mesh, placements).tensor_parallel
 
 
-def test_tensor_parallelism_is_the_axis_tp_where_it_cuts() -> None:
+def test_the_tensor_parallel_axis_is_the_sharding_axis_named_tp() -> None:
     """Anywhere: last beside FSDP's axis, and before `owner` where peers have pieces."""
     copies, rows = TorchReplicate(), TorchShard(0)
     assert axis_of((2, 2, 1), ("dp_replicate", "tp", "owner"), copies, rows, copies) == 1
@@ -131,7 +131,7 @@ def test_tensor_parallelism_is_the_axis_tp_where_it_cuts() -> None:
     assert axis_of((2, 2), None, rows, rows) is None
 
 
-def test_blocks_that_peers_have_whole_stay_where_they_are() -> None:
+def test_blocks_stored_whole_on_peers_are_local() -> None:
     mesh = Mesh((2, 1), (0, 1))
     layout = Layout((8, 6), mesh, (Shard(1), Replicate()), tensor_parallel=0)
     whole = MatrixStack(1, (MatrixRows("", (Interval(0, 8),)),))

@@ -1,4 +1,4 @@
-"""Which matrices travel together, and the timeline, held against a clock for every rank of the executor."""
+"""The matrices of a bucket, and the timeline compared with a clock for every rank of the executor."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -44,25 +44,25 @@ def task_lists(draw: st.DrawFn) -> tuple[list[Task], list[tuple[int, ...]]]:
 
 @examples(75)
 @given(task_lists(), st.integers(1, 20))
-def test_rounds_keep_order_and_lose_nothing(case: tuple[list[Task], list[tuple[int, ...]]], count: int) -> None:
+def test_rounds_keep_the_order_and_every_task(case: tuple[list[Task], list[tuple[int, ...]]], count: int) -> None:
     tasks, groups = case
-    found = rounds(tasks, count)
-    assert 1 <= len(found) <= count
-    assert all(found), "no round is empty"
-    assert sorted((task for chosen in found for task in chosen), key=lambda t: t.matrix) == tasks
+    chosen_rounds = rounds(tasks, count)
+    assert 1 <= len(chosen_rounds) <= count
+    assert all(chosen_rounds), "no round is empty"
+    assert sorted((task for chosen in chosen_rounds for task in chosen), key=lambda t: t.matrix) == tasks
     for group in range(len(groups)):
-        order = [task.matrix for chosen in found for task in chosen if task.group == group]
+        order = [task.matrix for chosen in chosen_rounds for task in chosen if task.group == group]
         assert order == sorted(order), "a group's matrices keep their order over all rounds"
-    for chosen in found:
+    for chosen in chosen_rounds:
         assert [task.matrix for task in chosen] == sorted(task.matrix for task in chosen)
 
 
 @examples(50)
 @given(st.integers(1, 60), st.integers(1, 20))
 def test_rounds_have_about_the_same_bytes(tasks: int, count: int) -> None:
-    found = rounds([Task(i, 0, 1, 1, "l") for i in range(tasks)], count)
-    assert len(found) == min(tasks, count)
-    assert max(map(len, found)) - min(map(len, found)) <= 1
+    chosen_rounds = rounds([Task(i, 0, 1, 1, "l") for i in range(tasks)], count)
+    assert len(chosen_rounds) == min(tasks, count)
+    assert max(map(len, chosen_rounds)) - min(map(len, chosen_rounds)) <= 1
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_prefetch_leaves_buffer_sets_for_returns(buffer_sets: int, count: int, a
 
 
 class Clock:
-    """Every rank of a plan as Muon.step runs it, where Newton-Schulz takes its FLOPs and all else no time.
+    """Every rank of a plan in Muon.step, with a time of one second per FLOP of Newton-Schulz and zero for all else.
 
-    A wait for a collective ends when the last rank of its group has launched it.
+    A wait for a collective ends when the last rank of the group has launched.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -145,26 +145,27 @@ class Clock:
 @examples(100)
 @given(plans(exchanges=("all_to_all", "all_gather_reduce_scatter")), st.integers(0, 1000))
 def test_a_step_without_link_time_takes_the_executors_waits(plan: Plan, seed: int) -> None:
-    """On a machine where nothing but Newton-Schulz takes time, at one FLOP a second."""
-    for one in (plan, recut(plan, Random(seed))):
-        clock, summary = Clock(one), summarize(one)
-        played, waited = timeline(one, PRODUCTS), clock.run()
-        # The timeline lets collectives of several groups share the wires, and owners of slices wait for each other.
+    """On a machine with a cost only for Newton-Schulz, at one FLOP a second."""
+    for candidate in (plan, recut(plan, Random(seed))):
+        clock, summary = Clock(candidate), summarize(candidate)
+        played, waited = timeline(candidate, PRODUCTS), clock.run()
+        # The timeline lets collectives of several groups share the links, and owners of slices wait for each other.
         assert played.last.seconds >= waited * (1 - 1e-9)
-        if len({bucket.group for bucket in one.buckets}) == 1 and not any(matrix.slice for matrix in one.matrices):
+        groups = {bucket.group for bucket in candidate.buckets}
+        if len(groups) == 1 and not any(matrix.slice for matrix in candidate.matrices):
             assert played.last.seconds == pytest.approx(waited, rel=1e-9)
         assert {cost.rank: cost.ns_flops for cost in summary.ranks} == clock.work
         assert summary.ns_flops_max == max(clock.work.values())
 
 
 def matrices_of(flops: Sequence[int]) -> Plan:
-    """Matrices with these FLOPs in rows over two ranks, each in its own round."""
+    """Matrices with the passed FLOPs in rows over two ranks, each in a separate round."""
     stack, layout = (
         MatrixStack(1, (MatrixRows("", (Interval(0, 2),)),)),
         Layout((2, 2), Mesh((2,), (0, 1)), (Shard(0),)),
     )
     plan = plan_of([Parameter(f"{i}", f"{i}", layout, stack) for i in range(len(flops))])
-    works = tuple(replace(plan.works[0], flops=each, batch=1) for each in flops)
+    works = tuple(replace(plan.works[0], flops=count, batch=1) for count in flops)
     matrices = tuple(replace(m, flops=flops[i], work=i) for i, m in enumerate(plan.matrices))
     return replace(plan, matrices=matrices, works=works, buckets=())
 
@@ -177,18 +178,18 @@ def seconds(plan: Plan, buckets: Sequence[Bucket], buffer_sets: int) -> float:
     return timeline(replace(plan, buckets=tuple(buckets), buffer_sets=buffer_sets), PRODUCTS).last.seconds
 
 
-def test_two_slots_make_ranks_wait_for_the_last_owner() -> None:
-    """Buckets of one matrix each, owned in turn: with 2 buffer_sets bucket 2 waits for bucket 0, so nobody overlaps."""
+def test_two_buffer_sets_make_ranks_wait_for_the_last_owner() -> None:
+    """Buckets of one matrix each, owned in turn. With 2 buffer sets bucket 2 waits for bucket 0, without overlap."""
     plan, buckets = matrices_of([10] * 4), [bucket(i, i % 2) for i in range(4)]
     assert seconds(plan, buckets, 4) == pytest.approx(20)
     assert seconds(plan, buckets, 1) == pytest.approx(40)
 
 
-def test_a_rank_cannot_run_ahead_of_the_returns_it_needs() -> None:
-    """Rank 1's matrices come last: with one buffer set it waits for each of rank 0's, although idle."""
+def test_a_rank_waits_for_the_returns_into_a_single_buffer_set() -> None:
+    """Rank 1's matrices come last: with a single buffer set the idle rank waits for each of rank 0's matrices."""
     assert seconds(matrices_of([30, 30, 1, 1]), [bucket(i, i // 2) for i in range(4)], 1) == pytest.approx(62)
 
 
-def test_work_at_home_counts_even_without_buckets() -> None:
+def test_local_work_counts_without_buckets() -> None:
     plan = matrices_of([5, 7])
     assert seconds(replace(plan, local=((0,), (1,))), [], 2) == pytest.approx(7)

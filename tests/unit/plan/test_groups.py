@@ -1,4 +1,4 @@
-"""Groups that assemble a matrix: none if a rank stores all of it, and no more ranks than its mesh."""
+"""Groups that assemble a matrix: none if a rank stores all of the matrix, and no more ranks than the mesh."""
 
 from collections.abc import Iterable
 
@@ -38,7 +38,7 @@ def copies(geometry: Geometry, ranks: Iterable[int]) -> set[tuple[int, ...]]:
 
 @examples(75)
 @given(parameter_lists())
-def test_each_matrix_is_at_home_or_whole_in_each_group(parameters: list[Parameter]) -> None:
+def test_every_matrix_is_local_or_whole_in_every_group(parameters: list[Parameter]) -> None:
     for parameter in parameters:
         geometry = Geometry(parameter.layout, parameter.stack)
         for split in (True, False):
@@ -69,7 +69,7 @@ def check_assembly(geometry: Geometry, index: int, assembly: Assembly, split: bo
 @examples(75)
 @given(parameter_lists())
 def test_matrices_of_common_ranks_share_a_group(parameters: list[Parameter]) -> None:
-    """Groups of a parameter are equal or disjoint, so its matrices can travel together."""
+    """Groups of a parameter are equal or disjoint, so a bucket can hold the matrices."""
     for parameter in parameters:
         geometry = Geometry(parameter.layout, parameter.stack)
         for split in (True, False):
@@ -78,44 +78,44 @@ def test_matrices_of_common_ranks_share_a_group(parameters: list[Parameter]) -> 
             assert len(ranks) == len(set(ranks))
 
 
-def test_whole_experts_are_at_home() -> None:
-    found = assemblies(experts(4, 3, 5, FLAT, Shard(0)), True)
-    assert [assembly.local for assembly in found] == [(0,), (1,), (2,), (3,)]
+def test_assemblies_of_whole_experts_are_local() -> None:
+    groups = assemblies(experts(4, 3, 5, FLAT, Shard(0)), True)
+    assert [assembly.local for assembly in groups] == [(0,), (1,), (2,), (3,)]
 
 
-def test_experts_cut_by_rows_travel_within_their_ranks() -> None:
-    found = assemblies(experts(2, 4, 5, SQUARE, Shard(1), Shard(0)), True)
-    assert [assembly.groups for assembly in found] == [((0, 2),), ((1, 3),)]
+def test_row_sharded_experts_travel_only_between_holders() -> None:
+    groups = assemblies(experts(2, 4, 5, SQUARE, Shard(1), Shard(0)), True)
+    assert [assembly.groups for assembly in groups] == [((0, 2),), ((1, 3),)]
 
 
-def test_an_expert_across_ranks_joins_them() -> None:
+def test_experts_sharded_by_experts_are_local() -> None:
     """3 experts of 2 rows over 4 ranks by rows: the flattened rows do not matter, dim 0 is cut 1, 1, 1, 0."""
-    found = assemblies(experts(3, 2, 5, FLAT, Shard(0)), True)
-    assert [assembly.local for assembly in found] == [(0,), (1,), (2,)]
+    groups = assemblies(experts(3, 2, 5, FLAT, Shard(0)), True)
+    assert [assembly.local for assembly in groups] == [(0,), (1,), (2,)]
 
 
-def test_a_small_parameter_travels_on_its_whole_mesh() -> None:
+def test_a_small_parameter_may_be_owned_by_an_empty_rank() -> None:
     """3 rows over 4 ranks: the rank without a row may orthogonalize too."""
     assert assemblies(matrix(3, FLAT, Shard(0)), True)[0].groups == ((0, 1, 2, 3),)
 
 
-def test_a_matrix_of_one_row_is_at_home() -> None:
+def test_a_matrix_of_a_single_row_is_local() -> None:
     assert assemblies(matrix(1, FLAT, Shard(0)), True)[0] == Assembly((0,), ())
 
 
-def test_replicas_are_one_group_or_one_each() -> None:
+def test_replicas_share_a_group_or_have_separate_groups() -> None:
     geometry = matrix(8, SQUARE, Replicate(), Shard(0))
     assert assemblies(geometry, True)[0].groups == ((0, 1, 2, 3),)
     assert assemblies(geometry, False)[0].groups == ((0, 1), (2, 3))
 
 
-def test_whole_copies_are_at_home_unless_they_share_the_work() -> None:
+def test_whole_replicas_are_local_unless_replicas_share_work() -> None:
     geometry = matrix(8, FLAT, Replicate())
     assert assemblies(geometry, False)[0] == Assembly((0, 1, 2, 3), ())
     assert assemblies(geometry, True)[0] == Assembly((), ((0, 1, 2, 3),))
 
 
-def test_heads_of_a_column_cut_never_leave_the_row_of_the_mesh() -> None:
+def test_column_sharded_heads_stay_within_a_mesh_row() -> None:
     """Two heads over FSDP 2 x TP 2, TP by rows: head 0 is on ranks 0 and 2, head 1 on ranks 1 and 3."""
     stack = MatrixStack(1, (MatrixRows("0", (Interval(0, 4),)), MatrixRows("1", (Interval(4, 8),))))
     geometry = Geometry(Layout((8, 4), SQUARE, (Shard(1), Shard(0))), stack)

@@ -18,7 +18,7 @@ from titan_muon.tensors.matrices import stack_of
 
 HSDP = (Replicate(), Shard(0))
 SLOW_LINKS = Machine(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
-# Links that take no time: an all-to-all to all replicas is one collective less.
+# Links without cost: an all-to-all to all replicas saves a collective.
 FAST_LINKS = Machine(ranks_per_node=1, network_gb=1e4, network_latency_us=0.0, node_latency_us=0.0)
 SLOW_CALLS = Machine(network_gb=1e6, node_gb=1e6, network_latency_us=1e6, node_latency_us=1e6)
 
@@ -43,8 +43,9 @@ def by(plan: Plan, chosen: str) -> Plan:
     return replace(plan, buckets=tuple(replace(bucket, exchange=chosen) for bucket in plan.buckets))
 
 
-def test_the_owner_of_one_matrix_sends_its_own_copy_and_a_line_the_rest() -> None:
-    """32 elements on 4 copies of 2 ranks: 16 to its peer, and 16 of each line to 3 copies; or 112 from the owner."""
+def test_the_owner_sends_to_the_owners_replica_and_replica_groups_spread_the_rest() -> None:
+    """32 elements on 4 replicas of 2 ranks: 16 to the peer, and 16 of each replica group to 3 replicas; or 112 from the
+    owner."""
     plan = hsdp(1, 4, 2)
     (owner,) = plan.buckets[0].owners
     peer = owner ^ 1
@@ -56,7 +57,7 @@ def test_the_owner_of_one_matrix_sends_its_own_copy_and_a_line_the_rest() -> Non
     assert sum(sent.values()) == sum(everywhere.values())
 
 
-def test_results_take_the_way_within_a_copy_and_then_over_copies() -> None:
+def test_results_return_within_a_replica_and_then_between_replicas() -> None:
     """Both phases send 16 elements of 2 bytes, at 1,000 bytes a second, after a latency."""
     plan = by(hsdp(1, 4, 2), "hierarchical")
     machine = machine_of(replace(SLOW_LINKS, network_latency_us=5e5), "cpu", None)
@@ -64,14 +65,14 @@ def test_results_take_the_way_within_a_copy_and_then_over_copies() -> None:
     totals = PATTERNS["hierarchical"].totals(bucket, pieces)
     times = bucket_times(bucket, totals, Costs(pieces, plan.works, 2, machine), {rank: rank for rank in bucket.group})
     copy = {bucket.owners[0], bucket.owners[0] ^ 1}
-    there, back = times.phases
-    assert there == pytest.approx([0.032 if rank in copy else 0.0 for rank in bucket.group])
-    # The owner's replica waits for the others, which get nothing earlier.
+    gathering, back = times.phases
+    assert gathering == pytest.approx([0.032 if rank in copy else 0.0 for rank in bucket.group])
+    # The owner's replica waits for the other replicas, which get no result earlier.
     assert back == pytest.approx([0.032 + 0.5] * 8)
     assert [totals[rank].phases[2].received_far for rank in bucket.group] == [0 if r in copy else 16 for r in range(8)]
 
 
-def test_collectives_are_within_copies_and_over_lines() -> None:
+def test_collectives_run_within_replicas_and_over_replica_groups() -> None:
     plan = by(hsdp(3, 2, 2), "hierarchical")
     assert collective_ranks(plan, Geometries(plan.parameters)) == ({(0, 1), (2, 3)}, {(0, 2), (1, 3)})
     for rank in ranks_of(plan):
@@ -82,29 +83,29 @@ def test_collectives_are_within_copies_and_over_lines() -> None:
             ]
 
 
-def test_a_copy_on_one_rank_needs_no_group_of_its_own() -> None:
+def test_a_replica_on_a_single_rank_needs_no_gather_group() -> None:
     plan = by(hsdp(4, 4, 1), "hierarchical")
     assert collective_ranks(plan, Geometries(plan.parameters)) == (set(), {(0, 1, 2, 3)})
     assert all(run.phases[0].travels is False for run in make_program(plan, 0).buckets)
 
 
 @pytest.mark.parametrize(
-    ("machine", "taken"), [(SLOW_LINKS, "hierarchical"), (FAST_LINKS, "hierarchical"), (SLOW_CALLS, "all_to_all")]
+    ("machine", "exchange"), [(SLOW_LINKS, "hierarchical"), (FAST_LINKS, "hierarchical"), (SLOW_CALLS, "all_to_all")]
 )
-def test_the_planner_takes_the_faster_exchange_and_prints_the_reason(machine: Machine, taken: str) -> None:
-    """Fewer bytes on slow links, fewer messages on fast ones, fewer calls where each takes a second."""
+def test_the_planner_takes_the_faster_exchange_and_prints_the_reason(machine: Machine, exchange: str) -> None:
+    """Fewer bytes on slow links, fewer messages on fast links, fewer calls if each call takes a second."""
     plan = hsdp(3, 4, 2, machine=machine)
-    assert {bucket.exchange for bucket in plan.buckets} == {taken}
-    assert ("replicas all-gather the results" in plan.reason) == (taken == "hierarchical")
+    assert {bucket.exchange for bucket in plan.buckets} == {exchange}
+    assert ("replicas all-gather the results" in plan.reason) == (exchange == "hierarchical")
 
 
 @pytest.mark.parametrize("options", [{"replicas": "redundant"}, {"exchange": "all_gather_reduce_scatter"}])
-def test_it_is_not_taken_where_copies_share_nothing_or_another_exchange_was_asked_for(options: dict[str, str]) -> None:
+def test_auto_avoids_hierarchical_for_redundant_replicas_and_explicit_exchanges(options: dict[str, str]) -> None:
     plan = plan_of([parameter(i, mesh(4, 2), *HSDP) for i in range(3)], machine=SLOW_LINKS, **options)
     assert "hierarchical" not in {bucket.exchange for bucket in plan.buckets}
 
 
-def test_matrices_with_copies_on_other_ranks_travel_from_owners_to_all() -> None:
+def test_matrices_with_different_replica_ranks_fall_back_to_all_to_all() -> None:
     """Two replicas have two ranks and four have one: they share no replica groups."""
     parameters = [parameter(0, mesh(2, 2), *HSDP), parameter(1, mesh(4, 1), *HSDP)]
     plan = by(plan_of(parameters, machine=SLOW_CALLS), "hierarchical")
@@ -114,6 +115,6 @@ def test_matrices_with_copies_on_other_ranks_travel_from_owners_to_all() -> None
     assert summarize(plan).ranks == summarize(by(plan, "all_to_all")).ranks
 
 
-def test_a_matrix_without_copies_travels_as_it_did() -> None:
+def test_a_matrix_without_replicas_uses_all_to_all() -> None:
     plan = plan_of([parameter(i, mesh(4), Shard(0)) for i in range(3)], machine=SLOW_LINKS)
     assert {bucket.exchange for bucket in plan.buckets} == {"all_to_all"}

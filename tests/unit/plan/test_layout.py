@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.plans import LARGE_MESHES, coordinates, examples, layouts, stacks, taken, torch_local
+from tests.unit.plans import LARGE_MESHES, coordinates, elements_of, examples, layouts, stacks, torch_local
 from titan_muon.plan.terms.layout import Geometry, chunk, flattened, intersect, merged, region, spans, stored_as, take
 from titan_muon.plan.terms.types import (
     Cut,
@@ -67,7 +67,7 @@ def test_the_ranks_of_a_replica_store_every_element_once(layout: Layout) -> None
 
 @examples(150)
 @given(st.data())
-def test_pieces_are_the_elements_that_local_storage_and_matrix_share(data: st.DataObject) -> None:
+def test_a_piece_maps_local_storage_to_matrix_elements(data: st.DataObject) -> None:
     """Each segment of a piece names the same element in the rank's 2D storage and in the whole matrix."""
     shape, stack = data.draw(stacks("p"))
     mesh = data.draw(st.sampled_from(LARGE_MESHES))
@@ -80,7 +80,7 @@ def test_pieces_are_the_elements_that_local_storage_and_matrix_share(data: st.Da
         flat = local.reshape(prod(local.shape[: stack.row_dims]), prod(local.shape[stack.row_dims :]))
         seen = 0
         for index, piece in geometry.pieces[rank].items():
-            matrix = taken(rows, stack.matrices[index])
+            matrix = elements_of(rows, stack.matrices[index])
             for span in spans(piece):
                 assert torch.equal(flat[span.local], matrix[span.whole])
             assert geometry.elements(index)[rank] == piece.numel > 0
@@ -98,13 +98,13 @@ def test_several_dims_flatten_to_rows_and_columns(data: st.DataObject) -> None:
     for _, coordinate in coordinates(layout.mesh):
         dims = region(layout, coordinate)
         two = (flattened(dims[:split], rows), flattened(dims[split:], cols))
-        found = at(full.reshape(prod(rows), prod(cols)), two)
-        assert torch.equal(found.flatten(), at(full, dims).flatten())
+        flat = at(full.reshape(prod(rows), prod(cols)), two)
+        assert torch.equal(flat.flatten(), at(full, dims).flatten())
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 7, 30])
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_chunk_cuts_as_torch_does(length: int, count: int) -> None:
+def test_chunk_equals_torchs_chunk(length: int, count: int) -> None:
     parts = [list(range(*chunk(length, count, index))) for index in range(count)]
     expected = [part.tolist() for part in torch.arange(length).chunk(count)] if length else []
     assert parts == expected + [[]] * (count - len(expected))
@@ -119,7 +119,7 @@ def test_take_counts_the_listed_indices() -> None:
     assert take((Interval(2, 5), Interval(8, 12)), 2, 5) == (Interval(4, 5), Interval(8, 10))
 
 
-def test_overlap_counts_both_sides_in_their_own_order() -> None:
+def test_intersect_counts_both_sides_in_separate_orders() -> None:
     stored, wanted = (Interval(2, 5), Interval(8, 12)), (Interval(4, 9), Interval(11, 20))
     assert intersect(stored_as(stored), wanted) == (Segment(2, 0, 1), Segment(3, 4, 1), Segment(6, 5, 1))
 
@@ -131,18 +131,18 @@ def test_fsdp_over_tensor_parallel_rows_interleaves() -> None:
     assert rows == [(Interval(0, 2),), (Interval(4, 6),), (Interval(2, 4),), (Interval(6, 8),)]
 
 
-def test_matrices_out_of_order_are_found() -> None:
-    """Rows of a fused weight may alternate between its projections, and the second may come first."""
+def test_matrices_in_reverse_storage_order_have_the_right_ranks() -> None:
+    """Rows of a fused weight may alternate between the projections, and the second projection may come first."""
     stack = MatrixStack(1, (MatrixRows("b", (Interval(4, 8),)), MatrixRows("a", (Interval(0, 4),))))
     geometry = Geometry(Layout((8, 3), Mesh((4,), (0, 1, 2, 3)), (Shard(0),)), stack)
     assert [list(geometry.pieces[rank]) for rank in range(4)] == [[1], [1], [0], [0]]
 
 
-def test_a_mesh_needs_as_many_ranks_as_it_has_places() -> None:
+def test_a_mesh_needs_a_rank_per_place() -> None:
     with pytest.raises(AssertionError, match="cannot hold 3 ranks"):
         Mesh((2, 2), (0, 1, 2))
 
 
-def test_a_layout_needs_a_placement_for_each_axis() -> None:
+def test_a_layout_needs_a_placement_per_axis() -> None:
     with pytest.raises(AssertionError, match="1 placements for a mesh of 2 axes"):
         Layout((4, 4), Mesh((2, 2), (0, 1, 2, 3)), (Shard(0),))

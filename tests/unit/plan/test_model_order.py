@@ -20,14 +20,14 @@ from titan_muon.plan.terms.types import Bucket, Plan
 
 
 def tasks_of(plan: Plan) -> tuple[list[list[Task]], dict[tuple[int, int], int]]:
-    """The plan's rounds as tasks, and their owners."""
+    """The plan's rounds as tasks, and the owners."""
     groups = list(dict.fromkeys(bucket.group for bucket in plan.buckets))
     rounds: list[list[Task]] = [[] for _ in range(plan.rounds)]
     owners = {}
     for bucket in plan.buckets:
         for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
-            found, group = plan.matrices[matrix], groups.index(bucket.group)
-            rounds[bucket.round].append(Task(matrix, group, found.flops, found.numel, ""))
+            matrix_data, group = plan.matrices[matrix], groups.index(bucket.group)
+            rounds[bucket.round].append(Task(matrix, group, matrix_data.flops, matrix_data.numel, ""))
             owners[matrix, group] = owner
     return rounds, owners
 
@@ -38,28 +38,28 @@ def pieces_of(plan: Plan) -> Pieces:
 
 @examples(50)
 @given(plans(exchanges=["all_to_all"]), st.sampled_from(["backward", "forward"]))
-def test_swapped_matrices_cost_their_owner_the_same(plan: Plan, overlap: Overlap) -> None:
+def test_model_order_keeps_the_cost_of_every_owner(plan: Plan, overlap: Overlap) -> None:
     pieces, (rounds, owners) = pieces_of(plan), tasks_of(plan)
-    found, owned = in_model_order(rounds, owners, overlap, pieces, {})
-    assert sorted(task for tasks in found for task in tasks) == sorted(task for tasks in rounds for task in tasks)
+    ordered, owned = in_model_order(rounds, owners, overlap, pieces, {})
+    assert sorted(task for tasks in ordered for task in tasks) == sorted(task for tasks in rounds for task in tasks)
     assert owned.keys() == owners.keys()
-    for before, after in zip(rounds, found, strict=True):
+    for before, after in zip(rounds, ordered, strict=True):
         old, new = (
             Counter((of[task.matrix, task.group], task.group, pieces.kinds[task.matrix], task.flops) for task in tasks)
             for tasks, of in ((before, owners), (after, owned))
         )
         assert old == new, "each owner has as many of each kind in each round as before"
-    sliced = [matrix for matrix, each in enumerate(plan.matrices) if each.slice is not None]
+    sliced = [matrix for matrix, entry in enumerate(plan.matrices) if entry.slice is not None]
     assert all(owned[key] == owners[key] for key in owners if key[0] in sliced)
 
 
 @examples(50)
 @given(plans(exchanges=["all_to_all"]), st.sampled_from(["backward", "forward"]))
-def test_of_a_kind_rounds_are_in_the_order_of_the_pass(plan: Plan, overlap: Overlap) -> None:
+def test_equal_rounds_are_in_the_order_of_the_pass(plan: Plan, overlap: Overlap) -> None:
     pieces, (rounds, owners) = pieces_of(plan), tasks_of(plan)
-    found, _ = in_model_order(rounds, owners, overlap, pieces, {})
+    ordered, _ = in_model_order(rounds, owners, overlap, pieces, {})
     kinds: dict[tuple[int, int], list[int]] = {}
-    for tasks in found:
+    for tasks in ordered:
         for task in tasks:
             if plan.matrices[task.matrix].slice is None:
                 kinds.setdefault((task.group, pieces.kinds[task.matrix]), []).append(task.matrix)
@@ -72,17 +72,18 @@ def test_a_matrix_stays_with_possible_owners() -> None:
     pieces = pieces_of(plan)
     rounds = [[Task(number, 0, 1, 1, "")] for number in (3, 2, 1, 0)]
     owners = {(number, 0): number for number in range(4)}
-    able = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
-    found, owned = in_model_order(rounds, owners, "forward", pieces, able)
-    assert [tasks[0].matrix for tasks in found] == [2, 3, 0, 1]
+    candidates = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
+    ordered, owned = in_model_order(rounds, owners, "forward", pieces, candidates)
+    assert [tasks[0].matrix for tasks in ordered] == [2, 3, 0, 1]
     assert owned == {(2, 0): 3, (3, 0): 2, (0, 0): 1, (1, 0): 0}
-    assert all(rank in able[matrix] for (matrix, _), rank in owned.items())
+    assert all(rank in candidates[matrix] for (matrix, _), rank in owned.items())
 
 
 @pytest.mark.parametrize(
     ("matrices", "backward", "forward"),
     [
-        # An eighth of 16 is two: the round with one of them hides nothing, nor do rounds at the same time.
+        # An eighth of 16 is two: a round with one of the first two matrices hides nothing, nor do rounds at the same
+        # time.
         ([(12, 15), (8, 11), (4, 7), (0, 3)], 3, 0),
         ([(0, 3), (4, 7), (8, 11), (12, 15)], 0, 3),
         ([(0, 9), (2, 15), (3, 4)], 0, 2),
@@ -94,7 +95,7 @@ def test_buckets_without_an_early_matrix_are_hidden(
     matrices: list[tuple[int, int]], backward: int, forward: int
 ) -> None:
     assert EARLY * 16 == 2
-    one = plan_of(parameters(16, 4)).buckets[0]
-    buckets: list[Bucket] = [replace(one, matrices=of, owners=(0, 1), round=k) for k, of in enumerate(matrices)]
-    found = [ordered_rounds(buckets, overlap) for overlap in get_args(Overlap)]
-    assert found == [0, backward, forward]
+    bucket = plan_of(parameters(16, 4)).buckets[0]
+    buckets: list[Bucket] = [replace(bucket, matrices=of, owners=(0, 1), round=k) for k, of in enumerate(matrices)]
+    counts = [ordered_rounds(buckets, overlap) for overlap in get_args(Overlap)]
+    assert counts == [0, backward, forward]

@@ -41,7 +41,7 @@ def loads(owners: OwnerOf, tasks: list[Task], load: dict[int, int] | None = None
 @examples(100)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 12))
 def test_balanced_is_within_four_thirds_of_the_best(flops: list[int], ranks: int) -> None:
-    """Graham's bound, against max(mean, largest, two of the ranks + 1 largest), which the best cannot beat."""
+    """Graham's bound, against max(mean, largest, two of the ranks + 1 largest), a lower bound of the optimum."""
     tasks = tasks_of(flops)
     path = max(loads(balanced(tasks, [tuple(range(ranks))], {}), tasks).values())
     ordered = sorted(flops, reverse=True)
@@ -55,7 +55,7 @@ def test_balanced_is_within_four_thirds_of_the_best(flops: list[int], ranks: int
 @examples(50)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 8), st.data())
 def test_balanced_fills_up_local_work(flops: list[int], ranks: int, data: st.DataObject) -> None:
-    """No rank with a matrix would gain by moving its smallest to the least loaded rank."""
+    """No rank with a matrix would gain by moving the smallest matrix to the least loaded rank."""
     at_home = data.draw(st.lists(st.integers(0, 2000), min_size=ranks, max_size=ranks))
     tasks = [Task(i, 0, f, 1, "l") for i, f in enumerate(flops)]
     load = dict(enumerate(at_home))
@@ -71,7 +71,7 @@ def test_balanced_fills_up_local_work(flops: list[int], ranks: int, data: st.Dat
 
 @examples(75)
 @given(st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 1000)), min_size=1, max_size=60), st.integers(1, 8))
-def test_bytes_stay_below_the_cap_or_everybody_is_at_it(sizes: list[tuple[int, int]], ranks: int) -> None:
+def test_bytes_stay_below_the_cap_unless_every_rank_is_full(sizes: list[tuple[int, int]], ranks: int) -> None:
     tasks = [Task(i, 0, flops, bytes_, "l") for i, (flops, bytes_) in enumerate(sizes)]
     owners = balanced(tasks, [tuple(range(ranks))], {})
     mean, largest = sum(b for _, b in sizes) / ranks, max(b for _, b in sizes)
@@ -84,8 +84,8 @@ def test_bytes_stay_below_the_cap_or_everybody_is_at_it(sizes: list[tuple[int, i
         assert all(held[rank] + largest > cap for rank in range(ranks))
 
 
-def test_many_bytes_and_few_flops_do_not_pile_up_on_one_rank() -> None:
-    """One matrix of 100 FLOPs, and 30 of few FLOPs and many bytes: by FLOPs alone one rank would take all 30."""
+def test_matrices_with_many_bytes_and_few_flops_spread_over_ranks() -> None:
+    """One matrix of 100 FLOPs, and 30 of few FLOPs and many bytes: by FLOPs alone one rank would own all 30."""
     tasks = [Task(0, 0, 10_000, 1, "l"), *(Task(i, 0, 1, 100, "l") for i in range(1, 31))]
     owners = balanced(tasks, [(0, 1)], {0: 0, 1: 0})
     held = Counter(owners[task.matrix, 0] for task in tasks if task.bytes == 100)
@@ -93,7 +93,7 @@ def test_many_bytes_and_few_flops_do_not_pile_up_on_one_rank() -> None:
 
 
 @pytest.mark.parametrize("assign", STRATEGIES)
-def test_every_matrix_has_one_owner_of_its_group(assign: Assign) -> None:
+def test_every_matrix_has_a_single_owner_in_the_group(assign: Assign) -> None:
     groups = ((0, 1, 2, 3), (0, 2), (1, 3))
     tasks = [Task(i, i % 3, 10 + i, 10 + i, f"layers.{i // 4}") for i in range(40)]
     owners = assign(tasks, groups, {})
@@ -101,7 +101,7 @@ def test_every_matrix_has_one_owner_of_its_group(assign: Assign) -> None:
     assert all(owner in groups[group] for (_, group), owner in owners.items())
 
 
-def test_a_small_group_is_evened_out_by_a_large_one() -> None:
+def test_a_large_group_evens_out_a_small_group() -> None:
     """Ranks 0 and 1 alone can own the experts; the dense matrices then go to ranks 2 and 3."""
     groups = ((0, 1, 2, 3), (0, 1))
     tasks = [*(Task(i, 0, 10, 10, "d") for i in range(4)), *(Task(i, 1, 10, 10, "e") for i in range(4, 8))]
@@ -144,7 +144,7 @@ def digests() -> str:
 def test_plans_do_not_depend_on_the_hash_seed() -> None:
     """Ranks are processes with different hash seeds: no set or dict order may reach the plan."""
     code = "from tests.unit.plan.test_owners import digests; print(digests())"
-    found = [
+    outputs = [
         subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, "PYTHONHASHSEED": seed},
@@ -154,4 +154,4 @@ def test_plans_do_not_depend_on_the_hash_seed() -> None:
         ).stdout.strip()
         for seed in ("0", "1")
     ]
-    assert found == [digests(), digests()]
+    assert outputs == [digests(), digests()]

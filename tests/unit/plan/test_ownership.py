@@ -1,4 +1,4 @@
-"""Owners are balanced by cost and bytes together, spread within layers, and the same for every rank that asks."""
+"""Owners are balanced by cost and bytes together, spread within layers, and equal on every rank."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def items(draw: st.DrawFn) -> list[OwnedItem]:
 
 
 def by_layer(ownership: Ownership) -> dict[str, list[int]]:
-    found = defaultdict(list)
-    for each, owners in zip(ownership.items, ownership.owners, strict=True):
-        found[each.layer] += owners
-    return found
+    layers = defaultdict(list)
+    for item, owners in zip(ownership.items, ownership.owners, strict=True):
+        layers[item.layer] += owners
+    return layers
 
 
 @examples(50)
@@ -80,7 +80,7 @@ def test_more_ranks_than_matrices_leave_ranks_without_any(matrices: int, more: i
 
 @pytest.mark.parametrize(("size", "longest", "fullest"), [(2, 1.01, 1.05), (8, 1.01, 1.1), (64, 1.06, 1.1)])
 def test_llama_8b_is_even_in_flops_and_in_bytes(size: int, longest: float, fullest: float) -> None:
-    """Longest path and most bytes, over their means."""
+    """The longest path and the most bytes, over the means."""
     loads = assign_owners(model(32, LLAMA_8B), size).loads()
     flops, held = [load.flops for load in loads], [load.bytes for load in loads]
     assert max(flops) <= longest * sum(flops) / size
@@ -101,9 +101,9 @@ def stacks(draw: st.DrawFn) -> list[OwnedItem]:
 def test_a_stack_is_divided_among_different_ranks(given_items: list[OwnedItem], size: int) -> None:
     """On as many ranks as units, in runs like torch.chunk's, none empty."""
     ownership = assign_owners(given_items, size)
-    for each, owners in zip(ownership.items, ownership.owners, strict=True):
+    for item, owners in zip(ownership.items, ownership.owners, strict=True):
         assert len(set(owners)) == len(owners)
-        assert len(owners) == len(torch.arange(each.units).chunk(min(each.units, size)))
+        assert len(owners) == len(torch.arange(item.units).chunk(min(item.units, size)))
     loads = ownership.loads()
     assert sum(load.matrices for load in loads) == sum(i.units for i in given_items)
     assert sum(load.bytes for load in loads) == sum(i.bytes for i in given_items)
@@ -120,17 +120,17 @@ def test_experts_of_many_layers_are_even_where_ranks_exceed_experts() -> None:
     assert max(load.flops for load in loads) <= 1.1 * sum(load.flops for load in loads) / 32
 
 
-def test_owners_that_are_named_count_first() -> None:
+def test_named_owners_are_assigned_first() -> None:
     """A named rank, and a layer with a single rank; balanced items make room."""
-    rank = [replace(each, owner=1) for each in model(1, {"a": (9, 9), "b": (9, 9)})]
+    rank = [replace(entry, owner=1) for entry in model(1, {"a": (9, 9), "b": (9, 9)})]
     layers = [
-        replace(each, fqn=f"l{each.fqn}", layer=f"l{each.layer}", owner="layer")
-        for each in model(2, {"c": (9, 9), "d": (9, 9)})
+        replace(entry, fqn=f"l{entry.fqn}", layer=f"l{entry.layer}", owner="layer")
+        for entry in model(2, {"c": (9, 9), "d": (9, 9)})
     ]
     stack = OwnedItem("e", "e", 4, 4, units=4, owner=2)
     others = [item(f"o{i}", f"o{i}", 9, 9) for i in range(2)]
     ownership = assign_owners([*rank, *layers, stack, *others], 4)
-    owners = dict(zip((each.fqn for each in ownership.items), ownership.owners, strict=True))
+    owners = dict(zip((entry.fqn for entry in ownership.items), ownership.owners, strict=True))
     assert owners["0.a"] == owners["0.b"] == (1,)
     assert owners["e"] == (2,)
     assert owners["l0.c"] == owners["l0.d"] != owners["l1.c"] == owners["l1.d"]
@@ -146,15 +146,15 @@ def test_parameters_without_orthogonalization_are_even_in_bytes() -> None:
     assert [load.bytes for load in loads] == [500, 500]
 
 
-def test_bytes_have_a_limit_of_their_own() -> None:
-    """Matrices that cost little and weigh much do not pile up where little is computed."""
+def test_owned_bytes_have_a_separate_limit() -> None:
+    """Matrices with little cost and many bytes do not pile up on ranks with little compute."""
     costly = [item(f"c{i}", f"c{i}", 60, 60) for i in range(3)]
     heavy = [OwnedItem(f"h{i}", f"h{i}", 1, 4 * 6000) for i in range(12)]
     held = [load.bytes for load in assign_owners(costly + heavy, 4).loads()]
     assert max(held) <= 1.3 * sum(held) / 4
 
 
-def test_the_table_joins_neighbours_that_own_equally_much() -> None:
+def test_the_table_joins_adjacent_ranks_with_equal_loads() -> None:
     owned = OwnedTotals(2, 2**20, 10**9)
     lines = list(load_lines({0: owned, 1: owned, 2: OwnedTotals(0, 0, 0)}))
     assert [line.split() for line in lines] == [

@@ -1,4 +1,5 @@
-"""Bytes of element-wise passes and messages of collectives: the planner counts what operators and programs have."""
+"""Bytes of element-wise passes and messages of collectives: the planner's counts equal the counts of operators and
+programs."""
 
 from collections import Counter
 from itertools import product
@@ -28,7 +29,7 @@ def nbytes(value: Any) -> int:
 
 
 class Moved(TorchDispatchMode):
-    """While active, counts the bytes that operators read and write, and the operators of large tensors by name."""
+    """While active, counts the bytes read and written by operators, and the operators of large tensors by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class Moved(TorchDispatchMode):
     ],
     ids=str,
 )
-def test_a_pass_moves_the_bytes_that_the_planner_counts(dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_a_pass_moves_the_planned_bytes(dtype: torch.dtype, options: dict[str, Any]) -> None:
     parameter = nn.Parameter(torch.randn(SIDE, SIDE).to(dtype))
     muon = Muon([("a.w", parameter)], weight_decay=0.1, **options)
     parameter.grad = torch.randn(SIDE, SIDE).to(dtype)
@@ -82,8 +83,8 @@ def test_a_pass_moves_the_bytes_that_the_planner_counts(dtype: torch.dtype, opti
 def planned(mesh: Mesh, rows: int, placements: tuple[Any, ...], exchange: str, count: int = 5) -> Plan:
     stack = MatrixStack(1, (MatrixRows("", (Interval(0, rows),)),))
     layout = Layout((rows, 16), mesh, placements)
-    found = [Parameter(f"layers.{i}.w", f"layers.{i}", layout, stack) for i in range(count)]
-    return plan_of(found, exchange=exchange)
+    parameters = [Parameter(f"layers.{i}.w", f"layers.{i}", layout, stack) for i in range(count)]
+    return plan_of(parameters, exchange=exchange)
 
 
 @pytest.mark.parametrize("exchange", ["all_to_all"])
@@ -97,7 +98,7 @@ def planned(mesh: Mesh, rows: int, placements: tuple[Any, ...], exchange: str, c
     ],
     ids=str,
 )
-def test_messages_are_counted_as_programs_send_them(
+def test_counted_messages_equal_the_programs_messages(
     mesh: Mesh, rows: int, placements: tuple[Any, ...], exchange: str
 ) -> None:
     plan = planned(mesh, rows, placements, exchange)
@@ -111,8 +112,8 @@ def test_messages_are_counted_as_programs_send_them(
         for run in programs:
             for phase, flow in zip(run.phases, totals.phases, strict=True):
                 far = [place for place, peer in enumerate(phase.group) if peer // 8 != rank // 8]
-                near = [place for place in range(len(phase.group)) if place not in far]
-                for places, peers in ((near, flow.near_peers), (far, flow.far_peers)):
+                local = [place for place in range(len(phase.group)) if place not in far]
+                for places, peers in ((local, flow.near_peers), (far, flow.far_peers)):
                     sizes = ([splits[place] for place in places] for splits in (phase.home_splits, phase.owned_splits))
                     assert peers == max(sum(size > 0 for size in side) for side in sizes)
                 compared += 1

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.plans import coordinates, examples, plan_of, plans, ranks_of, recut, taken, torch_local
+from tests.unit.plans import EXCHANGES, coordinates, elements_of, examples, plan_of, plans, ranks_of, recut, torch_local
 from titan_muon.comm.buffers import BufferSet, bucket_buffers, make_buffer_sets
 from titan_muon.plan.cost.batches import batches
 from titan_muon.plan.program import BucketProgram, Collective, Phase, make_program
@@ -34,7 +34,7 @@ from titan_muon.plan.terms.types import (
 
 GATHER, RETURN, SPREAD, SLICES = "gather", "return", "spread", "slices"
 SEPARATE = 10**6
-"""Tensors of one name on separate coordinates differ by multiples of this."""
+"""Tensors of one name on separate coordinates differ by multiples of this value."""
 Key = tuple[int, str, tuple[int, ...]]
 """A collective: bucket, kind, and ranks."""
 
@@ -52,7 +52,7 @@ def numbered(plan: Plan) -> list[Tensor]:
 
 def whole(plan: Plan, full: list[Tensor], matrix: int) -> Tensor:
     place = plan.matrices[matrix]
-    return taken(full[place.parameter], plan.parameters[place.parameter].stack.matrices[place.index])
+    return elements_of(full[place.parameter], plan.parameters[place.parameter].stack.matrices[place.index])
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
@@ -61,10 +61,10 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 class World:
-    """All ranks of a plan, each with the buffers of exchange.Slot, and the collectives between them.
+    """All ranks of a plan, each with the buffers of exchange.Slot, and the collectives in between.
 
-    What a collective writes is not a number from its launch until it is done. It is done as late as a rank waits for
-    it (`late`), or as early as all have launched it.
+    The output of a collective is NaN from launch to completion. A collective completes at the first wait of a rank
+    (`late`), or when every rank has launched.
     """
 
     def __init__(self, plan: Plan, late: bool) -> None:
@@ -78,7 +78,7 @@ class World:
         self.ranks = {rank: Rank(self, rank) for rank in ranks_of(plan)}
 
     def run(self) -> None:
-        running = {rank: one.step() for rank, one in self.ranks.items()}
+        running = {rank: member.step() for rank, member in self.ranks.items()}
         while running:
             before = self._progress()
             for rank, steps in list(running.items()):
@@ -101,7 +101,7 @@ class World:
             self._move(collective)
 
     def meet(self, rank: int, first: int, team: tuple[int, ...]) -> Key:
-        """A rank reaches its slice of a matrix with first slice `first`."""
+        """A rank reaches a slice of the matrix with first slice `first`."""
         met = self.met.setdefault((first, team), set())
         assert rank in team
         assert rank not in met
@@ -133,7 +133,7 @@ class World:
 
 
 class Rank:
-    """A rank: its storage by PyTorch's shards, and the order of Muon.step."""
+    """A rank: the storage by PyTorch's shards, and the order of Muon.step."""
 
     def __init__(self, world: World, rank: int) -> None:
         plan = world.plan
@@ -172,7 +172,7 @@ class Rank:
         return full[:0]
 
     def step(self) -> Iterator[Key]:
-        """Run a BucketProgram to its end; finishes each awaited collective."""
+        """Run a BucketProgram to the end; finishes each awaited collective."""
         for act, index in self.program.acts:
             if self.program.buckets[index].local:
                 self._local(act, self.program.buckets[index])
@@ -226,15 +226,15 @@ class Rank:
                 yield from self._wait(self.world.meet(self.rank, matrix - part.place, self.program.teams[matrix]))
         for matrix in chosen:
             expected = whole(self.plan, self.full, matrix)
-            found = torch.full_like(expected, torch.nan)
+            result = torch.full_like(expected, torch.nan)
             for source in buffers.sources[matrix]:
                 for span in source.spans:
-                    found[span.whole].copy_(source.view[span.piece])
-            assert torch.equal(found, expected), f"matrix {matrix} is not whole on rank {self.rank}"
+                    result[span.whole].copy_(source.view[span.piece])
+            assert torch.equal(result, expected), f"matrix {matrix} is not whole on rank {self.rank}"
             self.world.work[matrix, self.rank] += 1
             for target in buffers.targets[matrix]:
                 for span in target.spans:
-                    target.view[span.piece].copy_(orthogonalized(found)[span.whole])
+                    target.view[span.piece].copy_(orthogonalized(result)[span.whole])
         run = self.program.buckets[index]
         if run.returning is not None:
             self.world.launch(self.rank, self._key(index, RETURN))
@@ -312,7 +312,7 @@ class Rank:
 
 
 def check_step(plan: Plan, late: bool) -> World:
-    """Run a step of all ranks: every stored element gets one momentum and its own orthogonalized value, once."""
+    """Run a step of all ranks: every stored element gets one momentum and the right orthogonalized value, once."""
     world = World(plan, late)
     world.run()
     for rank in world.ranks.values():
@@ -323,7 +323,7 @@ def check_step(plan: Plan, late: bool) -> World:
 
 
 def check_owners(world: World) -> None:
-    """The ranks of each matrix: its owner, once per group; or its holders, each for itself."""
+    """The ranks of each matrix: the owner, once per group; or all holders redundantly."""
     plan, expected = world.plan, Counter[tuple[int, int]]()
     for index, matrix in enumerate(plan.matrices):
         expected.update((index, rank) for rank in plan.local[index])
@@ -335,11 +335,11 @@ def check_owners(world: World) -> None:
                 if member == index:
                     assert not plan.local[index], "a matrix at home does not travel"
                     assert set(bucket.group) <= set(mesh.ranks), "a group is part of the matrix's mesh"
-                    found = [bucket.owners[number]] if bucket.owners else [r for r in holders if r in bucket.group]
+                    owners = [bucket.owners[number]] if bucket.owners else [r for r in holders if r in bucket.group]
                     geometry = world.geometries[matrix.parameter]
                     if bucket.exchange == "duplicated" and matrix.index in geometry.cut_by_peers:
-                        found = list(geometry.peers[found[0]])
-                    expected.update((index, rank) for rank in found)
+                        owners = list(geometry.peers[owners[0]])
+                    expected.update((index, rank) for rank in owners)
     assert world.work == expected
 
 
@@ -363,10 +363,10 @@ def check_legs(world: World) -> None:
 
 
 def by_group(
-    found: Iterable[BucketProgram], leg_of: Callable[[BucketProgram], Phase | None], runs: dict[int, BucketProgram]
+    programs: Iterable[BucketProgram], leg_of: Callable[[BucketProgram], Phase | None], runs: dict[int, BucketProgram]
 ) -> list[dict[int, Phase]]:
     """One phase of each rank, by group of ranks."""
-    groups = {phase.group for run in found if (phase := leg_of(run)) is not None}
+    groups = {phase.group for run in programs if (phase := leg_of(run)) is not None}
     assert len({rank for group in groups for rank in group}) == sum(map(len, groups)), "a rank is in one group"
     return [{rank: phase for rank in group if (phase := leg_of(runs[rank])) is not None} for group in groups]
 
@@ -412,7 +412,7 @@ def check_routes(phases: dict[int, Phase]) -> None:
 
 @examples(400)
 @given(plans())
-def test_every_matrix_is_whole_once_and_every_holder_gets_its_piece_back(plan: Plan) -> None:
+def test_every_matrix_is_whole_once_and_every_holder_gets_a_result(plan: Plan) -> None:
     world = check_step(plan, late=True)
     check_owners(world)
     check_legs(world)
@@ -420,8 +420,8 @@ def test_every_matrix_is_whole_once_and_every_holder_gets_its_piece_back(plan: P
 
 @examples(75)
 @given(plans(cut=False, overlaps=("backward", "forward")))
-def test_plans_that_a_pass_of_the_model_hides_cover_too(plan: Plan) -> None:
-    """Their rounds follow the pass, and equal matrices have swapped owners."""
+def test_overlapped_plans_cover_every_matrix_once(plan: Plan) -> None:
+    """The rounds follow the pass, and equal matrices have swapped owners."""
     world = check_step(plan, late=True)
     check_owners(world)
     check_legs(world)
@@ -429,7 +429,7 @@ def test_plans_that_a_pass_of_the_model_hides_cover_too(plan: Plan) -> None:
 
 @examples(50)
 @given(plans())
-def test_collectives_that_finish_at_once_give_the_same(plan: Plan) -> None:
+def test_immediate_collectives_give_the_same_result(plan: Plan) -> None:
     check_step(plan, late=False)
 
 
@@ -444,7 +444,7 @@ FLAT = Mesh((4,), (0, 1, 2, 3))
 SQUARE = Mesh((2, 2), (0, 1, 2, 3))
 
 
-def test_replicas_share_out_the_matrices_of_the_world() -> None:
+def test_replicas_share_the_matrices_of_the_world() -> None:
     """Over HSDP 2 x 2 each matrix is orthogonalized once in the world, and all four ranks have some."""
     plan = plan_of([sharded(f"{i}", (8, 6), SQUARE, None, 0) for i in range(8)])
     work = check_step(plan, late=True).work
@@ -452,7 +452,7 @@ def test_replicas_share_out_the_matrices_of_the_world() -> None:
     assert {rank for _, rank in work} == {0, 1, 2, 3}
 
 
-def test_redundant_replicas_each_do_every_matrix_once() -> None:
+def test_every_redundant_replica_orthogonalizes_every_matrix_once() -> None:
     plan = plan_of([sharded(f"{i}", (8, 6), SQUARE, None, 0) for i in range(4)], replicas="redundant")
     work = check_step(plan, late=True).work
     for copy in ({0, 1}, {2, 3}):
@@ -460,8 +460,8 @@ def test_redundant_replicas_each_do_every_matrix_once() -> None:
     assert {bucket.group for bucket in plan.buckets} == {(0, 1), (2, 3)}, "copies need not talk"
 
 
-def test_whole_experts_stay_home() -> None:
-    """Experts that expert parallelism leaves whole on a rank are orthogonalized there; nothing travels."""
+def test_programs_keep_whole_experts_local() -> None:
+    """A rank orthogonalizes local whole experts without traffic."""
     stack = MatrixStack(2, tuple(MatrixRows(str(i), (Interval(3 * i, 3 * i + 3),)) for i in range(8)))
     plan = plan_of([Parameter("w1", "l", Layout((8, 3, 5), FLAT, (Shard(0),)), stack)])
     assert plan.buckets == ()
@@ -469,7 +469,7 @@ def test_whole_experts_stay_home() -> None:
     check_step(plan, late=True)
 
 
-def test_experts_over_few_ranks_travel_within_these_ranks() -> None:
+def test_experts_on_few_ranks_are_gathered_within_these_ranks() -> None:
     """Expert parallelism 2 x expert FSDP 2: one of the two holders owns each expert."""
     stack = MatrixStack(2, tuple(MatrixRows(str(i), (Interval(4 * i, 4 * i + 4),)) for i in range(2)))
     plan = plan_of([Parameter("w1", "l", Layout((2, 4, 5), SQUARE, (Shard(1), Shard(0))), stack)])
@@ -477,21 +477,35 @@ def test_experts_over_few_ranks_travel_within_these_ranks() -> None:
     check_step(plan, late=True)
 
 
-def test_a_small_matrix_may_be_owned_by_a_rank_without_a_row_of_it() -> None:
-    """Two matrices of one row over 4 ranks: rank 0 stores both, and another rank owns one of them."""
+def test_a_rank_without_a_row_may_own_a_small_matrix() -> None:
+    """Two matrices of one row over 4 ranks: rank 0 stores both, and another rank owns one of the two."""
     plan = plan_of([sharded(f"{i}", (1, 8), FLAT, 0) for i in range(2)])
     work = check_step(plan, late=True).work
     assert plan.local == ((0,), (0,)) or len({rank for _, rank in work}) == 2
 
 
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather", "all_gather_reduce_scatter"])
-def test_more_ranks_than_matrices(exchange: str) -> None:
+def test_a_plan_may_have_more_ranks_than_matrices(exchange: str) -> None:
     plan = plan_of([sharded("one", (3, 5), FLAT, 0)], exchange=exchange)
     assert plan.buckets[0].group == (0, 1, 2, 3)
     check_step(plan, late=True)
 
 
-def test_every_rank_orthogonalizes_its_plain_tensors() -> None:
+@pytest.mark.parametrize("ranks", [6, 12])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_uneven_shards_of_rows_are_sent_from_multiples_of_16_bytes(exchange: str, ranks: int) -> None:
+    """Without gaps, because a row of 8 bfloat16 elements has 16 bytes."""
+    mesh = Mesh((ranks,), tuple(range(ranks)))
+    shapes = [(13, 8), (8, 24), (64, 40), (100, 16)]
+    parameters = [sharded(f"{rows}", (rows, cols), mesh, 0) for rows, cols in shapes]
+    plan = plan_of(parameters, exchange=exchange, owners="everyone" if exchange == "all_gather" else "balanced")
+    phases = [phase for rank in range(ranks) for run in make_program(plan, rank).buckets for phase in run.phases]
+    parcels = [parcel for phase in phases for parcel in (*phase.home, *phase.owned)]
+    assert len({parcel.piece.numel for parcel in parcels}) > 2
+    assert {parcel.offset % 8 for parcel in parcels} == {0}
+
+
+def test_every_rank_orthogonalizes_the_local_plain_tensors() -> None:
     whole_stack = MatrixStack(1, (MatrixRows("", (Interval(0, 4),)),))
     plain = Parameter("p", "p", Layout((4, 4), FLAT, (Separate(),)), whole_stack, plain=True)
     assert check_step(plan_of([plain]), late=True).work == Counter({(0, rank): 1 for rank in range(4)})
@@ -511,13 +525,13 @@ def test_buckets_with_and_without_return_in_place_share_buffer_sets() -> None:
 
 @examples(75)
 @given(plans(), st.integers(0, 1000))
-def test_every_group_sees_its_collectives_in_one_order(plan: Plan, seed: int) -> None:
+def test_every_rank_of_a_group_has_the_same_collective_order(plan: Plan, seed: int) -> None:
     """Ranks with another order would take wrong pieces, or hang."""
-    for one in (plan, recut(plan, Random(seed))):
+    for candidate in (plan, recut(plan, Random(seed))):
         orders: dict[tuple[int, ...], set[tuple[tuple[Act, int], ...]]] = {}
-        for rank in ranks_of(one):
-            program = make_program(one, rank)
-            mine = [index for index, bucket in enumerate(one.buckets) if rank in bucket.group]
+        for rank in ranks_of(candidate):
+            program = make_program(candidate, rank)
+            mine = [index for index, bucket in enumerate(candidate.buckets) if rank in bucket.group]
             seen: dict[tuple[int, ...], list[tuple[Act, int]]] = {}
             for act, index in program.acts:
                 run = program.buckets[index]
@@ -526,4 +540,4 @@ def test_every_group_sees_its_collectives_in_one_order(plan: Plan, seed: int) ->
                         seen.setdefault(phase.group, []).append((act, mine[index]))
             for group, order in seen.items():
                 orders.setdefault(group, set()).add(tuple(order))
-        assert all(len(found) == 1 for found in orders.values())
+        assert all(len(sequences) == 1 for sequences in orders.values())

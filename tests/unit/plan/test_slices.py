@@ -45,7 +45,7 @@ def teams(plan: Plan) -> list[tuple[int, ...]]:
     return [ranks for bucket in plan.buckets for ranks in teams_in(bucket, plan.matrices).values()]
 
 
-def test_a_matrix_for_all_ranks_ends_sooner_and_nothing_is_computed_twice() -> None:
+def test_slices_divide_the_flops_without_repeated_work() -> None:
     alone, shared = (plan_of(parameters(1, 4), machine=SLICING, split_over=over) for over in (1, 4))
     assert teams(alone) == []
     assert teams(shared) == [(0, 1, 2, 3)]
@@ -55,8 +55,8 @@ def test_a_matrix_for_all_ranks_ends_sooner_and_nothing_is_computed_twice() -> N
     assert summarize(shared).muon_matrices == summarize(shared).orthogonalizations == 1
 
 
-def test_slices_that_their_owners_store_are_not_exchanged() -> None:
-    """Rows over as many ranks as owners: a rank stores its slice, and no phase moves anything."""
+def test_local_slices_are_not_exchanged() -> None:
+    """Rows over as many ranks as owners: a rank stores the slice, and no phase sends bytes."""
     plan = plan_of(parameters(1, 4), machine=SLICING, split_over=4)
     runs = [run for rank in range(4) for run in make_program(plan, rank).buckets]
     assert len(runs) == 4
@@ -67,7 +67,7 @@ def test_slices_that_their_owners_store_are_not_exchanged() -> None:
     assert summarize(plan).bytes_sent_max == team.sent
 
 
-def test_the_longer_side_is_cut_and_the_learning_rate_is_that_of_the_whole() -> None:
+def test_slices_divide_the_longer_side_and_keep_the_learning_rate_of_the_whole() -> None:
     for shape in ((64, 32), (32, 64), (32, 32)):
         for transposed in (False, True):
             plan = plan_of(parameters(1, 2, shape, transposed), machine=SLICING, split_over=2)
@@ -78,7 +78,7 @@ def test_the_longer_side_is_cut_and_the_learning_rate_is_that_of_the_whole() -> 
 
 
 def test_uneven_numbers_of_matrices_are_sliced_evenly() -> None:
-    """Three equal matrices over two ranks: one rank has two, unless the third is shared."""
+    """Three equal matrices over two ranks: a rank has two, unless the third is shared."""
     alone, shared = (plan_of(parameters(3, 2), machine=SLICING, split_over=over) for over in (1, 2))
     assert summarize(alone).ns_flops_max * 3 == 4 * summarize(shared).ns_flops_max
     assert teams(shared) == [(0, 1)]
@@ -93,7 +93,7 @@ def test_uneven_numbers_of_matrices_are_sliced_evenly() -> None:
         pytest.param(SLICING, (63, 31), id="sides that do not divide"),
     ],
 )
-def test_a_matrix_stays_whole_where_slices_cannot_be_or_end_no_sooner(machine: Machine, shape: tuple[int, int]) -> None:
+def test_a_matrix_without_a_gain_from_slices_stays_whole(machine: Machine, shape: tuple[int, int]) -> None:
     plan = plan_of(parameters(1, 4, shape), machine=machine, split_over=8)
     assert teams(plan) == []
     assert len(plan.matrices) == 1
@@ -105,11 +105,11 @@ def test_the_owners_of_a_sliced_matrix_share_a_node() -> None:
     assert all(len({rank // 2 for rank in team}) == 1 for team in teams(plan))
 
 
-def test_at_most_as_many_as_are_asked_for_share_a_matrix() -> None:
+def test_split_over_limits_the_ranks_of_a_sliced_matrix() -> None:
     assert {len(team) for team in teams(plan_of(parameters(1, 8), machine=SLICING, split_over=4))} == {4}
 
 
-def test_replicas_that_repeat_the_work_have_whole_matrices() -> None:
+def test_redundant_replicas_have_whole_matrices() -> None:
     layout = Layout((64, 32), Mesh((2, 2), (0, 1, 2, 3)), (Replicate(), Shard(0)))
     [parameter] = parameters(1, 4)
     plan = plan_of([replace(parameter, layout=layout)], machine=SLICING, split_over=4, replicas="redundant")
@@ -124,7 +124,7 @@ def test_replicas_that_repeat_the_work_have_whole_matrices() -> None:
     ],
     ids=str,
 )
-def test_slices_are_refused_where_each_matrix_has_one_owner_or_none(options: dict[str, str]) -> None:
+def test_slices_are_refused_without_an_exchange_between_owners(options: dict[str, str]) -> None:
     with pytest.raises(OptionError, match=r"^split_over = 2: .*, or split_over = 1$"):
         plan_of(parameters(1, 4), split_over=2, **options)
     assert plan_of(parameters(1, 4), split_over=1, **options).matrices
@@ -134,8 +134,8 @@ def test_slices_are_refused_where_each_matrix_has_one_owner_or_none(options: dic
 
 
 @pytest.mark.parametrize(("beside", "cut"), [(0, True), (25, False)])
-def test_automatic_slices_have_to_save_3_percent_of_the_step(beside: int, cut: bool) -> None:
-    """A matrix that only one of two ranks has, after `beside` matrices on each."""
+def test_automatic_slices_must_save_3_percent_of_the_step(beside: int, cut: bool) -> None:
+    """A matrix on only one of two ranks, after `beside` matrices on each."""
     matrices = parameters(2 * beside + 1, 2)
     assert teams(plan_of(matrices, machine=SLICING, split_over=2)), "a gain of 2 % is one"
     plan = plan_of(matrices, machine=SLICING, split_over="auto")
@@ -144,7 +144,8 @@ def test_automatic_slices_have_to_save_3_percent_of_the_step(beside: int, cut: b
 
 
 def overlapping() -> list[Parameter]:
-    """On two nodes of two ranks: two matrices over all ranks, and twelve small ones over each pair of ranks of both."""
+    """On two nodes of two ranks: two matrices over all ranks, and twelve small matrices over each pair of ranks across
+    nodes."""
     small = [
         replace(parameter, fqn=f"{parameter.fqn}.{pair[0]}", layout=replace(parameter.layout, mesh=Mesh((2,), pair)))
         for pair in ((0, 2), (1, 3))
@@ -153,8 +154,8 @@ def overlapping() -> list[Parameter]:
     return parameters(2, 4, (128, 64)) + small
 
 
-def test_where_links_take_longer_slices_leave_each_rank_its_share_of_small_groups() -> None:
-    """Whole, each large matrix must be balanced by the small matrices of one pair, where one rank gathers most."""
+def test_slices_of_large_matrices_balance_small_groups_on_slow_links() -> None:
+    """Without slices, the small matrices of a pair must balance each large matrix, and one rank gathers most."""
     whole, shared = (plan_of(overlapping(), machine=SLOW, split_over=over) for over in (1, 2))
     played = machine_of(SLOW)
     assert sorted(teams(shared)) == [(0, 1), (2, 3)]
@@ -168,7 +169,7 @@ def test_where_links_take_longer_slices_leave_each_rank_its_share_of_small_group
     assert timeline(shared, played).last.seconds < timeline(whole, played).last.seconds
 
 
-def test_slices_take_their_share_of_the_flops_and_the_links_of_the_node() -> None:
+def test_modelled_slices_count_flops_and_node_traffic() -> None:
     plan = plan_of(parameters(1, 2), machine=SLICING, split_over=2)
     [work] = plan.works
     assert work.team is not None
@@ -179,17 +180,17 @@ def test_slices_take_their_share_of_the_flops_and_the_links_of_the_node() -> Non
     assert called == pytest.approx(work.team.calls)
 
 
-def test_the_slices_of_a_matrix_begin_when_the_last_of_their_owners_is_there() -> None:
-    """Rank 1 has 1 s of local work; rank 0's other work follows."""
+def test_slices_start_when_the_last_owner_is_ready() -> None:
+    """Rank 1 has 1 s of local work; rank 0's remaining work follows."""
     none = (0.0, 0.0)
     owned = (OwnerTime(0, 1.5, 0, 0), OwnerTime(0, 1.0, 0, 0))
-    one = BucketTimes((0, 1), none, owned, none, none, (none, none), 0.0, teams=(((0, 1), 1.0),))
-    assert simulate([replace(one, teams=())], [0], [0.0, 1.0], 1) == [1.5, 2.0]
-    assert simulate([one], [0], [0.0, 1.0], 1) == [2.5, 2.0]
+    bucket = BucketTimes((0, 1), none, owned, none, none, (none, none), 0.0, teams=(((0, 1), 1.0),))
+    assert simulate([replace(bucket, teams=())], [0], [0.0, 1.0], 1) == [1.5, 2.0]
+    assert simulate([bucket], [0], [0.0, 1.0], 1) == [2.5, 2.0]
 
 
-def test_owners_of_slices_take_them_first_and_in_one_order() -> None:
-    """In another order they would wait for each other forever; after whole matrices, longer."""
+def test_owners_compute_slices_first_and_in_the_same_order() -> None:
+    """A different order would deadlock; an order after whole matrices would take longer."""
     whole = Matrix(0, 0, 8, 8, 1)
     first, second = (replace(whole, work=1, slice=Slice(place, 2, True)) for place in (1, 0))
     matrices = [whole, first, second, whole]
@@ -199,6 +200,6 @@ def test_owners_of_slices_take_them_first_and_in_one_order() -> None:
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(1, [1]), (8, [8]), (9, [5, 4]), (16, [8, 8]), (17, [6, 6, 5])])
-def test_batches_are_as_few_as_their_limit_allows_and_even(count: int, sizes: list[int]) -> None:
+def test_batches_are_even_and_as_few_as_the_limit_allows(count: int, sizes: list[int]) -> None:
     matrices, works = [Matrix(0, place, 8, 8, 1) for place in range(count)], [Work("whole", 1, batch=8)]
     assert [len(batch) for batch in batches(range(count), matrices, works)] == sizes

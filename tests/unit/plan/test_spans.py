@@ -1,4 +1,4 @@
-"""Spans of a modelled step: what the page and the picture show."""
+"""Spans of a modelled step, as shown on the page and in the picture."""
 
 import itertools
 from collections import defaultdict
@@ -17,9 +17,9 @@ H100 = MACHINES["h100x8"]
 @pytest.mark.parametrize("ranks", [1, 4, 16])
 def test_spans_end_with_the_step_and_computing_spans_do_not_overlap(ranks: int) -> None:
     plan = plan_of(parameters(7, ranks), machine=Machine())
-    found, played = spans(plan, H100), timeline(plan, H100)
+    drawn, played = spans(plan, H100), timeline(plan, H100)
     computing: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for span in found:
+    for span in drawn:
         if span.stage in ("advance", "orthogonalize", "apply"):
             computing[span.rank].append((span.start, span.stop))
     for time in played.ranks:
@@ -27,4 +27,4 @@ def test_spans_end_with_the_step_and_computing_spans_do_not_overlap(ranks: int) 
         assert all(before[1] <= after[0] + 1e-12 for before, after in itertools.pairwise(mine))
         assert sum(stop - start for start, stop in mine) == pytest.approx(time.orthogonalize + time.passes)
         assert max(stop for _, stop in mine) == pytest.approx(time.seconds)
-    assert {span.bucket for span in found} == ({LOCAL} if ranks == 1 else set(range(len(plan.buckets))))
+    assert {span.bucket for span in drawn} == ({LOCAL} if ranks == 1 else set(range(len(plan.buckets))))

@@ -1,4 +1,4 @@
-"""Keepers of replicated momentum: each momentum once in the world, on ranks that send to the owner."""
+"""Keepers of replicated momentum: each momentum once in the world, on ranks with a send to the owner."""
 
 from collections import Counter
 from dataclasses import replace
@@ -28,28 +28,28 @@ def kept_on_owners(parameters: list[Parameter]) -> Plan:
 
 
 def advanced(plan: Plan, rank: int) -> Counter[int]:
-    """Elements of momentum that a rank advances in a step, by parameter: the packed ones under `state = "owner"`."""
-    program, found = make_program(plan, rank), Counter[int]()
+    """Elements of momentum advanced by a rank in a step, by parameter: the packed elements under `state = "owner"`."""
+    program, elements = make_program(plan, rank), Counter[int]()
     for run in program.buckets:
         for parcel in run.stored:
             if not plan.parameters[plan.matrices[parcel.matrix].parameter].state_ranks:
-                found[plan.matrices[parcel.matrix].parameter] += parcel.piece.numel
+                elements[plan.matrices[parcel.matrix].parameter] += parcel.piece.numel
         for parcel in run.gathering.home:
             if plan.parameters[plan.matrices[parcel.matrix].parameter].state_ranks:
-                found[plan.matrices[parcel.matrix].parameter] += parcel.piece.numel
-    return found
+                elements[plan.matrices[parcel.matrix].parameter] += parcel.piece.numel
+    return elements
 
 
 @examples(50)
 @given(parameter_lists())
-def test_each_momentum_is_kept_once_and_where_a_step_advances_it(parameters: list[Parameter]) -> None:
-    plan = kept_on_owners([each for each in parameters if not each.separate])
+def test_every_momentum_is_kept_once_on_the_advancing_rank(parameters: list[Parameter]) -> None:
+    plan = kept_on_owners([entry for entry in parameters if not entry.separate])
     kept, total = state_elements(plan), Counter[int]()
     for rank in ranks_of(plan):
         assert advanced(plan, rank) == +Counter(kept[rank])
         total.update(kept[rank])
-    for number, each in enumerate(plan.parameters):
-        assert total[number] == sum(m.numel for m in plan.matrices if m.parameter == number), each.fqn
+    for number, entry in enumerate(plan.parameters):
+        assert total[number] == sum(m.numel for m in plan.matrices if m.parameter == number), entry.fqn
 
 
 @pytest.mark.parametrize("placed", [DDP, HSDP], ids=["ddp", "hsdp"])
@@ -58,16 +58,16 @@ def test_momentum_is_divided_as_evenly_as_matrices_can_be(placed: tuple[Mesh, tu
     assert {sum(held.values()) for held in state_elements(plan).values()} == {12 * 8 * 16 // 4}
 
 
-def test_small_matrices_that_take_no_time_are_divided_by_their_bytes() -> None:
-    """By FLOPs alone, all of them would be kept away from the large matrix's rank."""
+def test_small_cheap_matrices_are_balanced_by_bytes() -> None:
+    """By FLOPs alone, none would be on the large matrix's rank."""
     shapes = [(64, 64), *[(1, 256)] * 32]
     plan = kept_on_owners([parameter(f"layers.{i}.w", shape, DDP) for i, shape in enumerate(shapes)])
-    held = [sum(each.values()) for each in state_elements(plan).values()]
+    held = [sum(elements.values()) for elements in state_elements(plan).values()]
     assert max(held) <= 1.5 * sum(held) / len(held)
 
 
 @pytest.mark.parametrize(("experts", "parts"), [(8, [2, 2, 2, 2]), (10, [3, 3, 3, 1]), (5, [2, 2, 1]), (2, [1, 1])])
-def test_a_stack_is_kept_in_chunks_of_whole_experts_on_their_owners(experts: int, parts: list[int]) -> None:
+def test_a_stack_is_kept_in_chunks_of_whole_experts_on_the_owners(experts: int, parts: list[int]) -> None:
     plan = kept_on_owners([parameter("experts", (experts, 4, 6), DDP)])
     ranks, kept = plan.parameters[0].state_ranks, state_elements(plan)
     assert len(set(ranks)) == len(parts)
@@ -77,15 +77,15 @@ def test_a_stack_is_kept_in_chunks_of_whole_experts_on_their_owners(experts: int
 
 
 def test_keepers_stay_when_the_step_is_planned_again() -> None:
-    found = with_state_ranks([parameter(name, (8, 8), DDP) for name in "abcd"], OWNER, work, {})
-    kept = {each.fqn: each.state_ranks for each in found}
-    more = [parameter("z", (16, 16), DDP), *(replace(each, state_ranks=()) for each in found)]
-    again = {each.fqn: each.state_ranks for each in with_state_ranks(more, OWNER, work, kept)}
+    planned = with_state_ranks([parameter(name, (8, 8), DDP) for name in "abcd"], OWNER, work, {})
+    kept = {entry.fqn: entry.state_ranks for entry in planned}
+    more = [parameter("z", (16, 16), DDP), *(replace(entry, state_ranks=()) for entry in planned)]
+    again = {entry.fqn: entry.state_ranks for entry in with_state_ranks(more, OWNER, work, kept)}
     assert {name: again[name] for name in kept} == kept
     assert len(again["z"]) == 1
 
 
-def test_unshared_matrices_keep_their_own_momentum() -> None:
+def test_a_rank_keeps_the_momentum_of_rank_specific_matrices() -> None:
     own = parameter("own", (8, 8), (DDP[0], (Separate(),)))
     plan = kept_on_owners([own, parameter("copy", (8, 8), DDP)])
     assert plan.parameters[0].state_ranks == ()

@@ -1,4 +1,4 @@
-"""A plan's numbers are those of its programs; only equal plans have equal digests."""
+"""A plan's numbers equal the numbers of the programs; only equal plans have equal digests."""
 
 import json
 import math
@@ -83,16 +83,16 @@ def counted(plan: Plan, rank: int) -> RankCost:
 
 
 def iteration_bytes(parts: list[list[Matrix]]) -> int:
-    """In bfloat16 X, the next X, X Xᵀ and its polynomial of the largest stack.
+    """In bfloat16 X, the next X, X Xᵀ and the polynomial of the largest stack.
 
-    What is at home is a part, and so is each run; of n matrices of a shape in a part, ceil(n / ceil(n / BATCH)) are
+    The local matrices are a part, and so is each run. Of n matrices of a shape in a part, ceil(n / ceil(n / BATCH)) are
     stacked.
     """
     iteration = 0
     for together in parts:
         for m in together:
             if m.slice is not None:
-                # The slice twice, three square matrices of the smaller side, and its part of five.
+                # The slice twice, three square matrices of the smaller side, and a fifth of the slice.
                 square = min(m.whole_shape) ** 2
                 iteration = max(iteration, 2 * m.numel + 3 * square + 5 * square // m.slice.count)
         for (rows, cols), count in Counter((m.rows, m.cols) for m in together if m.slice is None).items():
@@ -102,12 +102,12 @@ def iteration_bytes(parts: list[list[Matrix]]) -> int:
 
 
 def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
-    """Elements that a rank sends and receives in a run."""
+    """Elements sent and received by a rank in a run."""
     if run.bucket.exchange in ("all_to_all", "duplicated", "hierarchical"):
         assert run.returning is not None
-        there, back = run.gathering, run.returning
-        sent = sum(there.home_splits) + sum(back.owned_splits)
-        received = sum(there.owned_splits) + sum(back.home_splits)
+        gathering, back = run.gathering, run.returning
+        sent = sum(gathering.home_splits) + sum(back.owned_splits)
+        received = sum(gathering.owned_splits) + sum(back.home_splits)
         if (shared := run.spreading) is None:
             return sent, received
         return sent + shared.home_numel * (len(shared.group) - 1), received + shared.owned_numel - shared.home_numel
@@ -124,7 +124,7 @@ def buffer_numel(program: Program) -> int:
 
 @examples(125)
 @given(plans())
-def test_every_ranks_cost_equals_its_programs(plan: Plan) -> None:
+def test_every_ranks_cost_equals_the_program_cost(plan: Plan) -> None:
     summary = summarize(plan)
     assert summary.ranks == tuple(counted(plan, rank) for rank in ranks_of(plan))
     wholes = [m for m in plan.matrices if m.slice is None or m.slice.place == 0]
@@ -146,8 +146,8 @@ def test_lower_bounds_are_below_the_plan(plan: Plan) -> None:
 
 @pytest.mark.parametrize("choose", [None, round_robin, per_layer])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_shard_0_sends_each_element_there_and_back_once(choose: Choose | None, ranks: int) -> None:
-    """Mean bytes sent of even Shard(0): 2 (N-1)/N x P b / N exactly, whoever the owners are; the least there is."""
+def test_shard_0_sends_every_element_once_in_both_directions(choose: Choose | None, ranks: int) -> None:
+    """Mean bytes sent of even Shard(0): exactly 2 (N-1)/N x P b / N, for any owners; the lower bound."""
     mesh = Mesh((ranks,), tuple(range(ranks)))
     shapes = [(16, 24), (8, 40), (32, 8), (24, 24), (8, 8)]
     plan = plan_of([matrix(i, rows, cols, mesh) for i, (rows, cols) in enumerate(shapes)])
@@ -159,13 +159,13 @@ def test_shard_0_sends_each_element_there_and_back_once(choose: Choose | None, r
     assert least_sent(plan) == sent // ranks
 
 
-def test_replicas_that_share_the_work_orthogonalize_each_matrix_once() -> None:
+def test_replicas_with_shared_work_orthogonalize_every_matrix_once() -> None:
     parameters = [matrix(i, 8, 8, SQUARE, Replicate(), Shard(0)) for i in range(6)]
     assert summarize(plan_of(parameters)).orthogonalizations == 6
     assert summarize(plan_of(parameters, replicas="redundant")).orthogonalizations == 12
 
 
-def test_a_plan_without_buckets_sends_nothing() -> None:
+def test_a_plan_without_buckets_sends_no_byte() -> None:
     summary = summarize(plan_of([matrix(i, 4, 4, Mesh((1,), (0,))) for i in range(3)]))
     assert (summary.bytes_sent_max, summary.buffer_bytes_max, summary.collectives_per_step) == (0, 0, 0)
     assert summary.ns_flops_max == 3 * standard_flops(4, 4, 5)
@@ -177,8 +177,8 @@ def test_standard_flops_counts_three_products_a_step() -> None:
     assert standard_flops(2, 5, 3) == 288
 
 
-def test_the_least_sent_is_a_bound_where_replicas_repeat_the_work() -> None:
-    """9 rows over 2 ranks, twice: each copy gathers 4 rows and returns them, 16 in all, over 4 ranks."""
+def test_the_lower_bound_of_bytes_holds_for_redundant_replicas() -> None:
+    """9 rows over 2 ranks, twice: each replica gathers 4 rows and returns 4 rows, 16 in all, over 4 ranks."""
     plan = plan_of([matrix(0, 9, 4, SQUARE, Shard(0), Replicate())], replicas="redundant")
     summary = summarize(plan)
     assert sum(cost.bytes_sent for cost in summary.ranks) == 2 * 2 * 4 * 4 * 2
@@ -203,7 +203,7 @@ def test_buffers_stay_within_the_users_limit(exchange: str, budget: int) -> None
 
 @examples(50)
 @given(parameter_lists(), st.sampled_from([128, 256, 512, 1024]))
-def test_no_plan_has_more_buffers_than_the_user_gave(parameters: list[Parameter], budget: int) -> None:
+def test_the_users_buffer_limit_bounds_every_plan(parameters: list[Parameter], budget: int) -> None:
     try:
         plan = plan_of(parameters, buffer_bytes=budget, wire_dtype="float32")
     except ValueError:
@@ -236,14 +236,14 @@ def test_unknown_options_name_the_key_and_the_choices(key: str, value: str) -> N
 
 
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather_reduce_scatter"])
-def test_everyone_owns_only_matrices_gathered_by_everyone(exchange: str) -> None:
+def test_owners_everyone_requires_all_gather(exchange: str) -> None:
     with pytest.raises(OptionError, match=r"^owners = 'everyone' .* exchange = 'all_gather'"):
         plan_of([matrix(0, 4, 4)], exchange=exchange, owners="everyone")
 
 
 @examples(50)
 @given(plans())
-def test_json_is_read_back_whole(plan: Plan) -> None:
+def test_json_survives_a_round_trip(plan: Plan) -> None:
     data = json.loads(plan.to_json())
     assert set(data) == {field.name for field in fields(Plan)}
     assert [bucket["matrices"] for bucket in data["buckets"]] == [list(bucket.matrices) for bucket in plan.buckets]
@@ -279,7 +279,7 @@ def replace_unchecked(value: Any, name: str, other: Any) -> Any:
     return new
 
 
-def test_digests_are_equal_for_equal_plans_and_differ_for_all_others() -> None:
+def test_only_equal_plans_have_equal_digests() -> None:
     parameters = [
         matrix(0, 8, 6, SQUARE, StridedShard(0, 2), Shard(0)),
         matrix(1, 5, 7, SQUARE, Replicate(), Shard(1)),
@@ -294,7 +294,7 @@ def test_digests_are_equal_for_equal_plans_and_differ_for_all_others() -> None:
 
 
 @pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (StridedShard(0, 2), Shard(0)), (Replicate(), Shard(0))])
-def test_digests_tell_placements_apart(placements: tuple[Placement, ...]) -> None:
+def test_digests_distinguish_placements(placements: tuple[Placement, ...]) -> None:
     plan, other = (replace(plan_of([matrix(0, 8, 8, SQUARE, Shard(0), Shard(0))]), matrices=()) for _ in range(2))
     layout = Layout((8, 8), SQUARE, placements)
     other = replace(other, parameters=(replace(other.parameters[0], layout=layout),))

@@ -36,10 +36,7 @@ def teams(plan: Plan) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("shape", "placement"), [((64, 32), Shard(0)), ((32, 64), Shard(1))])
-def test_slices_of_the_side_that_tensor_parallelism_cuts_stay_where_they_are(
-    shape: tuple[int, int], placement: Placement
-) -> None:
-    """Only the longer side is sharded: ranks send each other only Gram matrices."""
+def test_distributed_mode_exchanges_only_gram_matrices(shape: tuple[int, int], placement: Placement) -> None:
     plan = plan_of([matrix("w", shape, (4,), placement)], tensor_parallel="distributed")
     assert teams(plan) == [(0, 1, 2, 3)]
     [team] = {work.team for work in plan.works}
@@ -48,27 +45,27 @@ def test_slices_of_the_side_that_tensor_parallelism_cuts_stay_where_they_are(
         assert (cost.collectives, cost.bytes_sent) == (team.calls, team.sent)
 
 
-def test_matrices_are_shared_out_over_the_tensor_parallel_groups() -> None:
-    given = [matrix(f"{i}", (64, 32), (2, 2), Shard(1), Shard(0)) for i in range(4)]
-    plan = plan_of(given, tensor_parallel="distributed")
+def test_matrices_are_balanced_over_the_tensor_parallel_groups() -> None:
+    matrices = [matrix(f"{i}", (64, 32), (2, 2), Shard(1), Shard(0)) for i in range(4)]
+    plan = plan_of(matrices, tensor_parallel="distributed")
     assert sorted(teams(plan)) == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert {cost.ns_flops for cost in summarize(plan).ranks} == {sum(m.flops for m in plan.matrices) // 4}
     assert "matrices in slices: 4" in plan.reason
 
 
-def test_matrices_left_whole_by_tensor_parallelism_have_one_owner() -> None:
+def test_replicated_matrices_have_a_single_owner_under_tensor_parallel_modes() -> None:
     """A replicated router, beside a tensor-parallel matrix."""
-    given = [matrix("w", (64, 32), (2, 2), Shard(1), Shard(0)), matrix("r", (8, 32), (2, 2), Shard(1), Replicate())]
+    matrices = [matrix("w", (64, 32), (2, 2), Shard(1), Shard(0)), matrix("r", (8, 32), (2, 2), Shard(1), Replicate())]
     for mode in ("distributed", "duplicated"):
-        plan = plan_of(given, tensor_parallel=mode)
+        plan = plan_of(matrices, tensor_parallel=mode)
         done = [number for rank in range(4) for run in make_program(plan, rank).buckets for number in run.matrices]
         assert len(done) == 3
         assert done.count(max(done)) == 1
 
 
 @pytest.mark.parametrize("replicas", ["split", "redundant"])
-def test_duplicated_matrices_return_from_each_rank_to_its_own_place_alone(replicas: str) -> None:
-    """HSDP 2 x TP 2 of a matrix: two ranks have the whole matrix, and a rank gets its part from one of them."""
+def test_duplicated_results_return_only_within_a_tensor_parallel_place(replicas: str) -> None:
+    """HSDP 2 x TP 2 of a matrix: two ranks have the whole matrix, and a rank gets a part from one of the two."""
     placements = (Replicate(), Shard(0))
     plan = plan_of([matrix("w", (8, 6), (2, 2), *placements)], tensor_parallel="duplicated", replicas=replicas)
     programs = [make_program(plan, rank) for rank in range(4)]
@@ -79,17 +76,17 @@ def test_duplicated_matrices_return_from_each_rank_to_its_own_place_alone(replic
             assert run.returning is not None
             # Ranks 0 and 2 have the first rows, 1 and 3 the last.
             assert all(parcel.peer % 2 == rank % 2 for parcel in (*run.returning.home, *run.returning.owned))
-    # In the gather both ranks exchange 24 elements; in the return, a rank of the other replica gets its part from one
-    # of them.
+    # In the gather both ranks exchange 24 elements; in the return, a rank of the other replica gets a part from one
+    # rank.
     sent = [cost.bytes_sent // plan.wire_bytes for cost in summarize(plan).ranks]
     assert sent == ([48, 48, 0, 0] if replicas == "split" else [24] * 4)
 
 
-def test_ranks_that_all_do_a_matrix_are_busy_with_it() -> None:
-    """A large matrix for both ranks of a tensor-parallel group, and small matrices for the other group."""
-    given = [matrix("large", (64, 64), (2, 2), Shard(1), Shard(0))]
-    given += [matrix(f"small{i}", (8, 8), (2, 2), Shard(1), Replicate()) for i in range(4)]
-    plan = plan_of(given, tensor_parallel="duplicated")
+def test_a_duplicated_matrix_counts_as_work_on_every_rank() -> None:
+    """A large matrix for both ranks of a tensor-parallel group, and small matrices for the second group."""
+    parameters = [matrix("large", (64, 64), (2, 2), Shard(1), Shard(0))]
+    parameters += [matrix(f"small{i}", (8, 8), (2, 2), Shard(1), Replicate()) for i in range(4)]
+    plan = plan_of(parameters, tensor_parallel="duplicated")
     done = {rank: [m for run in make_program(plan, rank).buckets for m in run.matrices] for rank in range(4)}
     busy = {rank for rank, matrices in done.items() if 0 in matrices}
     assert busy in ({0, 1}, {2, 3})
@@ -114,7 +111,7 @@ SQUARE = ((2, 2), Shard(1), Shard(0))
         ),
     ],
 )
-def test_other_options_that_a_mode_does_not_take_are_refused(mode: str, options: dict[str, Any], fault: str) -> None:
+def test_options_unfit_for_a_tensor_parallel_mode_are_refused(mode: str, options: dict[str, Any], fault: str) -> None:
     with pytest.raises(OptionError, match=rf"^tensor_parallel = '{mode}': {fault}.*, or tensor_parallel = 'owner'$"):
         plan_of([matrix("w", (8, 8), *SQUARE)], tensor_parallel=mode, **options)
 
@@ -130,15 +127,15 @@ def test_other_options_that_a_mode_does_not_take_are_refused(mode: str, options:
         ),
     ],
 )
-def test_a_matrix_that_has_no_slices_is_refused_by_name(shape: tuple[int, int], machine: Machine, fault: str) -> None:
-    given = [matrix("layers.1.w", shape, *SQUARE)]
+def test_distributed_mode_names_a_matrix_without_slices(shape: tuple[int, int], machine: Machine, fault: str) -> None:
+    matrices = [matrix("layers.1.w", shape, *SQUARE)]
     with pytest.raises(OptionError, match=f"^tensor_parallel = 'distributed': {fault}.*; set 'owner'"):
-        plan_of(given, tensor_parallel="distributed", machine=machine)
-    assert len(plan_of(given, tensor_parallel="duplicated", machine=machine).matrices) == 1
+        plan_of(matrices, tensor_parallel="distributed", machine=machine)
+    assert len(plan_of(matrices, tensor_parallel="duplicated", machine=machine).matrices) == 1
 
 
-def test_a_matrix_with_parts_on_some_ranks_of_each_group_is_refused_by_name() -> None:
-    """Two heads over four ranks: each head is on two ranks without the other head."""
+def test_duplicated_mode_names_a_matrix_with_parts_on_some_ranks_only() -> None:
+    """Two heads over four ranks: each head is on two ranks without the second head."""
     layout = Layout((8, 4), Mesh((4,), (0, 1, 2, 3)), (Shard(0),), 0)
     heads = tuple(MatrixRows(str(i), (Interval(4 * i, 4 * i + 4),)) for i in range(2))
     with pytest.raises(OptionError, match=r"'duplicated': w \(4 x 4\) has parts only on some ranks of each"):

@@ -42,7 +42,7 @@ def plan() -> Plan:
     return plan_of(parameters(4, 4), machine=Machine(node_latency_us=1e6))
 
 
-def test_each_thing_takes_its_time(plan: Plan) -> None:
+def test_the_timeline_counts_every_cost(plan: Plan) -> None:
     assert plan.rounds == 1, "one call each way, where calls alone cost"
     flops, elements = plan.matrices[0].flops, 64 * 64
     assert seconds(plan, FREE) == pytest.approx(0, abs=1e-12)
@@ -50,29 +50,29 @@ def test_each_thing_takes_its_time(plan: Plan) -> None:
     assert seconds(plan, replace(FREE, node=Link(1e30, 3))) == pytest.approx(6)
     # A rank gathers three quarters of a matrix, and sends as much back; bfloat16 elements are two bytes.
     assert seconds(plan, replace(FREE, node=Link(elements * 2, 0))) == pytest.approx(1.5)
-    # 30 bytes to advance and pack, 28 to check and apply, four times 2 to make matrices whole and to cut them up, and
-    # 10 to normalize them.
+    # 30 bytes to advance and pack, 28 to check and apply, four times 2 to assemble and split matrices, and 10 to
+    # normalize.
     assert seconds(plan, replace(FREE, memory=elements)) == pytest.approx(30 + 28 + 8 + 10)
     # A rank sends to three others, and receives from three, in each of two collectives.
     assert seconds(plan, replace(FREE, node=Link(1e30, 0, 0.5))) == pytest.approx(3)
 
 
-def test_the_host_is_a_bound_of_its_own(plan: Plan) -> None:
+def test_host_time_is_a_separate_bound(plan: Plan) -> None:
     """Four stored pieces, a batch of Newton-Schulz and two collectives on each rank."""
     played = timeline(plan, replace(FREE, host=1, host_piece=100))
     assert played.host == 4 * 100 + LAUNCHES + 2 * COLLECTIVE_LAUNCHES
     assert played.last.seconds == pytest.approx(0, abs=1e-12)
 
 
-def test_nothing_waits_for_less_than_no_time() -> None:
-    """A rank without a wait has computed until it is done, and sums of seconds are rounded."""
+def test_no_modelled_wait_is_negative() -> None:
+    """A rank without a wait computes until the end, and sums of seconds are rounded."""
     for machine in ("h100x8", "b200x8"):
         for ranks in (1, 2, 4):
             played = timeline(plan_of(parameters(7, ranks)), MACHINES[machine])
             assert all(rank.waits >= 0 for rank in played.ranks)
 
 
-def test_a_link_between_nodes_carries_the_bytes_that_leave_the_node(plan: Plan) -> None:
+def test_the_network_link_carries_only_bytes_between_nodes(plan: Plan) -> None:
     slow = Link(64 * 64 * 2, 0)
     assert seconds(plan, replace(FREE, network=slow)) == pytest.approx(0, abs=1e-12)
     # Two of the four quarters are on the other node.
@@ -80,7 +80,7 @@ def test_a_link_between_nodes_carries_the_bytes_that_leave_the_node(plan: Plan) 
     assert seconds(plan, replace(FREE, ranks_per_node=2, node=slow)) == pytest.approx(0.5)
 
 
-def test_three_slots_hide_a_return_behind_the_next_round() -> None:
+def test_three_buffer_sets_hide_a_return_behind_the_next_round() -> None:
     """Rounds of 1 s of Newton-Schulz, 0.4 s there and 0.4 s back: only the first and the last way are not hidden."""
     plan, machine = four_rounds()
     took = {buffer_sets: seconds(replace(plan, buffer_sets=buffer_sets), machine) for buffer_sets in (1, 3)}
@@ -88,12 +88,12 @@ def test_three_slots_hide_a_return_behind_the_next_round() -> None:
 
 
 def four_rounds(*, backward: bool = True) -> tuple[Plan, MachineRates]:
-    """Of one matrix for each of four ranks, in the order of backward or of forward, and a machine on which each takes
-    1 s there, and 0.4 s each way."""
+    """Four rounds of one matrix per rank, in the order of backward or of forward, and a machine with 1 s of
+    Newton-Schulz for each and 0.4 s each way."""
     plan = plan_of(parameters(16, 4), machine=Machine(node_latency_us=1e6))
-    one = plan.buckets[0]
+    bucket = plan.buckets[0]
     matrices = [range(start, start + 4) for start in ((12, 8, 4, 0) if backward else (0, 4, 8, 12))]
-    buckets = tuple(replace(one, matrices=tuple(of), owners=(0, 1, 2, 3), round=k) for k, of in enumerate(matrices))
+    buckets = tuple(replace(bucket, matrices=tuple(of), owners=(0, 1, 2, 3), round=k) for k, of in enumerate(matrices))
     machine = replace(FREE, flops={"bfloat16": plan.matrices[0].flops}, node=Link(64 * 64 * 1.5 / 0.4, 0))
     return replace(plan, buckets=buckets), machine
 
@@ -105,11 +105,11 @@ def four_rounds(*, backward: bool = True) -> tuple[Plan, MachineRates]:
         # Three of four gathers in backward, the last behind the first rounds: the last return is left.
         (4, "backward", 4.4, 0.4, 1.2),
         (2, "backward", 5.2, 1.2, 0.4),
-        # A round that waits for the earlier round's buffers cannot be prefetched.
+        # A round with a wait for the earlier round's buffers cannot be prefetched.
         (1, "backward", 4 * 1.8, 4 * 0.8, 0.0),
     ],
 )
-def test_backward_hides_the_gathers_that_have_buffers(
+def test_backward_hides_gathers_with_buffers(
     buffer_sets: int, overlap: Overlap, step: float, exposed: float, hidden: float | None
 ) -> None:
     plan, machine = four_rounds()
@@ -117,12 +117,12 @@ def test_backward_hides_the_gathers_that_have_buffers(
     played = timeline(plan, machine, overlap=overlap)
     assert (played.last.seconds, played.exposed) == pytest.approx((step, exposed))
     assert played.hidden == (hidden if hidden is None else pytest.approx(hidden))
-    # In the step links carry what backward has left of eight ways.
+    # In the step links carry the remaining traffic of eight ways.
     assert played.link == pytest.approx(8 * 0.4 - (played.hidden or 0.0))
     assert least_seconds(plan, machine, played) <= played.last.seconds
 
 
-def test_backward_hides_nothing_behind_the_last_gradient() -> None:
+def test_backward_hides_no_gather_after_the_last_gradient() -> None:
     """The second round has the first matrix, with the last gradient; the third round cannot start earlier."""
     plan, machine = four_rounds()
     first, second, third, last = plan.buckets
@@ -137,15 +137,15 @@ def test_backward_hides_nothing_behind_the_last_gradient() -> None:
 
 
 @pytest.mark.parametrize(("buffer_sets", "tail"), [(1, 0.4 + 0.2), (3, 0.4 + 0.2), (4, 3 * 0.2 + 0.2)])
-def test_behind_the_last_newton_schulz_come_its_way_back_and_apply(buffer_sets: int, tail: float) -> None:
+def test_the_tail_is_the_last_return_and_apply(buffer_sets: int, tail: float) -> None:
     """Of 0.4 s and 0.2 s; during the last return, rounds in buffers are applied."""
     plan, machine = four_rounds()
-    # A rank has a quarter of each of the four matrices of a round, of whose elements 28 bytes are read and written.
+    # A rank has a quarter of each of the four matrices of a round, with 28 bytes read and written per element.
     played = timeline(replace(plan, buffer_sets=buffer_sets), replace(machine, memory=64 * 64 * 28 / 0.2))
     assert played.tail == pytest.approx(tail)
 
 
-def test_nothing_comes_back_to_a_rank_that_stores_its_matrices_whole() -> None:
+def test_a_rank_with_whole_matrices_has_no_tail() -> None:
     plan = plan_of(parameters(2, 1))
     played = timeline(plan, replace(FREE, memory=64 * 64))
     assert not plan.buckets
@@ -155,20 +155,20 @@ def test_nothing_comes_back_to_a_rank_that_stores_its_matrices_whole() -> None:
 def test_waits_between_ranks_are_not_exposed_exchange() -> None:
     """Two ranks orthogonalize in turn, in the same buffers, and nobody waits for a link."""
     plan = plan_of(parameters(2, 2), machine=Machine(node_latency_us=1e6))
-    (one,) = plan.buckets
-    buckets = tuple(replace(one, matrices=(rank,), owners=(rank,), round=rank) for rank in range(2))
+    (bucket,) = plan.buckets
+    buckets = tuple(replace(bucket, matrices=(rank,), owners=(rank,), round=rank) for rank in range(2))
     flops = {"bfloat16": plan.matrices[0].flops}
     played = timeline(replace(plan, buckets=buckets, buffer_sets=1), replace(FREE, flops=flops))
     assert played.last.seconds == pytest.approx(2)
     assert max(rank.waits for rank in played.ranks) == pytest.approx(1)
     assert played.exposed == pytest.approx(0, abs=1e-12)
-    # Rank 0 is done with its own matrix a second before, and cannot go on alone.
+    # Rank 0 finishes the local matrix a second earlier, and cannot continue alone.
     assert played.tail == pytest.approx(0, abs=1e-12)
 
 
 @examples(50)
 @given(plans())
-def test_no_rank_waits_a_negative_time_and_no_step_beats_its_limit(plan: Plan) -> None:
+def test_no_wait_is_negative_and_no_step_beats_the_lower_bound(plan: Plan) -> None:
     for overlap in get_args(Overlap):
         played = timeline(plan, MACHINES["h100x8"], overlap=overlap)
         assert all(rank.waits >= -1e-12 for rank in played.ranks)
@@ -188,7 +188,7 @@ def least(plan: Plan, machine: MachineRates) -> float:
 @examples(50)
 @given(plans())
 def test_no_step_beats_the_least_for_whole_matrices(plan: Plan) -> None:
-    """Not even with other buckets, owners and rounds."""
+    """For any buckets, owners and rounds."""
     for machine in (MACHINES["h100x8"], replace(MACHINES["cpu"], ranks_per_node=2, launch=0)):
         assert seconds(plan, machine) >= least(plan, machine) * (1 - 1e-9)
         for overlap in get_args(Overlap):
@@ -198,7 +198,7 @@ def test_no_step_beats_the_least_for_whole_matrices(plan: Plan) -> None:
             assert bound >= max(played.least, played.link)
 
 
-# Each of 240 large matrices needs its own rank, so 144 ranks have a middle matrix too, and wait for a gather and a
+# Each of 240 large matrices needs a separate rank, so 144 ranks have a middle matrix too, and wait for a gather and a
 # return.
 LARGE, MIDDLE = Chain(44.0, 10.0, 10.0), Chain(23.5, 3.0, 3.0)
 
@@ -214,22 +214,24 @@ LARGE, MIDDLE = Chain(44.0, 10.0, 10.0), Chain(23.5, 3.0, 3.0)
         ({}, 4, 0.5, 0.5),
     ],
 )
-def test_whole_matrices_need_this_long(matrices: dict[Chain, int], ranks: int, beside: float, expected: float) -> None:
+def test_the_lower_bound_for_whole_matrices_has_the_expected_seconds(
+    matrices: dict[Chain, int], ranks: int, beside: float, expected: float
+) -> None:
     assert least_whole(matrices, [beside] * ranks, 1000.0) == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_plan_overlaps_where_links_take_as_long_as_newton_schulz() -> None:
-    """By FLOPs, one round suffices; on this machine it takes nearly twice as long as several."""
+def test_a_plan_overlaps_equal_link_and_compute_times() -> None:
+    """By FLOPs, one round suffices; on this machine a single round takes nearly twice as long as several."""
     tasks = parameters(64, 4)
     options = Machine(node_gb=1e-3, node_latency_us=0, launch_us=0, tflops=3.3e-3, memory_gb=1e6)
     machine = machine_of(options)
     chosen = plan_of(tasks, machine=options)
-    one = plan_of(tasks, machine=Machine(node_latency_us=1e9))
-    assert (one.rounds, chosen.rounds > 2) == (1, True)
-    assert seconds(chosen, machine) < 0.75 * seconds(one, machine)
+    single = plan_of(tasks, machine=Machine(node_latency_us=1e9))
+    assert (single.rounds, chosen.rounds > 2) == (1, True)
+    assert seconds(chosen, machine) < 0.75 * seconds(single, machine)
 
 
-def test_memory_beyond_2_gib_has_to_save_more_time_and_is_said() -> None:
+def test_memory_beyond_2_gib_must_save_more_time_and_is_reported() -> None:
     """Matrices of 1 GiB, with four times as much memory for Newton-Schulz."""
     side = 2**14 * 3 // 2
     stack = MatrixStack(1, (MatrixRows("", (Interval(0, side),)),))
@@ -242,7 +244,7 @@ def test_memory_beyond_2_gib_has_to_save_more_time_and_is_said() -> None:
 
 
 @pytest.mark.parametrize("name", ["h100x8", "h200x8", "b200x8", "a100x8", "cpu"])
-def test_small_products_are_slower_and_large_ones_reach_the_rate(name: str) -> None:
+def test_large_products_reach_the_rate_and_small_products_are_slower(name: str) -> None:
     machine = machine_of(Machine(name=name))  # type: ignore[arg-type]
     rates = [machine.rate("bfloat16", side) for side in (32, 256, 2048, 8192)]
     assert rates == sorted(set(rates))
@@ -262,12 +264,12 @@ def test_the_option_names_every_machine() -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("name", "h100"), ("node_gb", 0.0), ("ranks_per_node", 0), ("launch_us", -1)]
 )
-def test_a_machine_that_cannot_be_is_refused_by_the_keys_name(key: str, value: object) -> None:
+def test_an_impossible_machine_value_is_refused_by_key(key: str, value: object) -> None:
     with pytest.raises(OptionError, match=rf"^machine\.{key} = "):
         MuonOptions(machine=Machine(**{key: value}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": {"flops": {}}}'])
-def test_a_file_that_is_no_machine_is_refused_by_name(text: str) -> None:
+def test_an_invalid_machine_file_is_refused_by_name(text: str) -> None:
     with pytest.raises(OptionError, match=r"^machine.file = 'x.json' is not a machine"):
         machine_of(Machine(file="x.json"), "cuda", text)

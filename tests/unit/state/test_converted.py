@@ -1,4 +1,4 @@
-"""Checkpoints of other Muon optimizers go on here, and ours go on in torch.optim.Muon."""
+"""Muon continues from checkpoints of other Muon optimizers, and torch.optim.Muon continues from ours."""
 
 import copy
 from typing import Any
@@ -34,7 +34,7 @@ def equal(first: dict[str, nn.Parameter], second: dict[str, nn.Parameter]) -> bo
 
 
 @pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
-def test_a_user_of_torchs_muon_changes_one_line_and_loads_the_old_checkpoint(adjust: str | None) -> None:
+def test_muon_loads_a_checkpoint_of_torchs_muon_and_continues_bit_for_bit(adjust: str | None) -> None:
     params = parameters()
     theirs = torch.optim.Muon(params.values(), lr=0.02, momentum=0.9, adjust_lr_fn=adjust)
     train(theirs, params, range(3))
@@ -47,7 +47,7 @@ def test_a_user_of_torchs_muon_changes_one_line_and_loads_the_old_checkpoint(adj
 
 
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
-def test_torchs_spellings_mean_the_same(adjust: str) -> None:
+def test_torchs_spellings_have_the_same_meaning(adjust: str) -> None:
     params, others = parameters(), parameters()
     keywords: dict[str, Any] = {"lr": 0.02, "ns_coefficients": (3.0, -4.0, 2.0), "adjust_lr_fn": adjust, "ns_steps": 4}
     train(torch.optim.Muon(params.values(), **keywords), params, range(3))
@@ -55,7 +55,7 @@ def test_torchs_spellings_mean_the_same(adjust: str) -> None:
     assert equal(params, others)
 
 
-def test_a_checkpoint_goes_on_in_torchs_muon() -> None:
+def test_torchs_muon_continues_from_a_checkpoint() -> None:
     params = parameters()
     ours = Muon(list(params.items()), lr=0.02, orthogonalize="reference")
     train(ours, params, range(3))
@@ -75,7 +75,7 @@ def test_a_checkpoint_goes_on_in_torchs_muon() -> None:
         ({"rule": "normuon"}, "^rule keeps second_moment"),
     ],
 )
-def test_state_without_a_place_in_torchs_muon_is_refused(options: dict[str, Any], fault: str) -> None:
+def test_state_unknown_to_torchs_muon_is_refused(options: dict[str, Any], fault: str) -> None:
     params = parameters()
     ours = Muon(list(params.items()), **options)
     train(ours, params, range(1))
@@ -90,7 +90,7 @@ def test_a_hybrids_state_dict_is_not_torchs_muons() -> None:
 
 
 class SumOfGradients(torch.optim.Optimizer):
-    """Muon as dion writes it: momentum is the sum m <- mu m + g, and Nesterov adds the gradient."""
+    """Muon of dion: momentum is the sum m <- mu m + g, and Nesterov adds the gradient."""
 
     def __init__(self, params: Any, lr: float, mu: float, adjust_lr: str | None = "rms_norm") -> None:
         options = {"lr": lr, "mu": mu, "weight_decay": 0.1, "nesterov": True, "adjust_lr": adjust_lr}
@@ -117,7 +117,7 @@ def averages_of(params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("source", ["dion", "dmuon"])
-def test_a_sum_of_gradients_becomes_their_average(source: Any) -> None:
+def test_a_momentum_sum_is_converted_to_an_average(source: Any) -> None:
     params = parameters()
     vector = nn.Parameter(torch.ones(3))
     groups = [{"params": params.values()}, {"params": [vector], "algorithm": "adamw", "lr": 0.5}]
@@ -138,7 +138,7 @@ def test_a_sum_of_gradients_becomes_their_average(source: Any) -> None:
     assert group["ns_coefficients"] == "polar_express_cushion"
 
 
-def test_a_scale_without_an_equal_is_chosen_by_the_user() -> None:
+def test_an_inconvertible_lr_scale_needs_an_explicit_choice() -> None:
     params = parameters()
     theirs = SumOfGradients(params.values(), lr=0.02, mu=0.9, adjust_lr=None)
     train(theirs, params, range(1))
@@ -189,7 +189,7 @@ def test_names_do_not_depend_on_wrappers() -> None:
     loading.load_state_dict(saving.state_dict())
 
 
-def test_parameters_of_one_process_need_no_names() -> None:
+def test_parameters_of_a_single_process_need_no_names() -> None:
     params, others = parameters(), parameters()
     unnamed = Muon(params.values(), orthogonalize="reference")
     train(unnamed, params, range(2))

@@ -26,7 +26,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("cols", [1, 63, 64, 65, 200])
-def test_an_element_is_off_by_less_than_a_scale_of_its_block(cols: int) -> None:
+def test_the_error_of_an_element_is_below_the_scale_of_the_block(cols: int) -> None:
     momentum = drawn(5, cols) * torch.logspace(-8, 3, 5)[:, None]
     numbers, scales = encoded(momentum)
     error = (decoded(numbers, scales) - momentum).abs()
@@ -38,12 +38,12 @@ def test_rounding_keeps_the_mean() -> None:
     """Rounding to nearest would lose a change of a tenth of a unit for ever."""
     momentum = torch.full((1, 64), 0.1)
     momentum[0, 0] = 127.0
-    found = torch.stack([decoded(*encoded(momentum, step)) for step in range(2000)])[:, 0, 1:]
-    assert abs(found.mean().item() - 0.1) < 0.01
-    assert set(found.unique().tolist()) == {0.0, 1.0}
+    draws = torch.stack([decoded(*encoded(momentum, step)) for step in range(2000)])[:, 0, 1:]
+    assert abs(draws.mean().item() - 0.1) < 0.01
+    assert set(draws.unique().tolist()) == {0.0, 1.0}
 
 
-def test_a_decoded_momentum_is_encoded_to_the_same_numbers_by_any_draw() -> None:
+def test_a_decoded_momentum_encodes_to_the_same_numbers_for_every_draw() -> None:
     numbers, scales = encoded(drawn(8, 130))
     for step in range(20):
         again, new_scales = encoded(decoded(numbers, scales), step)
@@ -51,7 +51,7 @@ def test_a_decoded_momentum_is_encoded_to_the_same_numbers_by_any_draw() -> None
         torch.testing.assert_close(new_scales, scales, rtol=1e-6, atol=0)
 
 
-def test_elements_that_are_not_finite_become_zero_and_leave_their_block() -> None:
+def test_nonfinite_elements_become_zero_without_effect_on_the_block() -> None:
     momentum = drawn(2, 64)
     momentum[0, 3], momentum[1, 5] = math.nan, math.inf
     numbers, scales = encoded(momentum)
@@ -77,12 +77,12 @@ def trained(steps: int, **options: Any) -> tuple[Muon, list[float]]:
     return muon, losses
 
 
-def test_the_loss_curve_is_that_of_float32() -> None:
+def test_the_loss_curve_follows_float32() -> None:
     _, exact = trained(120)
-    muon, found = trained(120, state_dtype="int8")
+    muon, curve_of_int8 = trained(120, state_dtype="int8")
     assert exact[-1] < 0.5 * exact[0]
     for first in range(0, 120, 20):
-        exact_mean, found_mean = (sum(curve[first : first + 20]) / 20 for curve in (exact, found))
+        exact_mean, found_mean = (sum(curve[first : first + 20]) / 20 for curve in (exact, curve_of_int8))
         assert found_mean == pytest.approx(exact_mean, rel=0.03)
     state = muon.state[muon.param_groups[0]["params"][0]]
     assert (state["momentum_buffer"].dtype, state["momentum_scale"].shape) == (torch.int8, (96, 1))
@@ -104,7 +104,7 @@ def test_a_state_dict_resumes_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("float32", "int8"), ("int8", "float32")])
-def test_a_state_dict_of_another_dtype_is_refused_in_words(saved: str, loaded: str) -> None:
+def test_a_state_dict_of_a_different_dtype_is_refused_with_the_remedy(saved: str, loaded: str) -> None:
     first, _ = trained(1, state_dtype=saved)
     second, _ = trained(1, state_dtype=loaded)
     with pytest.raises(
@@ -113,13 +113,13 @@ def test_a_state_dict_of_another_dtype_is_refused_in_words(saved: str, loaded: s
         second.load_state_dict(first.state_dict())
 
 
-def test_torchs_muon_does_not_get_int8() -> None:
+def test_the_conversion_to_torchs_muon_refuses_int8() -> None:
     muon, _ = trained(1, state_dtype="int8")
     with pytest.raises(ValueError, match="'int8' has no equivalent"):
         as_torch(muon.state_dict())
 
 
 @pytest.mark.parametrize("options", [{"offload": "state"}, {"overlap": "backward"}, {"state": "owner"}], ids=str)
-def test_options_that_read_the_momentum_otherwise_are_refused(options: dict[str, Any]) -> None:
+def test_options_unfit_for_int8_momentum_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="int8"):
         Muon([("w", nn.Parameter(torch.eye(16)))], state_dtype="int8", **options)

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def transfers(count: int = 5) -> list[Transfer]:
-    """Of two changed tensors, with an odd number of bytes, and an unchanged one."""
+    """Transfers of two changed tensors, with an odd number of bytes, and an unchanged tensor."""
     return [
         Transfer(
             [torch.full((3, 3), float(i), dtype=torch.bfloat16), torch.full((4 + i,), float(i))],
@@ -70,14 +70,14 @@ ORDER = [
 ]
 
 
-def test_a_load_comes_while_the_one_before_is_used_and_two_are_there_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_overlaps_the_previous_load_with_at_most_two_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     log, window, host = watched(monkeypatch), Window(CPU), transfers()
     window.begin(host)
     assert [slot.nbytes for slot in window.slots] == [3 * ALIGNMENT] * TRANSFERS_AT_ONCE, "as large as the largest"
     for number, transfer in enumerate(host):
-        here = window.take()
-        assert [tensor.shape for tensor in here] == [tensor.shape for tensor in transfer.tensors]
-        for tensor in here:
+        tensors = window.take()
+        assert [tensor.shape for tensor in tensors] == [tensor.shape for tensor in transfer.tensors]
+        for tensor in tensors:
             assert torch.equal(tensor, torch.full_like(tensor, float(number)))
             tensor.add_(100)
         assert all((tensor == number).all() for tensor in transfer.tensors), "not in place on the host"
@@ -99,13 +99,13 @@ def used(window: Window, host: list[Transfer]) -> None:
 
 
 def steps(window: Window, host: list[Transfer]) -> None:
-    """Steps with other work in reused memory after each."""
+    """Steps with unrelated work in reused memory after each."""
     for _ in range(2):
         used(window, host)
         torch.ones(14).add_(1)
 
 
-def test_streams_wait_for_each_others_memory(stream_order: StreamOrder) -> None:
+def test_streams_wait_for_the_memory_of_other_streams(stream_order: StreamOrder) -> None:
     """Over two steps: the second step loads the first step's results, into slots of the compute stream."""
     with stream_order:
         steps(Window(CPU), transfers())
@@ -116,7 +116,7 @@ def test_streams_wait_for_each_others_memory(stream_order: StreamOrder) -> None:
 
 @pytest.mark.parametrize("stream", ["_arriving", "_leaving", "_current"])
 @pytest.mark.parametrize("method", ["wait_stream", "wait_event"])
-def test_each_wait_is_needed(stream: str, method: str, stream_order: StreamOrder) -> None:
+def test_every_wait_is_necessary(stream: str, method: str, stream_order: StreamOrder) -> None:
     if (stream, method) in (("_arriving", "wait_event"), ("_leaving", "wait_event")):
         return
     with stream_order:
@@ -127,7 +127,7 @@ def test_each_wait_is_needed(stream: str, method: str, stream_order: StreamOrder
             steps(window, host)
 
 
-def test_a_step_that_raised_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_leaves_the_next_step_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     window, host = Window(CPU), transfers()
     window.begin(host)
     window.take()[0].add_(1)
@@ -165,41 +165,41 @@ def averages(optimizer: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_states_pass_through_the_window_and_the_bits_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_states_keep_the_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batched, "BATCH_BYTES", 600)
     log, build = watched(monkeypatch), OPTIMIZERS[name]
-    here, there = named(), named()
-    resident, offloaded = build(here), build(there, offload="state")
-    train(resident, here, range(3))
+    plain, moved = named(), named()
+    resident, offloaded = build(plain), build(moved, offload="state")
+    train(resident, plain, range(3))
     assert log == []
-    train(offloaded, there, range(3))
+    train(offloaded, moved, range(3))
     assert log.count("0 comes") == 3
     assert log[: len(ORDER)] == ORDER
-    assert equal(here, there)
+    assert equal(plain, moved)
     for optimizer, to in ((offloaded, "reload"), (resident, "offload")):
         before = averages(optimizer)
         getattr(optimizer, to)()
         assert all(a is not b and torch.equal(a, b) for a, b in zip(before, averages(optimizer), strict=True))
     log.clear()
-    train(offloaded, there, range(3, 5))
+    train(offloaded, moved, range(3, 5))
     assert log == []
-    train(resident, here, range(3, 5))
+    train(resident, plain, range(3, 5))
     assert log.count("0 comes") == 2
-    assert equal(here, there)
+    assert equal(plain, moved)
     assert all(torch.equal(a, b) for a, b in zip(averages(resident), averages(offloaded), strict=True))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_parameters_and_gradients_pass_through_the_window_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_parameters_and_gradients_keep_the_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batched, "BATCH_BYTES", 1200)
     log, build = watched(monkeypatch), OPTIMIZERS[name]
-    here, there = named(), named()
-    resident, offloaded = build(here), build(there, offload="parameters")
-    train(resident, here, range(3))
-    train(offloaded, there, range(3))
+    plain, moved = named(), named()
+    resident, offloaded = build(plain), build(moved, offload="parameters")
+    train(resident, plain, range(3))
+    train(offloaded, moved, range(3))
     assert log.count("0 comes") == 3
     assert log[: len(ORDER)] == ORDER
-    assert equal(here, there)
+    assert equal(plain, moved)
     assert all(torch.equal(a, b) for a, b in zip(averages(resident), averages(offloaded), strict=True))
     offloaded.offload()
     with pytest.raises(ValueError, match="reload: the parameters are on the host"):
@@ -208,7 +208,7 @@ def test_parameters_and_gradients_pass_through_the_window_too(name: str, monkeyp
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("offload", ["state", "parameters"])
-def test_the_host_changes_by_returned_parts_only(offload: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_returned_parts_change_the_host(offload: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = named()
     optimizer = OPTIMIZERS[name](params, offload=offload)
     train(optimizer, params, range(1))
@@ -245,7 +245,7 @@ def test_readers_of_host_states_get_current_values(name: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("to", ["none", "state"])
-def test_state_dicts_load_wherever_states_are(name: str, to: str) -> None:
+def test_state_dicts_load_with_states_on_host_or_device(name: str, to: str) -> None:
     build, first, second = OPTIMIZERS[name], named(), named()
     saving = build(first, offload="state" if to == "none" else "none")
     loading = build(second, offload=to)
@@ -264,7 +264,7 @@ def test_state_dicts_load_wherever_states_are(name: str, to: str) -> None:
 
 
 @pytest.mark.parametrize("offload", ["none", "state"])
-def test_momentum_that_was_replaced_is_refused_before_anything_changes(offload: str) -> None:
+def test_replaced_momentum_is_refused_before_any_change(offload: str) -> None:
     params = named()
     muon = OPTIMIZERS["muon"](params, offload=offload)
     train(muon, params, range(1))
@@ -283,7 +283,7 @@ def test_momentum_that_was_replaced_is_refused_before_anything_changes(offload: 
 
 
 @pytest.mark.parametrize("offload", ["none", "state"])
-def test_momentum_that_made_a_round_trip_is_followed(offload: str) -> None:
+def test_the_step_uses_momentum_after_a_round_trip(offload: str) -> None:
     """As trainers of reinforcement learning move the state of an optimizer to the host and back."""
     params, others = named(), named()
     for moved, trained in ((False, params), (True, others)):
@@ -295,15 +295,15 @@ def test_momentum_that_made_a_round_trip_is_followed(offload: str) -> None:
     assert equal(params, others)
 
 
-def test_adamws_states_that_were_replaced_are_followed() -> None:
+def test_the_step_uses_replaced_states_of_adamw() -> None:
     """States are looked up in each step."""
     params, others = named(), named()
-    for offload, each in (("none", params), ("state", others)):
-        adamw = OPTIMIZERS["adamw"](each, offload=offload)
-        train(adamw, each, range(2))
+    for offload, parameters in (("none", params), ("state", others)):
+        adamw = OPTIMIZERS["adamw"](parameters, offload=offload)
+        train(adamw, parameters, range(2))
         for state in adamw.state.values():
             state["exp_avg"] = torch.zeros_like(state["exp_avg"])
-        train(adamw, each, range(2, 3))
+        train(adamw, parameters, range(2, 3))
         assert all(average.abs().sum() > 0 for average in averages(adamw))
     assert equal(params, others)
 
@@ -312,27 +312,27 @@ IMPLEMENTATIONS = {"for-loop": (False, False), "foreach": (True, False), "fused"
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_batches_have_the_bits_of_torchs_own(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_adamw_has_the_bits_of_torchs_adamw(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batched, "BATCH_BYTES", 600)
     foreach, fused = IMPLEMENTATIONS[implementation]
     options = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1, "foreach": foreach, "fused": fused}
     theirs, ours, offloaded = named(), named(), named()
     expected = torch.optim.AdamW(theirs.items(), **options)
-    found = batched.AdamW(ours.items(), **options)
+    adamw = batched.AdamW(ours.items(), **options)
     third = batched.AdamW(offloaded.items(), offload="state", **options)
-    for optimizer, params in ((expected, theirs), (found, ours), (third, offloaded)):
+    for optimizer, params in ((expected, theirs), (adamw, ours), (third, offloaded)):
         train(optimizer, params, range(4))
     assert equal(theirs, ours)
     assert equal(theirs, offloaded)
-    for mine in (found, third):
+    for mine in (adamw, third):
         for left, right in zip(expected.state.values(), mine.state.values(), strict=True):
             assert left.keys() == right.keys()
             assert all(torch.equal(left[name], right[name]) and left[name].dtype == right[name].dtype for name in left)
-    found.load_state_dict(expected.state_dict())
+    adamw.load_state_dict(expected.state_dict())
     expected.load_state_dict(third.state_dict())
 
 
-def test_an_average_of_another_shape_is_refused() -> None:
+def test_an_average_of_a_different_shape_is_refused() -> None:
     """A copy would repeat one row for all rows."""
     params = named()
     adamw = batched.AdamW(params.items(), lr=0.02, foreach=True)
@@ -348,23 +348,24 @@ def test_bfloat16_averages_are_computed_in_float32_and_rounded_once_a_step(monke
     wide, ours, offloaded = named(), named(), named()
     options = {"lr": 0.02, "betas": (0.9, 0.95), "foreach": False}
     reference = torch.optim.AdamW(wide.items(), **options)
-    found = batched.AdamW(ours.items(), state_dtype="bfloat16", **options)
+    adamw = batched.AdamW(ours.items(), state_dtype="bfloat16", **options)
     third = batched.AdamW(offloaded.items(), state_dtype="bfloat16", offload="state", **options)
     for step in range(4):
-        for optimizer, params in ((reference, wide), (found, ours), (third, offloaded)):
+        for optimizer, params in ((reference, wide), (adamw, ours), (third, offloaded)):
             train(optimizer, params, range(step, step + 1))
         for state in reference.state.values():
             for name in batched.AVERAGES:
                 state[name].copy_(state[name].bfloat16())
-    assert {average.dtype for average in averages(found)} == {torch.bfloat16}
+    assert {average.dtype for average in averages(adamw)} == {torch.bfloat16}
     assert equal(wide, ours)
     assert equal(wide, offloaded)
 
 
-def test_an_average_that_bfloat16_would_stop_is_refused() -> None:
+def test_a_beta_too_large_for_bfloat16_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("betas = [0.9, 0.999] are not accepted with state_dtype")):
         batched.AdamW(named().items(), state_dtype="bfloat16", betas=(0.9, 0.999))
-    # Reason of the refusal: with 0.999 a second moment never shrinks; with the largest accepted beta it does.
+    # Reason of the refusal: with 0.999 a second moment never shrinks; with the largest accepted beta the moment
+    # shrinks.
     for beta, shrinks in ((0.999, False), (batched.SLOWEST_IN_BFLOAT16, True)):
         values = torch.linspace(1, 2, 129)[:-1].bfloat16()
         assert bool(((values.float() * beta).bfloat16() < values).all()) == shrinks
@@ -376,12 +377,12 @@ def test_options_without_batches_are_refused(option: str) -> None:
         batched.AdamW([{"params": [nn.Parameter(torch.ones(2))], option: True}])
 
 
-def test_states_of_another_optimizer_are_refused() -> None:
+def test_states_of_a_different_optimizer_are_refused() -> None:
     params = named()
     adamw = OPTIMIZERS["adamw"](params)
     train(adamw, params, range(1))
     state = copy.deepcopy(adamw.state_dict())
-    for each in state["state"].values():
-        del each["exp_avg"]
+    for entry in state["state"].values():
+        del entry["exp_avg"]
     with pytest.raises(ValueError, match="its states have no exp_avg"):
         adamw.load_state_dict(state)

@@ -43,9 +43,9 @@ def operators(layers: int, dtype: torch.dtype = torch.float32, **options: Any) -
     """Operators of a step."""
     muon = Muon(named(layers, dtype).items(), **options)
     muon.step()
-    with Operators() as found:
+    with Operators() as counter:
         muon.step()
-    return found.counts
+    return counter.counts
 
 
 @pytest.mark.parametrize("options", [{}, {"state_dtype": "bfloat16"}, {"nonfinite": "skip"}], ids=str)
@@ -56,7 +56,7 @@ def test_a_step_makes_no_more_operators_for_more_matrices(options: dict[str, Any
     growing = {name for name in many if many[name] > few[name]}
     allowed = {"aten.view.default", "aten.slice.Tensor", "aten.empty_like.default"}
     if options.get("nonfinite") == "skip":
-        # A skipped matrix keeps its momentum only if its old values are restored.
+        # A skipped matrix keeps the momentum only if the old values are restored.
         allowed.add("aten.where.self_out")
     assert growing <= allowed, many - few
     assert many["aten.nan_to_num_.default"] == 0
@@ -73,14 +73,14 @@ def test_stochastic_rounding_launches_no_more_for_more_matrices() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("algorithm", ["standard", "gram", "reference"])
 @pytest.mark.parametrize("shape", [(2, 8, 24), (2, 24, 8)], ids=str)
-def test_a_result_written_over_its_input_is_the_result(algorithm: str, dtype: str, shape: tuple[int, ...]) -> None:
+def test_an_in_place_result_equals_the_result(algorithm: str, dtype: str, shape: tuple[int, ...]) -> None:
     """Bit for bit, with existing norms."""
     stack = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     method, computed = Method(algorithm, dtype, (2,)), iteration("keller_jordan", 5, 1e-7)
     expected = orthogonalize(stack, computed, method)
     norms = frobenius_norms(stack, DTYPES[method.dtype])
-    found = orthogonalize(stack, computed, method, norms=norms, out=stack)
-    assert found is stack
+    result = orthogonalize(stack, computed, method, norms=norms, out=stack)
+    assert result is stack
     assert torch.equal(stack.float(), expected.float())
 
 
@@ -90,25 +90,25 @@ def stepped(params: dict[str, nn.Parameter], muon: Optimizer) -> dict[str, torch
     return {name: param.detach().clone() for name, param in params.items()}
 
 
-def test_a_storage_that_was_replaced_is_followed() -> None:
-    """`param.data = ...` and the same of the momentum leave tensors that are stored elsewhere."""
+def test_the_step_uses_replaced_storage() -> None:
+    """An assignment to `param.data` or to the momentum's data leaves a tensor with new storage."""
     kept, changed = named(), named()
-    one, other = Muon(kept.items()), Muon(changed.items())
-    assert stepped(kept, one).keys() == stepped(changed, other).keys()
+    first, other = Muon(kept.items()), Muon(changed.items())
+    assert stepped(kept, first).keys() == stepped(changed, other).keys()
     old = changed["0.wide"].data
     before = old.clone()
     changed["0.wide"].data = old.clone()
     average = other.state[changed["0.tall"]]["momentum_buffer"]
     average.data = average.data.clone()
-    expected, found = stepped(kept, one), stepped(changed, other)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, result = stepped(kept, first), stepped(changed, other)
+    assert all(torch.equal(expected[name], result[name]) for name in expected)
     assert torch.equal(old, before), "the old storage is trained no more"
-    expected, found = stepped(kept, one), stepped(changed, other)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, result = stepped(kept, first), stepped(changed, other)
+    assert all(torch.equal(expected[name], result[name]) for name in expected)
 
 
-def test_a_parameter_that_was_replaced_in_its_group_is_refused() -> None:
-    """As Accelerate does after sharding a model: the step would train what no module uses."""
+def test_a_parameter_replaced_in_a_group_is_refused() -> None:
+    """As after Accelerate's sharding of a model: no module uses the trained parameter."""
     params = named()
     muon = Muon(params.items(), missing_grad="skip")
     before = stepped(params, muon)

@@ -41,7 +41,7 @@ def trained(steps: range, seed: int = 0) -> dict[str, nn.Parameter]:
     return params
 
 
-def test_construction_allocates_nothing() -> None:
+def test_construction_allocates_no_state() -> None:
     muon = Muon(list(parameters().items()), **OPTIONS)
     assert not muon.state
     assert muon.state_dict()["state"] == {}
@@ -50,7 +50,7 @@ def test_construction_allocates_nothing() -> None:
 
 
 def test_parameters_replaced_before_the_first_step_are_trained() -> None:
-    """Like Accelerate's `prepare`: new parameters of the model replace the old ones in groups."""
+    """Like Accelerate's `prepare`: new parameters of the model replace the old parameters in groups."""
     muon = Muon(list(parameters(1).items()), **OPTIONS)
     params = parameters()
     muon.param_groups[0]["params"] = list(params.values())
@@ -134,6 +134,20 @@ def test_a_thawed_parameter_is_an_error_until_rebuild() -> None:
     assert equal(params, reference)
 
 
+def test_a_parameter_frozen_after_the_first_step_is_an_error_until_rebuild() -> None:
+    params = parameters()
+    muon = Muon(list(params.items()), **OPTIONS)
+    train(muon, params, range(2))
+    frozen = params["layers.1.w"].requires_grad_(False)
+    frozen.grad = None
+    with pytest.raises(ValueError, match=r"for layers\.1\.w: .* frozen after Muon was built, call rebuild\(\)"):
+        train(muon, params, range(2, 3))
+    muon.rebuild()
+    train(muon, params, range(2, 4))
+    assert torch.equal(params["layers.0.w"], trained(range(4))["layers.0.w"])
+    assert torch.equal(frozen, trained(range(2))["layers.1.w"])
+
+
 def test_a_model_converted_after_the_first_step_is_an_error_until_rebuild() -> None:
     model = nn.ModuleDict({"a": nn.Linear(8, 12, bias=False), "b": nn.Linear(12, 8, bias=False)})
     params = dict(model.named_parameters())
@@ -166,7 +180,7 @@ def test_rebuild_keeps_momentum_of_replaced_parameters_by_name() -> None:
     assert equal(others, trained(range(4)))
 
 
-def test_rebuild_refuses_another_shape_and_changes_nothing() -> None:
+def test_rebuild_refuses_a_different_shape_and_keeps_the_state() -> None:
     params = parameters()
     muon = Muon(list(params.items()), **OPTIONS)
     train(muon, params, range(1))
@@ -207,7 +221,7 @@ def test_an_unknown_key_of_a_group_is_refused(key: str, fault: str) -> None:
     ("attribute", "library"),
     [("_is_flat_param", "FSDP1"), ("_fsdp_flattened", "FSDP1"), ("ds_id", "DeepSpeed ZeRO")],
 )
-def test_flat_pieces_of_parameters_are_refused_by_their_library(attribute: str, library: str) -> None:
+def test_the_refusal_of_flat_parameters_names_the_library(attribute: str, library: str) -> None:
     param = nn.Parameter(torch.ones(64))
     setattr(param, attribute, True)
     with pytest.raises(ValueError, match=rf"w: {library} keeps flat pieces .* fully_shard \(FSDP2\)"):
@@ -248,11 +262,11 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
         muon.step()
 
 
-def test_unsuitable_parameters_cause_one_warning() -> None:
+def test_unsuitable_parameters_cause_a_single_warning() -> None:
     wide, thin = nn.Parameter(torch.ones(32, 32)), nn.Parameter(torch.ones(32, 4))
-    with pytest.warns(UserWarning, match=r"a side under 16|embedding") as found:
+    with pytest.warns(UserWarning, match=r"a side under 16|embedding") as caught:
         Muon([("embed_tokens.weight", wide), ("layers.0.w", thin)])
-    assert [str(warning.message).split(":")[0] for warning in found] == ["embed_tokens.weight", "layers.0.w (32x4)"]
+    assert [str(warning.message).split(":")[0] for warning in caught] == ["embed_tokens.weight", "layers.0.w (32x4)"]
 
 
 def test_a_closed_optimizer_is_refused() -> None:

@@ -15,13 +15,13 @@ EVERY, OTHER = slice(0, 5), slice(0, 5, 2)
         ((EVERY, EVERY), None),
         ((slice(1, 3), EVERY), slice(1, 3)),
         ((EVERY, slice(1, 3)), (EVERY, slice(1, 3))),
-        # From the first to the last, and yet not all: gate and up that take turns.
+        # From the first to the last row, with gaps: gate and up rows alternate.
         ((OTHER, EVERY), OTHER),
         ((EVERY, OTHER), (EVERY, OTHER)),
     ],
     ids=str,
 )
-def test_a_part_is_as_much_of_the_storage_as_its_span(
+def test_a_rectangle_covers_the_span_of_the_storage(
     local: tuple[slice, slice], place: tuple[slice, slice] | slice | None
 ) -> None:
     stored = torch.arange(25.0).view(5, 5)

@@ -1,4 +1,4 @@
-"""A step allocates as many bytes as its plan says, stage by stage."""
+"""A step allocates the planned bytes, stage by stage."""
 
 import gc
 from collections.abc import Iterator
@@ -10,29 +10,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.memory_use import allocated
 from titan_muon import Muon, own
 from titan_muon.comm.buffers import fragmentation
 from titan_muon.features.early import shared_queue
+from titan_muon.features.scaling import ScaledRule
 from titan_muon.options import MuonOptions, PlacementRule
 from titan_muon.plan.cost.times import Costs
 from titan_muon.plan.cost.totals import Totals
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.layout import Geometries, Geometry
 from titan_muon.plan.terms.pieces import Pieces
-from titan_muon.planning import check_one_device
+from titan_muon.planning import check_one_device, passes_of
+from titan_muon.rules.muon import MuonRule
 from titan_muon.step.foreach import CPU_CHUNK_BYTES
 from titan_muon.tensors.storage import trained_params
 
 MIB = 2**20
-# One Newton-Schulz step in the dtype of the workspace, because the test is about the other stages.
+# One Newton-Schulz step in the dtype of the workspace, because the test is about the remaining stages.
 OPTIONS: dict[str, Any] = {"ns_steps": 1, "ns_dtype": "bfloat16", "orthogonalize": "standard"}
 
 
 def peak(muon: Muon) -> tuple[int, int]:
-    """Bytes that a second step allocates at most, and the bytes of the plan."""
+    """Peak bytes allocated by a second step, and the bytes of the plan."""
     muon.step()
     _, new, left = allocated(muon.step)
     assert left == 0, "a step keeps no memory"
@@ -58,12 +61,28 @@ def with_gradient(param: nn.Parameter) -> nn.Parameter:
     ],
     ids=str,
 )
-def test_the_peak_of_a_step_is_the_plans(dtype: torch.dtype, rows: int, options: dict[str, Any]) -> None:
+def test_the_peak_of_a_step_equals_the_plan(dtype: torch.dtype, rows: int, options: dict[str, Any]) -> None:
     """A local matrix of 16 to 128 MiB. Momentum and weights are updated in chunks of rows."""
     weight = with_gradient(nn.Parameter(torch.zeros(rows, 64, dtype=dtype)))
     measured, planned = peak(Muon([("w", weight)], **OPTIONS, **options))
-    # The library for matrix products has scratch of its own.
+    # The library for matrix products has separate scratch memory.
     assert 0.98 * planned < measured < 1.02 * planned + MIB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_accelerators_plan_has_the_copies_of_a_step_that_may_be_undone(dtype: torch.dtype) -> None:
+    """On a GPU, each step of a recipe may be undone. A CPU runs a call of each stage here."""
+    count, options = 2**20, MuonOptions(rounding="nearest")
+    average, update = torch.zeros(count), torch.zeros(count, dtype=torch.bfloat16)
+    param, grad = torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)
+    scratch = (torch.empty_like(param),) if dtype == torch.float32 else ()
+    rule = ScaledRule(MuonRule(options), None, torch.tensor(False))
+    group = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True}
+    _, advance, _ = allocated(lambda: rule.advance((average,), (grad,), (update,), group))
+    _, apply, _ = allocated(lambda: rule.apply((param,), (update,), group, 1.0, scratch))
+    passes = passes_of([dtype], options, "cuda")
+    assert 0 <= advance - count * passes.advance_bytes < MIB / 100
+    assert 0 <= apply + sum(part.nbytes for part in scratch) - count * passes.apply_bytes < MIB / 100
 
 
 @pytest.mark.parametrize("shape", [(40, 3), (700, 300), (3, 200_000)], ids=str)
@@ -92,7 +111,7 @@ def two_ranks() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 2**19), (torch.float32, 2**18)], ids=str)
-def test_the_peak_of_a_step_on_an_owned_matrix_is_the_plans(dtype: torch.dtype, rows: int) -> None:
+def test_the_peak_of_a_step_on_an_owned_matrix_equals_the_plan(dtype: torch.dtype, rows: int) -> None:
     module = nn.Linear(64, rows, bias=False, dtype=dtype)
     rule = PlacementRule(match="weight", placement="owned", owner=0)
     own(module, mesh=init_device_mesh("cpu", (2,)), params=[module.weight], rules=[rule])
@@ -149,14 +168,29 @@ def test_buffers_and_workspace_stay_allocated_with_keep_buffers(kept: bool) -> N
     ],
     ids=str,
 )
-def test_an_allocator_that_fragments_is_warned_about(
-    device: str, mib: int, settings: dict[str, str], warns: bool
-) -> None:
+def test_a_fragmenting_allocator_causes_a_warning(device: str, mib: int, settings: dict[str, str], warns: bool) -> None:
     warning = fragmentation(device, mib * MIB, {"HOME": "/", **settings})
     assert ("keep_buffers" in warning) == warns
 
 
-def test_a_step_allocates_its_buffers_and_workspace_unless_they_are_kept() -> None:
+def test_the_first_use_warns_of_the_steps_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("titan_muon.engine.fragmentation", lambda *of: asked.append(of[:2]) or "fragments")
+    with pytest.warns(UserWarning, match="fragments"):
+        Muon([("w", nn.Parameter(torch.zeros(512, 64)))]).build()
+    assert asked == [("cpu", 512 * 64 * 2)]
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("kept", [False, True])
+def test_exchange_buffers_stay_allocated_with_keep_buffers(kept: bool) -> None:
+    shard = DTensor.from_local(torch.zeros(4, 8), init_device_mesh("cpu", (2,)), [Shard(0)])
+    buffers = Muon([("w", nn.Parameter(shard))], keep_buffers=kept).engine.rank.buffers
+    assert [tensor.untyped_storage().nbytes() for tensor in buffers.tensors] == [buffers.memory.nbytes * kept]
+    assert buffers.memory.nbytes > 0
+
+
+def test_keep_buffers_moves_the_allocation_out_of_the_step() -> None:
     for kept in (False, True):
         muon = Muon([("w", nn.Parameter(torch.zeros(512, 64)))], keep_buffers=kept)
         assert muon.engine.rank.step_bytes == (0 if kept else 512 * 64 * 2)
@@ -192,5 +226,5 @@ def test_parameters_on_several_devices_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("device", "value", "warns"), [("cuda", "1", True), ("cuda", "8", False), ("cpu", "1", False)])
-def test_one_queue_for_all_streams_is_warned_about(device: str, value: str, warns: bool) -> None:
+def test_a_single_queue_for_every_stream_causes_a_warning(device: str, value: str, warns: bool) -> None:
     assert bool(shared_queue(device, {"CUDA_DEVICE_MAX_CONNECTIONS": value})) == warns

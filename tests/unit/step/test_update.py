@@ -1,4 +1,4 @@
-"""The element-wise parts of a step: learning-rate scales, momentum and apply; all of it as torch.optim.Muon."""
+"""The element-wise parts of a step: learning-rate scales, momentum and apply; all parts equal torch.optim.Muon."""
 
 import math
 from typing import Any
@@ -40,7 +40,7 @@ def torch_muon(lr_scale: str, nesterov: bool, weight_decay: float, steps: int) -
 @pytest.mark.parametrize("lr_scale", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_muon_in_one_process_is_torch_optim_muon(lr_scale: str, nesterov: bool, weight_decay: float) -> None:
+def test_muon_in_a_single_process_equals_torch_optim_muon(lr_scale: str, nesterov: bool, weight_decay: float) -> None:
     """Four steps, bit for bit, of Muon and of the tests' own reference; parameters and momentum; gradients kept."""
     expected, momenta = torch_muon(lr_scale, nesterov, weight_decay, steps=4)
     params = {name: torch.nn.Parameter(value) for name, value in drawn(0).items()}
@@ -54,7 +54,7 @@ def test_muon_in_one_process_is_torch_optim_muon(lr_scale: str, nesterov: bool, 
         optimizer.step()
         reference.step(grads)
         kept = [param.grad for param in params.values() if param.grad is not None]
-        assert all(torch.equal(one, grad) for one, grad in zip(kept, grads.values(), strict=True))
+        assert all(torch.equal(saved, grad) for saved, grad in zip(kept, grads.values(), strict=True))
     for name, param in params.items():
         assert torch.equal(param, expected[name]), name
         assert torch.equal(optimizer.state[param]["momentum_buffer"], momenta[name]), name
@@ -66,13 +66,13 @@ def test_a_stack_is_updated_matrix_by_matrix() -> None:
     """A (3, 20, 12) parameter moves as three (20, 12) parameters do."""
     full, grad = (torch.randn(3, 20, 12, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     stack = torch.nn.Parameter(full.clone())
-    apart = {f"w{i}": torch.nn.Parameter(full[i].clone()) for i in range(3)}
+    separate = {f"w{i}": torch.nn.Parameter(full[i].clone()) for i in range(3)}
     stack.grad = grad.clone()
-    for i, param in enumerate(apart.values()):
+    for i, param in enumerate(separate.values()):
         param.grad = grad[i].clone()
     Muon([("experts", stack)], lr=0.1, orthogonalize="reference").step()
-    Muon(apart.items(), lr=0.1, orthogonalize="reference").step()
-    assert torch.equal(stack, torch.stack(tuple(apart.values())))
+    Muon(separate.items(), lr=0.1, orthogonalize="reference").step()
+    assert torch.equal(stack, torch.stack(tuple(separate.values())))
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,12 @@ def test_a_stack_is_updated_matrix_by_matrix() -> None:
         ("spectral", 25, 100, 0.5),
     ],
 )
-def test_lr_scales(name: str, rows: int, cols: int, value: float) -> None:
+def test_lr_scales_equal_the_published_formulas(name: str, rows: int, cols: int, value: float) -> None:
     assert update.lr_scale(name, rows, cols) == pytest.approx(value)
 
 
 @pytest.mark.parametrize("name", ["", "rms", "Original", None])
-def test_an_unknown_lr_scale_names_the_known_ones(name: str) -> None:
+def test_an_unknown_lr_scale_lists_the_known_scales(name: str) -> None:
     with pytest.raises(ValueError, match=r"lr_scale = .*match_rms_adamw, original, spectral"):
         update.lr_scale(name, 2, 2)
 
@@ -111,7 +111,7 @@ def test_without_nesterov_the_average_is_orthogonalized() -> None:
     assert packed.item() == average.item() == 3
 
 
-def test_where_nothing_is_packed_the_average_advances_all_the_same() -> None:
+def test_momentum_advances_without_a_send_buffer() -> None:
     average = torch.tensor([[2.0]])
     update.momentum([average], [torch.tensor([[4.0]])], [], decay=0.5, nesterov=True)
     assert average.item() == 3
@@ -140,7 +140,7 @@ def test_a_bf16_gradient_advances_a_float32_average_in_float32(nesterov: bool) -
     assert torch.equal(average, exact)
 
 
-def test_apply_decays_by_lr_alone_and_scales_the_update() -> None:
+def test_apply_decays_by_the_unscaled_lr_and_scales_the_update() -> None:
     param, delta = torch.tensor([[10.0]]), torch.tensor([[1.0]], dtype=torch.bfloat16)
     update.apply([param], [delta], lr=0.5, scale=4.0, weight_decay=0.2)
     assert math.isclose(param.item(), 10 * (1 - 0.5 * 0.2) - 0.5 * 4)

@@ -7,7 +7,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from tests.unit.plans import taken
+from tests.unit.plans import elements_of
 from titan_muon import Muon
 from titan_muon.options import Split
 from titan_muon.plan.terms.layout import Geometry
@@ -30,17 +30,17 @@ READ = [
 def matrices(shape: tuple[int, ...], dims: str, lengths: dict[str, int | tuple[int, ...]]) -> list[Tensor]:
     stack = stack_of("w", shape, [Split(match="*", dims=dims, lengths=lengths)])
     full = torch.arange(prod(shape)).reshape(prod(shape[: stack.row_dims]), -1)
-    return [taken(full, matrix) for matrix in stack.matrices]
+    return [elements_of(full, matrix) for matrix in stack.matrices]
 
 
 @pytest.mark.parametrize(("shape", "dims", "lengths"), READ, ids=[dims for _, dims, _ in READ])
-def test_matrices_equal_those_of_einops(shape: tuple[int, ...], dims: str, lengths: dict[str, int]) -> None:
+def test_matrices_equal_einops(shape: tuple[int, ...], dims: str, lengths: dict[str, int]) -> None:
     left, _, right = dims.partition("->")
     count, _, matrix = right.partition("|")
     full = torch.arange(prod(shape)).reshape(shape)
     expected = rearrange(full, f"{left} -> ({count}) {matrix}", **lengths)
-    found = torch.stack(matrices(shape, dims, dict(lengths)))
-    assert torch.equal(found, expected)
+    result = torch.stack(matrices(shape, dims, dict(lengths)))
+    assert torch.equal(result, expected)
 
 
 def test_a_list_of_lengths_is_parts_of_unequal_size() -> None:
@@ -106,8 +106,8 @@ def test_interleaved_pieces_are_few_rectangles(dim: int) -> None:
         assert all(len(piece.rows) * len(piece.cols) == 1 for piece in held.values())
 
 
-def test_the_scale_is_of_the_matrix_and_not_of_its_storage() -> None:
-    """A layer that stores (in, out) trains like its transpose."""
+def test_the_scale_follows_the_shape_of_the_matrix_not_of_the_storage() -> None:
+    """A layer stored as (in, out) trains like the transpose."""
     values, grad = torch.randn(4, 12), torch.randn(4, 12)
     stored, turned = nn.Parameter(values.clone()), nn.Parameter(values.T.contiguous())
     stored.grad, turned.grad = grad.clone(), grad.T.contiguous()
@@ -118,7 +118,7 @@ def test_the_scale_is_of_the_matrix_and_not_of_its_storage() -> None:
 
 
 @pytest.mark.parametrize("dims", ["(f g) d -> g | f d", "d (g f) -> g | d f"])
-def test_offload_does_not_take_matrices_that_share_rows(dims: str) -> None:
+def test_offload_refuses_matrices_with_shared_rows(dims: str) -> None:
     parameter = nn.Parameter(torch.zeros(6, 6))
     split = [Split(match="*", dims=dims, lengths={"g": 2})]
     with pytest.raises(ValueError, match=r'offload = "state" does not take layers\.0\.w, whose matrices share rows'):

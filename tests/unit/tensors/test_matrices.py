@@ -1,4 +1,4 @@
-"""A parameter's matrices and its optimizer: rules in order, defaults by name and shape, errors."""
+"""A parameter's matrices and optimizer: rules in order, defaults by name and shape, errors."""
 
 import re
 from typing import Any
@@ -37,10 +37,10 @@ def rule(match: str, optimizer: str) -> Rule:
 
 
 def assigned(rules: list[Rule], defaults: bool = True, **options: bool) -> dict[str, Assignment]:
-    found = assign_parameters(SEEN, rules, default_rules() if defaults else None, **options)
-    assert [one.fqn for one in found] == list(MODEL), "in the order of the parameters"
-    assert all(one.shape == MODEL[one.fqn] for one in found)
-    return {one.fqn: one for one in found}
+    assignments = assign_parameters(SEEN, rules, default_rules() if defaults else None, **options)
+    assert [assignment.fqn for assignment in assignments] == list(MODEL), "in the order of the parameters"
+    assert all(assignment.shape == MODEL[assignment.fqn] for assignment in assignments)
+    return {assignment.fqn: assignment for assignment in assignments}
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,10 @@ def assigned(rules: list[Rule], defaults: bool = True, **options: bool) -> dict[
     ],
 )
 def test_defaults_by_name_and_shape(fqn: str, optimizer: str, reason: str) -> None:
-    found = assigned([])[fqn]
-    assert found.optimizer == optimizer
-    assert found.reason.startswith(reason)
-    assert found.rule is None
+    assignment = assigned([])[fqn]
+    assert assignment.optimizer == optimizer
+    assert assignment.reason.startswith(reason)
+    assert assignment.rule is None
 
 
 @pytest.mark.parametrize(
@@ -75,43 +75,44 @@ def test_defaults_by_name_and_shape(fqn: str, optimizer: str, reason: str) -> No
         ("output.weight", (512, 64), "output head"),
     ],
 )
-def test_parameters_other_than_hidden_matrices_are_left_to_adamw(fqn: str, shape: tuple[int, ...], reason: str) -> None:
-    (found,) = assign_parameters({fqn: Seen(shape)}, [], default_rules())
-    assert found.optimizer == "adamw"
-    assert found.reason.startswith(reason)
+def test_adamw_gets_every_parameter_except_hidden_matrices(fqn: str, shape: tuple[int, ...], reason: str) -> None:
+    (assignment,) = assign_parameters({fqn: Seen(shape)}, [], default_rules())
+    assert assignment.optimizer == "adamw"
+    assert assignment.reason.startswith(reason)
 
 
-def test_routers_go_where_the_recipe_says() -> None:
-    found = assign_parameters(SEEN, [], default_rules(router="muon"))
-    assert {one.fqn: one.optimizer for one in found}["layers.1.moe.router.gate.weight"] == "muon"
+def test_the_recipe_selects_the_optimizer_of_routers() -> None:
+    assignments = assign_parameters(SEEN, [], default_rules(router="muon"))
+    assert ("layers.1.moe.router.gate.weight", "muon") in [(a.fqn, a.optimizer) for a in assignments]
 
 
-def test_the_first_rule_that_matches_wins() -> None:
+def test_the_first_matching_rule_wins() -> None:
     rules = [rule("*.wo.weight", "adamw"), rule("layers.0.attention.*", "muon")]
-    found = assigned(rules)
-    assert (found["layers.0.attention.wo.weight"].optimizer, found["layers.0.attention.wo.weight"].rule) == ("adamw", 0)
-    assert found["layers.0.attention.wo.weight"].reason == "optimizer.rule[0] '*.wo.weight'"
-    assert found["layers.0.attention.qkv_linear.wq.weight"].rule == 1
-    assert found["layers.0.feed_forward.w1.weight"].rule is None
+    assignments = assigned(rules)
+    wo = assignments["layers.0.attention.wo.weight"]
+    assert (wo.optimizer, wo.rule) == ("adamw", 0)
+    assert wo.reason == "optimizer.rule[0] '*.wo.weight'"
+    assert assignments["layers.0.attention.qkv_linear.wq.weight"].rule == 1
+    assert assignments["layers.0.feed_forward.w1.weight"].rule is None
 
 
-def test_rules_win_over_defaults() -> None:
-    found = assigned([rule("tok_embeddings.*", "muon")])["tok_embeddings.weight"]
-    assert (found.optimizer, found.reason, found.rule) == ("muon", "optimizer.rule[0] 'tok_embeddings.*'", 0)
+def test_rules_override_defaults() -> None:
+    tokens = assigned([rule("tok_embeddings.*", "muon")])["tok_embeddings.weight"]
+    assert (tokens.optimizer, tokens.reason, tokens.rule) == ("muon", "optimizer.rule[0] 'tok_embeddings.*'", 0)
 
 
 @pytest.mark.parametrize("pattern", ["layers.*.wz.weight", "WO", "*.wo.weight "])
-def test_a_rule_that_matches_nothing_is_an_error(pattern: str) -> None:
+def test_a_rule_without_a_match_is_an_error(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"rules\[0\]: .* takes no parameter.*remove it"):
         assigned([rule(pattern, "adamw")])
 
 
-def test_a_rule_in_the_shadow_of_another_is_an_error_that_names_it() -> None:
+def test_an_error_names_a_rule_shadowed_by_an_earlier_rule() -> None:
     with pytest.raises(ValueError, match=r"rules\[1\]: '\*\.wo\.weight' takes no parameter.*move it up"):
         assigned([rule("layers.*", "adamw"), rule("*.wo.weight", "muon")])
 
 
-def test_a_pipeline_stage_may_have_nothing_for_a_rule() -> None:
+def test_a_pipeline_stage_accepts_a_rule_without_a_match() -> None:
     assert assigned([rule("layers.7.*", "adamw")], all_rules=False)["norm.weight"].optimizer == "adamw"
 
 
@@ -125,9 +126,9 @@ def test_many_open_parameters_are_named_in_part() -> None:
         assigned([rule("norm.weight", "adamw")], defaults=False)
 
 
-def test_without_defaults_rules_alone_decide() -> None:
-    found = assigned([rule("*", "adamw")], defaults=False)
-    assert {one.optimizer for one in found.values()} == {"adamw"}
+def test_without_defaults_only_rules_decide() -> None:
+    assignments = assigned([rule("*", "adamw")], defaults=False)
+    assert {assignment.optimizer for assignment in assignments.values()} == {"adamw"}
 
 
 def rows(*bounds: tuple[int, int]) -> tuple[Interval, ...]:
@@ -148,23 +149,23 @@ def heads(match: str, height: int) -> Split:
 
 
 def pattern(parts: tuple[int, ...], stack: str = "", *, joined: bool = False) -> Split:
-    """Parts that repeat down each matrix of a stack; with `joined`, parts at the same place are one matrix."""
+    """Parts repeated down each matrix of a stack; with `joined`, parts at the same place are one matrix."""
     matrices = "p | (r h) d" if joined else "r p | h d"
     return Split(match="*", dims=f"{stack} (r p h) d -> {stack} {matrices}", lengths={"p": parts, "h": 1})
 
 
-def test_a_matrix_is_one_block() -> None:
+def test_a_matrix_is_a_single_block() -> None:
     assert blocks_of((6, 4)) == [rows((0, 6))]
     assert stack_of("w", (6, 4)).row_dims == 1
 
 
-def test_experts_are_a_block_each() -> None:
+def test_every_expert_is_a_block() -> None:
     assert blocks_of((3, 2, 5)) == [rows((0, 2)), rows((2, 4)), rows((4, 6))]
     assert stack_of("w", (3, 2, 5)).row_dims == 2
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 2, 2, 2), (0, 4), (4, 0), (0, 2, 2)])
-def test_parameters_other_than_matrices_are_refused_by_name(shape: tuple[int, ...]) -> None:
+def test_non_matrix_parameters_are_refused_by_name(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"layers\.0\.w: Muon takes matrices .*give it to another optimizer"):
         stack_of("layers.0.w", shape)
 
@@ -184,33 +185,33 @@ def test_q_k_and_v_fused_head_by_head() -> None:
     ]
 
 
-def test_every_expert_is_cut_alone() -> None:
+def test_every_expert_is_split_separately() -> None:
     """Gate and up fused in each of two experts of 6 rows."""
     assert blocks_of((2, 6, 4), pattern((3, 3), "e")) == [rows(p) for p in ((0, 3), (3, 6), (6, 9), (9, 12))]
     joined = blocks_of((2, 4, 4), pattern((1, 1), "e", joined=True))
     assert joined == [rows((0, 1), (2, 3)), rows((1, 2), (3, 4)), rows((4, 5), (6, 7)), rows((5, 6), (7, 8))]
 
 
-def test_every_row_is_in_one_block_for_any_split() -> None:
+def test_every_split_puts_every_row_into_exactly_a_single_block() -> None:
     for shape, stack in (((12, 4), ""), ((3, 12, 4), "e")):
         for joined in (False, True):
-            taken = blocks_of(shape, pattern((3, 2, 1), stack, joined=joined))
-            every = sorted(i for block in taken for start, stop in block for i in range(start, stop))
+            blocks = blocks_of(shape, pattern((3, 2, 1), stack, joined=joined))
+            every = sorted(i for block in blocks for start, stop in block for i in range(start, stop))
             assert every == list(range(12 if len(shape) == 2 else 36))
 
 
-def test_a_convolution_is_read_as_the_split_says() -> None:
+def test_the_split_selects_the_matrices_of_a_convolution() -> None:
     stack = stack_of("patch.weight", (32, 3, 4, 4), [Split(match="patch.*", dims="o i h w -> | o (i h w)")])
     assert (stack.row_dims, [block.rows for block in stack.matrices]) == (1, [rows((0, 32))])
     assert stack_of("w", (2, 3, 4), [Split(match="w", dims="o i k -> | o (i k)")]).matrices[0].rows == rows((0, 2))
 
 
-def test_the_first_split_that_matches_wins() -> None:
+def test_the_first_matching_split_wins() -> None:
     assert blocks_of((6, 4), heads("other", 1), heads("*.w", 3), heads("*", 2)) == [rows((0, 3)), rows((3, 6))]
 
 
 @pytest.mark.parametrize("parts", [(4,), (5, 2), (0,), (-1,), (6, 6), (7,), (3, -1)])
-def test_rows_that_do_not_fill_the_matrix_are_refused(parts: tuple[int, ...]) -> None:
+def test_parts_with_a_wrong_sum_of_rows_are_refused(parts: tuple[int, ...]) -> None:
     with pytest.raises(
         ValueError, match=r"layers\.0\.w: muon\.split: dims = .*(does not fill 6|a whole number from 1)"
     ):
@@ -237,8 +238,8 @@ def test_an_older_split_is_refused_with_the_equal_dims(
     assert all(name in str(caught.value) for name in old)
     (dims,) = re.findall('dims = "([^"]*)"', caught.value.problem)
     lengths = re.findall(r"lengths = (\{.*\})", caught.value.problem)
-    said = tomli.loads(f"lengths = {lengths[0]}")["lengths"] if lengths else {}
-    assert blocks_of(shape, Split(match="*", dims=dims, lengths=said)) == [rows(*each) for each in expected]
+    sizes = tomli.loads(f"lengths = {lengths[0]}")["lengths"] if lengths else {}
+    assert blocks_of(shape, Split(match="*", dims=dims, lengths=sizes)) == [rows(*spans) for spans in expected]
 
 
 @pytest.mark.parametrize(
@@ -249,19 +250,19 @@ def test_an_older_split_is_refused_with_the_equal_dims(
         ({"dims": "f d -> | f d", "rows": (2,), "row_dims": 1}, "; remove rows and row_dims, because dims replaces"),
     ],
 )
-def test_an_older_split_that_says_too_little_or_too_much_is_refused(old: dict[str, Any], told: str) -> None:
+def test_an_incomplete_or_ambiguous_old_split_is_refused(old: dict[str, Any], told: str) -> None:
     with pytest.raises(OptionError, match=told):
         Split(match="*", **old)
 
 
-def test_a_split_that_matches_nothing_is_named() -> None:
+def test_the_error_names_a_split_without_a_match() -> None:
     check_splits(["layers.0.w"], [heads("*.w", 1)])
     with pytest.raises(ValueError, match=r"muon\.split: '\*\.v' matches no Muon parameter"):
         check_splits(["layers.0.w"], [heads("*.w", 1), heads("*.v", 1)])
 
 
 def test_a_plain_tensor_is_planned_as_whole_on_every_rank() -> None:
-    found = planned("layers.3.mlp.w", torch.zeros(4, 2))
-    assert (found.fqn, found.layer, found.plain) == ("layers.3.mlp.w", "layers.3", True)
-    assert found.layout == Layout((4, 2), Mesh((1,), (0,)), (Replicate(),))
-    assert isinstance(found.stack.matrices[0], MatrixRows)
+    parameter = planned("layers.3.mlp.w", torch.zeros(4, 2))
+    assert (parameter.fqn, parameter.layer, parameter.plain) == ("layers.3.mlp.w", "layers.3", True)
+    assert parameter.layout == Layout((4, 2), Mesh((1,), (0,)), (Replicate(),))
+    assert isinstance(parameter.stack.matrices[0], MatrixRows)

@@ -1,6 +1,6 @@
-"""Each gap that compat.py closes is still there in the pinned torchtitan and this torch, and is closed.
+"""Each gap closed by compat.py still exists in the pinned torchtitan and this torch.
 
-What is there before `install()` can only be seen in a fresh interpreter.
+Only a fresh interpreter shows the state before `install()`.
 """
 
 import importlib
@@ -67,7 +67,7 @@ def test_torchtitan_is_the_version_of_the_workarounds() -> None:
 
 
 @cpu_only
-def test_each_gap_exists_and_is_closed() -> None:
+def test_every_gap_exists_and_is_closed() -> None:
     result = _run(BEFORE_AND_AFTER)
     assert result.returncode == 0, result.stderr
     before, after = json.loads(result.stdout.splitlines()[-1])
@@ -87,7 +87,7 @@ def test_each_gap_exists_and_is_closed() -> None:
 
 
 @cpu_only
-def test_installing_after_torchtitan_took_the_device_is_an_error() -> None:
+def test_installing_after_the_import_of_torchtitan_is_an_error() -> None:
     result = _run("import torchtitan.distributed; from titan_muon.titan import compat; compat.install()")
     assert result.returncode == 1
     assert "RuntimeError: compat.install() must run before torchtitan.distributed is imported" in result.stderr
@@ -131,14 +131,14 @@ def test_a_missing_kernel_is_named() -> None:
         kernels.some_kernel(1)
 
 
-def test_fsdp_can_still_be_told_to_sum() -> None:
+def test_fsdp_supports_sum_reduction() -> None:
     from torch.distributed.fsdp import FSDPModule
 
     assert callable(FSDPModule.set_force_sum_reduction_for_comms)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama3", "deepseek_v3"])
-def test_torchtitan_still_shards_decoders_by_one_function(family: str) -> None:
+def test_torchtitan_shards_decoders_with_a_single_function(family: str) -> None:
     """The replacement gets the arguments for `shard`, and ends with the context."""
     import models  # noqa: F401 (registers the families)
     from titan_muon.titan.model.spec import model_spec
@@ -176,22 +176,22 @@ def test_spmd_backend_follows_the_torch_version(monkeypatch) -> None:
             compat.spmd_backend("spmd_types", uneven_vocabulary=True)
 
 
-def test_time_outs_reach_all_groups_but_that_of_checkpoints(monkeypatch) -> None:
-    """Groups beside the mesh, as that of the signal to stop, must not keep PyTorch's 30 minutes."""
+def test_timeouts_reach_every_group_except_the_checkpoint_group(monkeypatch) -> None:
+    """Groups outside the mesh, such as the group of the stop signal, must not keep PyTorch's 30 minutes."""
     compat.install()
     utils = importlib.import_module("torchtitan.distributed.utils")
     groups = [SimpleNamespace(group_desc=name) for name in ("default_pg", "undefined", compat.ASYNC_CHECKPOINT)]
     monkeypatch.setattr(dist, "barrier", lambda **_: None)
-    given = []
-    monkeypatch.setattr(dist, "set_timeout", lambda seconds, group: given.append(group))
+    groups_set = []
+    monkeypatch.setattr(dist, "set_timeout", lambda seconds, group: groups_set.append(group))
     monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=groups))
     dims = SimpleNamespace(get_all_one_dimensional_meshes=dict)
     utils.set_pg_timeouts(timedelta(seconds=5), dims)
-    assert given == [None, *groups[:2]]
+    assert groups_set == [None, *groups[:2]]
 
 
-def test_a_group_without_a_time_out_is_no_warning(recwarn) -> None:
-    """PyTorch warns of it in each start, before a user has done anything."""
+def test_a_group_without_a_timeout_causes_no_warning(recwarn) -> None:
+    """PyTorch warns in each start, before any action of the user."""
     compat.install()
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
     try:
@@ -219,12 +219,12 @@ def init_with(monkeypatch, **environment: str) -> tuple[dict, str]:
     return seen, seen.pop("buffer")
 
 
-def test_process_group_is_made_on_the_given_store(monkeypatch) -> None:
+def test_the_process_group_uses_the_passed_store(monkeypatch) -> None:
     seen, buffer = init_with(monkeypatch)
     assert isinstance(seen["store"], dist.HashStore)
     assert (seen["rank"], seen["world_size"], buffer) == (1, 2, "0")
 
 
 def test_the_users_flight_recorder_is_kept(monkeypatch) -> None:
-    """trace_buf_size = 0, the default, must not switch off what the user has set."""
+    """The default trace_buf_size = 0 must not disable the user's setting."""
     assert init_with(monkeypatch, TORCH_FR_BUFFER_SIZE="5000")[1] == "5000"

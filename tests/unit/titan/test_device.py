@@ -1,4 +1,4 @@
-"""Device-dependent choices are in one file, and a recipe can override them on any device."""
+"""Device-dependent choices are in one file, and a recipe can override each choice on any device."""
 
 import ast
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ ALLOWED = {TITAN / "device.py", TITAN / "compat.py", TITAN / "model" / "logits.p
 
 
 def branches(path: Path) -> Iterator[str]:
-    """Places in a file that ask for a device, or compare a device with a name."""
+    """Places in a file with a query of a device, or a comparison of a device with a name."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and node.attr == "is_available":
             yield f"{path.name}:{node.lineno}"
@@ -25,13 +25,15 @@ def branches(path: Path) -> Iterator[str]:
                 yield f"{path.name}:{node.lineno}"
 
 
-def test_no_other_file_of_the_integration_branches_on_the_device() -> None:
+def test_only_device_py_branches_on_the_device() -> None:
     assert list(branches(TITAN / "device.py")), "the search finds what it looks for"
     assert [place for path in TITAN.rglob("*.py") if path not in ALLOWED for place in branches(path)] == []
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_auto_is_the_devices_choice_and_anything_else_the_recipes(monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
+def test_auto_follows_the_device_and_explicit_values_follow_the_recipe(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool
+) -> None:
     monkeypatch.setattr(device, "on_accelerator", lambda: gpu)
     assert device.loss_chunks("auto", 2048) == (8 if gpu else 1)
     assert device.loss_chunks("auto", 2050) == 1, "8 does not divide it"
@@ -46,7 +48,7 @@ def test_auto_is_the_devices_choice_and_anything_else_the_recipes(monkeypatch: p
 
 
 @pytest.mark.parametrize("gpu", [None, (9, 0)])
-def test_a_capability_is_the_gpus_or_none(monkeypatch: pytest.MonkeyPatch, gpu: tuple[int, int] | None) -> None:
+def test_compute_capability_is_the_gpus_or_none(monkeypatch: pytest.MonkeyPatch, gpu: tuple[int, int] | None) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
     assert device.compute_capability() == gpu

@@ -10,7 +10,7 @@ from ..terms.work import Work
 
 
 def batches(chosen: Sequence[int], matrices: Sequence[Matrix], works: Sequence[Work]) -> tuple[tuple[int, ...], ...]:
-    """Batches of matrices with equal shape and work, by index; first the slices, each in its own batch."""
+    """Indices of each batch: matrices of equal shape and work, or a single slice."""
     # Slices first, because their owners wait for each other. In order of the plan, because owners with two sliced
     # matrices would otherwise deadlock.
     result: list[tuple[int, ...]] = [(index,) for index in sorted(chosen) if matrices[index].slice is not None]

@@ -1,4 +1,4 @@
-"""The peak memory of a step on one rank, stage by stage."""
+"""The peak memory of a step on a rank, stage by stage."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from .times import Costs, OwnerTime
 
 
 class StepBytes(NamedTuple):
-    """Bytes that a step allocates on one rank.
+    """Bytes that a step allocates on a rank.
 
     Attributes:
-        buffers: exchange buffers.
         workspace: the largest batch of whole matrices.
-        advance: temporary, of the largest call for the momentum.
-        orthogonalize: temporary, of Newton-Schulz and the rule on the largest batch.
-        apply: temporary, of the largest call for the weights.
+        advance, orthogonalize, apply: temporary, of the largest call or batch of the stage.
     """
 
     buffers: int
@@ -28,7 +25,7 @@ class StepBytes(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Peak without the exchange buffers: the computing stream runs one stage at a time."""
+        """Peak without the exchange buffers: the computing stream runs the stages in turn."""
         return self.workspace + max(self.advance, self.orthogonalize, self.apply)
 
     @property
@@ -37,7 +34,7 @@ class StepBytes(NamedTuple):
 
 
 def step_bytes(local: OwnerTime, buckets: Sequence[BucketTotals], buffer_elements: int, costs: Costs) -> StepBytes:
-    """The peak of a step on one rank, with `local` matrices and `buckets` that travel."""
+    """The bytes of a rank with `local` matrices and travelling `buckets`."""
     owned = [local, *(costs.owned(bucket.owned) for bucket in buckets)]
     stored = max([local.assembled // costs.wire_bytes, *(bucket.stored for bucket in buckets)])
     passes, row = costs.passes, costs.longest_row

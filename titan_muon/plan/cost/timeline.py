@@ -66,15 +66,11 @@ class Timeline:
 
     @property
     def host(self) -> float:
-        """A lower bound of the step, unless the host is ahead of the device."""
         return max(rank.host for rank in self.ranks)
 
 
 def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> Timeline:
-    """Simulate a plan. Deterministic; time grows with ranks, matrices and collectives, not with pieces.
-
-    A pass with `overlap` is assumed to hide all of its gathers or returns.
-    """
+    """Simulate a plan. A pass with `overlap` is assumed to hide all of its gathers or returns."""
     m = _modelled(plan, machine, overlap)
     costs, totals, times, hidden, local = m.costs, m.totals, m.times, m.hidden, list(m.local.values())
     newton, passes = [time.owned.seconds for time in local], [time.passes for time in local]
@@ -115,8 +111,6 @@ C = TypeVar("C", bound="Clock")
 
 
 class _Modelled(NamedTuple):
-    """A plan's times on a machine: of each bucket, and of each rank's local matrices."""
-
     costs: Costs
     totals: list[dict[int, BucketTotals]]
     times: list[BucketTimes]
@@ -174,9 +168,8 @@ def run_clock(clock: C, rounds: Sequence[int], local: Sequence[float], buffer_se
 class Clock:
     """Clocks of every rank's compute stream and links during a step."""
 
-    # Compute continues when the awaited collective ends on its slowest rank. Collectives of a group are serialized,
-    # because a communicator has a single stream. Collectives of different groups run concurrently but share a rank's
-    # links, occupied only by the rank's own traffic.
+    # Compute continues when the awaited collective ends on the slowest rank. Collectives of a group are serialized.
+    # Collectives of different groups run concurrently but share a rank's links, occupied only by the rank's traffic.
 
     def __init__(self, times: Sequence[BucketTimes], ranks: int) -> None:
         self._times = times

@@ -45,7 +45,7 @@ class LocalTime(NamedTuple):
 
 
 class Costs:
-    """Seconds from a plan's counts, on a machine. `longest_row`: columns of the widest matrix."""
+    """Seconds from a plan's counts, on a machine."""
 
     def __init__(
         self,
@@ -77,11 +77,8 @@ class Costs:
 
     def _local_passes(self, time: OwnerTime) -> float:
         normalized = self.machine.pass_seconds(time.elements * NORMALIZING_BYTES)
-        return (
-            self.pack_seconds(time.elements, time.batches)
-            + normalized
-            + self.apply_seconds(time.elements, time.batches)
-        )
+        packed, applied = (f(time.elements, time.batches) for f in (self.pack_seconds, self.apply_seconds))
+        return packed + normalized + applied
 
     def pack_seconds(self, elements: int, calls: int = 1) -> float:
         """Seconds to advance the momentum of stored elements and to pack them."""
@@ -128,10 +125,8 @@ class BucketTimes:
         pack: momentum and packing of the local pieces.
         owned: Newton-Schulz.
         copies: assembling matrices, and filling the return buffer.
-        apply: decay and update of the local pieces.
         phases: link seconds in the gather and, if any, in the return.
-        latency: of each collective.
-        teams: by sliced matrix, the positions of the owners, and its seconds within `owned`.
+        teams: by sliced matrix, the positions of the owners, and the seconds within `owned`.
     """
 
     group: tuple[int, ...]
@@ -147,7 +142,7 @@ class BucketTimes:
 def bucket_times(
     bucket: Bucket, totals: Mapping[int, BucketTotals], costs: Costs, place: Mapping[int, int]
 ) -> BucketTimes:
-    """The times of a bucket; `place`: position of each rank among the plan's ranks."""
+    """The times of a bucket. `place`: position of each rank among the plan's ranks."""
     machine, wire = costs.machine, costs.wire_bytes
     rank_totals = [totals[rank] for rank in bucket.group]
     across = len({costs.pieces.node(rank) for rank in bucket.group}) > 1
@@ -162,7 +157,10 @@ def bucket_times(
         apply=tuple(costs.apply_seconds(t.stored) for t in rank_totals),
         phases=(gather, *_one_after_another(back, latency)),
         latency=latency,
-        teams=tuple(_teams(bucket, costs, place)),
+        teams=tuple(
+            (tuple(place[rank] for rank in ranks), costs.owned(((costs.pieces.kinds[first], 1),)).seconds)
+            for first, ranks in teams_in(bucket, costs.pieces.matrices).items()
+        ),
     )
 
 
@@ -170,8 +168,3 @@ def _one_after_another(back: Sequence[tuple[float, ...]], latency: float) -> Ite
     if back:
         further = latency * (len(back) - 1)
         yield tuple(sum(rank) + (further if any(rank) else 0.0) for rank in zip(*back, strict=True))
-
-
-def _teams(bucket: Bucket, costs: Costs, place: Mapping[int, int]) -> Iterator[tuple[tuple[int, ...], float]]:
-    for first, ranks in teams_in(bucket, costs.pieces.matrices).items():
-        yield tuple(place[rank] for rank in ranks), costs.owned(((costs.pieces.kinds[first], 1),)).seconds

@@ -1,6 +1,6 @@
 """The all-gather patterns, and the table of all exchange patterns."""
 
-# A new pattern is a class and a line in PATTERNS. Files outside this folder never compare pattern names.
+# A new pattern is a class and a line in PATTERNS.
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class AllGather(Pattern):
 class AllGatherReduceScatter(AllGather):
     """All-gather to the owners; the results return as a reduce-scatter of a sum with zeros."""
 
-    # Sends as many times the bytes of an all-to-all as there are ranks, so the cost model never prefers this pattern.
-    # For networks with a slow all-to-all, and for comparison: xtuner uses the pattern for remainder matrices.
+    # Sends as many times the bytes of an all-to-all as there are ranks. For networks with a slow all-to-all, and for
+    # comparison: xtuner uses the pattern for remainder matrices.
 
     name = "all_gather_reduce_scatter"
     has_owners = True

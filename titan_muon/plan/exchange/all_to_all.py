@@ -125,11 +125,9 @@ class Duplicated(AllToAll):
 
 
 class _Kind(NamedTuple):
-    """The matrices of one kind in a bucket: number of the kind, routes, matrices by worker, and number of matrices."""
-
     kind: int
     routes: Routes
-    workers: Counter[int]
+    workers: Counter[int]  # Number of matrices by worker.
     matrices: int
 
 
@@ -167,8 +165,6 @@ class _Amounts:
 
 
 class _Direction:
-    """The elements of a bucket by rank in one direction."""
-
     def __init__(self, group: Ranks, pieces: Pieces) -> None:
         self.by_rank = {rank: _Amounts() for rank in group}
         self._pieces = pieces
@@ -202,7 +198,7 @@ class _Direction:
             amounts.key = place
 
     def count_peers(self) -> None:
-        """Count the peers of each holder. `add` counts the peers of each worker."""
+        """Count the peers of holders. `add` counts the peers of workers."""
         near = {key: Counter(map(self._pieces.node, ranks)) for key, ranks in self._workers.items()}
         for rank, amounts in self.by_rank.items():
             if amounts.home and amounts.key in near:

@@ -45,7 +45,6 @@ class BucketTotals(NamedTuple):
         buffers: home buffer, inbox, outbox and, with an all-gather over replicas, its buffer.
         phases: traffic of the gather, the return and the all-gather over replicas.
         collectives: number of phases with traffic on any rank; all ranks skip a phase without traffic.
-        pieces: number of the rank's pieces.
     """
 
     owned: KindCounts
@@ -88,7 +87,6 @@ class Pattern(ABC):
     """The exchange of a bucket's matrices.
 
     Attributes:
-        name: value of the option `exchange` and of `Bucket.exchange`.
         has_owners: whether a single owner orthogonalizes each matrix.
         one_replica: whether an owner receives the pieces of its own replica only.
         spreads: whether replicas all-gather results.

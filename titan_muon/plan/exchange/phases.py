@@ -10,11 +10,11 @@ from functools import cached_property
 from ..terms.types import Bucket, Piece
 
 ALIGNMENT = 64
-"""Divides a buffer's offset in a block, because collectives need aligned memory."""
+"""Alignment in elements, because collectives need aligned memory."""
 
 
 def aligned(elements: int) -> int:
-    """Elements with padding in a block."""
+    """Elements with padding."""
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
@@ -46,8 +46,7 @@ class Phase:
     """
 
     # In an all-to-all the home parcels for the rank itself come first and never travel: the split is zero, without an
-    # owned parcel. All further home parcels are a single slice of the buffer, sent without a copy. In an all-gather the
-    # rank's own pieces are among the owned parcels too.
+    # owned parcel. In an all-gather the rank's own pieces are among the owned parcels too.
 
     collective: Collective
     home: tuple[Parcel, ...]
@@ -109,7 +108,7 @@ ByPeer = Mapping[int, Sequence[tuple[int, Piece]]]
 
 def parcels(by_peer: ByPeer, order: Iterable[int]) -> tuple[Parcel, ...]:
     """Pieces exchanged with each rank, packed without gaps in the order of ranks."""
-    # In any other order, a rank would read a piece as part of the wrong matrix, because both ends compute parcels.
+    # Both ends compute the same order.
     packed, offset = [], 0
     for peer in order:
         for matrix, piece in by_peer[peer]:

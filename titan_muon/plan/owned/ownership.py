@@ -73,10 +73,8 @@ def assign_owners(items: Sequence[OwnedItem], size: int) -> Ownership:
 
 @dataclass(frozen=True)
 class _Share:
-    """The units of an item on a rank, as a task; `number`: position along dim 0."""
-
     item: int
-    number: int
+    number: int  # Position along dim 0.
     task: Task
 
 
@@ -101,7 +99,7 @@ def _give_named(
     balancer: Balancer,
     owners: dict[tuple[int, int], int],
 ) -> None:
-    """Assign the items with a given rank, then each whole layer to the least loaded rank."""
+    """Assign items with a named rank, then each whole layer to the least loaded rank."""
     layers: dict[str, list[_Share]] = {}
     for piece in pieces:
         item = items[piece.item]
@@ -119,7 +117,7 @@ def _give_named(
 
 
 def _put(piece: _Share, items: Sequence[OwnedItem], rank: int, balancer: Balancer) -> int:
-    """Give a piece to the ranks of a replica block. Returns the first rank of the block."""
+    """The first rank of the replica block that receives the piece."""
     replicas = items[piece.item].replicas
     first = rank - rank % replicas
     for member in range(first, first + replicas):

@@ -1,4 +1,4 @@
-"""Candidate problems for a plan, each with the share of the step's price to save."""
+"""Candidate problems for a plan."""
 
 # Complications, such as slices, must save a share of the price, so that small modelled gains do not decide.
 

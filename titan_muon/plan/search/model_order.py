@@ -1,4 +1,4 @@
-"""Rounds in the order of the model's backward or forward, to hide their communication."""
+"""Rounds in the order of the model's backward or forward, to hide communication."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def in_model_order(
     pieces: Pieces,
     eligible: Mapping[int, Ranks],
 ) -> tuple[list[list[Task]], OwnerOf]:
-    """The same rounds, with tasks of equal cost exchanged between rounds and owners to be nearly in order.
+    """The same rounds, nearly in order: tasks of equal cost change rounds and owners.
 
     Backward reaches the last parameters first, forward the first. `eligible`: the possible owners of a matrix, if fewer
     than the group.
     """
 
     def kind(task: Task) -> Hashable:
-        # Slices keep their owners: the slices of a matrix are orthogonalized together, on a team of ranks.
+        # Slices keep their owners, because a team of ranks orthogonalizes the matrix together.
         sliced = task.matrix if pieces.matrices[task.matrix].slice is not None else None
         return task.group, pieces.kinds[task.matrix], task.flops, eligible.get(task.matrix), sliced
 

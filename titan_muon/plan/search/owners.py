@@ -1,4 +1,4 @@
-"""Balancer and strategies: the owner of each task."""
+"""The owner of each task."""
 
 # Every rank computes the owners: deterministic, with ties to the lowest rank.
 
@@ -8,6 +8,8 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
+
+from ..terms.pieces import Ranks
 
 BYTES_OVER_MEAN = 1.3
 """Most bytes of a rank, relative to the mean."""
@@ -23,7 +25,6 @@ class Task(NamedTuple):
     layer: str
 
 
-Ranks = tuple[int, ...]
 Groups = Sequence[Ranks]
 OwnerOf = dict[tuple[int, int], int]
 """Owner by (matrix, group)."""
@@ -33,10 +34,9 @@ Heap = list[tuple[int, int, int]]
 
 
 class Balancer:
-    """Assigns `tasks`, longest first, to the least loaded of `ranks`; `load`: initial FLOPs of each rank."""
+    """Assigns `tasks` to the least loaded of `ranks`; `load`: initial FLOPs of each rank."""
 
-    # FLOPs decide, because Newton-Schulz dominates a step. A limit of bytes, because a rank without large matrices
-    # would own too many small matrices for its memory.
+    # FLOPs decide, with a limit of bytes, because a rank without large matrices would own too many small matrices.
 
     def __init__(self, tasks: Sequence[Task], ranks: Iterable[int], load: Mapping[int, int]) -> None:
         self._flops = {rank: load.get(rank, 0) for rank in ranks}

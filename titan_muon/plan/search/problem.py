@@ -1,4 +1,4 @@
-"""The input of the search: matrices without an owner, their possible owners, and costs."""
+"""The input of the search."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from ..exchange.all_gather import PATTERNS
 from ..exchange.pattern import Pattern
 from ..terms.groups import assemblies
 from ..terms.layout import Geometries
+from ..terms.pieces import Ranks
 from ..terms.types import Matrix, Parameter
-from .owners import OwnerOf, Ranks, Task
+from .owners import OwnerOf, Task
 from .state import momentum_ranks
 
 
@@ -22,8 +23,6 @@ class Problem:
     """Matrices to assign to owners, and costs to judge a plan.
 
     Attributes:
-        parameters: stacks contain slices instead of sliced matrices.
-        pattern: exchange of all buckets.
         local: for each matrix, the ranks that store and orthogonalize all of the matrix.
         tasks: for each remaining matrix, one for each assembling group.
         load: local FLOPs of each rank.
@@ -55,7 +54,7 @@ def make_problem(
 
     @cache
     def placed(geometry: int, split: bool) -> list[tuple[Ranks, list[int]]]:
-        """For each matrix the local ranks, and the numbers of the assembling groups."""
+        """By matrix: local ranks, and numbers of the assembling groups."""
         assembled = assemblies(geometries.shared[geometry], split)
         return [(a.local, [groups.setdefault(ranks, len(groups)) for ranks in a.groups]) for a in assembled]
 

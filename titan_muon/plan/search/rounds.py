@@ -13,10 +13,9 @@ from .owners import Groups, OwnerOf, Task
 
 
 def rounds(tasks: Sequence[Task], count: int, *, backward: bool = False) -> list[list[Task]]:
-    """Tasks in at most `count` rounds of consecutive matrices, for any owners, in the order of a pass of the model."""
+    """Tasks in at most `count` rounds of consecutive matrices, in the order of a pass of the model."""
     # A single round would leave every rank idle until the gather and again until the return, with buffers for all
-    # matrices. Rounds are global, because overlapping groups must launch collectives in a common order; else two groups
-    # with two common ranks could deadlock.
+    # matrices. Rounds are global, because groups with common ranks must launch collectives in a common order.
     total, seen, sign = sum(task.bytes for task in tasks), 0, -1 if backward else 1
     result: list[list[Task]] = [[] for _ in range(count)]
     for task in sorted(tasks, key=lambda task: (sign * task.matrix, task.group)):
@@ -43,7 +42,7 @@ class Cut(Enum):
 class Dealer:
     """Deals tasks to rounds by the queues of their owners."""
 
-    # A round ends at its slowest owner. In the order of parameters, a rank could get two large matrices in a round.
+    # A round ends at the slowest owner.
 
     def __init__(self, tasks: Sequence[Task], groups: Groups) -> None:
         self._share = [0.0] * len(groups)
@@ -90,10 +89,7 @@ class Dealer:
 
 
 def _typical_times(queues: Sequence[Sequence[Task]], count: int) -> list[float]:
-    """FLOPs halfway between the ends of consecutive rounds, for the most common queue.
-
-    Tasks of the remaining queues join the round with the nearest end.
-    """
+    """FLOPs halfway between the ends of consecutive rounds, for the most common queue."""
     queue_counts = Counter(tuple(task.flops for task in queue) for queue in queues)
     typical = max(queue_counts, key=lambda flops: (queue_counts[flops], sum(flops), flops), default=())
     before, ends = 0, dict[int, int]()

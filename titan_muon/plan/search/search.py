@@ -46,7 +46,6 @@ class Simulation:
     """Simulated buckets.
 
     Attributes:
-        buffer_sets: rounds with buffers at the same time.
         seconds: step time.
         bytes: most buffers and workspace on a rank.
         busiest: compute seconds of the busiest rank.
@@ -69,14 +68,11 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Parameters of dealing matrices to at most `rounds` rounds.
-
-    `in_model_order`: without regard to `order` and `cut`. `owners`: index into STRATEGIES.
-    """
+    """Ways to deal matrices to at most `rounds` rounds. `in_model_order` ignores `order` and `cut`."""
 
     rounds: int
     in_model_order: bool = False
-    owners: int = 0
+    owners: int = 0  # Index into STRATEGIES.
     order: Order = Order.PEAKED
     cut: Cut = Cut.TIME
 

@@ -11,8 +11,8 @@ from ...options import MuonOptions, OptionError
 from ..cost.times import Costs
 from ..exchange.all_gather import PATTERNS
 from ..terms.layout import Geometries
-from ..terms.pieces import Pieces
-from ..terms.slices import Ranks, divides, sliced, slices_of, teams
+from ..terms.pieces import Pieces, Ranks
+from ..terms.slices import divides, sliced, slices_of, teams
 from ..terms.types import Matrix, Parameter
 from ..terms.work import Work, WorkOf
 from .owners import Balancer, OwnerOf, Task, by_group, spread
@@ -45,9 +45,9 @@ Offers = dict[tuple[int, int], tuple[Offer, ...]]
 
 @dataclass(frozen=True)
 class Shared:
-    """An offer for a team of ranks, and the end of the last rank."""
+    """An offer for a team of ranks."""
 
-    end: int
+    end: int  # Of the last rank.
     offer: Offer
     ranks: Ranks
 
@@ -70,7 +70,7 @@ def check_split_over(options: MuonOptions) -> None:
 
 
 def slices_fault(options: MuonOptions) -> str:
-    """The reason why no matrix can have several owners, with the remedy; empty if possible."""
+    """The reason against several owners of a matrix, with the remedy; empty if possible."""
     if options.orthogonalize == "reference":
         return "orthogonalize = 'reference' is of whole matrices; choose 'auto'"
     if not PATTERNS[options.exchange].has_owners:
@@ -79,7 +79,7 @@ def slices_fault(options: MuonOptions) -> str:
 
 
 def one_owner_fault(options: MuonOptions) -> str:
-    """The option that requires a single owner, with the remedy; empty without one."""
+    """Like `slices_fault`, for options that require a single owner."""
     if options.state == "owner":
         return "state = 'owner' keeps a matrix's momentum for one rank; choose 'replicated'"
     return ""
@@ -95,7 +95,6 @@ def with_cuts(problem: Problem, work_of: WorkOf) -> Problem | None:
     tasks = timed(problem)
     load = loads(problem)
     mean = (sum(task.flops for task in tasks) + sum(load.values())) / len(problem.costs.pieces.ranks())
-    # Small groups even out the load of large groups, but not the bytes, which matter with slow links.
     for small_first in (False, True) if len(problem.groups) > 1 else (False,):
         whole = balance(problem, tasks, load, offers, math.inf, small_first=small_first)
         limits = [limit * mean for limit in (LIMITS[:1] if small_first else LIMITS) if limit * mean < whole.latest]
@@ -209,13 +208,13 @@ def balance(
 
 
 def _shared(balancer: Balancer, offers: Sequence[Offer], limit: float) -> Shared | None:
-    """The offer and team that end by `limit` with the fewest slices, or else the first to end."""
+    """The fewest slices that end by `limit`, or else the first to end."""
     shares = [Shared(balancer.ends(ranks) + o.picoseconds, o, ranks) for o in offers for ranks in o.teams]
     return min(shares, key=lambda share: (max(share.end, limit), share.offer.count, share.end), default=None)
 
 
 def cut(problem: Problem, offers: Offers, shared: Balance) -> Problem:
-    """The problem with the matrices, tasks and owners of the slices."""
+    """The problem with slices."""
     chosen = {
         task.matrix: next(offer for offer in offers[task.matrix, task.group] if offer.count == len(ranks))
         for task, ranks in zip(problem.tasks, shared.owners, strict=True)
@@ -244,7 +243,7 @@ def cut(problem: Problem, offers: Offers, shared: Balance) -> Problem:
 
 
 def _renumbered(costs: Costs, chosen: Mapping[int, Offer]) -> tuple[tuple[Matrix, ...], tuple[Work, ...], list[int]]:
-    """Matrices with slices instead of sliced ones, works, and the first new number of each matrix."""
+    """Matrices after slicing, works, and the first new number of each matrix."""
     result: list[Matrix] = []
     works: dict[Work, int] = {}
     first, index = [], 0

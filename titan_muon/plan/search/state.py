@@ -10,16 +10,14 @@ from math import prod
 from ...options import MuonOptions, OptionError
 from ..exchange.all_gather import PATTERNS
 from ..terms.layout import Geometries, Geometry, chunk
+from ..terms.pieces import Ranks
 from ..terms.types import Parameter, Plan, Replicate
 from ..terms.work import WorkOf
 from .owners import BYTES_OVER_MEAN
 
-Ranks = tuple[int, ...]
-
 # [Note: state ranks]
-# - A replica is a single rank for a parameter whole on each rank, and all ranks that shard the parameter under HSDP. A
-#   single replica keeps the momentum, placed like the parameter, so that a checkpoint contains the momentum once and
-#   loads under any placement.
+# - A single replica (a rank, or under HSDP all ranks that shard the parameter) keeps the momentum, placed like the
+#   parameter, so that a checkpoint contains the momentum once and loads under any placement.
 # - The owner of a matrix is a rank of this replica, because the owner needs all of the matrix's momentum.
 # - Several ranks keep the momentum of a stack of experts whole on each rank, in chunks of experts like torch.chunk, to
 #   balance memory.
@@ -73,7 +71,6 @@ class _Chooser:
     def __init__(self, geometries: Geometries, elements: int) -> None:
         ranks = {rank for geometry in geometries.shared for rank in geometry.layout.mesh.ranks}
         self._flops, self._elements = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
-        # FLOPs alone would give a rank without large matrices too many small matrices.
         self._most = BYTES_OVER_MEAN * elements / max(1, len(ranks))
 
     def choose(self, parameter: Parameter, geometry: Geometry, flops: int, size: int, kept: Ranks | None) -> Ranks:
@@ -107,12 +104,9 @@ def is_whole(parameter: Parameter) -> bool:
 
 
 def units_of(parameter: Parameter) -> int:
-    """Number of separable parts along dim 0: its length if no matrix crosses an index, else 1."""
-    height = _unit_rows(parameter)
-    for matrix in parameter.stack.matrices:
-        if matrix.rows[0].start // height != (matrix.rows[-1].stop - 1) // height:
-            return 1
-    return parameter.layout.shape[0]
+    """Number of separable parts along dim 0."""
+    shape = parameter.layout.shape
+    return shape[0] if parameter.stack.is_separable(shape) else 1
 
 
 def _unit_rows(parameter: Parameter) -> int:
@@ -129,7 +123,7 @@ def momentum_ranks(parameter: Parameter, index: int) -> Ranks:
 
 
 def state_elements(plan: Plan) -> dict[int, dict[int, int]]:
-    """Elements of momentum by rank and parameter number."""
+    """Elements of momentum by rank and parameter."""
     geometries = Geometries(plan.parameters)
     elements: dict[int, dict[int, int]] = {}
     for number, parameter in enumerate(plan.parameters):

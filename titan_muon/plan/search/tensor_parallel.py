@@ -1,4 +1,4 @@
-"""Matrices cut by tensor parallelism on whole tensor-parallel groups: a slice per rank, or the whole matrix on each."""
+"""Orthogonalization by whole tensor-parallel groups: a slice per rank, or the whole matrix on each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .slices import ALWAYS, Offer, balance, cut, loads, offers_of, one_owner_fau
 
 
 def read_in_mode(parameters: Sequence[Parameter], options: MuonOptions) -> tuple[Sequence[Parameter], Geometries]:
-    """The parameters as the mode reads them, and their pieces.
+    """The parameters in the mode `options.tensor_parallel`, and the pieces.
 
     Raises OptionError if tensor parallelism cuts no matrix, or if the options contradict the mode.
     """

@@ -1,4 +1,4 @@
-"""Blockwise tensor parallelism: each tensor-parallel rank's block of a cut matrix is a separate matrix."""
+"""Blockwise tensor parallelism: each rank's block of a cut matrix is a separate matrix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .types import Cut, Interval, Layout, MatrixRows, MatrixStack, Parameter
 
 
 def in_blocks(parameters: Sequence[Parameter], geometries: Geometries) -> list[Parameter]:
-    """Parameters with blocks in place of each matrix cut by tensor parallelism."""
+    """Parameters with blocks instead of cut matrices."""
     stacks = [_in_blocks(geometry) for geometry in geometries.shared]
     return [replace(p, stack=stacks[geometries.index[number]]) for number, p in enumerate(parameters)]
 

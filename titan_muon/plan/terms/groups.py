@@ -12,8 +12,8 @@ from .layout import Geometry
 class Assembly:
     """The ranks to orthogonalize a matrix.
 
-    `local`: ranks with all of it, without communication. Otherwise each of `groups` (global ranks, ascending) assembles
-    the matrix: one group if replicas split the work, one per replica if replicas repeat the work.
+    `local`: ranks with all of it. Otherwise each of `groups` (global ranks, ascending) assembles the matrix: one group
+    if replicas split the work, one per replica if replicas repeat the work.
     """
 
     local: tuple[int, ...]

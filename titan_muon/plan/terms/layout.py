@@ -68,7 +68,7 @@ def region(layout: Layout, coordinate: Sequence[int]) -> tuple[Intervals, ...]:
 
 
 def flattened(dims: Sequence[Intervals], sizes: Sequence[int]) -> Intervals:
-    """Indices into several dims as indices into the flattened dim."""
+    """Indices into the flattened dim."""
     flat: Intervals = (Interval(0, 1),)
     inner = 1
     for intervals, size in zip(reversed(dims), reversed(sizes), strict=True):
@@ -88,9 +88,7 @@ def flattened(dims: Sequence[Intervals], sizes: Sequence[int]) -> Intervals:
 
 @dataclass(frozen=True)
 class Stored:
-    """Indices that a rank stores along a side: intervals, with their starts and storage offsets."""
-
-    # Made once, because adding up interval lengths per expert is slow.
+    """Indices that a rank stores along a side: intervals, with starts and storage offsets."""
 
     intervals: Intervals
     starts: tuple[int, ...]
@@ -104,7 +102,7 @@ def stored_as(intervals: Intervals) -> Stored:
 
 
 def intersect(held: Stored, wanted: Intervals, step: int = 1) -> tuple[Segment, ...]:
-    """Segments of the storage with every `step`-th wanted index, counted within each interval."""
+    """Segments of the storage with every `step`-th wanted index of each interval."""
     stored, segments, whole = held.intervals, [], 0
     for low, high in wanted:
         for i in range(max(0, bisect_right(held.starts, low) - 1), len(stored)):
@@ -120,7 +118,7 @@ def intersect(held: Stored, wanted: Intervals, step: int = 1) -> tuple[Segment, 
 
 
 def _evenly_spaced(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Join evenly spaced runs of single indices, or each row of interleaved matrices would need a copy."""
+    """Join evenly spaced single indices, or each row of interleaved matrices would need a copy."""
     joined: list[Segment] = []
     for segment in segments:
         last = joined[-1] if joined else None
@@ -170,7 +168,7 @@ def _starts(segments: Sequence[Segment]) -> Iterator[tuple[Segment, int]]:
 
 
 class Geometry:
-    """Every rank's piece of every matrix of a stack on a layout; no piece without elements."""
+    """Every rank's piece of every matrix of a stack; no piece without elements."""
 
     def __init__(self, layout: Layout, stack: MatrixStack) -> None:
         self.layout = layout
@@ -212,7 +210,7 @@ class Geometry:
 
     def _candidates(self, rows: Intervals) -> Iterable[int]:
         """Indices of a superset of the matrices with any of the rows."""
-        # 256 experts over 64 ranks would otherwise need 16,384 intersections. `_reach`: most rows of an overlap.
+        # 256 experts over 64 ranks would otherwise need 16,384 intersections.
         if not rows:
             return ()
         if not self._in_order:
@@ -262,7 +260,7 @@ class Geometry:
 
 
 class Geometries:
-    """The pieces of every parameter; equal layouts and stacks share a Geometry, because making one takes long."""
+    """The pieces of every parameter; equal layouts and stacks share a Geometry."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self.shared: list[Geometry] = []

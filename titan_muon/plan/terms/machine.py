@@ -38,14 +38,13 @@ class Link:
     per_peer: float = 0.0
 
     def seconds(self, sent: float, peers: int) -> float:
-        """Seconds of the links for bytes sent in messages to so many peers."""
+        """Seconds to send bytes in messages to so many peers."""
         return sent / self.bandwidth + peers * self.per_peer
 
 
 @dataclass(frozen=True)
 class CommunicatorBytes:
-    """Bytes of a GPU for CUDA's context with the first communicator, a further group, and a peer of an all-to-all on
-    the same node."""
+    """Bytes of CUDA's context with the first communicator, of a further group, and of a near peer of an all-to-all."""
 
     context: int = 0
     group: int = 0
@@ -65,7 +64,6 @@ class MachineRates:
         batch_bytes: smallest batch that fills the device.
         host, host_piece: seconds of the host for each launch, and for each piece that the rank stores.
         capacity: bytes of a rank's memory; 0 if unknown.
-        communicators: bytes of that memory for CUDA and NCCL.
     """
 
     name: str
@@ -92,7 +90,7 @@ class MachineRates:
         return pieces * self.host_piece + (LAUNCHES * batches + COLLECTIVE_LAUNCHES * collectives) * self.host
 
     def orthogonalize_seconds(self, work: Work, side: int, count: int) -> float:
-        """Seconds for `count` matrices of equal shape, `side` the smaller side, with collectives among slice owners."""
+        """Seconds for `count` matrices with smaller side `side`, with collectives among slice owners."""
         computed = max(count * work.flops / self.rate(work.dtype, side), LAUNCHES * self.launch)
         if work.team is None:
             return computed
@@ -108,44 +106,30 @@ def _flops(large: float, float32: float) -> dict[str, float]:
 
 
 def _cpu(name: str, flops: Mapping[str, float]) -> MachineRates:
-    """One core per rank. Small batches stay in the caches."""
+    # Small batches stay in the caches.
     return MachineRates(name, 8, flops, 64, 1e10, Link(1e9, 2e-4), Link(1e9, 4e-4), 5e-6, 2**24)
 
 
-# Network: 400 Gb/s per GPU are 50 GB/s, of which NCCL reaches 46 to 48 (NVIDIA/nccl-tests#290), here 45, and 15 us
-# between nodes. NVLink: data sheets give 600, 900, 900 and 1,800 GB/s in both directions together; an all-to-all
-# reaches 75 % of a direction (335 GB/s on 4 H100s, NVIDIA/nccl#2169) to 80 %.
-# Messages: an estimate. NCCL cuts a message into chunks of 128 KiB ("P2P Chunksize set to 131072", NVIDIA/nccl#1953),
-# and a proxy thread posts each chunk. 2 us are the time of 90 KB at 45 GB/s. `make gpu` measures only large messages.
+# Network: 400 Gb/s per GPU are 50 GB/s, of which NCCL reaches 46 to 48 (NVIDIA/nccl-tests#290). NVLink: data sheets
+# give 600, 900, 900 and 1,800 GB/s in both directions together; an all-to-all reaches 75 % of a direction (335 GB/s on
+# 4 H100s, NVIDIA/nccl#2169) to 80 %. Messages: an estimate of the time to post a chunk of 128 KiB (NVIDIA/nccl#1953);
+# `make gpu` measures only large messages.
 _NETWORK = Link(45e9, 15e-6, 2e-6)
 
-# About 5 us for an operator of PyTorch. A piece: a step without Newton-Schulz took 13.6 ms for 480 pieces, 13.7 ms for
-# 560 and 30.5 ms for 1,628 (docs/results/host.md), or 15 us a piece and 6 ms.
+# About 5 us for an operator of PyTorch. A step without Newton-Schulz took 13.6 ms for 480 pieces and 30.5 ms for 1,628
+# (docs/results/host.md).
 _HOST, _HOST_PIECE = 5e-6, 18e-6
 
-# On 8 H100s the first all_to_all_single took 3.28 GB, for 32 channels to each of 7 peers, after 1.06 GB for CUDA and
-# other collectives (NVIDIA/nccl#1685). A group of 4 A100s took 0.69 GB (NVIDIA/nccl#964).
+# On 8 H100s the first all_to_all_single took 3.28 GB, after 1.06 GB for CUDA and other collectives
+# (NVIDIA/nccl#1685). A group of 4 A100s took 0.69 GB (NVIDIA/nccl#964).
 _NCCL = CommunicatorBytes(1_060_000_000, 690_000_000, 470_000_000)
 
 
 def _gpus(name: str, flops: Mapping[str, float], half_side: int, memory: float, node: Link, gib: int) -> MachineRates:
     """Nodes of 8 GPUs, `gib` GiB for PyTorch."""
     launch = 5e-6 if name.startswith("a100") else 4e-6
-    capacity = gib * 2**30
-    return MachineRates(
-        name,
-        8,
-        flops,
-        half_side,
-        memory,
-        node,
-        _NETWORK,
-        launch,
-        host=_HOST,
-        host_piece=_HOST_PIECE,
-        capacity=capacity,
-        communicators=_NCCL,
-    )
+    rates = MachineRates(name, 8, flops, half_side, memory, node, _NETWORK, launch)
+    return replace(rates, host=_HOST, host_piece=_HOST_PIECE, capacity=gib * 2**30, communicators=_NCCL)
 
 
 MACHINES: Mapping[str, MachineRates] = {

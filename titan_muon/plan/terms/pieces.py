@@ -13,7 +13,7 @@ Ranks = tuple[int, ...]
 
 
 class Holder(NamedTuple):
-    """A rank with `elements` elements of each matrix of a kind."""
+    """`elements`: of each matrix of a kind."""
 
     rank: int
     elements: int
@@ -30,7 +30,7 @@ class KeySums(NamedTuple):
 
 
 class Holders:
-    """The holders of a kind's matrices in a group, and the elements of a matrix by rank."""
+    """The holders of a kind's matrices in a group."""
 
     def __init__(self, holders: Sequence[Holder]) -> None:
         self.holders = holders
@@ -104,7 +104,7 @@ class Pieces:
 
 
 def _kinds(matrices: Sequence[Matrix], geometries: Geometries) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    # By geometry first: comparing the elements of every expert would take longer than kinds save.
+    # By geometry first, because comparing the elements of every expert takes long.
     stored: dict[tuple[int, int], int] = {}
     classes: dict[tuple[int, tuple[tuple[int, int], ...]], int] = {}
     numbers: dict[tuple[int, int, int], int] = {}

@@ -25,24 +25,14 @@ class Act(Enum):
 ACTS = (Act.GATHER, Act.ORTHOGONALIZE, Act.APPLY)
 
 
-class Turn(NamedTuple):
-    """An act on all of the rank's buckets of a round."""
-
-    act: Act
-    round: int
-
-
-class Schedule(NamedTuple):
-    """The turns of a step; ORTHOGONALIZE includes the return. Local buckets run between `opening` and `turns`."""
-
-    opening: tuple[Turn, ...]
-    turns: tuple[Turn, ...]
+Turn = tuple[Act, int]
+"""An act on the rank's buckets of a round; ORTHOGONALIZE includes the return."""
 
 
 def prefetch(buffer_sets: int, rounds: int) -> int:
     """Rounds gathered ahead of the current round."""
-    # Half of the sets gather ahead and half return; if all gathered ahead, each gather would first wait for the return
-    # of the round just computed. With a set for every round, all are gathered at once.
+    # Half of the sets gather ahead and half return, because a gather waits for the last return from the same buffers.
+    # With a set for every round, all are gathered at once.
     return rounds - 1 if buffer_sets >= rounds else buffer_sets // 2
 
 
@@ -62,7 +52,7 @@ NOTHING = Hidden()
 
 
 def hidden_rounds(overlap: Overlap, buffer_sets: int, rounds: int, ordered: int) -> Hidden:
-    """The rounds that `overlap` hides; `ordered`: see `ordered_rounds`."""
+    """The rounds that `overlap` hides, at most the result `ordered` of `ordered_rounds`."""
     if overlap == "backward":
         # Minus one: nothing hides the last gather of the opening, with the last gradients of backward.
         return Hidden(gathers=max(0, min(ordered, prefetch(buffer_sets, rounds))))
@@ -84,20 +74,20 @@ def ordered_rounds(buckets: Iterable[Bucket], overlap: Overlap) -> int:
     return sum(1 for _ in takewhile(lambda number: least[number] >= early, in_order))
 
 
-def schedule(rounds: int, buffer_sets: int) -> Schedule:
-    """The turns for `rounds` rounds with `buffer_sets` buffer sets."""
-    # All ranks have the same turns, with or without buckets in a round. Otherwise two groups with common ranks could
-    # launch collectives in different orders, and NCCL would hang.
+def schedule(rounds: int, buffer_sets: int) -> tuple[list[Turn], list[Turn]]:
+    """The turns before and after the local buckets."""
+    # All ranks have the same turns, with or without buckets in a round. Otherwise groups with common ranks could launch
+    # collectives in different orders, and hang.
     ahead = prefetch(buffer_sets, rounds)
-    opening = tuple(Turn(Act.GATHER, k) for k in range(min(ahead + 1, rounds)))
+    opening = [(Act.GATHER, k) for k in range(min(ahead + 1, rounds))]
     turns = []
     for k in range(rounds):
         coming = k + ahead
         if k > 0 and coming < rounds:
             # Before the gather overwrites the buffers.
             if coming >= buffer_sets:
-                turns.append(Turn(Act.APPLY, coming - buffer_sets))
-            turns.append(Turn(Act.GATHER, coming))
-        turns.append(Turn(Act.ORTHOGONALIZE, k))
-    turns += [Turn(Act.APPLY, k) for k in late_rounds(buffer_sets, rounds)]
-    return Schedule(opening, tuple(turns))
+                turns.append((Act.APPLY, coming - buffer_sets))
+            turns.append((Act.GATHER, coming))
+        turns.append((Act.ORTHOGONALIZE, k))
+    turns += [(Act.APPLY, k) for k in late_rounds(buffer_sets, rounds)]
+    return opening, turns

@@ -8,13 +8,12 @@ from itertools import groupby
 from math import prod
 
 from .layout import take
+from .pieces import Ranks
 from .types import Bucket, Interval, Matrix, MatrixRows, Parameter, Slice
-
-Ranks = tuple[int, ...]
 
 
 def teams(group: Ranks, count: int, ranks_per_node: int) -> list[Ranks]:
-    """Disjoint sets of `count` ranks of a node, few, because each needs a process group."""
+    """Disjoint sets of `count` ranks of a node: few, because each needs a process group."""
     sets = []
     for _, members in groupby(group, key=lambda rank: rank // ranks_per_node):
         node = tuple(members)
@@ -41,7 +40,7 @@ def sliced(parameter: Parameter, counts: Mapping[int, int]) -> Parameter:
 
 
 def slices_of(matrix: Matrix, index: int, work: int, flops: int, count: int) -> list[Matrix]:
-    """The slices; the first has number `index` in the parameter's stack."""
+    """The slices; `index`: of the first slice in the parameter's stack."""
     cuts_rows = _cuts_rows((matrix.rows, matrix.cols))
     rows, cols = (matrix.rows // count, matrix.cols) if cuts_rows else (matrix.rows, matrix.cols // count)
     return [

@@ -3,10 +3,9 @@
 # [Note: pieces]
 # matrix   2D unit of Newton-Schulz: a parameter, an expert, a head or a fused projection.
 # piece    the part of a matrix on a rank. A piece can be several rectangles: FSDP over tensor parallelism
-#          leaves a rank several row ranges (StridedShard), and the rows of q in a fused q|k|v are not contiguous.
+#          leaves a rank several row ranges (StridedShard).
 # segment  rows (or columns), consecutive in the matrix and evenly spaced in the rank's storage, where gate and
-#          up rows can alternate. A piece is the product of row segments and column segments, because a placement cuts
-#          each dim independently.
+#          up rows can alternate. A piece is the product of row segments and column segments.
 # span     one row segment times one column segment (layout.Span): the largest rectangle for a single strided copy.
 # parcel   a piece in a flat buffer (phases.Parcel): row-major and without gaps, so that the splits of a collective are
 #          element counts.
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import prod
@@ -34,7 +34,6 @@ class Interval(NamedTuple):
 class Shard:
     """Cut along a tensor dim over a mesh axis, like torch.chunk."""
 
-    # An even split would differ from the rows that DTensor stores, and every offset would be wrong.
     dim: int
 
 
@@ -42,8 +41,7 @@ class Shard:
 class StridedShard:
     """Cut along a tensor dim into `split_factor` parts, then cut each part over a mesh axis."""
 
-    # FSDP2 shards a dim already cut by tensor or expert parallelism, but comes first in the DTensor's mesh: two Shards
-    # would be applied in another order of rows.
+    # FSDP2 shards a dim already cut by tensor or expert parallelism, but comes first in the DTensor's mesh.
     dim: int
     split_factor: int
 
@@ -134,6 +132,11 @@ class MatrixStack:
     matrices: tuple[MatrixRows, ...]
     transposed: bool = False
 
+    def is_separable(self, shape: Sequence[int]) -> bool:
+        """Whether each matrix of a parameter with this shape is within a single index of dim 0."""
+        height = prod(shape[1 : self.row_dims])
+        return all(m.rows[0].start // height == (m.rows[-1].stop - 1) // height for m in self.matrices)
+
     @property
     def interleaved(self) -> bool:
         """Whether matrices share or alternate rows of the storage."""
@@ -156,7 +159,7 @@ class Parameter:
 
     @property
     def separate(self) -> bool:
-        """Whether the name is of several tensors, each orthogonalized by its own ranks."""
+        """Whether several tensors have this name, each orthogonalized by its own ranks."""
         return Separate() in self.layout.placements
 
 
@@ -240,19 +243,15 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """The owner of each matrix, and the exchange of pieces and results.
-
-    Plain data, equal on every rank: ranks with different plans would hang, or read bytes as the wrong matrix.
+    """The owner of each matrix, and the exchange of pieces and results: plain data, equal on every rank.
 
     Attributes:
         parameters: stacks contain slices instead of sliced matrices.
         local: for each matrix, the ranks that store and orthogonalize all of it; empty for a matrix in a bucket.
-        buckets: each rank runs the buckets of its groups round by round, in this order.
+        buckets: in the order of a rank's step.
         buffer_sets: rounds with buffers at the same time.
         wire_bytes: bytes of an element in transit.
-        works: the distinct methods and costs of orthogonalization.
         reason: notes for the user.
-        passes: element-wise stages over stored pieces.
     """
 
     parameters: tuple[Parameter, ...]

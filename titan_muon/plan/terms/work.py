@@ -58,8 +58,8 @@ def team_cost(side: int, slices: int, runs: Sequence[int], element_bytes: int) -
     """Traffic of an owner with one of `slices` slices; `runs` are the steps between restarts.
 
     For each run the Gram matrix (`side` x `side`) is reduce-scattered in float32 by rows and all-gathered in the dtype
-    of the iteration. Likewise gathered: each step's polynomial and next Gram matrix, and the run's product of
-    polynomials (a run of a single step has only the polynomial). The norm of each slice (4 bytes) is exchanged once.
+    of the iteration, like each step's polynomial and next Gram matrix, and the run's product of polynomials (a run of a
+    single step has only the polynomial). The norm of each slice (4 bytes) is exchanged once.
     """
     gathers = sum(2 if length == 1 else 2 * length + 1 for length in runs)
     peers_elements = side * side // slices * (slices - 1)

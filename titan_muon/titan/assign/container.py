@@ -22,7 +22,7 @@ from titan_muon.titan.recipe import Recipe, RecipeError, recipe_error
 
 
 class HybridOptimizers(OfParts, OptimizersContainer):
-    """A recipe's optimizers by name, with the parameters of rules and defaults.
+    """A recipe's optimizers by name.
 
     Raises RecipeError for rules without a match, unassigned parameters, unknown optimizers or options, and a model
     without Muon parameters unless rules assign every parameter.
@@ -44,10 +44,10 @@ class HybridOptimizers(OfParts, OptimizersContainer):
     """Hyperparameters different from the loaded checkpoint's, a line each."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
-        # Not TorchTitan's __init__, which builds optimizers per part: Muon plans all parts together.
+        # TorchTitan's __init__ builds optimizers per part, and Muon plans all parts together.
         self.model_parts = model_parts
         agreement = Agreement()
-        # A rank with a pipeline stage needs the names of all stages, and TorchTitan's own configuration has none.
+        # A pipeline stage needs the names of all stages, and TorchTitan's own configuration has none.
         stages = agreement.distinct(see(model_parts, canonical_fqn)) if config.model is None else []
         joined = {name: seen for stage in stages for name, seen in stage.items()} if len(stages) > 1 else config.model
         try:
@@ -67,7 +67,7 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         try:
             self._carry()
             for muon in self._muons:
-                # Plan at the start of the run, so that errors come early.
+                # Now, so that errors come early.
                 muon.build()
                 if late_applies(muon) is not None:
                     apply_in_forward(nn.ModuleList(model_parts), muon)
@@ -83,7 +83,7 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         self.changes = tuple(dict.fromkeys(self._changes(state_dict, recipe)))
         # Not `lr`: the schedule has changed the saved `lr`, and TorchTitan's scheduler does not set it on loading.
         current = {key: value for key, value in recipe.items() if not key.endswith(".lr") or key not in state_dict}
-        # Before the load, because Muon plans for the loaded hyperparameters.
+        # Muon plans for the loaded hyperparameters.
         super().load_state_dict({**state_dict, **current})
 
     def _changes(self, saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> Iterator[str]:
@@ -105,7 +105,7 @@ class HybridOptimizers(OfParts, OptimizersContainer):
 def _tables(config: HybridOptimizers.Config) -> Mapping[str, Mapping[str, Any]]:
     """Each optimizer's options, with TorchTitan's `implementation` for AdamW unless the table has a choice.
 
-    Raises ValueError for fields of TorchTitan's configuration with another name here.
+    Raises ValueError for unread fields of TorchTitan's configuration.
     """
     if config.param_groups:
         raise ValueError(
@@ -130,7 +130,7 @@ def _tables(config: HybridOptimizers.Config) -> Mapping[str, Mapping[str, Any]]:
 def optimizer_config(recipe: Recipe, model: Mapping[str, Seen] | None = None) -> HybridOptimizers.Config:
     """Container configuration of a recipe; `model`: all parameters under pipeline parallelism.
 
-    Raises RecipeError for an unregistered optimizer and for a rule with a shared option.
+    Raises RecipeError as `shared_options`.
     """
     section = recipe.optimizer
     implementation = adamw_implementation(section.implementation)
@@ -161,7 +161,10 @@ def _muon_table(recipe: Recipe) -> dict[str, Any]:
 
 
 def shared_options(rules: tuple[Rule, ...], tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Shared options of each optimizer without a recipe table; rules must agree."""
+    """Shared options of each optimizer without a recipe table.
+
+    Raises RecipeError for an unregistered optimizer, and for rules that disagree or repeat a table's option.
+    """
     agreed: dict[str, dict[str, Any]] = {}
     for index, rule in enumerate(rules):
         name, place = rule.optimizer, f"optimizer.rule[{index}]"

@@ -77,8 +77,19 @@ def pipeline_line(ranks: range, world_size: int, assigned: Sequence[Assignment])
     return f"pipeline rank {stage} of {world_size // len(ranks)}, {where}: {elements:,} parameters"
 
 
-def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | None = None) -> Iterable[str]:
-    """Cost of a Muon step, modelled time if there is a timeline, and reasons of automatic choices."""
+def repeats(plan: Plan, summary: Summary) -> list[int]:
+    """Replicas of each matrix that every replica orthogonalizes; none below MOST_REPEATS."""
+    too_many = summary.orthogonalizations > MOST_REPEATS * summary.muon_matrices
+    return [len(ranks) for ranks in plan.local if len(ranks) > 1 and too_many]
+
+
+def plan_lines(
+    plan: Plan | None, summary: Summary | None, timeline: Timeline | None = None, split: float | None = None
+) -> Iterable[str]:
+    """Cost of a Muon step, and with a timeline modelled times and reasons of automatic choices.
+
+    `split`: seconds of the step if replicas split repeated work.
+    """
     if plan is None or summary is None:
         return
     exchanges = sorted({bucket.exchange for bucket in plan.buckets})
@@ -91,7 +102,7 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
     if idle := sum(1 for cost in summary.ranks if cost.matrices == 0):
         yield f"  idle ranks      {idle} of {len(summary.ranks)} orthogonalize nothing: fewer matrices than ranks"
     if summary.orthogonalizations > MOST_REPEATS * summary.muon_matrices:
-        repeated = [len(ranks) for ranks in plan.local if len(ranks) > 1]
+        repeated = repeats(plan, summary)
         work = f"  repeated        {summary.orthogonalizations / summary.muon_matrices:.1f} x the least work: "
         if not repeated:
             yield f'{work}every rank of a bucket orthogonalizes its matrices; muon.exchange = "all_to_all" does not'
@@ -101,6 +112,8 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
                 'orthogonalizes them (muon.replicas = "redundant"). parallelism.data_parallel_replicate_degree = 1 '
                 'orthogonalizes each matrix once; muon.replicas = "split" too, and sends the results to the others'
             )
+            if split is not None and timeline is not None:
+                yield f"                  split: modelled {_ms(split)} instead of {_ms(timeline.last.seconds)}"
     yield from _method_lines(plan, reasons=timeline is not None)
     if exchanges:
         in_flight = f"{plural(plan.buffer_sets, 'bucket')} in flight"
@@ -117,9 +130,9 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
 
 
 def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, skips: bool) -> Iterable[str]:
-    """Lines if the step communicates despite owned parameters: matrices, reasons and remedies.
+    """Reasons and remedies if the step communicates despite owned parameters.
 
-    `skips`: ranks exchange the presence of gradients (muon.missing_grad = "skip").
+    `skips`: muon.missing_grad = "skip".
     """
     if plan is None or not any(map(is_owned, parameters.values())):
         return
@@ -139,7 +152,7 @@ def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, ski
 def peer_lines(parameters: Mapping[str, Tensor], gathered: int, reduced: int) -> Iterable[str]:
     """A line on the traffic of whole matrices under tensor parallelism.
 
-    `gathered` and `reduced`: bytes per element of gathered parameters, and of reduced gradients.
+    `gathered`: bytes per element of parameters; `reduced`: of gradients.
     """
     sent, count = Counter[int](), 0
     for parameter in parameters.values():
@@ -192,7 +205,7 @@ def _time_lines(timeline: Timeline) -> Iterable[str]:
 
 
 def _ms(seconds: float) -> str:
-    # The rest is rounding of a difference of equal times.
+    # A difference of equal times leaves rounding.
     return f"{1e3 * seconds:,.3g} ms" if seconds > 1e-9 else "0 ms"
 
 

@@ -1,4 +1,4 @@
-"""Compares parameter assignments with an earlier run's: a renamed parameter may fall to a default optimizer."""
+"""Compares assignments with an earlier run's: a renamed parameter may fall to a default optimizer."""
 
 from collections.abc import Mapping
 
@@ -22,7 +22,7 @@ def assigned_optimizers(text: str) -> dict[str, str]:
 
 
 def changed_assignments(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """A line for each new, missing or reassigned parameter. Empty for another model: no name in common."""
+    """A line for each new, missing or reassigned parameter. Empty for another model."""
     if not before.keys() & after.keys():
         return []
     lines = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 WINDOW, LOSS_WINDOW = 50, 20
-"""Reports in a median of norms, and of losses: fewer, because losses fall."""
+"""Reports in a median of norms, and of losses, which fall."""
 FEWEST = 5
 DEAD_SHARE = 1e-6
 EXPLODING = 100
@@ -19,7 +19,7 @@ DEVIATIONS = 8
 LEAST_RISE = 0.25
 """A loss is high if above the median by DEVIATIONS median absolute deviations and by LEAST_RISE of the median."""
 HIGH_REPORTS, HIGH_REPORTS_RESUMED = 10, 3
-"""Consecutive high losses until a warning. After a checkpoint was loaded fewer, above all earlier losses."""
+"""Consecutive high losses until a warning; after the load of a checkpoint, losses above all earlier ones."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,9 @@ class Report:
 
 
 class Curve:
-    """Compares each report with the last sound ones.
+    """Compares each report with the last sound ones. `earlier`: reports of the run before this process.
 
-    Args:
-        earlier: reports of the run before this process, in order.
-
-    Attributes:
-        sound_until: last step before training began to look wrong; None while training looks right.
+    `sound_until`: last step before training began to look wrong; None while training looks right.
     """
 
     def __init__(self, earlier: Iterable[Report] = ()) -> None:
@@ -50,7 +46,7 @@ class Curve:
         self.sound_until: int | None = None
 
     def add(self, report: Report) -> list[str]:
-        """Warnings for a report of finite numbers. A problem is named once until training recovers."""
+        """Warnings for a report, once until training recovers."""
         problems = dict(self._problems(report))
         lines = [text for name, text in problems.items() if text and name not in self._named]
         was_named, self._named = self._named, {name for name, text in problems.items() if text}
@@ -65,7 +61,7 @@ class Curve:
         return lines
 
     def _problems(self, report: Report) -> Iterable[tuple[str, str]]:
-        """(kind, warning) of each problem; the warning is empty if a problem is too young to report."""
+        """(kind, warning) of each problem; a young problem has an empty warning."""
         step, norm = report.step, report.grad_norm
         if norm == 0:
             yield "dead", f"step {step}: the norm of all gradients is 0, so that nothing is learned"
@@ -101,7 +97,7 @@ class Curve:
                 f"reports; the median before was {middle:.4f}",
             )
         elif self._high:
-            # Not a sound report: keep the loss out of the medians, and keep the checkpoints before.
+            # Keeps the loss out of the medians, and the checkpoints before.
             yield "may be high", ""
 
 

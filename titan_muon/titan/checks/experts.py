@@ -13,14 +13,11 @@ DEAD_STEPS, DEAD_REPORTS = 100, 3
 
 
 class ExpertLoads:
-    """Token counts by expert in a step, over all data-parallel ranks.
-
-    `parts`: this rank's model parts. `group`: ranks with different tokens; None for a single rank.
-    """
+    """Token counts by expert in a step. `group`: ranks with different tokens; None for a single rank."""
 
     def __init__(self, parts: Sequence[nn.Module], group: dist.ProcessGroup | None, device: torch.device) -> None:
         named = (pair for part in parts for pair in part.named_modules())
-        # TorchTitan's expert layers count tokens since the optimizers' last step.
+        # TorchTitan counts tokens since the optimizers' last step.
         self._layers = {name: layer for name, layer in named if hasattr(layer, "tokens_per_expert_E")}
         self._group, self._device = group, device
         self._before: list[Tensor] = []
@@ -42,7 +39,7 @@ class ExpertLoads:
         return {name: [int(n) for n in row.tolist()] for name, row in zip(self._layers, rows, strict=True)}
 
     def dead(self, step: int, tokens: Mapping[str, Sequence[int]]) -> list[str]:
-        """A line for each layer with newly dead experts. `tokens`: counts by layer in this step."""
+        """A line for each layer with newly dead experts. `tokens`: counts by layer."""
         lines = []
         for layer, counts in tokens.items():
             new = []

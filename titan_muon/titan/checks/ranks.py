@@ -1,6 +1,5 @@
 """Compares ranks in a reported step: their text, optimizer steps and leftover gradients."""
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
@@ -14,42 +13,19 @@ UNKNOWN = -1
 
 @dataclass(frozen=True)
 class RankReport:
-    """A rank's part in a reported step, in whole numbers; UNKNOWN for no number.
+    """A rank's part in a reported step; UNKNOWN for no number."""
 
-    Attributes:
-        data_rank: place among data-parallel ranks. Ranks with equal places must read equal text.
-        position: number of the step's first block; `expected`: the right number.
-        crc: CRC-32 of all inputs.
-        extra_steps: an optimizer's steps beyond the training loop's, since the last report.
-        stale_gradients: parameters with a gradient before the first backward.
-        sound_until: last step before training began to look wrong.
-    """
-
-    data_rank: int
-    position: int
-    expected: int
-    crc: int
-    extra_steps: int
-    stale_gradients: int
-    sound_until: int
-
-
-class StepInputs:
-    """CRC-32 of this rank's inputs, over all batches of a step."""
-
-    def __init__(self) -> None:
-        self.crc = 0
-
-    def add(self, inputs: torch.Tensor) -> None:
-        self.crc = zlib.crc32(inputs.numpy().tobytes(), self.crc)
-
-    def take(self) -> int:
-        crc, self.crc = self.crc, 0
-        return crc
+    data_rank: int  # place among data-parallel ranks; ranks with equal places must read equal text
+    position: int  # number of the step's first block
+    expected: int  # the right number
+    crc: int  # CRC-32 of all inputs
+    extra_steps: int  # an optimizer's steps beyond the training loop's, since the last report
+    stale_gradients: int  # parameters with a gradient before the first backward
+    sound_until: int  # last step before training began to look wrong
 
 
 def gather(report: RankReport, group: dist.ProcessGroup | None) -> list[RankReport]:
-    """Reports in rank order. Collective over `group` (gloo; None: one process)."""
+    """Reports in rank order. Collective over `group` (gloo; None: a single process)."""
     if group is None:
         return [report]
     mine = torch.tensor(astuple(report), dtype=torch.int64)
@@ -88,7 +64,7 @@ def check_reports(step: int, reports: Sequence[RankReport]) -> None:
 
 
 def twins(reports: Sequence[RankReport]) -> tuple[int, int] | None:
-    """Two ranks with equal inputs and different data-parallel places; None if no such pair exists."""
+    """Two ranks with equal inputs and different data-parallel places, or None."""
     first: dict[int, tuple[int, int]] = {}
     for rank, report in enumerate(reports):
         peer, place = first.setdefault(report.crc, (rank, report.data_rank))

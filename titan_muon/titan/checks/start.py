@@ -1,7 +1,4 @@
-"""Compares recipe, code and versions of all ranks before the first step.
-
-A rank with another learning rate or another model file would train on without an error.
-"""
+"""Compares recipe, code and versions of all ranks before the first step."""
 
 import hashlib
 import platform
@@ -25,7 +22,7 @@ PATHS = ("data.files", "data.tokenizer_path", "data.dataset_path", "data.cache",
 
 
 def start_facts(recipe: Recipe) -> dict[str, str]:
-    """Recipe keys, versions and digests of source files on this rank, as text by name; equal on all ranks."""
+    """Recipe keys, versions and digests of source files on this rank, as text by name."""
     facts = {key: value_text(value) for key, value in written_values(recipe).items() if key not in PATHS}
     facts["version of Python"] = platform.python_version()
     facts["version of torch"] = torch.__version__
@@ -62,7 +59,7 @@ def check_start(facts: Mapping[str, str], group: dist.ProcessGroup | None) -> No
         return
     world = dist.get_world_size(group)
     digests: list[bytes] = [b""] * world
-    # Digests first: 1,024 full reports take megabytes on every rank.
+    # 1,024 full reports take megabytes on every rank.
     dist.all_gather_object(digests, hashlib.sha256(repr(sorted(facts.items())).encode()).digest(), group=group)
     if len(set(digests)) == 1:
         return
@@ -77,7 +74,7 @@ def check_start(facts: Mapping[str, str], group: dist.ProcessGroup | None) -> No
 
 
 def differences(reports: Sequence[Mapping[str, str]]) -> list[str]:
-    """A line for each name with unequal values; `reports` are in rank order."""
+    """A line for each name with unequal values; reports in rank order."""
     lines = []
     for name in dict.fromkeys(name for report in reports for name in report):
         ranks: dict[str, list[int]] = {}

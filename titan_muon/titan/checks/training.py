@@ -1,5 +1,6 @@
 """The checks of a training run, called by the trainer."""
 
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from titan_muon.comm.clip import NormCheck
 from titan_muon.titan.checks.curve import Curve, Report
 from titan_muon.titan.checks.experts import ExpertLoads
-from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, StepInputs, check_reports, gather, twins
+from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, check_reports, gather, twins
 from titan_muon.titan.device import arrives_late
 
 ADVICE = "Lower the learning rates, warm up for longer, or continue from an earlier checkpoint."
@@ -19,10 +20,10 @@ ADVICE = "Lower the learning rates, warm up for longer, or continue from an earl
 
 @dataclass(frozen=True)
 class Place:
-    """Number of this rank's first block in a step: the loader's, and the right one. Both may be UNKNOWN."""
+    """First block of this rank in a step, or UNKNOWN."""
 
-    position: int
-    expected: int
+    position: int  # by the loader
+    expected: int  # the right one
 
 
 class TrainingChecks:
@@ -51,7 +52,7 @@ class TrainingChecks:
         self.experts = ExpertLoads(parts, token_group, device)
         self.data_rank, self._tolerates = data_rank, tolerates_nonfinite
         self._optimizers = list(optimizers)
-        self._inputs = StepInputs()
+        self._crc = 0
         self._group: dist.ProcessGroup | None = None
         self._curve = Curve()
         self._place = Place(UNKNOWN, UNKNOWN)
@@ -65,9 +66,9 @@ class TrainingChecks:
         self._optimizer_steps[index] += 1
 
     def begin(self, group: dist.ProcessGroup | None, earlier: Iterable[Report]) -> None:
-        """`group`: all ranks on gloo, None for one process. `earlier`: reports of the run until now."""
+        """`group`: all ranks on gloo, None for a single process. `earlier`: reports of the run until now."""
         self._group, self._curve = group, Curve(earlier)
-        # Drop earlier steps: PyTorch takes one to create optimizer states before it loads a checkpoint.
+        # PyTorch takes a step to create optimizer states before a checkpoint is loaded.
         self._steps, self._optimizer_steps = 0, [0] * len(self._optimizers)
 
     def begin_step(self, *, reported: bool, counted: bool, place: Place) -> None:
@@ -75,22 +76,19 @@ class TrainingChecks:
         self._steps += 1
         if counted:
             self.experts.begin_step()
-        if not reported:
-            return
-        self._place = place
-        self._stale = 0
-        self._inputs.take()
+        if reported:
+            self._place, self._stale, self._crc = place, 0, 0
 
     def before_backward(self, parameters: Iterable[Tensor]) -> None:
-        """Count leftover gradients; called before the first backward of a reported step."""
+        """Count leftover gradients, before the first backward of a reported step."""
         self._stale = sum(parameter.grad is not None for parameter in parameters)
 
     def add_inputs(self, inputs: Tensor) -> None:
-        self._inputs.add(inputs)
+        self._crc = zlib.crc32(inputs.numpy().tobytes(), self._crc)
 
     def after_clip(self, step: int, norm: NormCheck, *, counted: bool) -> list[str]:
-        """Take a step's norm before the optimizers' step. Returns warnings; raises as `check_norm`."""
-        # On a GPU the host reads the norm of the step before, and does not wait.
+        """Take a step's norm, before the optimizers' step. Returns warnings; raises as `check_norm`."""
+        # On a GPU the host reads the last step's norm without a wait.
         lines = self.check_norm() if self._late else []
         self._norm = step, norm
         if not self._late:
@@ -113,17 +111,14 @@ class TrainingChecks:
         raise FloatingPointError(f"{fault}; nothing is saved from this step. {ADVICE}")
 
     def report(self, step: int, loss: float, grad_norm: float) -> tuple[list[str], int | None]:
-        """Warnings of a reported step, and the last step before training began to look wrong, or None.
-
-        Collective over all ranks. Raises RunFault on all ranks as `check_reports`.
-        """
+        """Warnings of a reported step, and `sound_until` of all ranks. Collective. Raises as `check_reports`."""
         lines = self._curve.add(Report(step, loss, grad_norm))
         sound_until = self._curve.sound_until
         report = RankReport(
             data_rank=self.data_rank,
             position=self._place.position,
             expected=self._place.expected,
-            crc=self._inputs.take(),
+            crc=self._crc,
             extra_steps=next((steps - self._steps for steps in self._optimizer_steps if steps != self._steps), 0),
             stale_gradients=self._stale,
             sound_until=UNKNOWN if sound_until is None else sound_until,

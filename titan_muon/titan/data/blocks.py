@@ -9,35 +9,28 @@ from titan_muon.titan.data.corpus import Corpus
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """Three int64 arrays of shape (seq_len,).
-
-    `labels[i]` is the token after `inputs[i]` in the same document. `positions` counts from 0 in the block and in every
-    document, which marks documents for TorchTitan's attention and rotary embedding.
-    """
+    """Three int64 arrays of shape (seq_len,)."""
 
     inputs: np.ndarray
-    labels: np.ndarray
-    positions: np.ndarray
+    labels: np.ndarray  # the token after each input, in the same document
+    positions: np.ndarray  # from 0 in the block and in every document, which marks documents for attention
 
 
 @dataclass(frozen=True)
 class _Epoch:
-    """`documents` in reading order; document i's predictions end at `ends[i]` in the epoch's stream."""
-
     number: int
-    documents: np.ndarray
-    ends: np.ndarray
+    documents: np.ndarray  # in reading order
+    ends: np.ndarray  # of each document's predictions, in the epoch's stream
 
 
 class TokenBlocks:
-    """Endless stream of blocks over documents of a corpus.
+    """Endless stream of blocks over documents of a corpus; `documents`: indices into the corpus.
 
-    With a seed, every epoch permutes the documents by (seed, epoch). The last predictions of an epoch, fewer than
-    `seq_len`, are dropped. Every other prediction appears exactly once per epoch.
+    With a seed, every epoch permutes the documents by (seed, epoch). Every prediction appears once per epoch, except
+    for the last ones, fewer than `seq_len`.
     """
 
     def __init__(self, corpus: Corpus, documents: np.ndarray, seq_len: int, *, seed: int | None) -> None:
-        """`documents`: indices into the corpus. `per_epoch` is 0 if the documents are shorter than a block."""
         # Block k depends on k alone: any rank can read any block, and a run resumes from a single number.
         self._corpus = corpus
         self._documents = documents
@@ -49,7 +42,6 @@ class TokenBlocks:
 
     def __getitem__(self, number: int) -> TokenBlock:
         epoch, index = divmod(number, self.per_epoch)
-        # Keep the order of one epoch, because ranks read blocks in ascending order.
         if epoch != self._epoch.number:
             self._epoch = self._read_order(epoch)
         return self._cut(self._epoch, index * self.seq_len)
@@ -57,7 +49,7 @@ class TokenBlocks:
     def _read_order(self, epoch: int) -> _Epoch:
         order = np.arange(len(self._documents))
         if self._seed is not None:
-            # Sort raw draws: NumPy keeps the bit stream equal over versions, and not Generator.permutation.
+            # NumPy keeps raw draws equal over versions, but not Generator.permutation.
             order = np.argsort(np.random.PCG64([self._seed, epoch]).random_raw(len(order)), kind="stable")
         return _Epoch(epoch, self._documents[order], np.cumsum(self._predictions[order]))
 

@@ -24,15 +24,15 @@ def digest(*parts: str) -> str:
 
 
 def build_once(path: Path, *, load: Callable[[], T | None], build: Callable[[], None]) -> T:
-    """Result of `load`; if `load` returns None, one process runs `build` first.
+    """Result of `load`; for None, an absent or damaged file, one process runs `build` first.
 
-    `load` returns None for an absent or damaged file. `path` names the lock. If `build` raises, the next process tries
-    and reports its own error. Raises RecipeError if the folder cannot be written or locked.
+    `path` names the lock. If `build` raises, the next process tries. Raises RecipeError if the folder cannot be written
+    or locked.
     """
     loaded = load()
     if loaded is not None:
         return loaded
-    # A lock instead of a barrier works without torch.distributed and with a folder per node, and ends with its process.
+    # Unlike a barrier, a lock works with a folder per node, and ends with the process.
     with _locked(path):
         loaded = load()
         if loaded is None:
@@ -45,7 +45,7 @@ def build_once(path: Path, *, load: Callable[[], T | None], build: Callable[[], 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """Temporary file, renamed to `path` at the end, or removed on an error."""
-    # In the same folder: os.replace is atomic within a file system only.
+    # os.replace is atomic within a file system only.
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
@@ -62,7 +62,7 @@ def _locked(path: Path) -> Iterator[None]:
         handle = open(path.with_name(path.name + ".lock"), "w")  # noqa: SIM115 (closed below)
     except OSError as error:
         raise RecipeError(f"{folder} cannot be written: {error}. Name another folder.") from error
-    # Never remove the lock file: a process that waits for the removed file would not exclude a process with a new one.
+    # Never remove the lock file: processes with the old and with a new file would not exclude each other.
     with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)

@@ -14,10 +14,10 @@ from torchtitan.tools.logging import logger
 from titan_muon.titan.data.cache import atomic, build_once, digest
 from titan_muon.titan.data.documents import Documents
 
-# Part of every cache file's name: increment when the layout changes.
 _FORMAT = "1"
+"""Increment when the layout changes."""
 CHECKED = ".checked"
-"""Suffix of the file with the stamp of sound tokens."""
+"""Suffix of the file with the stamp of checked tokens."""
 _SECONDS_BETWEEN_MESSAGES = 10.0
 
 
@@ -34,36 +34,32 @@ class DocumentTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenized documents, in the order of `Documents.texts`.
+    """Tokenized documents, in the order of `Documents.texts`, with opening and closing marks."""
 
-    `tokens`: uint16 or uint32, read-only; documents back to back, with opening and closing marks. Document d is
-    `tokens[starts[d]:starts[d + 1]]` (`starts`: int64) and has `text_bytes[d]` bytes of UTF-8 (int64).
-    """
-
-    tokens: np.ndarray
-    starts: np.ndarray
-    text_bytes: np.ndarray
+    tokens: np.ndarray  # uint16 or uint32, read-only: documents back to back
+    starts: np.ndarray  # int64: document d is `tokens[starts[d]:starts[d + 1]]`
+    text_bytes: np.ndarray  # int64: UTF-8 bytes of each document
     digest: str
 
     @property
     def predictions(self) -> np.ndarray:
-        """Predicted tokens per document, all but the first: int64."""
+        """int64: predicted tokens per document, all but the first."""
         return np.diff(self.starts) - 1
 
 
 class CorpusSource:
-    """Documents and their cache folder. Opens the corpus at first use."""
+    """Opens the corpus of documents at first use."""
 
     def __init__(self, documents: Documents) -> None:
         self.documents = documents
-        # Keep the corpus: TorchTitan's validator builds a loader for each validation.
+        # TorchTitan's validator builds a loader for each validation.
         self._opened: Corpus | None = None
 
     def to_dict(self) -> dict[str, object]:
         return self.documents.to_dict()
 
     def open(self, tokenizer: DocumentTokenizer) -> Corpus:
-        """Corpus under `tokenizer`, from the cache or built. Raises RecipeError for bad `[data]`."""
+        """Corpus under `tokenizer`. Raises RecipeError for bad `[data]`."""
         name = digest(_FORMAT, self.documents.digest, tokenizer.fingerprint)
         if self._opened is None or self._opened.digest != name:
             path = Path(self.documents.data.cache) / f"corpus-{name}"
@@ -91,7 +87,7 @@ def _load(path: Path, name: str, vocab_size: int) -> Corpus | None:
         with np.load(index_path) as index:
             starts, text_bytes, checksum = index["starts"], index["text_bytes"], int(index["checksum"])
         tokens = np.memmap(tokens_path, dtype=_dtype(vocab_size), mode="r")
-        # Check a new file once: after a full disk or a cut copy, training would only fail by invalid tokens.
+        # Check a new file once: a full disk may have cut it.
         sound = _stamp(tokens_path) == _checked_stamp(path) or zlib.crc32(tokens.data) == checksum
         problem = None if sound else "its checksum is wrong"
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
@@ -122,7 +118,7 @@ def _build(path: Path, documents: Documents, tokenizer: DocumentTokenizer) -> No
     megabytes = sum(file.size for file in documents.all) / 1e6
     logger.info("Tokenizing %d documents (%.1f MB of text)", documents.count, megabytes)
     began = time.monotonic()
-    # The index is renamed last, so an aborted build leaves no index, or a wrong checksum.
+    # An aborted build leaves no index, or a wrong checksum.
     with atomic(index_path) as index, atomic(tokens_path) as tokens:
         starts, text_bytes, checksum = _write_tokens(tokens, documents, tokenizer)
         with open(index, "wb") as file:
@@ -136,7 +132,6 @@ def _write_tokens(path: Path, documents: Documents, tokenizer: DocumentTokenizer
     lengths, text_bytes, checksum, logged = [0], [], 0, time.monotonic()
     with open(path, "wb") as file:
         for number, (source, text) in enumerate(documents.texts()):
-            # One document at a time: a large corpus does not fit in memory.
             ids = np.asarray(tokenizer.document(text), dtype=np.int64)
             assert ids.max() < vocab_size, f"token {ids.max()} in {source.path}: the vocabulary ends at {vocab_size}"
             raw = ids.astype(_dtype(vocab_size)).tobytes()

@@ -19,22 +19,19 @@ from titan_muon.titan.data.cache import atomic, build_once, digest
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
 
-# Part of the index's name and of the digest: increment when either or the split changes.
 _FORMAT = "2"
+"""Increment when the index, the digest or the split changes."""
 MOST_REPLACED = 0.1
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file of documents: rows of `.jsonl` or `.parquet`, otherwise a single document.
+    """A file of documents: rows of `.jsonl` or `.parquet`, otherwise a single document."""
 
-    `name`: sort key. `size`: bytes. `key`: field of a row with the text.
-    """
-
-    name: str
+    name: str  # sort key
     path: Path
-    size: int
-    key: str = "text"
+    size: int  # bytes
+    key: str = "text"  # of a row's text
 
     def contents(self) -> Iterator[bytes]:
         """UTF-8 bytes of each non-empty document. Raises RecipeError for an unreadable file."""
@@ -88,10 +85,8 @@ class TextFile:
 
 
 class _Index(NamedTuple):
-    """Hashes of all documents: 32 hexadecimal digits over all names and contents, and each content's (uint64)."""
-
-    digest: str
-    keys: np.ndarray
+    digest: str  # of all names and contents, 32 hexadecimal digits
+    keys: np.ndarray  # uint64: hash of each document's content
 
 
 class Documents:
@@ -129,14 +124,14 @@ class Documents:
 
     @property
     def training(self) -> np.ndarray:
-        """Training documents, ascending: int64, never empty. Raises RecipeError if the split is impossible."""
+        """int64: training documents, ascending, never empty. Raises RecipeError if the split is impossible."""
         return self._split[0]
 
     @property
     def validation(self) -> np.ndarray:
-        """Held-out documents in arbitrary order, so that any first few are a fair sample: int64.
+        """int64: held-out documents in arbitrary order, so that the first few are a fair sample.
 
-        Empty only if `data.validation_fraction` is 0. Raises RecipeError if the split is impossible.
+        Empty only if `data.validation_fraction` is 0. Raises as `training`.
         """
         return self._split[1]
 
@@ -149,7 +144,7 @@ class Documents:
 
     @cached_property
     def _index(self) -> _Index:
-        # Sizes and times name the index, so that other ranks and later starts read no text.
+        # Named by sizes and times, so that other ranks and later starts read no text.
         times = (f"{file.path}\0{file.size}\0{file.path.stat().st_mtime_ns}" for file in self.all)
         path = Path(self.data.cache) / f"documents-{digest(_FORMAT, self.data.text_key, *times)}.npz"
         index = build_once(path, load=lambda: _load_index(path), build=lambda: self._build_index(path))
@@ -176,8 +171,7 @@ class Documents:
     @cached_property
     def _split(self) -> tuple[np.ndarray, np.ndarray]:
         fraction, keys = self.data.validation_fraction, self._index.keys
-        # By content: other documents do not move a document, so a run on more text does not train on earlier held-out
-        # text.
+        # By content, so that a run on more text does not train on earlier held-out text.
         order = np.argsort(keys, kind="stable")
         held_out = 0
         if fraction > 0:
@@ -223,10 +217,7 @@ def _python_files() -> dict[str, Path]:
 
 
 def _matched_files(patterns: tuple[str, ...]) -> dict[str, Path]:
-    """Matching files without duplicates, by path from their deepest common folder.
-
-    Order and split do not depend on the working directory or the patterns.
-    """
+    """Matching files by path from their deepest common folder, independent of the working directory."""
     if not patterns:
         raise RecipeError("data.files is empty; data.source = 'files' needs at least one glob pattern")
     files: set[Path] = set()
@@ -234,7 +225,7 @@ def _matched_files(patterns: tuple[str, ...]) -> dict[str, Path]:
         matches = [m for m in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(m)]
         if not matches:
             raise RecipeError(f"data.files: {pattern!r} matches no file (seen from {os.getcwd()})")
-        # Patterns or links may match a file twice: no file may be both trained on and held out.
+        # Patterns or links may match a file twice, to be trained on and held out.
         files.update(Path(match).resolve() for match in matches)
     root = Path(os.path.commonpath([path.parent for path in files]))
     return {path.relative_to(root).as_posix(): path for path in files}

@@ -29,18 +29,14 @@ class PackedDataLoader(BaseDataLoader):
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         corpus: CorpusSource
-
         validation: bool = False
-        """Read the held-out documents once, without a seed, from the start in every iteration."""
-
+        """Read the held-out documents once, in order, from the start in every iteration."""
         sequences: int = -1
         """Limit on the sequences of a validation over all ranks; -1: all."""
-
         multiple: int = 1
         """Pad a pass with filler sequences to a multiple of this number over all ranks."""
-
         infinite: bool = True
-        """Read training documents epoch after epoch. TorchTitan's validator sets this key, without effect."""
+        """Read training documents epoch after epoch."""
 
     def __init__(
         self,
@@ -57,7 +53,7 @@ class PackedDataLoader(BaseDataLoader):
         documents, corpus = config.corpus.documents, config.corpus.open(tokenizer)
         data, side = documents.data, documents.validation if config.validation else documents.training
         self._blocks = TokenBlocks(corpus, side, seq_len, seed=None if config.validation else data.seed)
-        # Ranks read a single stream in turns, so a run resumes at the next block on any number of ranks.
+        # Ranks read a single stream in turns, so that a run resumes on any number of ranks.
         self._batch = local_batch_size
         self._first = dp_rank * local_batch_size
         self._stride = dp_world_size * local_batch_size
@@ -68,8 +64,7 @@ class PackedDataLoader(BaseDataLoader):
         self._end: int | None = None
         if config.validation or not config.infinite:
             self._end = self.available if config.sequences == -1 else min(config.sequences, self.available)
-        # Equally many batches on every rank, so that none waits in a collective for ever. Filler blocks pad the last
-        # batches.
+        # Equal on every rank, so that none waits in a collective for ever. Filler blocks pad the last batches.
         whole = math.lcm(self._stride, config.multiple)
         self.batches = None if self._end is None else -(-self._end // whole) * (whole // self._stride)
         self.fingerprint = digest(corpus.digest, str(data.validation_fraction), str(data.seed), str(seq_len))
@@ -95,11 +90,11 @@ class PackedDataLoader(BaseDataLoader):
         return self._read + self._first
 
     def state_dict(self) -> dict[str, Any]:
-        """`blocks`: blocks read by all ranks together. `stream`: digest of text, tokenizer, split, seed and seq_len."""
+        """`blocks`: read by all ranks together. `stream`: digest of text, tokenizer, split, seed and seq_len."""
         return {"blocks": self._read, "stream": self.fingerprint}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the blocks already read. Raises ValueError for another stream."""
+        """Continue after the saved blocks. Raises ValueError for another stream."""
         if state_dict["stream"] != self.fingerprint:
             raise ValueError(
                 "The checkpoint was reading other data: the text, data.tokenizer, data.vocab_size, "
@@ -136,7 +131,7 @@ def tokenizer_config(data: Data) -> BaseTokenizer.Config:
 
 
 def dataloader_config(data: Data, *, validation: bool = False) -> BaseDataLoader.Config:
-    """Configuration of the loader for training or validation. Reads no text.
+    """Configuration of a loader. Reads no text.
 
     Raises RecipeError for an unknown `data.dataset`, and for validation without held-out text.
     """
@@ -153,16 +148,12 @@ def vocab_size(data: Data) -> int | None:
 
 
 def bytes_per_token(config: BaseDataLoader.Config, tokenizer: DocumentTokenizer, seq_len: int) -> float | None:
-    """Bytes of UTF-8 per predicted token in the sequences of a loader; None for source `hf`.
-
-    A cut document counts in proportion to its tokens.
-    """
+    """UTF-8 bytes per predicted token in a loader's sequences; None for source `hf`."""
     if not isinstance(config, PackedDataLoader.Config):
         return None
     documents, corpus = config.corpus.documents, config.corpus.open(tokenizer)
     side = documents.validation if config.validation else documents.training
-    # Closing marks count, although they have no bytes, because the loss counts them: bits per byte = loss / ln 2 /
-    # bytes_per_token.
+    # The loss counts closing marks, which have no bytes. A cut document counts in proportion to its tokens.
     ends = np.cumsum(corpus.predictions[side])
     sequences = ends[-1] // seq_len if config.sequences == -1 else config.sequences
     predicted = min(sequences * seq_len, ends[-1])

@@ -34,7 +34,7 @@ class _MarkedTokenizer(BaseTokenizer):
     def _decode(self, ids: list[int]) -> str: ...
 
     def encode(self, text: str, *, add_bos: bool = False, add_eos: bool = False) -> list[int]:
-        """Ids of the text, with the requested marks. A lone surrogate, invalid in UTF-8, becomes "?"."""
+        """Ids of the text, with the requested marks. A lone surrogate becomes "?"."""
         ids = self._encode(text.encode("utf-8", errors="replace").decode())
         return [self.bos_id] * add_bos + ids + [self.eos_id] * add_eos
 
@@ -86,7 +86,7 @@ class BPETokenizer(_MarkedTokenizer):
             least = f"at least {BYTES + MARKS}, {BYTES} of it bytes"
             raise RecipeError(f"data.vocab_size = {data.vocab_size}: must be {least}")
         super().__init__(data.vocab_size)
-        # Training documents only: merges from held-out text would lower the validation loss.
+        # Merges from held-out text would lower the validation loss.
         key = digest(config.documents.digest, repr(data.validation_fraction), str(data.vocab_size))
         path = Path(data.cache) / f"bpe-{key}.json"
         self._bpe = build_once(
@@ -102,12 +102,10 @@ class BPETokenizer(_MarkedTokenizer):
 
 
 class PretrainedTokenizer(HuggingFaceTokenizer):
-    """TorchTitan's Hugging Face tokenizer on the folder `data.tokenizer_path`."""
+    """TorchTitan's Hugging Face tokenizer on the folder `path` with `tokenizer.json`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(HuggingFaceTokenizer.Config):
-        """`path`: folder with `tokenizer.json`."""
-
         path: str
 
     def __init__(self, config: Config, *, tokenizer_path: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Loss on held-out documents: the same sequences in every validation and on every layout."""
+"""Loss on held-out documents: the same sequences in every validation."""
 
 from collections.abc import Callable
 from copy import copy
@@ -14,7 +14,7 @@ from titan_muon.titan.data.loader import PackedDataLoader
 
 
 class HeldOutValidator(Validator):
-    """TorchTitan's validator on the same number of sequences for all layouts."""
+    """TorchTitan's validator on the same sequences for all layouts."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
@@ -24,14 +24,14 @@ class HeldOutValidator(Validator):
     dl_config: BaseDataLoader.Config
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
-        # TorchTitan warns that -1 may hang on loaders of unequal length. Here -1 becomes the same number on all ranks.
+        # TorchTitan warns of -1. Here -1 becomes the same number on all ranks.
         limited = copy(config)
         limited.steps = max(config.steps, 1)
         super().__init__(limited, **kwargs)
         self.last = self.stopped = False
-        """Set by the trainer: last step of the run; stop requested."""
+        """Last step of the run; stop requested. Set by the trainer."""
         self.check: Callable[[int], None] = lambda step: None
-        """Set by the trainer: raises FloatingPointError for a diverged model."""
+        """Raises FloatingPointError for a diverged model; set by the trainer."""
         at_once = self.dp_world_size * self.local_batch_size
         batch = at_once if config.global_batch_size == -1 else config.global_batch_size
         sequences = -1 if config.steps == -1 else config.steps * batch
@@ -42,7 +42,7 @@ class HeldOutValidator(Validator):
             self.config.steps = self._batches(sequences)
 
     def _batches(self, sequences: int) -> int:
-        # Build a validation's loader before training, so that errors come early.
+        # Before training, so that errors come early.
         loader = self.dl_config.build(
             dp_world_size=self.dp_world_size,
             dp_rank=self.dp_rank,

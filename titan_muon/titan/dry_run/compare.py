@@ -12,7 +12,7 @@ COLUMNS = ("", "fits", "peak GiB", "step ms", "Muon ms", "over AdamW", "sent in 
 
 
 def compare(alternatives: Sequence[Alternative], world_size: int | None, device: str | None) -> Iterator[str]:
-    """Lines of the table, then a line for each refused alternative. Times are modelled."""
+    """A table of modelled times, then a line for each refused alternative."""
     rows: list[tuple[bool, float, list[str]]] = []
     refused: list[str] = []
     machine = ""

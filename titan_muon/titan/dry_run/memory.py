@@ -27,26 +27,17 @@ from titan_muon.titan.recipe import Recipe
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a rank with the largest shards and the fullest owner's parameters.
+    """Bytes on a rank with the largest shards and the fullest owner's parameters."""
 
-    Attributes:
-        parameters: on the device between steps, like gradients after backward; 0 if offloaded.
-        optimizer_states: on the device between steps. If offloaded: the peak in a step, with transferred parameters and
-            gradients.
-        orthogonalization: whole matrices and temporary memory of the largest stage, `StepBytes.work`.
-        host_parameters: pinned memory; host_gradients and host_states likewise.
-        uncounted: optimizers of other packages with unknown states.
-    """
-
-    parameters: int
+    parameters: int  # on the device between steps; 0 if offloaded
     gradients: int
-    optimizer_states: int
+    optimizer_states: int  # on the device between steps; if offloaded: the peak of all transfers in a step
     exchange_buffers: int
-    orthogonalization: int
-    host_parameters: int
+    orthogonalization: int  # whole matrices and temporary memory, `StepBytes.work`
+    host_parameters: int  # pinned, like the next two
     host_gradients: int
     host_states: int
-    uncounted: tuple[str, ...]
+    uncounted: tuple[str, ...]  # optimizers of other packages, with unknown states
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -61,12 +52,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter on a rank: bytes, and bytes of each state."""
+    """A parameter on a rank."""
 
     optimizer: str
     bytes: int
     itemsize: int
-    states: tuple[int, ...]
+    states: tuple[int, ...]  # bytes of each
 
     def moved(self, offload: Offload) -> int:
         return sum(self.states) + (2 * self.bytes if offload == "parameters" else 0)
@@ -75,8 +66,8 @@ class Held:
 def memory_per_rank(
     meta: MetaModel, summary: Summary | None, loads: Mapping[int, OwnedTotals], recipe: Recipe, device: str
 ) -> Memory:
-    """Memory of the fullest rank. `device`: type of device to plan for."""
-    # An upper bound: the fullest owner may be another rank than the first, with the largest shards.
+    """Upper bound of the fullest rank's memory. `device`: type of device to plan for."""
+    # The fullest owner may be another rank than the first, with the largest shards.
     fullest = max(loads, key=lambda rank: loads[rank].bytes, default=0)
     elements = {name: _elements(parameter, fullest) for name, parameter in meta.parameters.items()}
     items = list(_held(meta, elements, _kept(meta, elements, recipe), recipe))
@@ -92,9 +83,7 @@ def memory_per_rank(
     if meta.plan is not None:
         states_on_device += max(state_bytes(meta.plan, rule_states(recipe.muon.rule)).values(), default=0)
     uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", "adamw"})
-    step = (0, 0)
-    if summary is not None:
-        step = summary.buffer_bytes_max, summary.work_bytes_max
+    step = (0, 0) if summary is None else (summary.buffer_bytes_max, summary.work_bytes_max)
     # FSDP2's gradients have the dtype and the shards of the parameters.
     host = (pinned_parameters, pinned_parameters, pinned_states)
     return Memory(on_device, on_device, states_on_device, *step, *host, tuple(uncounted))
@@ -127,7 +116,7 @@ def _window_bytes(items: list[Held], summary: Summary | None, recipe: Recipe) ->
         return most
     element_bytes, stages = momentum_bytes(1, recipe.muon.state_dtype), 1
     if offload == "parameters":
-        # Momentum and gradient share a transfer; the parameter's own transfer is smaller.
+        # Momentum and gradient share a transfer; the parameter's is smaller.
         element_bytes += max(item.itemsize for item in items if item.optimizer == "muon")
         stages = 2
     loads = max(min(TRANSFERS_AT_ONCE, stages * cost.loads) * cost.load_elements for cost in summary.ranks)

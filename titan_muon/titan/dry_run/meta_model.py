@@ -1,4 +1,4 @@
-"""Builds a recipe's model or a pipeline stage, sharded as in training, on the meta device in a fake world."""
+"""Builds a recipe's model, sharded as in training, on the meta device in a fake world."""
 
 from __future__ import annotations
 
@@ -42,27 +42,17 @@ MICROBATCHES = 8
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A recipe's model, or a pipeline stage, on `world_size` ranks.
-
-    Attributes:
-        ranks: of this stage.
-        parameters: trained parameters by name, with the shards of the first rank, the largest.
-        assigned: optimizer of each parameter, in the same order; `whole`: of the whole model.
-        groups: parameter groups by optimizer.
-        plan: None without Muon parameters.
-        logit_bytes: QK-clip's all-reduce per step.
-        size: of the whole model.
-    """
+    """A recipe's model, or a pipeline stage, on `world_size` ranks."""
 
     world_size: int
-    ranks: range
-    parameters: dict[str, Tensor]
-    assigned: tuple[Assignment, ...]
-    whole: tuple[Assignment, ...]
-    groups: Mapping[str, Sequence[ParamGroup]]
-    plan: Plan | None
-    logit_bytes: int
-    size: ModelSize
+    ranks: range  # of this stage
+    parameters: dict[str, Tensor]  # trained ones by name, with the shards of the first rank, the largest
+    assigned: tuple[Assignment, ...]  # of `parameters`, in the same order
+    whole: tuple[Assignment, ...]  # of the whole model
+    groups: Mapping[str, Sequence[ParamGroup]]  # by optimizer
+    plan: Plan | None  # None without Muon parameters
+    logit_bytes: int  # QK-clip's all-reduce per step
+    size: ModelSize  # of the whole model
 
 
 def smallest_world(recipe: Recipe) -> int:
@@ -78,16 +68,13 @@ def smallest_world(recipe: Recipe) -> int:
 
 
 def this_device() -> str:
-    """Type of this machine's device."""
+    """This machine's device type."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
 
 
 def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None, *, stage: int = 0) -> MetaModel:
-    """A recipe's model on `world_size` ranks, with Muon's plan.
-
-    `device`: type of device to plan for, by default this machine's. `stage`: pipeline rank; pipeline ranks plan
-    separately.
+    """The model of pipeline rank `stage`, with Muon's plan. `device`: type to plan for, by default this machine's.
 
     Raises RecipeError like training, except for invalid options of another package's optimizer and for the batch.
     """
@@ -133,7 +120,7 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> tuple[list[nn
     """Model parts of this process's stage, and the size of the whole model."""
     spec = config.model_spec
     assert spec is not None, "the recipe names a model"
-    # In the order of TorchTitan's trainer: creation needs the dtype and the degrees.
+    # In the order of TorchTitan's trainer.
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
     parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
     spec.model.update_from_config(config=config)
@@ -152,7 +139,7 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> tuple[list[nn
     if not parallel_dims.pp_enabled:
         sharded: Any = spec.parallelize_fn(model, **options)
         if getattr(sharded, "enable_weight_tying", False):
-            # As TorchTitan does: under spmd_types, sharding splits a tied parameter into two.
+            # As in TorchTitan: under spmd_types, sharding splits a tied parameter into two.
             sharded.tok_embeddings.weight = sharded.lm_head.weight
         return [sharded], size
     assert spec.pipelining_fn is not None, "TorchTitan's decoders can be cut"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,23 +11,18 @@ from titan_muon.plan import Plan
 from titan_muon.plan.cost.timeline import LOCAL, STAGES, spans
 from titan_muon.titan.dry_run.stages import StageReport
 from titan_muon.titan.dry_run.verdict import memory_parts, verdict_lines
-from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
+from titan_muon.titan.recipe import Recipe, to_toml
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MARK = "/*DATA*/null"
 
 
-def write_page(path: Path, parts: Sequence[StageReport], recipe: Recipe) -> None:
-    """Write the page. Raises RecipeError if the file cannot be written."""
+def page_text(parts: Sequence[StageReport], recipe: Recipe) -> str:
+    """The page as HTML."""
     data = {"recipe": to_toml(recipe), "name": recipe.name, "parts": [_part(part, recipe) for part in parts]}
     # "</" would end the page's script element.
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-    page = TEMPLATE.read_text(encoding="utf-8").replace(MARK, text)
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        problem = f"cannot be written ({error.strerror}); name a file in a folder that exists"
-        raise RecipeError(f"--html {path}: {problem}") from error
+    return TEMPLATE.read_text(encoding="utf-8").replace(MARK, text)
 
 
 def _part(part: StageReport, recipe: Recipe) -> dict[str, object]:
@@ -43,7 +39,7 @@ def _part(part: StageReport, recipe: Recipe) -> dict[str, object]:
             for s in steps
         ],
         "buckets": [] if plan is None else _buckets(plan),
-        "local": {} if plan is None else _local(plan),
+        "local": {} if plan is None else Counter(rank for ranks in plan.local for rank in ranks),
         "balance": [
             [time.rank, round(1e6 * time.orthogonalize), round(1e6 * time.passes), round(1e6 * time.waits)]
             for time in (() if part.timeline is None else part.timeline.ranks)
@@ -64,14 +60,6 @@ def _buckets(plan: Plan) -> list[dict[str, object]]:
         }
         for bucket in plan.buckets
     ]
-
-
-def _local(plan: Plan) -> dict[int, int]:
-    counts: dict[int, int] = {}
-    for ranks in plan.local:
-        for rank in ranks:
-            counts[rank] = counts.get(rank, 0) + 1
-    return counts
 
 
 def _name(plan: Plan, number: int) -> str:

@@ -20,9 +20,9 @@ from titan_muon.titan.assign.explain import (
     weight_lines,
 )
 from titan_muon.titan.dry_run.memory import Memory
-from titan_muon.titan.dry_run.page import write_page
+from titan_muon.titan.dry_run.page import page_text
 from titan_muon.titan.dry_run.stages import StageReport, dry_run, problems
-from titan_muon.titan.dry_run.verdict import verdict_lines
+from titan_muon.titan.dry_run.verdict import Verdict, verdict_lines
 from titan_muon.titan.model.qk_clip import qk_clip_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 
@@ -39,20 +39,11 @@ def report(
     verbose: bool = False,
     html: str | None = None,
 ) -> None:
-    """Print the plan of training on `world_size` ranks.
+    """Print the plan of training on `world_size` ranks, by default the smallest world of the degrees.
 
-    Args:
-        recipe: the recipe.
-        world_size: number of ranks, by default the smallest world of the degrees.
-        full: list every parameter instead of a line for all layers.
-        json: file for the numbers.
-        device: type of device, by default GPUs with a `world_size`, otherwise this machine's.
-        verbose: print the recipe with all defaults.
-        html: file for a page with the timeline.
-
-    Raises RecipeError like training, or for a file that cannot be written.
+    Arguments as in `command_line.Options`. Raises RecipeError like training, or for a file that cannot be written.
     """
-    # First, so that a refused recipe shows only its error.
+    # A refused recipe shows only its error.
     parts = dry_run(recipe, world_size, device)
     world, kind = parts[0].meta.world_size, parts[0].kind
     if verbose:
@@ -71,14 +62,13 @@ def report(
     for problem in problems(recipe, world):
         print(f"\nwarning: training would be refused: {problem}")
     if json is not None:
-        _write(Path(json), parts)
+        _write("--json", json, _json_text(parts))
     if html is not None:
-        write_page(Path(html), parts, recipe)
-        print(f"\nwrote {html}")
+        _write("--html", html, page_text(parts, recipe))
 
 
 def _lines(part: StageReport, recipe: Recipe, *, full: bool) -> Iterable[str]:
-    yield from plan_lines(part.meta.plan, part.summary, part.timeline)
+    yield from plan_lines(part.meta.plan, part.summary, part.timeline, part.split)
     yield from owned_step_lines(part.meta.plan, part.meta.parameters, skips=recipe.muon.missing_grad == "skip")
     gathered = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
     reduced = TORCH_DTYPE_MAP[recipe.training.mixed_precision_reduce].itemsize
@@ -108,37 +98,36 @@ def _memory_lines(memory: Memory) -> Iterable[str]:
         yield f"  the states of {name} are not counted: only the package that registered it knows their size"
 
 
-def _write(path: Path, parts: Sequence[StageReport]) -> None:
+def _write(flag: str, path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        problem = f"cannot be written ({error.strerror}); name a file in a folder that exists"
+        raise RecipeError(f"{flag} {path}: {problem}") from error
+    print(f"\nwrote {path}")
+
+
+def _json_text(parts: Sequence[StageReport]) -> str:
     stages = [_document(part) for part in parts]
     world = parts[0].meta.world_size
     document = stages[0] if len(stages) == 1 else {"world_size": world, "pipeline_ranks": stages}
-    try:
-        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        problem = f"cannot be written ({error.strerror}); name a file in a folder that exists"
-        raise RecipeError(f"--json {path}: {problem}") from error
-    print(f"\nwrote {path}")
+    return json.dumps(document, indent=1) + "\n"
 
 
 def _document(part: StageReport) -> dict[str, object]:
     return {
         "world_size": part.meta.world_size,
         "parameters": [asdict(assignment) for assignment in part.meta.assigned],
-        "memory": {
-            **part.memory.sizes,
-            **part.memory.host_sizes,
-            "uncounted_optimizers": part.memory.uncounted,
-        },
-        "verdict": _verdict_document(part),
+        "memory": part.memory.sizes | part.memory.host_sizes | {"uncounted_optimizers": part.memory.uncounted},
+        "verdict": _verdict_document(part.verdict, part.machine.name),
         "owners": [{"rank": rank, **asdict(load)} for rank, load in part.loads.items()],
         **({} if part.summary is None else asdict(part.summary)),
     }
 
 
-def _verdict_document(part: StageReport) -> dict[str, object]:
-    verdict = part.verdict
+def _verdict_document(verdict: Verdict, machine: str) -> dict[str, object]:
     return {
-        "machine": part.machine.name,
+        "machine": machine,
         "fits": verdict.fits,
         "peak_bytes": verdict.peak,
         "capacity_bytes": verdict.capacity,

@@ -22,38 +22,26 @@ Llama 3 reached 38 to 43 % (Grattafiori et al., 2024, arXiv:2407.21783).
 LOGIT_BYTES = 10
 """Bytes per logit at the peak: bfloat16, a float32 copy, and a float32 gradient."""
 RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0, "memory_budget": 0.5}
-"""Share of forward's products that backward recomputes. Selective checkpointing keeps every second product."""
+"""Share of forward's products that backward recomputes."""
 ROW_PARALLEL = (".wo.weight", ".w2.weight", ".o_proj.weight", ".down_proj.weight")
-"""Linear layers with unsharded outputs under tensor parallelism, before the reduction."""
+"""Linear layers with unsharded outputs under tensor parallelism."""
 
 
 class ModelSize(NamedTuple):
-    """Size of a model besides shapes.
+    """Size of a model besides shapes."""
 
-    Attributes:
-        token_flops: FLOPs of forward and backward per token, without recomputation, by TorchTitan's count.
-        vocabulary: rows of the head.
-        routed: share of the experts that a token visits.
-    """
-
-    token_flops: int
-    vocabulary: int
-    routed: float
+    token_flops: int  # of forward and backward per token, by TorchTitan's count, without recomputation
+    vocabulary: int  # rows of the head
+    routed: float  # share of the experts that a token visits
 
 
 @dataclass(frozen=True)
 class PassMemory:
-    """Bytes of a rank in forward and backward, beside parameters, gradients and states.
+    """Bytes of a rank in forward and backward, beside parameters, gradients and states."""
 
-    Attributes:
-        activations: kept for backward, and the recomputed ones of a layer.
-        logits: logits and their gradient.
-        gathered: unsharded parameters of two layers and the head.
-    """
-
-    activations: int
-    logits: int
-    gathered: int
+    activations: int  # kept for backward, and recomputed ones of a layer
+    logits: int  # with their gradient
+    gathered: int  # unsharded parameters of two layers and the head
 
     @property
     def total(self) -> int:
@@ -62,23 +50,14 @@ class PassMemory:
 
 @dataclass(frozen=True)
 class Training:
-    """Estimate of forward and backward in a step on a rank.
-
-    Attributes:
-        passes: per step.
-        tokens: per step over all ranks.
-        compute: seconds of matrix products.
-        fsdp: seconds of FSDP's collectives, overlapped with `compute`.
-        tensor: exposed seconds of tensor parallelism; `experts`: of expert parallelism.
-        memory: of a pass.
-    """
+    """Estimate of forward and backward in a step on a rank. Times in seconds."""
 
     passes: int
-    tokens: int
-    compute: float
-    fsdp: float
-    tensor: float
-    experts: float
+    tokens: int  # over all ranks
+    compute: float  # matrix products
+    fsdp: float  # collectives of FSDP, overlapped with `compute`
+    tensor: float  # exposed collectives of tensor parallelism
+    experts: float  # exposed collectives of expert parallelism
     memory: PassMemory
 
     @property
@@ -88,7 +67,6 @@ class Training:
 
 @dataclass(frozen=True)
 class _Degrees:
-    world: int
     replicas: int
     data: int
     context: int
@@ -100,7 +78,6 @@ class _Degrees:
     def of(cls, recipe: Recipe, world: int) -> _Degrees:
         degrees = recipe.parallelism
         return cls(
-            world,
             degrees.data_parallel_replicate_degree,
             data_ranks(recipe, world),
             degrees.context_parallel_degree,
@@ -111,7 +88,7 @@ class _Degrees:
 
     @property
     def shards(self) -> int:
-        """FSDP ranks of a parameter outside of experts."""
+        """FSDP ranks, except for experts."""
         return self.data // self.replicas * self.context
 
     @property
@@ -123,17 +100,13 @@ class _Degrees:
 def training_of(
     recipe: Recipe, world: int, size: ModelSize, stage: Sequence[Assignment], machine: MachineRates
 ) -> Training:
-    """Estimate for a pipeline stage.
-
-    FLOPs are TorchTitan's count. Activations are the inputs and outputs of linear layers that checkpointing keeps; a
-    test compares them with a rehearsal (docs/rehearsal.md).
-    """
+    """Estimate for a pipeline stage."""
     degrees = _Degrees.of(recipe, world)
     local = local_batch_size(recipe, world)
     whole = recipe.training.global_batch_size
     passes = 1 if whole == -1 else max(1, whole // (local * degrees.data))
     tokens = local * recipe.training.seq_len // degrees.context
-    pipelined = 1 if degrees.stages == 1 else 1 + (degrees.stages - 1) / max(1, _microbatches(recipe, local))
+    pipelined = 1 if degrees.stages == 1 else 1 + (degrees.stages - 1) / _microbatches(recipe, local)
     recomputed = 1 + RECOMPUTED[recipe.activation_checkpoint.mode] / 3
     flops = size.token_flops * tokens * passes * recomputed / (degrees.tensor * degrees.stages)
     compute = flops / (machine.flops["bfloat16"] * TRAINING_SHARE) * pipelined
@@ -149,7 +122,11 @@ def training_of(
 
 
 def pass_memory(recipe: Recipe, world: int, size: ModelSize, stage: Sequence[Assignment]) -> PassMemory:
-    """Memory of forward and backward in a pipeline stage."""
+    """Memory of forward and backward in a pipeline stage.
+
+    Activations are the inputs and outputs of linear layers that checkpointing keeps; a test compares them with a
+    rehearsal (docs/rehearsal.md).
+    """
     degrees, local = _Degrees.of(recipe, world), local_batch_size(recipe, world)
     tokens = local * recipe.training.seq_len // degrees.context
     in_flight = 1

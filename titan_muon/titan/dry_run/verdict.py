@@ -19,31 +19,21 @@ ADAMW_BYTES = 28
 ADAMW_BYTES_BFLOAT16 = 20
 """With averages in bfloat16."""
 MEMORY_ERROR = 0.1
-"""Assumed relative error of the memory estimate. A test compares activations with a rehearsal (docs/rehearsal.md)."""
+"""Assumed relative error of the memory estimate."""
 EXCHANGES_BETWEEN_ALL = ("all_to_all", "duplicated", "hierarchical")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Estimate of a training step on the fullest rank.
+    """Estimate of a training step on the fullest rank, in seconds and bytes."""
 
-    Attributes:
-        training: forward and backward.
-        muon: seconds of Muon's step, of the device or the host, whichever takes longer.
-        others: seconds of AdamW outside of Muon's parameters.
-        adamw: seconds of AdamW for all parameters.
-        memory: between steps, and buffers of the step.
-        communicators: bytes of CUDA and NCCL.
-        capacity: bytes of a GPU; 0 on a CPU.
-    """
-
-    training: Training
-    muon: float
-    others: float
-    adamw: float
+    training: Training  # forward and backward
+    muon: float  # Muon's step on the device or the host, whichever takes longer
+    others: float  # AdamW outside of Muon's parameters
+    adamw: float  # AdamW for all parameters
     memory: Memory
-    communicators: int
-    capacity: int
+    communicators: int  # CUDA and NCCL
+    capacity: int  # of a GPU; 0 on a CPU
 
     @property
     def seconds(self) -> float:
@@ -76,14 +66,14 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is below the capacity by the estimate's error."""
+        """Whether the peak and the estimate's error fit into the capacity."""
         return self.capacity == 0 or self.peak * (1 + MEMORY_ERROR) <= self.capacity
 
 
 def verdict_of(
     meta: MetaModel, timeline: Timeline | None, memory: Memory, recipe: Recipe, machine: MachineRates
 ) -> Verdict:
-    """The verdict for a pipeline stage."""
+    """Verdict for a pipeline stage."""
     training = training_of(recipe, meta.world_size, meta.size, meta.assigned, machine)
     itemsize = max((parameter.element_size() for parameter in meta.parameters.values()), default=4)
     elements = {a.fqn: mean_elements(meta.parameters[a.fqn], len(meta.ranks)) for a in meta.assigned}
@@ -165,7 +155,7 @@ def remedies(verdict: Verdict, meta: MetaModel, recipe: Recipe) -> Iterator[str]
 
 
 def verdict_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe, machine: MachineRates) -> Iterator[str]:
-    """The verdict as lines: memory, time of a training step, and Muon's share."""
+    """Lines on memory, the time of a training step, and Muon's share."""
     low, high = ERROR
     yield f"estimate for {meta.world_size:,} ranks of {machine.name}: modelled, not measured"
     yield from _memory_lines(verdict, meta, recipe)
@@ -194,7 +184,7 @@ def verdict_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe, machine: Ma
 
 
 def memory_parts(verdict: Verdict) -> dict[str, int]:
-    """Bytes of the fullest rank by purpose, most of them present at the peak."""
+    """Bytes of the fullest rank by purpose."""
     memory, passes = verdict.memory, verdict.training.memory
     return {
         "parameters": memory.parameters,

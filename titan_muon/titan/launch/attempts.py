@@ -12,7 +12,6 @@ SECONDS_BETWEEN_LOOKS = 0.02
 
 def lasting_store(timeout: timedelta) -> dist.Store | None:
     """Store of torchrun's agent, which outlives this process; None under another launcher."""
-    # MASTER_PORT is the agent's port.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
@@ -21,24 +20,21 @@ def lasting_store(timeout: timedelta) -> dist.Store | None:
 
 
 def store_of_attempt(lasting: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Store of the current attempt, unused by earlier attempts; equal on all ranks.
-
-    Raises TimeoutError after `timeout`, on rank 0 with the missing ranks, elsewhere if rank 0 has not arrived.
-    """
+    """New store of the current attempt. Raises TimeoutError, on rank 0 with the missing ranks."""
     meeting = dist.PrefixStore("titan_muon/attempts", lasting)
     number = _gather_ranks(meeting, world_size, timeout) if rank == 0 else _arrive(meeting, rank, timeout)
     return dist.PrefixStore(f"attempt-{number}", lasting)
 
 
-# Rank 0 numbers the attempt, because TORCHELASTIC_RESTART_COUNT ignores restarts because of another node. A late
-# process belongs to the newest attempt: an attempt's processes end before the next.
+# Rank 0 numbers the attempt, because TORCHELASTIC_RESTART_COUNT ignores restarts after a fault of another node. An
+# attempt's processes end before the next attempt.
 
 
 def _gather_ranks(meeting: dist.Store, world_size: int, timeout: timedelta) -> int:
     number, answered = meeting.add("number", 1), 0
     deadline = time.monotonic() + timeout.total_seconds()
     while meeting.add(f"{number}/arrived", 0) < world_size - 1:
-        # Arrivals are not known by rank, so ended processes get an answer too.
+        # Ended processes get an answer too.
         arrivals = meeting.add("arrivals", 0)
         for place in range(answered + 1, arrivals + 1):
             meeting.set(f"answer-{place}", str(number))

@@ -1,7 +1,6 @@
 """Final endings of a job, a refusal or a divergence, in torchrun's error files.
 
-torchrun prints an error file's message, and restarts all processes under `--max-restarts`. No torch import, so that a
-process of a later attempt ends at once.
+torchrun still restarts all processes under `--max-restarts`. A restarted process ends before it imports torch.
 """
 
 import json
@@ -26,7 +25,7 @@ def record_end(message: str, code: int, *, first: bool) -> None:
 
 
 def is_first(message: str) -> bool:
-    """Whether this rank is the first of this node to end the attempt with this error. True without torchrun."""
+    """Whether this rank is the first of this node to end with this error. True without torchrun."""
     if (file := _error_file()) is None:
         return True
     with suppress(FileExistsError):
@@ -36,10 +35,7 @@ def is_first(message: str) -> bool:
 
 
 def earlier_end() -> int | None:
-    """Exit code of an earlier attempt with a final ending on this node; None without one.
-
-    Records the ending again, for torchrun's summary of this attempt.
-    """
+    """Exit code of an earlier attempt with a final ending on this node, recorded again; None without one."""
     if (file := _error_file()) is None:
         return None
     # torchrun's layout: RUN/attempt_N/LOCAL_RANK/error.json.

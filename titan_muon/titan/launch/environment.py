@@ -9,12 +9,11 @@ from titan_muon.titan.recipe import RecipeError
 def describe_world() -> None:
     """Set torch.distributed's variables for a single process, unless a launcher has set them.
 
-    RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a free port). Raises RecipeError in an
-    `srun` step with several tasks.
+    Raises RecipeError in an `srun` step with several tasks.
     """
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return
-    # The step's tasks, not the job's: a shell in a larger allocation may train in a single process.
+    # Not the job's tasks: a shell in a larger allocation may train in a single process.
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if tasks > 1:
         raise RecipeError(

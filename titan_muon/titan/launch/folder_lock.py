@@ -6,7 +6,6 @@ import socket
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
-from types import TracebackType
 
 from titan_muon.titan.recipe import RecipeError
 
@@ -14,7 +13,7 @@ LOCK_FILE = "running.lock"
 
 
 class FolderLock:
-    """Context of a lock. The lock ends with the context or the process."""
+    """Context of a lock, which ends with the context or the process."""
 
     def __init__(self) -> None:
         self._file: TextIOWrapper | None = None
@@ -23,9 +22,7 @@ class FolderLock:
     def __enter__(self) -> "FolderLock":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
 
@@ -35,8 +32,7 @@ class FolderLock:
             return
         file = Path(folder, LOCK_FILE).open("a+", encoding="utf-8")  # noqa: SIM115 (closed at the end of the context)
         try:
-            # `lockf` works over NFS and ends with a killed job, unlike a lock file. Children would inherit `flock`, and
-            # may outlive the job.
+            # `lockf` works over NFS. Children would inherit `flock`, and may outlive the job.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             file.seek(0)

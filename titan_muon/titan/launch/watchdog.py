@@ -1,8 +1,4 @@
-"""Names late ranks and ends hanging processes.
-
-A collective does not name the missing rank, and a process may hang forever without peers. So a thread of every rank
-reports progress to the store.
-"""
+"""Names late ranks and ends hanging processes. A thread of every rank reports progress to the store."""
 
 import math
 import os
@@ -15,7 +11,6 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 
 import torch.distributed as dist
 
@@ -26,7 +21,7 @@ from titan_muon.titan.recipe import RecipeError
 INTERVAL_SHARE, LONGEST_INTERVAL = 1 / 40, 2.5
 BEATS_TO_BE_SILENT = 6
 NAMING_SHARE = 0.8
-"""Share of the time-out until late ranks are named, before a collective raises or NCCL ends the process."""
+"""Share of the time-out until late ranks are named, before a collective raises."""
 GRACE_SECONDS = 2.0
 """Time for the process to raise its own, more informative error first."""
 FAILED = "failed"
@@ -34,12 +29,12 @@ FAILED = "failed"
 
 @dataclass(frozen=True)
 class Sign:
-    """State of a rank. `stage`: number of advances, two per step. `beat`: number of heartbeats."""
+    """State of a rank."""
 
     host: str
     pid: int
-    stage: int
-    beat: int
+    stage: int  # number of advances, two per step
+    beat: int  # number of heartbeats
     ended: bool = False
 
     def encode(self) -> str:
@@ -54,12 +49,12 @@ class Sign:
 class Watchdog:
     """Context in which this rank reports progress and looks for late ranks.
 
-    After an internal error the threads keep watch, because this process or others may hang. Time-outs of collectives
-    are in seconds, `first_timeout` until the end of the first step.
+    After an internal error the threads go on, because processes may hang. Time-outs of collectives in seconds:
+    `first_timeout` until the end of the first step.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, *, first_timeout: float, timeout: float) -> None:
-        # An own connection, because a wait of the main thread would block the heartbeat.
+        # A wait of the main thread would block the heartbeat on the same connection.
         self._store = dist.PrefixStore("titan_muon/watchdog", store.clone())  # type: ignore[attr-defined]
         self._rank, self._world_size = rank, world_size
         self._first_timeout, self._timeout = first_timeout, timeout
@@ -79,9 +74,7 @@ class Watchdog:
             self._guard.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._world_size == 1:
             return
         if error is not None:
@@ -131,11 +124,11 @@ class Watchdog:
                 self._end_without_store()
                 return
             if alone:
-                print(f"error: rank {self._rank} ends: its peers are gone", file=sys.stderr, flush=True)
+                _print_error(f"rank {self._rank} ends: its peers are gone")
                 os._exit(1)
 
     def _is_alone(self) -> bool:
-        """Send a heartbeat and name late ranks. Returns whether this process must end: its peers are gone."""
+        """Send a heartbeat and name late ranks. Returns whether this process's peers are gone."""
         self._tell()
         waited = time.monotonic() - self._moved
         if waited > NAMING_SHARE * self.timeout and self._named != self._stage:
@@ -144,43 +137,35 @@ class Watchdog:
         return (waited > self.timeout + GRACE_SECONDS and self._end_silent()) or self._outlives_failure()
 
     def _end_without_store(self) -> None:
-        """End this process after the process with the store.
+        """End this process: under torchrun, whose launcher has the store, after the step with a checkpoint.
 
-        Under torchrun the store belongs to a launcher, and the ranks end after the step, with a checkpoint. Otherwise
-        the store belongs to a rank, and collectives would wait in vain.
+        Otherwise the store belongs to a rank, and collectives would wait in vain.
         """
         under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
         if self._closed.wait(GRACE_SECONDS) or self._done or self._failing:
             return
         if under_torchrun:
             who = "its launcher" if os.getppid() != self._parent else "the launcher of the job's first node"
-            print(
-                f"error: rank {self._rank}: {who} is gone; training ends after this step", file=sys.stderr, flush=True
-            )
+            _print_error(f"rank {self._rank}: {who} is gone; training ends after this step")
             os.kill(os.getpid(), signal.SIGTERM)
             while not self._closed.wait(self._interval):
                 if time.monotonic() - self._moved > self.timeout + GRACE_SECONDS:
                     break
             else:
                 return
-        print(f"error: rank {self._rank} ends: the process with the job's store is gone", file=sys.stderr, flush=True)
+        _print_error(f"rank {self._rank} ends: the process with the job's store is gone")
         os._exit(1)
 
     def _watch_store(self) -> None:
-        """End this process if neither the store nor the main thread answers within the time-out.
-
-        With a cut link or a stopped store process, the other thread waits for an answer.
-        """
+        """End this process if neither the store nor the main thread answers within the time-out."""
         while not self._closed.wait(self._interval):
             limit = self.timeout + GRACE_SECONDS
             now = time.monotonic()
             if now - self._told > limit and now - self._moved > limit and self._thread.is_alive() and not self._done:
                 store = f"{os.environ.get('MASTER_ADDR', 'unknown')}:{os.environ.get('MASTER_PORT', 'unknown')}"
-                print(
-                    f"error: rank {self._rank} ends: no answer from the job's store on {store} for {limit:.0f} s; its "
-                    "process is stopped, or the network is cut",
-                    file=sys.stderr,
-                    flush=True,
+                _print_error(
+                    f"rank {self._rank} ends: no answer from the job's store on {store} for {limit:.0f} s; its process "
+                    "is stopped, or the network is cut"
                 )
                 os._exit(1)
 
@@ -193,14 +178,10 @@ class Watchdog:
             return
         known_everywhere = isinstance(error, RecipeError | FloatingPointError | RunFault)
         if int(first) != self._rank and not known_everywhere:
-            print(
-                f"error: rank {self._rank} ends because rank {first} failed first; read the error of rank {first}",
-                file=sys.stderr,
-                flush=True,
-            )
+            _print_error(f"rank {self._rank} ends because rank {first} failed first; read the error of rank {first}")
 
     def _name_late_ranks(self) -> None:
-        # Only one waiting rank looks, because 1,000 readers of 1,000 signs would block the store.
+        # 1,000 readers of 1,000 signs would block the store.
         if self._store.add(f"looks-{self._stage}", 1) > 1:
             return
         signs, silent = self._look()
@@ -208,14 +189,12 @@ class Watchdog:
         late = late_ranks(signs, silent, self._world_size)
         # A late but living rank looks too, at its own stage.
         if late and self._store.add(f"named-{late}", 1) == 1:
-            waited = time.monotonic() - self._moved
-            print(f"error: no progress for {waited:.0f} s: {late}", file=sys.stderr, flush=True)
+            _print_error(f"no progress for {time.monotonic() - self._moved:.0f} s: {late}")
 
     def _outlives_failure(self) -> bool:
         if self._failing or not self._store.check([FAILED]):
             return False
-        # Otherwise this rank would take the launcher's SIGTERM for a stop request, and the launcher would wait half a
-        # minute.
+        # Otherwise this rank takes the launcher's SIGTERM for a stop request, and the launcher waits half a minute.
         self._peer_failed = min(self._peer_failed, time.monotonic())
         return time.monotonic() - self._peer_failed > GRACE_SECONDS
 
@@ -232,7 +211,7 @@ class Watchdog:
         signs = {rank: Sign.decode(self._store.get(_key(rank)).decode()) for rank in beats}
         silent = [sign for rank, sign in signs.items() if sign.beat == beats[rank]]
         for sign in silent:
-            # A stopped process ignores SIGTERM, and the launcher would wait half a minute.
+            # A stopped process ignores SIGTERM.
             if sign.host == socket.gethostname() and is_sibling(sign.pid):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(sign.pid, signal.SIGKILL)
@@ -276,6 +255,10 @@ def late_ranks(signs: Mapping[int, Sign], silent: Collection[int], world_size: i
             stage = f"{'ended' if sign.stage % 2 else 'begun'} step {sign.stage // 2 + 1} of this attempt"
             late.append(f"{where} has not {stage}")
     return ", ".join(late)
+
+
+def _print_error(text: str) -> None:
+    print(f"error: {text}", file=sys.stderr, flush=True)
 
 
 def _key(rank: int) -> str:

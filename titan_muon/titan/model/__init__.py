@@ -2,5 +2,5 @@
 
 from titan_muon.titan import compat
 
-# First, because torchtitan copies the device on import.
+# torchtitan copies the device on import.
 compat.install()

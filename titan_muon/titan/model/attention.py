@@ -28,12 +28,10 @@ class DenseMask:
 
 
 class DenseMaskAttention(FlexAttention):
-    """Scaled dot-product attention with a dense mask, behind FlexAttention's interface.
+    """Scaled dot-product attention with the DenseMask of `share_dense_mask`.
 
-    `share_dense_mask` converts FlexAttention's BlockMask to the DenseMask of all layers.
+    A subclass, because TorchTitan gives document masks and context parallelism only to FlexAttention.
     """
-
-    # A subclass, because TorchTitan gives document masks and context parallelism only to FlexAttention.
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
@@ -52,7 +50,7 @@ class DenseMaskAttention(FlexAttention):
         out_transform: Callable[..., torch.Tensor] | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        """Queries (B, L, N, H), keys (B, K, M, H), values (B, K, M, V) to (B, L, N, V) of the queries' dtype."""
+        """Queries (B, L, N, H), keys (B, K, M, H), values (B, K, M, V) to (B, L, N, V)."""
         assert isinstance(attention_masks, DenseMask), "share_dense_mask was not called on the model"
         assert score_mod is None, "dense attention has no score_mod"
         assert out_transform is None, "dense attention has no out_transform"
@@ -73,8 +71,7 @@ class DenseMaskAttention(FlexAttention):
 
 
 def share_dense_mask(model: nn.Module) -> None:
-    """Compute the DenseMask once per forward of `model`."""
-    # As an argument of the forward, no other batch can get the mask.
+    """Compute the DenseMask once per forward of `model`, as an argument of the forward."""
     if any(isinstance(module, DenseMaskAttention) for module in model.modules()):
         model.register_forward_pre_hook(_densify, with_kwargs=True)
 
@@ -91,8 +88,7 @@ _ON_GPU = {"flex": FlexAttention.Config, "varlen": VarlenAttention.Config}
 def use_attention(model_config: Decoder.Config, choice: str, on_cpu: bool) -> None:
     """Set the inner attention of every layer to `choice`, a value of `model.attention`.
 
-    `auto`: `dense` on the CPU, otherwise `flex`. Raises RecipeError for an unknown choice, and for `flex` and `varlen`
-    on the CPU, where they have no backward.
+    Raises RecipeError for an unknown choice, and for `flex` and `varlen` on the CPU.
     """
     if choice == "auto":
         choice = "dense" if on_cpu else "flex"

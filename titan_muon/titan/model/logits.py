@@ -1,8 +1,8 @@
-"""Inner attentions that record each head's largest logit, without computing logits twice.
+"""Inner attentions with a record of each head's largest logit, from unmasked pairs.
 
-`flex` returns the largest logit, and so does `dense` on GPUs and with different sizes of queries and values (latent
-attention). `varlen`, and `dense` otherwise, return the kernel's log-sum-exp: an upper bound, larger by at most the
-logarithm of the number of visible keys. Masked pairs do not count.
+`flex` records the largest logit, and so does `dense` on GPUs and with different sizes of queries and values (latent
+attention). `varlen`, and `dense` otherwise, record the log-sum-exp: an upper bound, larger by at most the logarithm of
+the number of visible keys.
 """
 
 from collections.abc import Callable
@@ -20,15 +20,15 @@ OutTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class LogitObserver:
-    """An inner attention that records each head's largest logit in training."""
+    """Inner attention with a record of each head's largest logit in training."""
 
     training: bool
     register_buffer: Callable[..., None]
     _buffers: dict[str, torch.Tensor | None]
 
     def keep_in(self, logits_max: torch.Tensor) -> None:
-        """Set the buffer of the maxima: (heads,), float32. The buffer's owner resets it to -inf."""
-        # A buffer, because a pipeline stage first runs on uninitialized memory, and PyTorch restores only buffers.
+        """Set the buffer of the maxima: (heads,), float32. The caller resets the buffer to -inf."""
+        # A pipeline stage first runs on uninitialized memory, and PyTorch restores only buffers.
         self.register_buffer("logits_max", logits_max, persistent=False)
 
     def keep(self, logits: torch.Tensor) -> None:
@@ -60,7 +60,7 @@ class ObservedDenseAttention(LogitObserver, DenseMaskAttention):
     ) -> torch.Tensor:
         bias = torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, -torch.inf)
         if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
-            # The operator of scaled_dot_product_attention, called for its second output.
+            # The operator of scaled_dot_product_attention, because of its second output.
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
             self.keep(lse)
             return out

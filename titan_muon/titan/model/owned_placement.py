@@ -74,7 +74,7 @@ def _layers(model: Any) -> list[nn.Module]:
 def _owner_mesh(recipe: Recipe, mesh: DeviceMesh) -> DeviceMesh:
     replicas = recipe.placement.replicas
     if replicas is None:
-        # An owner given by rank is a place on the FSDP axis. Pipeline stages have separate groups.
+        # A rank in a rule is a place on the FSDP axis. Pipeline stages have separate groups.
         indexed = any(isinstance(rule.owner, int) for rule in recipe.placement.rule)
         replicas = "each" if indexed or recipe.parallelism.pipeline_parallel_degree > 1 else "one"
     return flattened(mesh) if mesh.ndim == 2 and replicas == "one" else mesh
@@ -92,7 +92,7 @@ def _own_layers(
             split=choice.split,
             flops=_flops(recipe, planned_device(mesh.device_type)),
             elementwise=choice.elementwise,
-            # Tensor parallelism does not shard experts under expert parallelism.
+            # Expert parallelism replaces tensor parallelism in experts.
             tensor_parallel="whole" if recipe.placement.tensor_parallel == "whole" and mesh is dp_mesh else "peers",
         )
         for mesh, params in _spaces(choice, dp_mesh, options)
@@ -106,7 +106,6 @@ def _own_layers(
 def _spaces(
     choice: _Choice, dp_mesh: DeviceMesh, options: dict[str, Any]
 ) -> list[tuple[DeviceMesh, dict[nn.Parameter, Owner]]]:
-    # Experts under expert parallelism have a separate mesh.
     expert_parallel = {parameter for parameter in choice.owners if _is_expert_parallel(parameter)}
     spaces = [(dp_mesh, choice.owners.keys() - expert_parallel), (options["edp_mesh"], expert_parallel)]
     return [
@@ -136,9 +135,7 @@ def _is_expert_parallel(parameter: nn.Parameter) -> bool:
 
 
 def _is_gathered(recipe: Recipe, parameter: nn.Parameter) -> bool:
-    """Whether tensor parallelism shards a stack of experts under "whole": FSDP2 would leave the
-    stack sharded.
-    """
+    """Whether tensor parallelism shards a stack of experts under "whole", because FSDP2 would leave it sharded."""
     whole = recipe.placement.tensor_parallel == "whole" and not _is_expert_parallel(parameter)
     return whole and isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
 
@@ -152,7 +149,7 @@ def _cuts_experts(dp_mesh: DeviceMesh, options: dict[str, Any]) -> Callable[[int
 
 
 def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
-    # The run's algorithm: another cost would unbalance the owners.
+    # Another algorithm's cost would unbalance the owners.
     muon = recipe.muon
     steps = iteration(muon.ns_coefficients, muon.ns_steps, muon.eps).steps
     machine = planning_machine(recipe.machine, device)
@@ -219,8 +216,7 @@ def check_placement_rules(recipe: Recipe, parameters: Mapping[str, Seen]) -> Non
 
 def _unread_stacks(recipe: Recipe) -> str | None:
     """Recipe key that needs FSDP2's placement of expert stacks, or None."""
-    # TorchTitan's Hugging Face conversion shards stacks along known axes only, and torchao's parameters have their own
-    # gather.
+    # TorchTitan's Hugging Face conversion knows only some shardings of stacks; torchao has another gather.
     keys = {
         "checkpoint.last_save_in_hf": recipe.checkpoint.last_save_in_hf,
         "checkpoint.initial_load_in_hf": recipe.checkpoint.initial_load_in_hf,
@@ -247,7 +243,7 @@ def hidden(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for module, parameters in shown.items():
-            # FSDP2 has replaced the other parameters. Restore the order, because parameter groups follow it.
+            # FSDP2 has replaced the other parameters. Parameter groups follow the order.
             now = dict(module._parameters)
             module._parameters.clear()
             module._parameters.update({name: now.get(name, parameter) for name, parameter in parameters.items()})

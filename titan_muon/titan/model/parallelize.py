@@ -27,8 +27,7 @@ MASK_BLOCK = 128
 def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
     """`spec` with the recipe's placement and the backend's needs in parallelize_fn.
 
-    Raises RecipeError for an unknown placement and for degrees unfit for the model or this torch. The parallelize_fn
-    raises RecipeError for a sequence unfit for context parallelism.
+    Raises RecipeError for an unknown placement and for degrees unfit for the model.
     """
     place, degrees = _placement("owned" if owns(recipe) else recipe.placement.muon), recipe.parallelism
     if recipe.placement.rule:
@@ -45,7 +44,7 @@ def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
 
 
 def wrap_parallelize(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """`parallelize_fn` with checks of the sequence before, and changes for the backend after."""
+    """`parallelize_fn` with a check of the sequence before, and changes for the backend after."""
 
     def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
         _check_sequence(kwargs["training"].seq_len, kwargs["parallelism"].context_parallel_degree)

@@ -22,7 +22,7 @@ from titan_muon.titan.recipe.sections import Parallelism
 
 
 def check_pipeline(model: Any, degrees: Parallelism) -> None:
-    """Raise RecipeError for stages unfit for the schedule or the model."""
+    """Raise RecipeError for an unusable schedule and for stages unfit for the model."""
     if degrees.pipeline_parallel_degree == 1:
         return
     schedule = _schedule(degrees)
@@ -92,10 +92,9 @@ def wrap_pipelining(pipelining_fn: Callable[..., Any], recipe: Recipe) -> Callab
 
 
 def init_within(whole: nn.Module, part: Any, seed: int, *, buffer_device: torch.device | None = None) -> None:
-    """Give a pipeline stage the initial values of `whole`, the model on the meta device.
+    """Draw the initial values of `whole`, the model on the meta device, and keep those of the stage `part`.
 
-    Draws the whole model in order and drops other stages' values. Initializers must draw for meta tensors on the
-    default device, as `models.common`'s do.
+    Initializers must draw for meta tensors on the default device, as in `models.common`.
     """
     device = next(part.parameters()).device
     complete: Any = copy.deepcopy(whole)
@@ -104,7 +103,7 @@ def init_within(whole: nn.Module, part: Any, seed: int, *, buffer_device: torch.
             complete.get_submodule(name).update(module)
         else:
             setattr(complete, name, module)
-    # TorchTitan seeds each stage differently. Draw with the recipe's seed, then continue with the stage's.
+    # TorchTitan seeds each stage differently.
     with forked_rng(device), device:
         torch.manual_seed(seed)
         complete.init_weights(buffer_device=buffer_device)

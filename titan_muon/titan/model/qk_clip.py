@@ -31,7 +31,7 @@ Projection = tuple[str, nn.Module, tuple[HeadRows, ...]]
 
 
 def observe_logits(model: Decoder.Config, section: sections.QKClip) -> None:
-    """Replace every layer's inner attention by a recording variant, unless QK-clip is off.
+    """Record logits in every layer, unless QK-clip is off.
 
     Raises RecipeError for attention with unknown projections, and with `clip` for normalized queries and keys.
     """
@@ -59,10 +59,7 @@ def build_qk_clip(
     parallel_dims: ParallelDims,
     device: torch.device,
 ) -> QKClip | None:
-    """QK-clip for this rank's model parts, with buffers for logits; None if QK-clip is off.
-
-    `model`: configuration of the whole model. `parts`: parallelized and on `device`.
-    """
+    """QK-clip for this rank's model parts, with buffers for logits; None if off. `parts`: on `device`."""
     if section.mode == "off":
         return None
     blocks = {f"layers.{key}": block for part in parts for key, block in part.get_submodule("layers").named_children()}

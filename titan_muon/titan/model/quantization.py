@@ -31,7 +31,7 @@ def has_torchao() -> bool:
 def check_float8(section: Float8, capability: tuple[int, int] | None, *, amd: bool, torchao: bool) -> None:
     """Raise RecipeError for float8 without support on this machine.
 
-    `capability`: of the GPU, None without a GPU. `amd`: the GPU is AMD's. `torchao`: a usable torchao is installed.
+    `capability`: of the GPU, or None. `torchao`: a usable torchao is installed.
     """
     keys = [key for key in ("linear", "experts") if getattr(section, key)]
     if not keys:
@@ -50,10 +50,7 @@ def check_float8(section: Float8, capability: tuple[int, int] | None, *, amd: bo
 
 
 def float8_converters(recipe: Recipe, model: Any) -> tuple[QuantizationConverter.Config, ...]:
-    """TorchTitan's converters for a model's configuration, in order.
-
-    Raises RecipeError if no module can be converted.
-    """
+    """TorchTitan's converters for a model's configuration. Raises RecipeError if no module can be converted."""
     section, filters = recipe.float8, list(recipe.float8.filter_fqns)
     compiled = recipe.compile.enable and "model" in recipe.compile.components
     converters: list[QuantizationConverter.Config] = []

@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 def model_spec(
     name: str, flavor: str, *, vocab_size: int | None = None, attention: str = "auto", on_cpu: bool | None = None
 ) -> "ModelSpec":
-    """TorchTitan's specification of a flavor of the registered family `name`.
+    """TorchTitan's specification of a flavor of the registered family `name`; arguments as in `[model]`.
 
-    `vocab_size`: tokens to embed, instead of the flavor's number. `attention`: a choice of `model.attention`. Raises
-    RecipeError for an unknown family, flavor or attention, and for attention without support on the device.
+    Raises RecipeError for an unknown family or flavor, and as `use_attention`.
     """
     try:
         family = registry.models.get(name)

@@ -1,1 +1,1 @@
-"""Measurements of weights, updates and states during training, for `metrics.jsonl` and TensorBoard."""
+"""Measurements of weights, updates and states during training."""

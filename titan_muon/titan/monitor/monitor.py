@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -25,14 +26,14 @@ MOMENTUM = "momentum_buffer"
 
 @dataclass(frozen=True)
 class Matrix:
-    """A sampled matrix: the parameter, or the first matrix of a stack."""
+    """A sampled parameter, or the first matrix of a stack."""
 
     name: str
     parameter: Tensor
     group: Mapping[str, Any]
 
     def decayed(self) -> Tensor:
-        """The whole matrix after the next step's weight decay, in float32."""
+        """The whole matrix after the next step's weight decay, in float32. Collective."""
         return self.whole() * (1 - float(self.group["lr"]) * self.group["weight_decay"])
 
     def whole(self) -> Tensor:
@@ -64,7 +65,7 @@ class Monitor:
         self._optimizers, self._device, self._every = optimizers, device, every
         self._parameters = {canonical_fqn(name): p for part in parts for name, p in part.named_parameters()}
         self._shares = {name: 1 / replica_count(p, stage_ranks) for name, p in self._parameters.items()}
-        # The whole model: under pipeline parallelism each rank fills in its own part.
+        # Under pipeline parallelism each rank fills in a part.
         self._whole = {assignment.fqn: number for number, assignment in enumerate(optimizers.parts.whole)}
         self._roles = [_role(assignment) for assignment in optimizers.parts.whole]
         self._offsets = _offsets(optimizers.parts.whole)
@@ -185,10 +186,7 @@ def _role(assignment: Assignment) -> str:
 
 
 def _offsets(assignments: Sequence[Assignment]) -> list[int]:
-    offsets = [0]
-    for assignment in assignments:
-        offsets.append(offsets[-1] + (assignment.shape[0] if len(assignment.shape) == 3 else 1))
-    return offsets
+    return [*accumulate((a.shape[0] if len(a.shape) == 3 else 1 for a in assignments), initial=0)]
 
 
 def _square(tensor: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ from titan_muon.titan.recipe.sections import Recipe
 from titan_muon.titan.recipe.toml import RecipeError, nearest, read_file
 
 HELP = {"-h", "--help"}
+FOR_TRAINING = ("config", "dry_run", "quiet", "completion")
 SEED, SEEDS = "training.seed", ("debug.seed", "data.seed")
-"""Name for both seeds, of weights and documents, in a list of alternatives."""
+"""`--compare training.seed=...` sets both seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A recipe of a comparison, named after the overrides that differ."""
+    """A recipe of a comparison, named after its overrides."""
 
     name: str
     config: str
@@ -81,7 +82,7 @@ class Alternative:
 class Command(Options):
     """Parsed command line."""
 
-    # Without a name, so that flags are --muon.lr, not --recipe.muon.lr.
+    # Flags are --muon.lr, not --recipe.muon.lr.
     recipe: Annotated[Recipe, tyro.conf.arg(name="")] = field(default_factory=Recipe)
 
     alternatives: Annotated[tuple[Alternative, ...], tyro.conf.Suppress] = ()
@@ -123,10 +124,10 @@ def parse(argv: Sequence[str]) -> Command:
 
 
 def alternatives(config: str, swept: Sequence[str], overrides: Sequence[str]) -> tuple[Alternative, ...]:
-    """Every combination of the values in `swept`, the first word varying slowest; none for no words.
+    """Every combination of the values in `swept`, the first word varying slowest.
 
-    A word is `KEY=VALUE,VALUE` or, for keys with equal values, `KEY+KEY=VALUE,VALUE`. `training.seed` sets all seeds.
-    Raises RecipeError for an unknown key, an absent value, and a key that is set twice.
+    A word is `KEY=VALUE,VALUE` or, for keys with equal values, `KEY+KEY=VALUE,VALUE`. Raises RecipeError for an unknown
+    key, an absent value, and a key that is set twice.
     """
     choices: list[list[tuple[str, str]]] = []
     known, fixed = list(keys(Recipe)), list(read_flags(Recipe, Recipe(), overrides)[0])
@@ -158,7 +159,6 @@ def _keys(names: str) -> list[str]:
 
 
 def _notice(line: str) -> None:
-    # Every rank reads the same recipe: print once.
     if os.environ.get("RANK", "0") == "0":
         print(line, flush=True)
 
@@ -166,27 +166,18 @@ def _notice(line: str) -> None:
 def _check(options: Options) -> None:
     if options.world_size is not None and options.world_size < 1:
         raise refuse(SOURCE, "world_size", options.world_size, "1 or more")
-    needs_dry_run = {
-        "--full": options.full,
-        "--world-size": options.world_size is not None,
-        "--device": options.device is not None,
-        "--json": options.json is not None,
-        "--machine": options.machine is not None,
-        "--verbose": options.verbose,
-        "--compare": bool(options.compare),
-        "--html": options.html is not None,
-    }
-    stray = [flag for flag, is_set in needs_dry_run.items() if is_set]
-    if stray and not options.dry_run:
-        raise RecipeError(f"command line: {stray[0]} is only for --dry-run; add --dry-run or leave it out.")
+    for option in fields(Options) if not options.dry_run else ():
+        if option.name not in FOR_TRAINING and getattr(options, option.name) != option.default:
+            flag = option.name.replace("_", "-")
+            raise RecipeError(f"command line: --{flag} is only for --dry-run; add --dry-run or leave it out.")
     if options.quiet and options.dry_run:
         raise RecipeError("command line: --quiet is for training; a dry run only prints. Leave one of them out.")
 
 
 def _refuse_misspelt(overrides: Sequence[str]) -> None:
-    """Suggest train.py's flag for a misspelt flag, instead of a recipe key."""
+    """Raise RecipeError with the most similar flag of `Options`."""
     known = ["--" + option.name.replace("_", "-") for option in fields(Options)]
-    # --name resembles a flag and is a key of the recipe.
+    # Such as --name.
     recipe_flags = {"--" + key.replace("_", "-") for key in keys(Recipe)}
     for word in overrides:
         flag = word.partition("=")[0].replace("_", "-")

@@ -3,11 +3,12 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
+from operator import attrgetter
 from typing import Any, get_args, get_type_hints
 
 from titan_muon.options import SLOWEST_IN_BFLOAT16, Constraint, OptionError, Overlap, PlacementRule, constraints
 from titan_muon.titan.recipe.schema import refuse, values
-from titan_muon.titan.recipe.sections import AdamW, Recipe, Rule
+from titan_muon.titan.recipe.sections import Recipe, Rule
 from titan_muon.titan.recipe.toml import RecipeError, value_text
 
 CONSTRAINTS: Mapping[str, Constraint] = dict(constraints(Recipe)) | {
@@ -27,23 +28,16 @@ class Relation:
     holds: Callable[[Recipe], bool]
 
 
-def _held_by_bfloat16(name: str) -> Relation:
-    def holds(recipe: Recipe) -> bool:
-        table: AdamW = getattr(recipe, name)
-        return table.state_dtype != "bfloat16" or max(table.betas) <= SLOWEST_IN_BFLOAT16
-
-    accepted = f"each at most {SLOWEST_IN_BFLOAT16}, since bfloat16 stops slower averages"
-    return Relation(f"{name}.betas", f'{accepted} ({name}.state_dtype = "bfloat16")', holds)
+def _default_unless(key: str, accepted: str, allows: Callable[[Recipe], bool]) -> Relation:
+    """The default of `key`, unless the recipe allows other values."""
+    read, default = attrgetter(key), attrgetter(key)(Recipe())
+    return Relation(key, accepted, lambda recipe: read(recipe) == default or allows(recipe))
 
 
 def _overlaps(what: str, without: Callable[[Recipe], bool], only: str = "") -> Relation:
     refused = [choice for choice in get_args(Overlap) if choice != "none" and only in ("", choice)]
-
-    def holds(recipe: Recipe) -> bool:
-        return recipe.muon.overlap not in refused or without(recipe)
-
     accepted = " or ".join(f'"{choice}"' for choice in get_args(Overlap) if choice not in refused)
-    return Relation("muon.overlap", f"{accepted} with {what}", holds)
+    return Relation("muon.overlap", f"{accepted} with {what}", lambda r: r.muon.overlap not in refused or without(r))
 
 
 def _compiles_the_model(recipe: Recipe) -> bool:
@@ -56,70 +50,67 @@ RELATIONS = (
         '"one" only with placement.muon = "owned" and parallelism.data_parallel_replicate_degree of 2 or more',
         lambda r: r.placement.replicas != "one" or (owns(r) and r.parallelism.data_parallel_replicate_degree > 1),
     ),
-    Relation(
+    _default_unless(
         "placement.tensor_parallel",
         '"whole" only with placement.muon = "owned" and parallelism.tensor_parallel_degree of 2 or more',
-        lambda r: r.placement.tensor_parallel != "whole" or (owns(r) and r.parallelism.tensor_parallel_degree > 1),
+        lambda r: owns(r) and r.parallelism.tensor_parallel_degree > 1,
     ),
-    Relation(
+    _default_unless(
         "muon.state",
         '"replicated" only, because owned matrices have their momentum on their owner alone (placement)',
-        lambda recipe: recipe.muon.state == "replicated" or not owns(recipe),
+        lambda r: not owns(r),
     ),
-    Relation(
+    _default_unless(
         "muon.tensor_parallel",
         '"owner" only, unless parallelism.tensor_parallel_degree is 2 or more, '
         'and with owned matrices placement.tensor_parallel = "peers"',
-        lambda r: (
-            r.muon.tensor_parallel == "owner"
-            or (r.parallelism.tensor_parallel_degree > 1 and (r.placement.tensor_parallel == "peers" or not owns(r)))
-        ),
+        lambda r: r.parallelism.tensor_parallel_degree > 1 and (r.placement.tensor_parallel == "peers" or not owns(r)),
     ),
     # Another package's placement does not read these rules.
-    Relation(
+    _default_unless(
         "placement.rule",
         'none, unless placement.muon is "shard0" or "owned"',
-        lambda recipe: not recipe.placement.rule or recipe.placement.muon in ("shard0", "owned"),
+        lambda r: r.placement.muon in ("shard0", "owned"),
     ),
     Relation(
         "data.files",
         'at least one glob pattern, because data.source = "files"',
-        lambda recipe: recipe.data.source != "files" or bool(recipe.data.files),
+        lambda r: r.data.source != "files" or bool(r.data.files),
     ),
     # `bpe` trains on the documents of [data]; TorchTitan's loader has none.
     Relation(
         "data.tokenizer",
         '"hf" only, because data.source = "hf"',
-        lambda recipe: recipe.data.source != "hf" or recipe.data.tokenizer == "hf",
+        lambda r: r.data.source != "hf" or r.data.tokenizer == "hf",
     ),
     Relation(
         "data.tokenizer_path",
         'the folder of tokenizer.json, because data.tokenizer = "hf"',
-        lambda recipe: recipe.data.tokenizer != "hf" or bool(recipe.data.tokenizer_path),
+        lambda r: r.data.tokenizer != "hf" or bool(r.data.tokenizer_path),
     ),
     Relation(
         "data.validation_fraction",
         "more than 0, because validator.enable = true",
-        lambda recipe: not recipe.validator.enable or recipe.data.validation_fraction > 0,
+        lambda r: not r.validator.enable or r.data.validation_fraction > 0,
     ),
     Relation(
         "training.local_batch_size",
         "1 or more, because training.global_batch_size = -1",
-        lambda recipe: recipe.training.local_batch_size != -1 or recipe.training.global_batch_size != -1,
+        lambda r: r.training.local_batch_size != -1 or r.training.global_batch_size != -1,
     ),
     # A dataset's parts end at different times, and the first rank would wait for ever.
     Relation(
         "validator.steps",
         '1 or more, because data.source = "hf"',
-        lambda recipe: not recipe.validator.enable or recipe.validator.steps != -1 or recipe.data.source != "hf",
+        lambda r: not r.validator.enable or r.validator.steps != -1 or r.data.source != "hf",
     ),
     Relation(
         "parallelism.pipeline_parallel_microbatch_size",
         "a divisor of training.local_batch_size under pipeline parallelism",
-        lambda recipe: (
-            recipe.parallelism.pipeline_parallel_degree == 1
-            or recipe.training.local_batch_size == -1
-            or recipe.training.local_batch_size % recipe.parallelism.pipeline_parallel_microbatch_size == 0
+        lambda r: (
+            r.parallelism.pipeline_parallel_degree == 1
+            or r.training.local_batch_size == -1
+            or r.training.local_batch_size % r.parallelism.pipeline_parallel_microbatch_size == 0
         ),
     ),
     Relation(
@@ -134,21 +125,21 @@ RELATIONS = (
     Relation(
         "lr_scheduler.total_steps",
         "training.steps or more (or absent, which is training.steps)",
-        lambda recipe: scheduled_steps(recipe) >= recipe.training.steps,
+        lambda r: scheduled_steps(r) >= r.training.steps,
     ),
     # TorchTitan would shorten both, so the rates would differ from the recipe's.
     Relation(
         "lr_scheduler.warmup_steps",
         "at most the steps of the schedule (lr_scheduler.total_steps, or training.steps)",
-        lambda recipe: recipe.lr_scheduler.warmup_steps <= scheduled_steps(recipe),
+        lambda r: r.lr_scheduler.warmup_steps <= scheduled_steps(r),
     ),
     Relation(
         "lr_scheduler.decay_ratio",
         "a share that leaves room for lr_scheduler.warmup_steps in the schedule",
-        lambda recipe: (
-            recipe.lr_scheduler.decay_ratio is None
-            or round(scheduled_steps(recipe) * recipe.lr_scheduler.decay_ratio) + recipe.lr_scheduler.warmup_steps
-            <= scheduled_steps(recipe)
+        lambda r: (
+            r.lr_scheduler.decay_ratio is None
+            or round(scheduled_steps(r) * r.lr_scheduler.decay_ratio) + r.lr_scheduler.warmup_steps
+            <= scheduled_steps(r)
         ),
     ),
     Relation(
@@ -159,104 +150,85 @@ RELATIONS = (
     _overlaps('placement.muon = "owned", whose steps exchange nothing', lambda r: r.placement.muon != "owned"),
     _overlaps('optimizer.clip = "all", which scales gradients', lambda r: r.optimizer.clip != "all", "backward"),
     _overlaps('qk_clip.mode = "clip", which scales weights', lambda r: r.qk_clip.mode != "clip", "forward"),
-    _overlaps("pipeline parallelism", lambda recipe: recipe.parallelism.pipeline_parallel_degree == 1),
+    _overlaps("pipeline parallelism", lambda r: r.parallelism.pipeline_parallel_degree == 1),
     # A replayed graph calls no hooks.
-    _overlaps("training.disable_cuda_graphs = false", lambda recipe: recipe.training.disable_cuda_graphs),
-    _held_by_bfloat16("adamw"),
+    _overlaps("training.disable_cuda_graphs = false", lambda r: r.training.disable_cuda_graphs),
     Relation(
-        "data.num_workers",
-        '0 only, unless data.source = "hf"',
-        lambda recipe: recipe.data.num_workers == 0 or recipe.data.source == "hf",
+        "adamw.betas",
+        f'each at most {SLOWEST_IN_BFLOAT16}, since bfloat16 stops slower averages (adamw.state_dtype = "bfloat16")',
+        lambda r: r.adamw.state_dtype != "bfloat16" or max(r.adamw.betas) <= SLOWEST_IN_BFLOAT16,
     ),
-    Relation(
-        "data.prefetch_factor",
-        "nothing, because data.num_workers = 0",
-        lambda recipe: recipe.data.prefetch_factor is None or recipe.data.num_workers > 0,
+    _default_unless("data.num_workers", '0 only, unless data.source = "hf"', lambda r: r.data.source == "hf"),
+    _default_unless("data.prefetch_factor", "nothing, because data.num_workers = 0", lambda r: r.data.num_workers > 0),
+    _default_unless(
+        "data.persistent_workers", "false only, because data.num_workers = 0", lambda r: r.data.num_workers > 0
     ),
-    Relation(
-        "data.persistent_workers",
-        "false only, because data.num_workers = 0",
-        lambda recipe: not recipe.data.persistent_workers or recipe.data.num_workers > 0,
-    ),
-    Relation(
+    _default_unless(
         "data.pin_memory",
         'false only, unless data.source = "hf": other sources pin by themselves',
-        lambda recipe: not recipe.data.pin_memory or recipe.data.source == "hf",
+        lambda r: r.data.source == "hf",
     ),
     # TorchTitan asserts this without the key, after the model is built.
     Relation(
         "profiler.profile_freq",
         "profiler_warmup + profiler_active or more, because profiler.enable_profiling = true",
-        lambda recipe: (
-            not recipe.profiler.enable_profiling
-            or recipe.profiler.profile_freq >= recipe.profiler.profiler_warmup + recipe.profiler.profiler_active
+        lambda r: (
+            not r.profiler.enable_profiling
+            or r.profiler.profile_freq >= r.profiler.profiler_warmup + r.profiler.profiler_active
         ),
     ),
     Relation(
         "activation_checkpoint.mode",
         'not "memory_budget", unless compile.enable = true and compile.components has "model"',
-        lambda recipe: recipe.activation_checkpoint.mode != "memory_budget" or _compiles_the_model(recipe),
+        lambda r: r.activation_checkpoint.mode != "memory_budget" or _compiles_the_model(r),
     ),
-    Relation(
+    _default_unless(
         "compile.enable_async_tensor_parallel",
         'true only with compile.enable = true, "model" in compile.components and tensor parallelism',
-        lambda recipe: (
-            not recipe.compile.enable_async_tensor_parallel
-            or (_compiles_the_model(recipe) and recipe.parallelism.tensor_parallel_degree > 1)
-        ),
+        lambda r: _compiles_the_model(r) and r.parallelism.tensor_parallel_degree > 1,
     ),
     # torch.compile does not support emulated products; experts have no emulation.
-    Relation(
+    _default_unless(
         "float8.emulate",
         "true only with float8.linear = true, float8.experts = false and a model that is not compiled",
-        lambda recipe: (
-            not recipe.float8.emulate
-            or (recipe.float8.linear and not recipe.float8.experts and not _compiles_the_model(recipe))
-        ),
+        lambda r: r.float8.linear and not r.float8.experts and not _compiles_the_model(r),
     ),
-    Relation(
+    _default_unless(
         "debug.deterministic_warn_only",
         "false only, because debug.deterministic = false",
-        lambda recipe: not recipe.debug.deterministic_warn_only or recipe.debug.deterministic,
+        lambda r: r.debug.deterministic,
     ),
-    Relation(
+    _default_unless(
         "checkpoint.enable_first_step_checkpoint",
         "false only, because checkpoint.load_only = true",
-        lambda recipe: not (recipe.checkpoint.enable_first_step_checkpoint and recipe.checkpoint.load_only),
+        lambda r: not r.checkpoint.load_only,
     ),
-    Relation(
+    _default_unless(
         "checkpoint.initial_load_in_hf",
         "true only with checkpoint.initial_load_path or model.hf_assets_path",
-        lambda recipe: (
-            not recipe.checkpoint.initial_load_in_hf
-            or recipe.checkpoint.initial_load_path is not None
-            or recipe.model.hf_assets_path is not None
-        ),
+        lambda r: r.checkpoint.initial_load_path is not None or r.model.hf_assets_path is not None,
     ),
-    Relation(
+    _default_unless(
         "checkpoint.initial_load_in_hf_quantized",
         "true only with checkpoint.initial_load_in_hf = true and checkpoint.initial_load_path",
-        lambda recipe: (
-            not recipe.checkpoint.initial_load_in_hf_quantized
-            or (recipe.checkpoint.initial_load_in_hf and recipe.checkpoint.initial_load_path is not None)
-        ),
+        lambda r: r.checkpoint.initial_load_in_hf and r.checkpoint.initial_load_path is not None,
     ),
-    # Earlier than TorchTitan's checks, which import torch and do not name the file.
+    # TorchTitan's checks come later and do not name the file.
     Relation(
         "checkpoint.last_save_model_only",
         "true only, because checkpoint.last_save_in_hf = true",
-        lambda recipe: not recipe.checkpoint.last_save_in_hf or recipe.checkpoint.last_save_model_only,
+        lambda r: not r.checkpoint.last_save_in_hf or r.checkpoint.last_save_model_only,
     ),
-    Relation(
+    _default_unless(
         "checkpoint.initial_load_model_only",
         "true only, because checkpoint.initial_load_in_hf = true",
-        lambda recipe: not recipe.checkpoint.initial_load_in_hf or recipe.checkpoint.initial_load_model_only,
+        lambda r: not r.checkpoint.initial_load_in_hf,
     ),
 )
 
 
 def owns(recipe: Recipe) -> bool:
-    """Whether any parameter has an owned placement."""
+    """Whether the recipe owns any matrix."""
     return recipe.placement.muon == "owned" or any(rule.placement == "owned" for rule in recipe.placement.rule)
 
 
@@ -293,7 +265,7 @@ def _check_rule(recipe: Recipe, rule: Rule, place: str, source: str) -> None:
     for name, value in rule.options.items():
         _check_value(CONSTRAINTS.get(f"{rule.optimizer}.{name}"), value, f"{place}.options.{name}", source)
     if rule.optimizer in ("muon", "adamw"):
-        # Check together: a rule may set ns_steps and inherit ns_coefficients from [muon].
+        # A rule may set ns_steps and inherit ns_coefficients from [muon].
         table: Any = getattr(recipe, rule.optimizer)
         tables: dict[str, Any] = {rule.optimizer: replace(table, **rule.options)}
         changed = replace(recipe, **tables)
@@ -335,7 +307,7 @@ def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:
         return RecipeError(f"optimizer.offload {error.problem}")
     if error.option != "buffer_bytes":
         return RecipeError(f"{table}.{error.option} {error.problem}")
-    # Convert every size in the message: the user wrote 0.5 (GiB), not 536870912.
+    # The user wrote 0.5 (GiB), not 536870912.
     sizes = re.compile(r"(?<=^= )\d+|\d+(?= bytes)")
     problem = sizes.sub(lambda size: f"{int(size[0]) / 2**30:.3g}", error.problem).replace(" bytes", " GiB")
     return RecipeError(f"muon.buffer_gib {problem}")

@@ -11,10 +11,9 @@ PIPELINE_TORCH = (2, 14)
 
 
 def check_degrees(recipe: Recipe, world_size: int) -> None:
-    """Raise RecipeError if `check_layout` or `batch_problem` finds a problem."""
+    """Raise RecipeError as `check_layout`, and for a `batch_problem`."""
     check_layout(recipe, world_size)
-    problem = batch_problem(recipe, world_size)
-    if problem is not None:
+    if problem := batch_problem(recipe, world_size):
         raise RecipeError(problem)
 
 
@@ -28,8 +27,8 @@ def check_layout(recipe: Recipe, world_size: int) -> None:
 
 
 def has_torch(*numbers: int) -> bool:
-    """Whether the installed torch has at least this version, pre-releases included: `has_torch(2, 14)`."""
-    # Numbers, because "2.9" > "2.14". Package metadata, because importing torch takes seconds.
+    """Whether torch has at least this version, as in `has_torch(2, 14)`, pre-releases included."""
+    # From package metadata, because importing torch takes seconds.
     installed = re.findall(r"\d+", importlib.metadata.version("torch"))
     return tuple(int(number) for number in installed[: len(numbers)]) >= numbers
 
@@ -105,13 +104,13 @@ def local_batch_size(recipe: Recipe, world_size: int) -> int:
 
 
 def data_ranks(recipe: Recipe, world_size: int) -> int:
-    """Replicas times shards."""
+    """Number of data-parallel ranks."""
     return recipe.parallelism.data_parallel_replicate_degree * _shard_degree(recipe.parallelism, world_size)
 
 
 def _check_sequence(training: Training, parallelism: Parallelism) -> None:
     tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
-    # Twice the context degree: the load balancer gives each rank a chunk of head and tail.
+    # The load balancer gives each context-parallel rank two chunks.
     divisor = (tensor if parallelism.enable_sequence_parallel else 1) * (2 * context if context > 1 else 1)
     if training.seq_len % divisor:
         degrees = [f"parallelism.tensor_parallel_degree = {tensor}"] if parallelism.enable_sequence_parallel else []

@@ -1,7 +1,8 @@
 """Loads a recipe from defaults, bases, a file and the command line; writes a recipe as TOML."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -9,7 +10,7 @@ from titan_muon.titan.recipe.constraints import check
 from titan_muon.titan.recipe.flags import read_flags, refuse_moved, refuse_unknown
 from titan_muon.titan.recipe.schema import build, convert, convert_items, keys, values
 from titan_muon.titan.recipe.sections import AdamW, Muon, Recipe, Rule
-from titan_muon.titan.recipe.toml import Entry, RecipeError, document_text, read_file, value_text
+from titan_muon.titan.recipe.toml import Entry, RecipeError, document_text, read_file
 
 TYPED_OPTIMIZERS: Mapping[str, type] = {"muon": Muon, "adamw": AdamW}
 
@@ -17,8 +18,7 @@ TYPED_OPTIMIZERS: Mapping[str, type] = {"muon": Muon, "adamw": AdamW}
 def load(path: str | Path, overrides: Sequence[str] = (), notice: Callable[[str], None] = lambda line: None) -> Recipe:
     """Recipe of a TOML file, its bases and `--section.key value` overrides.
 
-    `notice` is called with a line for each adjusted value. Raises RecipeError, with a single message, for any invalid
-    recipe.
+    `notice` gets a line for each adjusted value. Raises RecipeError for an invalid recipe.
     """
     file = Path(path)
     written = read_file(file)
@@ -34,7 +34,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), notice: Callable[[str]
     entries = {"name": Entry(file.stem, str(file))} | written | shorter | flags
     sources = {key: entry.source for key, entry in entries.items()}
     recipe = _with_typed_options(build(Recipe, entries), sources.get("optimizer.rule", str(file)))
-    # Check the joined sources: a base may be valid only together with a file.
+    # Not before: a base may be valid only together with a file.
     check(recipe, sources, str(file))
     if recipe.data.files and recipe.data.source != "files":
         notice(f'warning: data.files is not read, because data.source = "{recipe.data.source}"; set it to "files"')
@@ -42,7 +42,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), notice: Callable[[str]
 
 
 def _shorter_warmup(written: Mapping[str, Entry], flags: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Shorten the warm-up in proportion, if the command line sets fewer steps than the file's warm-up and decay."""
+    """A proportional warm-up, if the command line sets fewer steps than the file's warm-up and decay."""
     fixed = ("lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "lr_scheduler.decay_ratio")
     if "training.steps" not in flags or any(key in flags for key in fixed):
         return {}
@@ -64,7 +64,7 @@ def _with_typed_options(recipe: Recipe, source: str) -> Recipe:
 
 
 def _typed(rule: Rule, place: str, source: str) -> Rule:
-    # Other packages' optimizers have no table, and validate options when built.
+    # Other packages' optimizers validate options when built.
     if rule.optimizer not in TYPED_OPTIMIZERS:
         return rule
     kinds = get_type_hints(TYPED_OPTIMIZERS[rule.optimizer])
@@ -72,10 +72,7 @@ def _typed(rule: Rule, place: str, source: str) -> Rule:
 
 
 def to_toml(recipe: Recipe) -> str:
-    """The recipe as TOML; loads to an equal recipe under any file name.
-
-    Raises RecipeError for values outside of TOML, such as NaN.
-    """
+    """The recipe as TOML, equal when loaded. Raises RecipeError for values outside of TOML, such as NaN."""
     kinds, defaults = keys(Recipe), values(Recipe())
     plain = {key: _plain(value) for key, value in values(recipe).items()}
     for key, value in plain.items():
@@ -94,9 +91,18 @@ def written_values(recipe: Recipe) -> dict[str, object]:
 
 def keys_of_the_command_line(path: str | Path, recipe: Recipe) -> tuple[str, ...]:
     """Keys with other values in `recipe` than in the file."""
-    # Not validated: the file may be valid only with the command line.
+    # Not `load`: the file may be valid only with the command line.
     alone = _with_typed_options(build(Recipe, read_file(Path(path))), str(path))
-    return tuple(difference.key for difference in differences(alone, recipe) if difference.key != "name")
+    written = values(alone)
+    return tuple(key for key, value in values(recipe).items() if value != written[key] and key != "name")
+
+
+def with_source(error: RecipeError, path: str | Path, recipe: Recipe) -> RecipeError:
+    """An error about a key, after the file or command line with the key; unchanged for a default."""
+    sources = {key: entry.source for key, entry in read_file(Path(path)).items()}
+    sources |= dict.fromkeys(keys_of_the_command_line(path, recipe), "command line")
+    key = re.match(r"\w+\.\w+", str(error))
+    return error if key is None or key[0] not in sources else RecipeError(f"{sources[key[0]]}: {error}")
 
 
 def _plain(value: Any) -> Any:
@@ -104,26 +110,3 @@ def _plain(value: Any) -> Any:
         inner = {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
         return {name: item for name, item in inner.items() if item is not None}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A key with different values in two recipes, as TOML text; None is an absent key."""
-
-    key: str
-    left: str | None
-    right: str | None
-
-    def __str__(self) -> str:
-        left, right = ("absent" if text is None else text for text in (self.left, self.right))
-        return f"{self.key}: {left} -> {right}"
-
-
-def differences(a: Recipe, b: Recipe) -> list[Difference]:
-    """Differing keys, in the order of the recipe's tables."""
-    left, right = values(a), values(b)
-    return [Difference(key, _text(left[key]), _text(right[key])) for key in left if left[key] != right[key]]
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else value_text(_plain(value))

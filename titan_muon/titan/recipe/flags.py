@@ -25,9 +25,7 @@ BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
 
 
 class Words(tuple[str, ...]):
-    """Words after a flag on the command line."""
-
-    # The type marks keys from the command line, even with the default value: only these override the file.
+    """Words after a flag. The type marks keys that override the file, even with the default value."""
 
 
 def read_flags(schema: type, default: Any, arguments: Sequence[str]) -> tuple[dict[str, Entry], list[str]]:
@@ -35,7 +33,7 @@ def read_flags(schema: type, default: Any, arguments: Sequence[str]) -> tuple[di
 
     Raises RecipeError for a wrong number of words after a flag.
     """
-    # tyro takes a third of a second even without arguments, and tests load many recipes.
+    # tyro takes a third of a second even without arguments.
     if not arguments:
         return {}, []
     parsed, unknown_flags = _tyro(schema, default, arguments, return_unknown_args=True, add_help=False)
@@ -63,13 +61,13 @@ def refuse_unknown(arguments: Sequence[str], known: Sequence[str]) -> None:
 
 
 def print_help(schema: type, default: Any, description: str | None, prog: str) -> NoReturn:
-    """Print the flags of `schema` with docstrings and values of `default`, then exit with status 0."""
+    """Print the flags of `schema` with docstrings and the values of `default`, and exit."""
     _tyro(schema, default, ["--help"], description=description, prog=prog)
     raise AssertionError("tyro exits once it has printed the help")
 
 
 def print_completion(schema: type, default: Any, shell: str, prog: str) -> NoReturn:
-    """Print a script that completes the flags of `schema` in a shell, then exit with status 0."""
+    """Print a completion script for the flags of `schema`, and exit."""
     _tyro(schema, default, ["--tyro-print-completion", shell], prog=prog)
     raise AssertionError("tyro exits once it has printed the script")
 

@@ -27,7 +27,7 @@ FREE_VALUE = bool | int | float | str
 
 
 def keys(schema: Any) -> dict[str, Any]:
-    """Types of all keys by dotted path, nested dataclasses included."""
+    """Types of all keys by dotted path."""
     kinds: dict[str, Any] = {}
     for name, kind in get_type_hints(schema).items():
         inner = keys(kind) if dataclasses.is_dataclass(kind) else None
@@ -36,7 +36,7 @@ def keys(schema: Any) -> dict[str, Any]:
 
 
 def values(instance: Any) -> dict[str, Any]:
-    """Values of all keys, by the dotted paths of `keys`."""
+    """Values of all keys by dotted path."""
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
@@ -46,10 +46,7 @@ def values(instance: Any) -> dict[str, Any]:
 
 
 def build(schema: type[T], entries: Mapping[str, Entry]) -> T:
-    """Instance of `schema` from entries by dotted key, over the defaults.
-
-    Raises RecipeError for an unknown key or table and for a wrong type.
-    """
+    """Instance of `schema` from entries by dotted key. Raises RecipeError for an unknown key and for a wrong type."""
     kinds = keys(schema)
     tables = {key.partition(".")[0] for key in kinds if "." in key}
     arguments: dict[str, dict[str, Any]] = {table: {} for table in tables}
@@ -69,7 +66,7 @@ def build(schema: type[T], entries: Mapping[str, Entry]) -> T:
 
 def convert(kind: Any, value: Any, key: str, source: str) -> Any:
     """`value` as the type `kind`; lists become tuples. Raises RecipeError with the innermost wrong key."""
-    # `type(value) is` instead of isinstance: True is an int, and `steps = true` would train one step.
+    # Not isinstance: True is an int, and `steps = true` would train one step.
     origin, args = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         return _convert_table(kind, value, key, source)
@@ -100,8 +97,8 @@ def _is_finite(value: float) -> bool:
 
 
 def convert_items(kinds: Mapping[str, Any], items: Mapping[str, object], place: str, source: str) -> dict[str, Any]:
-    """The items of the table at `place`, converted to `kinds`. Raises RecipeError for an unknown key."""
-    # Names first: a suggestion for a misspelt key helps more than a type error.
+    """The items of the table at `place`, converted to `kinds`. Raises RecipeError as `build`."""
+    # A suggestion for a misspelt key helps more than a type error.
     for name, item in items.items():
         if name not in kinds:
             raise unknown(source, f"{place}.{name}", item, [f"{place}.{known}" for known in kinds])
@@ -133,7 +130,7 @@ def _convert_union(args: tuple[Any, ...], value: Any, key: str, source: str, acc
         try:
             return convert(kind, value, key, source)
         except RecipeError:
-            # The error of X may name an inner element. With several types, a single type's error would mislead.
+            # This error may name an inner element. With several types it would mislead.
             if len(kinds) == 1:
                 raise
     raise refuse(source, key, value, accepted)
@@ -162,7 +159,7 @@ def describe(kind: Any) -> str:
 
 
 def refuse(source: str, key: str, value: object, accepted: str, choices: tuple[str, ...] = ()) -> RecipeError:
-    """Error for a value outside of the key's type or range; None is an absent key."""
+    """Error for a refused value; None is an absent key."""
     choice = nearest(value, list(choices)) if isinstance(value, str) else None
     hint = f" Did you mean {value_text(choice)}?" if choice else ""
     problem = f"{key} is missing" if value is None else f"{key} = {_shown(value)} is not accepted"

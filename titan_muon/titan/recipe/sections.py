@@ -1,7 +1,4 @@
-"""The recipe: a frozen dataclass of tables. Pure data: no torch, no torchtitan.
-
-`None` is an absent key, because TOML has no null.
-"""
+"""The recipe: a frozen dataclass of tables. `None` is an absent key, because TOML has no null."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -147,7 +144,6 @@ class Muon(StepOptions, Hyperparameters):
     replicas: Literal["split", "redundant"] | None = None  # type: ignore[assignment]
     """Whether replicas `split` the work or repeat it; absent: `redundant` under `owned`, else `split`."""
 
-    # Users think in GiB, and TOML cannot write the keyword's None.
     buffer_gib: Annotated[
         float | Literal["auto"], Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
     ] = "auto"
@@ -220,8 +216,6 @@ class ActivationCheckpoint:
 class Float8:
     """Float8 matrix products in forward and backward (TorchTitan's converters; needs torchao and GPUs with float8)."""
 
-    # Weights are cast at the product; parameters, gradients and the optimizer are unchanged.
-
     linear: bool = False
     """Linear layers with sizes in multiples of 16."""
 
@@ -285,10 +279,9 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A run: a field for each TOML table."""
+    """A run: a field for each TOML table, in the order of the help."""
 
-    # In the order of the help and of recipe.toml. No comment above a table: tyro would show it instead of the
-    # docstring.
+    # tyro would show a comment above a table instead of the docstring.
 
     name: Annotated[str, FILE_NAME] = "recipe"
     """Name of the run; default: the name of the file."""

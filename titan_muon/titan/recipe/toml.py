@@ -1,7 +1,4 @@
-"""Recipe files as flat entries: dotted key, value and source. Reads bases; writes TOML.
-
-A recipe has two levels, `table.key`, so "tables merge, lists replace" is a dict update.
-"""
+"""Recipe files as flat entries: dotted key, value and source. Reads bases; writes TOML."""
 
 import difflib
 import json
@@ -26,19 +23,15 @@ class Entry:
 
 
 def nearest(word: str, known: list[str]) -> str | None:
-    """The most similar known word, or None."""
+    """The most similar known word."""
     return next(iter(difflib.get_close_matches(word, known, n=1)), None)
 
 
-def read_file(path: Path) -> dict[str, Entry]:
+def read_file(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Entry]:
     """All keys of a recipe and its bases by dotted path; a file overrides its base.
 
-    Raises RecipeError for an unreadable file, invalid TOML and a cycle of bases.
+    `chain`: files with this base. Raises RecipeError for an unreadable file, invalid TOML and a cycle of bases.
     """
-    return _read(path, ())
-
-
-def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Entry]:
     named = " -> ".join(map(str, (*chain, path)))
     if path.resolve() in [link.resolve() for link in chain]:
         raise RecipeError(f"{path}: the chain of bases is a cycle: {named}. Take one `base` out of it.")
@@ -49,7 +42,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Entry]:
     if not isinstance(base, str):
         accepted = "the path of one recipe as a string, relative to this file"
         raise RecipeError(f"{path}: base = {value_text(base)} is not accepted; it takes {accepted}.")
-    return _read(path.parent / base, (*chain, path)) | _flatten(document, str(path))
+    return read_file(path.parent / base, (*chain, path)) | _flatten(document, str(path))
 
 
 def _parse(path: Path, context: str) -> dict[str, object]:
@@ -81,7 +74,7 @@ def _neighbours(path: Path) -> str:
 
 def _flatten(document: Mapping[str, object], source: str) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
-    # Keep empty tables, so that a misspelt empty table is noticed.
+    # A misspelt empty table must be noticed.
     for key, value in document.items():
         if isinstance(value, dict) and value:
             entries |= {f"{key}.{inner}": Entry(item, source) for inner, item in value.items()}
@@ -91,7 +84,7 @@ def _flatten(document: Mapping[str, object], source: str) -> dict[str, Entry]:
 
 
 def value_text(value: object) -> str:
-    """A value as inline TOML. Floats keep every digit; dates, invalid in recipes, are readable text."""
+    """A value as inline TOML, with every digit. Dates, invalid in recipes, become text."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -110,7 +103,7 @@ def _key_text(key: str) -> str:
 
 def document_text(values: Mapping[str, object]) -> str:
     """TOML document of values by dotted key. A list of dicts becomes an array of tables."""
-    # Arrays of tables come last, because a key after an array would belong to its last element.
+    # A key after an array of tables would belong to the last element.
     top: list[str] = []
     tables: dict[str, list[str]] = {}
     arrays: list[str] = []

@@ -1,4 +1,4 @@
-"""Tables shared with TorchTitan, with TorchTitan's names and keys (a test compares them). Pure data."""
+"""Tables with TorchTitan's names and keys (a test compares them)."""
 
 import posixpath
 from dataclasses import dataclass

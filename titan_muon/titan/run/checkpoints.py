@@ -39,12 +39,12 @@ DATA_RANK = re.compile(r"dataloader\.dp_rank_\d+")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Path of the checkpoint of `step`, in a run's checkpoint folder."""
+    """Path of a step's checkpoint in a run's checkpoint folder."""
     return folder / f"step-{step}"
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps of a run's checkpoints, whole or not, newest first."""
+    """Steps of all checkpoints, whole or not, newest first."""
     if not folder.is_dir():
         return []
     names = (STEP_FOLDER.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
@@ -52,10 +52,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def flaw(checkpoint: Path) -> str | None:
-    """Reason why a run cannot continue from a checkpoint; None if the checkpoint is whole.
-
-    Reads `.metadata` and `checksums.json`, and the sizes of the other files.
-    """
+    """Reason why a run cannot continue from a checkpoint; None for a whole checkpoint. Reads no tensors."""
     if not (checkpoint / METADATA).is_file():
         return f"{METADATA} is missing: the save was cut off, or the model was exported"
     try:
@@ -85,14 +82,14 @@ def flaw(checkpoint: Path) -> str | None:
 
 
 class Schedule:
-    """The recipe's `[lr_scheduler]` in the checkpoint, so that a continued run can report changed keys."""
+    """The recipe's `[lr_scheduler]` in the checkpoint. A continued run reports its changes."""
 
     def __init__(self, recipe: Mapping[str, Any]) -> None:
         self._recipe = recipe
         self.changes: tuple[str, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        # A single entry, because a checkpoint must load under a version with an additional key.
+        # A single entry also loads under a version with an additional key.
         return {"recipe": json.dumps(dict(self._recipe))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -104,33 +101,12 @@ class Schedule:
         )
 
 
-class KnownOptions:
-    """A container's state without options that an older version did not save.
-
-    The recipe decides about options, so the load needs none of them.
-    """
-
-    def __init__(self, optimizers: HybridOptimizers, saved: Collection[str]) -> None:
-        self._optimizers, self._saved = optimizers, saved
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            key: value
-            for key, value in self._optimizers.state_dict().items()
-            if not key.startswith("param_groups.") or f"optimizer.{key}" in self._saved
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._optimizers.load_state_dict(state_dict)
-
-
 class RunCheckpoints(CheckpointManager):
-    """TorchTitan's checkpoint manager; loads the checkpoint chosen by `runs.open_run`."""
+    """TorchTitan's checkpoint manager, with checksums. Loads the checkpoint of `runs.open_run`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         resume: str | None = None
-
         schedule: Mapping[str, Any] = field(default_factory=dict)
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
@@ -143,7 +119,7 @@ class RunCheckpoints(CheckpointManager):
         self.check: Callable[[int], None] = lambda step: None
         """Raises FloatingPointError for a diverged model; set by the trainer."""
         self.protected_until: int | None = None
-        """The newest checkpoint up to this step stays; set by the trainer while training looks wrong."""
+        """The newest checkpoint up to this step stays; set by the trainer when training looks wrong."""
         self._last_saved: int | None = None
         self._missing: tuple[str, ...] = ()
         super().__init__(config, **kwargs)
@@ -151,7 +127,7 @@ class RunCheckpoints(CheckpointManager):
         if config.enable:
             self.states[SCHEDULE] = self.schedule
         if config.enable and config.async_mode != "disabled":
-            # So that compat.time_out_all_groups does not change the group's time-out.
+            # compat.time_out_all_groups leaves this group alone.
             self.pg._set_group_desc(compat.ASYNC_CHECKPOINT)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -207,9 +183,7 @@ class RunCheckpoints(CheckpointManager):
         return next((step for step in saved_steps(folder) if flaw(checkpoint_path(folder, step)) is None), None)
 
     def _not_saved(self, step: int, error: CheckpointException) -> RunFault:
-        rank, (cause, _) = min(error.failures.items())
-        reason = f"rank {rank}: {type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
-        folder, newest = Path(self.folder), self._newest_whole()
+        reason, folder, newest = _first_failure(error), Path(self.folder), self._newest_whole()
         needed, free = self._bytes_needed(), free_bytes(folder)
         # A full disk may cause any error of the writer.
         if free < needed or is_disk_full(error):
@@ -225,7 +199,7 @@ class RunCheckpoints(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """TorchTitan's save, with checksums, except for Hugging Face."""
+        """TorchTitan's save with checksums, except for Hugging Face."""
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         name = STEP_FOLDER.fullmatch(Path(checkpoint_id).name)
@@ -234,16 +208,11 @@ class RunCheckpoints(CheckpointManager):
         result: Any = None
         if async_mode == AsyncMode.DISABLED:
             dcp.save(state_dict, storage_writer=writer)
-        elif async_mode == AsyncMode.ASYNC:
-            result = dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
         else:
-            result = dcp.async_save(
-                state_dict,
-                storage_writer=writer,
-                process_group=self.pg,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                async_stager=self.stager,
-            )
+            options: dict[str, Any] = {"storage_writer": writer, "process_group": self.pg}
+            if async_mode != AsyncMode.ASYNC:
+                options |= {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
+            result = dcp.async_save(state_dict, **options)
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return result
@@ -274,7 +243,7 @@ class RunCheckpoints(CheckpointManager):
             self.purge_queue.put(str(path))
 
     def _load(self, step: int = -1) -> bool:
-        # Loaded before training, to refuse a bad checkpoint early; TorchTitan's loop loads again.
+        # The job loads before training; TorchTitan's loop loads again.
         if self._loaded:
             return False
         self._loaded = True
@@ -287,8 +256,12 @@ class RunCheckpoints(CheckpointManager):
             else:
                 self._continue_from(self.resume)
         except CheckpointException as error:
-            raise RecipeError(_explain(source, error)) from error
-        # TorchTitan leaves the loaded rates in the groups: an extended run would take a step at the old end's rate, 0.
+            raise RecipeError(
+                f"{source}: the checkpoint cannot be loaded ({_first_failure(error)}). If the recipe's model or "
+                "optimizers differ from those that saved it, restore them. Otherwise a file is damaged: choose an "
+                "earlier checkpoint with checkpoint.load_step, or move this folder away."
+            ) from error
+        # Otherwise an extended run takes a step at the loaded rate, 0 at the old end.
         for scheduler in self.states["lr_scheduler"]:
             for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
@@ -299,7 +272,7 @@ class RunCheckpoints(CheckpointManager):
         return True
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
-        # Absent from checkpoints of earlier versions; `_continue_from` adds the key otherwise.
+        # `_continue_from` adds the key; earlier versions did not save it.
         states: dict[str, Any] = super()._states_to_load(model_only)
         return {name: state for name, state in states.items() if name != SCHEDULE}
 
@@ -309,7 +282,6 @@ class RunCheckpoints(CheckpointManager):
         if "optimizer" in states:
             check_optimizers(states["optimizer"], saved)
             self._dtypes = tuple(dict.fromkeys(changed_dtypes(states["optimizer"], saved)))
-            states["optimizer"] = KnownOptions(states["optimizer"], saved)
         if "dataloader" in states:
             check_data_ranks(states["dataloader"], saved)
         if f"{SCHEDULE}.recipe" in saved:
@@ -318,7 +290,7 @@ class RunCheckpoints(CheckpointManager):
 
 
 def check_optimizers(optimizers: HybridOptimizers, saved: Collection[str]) -> None:
-    """Raise RecipeError for the first parameter that another optimizer trained; `saved`: keys of the checkpoint."""
+    """Raise RecipeError for a parameter with another optimizer; `saved`: keys of the checkpoint."""
     takers = {assignment.fqn: assignment.optimizer for assignment in optimizers.assignments}
     for key in optimizers.state_dict():
         fqn, _, state = key.removeprefix("state.").rpartition(".")
@@ -340,16 +312,16 @@ def changed_dtypes(optimizers: HybridOptimizers, saved: Mapping[str, STORAGE_TYP
             yield f"{takers[fqn]} {state}: {stored.properties.dtype} -> {value.dtype}"
 
 
-def missing_values(optimizers: HybridOptimizers, missing: Collection[str]) -> Iterator[str]:
-    """Hyperparameters without a value in the checkpoint, once each, as `muon.ns_steps = 5`."""
+def missing_values(optimizers: HybridOptimizers, missing: Collection[str]) -> list[str]:
+    """Hyperparameters without a value in the checkpoint, as `muon.ns_steps = 5`."""
     takers = {assignment.fqn: assignment.optimizer for assignment in optimizers.assignments}
     current = optimizers.state_dict() if missing else {}
-    lines = []
+    lines: dict[str, None] = {}
     for key in missing:
         name = key.removeprefix("optimizer.")
         fqn, _, option = name.removeprefix("param_groups.").rpartition(".")
-        lines.append(f"{takers[fqn]}.{option} = {current[name]}")
-    return iter(dict.fromkeys(lines))
+        lines[f"{takers[fqn]}.{option} = {current[name]}"] = None
+    return list(lines)
 
 
 def check_data_ranks(loader: BaseDataLoader, saved: Collection[str]) -> None:
@@ -363,11 +335,6 @@ def check_data_ranks(loader: BaseDataLoader, saved: Collection[str]) -> None:
         )
 
 
-def _explain(checkpoint: str | None, error: CheckpointException) -> str:
+def _first_failure(error: CheckpointException) -> str:
     rank, (cause, _) = min(error.failures.items())
-    first_line = str(cause).strip().partition("\n")[0]
-    return (
-        f"{checkpoint}: the checkpoint cannot be loaded (rank {rank}: {type(cause).__name__}: {first_line}). If the "
-        "recipe's model or optimizers differ from those that saved it, restore them. Otherwise a file is damaged: "
-        "choose an earlier checkpoint with checkpoint.load_step, or move this folder away."
-    )
+    return f"rank {rank}: {type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"

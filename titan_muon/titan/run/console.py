@@ -8,6 +8,7 @@ import warnings
 import torch.distributed as dist
 from tqdm import tqdm
 
+from titan_muon.tensors.process_groups import default_store
 from titan_muon.titan.launch.endings import record_end
 
 NOISE = (
@@ -42,15 +43,14 @@ NOISY_WARNINGS = (
     "model.safetensors.index.json not found",
     "Pipeline Parallel loss is not visible",
 )
-"""Beginnings of warnings without a remedy, in full, because any other warning may explain a bad run."""
+"""Beginnings of warnings without a remedy."""
 
-
+# At level WARNING under --quiet.
 _QUIET = logging.getLogger("titan_muon")
-"""The level of this logger is WARNING under --quiet."""
 
 
 def is_quiet() -> bool:
-    """Whether the console shows errors, warnings and the summary only (--quiet)."""
+    """Whether the console shows errors, warnings and the summary only."""
     return _QUIET.level >= logging.WARNING
 
 
@@ -68,13 +68,13 @@ def say(text: str) -> None:
 
 
 def say_fault(error: Exception) -> None:
-    """Print an error of every rank once. Unlike after `say_error`, torchrun may restart the job."""
+    """Print an error of every rank once. torchrun may restart the job."""
     if _is_first("errors"):
         print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def say_error(error: Exception, code: int) -> None:
-    """Print a user's error once on stderr, and in torchrun's summary. `code`: exit code of this process."""
+    """Print a user's error once, and in torchrun's summary. `code`: exit code of this process."""
     first = _is_first("errors")
     record_end(str(error), code, first=first)
     if first:
@@ -83,14 +83,14 @@ def say_error(error: Exception, code: int) -> None:
 
 def _is_first(event: str) -> bool:
     try:
-        return dist.distributed_c10d._get_default_store().add(f"titan_muon/{event}", 1) == 1
+        return default_store().add(f"titan_muon/{event}", 1) == 1
     except RuntimeError:
         # The process with the store has ended after its own events.
         return False
 
 
 class _Useful(logging.Filter):
-    """Drops noise. Ranks other than 0 print errors, and warnings new to the job."""
+    """Drops noise. Ranks other than 0 show errors, and warnings new to the job."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -123,8 +123,6 @@ class _Console(logging.Handler):
 def set_up_logging(*, quiet: bool = False) -> None:
     """Send the log to the console."""
     _QUIET.setLevel(logging.WARNING if quiet else logging.NOTSET)
-    # MoE routers request float32 autocast, which the CPU neither has nor needs.
-    warnings.filterwarnings("ignore", message="In CPU autocast", category=UserWarning)
     # CPU models draw initial values without DTensor's generator (models/common.py).
     warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed).* on cpu", category=UserWarning)
     # TorchTitan's schedules query the rate like this on loading, and get the right rate.

@@ -1,7 +1,4 @@
-"""Train a recipe in this process: process group, run folder, trainer, exit code.
-
-`compat.install()` must run before the import of this module.
-"""
+"""Train a recipe in this process: process group, run folder, trainer, exit code."""
 
 import gc
 import os
@@ -23,6 +20,7 @@ from torchtitan.tools import utils as device_utils
 from titan_muon.assignment.table import frozen_lines, parameter_table
 from titan_muon.muon import Muon
 from titan_muon.plan import summarize
+from titan_muon.tensors.process_groups import default_store
 from titan_muon.titan import compat
 from titan_muon.titan.assign.explain import (
     optimizer_lines,
@@ -47,6 +45,7 @@ from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.titan.model.quantization import check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.recipe.constraints import owns
+from titan_muon.titan.recipe.files import keys_of_the_command_line, with_source
 from titan_muon.titan.run.console import say, say_error, say_fault, set_up_logging
 from titan_muon.titan.run.runs import (
     OPTIMIZERS_FILE,
@@ -65,16 +64,15 @@ from titan_muon.titan.run.trainer_config import comm_config, refuse_on_cpu, trai
 
 TRACEBACK_FILE = "traceback.txt"
 MOST_FILES = 65536
-# A job ends within five seconds after a time-out: three for the processes, two for the launcher.
 SECONDS_TO_EXIT = 3
+"""With two for the launcher, a job ends within five seconds after a time-out."""
 
 
-def run(recipe: Recipe, overrides: tuple[str, ...] = (), *, quiet: bool = False) -> int:
-    """Train a recipe in this process, alone or under torchrun. Returns the exit code.
+def run(recipe: Recipe, config: str, *, quiet: bool = False) -> int:
+    """Train a recipe of the file `config` in this process, alone or under torchrun. Returns the exit code.
 
-    Exit code 0: training ended or was stopped; 1: training diverged, or a RunFault; 2: user error. Other errors raise.
-    `overrides`: keys set on the command line, for the run's name. `quiet`: errors, warnings and the
-    summary only.
+    0: training ended or was stopped; 1: training diverged, or a RunFault; 2: user error. Other errors raise.
+    `quiet`: as in `console.is_quiet`.
     """
     describe_world()
     set_up_logging(quiet=quiet)
@@ -82,9 +80,12 @@ def run(recipe: Recipe, overrides: tuple[str, ...] = (), *, quiet: bool = False)
     lasting = _init_distributed(recipe)
     code = 0
     try:
-        train(recipe, overrides, lasting)
-    except (RecipeError, FloatingPointError) as error:
-        code = 2 if isinstance(error, RecipeError) else 1
+        train(recipe, keys_of_the_command_line(config, recipe), lasting)
+    except RecipeError as error:
+        code = 2
+        say_error(with_source(error, config, recipe), code)
+    except FloatingPointError as error:
+        code = 1
         say_error(error, code)
     except RunFault as error:
         code = 1
@@ -93,9 +94,9 @@ def run(recipe: Recipe, overrides: tuple[str, ...] = (), *, quiet: bool = False)
         # The exit may wait for collectives without peers, and the launcher waits for the exit.
         signal.alarm(SECONDS_TO_EXIT)
         raise
-    # Not in a `finally`: after another error, destroying the group could wait for ranks in a collective.
+    # Not in a `finally`: after another error, this could wait for ranks in a collective.
     dist.destroy_process_group()
-    # Otherwise the interpreter visits every object of PyTorch at exit, for seconds.
+    # Otherwise the interpreter visits all objects at exit, for seconds.
     gc.freeze()
     return code
 
@@ -107,7 +108,7 @@ def _init_distributed(recipe: Recipe) -> dist.Store | None:
     store = None
     if lasting is not None:
         store = store_of_attempt(lasting, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
-    # Only beside another device's backend: torch refuses a second CPU backend.
+    # torch refuses a second CPU backend.
     cpu_backend = recipe.training.enable_cpu_offload and on_accelerator()
     compat.init_distributed(comm_config(recipe), cpu_backend=cpu_backend, folder=recipe.dump_folder, store=store)
     return lasting
@@ -116,26 +117,27 @@ def _init_distributed(recipe: Recipe) -> dist.Store | None:
 def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store | None = None) -> str:
     """Train a recipe, or continue its run, on the default process group. Returns the run's folder.
 
-    `lasting`: store of all attempts of the job. Raises RecipeError before the first step for user errors.
+    `overrides`: keys of the command line, for the run's name. `lasting`: store of all attempts of the job. Raises
+    RecipeError before the first step for user errors.
     """
     world = dist.get_world_size()
-    # Host messages use gloo: NCCL takes device tensors, and reading them waits for the whole queue.
+    # On gloo, because reading a device tensor waits for the device's queue.
     timeout = timedelta(seconds=recipe.comm.init_timeout_seconds)
     group = dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
-    # First: ranks with other recipes may not meet in later collectives.
+    # Ranks with other recipes may not meet in later collectives.
     check_start(start_facts(recipe), group)
     check_degrees(recipe, world)
     if compat.install():
         refuse_on_cpu(recipe)
     check_float8(recipe.float8, compute_capability(), amd=torch.version.hip is not None, torchao=has_torchao())
     _raise_file_limit()
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     first, later = recipe.comm.init_timeout_seconds, recipe.comm.train_timeout_seconds
     watch = Watchdog(store, dist.get_rank(), world, first_timeout=first, timeout=later)
     with FolderLock() as lock, watch as watchdog:
         run = agree(recipe, group, lock, overrides, interrupted_run(lasting))
         if dist.get_rank() == 0:
-            # Before the first step, so that an early end leaves the folder to the next attempt.
+            # Now, so that an early end leaves the folder to the next attempt.
             remember_run(lasting, run.folder)
         trainer = _prepare(recipe, run, group)
         if dist.get_rank() == 0:
@@ -153,13 +155,9 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
 
 
 def _raise_file_limit() -> None:
-    """Raise this process's limit on open files.
-
-    The stop signal and asynchronous checkpoints need a gloo group each, with a socket per rank, and the usual limit is
-    1,024.
-    """
+    """Raise the usual limit of 1,024 open files, because each gloo group has a socket per rank."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Not higher: some programs visit every possible file at their start.
+    # Some programs visit every possible file at their start.
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
@@ -184,13 +182,16 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
+        model = recipe.model
+        vocabulary = "" if model.vocab_size is None else f" with model.vocab_size = {model.vocab_size}"
         raise RecipeError(
-            f"the model does not fit into the memory of rank {dist.get_rank()}: {str(error).splitlines()[0]}. A dry "
-            f"run (--dry-run) lists the memory by purpose (refused at {_traced(error, run)})"
+            f"model.flavor = {model.flavor!r}{vocabulary} does not fit into the memory of rank {dist.get_rank()}: "
+            f"{str(error).splitlines()[0]}. Choose a smaller model or vocabulary, or more ranks; a dry run (--dry-run) "
+            f"lists the memory by purpose (refused at {_traced(error, run)})"
         ) from error
     reports = _gather_parts(trainer, recipe, group)
     texts = [{"plan": "", "changes": ""}]
-    # Only now: a refused run writes no recipe and leaves `latest` unchanged.
+    # A refused run writes no recipe and leaves `latest` unchanged.
     if dist.get_rank() == 0:
         # Before `begin`, which replaces the recipe of a continued run.
         texts[0]["changes"] = changes_text(run, recipe)
@@ -209,7 +210,7 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
 
 
 def _refuse_late_export(trainer: MuonTrainer, recipe: Recipe) -> None:
-    """Raise RecipeError if a finished run should be exported, because only a step that trains is."""
+    """Raise RecipeError if a finished run should be exported."""
     steps = trainer.config.training.steps
     if recipe.checkpoint.last_save_in_hf and trainer.step >= steps:
         raise RecipeError(
@@ -220,7 +221,7 @@ def _refuse_late_export(trainer: MuonTrainer, recipe: Recipe) -> None:
 
 def _traced(error: Exception, run: Run) -> str:
     file, where = Path(run.folder) / TRACEBACK_FILE, traceback.extract_tb(error.__traceback__)[-1]
-    # The first rank only: most errors of building are the same on all ranks.
+    # Most of these errors are the same on all ranks.
     with suppress(OSError), file.open("x", encoding="utf-8") as stream:
         stream.write("".join(traceback.format_exception(error)))
     return f"{where.filename}:{where.lineno}; traceback in {file}"
@@ -246,7 +247,6 @@ def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
 
 
 def _batch(trainer: MuonTrainer) -> str:
-    """Text, because runs with different batch sizes cannot be compared step by step."""
     training, dims, passes = trainer.config.training, trainer.parallel_dims, trainer.gradient_accumulation_steps
     sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard * passes
     accumulated = f", in {passes} passes" if passes > 1 else ""
@@ -275,7 +275,7 @@ def _gather_parts(trainer: MuonTrainer, recipe: Recipe, group: dist.ProcessGroup
 def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> StageText:
     assigned, world = trainer.optimizers.assignments, dist.get_world_size()
     plans = (optimizer.plan for optimizer in trainer.optimizers if isinstance(optimizer, Muon))
-    # A stage without matrices still has a Muon, for agreements among all ranks.
+    # A stage without matrices has a Muon too, for agreements among all ranks.
     plan = next((plan for plan in plans if plan.matrices), None)
     summary = None if plan is None else summarize(plan)
     named = {canonical_fqn(name): p for part in trainer.model_parts for name, p in part.named_parameters()}
@@ -291,16 +291,12 @@ def _changed_assignments(parts: Sequence[StageText], run: Run, recipe: Recipe) -
     earlier = earlier_optimizers(run, recipe)
     if earlier is None:
         return []
-    before = assigned_optimizers(earlier)
     after = assigned_optimizers("\n".join(part.full for part in parts))
-    return changed_assignments(before, after)
+    return changed_assignments(assigned_optimizers(earlier), after)
 
 
 def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[StageText]) -> str:
-    """Print each optimizer's share and the cost of Muon's plan; write the table of all parameters to the folder.
-
-    Returns the printed text.
-    """
+    """Write the table of parameters; print and return each optimizer's share and the cost of Muon's plan."""
     say(f"run {run.folder}")
     world = dist.get_world_size()
     lines = optimizer_lines(trainer.optimizers.parts.whole, recipe.muon.split, world)

@@ -37,53 +37,39 @@ GIB = 1024**3
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """Report of a logged step.
-
-    Attributes:
-        loss: mean cross entropy of the step's tokens over all ranks, in nats.
-        grad_norm: norm of all gradients before clipping.
-        tokens: of the run over all ranks.
-        lr: learning rate of each group.
-        seconds: per phase, over all steps since the last report.
-        memory: peak over all ranks since the last report, in bytes.
-        qk: largest attention logit of each layer and counts of heads above the threshold, since the last report.
-    """
+    """Report of a logged step; `seconds`, `memory` and `qk` since the last report."""
 
     step: int
-    loss: float
-    grad_norm: float
-    tokens: int
-    lr: Mapping[str, float]
-    seconds: Mapping[str, float]
-    memory: int
-    qk: Mapping[str, Any] | None = None
+    loss: float  # mean cross entropy over all ranks, in nats
+    grad_norm: float  # of all gradients, before clipping
+    tokens: int  # of the run, over all ranks
+    lr: Mapping[str, float]  # by group
+    seconds: Mapping[str, float]  # by phase
+    memory: int  # peak over all ranks, in bytes
+    qk: Mapping[str, Any] | None = None  # largest logit of each layer, and counts of heads above the threshold
 
 
 class JsonLines(BaseLogger):
-    """Appends records to a file, a JSON object per line."""
+    """Appends records to a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        # Opened for each record, so that a crash loses none and other processes can read.
+        # A crash must lose no record.
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
 
 class TensorBoard(BaseLogger):
-    """Writes metrics as scalars, and the recipe as text and hyperparameters.
-
-    Writes losses by tokens and seconds too (`loss_by_tokens/...`). Hides an earlier run's points from `first_step` on.
-    """
+    """Writes metrics as scalars, losses also by tokens and seconds, and the recipe as text and hyperparameters."""
 
     def __init__(self, folder: Path, first_step: int, recipe: str) -> None:
         # A continued run repeats the steps after the checkpoint.
         self.writer = SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)
         self.first_step = first_step
-        # `SummaryWriter.add_hparams` would write into another run, without losses. Without the experiment's summary
-        # TensorBoard shows all runs' hyperparameters.
+        # `SummaryWriter.add_hparams` would write into another run, without losses.
         _, begin, self._end = hparams(dict(hyperparameters(recipe)), {})
         self.writer._get_file_writer().add_summary(begin, first_step - 1)
         self._add_text("recipe", recipe)
@@ -95,7 +81,7 @@ class TensorBoard(BaseLogger):
         """Write `texts` by tag, and the losses of the records before `first_step` again."""
         for tag, text in texts.items():
             self._add_text(tag, text)
-        # TensorBoard hides all points from step `first_step` on, so tokens and seconds of earlier steps too.
+        # The steps of these points are tokens and seconds, so `purge_step` has hidden them.
         for record in earlier:
             self._log_losses(record)
         self.writer.flush()
@@ -113,7 +99,7 @@ class TensorBoard(BaseLogger):
                     self.writer.add_scalar(tag.replace("loss/", f"loss_by_{axis}/"), metrics[key], int(metrics[axis]))
 
     def conclude(self) -> None:
-        """Mark the run as a success in the table of hyperparameters."""
+        """Mark the run as a success."""
         self.writer._get_file_writer().add_summary(self._end)
 
     def close(self) -> None:
@@ -121,18 +107,16 @@ class TensorBoard(BaseLogger):
 
 
 class WandB(BaseLogger):
-    """Sends nested metrics to Weights & Biases under TensorBoard's tags.
+    """Sends metrics to Weights & Biases under TensorBoard's tags. A continued `folder` stays a single run.
 
-    Args:
-        folder: the run's folder; continued runs stay a single run on W&B.
-        recipe: the resolved recipe as TOML.
+    `recipe`: as TOML.
     """
 
     def __init__(self, folder: Path, recipe: str) -> None:
         id_file = folder / WANDB_ID_FILE
         if not id_file.is_file():
             id_file.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
-        # TorchTitan's logger reads the id from the environment, and wandb the resume mode. The user's values win.
+        # TorchTitan's logger and wandb read these variables. The user's values win.
         os.environ.setdefault("WANDB_RUN_ID", id_file.read_text(encoding="utf-8").strip())
         os.environ.setdefault("WANDB_RESUME", "allow")
         os.environ.setdefault("WANDB_RUN_NAME", f"{folder.parent.name}/{folder.name}")
@@ -152,7 +136,7 @@ class WandB(BaseLogger):
 
 
 def hyperparameters(recipe: str) -> Iterator[tuple[str, str | bool | float]]:
-    """Values of a recipe in TOML by dotted key, lists as text."""
+    """Values of a TOML recipe by dotted key, lists as text."""
     for key, value in tomllib.loads(recipe).items():
         for name, inner in value.items() if isinstance(value, dict) else [("", value)]:
             yield f"{key}.{name}".strip("."), inner if isinstance(inner, str | bool | int | float) else str(inner)
@@ -173,14 +157,14 @@ def tagged(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def read_until(path: Path, step: int) -> tuple[list[str], float]:
-    """Lines of a metrics file up to `step`, and the run's seconds until then; empty without a file."""
+    """Lines of a metrics file up to `step`, and the run's seconds until then."""
     lines: list[str] = []
     seconds = 0.0
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
             record = json.loads(line)
         except ValueError:
-            # A crash has torn the last line. This step is repeated, because a step is logged before the save.
+            # A crash has torn the last line. The run repeats this step: a save comes after the line.
             continue
         if isinstance(record, dict) and record.get("step", step) <= step:
             lines.append(line + "\n")
@@ -204,18 +188,14 @@ class RunMetrics(MetricsProcessor):
     report_step: Callable[[float, float], None]
     """Reports the step's loss and gradient norm; set by the trainer."""
     bytes_per_token: float | None = None
-
     last_loss: float | None = None
-
     validation_loss: float | None = None
     """Loss of the last validation; under pipeline parallelism only on ranks of the last stage."""
-
     best_validation: tuple[float, int] | None = None
-
     tokens: int | None = None
 
     def __init__(self, config: Config, *, parallel_dims: ParallelDims, **kwargs: Any) -> None:
-        # Before super(), which calls `_build_metric_logger`. Under pipeline parallelism only the last stage has a loss.
+        # super() calls `_build_metric_logger`. Under pipeline parallelism only the last stage has a loss.
         self.is_reporter = dist.get_rank() == _get_metrics_rank(
             parallel_dims=parallel_dims, pp_schedule=kwargs.get("pp_schedule", "")
         )
@@ -242,7 +222,7 @@ class RunMetrics(MetricsProcessor):
         return loggers
 
     def describe(self, texts: Mapping[str, str], folder: str) -> None:
-        """Show texts about the run by tag; called on every rank when `folder` has its files."""
+        """Show texts about the run by tag."""
         lines, _ = read_until(Path(folder, METRICS_FILE), self.config.first_step - 1) if self._boards else ([], 0.0)
         for board in self._boards:
             board.describe(texts, map(json.loads, lines))
@@ -253,15 +233,14 @@ class RunMetrics(MetricsProcessor):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude a block from the training's tokens and time."""
-        # Move the start of the interval by the pause, so that the next report divides by the training time.
+        # The next report divides by the time since `time_last_log`.
         start, tokens = time.perf_counter(), self.ntokens_since_last_log
         yield
         self.time_last_log += time.perf_counter() - start
         self.ntokens_since_last_log = tokens
 
     def peak_memory(self) -> torch.Tensor:
-        """Peak of reserved bytes on this rank's device since the last report: (), float64."""
-        # float32 holds bytes exactly only up to 16 MiB.
+        """(), float64: peak of reserved bytes on this rank's device since the last report."""
         gib = self.device_memory_monitor.get_peak_stats().max_reserved_gib
         return torch.tensor(gib * GIB, dtype=torch.float64)
 
@@ -273,7 +252,7 @@ class RunMetrics(MetricsProcessor):
         self.time_last_log = time.perf_counter()
 
     def advance(self, step: int) -> None:
-        """Move the progress bar after a step. Only a terminal shows a bar."""
+        """Move the progress bar after a step."""
         if not self.is_reporter:
             return
         if self._bar is None:
@@ -356,12 +335,6 @@ class RunMetrics(MetricsProcessor):
             best, best_step = self.best_validation
             held_out += f" (best {best:.4f} at step {best_step})"
         show(f"ended after step {step}: loss {self.last_loss:.4f}{held_out}, {took}; {folder}")
-
-    def log_divergence(self, step: int, reason: str) -> None:
-        self.logger.log({"diverged": reason}, step)
-
-    def log_monitor(self, step: int, record: Mapping[str, Any]) -> None:
-        self.logger.log({"monitor": record}, step)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Report the held-out loss in nats per token; called on every rank."""

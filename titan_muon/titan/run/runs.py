@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -33,22 +33,14 @@ Flaws = Mapping[Path, str]
 
 @dataclass(frozen=True)
 class Run:
-    """Folder and start of a run.
+    """Folder and start of a run."""
 
-    Attributes:
-        folder: absolute path.
-        source: run folder to continue, `folder` or another; None for a new run.
-        checkpoint: in `source`, to load.
-        step: steps already done; `seconds`: their time.
-        restarted: an earlier attempt of the same job did these steps.
-    """
-
-    folder: str
-    source: str | None = None
-    checkpoint: str | None = None
-    step: int = 0
-    seconds: float = 0.0
-    restarted: bool = False
+    folder: str  # absolute path
+    source: str | None = None  # folder of the continued run, perhaps the same; None for a new run
+    checkpoint: str | None = None  # to load, in `source`
+    step: int = 0  # steps already done
+    seconds: float = 0.0  # time of these steps
+    restarted: bool = False  # an earlier attempt of this job did these steps
 
 
 def agree(
@@ -58,18 +50,36 @@ def agree(
     overrides: tuple[str, ...] = (),
     interrupted: str | None = None,
 ) -> Run:
-    """The run opened by rank 0, on every rank of `group` (all ranks, gloo; None for a single process).
+    """The run opened and locked by rank 0, on every rank of `group` (gloo; None for a single process).
 
-    Rank 0 locks the folder. `overrides`: keys of the command line. `interrupted`: folder of an earlier attempt of this
-    job. Raises as `open_run` on every rank, and RecipeError for a folder in use by another job.
+    `overrides`: keys of the command line. `interrupted`: folder of an earlier attempt of this job. Raises as `open_run`
+    on every rank, and RecipeError for a folder in use by another job.
     """
     flaws: dict[Path, str] = {}
     while True:
-        run = _answer(recipe, group, lock, overrides, interrupted, flaws)
+        answer: list[Run | Exception | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                if interrupted is None:
+                    opened = open_run(recipe, overrides, flaws)
+                else:
+                    opened = _open_again(recipe, overrides, interrupted, flaws)
+                lock.take(opened.folder)
+                answer[0] = opened
+            except OSError as error:
+                answer[0] = RecipeError(f"dump_folder = {recipe.dump_folder!r} cannot be written: {error}")
+            except Exception as error:
+                answer[0] = error
+        if group is not None:
+            dist.broadcast_object_list(answer, src=0, group=group)
+        run = answer[0]
+        if isinstance(run, Exception):
+            raise run
+        assert run is not None, "rank 0 always answers"
         wrong = None if run.checkpoint is None else damage(Path(run.checkpoint), group)
         if wrong is None:
             return run
-        # All ranks have read the files. Rank 0 chooses among the other checkpoints.
+        # Rank 0 chooses among the other checkpoints.
         assert run.checkpoint is not None, "only checkpoints are damaged"
         flaws[Path(run.checkpoint)] = wrong
         if dist.get_rank() == 0:
@@ -77,44 +87,13 @@ def agree(
             discard(run)
 
 
-def _answer(
-    recipe: Recipe,
-    group: dist.ProcessGroup | None,
-    lock: FolderLock,
-    overrides: tuple[str, ...],
-    interrupted: str | None,
-    flaws: Flaws,
-) -> Run:
-    answer: list[Run | Exception | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            if interrupted is None:
-                opened = open_run(recipe, overrides, flaws)
-            else:
-                opened = _open_again(recipe, overrides, interrupted, flaws)
-            lock.take(opened.folder)
-            answer[0] = opened
-        except ValueError as error:
-            answer[0] = error
-        except OSError as error:
-            answer[0] = RecipeError(f"dump_folder = {recipe.dump_folder!r} cannot be written: {error}")
-        except Exception as error:
-            answer[0] = error
-    if group is not None:
-        dist.broadcast_object_list(answer, src=0, group=group)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    assert answer[0] is not None, "rank 0 always answers"
-    return answer[0]
-
-
 def open_run(
     recipe: Recipe, overrides: tuple[str, ...] = (), flaws: Flaws = MappingProxyType({}), folder: Path | None = None
 ) -> Run:
     """The run requested by `checkpoint.load`. Creates the folder of a new run, and changes nothing else.
 
-    `overrides`: keys of the command line, for the name. `flaws`: damaged checkpoints. `folder`: instead of a new
-    folder. Raises RecipeError if no run can continue from the folder or step of `checkpoint.load`.
+    `overrides`: keys of the command line, for the name. `flaws`: damaged checkpoints. `folder`: of a new run, instead
+    of another name. Raises RecipeError if no run can continue as requested.
     """
     runs = Path(recipe.dump_folder).resolve() / recipe.name
     start = _source(recipe, runs, flaws)
@@ -141,7 +120,7 @@ def _flaw(checkpoint: Path, flaws: Flaws) -> str | None:
 
 
 def _open_again(recipe: Recipe, overrides: tuple[str, ...], folder: str, flaws: Flaws) -> Run:
-    """The run in `folder` of an earlier attempt; without a checkpoint as `open_run`, in the same folder."""
+    """The run in `folder` of an earlier attempt; without a checkpoint as `open_run`."""
     own = replace(recipe.checkpoint, load=folder, load_step=-1, exclude_from_loading=())
     if recipe.checkpoint.enable:
         with contextlib.suppress(RecipeError):
@@ -151,13 +130,12 @@ def _open_again(recipe: Recipe, overrides: tuple[str, ...], folder: str, flaws: 
 
 
 def begin(run: Run, recipe: Recipe) -> None:
-    """Prepare the folder for the first step; called on rank 0 when nothing can be refused any more.
+    """Write the recipe, copy the metrics up to `run.step`, and set later checkpoints aside.
 
-    Writes the recipe and the file `latest`, copies the metrics up to `run.step`, and sets later checkpoints aside.
+    Called on rank 0 when nothing can be refused any more.
     """
     folder = Path(run.folder)
-    _write_recipe(folder, to_toml(recipe), run.step)
-    (folder.parent / LATEST_FILE).write_text(folder.name + "\n", encoding="utf-8")
+    _write_recipe(run, recipe)
     source = folder if run.source is None else Path(run.source)
     if source.joinpath(METRICS_FILE).is_file() or run.source is not None:
         for file in (source / METRICS_FILE, *source.glob(f"rank-*/{METRICS_FILE}")):
@@ -171,7 +149,7 @@ def begin(run: Run, recipe: Recipe) -> None:
         checkpoints = folder / recipe.checkpoint.folder
         for step in _later(checkpoints, run.step):
             checkpoint = checkpoint_path(checkpoints, step)
-            # PyTorch would save into the folder beside old files. Renamed, so that a user can rescue the files.
+            # PyTorch would save beside the old files.
             numbered = _numbered(checkpoint.with_name(f"aside-{step}"))
             checkpoint.rename(next(path for path in numbered if not path.exists()))
 
@@ -183,8 +161,7 @@ def keep_folder(run: Run, recipe: Recipe, lock: FolderLock) -> None:
         return
     say(f"warning: {folder} was removed or moved; what the run writes from now on is in a new folder of this name")
     folder.mkdir(parents=True, exist_ok=True)
-    _write_recipe(folder, to_toml(recipe), run.step)
-    (folder.parent / LATEST_FILE).write_text(folder.name + "\n", encoding="utf-8")
+    _write_recipe(run, recipe)
     lock.take(run.folder)
 
 
@@ -201,26 +178,26 @@ def changed_keys(run: Run, recipe: Recipe) -> list[str]:
 
 
 def changes_text(run: Run, recipe: Recipe) -> str:
-    """Every key that differs from the continued run, or from the newest run before, one a line; empty without one."""
-    folder = Path(run.folder)
-    earlier = [other for other in run_folders(folder.parent) if other != folder and (other / RECIPE_FILE).is_file()]
-    if run.source is not None:
-        earlier = [Path(run.source)]
-    if not earlier:
+    """Every key that differs from the continued run, or from the newest run before; empty without one."""
+    earlier = _earlier(run, lambda folder: (folder / RECIPE_FILE).is_file())
+    if earlier is None:
         return ""
-    lines = changes(recipe, earlier[0] / RECIPE_FILE).values()
-    return "\n".join([f"from {earlier[0].name}:", *(lines or ["nothing differs"])])
+    lines = changes(recipe, earlier / RECIPE_FILE).values()
+    return "\n".join([f"from {earlier.name}:", *(lines or ["nothing differs"])])
 
 
 def earlier_optimizers(run: Run, recipe: Recipe) -> str | None:
     """`optimizers.txt` of the continued run, or of the newest run with the same model; None without one."""
-    folder = Path(run.folder)
-    if run.source is not None:
-        earlier = [Path(run.source)]
-    else:
-        earlier = [other for other in run_folders(folder.parent) if other != folder and _has_model(other, recipe)]
-    file = earlier[0] / OPTIMIZERS_FILE if earlier else None
+    earlier = _earlier(run, lambda folder: _has_model(folder, recipe))
+    file = None if earlier is None else earlier / OPTIMIZERS_FILE
     return file.read_text(encoding="utf-8") if file is not None and file.is_file() else None
+
+
+def _earlier(run: Run, matches: Callable[[Path], bool]) -> Path | None:
+    if run.source is not None:
+        return Path(run.source)
+    folder = Path(run.folder)
+    return next((other for other in run_folders(folder.parent) if other != folder and matches(other)), None)
 
 
 def _has_model(folder: Path, recipe: Recipe) -> bool:
@@ -283,7 +260,7 @@ def _latest_run(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | 
 
 
 def _whole_step(recipe: Recipe, folder: Path, flaws: Flaws) -> int | None:
-    """Step to continue a run folder from; None without a whole checkpoint. Prints newer, damaged checkpoints."""
+    """Step to continue from; None without a whole checkpoint. Prints newer, damaged checkpoints."""
     checkpoints = folder / recipe.checkpoint.folder
     asked = recipe.checkpoint.load_step
     if asked != -1:
@@ -319,7 +296,7 @@ def _asked_step(checkpoints: Path, step: int, flaws: Flaws, *, must_exist: bool)
 def _new_folder(runs: Path, recipe: Recipe, overrides: tuple[str, ...]) -> Path:
     stamp, earlier = time.strftime(FORMAT), run_folders(runs)
     differences = distinguishing_keys(recipe, [folder / RECIPE_FILE for folder in earlier], overrides)
-    # Number runs of the same second before the differences, so that names sort by time.
+    # Names sort by time, also of runs of the same second.
     stamps = {folder.name.partition("_")[0] for folder in earlier}
     for path in _numbered(runs / stamp):
         folder = path.with_name(f"{path.name}_{differences}" if differences else path.name)
@@ -348,8 +325,11 @@ def _later(checkpoints: Path, step: int) -> list[int]:
     return [other for other in saved_steps(checkpoints) if other > step]
 
 
-def _write_recipe(folder: Path, text: str, step: int) -> None:
+def _write_recipe(run: Run, recipe: Recipe) -> None:
+    """Write the recipe, keep an earlier one, and name the run in the file `latest`."""
+    text, folder = to_toml(recipe), Path(run.folder)
     file = folder / RECIPE_FILE
     if file.is_file() and file.read_text(encoding="utf-8") != text:
-        file.rename(folder / f"recipe-until-step-{step}.toml")
+        file.rename(folder / f"recipe-until-step-{run.step}.toml")
     file.write_text(text, encoding="utf-8")
+    (folder.parent / LATEST_FILE).write_text(folder.name + "\n", encoding="utf-8")

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ SAME_PRESS_SECONDS = 2.0
 class StopSignals:
     """Context in which Ctrl-C or SIGTERM requests a stop. A second, later signal ends the process at once.
 
-    `group`: gloo group of all ranks; None for a single process. `announce`: report the signal on the console.
-    `on_progress`: called at the beginning and at the end of a step.
+    `group`: all ranks, gloo; None for a single process. `announce`: print the signal. `on_progress`: called at the
+    beginning and at the end of a step.
     """
 
     def __init__(
@@ -46,9 +46,7 @@ class StopSignals:
             self._before[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -77,7 +75,6 @@ class StopSignals:
         """Whether any rank had a stop request when this step began."""
         if self._work is not None:
             self._work.wait()
-            self._work = None
         elif self.group is None:
             self._flag.fill_(bool(self.name))
         self._on_progress()

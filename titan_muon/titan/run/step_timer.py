@@ -12,7 +12,7 @@ PHASES = ("data", "forward_backward", "clip", "optimizer")
 
 
 class StepTimer:
-    """Seconds per phase since the last `drain()`, by the clock or by events on a stream."""
+    """Seconds per phase, by the clock or by events on a stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -33,7 +33,7 @@ class StepTimer:
         self._spans.append((name, start, now(self.device)))
 
     def drain(self) -> dict[str, float]:
-        """Seconds of each phase since the last call; waits for the device's last event."""
+        """Seconds of each phase since the last call. Waits for the device."""
         spans, self._spans = self._spans, []
         # A stream completes events in order.
         if spans and isinstance(spans[-1][2], torch.Event):

@@ -1,4 +1,4 @@
-"""TorchTitan's trainer with the step of a recipe. `compat.install()` must run before the import of this module."""
+"""TorchTitan's trainer with the step of a recipe. Import after `compat.install()`."""
 
 import json
 import math
@@ -49,13 +49,9 @@ class MuonTrainer(Trainer):
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         clip: Literal["adamw", "all", "none"] = "adamw"
-
         qk_clip: QKClipSection = field(default_factory=QKClipSection)
-
         monitor: MonitorSection = field(default_factory=MonitorSection)
-
         converters: tuple[ModelConfigConverter.Config, ...] = ()
-
         check_replicas: int = 0
 
     config: Config
@@ -75,12 +71,12 @@ class MuonTrainer(Trainer):
     """Restores removed files of the run's folder; set by the job."""
 
     def __init__(self, config: Config) -> None:
-        # Only in training: a dry run plans float8 on machines without float8, because no parameter changes.
+        # Not in a dry run, which may plan float8 on a machine without float8.
         for converter in config.converters:
             assert config.model_spec is not None, "the recipe names a model"
             config.model_spec.model = converter.build().convert(config.model_spec.model)
         super().__init__(config)
-        # Otherwise an id beyond the embedding is a late, nameless index error of the device.
+        # An id beyond the embedding would be a late, nameless index error of the device.
         self._check_vocabulary()
         if config.validator.enable:
             read = bytes_per_token(self.validator.dl_config, self.tokenizer, config.training.seq_len)
@@ -154,7 +150,7 @@ class MuonTrainer(Trainer):
         return self.tokens_before + self.ntokens_seen * dims.dp_replicate * dims.dp_shard * dims.cp
 
     def state_dict(self) -> dict[str, Any]:
-        # TorchTitan saves this rank's tokens, a wrong sum on another number of ranks.
+        # This rank's tokens would be wrong on another number of ranks.
         return {"step": self.step, "ntokens_seen": self.tokens, "data_start": self.data_start}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -173,17 +169,16 @@ class MuonTrainer(Trainer):
             self.optimizers.check_last_step()
         except FloatingPointError as error:
             reason = str(error).replace("(nonfinite = ", "(muon.nonfinite = ")
-            self.metrics_processor.log_divergence(self.step, reason)
+            self.metrics_processor.logger.log({"diverged": reason}, self.step)
             raise FloatingPointError(reason) from error
         self.checkpointer.maybe_wait_for_saving()
         self.metrics_processor.say_end(self.step, self.config.dump_folder)
-        saved = self.config.checkpoint
-        if saved.enable and not saved.load_only and not saved.last_save_in_hf:
+        checkpoint = self.config.checkpoint
+        saves = checkpoint.enable and not checkpoint.load_only
+        if saves and not checkpoint.last_save_in_hf:
             say(f"next: titan-muon sample {self.config.dump_folder} (write text), or titan-muon evaluate (loss)")
         if self.stopped and self.step < self.config.training.steps:
-            checkpoint = self.config.checkpoint
             off = "load_only = true" if checkpoint.enable else "enable = false"
-            saves = checkpoint.enable and not checkpoint.load_only
             outcome = "saved" if saves else f"nothing is saved (checkpoint.{off})"
             say(f"stopped after step {self.step} of {self.config.training.steps}: {outcome}")
 
@@ -244,7 +239,8 @@ class MuonTrainer(Trainer):
             self.optimizers.set_timeout(timedelta(seconds=self.config.comm.train_timeout_seconds))
         if monitored:
             assert self.monitor is not None
-            self.metrics_processor.log_monitor(self.step, self.monitor.after_step(self.checks.tokens))
+            measured = self.monitor.after_step(self.checks.tokens)
+            self.metrics_processor.logger.log({"monitor": measured}, self.step)
         if self.config.check_replicas > 0 and self.step % self.config.check_replicas == 0:
             self._check_replicas(self.step)
         self.stopped = self.stop.stop_after_step()
@@ -265,7 +261,7 @@ class MuonTrainer(Trainer):
             yield batch
 
     def forward_backward_step(self, **microbatches: Any) -> torch.Tensor:
-        """TorchTitan's forward and backward, timed; in the last pass of a step Muon may start to gather."""
+        """TorchTitan's forward and backward; in the last pass of a step Muon may start to gather."""
         # CUDA graphs keep gradients and clear them in place.
         if self.passes == 0 and self.reported and self.config.training.disable_cuda_graphs:
             self.checks.before_backward(self.clip.parameters)
@@ -275,7 +271,7 @@ class MuonTrainer(Trainer):
             return super().forward_backward_step(**microbatches)
 
     def _clip_gradients(self) -> torch.Tensor:
-        """Norm of all gradients before clipping. Replaces TorchTitan's clipping."""
+        """Norm of all gradients before clipping."""
         with self.timer.phase("clip"):
             self.grad_norm = self.clip()
             norm = NormCheck(self.grad_norm, self.checks.names, self.clip.local_norms)
@@ -286,14 +282,13 @@ class MuonTrainer(Trainer):
             self.monitor.before_step()
         # The schedule changes the rates before the report.
         self.rates = self.optimizers.learning_rates()
-        # Ended by a hook of the optimizers. Includes TorchTitan's wait for an asynchronous save.
+        # A hook of the optimizers ends this phase.
         self.timer.begin("optimizer")
         return self.grad_norm
 
     @torch.no_grad()
     def _check_weights(self, step: int) -> None:
         """Raise FloatingPointError on all ranks, before a save, if a weight or gradient of Muon is not finite."""
-        # A checkpoint with NaN would count as whole and replace good checkpoints.
         self._warn(self.checks.check_norm())
         self.optimizers.check_last_step()
         self._check_replicas(step)
@@ -328,10 +323,7 @@ class MuonTrainer(Trainer):
             )
 
     def _report(self, loss: float, grad_norm: float) -> None:
-        """Report a step, on every rank. `loss`: mean cross entropy over all ranks, in nats.
-
-        Raises FloatingPointError for a non-finite loss or gradient norm.
-        """
+        """Report a step, on every rank. Raises FloatingPointError for a non-finite loss or gradient norm."""
         peak = self.metrics_processor.peak_memory().to(self.device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         report = StepReport(

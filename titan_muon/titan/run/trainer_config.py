@@ -38,7 +38,7 @@ ON_GPUS_ALONE = {
 
 
 def refuse_on_cpu(recipe: Recipe) -> None:
-    """Raise RecipeError for GPU-only options. A dry run on the CPU may plan them."""
+    """Raise RecipeError for GPU-only options, which a dry run may plan."""
     for key, is_set in ON_GPUS_ALONE.items():
         if is_set(recipe):
             raise RecipeError(f"{key} = true is not accepted on the CPU; it needs GPUs. Set it to false.")
@@ -50,10 +50,7 @@ def refuse_on_cpu(recipe: Recipe) -> None:
 
 
 def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Config:
-    """TorchTitan's configuration of a recipe on `world_size` ranks, for a run in `run.folder`.
-
-    Raises RecipeError or ValueError for an impossible model, data source or optimizer.
-    """
+    """TorchTitan's configuration of a recipe. Raises ValueError for an impossible model, data or optimizer."""
     model, degrees = recipe.model, recipe.parallelism
     vocabulary = vocab_size(recipe.data) if model.vocab_size is None else model.vocab_size
     spec = model_spec(model.name, model.flavor, vocab_size=vocabulary, attention=model.attention)
@@ -98,7 +95,7 @@ def _parallelism_config(recipe: Recipe, vocabulary: int) -> ParallelismConfig:
         context_parallel_load_balancer=None if balancer == "none" else balancer,
         module_fqns_per_model_part=None if parts is None else [list(part) for part in parts],
         pipeline_parallel_schedule_csv="" if csv is None else csv,
-        # TorchTitan refuses the option without a GPU, and a dry run may plan for another machine.
+        # A dry run may plan for another machine.
         enable_fsdp_symm_mem=degrees.enable_fsdp_symm_mem and on_accelerator(),
     )
 
@@ -130,7 +127,7 @@ def _checkpoint_config(recipe: Recipe, run: Run) -> RunCheckpoints.Config:
     values["exclude_from_loading"] = [] if run.restarted else list(recipe.checkpoint.exclude_from_loading)
     # TorchTitan warns about the default if there is nothing to load.
     values["initial_load_model_only"] &= recipe.checkpoint.initial_load_path is not None
-    # Save the resolved length: with an absent length, an extended run decays differently.
+    # With an absent length, an extended run decays differently.
     schedule = _values(recipe.lr_scheduler) | {"total_steps": scheduled_steps(recipe)}
     return RunCheckpoints.Config(**values, resume=run.checkpoint, schedule=schedule)
 

@@ -1,6 +1,6 @@
 """Checksums of a checkpoint's files in `checksums.json`: written by a save, compared before a load.
 
-After a power loss, a file may have the full length and other bytes, so sizes do not suffice.
+After a power loss, a file of full length may have other bytes.
 """
 
 import json
@@ -43,14 +43,14 @@ class Checksum:
 
 @dataclass(frozen=True)
 class SummedResult(WriteResult):
-    """PyTorch's record of a written item, with the checksum of its file."""
+    """PyTorch's record of a written item, with the file's checksum."""
 
     file: str
     checksum: Checksum
 
 
 class SummingWriter(FileSystemWriter):
-    """PyTorch's writer. Each rank computes checksums of its files, and the coordinator writes all of them."""
+    """PyTorch's writer. Each rank computes checksums of its files, and the coordinator writes them."""
 
     def __init__(self, path: str | Path, step: int) -> None:
         super().__init__(path)
@@ -103,10 +103,7 @@ class _SummingFiles(FileSystem):
 
 
 def read_checksums(checkpoint: Path) -> dict[str, Checksum] | None:
-    """Checksums by file name; None for a checkpoint of an earlier version, without `checksums.json`.
-
-    Raises ValueError for damaged checksums or a newer format.
-    """
+    """Checksums by file name; None for a checkpoint of an earlier version. Raises ValueError for a newer format."""
     file = checkpoint / CHECKSUMS
     if not file.is_file():
         return None
@@ -122,7 +119,7 @@ def read_checksums(checkpoint: Path) -> dict[str, Checksum] | None:
 
 
 def damaged(checkpoint: Path, names: Iterable[str], sums: Mapping[str, Checksum]) -> str | None:
-    """The problem of the first named file with another checksum; None if all are equal."""
+    """Problem of the first named file with another checksum, or None."""
     for name in names:
         try:
             current = Checksum.of(checkpoint / name)
@@ -136,9 +133,9 @@ def damaged(checkpoint: Path, names: Iterable[str], sums: Mapping[str, Checksum]
 
 
 def damage(checkpoint: Path, group: dist.ProcessGroup | None) -> str | None:
-    """The problem of a checkpoint with damaged files, on every rank; None for sound files or without checksums.
+    """Problem of a checkpoint's files on every rank, or None. Each rank reads a share of the files.
 
-    Collective over `group` (None: a single process). Each rank reads its share of the files.
+    Collective over `group` (None: a single process).
     """
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     try:

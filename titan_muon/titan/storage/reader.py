@@ -40,7 +40,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class RefusedError(pickle.UnpicklingError):
-    """A pickle names a class or function outside of the allow-list, which could run code."""
+    """A pickle names a class or function outside of the allow-list."""
 
 
 class _Metadata(pickle.Unpickler):
@@ -77,10 +77,7 @@ class SafeReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """PyTorch's planner, for plain data and optional values.
-
-    Args:
-        optional: whether a key may be missing in the checkpoint. Its current value then stays.
+    """PyTorch's planner, for plain data and optional keys, which keep the current value.
 
     Attributes:
         missing: optional keys without a saved value.
@@ -100,7 +97,7 @@ class SafePlanner(DefaultLoadPlanner):
         self.state_dict = {key: value for key, value in self.state_dict.items() if key not in self.missing}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load numbers, text, tensors and containers of them. Raises UnpicklingError for other objects."""
+        """Load plain data and tensors. Raises UnpicklingError for other objects."""
         fqn = read_item.dest_index.fqn
         loaded = torch.load(value, weights_only=True)
         if isinstance(loaded, bytes):

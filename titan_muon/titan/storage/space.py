@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 MARGIN = 1.05
-"""Space for a save over the checkpoint's size: file systems count blocks, not bytes."""
+"""Space over size of a checkpoint: file systems count blocks, not bytes."""
 
 
 def folder_bytes(folder: Path) -> int:
@@ -14,7 +14,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes for this user at a folder, which need not exist yet."""
+    """Free bytes at a folder, which need not exist yet."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     return shutil.disk_usage(existing).free
 
@@ -35,7 +35,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def full_disk(folder: Path, step: int, needed: int, free: int, newest: int | None) -> str:
-    """Message for a step that cannot be saved. `newest`: step of the newest whole checkpoint, or None."""
+    """Message for a step without space. `newest`: step of the newest whole checkpoint, or None."""
     left = "no whole checkpoint is left" if newest is None else f"the newest whole checkpoint is step {newest}"
     return (
         f"step {step} is not saved: {folder} has {free:,} bytes free, and a checkpoint takes about {needed:,}; {left}. "

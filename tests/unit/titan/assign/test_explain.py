@@ -7,7 +7,7 @@ from titan_muon.tensors.matrices import stack_of
 from titan_muon.titan.assign.explain import plan_lines
 
 
-def said(replicas: int, shards: int, *, replicas_of: str) -> str:
+def reason_of(replicas: int, shards: int, *, replicas_of: str) -> str:
     """Lines about two experts, each whole on a rank of a replica, and two FSDP-sharded matrices."""
     mesh = Mesh((replicas, shards), tuple(range(replicas * shards)))
     shapes = {"experts.w": (2, 32, 32), "wq": (32, 32), "wk": (32, 32)}
@@ -21,18 +21,18 @@ def said(replicas: int, shards: int, *, replicas_of: str) -> str:
 
 def test_a_plan_with_repeated_work_has_a_reason_and_a_remedy() -> None:
     """Local experts on each of 8 replicas are orthogonalized 8 times."""
-    text = said(8, 2, replicas_of="redundant")
+    text = reason_of(8, 2, replicas_of="redundant")
     assert "2 matrices are whole on up to 8 replicas" in text or "4 matrices are whole on up to 8 replicas" in text
     for remedy in ("data_parallel_replicate_degree = 1", 'muon.replicas = "split"'):
         assert remedy in text
 
 
-def test_a_plan_that_repeats_nothing_says_nothing_of_it() -> None:
-    assert "repeated" not in said(8, 2, replicas_of="split")
-    assert "repeated" not in said(1, 4, replicas_of="redundant")
+def test_a_plan_without_repeated_work_reports_none() -> None:
+    assert "repeated" not in reason_of(8, 2, replicas_of="split")
+    assert "repeated" not in reason_of(1, 4, replicas_of="redundant")
 
 
-def test_momentum_on_owners_alone_without_replicas_is_said_to_have_no_effect() -> None:
+def test_state_owner_without_replicas_reports_no_effect() -> None:
     mesh = Mesh((4,), tuple(range(4)))
     cut = [Parameter("wq", "layers.0", Layout((32, 32), mesh, (Shard(0),)), stack_of("wq", (32, 32)))]
     plan = plan_of(cut, state="owner")

@@ -11,6 +11,7 @@ from torch import nn
 from titan_muon import Muon, registry
 from titan_muon.adam import AdamW
 from titan_muon.assignment.roles import Seen, see
+from titan_muon.comm.clip import NormCheck
 from titan_muon.options import Split
 from titan_muon.titan import compat
 from titan_muon.titan.recipe import Recipe, RecipeError, sections
@@ -29,7 +30,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers named by numbers from `first` on, and what a language model has besides."""
+    """Layers named by numbers from `first` on, and the remaining parts of a language model."""
 
     def __init__(self, layers: int = 2, first: int = 0, ends: bool = True, hidden: bool = True) -> None:
         super().__init__()
@@ -70,14 +71,14 @@ def names(optimizers: HybridOptimizers) -> dict[str, list[set[str]]]:
 # Groups, options and tags
 
 
-def test_without_rules_muon_takes_hidden_matrices_and_adamw_the_rest_in_one_group_each() -> None:
+def test_the_default_rules_make_a_single_group_per_optimizer() -> None:
     optimizers = container(recipe())
     assert names(optimizers) == {"muon": [HIDDEN], "adamw": [OTHERS]}
     assert {type(optimizer) for optimizer in optimizers} == {Muon, AdamW}
     assert optimizers.learning_rates() == {"muon": 0.02, "adamw": 0.003}
 
 
-def test_each_parameter_rests_beside_its_own_name() -> None:
+def test_groups_list_names_in_the_order_of_parameters() -> None:
     model = Model()
     named = dict(model.named_parameters())
     for optimizer in container(recipe(), model):
@@ -94,7 +95,7 @@ def test_a_rule_with_options_makes_a_group_and_a_rule_without_does_not() -> None
     assert (muon.param_groups[0]["momentum"], muon.param_groups[0]["weight_decay"]) == (0.8, 0.1)
 
 
-def test_the_first_rule_that_matches_decides() -> None:
+def test_the_first_matching_rule_selects_optimizer_and_rate() -> None:
     optimizers = container(recipe(rule("layers.0.wq.*", "muon", lr=0.5), rule("*.wq.*", "muon", lr=0.25)))
     assert optimizers.learning_rates() == {
         "muon/layers.0.wq.*": 0.5,
@@ -113,7 +114,7 @@ def test_learning_rates_are_current() -> None:
     assert optimizers.learning_rates() == {"muon": 0.01, "adamw": 0.0015}
 
 
-def test_parameters_are_found_by_the_name_of_their_optimizer() -> None:
+def test_parameters_returns_the_parameters_of_a_named_optimizer() -> None:
     model = Model()
     optimizers = container(recipe(rule("*.norm.*", "adamw", lr=0.1)), model)
     named = dict(model.named_parameters())
@@ -122,7 +123,7 @@ def test_parameters_are_found_by_the_name_of_their_optimizer() -> None:
     assert optimizers.parameters("sgd") == []
 
 
-def test_options_of_a_whole_optimizer_reach_it() -> None:
+def test_options_of_a_whole_optimizer_reach_the_optimizer() -> None:
     muon = container(recipe()).optimizers[1]
     assert isinstance(muon, Muon)
     assert {state["momentum_buffer"].dtype for state in muon.state.values()} == {torch.bfloat16}
@@ -140,7 +141,7 @@ def test_offload_and_state_dtype_reach_every_optimizer() -> None:
     assert [optimizers.optimizers[0]._offload, optimizers.optimizers[1]._options.offload] == ["none"] * 2
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_frozen_parameters_are_excluded() -> None:
     model = Model()
     model.get_parameter("layers.0.wq.weight").requires_grad_(False)
     model.get_parameter("output.weight").requires_grad_(False)
@@ -149,7 +150,7 @@ def test_frozen_parameters_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("taker", ["adamw", "muon"])
-def test_the_router_goes_where_the_recipe_says(taker: str) -> None:
+def test_the_recipe_selects_the_optimizer_of_the_router(taker: str) -> None:
     model = Model()
     model.layers["0"].router = nn.ModuleDict({"gate": nn.Linear(6, 4, bias=False)})
     assert any("layers.0.router.gate.weight" in group for group in names(container(recipe(router=taker), model))[taker])
@@ -191,49 +192,61 @@ def test_a_model_without_muon_parameters_is_an_error() -> None:
         container(recipe(rule("layers.*", "adamw")))
 
 
-def test_rules_for_every_parameter_may_leave_muon_none() -> None:
+def test_rules_may_leave_muon_without_parameters() -> None:
     assert list(names(container(recipe(rule("*", "adamw"))))) == ["adamw"]
 
 
-# Optimizers of other packages
+# Third-party optimizers
 
 
 @pytest.fixture
 def sgd(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Name of an optimizer registered by another package; `foreach` applies to all its parameters."""
+    """Name of an optimizer registered by another package; `foreach` applies to all parameters."""
     monkeypatch.setattr(registry.optimizers, "_values", dict(registry.optimizers._values))
     entry = registry.OptimizerEntry(lambda groups, **options: torch.optim.SGD(groups, **options), ("foreach",))
     registry.optimizers.register("their_sgd", entry)
     return "their_sgd"
 
 
-def test_parameters_on_the_host_are_said_to_every_optimizer_that_knows_of_it(sgd: str) -> None:
+def test_cpu_offload_sets_the_offload_option_of_muon_and_adamw(sgd: str) -> None:
     of = recipe(rule("*.norm.*", sgd, lr=0.5))
-    taken = container(replace(of, training=replace(of.training, enable_cpu_offload=True)))
-    by_name = dict(zip(names(taken), taken, strict=True))
+    optimizers = container(replace(of, training=replace(of.training, enable_cpu_offload=True)))
+    by_name = dict(zip(names(optimizers), optimizers, strict=True))
     assert by_name["adamw"]._offload == by_name["muon"]._options.offload == "parameters"
     assert isinstance(by_name[sgd], torch.optim.SGD), "another package's steps where its parameters are"
 
 
-def test_another_packages_optimizer_gets_its_options(sgd: str) -> None:
+def test_a_third_party_optimizer_gets_the_rules_options(sgd: str) -> None:
     of = recipe(rule("*.norm.*", sgd, lr=0.5, momentum=0.8), rule("tok_*", sgd, lr=0.25, foreach=True))
     taker = dict(zip(names(container(of)), container(of), strict=True))[sgd]
     assert isinstance(taker, torch.optim.SGD)
-    found = {(g["param_names"][0], g["lr"], g["momentum"], g["foreach"]) for g in taker.param_groups}
-    assert found == {("layers.0.norm.weight", 0.5, 0.8, True), ("tok_embeddings.weight", 0.25, 0.0, True)}
+    groups = {(g["param_names"][0], g["lr"], g["momentum"], g["foreach"]) for g in taker.param_groups}
+    assert groups == {("layers.0.norm.weight", 0.5, 0.8, True), ("tok_embeddings.weight", 0.25, 0.0, True)}
 
 
-def test_an_optimizer_that_keeps_its_states_on_the_device_is_refused_where_all_are_offloaded(sgd: str) -> None:
+def test_a_third_party_optimizer_skips_a_step_whose_norm_is_not_finite(sgd: str) -> None:
+    optimizers = container(recipe(rule("*.norm.*", sgd, lr=0.5)))
+    weights = optimizers.parameters(sgd)
+    for norm in (torch.tensor(torch.nan), torch.tensor(1.0)):
+        before = [weight.detach().clone() for weight in weights]
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizers.skip_unless_finite(NormCheck(norm, (), torch.zeros(0)))
+        next(o for o in optimizers if isinstance(o, torch.optim.SGD)).step()
+        assert all(map(torch.equal, before, weights)) == bool(norm.isnan())
+
+
+def test_an_optimizer_without_offload_is_refused_with_offload_state(sgd: str) -> None:
     of = recipe(rule("*.norm.*", sgd, lr=0.5), offload="state")
-    said = r'^optimizer\.offload = "state": their_sgd keeps its states on the device; set "none", .* adamw, muon$'
-    with pytest.raises(RecipeError, match=said):
+    message = r'^optimizer\.offload = "state": their_sgd keeps its states on the device; set "none", .* adamw, muon$'
+    with pytest.raises(RecipeError, match=message):
         container(of)
     with pytest.raises(ValueError, match=r"^offload: their_sgd cannot move its states$"):
         container(recipe(rule("*.norm.*", sgd, lr=0.5))).offload()
 
 
 @pytest.mark.parametrize("key", ["momentun", "params", "param_names"])
-def test_an_option_that_another_packages_optimizer_does_not_know_is_refused(sgd: str, key: str) -> None:
+def test_an_unknown_option_of_a_third_party_optimizer_is_refused(sgd: str, key: str) -> None:
     of = recipe(rule("*.wq.*", "adamw"), rule("*.norm.*", sgd, lr=0.5, **{key: 0.8}))
     with pytest.raises(
         RecipeError, match=rf"^optimizer\.rule\[1\]\.options\.{key}: their_sgd has no such option; .* lr"
@@ -250,13 +263,13 @@ def test_rules_with_different_shared_options_are_refused(sgd: str) -> None:
 # Clipping
 
 
-def test_another_packages_optimizer_is_clipped_as_adamw_is(sgd: str) -> None:
-    """By default only Muon is spared: `adamw` must not mean that an optimizer nobody thought of goes unclipped."""
+def test_a_third_party_optimizer_is_clipped_as_adamw(sgd: str) -> None:
+    """By default only Muon is exempt: `adamw` must include third-party optimizers."""
     model = Model()
     optimizers = container(recipe(rule("*.norm.*", sgd, lr=0.5), rule("*.wo.*", sgd, lr=0.5)), model)
-    taken = {name: {id(p) for p in optimizers.parameters(name)} for name in ("muon", "adamw", sgd)}
-    assert all(taken.values())
-    assert {id(p) for p in optimizers.clipped_parameters("adamw")} == taken["adamw"] | taken[sgd]
+    parameters = {name: {id(p) for p in optimizers.parameters(name)} for name in ("muon", "adamw", sgd)}
+    assert all(parameters.values())
+    assert {id(p) for p in optimizers.clipped_parameters("adamw")} == parameters["adamw"] | parameters[sgd]
     assert {id(p) for p in optimizers.clipped_parameters("all")} == {id(p) for p in model.parameters()}
     assert optimizers.clipped_parameters("none") == []
 
@@ -264,13 +277,13 @@ def test_another_packages_optimizer_is_clipped_as_adamw_is(sgd: str) -> None:
 # Model parts: the chunks of pipeline stages
 
 
-def test_several_parts_have_one_optimizer_of_each_name() -> None:
+def test_several_parts_share_an_optimizer_per_name() -> None:
     parts = Model(layers=1, ends=True), Model(layers=1, first=1, ends=False)
     optimizers = container(recipe(stages=2), *parts)
     assert names(optimizers) == {"muon": [HIDDEN], "adamw": [OTHERS]}
 
 
-def test_parts_of_the_same_names_are_a_mistake() -> None:
+def test_parts_with_equal_names_are_an_error() -> None:
     with pytest.raises(AssertionError, match="mismatch"):
         container(recipe(stages=2), Model(), Model())
 
@@ -302,22 +315,22 @@ def test_rules_are_judged_by_the_whole_model() -> None:
 
 
 def test_splits_are_judged_by_the_whole_model() -> None:
-    """A split may be for the layers of one pipeline rank alone."""
+    """A split may match only layers of one pipeline rank."""
     dims, lengths = "(h f) d -> h | f d", {"f": 2}
     of = recipe(stages=2)
     of = replace(of, muon=replace(of.muon, split=(Split(match="layers.1.wq.*", dims=dims, lengths=lengths),)))
     config = optimizer_config(of, whole_model())
     first, second = Model(layers=1), Model(layers=1, first=1, ends=False)
     plans = [HybridOptimizers(config, model_parts=[stage]).optimizers for stage in (first, second)]
-    found = [next(one for one in built if isinstance(one, Muon)).plan for built in plans]
-    assert [len(p.stack.matrices) > 1 for plan in found for p in plan.parameters] == [False, False, True, False]
+    muon_plans = [next(optimizer for optimizer in built if isinstance(optimizer, Muon)).plan for built in plans]
+    assert [len(p.stack.matrices) > 1 for plan in muon_plans for p in plan.parameters] == [False, False, True, False]
     unused = replace(of, muon=replace(of.muon, split=(Split(match="layers.7.*", dims=dims, lengths=lengths),)))
     with pytest.raises(RecipeError, match=r"muon\.split: 'layers\.7\.\*' matches no Muon parameter"):
         HybridOptimizers(optimizer_config(unused, whole_model()), model_parts=[first])
 
 
-def test_a_stage_without_hidden_matrices_builds_muon_with_the_others(monkeypatch) -> None:
-    """Muon compares ranks in its construction: other ranks would wait for a missing rank."""
+def test_a_stage_without_hidden_matrices_still_builds_muon(monkeypatch) -> None:
+    """Muon compares ranks in the construction: the remaining ranks would wait for a missing rank."""
     built: dict[str, list[tuple[str, ...]]] = {}
 
     def build(name: str, groups: Any, *_: Any) -> torch.optim.Optimizer:
@@ -330,13 +343,13 @@ def test_a_stage_without_hidden_matrices_builds_muon_with_the_others(monkeypatch
     assert built == {"muon": [()], "adamw": [("tok_embeddings.weight", "output.weight")]}
 
 
-def test_a_known_layout_is_split_in_the_optimizer_and_refused_with_offload_by_its_key() -> None:
-    """GPT-OSS's experts alternate in rows, whose momentum cannot come from the host."""
+def test_gpt_oss_experts_are_split_and_refused_with_offload() -> None:
+    """GPT-OSS's experts alternate in rows, and the momentum of interleaved rows cannot come from the host."""
     experts = type("GptOssGroupedExperts", (nn.Module,), {})()
     experts.mlp1_weight_EGD = nn.Parameter(torch.zeros(2, 8, 6))
     model = Model()
     model.experts = experts
-    (muon,) = (one for one in container(recipe(), model) if isinstance(one, Muon))
+    (muon,) = (optimizer for optimizer in container(recipe(), model) if isinstance(optimizer, Muon))
     assert {len(p.stack.matrices) for p in muon.plan.parameters if p.fqn.startswith("experts")} == {4}
     with pytest.raises(RecipeError, match=r'^optimizer\.offload = "state" does not take experts\.mlp1_weight_EGD'):
         container(recipe(offload="state"), model)
@@ -370,5 +383,5 @@ def test_the_state_is_flat_by_parameter_name_and_loads_back() -> None:
     loading.load_state_dict(state)
     for optimizers in (saving, loading):
         train(optimizers, seed=2)
-    for one, other in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for ours, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(ours, other)

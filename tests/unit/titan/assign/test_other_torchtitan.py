@@ -1,6 +1,6 @@
-"""A torchtitan whose modules have moved, as on its main branch: the optimizer trains, and recipes are refused in words.
+"""A torchtitan with moved modules, as on the main branch: the optimizer trains, and recipes are refused.
 
-Releases are tested by `make main-titan`. Here an import hook hides the modules that torchtitan's main branch has not.
+`make main-titan` tests releases. Here an import hook hides the modules missing on torchtitan's main branch.
 """
 
 import subprocess
@@ -44,12 +44,12 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_the_optimizer_needs_no_module_that_torchtitan_has_moved() -> None:
+def test_the_optimizer_imports_no_moved_torchtitan_module() -> None:
     done = run(TRAIN)
     assert done.returncode == 0, done.stderr
 
 
-def test_recipes_on_another_torchtitan_are_refused_in_words() -> None:
+def test_recipes_on_an_unsupported_torchtitan_are_refused_with_the_version() -> None:
     done = run(REFUSED)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("error: recipes need torchtitan 0.3.0, and torchtitan ") == 1

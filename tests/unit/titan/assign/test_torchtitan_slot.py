@@ -1,4 +1,4 @@
-"""`HybridOptimizers.Config` in the optimizer slot of TorchTitan's own configuration, trained as its Trainer does."""
+"""`HybridOptimizers.Config` in the optimizer slot of TorchTitan's configuration, trained as in TorchTitan's Trainer."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from titan_muon.titan import HybridOptimizers
 
 
 def configured(**options: Any) -> Any:
-    """TorchTitan's configuration of its debug Llama, with another optimizer."""
+    """TorchTitan's configuration of the debug Llama, with another optimizer."""
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     return dataclasses.replace(llama3_debugmodel(), optimizer=HybridOptimizers.Config(**options))
@@ -38,7 +38,7 @@ def train(model: nn.Module, optimizers: Any, scheduler: Any, steps: range) -> No
         scheduler.step()
 
 
-def test_torchtitans_own_configuration_trains_every_parameter_and_resumes_with_the_same_bits() -> None:
+def test_torchtitans_configuration_trains_and_resumes_with_equal_bits() -> None:
     tables = {"muon": {"lr": 0.02, "orthogonalize": "standard"}, "adamw": {"lr": 8e-4}}
     config = configured(tables=tables)
     model, optimizers, scheduler = built(config)
@@ -58,7 +58,7 @@ def test_torchtitans_own_configuration_trains_every_parameter_and_resumes_with_t
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-def test_torchtitans_implementation_is_adamws(implementation: str) -> None:
+def test_torchtitans_implementation_option_reaches_adamw(implementation: str) -> None:
     _, optimizers, _ = built(configured(implementation=implementation))
     adamw = dict(zip(optimizers.parts.groups, optimizers.optimizers, strict=True))["adamw"]
     flags = {name: adamw.param_groups[0][name] for name in ("fused", "foreach")}
@@ -76,13 +76,13 @@ def test_torchtitans_implementation_is_adamws(implementation: str) -> None:
         ({"implementation": "fused_opt_states_bf16"}, "'state_dtype': 'bfloat16'"),
     ],
 )
-def test_torchtitans_fields_that_are_not_read_are_refused(options: dict[str, Any], named: str) -> None:
+def test_unread_torchtitan_fields_are_refused(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         built(configured(**options))
 
 
-def test_an_error_of_one_stage_is_sent_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stage with the embedding has no matrix; other stages would wait in Muon's first collective."""
+def test_an_error_of_a_stage_is_sent_to_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage with the embedding has no matrix; the other stage would wait in Muon's first collective."""
     sent: list[Exception | None] = []
     monkeypatch.setattr(Agreement, "_raise_together", lambda self, fault: sent.append(fault))
     with pytest.raises(IndexError):

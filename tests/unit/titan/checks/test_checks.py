@@ -14,7 +14,7 @@ from titan_muon.titan.fault import RunFault
 from titan_muon.titan.recipe import Recipe
 
 
-def test_differences_name_every_value_and_its_ranks() -> None:
+def test_differences_names_every_value_and_the_ranks() -> None:
     reports = [{"a": "1", "b": "2"}, {"a": "1", "b": "3"}, {"a": "1"}, {"a": "1", "b": "3"}]
     assert differences(reports) == ["b is 2 on rank 0 and 3 on ranks 1, 3 and absent on rank 2"]
     assert differences(reports[:1] * 2) == []
@@ -44,13 +44,13 @@ RANKS = [RankReport(0, 8, 8, 11, 0, 0, -1), RankReport(1, 10, 10, 12, 0, 0, -1)]
         ({"data_rank": 0}, "ranks 0 and 1 train on the same sequences and read different text"),
     ],
 )
-def test_ranks_that_did_something_else_are_named(change: dict[str, int], text: str) -> None:
+def test_check_reports_names_differing_ranks(change: dict[str, int], text: str) -> None:
     check_reports(5, RANKS)
     with pytest.raises(RunFault, match=text):
         check_reports(5, [RANKS[0], replace(RANKS[1], **change)])
 
 
-def test_equal_inputs_of_two_data_ranks_are_found() -> None:
+def test_twins_finds_two_data_ranks_with_equal_inputs() -> None:
     assert twins(RANKS) is None
     assert twins([RANKS[0], replace(RANKS[1], crc=11)]) == (0, 1)
     assert twins([RANKS[0], replace(RANKS[0], position=8)]) is None, "tensor-parallel peers read the same"
@@ -62,8 +62,8 @@ class Layer(nn.Module):
         self.register_buffer("tokens_per_expert_E", torch.zeros(4))
 
 
-def test_dead_experts_are_named_once_until_they_get_tokens() -> None:
-    """No token in the reports of 100 steps; counts are those of a step, because the buffers may not be cleared."""
+def test_dead_experts_are_reported_once_until_the_next_token() -> None:
+    """No token in the reports of 100 steps. Counts are per step, because the buffers may not be cleared."""
     layer = Layer()
     loads = ExpertLoads([nn.Sequential(layer)], None, torch.device("cpu"))
     lines = {}
@@ -72,15 +72,15 @@ def test_dead_experts_are_named_once_until_they_get_tokens() -> None:
         layer.tokens_per_expert_E += torch.tensor([5.0, 3.0, 0.0, 4.0 if step < 200 else 0.0])
         tokens = loads.of_step()
         assert tokens["0"][0] == 5
-        if found := loads.dead(step, tokens):
-            lines[step] = found
+        if dead := loads.dead(step, tokens):
+            lines[step] = dead
     assert lines == {
         110: ["0: experts 2 got no token in any report of the last 100 steps"],
         300: ["0: experts 3 got no token in any report of the last 100 steps"],
     }
 
 
-def test_a_norm_that_is_not_finite_is_named_once_with_its_parameters() -> None:
+def test_the_causes_of_a_nonfinite_norm_are_reported_once() -> None:
     assert NormCheck(torch.tensor(1.0), ["a", "b"], torch.tensor([1.0, 0.0])).causes() is None
     norm = NormCheck(torch.tensor(float("nan")), ["a", "b"], torch.tensor([1.0, float("nan")]))
     assert norm.causes() == "b on rank 0"

@@ -1,4 +1,4 @@
-"""Loss curves that look wrong are named; curves of healthy runs, with odd batches, are not."""
+"""Suspicious loss curves are named; curves of healthy runs with outlier batches are not."""
 
 import random
 
@@ -19,7 +19,7 @@ def warnings(curve: Curve, reports: list[Report]) -> list[str]:
     return [line for report in reports for line in curve.add(report)]
 
 
-def test_healthy_curves_say_nothing() -> None:
+def test_healthy_curves_cause_no_warning() -> None:
     """1,000 reports with an odd batch now and then, of 20 runs."""
     for seed in range(20):
         curve = Curve()
@@ -27,7 +27,7 @@ def test_healthy_curves_say_nothing() -> None:
         assert curve.sound_until is None
 
 
-def test_dead_gradients_are_named_at_once_and_once() -> None:
+def test_dead_gradients_are_reported_immediately_and_once() -> None:
     curve = Curve()
     warnings(curve, healthy(20))
     lines = warnings(curve, [Report(step, 5.5, 0.0) for step in range(21, 30)])
@@ -39,7 +39,7 @@ def test_dead_gradients_are_named_at_once_and_once() -> None:
     assert "rose to 4.88e+03, from a median of" in tiny.add(Report(22, 2.0, 4883.0))[0]
 
 
-def test_a_jump_that_stays_is_named_after_ten_reports_and_its_end_is_said() -> None:
+def test_a_lasting_jump_is_reported_after_ten_reports_and_at_the_end() -> None:
     curve = Curve()
     warnings(curve, healthy(100))
     assert warnings(curve, [Report(step, 5.5, 1.0) for step in range(101, 110)]) == []
@@ -51,7 +51,7 @@ def test_a_jump_that_stays_is_named_after_ten_reports_and_its_end_is_said() -> N
     assert curve.sound_until is None
 
 
-def test_an_odd_document_leaves_no_trace() -> None:
+def test_an_outlier_batch_causes_no_warning() -> None:
     """Several steps in a row read a long document, as in a recipe with small batches."""
     curve = Curve(healthy(100))
     odd = [Report(step, 4.0, 4.0) for step in range(101, 106)]

@@ -33,7 +33,7 @@ TEXTS = ["", "plain ascii\n", "naïve — ünïcode", "🙂🚀 한국어", "a\0
 
 @pytest.fixture
 def data(tmp_path: Path) -> Data:
-    """Forty documents with unique bytes, so that a block identifies its documents."""
+    """Forty documents with unique bytes, so that a block identifies the documents."""
     folder = tmp_path / "text"
     folder.mkdir()
     for i in range(40):
@@ -83,7 +83,7 @@ def test_batches_have_the_trainers_format(data):
 
 
 def test_no_label_crosses_a_document_and_positions_restart(data):
-    """Position 0 is exactly at a block's start and at every opening mark; a label is the next token of its document."""
+    """Position 0 is exactly at a block's start and at every opening mark; a label is the next token of the document."""
     for batch in take(build(data), 30):
         for inputs, labels, positions in batch:
             starts = inputs == BOS
@@ -164,20 +164,20 @@ def test_a_checkpoint_resumes_at_the_next_block_under_any_layout(data, tmp_path,
     assert torch.equal(resumed, stream[40 : 40 + len(resumed)])
 
 
-def test_iterating_again_continues(data):
+def test_a_second_iteration_continues(data):
     """TorchTitan may ask for a new iterator: no block comes twice and none is left out."""
     loader = build(data)
     assert torch.equal(torch.cat(take(loader, 3) + take(loader, 3)), torch.cat(take(build(data), 6)))
 
 
 @pytest.mark.parametrize("change", [{"seed": 9}, {"validation_fraction": 0.5}, {"tokenizer": "bpe", "vocab_size": 260}])
-def test_state_of_other_data_is_refused(data, change):
+def test_a_state_of_different_data_is_refused(data, change):
     state = build(data).state_dict()
     with pytest.raises(ValueError, match="exclude_from_loading"):
         build(dataclasses.replace(data, **change)).load_state_dict(state)
 
 
-def test_split_is_disjoint_covers_all_and_ignores_the_seed(data):
+def test_the_split_is_disjoint_complete_and_independent_of_the_seed(data):
     documents = Documents(data)
     training, validation = set(documents.training.tolist()), set(documents.validation.tolist())
     assert not training & validation
@@ -193,11 +193,11 @@ def held_out(data: Data) -> set[str]:
     return {texts[i] for i in documents.validation}
 
 
-def test_split_keeps_a_document_on_its_side_when_others_come(data, tmp_path):
-    """Files of another folder give all files other names; a run on more text must not train on held-out text."""
+def test_new_documents_move_no_document_to_the_other_side_of_the_split(data, tmp_path):
+    """Files of another folder rename all files; a run on more text must not train on held-out text."""
     before = held_out(data)
     (tmp_path / "more" / "deep").mkdir(parents=True)
-    # So many that a fixed share of all documents would be other documents.
+    # With 61 more documents, a fixed share of all documents would select different documents.
     new = {f"something else {number}" for number in range(60)}
     for text in new:
         (tmp_path / "more" / "deep" / f"{text}.txt").write_text(text)
@@ -223,7 +223,7 @@ def rows(data: Data, name: str) -> Data:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_rows_of_a_file_are_documents(data, tmp_path, suffix):
-    """The same texts as rows are split as the files are, and pack into blocks that read as well."""
+    """Equal texts as rows have the split of the files, and pack into equal blocks."""
     texts = [path.read_text() for path in sorted((tmp_path / "text").iterdir())]
     table = [{"text": text, "url": "x"} for text in [*texts, ""]]
     file = tmp_path / "text" / f"all{suffix}"
@@ -259,7 +259,7 @@ def test_a_bad_row_is_named(data, tmp_path, name, content, named):
         build(rows(data, name))
 
 
-def test_bytes_that_are_no_text_are_warned_of(data, tmp_path, caplog):
+def test_binary_data_causes_a_warning(data, tmp_path, caplog):
     (tmp_path / "text" / "random.txt").write_bytes(bytes(range(256)) * 8)
     build(data)
     assert "random.txt is hardly text" in caplog.text
@@ -279,7 +279,7 @@ def test_both_sides_of_the_split_have_a_document(data, fraction):
     assert min(len(documents.training), len(documents.validation)) == 1
 
 
-def test_validation_reads_held_out_text_only_and_the_same_each_time(data):
+def test_validation_reads_the_same_held_out_text_in_every_pass(data):
     documents, corpus = opened(data)
     held_out = TokenBlocks(corpus, documents.validation, SEQ_LEN, seed=None)
     for seed in (0, 1):
@@ -291,7 +291,7 @@ def test_validation_reads_held_out_text_only_and_the_same_each_time(data):
 
 
 def held_out_blocks(data: Data, dp: int, batch: int, sequences: int) -> list[bytes]:
-    """The inputs of every sequence that counts in a validation on `dp` ranks, in no order."""
+    """The inputs of every counted sequence in a validation on `dp` ranks, in no order."""
     tokenizer = tokenizer_config(data).build(tokenizer_path="unused")
     config = dataclasses.replace(dataloader_config(data, validation=True), sequences=sequences)
     read, lengths = [], set()
@@ -319,7 +319,7 @@ def test_a_validation_reads_the_same_sequences_on_every_layout(data, sequences):
 
 
 def test_a_validation_in_microbatches_ends_with_a_whole_batch(data):
-    """TorchTitan drops a batch of a pipeline whose last microbatches the loader does not have."""
+    """TorchTitan drops a pipeline batch with missing last microbatches."""
     tokenizer = tokenizer_config(data).build(tokenizer_path="unused")
     config = dataclasses.replace(dataloader_config(data, validation=True), sequences=5, multiple=8)
     loader = config.build(dp_world_size=2, dp_rank=0, tokenizer=tokenizer, seq_len=SEQ_LEN, local_batch_size=1)
@@ -327,7 +327,7 @@ def test_a_validation_in_microbatches_ends_with_a_whole_batch(data):
 
 
 def test_torchtitan_can_replace_infinite_and_share_the_corpus(data, monkeypatch):
-    """Its validator builds a loader at every validation; only the first reads the text."""
+    """The validator builds a loader at every validation; only the first loader reads the text."""
     tokenizer = ByteTokenizer.Config().build()
     config = dataloader_config(data, validation=True)
     kwargs = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, "seq_len": SEQ_LEN, "local_batch_size": 1}
@@ -338,7 +338,7 @@ def test_torchtitan_can_replace_infinite_and_share_the_corpus(data, monkeypatch)
     assert torch.equal(torch.cat(first), torch.cat(second))
 
 
-def test_a_training_loader_that_is_not_infinite_ends_after_an_epoch(data):
+def test_a_finite_training_loader_ends_after_an_epoch(data):
     tokenizer = ByteTokenizer.Config().build()
     config = dataclasses.replace(dataloader_config(data), infinite=False)
     loader = config.build(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, seq_len=SEQ_LEN, local_batch_size=1)
@@ -359,25 +359,27 @@ def test_bytes_per_token_counts_text_bytes_over_predictions(data):
 
 def test_bytes_per_token_count_the_sequences_of_a_validation(data, tmp_path):
     """The loss covers the first sequences only, and documents may differ in bytes per token."""
-    folder = tmp_path / "two"
+    folder = tmp_path / "three"
     folder.mkdir()
-    for name in ("a", "b"):
-        (folder / f"{name}.txt").write_text("é" * 64 if name == "a" else "plain text " * 12)
+    texts = ("é" * 64, "plain text " * 12, "한" * 40)
+    for name, text in zip("abc", texts, strict=True):
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
     tokenizer = ByteTokenizer.Config().build()
     tokenizer.document = lambda text: [BOS, *range(min(len(text), 250)), EOS]
     tokenizer.fingerprint = "characters"
-    two = dataclasses.replace(data, files=(str(folder / "*.txt"),), validation_fraction=0.9999999)
-    config = dataloader_config(two, validation=True)
-    (held_out,) = Documents(two).validation
-    characters = {0: 64, 1: 132}[int(held_out)]
-    size = {0: 128, 1: 132}[int(held_out)]
-    whole = dataclasses.replace(config, sequences=1)
-    assert bytes_per_token(whole, tokenizer, characters + 1) == pytest.approx(size / (characters + 1))
-    assert bytes_per_token(whole, tokenizer, 8) == pytest.approx(size / (characters + 1)), "a part in proportion"
+    three = dataclasses.replace(data, files=(str(folder / "*.txt"),), validation_fraction=0.9999999)
+    config = dataloader_config(three, validation=True)
+    first, second = (texts[number] for number in Documents(three).validation)
+    expected = len(first.encode()) / (len(first) + 1)
+    one = dataclasses.replace(config, sequences=1)
+    assert bytes_per_token(one, tokenizer, len(first) + 1) == pytest.approx(expected)
+    assert bytes_per_token(one, tokenizer, 8) == pytest.approx(expected), "a part in proportion"
+    both = len((first + second).encode()) / (len(first) + len(second) + 2)
+    assert bytes_per_token(config, tokenizer, 1) == pytest.approx(both)
 
 
 def test_the_longest_document_and_the_standard_library_pack(tmp_path, monkeypatch):
-    """A document far longer than a block goes on in the next one; a slice of the real default source trains."""
+    """A document far longer than a block continues in the next block; a slice of the real default source trains."""
     real = documents_module._python_files()
     assert len(real) > 300
     assert not any("site-packages" in name for name in real)
@@ -445,7 +447,7 @@ def test_the_corpus_is_tokenized_once(data, monkeypatch):
     assert not list(Path(data.cache).glob("*.tmp"))
 
 
-def test_changed_text_is_tokenized_anew(data, tmp_path):
+def test_changed_text_is_tokenized_again(data, tmp_path):
     before = build(data).fingerprint
     (tmp_path / "text" / "00.txt").write_text("changed")
     assert build(data).fingerprint != before
@@ -465,7 +467,7 @@ def test_a_damaged_corpus_is_built_again(data, victim, damage):
     assert torch.equal(torch.cat(take(build(data), 5)), expected)
 
 
-def test_a_build_that_fails_leaves_no_cache(data, monkeypatch):
+def test_a_failed_build_leaves_no_cache(data, monkeypatch):
     def fail(self: ByteTokenizer, text: str) -> list[int]:
         if text.startswith("20"):
             raise RuntimeError("out of order")
@@ -490,13 +492,13 @@ def test_source_files_without_a_pattern_is_refused(data):
         build(dataclasses.replace(data, files=()))
 
 
-def test_files_that_are_all_empty_are_refused(tmp_path):
+def test_empty_files_are_refused(tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(RecipeError, match=r"data\.files.*all 1 files found are empty"):
         build(Data(source="files", files=(str(tmp_path / "*.txt"),), cache=str(tmp_path / "cache")))
 
 
-def test_globs_recurse_and_a_file_comes_once(tmp_path, monkeypatch):
+def test_globs_recurse_and_list_a_file_once(tmp_path, monkeypatch):
     (tmp_path / "a" / "b").mkdir(parents=True)
     for name in ("top.txt", "a/one.txt", "a/b/two.txt"):
         (tmp_path / name).write_text(name)
@@ -508,23 +510,23 @@ def test_globs_recurse_and_a_file_comes_once(tmp_path, monkeypatch):
 def test_order_and_split_depend_on_files_not_on_patterns(data, tmp_path, monkeypatch):
     """Absolute or relative, from any folder, one pattern or two: the same files train and are held out."""
     monkeypatch.chdir(tmp_path / "text")
-    found = []
+    digests = []
     for files in (data.files, ("*.txt",), ("../text/[0-1]*.txt", "./[2-9]*.txt")):
         documents = Documents(dataclasses.replace(data, files=files))
         names = [document.name for document in documents.all]
-        found.append((names, documents.digest, documents.training.tolist(), documents.validation.tolist()))
-    assert found[0] == found[1] == found[2]
+        digests.append((names, documents.digest, documents.training.tolist(), documents.validation.tolist()))
+    assert digests[0] == digests[1] == digests[2]
 
 
-def test_one_document_cannot_be_split(tmp_path):
+def test_a_single_document_cannot_be_split(tmp_path):
     (tmp_path / "one.txt").write_text("word " * 100)
-    one = Data(source="files", files=(str(tmp_path / "one.txt"),), cache=str(tmp_path / "cache"))
+    single = Data(source="files", files=(str(tmp_path / "one.txt"),), cache=str(tmp_path / "cache"))
     with pytest.raises(RecipeError, match=r"data\.validation_fraction.*at least 2 documents"):
-        build(one)
-    assert len(take(build(dataclasses.replace(one, validation_fraction=0.0)), 50)) == 50
+        build(single)
+    assert len(take(build(dataclasses.replace(single, validation_fraction=0.0)), 50)) == 50
 
 
-def test_validation_with_nothing_held_out_is_refused(data):
+def test_validation_without_held_out_text_is_refused(data):
     with pytest.raises(RecipeError, match=r"data\.validation_fraction = 0.*validator\.enable"):
         dataloader_config(dataclasses.replace(data, validation_fraction=0.0), validation=True)
 
@@ -536,7 +538,7 @@ def test_text_shorter_than_a_block_is_refused(data):
         build(data, validation=True, seq_len=10_000)
 
 
-def test_a_cache_that_cannot_be_written_is_named(data, tmp_path):
+def test_the_error_names_an_unwritable_cache(data, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(RecipeError, match=r"data\.cache"):
         build(dataclasses.replace(data, cache=str(tmp_path / "file" / "cache")))
@@ -552,8 +554,8 @@ def save_hf_tokenizer(data: Data, folder: Path, marks: dict[str, str]) -> Data:
 
 
 @pytest.mark.parametrize("marks", [{"bos_token": "<s>", "eos_token": "</s>"}, {"eos_token": "</s>"}])
-def test_hf_tokenizer_marks_both_ends_of_every_document(data, tmp_path, marks):
-    """A tokenizer without an opening mark opens documents with its closing mark."""
+def test_the_hf_tokenizer_marks_start_and_end_of_every_document(data, tmp_path, marks):
+    """A tokenizer without an opening mark opens documents with the closing mark."""
     hf = save_hf_tokenizer(data, tmp_path / "hf", marks)
     tokenizer = tokenizer_config(hf).build(tokenizer_path="not this folder")
     assert isinstance(tokenizer, HuggingFaceTokenizer)
@@ -566,7 +568,7 @@ def test_hf_tokenizer_marks_both_ends_of_every_document(data, tmp_path, marks):
     assert isinstance(build(hf), PackedDataLoader)
 
 
-def test_hf_tokenizer_needs_its_file_and_a_mark(data, tmp_path):
+def test_the_hf_tokenizer_needs_a_file_and_a_mark(data, tmp_path):
     with pytest.raises(RecipeError, match=r"data\.tokenizer_path.*tokenizer\.json"):
         tokenizer_config(dataclasses.replace(data, tokenizer="hf", tokenizer_path=str(tmp_path))).build()
     with pytest.raises(RecipeError, match="neither bos_token nor eos_token"):

@@ -23,7 +23,7 @@ SHAPES = {"wide": (64, 4096), "tall": (512, 32), "experts": (3, 64, 32)}
 
 
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
-def test_the_memory_of_a_step_and_its_states_are_counted(rule: str) -> None:
+def test_the_dry_run_counts_the_memory_of_states_and_step(rule: str) -> None:
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     for parameter in parameters.values():
         parameter.grad = torch.full_like(parameter, 1e-3)

@@ -1,4 +1,4 @@
-"""The verdict of a dry run: memory against the GPU, the training step, and Muon's share of it."""
+"""The verdict of a dry run: memory against the GPU, the training step, and Muon's share."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def recipe(mode: str = "selective", **parallelism: int) -> Recipe:
     return replace(plain, training=training, parallelism=replace(plain.parallelism, **parallelism))
 
 
-def test_activations_of_llama_are_near_a_rehearsal() -> None:
+def test_modelled_activations_of_llama_match_a_rehearsal() -> None:
     """14.4 GiB beside parameters and states: `make rehearse` of llama3_8b on 1,024 ranks, docs/rehearsal.md."""
     memory = pass_memory(recipe(), 1024, SIZE, llama3_8b())
     assert memory.total / GIB == pytest.approx(14.83 - 0.22 - 0.23, rel=0.1)
@@ -63,22 +63,22 @@ def test_checkpointing_and_parallelism_lower_the_activations() -> None:
     assert split.activations < kept["selective"].activations / 2
 
 
-def test_a_step_of_more_tokens_takes_longer_and_waits_for_fsdp_where_links_are_slow() -> None:
+def test_a_modelled_step_grows_with_tokens_and_waits_for_slow_fsdp_links() -> None:
     whole = recipe()
-    one = training_of(whole, 64, SIZE, llama3_8b(), H100)
+    step = training_of(whole, 64, SIZE, llama3_8b(), H100)
     batch = replace(whole, training=replace(whole.training, global_batch_size=256))
     four = training_of(batch, 64, SIZE, llama3_8b(), H100)
-    assert (one.passes, four.passes) == (1, 4)
-    assert four.compute == pytest.approx(4 * one.compute)
-    assert four.tokens == 4 * one.tokens == 256 * 4096
+    assert (step.passes, four.passes) == (1, 4)
+    assert four.compute == pytest.approx(4 * step.compute)
+    assert four.tokens == 4 * step.tokens == 256 * 4096
     node = training_of(whole, 8, SIZE, llama3_8b(), H100)
-    assert node.fsdp < node.compute < one.fsdp, "eight GPUs share NVLink"
+    assert node.fsdp < node.compute < step.fsdp, "eight GPUs share NVLink"
     assert node.seconds == node.compute
-    assert one.tensor == one.experts == 0
+    assert step.tensor == step.experts == 0
     assert training_of(recipe(tensor_parallel_degree=8), 64, SIZE, llama3_8b(), H100).tensor > 0
 
 
-def test_experts_travel_and_their_tokens_are_kept() -> None:
+def test_expert_parallel_traffic_counts_tokens_to_every_expert_and_back() -> None:
     experts = [
         Assignment("layers.0.attention.wo.weight", (2048, 2048), "muon", "", None),
         Assignment("layers.0.moe.w1", (128, 768, 2048), "muon", "", None),
@@ -96,7 +96,7 @@ def verdict(states: int, passes: int = 1) -> Verdict:
     return Verdict(training, 0.02, 0.005, 0.01, memory, 5 * GIB, 79 * GIB)
 
 
-def test_the_peak_is_that_of_backward_or_of_the_step() -> None:
+def test_the_peak_is_the_maximum_of_backward_and_step() -> None:
     assert verdict(10 * GIB).peak == (10 + 10 + 5 + 26) * GIB
     assert verdict(10 * GIB, passes=2).peak == (10 + 10 + 5 + 10 + 26) * GIB, "accumulated gradients stay"
     small = replace(verdict(10 * GIB), training=replace(verdict(0).training, memory=PassMemory(0, 0, 0)))
@@ -106,6 +106,6 @@ def test_the_peak_is_that_of_backward_or_of_the_step() -> None:
     assert sum(memory_parts(verdict(GIB)).values()) >= verdict(GIB).peak
 
 
-def test_the_overhead_is_over_a_step_with_adamw_alone() -> None:
+def test_the_overhead_compares_with_a_step_of_adamw() -> None:
     assert verdict(GIB).seconds == pytest.approx(2.5 + 0.025)
     assert verdict(GIB).overhead == pytest.approx((0.025 - 0.01) / (2.5 + 0.01))

@@ -35,7 +35,7 @@ def test_the_first_error_is_the_root_cause_of_torchruns_summary(
     assert shown.splitlines()[-2].endswith("muon.lr = -1 is not accepted")
 
 
-def test_a_later_attempt_ends_as_the_earlier_one_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_attempt_ends_with_the_earlier_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt(tmp_path, 0, 1, monkeypatch)
     assert earlier_end() is None
     record_end("diverged", 1, first=True)
@@ -45,15 +45,15 @@ def test_a_later_attempt_ends_as_the_earlier_one_did(tmp_path: Path, monkeypatch
     assert json.loads(file.read_text())["message"]["message"] == "diverged"
 
 
-def test_an_error_of_another_kind_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a crash, whose traceback TorchTitan writes, or a torn file, a restart trains."""
+def test_a_restart_after_a_crash_has_no_earlier_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a crash with TorchTitan's traceback, or with a torn file, a restart trains."""
     attempt(tmp_path, 0, 0, monkeypatch).write_text('{"message": {"message": "CUDA error"}}')
     attempt(tmp_path, 0, 1, monkeypatch).write_text("{")
     attempt(tmp_path, 1, 0, monkeypatch)
     assert earlier_end() is None
 
 
-def test_without_torchrun_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_end_without_torchrun_writes_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     record_end("diverged", 1, first=True)
     assert earlier_end() is None
@@ -64,10 +64,10 @@ def test_a_later_attempt_ends_without_loading_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_mistake_of_any_rank_is_printed_once_by_the_first_rank_that_ends(
+def test_the_first_ending_rank_prints_a_mistake_of_any_rank_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun ends the other ranks at the first end, perhaps before rank 0 has printed."""
+    """torchrun ends the remaining ranks at the first end, perhaps before rank 0 has printed."""
     shown = {}
     for rank in (1, 0):
         monkeypatch.setenv("RANK", str(rank))

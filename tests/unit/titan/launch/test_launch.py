@@ -24,7 +24,7 @@ from titan_muon.titan.recipe import RecipeError
 LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
-def test_one_process_gets_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_gets_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     describe_world()
     assert set(os.environ) == LAUNCHER
@@ -40,8 +40,8 @@ def test_a_launchers_environment_is_kept(monkeypatch: pytest.MonkeyPatch, more: 
     assert os.environ == launched
 
 
-def test_tasks_of_srun_do_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`srun python train.py` with several tasks must be refused with the line to use, one task must train."""
+def test_several_srun_tasks_without_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the right command; a single task trains."""
     monkeypatch.setattr(os, "environ", {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"})
     with pytest.raises(RecipeError, match=r"srun started 8 tasks.*torchrun --nnodes"):
         describe_world()
@@ -56,12 +56,12 @@ SHORT = timedelta(seconds=20)
 def attempt(lasting: dist.Store, world_size: int) -> list[dist.Store]:
     """Stores of the ranks of an attempt; the last rank arrives first."""
     with ThreadPoolExecutor(world_size) as pool:
-        found = [pool.submit(store_of_attempt, lasting, r, world_size, SHORT) for r in reversed(range(world_size))]
-        return [each.result() for each in found]
+        futures = [pool.submit(store_of_attempt, lasting, r, world_size, SHORT) for r in reversed(range(world_size))]
+        return [future.result() for future in futures]
 
 
 def test_an_attempt_does_not_read_keys_of_an_earlier_attempt() -> None:
-    """All ranks of an attempt must share a store, in which nothing is left of the attempt before."""
+    """All ranks of an attempt share a store without keys of an earlier attempt."""
     lasting = dist.HashStore()
     first, second = attempt(lasting, 3), attempt(lasting, 3)
     first[0].set("address", "dead")
@@ -71,8 +71,8 @@ def test_an_attempt_does_not_read_keys_of_an_earlier_attempt() -> None:
     assert all(store.get("address") == b"new" for store in second)
 
 
-def test_an_attempt_that_was_cut_off_does_not_mislead_the_next() -> None:
-    """Killed ranks that arrived without their rank 0 do not count."""
+def test_an_interrupted_attempt_does_not_mislead_the_next() -> None:
+    """Killed ranks without an arrived rank 0 do not count."""
     lasting = dist.HashStore()
     dist.PrefixStore("titan_muon/attempts", lasting).add("arrivals", 1)
     stores = attempt(lasting, 2)
@@ -80,7 +80,7 @@ def test_an_attempt_that_was_cut_off_does_not_mislead_the_next() -> None:
     assert stores[1].check(["key"])
 
 
-def test_ranks_that_do_not_arrive_are_named() -> None:
+def test_the_timeout_names_missing_ranks() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] have not arrived"):
         store_of_attempt(dist.HashStore(), 0, 3, timedelta(seconds=0.1))
     store = dist.HashStore()
@@ -118,15 +118,15 @@ SIGN = Sign(host="node-a", pid=7, stage=5, beat=9)
     ],
 )
 def test_late_ranks_are_named(signs: dict[int, Sign], silent: set[int], expected: str) -> None:
-    """Those without a sign of life, or behind; nobody while all are at the same place, as in a long save."""
+    """Ranks without a sign of life, or behind; no rank while all are at the same place, as in a long save."""
     assert late_ranks(signs, silent, 2) == expected
     assert all(Sign.decode(sign.encode()) == sign for sign in signs.values())
 
 
-def test_a_silent_rank_is_named_once_and_ended(
+def test_a_silent_rank_is_reported_once_and_killed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One of three ranks with a common store stops: one line names the rank, and only its process ends."""
+    """One of three ranks with a common store stops: one line names the rank, and only this process ends."""
     killed: list[int] = []
     monkeypatch.setattr(watchdog_module.os, "kill", lambda pid, number: killed.append(pid))
     store = dist.HashStore()
@@ -135,7 +135,7 @@ def test_a_silent_rank_is_named_once_and_ended(
     monkeypatch.setattr(watchdog_module.socket, "gethostname", lambda: "h")
     monkeypatch.setattr(watchdog_module, "is_sibling", lambda pid: True)
     ranks[2]._tell()
-    with pytest.raises(RuntimeError, match="timed out"), ranks[0], ranks[1]:  # noqa: PT012 (the wait is what is tested)
+    with pytest.raises(RuntimeError, match="timed out"), ranks[0], ranks[1]:  # noqa: PT012 (the test is about the wait)
         time.sleep(2.2)
         raise RuntimeError("a collective that timed out")
     for watchdog in ranks[:2]:
@@ -148,7 +148,7 @@ def test_a_silent_rank_is_named_once_and_ended(
 
 
 @pytest.mark.parametrize("failed", [RuntimeError, FloatingPointError, None])
-def test_a_rank_that_hangs_beside_its_peers_ends_after_a_failure_of_theirs(
+def test_a_hanging_rank_ends_after_a_failure_of_a_peer(
     failed: type[Exception] | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The rank waits for no peer, so no collective fails, and SIGTERM only requests an end after the step."""
@@ -177,7 +177,7 @@ def test_a_rank_that_hangs_beside_its_peers_ends_after_a_failure_of_theirs(
     assert ("error: rank 1 ends: its peers are gone" in capfd.readouterr().err) == bool(failed)
 
 
-def test_an_error_that_follows_from_another_ranks_error_names_that_rank(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_follow_up_error_names_the_first_failed_rank(capfd: pytest.CaptureFixture[str]) -> None:
     """gloo says `Connection reset by peer` on rank 0 after rank 1's failure."""
     store = dist.TCPStore("localhost", 0, is_master=True)
     ranks = [Watchdog(store, rank, 2, first_timeout=9, timeout=9) for rank in range(2)]
@@ -187,7 +187,7 @@ def test_an_error_that_follows_from_another_ranks_error_names_that_rank(capfd: p
     assert "error: rank 0 ends because rank 1 failed first; read the error of rank 1" in capfd.readouterr().err
 
 
-def test_a_late_rank_that_lives_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_late_live_rank_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
     """The late rank also looks for late ranks, at another stage than the waiting ranks."""
     store = dist.HashStore()
     with Watchdog(store, 0, 2, first_timeout=1, timeout=1) as ahead, Watchdog(store, 1, 2, first_timeout=1, timeout=1):
@@ -196,7 +196,7 @@ def test_a_late_rank_that_lives_is_named_once(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().err.count("rank 1 (") == 1
 
 
-def test_the_first_time_out_holds_until_the_end_of_the_first_step() -> None:
+def test_the_first_timeout_lasts_until_the_end_of_the_first_step() -> None:
     watchdog = Watchdog(dist.HashStore(), 0, 2, first_timeout=9, timeout=2)
     limits = [watchdog.timeout]
     for _ in range(3):
@@ -205,8 +205,8 @@ def test_the_first_time_out_holds_until_the_end_of_the_first_step() -> None:
     assert limits == [9, 9, 2, 2], "before, in and after the first step, and in the second"
 
 
-def test_ranks_that_wait_together_are_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    """A save longer than the time-out, in which all ranks live, must neither be named nor ended."""
+def test_jointly_waiting_ranks_cause_no_report(capfd: pytest.CaptureFixture[str]) -> None:
+    """In a save longer than the timeout, with all ranks alive."""
     store = dist.HashStore()
     with Watchdog(store, 0, 2, first_timeout=1, timeout=1), Watchdog(store, 1, 2, first_timeout=1, timeout=1):
         time.sleep(2)
@@ -223,7 +223,7 @@ with FolderLock() as lock:
 """
 
 
-def test_a_folder_is_for_one_job_until_that_ends(tmp_path: Path) -> None:
+def test_a_second_job_in_a_folder_is_refused_until_the_first_ends(tmp_path: Path) -> None:
     """A second job must be refused with the holder's process and host, and let in once the first was killed."""
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
@@ -239,10 +239,10 @@ def test_a_folder_is_for_one_job_until_that_ends(tmp_path: Path) -> None:
         assert f"process {os.getpid()} on " in (tmp_path / LOCK_FILE).read_text()
 
 
-def test_a_file_system_without_locks_is_said(
+def test_a_file_system_without_locks_causes_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Lustre without flock, for example: the user must know that nothing keeps a second job out."""
+    """For example Lustre without flock: the user learns of the missing protection."""
 
     def unlocked(*_: object) -> None:
         raise OSError(38, "Function not implemented")
@@ -256,12 +256,12 @@ def test_a_file_system_without_locks_is_said(
 
 
 def test_only_processes_of_the_same_launcher_may_be_ended() -> None:
-    """A host's name may be that of another container, where the same process number means another process."""
+    """A host's name may belong to another container with different process numbers."""
     ours = "import sys, titan_muon.titan.launch.watchdog as w; sys.exit(not w.is_sibling(int(sys.argv[1])))"
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
         asked = [
             subprocess.run([sys.executable, "-c", ours, str(pid)], check=False) for pid in (child.pid, os.getppid())
         ]
         child.kill()
-    assert [one.returncode for one in asked] == [0, 1]
+    assert [process.returncode for process in asked] == [0, 1]
     assert not is_sibling(2**22 + 1), "there is no such process"

@@ -1,4 +1,4 @@
-"""The CPU's attention keeps packed documents apart, with the right values and gradients, and shares one mask."""
+"""The CPU's attention separates packed documents, with the right values and gradients, and shares one mask."""
 
 from unittest import mock
 
@@ -72,7 +72,7 @@ def test_values_and_gradients_equal_separate_documents(starts, kv_heads, value_d
     torch.testing.assert_close(gradients, torch.autograd.grad((expected * weights).sum(), (q, k, v)))
 
 
-def test_all_layers_of_a_forward_share_one_mask_and_no_batch_sees_anothers() -> None:
+def test_every_forward_builds_a_single_mask_per_batch() -> None:
     model = _model()
     share_dense_mask(model)
     tokens = torch.randint(64, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -88,7 +88,7 @@ def test_all_layers_of_a_forward_share_one_mask_and_no_batch_sees_anothers() -> 
         assert torch.equal(forward(batches[0]), first)
 
 
-def test_a_document_does_not_see_the_one_before() -> None:
+def test_a_document_does_not_attend_to_the_previous_document() -> None:
     model = _model()
     share_dense_mask(model)
     positions = _positions((0, 20))

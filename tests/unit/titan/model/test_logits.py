@@ -21,7 +21,7 @@ LONGEST = 46
 
 
 def qkv(kv_heads: int, value_dim: int) -> list[torch.Tensor]:
-    """Queries, keys and values (batch, tokens, heads, dim), large in one head."""
+    """Queries, keys and values (batch, tokens, heads, dim), large in a single head."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((4, 8), (kv_heads, 8), (kv_heads, value_dim))
     q, k, v = (torch.randn(len(STARTS), LENGTH, *shape, generator=generator, requires_grad=True) for shape in shapes)
@@ -33,11 +33,11 @@ def qkv(kv_heads: int, value_dim: int) -> list[torch.Tensor]:
 def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Unmasked logits, -inf elsewhere: (batch, heads, queries, keys)."""
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
-    found = torch.einsum("binh,bjnh->bnij", q, k) * SCALE
+    logit = torch.einsum("binh,bjnh->bnij", q, k) * SCALE
     document = torch.stack([(row == 0).cumsum(0) for row in _positions(*STARTS)])
     index = torch.arange(LENGTH)
     allowed = (index[:, None] >= index) & (document[:, :, None] == document[:, None, :])
-    return found.detach().masked_fill(~allowed[:, None], -math.inf)
+    return logit.detach().masked_fill(~allowed[:, None], -math.inf)
 
 
 def observer(inner: Any, heads: int = 4) -> Any:
@@ -45,14 +45,14 @@ def observer(inner: Any, heads: int = 4) -> Any:
     return inner.train()
 
 
-def test_logits_are_kept_although_a_pipeline_undoes_its_trial_run() -> None:
+def test_logits_are_kept_in_a_nonpersistent_buffer() -> None:
     inner = observer(ObservedDenseAttention.Config().build())
     assert [name for name, _ in inner.named_buffers()] == ["logits_max"]
     assert inner.state_dict() == {}
 
 
 @pytest.mark.parametrize(("kv_heads", "value_dim", "exact"), [(4, 8, False), (2, 8, False), (4, 6, True), (2, 6, True)])
-def test_dense_attention_keeps_the_largest_logits_and_computes_the_same(
+def test_dense_attention_records_the_maximum_logits_and_keeps_the_output(
     kv_heads: int, value_dim: int, exact: bool
 ) -> None:
     q, k, v = qkv(kv_heads, value_dim)
@@ -76,7 +76,7 @@ def test_dense_attention_keeps_the_largest_logits_and_computes_the_same(
     torch.testing.assert_close(gradients, torch.autograd.grad((expected * weights).sum(), (q, k, v)))
 
 
-def test_flex_attention_keeps_the_logits_of_its_kernel() -> None:
+def test_flex_attention_records_the_kernels_maximum_logits() -> None:
     """The kernel runs on GPUs only; the test replaces its output."""
     q, k, v = qkv(2, 8)
     inner = observer(ObservedFlexAttention.Config().build())
@@ -84,9 +84,9 @@ def test_flex_attention_keeps_the_logits_of_its_kernel() -> None:
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_aux: AuxRequest, **options: Any) -> Any:
         asked.append((return_aux, options["scale"], options["enable_gqa"]))
-        found = scores(q.transpose(1, 2), k.transpose(1, 2))
-        lse = found.logsumexp(-1) if return_aux.lse else None
-        return torch.zeros_like(q), AuxOutput(lse=lse, max_scores=found.amax(-1))
+        logits_of_kernel = scores(q.transpose(1, 2), k.transpose(1, 2))
+        lse = logits_of_kernel.logsumexp(-1) if return_aux.lse else None
+        return torch.zeros_like(q), AuxOutput(lse=lse, max_scores=logits_of_kernel.amax(-1))
 
     with mock.patch.object(logits.FlexAttention, "compiled_flex_attn", staticmethod(kernel)):
         arguments = {"attention_masks": _block_mask(_positions(*STARTS)), "scale": SCALE, "enable_gqa": True}
@@ -98,7 +98,7 @@ def test_flex_attention_keeps_the_logits_of_its_kernel() -> None:
     assert shapes == [(q.shape, q.shape[:3])]
 
 
-def test_varlen_attention_keeps_its_kernels_log_sum_exp() -> None:
+def test_varlen_attention_records_the_kernels_log_sum_exp() -> None:
     from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
     q, k, v = qkv(2, 8)
@@ -117,7 +117,7 @@ def test_varlen_attention_keeps_its_kernels_log_sum_exp() -> None:
     torch.testing.assert_close(inner.logits_max, lse.amax((0, 2)))
 
 
-def test_several_passes_keep_the_largest_and_validation_keeps_nothing() -> None:
+def test_several_passes_record_the_maximum_and_validation_records_none() -> None:
     mask = DenseMask.from_block_mask(_block_mask(_positions(*STARTS)))
     inner = observer(ObservedDenseAttention.Config().build())
     q, k, v = qkv(4, 6)
@@ -130,13 +130,13 @@ def test_several_passes_keep_the_largest_and_validation_keeps_nothing() -> None:
     assert torch.equal(inner.logits_max, kept)
 
 
-def test_an_attention_without_a_place_to_keep_them_runs_all_the_same() -> None:
+def test_an_attention_without_a_logit_buffer_runs() -> None:
     q, k, v = qkv(4, 8)
     mask = DenseMask.from_block_mask(_block_mask(_positions(*STARTS)))
     out = ObservedDenseAttention.Config().build()(q, k, v, attention_masks=mask, scale=SCALE)
     assert out.shape == q.shape
 
 
-def test_each_attention_has_one_that_observes_it() -> None:
+def test_every_attention_class_has_an_observing_subclass() -> None:
     for plain, observed in logits.OBSERVED.items():
         assert issubclass(observed, plain)

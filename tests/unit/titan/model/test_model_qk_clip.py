@@ -25,14 +25,14 @@ ONE_RANK: Any = SimpleNamespace(tp=1, tp_enabled=False)
 
 
 def tokens() -> tuple[torch.Tensor, torch.Tensor]:
-    """Two rows of packed documents: tokens, and positions that begin anew in each document."""
+    """Two rows of packed documents: tokens, and positions with a restart in each document."""
     drawn = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     lengths = ((20, 28), (7, 41))
     return drawn, torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
 
 
 def build(family: str, threshold: float = 100.0, checkpoint: str = "none", backend: str | None = None) -> Any:
-    """The tiny model of a family with kept logits, and its QKClip."""
+    """The tiny model of a family with kept logits, and the QKClip."""
     section = sections.QKClip(mode="clip", threshold=threshold)
     spec = model_spec(family, "tiny", vocab_size=VOCAB, on_cpu=True)
     spec.model.layers = spec.model.layers[:2]
@@ -66,8 +66,8 @@ def train(model: Any) -> None:
 
 @contextmanager
 def exact_logits(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Meanwhile, the largest logit of each head of the first layer in each forward, from its queries and keys."""
-    found: dict[str, torch.Tensor] = {}
+    """While active, the largest logit of each head of the first layer in each forward, from queries and keys."""
+    largest: dict[str, torch.Tensor] = {}
     inner = model.get_submodule("layers.0.attention.inner_attention")
 
     def look(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
@@ -75,15 +75,15 @@ def exact_logits(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
         k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
         scale = q.shape[-1] ** -0.5 if kwargs["scale"] is None else kwargs["scale"]
         scores = torch.einsum("binh,bjnh->bnij", q, k) * scale
-        found["layers.0"] = scores.masked_fill(~kwargs["attention_masks"].allowed, -torch.inf).amax((0, 2, 3))
+        largest["layers.0"] = scores.masked_fill(~kwargs["attention_masks"].allowed, -torch.inf).amax((0, 2, 3))
 
     handle = inner.register_forward_pre_hook(look, with_kwargs=True)
-    yield found
+    yield largest
     handle.remove()
 
 
 def full_queries(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Latent attention with one query projection, like Moonlight's."""
+    """Latent attention with a single query projection, like Moonlight's."""
     module = models._family("deepseek_v3")
     monkeypatch.setitem(module.FLAVORS, "tiny", replace(module.FLAVORS["tiny"], q_rank=0))
     return "deepseek_v3"
@@ -109,19 +109,19 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_heads_above_the_threshold_are_brought_to_it_and_others_stay(
+def test_only_heads_above_the_threshold_are_clipped_to_the_threshold(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first layer, with an unclipped input: the same batch has the promised logits again."""
     family = FAMILIES[kind](monkeypatch)
     model, clip = build(family)
-    with exact_logits(model) as found:
+    with exact_logits(model) as largest:
         train(model)
-        before, seen = found["layers.0"], clip.logits("layers.0", 0, 8).clone()
+        before, seen = largest["layers.0"], clip.logits("layers.0", 0, 8).clone()
         clip.threshold = float(seen.sort().values[5])
         clip.apply()
         train(model)
-        after = found["layers.0"]
+        after = largest["layers.0"]
     above = seen > clip.threshold
     assert above.sum() == 2
     if family == "deepseek_v3":
@@ -132,7 +132,8 @@ def test_heads_above_the_threshold_are_brought_to_it_and_others_stay(
     assert (seen <= before + torch.tensor(41.0).log()).all()
     factors = (clip.threshold / seen).clamp(max=1.0)
     shared = factors.view(4, 2).amin(1).repeat_interleave(2)
-    # Queries by their own factor, keys of a group by the smallest: square roots, because alpha is one half.
+    # Queries by the factor of the head, keys of a group by the smallest factor: square roots, because alpha is one
+    # half.
     torch.testing.assert_close(after, before * (factors * shared).sqrt())
     assert (after[above] <= clip.threshold).all()
 
@@ -150,7 +151,7 @@ def test_recomputed_and_compiled_layers_record_the_same_logits(checkpoint: str, 
         assert torch.equal(clip._logits, torch.full_like(clip._logits, -torch.inf))
 
 
-def test_validation_observes_nothing() -> None:
+def test_validation_records_no_logits() -> None:
     model, clip = build("llama3")
     drawn, positions = tokens()
     with torch.no_grad():
@@ -164,8 +165,8 @@ def test_every_layer_of_every_family_is_observed() -> None:
         spec = model_spec(family, "tiny", on_cpu=True)
         observe_logits(spec.model, sections.QKClip(mode="log"))
         with torch.device("meta"):
-            found = [m for m in spec.model.build().modules() if isinstance(m, LogitObserver)]
-        assert len(found) == len(spec.model.layers)
+            observers = [m for m in spec.model.build().modules() if isinstance(m, LogitObserver)]
+        assert len(observers) == len(spec.model.layers)
 
 
 def test_without_qk_clip_a_model_is_unchanged() -> None:
@@ -183,7 +184,7 @@ def test_options_of_the_inner_attention_are_kept() -> None:
     assert spec.model.layers[0].attention.inner_attention.kernel_options == {"BLOCK_M": 32}
 
 
-def test_clipping_behind_qk_norm_is_refused_and_logging_is_not() -> None:
+def test_qk_norm_refuses_clipping_and_allows_logging() -> None:
     spec = model_spec("qwen3", "tiny")
     with pytest.raises(RecipeError, match=r'^qk_clip\.mode = "clip" is not possible: layers\.0 normalizes .* "log" or'):
         observe_logits(spec.model, sections.QKClip(mode="clip"))
@@ -197,7 +198,7 @@ def test_unknown_attention_is_refused() -> None:
         observe_logits(spec.model, sections.QKClip(mode="log"))
 
 
-def test_the_plan_in_words() -> None:
+def test_the_dry_run_describes_qk_clip_and_the_all_reduce() -> None:
     sent = reduced_bytes(model_spec("deepseek_v3", "kimi_k2").model)
     assert sent == 61 * 64 * 4
     assert list(qk_clip_lines(sections.QKClip(), sent, 8)) == []
@@ -232,19 +233,19 @@ def largest_logits(clips: bool) -> list[float]:
     muon = Muon([(n, p) for n, p in named if n in hidden], lr=0.1, weight_decay=0.0, ns_dtype="float32")
     adamw = torch.optim.AdamW([p for name, p in named if name not in hidden])
     drawn, positions = tokens()
-    found = []
+    largest = []
     for _ in range(14):
         logits = model(drawn, positions=positions, attention_masks=model.get_attention_masks(positions))
         nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), drawn[:, 1:].flatten()).backward()
         muon.step()
         adamw.step()
         clip.apply()
-        found.append(max(clip.report().max_logit.values()))
+        largest.append(max(clip.report().max_logit.values()))
         model.zero_grad()
-    return found
+    return largest
 
 
-def test_logits_that_explode_at_a_large_learning_rate_stay_near_the_threshold_with_clipping() -> None:
+def test_clipping_limits_exploding_logits_of_a_large_learning_rate() -> None:
     without, clipped = largest_logits(False), largest_logits(True)
     first = next(step for step, logit in enumerate(without) if logit > 30)
     assert clipped[: first + 1] == without[: first + 1], "nothing changes before the first head is clipped"

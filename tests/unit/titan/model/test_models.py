@@ -10,8 +10,8 @@ from titan_muon import registry
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.recipe import RecipeError
 
-# (rows, columns, matrices in one parameter) of every matrix inside the layers, the router's apart, to the number of
-# parameters of that shape. Published sizes; see the sources in each family's module.
+# (rows, columns, matrices per parameter) of every matrix inside the layers, except the router's, to the number of
+# parameters of this shape. Published sizes; see the sources in each family's module.
 MLA_671B = {
     (1536, 7168, 1): 61,
     (24576, 1536, 1): 61,
@@ -159,13 +159,13 @@ def test_tiny_flavor_fits_a_laptop_and_divides_by_4(key) -> None:
         assert layer.moe is None or layer.moe.num_experts % 4 == 0
 
 
-def test_each_projection_is_one_parameter() -> None:
+def test_every_projection_is_a_separate_parameter() -> None:
     names = [name for name in _parameters("qwen3", "tiny") if name.startswith("layers.0.attention.qkv")]
     assert names == [f"layers.0.attention.qkv_linear.{w}.weight" for w in ("wq", "wk", "wv")]
 
 
 @pytest.mark.parametrize("key", TINY, ids="/".join)
-def test_vocabulary_replaces_the_flavors_own(key) -> None:
+def test_the_vocabulary_option_replaces_the_flavors_vocabulary(key) -> None:
     parameters = _parameters(*key, vocab_size=258)
     assert parameters["tok_embeddings.weight"].shape[0] == 258
     assert parameters["lm_head.weight"].shape[0] == 258

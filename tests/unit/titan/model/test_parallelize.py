@@ -22,7 +22,7 @@ def _spec():
     return model_spec("qwen3", "tiny")
 
 
-def test_a_placement_that_is_not_there_is_refused() -> None:
+def test_an_unknown_placement_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"placement\.muon = 'shard1' is unknown; did you mean 'shard0'"):
         with_placement(_spec(), Recipe(placement=Placement(muon="shard1")))
 
@@ -42,31 +42,31 @@ def test_owned_is_for_decoders_of_torchtitan() -> None:
         ("llama3", "tiny", {"expert_parallel_degree": 2}, "degree = 2, but the model has no experts"),
     ],
 )
-def test_degrees_that_do_not_divide_the_model_are_refused(name, flavor, degrees, message) -> None:
+def test_degrees_must_divide_the_model(name, flavor, degrees, message) -> None:
     with pytest.raises(RecipeError, match=message):
         with_placement(model_spec(name, flavor), Recipe(parallelism=Parallelism(**degrees)))
 
 
-def test_degrees_that_divide_the_model_are_taken() -> None:
+def test_dividing_degrees_are_accepted() -> None:
     degrees = Recipe(parallelism=Parallelism(tensor_parallel_degree=8, expert_parallel_degree=16))
     with_placement(model_spec("deepseek_v3", "tiny"), degrees)
 
 
-def test_a_sequence_that_context_parallelism_cannot_cut_is_refused() -> None:
+def test_context_parallelism_refuses_an_indivisible_sequence() -> None:
     spec = with_placement(_spec(), Recipe())
     training = SimpleNamespace(seq_len=384)
     with pytest.raises(RecipeError, match=r"training\.seq_len = 384 must be a multiple of 256"):
         spec.parallelize_fn(None, training=training, parallelism=SimpleNamespace(context_parallel_degree=2))
 
 
-def test_the_given_specification_is_left_alone() -> None:
+def test_with_placement_does_not_change_the_specification() -> None:
     spec = _spec()
     parallelize_fn = spec.parallelize_fn
     assert with_placement(spec, Recipe()).parallelize_fn is not parallelize_fn
     assert spec.parallelize_fn is parallelize_fn
 
 
-def test_owners_are_weighed_by_the_algorithm_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owners_are_balanced_by_the_flops_of_the_chosen_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU `auto` takes the Gram iteration for a wide matrix, at a lower cost."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     flops = {device: _flops(Recipe(), device)(1024, 8192) for device in ("cpu", "cuda")}
@@ -75,11 +75,11 @@ def test_owners_are_weighed_by_the_algorithm_that_runs(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_dry_run_balances_owners_by_the_costs_of_the_device_that_it_plans_for(
+def test_a_dry_run_balances_owners_by_the_costs_of_the_planned_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    """The Gram iteration pays for other shapes on GPUs, and other costs give other owners."""
-    # After `titan.model`, which prepares TorchTitan for the CPU.
+    """The Gram iteration pays for different shapes on GPUs, and different costs give different owners."""
+    # After `titan.model`, because this module prepares TorchTitan for the CPU.
     from titan_muon.titan.dry_run.meta_model import build_meta_model
 
     asked = []

@@ -41,7 +41,7 @@ def test_every_stage_starts_as_in_the_whole_model(family: str, flavor: str) -> N
     torch.manual_seed(SEED)
     with torch.no_grad():
         alone.init_weights(buffer_device=None)
-    expected, found = started(alone), {}
+    expected, weights = started(alone), {}
     ends = [f"layers.{index}" for index in range(3, len(whole.layers))]
     for number, names in enumerate((*PARTS[:2], ends, PARTS[3])):
         part = _split_module(whole, list(names)).to_empty(device="cpu")
@@ -53,13 +53,13 @@ def test_every_stage_starts_as_in_the_whole_model(family: str, flavor: str) -> N
             init_within(whole, part, SEED)
         assert torch.equal(torch.get_rng_state(), stream), "the stage goes on with its own seed"
         assert "init_weights" not in vars(part), "the whole model is let go"
-        found |= started(part)
-    assert found.keys() == expected.keys()
+        weights |= started(part)
+    assert weights.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(weights[name], value), name
 
 
-def test_pipelining_gives_the_stages_these_values() -> None:
+def test_pipelining_gives_every_stage_the_values_of_the_whole_model() -> None:
     spec, parts = model_spec("llama3", "tiny"), []
 
     def cut(model: torch.nn.Module, **_: object) -> tuple[object, ...]:
@@ -91,13 +91,13 @@ def test_pipelining_gives_the_stages_these_values() -> None:
         ("DualPipeV", "'DualPipeV'.*use 'ZBVZeroBubble'"),
     ],
 )
-def test_a_schedule_that_cannot_be_run_is_refused(schedule: str, message: str) -> None:
+def test_an_impossible_schedule_is_refused(schedule: str, message: str) -> None:
     import re
 
     assert re.search(message, refused(pipeline_parallel_schedule=schedule))
 
 
-def test_a_schedule_file_must_be_there() -> None:
+def test_a_schedule_file_must_exist() -> None:
     assert "pipeline_parallel_schedule_csv = '/no/such.csv' is not a file" in refused(
         pipeline_parallel_schedule="PipelineScheduleMulti", pipeline_parallel_schedule_csv="/no/such.csv"
     )
@@ -112,7 +112,7 @@ def test_a_schedule_file_must_be_there() -> None:
         (PARTS, "has 4 parts; 1F1B on parallelism.pipeline_parallel_degree = 2 takes 2 parts"),
     ],
 )
-def test_parts_that_drop_or_reorder_modules_are_refused(parts: tuple[tuple[str, ...], ...], message: str) -> None:
+def test_dropped_or_reordered_modules_are_refused(parts: tuple[tuple[str, ...], ...], message: str) -> None:
     assert message in refused(module_fqns_per_model_part=parts)
 
 
@@ -123,7 +123,7 @@ def test_parts_must_be_dealt_out_evenly() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble"])
-def test_schedules_are_taken(schedule: str) -> None:
+def test_schedules_are_accepted(schedule: str) -> None:
     recipe = Recipe(parallelism=Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule))
     with_placement(model_spec("llama3", "tiny"), recipe)
 
@@ -142,12 +142,12 @@ def test_every_pipeline_option_reaches_torchtitan(tmp_path: Path) -> None:
         + f"pipeline_parallel_schedule_csv = '{order}'\npipeline_parallel_layers_per_stage = 3\n"
         + "pipeline_parallel_first_stage_less_layers = 0\npipeline_parallel_last_stage_less_layers = 2\n"
     )
-    found = trainer_config(load(file, []), Run(folder=str(tmp_path)), 2).parallelism
-    assert found.module_fqns_per_model_part == [
+    parallelism = trainer_config(load(file, []), Run(folder=str(tmp_path)), 2).parallelism
+    assert parallelism.module_fqns_per_model_part == [
         ["tok_embeddings", "layers.0", "layers.1"],
         ["layers.2", "layers.3", "norm", "lm_head"],
     ]
-    assert found.pipeline_parallel_schedule_csv == str(order)
-    assert found.pipeline_parallel_layers_per_stage == 3
-    assert found.pipeline_parallel_first_stage_less_layers == 0
-    assert found.pipeline_parallel_last_stage_less_layers == 2
+    assert parallelism.pipeline_parallel_schedule_csv == str(order)
+    assert parallelism.pipeline_parallel_layers_per_stage == 3
+    assert parallelism.pipeline_parallel_first_stage_less_layers == 0
+    assert parallelism.pipeline_parallel_last_stage_less_layers == 2

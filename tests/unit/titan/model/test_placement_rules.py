@@ -1,4 +1,4 @@
-"""Placement rules: the first match decides, its parameters are owned, and impossible owners are refused."""
+"""Placement rules: the first match decides, matched parameters are owned, and impossible owners are refused."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def shard0(match: str, owner: object = "balanced") -> PlacementRule:
     return PlacementRule(match=match, placement="shard0", owner=owner)  # type: ignore[arg-type]
 
 
-def test_the_first_matching_rule_decides_and_other_parameters_follow_the_choice() -> None:
+def test_the_first_matching_rule_decides_and_unmatched_parameters_use_the_default() -> None:
     rules = [shard0("layers.1.*"), owned("*.wq", 1), owned("*.norm", "layer")]
-    found = placed(NAMES, {"layers.1.wq", "head"}, rules)
-    assert found == {"layers.0.wq": 1, "layers.0.norm": "layer", "head": "balanced"}
+    owners = placed(NAMES, {"layers.1.wq", "head"}, rules)
+    assert owners == {"layers.0.wq": 1, "layers.0.norm": "layer", "head": "balanced"}
     assert placed(NAMES, {"head"}, ()) == {"head": "balanced"}
 
 
@@ -57,7 +57,7 @@ def test_the_first_matching_rule_decides_and_other_parameters_follow_the_choice(
         ([shard0("head", 1)], r"placement\.rule\[0\]\.owner = 1: sharded parameters have no owner"),
     ],
 )
-def test_a_rule_that_nothing_follows_is_refused(rules: list[PlacementRule], message: str) -> None:
+def test_a_rule_without_effect_is_refused(rules: list[PlacementRule], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_rules(NAMES, rules)
 
@@ -75,7 +75,7 @@ def owners_of(net: Net, *rules: PlacementRule) -> Owners:
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_the_library_takes_rules_for_any_parameter() -> None:
+def test_library_rules_place_any_parameter() -> None:
     net = make()
     owners = owners_of(
         net, shard0("layers.0.wq.*"), owned("*.norm1.*", 3), owned("layers.1.*", "layer"), owned("*.wv.weight", 2)
@@ -91,7 +91,7 @@ def test_the_library_takes_rules_for_any_parameter() -> None:
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_parameters_of_other_optimizers_are_divided_by_bytes() -> None:
+def test_parameters_outside_muon_are_balanced_by_bytes() -> None:
     net = make()
     params = matrices(net)
     owners = Owners(net, mesh=init_device_mesh("cpu", (4,)), params=params, elementwise=params)
@@ -101,7 +101,7 @@ def test_parameters_of_other_optimizers_are_divided_by_bytes() -> None:
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_an_owner_that_is_no_rank_is_refused() -> None:
+def test_an_owner_outside_the_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"placement\.rule: layers\.0\.wq\.weight cannot have owner = 4; 0 to 3 can"):
         owners_of(make(), owned("layers.0.wq.*", 4))
 
@@ -124,8 +124,8 @@ def tensor_parallel() -> Iterator[tuple[Block, DeviceMesh]]:
         dist.destroy_process_group()
 
 
-def test_one_rank_holds_tensor_parallel_matrices_and_every_rank_replicated_ones() -> None:
-    """Owners are ranks of both axes; a replicated matrix counts on each of its ranks."""
+def test_owners_hold_whole_tensor_parallel_matrices_and_ranks_hold_replicas() -> None:
+    """Owners are ranks of both axes; a replicated matrix counts on each rank."""
     with tensor_parallel() as (block, mesh):
         rules = [owned("norm?.*", 3), owned("wq.weight", 3), owned("wk.weight")]
         owners = Owners(block, mesh=mesh["shard"], params=[], rules=rules, tensor_parallel="whole")
@@ -140,7 +140,7 @@ def test_one_rank_holds_tensor_parallel_matrices_and_every_rank_replicated_ones(
         assert sum(held) == 2 * norms + 2 * 4 * DIM * DIM
 
 
-def test_matrices_unfit_for_one_rank_of_tensor_parallelism_are_refused() -> None:
+def test_matrices_unfit_for_whole_tensor_parallel_placement_are_refused() -> None:
     with tensor_parallel() as (block, mesh):
         whole = {"mesh": mesh["shard"], "tensor_parallel": "whole"}
         with pytest.raises(ValueError, match=r"placement\.rule: wq\.weight cannot have owner = 4; 0 to 3 can own it"):
@@ -163,7 +163,7 @@ RULES = [
 
 def model_of(folder: Path, ranks: int, rules: list[dict[str, object]], **values: object) -> dict[str, object]:
     """A recipe's parameters on rank 0 of `world`."""
-    # After `titan.model`, which prepares TorchTitan for the CPU.
+    # After `titan.model`, because this module prepares TorchTitan for the CPU.
     from titan_muon.titan.dry_run.meta_model import build_meta_model
 
     with tiny.write_recipe(folder).open("a") as file:
@@ -172,7 +172,7 @@ def model_of(folder: Path, ranks: int, rules: list[dict[str, object]], **values:
     return dict(build_meta_model(tiny.recipe(folder, **values), ranks).parameters)
 
 
-def test_a_recipes_rules_place_their_parameters(tmp_path: Path) -> None:
+def test_the_rules_of_a_recipe_place_the_matching_parameters(tmp_path: Path) -> None:
     """For any `placement.muon`, and also norms of AdamW."""
     params = model_of(tmp_path, 2, RULES[:2])
     names = {name for name, p in params.items() if is_owned(p)}  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_recipes_rule_that_cannot_be_is_refused(case: str, tmp_path: Path) -> None:
+def test_an_impossible_rule_of_a_recipe_is_refused(case: str, tmp_path: Path) -> None:
     rules, values, message = REFUSED[case]
     with pytest.raises(RecipeError, match=message):
         model_of(tmp_path, 2, rules, **values)

@@ -65,16 +65,16 @@ def test_possible_float8_is_accepted(
     check_float8(Float8(**asked), capability, amd=amd, torchao=torchao)
 
 
-@pytest.mark.parametrize(("known", "found"), [({"from_recipe_name": None}, True), ({}, False)])
-def test_a_torchao_that_knows_no_recipes_is_none(
-    known: dict[str, None], found: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("known", "usable"), [({"from_recipe_name": None}, True), ({}, False)])
+def test_a_torchao_without_recipes_counts_as_missing(
+    known: dict[str, None], usable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TorchTitan would warn and train without float8."""
     monkeypatch.setattr(quantization, "Float8Linear", object)
     module = types.SimpleNamespace(Float8LinearConfig=types.SimpleNamespace(**known))
     monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
     monkeypatch.setitem(sys.modules, "torchao.float8", module)  # type: ignore[arg-type]
-    assert quantization.has_torchao() == found
+    assert quantization.has_torchao() == usable
     monkeypatch.setattr(quantization, "Float8Linear", None)
     assert not quantization.has_torchao()
 
@@ -83,7 +83,7 @@ def converters(folder: Path, **values: object) -> tuple[ModelConfigConverter.Con
     return trainer_config(tiny.recipe(folder, **values), Run(str(folder)), 1).converters
 
 
-def test_options_reach_torchtitans_converters(tmp_path: Path) -> None:
+def test_float8_options_reach_torchtitans_converters(tmp_path: Path) -> None:
     assert converters(tmp_path) == ()
     asked = {"float8__recipe_name": "rowwise_with_gw_hp", "float8__filter_fqns": "wo", "compile__enable": True}
     linear, experts = converters(tmp_path, float8__linear=True, float8__experts=True, **asked)
@@ -96,7 +96,7 @@ def test_options_reach_torchtitans_converters(tmp_path: Path) -> None:
     assert emulated.filter_fqns == ["lm_head", "router.gate"]
 
 
-def test_float8_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_float8_without_a_matching_layer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"float8\.experts = true, but the model has no experts"):
         converters(tmp_path, float8__experts=True, model__flavor="tiny")
     # Of the head, 16 does not divide the 258 rows.
@@ -118,7 +118,7 @@ class Renamed(ModelConfigConverter):
         return "converted" if model_config != "converted" else "converted twice"
 
 
-def test_the_trainer_converts_the_model_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_converters_run_before_the_trainer_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = trainer_config(tiny.recipe(tmp_path), Run(str(tmp_path)), 1)
     config.converters = (Renamed.Config(), Renamed.Config())
     seen = []
@@ -141,7 +141,7 @@ def world_of_one() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("world_of_one")
-def test_a_run_is_refused_before_it_has_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_refused_before_the_folder_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "compute_capability", lambda: AMPERE)
     with pytest.raises(RecipeError, match=r"^float8\.linear = true"):
         job.train(tiny.recipe(tmp_path, float8__linear=True))

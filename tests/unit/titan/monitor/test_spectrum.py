@@ -1,4 +1,4 @@
-"""Singular values by power iteration and by Gram matrices are those of a decomposition."""
+"""Singular values by power iteration and by Gram matrices equal the values of a decomposition."""
 
 import pytest
 import torch
@@ -7,14 +7,14 @@ from titan_muon.titan.monitor.spectrum import largest_singular_value, orthogonal
 
 
 @pytest.mark.parametrize("shape", [(64, 32), (32, 64), (1, 16)])
-def test_the_largest_singular_value_is_close_from_below(shape: tuple[int, int]) -> None:
+def test_the_estimated_largest_singular_value_is_a_close_lower_bound(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     exact = float(torch.linalg.matrix_norm(matrix, 2))
     assert 0.97 * exact <= float(largest_singular_value(matrix)) <= exact * (1 + 1e-5)
     assert float(largest_singular_value(torch.zeros(shape))) == 0
 
 
-def test_the_orthogonality_error_is_zero_for_equal_singular_values_alone() -> None:
+def test_only_equal_singular_values_have_zero_orthogonality_error() -> None:
     matrix = torch.randn(48, 32, generator=torch.Generator().manual_seed(1))
     orthogonal = torch.linalg.qr(matrix).Q
     assert float(orthogonality_error(7 * orthogonal)) < 1e-5

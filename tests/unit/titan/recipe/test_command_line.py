@@ -1,4 +1,4 @@
-"""Overrides, the flags of train.py, and its help."""
+"""Overrides, the flags of train.py, and the help."""
 
 import inspect
 import re
@@ -13,7 +13,6 @@ from titan_muon.titan.recipe import (
     Recipe,
     RecipeError,
     command_line,
-    differences,
     load,
     schema,
     sections,
@@ -60,19 +59,21 @@ def test_an_override_wins_over_the_file(tmp_path: Path, arguments: list[str], ke
         "[muon]\nlr = 0.7\n[compile]\ncomponents = ['model']\n",
     )
     recipe = load(path, arguments)
-    found = schema.values(recipe)[key]
-    assert found == value
-    assert type(found) is type(value)
-    assert [difference.key for difference in differences(load(path), recipe)] in ([key], ["muon.ns_steps", key])
+    read_value = schema.values(recipe)[key]
+    assert read_value == value
+    assert type(read_value) is type(value)
+    alone = schema.values(load(path))
+    differing = [name for name, other in schema.values(recipe).items() if other != alone[name]]
+    assert differing in ([key], ["muon.ns_steps", key])
 
 
-def test_files_that_are_not_read_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unread_files_cause_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parse(["--config", write(tmp_path, "name = 'x'\n"), "--data.files", "my/*.txt"])
     assert capsys.readouterr().out.startswith('warning: data.files is not read, because data.source = "python"')
 
 
 def test_a_recipe_without_a_key_is_refused(tmp_path: Path) -> None:
-    """An empty file would train a default model that nobody asked for."""
+    """An empty file would train an unrequested default model."""
     message = error_of(lambda: parse(["--config", write(tmp_path, "# later\n")]))
     assert "the recipe has no key; write at least name and flavor under [model]" in message
 
@@ -90,7 +91,7 @@ def test_a_shell_completes_flags_of_a_recipe(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("flag", ["--dry-run", "--full"])
-def test_quiet_is_for_training(flag: str, tmp_path: Path) -> None:
+def test_quiet_is_refused_without_training(flag: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"--quiet is for training|--full is only for --dry-run"):
         parse(["--config", str(write(tmp_path, "name = 'x'\n")), "--quiet", flag])
 
@@ -125,7 +126,7 @@ def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path) -> None:
         (["--muon.ns_coefficients", "[1, 2"], ['muon.ns_coefficients = ["[1, 2"]', "a string or a list"]),
     ],
 )
-def test_a_bad_override_is_one_error_and_prints_nothing(
+def test_a_bad_override_is_a_recipe_error_without_output(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], parts: list[str]
 ) -> None:
     message = error_of(lambda: load(write(tmp_path, ""), arguments))
@@ -171,7 +172,7 @@ def test_the_command_line_names_the_recipe_and_the_action(tmp_path: Path) -> Non
         (["--muon.lrr", "3"], ["unknown key muon.lrr", "Did you mean muon.lr?"]),
     ],
 )
-def test_a_bad_command_is_one_error(tmp_path: Path, arguments: list[str], parts: list[str]) -> None:
+def test_a_bad_command_is_a_recipe_error(tmp_path: Path, arguments: list[str], parts: list[str]) -> None:
     message = error_of(lambda: parse(["--config", write(tmp_path, ""), *arguments]))
     assert message.startswith("command line: ")
     assert [part for part in parts if part not in message] == []
@@ -190,7 +191,7 @@ def help_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(" ".join(line.strip("│ ") for line in lines).split())
 
 
-def test_help_lists_every_key_with_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_key_with_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(["--help"], capsys)
     assert [key for key in schema.keys(Recipe) if f"--{key} " not in text] == []
     assert "--muon.ns_steps INT Newton-Schulz iterations. (default: 5)" in text
@@ -199,7 +200,7 @@ def test_help_lists_every_key_with_its_docstring(capsys: pytest.CaptureFixture[s
     assert "The model to train." in text
 
 
-def test_help_of_a_table_is_that_table_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_table_lists_only_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All of the help is 600 lines."""
     text = help_of(["--help", "muon", "--config", write(tmp_path, "[muon]\nns_steps = 17\n")], capsys)
     assert "--muon.ns_steps" in text
@@ -209,7 +210,7 @@ def test_help_of_a_table_is_that_table_alone(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_help_shows_no_comment_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:
-    """tyro makes a help text of the comment above a field that has no docstring."""
+    """tyro uses the comment above a field without a docstring as help text."""
     text = help_of(["--help"], capsys)
     for module in (sections, torchtitan_sections, command_line):
         source = inspect.getsource(module)

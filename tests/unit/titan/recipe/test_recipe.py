@@ -7,6 +7,7 @@ import pytest
 
 from tests.unit.recipe_files import RULE, error_of, write
 from titan_muon.titan.recipe import Recipe, RecipeError, load, schema, sections
+from titan_muon.titan.recipe.files import with_source
 
 # Files
 
@@ -15,7 +16,7 @@ def test_an_empty_file_is_the_default_recipe_named_after_the_file(tmp_path: Path
     assert load(write(tmp_path, "", "small.toml")) == Recipe(name="small")
 
 
-def test_values_of_every_kind_reach_their_keys(tmp_path: Path) -> None:
+def test_values_of_every_kind_reach_the_recipe(tmp_path: Path) -> None:
     recipe = load(
         write(
             tmp_path,
@@ -59,7 +60,7 @@ def test_false_and_zero_replace_true_and_nonzero(tmp_path: Path) -> None:
         assert (recipe.muon.weight_decay, recipe.checkpoint.keep_latest_k) == (0.0, 0)
 
 
-def test_an_empty_table_changes_nothing(tmp_path: Path) -> None:
+def test_an_empty_table_keeps_the_defaults(tmp_path: Path) -> None:
     assert load(write(tmp_path, "[muon]\n[data]\n")) == Recipe(name="run")
 
 
@@ -72,7 +73,7 @@ def test_a_recipe_is_frozen(tmp_path: Path) -> None:
 # Bases
 
 
-def test_nearer_files_win_and_tables_merge(tmp_path: Path) -> None:
+def test_a_recipe_overrides_the_base_and_tables_merge(tmp_path: Path) -> None:
     write(tmp_path, "[muon]\nlr = 0.1\nmomentum = 0.1\neps = 0.1", "far.toml")
     write(tmp_path, 'base = "../far.toml"\n[muon]\nlr = 0.2\nmomentum = 0.2', "sub/near.toml")
     recipe = load(write(tmp_path, 'base = "sub/near.toml"\n[muon]\nlr = 0.3'), ["--muon.momentum=0.4"])
@@ -102,11 +103,11 @@ def test_a_cycle_of_bases_names_the_chain(tmp_path: Path) -> None:
     assert message.count("run.toml") == 3
 
 
-def test_a_base_must_be_one_path(tmp_path: Path) -> None:
+def test_a_base_must_be_a_single_path(tmp_path: Path) -> None:
     assert 'base = ["a.toml"] is not accepted' in error_of(lambda: load(write(tmp_path, 'base = ["a.toml"]')))
 
 
-def test_an_error_names_the_base_that_wrote_the_value(tmp_path: Path) -> None:
+def test_an_error_names_the_base_file_of_the_value(tmp_path: Path) -> None:
     write(tmp_path, "[muon]\nlr = -1.0", "base.toml")
     message = error_of(lambda: load(write(tmp_path, 'base = "base.toml"\n[muon]\nmomentum = 0.5')))
     assert "base.toml: muon.lr = -1.0" in message
@@ -153,9 +154,7 @@ def test_an_error_names_the_base_that_wrote_the_value(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_mistake_is_one_message_with_file_key_value_and_accepted_values(
-    tmp_path: Path, text: str, parts: list[str]
-) -> None:
+def test_a_mistake_names_file_key_value_and_accepted_values(tmp_path: Path, text: str, parts: list[str]) -> None:
     path = write(tmp_path, text)
     message = error_of(lambda: load(path))
     assert message.startswith(f"{path}: ")
@@ -168,7 +167,7 @@ def test_a_mistake_is_one_message_with_file_key_value_and_accepted_values(
     ("old", "new"),
     [("bandwidth_gb", "network_gb"), ("latency_us", "network_latency_us"), ("tflops", "tflops")],
 )
-def test_a_key_that_has_another_name_now_is_told_its_new_line(tmp_path: Path, old: str, new: str) -> None:
+def test_the_error_of_a_renamed_key_has_the_new_line(tmp_path: Path, old: str, new: str) -> None:
     path = write(tmp_path, f"[link]\n{old} = 1.0")
     problem = f"link.{old} is machine.{new} now; write `{new}` under [machine]."
     assert error_of(lambda: load(path)) == f"{path}: {problem}"
@@ -182,14 +181,14 @@ def test_invalid_toml_shows_the_line(tmp_path: Path) -> None:
     assert message.endswith(": lr = 2."), "tomli does not name a key that is written twice"
 
 
-def test_a_file_that_is_not_text_is_a_recipe_error(tmp_path: Path) -> None:
+def test_a_binary_file_is_a_recipe_error(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(b"\xff\xfe")
     assert "not valid TOML" in error_of(lambda: load(path))
     assert "cannot be read" in error_of(lambda: load(tmp_path))
 
 
-def test_a_missing_file_lists_its_neighbours_and_the_nearest(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_file_lists_similar_files(tmp_path: Path) -> None:
     write(tmp_path, "", "llama_muon.toml")
     write(tmp_path, "", "qwen_moe_muon.toml")
     message = error_of(lambda: load(tmp_path / "qwen_mo_muon.toml"))
@@ -198,7 +197,9 @@ def test_a_missing_file_lists_its_neighbours_and_the_nearest(tmp_path: Path) -> 
     assert "llama_muon.toml, qwen_moe_muon.toml" in message
 
 
-def test_a_missing_file_elsewhere_lists_the_folder_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_missing_file_without_similar_files_lists_configs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, "", "configs/qwen.toml")
     monkeypatch.chdir(tmp_path)
     assert "Did you mean configs/qwen.toml?" in error_of(lambda: load("qwen"))
@@ -207,7 +208,7 @@ def test_a_missing_file_elsewhere_lists_the_folder_configs(tmp_path: Path, monke
 # Rules
 
 
-def test_options_take_the_types_of_their_optimizers_table(tmp_path: Path) -> None:
+def test_rule_options_have_the_types_of_the_optimizers_table(tmp_path: Path) -> None:
     text = f"{RULE}'adamw'\noptions = {{lr = 1, betas = [0, 0.5]}}\n{RULE}'mine'\noptions = {{lr = 1, x = [1, 'a']}}"
     first, second = load(write(tmp_path, text)).optimizer.rule
     assert first.options == {"lr": 1.0, "betas": (0.0, 0.5)}
@@ -220,7 +221,7 @@ def test_options_take_the_types_of_their_optimizers_table(tmp_path: Path) -> Non
 
 
 def test_shared_tables_have_torchtitans_keys() -> None:
-    """A key of a table that TorchTitan has too must exist in the installed TorchTitan, save for our additions."""
+    """A key of a table shared with TorchTitan must exist in the installed TorchTitan, except for our additions."""
     from titan_muon.titan import compat
 
     compat.install()
@@ -266,7 +267,7 @@ SCHEDULE = "[training]\nsteps = 300\n[lr_scheduler]\nwarmup_steps = 20\n"
         (SCHEDULE, ["--training.steps", "600"], 20),
     ],
 )
-def test_a_run_shortened_on_the_command_line_has_its_warmup_in_proportion(
+def test_a_run_shortened_on_the_command_line_has_a_proportional_warmup(
     tmp_path: Path, schedule: str, flags: list[str], warmup: int
 ) -> None:
     lines: list[str] = []
@@ -274,11 +275,11 @@ def test_a_run_shortened_on_the_command_line_has_its_warmup_in_proportion(
     file.write_text(schedule)
     recipe = load(file, flags, lines.append)
     assert recipe.lr_scheduler.warmup_steps == warmup
-    said = f"lr_scheduler.warmup_steps = {warmup}: shortened from 20, in proportion to training.steps = {flags[1]} "
-    assert lines == ([] if warmup == 20 else [f"{said}instead of 300"])
+    notice = f"lr_scheduler.warmup_steps = {warmup}: shortened from 20, in proportion to training.steps = {flags[1]} "
+    assert lines == ([] if warmup == 20 else [f"{notice}instead of 300"])
 
 
-def test_an_error_of_two_keys_names_who_wrote_each(tmp_path: Path) -> None:
+def test_an_error_of_two_keys_names_the_source_of_both(tmp_path: Path) -> None:
     """The user must not look in the file for a number of the command line."""
     file = tmp_path / "short.toml"
     file.write_text(SCHEDULE)
@@ -291,8 +292,19 @@ def test_an_error_of_two_keys_names_who_wrote_each(tmp_path: Path) -> None:
     assert message.endswith(f'Here data.source = "hf" ({file}).')
 
 
+def test_a_late_error_names_who_wrote_the_key(tmp_path: Path) -> None:
+    """The model, the data or a checkpoint may refuse a value long after the recipe was read."""
+    base = write(tmp_path, f"{RULE}'adamw'\n[muon]\nlr = 1e-3\n", "base.toml")
+    file = write(tmp_path, 'base = "base.toml"\n[data]\nsource = "files"\nfiles = ["a"]\n')
+    recipe = load(file, ["--muon.lr", "2e-3"])
+    for key, source in (("optimizer.rule[0]", f"{base}: "), ("data.files", f"{file}: "), ("muon.lr", "command line: ")):
+        assert str(with_source(RecipeError(f"{key}: bad"), file, recipe)) == f"{source}{key}: bad"
+    for text in ("adamw.lr is a default", "Muon takes no parameter", "runs/a.b is no folder"):
+        assert str(with_source(RecipeError(text), file, recipe)) == text
+
+
 @pytest.mark.parametrize("flags", [["--lr_scheduler.warmup_steps", "15"], ["--lr_scheduler.total_steps", "12"]])
-def test_a_schedule_given_on_the_command_line_is_not_changed(tmp_path: Path, flags: list[str]) -> None:
+def test_a_schedule_on_the_command_line_is_not_changed(tmp_path: Path, flags: list[str]) -> None:
     file = tmp_path / "short.toml"
     file.write_text(SCHEDULE)
     with pytest.raises(RecipeError, match=r"lr_scheduler\.warmup_steps"):

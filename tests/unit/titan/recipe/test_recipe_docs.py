@@ -1,6 +1,6 @@
-"""docs/options.md lists every option of Muon and of its machine as declared.
+"""docs/options.md lists every option of Muon and of the machine as declared.
 
-`python tests/unit/titan/recipe/test_recipe_docs.py`, from the root of the repository, writes the tables anew.
+`python tests/unit/titan/recipe/test_recipe_docs.py`, from the root of the repository, writes the tables again.
 """
 
 import ast
@@ -23,15 +23,15 @@ START, END = (
 
 
 def meanings(table: type) -> dict[str, str]:
-    """Docstrings of the fields of a dataclass and its bases, from the source: no object has them."""
-    found: dict[str, str] = {}
+    """Docstrings of the fields of a dataclass and the bases, from the source: no object has field docstrings."""
+    texts: dict[str, str] = {}
     for owner in table.__mro__[-2::-1]:
         (definition,) = ast.parse(inspect.getsource(owner)).body
         assert isinstance(definition, ast.ClassDef)
         for item, below in zip(definition.body, definition.body[1:], strict=False):
             if isinstance(item, ast.AnnAssign) and isinstance(below, ast.Expr):
-                found[ast.unparse(item.target)] = ast.literal_eval(below.value)
-    return found
+                texts[ast.unparse(item.target)] = ast.literal_eval(below.value)
+    return texts
 
 
 def option_table(name: str) -> str:
@@ -48,14 +48,14 @@ def option_table(name: str) -> str:
         if choices and item.name not in ranges:
             takes = ", ".join(f"`{choice}`" for choice in get_args(choices[0]))
         default = "not given" if item.default is None else f"`{toml.value_text(item.default)}`"
-        # A row of Markdown is one line, however many the docstring has.
+        # A row of Markdown is one line, for any number of docstring lines.
         cells = (f"`{name}.{item.name}`", default, takes, " ".join(meaning[item.name].split()))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def rewritten(page: str) -> str:
-    """`page` with the tables as they should be."""
+    """`page` with the generated tables."""
     for name in TABLES:
         before, rest = page.split(START.format(name))
         page = before + START.format(name) + option_table(name) + END + rest.split(END, 1)[1]
@@ -68,7 +68,7 @@ def test_the_page_lists_every_option_with_default_choices_and_meaning() -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_has_a_row_for_every_option_and_no_other(name: str) -> None:
+def test_a_table_has_exactly_a_row_per_option(name: str) -> None:
     rows = [line.split("`")[1] for line in option_table(name).splitlines() if line.startswith("| `")]
     assert rows == [key for key in schema.keys(sections.Recipe) if key.startswith(f"{name}.")]
 

@@ -13,7 +13,7 @@ from titan_muon.titan.recipe import Recipe, check_degrees, load, recipe_error, s
 from titan_muon.titan.recipe.constraints import CONSTRAINTS, RELATIONS
 from titan_muon.titan.recipe.degrees import batch_problem, local_batch_size
 
-# Conditions beyond types: (TOML, the key and value at fault, words of what is accepted)
+# Conditions beyond types: (TOML, the wrong key and value, words of the accepted values)
 
 BAD_VALUES = [
     ("name = 'a/b'", 'name = "a/b"', "no slash"),
@@ -406,7 +406,7 @@ def degrees(**changes: int) -> Recipe:
         ({"tensor_parallel_degree": 2, "expert_parallel_degree": 8}, 8),
     ],
 )
-def test_degrees_that_fit_are_accepted(changes: dict[str, int], world_size: int) -> None:
+def test_fitting_degrees_are_accepted(changes: dict[str, int], world_size: int) -> None:
     check_degrees(degrees(**changes), world_size)
 
 
@@ -429,7 +429,7 @@ def test_degrees_that_fit_are_accepted(changes: dict[str, int], world_size: int)
         ),
     ],
 )
-def test_degrees_that_do_not_fit_are_refused(changes: dict[str, int], world_size: int, parts: list[str]) -> None:
+def test_unfit_degrees_are_refused(changes: dict[str, int], world_size: int, parts: list[str]) -> None:
     message = error_of(lambda: check_degrees(degrees(**changes), world_size))
     assert [part for part in parts if part not in message] == []
 
@@ -449,7 +449,7 @@ def test_the_global_batch_is_a_multiple_of_the_ranks_local_batches() -> None:
     assert "training.local_batch_size = 2 (or -1) keeps it" in message
 
 
-def test_a_local_batch_of_minus_one_is_the_ranks_share_of_the_global_one() -> None:
+def test_a_local_batch_of_minus_one_is_the_ranks_share_of_the_global_batch() -> None:
     recipe = Recipe(training=sections.Training(local_batch_size=-1, global_batch_size=8))
     assert [local_batch_size(recipe, world) for world in (1, 2, 4, 8)] == [8, 4, 2, 1]
     tensor = dataclasses.replace(recipe, parallelism=sections.Parallelism(tensor_parallel_degree=2))

@@ -44,14 +44,14 @@ TABLES: dict[type, str] = {
     Float8LinearConverter.Config: "float8",
     Float8GroupedExpertsConverter.Config: "float8",
 }
-"""TorchTitan's classes and the recipe's table of their options."""
+"""TorchTitan's classes and the recipe's table of the options."""
 
 MADE_OF = {"model_spec": "model", "hf_assets_path": "model", "tokenizer": "data", "dataloader": "data"}
-"""Parts of TorchTitan's trainer that are made of a recipe's table of another name."""
+"""Parts of TorchTitan's trainer made from a recipe's table with another name."""
 
 
 def left_out() -> set[str]:
-    """Keys, or keys with a value, that the page lists as left out."""
+    """Keys, or keys with a value, listed on the page as left out."""
     rows = PAGE.read_text(encoding="utf-8").split(HEADING)[1].split("\n## ")[0]
     return {
         name
@@ -66,7 +66,7 @@ def choices(kind: Any) -> set[object]:
 
 
 @pytest.mark.parametrize(("kind", "table"), TABLES.items(), ids=lambda value: getattr(value, "__qualname__", value))
-def test_an_option_can_be_set_or_the_page_says_why_not(kind: type, table: str) -> None:
+def test_every_trainer_option_can_be_set_or_has_a_reason_on_the_page(kind: type, table: str) -> None:
     known, reasons = schema.keys(Recipe), left_out()
     for field in fields(kind):
         key = f"{table}.{field.name}"
@@ -75,13 +75,13 @@ def test_an_option_can_be_set_or_the_page_says_why_not(kind: type, table: str) -
             assert {f'{key} = "{choice}"' for choice in missing} <= reasons
 
 
-def test_a_part_of_the_trainer_has_its_table_or_the_page_says_why_not() -> None:
+def test_every_part_of_the_trainer_has_a_table_or_a_reason_on_the_page() -> None:
     tables = {field.name for field in fields(Recipe)}
     parts = {MADE_OF.get(field.name, field.name) for field in fields(Trainer.Config)}
     assert parts - tables == {key for key in left_out() if "." not in key and not key.endswith("Converter")}
 
 
-def test_the_page_names_nothing_that_is_not_there() -> None:
+def test_the_page_names_only_existing_options() -> None:
     options = {f"{table}.{field.name}" for kind, table in TABLES.items() for field in fields(kind)}
     named = {key.split(" = ")[0] for key in left_out()}
     assert {key for key in named if "." in key} <= options

@@ -37,7 +37,7 @@ Muon step: 1 matrix
 """
 
 
-def test_assignments_are_read_from_the_table_and_changes_are_said() -> None:
+def test_assignments_are_read_from_the_table_and_changes_are_listed() -> None:
     before = assigned_optimizers(TABLE)
     assert before == {"embedding.weight": "adamw", "layers.0.wq": "muon"}
     assert changed_assignments(before, before) == []
@@ -58,7 +58,7 @@ def recipe(tmp_path: Path) -> Recipe:
     return replace(Recipe(), dump_folder=str(tmp_path), name="kept")
 
 
-def test_keys_that_change_the_curve_are_listed_on_a_resume(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_resume_lists_changed_keys_of_the_curve(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(to_toml(recipe))
     run = Run(str(tmp_path), source=str(tmp_path), checkpoint="step-1", step=1)
     training = replace(recipe.training, global_batch_size=16, steps=77)
@@ -71,7 +71,7 @@ def test_keys_that_change_the_curve_are_listed_on_a_resume(recipe: Recipe, tmp_p
     assert changed_keys(Run(str(tmp_path)), other) == []
 
 
-def test_a_removed_folder_is_said_written_again_and_locked(
+def test_a_removed_folder_is_reported_rewritten_and_locked(
     recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "kept" / "run"
@@ -89,8 +89,8 @@ def test_a_removed_folder_is_said_written_again_and_locked(
         assert (folder / "running.lock").is_file()
 
 
-def test_an_attempt_without_a_checkpoint_leaves_its_folder_to_the_next(recipe: Recipe, tmp_path: Path) -> None:
-    """Torn checkpoints and metrics of steps that are done again are out of the way."""
+def test_an_attempt_without_a_checkpoint_reuses_the_folder_in_the_next_attempt(recipe: Recipe, tmp_path: Path) -> None:
+    """Torn checkpoints and metrics of repeated steps are set aside."""
     folder = tmp_path / "kept" / "first"
     (folder / "checkpoint" / "step-5").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0}) + "\n")
@@ -113,7 +113,7 @@ def test_optimizers_are_compared_with_the_last_run_of_the_same_model(recipe: Rec
     assert earlier_optimizers(Run(str(tmp_path / "kept" / "2"), str(tmp_path / "kept" / "2")), recipe) == "2"
 
 
-def test_folders_set_aside_go_when_all_kept_checkpoints_are_newer(tmp_path: Path) -> None:
+def test_folders_set_aside_are_purged_when_every_kept_checkpoint_is_newer(tmp_path: Path) -> None:
     for name in ("step-2", "step-4", "step-6", "step-8", "aside-3", "aside-7", "aside-7-2"):
         (tmp_path / name).mkdir()
     queue = mock.Mock()
@@ -124,7 +124,7 @@ def test_folders_set_aside_go_when_all_kept_checkpoints_are_newer(tmp_path: Path
     assert {Path(call.args[0]).name for call in queue.put.call_args_list} == {"step-2", "aside-3"}
 
 
-def test_a_model_is_checked_before_each_save_and_not_saved_if_it_diverged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_checked_before_every_save_and_not_saved_after_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[int] = []
     monkeypatch.setattr(checkpoints.CheckpointManager, "_save", lambda self, step, last: bool(saved.append(step)))
     monkeypatch.setattr(checkpoints.CheckpointManager, "_should_save", lambda self, step, last: step % 2 == 0)

@@ -1,4 +1,4 @@
-"""Records, their file after a crash, and the lines on the console. No processes."""
+"""Records, the metrics file after a crash, and the lines on the console. No processes."""
 
 import io
 import json
@@ -44,7 +44,7 @@ REPORT = StepReport(
 
 @pytest.fixture
 def reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunMetrics:
-    """Metrics of a run of 20 steps on 4 ranks, 2 of them data parallel, on its first rank."""
+    """Metrics of a run of 20 steps on 4 ranks, with 2 data-parallel ranks, on the first rank."""
     monkeypatch.setattr(metrics.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(metrics, "_get_metrics_rank", lambda **_: 0)
     config = RunMetrics.Config(log_freq=10, enable_tensorboard=False, disable_color_printing=True, total_steps=20)
@@ -61,7 +61,7 @@ def record(folder: Path) -> dict:
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-def test_attention_logits_are_recorded_where_they_are_observed(reporter: RunMetrics, tmp_path: Path) -> None:
+def test_observed_attention_logits_are_recorded(reporter: RunMetrics, tmp_path: Path) -> None:
     reporter.log_step(REPORT)
     assert "qk" not in record(tmp_path)
     logits = {"max_logit": {"layers.0": 12.5, "layers.1": 130.0}, "heads_above_threshold": 3}
@@ -74,14 +74,14 @@ def test_attention_logits_are_recorded_where_they_are_observed(reporter: RunMetr
 def test_step_is_recorded_and_shown(reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Averages must be over the steps since the last report, tokens over all data-parallel ranks."""
     reporter.log_step(REPORT)
-    found = record(tmp_path)
-    assert (found["step"], found["loss"], found["grad_norm"], found["tokens"]) == (10, 2.5, 1.25, 5120)
-    assert found["lr"] == {"muon": 2e-3, "adamw": 1e-3}
-    assert found["tokens_per_second"] == pytest.approx(256, rel=0.02)
-    assert found["time"]["step"] == pytest.approx(2.0, rel=0.02)
-    assert found["time"]["optimizer"] == 0.4
-    assert found["memory_gib"] == 3
-    assert "mfu" not in found, "there is no peak to compare a CPU with"
+    entry = record(tmp_path)
+    assert (entry["step"], entry["loss"], entry["grad_norm"], entry["tokens"]) == (10, 2.5, 1.25, 5120)
+    assert entry["lr"] == {"muon": 2e-3, "adamw": 1e-3}
+    assert entry["tokens_per_second"] == pytest.approx(256, rel=0.02)
+    assert entry["time"]["step"] == pytest.approx(2.0, rel=0.02)
+    assert entry["time"]["optimizer"] == 0.4
+    assert entry["memory_gib"] == 3
+    assert "mfu" not in entry, "there is no peak to compare a CPU with"
     line = capsys.readouterr().out
     assert line.startswith("step 10/20  loss 2.5000  grad 1.250  lr muon 2.00e-03 adamw 1.00e-03")
     assert "3.00 GiB" in line
@@ -98,8 +98,8 @@ def test_mfu_is_shown_on_gpus(reporter: RunMetrics, tmp_path: Path, capsys: pyte
     )
 
 
-def test_the_end_of_a_run_is_one_line(reporter: RunMetrics, capsys: pytest.CaptureFixture[str]) -> None:
-    """The user needs the folder and the last losses, which may be hundreds of lines above."""
+def test_the_end_of_a_run_is_a_single_line(reporter: RunMetrics, capsys: pytest.CaptureFixture[str]) -> None:
+    """The user needs the folder and the last losses; both may be hundreds of lines above."""
     reporter.say_end(0, "runs/x")
     assert capsys.readouterr().out == "", "nothing was trained"
     reporter.log_step(REPORT)
@@ -131,7 +131,7 @@ def logging_kept() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_terminal_has_a_progress_bar_below_the_lines_and_a_file_has_lines_alone(
+def test_only_a_terminal_has_a_progress_bar(
     reporter: RunMetrics, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
 ) -> None:
     stream = Terminal() if terminal else io.StringIO()
@@ -145,7 +145,7 @@ def test_a_terminal_has_a_progress_bar_below_the_lines_and_a_file_has_lines_alon
     assert terminal or stream.getvalue() == ""
 
 
-def test_quiet_shows_warnings_errors_and_the_end_alone(
+def test_quiet_prints_only_warnings_errors_and_the_end(
     reporter: RunMetrics, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], logging_kept: None
 ) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
@@ -164,8 +164,8 @@ def test_quiet_shows_warnings_errors_and_the_end_alone(
     assert sys.stderr.getvalue() == "", "no bar either"  # type: ignore[attr-defined]
 
 
-def test_a_divergence_is_a_record_of_its_reason(reporter: RunMetrics, tmp_path: Path) -> None:
-    reporter.log_divergence(7, "step 7: the loss is nan")
+def test_a_divergence_is_recorded_with_the_reason(reporter: RunMetrics, tmp_path: Path) -> None:
+    reporter.logger.log({"diverged": "step 7: the loss is nan"}, 7)
     assert record(tmp_path) == {"step": 7, "diverged": "step 7: the loss is nan"}
     assert dict(tagged(record(tmp_path))) == {"step": 7}, "TensorBoard has no curve of texts"
 
@@ -197,7 +197,7 @@ def test_a_validation_is_recorded_with_the_tokens_trained_on(reporter: RunMetric
     assert record(tmp_path)["tokens"] == 4096
 
 
-def test_tensorboard_has_the_recipe_and_both_losses_side_by_side(tmp_path: Path) -> None:
+def test_tensorboard_has_the_recipe_and_both_losses(tmp_path: Path) -> None:
     board = metrics.TensorBoard(tmp_path, 1, "[muon]\nlr = 0.5\n")
     board.log({"loss": 2.0, "lr": {"muon": 0.5}}, 1)
     board.log({"val_loss": 3.0}, 1)
@@ -215,7 +215,7 @@ def points(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-def test_tensorboard_has_losses_over_tokens_and_over_seconds_also_of_a_continued_run(tmp_path: Path) -> None:
+def test_tensorboard_has_losses_over_tokens_and_seconds_after_a_resume(tmp_path: Path) -> None:
     """TensorBoard hides points from the first step of a continued run on, and tokens are larger than any step."""
     records = [{"step": n, "loss": 5.0 - n, "tokens": 100 * n, "seconds": 10.0 * n} for n in (1, 2, 3)]
     board = metrics.TensorBoard(tmp_path, 1, "")
@@ -273,7 +273,7 @@ def test_tensorboard_compares_hyperparameters_and_final_losses(tmp_path: Path) -
     assert rows == {0.5: (0.5, True), 0.25: (0.25, False)}
 
 
-def test_pause_is_left_out_of_the_speed(reporter: RunMetrics) -> None:
+def test_the_speed_excludes_pauses(reporter: RunMetrics) -> None:
     """Time and tokens of a validation must not count as training."""
     before = reporter.time_last_log
     with reporter.paused():
@@ -284,7 +284,7 @@ def test_pause_is_left_out_of_the_speed(reporter: RunMetrics) -> None:
 
 
 def test_first_and_last_steps_are_always_reported(reporter: RunMetrics) -> None:
-    """A run shorter than `log_freq` must still show its loss at both ends."""
+    """A run shorter than `log_freq` still shows the loss at both ends."""
     assert [step for step in range(1, 21) if reporter.should_log(step)] == [1, 10, 20]
     reporter.config.total_steps = 13
     assert reporter.should_log(13)
@@ -310,8 +310,7 @@ def test_flatten_joins_paths() -> None:
     assert dict(flatten({"loss": 1, "lr": {"muon": 2}})) == {"loss": 1, "lr/muon": 2}
 
 
-def test_timer_adds_up_each_phase_and_forgets() -> None:
-    """Phases of several steps must be summed by name, and start from zero after they were read."""
+def test_the_timer_sums_every_phase_and_resets_on_drain() -> None:
     timer = StepTimer(torch.device("cpu"))
     for _ in range(2):
         with timer.phase("clip"):
@@ -336,8 +335,8 @@ class StubWandb(types.ModuleType):
         self.begun.append(arguments | {"resume": os.environ.get("WANDB_RESUME")})
 
 
-def test_wandb_gets_the_recipe_and_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The resolved recipe must be the run's config, and a continued folder the same run; another folder another one."""
+def test_wandb_gets_the_recipe_and_continues_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The resolved recipe is the run's config, a continued folder is the same run, and a new folder a new run."""
     stub = StubWandb()
     monkeypatch.setitem(sys.modules, "wandb", stub)
     for name in ("first", "first", "second"):
@@ -360,7 +359,7 @@ def test_wandb_shows_the_plan_and_the_differences(tmp_path: Path, monkeypatch: p
     assert stub.run.summary == {"plan": "8 matrices", "changes": "muon.lr"}
 
 
-def test_wandb_run_that_the_user_names_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_keeps_the_users_run_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub = StubWandb()
     monkeypatch.setitem(sys.modules, "wandb", stub)
     monkeypatch.setattr(os, "environ", {"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"})
@@ -379,14 +378,14 @@ def test_wandb_run_that_the_user_names_is_kept(tmp_path: Path, monkeypatch: pyte
         (logging.WARNING, "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING] = 1 will be overridden to 3", False),
     ],
 )
-def test_no_warning_is_taken_for_noise(level: int, text: str, shown: bool) -> None:
+def test_the_filter_hides_only_listed_warnings(level: int, text: str, shown: bool) -> None:
     """Only listed warnings are hidden."""
     record = logging.LogRecord("torchtitan", level, "", 0, text, None, None)
     assert _Useful().filter(record) == shown
 
 
-def test_a_warning_of_another_rank_is_said_once_with_its_rank() -> None:
-    """A GPU with memory errors, or a slow link, warns on its own rank alone."""
+def test_a_warning_of_a_rank_is_printed_once_with_the_rank() -> None:
+    """For example memory errors of a GPU or a slow link, on a single rank."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
     try:
         records = [
@@ -398,7 +397,7 @@ def test_a_warning_of_another_rank_is_said_once_with_its_rank() -> None:
         dist.destroy_process_group()
 
 
-def test_a_job_may_open_a_socket_to_each_of_1024_ranks() -> None:
+def test_a_job_may_open_a_socket_to_1024_ranks() -> None:
     from titan_muon.titan.run.job import _raise_file_limit
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -412,7 +411,7 @@ def test_a_job_may_open_a_socket_to_each_of_1024_ranks() -> None:
 
 
 def test_signal_stops_after_the_step_and_handlers_come_back() -> None:
-    """A signal inside the context must only be remembered; after it Python's own handling must be back."""
+    """A signal inside the context is only recorded; afterwards Python's handling is back."""
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals(None, announce=False) as stop:
         stop.begin_step()
@@ -423,8 +422,8 @@ def test_signal_stops_after_the_step_and_handlers_come_back() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_second_ctrl_c_ends_at_once_but_not_its_echo() -> None:
-    """A Ctrl-C forwarded by torchrun does not kill; a later one does."""
+def test_a_second_ctrl_c_ends_at_once_and_an_echo_does_not() -> None:
+    """A Ctrl-C forwarded by torchrun does not kill; a later Ctrl-C does."""
     with StopSignals(None, announce=False) as stop:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)

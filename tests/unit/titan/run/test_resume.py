@@ -91,7 +91,7 @@ def recipe(steps: int = STEPS, **tables: Any) -> Recipe:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint of a run of the default recipe that has ended."""
+    """A checkpoint of a finished run of the default recipe."""
     run = Run(recipe(), tmp_path)
     for _ in range(STEPS):
         run.step()
@@ -112,7 +112,7 @@ def resumed(of: Recipe, checkpoint: Path, **options: Any) -> Run:
         *(("adamw", name, getattr(sections.AdamW(), name), value) for name, value in OTHER_ADAMW.items()),
     ],
 )
-def test_every_option_is_the_recipes_from_the_first_step_and_its_change_is_said(
+def test_a_resume_uses_the_options_of_the_recipe_and_prints_changes(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], optimizer: str, option: str, old: object, new: object
 ) -> None:
     table = {"muon": sections.Muon, "adamw": sections.AdamW}[optimizer]
@@ -128,7 +128,7 @@ def test_every_option_is_the_recipes_from_the_first_step_and_its_change_is_said(
     assert live[name] == new
 
 
-def test_a_checkpoint_without_an_option_is_continued_with_the_recipes(
+def test_a_checkpoint_without_an_option_continues_with_the_recipes_value(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each new option would otherwise make all older checkpoints unreadable."""
@@ -139,13 +139,15 @@ def test_a_checkpoint_without_an_option_is_continued_with_the_recipes(
     older.checkpoints.save(STEPS + 1, last_step=True)
     run = resumed(recipe(muon=sections.Muon(ns_steps=3)), checkpoint.with_name(f"step-{STEPS + 1}"))
     assert run.group("muon")["ns_steps"] == 3
-    assert "changed since the checkpoint: muon.ns_steps: not an option then -> 3" in capsys.readouterr().out
+    missing = "not in the checkpoint, so that the recipe's value counts: "
+    shown = sorted(line for line in capsys.readouterr().out.splitlines() if "the checkpoint" in line)
+    assert shown == [f"{missing}adamw.fused = False", f"{missing}muon.ns_steps = 3"]
     run.step()
 
 
-def test_the_options_above_are_all_that_there_are() -> None:
+def test_the_tested_options_are_complete() -> None:
     assert OTHER_MUON.keys() == {item.name for item in fields(Hyperparameters)}
-    # A dtype is not of a group; its change is said of each state.
+    # A dtype does not belong to a group; a change is printed for each state.
     assert OTHER_ADAMW.keys() == {item.name for item in fields(sections.AdamW)} - {"state_dtype"}
 
 
@@ -159,18 +161,18 @@ OTHER_SCHEDULE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("option", OTHER_SCHEDULE)
-def test_a_change_of_the_schedule_is_said(checkpoint: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
+def test_a_change_of_the_schedule_is_printed(checkpoint: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
     new = OTHER_SCHEDULE[option]
     resumed(recipe(lr_scheduler=sections.LrScheduler(**{option: new})), checkpoint)
     old = getattr(sections.LrScheduler(), option)
     assert capsys.readouterr().out == f"changed since the checkpoint: lr_scheduler.{option}: {old} -> {new}\n"
 
 
-def test_the_options_of_the_schedule_are_all_that_there_are() -> None:
+def test_the_tested_schedule_options_are_complete() -> None:
     assert OTHER_SCHEDULE.keys() == {item.name for item in fields(sections.LrScheduler)}
 
 
-def test_a_checkpoint_that_knows_no_schedule_is_continued(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_without_a_schedule_is_continued(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(recipe(), checkpoint.parents[1])
     del run.checkpoints.states["schedule"]
     run.checkpoints.save(STEPS + 1, last_step=True)
@@ -178,7 +180,7 @@ def test_a_checkpoint_that_knows_no_schedule_is_continued(checkpoint: Path, caps
     assert "changed" not in capsys.readouterr().out
 
 
-def test_a_resume_without_changes_says_nothing_and_keeps_states(
+def test_a_resume_without_changes_prints_no_change_and_keeps_states(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = resumed(recipe(), checkpoint)
@@ -188,7 +190,7 @@ def test_a_resume_without_changes_says_nothing_and_keeps_states(
 
 
 @pytest.mark.parametrize("exclude", [(), ("lr_scheduler",), ("optimizer",)])
-def test_the_first_steps_rate_is_the_schedules(checkpoint: Path, exclude: tuple[str, ...]) -> None:
+def test_the_first_step_has_the_rate_of_the_schedule(checkpoint: Path, exclude: tuple[str, ...]) -> None:
     """Extended from 4 to 8 steps, step 5 has 4/6 of the decay left; the finished run's next rate was 0."""
     run = resumed(recipe(steps=8, muon=sections.Muon(lr=0.3)), checkpoint, exclude=exclude)
     share = 1 / 2 if exclude == ("lr_scheduler",) else 1 - 2 / 6
@@ -196,13 +198,13 @@ def test_the_first_steps_rate_is_the_schedules(checkpoint: Path, exclude: tuple[
     assert run.optimizers.learning_rates() == pytest.approx({"muon": 0.3 * share, "adamw": 1e-3 * share})
 
 
-def test_another_implementation_of_adamw_holds(checkpoint: Path) -> None:
+def test_a_changed_implementation_of_adamw_is_applied(checkpoint: Path) -> None:
     run = resumed(recipe(optimizer=sections.Optimizer(implementation="fused")), checkpoint)
     assert (run.group("adamw")["fused"], run.group("adamw")["foreach"]) == (True, False)
     run.step()
 
 
-def test_another_dtype_of_the_momentum_holds_and_is_said(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_momentum_dtype_is_applied_and_printed(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = resumed(recipe(muon=sections.Muon(state_dtype="bfloat16")), checkpoint)
     line = "changed since the checkpoint: muon momentum_buffer: torch.float32 -> torch.bfloat16"
     assert capsys.readouterr().out.splitlines().count(line) == 1
@@ -210,7 +212,7 @@ def test_another_dtype_of_the_momentum_holds_and_is_said(checkpoint: Path, capsy
     assert all(average.dtype == torch.bfloat16 and average.abs().sum() > 0 for average in averages)
 
 
-def test_another_optimizer_of_a_parameter_is_refused_by_its_name(checkpoint: Path) -> None:
+def test_a_changed_optimizer_of_a_parameter_is_refused_by_name(checkpoint: Path) -> None:
     other = recipe(optimizer=sections.Optimizer(rule=(rule("*.wq.weight", "adamw"),)))
     with pytest.raises(RecipeError) as error:
         resumed(other, checkpoint)
@@ -224,7 +226,7 @@ class Numbers(IterableDataset[int]):
         return iter(range(8))
 
 
-def test_torchtitans_loader_on_other_data_ranks_is_refused_with_both_numbers() -> None:
+def test_torchtitans_loader_refuses_a_changed_number_of_data_ranks() -> None:
     saved = ["dataloader.dp_rank_0", "dataloader.dp_rank_1", "dataloader.world_size", "train_state.step"]
     check_data_ranks(ParallelAwareDataloader(Numbers(), 1, 2), saved)
     with pytest.raises(RecipeError) as error:

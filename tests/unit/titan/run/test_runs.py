@@ -1,4 +1,4 @@
-"""Which run folder and checkpoint a recipe continues, with checkpoints whole, torn and exported. No processes."""
+"""The run folder and checkpoint continued by a recipe, with complete, torn and exported checkpoints. No processes."""
 
 import json
 from pathlib import Path
@@ -30,8 +30,8 @@ def save(folder: Path, *steps: int, full: bool = True) -> None:
         dcp.save(state, checkpoint_id=folder / "checkpoint" / f"step-{step}", no_dist=True)
 
 
-def start(recipe: Recipe, given: tuple[str, ...] = ()) -> Run:
-    run = open_run(recipe, given)
+def start(recipe: Recipe, keys: tuple[str, ...] = ()) -> Run:
+    run = open_run(recipe, keys)
     begin(run, recipe)
     return run
 
@@ -65,8 +65,8 @@ def test_whole_checkpoint_has_no_flaw(tmp_path: Path) -> None:
         (lambda path: shard(path).write_bytes(shard(path).read_bytes()[:-1]), "__0_0.distcp has"),
     ],
 )
-def test_torn_checkpoint_is_found_out(tmp_path: Path, damage: object, named: str) -> None:
-    """A save that was cut off at any file must be refused, naming the file."""
+def test_a_torn_checkpoint_is_detected(tmp_path: Path, damage: object, named: str) -> None:
+    """For a save cut off at any file; the error names the file."""
     save(tmp_path, 3)
     checkpoint = tmp_path / "checkpoint" / "step-3"
     damage(checkpoint)  # type: ignore[operator]
@@ -74,13 +74,13 @@ def test_torn_checkpoint_is_found_out(tmp_path: Path, damage: object, named: str
 
 
 def test_exported_model_is_not_a_checkpoint_to_continue(tmp_path: Path) -> None:
-    """A model-only checkpoint is refused with its key."""
+    """A model-only checkpoint is refused with the key."""
     save(tmp_path, 3, full=False)
     assert "last_save_model_only" in (flaw(tmp_path / "checkpoint" / "step-3") or "")
 
 
-def test_other_folders_are_no_steps(tmp_path: Path) -> None:
-    """Only `step-N` is a checkpoint, not what was set aside or lies around."""
+def test_only_step_folders_are_checkpoints(tmp_path: Path) -> None:
+    """Folders set aside and other entries are ignored."""
     save(tmp_path, 3, 10)
     (tmp_path / "checkpoint" / "aside-12").mkdir()
     (tmp_path / "checkpoint" / "step-11.bak").mkdir()
@@ -103,15 +103,15 @@ def test_latest_continues_after_the_newest_whole_checkpoint(tmp_path: Path, caps
     run = finished_run(tmp_path, 3, 6, 9)
     open_run(tiny.recipe(tmp_path))
     shard(run / "checkpoint" / "step-9").unlink()
-    found = start(tiny.recipe(tmp_path, checkpoint__load="latest"))
-    assert found == Run(str(run), str(run), str(run / "checkpoint" / "step-6"), 6, 12.0)
+    opened = start(tiny.recipe(tmp_path, checkpoint__load="latest"))
+    assert opened == Run(str(run), str(run), str(run / "checkpoint" / "step-6"), 6, 12.0)
     assert "step-9 is passed over: __0_0.distcp is missing; using step 6 instead" in capsys.readouterr().out
     assert sorted(path.name for path in (run / "checkpoint").iterdir()) == ["aside-9", "step-3", "step-6"]
     assert list(tiny.records(run, "loss")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_metrics_of_every_rank_go_on_after_the_checkpoint(tmp_path: Path) -> None:
-    """Under metrics.save_for_all_ranks each rank has a file, and no step may stand in it twice."""
+def test_the_metrics_of_every_rank_continue_after_the_checkpoint(tmp_path: Path) -> None:
+    """Under metrics.save_for_all_ranks each rank has a file, and no step may be recorded twice."""
     run = finished_run(tmp_path, 3)
     (run / "rank-1").mkdir()
     (run / "rank-1" / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
@@ -122,7 +122,7 @@ def test_the_metrics_of_every_rank_go_on_after_the_checkpoint(tmp_path: Path) ->
 
 
 def test_any_error_of_rank_0_is_raised_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left to rank 0 alone, an error of another class would leave the others in the broadcast."""
+    """An error on rank 0 alone would leave the remaining ranks in the broadcast."""
     sent: list[object] = []
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda objects, **_: sent.extend(objects))
@@ -132,10 +132,12 @@ def test_any_error_of_rank_0_is_raised_on_every_rank(tmp_path: Path, monkeypatch
     assert isinstance(sent[0], KeyError)
 
 
-def test_latest_without_any_run_starts_anew_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first start of a job that always asks for `latest` must be a new run."""
-    found = open_run(tiny.recipe(tmp_path, checkpoint__load="latest"))
-    assert found == Run(found.folder)
+def test_latest_without_a_run_starts_a_new_run_with_a_notice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first start of a job with `latest` in the recipe is a new run."""
+    run = open_run(tiny.recipe(tmp_path, checkpoint__load="latest"))
+    assert run == Run(run.folder)
     assert "starting anew" in capsys.readouterr().out
 
 
@@ -144,10 +146,10 @@ SAME |= {"parallelism__tensor_parallel_degree": 2, "placement__muon": "owned", "
 
 
 @pytest.mark.parametrize(("key", "value"), [("muon__lr", 0.25), ("debug__seed", 7), ("data__seed", 3)])
-def test_latest_continues_the_same_experiment_only(
+def test_latest_continues_only_the_same_experiment(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: float
 ) -> None:
-    """A sweep that always passes `latest` has as many runs as values; steps and layouts are no experiment."""
+    """A sweep with `latest` has as many runs as values; steps and layouts are no experiment."""
     run = finished_run(tmp_path, 3)
     capsys.readouterr()
     new = start(tiny.recipe(tmp_path, checkpoint__load="latest", **{key: value}))
@@ -160,8 +162,8 @@ def test_latest_continues_the_same_experiment_only(
     assert (again.folder, again.step) == (str(run), 3), "the newest run is another experiment's"
 
 
-def test_a_batch_of_fixed_size_may_be_cut_otherwise(tmp_path: Path) -> None:
-    """Local batch size is a layout if the batch is fixed, and otherwise the batch itself."""
+def test_a_fixed_global_batch_may_be_divided_differently(tmp_path: Path) -> None:
+    """The local batch size is a layout if the global batch is fixed, and otherwise the batch."""
     fixed = {"training__global_batch_size": 8}
     run = Path(start(tiny.recipe(tmp_path, **fixed)).folder)
     save(run, 3)
@@ -172,24 +174,24 @@ def test_a_batch_of_fixed_size_may_be_cut_otherwise(tmp_path: Path) -> None:
     assert open_run(tiny.recipe(tmp_path, **more)).step == 0
 
 
-def test_the_file_latest_stands_for_the_newest_run(tmp_path: Path) -> None:
+def test_the_file_latest_names_the_newest_run(tmp_path: Path) -> None:
     """The path has no special character for a shell, and no changing name."""
     run = finished_run(tmp_path, 3)
     assert open_run(tiny.recipe(tmp_path, checkpoint__load=str(run.parent / "latest"))).folder == str(run)
 
 
-def test_earlier_step_is_continued_beside_the_run(tmp_path: Path) -> None:
+def test_an_earlier_step_continues_in_a_new_folder(tmp_path: Path) -> None:
     """Later results are not overwritten."""
     run = finished_run(tmp_path, 3, 6, 9)
-    found = start(tiny.recipe(tmp_path, checkpoint__load=str(run), checkpoint__load_step=3))
-    assert found.folder != str(run)
-    assert (found.checkpoint, found.step, found.seconds) == (str(run / "checkpoint" / "step-3"), 3, 6.0)
-    assert list(tiny.records(found.folder, "loss")) == [1, 2, 3]
+    continued = start(tiny.recipe(tmp_path, checkpoint__load=str(run), checkpoint__load_step=3))
+    assert continued.folder != str(run)
+    assert (continued.checkpoint, continued.step, continued.seconds) == (str(run / "checkpoint" / "step-3"), 3, 6.0)
+    assert list(tiny.records(continued.folder, "loss")) == [1, 2, 3]
     assert saved_steps(run / "checkpoint") == [9, 6, 3]
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 10
 
 
-def test_changed_recipe_is_kept_beside_the_new_one(tmp_path: Path) -> None:
+def test_the_previous_recipe_is_kept_beside_the_changed_recipe(tmp_path: Path) -> None:
     run = finished_run(tmp_path, 3)
     changed = tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=5)
     start(changed)
@@ -209,7 +211,9 @@ def test_changed_recipe_is_kept_beside_the_new_one(tmp_path: Path) -> None:
         ({"checkpoint__load": "CORPUS"}, "has no whole checkpoint"),
     ],
 )
-def test_an_impossible_continuation_is_one_clear_error(tmp_path: Path, values: dict[str, object], named: str) -> None:
+def test_an_impossible_continuation_is_refused_with_the_key(
+    tmp_path: Path, values: dict[str, object], named: str
+) -> None:
     """A missing or torn folder or step is refused with the key."""
     run = finished_run(tmp_path, 3, 6, 9)
     shard(run / "checkpoint" / "step-9").unlink()
@@ -221,16 +225,16 @@ def test_an_impossible_continuation_is_one_clear_error(tmp_path: Path, values: d
     assert (run / "checkpoint" / "step-9").is_dir(), "an error must leave the run as it was"
 
 
-def test_a_restart_goes_on_with_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_continues_the_run_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next attempt continues the job's folder, for any `checkpoint.load`."""
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     run = finished_run(tmp_path, 3, 6)
     other = start(tiny.recipe(tmp_path))
     asked = tiny.recipe(tmp_path, checkpoint__exclude_from_loading="train_state")
     with FolderLock() as lock:
-        found = agree(asked, None, lock, interrupted=str(run))
-    assert found == Run(str(run), str(run), str(run / "checkpoint" / "step-6"), 6, 12.0, restarted=True)
-    assert trainer_config(asked, found, 1).checkpoint.exclude_from_loading == []
+        continued = agree(asked, None, lock, interrupted=str(run))
+    assert continued == Run(str(run), str(run), str(run / "checkpoint" / "step-6"), 6, 12.0, restarted=True)
+    assert trainer_config(asked, continued, 1).checkpoint.exclude_from_loading == []
     with FolderLock() as lock:
         assert agree(asked, None, lock, interrupted=other.folder).step == 0, "nothing was saved there"
 
@@ -250,8 +254,8 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("enable", [False, True])
-def test_the_group_of_asynchronous_checkpoints_is_told_from_others(tmp_path: Path, enable: bool) -> None:
-    """The group keeps its own time-out; without checkpoints there is no group."""
+def test_the_group_of_asynchronous_checkpoints_has_a_description(tmp_path: Path, enable: bool) -> None:
+    """The group keeps a separate timeout; without checkpoints the run has no group."""
     others = {"dataloader": None, "model_parts": [], "optimizers": None, "lr_schedulers": None, "sd_adapter": None}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -264,7 +268,7 @@ def test_the_group_of_asynchronous_checkpoints_is_told_from_others(tmp_path: Pat
 
 
 def test_only_a_new_folder_is_discarded(tmp_path: Path) -> None:
-    """The new folder of a run that cannot begin is removed, and a continued folder is unchanged."""
+    """The new folder of an impossible run is removed, and a continued folder is unchanged."""
     run = finished_run(tmp_path, 3)
     kept = (run / "metrics.jsonl").read_text()
     discard(open_run(tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=5)))
@@ -283,9 +287,9 @@ options = { betas = [0.5, 0.5] }
 """
 
 
-def names(folder: Path, *recipes: Recipe, given: tuple[str, ...] = ()) -> list[str]:
-    """Differences in the folder names of runs started one after the other."""
-    return [Path(start(recipe, given).folder).name.partition("_")[2] for recipe in recipes]
+def names(folder: Path, *recipes: Recipe, keys: tuple[str, ...] = ()) -> list[str]:
+    """Differences in the folder names of consecutive runs."""
+    return [Path(start(recipe, keys).folder).name.partition("_")[2] for recipe in recipes]
 
 
 def test_a_run_is_named_after_differences_from_the_run_before(tmp_path: Path) -> None:
@@ -304,26 +308,26 @@ def test_a_run_is_named_after_differences_from_the_run_before(tmp_path: Path) ->
 
 def test_a_run_is_named_after_the_keys_of_the_command_line(tmp_path: Path) -> None:
     recipe = tiny.recipe(tmp_path, training__steps=4, dump_folder=str(tmp_path / "other"), metrics__log_freq=1)
-    given = keys_of_the_command_line(tmp_path / "tiny.toml", recipe)
-    assert given == ("dump_folder", "training.steps"), "log_freq is what the file says"
+    keys = keys_of_the_command_line(tmp_path / "tiny.toml", recipe)
+    assert keys == ("dump_folder", "training.steps"), "log_freq is what the file says"
     ruled = tmp_path / "ruled.toml"
     ruled.write_text(RULED)
     assert keys_of_the_command_line(ruled, load(ruled)) == (), "options of rules are compared as the recipe has them"
-    assert names(tmp_path, recipe, recipe, given=given) == ["training.steps=4", "training.steps=4"]
+    assert names(tmp_path, recipe, recipe, keys=keys) == ["training.steps=4", "training.steps=4"]
 
 
-def test_the_command_line_comes_first_in_a_name_and_is_no_edit_of_the_file(tmp_path: Path) -> None:
+def test_command_line_keys_come_first_in_a_name(tmp_path: Path) -> None:
     """A run without options after a run with options is the plain recipe; user overrides are always shown."""
     plain, fast = tiny.recipe(tmp_path), tiny.recipe(tmp_path, muon__lr=0.5)
     assert names(tmp_path, plain) == [""]
-    assert names(tmp_path, fast, given=("muon.lr",)) == ["muon.lr=0.5"]
+    assert names(tmp_path, fast, keys=("muon.lr",)) == ["muon.lr=0.5"]
     assert names(tmp_path, plain) == [""], "0.001 is the file's own value"
     edited = {"muon__momentum": 0.5, "muon__weight_decay": 0.25, "adamw__lr": 0.5, "adamw__weight_decay": 0.5}
-    (name,) = names(tmp_path, tiny.recipe(tmp_path, training__steps=4, **edited), given=("training.steps",))
+    (name,) = names(tmp_path, tiny.recipe(tmp_path, training__steps=4, **edited), keys=("training.steps",))
     assert name.startswith("training.steps=4,momentum=0.5")
 
 
-def test_a_default_of_an_earlier_version_is_no_difference_in_a_name(tmp_path: Path) -> None:
+def test_a_default_of_an_earlier_version_is_not_in_a_name(tmp_path: Path) -> None:
     start(tiny.recipe(tmp_path, muon__eps=1e-7))
     assert names(tmp_path, tiny.recipe(tmp_path)) == [""]
     start(tiny.recipe(tmp_path, muon__eps=0.5))
@@ -332,8 +336,8 @@ def test_a_default_of_an_earlier_version_is_no_difference_in_a_name(tmp_path: Pa
 
 def test_a_minus_stays_in_a_name(tmp_path: Path) -> None:
     recipe = tiny.recipe(tmp_path, training__local_batch_size=-1, training__global_batch_size=8)
-    given = ("training.local_batch_size", "training.global_batch_size")
-    assert names(tmp_path, recipe, given=given) == ["local_batch_size=-1,global_batch_size=8"]
+    keys = ("training.local_batch_size", "training.global_batch_size")
+    assert names(tmp_path, recipe, keys=keys) == ["local_batch_size=-1,global_batch_size=8"]
 
 
 def test_names_of_folders_are_short_and_plain(tmp_path: Path) -> None:
@@ -347,24 +351,24 @@ def test_names_of_folders_are_short_and_plain(tmp_path: Path) -> None:
     assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_=.,+-")
 
 
-def test_the_newest_run_is_found_by_time_and_not_by_differences(tmp_path: Path) -> None:
-    """Also for two runs of one second, with any differences in the names."""
+def test_the_newest_run_is_selected_by_time_not_by_name(tmp_path: Path) -> None:
+    """Also for two runs of the same second, with any differences in the names."""
     for name in ("20260101-000000_a=z", "20260101-000000-2", "20250101-000000_z=z", "20260101-000000-3_a=a"):
         save(tmp_path / "runs" / "tiny" / name, 3)
-    found = open_run(tiny.recipe(tmp_path, checkpoint__load="latest"))
-    assert Path(found.folder).name == "20260101-000000-3_a=a"
+    newest = open_run(tiny.recipe(tmp_path, checkpoint__load="latest"))
+    assert Path(newest.folder).name == "20260101-000000-3_a=a"
     runs = tmp_path / "runs" / "tiny"
     assert [path.name for path in run_folders(runs)][1:3] == ["20260101-000000-2", "20260101-000000_a=z"]
 
 
-def test_runs_of_one_second_are_numbered_for_any_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_the_same_second_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.strftime", lambda form: "20260101-000000")
     first = start(tiny.recipe(tmp_path)).folder
     second = start(tiny.recipe(tmp_path, placement__muon="owned")).folder
     assert [Path(folder).name for folder in (first, second)] == ["20260101-000000", "20260101-000000-2_placement=owned"]
 
 
-def test_a_recipe_of_an_older_version_is_compared_by_its_defaults(tmp_path: Path) -> None:
+def test_a_recipe_of_an_older_version_is_compared_with_the_defaults(tmp_path: Path) -> None:
     """An unknown new key has the default, a removed key differs, and a torn file has no differences."""
     recipe = Recipe(training=sections.Training(steps=6))
     for number, text in enumerate(("[muon]\nlr = 0.001\n", "not TOML")):

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests import tiny
@@ -55,7 +56,7 @@ def test_an_option_reaches_torchtitan(key: str, value: object, tmp_path: Path) -
     assert getattr(changed, name) == value
 
 
-def test_activation_checkpointing_takes_the_keys_of_its_mode(tmp_path: Path) -> None:
+def test_activation_checkpointing_uses_the_keys_of_the_mode(tmp_path: Path) -> None:
     options = {"activation_checkpoint__preserve_rng_state": False, "activation_checkpoint__memory_budget": 0.25}
     compiled = {"compile__enable": True}
     made = {
@@ -72,7 +73,7 @@ def test_activation_checkpointing_takes_the_keys_of_its_mode(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("key", "given"),
+    ("key", "values"),
     [
         (
             "compile.enable_async_tensor_parallel",
@@ -88,23 +89,23 @@ def test_activation_checkpointing_takes_the_keys_of_its_mode(tmp_path: Path) -> 
     ],
 )
 def test_gpu_options_are_refused_on_the_cpu_and_planned_for_gpus(
-    key: str, given: dict[str, object], tmp_path: Path
+    key: str, values: dict[str, object], tmp_path: Path
 ) -> None:
     refuse_on_cpu(tiny.recipe(tmp_path))
     with pytest.raises(RecipeError, match=rf"^{key} = .* is not accepted on the CPU"):
-        refuse_on_cpu(tiny.recipe(tmp_path, **given))
-    config(tmp_path, 2, **given)
+        refuse_on_cpu(tiny.recipe(tmp_path, **values))
+    config(tmp_path, 2, **values)
 
 
-def test_the_schedule_that_checkpoints_keep_has_its_length(tmp_path: Path) -> None:
+def test_the_schedule_in_checkpoints_has_the_total_steps(tmp_path: Path) -> None:
     recipe = tiny.recipe(tmp_path, training__steps=5, lr_scheduler__warmup_steps=1)
     absent = replace(recipe, lr_scheduler=replace(recipe.lr_scheduler, total_steps=None))
-    for each, steps in ((recipe, 6), (absent, 5)):
-        schedule = trainer_config(each, Run(str(tmp_path)), 1).checkpoint.schedule
+    for choice, steps in ((recipe, 6), (absent, 5)):
+        schedule = trainer_config(choice, Run(str(tmp_path)), 1).checkpoint.schedule
         assert schedule == {**asdict(recipe.lr_scheduler), "total_steps": steps}
 
 
-def test_the_folder_of_hugging_face_files_must_be_there(tmp_path: Path) -> None:
+def test_the_folder_of_hugging_face_files_must_exist(tmp_path: Path) -> None:
     assert config(tmp_path, model__hf_assets_path=str(tmp_path)).hf_assets_path == str(tmp_path)
     with pytest.raises(RecipeError, match=r"model\.hf_assets_path = '/nowhere': no such folder"):
         config(tmp_path, model__hf_assets_path="/nowhere")
@@ -123,11 +124,22 @@ def test_the_start_prints_the_batch_of_a_step(passes: int, accumulated: str, tmp
         parallel_dims=SimpleNamespace(dp_replicate=2, dp_shard=4),
         gradient_accumulation_steps=passes,
     )
-    said = job._batch(trainer)  # type: ignore[arg-type]
-    assert said == f"{24 * passes} sequences ({12_000 * passes:,} tokens{accumulated})"
+    line = job._batch(trainer)  # type: ignore[arg-type]
+    assert line == f"{24 * passes} sequences ({12_000 * passes:,} tokens{accumulated})"
 
 
-def test_the_start_counts_the_whole_model_and_names_each_pipeline_rank(
+def test_the_start_notes_other_code_for_owned_matrices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, bool]] = []
+    monkeypatch.setattr(compat, "spmd_note", lambda requested, owned: asked.append((requested, owned)) or "a note")
+    trainer = SimpleNamespace(config=config(tmp_path), parallel_dims=None, step=10**6)
+    job._say_start(trainer, tiny.recipe(tmp_path, placement__muon="owned"), Run(str(tmp_path)))  # type: ignore[arg-type]
+    assert asked == [("auto", True)]
+    assert capsys.readouterr().out.startswith("a note\n")
+
+
+def test_the_start_counts_the_whole_model_and_lists_every_pipeline_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
@@ -146,7 +158,7 @@ def test_the_start_counts_the_whole_model_and_names_each_pipeline_rank(
 
 
 @pytest.mark.parametrize(("accelerator", "offload"), [(True, True), (True, False), (False, True)])
-def test_parameters_on_the_host_have_a_backend_beside_that_of_a_device(
+def test_parameters_on_the_host_have_a_cpu_backend_beside_the_device_backend(
     accelerator: bool, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the CPU torch refuses a second backend."""
@@ -155,3 +167,36 @@ def test_parameters_on_the_host_have_a_backend_beside_that_of_a_device(
     monkeypatch.setattr(compat, "init_distributed", lambda *args, cpu_backend, **options: asked.append(cpu_backend))
     job._init_distributed(tiny.recipe(tmp_path, training__enable_cpu_offload=offload))
     assert asked == [accelerator and offload]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 25 TB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 25 TB"),
+        RuntimeError("any other error"),
+    ],
+    ids=["gpu", "cpu", "other"],
+)
+def test_a_model_beyond_the_memory_is_one_error_with_its_key(
+    error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> None:
+        raise error
+
+    monkeypatch.setattr(job, "trainer_config", lambda *args: SimpleNamespace(build=build))
+    monkeypatch.setattr(job.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(job.dist, "get_rank", lambda: 3)
+    recipe = tiny.recipe(tmp_path, model__vocab_size=10**11)
+    with pytest.raises(RuntimeError if "other" in str(error) else RecipeError) as caught:
+        job._prepare(recipe, Run(folder=str(tmp_path)), None)
+    if "other" in str(error):
+        assert caught.value is error
+        return
+    key = "model.flavor = 'moe_tiny' with model.vocab_size = 100000000000"
+    remedy = "Choose a smaller model or vocabulary, or more ranks; a dry run (--dry-run) lists the memory by purpose"
+    cause = f"does not fit into the memory of rank 3: {str(error).splitlines()[0]}"
+    text = str(caught.value)
+    assert text.startswith(f"{key} {cause}. {remedy} (refused at ")
+    assert "\n" not in text
+    assert "allocate 25 TB" in (tmp_path / "traceback.txt").read_text()

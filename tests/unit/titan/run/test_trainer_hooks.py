@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from titan_muon.comm.faults import Fault, check_faults
 from titan_muon.titan import compat
 
 compat.install()
@@ -18,7 +19,7 @@ from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from titan_muon.titan.run.trainer import MuonTrainer  # noqa: E402
 
 
-def test_the_step_clips_by_the_replacement_in_its_context() -> None:
+def test_clipping_by_replaces_the_clip_of_the_trainers_step() -> None:
     assert "dist_utils.clip_grad_norm_(" in inspect.getsource(torchtitan.trainer.Trainer.train_step)
     before = dist_utils.clip_grad_norm_
     with compat.clipping_by(lambda: torch.tensor(3.0)):
@@ -26,7 +27,7 @@ def test_the_step_clips_by_the_replacement_in_its_context() -> None:
     assert dist_utils.clip_grad_norm_ is before
 
 
-def test_the_loop_does_not_sleep_at_its_end() -> None:
+def test_the_training_loop_does_not_sleep_at_the_end() -> None:
     assert "time.sleep(2)" in inspect.getsource(torchtitan.trainer.Trainer.train)
     with compat.ending_at_once():
         torchtitan.trainer.time.sleep(1e9)
@@ -34,12 +35,12 @@ def test_the_loop_does_not_sleep_at_its_end() -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_torchtitans_error_of_a_loss_that_is_not_finite_is_known(loss: float) -> None:
-    said = f"Loss is not finite (global_avg_loss={loss}) at step 3. Stopping training."
+def test_torchtitans_error_of_a_nonfinite_loss_is_recognized(loss: float) -> None:
+    message = f"Loss is not finite (global_avg_loss={loss}) at step 3. Stopping training."
     assert 'f"Loss is not finite (global_avg_loss={global_avg_loss}) at "' in inspect.getsource(
         torchtitan.trainer.Trainer.train_step
     )
-    assert str(compat.nonfinite_loss(RuntimeError(said))) == str(loss)
+    assert str(compat.nonfinite_loss(RuntimeError(message))) == str(loss)
     assert compat.nonfinite_loss(RuntimeError("CUDA error")) is None
 
 
@@ -63,17 +64,30 @@ def test_a_diverged_step_is_reported_before_the_run_ends(monkeypatch: pytest.Mon
     assert norm == 7.0
 
 
-@pytest.mark.parametrize(("here", "elsewhere"), [(math.inf, 0.0), (1.0, 1.0), (1.0, 0.0)])
-def test_weights_that_are_not_finite_on_any_rank_are_not_saved(
-    here: float, elsewhere: float, monkeypatch: pytest.MonkeyPatch
+def test_a_fault_of_muon_ends_a_run_as_a_recorded_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever raises in the loop, for example the state dict of a checkpoint. The error names the recipe's key."""
+    monkeypatch.setattr(
+        torchtitan.trainer.Trainer, "train", lambda self: check_faults(["w"], [Fault.NOT_FINITE], allowed=())
+    )
+    monkeypatch.setattr(MuonTrainer, "_begin_checks", lambda self: None)
+    trainer = MuonTrainer.__new__(MuonTrainer)
+    trainer.metrics_processor, trainer.step = mock.Mock(), 3
+    with pytest.raises(FloatingPointError, match=r"^w: gradient or momentum .* \(muon\.nonfinite = 'skip'\)") as caught:
+        trainer.train(mock.Mock())
+    trainer.metrics_processor.logger.log.assert_called_once_with({"diverged": str(caught.value)}, 3)
+
+
+@pytest.mark.parametrize(("local", "elsewhere"), [(math.inf, 0.0), (1.0, 1.0), (1.0, 0.0)])
+def test_nonfinite_weights_on_any_rank_are_not_saved(
+    local: float, elsewhere: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.distributed.all_reduce", lambda flag, op: flag.clamp_(min=elsewhere))
     trainer = MuonTrainer.__new__(MuonTrainer)
     trainer.checks, trainer.optimizers, trainer.device, trainer.compared = mock.Mock(), mock.Mock(), "cpu", 3
     trainer.checks.check_norm.return_value = []
     trainer.model_parts = [torch.nn.Linear(2, 2)]
-    torch.nn.init.constant_(trainer.model_parts[0].bias, here)
-    if here + elsewhere == 1.0:
+    torch.nn.init.constant_(trainer.model_parts[0].bias, local)
+    if local + elsewhere == 1.0:
         trainer._check_weights(3)
         return
     with pytest.raises(FloatingPointError, match="step 3: some weights are not finite, and nothing is saved"):

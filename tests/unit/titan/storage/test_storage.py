@@ -1,4 +1,4 @@
-"""Checkpoint files: any damage is found, nothing in them runs, and a full disk is named."""
+"""Checkpoint files: any damage is detected, no code in the files runs, and a full disk is named."""
 
 import errno
 import io
@@ -37,7 +37,7 @@ STATE = {
 
 
 class Bomb:
-    """A pickle of this object writes a file when it is loaded."""
+    """A pickle of this object writes a file on load."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -86,17 +86,17 @@ def test_no_flipped_bit_of_any_file_passes(checkpoint: Path) -> None:
             for _ in range(3):
                 bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
             (checkpoint / name).write_bytes(bytes(bad))
-            found = damage(checkpoint, None)
-            assert found is not None
-            assert name in found
+            reason = damage(checkpoint, None)
+            assert reason is not None
+            assert name in reason
             if name == METADATA:
                 assert flaw(checkpoint) is not None
         (checkpoint / name).write_bytes(good)
     assert damage(checkpoint, None) is None
 
 
-def test_damaged_metadata_without_checksums_is_a_reason_and_never_an_error(checkpoint: Path) -> None:
-    """Earlier versions saved none; a pickle of garbage raises MemoryError, TypeError and others."""
+def test_damaged_metadata_without_checksums_is_reported_without_an_exception(checkpoint: Path) -> None:
+    """Earlier versions saved no checksums; a pickle of garbage raises MemoryError, TypeError and more."""
     (checkpoint / CHECKSUMS).unlink()
     draw = random.Random(0)
     good = (checkpoint / METADATA).read_bytes()
@@ -119,7 +119,7 @@ def test_damaged_metadata_without_checksums_is_a_reason_and_never_an_error(check
         ('{"format": 1, "files": {"__0_0.distcp": {"bytes": 1, "crc32": "00000000"}}}', ".metadata"),
     ],
 )
-def test_damaged_checksums_are_a_reason(text: str, reason: str, checkpoint: Path) -> None:
+def test_damaged_checksums_are_reported(text: str, reason: str, checkpoint: Path) -> None:
     (checkpoint / CHECKSUMS).write_text(text)
     assert reason in str(flaw(checkpoint))
 
@@ -136,7 +136,7 @@ def test_missing_and_short_files_are_named(checkpoint: Path) -> None:
 
 
 def test_hostile_metadata_runs_no_code(checkpoint: Path, tmp_path: Path) -> None:
-    """Without checksums, because an attacker can write these too."""
+    """Without checksums, because an attacker can write checksums too."""
     (checkpoint / CHECKSUMS).unlink()
     sign = tmp_path / "ran"
     (checkpoint / METADATA).write_bytes(pickle.dumps(Bomb(sign)))
@@ -165,7 +165,7 @@ def test_plain_pickles_inside_bytes_load(tmp_path: Path) -> None:
     assert loaded == state
 
 
-def test_optional_values_that_are_missing_stay_and_others_are_an_error(checkpoint: Path) -> None:
+def test_missing_optional_values_stay_and_missing_required_values_are_an_error(checkpoint: Path) -> None:
     planner = SafePlanner(optional=lambda key: key == "train_state.new")
     loaded: dict[str, Any] = {"train_state": {"step": 0, "new": 7}}
     load(checkpoint, loaded, planner)
@@ -175,7 +175,7 @@ def test_optional_values_that_are_missing_stay_and_others_are_an_error(checkpoin
         load(checkpoint, {"train_state": {"step": 0, "other": 7}})
 
 
-def test_a_full_disk_is_known_and_named(tmp_path: Path) -> None:
+def test_a_full_disk_is_recognized_and_named(tmp_path: Path) -> None:
     error = RuntimeError("unexpected pos 704 vs 598")
     error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
     assert is_disk_full(error)
