@@ -17,13 +17,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from titan_muon.titan import compat
 
 compat.install()
 
-from tests.shared import fake_ranks  # noqa: E402
 from titan_muon.titan.recipe import Recipe, to_toml  # noqa: E402
 from titan_muon.titan.run import console, metrics  # noqa: E402
 from titan_muon.titan.run.console import _Useful, set_up_logging  # noqa: E402
@@ -386,12 +386,15 @@ def test_the_filter_hides_only_listed_warnings(level: int, text: str, shown: boo
 
 def test_a_warning_of_a_rank_is_printed_once_with_the_rank() -> None:
     """For example memory errors of a GPU or a slow link, on a single rank."""
-    with fake_ranks(2, 1):
+    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
+    try:
         records = [
             logging.LogRecord("torchtitan", level, "", 0, "ECC %s", ("error",), None) for level in (30, 30, 20, 40)
         ]
         assert [_Useful().filter(record) for record in records] == [True, False, False, True]
         assert records[0].getMessage() == "rank 1: ECC error"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_job_may_open_a_socket_to_1024_ranks() -> None:
