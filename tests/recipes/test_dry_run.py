@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import models  # noqa: F401 (registers the families)
+import train
 from titan_muon.titan import compat
 
 compat.install()
@@ -129,6 +129,12 @@ def test_repeated_work_of_replicas_has_the_time_of_both_choices(
 def test_a_wrong_dry_run_argument_is_a_recipe_error(words: tuple[str, ...], part: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=re.escape(part)):
         command(tmp_path, *words)
+
+
+def test_a_pattern_without_a_match_is_an_error_with_its_source(tmp_path: Path) -> None:
+    asked = command(tmp_path, "--optimizer.rule", '{match = "layer.0.*", optimizer = "adamw"}')
+    with pytest.raises(RecipeError, match=r"^command line: optimizer\.rule\[0\]: 'layer\.0\.\*' takes no parameter"):
+        train.main(asked)
 
 
 def test_dry_run_arguments_are_refused_without_dry_run(tmp_path: Path) -> None:

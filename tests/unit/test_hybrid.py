@@ -196,16 +196,18 @@ def test_a_copied_adamw_keeps_the_options(copied: Callable[[Any], Any]) -> None:
     assert {name: getattr(adamw, f"_{name}") for name in options} == options
 
 
-def test_inf_in_a_grad_scaler_skips_the_step_of_both_parts() -> None:
+@pytest.mark.parametrize("fused", [False, True], ids=["on the host", "on the device"])
+@pytest.mark.parametrize("name", ["embed.weight", "layers.0.up.weight"])
+def test_inf_in_a_grad_scaler_skips_the_step_of_both_parts(name: str, fused: bool) -> None:
     model = Decoder()
-    hybrid = Hybrid(model, **OPTIONS)
+    hybrid = Hybrid(model, **OPTIONS, adamw={"fused": fused})
     train(model, hybrid, range(1))
     before = copy.deepcopy(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(model(torch.zeros(1, 4, dtype=torch.long)).sum()).backward()
-    embedding = model.embed.weight.grad
-    assert embedding is not None
-    embedding[0, 0] = torch.inf
+    gradient = model.get_parameter(name).grad
+    assert gradient is not None
+    gradient[0, 0] = torch.inf
     scaler.step(hybrid)
     scaler.update()
     assert equal(model, before)

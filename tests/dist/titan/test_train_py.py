@@ -93,7 +93,7 @@ def test_ctrl_c_without_checkpoints_names_the_lost_work(tmp_path: Path) -> None:
         (("--training.stepz=3",), "training.steps"),
         (("--checkpoint.load=no/such/folder",), "no such folder"),
         (("--parallelism.tensor_parallel_degree=3",), "tensor_parallel_degree"),
-        (("--data.files=no/such/*.txt",), "data.files"),
+        (("--data.files=no/such/*.txt",), "error: command line: data.files"),
         (("--training.seq_len=60000",), "Training sequence length 60000 exceeds"),
     ],
 )

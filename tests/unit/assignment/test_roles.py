@@ -198,7 +198,7 @@ def test_the_roles_ignore_frozen_parameters() -> None:
     assert "layers.0.up.weight" not in see([made])
 
 
-@pytest.mark.parametrize("name", ["classifier", "cls", "score", "lm_head"])
+@pytest.mark.parametrize("name", ["classifier", "cls", "score", "head", "value_head", "mtp_head", "lm_head"])
 def test_the_name_identifies_a_classification_head(name: str) -> None:
     """A classifier on a language model has no row for each token."""
     made = model()

@@ -429,6 +429,7 @@ def test_a_page_is_a_single_file_with_curves_and_tables(pair, tmp_path):
     assert "<th>fast<th>slow" in text
     assert "src=" not in text
     assert "#010203" not in text
+    assert "svg { width: 100%; height: auto; fill: currentColor }" in text, "else black on black in a dark page"
 
 
 def test_runs_of_the_same_batch_get_no_warning(tmp_path):

@@ -90,6 +90,16 @@ def run(mesh: DeviceMesh) -> Run:
     return Run(mesh, overlap="backward")
 
 
+def test_one_queue_for_all_streams_is_warned_about_at_the_first_use(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("titan_muon.features.early.shared_queue", lambda *of: asked.append(of[0]) or "one queue")
+    with pytest.warns(UserWarning, match="one queue"):
+        Run(mesh, overlap="backward")
+    assert asked == ["cpu"]
+
+
 def test_backward_overlap_of_only_owned_parameters_is_refused(mesh: DeviceMesh) -> None:
     owned = place_on_owners(nn.Parameter(torch.ones(8, 8)), mesh, [0])
     sharded = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [TorchShard(0)]))

@@ -5,9 +5,14 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_muon import Muon
+from titan_muon.adam import AdamW
 from titan_muon.tensors.mesh import StateMesh
 
 
@@ -53,6 +58,26 @@ def test_a_state_dict_without_a_newer_option_is_loaded() -> None:
     assert resumed.param_groups[0]["ns_steps"] == 3
     assert torch.equal(resumed.state[other]["momentum_buffer"], muon.state[param]["momentum_buffer"])
     step(other, resumed, 2)
+
+
+def test_adamws_state_of_another_placement_is_refused() -> None:
+    """A shard of another rank may have the same shape."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh, shard = init_device_mesh("cpu", (2,)), torch.ones(4, 8)
+        params = [
+            nn.Parameter(DTensor.from_local(shard.clone(), mesh, [kind])) for kind in (Shard(0), Replicate(), Shard(1))
+        ]
+        saving, same, *others = (AdamW([("w", param)]) for param in (params[0], *params))
+        params[0].grad = torch.ones_like(params[0])
+        saving.step()
+        for param, adamw in zip(params[1:], others, strict=True):
+            with pytest.raises(ValueError, match=r"exp_avg .* has another shape, mesh or placements"):
+                adamw.load_state_dict(saving.state_dict())
+            assert not adamw.state.get(param, {}).get("exp_avg", shard * 0).any()
+        same.load_state_dict(saving.state_dict())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_pickling_a_momentum_of_a_single_owner_warns() -> None:

@@ -134,6 +134,20 @@ def test_a_thawed_parameter_is_an_error_until_rebuild() -> None:
     assert equal(params, reference)
 
 
+def test_a_parameter_frozen_after_the_first_step_is_an_error_until_rebuild() -> None:
+    params = parameters()
+    muon = Muon(list(params.items()), **OPTIONS)
+    train(muon, params, range(2))
+    frozen = params["layers.1.w"].requires_grad_(False)
+    frozen.grad = None
+    with pytest.raises(ValueError, match=r"for layers\.1\.w: .* frozen after Muon was built, call rebuild\(\)"):
+        train(muon, params, range(2, 3))
+    muon.rebuild()
+    train(muon, params, range(2, 4))
+    assert torch.equal(params["layers.0.w"], trained(range(4))["layers.0.w"])
+    assert torch.equal(frozen, trained(range(2))["layers.1.w"])
+
+
 def test_a_model_converted_after_the_first_step_is_an_error_until_rebuild() -> None:
     model = nn.ModuleDict({"a": nn.Linear(8, 12, bias=False), "b": nn.Linear(12, 8, bias=False)})
     params = dict(model.named_parameters())

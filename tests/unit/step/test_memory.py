@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.memory_use import allocated
 from titan_muon import Muon, own
@@ -159,6 +160,23 @@ def test_buffers_and_workspace_stay_allocated_with_keep_buffers(kept: bool) -> N
 def test_a_fragmenting_allocator_causes_a_warning(device: str, mib: int, settings: dict[str, str], warns: bool) -> None:
     warning = fragmentation(device, mib * MIB, {"HOME": "/", **settings})
     assert ("keep_buffers" in warning) == warns
+
+
+def test_the_first_use_warns_of_the_steps_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("titan_muon.engine.fragmentation", lambda *of: asked.append(of[:2]) or "fragments")
+    with pytest.warns(UserWarning, match="fragments"):
+        Muon([("w", nn.Parameter(torch.zeros(512, 64)))]).build()
+    assert asked == [("cpu", 512 * 64 * 2)]
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("kept", [False, True])
+def test_exchange_buffers_stay_allocated_with_keep_buffers(kept: bool) -> None:
+    shard = DTensor.from_local(torch.zeros(4, 8), init_device_mesh("cpu", (2,)), [Shard(0)])
+    buffers = Muon([("w", nn.Parameter(shard))], keep_buffers=kept).engine.rank.buffers
+    assert [tensor.untyped_storage().nbytes() for tensor in buffers.tensors] == [buffers.memory.nbytes * kept]
+    assert buffers.memory.nbytes > 0
 
 
 def test_keep_buffers_moves_the_allocation_out_of_the_step() -> None:

@@ -43,13 +43,13 @@ def test_backends_are_listed_by_device(gloo: dist.ProcessGroup) -> None:
     assert process_groups.fast_options("cpu", MINUTE) is None
 
 
-@pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["nccl", "nccl2"])
+def nccl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A world of four ranks with NCCL; a CPU build of PyTorch simulates NCCL's options."""
     if not dist.is_nccl_available():
         options = SimpleNamespace(Options=lambda **values: SimpleNamespace(**values, _timeout=10 * MINUTE))
         monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
-    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: f"cpu:gloo,cuda:{request.param}")
 
 
 @pytest.mark.usefixtures("nccl")

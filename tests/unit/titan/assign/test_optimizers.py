@@ -11,6 +11,7 @@ from torch import nn
 from titan_muon import Muon, registry
 from titan_muon.adam import AdamW
 from titan_muon.assignment.roles import Seen, see
+from titan_muon.comm.clip import NormCheck
 from titan_muon.options import Split
 from titan_muon.titan import compat
 from titan_muon.titan.recipe import Recipe, RecipeError, sections
@@ -221,6 +222,18 @@ def test_a_third_party_optimizer_gets_the_rules_options(sgd: str) -> None:
     assert isinstance(taker, torch.optim.SGD)
     groups = {(g["param_names"][0], g["lr"], g["momentum"], g["foreach"]) for g in taker.param_groups}
     assert groups == {("layers.0.norm.weight", 0.5, 0.8, True), ("tok_embeddings.weight", 0.25, 0.0, True)}
+
+
+def test_a_third_party_optimizer_skips_a_step_whose_norm_is_not_finite(sgd: str) -> None:
+    optimizers = container(recipe(rule("*.norm.*", sgd, lr=0.5)))
+    weights = optimizers.parameters(sgd)
+    for norm in (torch.tensor(torch.nan), torch.tensor(1.0)):
+        before = [weight.detach().clone() for weight in weights]
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizers.skip_unless_finite(NormCheck(norm, (), torch.zeros(0)))
+        next(o for o in optimizers if isinstance(o, torch.optim.SGD)).step()
+        assert all(map(torch.equal, before, weights)) == bool(norm.isnan())
 
 
 def test_an_optimizer_without_offload_is_refused_with_offload_state(sgd: str) -> None:

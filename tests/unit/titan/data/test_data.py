@@ -359,21 +359,23 @@ def test_bytes_per_token_counts_text_bytes_over_predictions(data):
 
 def test_bytes_per_token_count_the_sequences_of_a_validation(data, tmp_path):
     """The loss covers the first sequences only, and documents may differ in bytes per token."""
-    folder = tmp_path / "two"
+    folder = tmp_path / "three"
     folder.mkdir()
-    for name in ("a", "b"):
-        (folder / f"{name}.txt").write_text("é" * 64 if name == "a" else "plain text " * 12)
+    texts = ("é" * 64, "plain text " * 12, "한" * 40)
+    for name, text in zip("abc", texts, strict=True):
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
     tokenizer = ByteTokenizer.Config().build()
     tokenizer.document = lambda text: [BOS, *range(min(len(text), 250)), EOS]
     tokenizer.fingerprint = "characters"
-    two = dataclasses.replace(data, files=(str(folder / "*.txt"),), validation_fraction=0.9999999)
-    config = dataloader_config(two, validation=True)
-    (held_out,) = Documents(two).validation
-    characters = {0: 64, 1: 132}[int(held_out)]
-    size = {0: 128, 1: 132}[int(held_out)]
-    whole = dataclasses.replace(config, sequences=1)
-    assert bytes_per_token(whole, tokenizer, characters + 1) == pytest.approx(size / (characters + 1))
-    assert bytes_per_token(whole, tokenizer, 8) == pytest.approx(size / (characters + 1)), "a part in proportion"
+    three = dataclasses.replace(data, files=(str(folder / "*.txt"),), validation_fraction=0.9999999)
+    config = dataloader_config(three, validation=True)
+    first, second = (texts[number] for number in Documents(three).validation)
+    expected = len(first.encode()) / (len(first) + 1)
+    one = dataclasses.replace(config, sequences=1)
+    assert bytes_per_token(one, tokenizer, len(first) + 1) == pytest.approx(expected)
+    assert bytes_per_token(one, tokenizer, 8) == pytest.approx(expected), "a part in proportion"
+    both = len((first + second).encode()) / (len(first) + len(second) + 2)
+    assert bytes_per_token(config, tokenizer, 1) == pytest.approx(both)
 
 
 def test_the_longest_document_and_the_standard_library_pack(tmp_path, monkeypatch):
