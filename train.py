@@ -6,11 +6,12 @@ import models  # noqa: F401 (registers the families)
 from titan_muon.titan.launch.endings import earlier_end, is_first, record_end
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.command_line import Command, parse
-from titan_muon.titan.recipe.files import keys_of_the_command_line
+from titan_muon.titan.recipe.files import with_source
 
 
 def main(command: Command) -> int:
     """Train or print the plan. Returns the exit code."""
+    assert command.config is not None, "a command without a recipe is refused"
     # Imported here so that --help and errors in the recipe do not wait for PyTorch.
     from titan_muon.titan import compat
 
@@ -23,20 +24,22 @@ def main(command: Command) -> int:
         if command.alternatives:
             print("\n".join(compare(command.alternatives, command.world_size, command.device)))
             return 0
-        report(
-            command.recipe,
-            command.world_size,
-            full=command.full,
-            json=command.json,
-            device=command.device,
-            verbose=command.verbose,
-            html=command.html,
-        )
+        try:
+            report(
+                command.recipe,
+                command.world_size,
+                full=command.full,
+                json=command.json,
+                device=command.device,
+                verbose=command.verbose,
+                html=command.html,
+            )
+        except RecipeError as error:
+            raise with_source(error, command.config, command.recipe) from error
         return 0
     from titan_muon.titan.run import job
 
-    assert command.config is not None, "a command without a recipe is refused"
-    return job.run(command.recipe, keys_of_the_command_line(command.config, command.recipe), quiet=command.quiet)
+    return job.run(command.recipe, command.config, quiet=command.quiet)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ train.py, or of torchrun, with an ordinary run folder. Runs are ordered by seed.
 and continues an interrupted run from its checkpoint.
 """
 
+import fcntl
 import os
 import re
 import shlex
@@ -182,27 +183,36 @@ def train(run: Run, folder: Path | None, watch: Callable[[Run, str], None]) -> s
     """Train a run in a process of its own. Returns the error, None for none; after Ctrl+C the process ends first."""
     run.folders.mkdir(parents=True, exist_ok=True)
     last = ""
-    # In a session of its own: Ctrl+C reaches the sweep alone, and the process gets the time to save.
-    with (
-        run.log.open("w", encoding="utf-8") as log,
-        subprocess.Popen(
-            run.command(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        ) as process,
-    ):
-        assert process.stdout is not None, "stdout is a pipe"
+    with run.log.open("a", encoding="utf-8") as log:
         try:
-            for line in process.stdout:
-                log.write(line)
-                watch(run, line)
-                last = line.strip() if line.startswith("error: ") or not last.startswith("error: ") else last
-        except KeyboardInterrupt:
-            print("\nstopping the run", flush=True)
-            process.terminate()
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return f"another process trains this run ({run.log}); repeat the sweep after its end"
+        log.truncate(0)
+        # In a session of its own: Ctrl+C reaches the sweep alone, and the process gets the time to save. The process
+        # inherits the lock, because it may outlive a killed sweep.
+        with subprocess.Popen(
+            run.command(folder),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            pass_fds=[log.fileno()],
+        ) as process:
+            assert process.stdout is not None, "stdout is a pipe"
             try:
-                process.communicate()
+                for line in process.stdout:
+                    log.write(line)
+                    watch(run, line)
+                    last = line.strip() if line.startswith("error: ") or not last.startswith("error: ") else last
             except KeyboardInterrupt:
-                os.killpg(process.pid, signal.SIGKILL)
-            raise
+                print("\nstopping the run", flush=True)
+                process.terminate()
+                try:
+                    process.communicate()
+                except KeyboardInterrupt:
+                    os.killpg(process.pid, signal.SIGKILL)
+                raise
     if process.returncode == 0:
         run.log.unlink()
         return None

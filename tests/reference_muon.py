@@ -131,7 +131,7 @@ class ReferenceRule(ReferenceMuon):
         return (rows * (min(update.shape) ** 0.5 / rows.norm())).to(update.dtype)
 
     def turn(self, weights: Tensor, update: Tensor) -> None:
-        """Move weights on the sphere of their norm."""
+        """Move weights on the sphere of constant norm."""
         wide, radius = update.float().contiguous(), weights.norm().square().sqrt()
         weights.add_((wide * (radius / wide.norm())).to(update.dtype), alpha=-self.lr * self.factor)
         weights.mul_(radius / weights.norm().square().sqrt())

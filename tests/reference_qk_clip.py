@@ -1,4 +1,4 @@
-"""QK-clip on whole weights, head by head, as the Kimi K2 report writes it (arXiv:2507.20534, 2.1)."""
+"""QK-clip on whole weights, head by head, by the Kimi K2 report (arXiv:2507.20534, 2.1)."""
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ PATTERNS: dict[str, tuple[int, tuple[HeadRows, ...]]] = {
     "wq_b": (HEADS * (DIM + ROPE), latent_query_rows(DIM, ROPE)),
     "wkv_b": (HEADS * (DIM + VALUE), latent_key_rows(DIM, VALUE)),
 }
-"""Rows of each kind of projection in a layer, and their pattern."""
+"""Rows of each kind of projection in a layer, and the pattern."""
 
 
 def whole_weights(columns: int = 8) -> dict[str, Tensor]:
@@ -34,12 +34,12 @@ def whole_weights(columns: int = 8) -> dict[str, Tensor]:
 
 
 def layer(weights: dict[str, Tensor], name: str = "layers.0") -> AttentionLayer:
-    """A layer with these projections."""
+    """A layer with the projections."""
     return AttentionLayer(name, HEADS, tuple(HeadWeight(key, w, PATTERNS[key][1]) for key, w in weights.items()))
 
 
 def clipped(weights: dict[str, Tensor], logits: list[float], threshold: float, alpha: float) -> dict[str, Tensor]:
-    """The projections after a step with these largest logits."""
+    """The projections after a step with the largest logits."""
     out = {name: weight.clone() for name, weight in weights.items()}
     factors = [min(1.0, threshold / logit) if logit > threshold else 1.0 for logit in logits]
     fused = (GROUP + 2) * DIM

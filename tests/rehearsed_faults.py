@@ -1,6 +1,6 @@
-"""Rehearses a tiny recipe with faults put in on purpose, one after the other, and prints what is said of each as JSON.
+"""Rehearses a tiny recipe with injected faults, one after the other, and prints the reported messages as JSON.
 
-A process of its own: TorchTitan takes its device when it is imported. Usage: python -m tests.rehearsed_faults FOLDER,
+A separate process, because TorchTitan selects the device at import. Usage: python -m tests.rehearsed_faults FOLDER,
 or FOLDER RANK FAULT FILE for the record of one rank with a fault of FAULTS.
 """
 
@@ -18,7 +18,7 @@ from benchmarks.rehearsal.fake_gpu import DeviceSync, fake_gpu
 from tests import tiny
 
 WORLD = 8
-# A process can use FSDP with spmd_types in one world only.
+# A process can use FSDP with spmd_types in a single world only.
 COMMON = {"parallelism__spmd_backend": "partial_dtensor", "data__tokenizer": "bytes"}
 
 
@@ -144,7 +144,7 @@ FAULTS: dict[str, dict[str, object]] = {
     "replicas": REPLICAS,
     "report first": REPLICAS,
 }
-"""Values of the recipe for each fault; two of them have none."""
+"""Values of the recipe for each fault; two faults have none."""
 
 
 def write_record(folder: Path, rank: int, fault: str, file: Path) -> None:
@@ -154,7 +154,7 @@ def write_record(folder: Path, rank: int, fault: str, file: Path) -> None:
 
         compat.install()
         from benchmarks.rehearsal.training import rehearse
-        from titan_muon.comm.faults import FaultReport
+        from titan_muon.comm.report import FaultReport
         from titan_muon.owned.comm import OwnerCollectives
         from titan_muon.step.stages import RankStages
 

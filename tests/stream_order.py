@@ -1,4 +1,4 @@
-"""Streams on a machine without any: a missing wait between streams raises.
+"""Streams on a CPU machine: a missing wait between streams raises.
 
 Streams with vector clocks replace the CPU's null streams. Each operation belongs to the current stream, and reads and
 writes storages. Two accesses of a storage, at least one of them a write, must be ordered. So must accesses of freed
@@ -31,7 +31,7 @@ def advance(clock: Clock, other: Clock) -> None:
 
 
 class Stream:
-    """A stream of torch.cpu that records the order of operations."""
+    """A stream of torch.cpu with a record of the order of operations."""
 
     made = 0
 
@@ -75,11 +75,11 @@ class Memory:
 
 
 class StreamOrder(TorchDispatchMode):
-    """While active, raises AssertionError for an access that does not wait for an earlier one.
+    """While active, raises AssertionError for an access without a wait for an earlier access.
 
     Attributes:
-        compute: stream that is current at first.
-        log: stream and name of every operation that reads or writes.
+        compute: the current stream at the start.
+        log: stream and name of every operation with reads or writes.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class StreamOrder(TorchDispatchMode):
         changed = {a.name for a in schema if everything or (a.alias_info is not None and a.alias_info.is_write)}
         writes = [t for n in changed if n in arguments for t in tensors(arguments[n])]
         reads = [t for n in arguments if n not in changed for t in tensors(arguments[n])]
-        # An operation that only allocates is no access.
+        # A pure allocation is no access.
         for tensor in (*reads, *writes, *tensors(result)):
             self._known(tensor)
         if "empty" in name:

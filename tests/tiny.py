@@ -38,7 +38,7 @@ WORDS = ("rank", "matrix", "piece", "owner", "route", "bucket", "plan", "step", 
 
 
 def write_recipe(folder: Path) -> Path:
-    """Write the recipe and its corpus into a folder. Returns the recipe's file."""
+    """Write the recipe and the corpus into a folder. Returns the recipe's file."""
     corpus = folder / "corpus"
     corpus.mkdir()
     draw = random.Random(0)

@@ -113,10 +113,16 @@ class OfParts:
             muon.check_last_step()
 
     def skip_unless_finite(self, norm: NormCheck) -> None:
-        """As `SkipsSteps.skip_unless_finite`, for Muon and AdamW. The step after the next then raises ValueError."""
+        """Let the next step change nothing if the norm is not finite.
+
+        The step after the next then raises ValueError.
+        """
         for optimizer in self.parts.optimizers.values():
             if isinstance(optimizer, SkipsSteps):
                 optimizer.skip_unless_finite(norm)
+            elif norm.broken:
+                # Other optimizers cannot skip on the device, so the host waits.
+                optimizer.zero_grad()
 
     def _carry(self) -> None:
         order = list(self.parts.optimizers.values())
@@ -221,11 +227,6 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         # Without the flag torch.amp.GradScaler skips the whole step.
         return all(getattr(part, "_step_supports_amp_scaling", False) for part in self.optimizers.values())
 
-    def skip_unless_finite(self, norm: NormCheck) -> None:
-        """As `SkipsSteps.skip_unless_finite`, for all optimizers."""
-        super().skip_unless_finite(norm)
-        self._next_norm = norm
-
     def table(self, *, full: bool = False) -> str:
         """The parameter table. Equal parameters of all layers share a line, unless `full`."""
         table = parameter_table(self.assignments, dict(named_parameters(self.param_groups)), None, full=full)
@@ -246,11 +247,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters once. Every rank calls `step`. Returns the result of `closure`."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        skipped = self.take_skip()
         for part in self.optimizers.values():
-            # Other optimizers cannot skip on the device, so the host waits.
-            if not isinstance(part, SkipsSteps) and skipped is not None and skipped:
-                continue
             for name in ("grad_scale", "found_inf"):
                 # torch.amp.GradScaler sets both for a step.
                 if hasattr(self, name):

@@ -18,7 +18,7 @@ STYLE = """
 :root { color-scheme: light dark }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1200px; padding: 0 1rem }
 div { overflow-x: auto }
-svg { width: 100%; height: auto }
+svg { width: 100%; height: auto; fill: currentColor }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap }
 th, td { border-bottom: 1px solid #8886; padding: .2rem .7rem; text-align: right }
 th:first-child, td:first-child { text-align: left }
@@ -34,7 +34,7 @@ def write_page(
     with rc_context(style), io.StringIO() as out:
         picture(runs, metric, window, title, axis).savefig(out, format="svg", transparent=True, metadata={"Date": None})
         svg = out.getvalue().replace(INK, "currentColor")
-    # The seventh curve is black, which a dark page would hide.
+    # The seventh curve is black, which a dark page would hide. Matplotlib writes no black fill, so STYLE has one.
     svg = svg[svg.index("<svg") :].replace("#000000", "currentColor")
     heading = escape(title or "Comparison of runs")
     head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{heading}</title><style>{STYLE}</style>'

@@ -1,7 +1,7 @@
 """The contract of torch.optim.Optimizer: every case of PyTorch's optim_db for Muon, and of its TestOptimRenewed.
 
-A test here has the name of PyTorch's test where there is one. `DIFFERENCES` lists where Muon and Hybrid differ on
-purpose; docs/frameworks.md gives the reasons.
+A test has the name of PyTorch's test if PyTorch has the case. `DIFFERENCES` lists the intended differences of Muon and
+Hybrid; docs/frameworks.md gives the reasons.
 """
 
 import copy
@@ -56,7 +56,7 @@ class Small(nn.Module):
 
 
 def hybrid_of(params: list[Tensor], **keywords: Any) -> Hybrid:
-    """A Hybrid of a model with these parameters as linear layers."""
+    """A Hybrid of a model with the parameters as linear layers."""
     model = nn.Module()
     for index, param in enumerate(params):
         layer = nn.Linear(*param.shape[::-1], bias=False)
@@ -317,7 +317,7 @@ def test_non_empty_state(make: Callable[..., Any]) -> None:
 
 @both
 def test_step_hooks_run_once_in_pytorchs_order(make: Callable[..., Any]) -> None:
-    """Hooks of one optimizer and of all run once, in PyTorch's order."""
+    """Hooks of the optimizer and hooks of all optimizers, in PyTorch's order."""
     params, calls = weights(), []
     optimizer = make(params)
     handles = [

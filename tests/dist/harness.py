@@ -1,7 +1,7 @@
-"""Run a function on several gloo ranks, each a process with one thread, and bring its results back.
+"""Run a function on several gloo ranks, each a process with one thread, and return the results.
 
-The workers come from a fork server that has PyTorch loaded already, so a 2-rank test starts in a fraction of a
-second. A rank that raises ends the run at once: its traceback becomes the test's failure, and no rank is left behind.
+The workers come from a fork server with PyTorch loaded, so a 2-rank test starts in a fraction of a second. An error on
+a rank ends the run at once: the traceback becomes the test's failure, and no rank keeps running.
 """
 
 import multiprocessing as mp
@@ -27,7 +27,7 @@ _context.set_forkserver_preload(
         "titan_muon.titan.model.spec",
         "models",
         "torchtitan.trainer",
-        # Otherwise each rank of each test imports these again.
+        # Without preloading, each rank of each test imports these modules again.
         "pytest",
         "torch.distributed.checkpoint.state_dict",
         "titan_muon.hybrid",
@@ -56,7 +56,7 @@ def _worker(
             world_size=world_size,
             timeout=timedelta(seconds=60),
         )
-        # Bytes: torch would send a tensor by a file of this process, which may be gone.
+        # Bytes, because torch would send a tensor by a file of this process, and the file may be gone.
         results.put((rank, True, pickle.dumps(fn(rank, world_size, *args))))
         dist.barrier()
         dist.destroy_process_group()
@@ -68,10 +68,10 @@ def _worker(
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
-    """`fn(rank, world_size, *args)` on every rank of a gloo world; the picklable results in rank order.
+    """The results of `fn(rank, world_size, *args)` on every rank of a gloo world, in rank order.
 
-    `fn` must be a module-level function. Raises AssertionError with the traceback of the first rank that failed, or
-    that named the ranks still running when `timeout` seconds were over (a hang).
+    `fn` must be a module-level function with picklable results. Raises AssertionError with the traceback of the first
+    failed rank, or with the ranks still running after `timeout` seconds (a hang).
     """
     results = _context.Queue()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""A few small parameters with rows over the ranks of a mesh, for tests of one optimizer."""
+"""A few small parameters with rows over the ranks of a mesh, for tests of a single optimizer."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def parameters(mesh: DeviceMesh) -> dict[str, nn.Parameter]:
 
 
 def set_gradients(params: dict[str, nn.Parameter], mesh: DeviceMesh, seed: int) -> None:
-    """Give each parameter its gradient of a seed."""
+    """Set the gradient of a seed for each parameter."""
     for name, param in params.items():
         param.grad = placed(full(name, seed), mesh)
 

@@ -1,4 +1,4 @@
-"""QK-clip on any layout equals QK-clip on whole weights, with each rank's logits of its own tokens and heads."""
+"""QK-clip on any layout equals QK-clip on whole weights; each rank observes only local tokens and heads."""
 
 from collections.abc import Callable
 from functools import cache
@@ -34,7 +34,8 @@ LOGITS = [50.0, 400.0, 99.0, 100.0, 150.0, 200.0]
 
 
 def placed_weights() -> dict[str, dict[str, Tensor]]:
-    """The same projections once for each layout; `owned` by another rank each, `plain` on all of them."""
+    """The same projections once per layout; each `owned` projection has another owner, every rank has the `plain`
+    projections."""
     weights = {}
     for name, (shape, placements) in LAYOUTS.items():
         mesh = init_device_mesh("cpu", shape)
@@ -51,12 +52,12 @@ def placed_weights() -> dict[str, dict[str, Tensor]]:
 
 
 def observed(rank: int) -> Tensor:
-    """A rank's observations: the largest logit of each head on one rank, smaller logits on the others."""
+    """A rank's observations: the largest logit of each head on one rank, smaller logits elsewhere."""
     return torch.tensor([logit if head % 4 == rank else logit / (2 + rank) for head, logit in enumerate(LOGITS)])
 
 
 def differing(rank: int, world_size: int) -> tuple[list[str], list[Call]]:
-    """Weights that differ from the reference after two steps, and the collectives of a step."""
+    """Weights with a difference from the reference after two steps, and the collectives of a step."""
     weights = placed_weights()
     clip = QKClip([layer(tensors, name) for name, tensors in weights.items()])
     calls = []
@@ -97,8 +98,8 @@ TRAINED: dict[str, tuple[str, list[str]]] = {
     "owned": ("llama3", ["--placement.muon", "owned"]),
     "tp": ("deepseek_v3", ["--parallelism.tensor_parallel_degree", "2"]),
     "ep": ("deepseek_v3", ["--parallelism.expert_parallel_degree", "2"]),
-    # Each rank observes its own stage's layers and reports all layers. Observations before the first step do not count:
-    # a trial run on uninitialized memory, which deterministic runs fill with NaN.
+    # Each rank observes the layers of the stage and reports all layers. Observations before the first step do not
+    # count: a trial run on uninitialized memory, which deterministic runs fill with NaN.
     "pp": (
         "llama3",
         ["--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "2", "--debug.deterministic"],

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.ranks import no_sync
 from benchmarks.rehearsal.fake_gpu import FakeGpu, fake_gpu
 
-# Tensors of two fake GPUs do not mix, so all tests have this one.
+# Tensors of two fake GPUs do not mix, so all tests use one fake GPU.
 FAKE_GPU = FakeGpu()
 
 
@@ -28,7 +28,7 @@ class Target:
         return self.name
 
     def placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor of the CPU on the target's device, without numbers if it is fake."""
+        """A copy of a CPU tensor on the target's device, without values on a fake device."""
         if self.fake:
             with fake_gpu(FAKE_GPU):
                 return torch.empty_like(tensor, device=self.device)

@@ -1,8 +1,8 @@
-"""Muon on every exchange and placement is the CPU's reference: on GPUs over NCCL, on the CPU over gloo, on fake GPUs.
+"""Muon on every exchange and placement equals the CPU's reference: on GPUs, on the CPU over gloo, on fake GPUs.
 
     torchrun --nproc_per_node=8 -m tests.gpu.parity --device cuda --json parity.json
 
-Layouts are those of FSDP, HSDP, TP, EP and PP, as far as the number of ranks allows. On a GPU no step may have the host
+Layouts are FSDP, HSDP, TP, EP and PP, as far as the number of ranks allows. On a GPU no step may have the host
 wait for the device, open a communicator, or allocate more than the plan says.
 """
 
@@ -36,7 +36,7 @@ MATRICES = {"wide": (24, 40), "tall": (40, 24), "uneven": (13, 18), "short": (3,
 EXPERTS = {"experts": (8, 12, 20), "few": (3, 10, 14)}
 PASSES_TOLERANCE = 0.02
 """For float32 gradients of backward: ranks sum in another order than one process."""
-# Large enough that GPU libraries' own memory is below the slack.
+# Large enough to keep the memory of GPU libraries below the slack.
 MEMORY_SHAPES = {"cpu": (64, 128), "cuda": (4096, 4096)}
 MEMORY_MATRICES = 32
 MEMORY_SLACK = 1.1
@@ -56,7 +56,7 @@ class Case:
 class Arithmetic:
     """Options of Muon, dtype of the reference, and error limits by device.
 
-    Errors are relative errors of the update in the Frobenius norm. Devices round products in other orders; a misplaced
+    Errors are relative errors of the update in the Frobenius norm. Devices round products differently; a misplaced
     piece is an error of 1.
     """
 
@@ -116,7 +116,7 @@ def cases(world: int) -> list[Case]:
 
 
 class Trained:
-    """Parameters of several cases in one optimizer on this rank, and their reference on the CPU."""
+    """Parameters of several cases in one optimizer on this rank, and the reference on the CPU."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Trained:
         return gradients
 
     def errors(self) -> dict[str, float]:
-        """Relative error of this rank's part of each parameter's update, and of its momentum."""
+        """Relative error of this rank's part of each parameter's update and momentum."""
         errors = {}
         for name, param in self.params.items():
             expected = self.placed(name, self.reference.params[name]).to_local().cpu()
@@ -168,7 +168,7 @@ def ratio(error: Tensor, size: Tensor) -> float:
 
 
 def checked_step(optimizer: Muon, device: torch.device) -> list[str]:
-    """A step and its side effects: opened communicators. A device sync raises."""
+    """A step and the side effects: opened communicators. A device sync raises."""
     before = communicators()
     with no_sync(device):
         optimizer.step()
@@ -187,7 +187,7 @@ def check_exchange(exchange: str, arithmetic: Arithmetic, device: torch.device, 
 
 
 def check_pipeline(device: torch.device) -> Check:
-    """Two stages: each half of the ranks has its own parameters, and both build a Muon at the same time."""
+    """Two stages: each half of the ranks has separate parameters, and both build a Muon at the same time."""
     half = dist.get_world_size() // 2
     stages = [DeviceMesh(device.type, list(ranks)) for ranks in (range(half), range(half, 2 * half))]
     stage = int(dist.get_rank() >= half)

@@ -113,7 +113,7 @@ def test_muon_in_a_single_process_equals_the_cpu_result(orthogonalize: str, targ
 
 @pytest.mark.parametrize("target", [pytest.param(FAKE, marks=needs_cuda_build, id=FAKE.name), CUDA_PARAM])
 def test_a_target_detects_a_wait_of_the_host(target: Target) -> None:
-    """The tests above would notice a step that waits."""
+    """So the tests above notice a waiting step."""
     placed = target.placed(random(2, 2))
     with target.active(), pytest.raises(RuntimeError):
         placed.sum().item()

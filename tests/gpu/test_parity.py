@@ -48,7 +48,7 @@ def test_a_sync_in_a_step_on_fake_gpus_is_an_error(monkeypatch: pytest.MonkeyPat
 
 
 class Opening:
-    """An optimizer with a step that makes a process group."""
+    """An optimizer with a process group made in each step."""
 
     def step(self) -> None:
         dist.new_group([0, 1])

@@ -1,4 +1,4 @@
-"""Runs an example on a rank and writes its final weights: `python -m tests.integrations.run_example NAME DIR OUT`."""
+"""Runs an example on a rank and writes the final weights: `python -m tests.integrations.run_example NAME DIR OUT`."""
 
 import argparse
 import importlib
@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 def allow_fsdp_on_cpus() -> None:
-    """Accelerate turns FSDP on for GPUs only; add CPUs to its list of devices."""
+    """Accelerate enables FSDP for GPUs only; add CPUs to the list of devices."""
     from accelerate import state
 
     source = state.DistributedType

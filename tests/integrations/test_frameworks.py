@@ -1,4 +1,4 @@
-"""Hybrid in the frameworks that people use: every trained parameter moves, and a resumed run has the same bits."""
+"""Hybrid in user frameworks: every trained parameter moves, and a resumed run has the same bits."""
 
 import importlib.util
 import json

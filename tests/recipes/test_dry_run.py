@@ -1,4 +1,4 @@
-"""`--dry-run` as a user reads it: the verdict, alternatives, and the page."""
+"""`--dry-run` for a user: the verdict, alternatives, and the page."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import models  # noqa: F401 (registers the families)
+import train
 from titan_muon.titan import compat
 
 compat.install()
@@ -102,6 +102,22 @@ def test_compare_lists_the_fastest_fitting_alternative_first(tmp_path: Path) -> 
     assert "nowhere" in lines[-1]
 
 
+def test_repeated_work_of_replicas_has_the_time_of_both_choices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Owned experts are whole on each replica of HSDP. The other choice's own dry run has the printed time."""
+    words = ("--world-size", "8", "--parallelism.data_parallel_replicate_degree", "4", "--placement.muon", "owned")
+    words += ("--machine.name", "h100x8", "--parallelism.expert_parallel_degree", "2")
+    texts = []
+    for more in ((), ("--muon.replicas", "split")):
+        report(command(tmp_path, *words, *more).recipe, 8, full=False, json=None, device="cuda")
+        texts.append(capsys.readouterr().out)
+    redundant, split = (re.search(r"modelled time +([\d.]+ ms)", text).group(1) for text in texts)  # type: ignore[union-attr]
+    assert f"split: modelled {split} instead of {redundant}" in texts[0]
+    assert 'muon.replicas = "split"' in texts[0]
+    assert "repeated" not in texts[1]
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [
@@ -113,6 +129,12 @@ def test_compare_lists_the_fastest_fitting_alternative_first(tmp_path: Path) -> 
 def test_a_wrong_dry_run_argument_is_a_recipe_error(words: tuple[str, ...], part: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=re.escape(part)):
         command(tmp_path, *words)
+
+
+def test_a_pattern_without_a_match_is_an_error_with_its_source(tmp_path: Path) -> None:
+    asked = command(tmp_path, "--optimizer.rule", '{match = "layer.0.*", optimizer = "adamw"}')
+    with pytest.raises(RecipeError, match=r"^command line: optimizer\.rule\[0\]: 'layer\.0\.\*' takes no parameter"):
+        train.main(asked)
 
 
 def test_dry_run_arguments_are_refused_without_dry_run(tmp_path: Path) -> None:

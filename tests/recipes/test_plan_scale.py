@@ -13,8 +13,8 @@ from scripts.plan_scale import plan_numbers as planned
 # Shared by several tests.
 plan_numbers = cache(planned)
 
-# Where matrices are fewest for the ranks, or buckets wait for each other most, and links take less time than
-# Newton-Schulz: where they take more, owners are even by bytes. scripts/plan_scale.py has all worlds.
+# The hardest cases: fewest matrices per rank, longest waits between buckets, and links faster than Newton-Schulz. On
+# slower links owners are even by bytes. scripts/plan_scale.py has all worlds.
 HARDEST = [
     ("qwen3_8b", 8, 1.11),
     ("qwen3_8b", 64, 1.11),
@@ -28,8 +28,8 @@ HARDEST = [
 ]
 
 
-# Whole matrices do not divide evenly, and the first way and the last one hide behind nothing: what is above 1. The
-# last is over what no plan of whole matrices can be below.
+# Whole matrices do not divide evenly, and the first gather and the last return are exposed: the part above 1. The last
+# column is over the lower bound for whole matrices.
 MODELLED = [
     ("qwen3_8b", 8, 1.01, 1.01),
     ("qwen3_8b", 64, 1.29, 1.08),
@@ -65,7 +65,7 @@ def test_the_longest_path_is_close_to_the_lower_bound(model: str, ranks: int, ba
 
 
 def test_bytes_of_an_even_shard0_equal_the_formula() -> None:
-    """2 (N - 1) / N x P b / N on average: every matrix to its owner and back, nothing padded, nothing twice."""
+    """2 (N - 1) / N x P b / N on average: every matrix travels to the owner and back, without padding or repetition."""
     numbers, elements, ranks = plan_numbers("qwen3_8b", 8), 6_945_767_424, 8
     assert numbers.sent_mib_mean * 2**20 == 2 * (ranks - 1) * elements * 2 // ranks**2
 
@@ -90,7 +90,8 @@ def test_returns_awaited_in_forward_are_not_in_the_step() -> None:
 
 @pytest.mark.parametrize(
     ("model", "billions"),
-    # As published: Kimi K2 activates 32 of 1,026 billion, 1.2 of them the embedding; Llama 3 8B has 0.5 of 8 there.
+    # As published: Kimi K2 activates 32 of 1,026 billion, with 1.2 billion in the embedding; Llama 3 8B has 0.5 of 8
+    # there.
     [("llama3_8b", 7.50), ("kimi_k2", 31.7)],
 )
 def test_model_flops_count_only_activated_parameters(model: str, billions: float) -> None:
@@ -98,7 +99,7 @@ def test_model_flops_count_only_activated_parameters(model: str, billions: float
 
 
 def test_the_next_forward_could_hide_little_of_a_training_step() -> None:
-    """So no return is deferred into it."""
+    """So no return is deferred into the next forward."""
     numbers = plan_numbers("llama3_8b", 64)
     assert 0 < numbers.tail_ms <= numbers.waits_ms + numbers.passes_ms
     assert numbers.tail_ratio == numbers.tail_ms / (numbers.model_ms + numbers.step_ms)

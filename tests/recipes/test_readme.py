@@ -146,7 +146,7 @@ def test_links_have_existing_targets(page: str) -> None:
 
 
 def test_the_library_example_runs() -> None:
-    """The README's snippet, on a model with an embedding, these layers and a head."""
+    """The README's snippet, on a model with an embedding, two layers and a head."""
     (snippet,) = re.findall(r"```python\n(.*?)```", README, re.S)
     import torch
     from torch import nn

@@ -44,7 +44,7 @@ def test_the_required_recipes_exist() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_trains_on_the_same_tokens_on_every_layout(recipe: str) -> None:
-    """With a batch that grows with the ranks, curves of two layouts would be of different training."""
+    """With a batch proportional to the ranks, curves of two layouts would show different training."""
     training = load(CONFIGS / f"{recipe}.toml").training
     assert training.global_batch_size > 0
     if recipe in SMALL:
@@ -114,7 +114,7 @@ def test_owners_under_hsdp(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An owner in each replica repeats or shares the work; one owner in the world does neither."""
+    """An owner in each replica repeats or shares the work; a single owner in the world does neither."""
     keys = {"placement.muon": "owned", "placement.replicas": replicas}
     keys |= {} if muon_replicas is None else {"muon.replicas": muon_replicas}
     degrees = {"parallelism.data_parallel_replicate_degree": "2"}
@@ -295,7 +295,7 @@ def test_momentum_kept_by_owners_is_counted_on_the_fullest_rank(
 
 
 def test_memory_of_optimizer_states_follows_the_state_dtypes(tmp_path: Path) -> None:
-    """Momentum in its own dtype, two averages for AdamW, both exact on one rank."""
+    """Momentum in the state dtype, two averages for AdamW, both exact on one rank."""
     full = dry_run("llama_muon", 1, tmp_path)
     half = dry_run("llama_muon", 1, tmp_path, "--muon.state_dtype", "bfloat16")
     elements = dict.fromkeys(("muon", "adamw"), 0)
@@ -444,7 +444,7 @@ def test_plans_for_gpu_and_cpu_differ(tmp_path: Path) -> None:
 def test_every_pipeline_rank_has_a_separate_plan(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Counts must be of the whole model; tables, plans, owners and memory of each pipeline rank's part of it."""
+    """Counts are of the whole model; tables, plans, owners and memory are of a pipeline rank."""
     whole = dry_run("qwen_moe_muon", 2, tmp_path)
     alone = capsys.readouterr().out
     # A dry run only cuts the model, which torch could do before TorchTitan could train the parts.
@@ -464,7 +464,7 @@ def test_every_pipeline_rank_has_a_separate_plan(
     counts = re.findall(r"^\w+: .* of parameters$", alone, re.MULTILINE)
     assert counts == re.findall(r"^\w+: .* of parameters$", printed, re.MULTILINE)
     for rank in range(2):
-        # Above its table, its plan and memory, and its verdict.
+        # In the table, in the plan with the memory, and in the verdict.
         assert printed.count(f"pipeline rank {rank} of 2, ranks {2 * rank} to {2 * rank + 1}: ") == 3
 
 

@@ -1,4 +1,4 @@
-"""Random parameters, layouts and plans for property tests, and what PyTorch's own placements make of a layout."""
+"""Random parameters, layouts and plans for property tests, and the storage of a layout by PyTorch's placements."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -61,14 +61,14 @@ MACHINES = (
     Machine(node_gb=1e3, node_latency_us=0.0, tflops=1e-12),
 )
 REPLICAS = ("split", "redundant")
-# The modes of tensor parallelism, and their own options.
+# The modes of tensor parallelism, and the options of each mode.
 MODES: dict[str, dict[str, Any]] = {
     "owner": {},
     "distributed": {"replicas": "split", "split_over": 1},
     "duplicated": {"exchange": "all_to_all", "split_over": 1},
     "blockwise": {},
 }
-# Products take a second per FLOP, and links no time: ranks share matrices that do not divide evenly.
+# Products take a second per FLOP, and links no time: ranks share matrices with an indivisible count.
 SLICING = Machine(tflops=1e-12, node_gb=1e6, node_latency_us=0.0, network_gb=1e6, network_latency_us=0.0, launch_us=0.0)
 
 
@@ -91,9 +91,9 @@ LARGE_MESHES = mesh_shapes(8, 24)
 
 
 def placed(shape: Sequence[int], mesh: Mesh, dims: Sequence[int | None], strided: Sequence[bool]) -> Layout:
-    """A layout that cuts dim `dims[i]` over axis i (None: replicates), from right to left where `strided[i]`.
+    """A layout with dim `dims[i]` sharded over axis i (None: replicated).
 
-    Right to left as FSDP2 cuts what tensor parallelism has cut before.
+    Where `strided[i]`, from right to left, as FSDP2 shards over tensor parallelism.
     """
     placements: list[Placement] = []
     for axis, dim in enumerate(dims):
@@ -178,7 +178,7 @@ def in_dims(draw: st.DrawFn, fqn: str) -> tuple[tuple[int, ...], MatrixStack]:
 
 
 def elements_of(full: Tensor, matrix: MatrixRows) -> Tensor:
-    """A matrix of a parameter whose 2D view is `full`."""
+    """A matrix of a parameter with the 2D view `full`."""
     cols = matrix.cols or (Interval(0, full.shape[1]),)
     strips = torch.cat([full[start : stop : matrix.row_step] for start, stop in matrix.rows])
     return torch.cat([strips[:, start : stop : matrix.col_step] for start, stop in cols], dim=1)
@@ -186,7 +186,7 @@ def elements_of(full: Tensor, matrix: MatrixRows) -> Tensor:
 
 @st.composite
 def parameter_lists(draw: st.DrawFn) -> list[Parameter]:
-    """Parameters of an optimizer, each on its own mesh, or all on one."""
+    """Parameters of an optimizer, on separate meshes, or all on one."""
     world = draw(st.sampled_from([4, 1, 2, 3, 4, 4, 6, 6, 8, 8]))
     shared = draw(meshes(world))
     parameters = []
@@ -220,7 +220,7 @@ def plan_of(parameters: Sequence[Parameter], **options: object) -> Plan:
 
 @st.composite
 def large(draw: st.DrawFn, mesh: Mesh) -> list[Parameter]:
-    """One to three matrices on a mesh, larger than all others, with sides in multiples of 8."""
+    """One to three matrices on a mesh, larger than all remaining matrices, with sides in multiples of 8."""
     shapes = draw(st.lists(st.sampled_from([(24, 16), (16, 32), (16, 16)]), min_size=1, max_size=3))
     return [
         Parameter(f"large{index}", "large", draw(layouts(shape, mesh)), stack_of("large", shape))
@@ -232,7 +232,7 @@ def large(draw: st.DrawFn, mesh: Mesh) -> list[Parameter]:
 def plans(
     draw: st.DrawFn, exchanges: Sequence[str] = EXCHANGES, cut: bool = True, overlaps: Sequence[Overlap] = ("none",)
 ) -> Plan:
-    """Plans of `make_plan`; with `cut`, half of them have matrices in other buckets, with other owners."""
+    """Plans of `make_plan`; with `cut`, half of the plans have matrices in random buckets, with random owners."""
     parameters = draw(parameter_lists())
     exchange = draw(st.sampled_from(exchanges))
     # In half of the plans several ranks may share a matrix, and some matrix sets the step's end.
@@ -250,7 +250,7 @@ def plans(
     )
     mode = draw(st.sampled_from(("owner", *MODES)))
     if mode == "distributed":
-        # Other shapes likely have a side that the ranks do not divide.
+        # Random shapes likely have a side without a divisor in the ranks.
         parameters = draw(large(parameters[0].layout.mesh))
     wanted = replace(options, tensor_parallel=mode, **MODES[mode])
     smaller = (replace(choice, buffer_bytes=None) for choice in (wanted, options))
@@ -273,7 +273,7 @@ def first_plan(parameters: Sequence[Parameter], *options: MuonOptions) -> Plan:
 
 
 def hierarchical(plan: Plan) -> Plan:
-    """The plan with results going over copies by all-gathers, wherever the planner might have them go so."""
+    """The plan with results spread over replicas by all-gathers, wherever the planner may choose so."""
     if any(matrix.slice is not None for matrix in plan.matrices):
         return plan
     chosen = (replace(b, exchange="hierarchical") if b.exchange == "all_to_all" else b for b in plan.buckets)
@@ -281,7 +281,7 @@ def hierarchical(plan: Plan) -> Plan:
 
 
 def recut(plan: Plan, random: Random) -> Plan:
-    """The plan with matrices in random buckets, orders, owners and buffer sets: any such plan must run."""
+    """The plan with matrices in random buckets, orders, owners and buffer sets. Every such plan must run."""
     buckets, geometries = [], Geometries(plan.parameters)
     for bucket in plan.buckets:
         wholes = [index for index in bucket.matrices if _slices(plan, index)[0] == index]
@@ -289,7 +289,7 @@ def recut(plan: Plan, random: Random) -> Plan:
         while wholes:
             count = random.randint(1, min(3, len(wholes)))
             chosen, wholes = wholes[:count], wholes[count:]
-            # All slices of a matrix travel together, to any ranks that are as many.
+            # All slices of a matrix are in one bucket, on as many random ranks.
             pairs = [pair for index in chosen for pair in _owned(plan, index, bucket, geometries, random)]
             random.shuffle(pairs)
             owners = tuple(owner for _, owner in pairs) if bucket.owners else ()
@@ -304,13 +304,13 @@ def recut(plan: Plan, random: Random) -> Plan:
 
 
 def _slices(plan: Plan, index: int) -> list[int]:
-    """The numbers of all slices of the matrix that number `index` is or is a slice of."""
+    """The numbers of all slices of the matrix with number `index`, or of the matrix of slice `index`."""
     part = plan.matrices[index].slice
     return [index] if part is None else [index - part.place + place for place in range(part.count)]
 
 
 def _owned(plan: Plan, index: int, bucket: Bucket, geometries: Geometries, random: Random) -> list[tuple[int, int]]:
-    """An owner for each slice of a matrix, or one with tensor-parallel peers of equal ability."""
+    """An owner for each slice of a matrix, or a single owner with tensor-parallel peers of equal ability."""
     numbers, candidates = _slices(plan, index), bucket.group
     matrix, geometry = plan.matrices[index], geometries[plan.matrices[index].parameter]
     if bucket.exchange == "duplicated" and matrix.index in geometry.cut_by_peers:
@@ -323,7 +323,7 @@ def ranks_of(plan: Plan) -> list[int]:
 
 
 def torch_local(layout: Layout, coordinate: Sequence[int], full: Tensor) -> Tensor:
-    """What PyTorch leaves of a full tensor on the rank at a coordinate, without a process group."""
+    """PyTorch's shard of a full tensor on the rank at a coordinate, without a process group."""
     local = full
     for placement, count, index in zip(layout.placements, layout.mesh.shape, coordinate, strict=True):
         if not isinstance(placement, Cut):
@@ -336,7 +336,7 @@ def torch_local(layout: Layout, coordinate: Sequence[int], full: Tensor) -> Tens
 
 
 def coordinates(mesh: Mesh) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Each rank of a mesh and its coordinate, by PyTorch's arithmetic."""
+    """Each rank of a mesh and the coordinate, by PyTorch's arithmetic."""
     where = torch.arange(len(mesh.ranks)).view(mesh.shape)
     for position, rank in enumerate(mesh.ranks):
         yield rank, tuple((where == position).nonzero()[0].tolist())

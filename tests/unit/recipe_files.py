@@ -1,4 +1,4 @@
-"""Shared by the recipe tests: files to load, and the message that a load must fail with."""
+"""Shared by the recipe tests: files to load, and the message of a failed load."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ RULE = "[[optimizer.rule]]\nmatch = '*'\noptimizer = "
 
 
 def write(folder: Path, text: str, name: str = "run.toml") -> str:
-    """Write a TOML file into `folder` and return its path."""
+    """The path of a new TOML file in `folder`."""
     path = folder / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")

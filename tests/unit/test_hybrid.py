@@ -1,4 +1,4 @@
-"""Hybrid trains all parameters of a model as Muon and AdamW apart would, and is one torch.optim.Optimizer."""
+"""Hybrid trains all parameters of a model like separate Muon and AdamW, as one torch.optim.Optimizer."""
 
 import copy
 import io
@@ -196,16 +196,18 @@ def test_a_copied_adamw_keeps_the_options(copied: Callable[[Any], Any]) -> None:
     assert {name: getattr(adamw, f"_{name}") for name in options} == options
 
 
-def test_inf_in_a_grad_scaler_skips_the_step_of_both_parts() -> None:
+@pytest.mark.parametrize("fused", [False, True], ids=["on the host", "on the device"])
+@pytest.mark.parametrize("name", ["embed.weight", "layers.0.up.weight"])
+def test_inf_in_a_grad_scaler_skips_the_step_of_both_parts(name: str, fused: bool) -> None:
     model = Decoder()
-    hybrid = Hybrid(model, **OPTIONS)
+    hybrid = Hybrid(model, **OPTIONS, adamw={"fused": fused})
     train(model, hybrid, range(1))
     before = copy.deepcopy(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(model(torch.zeros(1, 4, dtype=torch.long)).sum()).backward()
-    embedding = model.embed.weight.grad
-    assert embedding is not None
-    embedding[0, 0] = torch.inf
+    gradient = model.get_parameter(name).grad
+    assert gradient is not None
+    gradient[0, 0] = torch.inf
     scaler.step(hybrid)
     scaler.update()
     assert equal(model, before)
@@ -305,7 +307,7 @@ def test_the_table_names_untrained_parameters() -> None:
 
 @pytest.mark.parametrize("first", ["adamw", "muon"])
 def test_adamw_does_not_wait_for_the_report_of_muons_step_now(first: str) -> None:
-    """A report is read before it is sent again, in any order of the two optimizers."""
+    """A report is read before the next send, in any order of the two optimizers."""
     model = nn.ModuleDict({"up": nn.Linear(8, 8, bias=first == "muon"), "norm": nn.LayerNorm(8)})
     if first == "adamw":
         model = nn.ModuleDict({"norm": model["norm"], "up": model["up"]})

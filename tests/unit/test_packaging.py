@@ -1,4 +1,4 @@
-"""The wheel has the library, its types, the recipes, and a command that works outside of the checkout."""
+"""The wheel has the library, types, recipes, and a command for use outside of the checkout."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""Optimizers by name: built in, added by packages, and clear errors for others."""
+"""Optimizers by name: built in, added by packages, and clear errors for unknown names."""
 
 import sys
 import textwrap

@@ -1,4 +1,4 @@
-"""Rules are separate files, chosen by name, with scales and schedules of their own."""
+"""Rules are separate files, chosen by name, with separate scales and schedules."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_the_file_of_a_rule_can_be_deleted(removed: str) -> None:
 
 
 def trained(steps: int, rates: list[float] | None = None, **options: Any) -> tuple[Muon, Tensor]:
-    """A Muon after some steps, and its weights."""
+    """A Muon after some steps, and the weights."""
     generator = torch.Generator().manual_seed(0)
     param = nn.Parameter(torch.randn(16, 24, generator=generator))
     muon = Muon([("w", param)], lr=0.02, orthogonalize="reference", **options)

@@ -36,7 +36,7 @@ NAMES: tuple[tuple[Role, str], ...] = (
     ("table", r"pos(itional|ition)?_?emb|position_|(_token|_tokens|latents|queries)$"),
     ("elementwise", r"(^|\.)(A_log|A|dt_bias|time_\w+)$"),
 )
-HEADS = r"(^|\.)lm_head\.weight$|^(output|classifier|cls|score)\.weight$"
+HEADS = r"(^|\.)lm_head\.weight$|^(output|classifier|cls|score|(\w+_)?head)\.weight$"
 ROUTERS = r"(^|\.)(router|gate|gating)(\.|$)"
 EXPERTS = re.compile("expert", re.IGNORECASE)
 

@@ -1,4 +1,4 @@
-"""The asynchronous collectives that gather sharded matrices at the owners and return the results."""
+"""The asynchronous collectives to gather sharded matrices at the owners and to return the results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Exchange:
         """Run the largest bucket of each group once, because NCCL opens connections by message size. Collective."""
         largest: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
         for index, run in enumerate(self._runs):
-            # Sizes of whole matrices, so that all ranks of a group choose the same bucket.
+            # By sizes of whole matrices, all ranks of a group choose the same bucket.
             size = sum(plan.matrices[matrix].numel for matrix in run.bucket.matrices)
             group = run.bucket.exchange, run.bucket.group
             largest[group] = max(largest.get(group, (0, 0)), (size, -index))

@@ -1,4 +1,4 @@
-"""The input of one step: gradients and excluded parameters."""
+"""The input of a step: gradients and excluded parameters."""
 
 from __future__ import annotations
 

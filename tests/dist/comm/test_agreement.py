@@ -21,7 +21,8 @@ from titan_muon.plan.terms.layout import Geometries
 
 
 def some_without_matrices(rank: int, world_size: int) -> tuple[bool, int]:
-    """Ranks 0 and 1 share a matrix, the others have none: does the step equal the reference, and on how many?"""
+    """Ranks 0 and 1 share a matrix, ranks 2 and 3 have none. Returns whether the step equals the reference, and the
+    number of orthogonalized matrices."""
     mesh = DeviceMesh("cpu", [0, 1])
     whole = [torch.randn(16, 24, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     reference = ReferenceMuon({"w": whole[0].clone()})
@@ -70,7 +71,7 @@ def test_the_comparison_at_construction_does_not_grow_with_the_plan() -> None:
 
 
 def test_equal_reports_of_a_thousand_ranks_are_compared_once() -> None:
-    """Sixteen pipeline stages of 64 ranks, and a rank that differs."""
+    """Sixteen pipeline stages of 64 ranks, and a single differing rank."""
     reports, digests = {}, []
     for stage in range(16):
         ranks = tuple(range(64 * stage, 64 * stage + 64))
@@ -138,7 +139,7 @@ def test_a_load_plans_again_only_if_newton_schulz_changed() -> None:
 
 
 def loaded_momentum(rank: int, world_size: int) -> bool:
-    """After a load, is the step from the loaded momentum, and are its scheduler's changes seen?"""
+    """Whether the step after a load starts from the loaded momentum and sees changes of the scheduler."""
     mesh = init_device_mesh("cpu", (world_size,))
     params, other = parameters(mesh), parameters(mesh)
     muon, fresh = Muon(named(params)).build(), Muon(named(other)).build()
@@ -160,7 +161,7 @@ def test_a_loaded_optimizer_continues_with_the_saved_momentum() -> None:
 
 
 def groups_made(rank: int, world_size: int, joint: bool) -> tuple[int, int, bool]:
-    """Process groups made by a Muon and left by its close, and whether they have the world's time-out."""
+    """Process groups made by a Muon and left after close, and whether the groups have the world's timeout."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     placements = (Shard(0), Shard(1)) if joint else (Shard(0), Replicate())
     param = Parameter(distribute_tensor(torch.ones(16, 24), mesh, placements, src_data_rank=None))
@@ -181,7 +182,7 @@ def test_buckets_reuse_the_groups_of_mesh_axes_and_of_the_world(joint: bool) -> 
 
 
 def own_group(rank: int, world_size: int) -> tuple[int, int, bool]:
-    """As above, where three axes make no group of just the ranks that share the matrix."""
+    """Like `groups_made`, for three axes without a group of exactly the sharing ranks."""
     mesh = init_device_mesh("cpu", (2, 2, 2))
     param = Parameter(
         distribute_tensor(torch.ones(16, 24), mesh, (Replicate(), Shard(0), Shard(1)), src_data_rank=None)
@@ -212,13 +213,13 @@ def opened(rank: int, world_size: int) -> list[str]:
 
 
 def test_connections_are_opened_at_construction() -> None:
-    """On a CPU by an element for each rank, and elsewhere by the exchange itself."""
+    """The CPU sends an element to every rank; other devices connect by the exchange."""
     for names in run_ranks(opened, 2, timeout=SECONDS):
         assert any("alltoall" in name for name in names)
 
 
 def test_a_tensor_learning_rate_is_compared_by_value() -> None:
-    """A printed tensor contains its device, with another index on every rank."""
+    """The text of a tensor contains the device, and the index of the device differs between ranks."""
 
     def signature(lr: Any) -> str:
         muon = Muon([("w", Parameter(torch.ones(4, 4)))], lr=lr).build()

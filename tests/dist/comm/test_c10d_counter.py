@@ -1,4 +1,4 @@
-"""The counter of collectives sees each kind, with the bytes that leave this rank."""
+"""The counter of collectives records every kind with the bytes sent by this rank."""
 
 import warnings
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Calls = dict[str, Callable[[], object]]
 Seen = list[tuple[str, int]]
 
 SPLITS = (([1, 1], [1, 2]), ([2, 4], [1, 4]))
-"""Elements that each rank receives from and sends to each rank."""
+"""Elements received from and sent to every rank."""
 
 # Tensors of 6 floats. By call: the operator, and the bytes sent by ranks 0 and 1.
 EXPECTED = {

@@ -24,7 +24,7 @@ def whole_gradients() -> list[torch.Tensor]:
 
 
 def expected(clipped: list[int], max_norm: float) -> tuple[float, list[torch.Tensor]]:
-    """One process: the norm of all gradients, and the gradients after torch's own clipping of `clipped`."""
+    """In one process: the norm of all gradients, and the gradients after torch's clipping of `clipped`."""
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     for parameter, gradient in zip(parameters, whole_gradients(), strict=True):
         parameter.grad = gradient.clone()
@@ -100,7 +100,6 @@ def whole(parameters: list[nn.Parameter]) -> list:
     ("clipped", "max_norm"), [(list(range(len(SHAPES))), 0.5), ([0, 3, 5, 7], 0.5), ([1], 1e6), ([], 0.5)]
 )
 def test_clip_equals_single_process(clipped: list[int], max_norm: float) -> None:
-    """Dense, strided, expert, plain, replicated and owned parameters on 4 ranks must clip as in one process."""
     norm, gradients = expected(clipped, max_norm)
     for found_norm, grads in run_ranks(clip_on_four_ranks, 4, clipped, max_norm):
         assert found_norm == pytest.approx(norm, rel=1e-6)
@@ -156,7 +155,7 @@ def clip_half_precision(rank: int, world_size: int) -> tuple[float, float]:
 
 
 def test_the_norm_of_bfloat16_gradients_is_computed_in_float32() -> None:
-    """Norms of bf16 gradients must not be rounded to bf16, whose steps are 0.4 %."""
+    """The steps of bfloat16 are 0.4 %."""
     norm, clipped = run_ranks(clip_half_precision, 2)[0]
     assert norm == pytest.approx(4128**0.5, rel=1e-6)
     assert clipped == pytest.approx(1.0, rel=4e-3)

@@ -154,7 +154,7 @@ def test_tensors_of_a_single_rank_may_differ() -> None:
 
 
 def on_four_ranks(rank: int, world_size: int) -> list[str]:
-    """2 replicas of 2 shards: the error after rank 3 has changed its shard; and without a change."""
+    """2 replicas of 2 shards: the error after rank 3 has changed a shard, and the error without a change."""
     torch.manual_seed(0)
     model = Model()
     fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))

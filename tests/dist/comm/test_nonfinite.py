@@ -19,7 +19,7 @@ from titan_muon import Muon
 EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
 BAD = ("layers.0.weight", (3, 5)), ("layers.2.experts", (2, 0, 0))
-"""An element of a matrix whose rows are on both ranks, and of the third of four experts."""
+"""An element of a matrix with rows on both ranks, and an element of the third of four experts."""
 
 
 def build(mesh: DeviceMesh, **options: Any) -> tuple[dict[str, Parameter], Muon]:
@@ -116,7 +116,7 @@ def test_a_nonfinite_gradient_is_an_error_in_the_next_step_and_changes_no_weight
 
 
 def test_a_bad_slice_stops_the_update_of_every_slice_of_the_matrix() -> None:
-    """Only one owner sees the bad slice; the exchanged norm tells the others."""
+    """Only a single owner sees the bad slice; the exchanged norm tells the other owners."""
     for report in run_ranks(after_a_bad_step, 4, SLICED, math.nan, timeout=SECONDS):
         assert report["slices"] > 1, "the case this test is for"
         assert {name: report[name] for name in SHAPES} == UNSPOILED
@@ -129,7 +129,7 @@ def test_skip_continues_and_warns_on_every_rank(exchange: str) -> None:
     options = {"exchange": exchange, "nonfinite": "skip"}
     for report in run_ranks(after_a_bad_step, 2, options, math.nan, timeout=SECONDS):
         assert {name: report[name] for name in SHAPES} == SKIPPED
-        # Momentum was zero before the step. The momentum of a skipped matrix, also of one expert of four, stays.
+        # Momentum was zero before the step. A skipped matrix keeps the momentum, and so does a single expert of four.
         assert report["momentum"] == [True, False, False]
         assert report["zero"] == report["differing"] == [math.prod(SHAPES["layers.0.weight"]), 0, EXPERT]
         assert report["error"] == ""
@@ -141,7 +141,7 @@ def test_skip_continues_and_warns_on_every_rank(exchange: str) -> None:
 def element_of_one_rank(
     rank: int, world_size: int, placement: Placement, options: dict[str, Any]
 ) -> tuple[str, bool, int]:
-    """The error where one rank alone stores the bad element, or has the only bad copy; finite values; matrices done."""
+    """The error if a single rank stores the bad element or the only bad replica; finite values; matrices done."""
     mesh = init_device_mesh("cpu", (world_size,))
     tensor = full("layers.0.weight", 0)
     param = Parameter(placed(tensor, mesh, placement))
@@ -196,7 +196,7 @@ def left_out(rank: int, world_size: int) -> str:
 
 
 def missing_on_one_rank(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, bool]:
-    """Rank 1 has no gradient of one parameter in the second of three steps. The results of the parameter."""
+    """Rank 1 has no gradient of a parameter in the second of three steps. Returns the results of the parameter."""
     mesh = init_device_mesh("cpu", (world_size,))
     (params, optimizer), (healthy, other) = (build(mesh, missing_grad="skip", **options) for _ in range(2))
     optimizer.step()

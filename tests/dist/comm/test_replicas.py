@@ -49,7 +49,7 @@ def message(fn: Callable[[], object]) -> str:
 def train(
     params: dict[str, nn.Parameter], place: Callable[[str, Tensor], Tensor], shapes: Any, **options: Any
 ) -> tuple[Muon, list[str]]:
-    """Names of tensors that differ from the reference after three steps of Muon."""
+    """Names of tensors with a difference from the reference after three steps of Muon."""
     muon, reference = Muon(list(params.items()), **OPTIONS, **options).build(), ReferenceMuon(full(shapes, 0))
     for seed in range(1, 4):
         grads = full(shapes, seed)
@@ -116,7 +116,8 @@ def test_ddp_trains_as_torchs_muon() -> None:
 
 
 def mixed(rank: int, world_size: int, **options: Any) -> tuple[list[str], int]:
-    """Plain, replicated and sharded tensors: differences from one process, and matrices orthogonalized here."""
+    """Plain, replicated and sharded tensors: differences from one process, and the number of matrices orthogonalized
+    here."""
     mesh = init_device_mesh("cpu", (world_size,))
     shapes = {f"{kind}.{name}": shape for kind in ("plain", "copied", "cut") for name, shape in MIXED.items()}
 
@@ -148,7 +149,7 @@ def test_redundant_replicas_are_orthogonalized_on_every_rank() -> None:
 
 
 def each_its_own(rank: int, world_size: int) -> tuple[bool, bool, str, list[str]]:
-    """A plain tensor with other values on each rank, beside a replica: correctness of both, and the warning."""
+    """A plain tensor with rank-specific values beside a replica: correctness of both, and the warning."""
     own, copy = full({"own": SHAPE}, 10 + rank), full({"copy": SHAPE}, 0)
     params = {name: nn.Parameter(value.clone()) for name, value in (own | copy).items()}
     with warnings.catch_warnings(record=True) as caught:
@@ -179,7 +180,7 @@ def on_some_ranks(rank: int, world_size: int) -> str:
 
 
 def test_a_plain_tensor_on_some_ranks_only_is_refused() -> None:
-    """As of a pipeline's stages, or of a module that is on some ranks only."""
+    """For example a parameter of a pipeline stage, or a module on some ranks only."""
     for text in run_ranks(on_some_ranks, 2, timeout=SECONDS):
         assert "a parameter that only some ranks have must be a DTensor on their mesh" in text
 
@@ -242,7 +243,7 @@ def test_different_gradients_of_replicas_are_an_error_on_every_rank(change: Call
 
 
 def steps_of(seeds: Iterable[int], params: dict[str, Tensor], state: Any = None) -> tuple[dict[str, Tensor], Any]:
-    """Weights and state after a step with the gradients of each seed, from these weights and, if given, a state."""
+    """Weights and state after a step with the gradients of every seed, from the passed weights and state."""
     named = {name: nn.Parameter(value.clone()) for name, value in params.items()}
     muon = Muon(list(named.items()), **OPTIONS).build()
     if state is not None:
@@ -255,14 +256,14 @@ def steps_of(seeds: Iterable[int], params: dict[str, Tensor], state: Any = None)
 
 
 def taken_on_ranks(rank: int, world_size: int, seed: int, saved: bytes) -> bytes:
-    """As bytes: tensors in a queue would go with their process."""
+    """As bytes, because tensors in a queue are lost with the sending process."""
     file = io.BytesIO()
     torch.save(steps_of([seed], *torch.load(io.BytesIO(saved))), file)
     return file.getvalue()
 
 
 def test_a_state_dict_continues_with_any_number_of_replicas() -> None:
-    """From one process to 4 ranks, to 2, and back to one: the same bits as in one process."""
+    """From one process to 4 ranks, to 2, and back to one: the bits of a single process."""
     reference = ReferenceMuon(full(MIXED, 0))
     for seed in range(1, 5):
         reference.step(full(MIXED, seed))

@@ -149,11 +149,11 @@ DIFFERENT = {
 
 
 class OutOfMemory(RuntimeError):
-    """Like torch.OutOfMemoryError, which no CPU raises."""
+    """Like torch.OutOfMemoryError, which the CPU never raises."""
 
 
 def out_of_memory(rank: int, world_size: int) -> tuple[str, str]:
-    """Kind and text of the error if rank 0 has no memory for its momentum."""
+    """Kind and text of the error if rank 0 has no memory for the momentum."""
     mesh = init_device_mesh("cpu", (world_size,))
 
     def fails(*_: Any, **__: Any) -> None:
@@ -258,7 +258,7 @@ ASKED = {
     "a checkpoint": lambda optimizer: optimizer.state_dict(),
     "the end": lambda optimizer: optimizer.check_last_step(),
 }
-"""Calls that raise after a failed step."""
+"""Calls with an error after a failed step."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ def test_check_last_step_reports_the_last_step(asked: str) -> None:
 
 
 def change_group_on_one_rank(rank: int, world_size: int, changes: dict[str, Any]) -> str:
-    """The error after rank 1 changed its group."""
+    """The error after rank 1 changed the group."""
     optimizer = Muon(named(parameters(init_device_mesh("cpu", (world_size,))))).build()
     if rank == 1:
         optimizer.param_groups[0].update(changes)
@@ -346,7 +346,7 @@ def plain_gradient_missing_on_one_rank(rank: int, world_size: int) -> str:
 
 
 def test_replicas_of_a_plain_tensor_agree_on_a_missing_gradient() -> None:
-    """As under DDP: one rank orthogonalizes for all, and none may go on alone."""
+    """Under DDP a single rank orthogonalizes for all ranks, so no rank may continue alone."""
     for text in run_ranks(plain_gradient_missing_on_one_rank, 2, timeout=SECONDS):
         assert "no gradient for layers.0.weight" in text
 
@@ -360,7 +360,7 @@ def test_wrong_storage_on_a_rank_is_refused_on_every_rank() -> None:
 
 
 class Dying(CollectiveCounter):
-    """Ends its process at its second exchange."""
+    """Ends the process at the second exchange."""
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if sum(call.name == "alltoall_base" for call in self.calls) == 2:
@@ -369,7 +369,7 @@ class Dying(CollectiveCounter):
 
 
 def die_in_step(rank: int, world_size: int, folder: str) -> None:
-    """Rank 1 dies; the other ranks write their errors into the folder."""
+    """Rank 1 dies; ranks 0, 2 and 3 write errors into the folder."""
     mesh = init_device_mesh("cpu", (world_size,))
     optimizer = Muon(named(parameters(mesh))).build()
     optimizer.step()

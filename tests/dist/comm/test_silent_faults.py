@@ -22,7 +22,7 @@ from titan_muon import Hybrid, Muon, clip_grad_norm_
 
 
 class Training:
-    """A small sharded model on 2 ranks, and its optimizer."""
+    """A small sharded model on 2 ranks, and the optimizer."""
 
     def __init__(self, **muon: Any) -> None:
         torch.manual_seed(0)
@@ -64,7 +64,7 @@ def betas_of_adamw(rank: int, training: Training) -> None:
 
 
 def one_step_more(rank: int, training: Training) -> None:
-    """Like a rank with an extra step, or with peers that skipped a step."""
+    """A rank with an extra step, or with peers that skipped a step."""
     training.optimizer.optimizers["muon"].engine.rank.report.steps += rank  # type: ignore[attr-defined]
 
 
@@ -92,7 +92,7 @@ def updates_three_times_too_large(rank: int, training: Training) -> None:
 
 
 def change_updates(rank: int, training: Training, change: Callable[[Tensor], object]) -> None:
-    """Change an update that arrives at rank 1."""
+    """Change an update on arrival at rank 1."""
     stages = training.optimizer.optimizers["muon"].engine.rank  # type: ignore[attr-defined]
     wait = stages.exchange.wait
     apply = stages.receive
@@ -167,7 +167,7 @@ def test_every_rank_names_a_silent_fault_at_the_next_step(fault: Callable[..., N
 
 
 def not_finite(rank: int, world_size: int) -> dict[str, Any]:
-    """A step after a norm that is not finite: changes of weights and states, and errors."""
+    """A step after a nonfinite norm: changes of weights and states, and errors."""
     report: dict[str, Any] = {}
     for overlap in ("none", "backward"):
         training = Training(overlap=overlap)
@@ -212,7 +212,7 @@ def test_a_nonfinite_norm_skips_the_update_and_names_parameter_and_rank() -> Non
 
 
 def removed(rank: int, world_size: int) -> list[str]:
-    """Errors after the removal of a gradient that backward had sent."""
+    """Errors after the removal of a gradient sent in backward."""
     training = Training(overlap="backward")
     if rank == 1:
         training.model.layers[1].weight.grad = None
@@ -226,13 +226,13 @@ def test_a_gradient_removed_after_the_gather_is_reported_as_missing() -> None:
 
 
 def skip_a_step(rank: int, world_size: int, folder: str) -> None:
-    """Rank 1 skips a step, and rank 0 leaves the notes of its error in the folder."""
+    """Rank 1 skips a step, and rank 0 writes the notes of the error into the folder."""
     mesh = init_device_mesh("cpu", (world_size,))
     muon = Muon(named(parameters(mesh))).build()
     muon.step()
     if rank == 1:
         time.sleep(SECONDS)
-    # gloo's time-out of the mesh's group, which Muon uses, and of the world.
+    # gloo's timeout of the mesh's group (used by Muon) and of the world.
     for process_group in (mesh.get_group(), dist.group.WORLD):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), process_group)
     try:

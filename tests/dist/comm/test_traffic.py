@@ -80,11 +80,11 @@ class Counted:
 
     Attributes:
         words: payload of each all-reduce.
-        calls: collectives that carry pieces.
-        sent: their bytes to other ranks.
-        told: calls and bytes that the optimizer's own counters grew by.
+        calls: collectives with pieces.
+        sent: bytes of these collectives to other ranks.
+        told: calls and bytes by the optimizer's counters.
         flops: of all matrix products.
-        matrices: those orthogonalized, by index in the plan.
+        matrices: orthogonalized matrices, by index in the plan.
     """
 
     words: list[int]
@@ -96,7 +96,7 @@ class Counted:
 
 
 class Watched(Muon):
-    """Muon that records its orthogonalized matrices."""
+    """Muon with a record of orthogonalized matrices."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -224,7 +224,7 @@ def test_an_all_to_all_over_fsdp_sends_the_minimum_of_bytes(world_size: int) -> 
     plan, _, counted = result(world_size, "fsdp", "all_to_all")
     elements = sum(matrix.numel for matrix in plan.matrices)
     total = sum(mine.sent for mine in counted)
-    # The mean over N ranks is 2 (N - 1) / N x P b / N; multiplied by N² all of it is whole.
+    # The mean over N ranks is 2 (N - 1) / N x P b / N. Multiplied by N² every term is an integer.
     assert total * world_size == 2 * (world_size - 1) * elements * BF16
 
 
@@ -267,7 +267,7 @@ SMALL = 8192
 
 
 def settle() -> None:
-    """Give gloo's threads time to release the copies that collectives went through."""
+    """Give gloo's threads time to release copies made for collectives."""
     dist.barrier()
     time.sleep(0.5)
 
@@ -307,7 +307,7 @@ def memory() -> list[dict[tuple[str, int], Memory]]:
 def test_neither_construction_nor_a_step_keeps_memory(exchange: str, number: int) -> None:
     for measured in memory():
         mine = measured[exchange, number]
-        # gloo gathers and reduces through a copy of the whole buffer, and now and then keeps the last one for a while.
+        # gloo gathers and reduces through a copy of the whole buffer, and sometimes keeps the last copy for a while.
         assert mine.kept < SMALL
         assert mine.new_in_step > -SMALL, "buffers and workspace take memory in the step"
         assert mine.left_by_step < (SMALL if exchange == "all_to_all" else mine.buffers)
@@ -315,7 +315,7 @@ def test_neither_construction_nor_a_step_keeps_memory(exchange: str, number: int
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_new_memory_in_a_step_is_less_than_the_plans_buffers(exchange: str) -> None:
-    # gloo gathers and reduces through a copy of its own, as large as the whole buffer.
+    # gloo gathers and reduces through a copy of the whole buffer.
     for measured in memory():
         assert measured[exchange, 32].new_in_step <= 1.1 * measured[exchange, 32].buffers
 
@@ -328,7 +328,7 @@ def test_an_all_to_all_uses_the_planned_memory() -> None:
 
 
 def test_an_all_to_all_step_allocates_the_memory_of_a_single_matrix() -> None:
-    # Newton-Schulz holds the matrix twice and its square Gram matrix and polynomial, oneDNN packs two operands.
+    # Newton-Schulz holds the matrix twice, the square Gram matrix and the polynomial; oneDNN packs two operands.
     for measured in memory():
         few, many = measured["all_to_all", 8], measured["all_to_all", 32]
         assert many.new_in_step - few.new_in_step < SMALL
@@ -345,7 +345,7 @@ METHODS: tuple[dict[str, Any], ...] = (
 
 
 def count_methods(rank: int, world_size: int) -> list[tuple[Plan, Counted, tuple[int, int], tuple[int, int]]]:
-    """For each of METHODS on a case of many equal shapes: what was counted, and the memory of another step."""
+    """For each of METHODS on a case of many equal shapes: the counts, and the memory of another step."""
     counted = []
     for options in METHODS:
         optimizer = build(Case((world_size,), (Shard(0),), (*EXPERTS, *(MATRIX,) * 32)), "all_to_all", **options)
@@ -374,7 +374,7 @@ def test_flops_equal_the_plan_for_every_method(index: int) -> None:
 
 @pytest.mark.parametrize("index", range(len(METHODS)), ids=lambda i: str(METHODS[i]))
 def test_stacks_use_the_planned_memory(index: int) -> None:
-    """Beside buffers and the stack itself. oneDNN's scratch and the momentum of a piece come on top."""
+    """Without buffers and the stack. oneDNN's scratch and the momentum of a piece are additional."""
     for counted in methods():
         plan, _, (new, left), (workspace, work) = counted[index]
         assert max(work_of.batch for work_of in plan.works) > 1

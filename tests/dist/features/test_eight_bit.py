@@ -1,4 +1,4 @@
-"""int8 momentum on FSDP, HSDP, TP, EP, owned and plain replicas; its checkpoints reshard without rounding."""
+"""int8 momentum on FSDP, HSDP, TP, EP, owned and plain replicas; checkpoints reshard without rounding."""
 
 from pathlib import Path
 from typing import Any

@@ -33,10 +33,10 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is sharded, by a mesh of shards, of replicas and shards, or of these and tensor parallelism.
+    """Shards of a model on a mesh of shards, of replicas and shards, or of replicas, shards and tensor parallelism.
 
-    The first `layers` of it are modules of FSDP2; with `separate` their linear layers too, of which with `mixed` each
-    layer's first is replicated.
+    The first `layers` layers are modules of FSDP2. With `separate` the linear layers are modules too, and with `mixed`
+    the first linear layer of each is replicated.
     """
 
     mesh: tuple[int, ...] = (2,)
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[Sharding, dict[str, Any]]] = {
 
 
 class Run:
-    """A model on a mesh and its Muon; the learning rate halves after each step."""
+    """A model on a mesh and the Muon of the matrices; the learning rate halves after each step."""
 
     def __init__(self, sharding: Sharding, **options: Any) -> None:
         self.sharding = sharding
@@ -247,7 +247,7 @@ def finish(run: Run) -> object:
 
 
 def averaged(run: Run) -> object:
-    """As an average of weights reads them, after finish_step()."""
+    """The read of an average of weights after finish_step()."""
     run.muon.finish_step()
     averages = [torch.zeros_like(param).lerp_(param.detach(), 0.5) for _, param in run.named]
     return [average.full_tensor() for average in averages]
@@ -266,7 +266,7 @@ def load_checkpoint(run: Run) -> object:
 
 
 def load_optimizer(run: Run) -> object:
-    """Load another step, with momentum in other tensors."""
+    """Load another step with momentum in new tensors."""
     saved = io.BytesIO()
     torch.save(run.muon.state_dict(), saved)
     run.step(6)
@@ -484,7 +484,7 @@ def test_misuse_of_weights_with_a_pending_update_is_an_error() -> None:
 
 
 def part_replaced(rank: int, world_size: int) -> tuple[str, bool, int, bool]:
-    """After the replacement of one weight: the error, whether the other weights are right, held bytes, and pending
+    """After the replacement of a weight: the error, whether the remaining weights are right, held bytes, and pending
     updates."""
     ours, theirs = (Run(Sharding(), overlap=overlap) for overlap in ("forward", "none"))
     for run in (ours, theirs):

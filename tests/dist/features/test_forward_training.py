@@ -1,4 +1,4 @@
-"""Training whose updates are applied in the next forward: the digits of training without, in checkpoints too."""
+"""Forward overlap keeps the digits of training, in checkpoints too."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from titan_muon.engine import Engine
 from titan_muon.fsdp.forward_hooks import LateApplies
 
 STEPS = 6
-# Links so slow that a plan defers many updates; two passes per step, and experts on both ranks.
+# On slow links a plan defers many updates; two passes per step, and experts on both ranks.
 SHARED: dict[str, Any] = {
     "parallelism__expert_parallel_degree": 2,
     "training__local_batch_size": 1,
@@ -30,7 +30,8 @@ SHARED: dict[str, Any] = {
 
 
 def trained(rank: int, world_size: int, folder: Path, variant: dict[str, Any]) -> tuple[str, str, int]:
-    """Folders of a run without deferred updates, and of a continued run with them; number of deferred updates."""
+    """Folders of a run without deferred updates and of a continued run with deferred updates; number of deferred
+    updates."""
     count = 0
     run = Engine.run
 

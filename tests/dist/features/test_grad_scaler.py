@@ -42,7 +42,7 @@ def train(rank: int, world_size: int, unscales: bool, options: dict[str, Any]) -
     for seed, bad in enumerate((False, True, False), start=1):
         set_gradients(params, mesh, seed)
         set_gradients(plain, mesh, seed)
-        # As a backward pass from a scaled loss would have made them.
+        # The gradients of a backward pass from a scaled loss.
         scaled(params, scaler.scale(torch.ones(())).item())
         if bad:
             scaled(params, math.inf)
@@ -63,7 +63,7 @@ def train(rank: int, world_size: int, unscales: bool, options: dict[str, Any]) -
     "options", [{}, {"offload": "state"}, {"offload": "parameters"}, {"state_dtype": "bfloat16"}], ids=str
 )
 def test_a_step_skipped_on_every_rank_changes_no_weight(unscales: bool, options: dict[str, Any]) -> None:
-    """Other steps have the bits of a run without a scaler, because the scale is a power of two."""
+    """The remaining steps have the bits of a run without a scaler, because the scale is a power of two."""
     for events in run_ranks(train, 2, unscales, options, timeout=SECONDS):
         assert events == ["stepped", True, "stood", True, "stepped", True]
 

@@ -17,7 +17,7 @@ LR, DECAY, STEPS = 0.02, 0.1, IDLE_STEPS + 3
 
 
 def gradients(seed: int) -> dict[str, Tensor]:
-    """From the second step on one matrix and one expert are idle, and a quarter of another matrix is zero."""
+    """From the second step on, a matrix and an expert are idle, and a quarter of another matrix is zero."""
     grads = {name: full(name, seed) for name in ("layers.0.weight", "layers.1.weight", "layers.2.experts")}
     if seed > 1:
         grads["layers.0.weight"].zero_()
@@ -27,10 +27,10 @@ def gradients(seed: int) -> dict[str, Tensor]:
 
 
 def train(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Which matrices were only decayed in all steps but the first, the warnings, and the number of slices."""
+    """Matrices without an update after the first step, except decay; the warnings; and the number of slices."""
     mesh = init_device_mesh("cpu", (world_size,))
     params = parameters(mesh)
-    # A tensor of each rank's own values, which is idle on rank 1.
+    # A tensor of rank-specific values, idle on rank 1.
     own = nn.Parameter(torch.full((4, 6), 1.0 + rank))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""Offloaded states in every layout: the same bits as on the device, and checkpoints that load wherever states are."""
+"""Offloaded states in every layout: the bits of states on the device, and checkpoints for states on host or device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def whole(name: str, seed: int) -> Tensor:
 
 
 class Sharded:
-    """Parameters on a mesh of one axis; AdamW has the rest and one matrix."""
+    """Parameters on a mesh of one axis; AdamW has a matrix and every non-matrix."""
 
     def __init__(self, world_size: int, layout: str, exchange: str, offload: str) -> None:
         self.mesh, self.placement = init_device_mesh("cpu", (world_size,)), PLACEMENTS[layout]
@@ -88,8 +88,8 @@ def layouts() -> Iterator[tuple[str, str]]:
 
 
 def on_and_off(rank: int, world_size: int) -> dict[str, tuple[bool, ...]]:
-    """By layout: whether bits are equal after steps, after a move of states, and after loads from each other. A
-    third optimizer also has parameters and gradients on the host, and moves nothing."""
+    """By layout: whether bits are equal after steps, after a move of states, and after loads between optimizers. A
+    third optimizer also has parameters and gradients on the host, and moves no state."""
     batched.BATCH_BYTES = 512
     results = {}
     for layout, exchange in layouts():
@@ -120,7 +120,7 @@ def test_every_layout_and_exchange_has_the_same_bits_with_states_on_the_host() -
 
 
 def losses(rank: int, world_size: int, setup: Setup, offload: str) -> tuple[list[Tensor], int]:
-    """A model with owned matrices and experts, whole, after some steps; loads that came to the device meanwhile."""
+    """A model with owned matrices and experts, gathered after some steps; the number of loads to the device."""
     came = 0
     fetch = Window._fetch
 
@@ -166,7 +166,7 @@ def test_owned_matrices_have_the_same_bits_with_states_on_the_host(setup: Setup)
 
 
 def checkpoints(rank: int, world_size: int, folder: Path) -> list[bool]:
-    """Whether a checkpoint of states in one place continues with states in the other place, bit for bit."""
+    """Whether a checkpoint of states in one place continues bit for bit with states in the other place."""
     results = []
     for saving, loading in (("state", "none"), ("none", "state")):
         first, second = (Sharded(world_size, "fsdp", "all_to_all", offload) for offload in (saving, loading))
@@ -219,7 +219,7 @@ def train(recipe: object) -> Path:
 SHORT = {
     "parallelism__expert_parallel_degree": 2,
     "muon__buffer_gib": 1e-4,
-    # bfloat16 products are slow on the CPU, and no part of what is compared.
+    # bfloat16 products are slow on the CPU and do not matter for the comparison.
     "muon__ns_dtype": "float32",
     "muon__ns_steps": 2,
     "checkpoint__interval": 2,
@@ -236,7 +236,7 @@ WAYS = (("device", "states"), ("states", "parameters"), ("parameters", "device")
 
 
 def curves(rank: int, world_size: int, folder: Path) -> list[Path]:
-    """Runs with all on the device, and halfway from each place to another one."""
+    """Runs with all states on the device, and runs from each place to another, with a move halfway."""
     runs = [train(tiny.recipe(folder, name="device", training__steps=4, **SHORT))]
     for before, after in WAYS:
         name = f"{before}_{after}"
@@ -256,7 +256,7 @@ def test_every_offload_placement_trains_and_resumes_with_the_curve_of_the_device
 
 
 def owned_curves(rank: int, world_size: int, folder: Path) -> tuple[dict[int, float], dict[int, float], set[str]]:
-    """Losses with owned matrices on the device and on the host, and where their window is opened."""
+    """Losses with owned matrices on the device and on the host, and the device of the window."""
     begin, opened = Window.begin, set()
 
     def begins(self: Window, loads: Any) -> None:

@@ -16,7 +16,7 @@ from tests.dist.harness import run_ranks
 from titan_muon import Muon
 from titan_muon.options import Machine
 
-# Links so slow that the plan has several rounds with separate buffers.
+# On slow links the plan has several rounds with separate buffers.
 SLOW = Machine(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0, launch_us=0.0)
 OPTIONS: dict[str, Any] = {"lr": 0.02, "machine": SLOW}
 BACKWARD: dict[str, Any] = {"overlap": "backward", "orthogonalize": "reference"}
@@ -43,7 +43,7 @@ class Fail(torch.autograd.Function):
 
 
 class Run:
-    """A few matrices in rows over the ranks, whose gradients are as told and come from the last parameter's on."""
+    """A few matrices in rows over the ranks; gradients arrive in reverse order of the parameters."""
 
     def __init__(self, mesh: DeviceMesh, **options: Any) -> None:
         self.mesh = mesh
@@ -106,7 +106,7 @@ def raised(act: Callable[[], object]) -> str:
     return ""
 
 
-# --- functions on each rank; both ranks run all of them in one world ---
+# --- functions on every rank; both ranks run every function in one world ---
 
 
 def every_gather(mesh: DeviceMesh, rank: int) -> tuple[list[int], list[int], list[int]]:

@@ -25,7 +25,7 @@ LAYOUTS: dict[str, tuple[int, tuple[int, ...], tuple[str, ...]]] = {
     "hsdp": (4, (2, 2), ("replicate", "shard")),
     "fsdp_tp": (4, (2, 2), ("shard", "tp")),
 }
-"""Ranks, and the mesh with its axes."""
+"""Ranks, and the mesh with axes."""
 DIM, LAYERS, STEPS, MICROBATCHES = 16, 4, 2, 2
 
 

@@ -1,4 +1,4 @@
-"""Several ranks orthogonalize slices of a matrix: the result of one rank, by the plan, without a hang."""
+"""Several ranks orthogonalize slices of a matrix with the result of one rank, the planned traffic, and no hang."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +21,7 @@ from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.slices import teams_in
 from titan_muon.plan.terms.types import Plan
 
-# On four ranks some matrices have two owners and some four, so that teams overlap; the last matrix is not sliced.
+# On four ranks some matrices have two owners and some four, so teams overlap; the last matrix is not sliced.
 SHAPES = {"a": (96, 32), "b": (128, 32), "c": (96, 32), "d": (64, 16), "e": (64, 16), "odd": (5, 6)}
 EXACT = {"ns_dtype": "float32", "wire_dtype": "float32", **SLICED}
 STEPS = 3
@@ -92,7 +92,7 @@ def test_slices_equal_the_reference_in_every_layout(world_size: int) -> None:
 
 
 ALL = tuple(SHAPES.values())
-# Each rank stores its slice of the last matrix, so only the owners communicate.
+# Each rank stores the local slice of the last matrix, so only the owners communicate.
 METHODS: tuple[dict[str, Any], ...] = (
     {"shapes": ALL, "exchange": "all_to_all", "orthogonalize": "auto"},
     {"shapes": ALL, "exchange": "all_to_all", "orthogonalize": "gram", "ns_dtype": "float32"},

@@ -1,4 +1,4 @@
-"""`state = "owner"`: momentum of copies is on their owner alone, steps are the same, and checkpoints load anywhere."""
+"""`state = "owner"`: the owner alone keeps the momentum of replicas, steps are equal, and checkpoints load anywhere."""
 
 import copy
 import warnings
@@ -58,7 +58,7 @@ class Placed:
 
 
 class Training:
-    """A model of the shapes, and its Muon."""
+    """A model of the shapes, and the Muon."""
 
     def __init__(self, place: Placed, state: str, weights: dict[str, Tensor] | None = None, **options: Any) -> None:
         values = full(0) if weights is None else weights
@@ -125,9 +125,9 @@ STAGES = (("plain", 4, "owner"), ("replicate", 2, "replicated"), ("hsdp", 4, "ow
 def resumed(
     rank: int, world_size: int, kind: str, state: str, folders: tuple[str | None, str], seed: int, path: str
 ) -> list[str]:
-    """A step from a checkpoint, if any, and another checkpoint; differences from one process."""
+    """A step from a checkpoint, if any, and a new checkpoint; differences from one process."""
     source, target = folders
-    # Other weights and momentum, so that a missing load is noticed.
+    # Random weights and momentum, so that a missing load is noticed.
     start = {name: value + 1 for name, value in full(0).items()} if source else None
     ours = Training(Placed.of(kind, world_size), state, start)
     if source is not None:
@@ -174,7 +174,7 @@ def load(ours: Training, loaded: dict[str, Any], path: str) -> None:
 
 @pytest.mark.parametrize("path", ["torch", "titan"])
 def test_checkpoints_load_anywhere(path: str, tmp_path: Path) -> None:
-    """From the owners to every copy and back, between worlds, bit for bit as one process goes on."""
+    """From the owners to every replica and back, between worlds, with the bits of one process."""
     source = None
     for seed, (kind, world_size, state) in enumerate(STAGES, start=1):
         target = str(tmp_path / str(seed))
@@ -271,7 +271,7 @@ def load_directly(rank: int, world_size: int) -> tuple[list[str], str, str, str]
 
 
 def thaw(place: Placed) -> str:
-    """Names that differ from a training with replicated momentum, for a parameter trained from step 2 on."""
+    """Names with a difference from a training with replicated momentum, for a parameter trained from step 2 on."""
     pair = [Training(place, state) for state in ("owner", "replicated")]
     for training in pair:
         for seed, trains in ((1, False), (2, True), (3, False), (4, True)):

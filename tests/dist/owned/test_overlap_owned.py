@@ -21,9 +21,9 @@ from titan_muon.tensors.dtensor import local
 
 STEPS, MICROBATCHES = 2, 2
 CUT = Setup("owned", tensor=2, prepare=recomputed_within)
-"""Tensor parallelism shards owned matrices, so that their pieces travel in the step."""
+"""Tensor parallelism shards owned matrices, so the step gathers the pieces."""
 BESIDE = Setup("owned", prepare=recomputed_within)
-"""Owned matrices are local, and only other matrices travel."""
+"""Owned matrices are local; the step gathers only the other matrices."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def test_digits_equal_a_run_without_overlap(world_size: int, cut: bool) -> None:
 
 @pytest.mark.parametrize("cut", [True, False])
 def test_gathers_begin_as_soon_as_owners_have_gradients(cut: bool) -> None:
-    """A bucket that waited for an owned gradient would wait until the step."""
+    """A wait for an owned gradient would last until the step."""
     for _, _, overlapped in trained(2, cut):
         assert overlapped.before == [overlapped.gathers] * STEPS
 

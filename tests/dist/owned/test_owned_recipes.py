@@ -1,4 +1,4 @@
-"""A recipe trains alike under `owned` and `shard0`, and continues under the other placement."""
+"""A recipe trains equally under `owned` and `shard0`, and continues under the other placement."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_run_continues_under_a_different_placement(
 
 
 def killed(rank: int, world_size: int, folder: Path) -> None:
-    """A run killed in its second save: all data is written, and `.metadata` is not."""
+    """A run killed in the second save: all data is written, but `.metadata` is missing."""
     from torch.distributed.checkpoint import FileSystemWriter
 
     finish, saves = FileSystemWriter.finish, []
@@ -157,7 +157,7 @@ def resumed(rank: int, world_size: int, folder: Path, load: str) -> str:
 
 def test_a_run_killed_during_a_save_resumes_from_the_last_complete_checkpoint(tmp_path: Path) -> None:
     tiny.write_recipe(tmp_path)
-    # The launcher may report the killed rank, or its peer.
+    # The launcher may report the killed rank or the peer.
     with pytest.raises(AssertionError, match=r"rank 0 died with exit code -9|rank 1 failed"):
         run_ranks(killed, 2, tmp_path)
     (run,) = (path for path in (tmp_path / "runs" / "tiny").iterdir() if path.is_dir())
@@ -172,7 +172,7 @@ def test_a_run_killed_during_a_save_resumes_from_the_last_complete_checkpoint(tm
 
 
 def exported_and_imported(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
-    """A run that exports safetensors, and a run under the other placement that imports them."""
+    """A run with an export of safetensors, and a run under the other placement with the import."""
     hf = {"checkpoint__last_save_model_only": "true", "checkpoint__last_save_in_hf": "true"}
     small = {**SHARED, "training__steps": 2, "checkpoint__interval": 2}
     exported = train(tiny.recipe(folder, name="out", placement__muon="owned", **small, **hf))

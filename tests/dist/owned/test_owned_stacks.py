@@ -1,4 +1,4 @@
-"""Stacks of experts rest as whole experts on some of the ranks: silent steps, FSDP2's bytes and its numbers."""
+"""Ranks store whole experts of a stack: steps without collectives, with FSDP2's bytes and losses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DIM, HIDDEN, LAYERS = 32, 96, 4
 
 @dataclass(frozen=True)
 class Layout:
-    """Experts of a model, their owners, and the degrees."""
+    """Experts of a model, the owners, and the degrees."""
 
     experts: int
     placement: str = "owned"
@@ -44,7 +44,7 @@ class Layout:
 
 
 class Mixture(nn.Module):
-    """A dense matrix, and experts that all get every token."""
+    """A dense matrix, and experts; every expert gets every token."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def make(experts: int, seed: int = 0) -> nn.Sequential:
 
 
 def place(net: nn.Sequential, layout: Layout, world_size: int) -> list[Owners]:
-    """Shard a model, or own its parameters, by `layout`."""
+    """Shard a model, or own the parameters, by `layout`."""
     shards = world_size // layout.replicas // layout.expert_parallel
     names = ("replicate", "shard", "ep")
     mesh = init_device_mesh("cpu", (layout.replicas, shards, layout.expert_parallel), mesh_dim_names=names)
@@ -121,7 +121,7 @@ def whole(net: nn.Module, optimizer: Muon) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Trained:
-    """A rank's training: the whole model after it, bytes of forward and backward, calls of a step, elements held."""
+    """A rank's training: the trained whole model, bytes of forward and backward, calls of a step, elements held."""
 
     values: dict[str, np.ndarray]
     sent: tuple[int, int]
@@ -164,7 +164,7 @@ def differ(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> float
 
 
 def test_owned_stacks_match_fsdp_without_collectives_in_the_step(tmp_path: Path) -> None:
-    """On more ranks than experts. Either model loads the other's checkpoint on another number of ranks."""
+    """On more ranks than experts. Both models load the checkpoint of the other on another number of ranks."""
     owned = run_ranks(train, 4, Layout(3), str(tmp_path / "owned"))
     sharded = run_ranks(train, 4, Layout(3, "sharded"), str(tmp_path / "sharded"))
     assert [result.calls for result in owned] == [0] * 4
@@ -195,7 +195,7 @@ class Silent:
 
     @property
     def fullest(self) -> float:
-        """Elements at rest on the fullest rank over those of the mean."""
+        """Elements on the fullest rank over the mean."""
         return max(self.held.values()) * len(self.held) / self.held.total()
 
 
@@ -229,7 +229,7 @@ def fake_step(rank: int, world_size: int, layout: Layout) -> Silent:
 
 
 def fake_passes(world_size: int, layout: Layout) -> tuple[float, float]:
-    """Mean bytes that a rank of a world sends in forward and in backward."""
+    """Mean bytes sent by a rank of a world in forward and in backward."""
     with fake_ranks(0, world_size):
         net = make(layout.experts)
         place(net, layout, world_size)
@@ -241,7 +241,7 @@ def fake_passes(world_size: int, layout: Layout) -> tuple[float, float]:
 
 
 def mean_sent(counter: CollectiveCounter) -> float:
-    # Each rank sees every call of its group: the owner sends a broadcast, and the other ranks send a reduction.
+    # Each rank sees every call of the group: the owner sends a broadcast, and the other ranks send a reduction.
     rooted = ("broadcast", "reduce")
     shares = {call.group_size: (call.group_size - 1) / call.group_size for call in counter.calls}
     return sum(c.payload * shares[c.group_size] if c.name in rooted else c.sent for c in counter.calls)
@@ -253,14 +253,14 @@ def mean_sent(counter: CollectiveCounter) -> float:
     ids=["32 ranks", "HSDP 2 x 2", "EP 2 x 4"],
 )
 def test_forward_and_backward_of_owned_stacks_send_no_more_than_fsdp(world_size: int, layout: Layout) -> None:
-    """As many bytes where FSDP2 pads nothing, and fewer where it does."""
+    """FSDP2 sends equal bytes without padding, and more with padding."""
     owned, sharded = (fake_passes(world_size, replace(layout, placement=name)) for name in ("owned", "sharded"))
     assert 0 < owned[0] <= sharded[0]
     assert 0 < owned[1] <= sharded[1]
 
 
 def test_a_step_of_16_experts_on_32_ranks_starts_no_collective() -> None:
-    """Each stack rests on 16 ranks, an expert each; stacks of other layers rest on other ranks."""
+    """16 ranks store a stack, an expert each; different ranks store the stacks of other layers."""
     by_rank = [fake_step(rank, 32, Layout(16)) for rank in (0, 17, 31)]
     assert [result.calls for result in by_rank] == [0, 0, 0]
     held_by = by_rank[0].held_by
@@ -274,7 +274,7 @@ def test_a_step_of_16_experts_on_32_ranks_starts_no_collective() -> None:
 
 
 def test_a_step_of_owned_stacks_under_hsdp_starts_no_collective() -> None:
-    """HSDP 2 x 2: an owner in each replica, and all of them hold equally much."""
+    """HSDP 2 x 2: each replica has an owner, and every rank stores the same number of elements."""
     for rank in (0, 3):
         result = fake_step(rank, 4, Layout(3, replicas=2))
         assert result.calls == 0
@@ -284,7 +284,7 @@ def test_a_step_of_owned_stacks_under_hsdp_starts_no_collective() -> None:
 
 
 def test_experts_stay_in_the_group_of_the_expert_parallel_rank() -> None:
-    """EP 2 x efsdp 4 with 4 experts: two on each expert-parallel rank, each whole on one of four peers."""
+    """EP 2 x efsdp 4 with 4 experts: every expert-parallel rank has two experts, each whole on one of four peers."""
     for rank in (0, 3, 6):
         result = fake_step(rank, 8, Layout(4, expert_parallel=2))
         assert result.calls == 0
@@ -297,7 +297,7 @@ def test_experts_stay_in_the_group_of_the_expert_parallel_rank() -> None:
 
 
 def test_more_experts_than_ranks_are_divided_in_runs() -> None:
-    """5 experts in pairs on 4 ranks rest on 3 of them; over all layers the ranks hold equally many."""
+    """Three of 4 ranks store 5 experts in pairs; over all layers the ranks hold equal numbers."""
     rules = (PlacementRule(match="*", placement="owned"),)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     owners = place(make(5), Layout(5, rules=rules), 4)[0]

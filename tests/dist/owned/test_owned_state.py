@@ -35,7 +35,7 @@ LAYOUTS = {
 
 
 def trained(rank: int, world_size: int, setup: Setup, steps: range, saved: str | None) -> tuple[Net, Muon]:
-    """A model and the Muon of its matrices after some steps, from a checkpoint or from the start."""
+    """A model and the Muon of the matrices after some steps, from a checkpoint or from the start."""
     model = make(seed=0 if saved is None else 1)
     place(model, setup, data_mesh(world_size, setup, model))
     named = [(name, p) for name, p in model.named_parameters() if "layers" in name and p.ndim == 2]
@@ -63,7 +63,7 @@ def state_of(model: Net, optimizer: Muon) -> dict[str, Any]:
 
 
 def everything(model: Net, optimizer: Muon) -> dict[str, np.ndarray]:
-    """All parameters and their momentum, whole; arrays travel between processes by value."""
+    """All parameters and momenta, whole; arrays travel between processes by value."""
     momentum = {f"momentum of {name}": gather(value) for name, value in state_of(model, optimizer)["momentum"].items()}
     return {name: value.numpy() for name, value in {**whole(model), **momentum}.items()}
 
@@ -164,7 +164,7 @@ def test_whole_values_are_gathered_on_every_rank(layout: str) -> None:
 
 
 def load_whole(rank: int, world_size: int, setup: Setup) -> tuple[bool, list[str]]:
-    """Whether a plain model's state dict loads, and the errors of other state dicts."""
+    """Whether a plain model's state dict loads, and the errors of wrong state dicts."""
     model, plain = make(), make()
     place(model, setup, data_mesh(world_size, setup, model))
     state = {name: 2 * value for name, value in plain.state_dict().items()}
@@ -186,7 +186,7 @@ def test_a_full_state_dict_is_loaded(layout: str) -> None:
 
 
 def from_meta(rank: int, world_size: int) -> tuple[list[str], bool]:
-    """A model from the meta device: the error of a use without storage, and its training afterwards."""
+    """A model from the meta device: the error of a use without storage, and the training afterwards."""
     with torch.device("meta"):
         model, block = Net(), Block()
     own(block, mesh=init_device_mesh("cpu", (world_size,)))
@@ -332,7 +332,7 @@ def test_a_rule_makes_matrices_of_further_shapes() -> None:
 
 
 def chosen(rank: int, world_size: int) -> tuple[set[str], tuple[int, ...], tuple[int, ...]]:
-    """Default owned parameters, and the FLOPs of their items by default and by another count."""
+    """Default owned parameters, and the FLOPs of the items by default and by another count."""
     mesh = init_device_mesh("cpu", (world_size,))
     model = make()
     plain = Owners(model, mesh=mesh)

@@ -25,7 +25,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step on a rank: collectives, matrices orthogonalized, and parameters that differ from torch's."""
+    """An optimizer step on a rank: collectives, orthogonalized matrices, and parameters different from torch."""
 
     calls: list[Call]
     matrices: int
@@ -43,7 +43,7 @@ def with_experts(model: Net, mesh: DeviceMesh) -> dict[str, nn.Parameter]:
 
 
 def set_gradients(params: dict[str, nn.Parameter], step: int) -> dict[str, Tensor]:
-    """Give owned parameters equal gradients on every rank that holds them. Returns whole gradients."""
+    """Give owned parameters equal gradients on every holder. Returns whole gradients."""
     whole = {}
     for index, (name, parameter) in enumerate(params.items()):
         full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * step + index))
@@ -58,7 +58,7 @@ def set_gradients(params: dict[str, nn.Parameter], step: int) -> dict[str, Tenso
 
 
 def steps(rank: int, world_size: int, setup: Setup, experts: bool) -> list[Step]:
-    """Steps of Muon on owned parameters, and of torch.optim.Muon on the whole ones, with the same gradients."""
+    """Steps of Muon on owned parameters and of torch.optim.Muon on whole parameters, with equal gradients."""
     model = make()
     mesh = data_mesh(world_size, setup, model)
     place(model, setup, mesh)
@@ -125,7 +125,7 @@ def held(rank: int, world_size: int, setup: Setup) -> int:
 
 @pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (4, 1), (4, 2)])
 def test_a_step_with_whole_tensor_parallel_matrices_starts_no_collective(world_size: int, replicas: int) -> None:
-    """Each matrix rests once in each replica, and is orthogonalized where it rests."""
+    """Every replica stores each matrix once, and the holder orthogonalizes."""
     setup = Setup("owned", replicas=replicas, tensor=2, tensor_parallel="whole")
     ranks = run_ranks(steps, world_size, setup, False)
     for steps_of_rank in ranks:
@@ -177,7 +177,7 @@ def sent_to_peers(rank: int, world_size: int) -> tuple[int, int, int]:
 
 
 def test_holders_send_the_dry_runs_bytes_to_tensor_parallel_peers() -> None:
-    """Half of each matrix goes to the other rank in forward, and its gradient returns in backward."""
+    """Half of each matrix goes to the other rank in forward, and the gradient returns in backward."""
     ranks = run_ranks(sent_to_peers, 2)
     for (forward, _, told), (_, backward, _) in zip(ranks, ranks[::-1], strict=True):
         assert forward == backward == 4 * told > 0
@@ -185,7 +185,7 @@ def test_holders_send_the_dry_runs_bytes_to_tensor_parallel_peers() -> None:
 
 
 def replicated(rank: int, world_size: int) -> tuple[int, int]:
-    """Calls of a step whose replicas split the work, and matrices orthogonalized."""
+    """Calls of a step with work split over replicas, and matrices orthogonalized."""
     model = make()
     setup = Setup("owned", replicas=2)
     place(model, setup, data_mesh(world_size, setup, model))
@@ -223,7 +223,7 @@ def test_joined_replicas_have_a_single_owner_per_matrix() -> None:
 
 
 def documented(rank: int, world_size: int) -> tuple[list[Call], float]:
-    """The example of docs/placements.md: the collectives of its step, and how far a matrix has moved."""
+    """The example of docs/placements.md: the collectives of the step, and the change of a matrix."""
     (code,) = re.findall(
         r"```python\n(.*?)```", (Path(__file__).parents[3] / "docs" / "placements.md").read_text(), re.S
     )

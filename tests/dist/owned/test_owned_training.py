@@ -27,7 +27,7 @@ def checkpointed(model: Net) -> None:
 
 
 class Recomputed(Block):
-    """Recomputes its second half in backward, in its own forward."""
+    """Recomputes the second half in backward, in a forward inside the forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -178,7 +178,7 @@ WHOLE = Setup("owned", tensor=2, tensor_parallel="whole")
     ids=["TP 2, bf16", "FSDP 2 x TP 2", "checkpointed", "HSDP 2 x TP 2"],
 )
 def test_whole_tensor_parallel_matrices_train_as_fsdp2(world_size: int, setup: Setup) -> None:
-    """Pieces go to its peers and gradients come back, with FSDP2's bits; two replicas are summed apart."""
+    """Pieces go to peers and gradients return, with FSDP2's bits; two replicas are summed separately."""
     assert max(run_ranks(both, world_size, setup, "sharded")) <= (0.0 if setup.replicas == 1 else 1e-6)
 
 
@@ -246,7 +246,7 @@ def fail_in_backward(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """A backward that raises at a module, before or after the forward of the compared pass."""
+    """A backward with an error at a module, before or after the forward of the compared pass."""
 
     place: str
     after_forward: bool = False
@@ -289,7 +289,7 @@ def after_failures(rank: int, world_size: int) -> list[list[list[float]]]:
 
 
 def test_a_failed_backward_leaves_the_next_gradients_unchanged() -> None:
-    """Gradients after a failed pass and `zero_grad` are those of the pass alone, to the last bit."""
+    """The next gradients have the bits of a pass without a failure before."""
     results = run_ranks(after_failures, 2)
     assert sum(len(alone) for alone, *_ in results) == 2 + len(matrices(make()))
     for alone, *failed in results:
@@ -299,7 +299,7 @@ def test_a_failed_backward_leaves_the_next_gradients_unchanged() -> None:
 
 
 def stale(rank: int, world_size: int) -> str:
-    """The error for weights that change between forward and backward."""
+    """The error for a change of weights between forward and backward."""
     model = make()
     setup = Setup("owned", reshard=False)
     place(model, setup, data_mesh(world_size, setup, model))
@@ -375,7 +375,7 @@ def reduced(rank: int, world_size: int) -> list[list[float]]:
 
 
 def test_without_a_reduce_dtype_gradients_travel_in_the_param_dtype() -> None:
-    """On every torch: fully_shard itself reduces in the parameter's own dtype from 2.15 on."""
+    """On every torch version: from 2.15 on fully_shard itself reduces in the parameter's dtype."""
     none, half, full = next(gradients for gradients in run_ranks(reduced, 2) if gradients[0])
     assert none == half
     assert none != full, "the dtypes must differ in what they make of these gradients"
@@ -402,7 +402,7 @@ def on_their_way(rank: int, world_size: int) -> tuple[list[list[str]], list[int]
 
 
 def test_the_next_module_is_prefetched_during_compute() -> None:
-    """One layer ahead in forward, one back in backward, and never more than two at once."""
+    """One layer ahead in forward, one layer back in backward, and at most two at once."""
     layer = 4 * (4 * 32 * 32 + 2 * 32 * 80)
     for seen, held in run_ranks(on_their_way, 2):
         assert seen == [

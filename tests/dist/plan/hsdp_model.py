@@ -17,7 +17,7 @@ OPTIONS: dict[str, Any] = {"lr": 0.02, "orthogonalize": "reference"}
 
 
 class Layer(nn.Module):
-    """Matrices for Muon, uneven ones and a norm between them, and biases and norms for another optimizer."""
+    """Uneven matrices for Muon with a norm in between, and biases and norms for the second optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def local_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor
 
 
 class Training:
-    """A model under HSDP, and its two optimizers."""
+    """A model under HSDP, and the two optimizers."""
 
     def __init__(self, setup: Setup, **options: Any) -> None:
         self.setup = setup

@@ -53,7 +53,7 @@ def fsdp(world_size: int, rank: int) -> Case:
 
 
 def experts(world_size: int, rank: int, degree: int, number: int) -> Case:
-    """Dense matrices over all ranks; experts over `degree` ranks, and the rest of the ranks cut their rows."""
+    """Dense matrices over all ranks; experts over `degree` ranks, with rows sharded over the remaining axis."""
     mesh = (world_size // degree, degree)
     return Case(
         world_size,
@@ -77,7 +77,7 @@ CASES = {
 
 class FakeTransport(CollectiveCounter):
     """Counts calls, and lets the fake group run an all-to-all with an empty input. The fake group leaves outputs
-    unchanged, so this class fills them with valid values for Newton-Schulz."""
+    unchanged, so this class writes valid values for Newton-Schulz."""
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is not torch.ops.c10d.alltoall_base_.default:
@@ -112,7 +112,7 @@ def build(case: Case, exchange: str) -> Muon:
 
 
 def extra_calls(run: BucketProgram) -> int:
-    """A ragged gather is a broadcast of each part that is not empty, but on NCCL."""
+    """A ragged gather is a broadcast of each nonempty part, except on NCCL."""
     splits = run.gathering.owned_splits
     if run.bucket.exchange == "all_to_all" or len(set(splits)) == 1:
         return 0
@@ -154,7 +154,7 @@ def test_a_warm_up_sends_the_largest_messages_of_each_group_by_a_few_calls(name:
         for groups in [{call.ranks for call in counter.calls if call.name != "allreduce"}]
     ]
     assert largest[0] == largest[1]
-    # A gather and a return of each group, whatever the number of matrices.
+    # A gather and a return of each group, for any number of matrices.
     groups = {bucket.group for bucket in optimizer.plan.buckets if case.rank in bucket.group}
     assert len(warm_up.calls) == 2 * len(groups)
     assert len(warm_up.calls) < len(step.calls)
@@ -176,7 +176,7 @@ def test_a_step_makes_fewer_views_than_matrices() -> None:
 
 
 def test_local_returns_the_stored_tensor_with_the_memory_of_to_local() -> None:
-    """The private attribute used instead of to_local(), which makes a view each time."""
+    """The private attribute replaces to_local(), because to_local() makes a view on every call."""
     with fake_world(fsdp(128, 0)):
         mesh = init_device_mesh("cpu", (128,))
         param = nn.Parameter(distribute_tensor(torch.ones(256, 8), mesh, (Shard(0),), src_data_rank=None))

@@ -20,7 +20,7 @@ from titan_muon.plan import summarize
 
 STEPS = 3
 SHAPES = {"wide": (8, 24), "tall": (21, 10), "short": (3, 16), "experts": (6, 8, 12), "last": (16, 8)}
-# Between copies nothing is sent in no time, or each collective takes a second however little it carries.
+# Traffic between replicas takes no time, or each collective takes a second for any bytes.
 SLOW_LINKS = Machine(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
 SLOW_CALLS = Machine(network_gb=1e6, node_gb=1e6, network_latency_us=1e6, node_latency_us=1e6)
 OPTIONS: dict[str, Any] = {"lr": 0.02, "orthogonalize": "reference", "weight_decay": 0.1}
@@ -29,7 +29,7 @@ HSDP = (Replicate(), Shard(0))
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh with its placements, or plain tensors on all ranks where there are none."""
+    """A mesh with placements, or plain tensors on all ranks if `mesh` is None."""
 
     mesh: tuple[int, ...]
     placements: tuple[Placement, ...] = ()
@@ -46,7 +46,7 @@ CASES = {
     8: {
         "two of four": Case((2, 4), HSDP),
         "four of two": Case((4, 2), HSDP),
-        # Their replica groups have two axes, and no mesh has a process group of both.
+        # The replica groups have two axes, and no mesh has a process group of both.
         "four of two on two axes": Case((2, 2, 2), (Replicate(), Shard(0), Replicate())),
         "two of two by columns": Case((2, 2, 2), (Replicate(), Shard(0), Shard(1))),
         "two of two by rows": Case((2, 2, 2), (Replicate(), _StridedShard(0, split_factor=2), Shard(0))),
@@ -65,7 +65,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Training:
-    """The shapes on a mesh, and their Muon."""
+    """The shapes on a mesh, and the Muon."""
 
     def __init__(self, case: Case, **options: Any) -> None:
         self.case, self.mesh = case, init_device_mesh("cpu", case.mesh)

@@ -22,7 +22,7 @@ MESHES = {4: [(4,), (2, 2), (1, 4), (2, 1, 2)], 8: [(8,), (2, 4), (4, 2), (2, 2,
 
 
 def drawn_placements(random: Random, ndim: int, mesh: tuple[int, ...]) -> list[Placement]:
-    """Dims of the tensor cut at random, some of them from right to left as FSDP2 does."""
+    """Random sharded dims of the tensor, some from right to left as in FSDP2."""
     dims = [random.choice([None, *range(ndim)]) for _ in mesh]
     placements: list[Placement] = []
     for axis, dim in enumerate(dims):
@@ -70,7 +70,7 @@ def test_regions_equal_the_storage_of_dtensor(world_size: int) -> None:
 
 
 def over_tensor_parallel(mesh: DeviceMesh, full: Tensor, dim: int) -> DTensor:
-    """The parameter of FSDP2 over what tensor parallelism has cut along `dim`."""
+    """The parameter of FSDP2 over tensor-parallel shards along `dim`."""
     module = nn.Module()
     cut = distribute_tensor(full.float(), mesh["tp"], [Shard(dim)], src_data_rank=None)
     module.weight = nn.Parameter(cut)

@@ -91,7 +91,7 @@ def train(rank: int, world_size: int, **options: Any) -> Trained:
 
 
 def not_blocks(trained: Trained, world_size: int) -> list[str]:
-    """Parameters that differ from the reference of their blocks."""
+    """Parameters with a difference from the reference of the blocks."""
     different = []
     for key, param in trained.params.items():
         dim, count = CASES[world_size][key.partition(".")[0]].cut
@@ -201,14 +201,14 @@ def in_backward(rank: int, world_size: int) -> tuple[bool, list[int]]:
 
 
 def test_duplicated_matrices_gather_in_backward() -> None:
-    """A piece is packed once for several ranks, before the step as in it."""
+    """A piece is packed once for several ranks, in backward as in the step."""
     for same, (without, overlapped) in run_ranks(in_backward, 4, timeout=SECONDS):
         assert same
         assert without == 0
         assert overlapped > 0
 
 
-# The published tolerances of Emerging-Optimizers for Newton-Schulz under tensor parallelism. None stands for those of
+# The published tolerances of Emerging-Optimizers for Newton-Schulz under tensor parallelism. None: the tolerances of
 # `torch.testing.assert_close` in float32.
 ONE_STEP = [(shape, dim, 1, 1e-6) for shape in ((20, 16), (16, 32)) for dim in (0, 1)]
 PUBLISHED: list[tuple[tuple[int, int], int, int, float | None]] = [
@@ -222,7 +222,7 @@ PUBLISHED: list[tuple[tuple[int, int], int, int, float | None]] = [
 def orthogonalized(
     shape: tuple[int, int], dim: int, steps: int, mode: str, mesh: DeviceMesh
 ) -> tuple[Tensor, Tensor] | str:
-    """An integer matrix orthogonalized in a mode and whole by the reference, or why that is refused."""
+    """An integer matrix orthogonalized in a mode and whole by the reference, or the reason of a refusal."""
     full = torch.randint(-5, 5, shape, generator=torch.Generator().manual_seed(0)).float()
     param = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [Shard(dim)], src_data_rank=None))
     param.grad = distribute_tensor(full, mesh, [Shard(dim)], src_data_rank=None)
@@ -238,7 +238,7 @@ def orthogonalized(
 
 
 def keep_tolerances(rank: int, world_size: int) -> dict[tuple[str, tuple[int, int], int], str]:
-    """The refusals by mode, shape and dim. Raises AssertionError for what is not within the tolerance."""
+    """The refusals by mode, shape and dim. Raises AssertionError for errors above the tolerance."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     refused = {}
     for shape, dim, steps, most in PUBLISHED:
@@ -257,7 +257,7 @@ def keep_tolerances(rank: int, world_size: int) -> dict[tuple[str, tuple[int, in
 
 @pytest.mark.parametrize("world_size", [4, 8])
 def test_published_tolerances_of_tensor_parallel_newton_schulz_are_met(world_size: int) -> None:
-    """`distributed` refuses matrices without equal slices; `duplicated` takes them."""
+    """`distributed` refuses matrices without equal slices; `duplicated` accepts them."""
     [refused] = {frozenset(texts.items()) for texts in run_ranks(keep_tolerances, world_size, timeout=SECONDS)}
     tried = [(shape, dim) for shape, dim, _, most in PUBLISHED if most is None or shape[dim] % world_size == 0]
     uneven = {("distributed", shape, dim) for shape, dim in tried if any(side % world_size for side in shape)}

@@ -1,4 +1,4 @@
-"""States of rules: one for each matrix, on its owner, in checkpoints, and unchanged in skipped steps."""
+"""States of rules: one per matrix on the owner, saved in checkpoints, and unchanged in skipped steps."""
 
 import copy
 import math
@@ -42,7 +42,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Training:
-    """The matrices of SHAPES in a layout (plain, fsdp, hsdp, redundant replicas or owned), and their Muon."""
+    """The matrices of SHAPES in a layout (plain, fsdp, hsdp, redundant replicas or owned), and the Muon."""
 
     def __init__(self, layout: str, world_size: int, seed: int = 0, rule: str = "normuon", **options: Any) -> None:
         self.rule = RULES.get(rule, {"rule": rule})
@@ -62,11 +62,11 @@ class Training:
         self.muon = Muon(list(self.params.items()), lr=0.02, orthogonalize="reference", **self.rule, **options).build()
 
     def set_gradients(self, grads: dict[str, Tensor]) -> None:
-        """Give parameters their part of the known gradients, and the others none."""
+        """Give parameters the local part of the known gradients, and parameters without a known gradient none."""
         for name, param in self.params.items():
             param.grad = None
             if name in grads and (not isinstance(param, DTensor) or param.to_local().numel()):
-                # An owned parameter has its own mesh, and a gradient only on its owner.
+                # An owned parameter has a separate mesh, and only the owner has a gradient.
                 param.grad = torch.empty_like(param).copy_(self.placed(grads[name], param))
 
     @staticmethod
@@ -95,7 +95,7 @@ class Training:
         return {key for key, value in self.contents().items() if not torch.equal(value, before[key])}
 
     def differs(self, steps: int) -> list[str]:
-        """Names that differ from `steps` of one process: weights, and local second moments."""
+        """Names with a difference from `steps` of one process: weights, and local second moments."""
         reference = ReferenceRule(full(0), **self.rule)
         for seed in range(1, steps + 1):
             reference.step(full(seed))
@@ -117,7 +117,7 @@ class Training:
 
 
 def train(rank: int, world_size: int, layout: str) -> dict[str, tuple[list[str], int, int]]:
-    """By rule: what differs, the second moments on this rank, and the collectives of the last step."""
+    """By rule: the differences, the second moments on this rank, and the collectives of the last step."""
     results = {}
     for rule in RULES:
         training = Training(layout, world_size, rule=rule)
@@ -134,7 +134,7 @@ MATRICES = 3 + SHAPES["experts"][0]
 
 @pytest.mark.parametrize(("layout", "world_size"), [("owned", 2), ("owned", 4), ("plain", 2)])
 def test_owned_matrices_and_plain_copies_equal_the_reference(layout: str, world_size: int) -> None:
-    """The second moment of each matrix is on its owner alone. Owned matrices need no collective for any rule."""
+    """Only the owner has the second moment of a matrix. Owned matrices need no collective for any rule."""
     ranks = run_ranks(train, world_size, layout, timeout=SECONDS)
     for rule in RULES:
         assert [result[rule][0] for result in ranks] == [[]] * world_size, rule
@@ -148,13 +148,13 @@ STAGES: list[tuple[int, list[str]]] = [
     (1, ["plain"]),
     (2, ["owned"]),
 ]
-"""Worlds and layouts; each layout continues the checkpoint of the one before."""
+"""Worlds and layouts; each layout continues the checkpoint of the previous layout."""
 
 
 def saved(training: Training, path: str) -> dict[str, Any]:
-    """What PyTorch's way to a checkpoint or TorchTitan's saves, and loads into."""
+    """The state saved and loaded by PyTorch's checkpoints or TorchTitan's."""
     if path == "titan":
-        # By the ranks: at the top it would be imported before `compat.install`.
+        # Imported on the ranks, because a module-level import would run before `compat.install`.
         from torchtitan.components.optimizer.utils import get_flat_optim_state_dict
 
         return {"model": training.model.state_dict(), "optimizer": get_flat_optim_state_dict(training.muon)}
@@ -180,7 +180,7 @@ def go_on(rank: int, world_size: int, layouts: list[str], trained_steps: int, fo
     differences = {}
     for path, rule in (("torch", "normuon"), ("titan", "normuon"), ("titan", "adamuon"), ("titan", "muonh")):
         for steps, layout in enumerate(layouts, start=trained_steps + 1):
-            # Other weights, momentum and second moments, so that a missing load is noticed.
+            # Random weights, momentum and second moments, so that a missing load is noticed.
             training = Training(layout, world_size, seed=0 if steps == 1 else 1, rule=rule)
             if steps > 1:
                 training.step(90)
@@ -210,8 +210,7 @@ def message(attempt: Callable[[], object]) -> str:
 
 
 def resume(rank: int, world_size: int, layout: str) -> tuple[list[str], bool, bool, str]:
-    """Differences after the load of a state dict, whether it was loaded in place, and the refusal of Muon's state
-    dict."""
+    """Differences after the load of a state dict, whether in place, and the refusal of Muon's state dict."""
     training = Training(layout, world_size)
     training.step(1)
     training.step(2)
@@ -242,7 +241,7 @@ def test_a_rules_state_dict_is_loaded_in_place_and_a_state_dict_of_muon_is_refus
 
 
 def freeze(rank: int, world_size: int, layout: str) -> tuple[bool, list[str]]:
-    """Whether second moments left or came here when a matrix was frozen, and what differs a step later."""
+    """Whether freezing a matrix moved second moments to or from this rank, and the differences a step later."""
     training = Training(layout, world_size)
     training.step(1)
     before = [moment.numel() for name in SHAPES for moment in training.moments(name)]
@@ -261,7 +260,7 @@ def test_second_moments_move_to_the_owners_of_a_new_plan(layout: str) -> None:
 
 
 def elsewhere(rank: int, world_size: int) -> list[str]:
-    """The result of reading whole second moments on a rank without them."""
+    """The errors of reading whole second moments on a rank without the moments."""
     training, messages = Training("fsdp", world_size), []
     for param in training.params.values():
         moment = training.muon.state[param]["second_moment.0"]
@@ -336,7 +335,7 @@ def spoil(rank: int, world_size: int, layout: str) -> dict[str, set[str]]:
         grads["experts"][SPOILED, 3, 4] = math.nan
         grads["tall"][-1, 0] = math.inf
         training.set_gradients(grads)
-        # Missing everywhere, or on one rank where this is an error of the next step.
+        # Missing everywhere, or on a rank where missing_grad reports an error in the next step.
         if choice == "skip" or rank == world_size - 1:
             training.params["wide"].grad = None
         before = {key: value for key, value in training.contents().items() if value.numel() and "moment." in key}
@@ -349,7 +348,7 @@ def spoil(rank: int, world_size: int, layout: str) -> dict[str, set[str]]:
 
 
 def test_a_bad_gradient_leaves_the_second_moment_of_the_matrix_unchanged() -> None:
-    """Second moments of other matrices advance."""
+    """Second moments of the finite matrices advance."""
     ranks = run_ranks(spoil, 2, "fsdp", timeout=SECONDS)
     for choice in ("error", "skip"):
         stood = set.union(*(result[choice] for result in ranks))

@@ -1,4 +1,4 @@
-"""Every rule and option on any layout equals one process."""
+"""Every rule and option on every layout equals one process."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def equal(rule: str, value: Tensor, expected: Tensor) -> bool:
 
 
 def check_cases(rank: int, world_size: int, exchange: str) -> list[str]:
-    """Train all layouts of this world with every rule; names of the tensors that differ from the reference."""
+    """Train all layouts of this world with every rule; names of tensors with a difference from the reference."""
     shapes: dict[str, tuple[int, ...]] = {}
     placed: dict[str, tuple[object, tuple[Placement, ...]]] = {}
     for cases, tensors in ((CASES, MATRICES), (EXPERT_CASES, EXPERTS)):

@@ -1,4 +1,4 @@
-"""Random layouts and options on four ranks give the weights of one process, to the bit.
+"""Random layouts and options on four ranks give the bits of one process.
 
 A fixed number of seeds runs in the suite. More:
 
@@ -36,7 +36,7 @@ class Case:
         shapes: by name; matrices and stacks.
         placements: by name; None for a plain tensor.
         missing: by step, (parameter, rank) without a gradient; rank -1 for all.
-        broken: by step, the parameter with a gradient that is not finite.
+        broken: by step, the parameter with a nonfinite gradient.
     """
 
     mesh: tuple[int, ...]

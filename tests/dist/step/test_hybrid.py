@@ -35,14 +35,15 @@ def shard(model: nn.Module) -> None:
 
 
 def prepared(layout: str, model: Decoder) -> tuple[nn.Module, Hybrid]:
-    """The model in a layout, and its optimizer."""
+    """The model in a layout, and the optimizer."""
     if layout == "ddp":
         wrapped = DistributedDataParallel(model)
         return wrapped, Hybrid(wrapped, **OPTIONS)
     if layout == "fsdp":
         shard(model)
         return model, Hybrid(model, **OPTIONS)
-    # Like Accelerate's `prepare`: shard after the optimizer was made, then put new parameters into its groups.
+    # Like Accelerate's `prepare`: shard after the construction of the optimizer, then put new parameters into the
+    # groups.
     hybrid = Hybrid(model, **OPTIONS)
     shard(model)
     named = dict(model.named_parameters())
@@ -52,7 +53,7 @@ def prepared(layout: str, model: Decoder) -> tuple[nn.Module, Hybrid]:
 
 
 def train(model: nn.Module, hybrid: Any, steps: range, max_norm: float = 1.0) -> None:
-    """Steps on the same tokens on every rank, so that mean gradients equal those of one process."""
+    """Steps on equal tokens on every rank, so that mean gradients equal the gradients of one process."""
     for step in steps:
         tokens = torch.randint(24, (4, 8), generator=torch.Generator().manual_seed(step))
         loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -92,7 +93,7 @@ def saved(kind: str, model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def exchanged(folder: str) -> dict[str, bool]:
-    """For each checkpoint and each other reader: whether training goes on with the same bits."""
+    """For each checkpoint and each reader: whether training continues with the same bits."""
     equal = {}
     for source, target in itertools.permutations(KINDS, 2):
         model, optimizer = sharded(source)

@@ -64,7 +64,7 @@ def full_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, tor
 
 
 def check_cases(rank: int, world_size: int, exchange: str, options: dict[str, object]) -> list[str]:
-    """Train all cases of this world in one optimizer; names that differ from the reference."""
+    """Train all cases of this world in one optimizer; names with a difference from the reference."""
     params: dict[str, nn.Parameter] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     placed: dict[str, tuple[object, tuple[Placement, ...]]] = {}

@@ -102,7 +102,7 @@ def check_splits(rank: int, world_size: int, exchange: str) -> list[str]:
     }
     for step in range(2):
         if step == 1:
-            # The buffers of a step hold nothing now, and views of their parts are made anew.
+            # The buffers of a step are empty now, and views of the parts are made again.
             optimizer.load_state_dict(optimizer.state_dict())
         grads = full_tensors(step + 1)
         for (layout, name), param in params.items():
@@ -119,7 +119,7 @@ def check_splits(rank: int, world_size: int, exchange: str) -> list[str]:
 
 
 def last_dim(rank: int, world_size: int) -> list[str]:
-    """As `check_splits`, of the parameters in three dims and more alone, sharded along their last dims."""
+    """Like `check_splits`, for parameters with three or more dims, sharded along the last dims."""
     names = ("w13", "efd", "columns")
     mesh = init_device_mesh("cpu", (world_size,))
     initial = full_tensors(0)

@@ -27,7 +27,8 @@ def equal(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
 
 
 def freeze_one(rank: int, world_size: int) -> tuple[list[str], bool, bool]:
-    """Names in the plan; whether the frozen parameter stayed, and whether the others moved as the reference's."""
+    """Names in the plan; whether the frozen parameter stayed, and whether the remaining parameters moved as in the
+    reference."""
     mesh = init_device_mesh("cpu", (world_size,))
     params = parameters(mesh)
     frozen = params["layers.0.weight"]
@@ -67,7 +68,7 @@ def test_a_zero_gradient_applies_only_weight_decay() -> None:
 
 
 def resume(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Whether a new optimizer with saved state goes on bit for bit, and has its momentum."""
+    """Whether a new optimizer continues from saved state bit for bit, and has the saved momentum."""
     mesh = init_device_mesh("cpu", (world_size,))
     params = parameters(mesh)
     optimizer = Muon(named(params)).build()
@@ -89,7 +90,7 @@ def test_a_new_optimizer_with_saved_state_continues_bit_for_bit() -> None:
 
 
 def replan(rank: int, world_size: int) -> tuple[bool, bool, bool]:
-    """After a load of other ns_steps: whether the plan has their FLOPs, momentum is kept, and steps use them."""
+    """After a load of new ns_steps: whether the plan has the new FLOPs, the momentum stays, and steps use ns_steps."""
     mesh = init_device_mesh("cpu", (world_size,))
     params = parameters(mesh)
     optimizer = Muon(named(params), lr=0.02, orthogonalize="reference").build()

@@ -56,7 +56,7 @@ class Sharded:
 
 
 def check(rank: int, world_size: int, meshes: str, options: dict[str, Any]) -> list[str]:
-    """Names that differ from the reference after three steps."""
+    """Names with a difference from the reference after three steps."""
     sharded = Sharded(meshes)
     optimizer = Muon(list(sharded.parameters.items()), lr=0.02, orthogonalize="reference", **options).build()
     reference = ReferenceMuon(full_tensors(0))
@@ -91,13 +91,13 @@ def test_every_strategy_equals_the_reference_bit_for_bit(meshes: str, options: s
 @pytest.mark.parametrize("options", ["defaults", "many buckets"])
 @pytest.mark.parametrize("meshes", ["two towers", "overlapping", "one rank's"])
 def test_parameters_on_different_meshes_equal_the_reference_bit_for_bit(meshes: str, options: str) -> None:
-    """Parameters on sub-meshes: groups of different ranks, in which some ranks take no part."""
+    """Parameters on sub-meshes: some ranks take no part in a group."""
     chosen = {key: value for key, value in OPTIONS[options].items() if key != "buffer_bytes" or meshes == "overlapping"}
     assert run_ranks(check, 4, meshes, chosen) == [[]] * 4
 
 
 def check_skip(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Whether a parameter without a gradient on one rank stayed, and whether other parameters moved."""
+    """Whether a parameter without a gradient on one rank stayed, and whether the remaining parameters moved."""
     sharded = Sharded("fsdp")
     optimizer = Muon(
         list(sharded.parameters.items()), lr=0.02, missing_grad="skip", buffer_bytes=1_500, orthogonalize="reference"
@@ -119,7 +119,7 @@ def test_skip_leaves_a_parameter_unchanged_on_every_rank() -> None:
 
 
 def check_bf16(rank: int, world_size: int, state_dtype: str) -> tuple[torch.dtype, float]:
-    """Dtype of the momentum of bf16 parameters, and its error after 300 equal gradients of 1."""
+    """Dtype of the momentum of bf16 parameters, and the error after 300 equal gradients of 1."""
     sharded = Sharded("fsdp")
     parameters = {name: nn.Parameter(p.detach().bfloat16()) for name, p in sharded.parameters.items()}
     optimizer = Muon(list(parameters.items()), lr=0.0, state_dtype=state_dtype).build()
@@ -138,7 +138,7 @@ def check_bf16(rank: int, world_size: int, state_dtype: str) -> tuple[torch.dtyp
 
 
 def test_a_float32_momentum_of_bf16_gradients_has_float32_precision() -> None:
-    """In bfloat16 the average of ones stalls at 0.96; in float32 it reaches 1. A state dict keeps the average."""
+    """In bfloat16 an average of ones stalls at 0.96; in float32 the average reaches 1. State dicts keep it."""
     for dtype, error in run_ranks(check_bf16, 4, "float32"):
         assert dtype == torch.float32
         assert error < 1e-5

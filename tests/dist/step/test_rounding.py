@@ -30,7 +30,7 @@ def train_both(rank: int, world_size: int) -> list[dict[str, tuple[bool, list[li
 
 
 def train(world_size: int, replicas: str) -> dict[str, tuple[bool, list[list[float]]]]:
-    """By placement, after three steps: whether the weights equal one process's, and this rank's weights."""
+    """By placement, after three steps: whether weights equal the weights of one process, and this rank's weights."""
     mesh = init_device_mesh("cpu", (world_size,))
 
     def place(value: Tensor, kind: str) -> Tensor:
@@ -40,7 +40,7 @@ def train(world_size: int, replicas: str) -> dict[str, tuple[bool, list[list[flo
         dim = placement if not isinstance(placement, Shard) else Shard(placement.dim % value.ndim)
         return distribute_tensor(value.clone(), mesh, [dim], src_data_rank=None)
 
-    # Each alone in an optimizer under one name, because the draw depends on the name.
+    # Each tensor is alone in an optimizer under one name, because the draw depends on the name.
     results = {}
     alone, nearest = (
         trained(

@@ -1,4 +1,4 @@
-"""One optimizer for FSDP2 on some layers and FSDP2 with tensor parallelism on others: torch's steps, bit for bit."""
+"""One optimizer for layers under FSDP2 and layers under FSDP2 with tensor parallelism: torch's steps, bit for bit."""
 
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.unit.test_hybrid import MATRICES, OPTIONS, Decoder
 from titan_muon import Hybrid, Muon, apply_in_forward, clip_grad_norm_
 
 AXES = {2: ("dp", "tp"), 3: ("replicate", "shard", "tp")}
-"""Axes of a mesh by their number."""
+"""Axes of a mesh by number."""
 
 
 def sharded(mesh: DeviceMesh, seed: int = 0) -> Decoder:
@@ -107,7 +107,7 @@ def test_an_optimizer_trains_layers_on_several_meshes(shape: tuple[int, ...], tm
 
 
 def variants(rank: int, world_size: int) -> dict[str, list[str]]:
-    """The weights that differ from those of the defaults, by option."""
+    """Weights with a difference from the default options, by option."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES[2])
     result: dict[str, list[str]] = {}
     expected: dict[str, Tensor] = {}

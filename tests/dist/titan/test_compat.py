@@ -11,7 +11,7 @@ def exchanged(rank: int, world_size: int) -> list[list[list[float]]]:
     compat.install()
     import spmd_types._dist as spmd_dist
 
-    # Rank r sends 1 + r rows to rank 0 and 3 to rank 1, each row with its sender's number.
+    # Rank r sends 1 + r rows to rank 0 and 3 rows to rank 1, each row with the sender's number.
     rows = [[1, 3], [2, 3]]
     inputs = [torch.full((count, 2), float(rank)) for count in rows[rank]]
     outputs = [torch.empty(rows[sender][rank], 2) for sender in range(world_size)]

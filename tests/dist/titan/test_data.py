@@ -1,4 +1,4 @@
-"""Several processes that start on the same data at the same moment."""
+"""Several processes start on the same data at the same moment."""
 
 import multiprocessing
 import os
@@ -35,7 +35,7 @@ def _labels(loader, batches: int) -> torch.Tensor:
 
 
 class _Slow(ByteTokenizer):
-    """Counts its calls, and sleeps so that every process arrives during the first build."""
+    """Counts the calls, and sleeps so that every process arrives during the first build."""
 
     calls = 0
 

@@ -1,4 +1,4 @@
-"""Monitors measure what is there, the same under every layout, and change no digit of the training."""
+"""Monitors measure the true values, equal under every layout, and change no digit of the training."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Every parallel layout of TorchTitan starts from the same parameters and computes the same loss and gradients.
 
-The reference is the plain model on the whole batch, in the same process: no mesh, no FSDP. Each rank of a layout sees
-its share of that batch, as in TorchTitan's trainer.
+The reference is the plain model on the whole batch, in the same process: no mesh, no FSDP. Each rank of a layout sees a
+share of this batch, as in TorchTitan's trainer.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ BATCH, LENGTH, VOCAB = 4, 256, 258
 
 @dataclass(frozen=True)
 class Layout:
-    """A model and its degrees."""
+    """A model and the parallel degrees."""
 
     model: str
     degrees: dict[str, int] = field(default_factory=dict)
@@ -89,7 +89,7 @@ LAYOUTS[4].append(Layout(FEW, {"replicate": 2, "shard": 2}, placement="owned", r
 
 
 def _batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, positions that restart at each of three packed documents, and labels with a few ignored."""
+    """Tokens, positions with a restart at each of three packed documents, and labels with a few ignored tokens."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB, (BATCH, LENGTH), generator=generator)
     labels = torch.randint(VOCAB, (BATCH, LENGTH), generator=generator)
@@ -209,8 +209,8 @@ def _whole_gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _compare(rank: int, world_size: int) -> list[Outcome]:
-    """Differences of each layout of this world from its reference, on rank 0. TorchTitan's experts round to
-    bfloat16, which would hide an error below 5 %; here experts stay in float32."""
+    """Differences of each layout of this world from the reference, on rank 0. TorchTitan's experts round to bfloat16,
+    which would hide an error below 5 %, so experts stay in float32 here."""
     compat.install()
     torch.autograd.set_multithreading_enabled(False)
     outcomes = []

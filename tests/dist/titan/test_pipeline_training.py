@@ -64,7 +64,7 @@ def test_pipeline_stages_train_as_a_single_rank(
 
 
 def told(folder: Path, name: str) -> str:
-    """A run's lines about its optimizers."""
+    """A run's printed lines about the optimizers."""
     (file,) = (folder / "runs" / name).glob("*/optimizers.txt")
     return file.read_text()
 

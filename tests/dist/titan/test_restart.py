@@ -1,4 +1,4 @@
-"""Ranks that are killed or hang: the job ends in time and says who it was, and a restart goes on with the run."""
+"""A killed or hanging rank ends the job in time with a report of the rank, and a restart continues the run."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def start_nodes(nodes: int, file: Path, *words: str) -> tuple[list[subprocess.Po
 
 
 def read_until(lines: Iterable[str], pattern: str) -> str:
-    """Output up to the first line that matches."""
+    """Output up to the first matching line."""
     before = ""
     for line in lines:
         before += line
@@ -50,7 +50,7 @@ def read_until(lines: Iterable[str], pattern: str) -> str:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_restart_continues_the_run_from_the_newest_checkpoint(nodes: int, tmp_path: Path) -> None:
-    """After kill -9 of a rank, `torchrun --max-restarts=1` ends the run at its last step, in one folder."""
+    """A rank is killed with kill -9; `torchrun --max-restarts=1` ends the run at the last step, in one folder."""
     launchers, output = start_nodes(nodes, tiny.write_recipe(tmp_path), *FEW)
     try:
         shown = read_until(output, r"^step +3/")
@@ -67,14 +67,14 @@ def test_a_restart_continues_the_run_from_the_newest_checkpoint(nodes: int, tmp_
     assert list(tiny.records(folder, "loss")) == list(range(1, 7))
 
 
-# Slack for a busy machine, mostly for torchrun's exit: an idle machine takes 6 s, and two cores with eight other
-# processes 8 s.
+# Slack for a busy machine, mostly for torchrun's exit: 6 s on an idle machine, and 8 s on two cores with eight other
+# processes.
 BUSY_SECONDS = 3
 TIMEOUT_SECONDS = 5
 
 
 def test_stopped_rank_ends_the_job_in_time_and_is_named(tmp_path: Path) -> None:
-    """With a rank in SIGSTOP all processes, also torchrun, end 5 s after the time-out, and one line names the rank."""
+    """With a rank in SIGSTOP all processes, also torchrun, end 5 s after the timeout, and one line names the rank."""
     words = (
         f"--comm.train_timeout_seconds={TIMEOUT_SECONDS}",
         "--training.steps=500",

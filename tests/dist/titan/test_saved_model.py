@@ -27,7 +27,7 @@ def trained(rank: int, world_size: int, folder: Path) -> str:
 
 
 def finished(rank: int, world_size: int, folder: Path, run: str) -> list[str]:
-    """Lines of a run that continues the finished run, and the error of its export."""
+    """Printed lines of a continued finished run, and the error of the export."""
     from titan_muon.titan import compat
 
     compat.install()
@@ -52,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_evaluate_gives_the_validation_loss_of_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One process must read experts, owned and sharded parameters of 2 ranks, and the sequences of the validation."""
+    """One process reads experts, owned and sharded parameters of 2 ranks, and the sequences of the validation."""
     assert evaluate.main([str(run), "--sequences", "16"]) == 0
     shown = capsys.readouterr().out
     loss = float(shown.split("held-out loss ")[1].split()[0])

@@ -1,4 +1,4 @@
-"""Faults without an error of PyTorch, in a run of 2 ranks: each is named within one report."""
+"""Faults without an error of PyTorch, in a run of 2 ranks: one report names each fault."""
 
 import contextlib
 import io
@@ -32,7 +32,7 @@ def outcome(folder: Path, name: str, fault: AbstractContextManager[Any] | None =
     from titan_muon.titan.launch import watchdog
     from titan_muon.titan.recipe import RecipeError
 
-    # All runs of the test share a store, and a failure of one must not end the next.
+    # All runs of the test share a store, so a failure of a run must not end the next run.
     patient = mock.patch.object(watchdog, "GRACE_SECONDS", 600)
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         try:
@@ -78,7 +78,7 @@ def other_starts(rank: int, world_size: int, folder: Path) -> dict[str, str]:
 
 
 def test_different_starts_of_ranks_are_refused_with_key_and_values(tmp_path: Path) -> None:
-    """Another value of any recipe key, another version or source file on one rank ends the start, on all ranks."""
+    """A different recipe key, version or source file on one rank ends the start on all ranks."""
     tiny.write_recipe(tmp_path)
     for shown in run_ranks(other_starts, 2, tmp_path):
         for key, value in OTHER_KEYS.items():

@@ -1,4 +1,4 @@
-"""Optimizers of pipeline stages from TorchTitan's own configuration, which has no names of the whole model."""
+"""Optimizers of pipeline stages from TorchTitan's configuration, without names of the whole model."""
 
 from tests.dist.harness import run_ranks
 
@@ -6,7 +6,7 @@ Groups = dict[str, list[set[str]]]
 
 
 def groups(rank: int, world_size: int, ends_alone: bool) -> Groups:
-    """Names in each group of a rank with its own stage. `ends_alone`: rank 0 has the embedding and the head alone."""
+    """Names in each group of a rank with a separate stage. `ends_alone`: rank 0 has only the embedding and the head."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -23,7 +23,7 @@ def groups(rank: int, world_size: int, ends_alone: bool) -> Groups:
 
 
 def test_a_stage_has_the_rules_of_the_whole_model() -> None:
-    """A rule for one stage must not be refused on the other stages, and groups must be equal in number."""
+    """A rule for one stage must not be refused on another stage, and the number of groups must be equal."""
     first, second = run_ranks(groups, 2, False)
     assert first["muon"] == [{"layers.0.wq.weight", "layers.0.wo.weight"}, set()]
     assert second["muon"] == [{"layers.1.wo.weight"}, {"layers.1.wq.weight"}]

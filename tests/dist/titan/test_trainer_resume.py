@@ -34,7 +34,8 @@ def uninterrupted_and_resumed(rank: int, world_size: int, folder: Path) -> tuple
 
 
 def test_resumed_run_has_the_same_losses_to_the_last_digit(tmp_path: Path) -> None:
-    """Three steps, a checkpoint and three more must log what six log, with experts on 2 ranks and validation."""
+    """Three steps, a checkpoint and three more steps log the losses of six steps, with experts on 2 ranks and
+    validation."""
     tiny.write_recipe(tmp_path)
     straight, resumed = run_ranks(uninterrupted_and_resumed, 2, tmp_path)[0]
     for key in ("loss", "grad_norm", "tokens", "lr"):
@@ -73,7 +74,7 @@ def with_and_without_validation(rank: int, world_size: int, folder: Path) -> tup
 
 
 def test_validation_does_not_influence_training(tmp_path: Path) -> None:
-    """Losses with a validation after every step must be those without any; MoE routers count tokens in both."""
+    """MoE routers count tokens in training and in validation."""
     tiny.write_recipe(tmp_path)
     validated, plain = run_ranks(with_and_without_validation, 1, tmp_path)[0]
     assert tiny.records(validated, "loss") == tiny.records(plain, "loss")
@@ -112,7 +113,7 @@ def torn_then_garbled(rank: int, world_size: int, folder: Path) -> tuple[str, st
 
     damaged = next((run / "checkpoint" / "step-5").glob("*.distcp"))
     damaged.write_bytes(b"\0" * damaged.stat().st_size)
-    # As a checkpoint of a version without checksums, which would show the damage before the load.
+    # Like a checkpoint of a version without checksums; checksums would show the damage before the load.
     damaged.with_name("checksums.json").unlink()
     with pytest.raises(RecipeError) as error:
         train(tiny.recipe(folder, checkpoint__load=str(run)))
@@ -120,7 +121,7 @@ def torn_then_garbled(rank: int, world_size: int, folder: Path) -> tuple[str, st
 
 
 def test_a_torn_checkpoint_is_skipped_and_a_garbled_checkpoint_is_named(tmp_path: Path) -> None:
-    """`latest` must fall back over a cut-off checkpoint and say so; zeros for data must be one clear error."""
+    """`latest` falls back over a cut-off checkpoint with a notice; zeros for data are a single clear error."""
     tiny.write_recipe(tmp_path)
     shown, message = run_ranks(torn_then_garbled, 1, tmp_path)[0]
     assert "step-6 is passed over: __0_0.distcp has" in shown
@@ -142,7 +143,7 @@ def run_once(rank: int, world_size: int, folder: Path) -> str:
 
 
 def test_the_run_folder_has_every_file_of_a_run(tmp_path: Path) -> None:
-    """The recipe that runs again, metrics, TensorBoard and a checkpoint of the last step must be in the folder."""
+    """The resolved recipe, metrics, TensorBoard and a checkpoint of the last step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     from titan_muon.titan.recipe import load
@@ -171,7 +172,7 @@ def test_the_run_folder_has_every_file_of_a_run(tmp_path: Path) -> None:
 
 
 def assert_ranges(traces: Path) -> None:
-    """Every stage of the second step, with its bucket, is a range in the trace of each rank."""
+    """Check that the trace of each rank has a range for every stage of the second step, with the bucket."""
     files = sorted(traces.rglob("rank*_trace.json*"))
     assert [file.name.partition("_")[0] for file in files] == ["rank0", "rank1"]
     for file in files:

@@ -11,8 +11,8 @@ from tests import tiny
 from tests.dist.harness import run_ranks
 
 STEPS = 6
-# Sums in another order differ in the last digits: by 2e-5 at most here. TorchTitan's experts compute in bfloat16
-# whatever the recipe says, where it was 2e-4.
+# Sums in another order differ in the last digits: by 2e-5 at most here. TorchTitan's experts compute in bfloat16 for
+# every recipe, with 2e-4.
 TOLERANCES = {"llama3/tiny": 1e-4, "qwen3/moe_tiny": 1e-3, "deepseek_v3/tiny": 1e-3}
 
 RECIPE = """
@@ -68,7 +68,7 @@ LAYOUTS = {
 
 
 def train(path: str, overrides: list[str]) -> Path:
-    """Train a recipe on the ranks that are there; the run's folder."""
+    """The folder of a recipe's run on the available ranks."""
     from titan_muon.titan import compat
 
     compat.install()
@@ -111,7 +111,7 @@ def train_on(folder: Path, world_size: int, model: str, degrees: dict[str, objec
     for key, value in degrees.items():
         words = value if isinstance(value, tuple) else (value,)
         overrides += [f"--{key}" if "." in key else f"--parallelism.{key}", *map(str, words)]
-    # Under pipeline parallelism another rank than 0 writes the file, and rank 0 may read it too early.
+    # Under pipeline parallelism the last stage writes the file, and rank 0 may read too early.
     return max(run_ranks(losses, world_size, str(path), overrides), key=len)
 
 

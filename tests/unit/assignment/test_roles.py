@@ -153,7 +153,7 @@ def test_known_fused_layouts_are_split(member: nn.Module, name: str, dims: str, 
 
 
 def test_a_name_without_the_layout_is_not_split() -> None:
-    """qkv_proj of modules without a number of heads, and c_attn of a layer that stores (out, in)."""
+    """qkv_proj of modules without a number of heads, and c_attn of a layer stored as (out, in)."""
     layer = {"qkv_proj": linear(192, 64), "c_attn": linear(192, 64)}
     assert all(a.split is None for a in assigned(model(**layer)).values())
 
@@ -198,7 +198,7 @@ def test_the_roles_ignore_frozen_parameters() -> None:
     assert "layers.0.up.weight" not in see([made])
 
 
-@pytest.mark.parametrize("name", ["classifier", "cls", "score", "lm_head"])
+@pytest.mark.parametrize("name", ["classifier", "cls", "score", "head", "value_head", "mtp_head", "lm_head"])
 def test_the_name_identifies_a_classification_head(name: str) -> None:
     """A classifier on a language model has no row for each token."""
     made = model()

@@ -52,7 +52,7 @@ def test_a_share_is_a_ranks_part_of_the_plan(tmp_path: Path) -> None:
     figures = json.loads(file.read_text())
     assert figures["errors"] == []
     assert next(row["name"] for row in figures["rows"]) == bench.TORCH
-    # 4 layers of 4 attention matrices and 3 x 16 experts, of which each of 16 ranks has as many.
+    # 4 layers of 4 attention matrices and 3 x 16 experts; each of 16 ranks has the same number.
     assert {row["shape"] for row in figures["rows"]} == {"13 matrices"}
     assert picture.stat().st_size > 1000
 

@@ -1,4 +1,4 @@
-"""benchmarks/bench_owned.py on two ranks and a tiny model: table, file, and a step that sends nothing."""
+"""benchmarks/bench_owned.py on two ranks and a tiny model: table, file, and a step without traffic."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""benchmarks/bench_step.py measures right figures on a tiny model; its errors."""
+"""benchmarks/bench_step.py measures right figures on a tiny model, and refuses wrong arguments."""
 
 import json
 from functools import cache
@@ -85,7 +85,7 @@ def test_every_scheme_has_the_expected_bytes_and_calls(rows: dict[str, dict]) ->
     assert counted["torch.optim.Muon, gathered"] == (share * others * 4, MATRICES)
     assert counted["all_gather"] == (share * others * 2, 1)
     assert counted["all_gather_reduce_scatter"] == (2 * share * others * 2, 2)
-    # Two ranks send equally much: shards of the other's matrices, and updates of their own.
+    # Two ranks send equal bytes: shards of the peer's matrices, and updates of local matrices.
     assert counted["all_to_all"] == (share * others * 2, 2)
     assert counted["DistMuon"] == (share * others * 4, 2 * MODEL.layers)
     assert {name: row["counts"]["agreements"] for name, row in rows.items()} == {

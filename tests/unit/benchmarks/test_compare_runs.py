@@ -27,7 +27,7 @@ optimizer = "{optimizer}"
 
 
 def falling(end: float, scale: float, steps=range(1, 101)) -> list[dict]:
-    """Training records whose loss falls from near 6 to `end`; a step takes 40 ms."""
+    """Training records with a loss from about 6 down to `end`; a step takes 40 ms."""
     time = {"forward_backward": 0.02, "clip": 0.004, "optimizer": 0.01, "step": 0.04}
     return [
         {"step": s, "loss": end + (6 - end) * math.exp(-s / scale), "seconds": s * 0.04, "time": time}
@@ -69,7 +69,7 @@ def report(paths, metric="loss", window=1) -> dict[str, str]:
 
 
 def cells(table: str) -> dict[str, list[str]]:
-    """A Markdown table's rows by their first cell, without the rule below the header."""
+    """A Markdown table's rows by the first cell, without the rule below the header."""
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines() if line[:1] == "|"]
     return {row[0]: row[1:] for row in rows if set(row[0]) != {"-"}}
 
@@ -262,7 +262,7 @@ def test_every_label_is_inside_the_picture_and_hides_no_curve(tmp_path):
 
 
 def test_a_glob_over_the_runs_of_a_recipe_is_accepted(tmp_path, capsys):
-    """The glob also matches the file `latest`, and runs that ended before their first step."""
+    """The glob also matches the file `latest`, and runs without a finished step."""
     runs = three_runs(tmp_path)
     (tmp_path / "latest").write_text(runs[-1].name)
     (tmp_path / "20260105-000000").mkdir()
@@ -363,7 +363,7 @@ def test_the_script_runs_by_path_without_torch(pair, tmp_path):
 
 
 def batch(folder: Path, tokens: int, *, step: int = 10) -> Path:
-    """A run whose loss depends on the tokens trained on alone, of `tokens` a step."""
+    """A run of `tokens` tokens a step; the loss depends only on the trained tokens."""
     steps = [1, *range(step, 101, step)]
     records = [{"step": s, "tokens": s * tokens, "loss": 6 - s * tokens / 1e5} for s in steps]
     held_out = [{"step": s, "tokens": s * tokens, "val_loss": 7 - s * tokens / 1e5} for s in (50, 100)]
@@ -371,7 +371,7 @@ def batch(folder: Path, tokens: int, *, step: int = 10) -> Path:
 
 
 def test_runs_of_different_batch_sizes_are_compared_by_tokens(tmp_path, capsys):
-    """At the same step one has seen twice the tokens: the curves differ and the training does not."""
+    """At equal steps the curves differ, because a run has seen twice the tokens."""
     runs = [batch(tmp_path / "a/t", 2048), batch(tmp_path / "b/t", 1024)]
     recipe = report(runs)["Recipe"]
     assert cells(recipe)["tokens a step"] == ["2,048", "1,024"]
@@ -388,7 +388,7 @@ def test_runs_of_different_batch_sizes_are_compared_by_tokens(tmp_path, capsys):
 
 
 def seeded(folder: Path, seed: int, end: float, *, lr: float = 0.01, second: float = 0.04) -> Path:
-    """A run with a seed whose last loss is `end`; a step takes `second` seconds."""
+    """A run with a seed and the last loss `end`; a step takes `second` seconds."""
     records = [{"step": s, "loss": 6 - (6 - end) * s / 100, "seconds": s * second} for s in range(10, 101, 10)]
     run = write_run(folder, records, lr=lr)
     with (run / "recipe.toml").open("a") as file:
@@ -429,6 +429,7 @@ def test_a_page_is_a_single_file_with_curves_and_tables(pair, tmp_path):
     assert "<th>fast<th>slow" in text
     assert "src=" not in text
     assert "#010203" not in text
+    assert "svg { width: 100%; height: auto; fill: currentColor }" in text, "else black on black in a dark page"
 
 
 def test_runs_of_the_same_batch_get_no_warning(tmp_path):

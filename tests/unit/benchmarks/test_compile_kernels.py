@@ -1,4 +1,4 @@
-"""Triton kernels compile to each GPU's fast instructions; others are reported."""
+"""Triton kernels compile to each GPU's fast instructions; the report names slow kernels."""
 
 import importlib.util
 from dataclasses import replace

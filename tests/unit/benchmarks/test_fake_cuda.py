@@ -1,4 +1,4 @@
-"""GPU-only behaviour on fake CUDA tensors, which need a CUDA build of PyTorch and no GPU."""
+"""GPU-only behaviour on fake CUDA tensors. Needs a CUDA build of PyTorch and no GPU."""
 
 from typing import Any
 

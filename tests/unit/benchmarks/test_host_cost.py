@@ -1,4 +1,4 @@
-"""The host's cost of a step: both optimizers step on one rank of a fake world, and nothing is infinite or NaN."""
+"""The host's cost of a step: both optimizers step on one rank of a fake world, and every value stays finite."""
 
 import math
 

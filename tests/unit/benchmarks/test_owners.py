@@ -1,4 +1,4 @@
-"""Other systems' choices of owners, on a plan of this project."""
+"""Owner policies of other systems, on a plan of this project."""
 
 import pytest
 

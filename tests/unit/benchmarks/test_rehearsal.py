@@ -174,7 +174,7 @@ def test_every_full_size_recipe_and_every_layout_is_rehearsed() -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", REHEARSED)
 def test_every_rehearsed_layout_divides_the_model(name: str, world: int) -> None:
-    """Otherwise the refusal comes after an hour of other cases."""
+    """A refusal would otherwise come after an hour of rehearsals."""
     case = Case(name, world, REHEARSED[name][WORLDS.index(world)])
     recipe = parse(case.arguments()).recipe
     if recipe.parallelism.pipeline_parallel_degree > 1 and not has_torch(*PIPELINE_TORCH):

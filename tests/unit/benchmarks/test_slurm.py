@@ -1,4 +1,4 @@
-"""scripts/slurm.sh: its commands on the nodes of an allocation, with stand-ins for SLURM's."""
+"""scripts/slurm.sh: the commands on the nodes of an allocation, with stand-ins for SLURM's commands."""
 
 import os
 import subprocess

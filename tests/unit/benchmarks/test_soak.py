@@ -1,4 +1,4 @@
-"""The soak test on a small case, and its problems."""
+"""The soak test on a small case, and the reported problems."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""scripts/finetune.py trains a small case, and writes its losses."""
+"""scripts/finetune.py trains a small case and writes the losses."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The collectives of an exchange, counted on ranks that do not exist, and compared on gloo."""
+"""The collectives of an exchange, counted on fake ranks, and compared on gloo."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ SPLITS = (3, 0, 5, 1)
 
 
 def test_empty_parts_of_different_sizes_are_not_sent() -> None:
-    """Results among 128 replicas, 100 of which have no result."""
+    """Results among 128 replicas; 100 replicas have no result."""
     splits = [8 * (rank % 3) if rank < 28 else 0 for rank in range(128)]
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=128)
     try:

@@ -9,7 +9,7 @@ NUMBER = re.compile(r"-?\d+\.\d+")
 
 
 def test_the_table_has_every_set_and_the_errors() -> None:
-    """Up to a unit of the last digit, because other CPUs add in another order."""
+    """Up to a unit of the last digit, because CPUs add in different orders."""
     page = make_coefficients.PAGE.read_text(encoding="utf-8")
     written = make_coefficients.written(page)
     assert NUMBER.sub("", page) == NUMBER.sub("", written)

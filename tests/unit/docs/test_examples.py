@@ -22,7 +22,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def namespace() -> dict[str, Any]:
-    """A model of one attention layer with 32 heads, its Muon after a backward, and logits."""
+    """A model of one attention layer with 32 heads, the Muon after a backward, and logits."""
     block = nn.ModuleDict({"wq": nn.Linear(16, 32 * 128, bias=False), "wk": nn.Linear(16, 8 * 128, bias=False)})
     block.wq, block.wk = block["wq"], block["wk"]
     model = nn.Module()

@@ -1,4 +1,4 @@
-"""Results pages: generated from their numbers, and short conclusions."""
+"""Results pages: generated from numbers, with short conclusions."""
 
 import json
 from pathlib import Path

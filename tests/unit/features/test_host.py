@@ -1,4 +1,4 @@
-"""A step on host tensors works on transferred parts, and sends them back."""
+"""A step on host tensors works on transferred parts, and returns the parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def storage(seed: int) -> Storage:
 
 @dataclass(frozen=True)
 class Host:
-    """Three parameters on the host, with their gradients."""
+    """Three parameters on the host, with gradients."""
 
     storage: tuple[Storage, ...]
     step: Step
@@ -66,7 +66,7 @@ def test_adjacent_rectangles_are_loaded_as_rows() -> None:
 
 
 def check_brought(loaded: Tensors, host: Tensors) -> None:
-    """Check that each part equals its host tensor, in other memory; change it on the device."""
+    """Check that each part equals the host tensor, in separate memory; change the part on the device."""
     for device_tensor, host_tensor in zip(loaded, host, strict=True):
         assert torch.equal(device_tensor, host_tensor)
         assert device_tensor.untyped_storage().data_ptr() != host_tensor.untyped_storage().data_ptr()
@@ -80,7 +80,7 @@ def check_brought(loaded: Tensors, host: Tensors) -> None:
 def test_parts_changed_on_the_device_are_written_to_the_host(
     offload: Offload, missing: tuple[int, ...], left: tuple[int, ...]
 ) -> None:
-    """Other parts, gradients and idle parameters are unchanged."""
+    """Unchanged: parts outside the transfer, gradients and idle parameters."""
     host = Host.of(frozenset(missing), frozenset(left))
     advance, apply = host.advance(), host.apply()
     before = [(stored.param.clone(), stored.average.clone()) for stored in host.storage]

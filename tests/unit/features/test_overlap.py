@@ -50,7 +50,7 @@ def test_rounds_follow_backward_and_have_buffers_for_every_hidden_round() -> Non
 
 
 def test_a_step_is_not_slower_with_hidden_gathers() -> None:
-    """With two matrices for a rank, rounds in the order of backward are uneven, and cost more than they hide."""
+    """With two matrices per rank, rounds in the order of backward are uneven, and cost more than the overlap hides."""
     layout = Layout((64, 64), Mesh((4,), tuple(range(4))), (Shard(0),))
     wide = Layout((64, 192), layout.mesh, layout.placements)
     stack = MatrixStack(1, (MatrixRows("", (Interval(0, 64),)),))
@@ -90,6 +90,16 @@ def run(mesh: DeviceMesh) -> Run:
     return Run(mesh, overlap="backward")
 
 
+def test_one_queue_for_all_streams_is_warned_about_at_the_first_use(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("titan_muon.features.early.shared_queue", lambda *of: asked.append(of[0]) or "one queue")
+    with pytest.warns(UserWarning, match="one queue"):
+        Run(mesh, overlap="backward")
+    assert asked == ["cpu"]
+
+
 def test_backward_overlap_of_only_owned_parameters_is_refused(mesh: DeviceMesh) -> None:
     owned = place_on_owners(nn.Parameter(torch.ones(8, 8)), mesh, [0])
     sharded = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [TorchShard(0)]))
@@ -99,7 +109,7 @@ def test_backward_overlap_of_only_owned_parameters_is_refused(mesh: DeviceMesh) 
 
 
 def train(run: Run) -> None:
-    """Steps with other work in reused memory after each, and a failed backward."""
+    """Steps with unrelated work in reused memory after each, and a failed backward."""
     for step in range(3):
         run.backward(step)
         run.step()

@@ -1,4 +1,4 @@
-"""A disabled feature is absent: no import of its file, and no call in a step."""
+"""A disabled feature is absent: no import of the file, and no call in a step."""
 
 import ast
 from pathlib import Path
@@ -33,7 +33,7 @@ print(sorted(name.rpartition(".")[2] for name in loaded if sys.modules[name] is 
 
 
 def loaded(kept: str | None, options: str = "", found_inf: str = "None") -> str:
-    """The feature files that two steps import while all but `kept` are removed."""
+    """The feature files imported by two steps while all files but `kept` are removed."""
     removed = [f"titan_muon.features.{name}" for name in FILES if name != kept]
     code = STEPS.format(removed=removed, options=options, found_inf=found_inf)
     status, shown = run_program("-c", code)

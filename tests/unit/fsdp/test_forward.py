@@ -1,4 +1,4 @@
-"""Rounds that forward can hide; no stream reads weights before their update."""
+"""Rounds hidden by forward; no stream reads weights before the update."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,7 +42,7 @@ def ordered(request: pytest.FixtureRequest, stream_order: StreamOrder) -> Iterat
 
 
 def train(run: Run) -> None:
-    """Steps of two passes each, with other work in reused memory."""
+    """Steps of two passes each, with unrelated work in reused memory."""
     for step in range(3):
         run.step(step)
         torch.ones(64).add_(1)
@@ -77,7 +77,7 @@ def test_every_wait_is_necessary(ordered: tuple[Run, StreamOrder], waits: str, m
 
 @pytest.mark.parametrize("ordered", [SHARDINGS["prefetched"]], indirect=True)
 def test_buffers_are_freed_after_the_update(ordered: tuple[Run, StreamOrder], monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a prefetched module, whose memory's stream would not wait yet."""
+    """For a prefetched module; the memory's stream would not wait yet."""
     run, order = ordered
     with order:
         train(run)
@@ -88,7 +88,7 @@ def test_buffers_are_freed_after_the_update(ordered: tuple[Run, StreamOrder], mo
 
 
 class Reading:
-    """The stream that reads a group's weights, with a record of its waits for updates."""
+    """The stream of a group's weight reads, with a record of waits for updates."""
 
     def __init__(self, group: GatheredGroup, stream: Any, waited: list[Tensor]) -> None:
         self.group, self.stream, self.waited = group, stream, waited
@@ -102,7 +102,7 @@ class Reading:
 def test_a_module_waits_for_updates_applied_with_another_module(
     ordered: tuple[Run, StreamOrder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bucket has matrices of both, and the other may have been read on another stream."""
+    """A bucket has matrices of both modules, and another stream may have read the second module."""
     run, waited = ordered[0], list[Tensor]()
     real = GatheredGroup.reading_stream
     monkeypatch.setattr(GatheredGroup, "reading_stream", lambda group: Reading(group, real(group), waited))
@@ -138,15 +138,15 @@ def test_forward_overlap_exposes_only_the_first_round() -> None:
     # The first way there, and then the ranks compute; the first results were back long before.
     assert played[4].last.seconds == pytest.approx(4.4)
     assert (played[4].hidden, played[4].exposed) == pytest.approx((0.4, 0.4))
-    # With one set of buffers each round but the last is back before the next can come.
+    # With a single set of buffers each round but the last returns before the next gather.
     assert played[1].last.seconds == pytest.approx(3 * 1.8 + 1.4)
     assert played[1].link == pytest.approx(8 * 0.4 - 0.4)
 
 
 def test_forward_overlap_hides_the_updates_of_later_rounds() -> None:
-    """Four rounds, each of 1 s of Newton-Schulz and 1 s of updates, of which the first round's are in the step."""
+    """Four rounds, each of 1 s of Newton-Schulz and 1 s of updates; the step has only the first round's updates."""
     plan, machine = four_rounds(backward=False)
-    # A rank updates a quarter of each of the four matrices of a round, of whose elements 28 bytes are moved.
+    # A rank updates a quarter of each of the four matrices of a round, and moves 28 bytes per element.
     machine = replace(machine, node=Link(1e30, 0), memory=64 * 64 * 28)
     played = timeline(replace(plan, buffer_sets=4), machine, overlap="forward")
     assert played.hidden == pytest.approx(3.0)

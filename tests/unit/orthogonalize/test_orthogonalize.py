@@ -1,4 +1,4 @@
-"""Newton-Schulz like torch.optim.Muon's, and its coefficients."""
+"""Newton-Schulz of torch.optim.Muon, and the coefficients."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Both iterations on stacks: every set of coefficients, dtype and shape against float64, and what must not change."""
+"""Both iterations on stacks: every set of coefficients, dtype and shape against float64, and the required constants."""
 
 import math
 from dataclasses import replace
@@ -40,7 +40,7 @@ TOLERANCES = {"bfloat16": 0.15, "float16": 0.02, "float32": 2e-4}
 
 
 def tolerance(name: str, dtype: str) -> float:
-    """CANS amplifies rounding most: its steps are steep up to the singular value 1."""
+    """CANS amplifies rounding most: the steps are steep up to the singular value 1."""
     return (3 if name == "cans" else 1) * TOLERANCES[dtype]
 
 
@@ -93,7 +93,7 @@ def test_a_zero_matrix_stays_zero_and_changes_no_neighbour(name: str, method: Me
 @pytest.mark.parametrize("name", list(COEFFICIENTS))
 @pytest.mark.parametrize("shape", [(1, 24, 60), (1, 60, 24), (1, 32, 32)], ids=str)
 def test_a_rank_one_matrix_keeps_the_singular_vectors(shape: tuple[int, int, int], name: str, method: Method) -> None:
-    """Rounding adds small singular values that the steps amplify; the original one still comes near 1."""
+    """The steps amplify small singular values from rounding; the original singular value still approaches 1."""
     _, rows, cols = shape
     u, v = (
         torch.nn.functional.normalize(drawn(rows).float(), dim=0),
@@ -181,7 +181,7 @@ def test_the_norm_is_not_rounded_to_the_dtype_of_the_input(dtype: torch.dtype) -
     ("method", "factor"), [(Method("standard", "float16"), 0.2), (Method("gram", "float16", (2,)), 2.0)], ids=str
 )
 def test_float16_keeps_rows_far_below_the_norm(method: Method, factor: float) -> None:
-    """From norm 1 their elements would be subnormal numbers, and the error 8 times bfloat16's."""
+    """From norm 1 the elements would be subnormal numbers, with 8 times the error of bfloat16."""
     stack = drawn(1, 256, 1024).double() * torch.logspace(0, -3, 256, dtype=torch.float64)[:, None]
     stack[:, 0] *= 100
     stack = stack.bfloat16()
@@ -214,7 +214,7 @@ def test_the_reference_on_a_stack_equals_the_reference_on_every_matrix() -> None
 
 
 def hard(spectrum: str, rows: int, cols: int) -> Tensor:
-    """A matrix with singular values that are hard to bring near 1."""
+    """A matrix with ill-conditioned singular values."""
     small = min(rows, cols)
     if spectrum == "low rank and noise":
         return drawn(rows, 8).double() @ drawn(8, cols, seed=1).double() + 1e-3 * drawn(rows, cols, seed=2).double()
@@ -231,7 +231,7 @@ def hard(spectrum: str, rows: int, cols: int) -> Tensor:
 def test_every_default_method_is_as_exact_as_bfloat16(
     spectrum: str, shape: tuple[int, int], name: str, device: str
 ) -> None:
-    """`auto`'s choice on GPUs, run on the CPU: it rounds like tensor cores, after float32 sums."""
+    """`auto`'s choice for GPUs, run on the CPU: rounded like tensor cores, after float32 sums."""
     stack = hard(spectrum, *shape).bfloat16()[None]
     computed = iteration(name, STEPS[name], 1e-7)
     expected = standard(stack.double(), computed.steps, 1e-7, torch.float64, prescale=computed.prescaled)

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Threads:
-    """A Team of threads that counts the traffic of rings."""
+    """A Team of threads with a count of the traffic of rings."""
 
     def __init__(self, board: list[Tensor], barrier: Barrier, place: int) -> None:
         self.place, self._board, self._barrier = place, board, barrier

@@ -1,4 +1,4 @@
-"""The symmetric kernel under Triton's interpreter, and the file of its GPU measurement."""
+"""The symmetric kernel under Triton's interpreter, and the file of the GPU measurement."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton, which CPU builds of PyTorch lack: make kernels"
 )
-# In a process of its own: TRITON_INTERPRET counts when triton is imported.
+# In a separate process, because triton reads TRITON_INTERPRET at import.
 PROGRAM = """
 import json, torch
 from benchmarks.accuracy import relative_error

@@ -1,4 +1,4 @@
-"""How many operations a layer's parameters and gradients take, in a world of any size that is not there."""
+"""Number of operations for a layer's parameters and gradients, in a fake world of any size."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def test_the_operations_of_a_layer_are_a_single_group(monkeypatch: pytest.Monkey
 
 
 def test_buffers_kept_by_a_forward_are_not_reused_by_a_later_forward() -> None:
-    """The last layer's copies serve its own backward: after a forward without one and an update, no old copies
-    remain."""
+    """The last layer's copies serve the same layer's backward. After a forward without a backward and an update, no old
+    copies remain."""
     for blocks in (1, 3):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
         net = make(blocks=blocks)

@@ -85,7 +85,7 @@ def test_meshes_of_two_slices_are_joined_and_flattened() -> None:
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize("owner", [0, 1])
 def test_only_holders_store_an_owned_parameter(owner: int) -> None:
-    """Rank 0 of the tensor axis holds the first rows of its data-axis owner's matrix."""
+    """Rank 0 of the tensor axis holds the first rows of the data-axis owner's matrix."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     whole = torch.arange(15.0).view(5, 3)
     cut = distribute_tensor(whole, mesh["tensor"], [Shard(0)], src_data_rank=None)

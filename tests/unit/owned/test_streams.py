@@ -1,4 +1,4 @@
-"""Streams of owned parameters, and their order."""
+"""Streams of owned parameters, and the order of operations."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_streams_wait_for_the_memory_of_other_streams(model: tuple[Net, Owners],
 def test_gradients_are_copied_and_sent_beside_the_computation(
     model: tuple[Net, Owners], stream_order: StreamOrder
 ) -> None:
-    """On FSDP2's streams, with their priorities; the next module's backward waits for none of these operations."""
+    """On FSDP2's streams, with FSDP2's priorities; the next module's backward waits for none of the operations."""
     net, owners = model
     behind: list[bool] = []
 
@@ -91,7 +91,7 @@ def fail(*_: object) -> None:
 def test_a_failed_backward_leaves_no_work_on_any_stream(
     model: tuple[Net, Owners], stream_order: StreamOrder, place: str
 ) -> None:
-    """The next forward frees parameters, gradients and reductions, and waits for their users."""
+    """The next forward frees parameters, gradients and reductions, and waits for the users of the memory."""
     net, owners = model
     module = net.get_submodule(place)
     seen: list[int] = []

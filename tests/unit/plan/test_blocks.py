@@ -1,4 +1,4 @@
-"""Blocks of tensor parallelism as matrices: a block is the storage of ranks at one place of the axis."""
+"""Blocks of tensor parallelism as matrices: ranks at one place of the axis store a block."""
 
 from collections import Counter
 from dataclasses import replace
@@ -34,7 +34,7 @@ SQUARE = Mesh((2, 2), (0, 1, 2, 3))
 
 
 def matrix(shape: tuple[int, ...], *placements: Placement, heights: tuple[int, ...] = ()) -> Parameter:
-    """A parameter on (fsdp, tp) as a matrix, or as matrices of these heights."""
+    """A parameter on (fsdp, tp) as a matrix, or as matrices of the passed heights."""
     layout = Layout(shape, SQUARE, placements, tensor_parallel=1)
     rows, matrices = prod(shape[:-1]), list[MatrixRows]()
     for index, height in enumerate(heights or (rows,)):
@@ -51,7 +51,7 @@ def blocks(parameter: Parameter) -> list[MatrixRows]:
 @examples(50)
 @given(parameter_lists())
 def test_blocks_tile_the_matrix_by_tensor_parallel_place(parameters: list[Parameter]) -> None:
-    """Together they tile the matrix once, and no rank has parts of two blocks of a matrix."""
+    """The blocks tile the matrix once, and no rank has parts of two blocks of a matrix."""
     before = Geometries(parameters)
     after = in_blocks(parameters, before)
     geometries = Geometries(after)
@@ -60,7 +60,7 @@ def test_blocks_tile_the_matrix_by_tensor_parallel_place(parameters: list[Parame
         full = torch.arange(prod(layout.shape)).view(-1, prod(layout.shape[old.stack.row_dims :]))
         left = list(enumerate(new.stack.matrices))
         for index, whole in enumerate(old.stack.matrices):
-            # The blocks of a matrix follow each other.
+            # The blocks of a matrix are adjacent.
             peers = geometry.peers
             places = {peers[rank].index(rank) for rank in geometry.elements(index)} if peers else {0}
             mine, left = left[: len(places)], left[len(places) :]
@@ -73,7 +73,7 @@ def test_blocks_tile_the_matrix_by_tensor_parallel_place(parameters: list[Parame
 
 
 def test_rows_sharded_by_fsdp_within_a_place_are_a_single_block() -> None:
-    """FSDP before TP along the same rows, as a plain Shard of both says: a place has rows that are apart."""
+    """FSDP before TP along the same rows, as two plain Shards: a place has separate row ranges."""
     [first, second] = blocks(matrix((8, 6), Shard(0), Shard(0)))
     assert first.rows == (Interval(0, 2), Interval(4, 6))
     assert second.rows == (Interval(2, 4), Interval(6, 8))
@@ -87,7 +87,7 @@ def test_blocks_follow_the_column_shards_of_tensor_parallelism() -> None:
 
 
 def test_whole_blocks_stay_unchanged() -> None:
-    """Three heads over two places: the one in the middle is on both."""
+    """Three heads over two places: the middle head is on both."""
     result = blocks(matrix((12, 6), Shard(1), Shard(0), heights=(4, 4, 4)))
     assert [(block.label, block.rows) for block in result] == [
         ("0", (Interval(0, 4),)),

@@ -1,4 +1,4 @@
-"""Which matrices travel together, and the timeline, held against a clock for every rank of the executor."""
+"""The matrices of a bucket, and the timeline compared with a clock for every rank of the executor."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -73,9 +73,9 @@ def test_prefetch_leaves_buffer_sets_for_returns(buffer_sets: int, count: int, a
 
 
 class Clock:
-    """Every rank of a plan as Muon.step runs it, where Newton-Schulz takes its FLOPs and all else no time.
+    """Every rank of a plan in Muon.step, with a time of one second per FLOP of Newton-Schulz and zero for all else.
 
-    A wait for a collective ends when the last rank of its group has launched it.
+    A wait for a collective ends when the last rank of the group has launched.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -145,11 +145,11 @@ class Clock:
 @examples(100)
 @given(plans(exchanges=("all_to_all", "all_gather_reduce_scatter")), st.integers(0, 1000))
 def test_a_step_without_link_time_takes_the_executors_waits(plan: Plan, seed: int) -> None:
-    """On a machine where nothing but Newton-Schulz takes time, at one FLOP a second."""
+    """On a machine with a cost only for Newton-Schulz, at one FLOP a second."""
     for candidate in (plan, recut(plan, Random(seed))):
         clock, summary = Clock(candidate), summarize(candidate)
         played, waited = timeline(candidate, PRODUCTS), clock.run()
-        # The timeline lets collectives of several groups share the wires, and owners of slices wait for each other.
+        # The timeline lets collectives of several groups share the links, and owners of slices wait for each other.
         assert played.last.seconds >= waited * (1 - 1e-9)
         groups = {bucket.group for bucket in candidate.buckets}
         if len(groups) == 1 and not any(matrix.slice for matrix in candidate.matrices):
@@ -159,7 +159,7 @@ def test_a_step_without_link_time_takes_the_executors_waits(plan: Plan, seed: in
 
 
 def matrices_of(flops: Sequence[int]) -> Plan:
-    """Matrices with these FLOPs in rows over two ranks, each in its own round."""
+    """Matrices with the passed FLOPs in rows over two ranks, each in a separate round."""
     stack, layout = (
         MatrixStack(1, (MatrixRows("", (Interval(0, 2),)),)),
         Layout((2, 2), Mesh((2,), (0, 1)), (Shard(0),)),
@@ -179,14 +179,14 @@ def seconds(plan: Plan, buckets: Sequence[Bucket], buffer_sets: int) -> float:
 
 
 def test_two_buffer_sets_make_ranks_wait_for_the_last_owner() -> None:
-    """Buckets of one matrix each, owned in turn: with 2 buffer_sets bucket 2 waits for bucket 0, so nobody overlaps."""
+    """Buckets of one matrix each, owned in turn. With 2 buffer sets bucket 2 waits for bucket 0, without overlap."""
     plan, buckets = matrices_of([10] * 4), [bucket(i, i % 2) for i in range(4)]
     assert seconds(plan, buckets, 4) == pytest.approx(20)
     assert seconds(plan, buckets, 1) == pytest.approx(40)
 
 
 def test_a_rank_waits_for_the_returns_into_a_single_buffer_set() -> None:
-    """Rank 1's matrices come last: with one buffer set it waits for each of rank 0's, although idle."""
+    """Rank 1's matrices come last: with a single buffer set the idle rank waits for each of rank 0's matrices."""
     assert seconds(matrices_of([30, 30, 1, 1]), [bucket(i, i // 2) for i in range(4)], 1) == pytest.approx(62)
 
 

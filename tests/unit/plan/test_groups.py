@@ -1,4 +1,4 @@
-"""Groups that assemble a matrix: none if a rank stores all of it, and no more ranks than its mesh."""
+"""Groups that assemble a matrix: none if a rank stores all of the matrix, and no more ranks than the mesh."""
 
 from collections.abc import Iterable
 
@@ -69,7 +69,7 @@ def check_assembly(geometry: Geometry, index: int, assembly: Assembly, split: bo
 @examples(75)
 @given(parameter_lists())
 def test_matrices_of_common_ranks_share_a_group(parameters: list[Parameter]) -> None:
-    """Groups of a parameter are equal or disjoint, so its matrices can travel together."""
+    """Groups of a parameter are equal or disjoint, so a bucket can hold the matrices."""
     for parameter in parameters:
         geometry = Geometry(parameter.layout, parameter.stack)
         for split in (True, False):

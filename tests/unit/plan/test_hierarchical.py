@@ -18,7 +18,7 @@ from titan_muon.tensors.matrices import stack_of
 
 HSDP = (Replicate(), Shard(0))
 SLOW_LINKS = Machine(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
-# Links that take no time: an all-to-all to all replicas is one collective less.
+# Links without cost: an all-to-all to all replicas saves a collective.
 FAST_LINKS = Machine(ranks_per_node=1, network_gb=1e4, network_latency_us=0.0, node_latency_us=0.0)
 SLOW_CALLS = Machine(network_gb=1e6, node_gb=1e6, network_latency_us=1e6, node_latency_us=1e6)
 
@@ -44,7 +44,8 @@ def by(plan: Plan, chosen: str) -> Plan:
 
 
 def test_the_owner_sends_to_the_owners_replica_and_replica_groups_spread_the_rest() -> None:
-    """32 elements on 4 copies of 2 ranks: 16 to its peer, and 16 of each line to 3 copies; or 112 from the owner."""
+    """32 elements on 4 replicas of 2 ranks: 16 to the peer, and 16 of each replica group to 3 replicas; or 112 from the
+    owner."""
     plan = hsdp(1, 4, 2)
     (owner,) = plan.buckets[0].owners
     peer = owner ^ 1
@@ -66,7 +67,7 @@ def test_results_return_within_a_replica_and_then_between_replicas() -> None:
     copy = {bucket.owners[0], bucket.owners[0] ^ 1}
     gathering, back = times.phases
     assert gathering == pytest.approx([0.032 if rank in copy else 0.0 for rank in bucket.group])
-    # The owner's replica waits for the others, which get nothing earlier.
+    # The owner's replica waits for the other replicas, which get no result earlier.
     assert back == pytest.approx([0.032 + 0.5] * 8)
     assert [totals[rank].phases[2].received_far for rank in bucket.group] == [0 if r in copy else 16 for r in range(8)]
 
@@ -92,7 +93,7 @@ def test_a_replica_on_a_single_rank_needs_no_gather_group() -> None:
     ("machine", "exchange"), [(SLOW_LINKS, "hierarchical"), (FAST_LINKS, "hierarchical"), (SLOW_CALLS, "all_to_all")]
 )
 def test_the_planner_takes_the_faster_exchange_and_prints_the_reason(machine: Machine, exchange: str) -> None:
-    """Fewer bytes on slow links, fewer messages on fast ones, fewer calls where each takes a second."""
+    """Fewer bytes on slow links, fewer messages on fast links, fewer calls if each call takes a second."""
     plan = hsdp(3, 4, 2, machine=machine)
     assert {bucket.exchange for bucket in plan.buckets} == {exchange}
     assert ("replicas all-gather the results" in plan.reason) == (exchange == "hierarchical")

@@ -132,7 +132,7 @@ def test_fsdp_over_tensor_parallel_rows_interleaves() -> None:
 
 
 def test_matrices_in_reverse_storage_order_have_the_right_ranks() -> None:
-    """Rows of a fused weight may alternate between its projections, and the second may come first."""
+    """Rows of a fused weight may alternate between the projections, and the second projection may come first."""
     stack = MatrixStack(1, (MatrixRows("b", (Interval(4, 8),)), MatrixRows("a", (Interval(0, 4),))))
     geometry = Geometry(Layout((8, 3), Mesh((4,), (0, 1, 2, 3)), (Shard(0),)), stack)
     assert [list(geometry.pieces[rank]) for rank in range(4)] == [[1], [1], [0], [0]]

@@ -20,7 +20,7 @@ from titan_muon.plan.terms.types import Bucket, Plan
 
 
 def tasks_of(plan: Plan) -> tuple[list[list[Task]], dict[tuple[int, int], int]]:
-    """The plan's rounds as tasks, and their owners."""
+    """The plan's rounds as tasks, and the owners."""
     groups = list(dict.fromkeys(bucket.group for bucket in plan.buckets))
     rounds: list[list[Task]] = [[] for _ in range(plan.rounds)]
     owners = {}
@@ -82,7 +82,8 @@ def test_a_matrix_stays_with_possible_owners() -> None:
 @pytest.mark.parametrize(
     ("matrices", "backward", "forward"),
     [
-        # An eighth of 16 is two: the round with one of them hides nothing, nor do rounds at the same time.
+        # An eighth of 16 is two: a round with one of the first two matrices hides nothing, nor do rounds at the same
+        # time.
         ([(12, 15), (8, 11), (4, 7), (0, 3)], 3, 0),
         ([(0, 3), (4, 7), (8, 11), (12, 15)], 0, 3),
         ([(0, 9), (2, 15), (3, 4)], 0, 2),

@@ -41,7 +41,7 @@ def loads(owners: OwnerOf, tasks: list[Task], load: dict[int, int] | None = None
 @examples(100)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 12))
 def test_balanced_is_within_four_thirds_of_the_best(flops: list[int], ranks: int) -> None:
-    """Graham's bound, against max(mean, largest, two of the ranks + 1 largest), which the best cannot beat."""
+    """Graham's bound, against max(mean, largest, two of the ranks + 1 largest), a lower bound of the optimum."""
     tasks = tasks_of(flops)
     path = max(loads(balanced(tasks, [tuple(range(ranks))], {}), tasks).values())
     ordered = sorted(flops, reverse=True)
@@ -55,7 +55,7 @@ def test_balanced_is_within_four_thirds_of_the_best(flops: list[int], ranks: int
 @examples(50)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 8), st.data())
 def test_balanced_fills_up_local_work(flops: list[int], ranks: int, data: st.DataObject) -> None:
-    """No rank with a matrix would gain by moving its smallest to the least loaded rank."""
+    """No rank with a matrix would gain by moving the smallest matrix to the least loaded rank."""
     at_home = data.draw(st.lists(st.integers(0, 2000), min_size=ranks, max_size=ranks))
     tasks = [Task(i, 0, f, 1, "l") for i, f in enumerate(flops)]
     load = dict(enumerate(at_home))
@@ -85,7 +85,7 @@ def test_bytes_stay_below_the_cap_unless_every_rank_is_full(sizes: list[tuple[in
 
 
 def test_matrices_with_many_bytes_and_few_flops_spread_over_ranks() -> None:
-    """One matrix of 100 FLOPs, and 30 of few FLOPs and many bytes: by FLOPs alone one rank would take all 30."""
+    """One matrix of 100 FLOPs, and 30 of few FLOPs and many bytes: by FLOPs alone one rank would own all 30."""
     tasks = [Task(0, 0, 10_000, 1, "l"), *(Task(i, 0, 1, 100, "l") for i in range(1, 31))]
     owners = balanced(tasks, [(0, 1)], {0: 0, 1: 0})
     held = Counter(owners[task.matrix, 0] for task in tasks if task.bytes == 100)

@@ -1,4 +1,4 @@
-"""Owners are balanced by cost and bytes together, spread within layers, and the same for every rank that asks."""
+"""Owners are balanced by cost and bytes together, spread within layers, and equal on every rank."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_more_ranks_than_matrices_leave_ranks_without_any(matrices: int, more: i
 
 @pytest.mark.parametrize(("size", "longest", "fullest"), [(2, 1.01, 1.05), (8, 1.01, 1.1), (64, 1.06, 1.1)])
 def test_llama_8b_is_even_in_flops_and_in_bytes(size: int, longest: float, fullest: float) -> None:
-    """Longest path and most bytes, over their means."""
+    """The longest path and the most bytes, over the means."""
     loads = assign_owners(model(32, LLAMA_8B), size).loads()
     flops, held = [load.flops for load in loads], [load.bytes for load in loads]
     assert max(flops) <= longest * sum(flops) / size
@@ -147,7 +147,7 @@ def test_parameters_without_orthogonalization_are_even_in_bytes() -> None:
 
 
 def test_owned_bytes_have_a_separate_limit() -> None:
-    """Matrices that cost little and weigh much do not pile up where little is computed."""
+    """Matrices with little cost and many bytes do not pile up on ranks with little compute."""
     costly = [item(f"c{i}", f"c{i}", 60, 60) for i in range(3)]
     heavy = [OwnedItem(f"h{i}", f"h{i}", 1, 4 * 6000) for i in range(12)]
     held = [load.bytes for load in assign_owners(costly + heavy, 4).loads()]

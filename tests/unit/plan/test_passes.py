@@ -1,4 +1,5 @@
-"""Bytes of element-wise passes and messages of collectives: the planner counts what operators and programs have."""
+"""Bytes of element-wise passes and messages of collectives: the planner's counts equal the counts of operators and
+programs."""
 
 from collections import Counter
 from itertools import product
@@ -28,7 +29,7 @@ def nbytes(value: Any) -> int:
 
 
 class Moved(TorchDispatchMode):
-    """While active, counts the bytes that operators read and write, and the operators of large tensors by name."""
+    """While active, counts the bytes read and written by operators, and the operators of large tensors by name."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ from titan_muon.plan.terms.types import (
 
 GATHER, RETURN, SPREAD, SLICES = "gather", "return", "spread", "slices"
 SEPARATE = 10**6
-"""Tensors of one name on separate coordinates differ by multiples of this."""
+"""Tensors of one name on separate coordinates differ by multiples of this value."""
 Key = tuple[int, str, tuple[int, ...]]
 """A collective: bucket, kind, and ranks."""
 
@@ -61,10 +61,10 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 class World:
-    """All ranks of a plan, each with the buffers of exchange.Slot, and the collectives between them.
+    """All ranks of a plan, each with the buffers of exchange.Slot, and the collectives in between.
 
-    What a collective writes is not a number from its launch until it is done. It is done as late as a rank waits for
-    it (`late`), or as early as all have launched it.
+    The output of a collective is NaN from launch to completion. A collective completes at the first wait of a rank
+    (`late`), or when every rank has launched.
     """
 
     def __init__(self, plan: Plan, late: bool) -> None:
@@ -101,7 +101,7 @@ class World:
             self._move(collective)
 
     def meet(self, rank: int, first: int, team: tuple[int, ...]) -> Key:
-        """A rank reaches its slice of a matrix with first slice `first`."""
+        """A rank reaches a slice of the matrix with first slice `first`."""
         met = self.met.setdefault((first, team), set())
         assert rank in team
         assert rank not in met
@@ -133,7 +133,7 @@ class World:
 
 
 class Rank:
-    """A rank: its storage by PyTorch's shards, and the order of Muon.step."""
+    """A rank: the storage by PyTorch's shards, and the order of Muon.step."""
 
     def __init__(self, world: World, rank: int) -> None:
         plan = world.plan
@@ -172,7 +172,7 @@ class Rank:
         return full[:0]
 
     def step(self) -> Iterator[Key]:
-        """Run a BucketProgram to its end; finishes each awaited collective."""
+        """Run a BucketProgram to the end; finishes each awaited collective."""
         for act, index in self.program.acts:
             if self.program.buckets[index].local:
                 self._local(act, self.program.buckets[index])
@@ -312,7 +312,7 @@ class Rank:
 
 
 def check_step(plan: Plan, late: bool) -> World:
-    """Run a step of all ranks: every stored element gets one momentum and its own orthogonalized value, once."""
+    """Run a step of all ranks: every stored element gets one momentum and the right orthogonalized value, once."""
     world = World(plan, late)
     world.run()
     for rank in world.ranks.values():
@@ -323,7 +323,7 @@ def check_step(plan: Plan, late: bool) -> World:
 
 
 def check_owners(world: World) -> None:
-    """The ranks of each matrix: its owner, once per group; or its holders, each for itself."""
+    """The ranks of each matrix: the owner, once per group; or all holders redundantly."""
     plan, expected = world.plan, Counter[tuple[int, int]]()
     for index, matrix in enumerate(plan.matrices):
         expected.update((index, rank) for rank in plan.local[index])
@@ -421,7 +421,7 @@ def test_every_matrix_is_whole_once_and_every_holder_gets_a_result(plan: Plan) -
 @examples(75)
 @given(plans(cut=False, overlaps=("backward", "forward")))
 def test_overlapped_plans_cover_every_matrix_once(plan: Plan) -> None:
-    """Their rounds follow the pass, and equal matrices have swapped owners."""
+    """The rounds follow the pass, and equal matrices have swapped owners."""
     world = check_step(plan, late=True)
     check_owners(world)
     check_legs(world)
@@ -461,7 +461,7 @@ def test_every_redundant_replica_orthogonalizes_every_matrix_once() -> None:
 
 
 def test_programs_keep_whole_experts_local() -> None:
-    """Experts that expert parallelism leaves whole on a rank are orthogonalized there; nothing travels."""
+    """A rank orthogonalizes local whole experts without traffic."""
     stack = MatrixStack(2, tuple(MatrixRows(str(i), (Interval(3 * i, 3 * i + 3),)) for i in range(8)))
     plan = plan_of([Parameter("w1", "l", Layout((8, 3, 5), FLAT, (Shard(0),)), stack)])
     assert plan.buckets == ()
@@ -478,7 +478,7 @@ def test_experts_on_few_ranks_are_gathered_within_these_ranks() -> None:
 
 
 def test_a_rank_without_a_row_may_own_a_small_matrix() -> None:
-    """Two matrices of one row over 4 ranks: rank 0 stores both, and another rank owns one of them."""
+    """Two matrices of one row over 4 ranks: rank 0 stores both, and another rank owns one of the two."""
     plan = plan_of([sharded(f"{i}", (1, 8), FLAT, 0) for i in range(2)])
     work = check_step(plan, late=True).work
     assert plan.local == ((0,), (0,)) or len({rank for _, rank in work}) == 2

@@ -56,7 +56,7 @@ def test_slices_divide_the_flops_without_repeated_work() -> None:
 
 
 def test_local_slices_are_not_exchanged() -> None:
-    """Rows over as many ranks as owners: a rank stores its slice, and no phase moves anything."""
+    """Rows over as many ranks as owners: a rank stores the slice, and no phase sends bytes."""
     plan = plan_of(parameters(1, 4), machine=SLICING, split_over=4)
     runs = [run for rank in range(4) for run in make_program(plan, rank).buckets]
     assert len(runs) == 4
@@ -78,7 +78,7 @@ def test_slices_divide_the_longer_side_and_keep_the_learning_rate_of_the_whole()
 
 
 def test_uneven_numbers_of_matrices_are_sliced_evenly() -> None:
-    """Three equal matrices over two ranks: one rank has two, unless the third is shared."""
+    """Three equal matrices over two ranks: a rank has two, unless the third is shared."""
     alone, shared = (plan_of(parameters(3, 2), machine=SLICING, split_over=over) for over in (1, 2))
     assert summarize(alone).ns_flops_max * 3 == 4 * summarize(shared).ns_flops_max
     assert teams(shared) == [(0, 1)]
@@ -135,7 +135,7 @@ def test_slices_are_refused_without_an_exchange_between_owners(options: dict[str
 
 @pytest.mark.parametrize(("beside", "cut"), [(0, True), (25, False)])
 def test_automatic_slices_must_save_3_percent_of_the_step(beside: int, cut: bool) -> None:
-    """A matrix that only one of two ranks has, after `beside` matrices on each."""
+    """A matrix on only one of two ranks, after `beside` matrices on each."""
     matrices = parameters(2 * beside + 1, 2)
     assert teams(plan_of(matrices, machine=SLICING, split_over=2)), "a gain of 2 % is one"
     plan = plan_of(matrices, machine=SLICING, split_over="auto")
@@ -144,7 +144,8 @@ def test_automatic_slices_must_save_3_percent_of_the_step(beside: int, cut: bool
 
 
 def overlapping() -> list[Parameter]:
-    """On two nodes of two ranks: two matrices over all ranks, and twelve small ones over each pair of ranks of both."""
+    """On two nodes of two ranks: two matrices over all ranks, and twelve small matrices over each pair of ranks across
+    nodes."""
     small = [
         replace(parameter, fqn=f"{parameter.fqn}.{pair[0]}", layout=replace(parameter.layout, mesh=Mesh((2,), pair)))
         for pair in ((0, 2), (1, 3))
@@ -154,7 +155,7 @@ def overlapping() -> list[Parameter]:
 
 
 def test_slices_of_large_matrices_balance_small_groups_on_slow_links() -> None:
-    """Whole, each large matrix must be balanced by the small matrices of one pair, where one rank gathers most."""
+    """Without slices, the small matrices of a pair must balance each large matrix, and one rank gathers most."""
     whole, shared = (plan_of(overlapping(), machine=SLOW, split_over=over) for over in (1, 2))
     played = machine_of(SLOW)
     assert sorted(teams(shared)) == [(0, 1), (2, 3)]
@@ -180,7 +181,7 @@ def test_modelled_slices_count_flops_and_node_traffic() -> None:
 
 
 def test_slices_start_when_the_last_owner_is_ready() -> None:
-    """Rank 1 has 1 s of local work; rank 0's other work follows."""
+    """Rank 1 has 1 s of local work; rank 0's remaining work follows."""
     none = (0.0, 0.0)
     owned = (OwnerTime(0, 1.5, 0, 0), OwnerTime(0, 1.0, 0, 0))
     bucket = BucketTimes((0, 1), none, owned, none, none, (none, none), 0.0, teams=(((0, 1), 1.0),))
@@ -189,7 +190,7 @@ def test_slices_start_when_the_last_owner_is_ready() -> None:
 
 
 def test_owners_compute_slices_first_and_in_the_same_order() -> None:
-    """In another order they would wait for each other forever; after whole matrices, longer."""
+    """A different order would deadlock; an order after whole matrices would take longer."""
     whole = Matrix(0, 0, 8, 8, 1)
     first, second = (replace(whole, work=1, slice=Slice(place, 2, True)) for place in (1, 0))
     matrices = [whole, first, second, whole]

@@ -1,4 +1,4 @@
-"""Spans of a modelled step: what the page and the picture show."""
+"""Spans of a modelled step, as shown on the page and in the picture."""
 
 import itertools
 from collections import defaultdict

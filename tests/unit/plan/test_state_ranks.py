@@ -1,4 +1,4 @@
-"""Keepers of replicated momentum: each momentum once in the world, on ranks that send to the owner."""
+"""Keepers of replicated momentum: each momentum once in the world, on ranks with a send to the owner."""
 
 from collections import Counter
 from dataclasses import replace
@@ -28,7 +28,7 @@ def kept_on_owners(parameters: list[Parameter]) -> Plan:
 
 
 def advanced(plan: Plan, rank: int) -> Counter[int]:
-    """Elements of momentum that a rank advances in a step, by parameter: the packed ones under `state = "owner"`."""
+    """Elements of momentum advanced by a rank in a step, by parameter: the packed elements under `state = "owner"`."""
     program, elements = make_program(plan, rank), Counter[int]()
     for run in program.buckets:
         for parcel in run.stored:
@@ -59,7 +59,7 @@ def test_momentum_is_divided_as_evenly_as_matrices_can_be(placed: tuple[Mesh, tu
 
 
 def test_small_cheap_matrices_are_balanced_by_bytes() -> None:
-    """By FLOPs alone, all of them would be kept away from the large matrix's rank."""
+    """By FLOPs alone, none would be on the large matrix's rank."""
     shapes = [(64, 64), *[(1, 256)] * 32]
     plan = kept_on_owners([parameter(f"layers.{i}.w", shape, DDP) for i, shape in enumerate(shapes)])
     held = [sum(elements.values()) for elements in state_elements(plan).values()]

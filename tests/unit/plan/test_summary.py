@@ -1,4 +1,4 @@
-"""A plan's numbers are those of its programs; only equal plans have equal digests."""
+"""A plan's numbers equal the numbers of the programs; only equal plans have equal digests."""
 
 import json
 import math
@@ -83,16 +83,16 @@ def counted(plan: Plan, rank: int) -> RankCost:
 
 
 def iteration_bytes(parts: list[list[Matrix]]) -> int:
-    """In bfloat16 X, the next X, X Xᵀ and its polynomial of the largest stack.
+    """In bfloat16 X, the next X, X Xᵀ and the polynomial of the largest stack.
 
-    What is at home is a part, and so is each run; of n matrices of a shape in a part, ceil(n / ceil(n / BATCH)) are
+    The local matrices are a part, and so is each run. Of n matrices of a shape in a part, ceil(n / ceil(n / BATCH)) are
     stacked.
     """
     iteration = 0
     for together in parts:
         for m in together:
             if m.slice is not None:
-                # The slice twice, three square matrices of the smaller side, and its part of five.
+                # The slice twice, three square matrices of the smaller side, and a fifth of the slice.
                 square = min(m.whole_shape) ** 2
                 iteration = max(iteration, 2 * m.numel + 3 * square + 5 * square // m.slice.count)
         for (rows, cols), count in Counter((m.rows, m.cols) for m in together if m.slice is None).items():
@@ -102,7 +102,7 @@ def iteration_bytes(parts: list[list[Matrix]]) -> int:
 
 
 def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
-    """Elements that a rank sends and receives in a run."""
+    """Elements sent and received by a rank in a run."""
     if run.bucket.exchange in ("all_to_all", "duplicated", "hierarchical"):
         assert run.returning is not None
         gathering, back = run.gathering, run.returning
@@ -147,7 +147,7 @@ def test_lower_bounds_are_below_the_plan(plan: Plan) -> None:
 @pytest.mark.parametrize("choose", [None, round_robin, per_layer])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_shard_0_sends_every_element_once_in_both_directions(choose: Choose | None, ranks: int) -> None:
-    """Mean bytes sent of even Shard(0): 2 (N-1)/N x P b / N exactly, whoever the owners are; the least there is."""
+    """Mean bytes sent of even Shard(0): exactly 2 (N-1)/N x P b / N, for any owners; the lower bound."""
     mesh = Mesh((ranks,), tuple(range(ranks)))
     shapes = [(16, 24), (8, 40), (32, 8), (24, 24), (8, 8)]
     plan = plan_of([matrix(i, rows, cols, mesh) for i, (rows, cols) in enumerate(shapes)])
@@ -178,7 +178,7 @@ def test_standard_flops_counts_three_products_a_step() -> None:
 
 
 def test_the_lower_bound_of_bytes_holds_for_redundant_replicas() -> None:
-    """9 rows over 2 ranks, twice: each copy gathers 4 rows and returns them, 16 in all, over 4 ranks."""
+    """9 rows over 2 ranks, twice: each replica gathers 4 rows and returns 4 rows, 16 in all, over 4 ranks."""
     plan = plan_of([matrix(0, 9, 4, SQUARE, Shard(0), Replicate())], replicas="redundant")
     summary = summarize(plan)
     assert sum(cost.bytes_sent for cost in summary.ranks) == 2 * 2 * 4 * 4 * 2

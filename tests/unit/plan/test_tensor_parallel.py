@@ -37,7 +37,6 @@ def teams(plan: Plan) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(("shape", "placement"), [((64, 32), Shard(0)), ((32, 64), Shard(1))])
 def test_distributed_mode_exchanges_only_gram_matrices(shape: tuple[int, int], placement: Placement) -> None:
-    """Only the longer side is sharded: ranks send each other only Gram matrices."""
     plan = plan_of([matrix("w", shape, (4,), placement)], tensor_parallel="distributed")
     assert teams(plan) == [(0, 1, 2, 3)]
     [team] = {work.team for work in plan.works}
@@ -66,7 +65,7 @@ def test_replicated_matrices_have_a_single_owner_under_tensor_parallel_modes() -
 
 @pytest.mark.parametrize("replicas", ["split", "redundant"])
 def test_duplicated_results_return_only_within_a_tensor_parallel_place(replicas: str) -> None:
-    """HSDP 2 x TP 2 of a matrix: two ranks have the whole matrix, and a rank gets its part from one of them."""
+    """HSDP 2 x TP 2 of a matrix: two ranks have the whole matrix, and a rank gets a part from one of the two."""
     placements = (Replicate(), Shard(0))
     plan = plan_of([matrix("w", (8, 6), (2, 2), *placements)], tensor_parallel="duplicated", replicas=replicas)
     programs = [make_program(plan, rank) for rank in range(4)]
@@ -77,14 +76,14 @@ def test_duplicated_results_return_only_within_a_tensor_parallel_place(replicas:
             assert run.returning is not None
             # Ranks 0 and 2 have the first rows, 1 and 3 the last.
             assert all(parcel.peer % 2 == rank % 2 for parcel in (*run.returning.home, *run.returning.owned))
-    # In the gather both ranks exchange 24 elements; in the return, a rank of the other replica gets its part from one
-    # of them.
+    # In the gather both ranks exchange 24 elements; in the return, a rank of the other replica gets a part from one
+    # rank.
     sent = [cost.bytes_sent // plan.wire_bytes for cost in summarize(plan).ranks]
     assert sent == ([48, 48, 0, 0] if replicas == "split" else [24] * 4)
 
 
 def test_a_duplicated_matrix_counts_as_work_on_every_rank() -> None:
-    """A large matrix for both ranks of a tensor-parallel group, and small matrices for the other group."""
+    """A large matrix for both ranks of a tensor-parallel group, and small matrices for the second group."""
     parameters = [matrix("large", (64, 64), (2, 2), Shard(1), Shard(0))]
     parameters += [matrix(f"small{i}", (8, 8), (2, 2), Shard(1), Replicate()) for i in range(4)]
     plan = plan_of(parameters, tensor_parallel="duplicated")
@@ -136,7 +135,7 @@ def test_distributed_mode_names_a_matrix_without_slices(shape: tuple[int, int], 
 
 
 def test_duplicated_mode_names_a_matrix_with_parts_on_some_ranks_only() -> None:
-    """Two heads over four ranks: each head is on two ranks without the other head."""
+    """Two heads over four ranks: each head is on two ranks without the second head."""
     layout = Layout((8, 4), Mesh((4,), (0, 1, 2, 3)), (Shard(0),), 0)
     heads = tuple(MatrixRows(str(i), (Interval(4 * i, 4 * i + 4),)) for i in range(2))
     with pytest.raises(OptionError, match=r"'duplicated': w \(4 x 4\) has parts only on some ranks of each"):

@@ -50,8 +50,8 @@ def test_the_timeline_counts_every_cost(plan: Plan) -> None:
     assert seconds(plan, replace(FREE, node=Link(1e30, 3))) == pytest.approx(6)
     # A rank gathers three quarters of a matrix, and sends as much back; bfloat16 elements are two bytes.
     assert seconds(plan, replace(FREE, node=Link(elements * 2, 0))) == pytest.approx(1.5)
-    # 30 bytes to advance and pack, 28 to check and apply, four times 2 to make matrices whole and to cut them up, and
-    # 10 to normalize them.
+    # 30 bytes to advance and pack, 28 to check and apply, four times 2 to assemble and split matrices, and 10 to
+    # normalize.
     assert seconds(plan, replace(FREE, memory=elements)) == pytest.approx(30 + 28 + 8 + 10)
     # A rank sends to three others, and receives from three, in each of two collectives.
     assert seconds(plan, replace(FREE, node=Link(1e30, 0, 0.5))) == pytest.approx(3)
@@ -65,7 +65,7 @@ def test_host_time_is_a_separate_bound(plan: Plan) -> None:
 
 
 def test_no_modelled_wait_is_negative() -> None:
-    """A rank without a wait has computed until it is done, and sums of seconds are rounded."""
+    """A rank without a wait computes until the end, and sums of seconds are rounded."""
     for machine in ("h100x8", "b200x8"):
         for ranks in (1, 2, 4):
             played = timeline(plan_of(parameters(7, ranks)), MACHINES[machine])
@@ -88,8 +88,8 @@ def test_three_buffer_sets_hide_a_return_behind_the_next_round() -> None:
 
 
 def four_rounds(*, backward: bool = True) -> tuple[Plan, MachineRates]:
-    """Of one matrix for each of four ranks, in the order of backward or of forward, and a machine on which each takes
-    1 s there, and 0.4 s each way."""
+    """Four rounds of one matrix per rank, in the order of backward or of forward, and a machine with 1 s of
+    Newton-Schulz for each and 0.4 s each way."""
     plan = plan_of(parameters(16, 4), machine=Machine(node_latency_us=1e6))
     bucket = plan.buckets[0]
     matrices = [range(start, start + 4) for start in ((12, 8, 4, 0) if backward else (0, 4, 8, 12))]
@@ -105,7 +105,7 @@ def four_rounds(*, backward: bool = True) -> tuple[Plan, MachineRates]:
         # Three of four gathers in backward, the last behind the first rounds: the last return is left.
         (4, "backward", 4.4, 0.4, 1.2),
         (2, "backward", 5.2, 1.2, 0.4),
-        # A round that waits for the earlier round's buffers cannot be prefetched.
+        # A round with a wait for the earlier round's buffers cannot be prefetched.
         (1, "backward", 4 * 1.8, 4 * 0.8, 0.0),
     ],
 )
@@ -117,7 +117,7 @@ def test_backward_hides_gathers_with_buffers(
     played = timeline(plan, machine, overlap=overlap)
     assert (played.last.seconds, played.exposed) == pytest.approx((step, exposed))
     assert played.hidden == (hidden if hidden is None else pytest.approx(hidden))
-    # In the step links carry what backward has left of eight ways.
+    # In the step links carry the remaining traffic of eight ways.
     assert played.link == pytest.approx(8 * 0.4 - (played.hidden or 0.0))
     assert least_seconds(plan, machine, played) <= played.last.seconds
 
@@ -140,7 +140,7 @@ def test_backward_hides_no_gather_after_the_last_gradient() -> None:
 def test_the_tail_is_the_last_return_and_apply(buffer_sets: int, tail: float) -> None:
     """Of 0.4 s and 0.2 s; during the last return, rounds in buffers are applied."""
     plan, machine = four_rounds()
-    # A rank has a quarter of each of the four matrices of a round, of whose elements 28 bytes are read and written.
+    # A rank has a quarter of each of the four matrices of a round, with 28 bytes read and written per element.
     played = timeline(replace(plan, buffer_sets=buffer_sets), replace(machine, memory=64 * 64 * 28 / 0.2))
     assert played.tail == pytest.approx(tail)
 
@@ -162,7 +162,7 @@ def test_waits_between_ranks_are_not_exposed_exchange() -> None:
     assert played.last.seconds == pytest.approx(2)
     assert max(rank.waits for rank in played.ranks) == pytest.approx(1)
     assert played.exposed == pytest.approx(0, abs=1e-12)
-    # Rank 0 is done with its own matrix a second before, and cannot go on alone.
+    # Rank 0 finishes the local matrix a second earlier, and cannot continue alone.
     assert played.tail == pytest.approx(0, abs=1e-12)
 
 
@@ -188,7 +188,7 @@ def least(plan: Plan, machine: MachineRates) -> float:
 @examples(50)
 @given(plans())
 def test_no_step_beats_the_least_for_whole_matrices(plan: Plan) -> None:
-    """Not even with other buckets, owners and rounds."""
+    """For any buckets, owners and rounds."""
     for machine in (MACHINES["h100x8"], replace(MACHINES["cpu"], ranks_per_node=2, launch=0)):
         assert seconds(plan, machine) >= least(plan, machine) * (1 - 1e-9)
         for overlap in get_args(Overlap):
@@ -198,7 +198,7 @@ def test_no_step_beats_the_least_for_whole_matrices(plan: Plan) -> None:
             assert bound >= max(played.least, played.link)
 
 
-# Each of 240 large matrices needs its own rank, so 144 ranks have a middle matrix too, and wait for a gather and a
+# Each of 240 large matrices needs a separate rank, so 144 ranks have a middle matrix too, and wait for a gather and a
 # return.
 LARGE, MIDDLE = Chain(44.0, 10.0, 10.0), Chain(23.5, 3.0, 3.0)
 
@@ -221,7 +221,7 @@ def test_the_lower_bound_for_whole_matrices_has_the_expected_seconds(
 
 
 def test_a_plan_overlaps_equal_link_and_compute_times() -> None:
-    """By FLOPs, one round suffices; on this machine it takes nearly twice as long as several."""
+    """By FLOPs, one round suffices; on this machine a single round takes nearly twice as long as several."""
     tasks = parameters(64, 4)
     options = Machine(node_gb=1e-3, node_latency_us=0, launch_us=0, tflops=3.3e-3, memory_gb=1e6)
     machine = machine_of(options)

@@ -1,4 +1,4 @@
-"""Checkpoints of other Muon optimizers go on here, and ours go on in torch.optim.Muon."""
+"""Muon continues from checkpoints of other Muon optimizers, and torch.optim.Muon continues from ours."""
 
 import copy
 from typing import Any
@@ -90,7 +90,7 @@ def test_a_hybrids_state_dict_is_not_torchs_muons() -> None:
 
 
 class SumOfGradients(torch.optim.Optimizer):
-    """Muon as dion writes it: momentum is the sum m <- mu m + g, and Nesterov adds the gradient."""
+    """Muon of dion: momentum is the sum m <- mu m + g, and Nesterov adds the gradient."""
 
     def __init__(self, params: Any, lr: float, mu: float, adjust_lr: str | None = "rms_norm") -> None:
         options = {"lr": lr, "mu": mu, "weight_decay": 0.1, "nesterov": True, "adjust_lr": adjust_lr}

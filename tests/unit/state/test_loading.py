@@ -5,9 +5,14 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_muon import Muon
+from titan_muon.adam import AdamW
 from titan_muon.tensors.mesh import StateMesh
 
 
@@ -24,7 +29,7 @@ def step(param: nn.Parameter, muon: Muon, seed: int) -> None:
 
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_tensors_put_into_a_live_state_dict_are_loaded(rule: str) -> None:
-    """A state dict shares its inner dicts with the optimizer, so the tensor is in both before the load."""
+    """A state dict shares the inner dicts with the optimizer, so both have the tensor before the load."""
     param, muon = trained(rule)
     step(param, muon, 1)
     weights, saved = param.detach().clone(), copy.deepcopy(muon.state_dict())
@@ -55,7 +60,27 @@ def test_a_state_dict_without_a_newer_option_is_loaded() -> None:
     step(other, resumed, 2)
 
 
+def test_adamws_state_of_another_placement_is_refused() -> None:
+    """A shard of another rank may have the same shape."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh, shard = init_device_mesh("cpu", (2,)), torch.ones(4, 8)
+        params = [
+            nn.Parameter(DTensor.from_local(shard.clone(), mesh, [kind])) for kind in (Shard(0), Replicate(), Shard(1))
+        ]
+        saving, same, *others = (AdamW([("w", param)]) for param in (params[0], *params))
+        params[0].grad = torch.ones_like(params[0])
+        saving.step()
+        for param, adamw in zip(params[1:], others, strict=True):
+            with pytest.raises(ValueError, match=r"exp_avg .* has another shape, mesh or placements"):
+                adamw.load_state_dict(saving.state_dict())
+            assert not adamw.state.get(param, {}).get("exp_avg", shard * 0).any()
+        same.load_state_dict(saving.state_dict())
+    finally:
+        dist.destroy_process_group()
+
+
 def test_pickling_a_momentum_of_a_single_owner_warns() -> None:
-    """As a script makes it that saves on one rank under DDP, with state = "owner"."""
+    """As in a script with a save on one rank under DDP, with state = "owner"."""
     with pytest.warns(UserWarning, match=r"the part of this rank alone\. Save with torch\.distributed\.checkpoint"):
         pickle.dumps(StateMesh.__new__(StateMesh))

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def transfers(count: int = 5) -> list[Transfer]:
-    """Of two changed tensors, with an odd number of bytes, and an unchanged one."""
+    """Transfers of two changed tensors, with an odd number of bytes, and an unchanged tensor."""
     return [
         Transfer(
             [torch.full((3, 3), float(i), dtype=torch.bfloat16), torch.full((4 + i,), float(i))],
@@ -99,7 +99,7 @@ def used(window: Window, host: list[Transfer]) -> None:
 
 
 def steps(window: Window, host: list[Transfer]) -> None:
-    """Steps with other work in reused memory after each."""
+    """Steps with unrelated work in reused memory after each."""
     for _ in range(2):
         used(window, host)
         torch.ones(14).add_(1)
@@ -364,7 +364,8 @@ def test_bfloat16_averages_are_computed_in_float32_and_rounded_once_a_step(monke
 def test_a_beta_too_large_for_bfloat16_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("betas = [0.9, 0.999] are not accepted with state_dtype")):
         batched.AdamW(named().items(), state_dtype="bfloat16", betas=(0.9, 0.999))
-    # Reason of the refusal: with 0.999 a second moment never shrinks; with the largest accepted beta it does.
+    # Reason of the refusal: with 0.999 a second moment never shrinks; with the largest accepted beta the moment
+    # shrinks.
     for beta, shrinks in ((0.999, False), (batched.SLOWEST_IN_BFLOAT16, True)):
         values = torch.linspace(1, 2, 129)[:-1].bfloat16()
         assert bool(((values.float() * beta).bfloat16() < values).all()) == shrinks

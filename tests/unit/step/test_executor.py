@@ -56,7 +56,7 @@ def test_a_step_makes_no_more_operators_for_more_matrices(options: dict[str, Any
     growing = {name for name in many if many[name] > few[name]}
     allowed = {"aten.view.default", "aten.slice.Tensor", "aten.empty_like.default"}
     if options.get("nonfinite") == "skip":
-        # A skipped matrix keeps its momentum only if its old values are restored.
+        # A skipped matrix keeps the momentum only if the old values are restored.
         allowed.add("aten.where.self_out")
     assert growing <= allowed, many - few
     assert many["aten.nan_to_num_.default"] == 0
@@ -91,7 +91,7 @@ def stepped(params: dict[str, nn.Parameter], muon: Optimizer) -> dict[str, torch
 
 
 def test_the_step_uses_replaced_storage() -> None:
-    """`param.data = ...` and the same of the momentum leave tensors that are stored elsewhere."""
+    """An assignment to `param.data` or to the momentum's data leaves a tensor with new storage."""
     kept, changed = named(), named()
     first, other = Muon(kept.items()), Muon(changed.items())
     assert stepped(kept, first).keys() == stepped(changed, other).keys()
@@ -108,7 +108,7 @@ def test_the_step_uses_replaced_storage() -> None:
 
 
 def test_a_parameter_replaced_in_a_group_is_refused() -> None:
-    """As Accelerate does after sharding a model: the step would train what no module uses."""
+    """As after Accelerate's sharding of a model: no module uses the trained parameter."""
     params = named()
     muon = Muon(params.items(), missing_grad="skip")
     before = stepped(params, muon)

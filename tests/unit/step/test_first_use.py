@@ -50,7 +50,7 @@ def test_construction_allocates_no_state() -> None:
 
 
 def test_parameters_replaced_before_the_first_step_are_trained() -> None:
-    """Like Accelerate's `prepare`: new parameters of the model replace the old ones in groups."""
+    """Like Accelerate's `prepare`: new parameters of the model replace the old parameters in groups."""
     muon = Muon(list(parameters(1).items()), **OPTIONS)
     params = parameters()
     muon.param_groups[0]["params"] = list(params.values())
@@ -132,6 +132,20 @@ def test_a_thawed_parameter_is_an_error_until_rebuild() -> None:
     both.state[first["layers.0.w"]]["momentum_buffer"].copy_(separate.state[first["layers.0.w"]]["momentum_buffer"])
     train(both, reference, range(2, 4))
     assert equal(params, reference)
+
+
+def test_a_parameter_frozen_after_the_first_step_is_an_error_until_rebuild() -> None:
+    params = parameters()
+    muon = Muon(list(params.items()), **OPTIONS)
+    train(muon, params, range(2))
+    frozen = params["layers.1.w"].requires_grad_(False)
+    frozen.grad = None
+    with pytest.raises(ValueError, match=r"for layers\.1\.w: .* frozen after Muon was built, call rebuild\(\)"):
+        train(muon, params, range(2, 3))
+    muon.rebuild()
+    train(muon, params, range(2, 4))
+    assert torch.equal(params["layers.0.w"], trained(range(4))["layers.0.w"])
+    assert torch.equal(frozen, trained(range(2))["layers.1.w"])
 
 
 def test_a_model_converted_after_the_first_step_is_an_error_until_rebuild() -> None:

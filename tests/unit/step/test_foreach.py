@@ -15,7 +15,7 @@ EVERY, OTHER = slice(0, 5), slice(0, 5, 2)
         ((EVERY, EVERY), None),
         ((slice(1, 3), EVERY), slice(1, 3)),
         ((EVERY, slice(1, 3)), (EVERY, slice(1, 3))),
-        # From the first to the last, and yet not all: gate and up that take turns.
+        # From the first to the last row, with gaps: gate and up rows alternate.
         ((OTHER, EVERY), OTHER),
         ((EVERY, OTHER), (EVERY, OTHER)),
     ],

@@ -1,4 +1,4 @@
-"""A step allocates as many bytes as its plan says, stage by stage."""
+"""A step allocates the planned bytes, stage by stage."""
 
 import gc
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.memory_use import allocated
@@ -29,12 +30,12 @@ from titan_muon.step.foreach import CPU_CHUNK_BYTES
 from titan_muon.tensors.storage import trained_params
 
 MIB = 2**20
-# One Newton-Schulz step in the dtype of the workspace, because the test is about the other stages.
+# One Newton-Schulz step in the dtype of the workspace, because the test is about the remaining stages.
 OPTIONS: dict[str, Any] = {"ns_steps": 1, "ns_dtype": "bfloat16", "orthogonalize": "standard"}
 
 
 def peak(muon: Muon) -> tuple[int, int]:
-    """Bytes that a second step allocates at most, and the bytes of the plan."""
+    """Peak bytes allocated by a second step, and the bytes of the plan."""
     muon.step()
     _, new, left = allocated(muon.step)
     assert left == 0, "a step keeps no memory"
@@ -64,7 +65,7 @@ def test_the_peak_of_a_step_equals_the_plan(dtype: torch.dtype, rows: int, optio
     """A local matrix of 16 to 128 MiB. Momentum and weights are updated in chunks of rows."""
     weight = with_gradient(nn.Parameter(torch.zeros(rows, 64, dtype=dtype)))
     measured, planned = peak(Muon([("w", weight)], **OPTIONS, **options))
-    # The library for matrix products has scratch of its own.
+    # The library for matrix products has separate scratch memory.
     assert 0.98 * planned < measured < 1.02 * planned + MIB
 
 
@@ -170,6 +171,23 @@ def test_buffers_and_workspace_stay_allocated_with_keep_buffers(kept: bool) -> N
 def test_a_fragmenting_allocator_causes_a_warning(device: str, mib: int, settings: dict[str, str], warns: bool) -> None:
     warning = fragmentation(device, mib * MIB, {"HOME": "/", **settings})
     assert ("keep_buffers" in warning) == warns
+
+
+def test_the_first_use_warns_of_the_steps_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("titan_muon.engine.fragmentation", lambda *of: asked.append(of[:2]) or "fragments")
+    with pytest.warns(UserWarning, match="fragments"):
+        Muon([("w", nn.Parameter(torch.zeros(512, 64)))]).build()
+    assert asked == [("cpu", 512 * 64 * 2)]
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("kept", [False, True])
+def test_exchange_buffers_stay_allocated_with_keep_buffers(kept: bool) -> None:
+    shard = DTensor.from_local(torch.zeros(4, 8), init_device_mesh("cpu", (2,)), [Shard(0)])
+    buffers = Muon([("w", nn.Parameter(shard))], keep_buffers=kept).engine.rank.buffers
+    assert [tensor.untyped_storage().nbytes() for tensor in buffers.tensors] == [buffers.memory.nbytes * kept]
+    assert buffers.memory.nbytes > 0
 
 
 def test_keep_buffers_moves_the_allocation_out_of_the_step() -> None:

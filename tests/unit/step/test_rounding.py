@@ -55,7 +55,7 @@ DECAY = partial(scaled_sum, keep=0.999, alpha=0.0)
 
 
 def drawn(values: Tensor, updates: Tensor, keep: float, alpha: float, steps: range) -> Tensor:
-    """Draws of these steps on equal values: (steps, *shape)."""
+    """Draws of the steps on equal values: (steps, *shape)."""
     chunk = chunk_of([values.shape], [7], torch.empty(memory_bytes(values), dtype=torch.uint8))
     draws = []
     for number in steps:
@@ -79,7 +79,7 @@ def test_the_mean_of_many_draws_is_the_unrounded_value() -> None:
 
 
 def test_the_rounding_errors_of_a_matrix_are_uncorrelated() -> None:
-    """The largest singular value of (n, n) noise is 2 sqrt(n) standard deviations, that of a pattern up to n."""
+    """The largest singular value of (n, n) noise is 2 sqrt(n) standard deviations; a pattern has up to n."""
     values = torch.full((256, 256), 1.0).bfloat16()
     errors = drawn(values, torch.zeros_like(values), 1 + 2**-9, 0.0, range(1))[0].double() - (1 + 2**-9)
     assert torch.linalg.matrix_norm(errors, 2) < 1.1 * 2 * math.sqrt(256) * errors.std()
@@ -88,7 +88,7 @@ def test_the_rounding_errors_of_a_matrix_are_uncorrelated() -> None:
 def test_nonfinite_values_stay_nonfinite() -> None:
     values = torch.tensor([[math.inf, -math.inf, math.nan, 1.0]]).bfloat16()
     updates = torch.zeros(1, 4)
-    # All bits set, as CUDA writes it: a draw would count on from there to zero.
+    # All bits set, as written by CUDA: a draw would count on from there to zero.
     updates[0, 3] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)
     for param in drawn(values, updates, 1.0, 1.0, range(50)):
         assert param[0, :2].tolist() == [math.inf, -math.inf]
@@ -142,7 +142,7 @@ def test_a_checkpoint_without_a_draw_count_is_loaded() -> None:
 
 
 def test_the_count_of_steps_is_kept_only_for_bfloat16() -> None:
-    """Checkpoints of float32 weights keep their keys."""
+    """Checkpoints of float32 weights keep the same keys."""
     wide = {name: nn.Parameter(value) for name, value in full(0).items()}
     for params, rounding, counted in ((wide, "stochastic", False), (parameters(), "nearest", False)):
         muon = Muon(list(params.items()), rounding=rounding, **OPTIONS).build()
@@ -150,7 +150,7 @@ def test_the_count_of_steps_is_kept_only_for_bfloat16() -> None:
 
 
 def test_draws_do_not_depend_on_the_batch_of_updates() -> None:
-    """Two tensors in a chunk get the same bits as alone, also after other steps."""
+    """Two tensors in a chunk get the same bits as alone, also after different steps."""
     values = [torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16() for shape in ((5, 7), (4, 9))]
     updates, scratch = [torch.zeros_like(value) for value in values], torch.empty(2**14, dtype=torch.uint8)
 

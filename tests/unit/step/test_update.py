@@ -1,4 +1,4 @@
-"""The element-wise parts of a step: learning-rate scales, momentum and apply; all of it as torch.optim.Muon."""
+"""The element-wise parts of a step: learning-rate scales, momentum and apply; all parts equal torch.optim.Muon."""
 
 import math
 from typing import Any

@@ -107,7 +107,7 @@ def test_interleaved_pieces_are_few_rectangles(dim: int) -> None:
 
 
 def test_the_scale_follows_the_shape_of_the_matrix_not_of_the_storage() -> None:
-    """A layer that stores (in, out) trains like its transpose."""
+    """A layer stored as (in, out) trains like the transpose."""
     values, grad = torch.randn(4, 12), torch.randn(4, 12)
     stored, turned = nn.Parameter(values.clone()), nn.Parameter(values.T.contiguous())
     stored.grad, turned.grad = grad.clone(), grad.T.contiguous()

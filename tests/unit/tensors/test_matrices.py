@@ -1,4 +1,4 @@
-"""A parameter's matrices and its optimizer: rules in order, defaults by name and shape, errors."""
+"""A parameter's matrices and optimizer: rules in order, defaults by name and shape, errors."""
 
 import re
 from typing import Any
@@ -149,7 +149,7 @@ def heads(match: str, height: int) -> Split:
 
 
 def pattern(parts: tuple[int, ...], stack: str = "", *, joined: bool = False) -> Split:
-    """Parts that repeat down each matrix of a stack; with `joined`, parts at the same place are one matrix."""
+    """Parts repeated down each matrix of a stack; with `joined`, parts at the same place are one matrix."""
     matrices = "p | (r h) d" if joined else "r p | h d"
     return Split(match="*", dims=f"{stack} (r p h) d -> {stack} {matrices}", lengths={"p": parts, "h": 1})
 

@@ -45,7 +45,7 @@ def test_backends_are_listed_by_device(gloo: dist.ProcessGroup) -> None:
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A world of four ranks with NCCL, whose options are simulated in a CPU build of PyTorch."""
+    """A world of four ranks with NCCL; a CPU build of PyTorch simulates NCCL's options."""
     if not dist.is_nccl_available():
         options = SimpleNamespace(Options=lambda **values: SimpleNamespace(**values, _timeout=10 * MINUTE))
         monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)

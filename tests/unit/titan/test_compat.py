@@ -1,6 +1,6 @@
-"""Each gap that compat.py closes is still there in the pinned torchtitan and this torch, and is closed.
+"""Each gap closed by compat.py still exists in the pinned torchtitan and this torch.
 
-What is there before `install()` can only be seen in a fresh interpreter.
+Only a fresh interpreter shows the state before `install()`.
 """
 
 import importlib
@@ -177,7 +177,7 @@ def test_spmd_backend_follows_the_torch_version(monkeypatch) -> None:
 
 
 def test_timeouts_reach_every_group_except_the_checkpoint_group(monkeypatch) -> None:
-    """Groups beside the mesh, as that of the signal to stop, must not keep PyTorch's 30 minutes."""
+    """Groups outside the mesh, such as the group of the stop signal, must not keep PyTorch's 30 minutes."""
     compat.install()
     utils = importlib.import_module("torchtitan.distributed.utils")
     groups = [SimpleNamespace(group_desc=name) for name in ("default_pg", "undefined", compat.ASYNC_CHECKPOINT)]
@@ -191,7 +191,7 @@ def test_timeouts_reach_every_group_except_the_checkpoint_group(monkeypatch) -> 
 
 
 def test_a_group_without_a_timeout_causes_no_warning(recwarn) -> None:
-    """PyTorch warns of it in each start, before a user has done anything."""
+    """PyTorch warns in each start, before any action of the user."""
     compat.install()
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
     try:
@@ -226,5 +226,5 @@ def test_the_process_group_uses_the_passed_store(monkeypatch) -> None:
 
 
 def test_the_users_flight_recorder_is_kept(monkeypatch) -> None:
-    """trace_buf_size = 0, the default, must not switch off what the user has set."""
+    """The default trace_buf_size = 0 must not disable the user's setting."""
     assert init_with(monkeypatch, TORCH_FR_BUFFER_SIZE="5000")[1] == "5000"

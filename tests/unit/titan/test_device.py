@@ -1,4 +1,4 @@
-"""Device-dependent choices are in one file, and a recipe can override them on any device."""
+"""Device-dependent choices are in one file, and a recipe can override each choice on any device."""
 
 import ast
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ ALLOWED = {TITAN / "device.py", TITAN / "compat.py", TITAN / "model" / "logits.p
 
 
 def branches(path: Path) -> Iterator[str]:
-    """Places in a file that ask for a device, or compare a device with a name."""
+    """Places in a file with a query of a device, or a comparison of a device with a name."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and node.attr == "is_available":
             yield f"{path.name}:{node.lineno}"

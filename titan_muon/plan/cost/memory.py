@@ -1,4 +1,4 @@
-"""The peak memory of a step on one rank, stage by stage."""
+"""The peak memory of a step on a rank, stage by stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .times import Costs, OwnerTime
 
 
 class StepBytes(NamedTuple):
-    """Bytes that a step allocates on one rank.
+    """Bytes that a step allocates on a rank.
 
     Attributes:
         workspace: the largest batch of whole matrices.
@@ -25,7 +25,7 @@ class StepBytes(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Peak without the exchange buffers: the computing stream runs one stage at a time."""
+        """Peak without the exchange buffers: the computing stream runs the stages in turn."""
         return self.workspace + max(self.advance, self.orthogonalize, self.apply)
 
     @property
@@ -34,7 +34,7 @@ class StepBytes(NamedTuple):
 
 
 def step_bytes(local: OwnerTime, buckets: Sequence[BucketTotals], buffer_elements: int, costs: Costs) -> StepBytes:
-    """The bytes of one rank with `local` matrices and travelling `buckets`."""
+    """The bytes of a rank with `local` matrices and travelling `buckets`."""
     owned = [local, *(costs.owned(bucket.owned) for bucket in buckets)]
     stored = max([local.assembled // costs.wire_bytes, *(bucket.stored for bucket in buckets)])
     passes, row = costs.passes, costs.longest_row

@@ -23,8 +23,7 @@ class Totals:
                 self.buckets[rank].append((bucket.round, totals))
 
     def buffer_elements(self, rank: int, buffer_sets: int) -> int:
-        # Buckets of a round need separate buffers. Buckets at equal positions of rounds with a common buffer set share
-        # them.
+        # Buckets of a round need separate buffers, shared with buckets at equal positions of rounds with the same set.
         largest: dict[tuple[int, int], list[int]] = {}
         last, place = -1, 0
         for number, totals in self.buckets[rank]:

@@ -1,4 +1,4 @@
-"""Rounds in the order of the model's backward or forward, to hide their communication."""
+"""Rounds in the order of the model's backward or forward, to hide communication."""
 
 from __future__ import annotations
 

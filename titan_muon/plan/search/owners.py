@@ -97,6 +97,7 @@ def balanced(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], *, 
 
     For a single group of all ranks, the busiest rank is within 4/3 of the optimum (Graham, 1969).
     """
+    # The search tries both orders, because large matrices of the last groups may not even out the load.
     balancer = Balancer(tasks, (rank for group in groups for rank in group), load)
     owners: OwnerOf = {}
     grouped = by_group(tasks, groups)

@@ -18,9 +18,9 @@ from .slices import ALWAYS, Offer, balance, cut, loads, offers_of, one_owner_fau
 
 
 def read_in_mode(parameters: Sequence[Parameter], options: MuonOptions) -> tuple[Sequence[Parameter], Geometries]:
-    """The parameters in the mode `options.tensor_parallel`, and their pieces.
+    """The parameters in the mode `options.tensor_parallel`, and the pieces.
 
-    Raises OptionError if tensor parallelism cuts no matrix, or if other options contradict the mode.
+    Raises OptionError if tensor parallelism cuts no matrix, or if the options contradict the mode.
     """
     geometries = Geometries(parameters)
     if options.tensor_parallel == "owner":

@@ -60,7 +60,7 @@ def report(
 
 
 def _lines(part: StageReport, recipe: Recipe, *, full: bool) -> Iterable[str]:
-    yield from explain.plan_lines(part.meta.plan, part.summary, part.timeline)
+    yield from explain.plan_lines(part.meta.plan, part.summary, part.timeline, part.split)
     yield from explain.owned_step_lines(part.meta.plan, part.meta.parameters, skips=recipe.muon.missing_grad == "skip")
     gathered = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
     reduced = TORCH_DTYPE_MAP[recipe.training.mixed_precision_reduce].itemsize

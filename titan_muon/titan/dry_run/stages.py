@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_muon.plan import Summary, summarize
@@ -11,7 +11,7 @@ from titan_muon.plan.cost.timeline import Timeline, timeline
 from titan_muon.plan.owned.ownership import OwnedTotals
 from titan_muon.plan.terms.machine import MachineRates
 from titan_muon.planning import planning_machine
-from titan_muon.titan.assign.explain import owner_loads
+from titan_muon.titan.assign.explain import owner_loads, repeats
 from titan_muon.titan.dry_run.memory import Memory, memory_per_rank
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world, this_device
 from titan_muon.titan.dry_run.verdict import Verdict, verdict_of
@@ -31,6 +31,7 @@ class StageReport:
     loads: Mapping[int, OwnedTotals]
     memory: Memory
     verdict: Verdict
+    split: float | None  # seconds of Muon's step with muon.replicas = "split", if replicas repeat the work
 
 
 def dry_run(recipe: Recipe, world_size: int | None, device: str | None = None) -> list[StageReport]:
@@ -39,18 +40,25 @@ def dry_run(recipe: Recipe, world_size: int | None, device: str | None = None) -
     # A world size means a cluster of GPUs, mostly planned on a laptop without GPUs.
     kind = device if device is not None else this_device() if world_size is None else "cuda"
     stages = range(recipe.parallelism.pipeline_parallel_degree)
-    return [_report(build_meta_model(recipe, world, kind, stage=stage), recipe, kind) for stage in stages]
+    return [_report(build_meta_model(recipe, world, kind, stage=stage), recipe, kind, stage) for stage in stages]
 
 
-def _report(meta: MetaModel, recipe: Recipe, kind: str) -> StageReport:
+def _report(meta: MetaModel, recipe: Recipe, kind: str, stage: int) -> StageReport:
     summary = None if meta.plan is None else summarize(meta.plan)
     machine = planning_machine(recipe.machine, kind)
     times = None if meta.plan is None else timeline(meta.plan, machine, overlap=recipe.muon.overlap)
     loads = owner_loads(meta.parameters, summary, meta.ranks)
     memory = memory_per_rank(meta, summary, loads, recipe, kind)
-    return StageReport(
-        meta, kind, machine, summary, times, loads, memory, verdict_of(meta, times, memory, recipe, machine)
-    )
+    verdict, split = verdict_of(meta, times, memory, recipe, machine), None
+    if meta.plan is not None and summary is not None and repeats(meta.plan, summary):
+        try:
+            other = replace(recipe, muon=replace(recipe.muon, replicas="split"))
+            plan = build_meta_model(other, meta.world_size, kind, stage=stage).plan
+            split = None if plan is None else timeline(plan, machine, overlap=recipe.muon.overlap).last.seconds
+        except RecipeError:
+            # Another option excludes the value.
+            split = None
+    return StageReport(meta, kind, machine, summary, times, loads, memory, verdict, split)
 
 
 def problems(recipe: Recipe, world: int) -> Iterator[str]:

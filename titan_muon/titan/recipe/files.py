@@ -1,5 +1,6 @@
 """Loads a recipe from defaults, bases, a file and the command line; writes a recipe as TOML."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -94,6 +95,14 @@ def keys_of_the_command_line(path: str | Path, recipe: Recipe) -> tuple[str, ...
     alone = _with_typed_options(build(Recipe, read_file(Path(path))), str(path))
     written = values(alone)
     return tuple(key for key, value in values(recipe).items() if value != written[key] and key != "name")
+
+
+def with_source(error: RecipeError, path: str | Path, recipe: Recipe) -> RecipeError:
+    """An error about a key, after the file or command line with the key; unchanged for a default."""
+    sources = {key: entry.source for key, entry in read_file(Path(path)).items()}
+    sources |= dict.fromkeys(keys_of_the_command_line(path, recipe), "command line")
+    key = re.match(r"\w+\.\w+", str(error))
+    return error if key is None or key[0] not in sources else RecipeError(f"{sources[key[0]]}: {error}")
 
 
 def _plain(value: Any) -> Any:

@@ -35,6 +35,7 @@ from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.titan.model.quantization import check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.recipe.constraints import owns
+from titan_muon.titan.recipe.files import keys_of_the_command_line, with_source
 from titan_muon.titan.run import runs
 from titan_muon.titan.run.console import say, say_error, say_fault, set_up_logging
 from titan_muon.titan.run.runs import Run
@@ -48,11 +49,11 @@ SECONDS_TO_EXIT = 3
 """With two for the launcher, a job ends within five seconds after a time-out."""
 
 
-def run(recipe: Recipe, overrides: tuple[str, ...] = (), *, quiet: bool = False) -> int:
-    """Train a recipe in this process, alone or under torchrun. Returns the exit code.
+def run(recipe: Recipe, config: str, *, quiet: bool = False) -> int:
+    """Train a recipe of the file `config` in this process, alone or under torchrun. Returns the exit code.
 
     0: training ended or was stopped; 1: training diverged, or a RunFault; 2: user error. Other errors raise.
-    `overrides`: keys of the command line, for the run's name. `quiet`: as in `console.is_quiet`.
+    `quiet`: as in `console.is_quiet`.
     """
     describe_world()
     set_up_logging(quiet=quiet)
@@ -60,9 +61,12 @@ def run(recipe: Recipe, overrides: tuple[str, ...] = (), *, quiet: bool = False)
     lasting = _init_distributed(recipe)
     code = 0
     try:
-        train(recipe, overrides, lasting)
-    except (RecipeError, FloatingPointError) as error:
-        code = 2 if isinstance(error, RecipeError) else 1
+        train(recipe, keys_of_the_command_line(config, recipe), lasting)
+    except RecipeError as error:
+        code = 2
+        say_error(with_source(error, config, recipe), code)
+    except FloatingPointError as error:
+        code = 1
         say_error(error, code)
     except RunFault as error:
         code = 1
@@ -94,7 +98,8 @@ def _init_distributed(recipe: Recipe) -> dist.Store | None:
 def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store | None = None) -> str:
     """Train a recipe, or continue its run, on the default process group. Returns the run's folder.
 
-    `lasting`: store of all attempts of the job. Raises RecipeError before the first step for user errors.
+    `overrides`: keys of the command line, for the run's name. `lasting`: store of all attempts of the job. Raises
+    RecipeError before the first step for user errors.
     """
     world = dist.get_world_size()
     # On gloo, because reading a device tensor waits for the device's queue.
@@ -158,9 +163,12 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
+        model = recipe.model
+        vocabulary = "" if model.vocab_size is None else f" with model.vocab_size = {model.vocab_size}"
         raise RecipeError(
-            f"the model does not fit into the memory of rank {dist.get_rank()}: {str(error).splitlines()[0]}. A dry "
-            f"run (--dry-run) lists the memory by purpose (refused at {_traced(error, run)})"
+            f"model.flavor = {model.flavor!r}{vocabulary} does not fit into the memory of rank {dist.get_rank()}: "
+            f"{str(error).splitlines()[0]}. Choose a smaller model or vocabulary, or more ranks; a dry run (--dry-run) "
+            f"lists the memory by purpose (refused at {_traced(error, run)})"
         ) from error
     reports = _gather_parts(trainer, recipe, group)
     texts = [{"plan": "", "changes": ""}]

@@ -11,6 +11,7 @@ from torch import nn
 from titan_muon import Muon, registry
 from titan_muon.adam import AdamW
 from titan_muon.assignment.roles import Seen, see
+from titan_muon.comm.clip import NormCheck
 from titan_muon.options import Split
 from titan_muon.titan import compat
 from titan_muon.titan.recipe import Recipe, RecipeError, sections
@@ -29,7 +30,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers named by numbers from `first` on, and what a language model has besides."""
+    """Layers named by numbers from `first` on, and the remaining parts of a language model."""
 
     def __init__(self, layers: int = 2, first: int = 0, ends: bool = True, hidden: bool = True) -> None:
         super().__init__()
@@ -195,12 +196,12 @@ def test_rules_may_leave_muon_without_parameters() -> None:
     assert list(names(container(recipe(rule("*", "adamw"))))) == ["adamw"]
 
 
-# Optimizers of other packages
+# Third-party optimizers
 
 
 @pytest.fixture
 def sgd(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Name of an optimizer registered by another package; `foreach` applies to all its parameters."""
+    """Name of an optimizer registered by another package; `foreach` applies to all parameters."""
     monkeypatch.setattr(registry.optimizers, "_values", dict(registry.optimizers._values))
     entry = registry.OptimizerEntry(lambda groups, **options: torch.optim.SGD(groups, **options), ("foreach",))
     registry.optimizers.register("their_sgd", entry)
@@ -221,6 +222,18 @@ def test_a_third_party_optimizer_gets_the_rules_options(sgd: str) -> None:
     assert isinstance(taker, torch.optim.SGD)
     groups = {(g["param_names"][0], g["lr"], g["momentum"], g["foreach"]) for g in taker.param_groups}
     assert groups == {("layers.0.norm.weight", 0.5, 0.8, True), ("tok_embeddings.weight", 0.25, 0.0, True)}
+
+
+def test_a_third_party_optimizer_skips_a_step_whose_norm_is_not_finite(sgd: str) -> None:
+    optimizers = container(recipe(rule("*.norm.*", sgd, lr=0.5)))
+    weights = optimizers.parameters(sgd)
+    for norm in (torch.tensor(torch.nan), torch.tensor(1.0)):
+        before = [weight.detach().clone() for weight in weights]
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizers.skip_unless_finite(NormCheck(norm, (), torch.zeros(0)))
+        next(o for o in optimizers if isinstance(o, torch.optim.SGD)).step()
+        assert all(map(torch.equal, before, weights)) == bool(norm.isnan())
 
 
 def test_an_optimizer_without_offload_is_refused_with_offload_state(sgd: str) -> None:
@@ -251,7 +264,7 @@ def test_rules_with_different_shared_options_are_refused(sgd: str) -> None:
 
 
 def test_a_third_party_optimizer_is_clipped_as_adamw(sgd: str) -> None:
-    """By default only Muon is spared: `adamw` must not mean that an optimizer nobody thought of goes unclipped."""
+    """By default only Muon is exempt: `adamw` must include third-party optimizers."""
     model = Model()
     optimizers = container(recipe(rule("*.norm.*", sgd, lr=0.5), rule("*.wo.*", sgd, lr=0.5)), model)
     parameters = {name: {id(p) for p in optimizers.parameters(name)} for name in ("muon", "adamw", sgd)}
@@ -302,7 +315,7 @@ def test_rules_are_judged_by_the_whole_model() -> None:
 
 
 def test_splits_are_judged_by_the_whole_model() -> None:
-    """A split may be for the layers of one pipeline rank alone."""
+    """A split may match only layers of one pipeline rank."""
     dims, lengths = "(h f) d -> h | f d", {"f": 2}
     of = recipe(stages=2)
     of = replace(of, muon=replace(of.muon, split=(Split(match="layers.1.wq.*", dims=dims, lengths=lengths),)))
@@ -317,7 +330,7 @@ def test_splits_are_judged_by_the_whole_model() -> None:
 
 
 def test_a_stage_without_hidden_matrices_still_builds_muon(monkeypatch) -> None:
-    """Muon compares ranks in its construction: other ranks would wait for a missing rank."""
+    """Muon compares ranks in the construction: the remaining ranks would wait for a missing rank."""
     built: dict[str, list[tuple[str, ...]]] = {}
 
     def build(name: str, groups: Any, *_: Any) -> torch.optim.Optimizer:
@@ -331,7 +344,7 @@ def test_a_stage_without_hidden_matrices_still_builds_muon(monkeypatch) -> None:
 
 
 def test_gpt_oss_experts_are_split_and_refused_with_offload() -> None:
-    """GPT-OSS's experts alternate in rows, whose momentum cannot come from the host."""
+    """GPT-OSS's experts alternate in rows, and the momentum of interleaved rows cannot come from the host."""
     experts = type("GptOssGroupedExperts", (nn.Module,), {})()
     experts.mlp1_weight_EGD = nn.Parameter(torch.zeros(2, 8, 6))
     model = Model()

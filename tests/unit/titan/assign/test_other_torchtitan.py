@@ -1,6 +1,6 @@
-"""A torchtitan whose modules have moved, as on its main branch: the optimizer trains, and recipes are refused in words.
+"""A torchtitan with moved modules, as on the main branch: the optimizer trains, and recipes are refused.
 
-Releases are tested by `make main-titan`. Here an import hook hides the modules that torchtitan's main branch has not.
+`make main-titan` tests releases. Here an import hook hides the modules missing on torchtitan's main branch.
 """
 
 import subprocess

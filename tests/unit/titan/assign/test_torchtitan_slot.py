@@ -1,4 +1,4 @@
-"""`HybridOptimizers.Config` in the optimizer slot of TorchTitan's own configuration, trained as its Trainer does."""
+"""`HybridOptimizers.Config` in the optimizer slot of TorchTitan's configuration, trained as in TorchTitan's Trainer."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from titan_muon.titan import HybridOptimizers
 
 
 def configured(**options: Any) -> Any:
-    """TorchTitan's configuration of its debug Llama, with another optimizer."""
+    """TorchTitan's configuration of the debug Llama, with another optimizer."""
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     return dataclasses.replace(llama3_debugmodel(), optimizer=HybridOptimizers.Config(**options))
@@ -82,7 +82,7 @@ def test_unread_torchtitan_fields_are_refused(options: dict[str, Any], named: st
 
 
 def test_an_error_of_a_stage_is_sent_to_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stage with the embedding has no matrix; other stages would wait in Muon's first collective."""
+    """The stage with the embedding has no matrix; the other stage would wait in Muon's first collective."""
     sent: list[Exception | None] = []
     monkeypatch.setattr(Agreement, "_raise_together", lambda self, fault: sent.append(fault))
     with pytest.raises(IndexError):

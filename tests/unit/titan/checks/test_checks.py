@@ -63,7 +63,7 @@ class Layer(nn.Module):
 
 
 def test_dead_experts_are_reported_once_until_the_next_token() -> None:
-    """No token in the reports of 100 steps; counts are those of a step, because the buffers may not be cleared."""
+    """No token in the reports of 100 steps. Counts are per step, because the buffers may not be cleared."""
     layer = Layer()
     loads = ExpertLoads([nn.Sequential(layer)], None, torch.device("cpu"))
     lines = {}

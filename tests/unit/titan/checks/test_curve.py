@@ -1,4 +1,4 @@
-"""Loss curves that look wrong are named; curves of healthy runs, with odd batches, are not."""
+"""Suspicious loss curves are named; curves of healthy runs with outlier batches are not."""
 
 import random
 

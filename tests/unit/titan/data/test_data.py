@@ -33,7 +33,7 @@ TEXTS = ["", "plain ascii\n", "naïve — ünïcode", "🙂🚀 한국어", "a\0
 
 @pytest.fixture
 def data(tmp_path: Path) -> Data:
-    """Forty documents with unique bytes, so that a block identifies its documents."""
+    """Forty documents with unique bytes, so that a block identifies the documents."""
     folder = tmp_path / "text"
     folder.mkdir()
     for i in range(40):
@@ -83,7 +83,7 @@ def test_batches_have_the_trainers_format(data):
 
 
 def test_no_label_crosses_a_document_and_positions_restart(data):
-    """Position 0 is exactly at a block's start and at every opening mark; a label is the next token of its document."""
+    """Position 0 is exactly at a block's start and at every opening mark; a label is the next token of the document."""
     for batch in take(build(data), 30):
         for inputs, labels, positions in batch:
             starts = inputs == BOS
@@ -194,10 +194,10 @@ def held_out(data: Data) -> set[str]:
 
 
 def test_new_documents_move_no_document_to_the_other_side_of_the_split(data, tmp_path):
-    """Files of another folder give all files other names; a run on more text must not train on held-out text."""
+    """Files of another folder rename all files; a run on more text must not train on held-out text."""
     before = held_out(data)
     (tmp_path / "more" / "deep").mkdir(parents=True)
-    # So many that a fixed share of all documents would be other documents.
+    # With 61 more documents, a fixed share of all documents would select different documents.
     new = {f"something else {number}" for number in range(60)}
     for text in new:
         (tmp_path / "more" / "deep" / f"{text}.txt").write_text(text)
@@ -223,7 +223,7 @@ def rows(data: Data, name: str) -> Data:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_rows_of_a_file_are_documents(data, tmp_path, suffix):
-    """The same texts as rows are split as the files are, and pack into blocks that read as well."""
+    """Equal texts as rows have the split of the files, and pack into equal blocks."""
     texts = [path.read_text() for path in sorted((tmp_path / "text").iterdir())]
     table = [{"text": text, "url": "x"} for text in [*texts, ""]]
     file = tmp_path / "text" / f"all{suffix}"
@@ -291,7 +291,7 @@ def test_validation_reads_the_same_held_out_text_in_every_pass(data):
 
 
 def held_out_blocks(data: Data, dp: int, batch: int, sequences: int) -> list[bytes]:
-    """The inputs of every sequence that counts in a validation on `dp` ranks, in no order."""
+    """The inputs of every counted sequence in a validation on `dp` ranks, in no order."""
     tokenizer = tokenizer_config(data).build(tokenizer_path="unused")
     config = dataclasses.replace(dataloader_config(data, validation=True), sequences=sequences)
     read, lengths = [], set()
@@ -319,7 +319,7 @@ def test_a_validation_reads_the_same_sequences_on_every_layout(data, sequences):
 
 
 def test_a_validation_in_microbatches_ends_with_a_whole_batch(data):
-    """TorchTitan drops a batch of a pipeline whose last microbatches the loader does not have."""
+    """TorchTitan drops a pipeline batch with missing last microbatches."""
     tokenizer = tokenizer_config(data).build(tokenizer_path="unused")
     config = dataclasses.replace(dataloader_config(data, validation=True), sequences=5, multiple=8)
     loader = config.build(dp_world_size=2, dp_rank=0, tokenizer=tokenizer, seq_len=SEQ_LEN, local_batch_size=1)
@@ -327,7 +327,7 @@ def test_a_validation_in_microbatches_ends_with_a_whole_batch(data):
 
 
 def test_torchtitan_can_replace_infinite_and_share_the_corpus(data, monkeypatch):
-    """Its validator builds a loader at every validation; only the first reads the text."""
+    """The validator builds a loader at every validation; only the first loader reads the text."""
     tokenizer = ByteTokenizer.Config().build()
     config = dataloader_config(data, validation=True)
     kwargs = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, "seq_len": SEQ_LEN, "local_batch_size": 1}
@@ -359,25 +359,27 @@ def test_bytes_per_token_counts_text_bytes_over_predictions(data):
 
 def test_bytes_per_token_count_the_sequences_of_a_validation(data, tmp_path):
     """The loss covers the first sequences only, and documents may differ in bytes per token."""
-    folder = tmp_path / "two"
+    folder = tmp_path / "three"
     folder.mkdir()
-    for name in ("a", "b"):
-        (folder / f"{name}.txt").write_text("é" * 64 if name == "a" else "plain text " * 12)
+    texts = ("é" * 64, "plain text " * 12, "한" * 40)
+    for name, text in zip("abc", texts, strict=True):
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
     tokenizer = ByteTokenizer.Config().build()
     tokenizer.document = lambda text: [BOS, *range(min(len(text), 250)), EOS]
     tokenizer.fingerprint = "characters"
-    two = dataclasses.replace(data, files=(str(folder / "*.txt"),), validation_fraction=0.9999999)
-    config = dataloader_config(two, validation=True)
-    (held_out,) = Documents(two).validation
-    characters = {0: 64, 1: 132}[int(held_out)]
-    size = {0: 128, 1: 132}[int(held_out)]
-    whole = dataclasses.replace(config, sequences=1)
-    assert bytes_per_token(whole, tokenizer, characters + 1) == pytest.approx(size / (characters + 1))
-    assert bytes_per_token(whole, tokenizer, 8) == pytest.approx(size / (characters + 1)), "a part in proportion"
+    three = dataclasses.replace(data, files=(str(folder / "*.txt"),), validation_fraction=0.9999999)
+    config = dataloader_config(three, validation=True)
+    first, second = (texts[number] for number in Documents(three).validation)
+    expected = len(first.encode()) / (len(first) + 1)
+    one = dataclasses.replace(config, sequences=1)
+    assert bytes_per_token(one, tokenizer, len(first) + 1) == pytest.approx(expected)
+    assert bytes_per_token(one, tokenizer, 8) == pytest.approx(expected), "a part in proportion"
+    both = len((first + second).encode()) / (len(first) + len(second) + 2)
+    assert bytes_per_token(config, tokenizer, 1) == pytest.approx(both)
 
 
 def test_the_longest_document_and_the_standard_library_pack(tmp_path, monkeypatch):
-    """A document far longer than a block goes on in the next one; a slice of the real default source trains."""
+    """A document far longer than a block continues in the next block; a slice of the real default source trains."""
     real = documents_module._python_files()
     assert len(real) > 300
     assert not any("site-packages" in name for name in real)
@@ -553,7 +555,7 @@ def save_hf_tokenizer(data: Data, folder: Path, marks: dict[str, str]) -> Data:
 
 @pytest.mark.parametrize("marks", [{"bos_token": "<s>", "eos_token": "</s>"}, {"eos_token": "</s>"}])
 def test_the_hf_tokenizer_marks_start_and_end_of_every_document(data, tmp_path, marks):
-    """A tokenizer without an opening mark opens documents with its closing mark."""
+    """A tokenizer without an opening mark opens documents with the closing mark."""
     hf = save_hf_tokenizer(data, tmp_path / "hf", marks)
     tokenizer = tokenizer_config(hf).build(tokenizer_path="not this folder")
     assert isinstance(tokenizer, HuggingFaceTokenizer)

@@ -1,4 +1,4 @@
-"""The verdict of a dry run: memory against the GPU, the training step, and Muon's share of it."""
+"""The verdict of a dry run: memory against the GPU, the training step, and Muon's share."""
 
 from dataclasses import replace
 

@@ -46,7 +46,7 @@ def test_a_later_attempt_ends_with_the_earlier_exit_code(tmp_path: Path, monkeyp
 
 
 def test_a_restart_after_a_crash_has_no_earlier_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a crash, whose traceback TorchTitan writes, or a torn file, a restart trains."""
+    """After a crash with TorchTitan's traceback, or with a torn file, a restart trains."""
     attempt(tmp_path, 0, 0, monkeypatch).write_text('{"message": {"message": "CUDA error"}}')
     attempt(tmp_path, 0, 1, monkeypatch).write_text("{")
     attempt(tmp_path, 1, 0, monkeypatch)
@@ -67,7 +67,7 @@ def test_a_later_attempt_ends_without_loading_torch() -> None:
 def test_the_first_ending_rank_prints_a_mistake_of_any_rank_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun ends the other ranks at the first end, perhaps before rank 0 has printed."""
+    """torchrun ends the remaining ranks at the first end, perhaps before rank 0 has printed."""
     shown = {}
     for rank in (1, 0):
         monkeypatch.setenv("RANK", str(rank))

@@ -41,7 +41,7 @@ def test_a_launchers_environment_is_kept(monkeypatch: pytest.MonkeyPatch, more: 
 
 
 def test_several_srun_tasks_without_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`srun python train.py` with several tasks must be refused with the line to use, one task must train."""
+    """The error has the right command; a single task trains."""
     monkeypatch.setattr(os, "environ", {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"})
     with pytest.raises(RecipeError, match=r"srun started 8 tasks.*torchrun --nnodes"):
         describe_world()
@@ -61,7 +61,7 @@ def attempt(lasting: dist.Store, world_size: int) -> list[dist.Store]:
 
 
 def test_an_attempt_does_not_read_keys_of_an_earlier_attempt() -> None:
-    """All ranks of an attempt must share a store, in which nothing is left of the attempt before."""
+    """All ranks of an attempt share a store without keys of an earlier attempt."""
     lasting = dist.HashStore()
     first, second = attempt(lasting, 3), attempt(lasting, 3)
     first[0].set("address", "dead")
@@ -72,7 +72,7 @@ def test_an_attempt_does_not_read_keys_of_an_earlier_attempt() -> None:
 
 
 def test_an_interrupted_attempt_does_not_mislead_the_next() -> None:
-    """Killed ranks that arrived without their rank 0 do not count."""
+    """Killed ranks without an arrived rank 0 do not count."""
     lasting = dist.HashStore()
     dist.PrefixStore("titan_muon/attempts", lasting).add("arrivals", 1)
     stores = attempt(lasting, 2)
@@ -118,7 +118,7 @@ SIGN = Sign(host="node-a", pid=7, stage=5, beat=9)
     ],
 )
 def test_late_ranks_are_named(signs: dict[int, Sign], silent: set[int], expected: str) -> None:
-    """Those without a sign of life, or behind; nobody while all are at the same place, as in a long save."""
+    """Ranks without a sign of life, or behind; no rank while all are at the same place, as in a long save."""
     assert late_ranks(signs, silent, 2) == expected
     assert all(Sign.decode(sign.encode()) == sign for sign in signs.values())
 
@@ -126,7 +126,7 @@ def test_late_ranks_are_named(signs: dict[int, Sign], silent: set[int], expected
 def test_a_silent_rank_is_reported_once_and_killed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One of three ranks with a common store stops: one line names the rank, and only its process ends."""
+    """One of three ranks with a common store stops: one line names the rank, and only this process ends."""
     killed: list[int] = []
     monkeypatch.setattr(watchdog_module.os, "kill", lambda pid, number: killed.append(pid))
     store = dist.HashStore()
@@ -135,7 +135,7 @@ def test_a_silent_rank_is_reported_once_and_killed(
     monkeypatch.setattr(watchdog_module.socket, "gethostname", lambda: "h")
     monkeypatch.setattr(watchdog_module, "is_sibling", lambda pid: True)
     ranks[2]._tell()
-    with pytest.raises(RuntimeError, match="timed out"), ranks[0], ranks[1]:  # noqa: PT012 (the wait is what is tested)
+    with pytest.raises(RuntimeError, match="timed out"), ranks[0], ranks[1]:  # noqa: PT012 (the test is about the wait)
         time.sleep(2.2)
         raise RuntimeError("a collective that timed out")
     for watchdog in ranks[:2]:
@@ -206,7 +206,7 @@ def test_the_first_timeout_lasts_until_the_end_of_the_first_step() -> None:
 
 
 def test_jointly_waiting_ranks_cause_no_report(capfd: pytest.CaptureFixture[str]) -> None:
-    """A save longer than the time-out, in which all ranks live, must neither be named nor ended."""
+    """In a save longer than the timeout, with all ranks alive."""
     store = dist.HashStore()
     with Watchdog(store, 0, 2, first_timeout=1, timeout=1), Watchdog(store, 1, 2, first_timeout=1, timeout=1):
         time.sleep(2)
@@ -242,7 +242,7 @@ def test_a_second_job_in_a_folder_is_refused_until_the_first_ends(tmp_path: Path
 def test_a_file_system_without_locks_causes_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Lustre without flock, for example: the user must know that nothing keeps a second job out."""
+    """For example Lustre without flock: the user learns of the missing protection."""
 
     def unlocked(*_: object) -> None:
         raise OSError(38, "Function not implemented")
@@ -256,7 +256,7 @@ def test_a_file_system_without_locks_causes_a_warning(
 
 
 def test_only_processes_of_the_same_launcher_may_be_ended() -> None:
-    """A host's name may be that of another container, where the same process number means another process."""
+    """A host's name may belong to another container with different process numbers."""
     ours = "import sys, titan_muon.titan.launch.watchdog as w; sys.exit(not w.is_sibling(int(sys.argv[1])))"
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
         asked = [

@@ -1,4 +1,4 @@
-"""The CPU's attention keeps packed documents apart, with the right values and gradients, and shares one mask."""
+"""The CPU's attention separates packed documents, with the right values and gradients, and shares one mask."""
 
 from unittest import mock
 

@@ -21,7 +21,7 @@ LONGEST = 46
 
 
 def qkv(kv_heads: int, value_dim: int) -> list[torch.Tensor]:
-    """Queries, keys and values (batch, tokens, heads, dim), large in one head."""
+    """Queries, keys and values (batch, tokens, heads, dim), large in a single head."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((4, 8), (kv_heads, 8), (kv_heads, value_dim))
     q, k, v = (torch.randn(len(STARTS), LENGTH, *shape, generator=generator, requires_grad=True) for shape in shapes)

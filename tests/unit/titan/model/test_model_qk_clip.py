@@ -25,14 +25,14 @@ ONE_RANK: Any = SimpleNamespace(tp=1, tp_enabled=False)
 
 
 def tokens() -> tuple[torch.Tensor, torch.Tensor]:
-    """Two rows of packed documents: tokens, and positions that begin anew in each document."""
+    """Two rows of packed documents: tokens, and positions with a restart in each document."""
     drawn = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     lengths = ((20, 28), (7, 41))
     return drawn, torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
 
 
 def build(family: str, threshold: float = 100.0, checkpoint: str = "none", backend: str | None = None) -> Any:
-    """The tiny model of a family with kept logits, and its QKClip."""
+    """The tiny model of a family with kept logits, and the QKClip."""
     section = sections.QKClip(mode="clip", threshold=threshold)
     spec = model_spec(family, "tiny", vocab_size=VOCAB, on_cpu=True)
     spec.model.layers = spec.model.layers[:2]
@@ -66,7 +66,7 @@ def train(model: Any) -> None:
 
 @contextmanager
 def exact_logits(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Meanwhile, the largest logit of each head of the first layer in each forward, from its queries and keys."""
+    """While active, the largest logit of each head of the first layer in each forward, from queries and keys."""
     largest: dict[str, torch.Tensor] = {}
     inner = model.get_submodule("layers.0.attention.inner_attention")
 
@@ -83,7 +83,7 @@ def exact_logits(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def full_queries(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Latent attention with one query projection, like Moonlight's."""
+    """Latent attention with a single query projection, like Moonlight's."""
     module = models._family("deepseek_v3")
     monkeypatch.setitem(module.FLAVORS, "tiny", replace(module.FLAVORS["tiny"], q_rank=0))
     return "deepseek_v3"
@@ -132,7 +132,8 @@ def test_only_heads_above_the_threshold_are_clipped_to_the_threshold(
     assert (seen <= before + torch.tensor(41.0).log()).all()
     factors = (clip.threshold / seen).clamp(max=1.0)
     shared = factors.view(4, 2).amin(1).repeat_interleave(2)
-    # Queries by their own factor, keys of a group by the smallest: square roots, because alpha is one half.
+    # Queries by the factor of the head, keys of a group by the smallest factor: square roots, because alpha is one
+    # half.
     torch.testing.assert_close(after, before * (factors * shared).sqrt())
     assert (after[above] <= clip.threshold).all()
 

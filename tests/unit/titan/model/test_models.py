@@ -10,8 +10,8 @@ from titan_muon import registry
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.recipe import RecipeError
 
-# (rows, columns, matrices in one parameter) of every matrix inside the layers, the router's apart, to the number of
-# parameters of that shape. Published sizes; see the sources in each family's module.
+# (rows, columns, matrices per parameter) of every matrix inside the layers, except the router's, to the number of
+# parameters of this shape. Published sizes; see the sources in each family's module.
 MLA_671B = {
     (1536, 7168, 1): 61,
     (24576, 1536, 1): 61,

@@ -78,8 +78,8 @@ def test_owners_are_balanced_by_the_flops_of_the_chosen_algorithm(monkeypatch: p
 def test_a_dry_run_balances_owners_by_the_costs_of_the_planned_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    """The Gram iteration pays for other shapes on GPUs, and other costs give other owners."""
-    # After `titan.model`, which prepares TorchTitan for the CPU.
+    """The Gram iteration pays for different shapes on GPUs, and different costs give different owners."""
+    # After `titan.model`, because this module prepares TorchTitan for the CPU.
     from titan_muon.titan.dry_run.meta_model import build_meta_model
 
     asked = []

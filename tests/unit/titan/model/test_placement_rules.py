@@ -1,4 +1,4 @@
-"""Placement rules: the first match decides, its parameters are owned, and impossible owners are refused."""
+"""Placement rules: the first match decides, matched parameters are owned, and impossible owners are refused."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def tensor_parallel() -> Iterator[tuple[Block, DeviceMesh]]:
 
 
 def test_owners_hold_whole_tensor_parallel_matrices_and_ranks_hold_replicas() -> None:
-    """Owners are ranks of both axes; a replicated matrix counts on each of its ranks."""
+    """Owners are ranks of both axes; a replicated matrix counts on each rank."""
     with tensor_parallel() as (block, mesh):
         rules = [owned("norm?.*", 3), owned("wq.weight", 3), owned("wk.weight")]
         owners = Owners(block, mesh=mesh["shard"], params=[], rules=rules, tensor_parallel="whole")
@@ -163,7 +163,7 @@ RULES = [
 
 def model_of(folder: Path, ranks: int, rules: list[dict[str, object]], **values: object) -> dict[str, object]:
     """A recipe's parameters on rank 0 of `world`."""
-    # After `titan.model`, which prepares TorchTitan for the CPU.
+    # After `titan.model`, because this module prepares TorchTitan for the CPU.
     from titan_muon.titan.dry_run.meta_model import build_meta_model
 
     with tiny.write_recipe(folder).open("a") as file:

@@ -1,4 +1,4 @@
-"""Singular values by power iteration and by Gram matrices are those of a decomposition."""
+"""Singular values by power iteration and by Gram matrices equal the values of a decomposition."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Overrides, the flags of train.py, and its help."""
+"""Overrides, the flags of train.py, and the help."""
 
 import inspect
 import re
@@ -73,7 +73,7 @@ def test_unread_files_cause_a_warning(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_recipe_without_a_key_is_refused(tmp_path: Path) -> None:
-    """An empty file would train a default model that nobody asked for."""
+    """An empty file would train an unrequested default model."""
     message = error_of(lambda: parse(["--config", write(tmp_path, "# later\n")]))
     assert "the recipe has no key; write at least name and flavor under [model]" in message
 
@@ -210,7 +210,7 @@ def test_help_of_a_table_lists_only_the_table(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_help_shows_no_comment_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:
-    """tyro makes a help text of the comment above a field that has no docstring."""
+    """tyro uses the comment above a field without a docstring as help text."""
     text = help_of(["--help"], capsys)
     for module in (sections, torchtitan_sections, command_line):
         source = inspect.getsource(module)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.unit.recipe_files import RULE, error_of, write
 from titan_muon.titan.recipe import Recipe, RecipeError, load, schema, sections
+from titan_muon.titan.recipe.files import with_source
 
 # Files
 
@@ -220,7 +221,7 @@ def test_rule_options_have_the_types_of_the_optimizers_table(tmp_path: Path) -> 
 
 
 def test_shared_tables_have_torchtitans_keys() -> None:
-    """A key of a table that TorchTitan has too must exist in the installed TorchTitan, save for our additions."""
+    """A key of a table shared with TorchTitan must exist in the installed TorchTitan, except for our additions."""
     from titan_muon.titan import compat
 
     compat.install()
@@ -289,6 +290,17 @@ def test_an_error_of_two_keys_names_the_source_of_both(tmp_path: Path) -> None:
     message = error_of(lambda: load(file, ["--data.tokenizer", "bpe"]))
     assert message.startswith('command line: data.tokenizer = "bpe"')
     assert message.endswith(f'Here data.source = "hf" ({file}).')
+
+
+def test_a_late_error_names_who_wrote_the_key(tmp_path: Path) -> None:
+    """The model, the data or a checkpoint may refuse a value long after the recipe was read."""
+    base = write(tmp_path, f"{RULE}'adamw'\n[muon]\nlr = 1e-3\n", "base.toml")
+    file = write(tmp_path, 'base = "base.toml"\n[data]\nsource = "files"\nfiles = ["a"]\n')
+    recipe = load(file, ["--muon.lr", "2e-3"])
+    for key, source in (("optimizer.rule[0]", f"{base}: "), ("data.files", f"{file}: "), ("muon.lr", "command line: ")):
+        assert str(with_source(RecipeError(f"{key}: bad"), file, recipe)) == f"{source}{key}: bad"
+    for text in ("adamw.lr is a default", "Muon takes no parameter", "runs/a.b is no folder"):
+        assert str(with_source(RecipeError(text), file, recipe)) == text
 
 
 @pytest.mark.parametrize("flags", [["--lr_scheduler.warmup_steps", "15"], ["--lr_scheduler.total_steps", "12"]])

@@ -1,6 +1,6 @@
-"""docs/options.md lists every option of Muon and of its machine as declared.
+"""docs/options.md lists every option of Muon and of the machine as declared.
 
-`python tests/unit/titan/recipe/test_recipe_docs.py`, from the root of the repository, writes the tables anew.
+`python tests/unit/titan/recipe/test_recipe_docs.py`, from the root of the repository, writes the tables again.
 """
 
 import ast
@@ -23,7 +23,7 @@ START, END = (
 
 
 def meanings(table: type) -> dict[str, str]:
-    """Docstrings of the fields of a dataclass and its bases, from the source: no object has them."""
+    """Docstrings of the fields of a dataclass and the bases, from the source: no object has field docstrings."""
     texts: dict[str, str] = {}
     for owner in table.__mro__[-2::-1]:
         (definition,) = ast.parse(inspect.getsource(owner)).body
@@ -48,14 +48,14 @@ def option_table(name: str) -> str:
         if choices and item.name not in ranges:
             takes = ", ".join(f"`{choice}`" for choice in get_args(choices[0]))
         default = "not given" if item.default is None else f"`{toml.value_text(item.default)}`"
-        # A row of Markdown is one line, however many the docstring has.
+        # A row of Markdown is one line, for any number of docstring lines.
         cells = (f"`{name}.{item.name}`", default, takes, " ".join(meaning[item.name].split()))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def rewritten(page: str) -> str:
-    """`page` with the tables as they should be."""
+    """`page` with the generated tables."""
     for name in TABLES:
         before, rest = page.split(START.format(name))
         page = before + START.format(name) + option_table(name) + END + rest.split(END, 1)[1]

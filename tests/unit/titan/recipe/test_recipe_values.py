@@ -13,7 +13,7 @@ from titan_muon.titan.recipe import Recipe, check_degrees, load, recipe_error, s
 from titan_muon.titan.recipe.constraints import CONSTRAINTS, RELATIONS
 from titan_muon.titan.recipe.degrees import batch_problem, local_batch_size
 
-# Conditions beyond types: (TOML, the key and value at fault, words of what is accepted)
+# Conditions beyond types: (TOML, the wrong key and value, words of the accepted values)
 
 BAD_VALUES = [
     ("name = 'a/b'", 'name = "a/b"', "no slash"),

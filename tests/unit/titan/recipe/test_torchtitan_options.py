@@ -44,14 +44,14 @@ TABLES: dict[type, str] = {
     Float8LinearConverter.Config: "float8",
     Float8GroupedExpertsConverter.Config: "float8",
 }
-"""TorchTitan's classes and the recipe's table of their options."""
+"""TorchTitan's classes and the recipe's table of the options."""
 
 MADE_OF = {"model_spec": "model", "hf_assets_path": "model", "tokenizer": "data", "dataloader": "data"}
-"""Parts of TorchTitan's trainer that are made of a recipe's table of another name."""
+"""Parts of TorchTitan's trainer made from a recipe's table with another name."""
 
 
 def left_out() -> set[str]:
-    """Keys, or keys with a value, that the page lists as left out."""
+    """Keys, or keys with a value, listed on the page as left out."""
     rows = PAGE.read_text(encoding="utf-8").split(HEADING)[1].split("\n## ")[0]
     return {
         name

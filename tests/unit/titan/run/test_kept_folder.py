@@ -90,7 +90,7 @@ def test_a_removed_folder_is_reported_rewritten_and_locked(
 
 
 def test_an_attempt_without_a_checkpoint_reuses_the_folder_in_the_next_attempt(recipe: Recipe, tmp_path: Path) -> None:
-    """Torn checkpoints and metrics of steps that are done again are out of the way."""
+    """Torn checkpoints and metrics of repeated steps are set aside."""
     folder = tmp_path / "kept" / "first"
     (folder / "checkpoint" / "step-5").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0}) + "\n")

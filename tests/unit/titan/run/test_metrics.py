@@ -1,4 +1,4 @@
-"""Records, their file after a crash, and the lines on the console. No processes."""
+"""Records, the metrics file after a crash, and the lines on the console. No processes."""
 
 import io
 import json
@@ -44,7 +44,7 @@ REPORT = StepReport(
 
 @pytest.fixture
 def reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunMetrics:
-    """Metrics of a run of 20 steps on 4 ranks, 2 of them data parallel, on its first rank."""
+    """Metrics of a run of 20 steps on 4 ranks, with 2 data-parallel ranks, on the first rank."""
     monkeypatch.setattr(metrics.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(metrics, "_get_metrics_rank", lambda **_: 0)
     config = RunMetrics.Config(log_freq=10, enable_tensorboard=False, disable_color_printing=True, total_steps=20)
@@ -99,7 +99,7 @@ def test_mfu_is_shown_on_gpus(reporter: RunMetrics, tmp_path: Path, capsys: pyte
 
 
 def test_the_end_of_a_run_is_a_single_line(reporter: RunMetrics, capsys: pytest.CaptureFixture[str]) -> None:
-    """The user needs the folder and the last losses, which may be hundreds of lines above."""
+    """The user needs the folder and the last losses; both may be hundreds of lines above."""
     reporter.say_end(0, "runs/x")
     assert capsys.readouterr().out == "", "nothing was trained"
     reporter.log_step(REPORT)
@@ -284,7 +284,7 @@ def test_the_speed_excludes_pauses(reporter: RunMetrics) -> None:
 
 
 def test_first_and_last_steps_are_always_reported(reporter: RunMetrics) -> None:
-    """A run shorter than `log_freq` must still show its loss at both ends."""
+    """A run shorter than `log_freq` still shows the loss at both ends."""
     assert [step for step in range(1, 21) if reporter.should_log(step)] == [1, 10, 20]
     reporter.config.total_steps = 13
     assert reporter.should_log(13)
@@ -311,7 +311,6 @@ def test_flatten_joins_paths() -> None:
 
 
 def test_the_timer_sums_every_phase_and_resets_on_drain() -> None:
-    """Phases of several steps must be summed by name, and start from zero after they were read."""
     timer = StepTimer(torch.device("cpu"))
     for _ in range(2):
         with timer.phase("clip"):
@@ -337,7 +336,7 @@ class StubWandb(types.ModuleType):
 
 
 def test_wandb_gets_the_recipe_and_continues_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The resolved recipe must be the run's config, and a continued folder the same run; another folder another one."""
+    """The resolved recipe is the run's config, a continued folder is the same run, and a new folder a new run."""
     stub = StubWandb()
     monkeypatch.setitem(sys.modules, "wandb", stub)
     for name in ("first", "first", "second"):
@@ -386,7 +385,7 @@ def test_the_filter_hides_only_listed_warnings(level: int, text: str, shown: boo
 
 
 def test_a_warning_of_a_rank_is_printed_once_with_the_rank() -> None:
-    """A GPU with memory errors, or a slow link, warns on its own rank alone."""
+    """For example memory errors of a GPU or a slow link, on a single rank."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
     try:
         records = [
@@ -412,7 +411,7 @@ def test_a_job_may_open_a_socket_to_1024_ranks() -> None:
 
 
 def test_signal_stops_after_the_step_and_handlers_come_back() -> None:
-    """A signal inside the context must only be remembered; after it Python's own handling must be back."""
+    """A signal inside the context is only recorded; afterwards Python's handling is back."""
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals(None, announce=False) as stop:
         stop.begin_step()
@@ -424,7 +423,7 @@ def test_signal_stops_after_the_step_and_handlers_come_back() -> None:
 
 
 def test_a_second_ctrl_c_ends_at_once_and_an_echo_does_not() -> None:
-    """A Ctrl-C forwarded by torchrun does not kill; a later one does."""
+    """A Ctrl-C forwarded by torchrun does not kill; a later Ctrl-C does."""
     with StopSignals(None, announce=False) as stop:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)

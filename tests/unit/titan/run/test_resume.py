@@ -91,7 +91,7 @@ def recipe(steps: int = STEPS, **tables: Any) -> Recipe:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint of a run of the default recipe that has ended."""
+    """A checkpoint of a finished run of the default recipe."""
     run = Run(recipe(), tmp_path)
     for _ in range(STEPS):
         run.step()
@@ -139,13 +139,15 @@ def test_a_checkpoint_without_an_option_continues_with_the_recipes_value(
     older.checkpoints.save(STEPS + 1, last_step=True)
     run = resumed(recipe(muon=sections.Muon(ns_steps=3)), checkpoint.with_name(f"step-{STEPS + 1}"))
     assert run.group("muon")["ns_steps"] == 3
-    assert "not in the checkpoint, so that the recipe's value counts: muon.ns_steps = 3" in capsys.readouterr().out
+    missing = "not in the checkpoint, so that the recipe's value counts: "
+    shown = sorted(line for line in capsys.readouterr().out.splitlines() if "the checkpoint" in line)
+    assert shown == [f"{missing}adamw.fused = False", f"{missing}muon.ns_steps = 3"]
     run.step()
 
 
 def test_the_tested_options_are_complete() -> None:
     assert OTHER_MUON.keys() == {item.name for item in fields(Hyperparameters)}
-    # A dtype is not of a group; its change is said of each state.
+    # A dtype does not belong to a group; a change is printed for each state.
     assert OTHER_ADAMW.keys() == {item.name for item in fields(sections.AdamW)} - {"state_dtype"}
 
 

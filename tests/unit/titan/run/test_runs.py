@@ -1,4 +1,4 @@
-"""Which run folder and checkpoint a recipe continues, with checkpoints whole, torn and exported. No processes."""
+"""The run folder and checkpoint continued by a recipe, with complete, torn and exported checkpoints. No processes."""
 
 import json
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_whole_checkpoint_has_no_flaw(tmp_path: Path) -> None:
     ],
 )
 def test_a_torn_checkpoint_is_detected(tmp_path: Path, damage: object, named: str) -> None:
-    """A save that was cut off at any file must be refused, naming the file."""
+    """For a save cut off at any file; the error names the file."""
     save(tmp_path, 3)
     checkpoint = tmp_path / "checkpoint" / "step-3"
     damage(checkpoint)  # type: ignore[operator]
@@ -74,13 +74,13 @@ def test_a_torn_checkpoint_is_detected(tmp_path: Path, damage: object, named: st
 
 
 def test_exported_model_is_not_a_checkpoint_to_continue(tmp_path: Path) -> None:
-    """A model-only checkpoint is refused with its key."""
+    """A model-only checkpoint is refused with the key."""
     save(tmp_path, 3, full=False)
     assert "last_save_model_only" in (flaw(tmp_path / "checkpoint" / "step-3") or "")
 
 
 def test_only_step_folders_are_checkpoints(tmp_path: Path) -> None:
-    """Only `step-N` is a checkpoint, not what was set aside or lies around."""
+    """Folders set aside and other entries are ignored."""
     save(tmp_path, 3, 10)
     (tmp_path / "checkpoint" / "aside-12").mkdir()
     (tmp_path / "checkpoint" / "step-11.bak").mkdir()
@@ -111,7 +111,7 @@ def test_latest_continues_after_the_newest_whole_checkpoint(tmp_path: Path, caps
 
 
 def test_the_metrics_of_every_rank_continue_after_the_checkpoint(tmp_path: Path) -> None:
-    """Under metrics.save_for_all_ranks each rank has a file, and no step may stand in it twice."""
+    """Under metrics.save_for_all_ranks each rank has a file, and no step may be recorded twice."""
     run = finished_run(tmp_path, 3)
     (run / "rank-1").mkdir()
     (run / "rank-1" / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
@@ -122,7 +122,7 @@ def test_the_metrics_of_every_rank_continue_after_the_checkpoint(tmp_path: Path)
 
 
 def test_any_error_of_rank_0_is_raised_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left to rank 0 alone, an error of another class would leave the others in the broadcast."""
+    """An error on rank 0 alone would leave the remaining ranks in the broadcast."""
     sent: list[object] = []
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda objects, **_: sent.extend(objects))
@@ -135,7 +135,7 @@ def test_any_error_of_rank_0_is_raised_on_every_rank(tmp_path: Path, monkeypatch
 def test_latest_without_a_run_starts_a_new_run_with_a_notice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first start of a job that always asks for `latest` must be a new run."""
+    """The first start of a job with `latest` in the recipe is a new run."""
     run = open_run(tiny.recipe(tmp_path, checkpoint__load="latest"))
     assert run == Run(run.folder)
     assert "starting anew" in capsys.readouterr().out
@@ -149,7 +149,7 @@ SAME |= {"parallelism__tensor_parallel_degree": 2, "placement__muon": "owned", "
 def test_latest_continues_only_the_same_experiment(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: float
 ) -> None:
-    """A sweep that always passes `latest` has as many runs as values; steps and layouts are no experiment."""
+    """A sweep with `latest` has as many runs as values; steps and layouts are no experiment."""
     run = finished_run(tmp_path, 3)
     capsys.readouterr()
     new = start(tiny.recipe(tmp_path, checkpoint__load="latest", **{key: value}))
@@ -163,7 +163,7 @@ def test_latest_continues_only_the_same_experiment(
 
 
 def test_a_fixed_global_batch_may_be_divided_differently(tmp_path: Path) -> None:
-    """Local batch size is a layout if the batch is fixed, and otherwise the batch itself."""
+    """The local batch size is a layout if the global batch is fixed, and otherwise the batch."""
     fixed = {"training__global_batch_size": 8}
     run = Path(start(tiny.recipe(tmp_path, **fixed)).folder)
     save(run, 3)
@@ -255,7 +255,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("enable", [False, True])
 def test_the_group_of_asynchronous_checkpoints_has_a_description(tmp_path: Path, enable: bool) -> None:
-    """The group keeps its own time-out; without checkpoints there is no group."""
+    """The group keeps a separate timeout; without checkpoints the run has no group."""
     others = {"dataloader": None, "model_parts": [], "optimizers": None, "lr_schedulers": None, "sd_adapter": None}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -268,7 +268,7 @@ def test_the_group_of_asynchronous_checkpoints_has_a_description(tmp_path: Path,
 
 
 def test_only_a_new_folder_is_discarded(tmp_path: Path) -> None:
-    """The new folder of a run that cannot begin is removed, and a continued folder is unchanged."""
+    """The new folder of an impossible run is removed, and a continued folder is unchanged."""
     run = finished_run(tmp_path, 3)
     kept = (run / "metrics.jsonl").read_text()
     discard(open_run(tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=5)))
@@ -288,7 +288,7 @@ options = { betas = [0.5, 0.5] }
 
 
 def names(folder: Path, *recipes: Recipe, keys: tuple[str, ...] = ()) -> list[str]:
-    """Differences in the folder names of runs started one after the other."""
+    """Differences in the folder names of consecutive runs."""
     return [Path(start(recipe, keys).folder).name.partition("_")[2] for recipe in recipes]
 
 
@@ -352,7 +352,7 @@ def test_names_of_folders_are_short_and_plain(tmp_path: Path) -> None:
 
 
 def test_the_newest_run_is_selected_by_time_not_by_name(tmp_path: Path) -> None:
-    """Also for two runs of one second, with any differences in the names."""
+    """Also for two runs of the same second, with any differences in the names."""
     for name in ("20260101-000000_a=z", "20260101-000000-2", "20250101-000000_z=z", "20260101-000000-3_a=a"):
         save(tmp_path / "runs" / "tiny" / name, 3)
     newest = open_run(tiny.recipe(tmp_path, checkpoint__load="latest"))

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests import tiny
@@ -127,6 +128,17 @@ def test_the_start_prints_the_batch_of_a_step(passes: int, accumulated: str, tmp
     assert line == f"{24 * passes} sequences ({12_000 * passes:,} tokens{accumulated})"
 
 
+def test_the_start_notes_other_code_for_owned_matrices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, bool]] = []
+    monkeypatch.setattr(compat, "spmd_note", lambda requested, owned: asked.append((requested, owned)) or "a note")
+    trainer = SimpleNamespace(config=config(tmp_path), parallel_dims=None, step=10**6)
+    job._say_start(trainer, tiny.recipe(tmp_path, placement__muon="owned"), Run(str(tmp_path)))  # type: ignore[arg-type]
+    assert asked == [("auto", True)]
+    assert capsys.readouterr().out.startswith("a note\n")
+
+
 def test_the_start_counts_the_whole_model_and_lists_every_pipeline_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,3 +167,36 @@ def test_parameters_on_the_host_have_a_cpu_backend_beside_the_device_backend(
     monkeypatch.setattr(compat, "init_distributed", lambda *args, cpu_backend, **options: asked.append(cpu_backend))
     job._init_distributed(tiny.recipe(tmp_path, training__enable_cpu_offload=offload))
     assert asked == [accelerator and offload]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 25 TB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 25 TB"),
+        RuntimeError("any other error"),
+    ],
+    ids=["gpu", "cpu", "other"],
+)
+def test_a_model_beyond_the_memory_is_one_error_with_its_key(
+    error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> None:
+        raise error
+
+    monkeypatch.setattr(job, "trainer_config", lambda *args: SimpleNamespace(build=build))
+    monkeypatch.setattr(job.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(job.dist, "get_rank", lambda: 3)
+    recipe = tiny.recipe(tmp_path, model__vocab_size=10**11)
+    with pytest.raises(RuntimeError if "other" in str(error) else RecipeError) as caught:
+        job._prepare(recipe, Run(folder=str(tmp_path)), None)
+    if "other" in str(error):
+        assert caught.value is error
+        return
+    key = "model.flavor = 'moe_tiny' with model.vocab_size = 100000000000"
+    remedy = "Choose a smaller model or vocabulary, or more ranks; a dry run (--dry-run) lists the memory by purpose"
+    cause = f"does not fit into the memory of rank 3: {str(error).splitlines()[0]}"
+    text = str(caught.value)
+    assert text.startswith(f"{key} {cause}. {remedy} (refused at ")
+    assert "\n" not in text
+    assert "allocate 25 TB" in (tmp_path / "traceback.txt").read_text()

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from titan_muon.comm.faults import Fault, check_faults
 from titan_muon.titan import compat
 
 compat.install()
@@ -61,6 +62,19 @@ def test_a_diverged_step_is_reported_before_the_run_ends(monkeypatch: pytest.Mon
     ((loss, norm),) = reported
     assert math.isnan(loss)
     assert norm == 7.0
+
+
+def test_a_fault_of_muon_ends_a_run_as_a_recorded_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever raises in the loop, for example the state dict of a checkpoint. The error names the recipe's key."""
+    monkeypatch.setattr(
+        torchtitan.trainer.Trainer, "train", lambda self: check_faults(["w"], [Fault.NOT_FINITE], allowed=())
+    )
+    monkeypatch.setattr(MuonTrainer, "_begin_checks", lambda self: None)
+    trainer = MuonTrainer.__new__(MuonTrainer)
+    trainer.metrics_processor, trainer.step = mock.Mock(), 3
+    with pytest.raises(FloatingPointError, match=r"^w: gradient or momentum .* \(muon\.nonfinite = 'skip'\)") as caught:
+        trainer.train(mock.Mock())
+    trainer.metrics_processor.logger.log.assert_called_once_with({"diverged": str(caught.value)}, 3)
 
 
 @pytest.mark.parametrize(("local", "elsewhere"), [(math.inf, 0.0), (1.0, 1.0), (1.0, 0.0)])

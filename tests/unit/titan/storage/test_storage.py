@@ -1,4 +1,4 @@
-"""Checkpoint files: any damage is found, nothing in them runs, and a full disk is named."""
+"""Checkpoint files: any damage is detected, no code in the files runs, and a full disk is named."""
 
 import errno
 import io
@@ -37,7 +37,7 @@ STATE = {
 
 
 class Bomb:
-    """A pickle of this object writes a file when it is loaded."""
+    """A pickle of this object writes a file on load."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -96,7 +96,7 @@ def test_no_flipped_bit_of_any_file_passes(checkpoint: Path) -> None:
 
 
 def test_damaged_metadata_without_checksums_is_reported_without_an_exception(checkpoint: Path) -> None:
-    """Earlier versions saved none; a pickle of garbage raises MemoryError, TypeError and others."""
+    """Earlier versions saved no checksums; a pickle of garbage raises MemoryError, TypeError and more."""
     (checkpoint / CHECKSUMS).unlink()
     draw = random.Random(0)
     good = (checkpoint / METADATA).read_bytes()
@@ -136,7 +136,7 @@ def test_missing_and_short_files_are_named(checkpoint: Path) -> None:
 
 
 def test_hostile_metadata_runs_no_code(checkpoint: Path, tmp_path: Path) -> None:
-    """Without checksums, because an attacker can write these too."""
+    """Without checksums, because an attacker can write checksums too."""
     (checkpoint / CHECKSUMS).unlink()
     sign = tmp_path / "ran"
     (checkpoint / METADATA).write_bytes(pickle.dumps(Bomb(sign)))
