@@ -37,10 +37,11 @@ def communicators() -> int:
 
 
 def _is_open(group: dist.ProcessGroup) -> bool:
-    # Private: PyTorch has no public test for a group's first collective.
-    if dist.get_backend(group) != "nccl" or dist.get_rank(group) < 0:
+    # Private: PyTorch has no public test for a group's first collective. torch 2.15's NCCL connects new groups at once.
+    if not dist.get_backend(group).startswith("nccl") or dist.get_rank(group) < 0:
         return False
-    return bool(group._get_backend(torch.device("cuda"))._is_initialized())  # type: ignore[attr-defined]
+    is_initialized = getattr(group._get_backend(torch.device("cuda")), "_is_initialized", None)
+    return is_initialized is None or bool(is_initialized())
 
 
 @contextmanager

@@ -100,6 +100,7 @@ class _Rehearsal:
             if trainer.parallel_dims.pp_enabled:
                 # Stages exchange shapes, which the fake group cannot answer: run only clipping and the step.
                 give_gradients(p for part in trainer.model_parts for p in part.parameters())
+                trainer.counted = False
                 trainer._clip_gradients()
                 trainer.optimizers.step()
             else:

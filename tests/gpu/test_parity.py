@@ -1,10 +1,13 @@
 """The checks for GPU ranks pass on the CPU and on fake GPUs, and notice faults."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.gpu import ranks
 from benchmarks.rehearsal.fake_gpu import DeviceSync, fake_gpu, fake_rank
 from tests.dist.harness import run_ranks
 from tests.gpu import parity
@@ -88,6 +91,19 @@ def test_layouts_fit_the_number_of_ranks(world: int, number: int) -> None:
     for case in layouts:
         assert torch.Size(case.mesh).numel() == world
         assert len(case.placements) == len(case.mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "private", "is_open"), [("nccl", False, True), ("nccl", True, False), ("gloo", False, False)]
+)
+def test_groups_of_nccl_are_open_with_or_without_the_private_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, private: bool, is_open: bool
+) -> None:
+    """Backends of torch 2.15 connect new groups at once, and have no such name."""
+    closed = SimpleNamespace(_is_initialized=lambda: False) if private else SimpleNamespace()
+    monkeypatch.setattr(dist, "get_backend", lambda group: name)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    assert ranks._is_open(SimpleNamespace(_get_backend=lambda device: closed)) == is_open  # type: ignore[arg-type]
 
 
 def test_nccl_lists_open_groups() -> None:

@@ -70,11 +70,9 @@ class ScaledRule(Rule):
             state.copy_(torch.where(self._skipped, before[name], state))
 
     def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
-        before = [torch.empty_like(param) for param in params]
-        torch._foreach_copy_(before, params)
+        skipped = self._skipped.to(params[0].dtype)
+        before = torch._foreach_mul(params, skipped)
         self._rule.apply(params, updates, group, scale, scratch)
         # Exact, because updates are finite and the factors are 0 and 1. PyTorch has no foreach call that selects.
-        skipped = self._skipped.to(params[0].dtype)
-        torch._foreach_mul_(before, skipped)
         torch._foreach_mul_(params, 1 - skipped)
         torch._foreach_add_(params, before)

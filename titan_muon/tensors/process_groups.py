@@ -37,7 +37,8 @@ def backends() -> dict[str, str]:
 
 def fast_options(device: str, timeout: timedelta | None) -> Any | None:
     """Options for a new group whose kernels start before kernels of other streams; None without NCCL on the device."""
-    if backends().get(device) != "nccl":
+    # torch 2.15 has several backends of NCCL, with these options.
+    if not backends().get(device, "").startswith("nccl"):
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:

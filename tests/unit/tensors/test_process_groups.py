@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.shared import fake_ranks
 from titan_muon.comm.agreement import Agreement, PlanReport
 from titan_muon.tensors import process_groups
 
@@ -43,13 +43,13 @@ def test_backends_are_listed_by_device(gloo: dist.ProcessGroup) -> None:
     assert process_groups.fast_options("cpu", MINUTE) is None
 
 
-@pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["nccl", "nccl2"])
+def nccl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A world of four ranks with NCCL; a CPU build of PyTorch simulates NCCL's options."""
     if not dist.is_nccl_available():
         options = SimpleNamespace(Options=lambda **values: SimpleNamespace(**values, _timeout=10 * MINUTE))
         monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
-    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: f"cpu:gloo,cuda:{request.param}")
 
 
 @pytest.mark.usefixtures("nccl")
@@ -70,14 +70,11 @@ def test_nccl_groups_of_muon_have_streams_of_high_priority(monkeypatch: pytest.M
         made[tuple(ranks)] = pg_options
         return dist.group.WORLD
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
+    with fake_ranks(4):
         monkeypatch.setattr(dist, "new_group", new_group)
         monkeypatch.setattr(Agreement, "_warm_up", lambda *_: None)
         report = PlanReport((0, 1, 2, 3), groups=((0, 1), (2, 3)), exclusive=((0, 2),))
         Agreement().open(report, {}, torch.device(device))
-    finally:
-        dist.destroy_process_group()
     assert made.keys() == {(0, 1), (2, 3), (0, 2)}
     for options in made.values():
         assert options.is_high_priority_stream if device == "cuda" else options is None
