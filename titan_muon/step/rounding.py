@@ -69,7 +69,7 @@ class Chunk:
     @property
     def firsts(self) -> list[int]:
         """Counts of the first elements."""
-        return [start + view.storage_offset() for start, view in zip(self.starts, self.wide, strict=True)]
+        return [start + int(view.storage_offset()) for start, view in zip(self.starts, self.wide, strict=True)]
 
     def only(self, kept: Sequence[bool]) -> Chunk:
         places = [place for place, keep in enumerate(kept) if keep]
