@@ -50,7 +50,7 @@ def plan_of(params: Sequence[TrainedParam], options: MuonOptions, separate: Mapp
 
 
 def check_one_device(params: Sequence[TrainedParam]) -> None:
-    """Raise ValueError for several devices, because a Muon has the buffers and streams of one."""
+    """Raise ValueError for parameters on several devices."""
     first = params[0]
     for trained in params:
         if step_device(trained.param) != step_device(first.param):
@@ -66,7 +66,7 @@ def device_of(params: Sequence[TrainedParam]) -> torch.device:
 
 
 def dispatch_of(device: torch.device, options: MuonOptions) -> Dispatch:
-    """The choice of algorithms on a device."""
+    """The choice of algorithms."""
     machine = planning_machine(options.machine, device.type)
     return Dispatch.of(options, device.type, kernels_for(options.ns_kernel, device), machine)
 
@@ -118,7 +118,7 @@ def plan_step(
 
 
 def check_prescaled(options: MuonOptions, plan: Plan, iterations: Sequence[Iteration]) -> None:
-    """Raise OptionError for coefficients that begin with a scaling if the iteration does not scale."""
+    """Raise OptionError for coefficients with a scaling if the iteration does not scale."""
     sliced = sliced_names(plan)
     scaled = [iteration.name for iteration in iterations if iteration.prescaled]
     if scaled and (sliced or options.orthogonalize == "reference"):

@@ -41,7 +41,7 @@ def gram_elements(rows: int, cols: int) -> int:
 
 
 def sliced_elements(rows: int, cols: int, slices: int) -> int:
-    """Elements on one of `slices` ranks: slices of X and the next X, three whole m x m matrices, rows of five."""
+    """Elements on a rank: slices of X and the next X, three whole m x m matrices, rows of five."""
     m, n = min(rows, cols), max(rows, cols)
     return (2 * m * n + 5 * m * m) // slices + 3 * m * m
 
@@ -155,6 +155,6 @@ FLOAT32_PASSES = Passes()
 
 
 class WorkOf(Protocol):
-    """The work of a matrix of parameter number `parameter`, or of one of `slices` slices."""
+    """The work of a matrix of parameter number `parameter`, or of a slice."""
 
     def __call__(self, parameter: int, rows: int, cols: int, slices: int = 1, /) -> Work: ...
