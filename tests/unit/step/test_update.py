@@ -122,7 +122,8 @@ def test_momentum_advances_without_a_send_buffer() -> None:
 def test_a_bf16_average_or_gradient_advances_in_float32(state: torch.dtype, wire: torch.dtype, nesterov: bool) -> None:
     """The result does not carry the rounding of a bf16 state; the state is the rounded average."""
     start, grad = torch.randn(64, 2).unbind(1)
-    average, exact, grad = start.to(state), start.to(state).float(), grad.to(wire)
+    average, grad = start.to(state), grad.to(wire)
+    exact = average.float().clone()
     expected, blended = torch.empty(64), torch.empty(64)
     update.momentum([exact], [grad.float()], [expected], 0.9, nesterov)
     update.momentum([average], [grad], [blended], 0.9, nesterov)
