@@ -420,6 +420,7 @@ def test_the_dry_run_plans_for_gpus_by_default(tmp_path: Path, capsys: pytest.Ca
         report(recipe, world, full=False, json=None, device=device)
         printed = capsys.readouterr().out
         assert f"planned for {planned}" in printed
+        assert f"estimate for {'1 rank' if world is None else '64 ranks'} of " in printed
         assert ("on h100x8" in printed) == (planned == "GPUs")
         assert ("on cpu" in printed) == (planned == "CPUs")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..options import MuonOptions, OptionError
 from ..step.feature import Feature
 from ..step.gradients import Step
-from ..step.rule import Group, Rule
+from ..step.rule import Group, Rule, Scaling
 from ..step.stages import RankStages
 from ..step.update import Tensors
 
@@ -40,17 +40,18 @@ class GradScaling(Feature):
 
     def before(self, step: Step) -> None:
         self._rank.report.add_skipped(self.skipped)
-        self._plain, self._rank.rule = self._rank.rule, ScaledRule(self._rank.rule, self.inverse, self.skipped)
+        self._plain, self._rank.rule = self._rank.rule, ScaledRule(Scaling(self._rank.rule, self.inverse, self.skipped))
 
     def after(self) -> None:
         self._rank.rule = self._plain
 
 
 class ScaledRule(Rule):
-    """`inverse`: () float32 factor on the gradients, or None. `skipped`: () bool, on the device."""
+    """A rule for scaled gradients and skipped steps."""
 
-    def __init__(self, rule: Rule, inverse: Tensor | None, skipped: Tensor) -> None:
-        self._rule, self._inverse, self._skipped = rule, inverse, skipped
+    def __init__(self, scaling: Scaling) -> None:
+        self.scaling, rule = scaling, scaling.rule
+        self._rule, self._inverse, self._skipped = rule, scaling.inverse, scaling.skipped
         self.states, self.finish_bytes = rule.states, rule.finish_bytes
         self.limits = rule.limits
 
@@ -70,11 +71,9 @@ class ScaledRule(Rule):
             state.copy_(torch.where(self._skipped, before[name], state))
 
     def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
-        before = [torch.empty_like(param) for param in params]
-        torch._foreach_copy_(before, params)
+        skipped = self._skipped.to(params[0].dtype)
+        before = torch._foreach_mul(params, skipped)
         self._rule.apply(params, updates, group, scale, scratch)
         # Exact, because updates are finite and the factors are 0 and 1. PyTorch has no foreach call that selects.
-        skipped = self._skipped.to(params[0].dtype)
-        torch._foreach_mul_(before, skipped)
         torch._foreach_mul_(params, 1 - skipped)
         torch._foreach_add_(params, before)

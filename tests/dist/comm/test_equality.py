@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS
+from tests.shared import message
 from titan_muon import Hybrid
 from titan_muon.comm.equality import tensors_of
 
@@ -102,14 +102,6 @@ INJECTED: dict[Callable[..., None], str] = {
     nothing: "",
 }
 """Faults of rank 1, and the errors of all ranks."""
-
-
-def message(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def inject(rank: int, world_size: int) -> dict[tuple[str, bool], str]:

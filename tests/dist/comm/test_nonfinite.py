@@ -2,18 +2,18 @@
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import Parameter
 
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS, SHAPES, SLICED, full, named, parameters, placed, set_gradients
+from tests.shared import message, whole
 from titan_muon import Muon
 
 EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
@@ -36,10 +36,6 @@ def spoil(params: dict[str, Parameter], mesh: DeviceMesh, seed: int, value: floa
             if bad == name:
                 gradient[index] = value
         param.grad = placed(gradient, mesh)
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def after_a_bad_step(rank: int, world_size: int, options: dict[str, Any], value: float) -> dict[str, Any]:
@@ -224,14 +220,6 @@ def missing_on_one_rank(rank: int, world_size: int, options: dict[str, Any]) -> 
 def test_a_parameter_without_gradient_on_a_rank_stays_unchanged_on_every_rank(options: dict[str, Any]) -> None:
     for report in run_ranks(missing_on_one_rank, 2, options, timeout=SECONDS):
         assert all(report.values()), report
-
-
-def message(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def test_a_missing_gradient_is_not_reported_as_nonfinite() -> None:

@@ -18,6 +18,7 @@ from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS
 from tests.reference_muon import ReferenceMuon
+from tests.shared import drawn, message
 from titan_muon import Muon
 from titan_muon.plan.summary import summarize
 
@@ -28,31 +29,17 @@ MIXED = {"wide": (24, 40), "tall": (21, 10), "experts": (3, 8, 12)}
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "orthogonalize": "reference"}
 
 
-def full(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def message(fn: Callable[[], object]) -> str:
-    """The text of the ValueError of `fn`, or empty."""
-    try:
-        fn()
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def train(
     params: dict[str, nn.Parameter], place: Callable[[str, Tensor], Tensor], shapes: Any, **options: Any
 ) -> tuple[Muon, list[str]]:
     """Names of tensors with a difference from the reference after three steps of Muon."""
-    muon, reference = Muon(list(params.items()), **OPTIONS, **options).build(), ReferenceMuon(full(shapes, 0))
+    muon, reference = Muon(list(params.items()), **OPTIONS, **options).build(), ReferenceMuon(drawn(shapes, 0))
     for seed in range(1, 4):
-        grads = full(shapes, seed)
+        grads = drawn(shapes, seed)
         for name, param in params.items():
             param.grad = place(name, grads[name].clone())
         muon.step()
@@ -71,7 +58,7 @@ def train(
 def under_ddp(rank: int, world_size: int) -> tuple[list[str], int, int, list[tuple[str, int]], bool]:
     """Differences from one process; FLOPs of a step on this rank and on all; sent bytes, and whether they were
     planned."""
-    params = {name: nn.Parameter(value) for name, value in full(EVEN, 0).items()}
+    params = {name: nn.Parameter(value) for name, value in drawn(EVEN, 0).items()}
     muon, wrong = train(params, lambda name, value: value, EVEN)
     with FlopCounterMode(display=False) as flops, CollectiveCounter() as counter:
         muon.step()
@@ -127,7 +114,7 @@ def mixed(rank: int, world_size: int, **options: Any) -> tuple[list[str], int]:
         placement = Replicate() if name.startswith("copied") else Shard(0)
         return distribute_tensor(value, mesh, [placement], src_data_rank=None)
 
-    params = {name: nn.Parameter(place(name, value)) for name, value in full(shapes, 0).items()}
+    params = {name: nn.Parameter(place(name, value)) for name, value in drawn(shapes, 0).items()}
     muon, wrong = train(params, place, shapes, **options)
     return wrong, muon.orthogonalized
 
@@ -139,7 +126,7 @@ def test_a_plan_holds_plain_replicated_and_sharded_parameters() -> None:
 
 
 def repeated(rank: int, world_size: int) -> tuple[list[str], int, int]:
-    params = {name: nn.Parameter(value) for name, value in full(MIXED, 0).items()}
+    params = {name: nn.Parameter(value) for name, value in drawn(MIXED, 0).items()}
     muon, wrong = train(params, lambda name, value: value, MIXED, replicas="redundant")
     return wrong, muon.orthogonalized, len(muon.plan.buckets)
 
@@ -150,14 +137,14 @@ def test_redundant_replicas_are_orthogonalized_on_every_rank() -> None:
 
 def each_its_own(rank: int, world_size: int) -> tuple[bool, bool, str, list[str]]:
     """A plain tensor with rank-specific values beside a replica: correctness of both, and the warning."""
-    own, copy = full({"own": SHAPE}, 10 + rank), full({"copy": SHAPE}, 0)
+    own, copy = drawn({"own": SHAPE}, 10 + rank), drawn({"copy": SHAPE}, 0)
     params = {name: nn.Parameter(value.clone()) for name, value in (own | copy).items()}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         muon = Muon(list(params.items()), **OPTIONS).build()
     reference = ReferenceMuon(own | copy)
     for seed in range(1, 3):
-        grads = full({"own": SHAPE}, 20 * seed + rank) | full({"copy": SHAPE}, seed)
+        grads = drawn({"own": SHAPE}, 20 * seed + rank) | drawn({"copy": SHAPE}, seed)
         for name, param in params.items():
             param.grad = grads[name].clone()
         muon.step()
@@ -212,11 +199,11 @@ CHANGES = {
 
 def spoil(rank: int, change: Callable[[int, Tensor], Tensor | None]) -> tuple[list[str], bytes]:
     """Errors of a step with a changed gradient and of the next two steps; and the weights."""
-    params = {name: nn.Parameter(value) for name, value in full(EVEN, 0).items()}
+    params = {name: nn.Parameter(value) for name, value in drawn(EVEN, 0).items()}
     muon = Muon(list(params.items()), **OPTIONS).build()
     errors = []
     for seed in range(1, 4):
-        for name, grad in full(EVEN, seed).items():
+        for name, grad in drawn(EVEN, seed).items():
             params[name].grad = change(rank, grad) if seed == 1 and name == "layers.3.weight" else grad
         errors.append(message(muon.step))
     return errors, torch.stack([param.detach() for param in params.values()]).numpy().tobytes()
@@ -249,7 +236,7 @@ def steps_of(seeds: Iterable[int], params: dict[str, Tensor], state: Any = None)
     if state is not None:
         muon.load_state_dict(state)
     for seed in seeds:
-        for name, grad in full(MIXED, seed).items():
+        for name, grad in drawn(MIXED, seed).items():
             named[name].grad = grad
         muon.step()
     return {name: param.detach() for name, param in named.items()}, muon.state_dict()
@@ -264,11 +251,11 @@ def taken_on_ranks(rank: int, world_size: int, seed: int, saved: bytes) -> bytes
 
 def test_a_state_dict_continues_with_any_number_of_replicas() -> None:
     """From one process to 4 ranks, to 2, and back to one: the bits of a single process."""
-    reference = ReferenceMuon(full(MIXED, 0))
+    reference = ReferenceMuon(drawn(MIXED, 0))
     for seed in range(1, 5):
-        reference.step(full(MIXED, seed))
+        reference.step(drawn(MIXED, seed))
     file = io.BytesIO()
-    torch.save(steps_of([1], full(MIXED, 0)), file)
+    torch.save(steps_of([1], drawn(MIXED, 0)), file)
     saved = file.getvalue()
     for world_size, seed in ((4, 2), (2, 3)):
         *_, saved = run_ranks(taken_on_ranks, world_size, seed, saved, timeout=SECONDS)

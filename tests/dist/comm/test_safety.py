@@ -18,17 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS, full, named, parameters, placed, set_gradients
+from tests.shared import message
 from titan_muon import Muon
-
-
-def message(fn: Callable[[], object]) -> str:
-    """The text of the ValueError of `fn`, or empty."""
-    try:
-        fn()
-    except ValueError as error:
-        return str(error)
-    return ""
-
 
 # --- construction refused by every rank ---
 

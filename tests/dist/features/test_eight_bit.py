@@ -1,5 +1,6 @@
 """int8 momentum on FSDP, HSDP, TP, EP, owned and plain replicas; checkpoints reshard without rounding."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from tests.dist.harness import run_ranks
+from tests.shared import drawn, whole
 from titan_muon import Muon, own
 from titan_muon.owned import gather
 from titan_muon.state.eight_bit import decoded
@@ -26,9 +28,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
 }
 
 
-def full(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+full = partial(drawn, SHAPES)
 
 
 def placed(value: Tensor, param: Tensor) -> Tensor:
@@ -56,11 +56,6 @@ def step(model: nn.Module, muon: Muon, seed: int) -> None:
         if not isinstance(param, DTensor) or param.to_local().numel():
             param.grad = torch.empty_like(param).copy_(placed(full(seed)[name], param))
     muon.step()
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a state, on every rank."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def train(rank: int, world_size: int, layout: str) -> dict[str, tuple[float, float, bool]]:

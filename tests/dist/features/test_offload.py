@@ -18,6 +18,7 @@ from benchmarks.owned_model import Setup, data_mesh, loss_of, make, matrices, pl
 from tests import tiny
 from tests.dist.harness import run_ranks
 from tests.dist.owned.test_owned_step import with_experts
+from tests.shared import equal
 from titan_muon import Muon
 from titan_muon import adam as batched
 from titan_muon.owned import gather
@@ -76,10 +77,6 @@ class Sharded:
 def tensors(of: Sharded) -> list[Tensor]:
     values = (value for part in of.state().values() for value in part.values())
     return [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
-
-
-def equal(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def layouts() -> Iterator[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Several ranks orthogonalize slices of a matrix with the result of one rank, the planned traffic, and no hang."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from tests.dist.comm.test_traffic import Case, Counted, build, count
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SLICED
 from tests.reference_muon import ReferenceMuon
+from tests.shared import drawn
 from titan_muon import Muon
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.slices import teams_in
@@ -44,9 +45,7 @@ class Trained:
     momenta: bool
 
 
-def drawn(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+full = partial(drawn, SHAPES)
 
 
 def train(rank: int, world_size: int) -> dict[str, Trained]:
@@ -59,12 +58,12 @@ def train_layout(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> T
     def placed(full: torch.Tensor) -> DTensor:
         return distribute_tensor(full.clone(), mesh, placements, src_data_rank=None)
 
-    initial = drawn(0)
+    initial = full(0)
     params = {name: nn.Parameter(placed(full)) for name, full in initial.items()}
     reference = ReferenceMuon({name: full.clone() for name, full in initial.items()}, dtype=torch.float32)
     optimizer = Muon(list(params.items()), lr=0.02, **EXACT)
     for step in range(STEPS):
-        grads = drawn(step + 1)
+        grads = full(step + 1)
         for name, param in params.items():
             param.grad = placed(grads[name])
         optimizer.step()

@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS
 from tests.reference_muon import ReferenceMuon
+from tests.shared import drawn, local, message
 from titan_muon import Muon, own
 from titan_muon.options import OptionError, Split
 from titan_muon.plan.summary import summarize
@@ -29,13 +31,7 @@ FUSED = {"fused": (2, 6, 8)}
 FLOAT32 = 4
 
 
-def full(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-def local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+full = partial(drawn, SHAPES)
 
 
 @dataclass
@@ -242,14 +238,6 @@ def varied(place: Placed, options: dict[str, Any], spoil: Any, then: Any) -> lis
 def test_options_with_state_owner_change_no_bit() -> None:
     for differences in run_ranks(vary, 2, timeout=2 * SECONDS):
         assert differences == {name: [] for name in VARIANTS}
-
-
-def message(attempt: Callable[[], object]) -> str:
-    try:
-        attempt()
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def load_directly(rank: int, world_size: int) -> tuple[list[str], str, str, str]:

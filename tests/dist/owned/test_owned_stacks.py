@@ -12,17 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.owned_model import summed_plainly
 from tests.dist.harness import run_ranks
+from tests.shared import fake_ranks
 from titan_muon import Muon, Owners, own
 from titan_muon.options import PlacementRule, Split
 from titan_muon.owned import gather
@@ -200,19 +199,16 @@ class Silent:
 
 
 @contextmanager
-def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
+def fake_rank(rank: int, world_size: int) -> Iterator[None]:
     """A rank of a fake world."""
     # On an equal mesh DTensor would reuse another rank's cache.
     compat.forget_meshes()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
+    with fake_ranks(world_size, rank):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def fake_step(rank: int, world_size: int, layout: Layout) -> Silent:
-    with fake_ranks(rank, world_size):
+    with fake_rank(rank, world_size):
         net = make(layout.experts)
         place(net, layout, world_size)
         for parameter in net.parameters():
@@ -230,7 +226,7 @@ def fake_step(rank: int, world_size: int, layout: Layout) -> Silent:
 
 def fake_passes(world_size: int, layout: Layout) -> tuple[float, float]:
     """Mean bytes sent by a rank of a world in forward and in backward."""
-    with fake_ranks(0, world_size):
+    with fake_rank(0, world_size):
         net = make(layout.experts)
         place(net, layout, world_size)
         with CollectiveCounter() as forward:
@@ -299,9 +295,8 @@ def test_experts_stay_in_the_group_of_the_expert_parallel_rank() -> None:
 def test_more_experts_than_ranks_are_divided_in_runs() -> None:
     """Three of 4 ranks store 5 experts in pairs; over all layers the ranks hold equal numbers."""
     rules = (PlacementRule(match="*", placement="owned"),)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    owners = place(make(5), Layout(5, rules=rules), 4)[0]
-    dist.destroy_process_group()
+    with fake_ranks(4):
+        owners = place(make(5), Layout(5, rules=rules), 4)[0]
     stacks = [
         ranks for item, ranks in zip(owners.ownership.items, owners.ownership.owners, strict=True) if item.units > 1
     ]

@@ -8,14 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.c10d_counter import CollectiveCounter
+from tests.shared import fake_ranks
 from tests.unit.step.test_executor import Operators
 from titan_muon import Muon
 from titan_muon.comm.report import FaultReport
@@ -90,11 +89,8 @@ class FakeTransport(CollectiveCounter):
 
 @contextmanager
 def fake_world(case: Case) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.world_size)
-    try:
+    with fake_ranks(case.world_size, case.rank):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def build(case: Case, exchange: str) -> Muon:
@@ -138,7 +134,7 @@ def test_a_rank_of_a_large_world_sends_the_planned_bytes(name: str, exchange: st
 
 
 @pytest.mark.parametrize("name", ["fsdp_1024", "experts_1024"])
-def test_a_warm_up_sends_the_largest_messages_of_each_group_by_a_few_calls(name: str) -> None:
+def test_a_warm_up_sends_the_largest_messages_of_every_group_in_a_few_calls(name: str) -> None:
     """As engines of accelerators do at construction."""
     case = CASES[name]
     with fake_world(case):

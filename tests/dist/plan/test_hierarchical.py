@@ -1,6 +1,7 @@
 """Results over replicas by all-gathers: the bits of sending to all replicas, and the planned traffic."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from tests.dist.plan.hsdp_model import Setup, largest_difference
 from tests.dist.plan.hsdp_model import Training as Sharded
+from tests.shared import drawn
 from titan_muon import Muon
 from titan_muon.options import Machine
 from titan_muon.plan import summarize
@@ -90,9 +92,7 @@ class Training:
         return {name: local(tensor) for name, tensor in {**self.params, **averages}.items()}
 
 
-def full(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+full = partial(drawn, SHAPES)
 
 
 @dataclass(frozen=True)

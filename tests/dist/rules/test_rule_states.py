@@ -3,7 +3,7 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.dist.harness import run_ranks
 from tests.dist.rules.test_rules import equal
 from tests.dist.small_params import SECONDS
 from tests.reference_muon import ReferenceRule
+from tests.shared import drawn, local, message
 from titan_muon import Muon, own
 from titan_muon.owned import gather
 
@@ -31,14 +32,7 @@ RULES: dict[str, dict[str, Any]] = {
 STEPS = 3
 
 
-def full(seed: int) -> dict[str, Tensor]:
-    """Whole weights, by seed 0, or gradients of a step."""
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-def local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+full = partial(drawn, SHAPES)
 
 
 class Training:
@@ -199,14 +193,6 @@ def test_checkpoints_load_in_every_layout_and_world(tmp_path: Path) -> None:
             assert differences == {key: [] for key in differences}, world_size
             assert len(differences) == 4 * len(layouts)
         steps += len(layouts)
-
-
-def message(attempt: Callable[[], object]) -> str:
-    try:
-        attempt()
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def resume(rank: int, world_size: int, layout: str) -> tuple[list[str], bool, bool, str]:

@@ -8,8 +8,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from tests.dist.harness import run_ranks
-from tests.dist.step.test_muon_layouts import CASES, EXPERT_CASES, EXPERTS, MATRICES, STEPS, full_tensors
+from tests.dist.step.test_muon_layouts import CASES, EXPERT_CASES, EXPERTS, MATRICES, STEPS
 from tests.reference_muon import ReferenceRule
+from tests.shared import drawn
 from titan_muon import Muon
 
 RULES: dict[str, dict[str, object]] = {
@@ -47,12 +48,12 @@ def check_cases(rank: int, world_size: int, exchange: str) -> list[str]:
 
     different = []
     for rule, options in RULES.items():
-        initial = full_tensors(shapes, seed=0)
+        initial = drawn(shapes, seed=0)
         params = {key: nn.Parameter(distributed(initial, key)) for key in shapes}
         reference = ReferenceRule(initial, **options)
         optimizer = Muon(list(params.items()), lr=0.02, exchange=exchange, orthogonalize="reference", **options).build()
         for step in range(STEPS):
-            grads = full_tensors(shapes, seed=step + 1)
+            grads = drawn(shapes, seed=step + 1)
             for name, grad in grads.items() if "idle" in options and step >= FIRST_IDLE_STEP else ():
                 # The second expert of a stack, or every other matrix; and a row of zeros in a matrix.
                 idle = grad[1] if grad.ndim == 3 else grad if list(grads).index(name) % 2 == step % 2 else grad[:1]

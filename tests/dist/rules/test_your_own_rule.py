@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.dist.harness import run_ranks
-from tests.dist.step.test_muon_layouts import CASES, EXPERT_CASES, full_tensors
+from tests.dist.step.test_muon_layouts import CASES, EXPERT_CASES
 from tests.reference_muon import newton_schulz
+from tests.shared import drawn
 from titan_muon import Muon, own
 from titan_muon.owned import gather
 
@@ -42,25 +43,25 @@ def differing(rank: int, world_size: int) -> list[str]:
     params: dict[str, nn.Parameter] = {}
     for cases, shape in ((CASES, MATRIX), (EXPERT_CASES, EXPERTS)):
         for case in cases[world_size]:
-            full = full_tensors({case.name: shape}, seed=0)[case.name]
+            full = drawn({case.name: shape}, seed=0)[case.name]
             mesh = init_device_mesh("cpu", case.mesh)
             params[case.name] = nn.Parameter(distribute_tensor(full, mesh, case.placements, src_data_rank=None))
     home = nn.Module()
     for name, shape in (("owned", MATRIX), ("owned_experts", EXPERTS)):
-        home.register_parameter(name, nn.Parameter(full_tensors({name: shape}, seed=0)[name]))
+        home.register_parameter(name, nn.Parameter(drawn({name: shape}, seed=0)[name]))
     own(home, mesh=init_device_mesh("cpu", (world_size,)), params=home.parameters())
     params |= dict(home.named_parameters())
     muon = Muon(list(params.items()), lr=LR, rule="smooth", beta2=BETA, orthogonalize="reference")
     shapes = {name: tuple(param.shape) for name, param in params.items()}
     grads: list[dict[str, Tensor]] = []
     for step in range(1, STEPS + 1):
-        grads.append({name: full_tensors({name: shape}, seed=step)[name] for name, shape in shapes.items()})
+        grads.append({name: drawn({name: shape}, seed=step)[name] for name, shape in shapes.items()})
         for name, param in params.items():
             param.grad = _placed(grads[-1][name], param)
         muon.step()
     different = []
     for name, param in params.items():
-        full, gradients = full_tensors({name: shapes[name]}, seed=0)[name], [values[name] for values in grads]
+        full, gradients = drawn({name: shapes[name]}, seed=0)[name], [values[name] for values in grads]
         expected = (
             torch.stack([reference(whole, [grad[i] for grad in gradients]) for i, whole in enumerate(full)])
             if full.ndim == 3

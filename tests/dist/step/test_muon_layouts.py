@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from tests.dist.harness import run_ranks
 from tests.reference_muon import ReferenceMuon
+from tests.shared import drawn
 from titan_muon import Muon
 
 STEPS = 3
@@ -58,11 +59,6 @@ EXPERT_CASES = {
 }
 
 
-def full_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
 def check_cases(rank: int, world_size: int, exchange: str, options: dict[str, object]) -> list[str]:
     """Train all cases of this world in one optimizer; names with a difference from the reference."""
     params: dict[str, nn.Parameter] = {}
@@ -74,14 +70,14 @@ def check_cases(rank: int, world_size: int, exchange: str, options: dict[str, ob
             for name, shape in tensors.items():
                 key = f"{case.name}.{name}"
                 shapes[key], placed[key] = shape, (mesh, case.placements)
-    initial = full_tensors(shapes, seed=0)
+    initial = drawn(shapes, seed=0)
     for key, full in initial.items():
         mesh, placements = placed[key]
         params[key] = nn.Parameter(distribute_tensor(full.clone(), mesh, placements, src_data_rank=None))
     reference = ReferenceMuon({key: full.clone() for key, full in initial.items()}, **options)
     optimizer = Muon(list(params.items()), lr=0.02, exchange=exchange, orthogonalize="reference", **options)
     for step in range(STEPS):
-        grads = full_tensors(shapes, seed=step + 1)
+        grads = drawn(shapes, seed=step + 1)
         for key, param in params.items():
             mesh, placements = placed[key]
             param.grad = distribute_tensor(grads[key].clone(), mesh, placements, src_data_rank=None)

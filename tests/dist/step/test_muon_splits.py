@@ -1,5 +1,7 @@
 """Parameters cut into several matrices (heads, fused projections) are orthogonalized matrix by matrix on any layout."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.dist.harness import run_ranks
 from tests.reference_muon import ReferenceMuon
+from tests.shared import drawn
 from titan_muon import Muon
 from titan_muon.options import Split
 
@@ -76,9 +79,7 @@ def in_dims(name: str, full: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"{name}.{part}": rows.reshape(-1, 6) for part, rows in parts.items()}
 
 
-def full_tensors(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+full_tensors = partial(drawn, SHAPES)
 
 
 def check_splits(rank: int, world_size: int, exchange: str) -> list[str]:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS, full, named, parameters, set_gradients
 from tests.reference_muon import ReferenceMuon
+from tests.shared import equal
 from titan_muon import Muon
 
 
@@ -20,10 +21,6 @@ def trained(optimizer: Muon, params: dict[str, nn.Parameter], mesh: DeviceMesh, 
         set_gradients(params, mesh, seed)
         optimizer.step()
     return [param.full_tensor() for param in params.values()]
-
-
-def equal(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def freeze_one(rank: int, world_size: int) -> tuple[list[str], bool, bool]:

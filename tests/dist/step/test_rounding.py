@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS
+from tests.shared import local
 from titan_muon import Muon
 
 SHAPES = {"wide": (8, 12), "tall": (9, 6), "experts": (2, 4, 6)}
@@ -19,10 +20,6 @@ OPTIONS: dict[str, Any] = {"lr": 0.02, "orthogonalize": "reference", "ns_steps":
 def full(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
-
-
-def local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def train_both(rank: int, world_size: int) -> list[dict[str, tuple[bool, list[list[float]]]]]:

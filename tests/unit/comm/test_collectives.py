@@ -4,10 +4,10 @@ from collections import Counter
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
+from tests.shared import fake_ranks
 from titan_muon.comm.collectives import Collectives, finish
 
 SPLITS = (3, 0, 5, 1)
@@ -16,14 +16,11 @@ SPLITS = (3, 0, 5, 1)
 def test_empty_parts_of_different_sizes_are_not_sent() -> None:
     """Results among 128 replicas; 100 replicas have no result."""
     splits = [8 * (rank % 3) if rank < 28 else 0 for rank in range(128)]
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=128)
-    try:
+    with fake_ranks(128, 1):
         collectives, parts = Collectives(), list(torch.zeros(sum(splits)).split(splits))
         assert dist.group.WORLD is not None
         with CollectiveCounter() as counter:
             finish(collectives.all_gather_uneven(parts, torch.ones(splits[1]), dist.group.WORLD))
-    finally:
-        dist.destroy_process_group()
     assert Counter(call.name for call in counter.calls) == {"send": 127, "recv": sum(map(bool, splits)) - 1}
     assert (collectives.traffic.calls, collectives.traffic.bytes_sent) == (1, splits[1] * 4 * 127)
 

@@ -1,27 +1,15 @@
 """FSDP2's private names for updates in forward exist and work."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.stream_order import StreamOrder, stream_order
 from titan_muon.fsdp.private import own_groups, prefetched_groups
 
 __all__ = ["stream_order"]
-
-
-@pytest.fixture
-def four_ranks() -> Iterator[None]:
-    """Rank 0 of four; nothing is communicated."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("four_ranks")

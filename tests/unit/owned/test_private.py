@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.c10d_counter import CollectiveCounter
 from titan_muon.owned import is_owned, private
 from titan_muon.owned.param import held_elements, holders, place_on_owners
-
-
-@pytest.fixture
-def four_ranks() -> Iterator[None]:
-    """Rank 0 of four; nothing is communicated."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
 
 
 def test_replaced_data_of_a_stored_tensor_becomes_the_parameters_data(four_ranks: None) -> None:

@@ -1,17 +1,14 @@
 """A step allocates the planned bytes, stage by stage."""
 
 import gc
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.memory_use import allocated
 from titan_muon import Muon, own
@@ -70,7 +67,7 @@ def test_the_peak_of_a_step_equals_the_plan(dtype: torch.dtype, rows: int, optio
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_accelerators_plan_has_the_copies_of_a_step_that_may_be_undone(dtype: torch.dtype) -> None:
+def test_the_plan_of_an_accelerator_counts_the_copies_of_a_revocable_step(dtype: torch.dtype) -> None:
     """On a GPU, each step of a recipe may be undone. A CPU runs a call of each stage here."""
     count, options = 2**20, MuonOptions(rounding="nearest")
     average, update = torch.zeros(count), torch.zeros(count, dtype=torch.bfloat16)
@@ -99,14 +96,6 @@ def test_the_stages_of_small_matrices_fit_the_plan(shape: tuple[int, int], dtype
         assert 4 * sum(average.numel() for average in advance.averages) <= max(CPU_CHUNK_BYTES, rows)
     measured, planned = peak(muon)
     assert measured < 1.1 * planned + MIB / 4
-
-
-@pytest.fixture
-def two_ranks() -> Iterator[None]:
-    """Rank 0 of a world of two. Collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("two_ranks")

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from tests.shared import drawn
 from titan_muon import Muon
 from titan_muon.step.rounding import chunk_of, memory_bytes
 from titan_muon.step.update import Tensors
@@ -22,9 +23,7 @@ SHAPES = {"wide": (24, 40), "tall": (33, 10), "experts": (3, 8, 12)}
 OPTIONS: dict[str, Any] = {"lr": 0.02, "orthogonalize": "reference"}
 
 
-def full(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+full = partial(drawn, SHAPES)
 
 
 def parameters() -> dict[str, nn.Parameter]:

@@ -1,21 +1,21 @@
 """The element-wise parts of a step: learning-rate scales, momentum and apply; all parts equal torch.optim.Muon."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from tests.reference_muon import ReferenceMuon
+from tests.shared import drawn
 from titan_muon import Muon
 from titan_muon.step import update
 
 SHAPES = {"tall": (48, 20), "wide": (20, 48), "square": (32, 32), "row": (1, 40), "column": (40, 1), "tiny": (1, 1)}
 
 
-def drawn(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+full = partial(drawn, SHAPES)
 
 
 def test_the_host_does_not_read_a_rate_on_the_device() -> None:
@@ -26,12 +26,12 @@ def test_the_host_does_not_read_a_rate_on_the_device() -> None:
 
 def torch_muon(lr_scale: str, nesterov: bool, weight_decay: float, steps: int) -> tuple[dict, dict]:
     """Parameters and momenta after some steps of torch.optim.Muon."""
-    params = {name: torch.nn.Parameter(value) for name, value in drawn(0).items()}
+    params = {name: torch.nn.Parameter(value) for name, value in full(0).items()}
     optimizer = torch.optim.Muon(
         params.values(), lr=0.02, weight_decay=weight_decay, nesterov=nesterov, adjust_lr_fn=lr_scale
     )
     for step in range(steps):
-        for name, grad in drawn(step + 1).items():
+        for name, grad in full(step + 1).items():
             params[name].grad = grad
         optimizer.step()
     return params, {name: optimizer.state[param]["momentum_buffer"] for name, param in params.items()}
@@ -43,12 +43,12 @@ def torch_muon(lr_scale: str, nesterov: bool, weight_decay: float, steps: int) -
 def test_muon_in_a_single_process_equals_torch_optim_muon(lr_scale: str, nesterov: bool, weight_decay: float) -> None:
     """Four steps, bit for bit, of Muon and of the tests' own reference; parameters and momentum; gradients kept."""
     expected, momenta = torch_muon(lr_scale, nesterov, weight_decay, steps=4)
-    params = {name: torch.nn.Parameter(value) for name, value in drawn(0).items()}
+    params = {name: torch.nn.Parameter(value) for name, value in full(0).items()}
     options: dict[str, Any] = {"lr": 0.02, "lr_scale": lr_scale, "nesterov": nesterov, "weight_decay": weight_decay}
     optimizer = Muon(params.items(), orthogonalize="reference", **options)
-    reference = ReferenceMuon(drawn(0), **options)
+    reference = ReferenceMuon(full(0), **options)
     for step in range(4):
-        grads = drawn(step + 1)
+        grads = full(step + 1)
         for name, grad in grads.items():
             params[name].grad = grad.clone()
         optimizer.step()
@@ -118,26 +118,17 @@ def test_momentum_advances_without_a_send_buffer() -> None:
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_a_bf16_average_is_advanced_in_the_gradients_dtype(nesterov: bool) -> None:
-    """The result does not carry the rounding of the state; the state is the rounded average."""
+@pytest.mark.parametrize(("state", "wire"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_a_bf16_average_or_gradient_advances_in_float32(state: torch.dtype, wire: torch.dtype, nesterov: bool) -> None:
+    """The result does not carry the rounding of a bf16 state; the state is the rounded average."""
     start, grad = torch.randn(64, 2).unbind(1)
-    average, exact = start.bfloat16(), start.bfloat16().float()
-    expected, blended = torch.empty(64), torch.empty(64)
-    update.momentum([exact], [grad], [expected], 0.9, nesterov)
-    update.momentum([average], [grad], [blended], 0.9, nesterov)
-    assert torch.equal(blended, expected)
-    assert torch.equal(average, exact.bfloat16())
-
-
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_a_bf16_gradient_advances_a_float32_average_in_float32(nesterov: bool) -> None:
-    start, grad = torch.randn(64, 2).unbind(1)
-    average, exact, grad = start.clone(), start.clone(), grad.bfloat16()
+    average, grad = start.to(state), grad.to(wire)
+    exact = average.float().clone()
     expected, blended = torch.empty(64), torch.empty(64)
     update.momentum([exact], [grad.float()], [expected], 0.9, nesterov)
     update.momentum([average], [grad], [blended], 0.9, nesterov)
     assert torch.equal(blended, expected)
-    assert torch.equal(average, exact)
+    assert torch.equal(average, exact.to(state))
 
 
 def test_apply_decays_by_the_unscaled_lr_and_scales_the_update() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.shared import fake_ranks
 from titan_muon.comm.agreement import Agreement, PlanReport
 from titan_muon.tensors import process_groups
 
@@ -70,14 +70,11 @@ def test_nccl_groups_of_muon_have_streams_of_high_priority(monkeypatch: pytest.M
         made[tuple(ranks)] = pg_options
         return dist.group.WORLD
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
+    with fake_ranks(4):
         monkeypatch.setattr(dist, "new_group", new_group)
         monkeypatch.setattr(Agreement, "_warm_up", lambda *_: None)
         report = PlanReport((0, 1, 2, 3), groups=((0, 1), (2, 3)), exclusive=((0, 2),))
         Agreement().open(report, {}, torch.device(device))
-    finally:
-        dist.destroy_process_group()
     assert made.keys() == {(0, 1), (2, 3), (0, 2)}
     for options in made.values():
         assert options.is_high_priority_stream if device == "cuda" else options is None

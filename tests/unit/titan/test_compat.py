@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.shared import fake_ranks
 from titan_muon.titan import compat
 from titan_muon.titan.recipe.degrees import has_torch
 
@@ -193,11 +194,8 @@ def test_timeouts_reach_every_group_except_the_checkpoint_group(monkeypatch) -> 
 def test_a_group_without_a_timeout_causes_no_warning(recwarn) -> None:
     """PyTorch warns in each start, before any action of the user."""
     compat.install()
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
-    try:
+    with fake_ranks(2):
         dist.set_timeout(timedelta(seconds=5))
-    finally:
-        dist.destroy_process_group()
     assert not [warning for warning in recwarn if "Set timeout" in str(warning.message)]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from titan_muon.plan import Plan
 from titan_muon.plan.cost.timeline import Timeline
 from titan_muon.plan.terms.machine import ERROR, MachineRates
+from titan_muon.titan.assign.explain import plural
 from titan_muon.titan.dry_run.memory import Memory, mean_elements
 from titan_muon.titan.dry_run.meta_model import MetaModel
 from titan_muon.titan.dry_run.training import TRAINING_SHARE, Training, pass_memory, training_of
@@ -157,7 +158,7 @@ def remedies(verdict: Verdict, meta: MetaModel, recipe: Recipe) -> Iterator[str]
 def verdict_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe, machine: MachineRates) -> Iterator[str]:
     """Lines on memory, the time of a training step, and Muon's share."""
     low, high = ERROR
-    yield f"estimate for {meta.world_size:,} ranks of {machine.name}: modelled, not measured"
+    yield f"estimate for {plural(meta.world_size, 'rank')} of {machine.name}: modelled, not measured"
     yield from _memory_lines(verdict, meta, recipe)
     training = verdict.training
     flops = machine.flops["bfloat16"] / 1e12

@@ -62,14 +62,6 @@ def test_a_rule_without_effect_is_refused(rules: list[PlacementRule], message: s
         check_rules(NAMES, rules)
 
 
-@pytest.fixture
-def four_ranks() -> Iterator[None]:
-    """Rank 0 of four; nothing is communicated."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
-
-
 def owners_of(net: Net, *rules: PlacementRule) -> Owners:
     return Owners(net, mesh=init_device_mesh("cpu", (4,)), params=matrices(net), rules=rules)
 

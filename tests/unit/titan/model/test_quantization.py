@@ -2,12 +2,10 @@
 
 import sys
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from tests import tiny
 from titan_muon.titan import compat
@@ -131,13 +129,6 @@ def test_the_converters_run_before_the_trainer_is_built(tmp_path: Path, monkeypa
     with pytest.raises(NotImplementedError):
         config.build()
     assert seen == ["converted twice"]
-
-
-@pytest.fixture
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("world_of_one")

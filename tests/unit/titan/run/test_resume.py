@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from titan_muon.titan import compat
@@ -36,12 +35,7 @@ OTHER_MUON: dict[str, Any] = {
 OTHER_ADAMW: dict[str, Any] = {"lr": 0.5, "betas": (0.5, 0.75), "eps": 1e-5, "weight_decay": 0.25}
 STEPS = 4
 
-
-@pytest.fixture(autouse=True)
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 class Run:
