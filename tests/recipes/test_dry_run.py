@@ -109,7 +109,7 @@ def test_the_dry_run_prints_the_time_of_repeated_and_shared_work_of_replicas(
     words = ("--world-size", "8", "--parallelism.data_parallel_replicate_degree", "4", "--placement.muon", "owned")
     words += ("--machine.name", "h100x8", "--parallelism.expert_parallel_degree", "2")
     texts = []
-    for more in ((), ("--muon.replicas", "split")):
+    for more in (("--muon.replicas", "redundant"), ()):
         report(command(tmp_path, *words, *more).recipe, 8, full=False, json=None, device="cuda")
         texts.append(capsys.readouterr().out)
     redundant, split = (re.search(r"modelled time +([\d.]+ ms)", text).group(1) for text in texts)  # type: ignore[union-attr]

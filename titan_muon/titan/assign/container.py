@@ -156,7 +156,8 @@ def _muon_table(recipe: Recipe) -> dict[str, Any]:
     table = {item.name: getattr(recipe.muon, item.name) for item in fields(recipe.muon)}
     gib = table.pop("buffer_gib")
     if recipe.muon.replicas is None:
-        table["replicas"] = "redundant" if recipe.placement.muon == "owned" else "split"
+        each = recipe.placement.muon == "owned" and recipe.placement.replicas == "each"
+        table["replicas"] = "redundant" if each else "split"
     return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "machine": recipe.machine}
 
 

@@ -136,9 +136,10 @@ class Placement:
 class Muon(StepOptions, Hyperparameters):
     """Hyperparameters of Muon (Keller Jordan, 2024) and options of its distributed step."""
 
-    # Muon does not see the placement. With Muon's default the replicas would exchange owned matrices.
+    # Muon does not see the placement. With Muon's default, an owner in each replica would send its results to the others.
     replicas: Literal["split", "redundant"] | None = None  # type: ignore[assignment]
-    """Whether replicas `split` the work or repeat it; absent: `redundant` under `owned`, else `split`."""
+    """Whether replicas `split` the work or repeat it; absent: `redundant` under `owned` with an owner in `each` replica,
+    else `split`."""
 
     buffer_gib: Annotated[
         float | Literal["auto"], Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
