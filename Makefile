@@ -101,6 +101,7 @@ gpu: $(if $(PYTHON_GPU),,$(NEWEST_STAMP))
 kernels: venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRITON_FOLDER) $(TRITON)
 	PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python -m pytest tests/unit/orthogonalize/test_symmetric.py tests/unit/benchmarks/test_compile_kernels.py
+	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python -m pytest tests/unit/features/test_fused.py tests/unit/features/test_separable.py -k fused
 	PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python benchmarks/compile_kernels.py
 
 # Every package of the environment at the version it has now. Run it only to move the lock on purpose.

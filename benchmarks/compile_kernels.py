@@ -12,12 +12,13 @@ import contextlib
 import io
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,12 +28,17 @@ from triton.runtime import driver
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from titan_muon.features.fused import Table, momentum_launch, update_launch
 from titan_muon.orthogonalize import DTYPES
 from titan_muon.orthogonalize.symmetric import HALVES
 from titan_muon.orthogonalize.symmetric_kernel import TILES, Launch, Tile, launch_of
 
 REGISTERS, BLOCK_REGISTERS, TENSOR_COLUMNS = 255, 65_536, 512
 """Most registers per thread and per block, and columns of tensor memory, on all three architectures."""
+VECTOR = "v4.b32"
+"""Accesses of 16 bytes, in PTX."""
+PASS_REGISTERS = 32_768
+"""Most registers per block of a pass, so that an SM holds at least two blocks."""
 VARIANTS = ("X Xᵀ", "X Xᵀ, X transposed", "polynomial")
 """Products of an iteration. The transposed operands and the addition of C change the code."""
 
@@ -145,25 +151,39 @@ def compiling_for(target: Architecture) -> Iterator[io.StringIO]:
             driver.set_active(None)
 
 
-def compiled(case: Case) -> Compiled:
-    """Compile a case and parse the result."""
-    launch = case.launch()
-    with compiling_for(case.target) as log:
-        launch.kernel.device_caches.pop(case.target.capability, None)
+class Binary(NamedTuple):
+    """A compiled kernel, with registers and spilled bytes per thread."""
+
+    asm: Any
+    metadata: Any
+    registers: int
+    spilled: int
+
+
+def binary_of(launch: Launch, target: Architecture) -> Binary:
+    """Compile the kernel of a launch."""
+    with compiling_for(target) as log:
+        launch.kernel.device_caches.pop(target.capability, None)
         binary = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
-    ptx, metadata = binary.asm["ptx"], binary.metadata
     # A warp-specialized kernel has one entry, and ptxas one line for it.
     registers = re.findall(r"Used (\d+) registers", log.getvalue())
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
     assert len(registers) == len(spills) == 1, f"ptxas -v was expected to report one kernel: {log.getvalue()!r}"
+    return Binary(binary.asm, binary.metadata, int(registers[0]), max(int(count) for count in spills[0]))
+
+
+def compiled(case: Case) -> Compiled:
+    """Compile a case and parse the result."""
+    binary = binary_of(case.launch(), case.target)
+    ptx, metadata = binary.asm["ptx"], binary.metadata
     return Compiled(
         case,
         tuple(sorted(set(re.findall(rf"{re.escape(case.target.instruction)}\.[\w.:]+", ptx)))),
         case.target.copies in ptx,
         "ttg.warp_specialize(" in binary.asm["ttgir"],
         32 * metadata.num_warps,
-        int(registers[0]),
-        max(int(count) for count in spills[0]),
+        binary.registers,
+        binary.spilled,
         metadata.shared,
         metadata.tmem_size or 0,
     )
@@ -200,8 +220,111 @@ def row(found: Compiled, verdict: str) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
+@dataclass(frozen=True)
+class PassCase:
+    """A kernel of `muon.fused` as the launcher would compile it.
+
+    Attributes:
+        kernel: `momentum` or `update`.
+        dtypes: of the tensors: averages, gradients and packed, or weights and updates.
+        flat, aligned: see `Table`.
+        cautious: `update` alone; bfloat16 weights are rounded stochastically.
+    """
+
+    target: Architecture
+    kernel: str
+    dtypes: tuple[str, ...]
+    flat: bool = True
+    aligned: bool = True
+    cautious: bool = False
+
+    def launch(self) -> Launch:
+        words = torch.empty(1, 3 * len(self.dtypes) + 3, dtype=torch.int64, device="meta")
+        tiles = torch.empty(1, 2, dtype=torch.int32, device="meta")
+        table = Table(tiles, words, self.flat, self.aligned)
+        lists = [[torch.empty(1, dtype=getattr(torch, name), device="meta")] for name in self.dtypes]
+        if self.kernel == "momentum":
+            return momentum_launch(table, lists, 0.95, None, nesterov=True, ahead=False)
+        seed = 1 if self.dtypes[0] == "bfloat16" else None
+        return update_launch(table, lists, 0.99, -0.02, seed, None, cautious=self.cautious)
+
+
+@dataclass(frozen=True)
+class CompiledPass:
+    """Compiled form of a pass.
+
+    Attributes:
+        accesses: instructions in the PTX for elements in global memory, by name, without the table's.
+        local: whether the PTX has accesses to local memory.
+    """
+
+    case: PassCase
+    accesses: tuple[str, ...]
+    local: bool
+    threads: int
+    registers: int
+    spilled: int
+    shared: int
+
+    def faults(self) -> list[str]:
+        """Reasons to reject the kernel."""
+        narrow = [name for name in self.accesses if VECTOR not in name]
+        checks = {
+            f"{', '.join(narrow)}, and not {VECTOR}": self.case.aligned and bool(narrow),
+            f"{self.spilled} bytes spilled": self.spilled > 0,
+            "local memory": self.local,
+            f"{self.registers} registers": self.registers > PASS_REGISTERS // self.threads,
+        }
+        return [fault for fault, found in checks.items() if found]
+
+
+def compiled_pass(case: PassCase) -> CompiledPass:
+    """Compile a pass and parse the result."""
+    binary = binary_of(case.launch(), case.target)
+    ptx = binary.asm["ptx"]
+    names = Counter(re.findall(r"\b((?:ld|st)\.(?:global|local)[\w.]*)", ptx))
+    # A program reads 64-bit words and two 32-bit numbers of the table.
+    elements = {name for name, count in names.items() if "b64" not in name and (name, count) != ("ld.global.b32", 2)}
+    threads = 32 * binary.metadata.num_warps
+    return CompiledPass(
+        case,
+        tuple(sorted(elements)),
+        any(".local" in name for name in names),
+        threads,
+        binary.registers,
+        binary.spilled,
+        binary.metadata.shared,
+    )
+
+
+def pass_cases() -> Iterator[PassCase]:
+    """Every architecture with the dtypes and layouts of both kernels."""
+    layouts = ((True, True), (False, True), (True, False), (False, False))
+    for target, (flat, aligned) in product(ARCHITECTURES, layouts):
+        for state, grad in (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")):
+            yield PassCase(target, "momentum", (state, grad, "bfloat16"), flat, aligned)
+        for weight, cautious in product(("float32", "bfloat16"), (False, True)):
+            yield PassCase(target, "update", (weight, "bfloat16"), flat, aligned, cautious)
+
+
 HEADER = """| GPU | product | dtype | tile | tensor cores | copies | threads | registers | spilled | shared memory | |
 |---|---|---|---|---|---|---:|---:|---:|---:|---|"""
+
+
+PASS_HEADER = """| GPU | pass | dtypes | tensors | accesses | threads | registers | spilled | shared memory | |
+|---|---|---|---|---|---:|---:|---:|---:|---|"""
+
+
+def pass_row(found: CompiledPass, verdict: str) -> str:
+    """One line of the table."""
+    case = found.case
+    layout = f"{'contiguous' if case.flat else 'rows with strides'}, {'16' if case.aligned else 'any'} elements"
+    name = f"{case.kernel}{', cautious' if case.cautious else ''}"
+    cells = (
+        f"sm_{case.target.capability}", name, ", ".join(case.dtypes), layout, ", ".join(found.accesses),
+        found.threads, found.registers, found.spilled, f"{found.shared:,}", verdict,
+    )  # fmt: skip
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> int:
@@ -218,6 +341,12 @@ def main() -> int:
         small = Tile(side=64, depth=32, warps=4, stages=2, tma=TILES[target.capability // 10][0].tma)
         found = compiled(Case(target, "X Xᵀ", "float32", small))
         print(row(found, "never used: no tensor cores without TF32"), flush=True)
+    print(f"\n{PASS_HEADER}", flush=True)
+    for each in pass_cases():
+        one = compiled_pass(each)
+        faults = one.faults()
+        wrong += bool(faults)
+        print(pass_row(one, "; ".join(faults) or "fits"), flush=True)
     if wrong:
         print(f"\nnot to be used as they are: {wrong}, see the last column", file=sys.stderr)
     return int(wrong > 0)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -199,7 +200,9 @@ def refusal(model: nn.Module, given: Sequence[Setting]) -> str:
     """The error of Muon for a model and options; empty if Muon accepts the options."""
     options: dict[str, Any] = {"machine": SLOW, **dict(given)}
     try:
-        muon = Muon(model.named_parameters(), **options).build()
+        # As if Triton ran here.
+        with patch("titan_muon.features.fused.usable", return_value=True):
+            muon = Muon(model.named_parameters(), **options).build()
         if options.get("overlap") == "forward":
             apply_in_forward(model, muon)
     except ValueError as error:

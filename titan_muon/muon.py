@@ -106,6 +106,7 @@ class Muon(SkipsSteps, Optimizer):
         idle: str = "move",
         release_grads: bool = False,
         keep_buffers: bool = False,
+        fused: bool = False,
         overlap: str = "none",
         split: Sequence[Split] = (),
         buffer_bytes: int | None = None,

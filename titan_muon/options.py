@@ -332,6 +332,10 @@ class StepOptions:
     """Keep exchange buffers and workspace allocated between steps. Reallocation in each step fragments the memory of a
     GPU unless PYTORCH_ALLOC_CONF has expandable_segments:True."""
 
+    fused: bool = False
+    """Triton kernels for momentum and update, which read and write each tensor once, with `rule` = "muon" or "normuon".
+    Off by default, because no GPU has timed the kernels."""
+
     overlap: Overlap = "none"
     """`backward`: gather matrices during the last backward, as soon as gradients are reduced. `forward`: return and
     apply the last results during the next forward, before each layer."""

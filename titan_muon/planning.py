@@ -50,7 +50,7 @@ def plan_of(params: Sequence[TrainedParam], options: MuonOptions, separate: Mapp
 
 
 def check_one_device(params: Sequence[TrainedParam]) -> None:
-    """Raise ValueError for several devices, because a Muon has the buffers and streams of one."""
+    """Raise ValueError for parameters on several devices."""
     first = params[0]
     for trained in params:
         if step_device(trained.param) != step_device(first.param):
@@ -66,7 +66,7 @@ def device_of(params: Sequence[TrainedParam]) -> torch.device:
 
 
 def dispatch_of(device: torch.device, options: MuonOptions) -> Dispatch:
-    """The choice of algorithms on a device."""
+    """The choice of algorithms."""
     machine = planning_machine(options.machine, device.type)
     return Dispatch.of(options, device.type, kernels_for(options.ns_kernel, device), machine)
 
@@ -118,7 +118,7 @@ def plan_step(
 
 
 def check_prescaled(options: MuonOptions, plan: Plan, iterations: Sequence[Iteration]) -> None:
-    """Raise OptionError for coefficients that begin with a scaling if the iteration does not scale."""
+    """Raise OptionError for coefficients with a scaling if the iteration does not scale."""
     sliced = sliced_names(plan)
     scaled = [iteration.name for iteration in iterations if iteration.prescaled]
     if scaled and (sliced or options.orthogonalize == "reference"):
@@ -134,16 +134,19 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
     rule, limit, state_bytes = rule_of(options), chunk_bytes(device), 2 if options.state_dtype == "bfloat16" else 4
     advance, apply, drawn = [0], [0], False
     # A step on an accelerator may have to keep the values, because its norm is not finite.
-    undone = skips(options) + (device != "cpu")
+    undone = skips(options) + (device != "cpu" and not options.fused)
     for dtype in dtypes:
         wide = max(state_bytes, dtype.itemsize)
         # The nesterov blend (or the wide gradient that becomes the blend), and the wide momentum.
-        kept = skips(options) * state_bytes + (device != "cpu") * wide
-        advance.append(wide * (1 + (state_bytes < wide)) + kept)
+        kept = skips(options) * state_bytes
+        if not options.fused:
+            kept += wide * (1 + (state_bytes < wide) + (device != "cpu"))
+        advance.append(kept)
         stochastic = options.rounding == "stochastic" and dtype == torch.bfloat16
         drawn = drawn or stochastic
         scratch = CHUNK_BYTES if stochastic else dtype.itemsize if dtype.itemsize > options.wire_bytes else 0
-        apply.append(scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0) + undone * dtype.itemsize)
+        temporary = scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0)
+        apply.append((0 if options.fused else temporary) + undone * dtype.itemsize)
     passes = (
         traffic(
             dtype.itemsize,
@@ -151,6 +154,7 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
             options.wire_bytes,
             stochastic=options.rounding == "stochastic" and dtype == torch.bfloat16,
             cautious=options.cautious,
+            fused=options.fused,
         )
         for dtype in dtypes
     )

@@ -102,7 +102,7 @@ def test_compare_lists_the_fastest_fitting_alternative_first(tmp_path: Path) -> 
     assert "nowhere" in lines[-1]
 
 
-def test_repeated_work_of_replicas_has_the_time_of_both_choices(
+def test_the_dry_run_prints_the_time_of_repeated_and_shared_work_of_replicas(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Owned experts are whole on each replica of HSDP. The other choice's own dry run has the printed time."""
@@ -131,7 +131,7 @@ def test_a_wrong_dry_run_argument_is_a_recipe_error(words: tuple[str, ...], part
         command(tmp_path, *words)
 
 
-def test_a_pattern_without_a_match_is_an_error_with_its_source(tmp_path: Path) -> None:
+def test_a_pattern_without_a_match_is_an_error_with_the_source(tmp_path: Path) -> None:
     asked = command(tmp_path, "--optimizer.rule", '{match = "layer.0.*", optimizer = "adamw"}')
     with pytest.raises(RecipeError, match=r"^command line: optimizer\.rule\[0\]: 'layer\.0\.\*' takes no parameter"):
         train.main(asked)

@@ -326,7 +326,7 @@ def test_adamw_does_not_wait_for_the_report_of_muons_step_now(first: str) -> Non
         assert calls[-1] == "send"
 
 
-def test_a_norm_that_is_not_finite_skips_optimizers_of_other_packages_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nonfinite_norm_skips_third_party_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = registry.OptimizerEntry(lambda groups: torch.optim.SGD(groups, lr=0.1))
     monkeypatch.setitem(registry.optimizers._values, "plain_sgd", entry)
     model = Decoder()

@@ -231,7 +231,7 @@ class Agreement:
         self._new_groups.clear()
 
     def _new_group(self, ranks: Ranks, device: torch.device) -> dist.ProcessGroup:
-        # On every rank, because PyTorch names groups by a counter: different counts would deadlock.
+        # On every rank, because PyTorch names groups by a counter.
         timeouts = (timeout_of(_world(), kind) for kind in dict.fromkeys((device.type, "cpu", _device().type)))
         timeout = next((timeout for timeout in timeouts if timeout is not None), None)
         group = dist.new_group(list(ranks), timeout=timeout, pg_options=fast_options(device.type, timeout))
@@ -257,7 +257,7 @@ def digest_of(part: object) -> str:
 
 def check_reports(digests: Sequence[bytes], reports: Mapping[bytes, PlanReport]) -> None:
     """Raise ValueError for different plans of the same parameters, and without any parameter."""
-    # Pipeline stages, and towers on disjoint meshes, may have different plans.
+    # Pipeline stages and towers may have different plans.
     for digest in dict.fromkeys(digests):
         differing = [peer for peer in reports[digest].ranks if peer < len(digests) and digests[peer] != digest]
         empty = [peer for peer in differing if not reports[digests[peer]].ranks]

@@ -15,7 +15,7 @@ from ..plan.terms.layout import Span, spans
 
 
 class StepMemory:
-    """Memory of `tensors`, allocated only during a step unless `kept`. Views stay valid."""
+    """Memory of `tensors`, allocated only during a step unless `kept`."""
 
     def __init__(self, tensors: Iterable[Tensor], *, kept: bool) -> None:
         storages = [tensor.untyped_storage() for tensor in tensors]

@@ -123,7 +123,7 @@ class NormCheck:
 
 
 class SkipsSteps:
-    """An optimizer whose next step the device may skip, after a gradient norm that is not finite."""
+    """An optimizer whose next step the device may skip."""
 
     _next_norm: NormCheck | None = None
     _last_norm: NormCheck | None = None

@@ -21,6 +21,11 @@ def features_of(
     options: MuonOptions, rank: RankStages, agreement: Agreement, previous: Sequence[Feature] = ()
 ) -> Iterator[Feature]:
     """The features, innermost first. `previous`: of the old engine, because hooks of a model refer to LateApplies."""
+    if options.fused:
+        from .fused import Fused
+
+        # Innermost, to replace the calls that other features wrap.
+        yield Fused(rank.device)
     if any(matrix.slice is not None for matrix in rank.plan.matrices):
         from .slices import Slices
 
@@ -98,6 +103,10 @@ def check_features(options: MuonOptions, plan: Plan, owned: Sequence[str]) -> No
             f"{options.overlap}: the owner of an owned parameter stores the whole matrix ({', '.join(owned[:5])}), "
             "and no other matrix travels; set 'none'",
         )
+    if options.fused:
+        from .fused import Fused
+
+        Fused.check(options)
     if options.overlap == "backward":
         from .early import EarlyGathers
 

@@ -156,7 +156,7 @@ class EarlyGathers(Feature):
             for call in rank.runs[bucket].advances:
                 for advance in rank.with_gradients(call, step):
                     if advance.packed:
-                        rank.rule.pack(advance.averages, advance.grads(step), advance.packed, advance.group)
+                        rank.calls.pack(advance, advance.averages, advance.grads(step), rank.rule)
             rank.runs[bucket].repeats.run()
             rank.exchange.gather(bucket)
             self._rows[self._launched] = _first_rows(step.grads, self.needed[self._launched])

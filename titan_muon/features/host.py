@@ -16,7 +16,7 @@ from ..step.feature import Feature
 from ..step.foreach import Advance, Apply, Rectangle
 from ..step.gradients import Step
 from ..step.rule import Rule
-from ..step.stages import Calls, RankStages, Stages
+from ..step.stages import RankStages, Stages
 from ..step.update import Tensors
 from ..tensors.storage import Storage
 
@@ -126,7 +126,7 @@ class HostOffload(Feature):
         def update_call(call: Apply, params: Tensors, rule: Rule) -> None:
             calls.update(call, source.params(call), rule)
 
-        rank.calls = Calls(advance_call, update_call)
+        rank.calls = calls._replace(advance=advance_call, update=update_call)
 
         def advance(bucket: int, step: Step) -> None:
             with source.on_device("advance"):

@@ -43,7 +43,7 @@ class Update:
         with trace_range("apply", self.bucket):
             self.rank.receive(self.bucket, late=True)
             for call in without_parameters(self.applies, moved):
-                self.rank.update(call, self.rule)
+                self.rank.calls.update(call, call.params, self.rule)
         return [params[index].fqn for index in sorted(moved)]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..options import MuonOptions, OptionError
 from ..step.feature import Feature
 from ..step.gradients import Step
-from ..step.rule import Group, Rule
+from ..step.rule import Group, Rule, Scaling
 from ..step.stages import RankStages
 from ..step.update import Tensors
 
@@ -40,17 +40,18 @@ class GradScaling(Feature):
 
     def before(self, step: Step) -> None:
         self._rank.report.add_skipped(self.skipped)
-        self._plain, self._rank.rule = self._rank.rule, ScaledRule(self._rank.rule, self.inverse, self.skipped)
+        self._plain, self._rank.rule = self._rank.rule, ScaledRule(Scaling(self._rank.rule, self.inverse, self.skipped))
 
     def after(self) -> None:
         self._rank.rule = self._plain
 
 
 class ScaledRule(Rule):
-    """`inverse`: () float32 factor on the gradients, or None. `skipped`: () bool, on the device."""
+    """A rule for scaled gradients and skipped steps."""
 
-    def __init__(self, rule: Rule, inverse: Tensor | None, skipped: Tensor) -> None:
-        self._rule, self._inverse, self._skipped = rule, inverse, skipped
+    def __init__(self, scaling: Scaling) -> None:
+        self.scaling, rule = scaling, scaling.rule
+        self._rule, self._inverse, self._skipped = rule, scaling.inverse, scaling.skipped
         self.states, self.finish_bytes = rule.states, rule.finish_bytes
         self.limits = rule.limits
 

@@ -21,7 +21,7 @@ from ..step.feature import Feature
 from ..step.foreach import Advance, Apply, Rectangle
 from ..step.gradients import Step
 from ..step.rule import Rule
-from ..step.stages import Calls, RankStages, Stages
+from ..step.stages import RankStages, Stages
 from ..step.update import Tensors
 
 
@@ -51,7 +51,7 @@ class Skips(Feature):
             with self._keeping(call.parts, params):
                 calls.update(call, params, rule)
 
-        rank.calls = Calls(advance, update)
+        rank.calls = calls._replace(advance=advance, update=update)
         return stages
 
     def _numbers(self, numbers: Iterable[int]) -> Tensor:

@@ -181,12 +181,16 @@ def by_pointers(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch `kernel[grid](*args, **options)`."""
+    """A launch `kernel[grid](*args, **options)`. `run` skips an empty grid."""
 
     kernel: Any
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     args: tuple[Any, ...]
     options: Mapping[str, Any]
+
+    def run(self) -> None:
+        if all(self.grid):
+            self.kernel[self.grid](*self.args, **self.options)
 
 
 def launch_of(
@@ -284,5 +288,4 @@ def symmetric_product(
         layouts = [(tuple(t.shape), t.stride()) for t in operands]
         raise ValueError(f"sides and strides must be multiples of {KERNEL_SIDES}, or 1 within a row, not {layouts}")
     chosen = tile_on(a.device, size, count) if tile is None else tile
-    launch = launch_of(a, b, c, out, alpha=alpha, beta=beta, delta=delta, tile=chosen)
-    launch.kernel[launch.grid](*launch.args, **launch.options)
+    launch_of(a, b, c, out, alpha=alpha, beta=beta, delta=delta, tile=chosen).run()

@@ -38,13 +38,18 @@ class MuonRule(Rule):
     def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
         """Do nothing: the orthogonalized matrix is the update."""
 
-    def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
-        """param <- (1 - lr weight_decay) param - lr scale update_factor update. The decay may be cautious."""
+    def rates(self, group: Group) -> tuple[float | Tensor, float | Tensor]:
+        """Learning rate and weight decay in this step."""
         lr, decay = update.rate(group["lr"]), group["weight_decay"]
         if self.options.decay_follows_lr:
             # Schedulers store the highest rate. Without a scheduler, the rate is constant.
             peak = update.rate(group.get("initial_lr", group["lr"]))
             decay = decay * lr / peak if isinstance(peak, Tensor) or peak > 0 else 0.0
+        return lr, decay
+
+    def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
+        """param <- (1 - lr weight_decay) param - lr scale update_factor update. The decay may be cautious."""
+        lr, decay = self.rates(group)
         if self.options.cautious:
             update.decay_cautiously(params, updates, lr * decay)
             decay = 0.0

@@ -110,6 +110,9 @@ class Advance:
     def run(self, averages: Tensors, grads: Tensors, rule: Rule) -> None:
         rule.advance(averages, grads, self.packed, self.group)
 
+    def pack(self, averages: Tensors, grads: Tensors, rule: Rule) -> None:
+        rule.pack(averages, grads, self.packed, self.group)
+
     def split(self, kind: Callable[[Rectangle], K]) -> dict[K, Advance]:
         calls, kinds, names = {}, [kind(part) for part in self.parts], ("parts", "averages", "packed")
         for value in dict.fromkeys(kinds):

@@ -66,6 +66,11 @@ class Chunk:
     draws: tuple[Tensor, ...]
     memory: Tensor
 
+    @property
+    def firsts(self) -> list[int]:
+        """Counts of the first elements."""
+        return [start + int(view.storage_offset()) for start, view in zip(self.starts, self.wide, strict=True)]
+
     def only(self, kept: Sequence[bool]) -> Chunk:
         places = [place for place, keep in enumerate(kept) if keep]
         starts = tuple(self.starts[place] for place in places)
@@ -86,20 +91,25 @@ class Chunk:
         torch._foreach_copy_(params, self.wide)
 
     def _draw(self, draws: Tensor, spare: Tensor, step: int) -> None:
-        first = zlib.crc32(str(step).encode()) >> 2
+        first = seed_of(step)
         torch.arange(first, first + draws.numel(), out=draws, device=draws.device)
         torch._foreach_add_(self.draws, self.starts)
-        draws.mul_(_wrapped(FACTORS[0]))
+        draws.mul_(wrapped(FACTORS[0]))
         torch.bitwise_right_shift(draws, 15, out=spare)
-        draws.bitwise_xor_(spare).mul_(_wrapped(FACTORS[1]))
+        draws.bitwise_xor_(spare).mul_(wrapped(FACTORS[1]))
         draws.bitwise_right_shift_(16).bitwise_and_(LOWER_HALF)
+
+
+def seed_of(step: int) -> int:
+    """A number that each count of a step is moved by."""
+    return zlib.crc32(str(step).encode()) >> 2
 
 
 def chunk_of(shapes: Sequence[torch.Size], firsts: Sequence[int], scratch: Tensor) -> Chunk:
     """A chunk in `scratch`. `firsts`: counts of the first elements."""
     ends = list(accumulate((_aligned(shape.numel()) for shape in shapes), initial=0))
     memory = scratch[: BYTES * ends[-1]].view(torch.float32).view(3, ends[-1])
-    starts = tuple(_wrapped(first - place) for first, place in zip(firsts, ends, strict=False))
+    starts = tuple(wrapped(first - place) for first, place in zip(firsts, ends, strict=False))
     wide, added, draws = (
         tuple(flat[place : place + shape.numel()].view(shape) for place, shape in zip(ends, shapes, strict=False))
         for flat in (memory[0], memory[1], memory[1].view(torch.int32))
@@ -116,6 +126,6 @@ def _aligned(elements: int) -> int:
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
-def _wrapped(number: int) -> int:
+def wrapped(number: int) -> int:
     """The number modulo 2**32 as an int32."""
     return (number + 2**31) % 2**32 - 2**31

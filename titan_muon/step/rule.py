@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -25,11 +26,13 @@ class Rule(Protocol):
         states: of each matrix besides the momentum.
         limits: bound on finished matrices: the singular values of an orthogonalized matrix, its norm, or none.
         finish_bytes: temporary bytes of `finish` for an element of a matrix.
+        scaling: of a step with scaled gradients.
     """
 
     states: tuple[StateSpec, ...] = ()
     limits: Limits = "nothing"
     finish_bytes: int = 0
+    scaling: Scaling | None = None
 
     def check(self, group: Group) -> None:
         """Raise OptionError for hyperparameters that the rule cannot use."""
@@ -66,3 +69,15 @@ class Rule(Protocol):
             scale: factor on the learning rate.
             scratch: memory for the updates in the dtype of the weights, if wider.
         """
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A step with scaled gradients, or a step that the device may skip.
+
+    `rule`: of other steps. `inverse`: () float32 factor on the gradients, or None. `skipped`: () bool, on the device.
+    """
+
+    rule: Rule
+    inverse: Tensor | None
+    skipped: Tensor

@@ -102,10 +102,11 @@ class BucketRun:
 
 
 class Calls(NamedTuple):
-    """How to run a call. A feature wraps both to replace or keep tensors."""
+    """How to run a call. A feature wraps or replaces a call. `pack` leaves the averages."""
 
-    advance: Callable[[Advance, Tensors, Tensors, Rule], None] = Advance.run
-    update: Callable[[Apply, Tensors, Rule], None] = Apply.run
+    advance: Callable[[Advance, Tensors, Tensors, Rule], None]
+    pack: Callable[[Advance, Tensors, Tensors, Rule], None]
+    update: Callable[[Apply, Tensors, Rule], None]
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class RankStages:
         self.rule = self._plain_rule = rule
         self.buffers, self.exchange, self.report, self.options = buffers, exchange, report, options
         self.states = dict(states)
-        self.calls, self.orthogonalized = Calls(), 0
+        self.calls, self.orthogonalized = Calls(Advance.run, Advance.pack, self._update), 0
         self.arithmetic = arithmetic
         self.storage = tuple(map(storage_of, params, plan.parameters))
         self._groups = tuple(trained.group for trained in params)
@@ -320,7 +321,7 @@ class RankStages:
     def apply(self, bucket: int, step: Step) -> None:
         self.receive(bucket)
         for call in without_parameters(self.runs[bucket].applies, step.excluded):
-            self.update(call, self.rule)
+            self.calls.update(call, call.params, self.rule)
 
     def receive(self, bucket: int, *, late: bool = False) -> None:
         """Wait for the updates of a bucket, and report updates that no orthogonalization can have made."""
@@ -346,11 +347,11 @@ class RankStages:
             view.fill_(math.nan)
         return by_dtype.values()
 
-    def update(self, call: Apply, rule: Rule) -> None:
+    def _update(self, call: Apply, params: Tensors, rule: Rule) -> None:
         memory = self._scratch.untyped_storage()
         memory.resize_(call.scratch_bytes)
         try:
-            self.calls.update(call, call.params, rule)
+            call.run(params, rule)
         finally:
             memory.resize_(0)
 

@@ -64,7 +64,12 @@ def rate(lr: float | Tensor) -> float | Tensor:
 
 
 def apply(
-    params: Tensors, updates: Tensors, lr: float | Tensor, scale: float, weight_decay: float, scratch: Tensors = ()
+    params: Tensors,
+    updates: Tensors,
+    lr: float | Tensor,
+    scale: float,
+    weight_decay: float | Tensor,
+    scratch: Tensors = (),
 ) -> None:
     """param <- (1 - lr weight_decay) param - lr scale update, in place; the decay is decoupled and not scaled.
 

@@ -36,7 +36,7 @@ def backends() -> dict[str, str]:
 
 
 def fast_options(device: str, timeout: timedelta | None) -> Any | None:
-    """Options for a new group whose kernels start before kernels of other streams; None without NCCL on the device."""
+    """Options for a new group with high-priority kernels; None without NCCL on the device."""
     # torch 2.15 has several backends of NCCL, with these options.
     if not backends().get(device, "").startswith("nccl"):
         return None

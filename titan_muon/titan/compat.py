@@ -181,7 +181,7 @@ def hush_router_autocast() -> None:
 
 
 def hush_gathers_for_all_to_all() -> None:
-    """Silence DTensor's warning on gloo, without a remedy, that an all-to-all is an all-gather.
+    """Silence DTensor's warning that an all-to-all is an all-gather on gloo, because no recipe can change this.
 
     Remove when DTensor calls all_to_all_single on gloo.
     """

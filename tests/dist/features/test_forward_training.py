@@ -75,9 +75,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_recipe_with_forward_overlap_has_the_curves_and_checkpoints_of_a_plain_recipe(
-    variant: str, tmp_path: Path
-) -> None:
+def test_forward_overlap_keeps_the_curves_and_checkpoints_of_a_recipe(variant: str, tmp_path: Path) -> None:
     tiny.write_recipe(tmp_path)
     straight, resumed, left = run_ranks(trained, 2, tmp_path, VARIANTS[variant])[0]
     assert left == STEPS, "every step leaves some updates"

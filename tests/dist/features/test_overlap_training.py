@@ -126,7 +126,7 @@ def launches_and_losses(rank: int, world_size: int, path: str, overrides: list[s
     return count, curve
 
 
-def test_a_recipe_with_backward_overlap_has_the_curve_of_a_plain_recipe(tmp_path: Path) -> None:
+def test_backward_overlap_keeps_the_curve_of_a_recipe(tmp_path: Path) -> None:
     """Two passes to a step, and all activations computed anew in backward."""
     corpus = write_corpus(tmp_path)
     path = corpus / "recipe.toml"

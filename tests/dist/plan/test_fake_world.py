@@ -134,7 +134,7 @@ def test_a_rank_of_a_large_world_sends_the_planned_bytes(name: str, exchange: st
 
 
 @pytest.mark.parametrize("name", ["fsdp_1024", "experts_1024"])
-def test_a_warm_up_sends_the_largest_messages_of_each_group_by_a_few_calls(name: str) -> None:
+def test_a_warm_up_sends_the_largest_messages_of_every_group_in_a_few_calls(name: str) -> None:
     """As engines of accelerators do at construction."""
     case = CASES[name]
     with fake_world(case):

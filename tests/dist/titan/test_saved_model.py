@@ -85,7 +85,7 @@ def test_a_bad_number_is_named(run: Path, words: list[str], capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("script", [sample, evaluate])
-def test_bad_input_is_a_single_line(run: Path, tmp_path: Path, script, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_prints_a_single_line(run: Path, tmp_path: Path, script, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipe.toml").write_text((run / "recipe.toml").read_text())
     wrong = {
         "no run folder": [str(run / "checkpoint")],

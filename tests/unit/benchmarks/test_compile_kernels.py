@@ -123,8 +123,39 @@ def test_a_gpu_uses_the_tiles_of_the_architecture_or_the_oldest_tiles(monkeypatc
     assert tile_on(torch.device("cpu"), 4096, 1) == TILES[8][0]
 
 
-def test_every_triton_kernel_is_in_the_compiled_file() -> None:
+@needs_triton
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_a_pass_reads_16_bytes_at_once_without_spills(capability: int, aligned: bool) -> None:
+    from benchmarks.compile_kernels import VECTOR, CompiledPass, compiled_pass, pass_cases
+
+    def compiled_as(flat: bool, kernel: str) -> CompiledPass:
+        cases = (case for case in pass_cases() if case.target.capability == capability and case.kernel == kernel)
+        return compiled_pass(next(case for case in cases if (case.flat, case.aligned) == (flat, aligned)))
+
+    for kernel in ("momentum", "update"):
+        # Rows with strides need the most registers.
+        for found in (compiled_as(True, kernel), compiled_as(False, kernel)):
+            assert found.faults() == []
+            assert all(VECTOR in name for name in found.accesses) == aligned
+
+
+@needs_triton
+def test_a_pass_with_narrow_accesses_or_too_many_registers_is_reported() -> None:
+    from benchmarks.compile_kernels import compiled_pass, pass_cases
+
+    found = compiled_pass(next(case for case in pass_cases() if not case.flat and not case.aligned))
+    wrong = replace(found, case=replace(found.case, aligned=True), local=True, spilled=8, registers=129)
+    assert wrong.faults() == [
+        "ld.global.b32, st.global.b16, st.global.b32, and not v4.b32",
+        "8 bytes spilled",
+        "local memory",
+        "129 registers",
+    ]
+
+
+def test_every_triton_kernel_is_in_a_compiled_file() -> None:
     folders = ("titan_muon", "models", "scripts", "benchmarks")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     names = {file.name for file in files if "@triton.jit" in file.read_text(encoding="utf-8")}
-    assert names == {"symmetric_kernel.py"}, "benchmarks/compile_kernels.py does not compile it"
+    assert names == {"symmetric_kernel.py", "muon_kernel.py"}, "benchmarks/compile_kernels.py does not compile it"

@@ -151,7 +151,7 @@ def test_a_failed_run_is_printed_with_the_error_and_the_next_run_starts(
     assert not (tmp_path / "out/sweep.png").exists()
 
 
-def test_a_run_that_another_sweep_trains_is_left_alone(
+def test_a_run_trained_by_a_second_sweep_is_skipped(
     tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also after the other sweep was killed, while its process goes on."""

@@ -38,7 +38,7 @@ def test_a_group_has_the_timeout_of_the_steps_device(
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_a_rank_makes_a_group_that_its_mesh_has_and_another_rank_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_makes_a_known_group_needed_by_a_second_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks make a group together, and the meshes of ranks differ, for example after a parameter was frozen."""
     agreed, made = Agreement(), list[Any]()
     mine, peers = PlanReport(ranks=(0,)), PlanReport(ranks=(1,), groups=((0, 1),), exclusive=((0, 1, 2),))

@@ -90,7 +90,7 @@ def run(mesh: DeviceMesh) -> Run:
     return Run(mesh, overlap="backward")
 
 
-def test_one_queue_for_all_streams_is_warned_about_at_the_first_use(
+def test_a_single_queue_for_every_stream_causes_a_warning_at_the_first_use(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []

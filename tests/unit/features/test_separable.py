@@ -7,6 +7,7 @@ import pytest
 
 import titan_muon.features
 from tests.dist.harness import run_program
+from tests.unit.features.test_fused import needs_interpreter
 
 FILES = sorted(
     path.stem for path in Path(titan_muon.features.__file__).parent.glob("*.py") if path.name != "__init__.py"
@@ -55,6 +56,7 @@ def test_a_step_without_features_loads_no_feature_file() -> None:
         ("scaling", "", "torch.zeros(())"),
         ("idle", "idle='hold'", "None"),
         ("skip", "nonfinite='skip'", "None"),
+        pytest.param("fused", "fused=True", "None", marks=needs_interpreter),
     ],
 )
 def test_a_step_with_a_feature_loads_only_the_file_of_this_feature(kept: str, options: str, found_inf: str) -> None:

@@ -110,7 +110,7 @@ def test_a_stack_is_divided_among_different_ranks(given_items: list[OwnedItem], 
     assert sum(load.flops for load in loads) == sum(i.flops for i in given_items)
 
 
-def test_experts_of_many_layers_are_even_where_ranks_exceed_experts() -> None:
+def test_experts_of_many_layers_are_balanced_over_more_ranks_than_experts() -> None:
     """48 matrices of 16 experts in each of 30 layers, beside attention, on 32 ranks."""
     attention = [item(f"{i}.{name}", str(i), 2048, 2048) for i in range(30) for name in ("q", "k", "v", "o")]
     work = 16 * standard_flops(768, 2048, 5)

@@ -67,7 +67,7 @@ def test_the_peak_of_a_step_equals_the_plan(dtype: torch.dtype, rows: int, optio
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_accelerators_plan_has_the_copies_of_a_step_that_may_be_undone(dtype: torch.dtype) -> None:
+def test_the_plan_of_an_accelerator_counts_the_copies_of_a_revocable_step(dtype: torch.dtype) -> None:
     """On a GPU, each step of a recipe may be undone. A CPU runs a call of each stage here."""
     count, options = 2**20, MuonOptions(rounding="nearest")
     average, update = torch.zeros(count), torch.zeros(count, dtype=torch.bfloat16)

@@ -118,26 +118,17 @@ def test_momentum_advances_without_a_send_buffer() -> None:
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_a_bf16_average_is_advanced_in_the_gradients_dtype(nesterov: bool) -> None:
-    """The result does not carry the rounding of the state; the state is the rounded average."""
+@pytest.mark.parametrize(("state", "wire"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_a_bf16_average_or_gradient_advances_in_float32(state: torch.dtype, wire: torch.dtype, nesterov: bool) -> None:
+    """The result does not carry the rounding of a bf16 state; the state is the rounded average."""
     start, grad = torch.randn(64, 2).unbind(1)
-    average, exact = start.bfloat16(), start.bfloat16().float()
-    expected, blended = torch.empty(64), torch.empty(64)
-    update.momentum([exact], [grad], [expected], 0.9, nesterov)
-    update.momentum([average], [grad], [blended], 0.9, nesterov)
-    assert torch.equal(blended, expected)
-    assert torch.equal(average, exact.bfloat16())
-
-
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_a_bf16_gradient_advances_a_float32_average_in_float32(nesterov: bool) -> None:
-    start, grad = torch.randn(64, 2).unbind(1)
-    average, exact, grad = start.clone(), start.clone(), grad.bfloat16()
+    average, grad = start.to(state), grad.to(wire)
+    exact = average.float().clone()
     expected, blended = torch.empty(64), torch.empty(64)
     update.momentum([exact], [grad.float()], [expected], 0.9, nesterov)
     update.momentum([average], [grad], [blended], 0.9, nesterov)
     assert torch.equal(blended, expected)
-    assert torch.equal(average, exact)
+    assert torch.equal(average, exact.to(state))
 
 
 def test_apply_decays_by_the_unscaled_lr_and_scales_the_update() -> None:

@@ -41,7 +41,7 @@ def gram_elements(rows: int, cols: int) -> int:
 
 
 def sliced_elements(rows: int, cols: int, slices: int) -> int:
-    """Elements on one of `slices` ranks: slices of X and the next X, three whole m x m matrices, rows of five."""
+    """Elements on a rank: slices of X and the next X, three whole m x m matrices, rows of five."""
     m, n = min(rows, cols), max(rows, cols)
     return (2 * m * n + 5 * m * m) // slices + 3 * m * m
 
@@ -105,12 +105,16 @@ NORMALIZING_BYTES = 10
 """Bytes for an element of a whole matrix: norm (2), quotient in float16 (2 + 2), result in bfloat16 (2 + 2)."""
 
 
-def traffic(element: int, state: int, wire: int, *, stochastic: bool, cautious: bool) -> Traffic:
+def traffic(element: int, state: int, wire: int, *, stochastic: bool, cautious: bool, fused: bool = False) -> Traffic:
     """Traffic for elements of weights, momentum and buffers with these sizes in bytes.
 
     Counts the operators of `step/update.py` and `step/rounding.py`, without caches; tests/unit/plan/test_passes.py
     compares. `stochastic`: rounding of bfloat16 weights. `cautious`: weight decay.
+    `fused`: kernels of `rules/muon_kernel.py`.
     """
+    if fused:
+        # Each tensor once, and the norm of the update.
+        return Traffic(2 * state + element + wire, 1, 2 * element + 2 * wire, 2)
     # lerp in the wider dtype, another for Nesterov, and packing.
     wide = max(element, state)
     advance, launches = 7 * wide + wire, 3
@@ -151,6 +155,6 @@ FLOAT32_PASSES = Passes()
 
 
 class WorkOf(Protocol):
-    """The work of a matrix of parameter number `parameter`, or of one of `slices` slices."""
+    """The work of a matrix of parameter number `parameter`, or of a slice."""
 
     def __call__(self, parameter: int, rows: int, cols: int, slices: int = 1, /) -> Work: ...

@@ -10,15 +10,7 @@ from pathlib import Path
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_muon.assignment.table import parameter_table
-from titan_muon.titan.assign.explain import (
-    optimizer_lines,
-    owned_step_lines,
-    owner_lines,
-    peer_lines,
-    pipeline_line,
-    plan_lines,
-    weight_lines,
-)
+from titan_muon.titan.assign import explain
 from titan_muon.titan.dry_run.memory import Memory
 from titan_muon.titan.dry_run.page import page_text
 from titan_muon.titan.dry_run.stages import StageReport, dry_run, problems
@@ -50,9 +42,9 @@ def report(
         print(to_toml(recipe))
     for part in parts:
         print(_headed(part, parameter_table(part.meta.assigned, part.meta.parameters, part.meta.plan, full=full)))
-    counts = optimizer_lines(parts[0].meta.whole, recipe.muon.split, world)
+    counts = explain.optimizer_lines(parts[0].meta.whole, recipe.muon.split, world)
     dtypes = {parameter.dtype for part in parts for parameter in part.meta.parameters.values()}
-    weights = weight_lines(parts[0].meta.whole, dtypes, recipe.muon.rounding)
+    weights = explain.weight_lines(parts[0].meta.whole, dtypes, recipe.muon.rounding)
     clips = qk_clip_lines(recipe.qk_clip, parts[0].meta.logit_bytes, world)
     print("\n".join(["", *counts, *weights, *clips, f"planned for {KINDS.get(kind, kind)}"]))
     for part in parts:
@@ -68,23 +60,23 @@ def report(
 
 
 def _lines(part: StageReport, recipe: Recipe, *, full: bool) -> Iterable[str]:
-    yield from plan_lines(part.meta.plan, part.summary, part.timeline, part.split)
-    yield from owned_step_lines(part.meta.plan, part.meta.parameters, skips=recipe.muon.missing_grad == "skip")
+    yield from explain.plan_lines(part.meta.plan, part.summary, part.timeline, part.split)
+    yield from explain.owned_step_lines(part.meta.plan, part.meta.parameters, skips=recipe.muon.missing_grad == "skip")
     gathered = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
     reduced = TORCH_DTYPE_MAP[recipe.training.mixed_precision_reduce].itemsize
-    yield from peer_lines(part.meta.parameters, gathered, reduced)
+    yield from explain.peer_lines(part.meta.parameters, gathered, reduced)
     yield ""
     yield from _memory_lines(part.memory)
     if part.loads:
         yield ""
-        yield from owner_lines(part.loads, full=full)
+        yield from explain.owner_lines(part.loads, full=full)
 
 
 def _headed(part: StageReport, text: str) -> str:
     meta = part.meta
     if len(meta.ranks) == meta.world_size:
         return text
-    return f"{pipeline_line(meta.ranks, meta.world_size, meta.assigned)}\n{text}"
+    return f"{explain.pipeline_line(meta.ranks, meta.world_size, meta.assigned)}\n{text}"
 
 
 def _memory_lines(memory: Memory) -> Iterable[str]:

@@ -123,14 +123,10 @@ class Placement:
     """`shard0`: rows over the FSDP ranks. `owned`: whole on one rank. Or a registered name."""
 
     replicas: Literal["each", "one"] | None = None
-    """With `owned` under HSDP: an owner in `each` replica, or `one` in the world. Absent: `one`, but `each` under
-    pipeline parallelism and if a rule names an owner by rank.
-    """
+    """Owners under HSDP: `one`, or one in `each` replica. Absent: `each` for PP and owners by rank, else `one`."""
 
     tensor_parallel: Literal["peers", "whole"] = "peers"
-    """With `owned` under TP: `peers` hold pieces and exchange them in the step; `whole`: one rank holds the matrix, and
-    pieces travel in every pass, which pays with one microbatch per step.
-    """
+    """With `owned` and TP: `peers` exchange pieces in the step. `whole`: one rank has all, and passes move pieces."""
 
     rule: tuple[PlacementRule, ...] = ()
     """Rules in order; the first match decides, else `placement.muon`."""
@@ -147,8 +143,7 @@ class Muon(StepOptions, Hyperparameters):
     buffer_gib: Annotated[
         float | Literal["auto"], Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
     ] = "auto"
-    """Maximum GiB of exchange buffers per rank. `auto`: 1 with workspace; more if a GiB saves 3 %, beyond 2 GiB 10 %.
-    """
+    """Maximum GiB of exchange buffers per rank. `auto`: 1 with workspace; more if a GiB saves 3 % (10 % beyond 2)."""
 
 
 @dataclass(frozen=True, kw_only=True)

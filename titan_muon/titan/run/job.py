@@ -22,17 +22,7 @@ from titan_muon.muon import Muon
 from titan_muon.plan import summarize
 from titan_muon.tensors.process_groups import default_store
 from titan_muon.titan import compat
-from titan_muon.titan.assign.explain import (
-    optimizer_lines,
-    owned_step_lines,
-    owner_lines,
-    owner_loads,
-    owner_summary,
-    pipeline_line,
-    plan_lines,
-    plural,
-    stage_ranks,
-)
+from titan_muon.titan.assign import explain
 from titan_muon.titan.checks.assignments import assigned_optimizers, changed_assignments
 from titan_muon.titan.checks.start import check_start, start_facts
 from titan_muon.titan.device import compute_capability, on_accelerator
@@ -46,18 +36,9 @@ from titan_muon.titan.model.quantization import check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.recipe.constraints import owns
 from titan_muon.titan.recipe.files import keys_of_the_command_line, with_source
+from titan_muon.titan.run import runs
 from titan_muon.titan.run.console import say, say_error, say_fault, set_up_logging
-from titan_muon.titan.run.runs import (
-    OPTIMIZERS_FILE,
-    Run,
-    agree,
-    begin,
-    changed_keys,
-    changes_text,
-    discard,
-    earlier_optimizers,
-    keep_folder,
-)
+from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import comm_config, refuse_on_cpu, trainer_config
@@ -135,13 +116,13 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
     first, later = recipe.comm.init_timeout_seconds, recipe.comm.train_timeout_seconds
     watch = Watchdog(store, dist.get_rank(), world, first_timeout=first, timeout=later)
     with FolderLock() as lock, watch as watchdog:
-        run = agree(recipe, group, lock, overrides, interrupted_run(lasting))
+        run = runs.agree(recipe, group, lock, overrides, interrupted_run(lasting))
         if dist.get_rank() == 0:
             # Now, so that an early end leaves the folder to the next attempt.
             remember_run(lasting, run.folder)
         trainer = _prepare(recipe, run, group)
         if dist.get_rank() == 0:
-            trainer.keep_folder = partial(keep_folder, run, recipe, lock)
+            trainer.keep_folder = partial(runs.keep_folder, run, recipe, lock)
         # Groups of Muon and TorchTitan would keep PyTorch's 30 minutes.
         compat.set_timeouts(timeout)
         try:
@@ -175,7 +156,7 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
         if trainer is not None:
             trainer.close()
         if dist.get_rank() == 0 and isinstance(error, RecipeError):
-            discard(run)
+            runs.discard(run)
         if isinstance(error, RecipeError):
             raise
         raise RecipeError(f"{error} (refused at {_traced(error, run)})") from error
@@ -194,12 +175,12 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
     # A refused run writes no recipe and leaves `latest` unchanged.
     if dist.get_rank() == 0:
         # Before `begin`, which replaces the recipe of a continued run.
-        texts[0]["changes"] = changes_text(run, recipe)
-        for change in changed_keys(run, recipe):
+        texts[0]["changes"] = runs.changes_text(run, recipe)
+        for change in runs.changed_keys(run, recipe):
             say(f"changed since the checkpoint: {change}")
         for line in _changed_assignments(reports, run, recipe):
             say(f"warning: {line}")
-        begin(run, recipe)
+        runs.begin(run, recipe)
         texts[0]["plan"] = _say_optimizers(trainer, recipe, run, reports)
         _say_start(trainer, recipe, run)
     if group is not None:
@@ -241,8 +222,8 @@ def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
     else:
         sizes = {"pp": dims.pp, "hsdp": dims.dp_replicate, "fsdp": dims.dp_shard, "cp": dims.cp, "tp": dims.tp}
         meshes = ", ".join(f"{axis} {size}" for axis, size in (sizes | {"ep": dims.ep}).items() if size > 1)
-        ranks = plural(dist.get_world_size(), "rank") + (f" ({meshes})" if meshes else "")
-        left = plural(steps - trainer.step, "step")
+        ranks = explain.plural(dist.get_world_size(), "rank") + (f" ({meshes})" if meshes else "")
+        left = explain.plural(steps - trainer.step, "step")
         say(f"training {left} of {_batch(trainer)} on {ranks}; the first one takes longest")
 
 
@@ -250,7 +231,7 @@ def _batch(trainer: MuonTrainer) -> str:
     training, dims, passes = trainer.config.training, trainer.parallel_dims, trainer.gradient_accumulation_steps
     sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard * passes
     accumulated = f", in {passes} passes" if passes > 1 else ""
-    return f"{plural(sequences, 'sequence')} ({sequences * training.seq_len:,} tokens{accumulated})"
+    return f"{explain.plural(sequences, 'sequence')} ({sequences * training.seq_len:,} tokens{accumulated})"
 
 
 @dataclass(frozen=True)
@@ -263,7 +244,7 @@ class StageText:
 
 def _gather_parts(trainer: MuonTrainer, recipe: Recipe, group: dist.ProcessGroup | None) -> list[StageText]:
     world, rank, stages = dist.get_world_size(), dist.get_rank(), trainer.parallel_dims.pp
-    ranks = stage_ranks(world, stages, rank * stages // world)
+    ranks = explain.stage_ranks(world, stages, rank * stages // world)
     own = _in_words(trainer, recipe, ranks) if rank == ranks[0] else None
     parts = [own]
     if stages > 1:
@@ -279,16 +260,19 @@ def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> StageText:
     plan = next((plan for plan in plans if plan.matrices), None)
     summary = None if plan is None else summarize(plan)
     named = {canonical_fqn(name): p for part in trainer.model_parts for name, p in part.named_parameters()}
-    loads = owner_loads(named, summary, ranks)
-    head = [] if len(ranks) == world else [pipeline_line(ranks, world, assigned)]
-    lines = [*plan_lines(plan, summary), *owned_step_lines(plan, named, skips=recipe.muon.missing_grad == "skip")]
+    loads = explain.owner_loads(named, summary, ranks)
+    head = [] if len(ranks) == world else [explain.pipeline_line(ranks, world, assigned)]
+    lines = [
+        *explain.plan_lines(plan, summary),
+        *explain.owned_step_lines(plan, named, skips=recipe.muon.missing_grad == "skip"),
+    ]
     table = parameter_table(assigned, named, plan, full=True)
-    full = [*head, table, "", *lines, "", *owner_lines(loads, full=True)]
-    return StageText("\n".join([*head, *lines, *owner_summary(loads)]), "\n".join(full))
+    full = [*head, table, "", *lines, "", *explain.owner_lines(loads, full=True)]
+    return StageText("\n".join([*head, *lines, *explain.owner_summary(loads)]), "\n".join(full))
 
 
 def _changed_assignments(parts: Sequence[StageText], run: Run, recipe: Recipe) -> list[str]:
-    earlier = earlier_optimizers(run, recipe)
+    earlier = runs.earlier_optimizers(run, recipe)
     if earlier is None:
         return []
     after = assigned_optimizers("\n".join(part.full for part in parts))
@@ -299,11 +283,11 @@ def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[
     """Write the table of parameters; print and return each optimizer's share and the cost of Muon's plan."""
     say(f"run {run.folder}")
     world = dist.get_world_size()
-    lines = optimizer_lines(trainer.optimizers.parts.whole, recipe.muon.split, world)
+    lines = explain.optimizer_lines(trainer.optimizers.parts.whole, recipe.muon.split, world)
     clips = qk_clip_lines(recipe.qk_clip, reduced_bytes(trainer.model_config), world)
     counts = "\n".join([*lines, *clips, *frozen_lines(trainer.optimizers.parts.frozen)])
     shown = "\n".join([counts, *(part.lines for part in parts if part.lines)])
     say(shown)
     text = "\n\n".join([*(part.full for part in parts), counts])
-    (Path(run.folder) / OPTIMIZERS_FILE).write_text(text + "\n", encoding="utf-8")
+    (Path(run.folder) / runs.OPTIMIZERS_FILE).write_text(text + "\n", encoding="utf-8")
     return shown

@@ -224,7 +224,7 @@ def test_a_third_party_optimizer_gets_the_rules_options(sgd: str) -> None:
     assert groups == {("layers.0.norm.weight", 0.5, 0.8, True), ("tok_embeddings.weight", 0.25, 0.0, True)}
 
 
-def test_a_third_party_optimizer_skips_a_step_whose_norm_is_not_finite(sgd: str) -> None:
+def test_a_third_party_optimizer_skips_a_step_with_a_nonfinite_norm(sgd: str) -> None:
     optimizers = container(recipe(rule("*.norm.*", sgd, lr=0.5)))
     weights = optimizers.parameters(sgd)
     for norm in (torch.tensor(torch.nan), torch.tensor(1.0)):

@@ -371,9 +371,9 @@ def test_bytes_per_token_count_the_sequences_of_a_validation(data, tmp_path):
     config = dataloader_config(three, validation=True)
     first, second = (texts[number] for number in Documents(three).validation)
     expected = len(first.encode()) / (len(first) + 1)
-    one = dataclasses.replace(config, sequences=1)
-    assert bytes_per_token(one, tokenizer, len(first) + 1) == pytest.approx(expected)
-    assert bytes_per_token(one, tokenizer, 8) == pytest.approx(expected), "a part in proportion"
+    single = dataclasses.replace(config, sequences=1)
+    assert bytes_per_token(single, tokenizer, len(first) + 1) == pytest.approx(expected)
+    assert bytes_per_token(single, tokenizer, 8) == pytest.approx(expected), "a part in proportion"
     both = len((first + second).encode()) / (len(first) + len(second) + 2)
     assert bytes_per_token(config, tokenizer, 1) == pytest.approx(both)
 

@@ -292,7 +292,7 @@ def test_an_error_of_two_keys_names_the_source_of_both(tmp_path: Path) -> None:
     assert message.endswith(f'Here data.source = "hf" ({file}).')
 
 
-def test_a_late_error_names_who_wrote_the_key(tmp_path: Path) -> None:
+def test_a_late_error_names_the_source_of_the_key(tmp_path: Path) -> None:
     """The model, the data or a checkpoint may refuse a value long after the recipe was read."""
     base = write(tmp_path, f"{RULE}'adamw'\n[muon]\nlr = 1e-3\n", "base.toml")
     file = write(tmp_path, 'base = "base.toml"\n[data]\nsource = "files"\nfiles = ["a"]\n')

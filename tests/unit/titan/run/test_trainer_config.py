@@ -128,7 +128,7 @@ def test_the_start_prints_the_batch_of_a_step(passes: int, accumulated: str, tmp
     assert line == f"{24 * passes} sequences ({12_000 * passes:,} tokens{accumulated})"
 
 
-def test_the_start_notes_other_code_for_owned_matrices(
+def test_the_start_notes_different_code_for_owned_matrices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[tuple[str, bool]] = []
@@ -178,7 +178,7 @@ def test_parameters_on_the_host_have_a_cpu_backend_beside_the_device_backend(
     ],
     ids=["gpu", "cpu", "other"],
 )
-def test_a_model_beyond_the_memory_is_one_error_with_its_key(
+def test_a_model_beyond_the_memory_is_an_error_with_the_key(
     error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build() -> None:

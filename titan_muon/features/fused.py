@@ -1,0 +1,212 @@
+"""`fused=True`: Triton kernels for momentum and update, which read and write each tensor once."""
+
+# [Note: fused calls]
+# - One kernel launch runs a call. A program of the kernel finds its tensor and elements in a table on the device.
+# - A table has the addresses of tensors. Gradients and buffers may move between steps. Then the step sends a new table
+#   from pinned memory, which PyTorch's host allocator keeps until the copy has run. So the host does not wait.
+# - A table is kept, by its contents and stream, as long as each step uses it.
+# - Kernels compute in float32 and round once, so bits differ from the foreach operators'. Draws are equal.
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..options import MuonOptions, OptionError
+from ..rules import rule_of
+from ..rules.muon import MuonRule
+from ..step.feature import Feature
+from ..step.foreach import Advance, Apply
+from ..step.gradients import Step
+from ..step.rounding import seed_of, wrapped
+from ..step.rule import Rule, Scaling
+from ..step.stages import Calls, RankStages, Stages
+from ..step.update import Tensors, lr_scale
+from ..tensors.storage import STEP
+
+if TYPE_CHECKING:
+    from ..orthogonalize.symmetric_kernel import Launch
+
+BLOCK = 2048
+"""Elements of a program."""
+ALIGNMENT = 16
+"""Elements, and bytes of an address, for accesses of 16 bytes at once."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Row = tuple[int, ...]
+"""Of the table: elements, columns, count of the first draw; then address, row stride and column stride by tensor."""
+
+
+class Table(NamedTuple):
+    """The tensors of a launch.
+
+    Attributes:
+        tiles: (programs, 2) int32: row of `tensors`, and number of the program within this row.
+        tensors: (rows, words) int64.
+        flat: whether all tensors are contiguous.
+        aligned: whether 16 elements are adjacent and aligned everywhere.
+    """
+
+    tiles: Tensor
+    tensors: Tensor
+    flat: bool
+    aligned: bool
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Table:
+        """On the host."""
+        places = [row[3:] for row in rows]
+        strides = [(row[1], *pair) for row in rows for pair in zip(row[4::3], row[5::3], strict=True)]
+        flat = all((down, across) == (cols, 1) for cols, down, across in strides)
+        sizes = [row[0] for row in rows] if flat else [number for cols, down, _ in strides for number in (cols, down)]
+        numbers = [*sizes, *(address for place in places for address in place[::3])]
+        aligned = all(across == 1 for *_, across in strides) and all(number % ALIGNMENT == 0 for number in numbers)
+        counts = torch.tensor([-(-row[0] // BLOCK) for row in rows], device="cpu")
+        owners = torch.repeat_interleave(torch.arange(len(rows), device="cpu"), counts)
+        starts = (counts.cumsum(0) - counts)[owners]
+        tiles = torch.stack([owners, torch.arange(len(owners), device="cpu") - starts], dim=1).int()
+        return cls(tiles, torch.tensor(rows, dtype=torch.int64, device="cpu"), flat, aligned)
+
+
+def rows_of(lists: Sequence[Tensors], firsts: Sequence[int]) -> tuple[Row, ...]:
+    """The rows of a table for lists of equally many (rows, cols) tensors."""
+    return tuple(
+        (
+            tensors[0].numel(),
+            tensors[0].size(1),
+            wrapped(first),
+            *(word for tensor in tensors for word in (tensor.data_ptr(), *tensor.stride())),
+        )
+        for first, *tensors in zip(firsts, *lists, strict=True)
+    )
+
+
+def momentum_launch(
+    table: Table, lists: Sequence[Tensors], decay: float, scaling: Scaling | None, *, nesterov: bool, ahead: bool
+) -> Launch:
+    """`lists`: averages, gradients and packed tensors, or no packed tensors."""
+    from ..rules.muon_kernel import momentum
+
+    dtypes = _dtypes(("AVERAGE", "GRAD", "PACKED"), (*lists, lists[0])[:3])
+    flags = {"ADVANCES": not ahead, "PACKS": len(lists) == 3, "NESTEROV": nesterov}
+    inverse = None if scaling is None else scaling.inverse
+    flags |= {"SKIPS": scaling is not None, "SCALED": inverse is not None}
+    skipped = None if scaling is None else scaling.skipped
+    return _launch(momentum, table, (1 - decay, decay, skipped, inverse), dtypes | flags)
+
+
+def update_launch(
+    table: Table,
+    lists: Sequence[Tensors],
+    factor: float | Tensor,
+    rate: float | Tensor,
+    seed: int | None,
+    scaling: Scaling | None,
+    *,
+    cautious: bool,
+) -> Launch:
+    """`lists`: parameters and updates. `seed`: of stochastic rounding, or None."""
+    from ..rules.muon_kernel import update
+
+    flags = {"CAUTIOUS": cautious, "STOCHASTIC": seed is not None, "IN_MEMORY": isinstance(rate, Tensor)}
+    options = _dtypes(("PARAM", "UPDATE"), lists) | flags | {"SKIPS": scaling is not None}
+    skipped = None if scaling is None else scaling.skipped
+    return _launch(update, table, (factor, rate, 0 if seed is None else seed, skipped), options)
+
+
+def _dtypes(names: Sequence[str], lists: Sequence[Tensors]) -> dict[str, Any]:
+    import triton.language as tl
+
+    return {
+        name: getattr(tl, str(tensors[0].dtype).removeprefix("torch."))
+        for name, tensors in zip(names, lists, strict=True)
+    }
+
+
+def _launch(kernel: Any, table: Table, numbers: tuple[Any, ...], options: dict[str, Any]) -> Launch:
+    from ..orthogonalize.symmetric_kernel import Launch
+
+    # Single elements take more registers for addresses than vectors.
+    options |= {"FLAT": table.flat, "ALIGNED": table.aligned, "BLOCK": BLOCK, "num_warps": 4 if table.aligned else 8}
+    return Launch(kernel, (len(table.tiles),), (table.tiles, table.tensors, *numbers), options)
+
+
+def usable(device: torch.device) -> bool:
+    """Whether Triton runs on a device. Triton's interpreter runs on the CPU alone."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return find_spec("triton") is not None and device.type == ("cpu" if interpreted else "cuda")
+
+
+class Fused(Feature):
+    """Runs each call as one kernel, see [Note: fused calls]. Raises OptionError for a device without Triton."""
+
+    def __init__(self, device: torch.device) -> None:
+        if not usable(device):
+            remedy = "install Triton and train on a GPU, or set False (on CPUs, TRITON_INTERPRET=1 runs tests)"
+            raise OptionError("fused", f"= True needs Triton, which does not run on {device}; {remedy}")
+        self._tables: dict[Any, Table] = {}
+        self._last: dict[Any, Table] = {}
+
+    @staticmethod
+    def check(options: MuonOptions) -> None:
+        """Raise OptionError for a rule with other arithmetic."""
+        rule = type(rule_of(options))
+        if any(getattr(rule, name) is not getattr(MuonRule, name, None) for name in ("advance", "pack", "apply")):
+            problem = f"= True has kernels for rule = 'muon' and 'normuon', and not for {options.rule!r}; set False"
+            raise OptionError("fused", problem)
+
+    def wrap(self, stages: Stages, rank: RankStages) -> Stages:
+        self._rank = rank
+        wrong = [trained.fqn for trained in rank.params if trained.param.dtype not in DTYPES]
+        if wrong:
+            problem = f"= True computes in float32, and these parameters are wider: {', '.join(wrong[:5])}; set False"
+            raise OptionError("fused", problem)
+
+        rank.calls = Calls(partial(self._momentum, ahead=False), partial(self._momentum, ahead=True), self._update)
+        return stages
+
+    def before(self, step: Step) -> None:
+        self._last, self._tables = self._tables, {}
+
+    def _momentum(self, call: Advance, averages: Tensors, grads: Tensors, rule: Rule, *, ahead: bool) -> None:
+        plain, scaling = _plain(rule)
+        decay, nesterov = plain.momentum(call.group), call.group["nesterov"]
+        lists = [averages, grads, call.packed] if call.packed else [averages, grads]
+        # A kernel has one layout of rows, so that the place of an absent tensor is filled.
+        table = self._table([averages, grads, call.packed or averages], [0] * len(averages))
+        momentum_launch(table, lists, decay, scaling, nesterov=nesterov, ahead=ahead).run()
+
+    def _update(self, call: Apply, params: Tensors, rule: Rule) -> None:
+        plain, scaling = _plain(rule)
+        lr, decay = plain.rates(call.group)
+        scale = lr_scale(call.group["lr_scale"], *call.out_in) * plain.options.update_factor
+        cautious = plain.options.cautious
+        factor, rate = -lr * decay if cautious else 1 - lr * decay, -lr * scale
+        firsts = [0] * len(params) if call.chunk is None else call.chunk.firsts
+        seed = None if call.chunk is None else seed_of(call.group[STEP])
+        table = self._table([params, call.updates], firsts)
+        update_launch(table, [params, call.updates], factor, rate, seed, scaling, cautious=cautious).run()
+
+    def _table(self, lists: Sequence[Tensors], firsts: Sequence[int]) -> Table:
+        """The table on the device. Tensors of a stream are reused on this stream, so the stream is part of the key."""
+        rows = rows_of(lists, firsts)
+        key = (torch.get_device_module(self._rank.device).current_stream(), rows)
+        table = self._tables.get(key) or self._last.get(key)
+        if table is None:
+            host = Table.of(rows)
+            table = host._replace(tiles=self._rank.on_device(host.tiles), tensors=self._rank.on_device(host.tensors))
+        self._tables[key] = table
+        return table
+
+
+def _plain(rule: Rule) -> tuple[MuonRule, Scaling | None]:
+    """The rule without the scaling of a step, and the scaling."""
+    plain = rule if rule.scaling is None else rule.scaling.rule
+    assert isinstance(plain, MuonRule), f"{type(plain).__name__}: `check` accepts rules with MuonRule's arithmetic"
+    return plain, rule.scaling
