@@ -196,7 +196,7 @@ def test_a_rule_with_an_owner_places_an_owner_in_every_replica(tmp_path: Path) -
     config.write_text(f'base = "{CONFIGS / "llama_muon.toml"}"\n{rule}')
     words = ["--parallelism.data_parallel_replicate_degree", "2", "--placement.muon", "owned"]
     plans = []
-    for more in ([], ["--placement.replicas", "each"]):
+    for more in ([], ["--placement.replicas", "each", "--muon.replicas", "split"]):
         report(load(config, [*words, *more]), 4, full=False, json=str(tmp_path / "plan.json"))
         plans.append(json.loads((tmp_path / "plan.json").read_text()))
     assert plans[0] == plans[1]
