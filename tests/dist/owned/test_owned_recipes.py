@@ -52,7 +52,7 @@ def under_all(
 
 
 PLACEMENTS = {
-    "replicas": [{"placement__replicas": "each"}, {"placement__replicas": "one"}],
+    "replicas": [{"placement__replicas": "each", "muon__replicas": "split"}, {"placement__replicas": "one"}],
     "tensor parallel": [{}, {"placement__tensor_parallel": "whole"}],
 }
 
