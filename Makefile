@@ -43,7 +43,9 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: make PYTHON=..."'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[titan,dev,zoo]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[titan,dev,zoo]'
+	# pip compiles on one core, and the tests of all packages too. Some files need a newer Python.
+	$(BIN)/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib || true
 	touch $@
 
 train: venv
@@ -57,8 +59,9 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Many tests start processes, and each would compile this project where PYTHONDONTWRITEBYTECODE is set.
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-long: venv
 	OMP_NUM_THREADS=1 TITAN_MUON_LONG=$(LONG) $(BIN)/python -m pytest --timeout 0 $(WORKERS) tests/unit/plan tests/dist/step/test_fuzz.py $(ARGS)

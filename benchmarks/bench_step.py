@@ -151,7 +151,7 @@ def updates(contender: Contender, model: Model) -> Tensor:
 
 def run(model: Model, mesh: DeviceMesh, repeats: int) -> list[Row]:
     """The table, equal on every rank."""
-    prepared = [prepare(name, build, model, mesh) for name, build in contenders().items()]
+    prepared = [prepare(name, build, model, mesh) for name, build in contenders(mesh.device_type).items()]
     expected = updates(next(c for c in prepared if c.name == REFERENCE), model)
     errors = [updates(contender, model) - expected for contender in prepared]
     device = next(iter(prepared[0].params.values())).device

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_muon import Muon
+from titan_muon.features.fused import usable
 
 HYPERPARAMETERS = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, "ns_steps": 5}
 INITIAL, GRADIENT = 0, 1
@@ -102,9 +103,12 @@ def torch_muon(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Muon(params, adjust_lr_fn="match_rms_adamw", **HYPERPARAMETERS)  # type: ignore[arg-type]
 
 
-def ours(exchange: str, params: Parameters, mesh: DeviceMesh | None, orthogonalize: str = "reference") -> Muon:
+def ours(
+    exchange: str, params: Parameters, mesh: DeviceMesh | None, orthogonalize: str = "reference", *, fused: bool = False
+) -> Muon:
     """Titan Muon with one of its exchanges, by default in torch.optim.Muon's arithmetic."""
-    return Muon(list(params.items()), exchange=exchange, orthogonalize=orthogonalize, **HYPERPARAMETERS)  # type: ignore[arg-type]
+    options = {"exchange": exchange, "orthogonalize": orthogonalize, "fused": fused, **HYPERPARAMETERS}
+    return Muon(list(params.items()), **options)  # type: ignore[arg-type]
 
 
 def adamw(params: Parameters, mesh: DeviceMesh) -> torch.optim.Optimizer:
@@ -163,6 +167,7 @@ def replace_streams() -> None:
     reshard_runtime.torch = with_streams
 
 
+FUSED = "all_to_all, auto, fused"
 CONTENDERS: Mapping[str, Builder] = {
     "torch.optim.Muon, gathered": Gathered,
     "all_gather": partial(ours, "all_gather"),
@@ -170,13 +175,14 @@ CONTENDERS: Mapping[str, Builder] = {
     "all_gather_reduce_scatter": partial(ours, "all_gather_reduce_scatter"),
     "DistMuon": dist_muon,
     "all_to_all, auto": partial(ours, "all_to_all", orthogonalize="auto"),
+    FUSED: partial(ours, "all_to_all", orthogonalize="auto", fused=True),
     "AdamW": adamw,
 }
-OTHER_ARITHMETIC = ("all_to_all, auto", "AdamW")
+OTHER_ARITHMETIC = ("all_to_all, auto", FUSED, "AdamW")
 """Contenders compared by time only: their update differs from torch.optim.Muon's."""
 
 
-def contenders() -> Mapping[str, Builder]:
-    """Contenders of this machine: DistMuon needs torchtitan."""
-    there = importlib.util.find_spec("torchtitan") is not None
-    return {name: build for name, build in CONTENDERS.items() if there or name != "DistMuon"}
+def contenders(device: str) -> Mapping[str, Builder]:
+    """Contenders of this machine: DistMuon needs torchtitan, and fused kernels need Triton on the device."""
+    runs = {"DistMuon": importlib.util.find_spec("torchtitan") is not None, FUSED: usable(torch.device(device))}
+    return {name: build for name, build in CONTENDERS.items() if runs.get(name, True)}

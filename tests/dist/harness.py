@@ -32,8 +32,14 @@ _context.set_forkserver_preload(
         "torch.distributed.checkpoint.state_dict",
         "titan_muon.hybrid",
         "titan_muon.owned",
+        "titan_muon.titan.run.job",
+        "models.deepseek_v3",
+        "models.llama3",
+        "models.qwen3",
         "tests.reference_muon",
         "tests.dist.small_params",
+        # Last, because this module freezes all objects of the modules above.
+        "tests.dist.frozen",
     ]
 )
 

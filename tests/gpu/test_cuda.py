@@ -84,10 +84,10 @@ def test_the_triton_kernel_makes_the_products_of_the_matrix_library(
     assert torch.equal(product, product.mT)
 
 
-def trained(target: Target, orthogonalize: str) -> dict[str, Tensor]:
+def trained(target: Target, orthogonalize: str, **changed: object) -> dict[str, Tensor]:
     """Parameters and momenta after three steps of Muon in one process."""
     shapes = {"wide": (24, 60), "tall": (60, 24), "experts": (3, 16, 40)}
-    options = {"orthogonalize": orthogonalize, "ns_dtype": "float32", "wire_dtype": "float32"}
+    options = {"orthogonalize": orthogonalize, "ns_dtype": "float32", "wire_dtype": "float32"} | changed
     with target.active(syncs=True):
         params = {name: nn.Parameter(target.placed(random(*shape))) for name, shape in shapes.items()}
         optimizer = Muon(params.items(), lr=0.02, **options).build()  # type: ignore[arg-type]
@@ -109,6 +109,15 @@ def test_muon_in_a_single_process_equals_the_cpu_result(orthogonalize: str, targ
         assert (param.device.type, param.dtype) == (target.device.type, torch.float32), name
         assert param.shape == expected[name].shape, name
         assert target.fake or relative_error(param.cpu(), expected[name]).max() < 1e-4, name
+
+
+@pytest.mark.parametrize("target", [CUDA_PARAM])
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_the_fused_kernels_train_like_the_foreach_operators(target: Target) -> None:
+    """On a GPU alone, without a host wait. `make kernels` runs the kernels under Triton's interpreter."""
+    expected = trained(target, "standard")
+    for name, found in trained(target, "standard", fused=True).items():
+        assert relative_error(found, expected[name]).max() < 1e-5, name
 
 
 @pytest.mark.parametrize("target", [pytest.param(FAKE, marks=needs_cuda_build, id=FAKE.name), CUDA_PARAM])

@@ -15,51 +15,39 @@ plan_numbers = cache(planned)
 
 # The hardest cases: fewest matrices per rank, longest waits between buckets, and links faster than Newton-Schulz. On
 # slower links owners are even by bytes. scripts/plan_scale.py has all worlds.
-HARDEST = [
-    ("qwen3_8b", 8, 1.11),
-    ("qwen3_8b", 64, 1.11),
-    ("qwen3_8b", 128, 1.35),
-    ("llama3_8b", 64, 1.11),
-    ("llama3_70b", 64, 1.11),
-    ("llama3_70b", 256, 1.35),
-    ("qwen3_30b_a3b", 64, 1.11),
-    ("deepseek_v3", 64, 1.11),
-    ("kimi_k2", 256, 1.35),
-]
-
-
-# Whole matrices do not divide evenly, and the first gather and the last return are exposed: the part above 1. The last
-# column is over the lower bound for whole matrices.
-MODELLED = [
-    ("qwen3_8b", 8, 1.01, 1.01),
-    ("qwen3_8b", 64, 1.29, 1.08),
-    ("llama3_70b", 64, 1.04, 1.03),
-    ("llama3_70b", 128, 1.12, 1.08),
-    ("llama3_70b", 256, 1.42, 1.04),
-    ("qwen3_30b_a3b", 64, 1.06, 1.04),
-    ("qwen3_30b_a3b", 1024, 1.05, 1.25),
+# Limits: FLOPs of the busiest rank over their bound; the modelled step without passes over its bound; the step over the
+# bound for whole matrices. Whole matrices do not divide evenly, and the first gather and the last return are exposed:
+# the part above 1.
+WORLDS = [
+    ("qwen3_8b", 8, 1.11, 1.01, 1.01),
+    ("qwen3_8b", 64, 1.11, 1.29, 1.08),
+    ("qwen3_8b", 128, 1.35, None, None),
+    ("llama3_8b", 64, 1.11, None, None),
+    ("llama3_70b", 64, 1.11, 1.04, 1.03),
+    ("llama3_70b", 128, None, 1.12, 1.08),
+    ("llama3_70b", 256, 1.35, 1.42, 1.04),
+    ("qwen3_30b_a3b", 64, 1.11, 1.06, 1.04),
+    ("deepseek_v3", 64, 1.11, None, None),
     # 77,354 matrices, including heads of attention.
-    ("kimi_k2", 512, 1.00, 1.20),
+    ("kimi_k2", 512, 1.20, 1.00, 1.20),
 ]
 
 
-@pytest.mark.parametrize(("model", "ranks", "bar", "whole_bar"), MODELLED)
-def test_the_modelled_step_without_passes_is_close_to_the_lower_bound(
-    model: str, ranks: int, bar: float, whole_bar: float
+@pytest.mark.parametrize(("model", "ranks", "flops_bar", "bar", "whole_bar"), WORLDS)
+def test_a_plan_is_close_to_the_lower_bounds(
+    model: str, ranks: int, flops_bar: float | None, bar: float | None, whole_bar: float | None
 ) -> None:
     numbers = plan_numbers(model, ranks)
-    assert numbers.ratio_without_passes <= bar
-    assert 1 <= numbers.step_ms / numbers.whole_ms <= whole_bar
-    parts = numbers.newton_schulz_ms + numbers.passes_ms + numbers.waits_ms
-    assert numbers.step_ms == pytest.approx(parts)
-
-
-@pytest.mark.parametrize(("model", "ranks", "bar"), HARDEST)
-def test_the_longest_path_is_close_to_the_lower_bound(model: str, ranks: int, bar: float) -> None:
-    numbers = plan_numbers(model, ranks)
-    assert numbers.flops_over_bound <= bar
     assert numbers.orthogonalizations == numbers.matrices, "each matrix once in the world"
     assert numbers.buffers_gib <= 4.0
+    parts = numbers.newton_schulz_ms + numbers.passes_ms + numbers.waits_ms
+    assert numbers.step_ms == pytest.approx(parts)
+    if flops_bar is not None:
+        assert numbers.flops_over_bound <= flops_bar
+    if bar is not None:
+        assert numbers.ratio_without_passes <= bar
+    if whole_bar is not None:
+        assert 1 <= numbers.step_ms / numbers.whole_ms <= whole_bar
     if ranks == 64 and model in ("qwen3_8b", "llama3_8b", "qwen3_30b_a3b"):
         assert numbers.collectives <= 8
 

@@ -1,16 +1,21 @@
 """The README's commands run, shortened; its recipe, links and folders are valid."""
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
-from tests.dist.harness import run_program
+from tests.dist.harness import run_program, run_ranks
 from titan_muon.titan.recipe import load
 
 ROOT = Path(__file__).parents[2]
@@ -101,9 +106,29 @@ def test_make_has_the_targets_of_the_readme(target: str) -> None:
     assert run(f"make --dry-run {target}", [], ROOT)
 
 
-@pytest.mark.parametrize("command", TRAINING)
+@pytest.mark.parametrize("command", [command for command in TRAINING if "_per_node=4" not in command])
 def test_the_training_commands_run(command: str, short: list[str], tmp_path: Path) -> None:
     assert "step 2/2" in run(command, short, tmp_path)
+
+
+def script(rank: int, world_size: int, words: list[str]) -> str:
+    """Output of a script of the repository on this rank."""
+    sys.argv = words
+    # The harness ends the group.
+    with (
+        mock.patch.object(dist, "destroy_process_group"),
+        contextlib.redirect_stdout(io.StringIO()) as shown,
+        pytest.raises(SystemExit, match=r"^0$"),
+    ):
+        runpy.run_path(words[0], run_name="__main__")
+    return shown.getvalue()
+
+
+def test_the_training_command_of_four_ranks_runs(short: list[str]) -> None:
+    """On ranks that need no imports: the command of two ranks shows that torchrun starts the script."""
+    (words,) = (shlex.split(command) for command in TRAINING if "_per_node=4" in command)
+    assert words[:3] == ["torchrun", "--nproc_per_node=4", "train.py"]
+    assert "step 2/2" in run_ranks(script, 4, [*words[2:], *short])[0]
 
 
 def test_the_dry_run_runs_in_a_single_process(tmp_path: Path) -> None:

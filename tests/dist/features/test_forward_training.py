@@ -69,8 +69,11 @@ def flat(state: dict[str, Any], before: str = "") -> dict[str, Any]:
 
 VARIANTS = {
     "disabled": {},
-    "async": {"checkpoint__async_mode": "async"},
-    "compiled": {"compile__enable": "true", "compile__backend": "aot_eager"},
+    "async, compiled": {
+        "checkpoint__async_mode": "async",
+        "compile__enable": "true",
+        "compile__backend": "aot_eager",
+    },
 }
 
 

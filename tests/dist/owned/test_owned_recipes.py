@@ -15,14 +15,13 @@ from tests.dist.harness import run_ranks
 
 SHARED = {"validator__enable": "false", "metrics__enable_tensorboard": "false"}
 DENSE = {"model__name": "llama3", "model__flavor": "tiny"}
+STEPS = 4
 LAYOUTS = {
     "dense": (2, DENSE, 1e-4),
     "experts": (2, {"parallelism__expert_parallel_degree": 2}, 1e-3),
     "more ranks than experts": (4, {"parallelism__expert_parallel_degree": 2, "model__flavor": "two_experts"}, 1e-3),
     "replicas": (4, {**DENSE, "parallelism__data_parallel_replicate_degree": 2}, 1e-4),
-    "replicas, one owner": (4, {**DENSE, "parallelism__data_parallel_replicate_degree": 2}, 1e-4),
     "tensor parallel": (4, {**DENSE, "parallelism__tensor_parallel_degree": 2}, 1e-4),
-    "tensor parallel, whole": (4, {**DENSE, "parallelism__tensor_parallel_degree": 2}, 1e-4),
     "recomputed": (2, {"activation_checkpoint__mode": "full"}, 1e-3),
     "recomputed selectively": (2, {"activation_checkpoint__mode": "selective"}, 1e-3),
     "compiled": (2, {**DENSE, "compile__enable": "true", "compile__backend": "aot_eager"}, 1e-4),
@@ -39,37 +38,42 @@ def train(recipe: object) -> str:
     return job.train(recipe)
 
 
-def both(rank: int, world_size: int, folder: Path, options: dict[str, object], placement: dict[str, str]) -> list[str]:
+def under_all(
+    rank: int, world_size: int, folder: Path, options: dict[str, object], placements: list[dict[str, str]]
+) -> list[str]:
+    """Folders of a run under `shard0`, and of a run under `owned` with each of the placements."""
     from models import qwen3
 
     qwen3.FLAVORS["two_experts"] = replace(qwen3.FLAVORS["moe_tiny"], layers=2, experts=2)
-    batch = {"training__local_batch_size": 1, "training__global_batch_size": 4, "checkpoint__enable": "false"}
-    shared = {**SHARED, **batch, **options}
-    owned = {"placement__muon": "owned", **placement}
-    return [train(tiny.recipe(folder, name="owned", **shared, **owned)), train(tiny.recipe(folder, **shared))]
+    batch = {"training__local_batch_size": 1, "training__global_batch_size": 4, "training__steps": STEPS}
+    shared = {**SHARED, **batch, "checkpoint__enable": "false", **options}
+    runs = [{"name": f"owned{i}", "placement__muon": "owned", **keys} for i, keys in enumerate(placements)]
+    return [train(tiny.recipe(folder, **shared, **run)) for run in ({}, *runs)]
 
 
 PLACEMENTS = {
-    "replicas": {"placement__replicas": "each"},
-    "replicas, one owner": {"placement__replicas": "one"},
-    "tensor parallel, whole": {"placement__tensor_parallel": "whole"},
+    "replicas": [{"placement__replicas": "each"}, {"placement__replicas": "one"}],
+    "tensor parallel": [{}, {"placement__tensor_parallel": "whole"}],
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_curves_of_owned_and_shard0_coincide(layout: str, tmp_path: Path) -> None:
     world_size, options, tolerance = LAYOUTS[layout]
+    placements = PLACEMENTS.get(layout, [{}])
     tiny.write_recipe(tmp_path)
-    owned, sharded = run_ranks(both, world_size, tmp_path, options, PLACEMENTS.get(layout, {}))[0]
-    losses = tiny.records(owned, "loss")
-    assert losses.keys() == set(range(1, 7))
-    assert losses[6] < losses[1] - 0.5, "it must learn, or to coincide means nothing"
-    assert losses == pytest.approx(tiny.records(sharded, "loss"), abs=tolerance)
-    assert tiny.records(owned, "grad_norm") == pytest.approx(tiny.records(sharded, "grad_norm"), rel=20 * tolerance)
-    text = (Path(owned) / "optimizers.txt").read_text()
-    assert "owned by rank" in text
-    told = 'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not'
-    assert (told in text) == (layout == "tensor parallel")
+    sharded, *runs = run_ranks(under_all, world_size, tmp_path, options, placements)[0]
+    losses = tiny.records(sharded, "loss")
+    assert losses.keys() == set(range(1, STEPS + 1))
+    assert losses[STEPS] < losses[1] - 0.5, "it must learn, or to coincide means nothing"
+    for owned, placement in zip(runs, placements, strict=True):
+        assert tiny.records(owned, "loss") == pytest.approx(losses, abs=tolerance)
+        norms = tiny.records(sharded, "grad_norm")
+        assert tiny.records(owned, "grad_norm") == pytest.approx(norms, rel=20 * tolerance)
+        text = (Path(owned) / "optimizers.txt").read_text()
+        assert "owned by rank" in text
+        told = 'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not'
+        assert (told in text) == (layout == "tensor parallel" and not placement)
 
 
 RULES = """
@@ -116,22 +120,26 @@ def half(rank: int, world_size: int, folder: Path, placement: str, steps: int, l
     )
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    tiny.write_recipe(folder)
+    return tiny.records(run_ranks(half, 2, folder, "shard0", 6, "")[0], "loss")
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [((4, "owned"), (2, "shard0")), ((2, "shard0"), (4, "owned")), ((2, "owned"), (1, "owned"))],
     ids=lambda side: f"{side[1]}@{side[0]}",
 )
 def test_a_run_continues_under_a_different_placement(
-    first: tuple[int, str], second: tuple[int, str], tmp_path: Path
+    first: tuple[int, str], second: tuple[int, str], tmp_path: Path, uninterrupted: dict[int, float]
 ) -> None:
     """On another number of ranks too, with the losses of an uninterrupted run."""
     tiny.write_recipe(tmp_path)
     folder = run_ranks(half, first[0], tmp_path, first[1], 3, "")[0]
     assert run_ranks(half, second[0], tmp_path, second[1], 6, folder)[0] == folder
-    losses = tiny.records(folder, "loss")
-    (tmp_path / "runs").rename(tmp_path / "interrupted")
-    straight = run_ranks(half, 2, tmp_path, "shard0", 6, "")[0]
-    assert losses == pytest.approx(tiny.records(straight, "loss"), abs=2e-4)
+    assert tiny.records(folder, "loss") == pytest.approx(uninterrupted, abs=2e-4)
 
 
 def killed(rank: int, world_size: int, folder: Path) -> None:

@@ -44,21 +44,21 @@ class Case:
     stacks: tuple[Stack, ...]
 
 
-def fsdp(world_size: int, rank: int) -> Case:
+def fsdp(world_size: int, rank: int, count: int = 40) -> Case:
     """Ranks beyond 96 or 768 have no row of the smaller matrices; every rank has some of the larger."""
     rows = world_size * 3 // 4
     shapes = ((rows, 16), (world_size * 2, 8), (world_size, 24))
-    return Case(world_size, rank, tuple(Stack(40, shape, (world_size,), (Shard(0),)) for shape in shapes))
+    return Case(world_size, rank, tuple(Stack(count, shape, (world_size,), (Shard(0),)) for shape in shapes))
 
 
-def experts(world_size: int, rank: int, degree: int, number: int) -> Case:
+def experts(world_size: int, rank: int, degree: int, number: int, count: int = 20) -> Case:
     """Dense matrices over all ranks; experts over `degree` ranks, with rows sharded over the remaining axis."""
     mesh = (world_size // degree, degree)
     return Case(
         world_size,
         rank,
         (
-            Stack(20, (world_size, 16), (world_size,), (Shard(0),)),
+            Stack(count, (world_size, 16), (world_size,), (Shard(0),)),
             Stack(4, (number, 2 * mesh[0], 8), mesh, (Shard(1), Shard(0))),
             Stack(2, (2 * world_size, 6, 8), mesh, (_StridedShard(0, split_factor=degree), Shard(0))),
         ),
@@ -68,9 +68,9 @@ def experts(world_size: int, rank: int, degree: int, number: int) -> Case:
 CASES = {
     "fsdp_128_first": fsdp(128, 0),
     "fsdp_128_last": fsdp(128, 127),
-    "fsdp_1024": fsdp(1024, 1000),
+    "fsdp_1024": fsdp(1024, 1000, count=8),
     "experts_128": experts(128, 37, degree=8, number=16),
-    "experts_1024": experts(1024, 700, degree=64, number=128),
+    "experts_1024": experts(1024, 700, degree=64, number=128, count=5),
 }
 
 

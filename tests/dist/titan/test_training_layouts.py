@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests import tiny
 from tests.dist.harness import run_ranks
 
-STEPS = 6
+STEPS = 4
 # Sums in another order differ in the last digits: by 2e-5 at most here. TorchTitan's experts compute in bfloat16 for
 # every recipe, with 2e-4.
 TOLERANCES = {"llama3/tiny": 1e-4, "qwen3/moe_tiny": 1e-3, "deepseek_v3/tiny": 1e-3}
@@ -136,7 +136,7 @@ METHODS = {"auto": {}, "gram": {"muon.orthogonalize": "gram", "muon.ns_dtype": "
 
 
 def test_training_follows_the_reference_with_any_algorithm(folder: Path) -> None:
-    options, model = {"training.steps": 8, "training.seq_len": 128}, "qwen3/moe_tiny"
+    options, model = {"training.steps": 6, "training.seq_len": 128}, "llama3/tiny"
     expected = train_on(folder, 2, model, {**options, "muon.orthogonalize": "reference"}, "reference")
     assert expected[-1] < expected[0] - 1, "the reference must learn, or following it means nothing"
     for name, method in METHODS.items():

@@ -43,7 +43,7 @@ def rows(output: tuple[str, dict]) -> dict[str, dict]:
 
 def test_every_optimizer_is_compared_in_table_and_file(output: tuple[str, dict], rows: dict[str, dict]) -> None:
     text, figures = output
-    assert list(rows) == list(contenders.CONTENDERS)
+    assert list(rows) == list(contenders.contenders("cpu"))
     assert {key: figures[key] for key in ("model", "nproc", "repeats")} == {
         "model": "tiny",
         "nproc": RANKS,

@@ -71,7 +71,7 @@ def test_a_wrong_key_is_refused_before_the_first_measurement(keys: tuple[str, ..
 def test_backward_overlap_sends_the_same_bytes_and_has_the_same_bits(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    keys = ("--training.seq_len", "32")
+    keys = ("--model.name", "llama3", "--model.flavor", "tiny", "--training.seq_len", "32")
     rows = bench_training.main(Arguments(nproc=2, config=tiny.write_recipe(tmp_path), steps=2), keys)
     none, backward, forward, control = rows
     assert [row.overlap for row in rows] == ["none", "backward", "forward", "none"]

@@ -36,3 +36,5 @@ def test_a_killed_run_has_the_losses_of_an_undisturbed_run(tmp_path: Path, capsy
     assert code == 0, shown.err
     assert "6 steps undisturbed" in shown.out
     assert "6 steps with 1 kills" in shown.out
+    (killed,) = (tmp_path / "soak").glob("*/killed")
+    assert len(list(killed.rglob("metrics.jsonl"))) == 1, "a restart continues in the folder of the run"

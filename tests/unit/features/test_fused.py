@@ -119,10 +119,10 @@ def decayed(param: Tensor, update: Tensor, factor: Tensor, cautious: bool) -> Te
 @every_layout
 @pytest.mark.parametrize("cautious", [True, False])
 def test_stochastic_rounding_has_the_draws_of_the_foreach_operators(cautious: bool, layout: str) -> None:
-    params, updates = tensors(0, BFLOAT16, layout), tensors(1, BFLOAT16)
+    params, updates = tensors(0, BFLOAT16, layout), tensors(1, FLOAT32)
     # All bits set, as CUDA writes it; infinities; and a weight that a draw moves to infinity.
     params[3][0, :4] = torch.tensor([math.inf, -math.inf, math.nan, torch.finfo(BFLOAT16).max])
-    updates[3][1, 0] = torch.tensor(-1, dtype=torch.int16).view(BFLOAT16)
+    updates[3][1, 0] = torch.tensor(-1, dtype=torch.int32).view(FLOAT32)
     firsts = [Draws.of("w", index, 7).key + 2**31 * (index % 2) for index in range(len(params))]
     factor, rate = torch.tensor(-0.002 if cautious else 0.998), torch.tensor(-0.02)
     expected = [param.clone() for param in params]
