@@ -448,7 +448,7 @@ def test_plans_for_gpu_and_cpu_differ(tmp_path: Path) -> None:
 def test_every_pipeline_rank_has_a_separate_plan(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Counts are of the whole model; tables, plans, owners and memory are of a pipeline rank."""
+    """Counts cover the whole model; tables, plans, owners and memory cover a pipeline rank."""
     whole = dry_run("qwen_moe_muon", 2, tmp_path)
     alone = capsys.readouterr().out
     # A dry run only cuts the model, which torch could do before TorchTitan could train the parts.

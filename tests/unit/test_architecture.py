@@ -245,7 +245,7 @@ def module_file(home: Path, module: str) -> Path | None:
 
 
 def folder_of(path: Path) -> str:
-    """The folder of a file. A file at the top of the library is a folder by itself."""
+    """The folder of a file. A file at the top of the library counts as a folder."""
     inside = path.relative_to(ROOT).with_suffix("").parts
     if inside[0] != "titan_muon":
         return inside[0]
