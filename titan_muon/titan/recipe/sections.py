@@ -136,10 +136,9 @@ class Placement:
 class Muon(StepOptions, Hyperparameters):
     """Hyperparameters of Muon (Keller Jordan, 2024) and options of its distributed step."""
 
-    # Muon does not see the placement. With Muon's default, an owner in each replica would send its results to the others.
+    # Muon does not see the placement. With Muon's default, owners in each replica would exchange results.
     replicas: Literal["split", "redundant"] | None = None  # type: ignore[assignment]
-    """Whether replicas `split` the work or repeat it; absent: `redundant` under `owned` with an owner in `each` replica,
-    else `split`."""
+    """Whether replicas `split` the work or repeat it; absent: `redundant` for owners in `each` replica, else `split`."""
 
     buffer_gib: Annotated[
         float | Literal["auto"], Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
