@@ -138,7 +138,7 @@ class Muon(StepOptions, Hyperparameters):
 
     # Muon does not see the placement. With Muon's default, owners in each replica would exchange results.
     replicas: Literal["split", "redundant"] | None = None  # type: ignore[assignment]
-    """Whether replicas `split` the work or repeat it; absent: `redundant` for owners in `each` replica, else `split`."""
+    """Whether replicas `split` work or repeat it; absent: `redundant` for owners in `each` replica, else `split`."""
 
     buffer_gib: Annotated[
         float | Literal["auto"], Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
