@@ -247,8 +247,8 @@ def errors(bench: Bench, shapes: Sequence[tuple[int, int]] = ERROR_SHAPES) -> It
                     ("auto on cuda", gpu),
                 ]
                 for label, method in named:
-                    found = orthogonalize(stack.float(), computed, method)
-                    error = relative_error(found, expected).item()
+                    result = orthogonalize(stack.float(), computed, method)
+                    error = relative_error(result, expected).item()
                     yield ErrorRow(f"{rows} x {cols}", spectrum, name, label, error)
 
 

@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Taken:
+class Times:
     """Seconds of a training step of a rank, or of all ranks: CPU time before and in the optimizers' step summed, and
     the slowest wall time.
     """
@@ -73,7 +73,7 @@ class Figures:
     """
 
     overlap: str
-    taken: tuple[Taken, ...]
+    times: tuple[Times, ...]
     sent: Sent
     bitwise: bool
 
@@ -101,7 +101,7 @@ class Trainee:
     def _begin_step(self) -> None:
         self._cpu_before, self._calls_before = time.process_time(), self.muon.exchange.traffic.calls
 
-    def train_step(self) -> Taken:
+    def train_step(self) -> Times:
         """A training step, with all ranks in step."""
         traffic = self.muon.exchange.traffic
         calls, sent = traffic.calls, traffic.bytes_sent
@@ -112,7 +112,7 @@ class Trainee:
         self.trainer.train_step(self.batches)
         wall, after = time.perf_counter() - begin, time.process_time()
         self.sent = Sent(traffic.calls - calls, traffic.bytes_sent - sent, self._calls_before - calls)
-        return Taken(self._cpu_before - cpu, after - self._cpu_before, wall)
+        return Times(self._cpu_before - cpu, after - self._cpu_before, wall)
 
     def trained(self) -> list[torch.Tensor]:
         """This rank's parameters and Muon's momentum."""
@@ -128,15 +128,15 @@ def run(recipes: Sequence[Recipe], steps: int, folder: str) -> list[Figures]:
     for _ in range(WARM_UP):
         for trainee in trainees:
             trainee.train_step()
-    taken: list[list[Taken]] = [[] for _ in trainees]
+    times: list[list[Times]] = [[] for _ in trainees]
     for step in range(steps):
         for place in range(len(trainees)):
             index = (step + place) % len(trainees)
-            taken[index].append(trainees[index].train_step())
+            times[index].append(trainees[index].train_step())
     expected = trainees[0].trained()
     bits = [same_bits(trainee.trained(), expected) for trainee in trainees]
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (taken, [trainee.sent for trainee in trainees], bits))
+    dist.all_gather_object(ranks, (times, [trainee.sent for trainee in trainees], bits))
     for trainee in trainees:
         trainee.trainer.close()
     return [
@@ -155,9 +155,9 @@ def same_bits(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> b
     return all(torch.equal(this, that) for this, that in zip(these, those, strict=True))
 
 
-def together(ranks: Sequence[Taken]) -> Taken:
+def together(ranks: Sequence[Times]) -> Times:
     """A step summed over ranks."""
-    return Taken(sum(item.passes for item in ranks), sum(item.step for item in ranks), max(item.wall for item in ranks))
+    return Times(sum(item.passes for item in ranks), sum(item.step for item in ranks), max(item.wall for item in ranks))
 
 
 def all_sent(ranks: Sequence[Sent]) -> Sent:
@@ -184,7 +184,7 @@ def table(rows: Sequence[Figures]) -> str:
     head = ["overlap", "CPU ms", "passes", "step", "ms", "Muon's calls", "in backward", "bytes", "bits"]
     lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for row in rows:
-        times = [1e3 * median(getattr(item, name) for item in row.taken) for name in ("cpu", "passes", "step", "wall")]
+        times = [1e3 * median(getattr(item, name) for item in row.times) for name in ("cpu", "passes", "step", "wall")]
         sent = (row.sent.calls, row.sent.in_backward, row.sent.bytes_sent)
         bits = "equal" if row.bitwise else "differ"
         lines.append([row.overlap, *(f"{value:,.1f}" for value in times), *(f"{count:,}" for count in sent), bits])
@@ -195,10 +195,10 @@ def ratios(rows: Sequence[Figures]) -> str:
     """A line for each row but the first."""
     lines = []
     for row in rows[1:]:
-        measured = ratio([item.cpu for item in row.taken], [item.cpu for item in rows[0].taken])
+        measured = ratio([item.cpu for item in row.times], [item.cpu for item in rows[0].times])
         lines.append(
             f"CPU time of a training step, {row.overlap} / {rows[0].overlap}: median {measured.median:.4f} of "
-            f"{len(row.taken)} pairs, quartiles {measured.lower:.4f} to {measured.upper:.4f}"
+            f"{len(row.times)} pairs, quartiles {measured.lower:.4f} to {measured.upper:.4f}"
         )
     return "\n".join(lines)
 
@@ -250,7 +250,7 @@ class Arguments:
 def read(text: str) -> list[Figures]:
     """Figures written by rank 0."""
     return [
-        Figures(row["overlap"], tuple(Taken(**item) for item in row["taken"]), Sent(**row["sent"]), row["bitwise"])
+        Figures(row["overlap"], tuple(Times(**item) for item in row["times"]), Sent(**row["sent"]), row["bitwise"])
         for row in json.loads(text)
     ]
 

@@ -128,7 +128,7 @@ class Compiled:
             f"{self.shared:,} bytes of shared memory of {target.shared:,}": self.shared > target.shared,
             f"{self.columns} columns of tensor memory": self.columns > TENSOR_COLUMNS,
         }
-        return [fault for fault, found in checks.items() if found]
+        return [fault for fault, is_fault in checks.items() if is_fault]
 
 
 @contextlib.contextmanager
@@ -199,22 +199,22 @@ def cases() -> Iterator[Case]:
                 yield Case(target, variant, dtype, tile, ragged=True)
 
 
-def row(found: Compiled, verdict: str) -> str:
+def row(kernel: Compiled, verdict: str) -> str:
     """One line of the table."""
-    case, tile = found.case, found.case.tile
+    case, tile = kernel.case, kernel.case.tile
     shape = f"{tile.side} x {tile.side * tile.wide} x {tile.depth}, {tile.stages} stages"
-    dots = {match[0] for name in found.instructions if (match := re.search(r"m\d+n\d+k\d+|kind::\w+", name))}
+    dots = {match[0] for name in kernel.instructions if (match := re.search(r"m\d+n\d+k\d+|kind::\w+", name))}
     cells = (
         f"sm_{case.target.capability}",
         case.variant + (", ragged" if case.ragged else ""),
         case.dtype,
         shape,
         f"{case.target.instruction} {' '.join(sorted(dots))}" if dots else "none",
-        f"{case.target.copies if found.copies else 'none'}{', specialized' if found.specialized else ''}",
-        found.threads,
-        found.registers,
-        found.spilled,
-        f"{found.shared:,} of {case.target.shared:,}",
+        f"{case.target.copies if kernel.copies else 'none'}{', specialized' if kernel.specialized else ''}",
+        kernel.threads,
+        kernel.registers,
+        kernel.spilled,
+        f"{kernel.shared:,} of {case.target.shared:,}",
         verdict,
     )
     return f"| {' | '.join(map(str, cells))} |"
@@ -275,7 +275,7 @@ class CompiledPass:
             "local memory": self.local,
             f"{self.registers} registers": self.registers > PASS_REGISTERS // self.threads,
         }
-        return [fault for fault, found in checks.items() if found]
+        return [fault for fault, is_fault in checks.items() if is_fault]
 
 
 def compiled_pass(case: PassCase) -> CompiledPass:
@@ -315,14 +315,14 @@ PASS_HEADER = """| GPU | pass | dtypes | tensors | accesses | threads | register
 |---|---|---|---|---|---:|---:|---:|---:|---|"""
 
 
-def pass_row(found: CompiledPass, verdict: str) -> str:
+def pass_row(kernel: CompiledPass, verdict: str) -> str:
     """One line of the table."""
-    case = found.case
+    case = kernel.case
     layout = f"{'contiguous' if case.flat else 'rows with strides'}, {'16' if case.aligned else 'any'} elements"
     name = f"{case.kernel}{', cautious' if case.cautious else ''}"
     cells = (
-        f"sm_{case.target.capability}", name, ", ".join(case.dtypes), layout, ", ".join(found.accesses),
-        found.threads, found.registers, found.spilled, f"{found.shared:,}", verdict,
+        f"sm_{case.target.capability}", name, ", ".join(case.dtypes), layout, ", ".join(kernel.accesses),
+        kernel.threads, kernel.registers, kernel.spilled, f"{kernel.shared:,}", verdict,
     )  # fmt: skip
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -332,21 +332,21 @@ def main() -> int:
     wrong = 0
     print(f"triton {triton.__version__}, torch {torch.__version__}\n\n{HEADER}", flush=True)
     for case in cases():
-        found = compiled(case)
-        faults = found.faults()
+        kernel = compiled(case)
+        faults = kernel.faults()
         wrong += bool(faults)
-        print(row(found, "; ".join(faults) or "fits"), flush=True)
+        print(row(kernel, "; ".join(faults) or "fits"), flush=True)
     # Small, because the kernel never runs: the architecture's tiles would spill and take ptxas a minute.
     for target in ARCHITECTURES:
         small = Tile(side=64, depth=32, warps=4, stages=2, tma=TILES[target.capability // 10][0].tma)
-        found = compiled(Case(target, "X Xᵀ", "float32", small))
-        print(row(found, "never used: no tensor cores without TF32"), flush=True)
+        kernel = compiled(Case(target, "X Xᵀ", "float32", small))
+        print(row(kernel, "never used: no tensor cores without TF32"), flush=True)
     print(f"\n{PASS_HEADER}", flush=True)
-    for each in pass_cases():
-        one = compiled_pass(each)
-        faults = one.faults()
+    for pass_case in pass_cases():
+        pass_kernel = compiled_pass(pass_case)
+        faults = pass_kernel.faults()
         wrong += bool(faults)
-        print(pass_row(one, "; ".join(faults) or "fits"), flush=True)
+        print(pass_row(pass_kernel, "; ".join(faults) or "fits"), flush=True)
     if wrong:
         print(f"\nnot to be used as they are: {wrong}, see the last column", file=sys.stderr)
     return int(wrong > 0)

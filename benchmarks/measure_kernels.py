@@ -57,11 +57,11 @@ def _products(products: Products, x: Tensor) -> tuple[Tensor, Tensor]:
 def _agrees(products: Products, x: Tensor, tolerance: float) -> bool:
     """Whether a kernel runs on this device and agrees with plain products."""
     try:
-        found = _products(products, x)
+        results = _products(products, x)
     except Exception:
         # A kernel's package may raise any error on an unknown GPU.
         return False
-    pairs = zip(found, _products(PLAIN, x), strict=True)
+    pairs = zip(results, _products(PLAIN, x), strict=True)
     return all(bool((f.float() - e.float()).norm() <= tolerance * e.float().norm()) for f, e in pairs)
 
 

@@ -42,8 +42,8 @@ def _error(axis: Any, errors: Sequence[Any]) -> None:
     for place, name in enumerate(names):
         heights = []
         for spectrum in spectra:
-            found = [row.error for row in errors if (row.name, row.spectrum) == (name, spectrum)]
-            heights.append(exp(sum(map(log, found)) / len(found)))
+            values = [row.error for row in errors if (row.name, row.spectrum) == (name, spectrum)]
+            heights.append(exp(sum(map(log, values)) / len(values)))
         axis.bar([x + place * width for x in range(len(spectra))], heights, width, label=name)
     axis.set_xticks([x + 0.4 - width / 2 for x in range(len(spectra))], spectra)
     axis.set_yscale("log")

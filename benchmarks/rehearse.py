@@ -116,8 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     started, outcomes = time.monotonic(), []
     with ThreadPoolExecutor(options.jobs) as pool:
         for number, outcome in enumerate(pool.map(lambda case: rehearsed(case, options.ranks), cases), 1):
-            said = "; ".join(outcome.faults) if outcome.faults else "as the dry run says, no wait, no new group"
-            print(f"[{number}/{len(cases)}, {time.monotonic() - started:.0f} s] {outcome.case}: {said}", flush=True)
+            verdict = "; ".join(outcome.faults) if outcome.faults else "as the dry run says, no wait, no new group"
+            print(f"[{number}/{len(cases)}, {time.monotonic() - started:.0f} s] {outcome.case}: {verdict}", flush=True)
             outcomes.append(outcome)
             table = "\n".join(markdown(outcomes))
             # After each case: all cases take an hour or more, and may be interrupted.

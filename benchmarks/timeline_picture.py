@@ -47,14 +47,14 @@ LINKS = ("gather", "send_back")
 def by_shape(plan: Plan, bucket: Bucket, matrix: int) -> int:
     """The matrices of each shape take the ranks in turn from the first rank on, as in stacks padded to the ranks."""
     shape = plan.matrices[matrix].whole_shape
-    alike = sorted(
+    matrices = sorted(
         number
         for other in plan.buckets
         if other.group == bucket.group
         for number in other.matrices
         if plan.matrices[number].whole_shape == shape
     )
-    return alike.index(matrix) % len(bucket.group)
+    return matrices.index(matrix) % len(bucket.group)
 
 
 def strategies(model: str, ranks: int) -> dict[str, Plan]:
@@ -87,15 +87,15 @@ def main(model: str = "qwen3_8b", ranks: int = 64, out: Path = ROOT / "docs" / "
         out: PNG file.
     """
     machine = planning_machine(replace(load(ROOT / f"configs/{model}_muon.toml").machine, name="h100x8"), "cuda")
-    played = {name: spans(plan, machine) for name, plan in strategies(model, ranks).items()}
-    ends = {name: 1e3 * max(span.stop for span in found) for name, found in played.items()}
+    timelines = {name: spans(plan, machine) for name, plan in strategies(model, ranks).items()}
+    ends = {name: 1e3 * max(span.stop for span in timeline) for name, timeline in timelines.items()}
     shown = 4 * min(ends.values())
-    figure, panels = plt.subplots(len(played), 1, figsize=(10, 8.5), sharex=True)
-    for panel, (name, found) in zip(panels, played.items(), strict=True):
+    figure, panels = plt.subplots(len(timelines), 1, figsize=(10, 8.5), sharex=True)
+    for panel, (name, timeline) in zip(panels, timelines.items(), strict=True):
         for stage, color in COLORS.items():
             # Links lie behind computing: a wait shows its transfer.
             look = {"alpha": 0.45, "zorder": 1} if stage in LINKS else {"zorder": 2}
-            for span in found:
+            for span in timeline:
                 if span.stage == stage and 1e3 * span.start < shown:
                     width = 1e3 * (span.stop - span.start)
                     panel.broken_barh([(1e3 * span.start, width)], (span.rank, 1), color=color, lw=0, **look)

@@ -29,27 +29,27 @@ def lines(folder: Path, depth: int = 0) -> list[str]:
     own = sorted(file for file in folder.glob("*.py") if file.name != "__init__.py")
     inner = sorted(file.parent for file in folder.glob("*/__init__.py"))
     init = folder / "__init__.py"
-    said = summary(init) if init.exists() else "commands that a user runs"
-    found = [f"{'  ' * depth}{folder.name}/  {said}"]
-    found += [f"{'  ' * (depth + 1)}{file.name}  {summary(file)}" for file in own]
-    for each in inner:
-        found += lines(each, depth + 1)
-    return found
+    sentence = summary(init) if init.exists() else "commands that a user runs"
+    rows = [f"{'  ' * depth}{folder.name}/  {sentence}"]
+    rows += [f"{'  ' * (depth + 1)}{file.name}  {summary(file)}" for file in own]
+    for child in inner:
+        rows += lines(child, depth + 1)
+    return rows
 
 
 def tree() -> str:
     """Tree of all code."""
-    found = [f"train.py  {summary(ROOT / 'train.py')}"]
+    rows = [f"train.py  {summary(ROOT / 'train.py')}"]
     for folder in FOLDERS:
-        found += lines(ROOT / folder)
-    return "\n".join(found)
+        rows += lines(ROOT / folder)
+    return "\n".join(rows)
 
 
 def written(page: str) -> str:
     """The page with the current tree. Raises ValueError if the page has no place for the tree."""
-    before, found, rest = page.partition(BEGIN)
-    _, closed, after = rest.partition(END)
-    if not (found and closed):
+    before, opening, rest = page.partition(BEGIN)
+    _, closing, after = rest.partition(END)
+    if not (opening and closing):
         raise ValueError(f"{PAGE}: needs the lines {BEGIN!r} and {END!r}, between which the tree is written")
     return f"{before}{BEGIN}\n```\n{tree()}\n```\n{END}{after}"
 

@@ -35,9 +35,9 @@ def rows() -> list[str]:
             computed, cells = iteration(name, steps, 1e-7), []
             for matrix in matrices.values():
                 u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
-                found = orthogonalize(matrix.float(), computed, Method("standard", "float32"))
-                low, high = singular_band(found)
-                cells.append(f"{relative_error(found, u @ vh).item():.2f} ({low.item():.2f} to {high.item():.2f})")
+                result = orthogonalize(matrix.float(), computed, Method("standard", "float32"))
+                low, high = singular_band(result)
+                cells.append(f"{relative_error(result, u @ vh).item():.2f} ({low.item():.2f} to {high.item():.2f})")
             lines.append(f"| `{name}` | {steps} | {' | '.join(cells)} |\n")
     return lines
 

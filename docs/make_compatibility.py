@@ -196,9 +196,9 @@ def fake_world(size: int = 8) -> Iterator[None]:
         compat.forget_meshes()
 
 
-def refusal(model: nn.Module, given: Sequence[Setting]) -> str:
+def refusal(model: nn.Module, choices: Sequence[Setting]) -> str:
     """The error of Muon for a model and options; empty if Muon accepts the options."""
-    options: dict[str, Any] = {"machine": SLOW, **dict(given)}
+    options: dict[str, Any] = {"machine": SLOW, **dict(choices)}
     try:
         # As if Triton ran here.
         with patch("titan_muon.features.fused.usable", return_value=True):
@@ -213,7 +213,7 @@ def refusal(model: nn.Module, given: Sequence[Setting]) -> str:
 def cleaned(message: str) -> str:
     """A message without the rank and the parameter names of the tiny model."""
     message = re.sub(r" \(on rank \d+\)$", "", message)
-    return re.sub(r"(, )?layer\.[\w.]+(, layer\.[\w.]+)*", lambda found: (found[1] or "") + "PARAMETER", message)
+    return re.sub(r"(, )?layer\.[\w.]+(, layer\.[\w.]+)*", lambda match: (match[1] or "") + "PARAMETER", message)
 
 
 def without_subject(setting: Setting, message: str) -> str:
@@ -235,10 +235,10 @@ def merged(pairs: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str, st
     for subject, other, message in pairs:
         subjects.setdefault((other, message), []).append(subject)
     others: dict[tuple[str, str], list[str]] = {}
-    for (other, message), found in subjects.items():
-        others.setdefault((", ".join(dict.fromkeys(found)), message), []).append(other)
-    for (subject, message), found in sorted(others.items(), key=lambda row: row[0][0]):
-        yield subject, ", ".join(dict.fromkeys(found)), message
+    for (other, message), names in subjects.items():
+        others.setdefault((", ".join(dict.fromkeys(names)), message), []).append(other)
+    for (subject, message), names in sorted(others.items(), key=lambda row: row[0][0]):
+        yield subject, ", ".join(dict.fromkeys(names)), message
 
 
 def library_pairs() -> str:
@@ -274,14 +274,14 @@ SCALER = "GradScaler"
 
 def library_layouts() -> str:
     """The options of Muon refused by some layouts and accepted by others, and the refusals of torch.amp.GradScaler."""
-    found: dict[Setting, dict[str, str]] = {}
+    refusals: dict[Setting, dict[str, str]] = {}
     for name, layout in LAYOUTS.items():
         with fake_world(1 if name == ALONE else 8):
             model = layout.model()
             for setting in settings():
-                found.setdefault(setting, {})[name] = refusal(model, [setting])
+                refusals.setdefault(setting, {})[name] = refusal(model, [setting])
     cells, refused = [], []
-    for setting, messages in found.items():
+    for setting, messages in refusals.items():
         if not any(messages.values()) or all(messages.values()):
             continue
         messages[SCALER] = scaler_refusal(setting)
@@ -348,10 +348,10 @@ def _others(kind: Any, value: Any) -> tuple[Any, ...]:
     return (2,) if int in get_args(kind) else ()
 
 
-def with_keys(given: Iterable[Setting]) -> Recipe:
+def with_keys(choices: Iterable[Setting]) -> Recipe:
     """The default recipe with some keys changed."""
     recipe: Any = Recipe()
-    for key, value in given:
+    for key, value in choices:
         table_name, _, leaf = key.rpartition(".")
         inner = replace(getattr(recipe, table_name), **{leaf: value}) if table_name else value
         recipe = replace(recipe, **{table_name or leaf: inner})
@@ -368,23 +368,23 @@ def recipe_pairs() -> str:
     """Each relation of a recipe with the keys to break the relation, alone or in pairs."""
     every = list(recipe_settings())
     alone = {setting: broken_by([setting]) for setting in every}
-    found: dict[Relation, list[str]] = {relation: [] for relation in RELATIONS}
+    breaking_keys: dict[Relation, list[str]] = {relation: [] for relation in RELATIONS}
     for setting, relations in alone.items():
         for relation in relations:
-            found[relation].append(recipe_setting(setting))
+            breaking_keys[relation].append(recipe_setting(setting))
     for first, second in combinations(every, 2):
         if first[0] != second[0]:
             for relation in broken_by((first, second)) - alone[first] - alone[second]:
-                found[relation].append(f"{recipe_setting(first)} with {recipe_setting(second)}")
-    for relation, keys in found.items():
+                breaking_keys[relation].append(f"{recipe_setting(first)} with {recipe_setting(second)}")
+    for relation, keys in breaking_keys.items():
         assert keys, f"no sample breaks the relation of {relation.key}: {relation.accepted}"
-    rows = ((f"`{relation.key}`", "; ".join(keys), relation.accepted) for relation, keys in found.items())
+    rows = ((f"`{relation.key}`", "; ".join(keys), relation.accepted) for relation, keys in breaking_keys.items())
     return table(("key", "refused", "it takes"), rows)
 
 
-def broken_by(given: Sequence[Setting]) -> set[Relation]:
+def broken_by(choices: Sequence[Setting]) -> set[Relation]:
     """The relations broken by the default recipe with some keys changed."""
-    recipe = with_keys(given)
+    recipe = with_keys(choices)
     return {relation for relation in RELATIONS if not relation.holds(recipe)}
 
 

@@ -89,9 +89,9 @@ def table() -> str:
 
 def written(page: str) -> str:
     """The page with the current table. Raises ValueError if the page has no place for the table."""
-    before, found, rest = page.partition(BEGIN)
-    _, closed, after = rest.partition(END)
-    if not (found and closed):
+    before, opening, rest = page.partition(BEGIN)
+    _, closing, after = rest.partition(END)
+    if not (opening and closing):
         raise ValueError(f"{PAGE}: needs the lines {BEGIN!r} and {END!r}, between which the table is written")
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 

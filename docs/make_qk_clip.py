@@ -20,11 +20,11 @@ def main() -> None:
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     logits, losses = figure.subplots(1, 2)
     for (color, line, label), folder in zip(STYLES.values(), sys.argv[1:], strict=True):
-        found = records(folder)
-        steps = [record["step"] for record in found]
-        largest = [max(record["qk"]["max_logit"].values()) for record in found]
+        rows = records(folder)
+        steps = [record["step"] for record in rows]
+        largest = [max(record["qk"]["max_logit"].values()) for record in rows]
         logits.plot(steps, largest, color=color, linestyle=line, linewidth=2, label=label)
-        losses.plot(steps, [record["loss"] for record in found], color=color, linestyle=line, linewidth=2, label=label)
+        losses.plot(steps, [record["loss"] for record in rows], color=color, linestyle=line, linewidth=2, label=label)
     logits.axhline(THRESHOLD, color="gray", linewidth=0.8, label=f"threshold {THRESHOLD}")
     logits.set(xlabel="step", ylabel="largest attention logit of any head")
     losses.set(xlabel="step", ylabel="training loss (nats per token)")

@@ -175,9 +175,9 @@ def row(name: str, model: nn.Module) -> str:
     assigned = assign_parameters(see([model]), [], default_rules())
     splits = splits_with((), assigned)
     inside = [a for a in assigned if a.role not in OUTSIDE and a.reason not in (EMBEDDING, HEAD)]
-    taken = [a for a in assigned if a.optimizer == "muon"]
-    share = sum(prod(a.shape) for a in taken) / sum(prod(a.shape) for a in inside)
-    shapes = Counter(s for a in taken for s in matrix_shapes(a.shape, stack_of(a.fqn, a.shape, splits)))
+    matrices = [a for a in assigned if a.optimizer == "muon"]
+    share = sum(prod(a.shape) for a in matrices) / sum(prod(a.shape) for a in inside)
+    shapes = Counter(s for a in matrices for s in matrix_shapes(a.shape, stack_of(a.fqn, a.shape, splits)))
     return f"| {name} | {100 * share:.1f} % | {_shapes(shapes)} | {_elsewhere(assigned)} |\n"
 
 
@@ -217,5 +217,5 @@ def written(page: str, table: str) -> str:
 
 
 if __name__ == "__main__":
-    for each in TABLES:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), each), encoding="utf-8")
+    for name in TABLES:
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), name), encoding="utf-8")

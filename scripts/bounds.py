@@ -91,14 +91,14 @@ def _chain(kind: int, group: tuple[int, ...], costs: Costs, *, spreads: bool) ->
     matrix, holders = pieces.matrices[pieces.examples[kind]], pieces.holders(kind, group)
     gather, scatter = [], []
     replica = pieces.geometry(pieces.examples[kind]).replica
-    parts, all_parts = holders.sums("replica", 0, replica.__getitem__), holders.sums("all", 0, lambda rank: 0)
+    parts, whole = holders.sums("replica", 0, replica.__getitem__), holders.sums("all", 0, lambda rank: 0)
     for rank, mine, node in holders.holders:
-        part, here = parts.elements_near[replica[rank], node], all_parts.elements_near[0, node]
+        part, total = parts.elements_near[replica[rank], node], whole.elements_near[0, node]
         way = Flow(0, 0, part - mine, parts.elements[replica[rank]] - part).seconds(wire, machine)
         gather.append(way)
         # Replicas share results, so the owner sends only what it received. The replicas' own traffic depends on other
         # decisions and is left out.
-        scatter.append(way if spreads else Flow(here - mine, all_parts.elements[0] - here, 0, 0).seconds(wire, machine))
+        scatter.append(way if spreads else Flow(total - mine, whole.elements[0] - total, 0, 0).seconds(wire, machine))
     work = costs.alone(matrix) + costs.copied_bytes(matrix.numel) / machine.memory
     return Chain(work, min(gather), min(scatter))
 

@@ -89,9 +89,9 @@ def train(name: str, options: argparse.Namespace, kills: int, seconds: float) ->
             if time.monotonic() - began > seconds:
                 process.send_signal(signal.SIGTERM)
                 break
-            if (found := STEP_LINE.match(line)) is None:
+            if (match := STEP_LINE.match(line)) is None:
                 continue
-            step, pids = int(found[1]), workers(process.pid)
+            step, pids = int(match[1]), workers(process.pid)
             soak.memory[step] = [resident_mib(pid) for pid in pids]
             if due and step >= due[0] and pids:
                 due.pop(0)

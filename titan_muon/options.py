@@ -50,7 +50,7 @@ def one_of(*names: str) -> Constraint:
     return Constraint(f"one of {', '.join(names)}", lambda value: value in names)
 
 
-def each(inner: Constraint) -> Constraint:
+def list_of(inner: Constraint) -> Constraint:
     """A list of elements that satisfy `inner`."""
     return Constraint(f"a list, each element {inner.accepted}", lambda value: all(map(inner.holds, value)))
 

@@ -50,7 +50,7 @@ class Environment:
 
     def same(self, other: Environment) -> bool:
         """Whether results of `other` hold here; unknown without git."""
-        mine, theirs = ((each.gpus, each.torch, each.commit) for each in (self, other))
+        mine, theirs = ((environment.gpus, environment.torch, environment.commit) for environment in (self, other))
         return mine == theirs and self.commit != ""
 
 
@@ -69,13 +69,13 @@ def ask(python: str = sys.executable) -> Environment:
     return of(json.loads(done.stdout.splitlines()[-1]))
 
 
-def here() -> Environment:
+def current_environment() -> Environment:
     """Environment of this process."""
     import torch
 
-    there = torch.cuda.is_available()
-    gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) if there else ()
-    unused = "" if there else unused_gpus(Path("/dev"), torch.__version__, torch.version.cuda)
+    has_gpu = torch.cuda.is_available()
+    gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) if has_gpu else ()
+    unused = "" if has_gpu else unused_gpus(Path("/dev"), torch.__version__, torch.version.cuda)
     packages = tuple(name for name in PACKAGES if find_spec(name) is not None)
     return Environment(
         gpus,
@@ -118,4 +118,4 @@ def _output(*command: str) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(here())))
+    print(json.dumps(asdict(current_environment())))

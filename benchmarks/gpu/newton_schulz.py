@@ -40,8 +40,8 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--json", type=Path, required=True)
-    given = parser.parse_args(words)
-    device = torch.device(given.device)
+    options = parser.parse_args(words)
+    device = torch.device(options.device)
     if device.type == "cuda":
         save_kernels(list(measure_kernels(device)), cache_file(device))
     rate = matmul_rate("bfloat16", device)
@@ -50,7 +50,7 @@ def main(words: Sequence[str]) -> int:
     rows = [row for part in (published if device.type == "cuda" else (tiny_shapes,)) for row in part(measured)]
     print(bench.table(rows))
     document = {**bench.machine(measured), "rows": [asdict(row) for row in rows]}
-    given.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

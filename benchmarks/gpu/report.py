@@ -38,10 +38,10 @@ def write_report(parts: Sequence[Part], environment: Environment, folder: Path) 
     """Write report.json, report.html and report.zip of a folder's results. Returns the archive."""
     kept = [(part, read(part.name, folder)) for part in parts]
     # A result of another GPU or commit stays in its file until the part runs again, and is not reported.
-    found = [(part, result if result is not None and holds(result, environment) else None) for part, result in kept]
-    results = {part.name: None if result is None else asdict(result) for part, result in found}
-    document = {"environment": asdict(environment), "parts": results}
-    written = {"report.json": json.dumps(document, indent=1) + "\n", "report.html": page(found, environment)}
+    results = [(part, result if result is not None and holds(result, environment) else None) for part, result in kept]
+    figures = {part.name: None if result is None else asdict(result) for part, result in results}
+    document = {"environment": asdict(environment), "parts": figures}
+    written = {"report.json": json.dumps(document, indent=1) + "\n", "report.html": page(results, environment)}
     for name, text in written.items():
         write_whole(folder / name, text)
     archive = folder / "report.zip"
@@ -56,22 +56,22 @@ def holds(result: Result, environment: Environment) -> bool:
     return result.environment == environment or result.environment.same(environment)
 
 
-def page(found: Sequence[tuple[Part, Result | None]], environment: Environment) -> str:
+def page(results: Sequence[tuple[Part, Result | None]], environment: Environment) -> str:
     """Self-contained HTML page."""
     gpus = ", ".join(environment.gpus) if environment.gpus else "No GPU: rehearsed on fake tensors and the CPU only"
     facts = (
         f"torch {environment.torch}, CUDA {environment.cuda}, driver {environment.driver}, commit {environment.commit}"
     )
     lines = [f"<!doctype html><meta charset=utf-8><title>Titan Muon on GPUs</title><style>{STYLE}</style>"]
-    lines += ["<h1>Titan Muon on GPUs</h1>", f"<p>{html.escape(gpus)}<br>{html.escape(facts)}</p>", overview(found)]
-    lines += [section(part, result) for part, result in found]
+    lines += ["<h1>Titan Muon on GPUs</h1>", f"<p>{html.escape(gpus)}<br>{html.escape(facts)}</p>", overview(results)]
+    lines += [section(part, result) for part, result in results]
     return "\n".join(lines) + "\n"
 
 
-def overview(found: Sequence[tuple[Part, Result | None]]) -> str:
+def overview(results: Sequence[tuple[Part, Result | None]]) -> str:
     """A table with a line for each part."""
     rows = []
-    for part, result in found:
+    for part, result in results:
         outcome = "not run yet" if result is None else f"{result.outcome} {result.reason}"
         duration = "" if result is None else f"{result.seconds:.0f}"
         rows.append({"part": part.name, "outcome": outcome, "s": duration, "shows": part.shows})
@@ -117,10 +117,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row without nested tables."""
-    found: dict[str, Any] = {}
+    cells: dict[str, Any] = {}
     for key, value in row.items():
-        found.update(flattened(value) if isinstance(value, dict) else {key: value})
-    return found
+        cells.update(flattened(value) if isinstance(value, dict) else {key: value})
+    return cells
 
 
 def shown(value: Any) -> str:

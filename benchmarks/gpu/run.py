@@ -109,12 +109,12 @@ def run_all(parts: Sequence[Part], environment: Environment, folder: Path, *, ag
         print(f"    at most {limit(part, environment)} s; at most {left} min for this and the rest", flush=True)
         result = run_part(part, environment, folder)
         write(result, folder)
-        print(f"    {said(result)}", flush=True)
+        print(f"    {outcome_text(result)}", flush=True)
         results.append(result)
     return results
 
 
-def said(result: Result) -> str:
+def outcome_text(result: Result) -> str:
     """A result in a line, with the end of a failure's log."""
     line = result.outcome + (f": {result.reason}" if result.reason else f" in {result.seconds:.0f} s")
     return line + ("\n" + "\n".join(result.log.splitlines()[-12:]) if result.bad else "")
@@ -171,7 +171,7 @@ def main(words: Sequence[str], parts: tuple[Part, ...] = PARTS, environment: Env
 def summary(results: Sequence[Result]) -> str:
     """A line for each part."""
     width = max(len(result.part) for result in results)
-    return "\n".join(f"{result.part:{width}}  {said(result).splitlines()[0]}" for result in results)
+    return "\n".join(f"{result.part:{width}}  {outcome_text(result).splitlines()[0]}" for result in results)
 
 
 def end_as_interrupted() -> None:

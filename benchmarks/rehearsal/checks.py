@@ -90,19 +90,19 @@ def collective_faults(ranks: Sequence[Seen]) -> Iterator[str]:
 
 
 def _differences(
-    one: int, ones: Sequence[Collective], two: int, twos: Sequence[Collective], part: str
+    rank: int, calls: Sequence[Collective], peer: int, peer_calls: Sequence[Collective], part: str
 ) -> Iterator[str]:
     # One sequence over all groups: NCCL hangs if two ranks enter two common groups in different orders.
-    pairs = zip_longest(*([call for call in calls if {one, two} <= {*call.ranks}] for calls in (ones, twos)))
-    for number, (left, right) in enumerate(pairs):
+    pairs = zip_longest(*([call for call in trace if {rank, peer} <= {*call.ranks}] for trace in (calls, peer_calls)))
+    for index, (left, right) in enumerate(pairs):
         if left is None or right is None or _key(left) != _key(right):
-            yield f"{part}: shared collective {number} is {_name(left)} on rank {one} and {_name(right)} on rank {two}"
+            yield f"{part}: shared collective {index} is {_name(left)} on rank {rank} and {_name(right)} on rank {peer}"
             return
-        for source, target, sender, receiver in ((one, two, left, right), (two, one, right, left)):
+        for source, target, sender, receiver in ((rank, peer, left, right), (peer, rank, right, left)):
             sent, expected = _part(sender.sends, left, target), _part(receiver.receives, left, source)
             if sent != expected:
                 parts = f"rank {source} sends {sent} bytes to rank {target}, which expects {expected}"
-                yield f"{part}: shared collective {number}, {left.name} of {len(left.ranks)} ranks: {parts}"
+                yield f"{part}: shared collective {index}, {left.name} of {len(left.ranks)} ranks: {parts}"
                 return
 
 

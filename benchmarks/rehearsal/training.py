@@ -139,7 +139,7 @@ class _Rehearsal:
     def _held(self) -> dict[str, Mapping[object, int]]:
         """Storages by purpose."""
         parameters = [p for part in self.trainer.model_parts for p in part.parameters()]
-        found = {
+        by_purpose = {
             "parameters": storages(parameters),
             "gradients": storages(p.grad for p in parameters if p.grad is not None),
             **self._states(),
@@ -147,9 +147,9 @@ class _Rehearsal:
         if self.muon is not None:
             rank = self.muon.engine.rank
             # Buckets and batches share storages: count each storage once, at its largest.
-            found["exchange_buffers"] = _largest(rank.buffers.tensors)
-            found["orthogonalization"] = _largest(batch.whole for batch in rank.batches)
-        return found
+            by_purpose["exchange_buffers"] = _largest(rank.buffers.tensors)
+            by_purpose["orthogonalization"] = _largest(batch.whole for batch in rank.batches)
+        return by_purpose
 
     def _states(self) -> dict[str, Mapping[object, int]]:
         states = (
@@ -163,11 +163,11 @@ class _Rehearsal:
 
 
 def _largest(tensors: Iterable[Tensor]) -> dict[object, int]:
-    found: dict[object, int] = {}
+    sizes: dict[object, int] = {}
     for tensor in tensors:
         for key, size in storages([tensor]).items():
-            found[key] = max(found.get(key, 0), size)
-    return found
+            sizes[key] = max(sizes.get(key, 0), size)
+    return sizes
 
 
 def _no_sync(gpu: FakeGpu, *, unwatched: bool) -> AbstractContextManager[None]:

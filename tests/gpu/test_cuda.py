@@ -116,8 +116,8 @@ def test_muon_in_a_single_process_equals_the_cpu_result(orthogonalize: str, targ
 def test_the_fused_kernels_train_like_the_foreach_operators(target: Target) -> None:
     """On a GPU alone, without a host wait. `make kernels` runs the kernels under Triton's interpreter."""
     expected = trained(target, "standard")
-    for name, found in trained(target, "standard", fused=True).items():
-        assert relative_error(found, expected[name]).max() < 1e-5, name
+    for name, weight in trained(target, "standard", fused=True).items():
+        assert relative_error(weight, expected[name]).max() < 1e-5, name
 
 
 @pytest.mark.parametrize("target", [pytest.param(FAKE, marks=needs_cuda_build, id=FAKE.name), CUDA_PARAM])

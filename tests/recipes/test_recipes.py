@@ -124,8 +124,8 @@ def test_owners_under_hsdp(
     plan = dry_run("llama_muon", 4, tmp_path, *(w for k, v in {**keys, **degrees}.items() for w in (f"--{k}", v)))
     assert bool(plan["collectives_per_step"]) == bool(exchanged)
     assert plan["orthogonalizations"] == orthogonalized * plan["muon_matrices"]
-    told = 'muon.replicas = "split" shares out replicas; "redundant" would not'
-    assert (told in capsys.readouterr().out) == bool(exchanged)
+    note = 'muon.replicas = "split" shares out replicas; "redundant" would not'
+    assert (note in capsys.readouterr().out) == bool(exchanged)
 
 
 TALKS = {
@@ -147,11 +147,11 @@ TALKS = {
 def test_the_dry_run_explains_an_owned_step_with_collectives(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words, told = TALKS[case]
+    words, note = TALKS[case]
     dry_run("llama_muon", 4, tmp_path, "--placement.muon", "owned", *words)
     shown = capsys.readouterr().out.splitlines()
     line = shown[shown.index("owned, and yet the step communicates:") + 1]
-    assert told in line
+    assert note in line
     assert len(line) < 140, "a line of 500 characters was not read"
 
 
@@ -165,8 +165,8 @@ def test_owners_of_whole_tensor_parallel_matrices_start_no_collective(
     assert plan["collectives_per_step"] == 0
     assert plan["orthogonalizations"] == plan["muon_matrices"]
     assert "the step communicates" not in printed
-    told = r"owned, whole across tensor parallelism \(.*\): (\d+) parameters take ([\d.]+) MiB from the busiest rank"
-    (numbers,) = re.findall(told, printed)
+    pattern = r"owned, whole across tensor parallelism \(.*\): (\d+) parameters take ([\d.]+) MiB from the busiest rank"
+    (numbers,) = re.findall(pattern, printed)
     assert int(numbers[0]) == plan["muon_matrices"]
     held = [owner["bytes"] for owner in plan["owners"]]
     assert max(held) <= 1.1 * sum(held) / 4

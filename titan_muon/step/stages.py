@@ -196,7 +196,7 @@ class RankStages:
             return MaskedBatch(*fields, batch, numbers, flags)
 
         self.runs = tuple(
-            replace(run, batches=tuple(replace(each, batch=masked(each.batch)) for each in run.batches))
+            replace(run, batches=tuple(replace(batch_run, batch=masked(batch_run.batch)) for batch_run in run.batches))
             for run in self.runs
         )
 

@@ -135,7 +135,7 @@ def test_redundant_replicas_are_orthogonalized_on_every_rank() -> None:
     assert run_ranks(repeated, 2, timeout=SECONDS) == [([], 5, 0)] * 2
 
 
-def each_its_own(rank: int, world_size: int) -> tuple[bool, bool, str, list[str]]:
+def rank_specific_tensor(rank: int, world_size: int) -> tuple[bool, bool, str, list[str]]:
     """A plain tensor with rank-specific values beside a replica: correctness of both, and the warning."""
     own, copy = drawn({"own": SHAPE}, 10 + rank), drawn({"copy": SHAPE}, 0)
     params = {name: nn.Parameter(value.clone()) for name, value in (own | copy).items()}
@@ -155,7 +155,7 @@ def each_its_own(rank: int, world_size: int) -> tuple[bool, bool, str, list[str]
 
 
 def test_a_rank_orthogonalizes_a_plain_tensor_with_rank_specific_values() -> None:
-    for own, copy, reason, warned in run_ranks(each_its_own, 2, timeout=SECONDS):
+    for own, copy, reason, warned in run_ranks(rank_specific_tensor, 2, timeout=SECONDS):
         assert own, "another rank's result took its place"
         assert copy
         assert "own: plain tensors that differ between ranks; each rank orthogonalizes its own" in reason
@@ -242,7 +242,7 @@ def steps_of(seeds: Iterable[int], params: dict[str, Tensor], state: Any = None)
     return {name: param.detach() for name, param in named.items()}, muon.state_dict()
 
 
-def taken_on_ranks(rank: int, world_size: int, seed: int, saved: bytes) -> bytes:
+def step_on_ranks(rank: int, world_size: int, seed: int, saved: bytes) -> bytes:
     """As bytes, because tensors in a queue are lost with the sending process."""
     file = io.BytesIO()
     torch.save(steps_of([seed], *torch.load(io.BytesIO(saved))), file)
@@ -258,6 +258,6 @@ def test_a_state_dict_continues_with_any_number_of_replicas() -> None:
     torch.save(steps_of([1], drawn(MIXED, 0)), file)
     saved = file.getvalue()
     for world_size, seed in ((4, 2), (2, 3)):
-        *_, saved = run_ranks(taken_on_ranks, world_size, seed, saved, timeout=SECONDS)
+        *_, saved = run_ranks(step_on_ranks, world_size, seed, saved, timeout=SECONDS)
     params, _ = steps_of([4], *torch.load(io.BytesIO(saved)))
     assert all(torch.equal(params[name], reference.params[name]) for name in MIXED)

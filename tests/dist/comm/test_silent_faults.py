@@ -159,11 +159,11 @@ def injected() -> list[dict[str, list[str]]]:
 @pytest.mark.parametrize("fault", INJECTED, ids=lambda fault: fault.__name__)
 def test_every_rank_names_a_silent_fault_at_the_next_step(fault: Callable[..., None]) -> None:
     for errors in injected():
-        healthy, at_once, told, after = errors[fault.__name__]
+        healthy, at_once, report, after = errors[fault.__name__]
         assert healthy == at_once == after == ""
-        assert bool(told) == (fault is not nothing)
+        assert bool(report) == (fault is not nothing)
         for text in INJECTED[fault]:
-            assert text in told
+            assert text in report
 
 
 def not_finite(rank: int, world_size: int) -> dict[str, Any]:
@@ -220,9 +220,9 @@ def removed(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_gradient_removed_after_the_gather_is_reported_as_missing() -> None:
-    for at_once, told in run_ranks(removed, 2, timeout=SECONDS):
+    for at_once, report in run_ranks(removed, 2, timeout=SECONDS):
         assert at_once == ""
-        assert "no gradient for layers.1.weight" in told
+        assert "no gradient for layers.1.weight" in report
 
 
 def skip_a_step(rank: int, world_size: int, folder: str) -> None:

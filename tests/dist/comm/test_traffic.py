@@ -82,7 +82,7 @@ class Counted:
         words: payload of each all-reduce.
         calls: collectives with pieces.
         sent: bytes of these collectives to other ranks.
-        told: calls and bytes by the optimizer's counters.
+        counters: calls and bytes by the optimizer's counters.
         flops: of all matrix products.
         matrices: orthogonalized matrices, by index in the plan.
     """
@@ -90,7 +90,7 @@ class Counted:
     words: list[int]
     calls: int
     sent: int
-    told: tuple[int, int]
+    counters: tuple[int, int]
     flops: int
     matrices: list[int]
 
@@ -132,7 +132,7 @@ def count(optimizer: Watched) -> Counted:
         words=[call.payload for call in counter.calls if call.name == "allreduce"],
         calls=len(pieces),
         sent=sum(call.sent for call in pieces),
-        told=(optimizer.exchange.traffic.calls - before[0], optimizer.exchange.traffic.bytes_sent - before[1]),
+        counters=(optimizer.exchange.traffic.calls - before[0], optimizer.exchange.traffic.bytes_sent - before[1]),
         flops=flops.get_total_flops(),
         matrices=optimizer.__dict__.pop("seen", []),
     )
@@ -177,7 +177,7 @@ def test_bytes_and_calls_equal_the_plan(world_size: int, name: str, exchange: st
         extra = sum(extra_calls(run) for run in make_program(plan, rank).buckets)
         assert mine.sent == cost.bytes_sent
         assert mine.calls == cost.collectives + extra
-        assert mine.told == (mine.calls, mine.sent)
+        assert mine.counters == (mine.calls, mine.sent)
 
 
 @pytest.mark.parametrize(("world_size", "name", "exchange"), ONE_BY_ONE)

@@ -392,9 +392,9 @@ def faults(rank: int, world_size: int) -> dict[str, tuple[bool, list[str], list[
         ours, theirs = (Run(Sharding(), overlap=overlap, **options) for overlap in ("forward", "none"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            told, expected = (faulty(run, name.split(",")[0]) for run in (ours, theirs))
+            messages, expected = (faulty(run, name.split(",")[0]) for run in (ours, theirs))
         pairs = zip(ours.tensors(), theirs.tensors(), strict=True)
-        results[name] = all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs), told, expected
+        results[name] = all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs), messages, expected
     return results
 
 

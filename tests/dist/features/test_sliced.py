@@ -123,7 +123,7 @@ def test_bytes_calls_and_flops_equal_the_plan(index: int) -> None:
         assert teams_of(plan), "the case this test is for"
         assert (mine.sent, mine.flops) == (cost.bytes_sent, cost.ns_flops)
         assert len(mine.matrices) == cost.matrices
-        assert mine.told == (mine.calls, mine.sent)
+        assert mine.counters == (mine.calls, mine.sent)
         if plan.buckets[0].exchange == "all_to_all":
             assert mine.calls == cost.collectives
 

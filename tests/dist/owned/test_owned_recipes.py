@@ -72,8 +72,8 @@ def test_the_curves_of_owned_and_shard0_coincide(layout: str, tmp_path: Path) ->
         assert tiny.records(owned, "grad_norm") == pytest.approx(norms, rel=20 * tolerance)
         text = (Path(owned) / "optimizers.txt").read_text()
         assert "owned by rank" in text
-        told = 'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not'
-        assert (told in text) == (layout == "tensor parallel" and not placement)
+        note = 'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not'
+        assert (note in text) == (layout == "tensor parallel" and not placement)
 
 
 RULES = """
@@ -108,8 +108,8 @@ def test_placement_rules_do_not_change_the_losses(tmp_path: Path) -> None:
     assert "owned by rank" in rows["layers.0.ffn_norm.weight"]
     assert all("owned by rank 1" in row for name, row in rows.items() if name.endswith(".wo.weight"))
     assert all("S(0)" in row for name, row in rows.items() if name.endswith(".w1.weight"))
-    told = lines.index("owned, and yet the step communicates:") + 1
-    assert "w1.weight): sharded; " in lines[told]
+    index = lines.index("owned, and yet the step communicates:") + 1
+    assert "w1.weight): sharded; " in lines[index]
 
 
 def half(rank: int, world_size: int, folder: Path, placement: str, steps: int, load: str) -> str:

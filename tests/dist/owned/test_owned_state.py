@@ -173,8 +173,8 @@ def load_whole(rank: int, world_size: int, setup: Setup) -> tuple[bool, list[str
     (name, *_) = state
     other = {**state, name: torch.ones(3, 3)}
     fewer = {key: value for key, value in state.items() if key != name} | {"extra": torch.ones(1)}
-    told = [message(partial(load_full_state_dict, model, wrong)) for wrong in (other, fewer)]
-    return all(torch.equal(loaded[key], state[key]) for key in state), told
+    errors = [message(partial(load_full_state_dict, model, wrong)) for wrong in (other, fewer)]
+    return all(torch.equal(loaded[key], state[key]) for key in state), errors
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

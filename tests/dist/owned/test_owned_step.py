@@ -147,8 +147,8 @@ def passes(rank: int, world_size: int, setup: Setup) -> tuple[int, int, int]:
         loss = loss_of(model, rank, world_size, 1)
     with CollectiveCounter() as backward:
         loss.backward()
-    told = 0 if owners is None else owners.traffic.bytes_sent - before
-    return forward.sent, backward.sent, told
+    counted_bytes = 0 if owners is None else owners.traffic.bytes_sent - before
+    return forward.sent, backward.sent, counted_bytes
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
@@ -172,16 +172,16 @@ def sent_to_peers(rank: int, world_size: int) -> tuple[int, int, int]:
     loss = loss_of(model, 0, 1, 0)
     forward = owners.traffic.bytes_sent
     loss.backward()
-    told = sum(peer_elements(p).get(rank, 0) for p in matrices(model) if isinstance(p, DTensor))
-    return forward, owners.traffic.bytes_sent - forward, told
+    elements = sum(peer_elements(p).get(rank, 0) for p in matrices(model) if isinstance(p, DTensor))
+    return forward, owners.traffic.bytes_sent - forward, elements
 
 
 def test_holders_send_the_dry_runs_bytes_to_tensor_parallel_peers() -> None:
     """Half of each matrix goes to the other rank in forward, and the gradient returns in backward."""
     ranks = run_ranks(sent_to_peers, 2)
-    for (forward, _, told), (_, backward, _) in zip(ranks, ranks[::-1], strict=True):
-        assert forward == backward == 4 * told > 0
-    assert sum(told for *_, told in ranks) == sum(p.numel() for p in matrices(make())) / 2
+    for (forward, _, elements), (_, backward, _) in zip(ranks, ranks[::-1], strict=True):
+        assert forward == backward == 4 * elements > 0
+    assert sum(elements for *_, elements in ranks) == sum(p.numel() for p in matrices(make())) / 2
 
 
 def replicated(rank: int, world_size: int) -> tuple[int, int]:

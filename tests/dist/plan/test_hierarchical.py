@@ -96,19 +96,19 @@ full = partial(drawn, SHAPES)
 
 
 @dataclass(frozen=True)
-class Found:
+class Comparison:
     """Differences from an exchange with all replicas, counted and planned traffic of the last step, and bytes of
     shared buffers kept between steps."""
 
     exchanges: tuple[set[str], set[str]]
     differs: list[str]
     counted: tuple[int, int]
-    told: tuple[int, int]
+    counters: tuple[int, int]
     planned: tuple[int, int]
     kept: int
 
 
-def compare(rank: int, world_size: int, variant: str) -> dict[str, Found]:
+def compare(rank: int, world_size: int, variant: str) -> dict[str, Comparison]:
     results = {}
     for name, case in CASES[world_size].items():
         ours, theirs = (Training(case, machine=m, **VARIANTS[variant]) for m in (SLOW_LINKS, SLOW_CALLS))
@@ -120,7 +120,7 @@ def compare(rank: int, world_size: int, variant: str) -> dict[str, Found]:
         calls = [call for call in counter.calls if call.name != "allreduce"]
         after, cost = ours.muon.exchange.traffic, summarize(ours.muon.plan).ranks[rank]
         others = theirs.tensors()
-        results[name] = Found(
+        results[name] = Comparison(
             (ours.exchanges(), theirs.exchanges()),
             [name for name, value in ours.tensors().items() if not torch.equal(value, others[name])],
             (len(calls), sum(call.sent for call in calls)),
@@ -144,10 +144,10 @@ def test_hierarchical_has_the_bits_of_all_to_all_and_the_planned_bytes(world_siz
             assert result.exchanges == ({"hierarchical"}, {"all_to_all"}), f"{name}: the case this test is for"
             assert result.differs == [], name
             assert result.kept == 0, name
-            assert result.counted == result.told, name
-            assert result.told[1] == result.planned[1], name
+            assert result.counted == result.counters, name
+            assert result.counters[1] == result.planned[1], name
             # gloo gathers equal parts only; unequal parts are broadcasts, without empty parts.
-            assert result.told[0] >= result.planned[0], name
+            assert result.counters[0] >= result.planned[0], name
 
 
 def overlapped(rank: int, world_size: int) -> tuple[float, int, set[str], set[str]]:

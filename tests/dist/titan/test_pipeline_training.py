@@ -55,7 +55,7 @@ def test_pipeline_stages_train_as_a_single_rank(
     losses = train_on(folder, world_size, model, {"training.steps": STEPS, **STAGES, **degrees}, layout)
     assert losses[0] == pytest.approx(expected[0], abs=1e-5), "the stages start as the whole model does"
     assert losses == pytest.approx(expected, abs=TOLERANCES[model])
-    text, alone = (told(folder, name) for name in (layout, model.replace("/", "_")))
+    text, alone = (optimizer_lines(folder, name) for name in (layout, model.replace("/", "_")))
     assert assigned(text) == assigned(alone), "the counts are of the whole model"
     size = world_size // 2
     for rank in range(2):
@@ -63,7 +63,7 @@ def test_pipeline_stages_train_as_a_single_rank(
         assert f"pipeline rank {rank} of 2, {where}: " in text
 
 
-def told(folder: Path, name: str) -> str:
+def optimizer_lines(folder: Path, name: str) -> str:
     """A run's printed lines about the optimizers."""
     (file,) = (folder / "runs" / name).glob("*/optimizers.txt")
     return file.read_text()

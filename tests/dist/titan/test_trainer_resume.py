@@ -186,15 +186,15 @@ def assert_ranges(traces: Path) -> None:
 def checks_of_a_run(rank: int, world_size: int, folder: Path) -> int:
     from titan_muon.muon import Muon
 
-    told, check = [], Muon.check_last_step
+    muons, check = [], Muon.check_last_step
 
     def counted(muon: Muon) -> None:
-        told.append(muon)
+        muons.append(muon)
         check(muon)
 
     with mock.patch.object(Muon, "check_last_step", counted):
         train(tiny.recipe(folder, training__steps=2, checkpoint__enable="false", validator__enable="false"))
-    return len(told)
+    return len(muons)
 
 
 def test_the_end_of_training_checks_the_last_step(tmp_path: Path) -> None:

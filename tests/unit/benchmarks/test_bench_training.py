@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from benchmarks import bench_training
-from benchmarks.bench_training import Arguments, Figures, Sent, Taken
+from benchmarks.bench_training import Arguments, Figures, Sent, Times
 from tests import tiny
 
 
 def figures(overlap: str, cpu: list[float]) -> Figures:
     """All but a second of each step before the optimizers' own, and 2 seconds on the clock."""
-    return Figures(overlap, tuple(Taken(seconds - 1, 1.0, 2.0) for seconds in cpu), Sent(4, 1_000, 2), bitwise=True)
+    return Figures(overlap, tuple(Times(seconds - 1, 1.0, 2.0) for seconds in cpu), Sent(4, 1_000, 2), bitwise=True)
 
 
 def test_the_time_is_the_slowest_ranks_and_cpu_time_is_a_sum_over_ranks() -> None:
-    total = bench_training.together([Taken(3.0, 1.0, 7.0), Taken(2.0, 2.0, 9.0)])
-    assert total == Taken(5.0, 3.0, 9.0)
+    total = bench_training.together([Times(3.0, 1.0, 7.0), Times(2.0, 2.0, 9.0)])
+    assert total == Times(5.0, 3.0, 9.0)
     assert total.cpu == 8.0
 
 
@@ -79,8 +79,8 @@ def test_backward_overlap_sends_the_same_bytes_and_has_the_same_bits(
     assert none.sent.bytes_sent == backward.sent.bytes_sent == forward.sent.bytes_sent > 0
     assert none.sent.in_backward == 0 < backward.sent.in_backward < backward.sent.calls
     assert all(row.bitwise for row in rows)
-    assert all(len(row.taken) == 2 for row in rows)
-    assert all(times.passes > 0 and times.step > 0 and times.wall > 0 for row in rows for times in row.taken)
+    assert all(len(row.times) == 2 for row in rows)
+    assert all(times.passes > 0 and times.step > 0 and times.wall > 0 for row in rows for times in row.times)
     printed = capfd.readouterr().out
     assert "training.seq_len 32, 2 ranks, medians of 2 training steps" in printed
     assert bench_training.ratios(rows) in printed

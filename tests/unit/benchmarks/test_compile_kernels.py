@@ -135,17 +135,17 @@ def test_a_pass_reads_16_bytes_at_once_without_spills(capability: int, aligned: 
 
     for kernel in ("momentum", "update"):
         # Rows with strides need the most registers.
-        for found in (compiled_as(True, kernel), compiled_as(False, kernel)):
-            assert found.faults() == []
-            assert all(VECTOR in name for name in found.accesses) == aligned
+        for result in (compiled_as(True, kernel), compiled_as(False, kernel)):
+            assert result.faults() == []
+            assert all(VECTOR in name for name in result.accesses) == aligned
 
 
 @needs_triton
 def test_a_pass_with_narrow_accesses_or_too_many_registers_is_reported() -> None:
     from benchmarks.compile_kernels import compiled_pass, pass_cases
 
-    found = compiled_pass(next(case for case in pass_cases() if not case.flat and not case.aligned))
-    wrong = replace(found, case=replace(found.case, aligned=True), local=True, spilled=8, registers=129)
+    result = compiled_pass(next(case for case in pass_cases() if not case.flat and not case.aligned))
+    wrong = replace(result, case=replace(result.case, aligned=True), local=True, spilled=8, registers=129)
     assert wrong.faults() == [
         "ld.global.b32, st.global.b16, st.global.b32, and not v4.b32",
         "8 bytes spilled",

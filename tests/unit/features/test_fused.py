@@ -246,8 +246,8 @@ def test_training_is_that_of_torch() -> None:
             param.grad = grad
         torchs.step()
     ours = trained(FLOAT32, fused=True, **options)[::2]
-    for found, param in zip(ours, params, strict=False):
-        assert relative_error(found, param).max() <= 1e-6
+    for weight, param in zip(ours, params, strict=False):
+        assert relative_error(weight, param).max() <= 1e-6
 
 
 @needs_interpreter
@@ -262,8 +262,8 @@ def test_a_call_is_a_launch_and_a_table_is_sent_only_after_a_move(monkeypatch: p
     param = nn.Parameter(torch.randn(64, 48))
     params = {"a": param, **{f"b{index}": nn.Parameter(torch.randn(16, 16)) for index in range(5)}}
     muon = Muon(list(params.items()), fused=True, keep_buffers=True).build()
-    for each in params.values():
-        each.grad = torch.randn(each.shape)
+    for tensor in params.values():
+        tensor.grad = torch.randn(tensor.shape)
     monkeypatch.setattr(RankStages, "on_device", counted)
     for name in ("momentum_launch", "update_launch"):
         make = getattr(fused, name)
@@ -321,14 +321,14 @@ def test_a_kernel_moves_the_bytes_that_the_planner_counts(
         for stage in ("advance", "apply"):
             getattr(rank, stage)(0, step)
     norm = muon.plan.wire_bytes
-    found = {name: count / param.numel() for name, count in moved.items()}
-    assert found == {"advance": counts.advance, "apply": counts.apply - norm}
+    traffic = {name: count / param.numel() for name, count in moved.items()}
+    assert traffic == {"advance": counts.advance, "apply": counts.apply - norm}
     assert (counts.advance_launches, counts.apply_launches) == (1, 2)
 
 
 def sharded(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, list[Tensor]]:
     """Whole weights after some steps, by placement."""
-    mesh, found = init_device_mesh("cpu", (world_size,)), {}
+    mesh, results = init_device_mesh("cpu", (world_size,)), {}
     for name, dim, options in (("rows", 0, {}), ("columns", 1, {}), ("early", 0, {"overlap": "backward"})):
         values = {key: value for key, value in drawn(0, dtype).items() if value.ndim == 2}
         params = {k: nn.Parameter(distribute_tensor(v, mesh, [Shard(dim)])) for k, v in values.items()}
@@ -341,9 +341,9 @@ def sharded(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, list[Te
             muon.step()
             muon.zero_grad()
         muon.check_last_step()
-        found[name] = [param.full_tensor().detach() for param in params.values()]
-    found["owned"] = [owned_weight(mesh, fused=choice) for choice in (True, False)]
-    return found
+        results[name] = [param.full_tensor().detach() for param in params.values()]
+    results["owned"] = [owned_weight(mesh, fused=choice) for choice in (True, False)]
+    return results
 
 
 def owned_weight(mesh: DeviceMesh, *, fused: bool) -> Tensor:
@@ -361,9 +361,9 @@ def owned_weight(mesh: DeviceMesh, *, fused: bool) -> Tensor:
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 def test_shards_get_the_bits_of_one_process(dtype: torch.dtype) -> None:
     whole = trained(dtype, fused=True)[:4:2]
-    for found in run_ranks(sharded, 2, dtype):
-        assert torch.allclose(*found.pop("owned"), rtol=1e-6, atol=1e-7)
-        for name, weights in found.items():
+    for results in run_ranks(sharded, 2, dtype):
+        assert torch.allclose(*results.pop("owned"), rtol=1e-6, atol=1e-7)
+        for name, weights in results.items():
             # Columns have other draws, see [Note: draws].
             if dtype == FLOAT32 or name != "columns":
                 assert all(map(torch.equal, weights, whole)), name

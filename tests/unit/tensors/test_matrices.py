@@ -243,15 +243,15 @@ def test_an_older_split_is_refused_with_the_equal_dims(
 
 
 @pytest.mark.parametrize(
-    ("old", "told"),
+    ("old", "problem"),
     [
         ({"rows": (0, "a")}, r"has rows = \[0, 'a'\].*; write dims, as in"),
         ({"joined": True}, "has joined = true, .*; write dims, as in"),
         ({"dims": "f d -> | f d", "rows": (2,), "row_dims": 1}, "; remove rows and row_dims, because dims replaces"),
     ],
 )
-def test_an_incomplete_or_ambiguous_old_split_is_refused(old: dict[str, Any], told: str) -> None:
-    with pytest.raises(OptionError, match=told):
+def test_an_incomplete_or_ambiguous_old_split_is_refused(old: dict[str, Any], problem: str) -> None:
+    with pytest.raises(OptionError, match=problem):
         Split(match="*", **old)
 
 

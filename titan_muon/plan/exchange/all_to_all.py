@@ -199,13 +199,13 @@ class _Direction:
 
     def count_peers(self) -> None:
         """Count the peers of holders. `add` counts the peers of workers."""
-        near = {key: Counter(map(self._pieces.node, ranks)) for key, ranks in self._workers.items()}
+        node_counts = {key: Counter(map(self._pieces.node, ranks)) for key, ranks in self._workers.items()}
         for rank, amounts in self.by_rank.items():
-            if amounts.home and amounts.key in near:
+            if amounts.home and amounts.key in node_counts:
                 workers = self._workers[amounts.key]
                 itself = rank in workers
                 amounts.peers = max(amounts.peers, len(workers) - itself)
-                amounts.peers_near = max(amounts.peers_near, near[amounts.key][self._pieces.node(rank)] - itself)
+                amounts.peers_near = max(amounts.peers_near, node_counts[amounts.key][self._pieces.node(rank)] - itself)
 
 
 def _totals(gather: _Amounts, back: _Amounts, owned: KindCounts, calls: int, stored: int) -> BucketTotals:

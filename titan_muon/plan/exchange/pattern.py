@@ -31,9 +31,9 @@ class Flow(NamedTuple):
 
     def seconds(self, element_bytes: int, machine: MachineRates) -> float:
         # Both links run concurrently, in both directions.
-        near = machine.node.seconds(max(self.sent_near, self.received_near) * element_bytes, self.near_peers)
-        far = machine.network.seconds(max(self.sent_far, self.received_far) * element_bytes, self.far_peers)
-        return max(near, far)
+        near_seconds = machine.node.seconds(max(self.sent_near, self.received_near) * element_bytes, self.near_peers)
+        far_seconds = machine.network.seconds(max(self.sent_far, self.received_far) * element_bytes, self.far_peers)
+        return max(near_seconds, far_seconds)
 
 
 class BucketTotals(NamedTuple):
@@ -77,9 +77,9 @@ def ring(stored: Mapping[int, int], pieces: Pieces) -> dict[int, Flow]:
     flows = {}
     for rank, elements in stored.items():
         node = pieces.node(rank)
-        near = whole - elements if members[node] > 1 else 0
-        far = -(-(whole - inside[node]) // members[node])
-        flows[rank] = Flow(near, far, near, far, members[node] - 1, len(members) - 1)
+        inner = whole - elements if members[node] > 1 else 0
+        outer = -(-(whole - inside[node]) // members[node])
+        flows[rank] = Flow(inner, outer, inner, outer, members[node] - 1, len(members) - 1)
     return flows
 
 

@@ -156,8 +156,8 @@ def _muon_table(recipe: Recipe) -> dict[str, Any]:
     table = {item.name: getattr(recipe.muon, item.name) for item in fields(recipe.muon)}
     gib = table.pop("buffer_gib")
     if recipe.muon.replicas is None:
-        each = recipe.placement.muon == "owned" and recipe.placement.replicas == "each"
-        table["replicas"] = "redundant" if each else "split"
+        owner_per_replica = recipe.placement.muon == "owned" and recipe.placement.replicas == "each"
+        table["replicas"] = "redundant" if owner_per_replica else "split"
     return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "machine": recipe.machine}
 
 

@@ -17,8 +17,8 @@ from titan_muon.options import (
     StateDtype,
     StepOptions,
     at_least,
-    each,
     from_to,
+    list_of,
 )
 from titan_muon.titan.recipe.torchtitan_sections import (
     Checkpoint,
@@ -70,7 +70,7 @@ class Data:
     source: Literal["python", "files", "hf"] = "python"
     """`python`: the standard library's source code. `files`: `data.files`. `hf`: TorchTitan's loader."""
 
-    files: Annotated[tuple[str, ...], each(TEXT)] = ()
+    files: Annotated[tuple[str, ...], list_of(TEXT)] = ()
     """For source `files`: glob patterns of text, `.jsonl` and `.parquet` files."""
 
     text_key: Annotated[str, TEXT] = "text"
@@ -220,7 +220,7 @@ class Float8:
     recipe_name: Literal["rowwise", "rowwise_with_gw_hp"] = "rowwise"
     """Scales per row, or also weight gradients in higher precision."""
 
-    filter_fqns: Annotated[tuple[str, ...], each(TEXT)] = ("lm_head", "router.gate")
+    filter_fqns: Annotated[tuple[str, ...], list_of(TEXT)] = ("lm_head", "router.gate")
     """Excluded linear layers, by parts of their names; `auto_filter_small_kn` excludes slow sizes."""
 
     emulate: bool = False
@@ -234,7 +234,7 @@ class AdamW:
     lr: Annotated[float, NOT_NEGATIVE] = 1e-3
     """Learning rate."""
 
-    betas: Annotated[tuple[float, float], each(FRACTION)] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], list_of(FRACTION)] = (0.9, 0.95)
     """Decay of the averages of the gradient and of its square."""
 
     # 0 is allowed, unlike for Muon, which would divide a zero matrix by eps.

@@ -4,7 +4,7 @@ import posixpath
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from titan_muon.options import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, Constraint, at_least, each, from_to, one_of
+from titan_muon.options import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, Constraint, at_least, from_to, list_of, one_of
 
 
 # Outside, two runs could share a folder and delete each other's checkpoints.
@@ -16,7 +16,7 @@ def _is_inside(path: str) -> bool:
 
 INSIDE_RUN = Constraint("a relative path inside the run's folder", _is_inside)
 INSIDE_DUMP = Constraint("a relative path inside dump_folder", _is_inside)
-STATES = each(one_of("optimizer", "lr_scheduler", "dataloader", "train_state"))
+STATES = list_of(one_of("optimizer", "lr_scheduler", "dataloader", "train_state"))
 PATH_FROM_ROOT = Constraint("an absolute path or a URL", lambda value: value.startswith("/") or "://" in value)
 
 
@@ -243,7 +243,7 @@ class Compile:
     enable: bool = False
     """Compile the components."""
 
-    components: Annotated[tuple[str, ...], each(one_of("model", "loss"))] = ("model", "loss")
+    components: Annotated[tuple[str, ...], list_of(one_of("model", "loss"))] = ("model", "loss")
     """Compiled components."""
 
     backend: Annotated[str, TEXT] = "inductor"
