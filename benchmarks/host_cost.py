@@ -65,7 +65,7 @@ CASES: Mapping[str, Case] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Medians of the CPU time of a step, in milliseconds, on a rank with `parameters` and `pieces` of them."""
+    """Medians of the CPU time of a step, in milliseconds, on a rank with pieces of parameters."""
 
     parameters: int
     pieces: int
@@ -131,7 +131,7 @@ def optimizers(case: Case) -> Iterator[tuple[Muon, torch.optim.Optimizer]]:
             mock.patch.object(dist, "all_to_all_single", all_to_all),
             mock.patch("titan_muon.planning.make_plan", return_value=plan),
             mock.patch("titan_muon.step.batch.orthogonalize", lambda stack, *_, **__: stack),
-            # Momentum that is not orthogonalized has any norm.
+            # Without Newton-Schulz, momentum may have any norm.
             mock.patch("titan_muon.step.stages.MARGIN", 1e30),
         ):
             yield Muon(list(params.items())), torch.optim.AdamW(params.values(), foreach=True)

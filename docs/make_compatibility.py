@@ -137,7 +137,7 @@ class Layout:
     tensor_parallel: Literal["peers", "whole"] = "peers"
 
     def model(self) -> nn.Module:
-        """The model as rank 0 has it."""
+        """The model on rank 0."""
         model = Model(4, 16, 16) if "ep" in self.axes else Model(16, 16)
         if not self.axes:
             return model
@@ -258,7 +258,7 @@ def _refused_pairs(model: nn.Module) -> Iterator[tuple[str, str, str]]:
     for first, second in combinations(every, 2):
         needs = [needed[setting] for setting in (first, second) if setting in needed]
         names = {first[0], second[0], *(name for name, _ in needs)}
-        # Skip two values of an option, and a value against the option that a setting needs.
+        # Skip two values of an option, and a value of an option needed by the other setting.
         if len(names) < 2 + len(needs):
             continue
         message = refusal(model, [*needs, first, second])

@@ -19,7 +19,7 @@ from titan_muon.plan.terms.pieces import Pieces
 from titan_muon.plan.terms.types import Bucket
 
 HEAVY = 6
-"""A matrix is heavy if a rank has time for at most this number of matrices like it."""
+"""A matrix is heavy if a rank has time for at most this number of equal matrices."""
 MOST_KINDS = 3
 HALVINGS = 24
 
@@ -70,7 +70,7 @@ class Chain(NamedTuple):
 
 
 def chains(buckets: Iterable[Bucket], costs: Costs, *, overlap: Overlap = "none") -> Counter[Chain]:
-    """Matrices of buckets with owners, each with the owner nearest to its pieces.
+    """Matrices of buckets with owners, each with the owner nearest to the pieces.
 
     With `overlap` the gather, or the return, may take no time in the step.
     """
@@ -123,7 +123,7 @@ def least_whole(chain_counts: Mapping[Chain, int], beside: Sequence[float], enou
 def _too_short(seconds: float, chain_counts: Mapping[Chain, int], ranks: int, beside: float) -> bool:
     """Whether `ranks` ranks cannot orthogonalize all matrices in `seconds`."""
     # Assign each matrix a weight so that one rank's feasible set weighs at most W. Then R ranks handle at most R * W. A
-    # matrix weighs 1 / n if a rank can orthogonalize n like it and no other. Try the heaviest kinds, from one kind to
+    # matrix weighs 1 / n if a rank can orthogonalize at most n equal matrices. Try the heaviest kinds, from one kind to
     # MOST_KINDS.
     heavy = sorted((chain for chain in chain_counts if HEAVY * chain.work >= seconds), reverse=True)[:MOST_KINDS]
     for count in range(1, len(heavy) + 1):
@@ -151,9 +151,8 @@ def _times(kind: Chain, seconds: float, beside: float) -> int:
 
 
 def _seconds(kinds: Sequence[Chain], counts: Sequence[int], beside: float) -> float:
-    """Lower bound on the time of a rank with `counts` matrices of `kinds`, and perhaps others."""
-    # The first of these matrices waits for a gather, and the last for a return. Other computation hides behind both, as
-    # far as the times suffice.
+    """Lower bound on the time of a rank with at least `counts` matrices of `kinds`."""
+    # The first matrix waits for a gather, and the last for a return. Other computation may hide both.
     present = [(index, kind) for index, (kind, count) in enumerate(zip(kinds, counts, strict=True)) if count]
     ways = [
         first.gather + last.scatter

@@ -2,9 +2,9 @@
 
     python scripts/finetune.py --out docs/results
 
-The model is a byte-level transformer. It is pretrained on the source text of Python's standard library and finetuned on
-the English text of Python's help topics. Each finetuning rate is the best of --rates by the loss on held-out help text.
-The script writes finetune.json and finetune.md. It takes minutes on a CPU.
+Pretraining of the byte-level transformer uses the source text of Python's standard library, and finetuning the English
+text of Python's help topics. Each finetuning rate is the best of --rates by the loss on held-out help text.
+The script writes finetune.json and finetune.md, in minutes on a CPU.
 """
 
 import json
@@ -34,7 +34,7 @@ from titan_muon import Hybrid
 OPTIMIZERS = ("adamw", "muon")
 LIBRARY = Path(json.__file__).parents[1]
 HELD_OUT = 0.1
-"""Share of each text at its end that is held out."""
+"""Held-out share of each text, at the end."""
 
 
 @dataclass(frozen=True)

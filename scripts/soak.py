@@ -4,7 +4,7 @@
 
 Trains a recipe twice on 2 ranks: once undisturbed, once under `torchrun --max-restarts` while a random rank is killed
 (SIGKILL) now and then. Exits with 1 if a loss differs in any digit, a run fails, or the resident memory of a rank grows
-by more than 2 % after the settling steps. Ends after `--minutes`, with what was reached until then.
+by more than 2 % after the settling steps. After `--minutes` the test ends and checks the steps so far.
 """
 
 import argparse
@@ -33,7 +33,7 @@ class Soak:
 
     Attributes:
         losses: loss by step, as logged.
-        memory: resident MiB of each rank by step, of the last process that did the step.
+        memory: resident MiB of each rank by step; a repeated step has its last process.
         kills: processes killed.
         seconds: duration.
         code: exit code of torchrun; None if the time was over.
@@ -47,13 +47,13 @@ class Soak:
 
 
 def workers(launcher: int) -> list[int]:
-    """The processes that a launcher has started, in order of their numbers."""
+    """Child processes of a launcher, in the order of their ids."""
     shown = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher)], capture_output=True, text=True, check=False)
     return sorted(int(pid) for pid in shown.stdout.split())
 
 
 def resident_mib(pid: int) -> float:
-    """Resident memory of a process that only this process has (no file pages), in MiB; 0 for a process that is gone."""
+    """Anonymous resident memory of a process (no file pages) in MiB; 0 if the process has ended."""
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
         return int(re.findall(r"RssAnon:\s+(\d+) kB", text)[0]) / 1024
@@ -136,7 +136,7 @@ def growth(memory: Mapping[int, Sequence[float]], settled: int) -> float | None:
 
 
 def problems(plain: Soak, killed: Soak, settled: int) -> list[str]:
-    """What is wrong with the two runs, one line each."""
+    """Problems of the two runs, a line for each."""
     lines = []
     for name, soak in (("undisturbed", plain), ("killed", killed)):
         if soak.code not in (0, None):

@@ -15,9 +15,9 @@ import tomli
 
 RECIPE, METRICS, LATEST = "recipe.toml", "metrics.jsonl", "latest"
 PLACE = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "checkpoint.load_step"})
-"""Keys that say where a run is, and nothing of what it computes."""
+"""Keys of a run's place, without effect on the computation."""
 SEEDS = frozenset({"debug.seed", "data.seed"})
-"""Keys that runs of one setting may differ in."""
+"""Keys with different values in the runs of a setting."""
 PICTURE, PAGE = "compare.png", "compare.html"
 MOST_KEYS, LONGEST_LABEL = 4, 60
 LOSSES = {"loss": "Training loss", "val_loss": "Validation loss", "bits_per_byte": "Bits per byte"}
@@ -33,7 +33,7 @@ class RunError(ValueError):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Record of a run, or the mean of runs that differ by their seeds alone.
+    """Record of a run, or the mean of runs with different seeds alone.
 
     Attributes:
         label: short name, unique in a comparison.
@@ -58,8 +58,8 @@ class RunRecord:
         return self.series.get(key, {})
 
     def along(self, axis: str) -> "RunRecord":
-        """The same run with losses by `axis` instead of by step, without losses at steps that have no tokens or
-        seconds.
+        """The same run with losses by `axis` instead of by step, except losses of steps without recorded tokens
+        or seconds.
         """
 
         def moved(tables: dict[str, Series]) -> dict[str, Series]:
@@ -95,7 +95,7 @@ def find_run(path: Path) -> Path:
 
 
 def _is_no_run(path: Path) -> bool:
-    """Whether `path` is a file beside the runs or an empty run, which the shell's `runs/recipe/*` also matches."""
+    """Whether `path` is a file beside the runs or an empty run; the shell's `runs/recipe/*` matches both."""
     if path.is_file() and (path.name in (LATEST, PICTURE, PAGE) or path.suffix == ".log"):
         return True
     empty = path.is_dir() and (path.parent / LATEST).is_file() and not (path / METRICS).is_file()
@@ -177,8 +177,8 @@ def step_of(record: dict[str, object]) -> int:
 
 
 def unique_labels(folders: Sequence[Path], recipes: Sequence[dict[str, str]]) -> list[str]:
-    """The recipes' names (`runs/<recipe>/<time>`), for equal names with `key=value` of the first keys that tell runs
-    apart; if no keys do, as much of the path as differs.
+    """The recipes' names (`runs/<recipe>/<time>`). Equal names get `key=value` of the first differing keys, or without
+    differing keys the differing end of the path.
     """
     paths = [folder.resolve() for folder in folders]
     names = [path.parent.name for path in paths]
@@ -203,7 +203,7 @@ def unique_labels(folders: Sequence[Path], recipes: Sequence[dict[str, str]]) ->
     while len(set(labels)) < len(labels):
         depth += 1
         labels = ["/".join(path.parts[-depth:]) for path in paths]
-    # The recipe's name, if all are runs of it.
+    # Remove the recipe's name if all runs have the same recipe.
     same = len(os.path.commonpath(labels))
     return [label[same:].removeprefix("/") for label in labels]
 
@@ -214,7 +214,7 @@ def _differences(values: dict[str, str], keys: Sequence[str]) -> str:
 
 
 def _leaf(key: str) -> str:
-    # `muon` alone says nothing of a placement, nor does `lr` of whose.
+    # `muon` alone does not name a placement, nor `lr` an optimizer.
     table, _, leaf = key.rpartition(".")
     return table if leaf == "muon" else key if leaf in ("lr", "weight_decay") else leaf
 
@@ -261,7 +261,7 @@ def labelled(label: str, seeds: int) -> str:
 
 
 def over_seeds(runs: Sequence[RunRecord]) -> RunRecord:
-    """The mean of runs over the steps that all of them recorded; a single run as it is."""
+    """The mean of runs over their common steps; a single run unchanged."""
     if len(runs) == 1:
         return runs[0]
     series: dict[str, Series] = {}
@@ -276,7 +276,7 @@ def over_seeds(runs: Sequence[RunRecord]) -> RunRecord:
 
 
 def common_steps(runs: Sequence[RunRecord], key: str, axis: str = "step") -> list[float]:
-    """Steps or tokens at which every run recorded `key`, or evenly spaced seconds within all runs, in order."""
+    """Steps or tokens with `key` in every run, or evenly spaced seconds within all runs, in order."""
     if axis != "seconds":
         return sorted(set.intersection(*(set(run.of(key)) for run in runs)))
     first, last = max(min(run.of(key)) for run in runs), min(max(run.of(key)) for run in runs)

@@ -16,7 +16,7 @@ from compare.run_folder import LOSSES, RunRecord, amount, smooth
 # Okabe and Ito's colors, distinct for all color vision; lines and markers differ for print without color.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 FEW, LONGEST = 30, 100
-"""Steps below which a curve has a dot for each, and characters of the longest label."""
+"""A curve with fewer steps has a dot for each step; characters of the longest label."""
 LINES, MARKERS = ("-", "--", "-.", ":"), ("o", "s", "^", "D")
 
 
@@ -55,7 +55,7 @@ def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: floa
             axes.fill_between([*curve], low, high, color=color, alpha=0.15, linewidth=0)
         else:
             axes.plot([*raw], [*raw.values()], color=color, linewidth=0.8, alpha=0.4)
-        # Where few steps were logged the line alone does not show which.
+        # With few logged steps, the line alone does not show the steps.
         dots = "." if len(curve) < FEW else ""
         axes.plot([*curve], [*curve.values()], color=color, linestyle=line, linewidth=2, marker=dots)
         if marker:
@@ -68,7 +68,7 @@ def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: floa
 
 
 def legend_of(runs: Sequence[RunRecord], metric: str) -> list[Line2D]:
-    """A line for each run as its curve is drawn, with the run's label, cut in the middle if it is long."""
+    """A line for each run in the style of the curve, with the run's label; long labels are cut in the middle."""
     validated = metric == "loss" and any(run.of("val_loss") for run in runs)
     handles = []
     for i, run in enumerate(runs):
@@ -126,7 +126,7 @@ def write_picture(
 def picture(runs: Sequence[RunRecord], metric: str, window: float, title: str | None, axis: str) -> Figure:
     """The curves, the parts of the step if any run recorded some, and the runs' labels below; 1200 pixels wide."""
     handles = legend_of(runs, metric)
-    # As many beside each other as fit into the width.
+    # As many columns as fit into the width.
     columns = max(1, min(len(runs), 120 // (8 + max(len(str(handle.get_label())) for handle in handles))))
     height = 5 + 0.25 * -(-len(runs) // columns)
     figure = Figure(figsize=(12, height), dpi=100, layout="constrained")

@@ -99,7 +99,7 @@ def _checkpoint(folder: Path, step: int | None) -> tuple[Path, int]:
 
 def _has_model(checkpoint: Path) -> bool:
     problem = flaw(checkpoint)
-    # A checkpoint of the model alone cannot continue a run, and has all that is read here.
+    # A checkpoint of the model alone cannot continue a run, and suffices here.
     return problem is None or "checkpoint.last_save_model_only" in problem
 
 
