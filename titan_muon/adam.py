@@ -118,7 +118,6 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self._care = GradientCare(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group. Raises OptionError for unsupported options."""
         group = {**self.defaults, **param_group}
         for name in ("amsgrad", "maximize", "capturable", "differentiable"):
             if group[name]:
@@ -164,7 +163,6 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         return [name for group in self.param_groups for name in names_in(group)]
 
     def told(self, faults: Sequence[Fault]) -> None:
-        """Raise ValueError for faults by parameter, or warn."""
         chosen = {Fault.NOT_FINITE: self._nonfinite, Fault.NO_GRADIENT: self._missing_grad}
         check_faults(self.names(), faults, [fault for fault, choice in chosen.items() if choice == "skip"])
         if names := names_with(self.names(), faults, Fault.NOT_FINITE):
@@ -342,7 +340,6 @@ class GradientCare:
         return skipped
 
     def _report(self) -> tuple[FaultReport, int]:
-        """The report, and the index of AdamW's first parameter there."""
         if self.carrier is not None:
             # A Muon that steps before AdamW has raised, and the host would wait for the report of this step.
             if not self.follows:

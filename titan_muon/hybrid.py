@@ -82,12 +82,10 @@ class OfParts:
         return [optimizer for optimizer in self.parts.optimizers.values() if isinstance(optimizer, Muon)]
 
     def parameters(self, name: str) -> list[Tensor]:
-        """Parameters of an optimizer, if any."""
         optimizer = self.parts.optimizers.get(name)
         return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
     def learning_rates(self) -> dict[str, float]:
-        """The current learning rate of each group, by tag."""
         return {
             group.tag: float(current["lr"])
             for name, optimizer in self.parts.optimizers.items()
@@ -312,7 +310,6 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
             self._carry()
 
     def _link(self) -> None:
-        """Refer to the parts' groups and state, because loading replaces these objects."""
         self._carry()
         self.param_groups[:] = [group for part in self.optimizers.values() for group in part.param_groups]
         self.state.clear()

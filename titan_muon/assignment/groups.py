@@ -40,7 +40,6 @@ class ParamGroup:
     options: Mapping[str, Any]
 
     def of_torch(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """A group for a torch.optim.Optimizer."""
         return {**self.options, "params": [parameters[n] for n in self.names], "param_names": list(self.names)}
 
 

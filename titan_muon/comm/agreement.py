@@ -143,7 +143,6 @@ class Agreement:
         return values
 
     def _exchange(self, report: T) -> tuple[list[bytes], dict[bytes, T]]:
-        """All ranks' digests, and a report for each digest."""
         digest = _digest(report)
         if self._size == 1:
             return [digest], {digest: report}
@@ -183,7 +182,6 @@ class Agreement:
         return results[0]
 
     def _raise_together(self, fault: Exception | None) -> None:
-        """Raise the fault of the lowest faulty rank on every rank."""
         if self._size == 1:
             if fault is not None:
                 raise fault

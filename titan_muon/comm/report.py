@@ -104,7 +104,6 @@ class FaultReport:
         self._late.zero_()
 
     def add(self, faults: Sequence[Fault], start: int = 0) -> None:
-        """Add the faults of parameters from number `start` on."""
         if any(faults):
             new = torch.tensor(faults, dtype=torch.int32, device=self._codes.device)
             codes = self._codes[start : start + len(faults)]
@@ -128,7 +127,6 @@ class FaultReport:
                 self._sizes[:, place].copy_(size)
 
     def begin_step(self) -> None:
-        """Take the hyperparameters of this step, and count the step."""
         self.add_late()
         self.steps += 1
         if self._agreement.peers is None:

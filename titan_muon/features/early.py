@@ -214,7 +214,6 @@ class EarlyGathers(Feature):
         return bucket in self.first[: self._launched]
 
     def _compare(self, place: int, step: Step) -> None:
-        """Report gradients scaled after packing, on the device."""
         # Foreach calls and FSDP's accumulation do not change a DTensor's version. Clipping scales every row.
         before, now = self._rows[place], _first_rows(step.grads, self.needed[place])
         if before is not None and now is not None:
@@ -231,7 +230,6 @@ class _Backward:
 
     @torch.no_grad()
     def ready(self, index: int, _: Tensor) -> None:
-        """Launch the gathers completed by this parameter's gradient."""
         if not self._begun:
             self._begin()
         self._early.accumulated(index)

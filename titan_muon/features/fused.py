@@ -60,7 +60,6 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Table:
-        """On the host."""
         places = [row[3:] for row in rows]
         strides = [(row[1], *pair) for row in rows for pair in zip(row[4::3], row[5::3], strict=True)]
         flat = all((down, across) == (cols, 1) for cols, down, across in strides)
@@ -155,7 +154,6 @@ class Fused(Feature):
 
     @staticmethod
     def check(options: MuonOptions) -> None:
-        """Raise OptionError for a rule with other arithmetic."""
         rule = type(rule_of(options))
         if any(getattr(rule, name) is not getattr(MuonRule, name, None) for name in ("advance", "pack", "apply")):
             problem = f"= True has kernels for rule = 'muon' and 'normuon', and not for {options.rule!r}; set False"

@@ -18,7 +18,6 @@ class GatheredGroup:
 
     @property
     def name(self) -> str:
-        """The module's name, known after the first forward."""
         return self._group._module_fqn or "the root module"
 
     def params(self) -> list[DTensor]:

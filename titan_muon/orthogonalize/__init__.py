@@ -48,7 +48,6 @@ class Iteration:
 
     @property
     def prescaled(self) -> bool:
-        """Whether the iteration begins with `standard.almost_orthogonal_`."""
         return self.name in PRESCALED
 
     def __str__(self) -> str:

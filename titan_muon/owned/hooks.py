@@ -49,7 +49,6 @@ class HookContext:
                 hooks.group.reshard()
 
     def _forget_backward(self) -> None:
-        """Clean up after a backward pass that raised."""
         self._backward = None
         self.reductions.discard()
         for hooks in self.hooks:

@@ -119,7 +119,6 @@ class Reductions:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """The compute stream waits for the owners' gradients."""
         self._finish_but(0)
         self._comm.streams.current.wait_stream(self._comm.streams.reduce)
 

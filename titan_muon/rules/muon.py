@@ -39,7 +39,6 @@ class MuonRule(Rule):
         """Do nothing: the orthogonalized matrix is the update."""
 
     def rates(self, group: Group) -> tuple[float | Tensor, float | Tensor]:
-        """Learning rate and weight decay in this step."""
         lr, decay = update.rate(group["lr"]), group["weight_decay"]
         if self.options.decay_follows_lr:
             # Schedulers store the highest rate. Without a scheduler, the rate is constant.

@@ -64,7 +64,6 @@ class MuonHRule(MuonRule):
         return Sphere(agreement)
 
     def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
-        """Scale each matrix to the norm of its weights."""
         wide = whole.float()
         norms = torch.linalg.vector_norm(wide.flatten(1), dim=1)
         whole.copy_(wide.mul_(torch.where(norms > 0, states[RADIUS][:, 0] / norms, 0.0)[:, None, None]))
@@ -151,7 +150,6 @@ class Sphere(Feature):
         self._waiting = False
 
     def after(self) -> None:
-        """Project the weights, and report matrices of zeros."""
         self._finish_radii()
         norms = torch.empty_like(self._radii)
         self._finish(norms, self._start(norms))

@@ -30,7 +30,6 @@ class NorMuonRule(MuonRule):
     finish_bytes = 8
 
     def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
-        """Normalize the rows of each matrix; columns if `transposed`."""
         moments, eps = states[SECOND_MOMENT], EPS
         wide = whole.float()
         inputs = 1 if transposed else 2

@@ -44,7 +44,6 @@ class Draws:
         return cls(zlib.crc32(f"{fqn} {index}".encode()), cols)
 
     def first(self, span: Span) -> int:
-        """Count at the first element of a rectangle."""
         return self.key + span.whole[0].start * self.cols + span.whole[1].start
 
 
@@ -68,7 +67,6 @@ class Chunk:
 
     @property
     def firsts(self) -> list[int]:
-        """Counts of the first elements."""
         return [start + int(view.storage_offset()) for start, view in zip(self.starts, self.wide, strict=True)]
 
     def only(self, kept: Sequence[bool]) -> Chunk:

@@ -180,7 +180,6 @@ class RankStages:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes that each step allocates and frees."""
         return 0 if self.options.keep_buffers else self.buffers.memory.nbytes + self._workspace.nbytes
 
     @property
@@ -201,7 +200,6 @@ class RankStages:
         )
 
     def parameters_of(self, bucket: int) -> frozenset[int]:
-        """Parameters with a shard on this rank."""
         return frozenset(self.plan.matrices[p.matrix].parameter for p in self.program.buckets[bucket].stored)
 
     def _numel(self, matrices: Sequence[int]) -> int:
@@ -272,7 +270,6 @@ class RankStages:
         )
 
     def _last_packed(self) -> list[tuple[int, ...]]:
-        """By bucket, the parameters to release."""
         last: dict[int, int] = {}
         for bucket in dict.fromkeys(bucket for _, bucket in self.program.acts):
             last.update(dict.fromkeys(sorted(self.parameters_of(bucket)), bucket))

@@ -224,7 +224,7 @@ def without_gradient(muon: Muon, step: int) -> None:
         (BFLOAT16, {"state_dtype": "bfloat16", "cautious": True}, None),
         (BFLOAT16, {}, with_scale),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_training_is_that_of_the_foreach_operators(
     dtype: torch.dtype, options: dict[str, Any], change: Callable[[Muon, int], None] | None

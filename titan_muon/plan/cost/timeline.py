@@ -32,7 +32,6 @@ class RankTime:
 
     @property
     def seconds(self) -> float:
-        """End of the rank's step, if the host is ahead."""
         return self.orthogonalize + self.passes + self.waits
 
 

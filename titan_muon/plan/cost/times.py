@@ -67,7 +67,6 @@ class Costs:
         return self._owned[counts]
 
     def local(self, local: Sequence[Ranks]) -> dict[int, LocalTime]:
-        """Cost of local matrices by rank; `local`: the ranks of each matrix."""
         by_kind: dict[int, dict[int, int]] = {rank: {} for rank in self.pieces.ranks()}
         for kind, ranks in zip(self.pieces.kinds, local, strict=True):
             for rank in ranks:
@@ -81,7 +80,6 @@ class Costs:
         return packed + normalized + applied
 
     def pack_seconds(self, elements: int, calls: int = 1) -> float:
-        """Seconds to advance the momentum of stored elements and to pack them."""
         moved = self.passes.traffic
         return self.machine.pass_seconds(elements * moved.advance, calls * moved.advance_launches)
 
@@ -107,7 +105,6 @@ class Costs:
         return total
 
     def alone(self, matrix: Matrix) -> float:
-        """Seconds of the products, without launches, because batches share launches."""
         work = self.works[matrix.work]
         return work.flops / self.machine.rate(work.dtype, min(matrix.rows, matrix.cols))
 

@@ -28,7 +28,6 @@ class AllGather(Pattern):
     collectives: tuple[Collective, ...] = (Collective.ALL_GATHER,)
 
     def _workers(self, bucket: Bucket, pieces: Pieces, kind: int, owner: int | None) -> Collection[int]:
-        """The ranks that orthogonalize a matrix of this kind."""
         return pieces.holders(kind, bucket.group).on_rank if owner is None else (owner,)
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:

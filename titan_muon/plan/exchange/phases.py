@@ -88,7 +88,6 @@ class BucketProgram:
 
     @cached_property
     def stored(self) -> tuple[Parcel, ...]:
-        """A parcel for each local piece."""
         if self.spreading is not None:
             return self.spreading.owned
         return self.gathering.home if self.returning is None else self.returning.home

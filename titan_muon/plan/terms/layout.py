@@ -209,7 +209,6 @@ class Geometry:
         return held
 
     def _candidates(self, rows: Intervals) -> Iterable[int]:
-        """Indices of a superset of the matrices with any of the rows."""
         # 256 experts over 64 ranks would otherwise need 16,384 intersections.
         if not rows:
             return ()
@@ -250,7 +249,6 @@ class Geometry:
         return frozenset(i for i in indices if len({peers[rank].index(rank) for rank in self.elements(i)}) > 1)
 
     def elements(self, index: int) -> dict[int, int]:
-        """Elements on each holder, in mesh order."""
         if not self._elements:
             self._elements = [{} for _ in self.stack.matrices]
             for rank, held in self.pieces.items():

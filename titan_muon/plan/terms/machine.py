@@ -38,7 +38,6 @@ class Link:
     per_peer: float = 0.0
 
     def seconds(self, sent: float, peers: int) -> float:
-        """Seconds to send bytes in messages to so many peers."""
         return sent / self.bandwidth + peers * self.per_peer
 
 

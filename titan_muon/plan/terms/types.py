@@ -139,7 +139,6 @@ class MatrixStack:
 
     @property
     def interleaved(self) -> bool:
-        """Whether matrices share or alternate rows of the storage."""
         return any(matrix.cols is not None or matrix.row_step > 1 for matrix in self.matrices)
 
 

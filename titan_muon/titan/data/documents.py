@@ -101,7 +101,6 @@ class Documents:
 
     @cached_property
     def all(self) -> tuple[TextFile, ...]:
-        """Non-empty files, sorted by name. Raises RecipeError without files."""
         paths = _python_files() if self.data.source == "python" else _matched_files(self.data.files)
         # A folder's listing depends on the file system, and the order decides every batch.
         files = (TextFile(name, path, path.stat().st_size, self.data.text_key) for name, path in sorted(paths.items()))

@@ -88,12 +88,10 @@ class _Degrees:
 
     @property
     def shards(self) -> int:
-        """FSDP ranks, except for experts."""
         return self.data // self.replicas * self.context
 
     @property
     def expert_shards(self) -> int:
-        """FSDP ranks of an expert."""
         return max(1, self.shards * self.tensor // self.experts)
 
 

@@ -47,13 +47,11 @@ class Verdict:
 
     @property
     def in_passes(self) -> int:
-        """Bytes at the peak of forward and backward."""
         accumulated = self.memory.gradients if self.training.passes > 1 else 0
         return self._rest + accumulated + self.training.memory.total
 
     @property
     def in_step(self) -> int:
-        """Bytes at the peak of the optimizer step."""
         step = self.memory.exchange_buffers + self.memory.orthogonalization
         return self._rest + self.memory.gradients + step
 
@@ -67,7 +65,6 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak and the estimate's error fit into the capacity."""
         return self.capacity == 0 or self.peak * (1 + MEMORY_ERROR) <= self.capacity
 
 

@@ -27,7 +27,6 @@ class FolderLock:
             self._file.close()
 
     def take(self, folder: str) -> None:
-        """Lock `folder`. Raises RecipeError with the process that holds the lock."""
         if self._folder == folder and Path(folder, LOCK_FILE).is_file():
             return
         file = Path(folder, LOCK_FILE).open("a+", encoding="utf-8")  # noqa: SIM115 (closed at the end of the context)

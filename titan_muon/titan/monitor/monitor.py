@@ -37,7 +37,6 @@ class Matrix:
         return self.whole() * (1 - float(self.group["lr"]) * self.group["weight_decay"])
 
     def whole(self) -> Tensor:
-        """The whole matrix, in float32. Collective."""
         whole = gather(self.parameter)
         return (whole[0] if whole.dim() == 3 else whole).float()
 

@@ -99,7 +99,6 @@ class TensorBoard(BaseLogger):
                     self.writer.add_scalar(tag.replace("loss/", f"loss_by_{axis}/"), metrics[key], int(metrics[axis]))
 
     def conclude(self) -> None:
-        """Mark the run as a success."""
         self.writer._get_file_writer().add_summary(self._end)
 
     def close(self) -> None:
@@ -222,7 +221,6 @@ class RunMetrics(MetricsProcessor):
         return loggers
 
     def describe(self, texts: Mapping[str, str], folder: str) -> None:
-        """Show texts about the run by tag."""
         lines, _ = read_until(Path(folder, METRICS_FILE), self.config.first_step - 1) if self._boards else ([], 0.0)
         for board in self._boards:
             board.describe(texts, map(json.loads, lines))
@@ -252,7 +250,6 @@ class RunMetrics(MetricsProcessor):
         self.time_last_log = time.perf_counter()
 
     def advance(self, step: int) -> None:
-        """Move the progress bar after a step."""
         if not self.is_reporter:
             return
         if self._bar is None:

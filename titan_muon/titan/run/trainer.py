@@ -271,7 +271,6 @@ class MuonTrainer(Trainer):
             return super().forward_backward_step(**microbatches)
 
     def _clip_gradients(self) -> torch.Tensor:
-        """Norm of all gradients before clipping."""
         with self.timer.phase("clip"):
             self.grad_norm = self.clip()
             norm = NormCheck(self.grad_norm, self.checks.names, self.clip.local_norms)

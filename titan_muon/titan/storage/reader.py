@@ -97,7 +97,6 @@ class SafePlanner(DefaultLoadPlanner):
         self.state_dict = {key: value for key, value in self.state_dict.items() if key not in self.missing}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load plain data and tensors. Raises UnpicklingError for other objects."""
         fqn = read_item.dest_index.fqn
         loaded = torch.load(value, weights_only=True)
         if isinstance(loaded, bytes):
