@@ -28,15 +28,15 @@ TITAN ?=
 INTEGRATIONS := .venv-integrations
 INTEGRATIONS_STAMP := $(INTEGRATIONS)/.installed
 NPROC ?= 2
-# Two tests at a time. A worker takes neighbouring tests, so that a module's fixture is mostly made once.
-WORKERS ?= -n 2 --dist worksteal
+# Three tests at a time on two cores, because many wait. A worker takes neighbouring tests, so that a module's fixture is mostly made once.
+WORKERS ?= -n 3 --dist worksteal
 CONFIG ?= configs/qwen_moe_muon.toml
 ARGS ?=
 LONG ?= 10
 # An interpreter whose torch fits the GPU's driver, with what it has of torchtitan, tyro, pytest and matplotlib.
 PYTHON_GPU ?=
 
-.PHONY: soak venv train test test-long check newest main-titan gpu kernels lock lock-newest clean rehearse integrations
+.PHONY: soak venv train test suite test-long check lint types newest main-titan gpu kernels lock lock-newest clean rehearse integrations
 
 venv: $(STAMP)
 
@@ -54,13 +54,21 @@ train: venv
 soak: venv
 	$(BIN)/python scripts/soak.py $(ARGS)
 
-check: venv
+check: lint types
+
+lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: venv
 	$(BIN)/mypy
 
+# Type checks beside the tests, which often wait.
+test: lint
+	$(MAKE) --no-print-directory -j 2 types suite
+
 # Many tests start processes, and each would compile this project where PYTHONDONTWRITEBYTECODE is set.
-test: check
+suite: venv
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-long: venv

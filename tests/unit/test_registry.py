@@ -109,6 +109,6 @@ def test_the_registry_builds_muon_and_adamw() -> None:
 
 
 def test_shared_options_belong_to_the_whole_optimizer() -> None:
-    options = {"lr": 0.1, "exchange": "all_gather", "fused": True}
+    options = {"lr": 0.1, "exchange": "all_gather", "foreach": True}
     assert shared_options("muon", options) == {"exchange": "all_gather"}
-    assert shared_options("adamw", options) == {"fused": True}
+    assert shared_options("adamw", options) == {"foreach": True}

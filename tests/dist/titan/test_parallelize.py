@@ -51,7 +51,7 @@ KEYS = {
     "tp": "tensor_parallel_degree",
     "ep": "expert_parallel_degree",
 }
-DENSE, MOE, LLAMA, DEEPSEEK = "qwen3/tiny", "qwen3/moe_tiny", "llama3/tiny", "deepseek_v3/tiny"
+DENSE, MOE, LLAMA, DEEPSEEK = "qwen3/tiny", "qwen3/two_layers", "llama3/tiny", "deepseek_v3/tiny"
 # Fewer experts than ranks: FSDP2 shards experts, and owners hold whole experts.
 FEW = "qwen3/two_experts"
 LAYOUTS = {
@@ -111,7 +111,8 @@ def _config(layout: Layout):
     from titan_muon.titan.recipe import Recipe
     from titan_muon.titan.recipe.sections import Placement
 
-    qwen3.FLAVORS["two_experts"] = replace(qwen3.FLAVORS["moe_tiny"], layers=2, experts=2)
+    qwen3.FLAVORS["two_layers"] = replace(qwen3.FLAVORS["moe_tiny"], layers=2)
+    qwen3.FLAVORS["two_experts"] = replace(qwen3.FLAVORS["two_layers"], experts=2)
     spec = model_spec(*layout.model.split("/"), vocab_size=VOCAB)
     degrees = {"data_parallel_shard_degree": 1} | {KEYS[axis]: n for axis, n in layout.degrees.items()}
     return Trainer.Config(

@@ -410,7 +410,7 @@ def check_routes(phases: dict[int, Phase]) -> None:
         assert peers == sorted(peers)
 
 
-@examples(400)
+@examples(200)
 @given(plans())
 def test_every_matrix_is_whole_once_and_every_holder_gets_a_result(plan: Plan) -> None:
     world = check_step(plan, late=True)

@@ -24,6 +24,7 @@ from titan_muon.plan.terms.pieces import Pieces
 from titan_muon.planning import check_one_device, passes_of
 from titan_muon.rules.muon import MuonRule
 from titan_muon.step.foreach import CPU_CHUNK_BYTES
+from titan_muon.step.rule import Scaling
 from titan_muon.tensors.storage import trained_params
 
 MIB = 2**20
@@ -73,7 +74,7 @@ def test_the_plan_of_an_accelerator_counts_the_copies_of_a_revocable_step(dtype:
     average, update = torch.zeros(count), torch.zeros(count, dtype=torch.bfloat16)
     param, grad = torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)
     scratch = (torch.empty_like(param),) if dtype == torch.float32 else ()
-    rule = ScaledRule(MuonRule(options), None, torch.tensor(False))
+    rule = ScaledRule(Scaling(MuonRule(options), None, torch.tensor(False)))
     group = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True}
     _, advance, _ = allocated(lambda: rule.advance((average,), (grad,), (update,), group))
     _, apply, _ = allocated(lambda: rule.apply((param,), (update,), group, 1.0, scratch))
