@@ -77,6 +77,11 @@ RELATIONS = (
         'at least one glob pattern, because data.source = "files"',
         lambda r: r.data.source != "files" or bool(r.data.files),
     ),
+    Relation(
+        "data.files",
+        'nothing, unless data.source is "files"; leave out data.source or data.files',
+        lambda r: r.data.source == "files" or not r.data.files,
+    ),
     # `bpe` trains on the documents of [data]; TorchTitan's loader has none.
     Relation(
         "data.tokenizer",

@@ -10,7 +10,7 @@ from titan_muon.titan.recipe.constraints import check
 from titan_muon.titan.recipe.flags import read_flags, refuse_moved, refuse_unknown
 from titan_muon.titan.recipe.schema import build, convert, convert_items, keys, values
 from titan_muon.titan.recipe.sections import AdamW, Muon, Recipe, Rule
-from titan_muon.titan.recipe.toml import Entry, RecipeError, document_text, read_file
+from titan_muon.titan.recipe.toml import Entry, RecipeError, document_text, read_file, with_data_source
 
 TYPED_OPTIMIZERS: Mapping[str, type] = {"muon": Muon, "adamw": AdamW}
 
@@ -28,6 +28,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), notice: Callable[[str]
     for key, entry in written.items():
         refuse_moved(key, entry.source)
     refuse_unknown(unknown, list(keys(Recipe)))
+    flags = with_data_source(flags)
     shorter = _shorter_warmup(written, flags)
     for key, entry in shorter.items():
         notice(f"{key} = {entry.value}: {entry.source}")
@@ -36,8 +37,6 @@ def load(path: str | Path, overrides: Sequence[str] = (), notice: Callable[[str]
     recipe = _with_typed_options(build(Recipe, entries), sources.get("optimizer.rule", str(file)))
     # Not before: a base may be valid only together with a file.
     check(recipe, sources, str(file))
-    if recipe.data.files and recipe.data.source != "files":
-        notice(f'warning: data.files is not read, because data.source = "{recipe.data.source}"; set it to "files"')
     return recipe
 
 

@@ -68,7 +68,8 @@ class Data:
     """Text source and tokenizer."""
 
     source: Literal["python", "files", "hf"] = "python"
-    """`python`: the standard library's source code. `files`: `data.files`. `hf`: TorchTitan's loader."""
+    """`python`: the standard library's source code. `files`: `data.files`. `hf`: TorchTitan's loader. Absent: `files`
+    with `data.files`, `hf` with `data.dataset` or `data.dataset_path`."""
 
     files: Annotated[tuple[str, ...], list_of(TEXT)] = ()
     """For source `files`: glob patterns of text, `.jsonl` and `.parquet` files."""

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import tomli
 
+DATA_SOURCES: Mapping[str, str] = {"data.files": "files", "data.dataset": "hf", "data.dataset_path": "hf"}
+"""Value of `data.source` by a key that no other source reads."""
+
 
 class RecipeError(ValueError):
     """A user's mistake in a recipe or on the command line. The text is a complete message."""
@@ -80,7 +83,15 @@ def _flatten(document: Mapping[str, object], source: str) -> dict[str, Entry]:
             entries |= {f"{key}.{inner}": Entry(item, source) for inner, item in value.items()}
         else:
             entries[key] = Entry(value, source)
-    return entries
+    return with_data_source(entries)
+
+
+def with_data_source(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """The entries of a file or command line, with the `data.source` that its other keys need."""
+    given = {source: entries[key] for key, source in DATA_SOURCES.items() if key in entries and entries[key].value}
+    if "data.source" in entries or len(given) != 1:
+        return entries
+    return entries | {"data.source": Entry(source, entry.source) for source, entry in given.items()}
 
 
 def value_text(value: object) -> str:

@@ -64,12 +64,41 @@ def test_an_override_wins_over_the_file(tmp_path: Path, arguments: list[str], ke
     assert type(read_value) is type(value)
     alone = schema.values(load(path))
     differing = [name for name, other in schema.values(recipe).items() if other != alone[name]]
-    assert differing in ([key], ["muon.ns_steps", key])
+    assert differing in ([key], ["muon.ns_steps", key], ["data.source", key])
 
 
-def test_unread_files_cause_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parse(["--config", write(tmp_path, "name = 'x'\n"), "--data.files", "my/*.txt"])
-    assert capsys.readouterr().out.startswith('warning: data.files is not read, because data.source = "python"')
+@pytest.mark.parametrize(
+    ("base", "own", "flags", "source"),
+    [
+        ("", "files = ['a']", [], "files"),
+        ("source = 'python'", "files = ['a']", [], "files"),
+        ("", "source = 'python'", ["--data.files", "my/*.txt"], "files"),
+        ("", "source = 'hf'\ntokenizer = 'hf'\ntokenizer_path = 'x'", ["--data.files", "my/*.txt"], "files"),
+        ("files = ['a']", "source = 'python'\nfiles = []", [], "python"),
+        ("", "files = ['a']", ["--data.files", "--data.source", "python"], "python"),
+        ("", "tokenizer = 'hf'\ntokenizer_path = 'x'", ["--data.dataset", "c4_test"], "hf"),
+    ],
+)
+def test_data_is_read_from_the_source_given_last(
+    tmp_path: Path, base: str, own: str, flags: list[str], source: str
+) -> None:
+    write(tmp_path, f"[data]\n{base}\n", "base.toml")
+    assert load(write(tmp_path, f"base = 'base.toml'\n[data]\n{own}\n"), flags).data.source == source
+
+
+@pytest.mark.parametrize(
+    ("base", "own", "flags"),
+    [
+        ("", "files = ['a']", ["--data.source", "python"]),
+        ("", "", ["--data.files", "a", "--data.source", "python"]),
+        ("files = ['a']", "source = 'python'", []),
+    ],
+)
+def test_files_beside_another_source_are_refused(tmp_path: Path, base: str, own: str, flags: list[str]) -> None:
+    write(tmp_path, f"[data]\n{base}\n", "base.toml")
+    message = error_of(lambda: load(write(tmp_path, f"base = 'base.toml'\n[data]\n{own}\n"), flags))
+    assert 'data.files = ["a"] is not accepted' in message
+    assert 'Here data.source = "python"' in message
 
 
 def test_a_recipe_without_a_key_is_refused(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ BAD_VALUES = [
         "profiler.profile_freq = 3",
         "profiler_warmup + profiler_active or more",
     ),
+    ("[data]\nsource = 'python'\nfiles = ['a']", 'data.files = ["a"]', "leave out data.source"),
     ("[data]\nsource = 'files'", "data.files = []", 'data.source = "files"'),
     ("[data]\ntokenizer = 'hf'", "data.tokenizer_path is missing", 'data.tokenizer = "hf"'),
     ("[data]\nsource = 'hf'", 'data.tokenizer = "bytes"', 'data.source = "hf"'),

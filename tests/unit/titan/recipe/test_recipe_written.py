@@ -23,7 +23,8 @@ RECIPES = st.builds(
     name=NAMES.filter(lambda name: not {"/", "\\"} & set(name) and name not in (".", "..")),
     muon=st.builds(sections.Muon, lr=NUMBER, momentum=NUMBER, nesterov=st.booleans(), weight_decay=NUMBER),
     adamw=st.builds(sections.AdamW, betas=st.tuples(NUMBER, NUMBER)),
-    data=st.builds(sections.Data, files=st.lists(NAMES).map(tuple), dataset_path=st.none() | TEXT),
+    data=st.builds(sections.Data, dataset_path=st.none() | TEXT)
+    | st.builds(sections.Data, source=st.just("files"), files=st.lists(NAMES, min_size=1).map(tuple)),
     lr_scheduler=st.builds(
         sections.LrScheduler,
         total_steps=st.none() | st.integers(min_value=sections.Training().steps),
