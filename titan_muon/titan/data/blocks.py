@@ -37,7 +37,8 @@ class TokenBlocks:
         self.seq_len = seq_len
         self._seed = seed
         self._predictions = corpus.predictions[documents]
-        self.per_epoch = int(self._predictions.sum()) // seq_len
+        self.tokens = int(self._predictions.sum())
+        self.per_epoch = self.tokens // seq_len
         self._epoch = self._read_order(0)
 
     def __getitem__(self, number: int) -> TokenBlock:

@@ -20,8 +20,13 @@ from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
 
 _FORMAT = "2"
-"""Increment when the index, the digest or the split changes."""
+"""Increment when the digest or the split changes."""
+_INDEX = "3"
+"""Increment when the arrays of the index change."""
 MOST_REPLACED = 0.1
+MOST_NAMED = 5
+FORMATS = (".jsonl", ".md", ".parquet", ".txt")
+"""Files that a folder in `data.files` contributes."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,15 @@ class TextFile:
                     row = json.loads(line)
                 except ValueError as error:
                     raise RecipeError(f"{place}: not JSON: {error}") from error
-                if not isinstance(row, dict) or not isinstance(row.get(self.key), str):
-                    fields = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-                    raise RecipeError(f"{place} has no text in data.text_key = {self.key!r}; it has {fields}")
+                if not isinstance(row, dict):
+                    raise RecipeError(f"{place} is of type {type(row).__name__}; a row is an object with text")
+                if self.key not in row:
+                    raise RecipeError(f"{place} has no field data.text_key = {self.key!r}; it has {', '.join(row)}")
+                if not isinstance(row[self.key], str):
+                    value = json.dumps(row[self.key])
+                    raise RecipeError(
+                        f"{place}: {self.key!r} (data.text_key) is {value[:40]}, not text; remove the row"
+                    )
                 yield row[self.key].encode("utf-8", errors="replace")
 
     def _parquet_rows(self) -> Iterator[bytes]:
@@ -87,6 +98,7 @@ class TextFile:
 class _Index(NamedTuple):
     digest: str  # of all names and contents, 32 hexadecimal digits
     keys: np.ndarray  # uint64: hash of each document's content
+    hardly_text: np.ndarray  # int64: numbers of files with many bytes outside of UTF-8
 
 
 class Documents:
@@ -134,6 +146,16 @@ class Documents:
         """
         return self._split[1]
 
+    def warnings(self) -> list[str]:
+        """Lines on files that are hardly text, and on files of a folder that are not read."""
+        lines = []
+        if paths := [str(self.all[number].path) for number in self._index.hardly_text]:
+            lines.append(f"data.files: many bytes are not UTF-8 in {_named(paths)}; is this text?")
+        for folder in filter(os.path.isdir, map(os.path.expanduser, self.data.files)):
+            if paths := [path for path in _below(folder) if not path.endswith(FORMATS)]:
+                lines.append(f"data.files: {folder!r} has files of other formats, which are not read: {_named(paths)}")
+        return lines
+
     def texts(self) -> Iterator[tuple[TextFile, str]]:
         return ((file, text) for file in self.all for text in file.texts())
 
@@ -145,7 +167,7 @@ class Documents:
     def _index(self) -> _Index:
         # Named by sizes and times, so that other ranks and later starts read no text.
         times = (f"{file.path}\0{file.size}\0{file.path.stat().st_mtime_ns}" for file in self.all)
-        path = Path(self.data.cache) / f"documents-{digest(_FORMAT, self.data.text_key, *times)}.npz"
+        path = Path(self.data.cache) / f"documents-{digest(_FORMAT, _INDEX, self.data.text_key, *times)}.npz"
         index = build_once(path, load=lambda: _load_index(path), build=lambda: self._build_index(path))
         if len(index.keys) == 0:
             raise self._empty(len(self.all))
@@ -155,17 +177,19 @@ class Documents:
         # Contents, not dates: a copy on another machine finds the cached tokens, an edited corpus does not.
         state = hashlib.blake2b(_FORMAT.encode(), digest_size=16)
         keys: list[int] = []
-        for file in self.all:
+        hardly_text: set[int] = set()
+        for number, file in enumerate(self.all):
             state.update(f"\0{file.name}\0".encode(errors="surrogateescape"))
             for content in file.contents():
                 key = hashlib.blake2b(content, digest_size=16).digest()
                 state.update(key)
                 keys.append(int.from_bytes(key[:8], "little"))
                 # The standard library has a few sources in other encodings, on purpose.
-                if self.data.source == "files":
-                    _warn_of_bytes(file, content)
+                if self.data.source == "files" and _is_hardly_text(content):
+                    hardly_text.add(number)
+        arrays = {"keys": np.array(keys, np.uint64), "hardly_text": np.array(sorted(hardly_text), np.int64)}
         with atomic(path) as temporary, open(temporary, "wb") as stream:
-            np.savez(stream, digest=np.array(state.hexdigest()), keys=np.array(keys, dtype=np.uint64))
+            np.savez(stream, digest=np.array(state.hexdigest()), **arrays)
 
     @cached_property
     def _split(self) -> tuple[np.ndarray, np.ndarray]:
@@ -189,16 +213,15 @@ def _load_index(path: Path) -> _Index | None:
         return None
     try:
         with np.load(path) as saved:
-            return _Index(str(saved["digest"]), saved["keys"])
+            return _Index(str(saved["digest"]), saved["keys"], saved["hardly_text"])
     except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
         logger.warning("The index cached at %s is damaged (%s) and is built again", path, error)
         return None
 
 
-def _warn_of_bytes(file: TextFile, content: bytes) -> None:
+def _is_hardly_text(content: bytes) -> bool:
     start = content[: 1 << 16].decode("utf-8", errors="replace")
-    if start.count("\ufffd") > MOST_REPLACED * len(start):
-        logger.warning("data.files: %s is hardly text: many of its bytes are not UTF-8", file.path)
+    return start.count("\ufffd") > MOST_REPLACED * len(start)
 
 
 def _python_files() -> dict[str, Path]:
@@ -221,10 +244,35 @@ def _matched_files(patterns: tuple[str, ...]) -> dict[str, Path]:
         raise RecipeError("data.files is empty; data.source = 'files' needs at least one glob pattern")
     files: set[Path] = set()
     for pattern in patterns:
-        matches = [m for m in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(m)]
+        expanded = os.path.expanduser(pattern)
+        if os.path.isdir(expanded):
+            matches = [path for path in _below(expanded) if path.endswith(FORMATS)]
+        else:
+            matches = [path for path in glob.glob(expanded, recursive=True) if os.path.isfile(path)]
         if not matches:
-            raise RecipeError(f"data.files: {pattern!r} matches no file (seen from {os.getcwd()})")
+            raise RecipeError(f"data.files: {_unmatched(pattern)}")
         # Patterns or links may match a file twice, to be trained on and held out.
         files.update(Path(match).resolve() for match in matches)
     root = Path(os.path.commonpath([path.parent for path in files]))
     return {path.relative_to(root).as_posix(): path for path in files}
+
+
+def _below(folder: str) -> list[str]:
+    """Files of a folder and its folders, in order, without hidden ones."""
+    paths = glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True)
+    return sorted(path for path in paths if os.path.isfile(path))
+
+
+def _unmatched(pattern: str) -> str:
+    if not os.path.isdir(folder := os.path.expanduser(pattern)):
+        return f"{pattern!r} matches no file (seen from {os.getcwd()})"
+    known = ", ".join(FORMATS)
+    if not (paths := _below(folder)):
+        return f"the folder {pattern!r} has no file; it takes files of {known}"
+    every = os.path.join(pattern, "**", f"*{Path(paths[0]).suffix}")
+    return f"the folder {pattern!r} has no file of {known}. Write {every!r} to read each such file as a document"
+
+
+def _named(paths: list[str]) -> str:
+    more = f" and {len(paths) - MOST_NAMED} more" if len(paths) > MOST_NAMED else ""
+    return ", ".join(paths[:MOST_NAMED]) + more

@@ -60,6 +60,7 @@ class PackedDataLoader(BaseDataLoader):
         self._read = 0
         self._rewinds = config.validation
         self.available = self._blocks.per_epoch
+        self._documents = documents
         # End of the single pass; None: endless epochs.
         self._end: int | None = None
         if config.validation or not config.infinite:
@@ -88,6 +89,21 @@ class PackedDataLoader(BaseDataLoader):
     @property
     def position(self) -> int:
         return self._read + self._first
+
+    def describe(self, steps: int, sequences: int) -> list[str]:
+        """Lines on the documents, the tokens, the passes over them in `steps` more steps, and doubtful files.
+
+        `sequences`: of a step, over all ranks.
+        """
+        documents, training = self._documents, len(self._documents.training)
+        text = "Python's standard library" if documents.data.source == "python" else "data.files"
+        passes = (self._read + steps * sequences) / self.available
+        shown = f"{passes:,.1f}" if passes >= 1 else f"{passes:.2g}"
+        line = (
+            f"data: {training:,} documents of {text} with {self._blocks.tokens:,} tokens, and "
+            f"{documents.count - training:,} held out; the run makes {shown} passes over them"
+        )
+        return [line, *(f"warning: {warning}" for warning in documents.warnings())]
 
     def state_dict(self) -> dict[str, Any]:
         """`blocks`: read by all ranks together. `stream`: digest of text, tokenizer, split, seed and seq_len."""

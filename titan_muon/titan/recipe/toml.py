@@ -88,10 +88,14 @@ def _flatten(document: Mapping[str, object], source: str) -> dict[str, Entry]:
 
 def with_data_source(entries: dict[str, Entry]) -> dict[str, Entry]:
     """The entries of a file or command line, with the `data.source` that its other keys need."""
-    given = {source: entries[key] for key, source in DATA_SOURCES.items() if key in entries and entries[key].value}
+    given = {
+        Entry(source, entries[key].source)
+        for key, source in DATA_SOURCES.items()
+        if key in entries and entries[key].value
+    }
     if "data.source" in entries or len(given) != 1:
         return entries
-    return entries | {"data.source": Entry(source, entry.source) for source, entry in given.items()}
+    return entries | {"data.source": given.pop()}
 
 
 def value_text(value: object) -> str:

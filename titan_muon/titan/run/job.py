@@ -25,6 +25,7 @@ from titan_muon.titan import compat
 from titan_muon.titan.assign import explain
 from titan_muon.titan.checks.assignments import assigned_optimizers, changed_assignments
 from titan_muon.titan.checks.start import check_start, start_facts
+from titan_muon.titan.data.loader import PackedDataLoader
 from titan_muon.titan.device import compute_capability, on_accelerator
 from titan_muon.titan.fault import RunFault
 from titan_muon.titan.launch.attempts import interrupted_run, lasting_store, remember_run, store_of_attempt
@@ -224,14 +225,30 @@ def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
         meshes = ", ".join(f"{axis} {size}" for axis, size in (sizes | {"ep": dims.ep}).items() if size > 1)
         ranks = explain.plural(dist.get_world_size(), "rank") + (f" ({meshes})" if meshes else "")
         left = explain.plural(steps - trainer.step, "step")
+        for line in _data_lines(trainer, recipe):
+            say(line)
         say(f"training {left} of {_batch(trainer)} on {ranks}; the first one takes longest")
 
 
+def _sequences(trainer: MuonTrainer) -> int:
+    """Sequences of a step, over all ranks."""
+    dims = trainer.parallel_dims
+    ranks = dims.dp_replicate * dims.dp_shard
+    return trainer.config.training.local_batch_size * ranks * trainer.gradient_accumulation_steps
+
+
 def _batch(trainer: MuonTrainer) -> str:
-    training, dims, passes = trainer.config.training, trainer.parallel_dims, trainer.gradient_accumulation_steps
-    sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard * passes
-    accumulated = f", in {passes} passes" if passes > 1 else ""
-    return f"{explain.plural(sequences, 'sequence')} ({sequences * training.seq_len:,} tokens{accumulated})"
+    sequences, passes = _sequences(trainer), trainer.gradient_accumulation_steps
+    tokens = sequences * trainer.config.training.seq_len
+    return f"{explain.plural(sequences, 'sequence')} ({tokens:,} tokens{f', in {passes} passes' if passes > 1 else ''})"
+
+
+def _data_lines(trainer: MuonTrainer, recipe: Recipe) -> list[str]:
+    steps, sequences = trainer.config.training.steps - trainer.step, _sequences(trainer)
+    if isinstance(trainer.dataloader, PackedDataLoader):
+        return trainer.dataloader.describe(steps, sequences)
+    tokens = steps * sequences * recipe.training.seq_len
+    return [f"data: {recipe.data.dataset} by TorchTitan's loader, which counts no passes; {tokens:,} tokens are read"]
 
 
 @dataclass(frozen=True)

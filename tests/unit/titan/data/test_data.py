@@ -246,10 +246,12 @@ def test_rows_of_a_file_are_documents(data, tmp_path, suffix):
         (
             "a.jsonl",
             '{"text": "one"}\n{"body": "two", "id": 3}\n',
-            r"a\.jsonl:2 has no text in data\.text_key.*body, id",
+            r"a\.jsonl:2 has no field data\.text_key = 'text'; it has body, id",
         ),
+        ("e.jsonl", '{"text": 5}', r"e\.jsonl:1: 'text' \(data\.text_key\) is 5, not text"),
+        ("f.jsonl", '{"text": null}', r"f\.jsonl:1: 'text' \(data\.text_key\) is null, not text"),
         ("b.jsonl", '{"text": "one"}\nnot json\n', r"b\.jsonl:2: not JSON"),
-        ("c.jsonl", "[1]\n", r"c\.jsonl:1 has no text in .*list"),
+        ("c.jsonl", "[1]\n", r"c\.jsonl:1 is of type list; a row is an object"),
         ("d.parquet", "not parquet", r"d\.parquet cannot be read"),
     ],
 )
@@ -259,11 +261,68 @@ def test_a_bad_row_is_named(data, tmp_path, name, content, named):
         build(rows(data, name))
 
 
-def test_binary_data_causes_a_warning(data, tmp_path, caplog):
+def test_every_start_says_documents_tokens_and_passes(data):
+    documents = Documents(data)
+    training = len(documents.training)
+    tokens = sum(documents.all[number].size + 1 for number in documents.training)
+    said = f"data: {training} documents of data.files with {tokens} tokens, and {40 - training} held out; "
+    epoch = tokens // SEQ_LEN
+    for sequences, passes in ((epoch, "3.0"), (epoch * 2500, "7,500.0"), (1, f"{3 / epoch:.2g}")):
+        # The second start has a warm cache.
+        assert build(data).describe(3, sequences) == [f"{said}the run makes {passes} passes over them"]
+    resumed = build(data)
+    resumed.load_state_dict(resumed.state_dict() | {"blocks": epoch})
+    assert "makes 4.0 passes" in resumed.describe(3, epoch)[0]
+
+
+def test_every_start_warns_of_files_that_are_hardly_text(data, tmp_path):
     (tmp_path / "text" / "random.txt").write_bytes(bytes(range(256)) * 8)
-    build(data)
-    assert "random.txt is hardly text" in caplog.text
-    assert caplog.text.count("hardly text") == 1
+    (tmp_path / "text" / "rows.jsonl").write_text(json.dumps({"text": "\ufffd" * 9}) + "\n" + json.dumps({"text": "a"}))
+    for _ in range(2):
+        (line,) = build(rows(data, "*")).describe(1, 1)[1:]
+        assert line.startswith("warning: data.files: many bytes are not UTF-8 in ")
+        assert [Path(name).name for name in line.split("; ")[0].split(" in ")[1].split(", ")] == [
+            "random.txt",
+            "rows.jsonl",
+        ]
+    assert build(rows(data, "0*.txt")).describe(1, 1)[1:] == []
+
+
+def test_a_folder_contributes_its_files_of_known_formats(data, tmp_path):
+    folder = tmp_path / "text"
+    (folder / "deep [1]").mkdir()
+    for name in ("notes.md", "rows.jsonl", "picture.png", ".hidden.txt"):
+        (folder / "deep [1]" / name).write_text('{"text": "a"}')
+    documents = Documents(dataclasses.replace(data, files=(str(folder),)))
+    names = [file.name for file in documents.all]
+    assert names == [*(f"{i:02}.txt" for i in range(40)), "deep [1]/notes.md", "deep [1]/rows.jsonl"]
+    (line,) = documents.warnings()
+    assert line == (
+        f"data.files: {str(folder)!r} has files of other formats, which are not read: {folder}/deep [1]/picture.png"
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        ((), "the folder '{folder}' has no file; it takes files of .jsonl, .md, .parquet, .txt"),
+        (
+            ("a.py",),
+            "the folder '{folder}' has no file of .jsonl, .md, .parquet, .txt. Write '{folder}/**/*.py' to read",
+        ),
+    ],
+)
+def test_a_folder_without_text_is_refused_with_a_pattern(data, tmp_path, names, problem):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text("text")
+    with pytest.raises(RecipeError) as caught:
+        build(dataclasses.replace(data, files=(str(folder),)))
+    assert problem.format(folder=folder) in str(caught.value)
+    if names:
+        pattern = str(caught.value).split("Write ")[1].split("'")[1]
+        assert Documents(dataclasses.replace(data, files=(pattern,))).all[0].path.name == "a.py"
 
 
 def test_a_damaged_index_is_built_again(data):
