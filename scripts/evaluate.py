@@ -1,34 +1,35 @@
 """Loss of a run's checkpoint on the held-out text of its recipe, on one process, whatever layout trained the run.
 
-python scripts/evaluate.py runs/qwen_moe_muon/20261122-013000
+python scripts/evaluate.py runs/qwen_moe_muon
 """
+
+from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-import torch.nn.functional as F
 import tyro
+from compare.run_folder import RunError, saved_run
 
-import models  # noqa: F401 (registers the families)
-from titan_muon.titan import compat
-
-compat.install()
-
-from saved.saved_model import SavedModel, open_saved
-
-from titan_muon.titan.data.loader import NOT_COUNTED, PackedDataLoader, bytes_per_token
 from titan_muon.titan.recipe import RecipeError
+
+if TYPE_CHECKING:
+    from saved.saved_model import SavedModel
 
 
 def held_out_loss(saved: SavedModel, sequences: int) -> tuple[float, int]:
     """Mean cross entropy in nats over the held-out text, and the number of predicted tokens."""
+    import torch.nn.functional as F
+
+    from titan_muon.titan.data.loader import NOT_COUNTED, PackedDataLoader
+
     assert isinstance(saved.held_out, PackedDataLoader.Config), "open_saved reads packed text only"
     training = saved.recipe.training
     config = replace(saved.held_out, sequences=sequences)
@@ -53,17 +54,23 @@ def evaluate(run: tyro.conf.Positional[Path], step: int | None = None, sequences
     """Print the loss of a run's model on the held-out text.
 
     Args:
-        run: Run folder.
+        run: Run folder, or folder of a recipe's runs, for the newest run.
         step: Step of the checkpoint; the newest by default.
         sequences: Most sequences of the held-out text to read; -1 reads all.
     """
     if sequences == 0 or sequences < -1:
         raise RecipeError(f"--sequences {sequences}: must be -1, or 1 or more")
-    saved = open_saved(run, step)
+    folder = saved_run(run)
+    # PyTorch takes seconds to import, which an error need not wait for.
+    from saved.saved_model import open_saved
+
+    from titan_muon.titan.data.loader import bytes_per_token
+
+    saved = open_saved(folder, step)
     if saved.held_out is None:
         raise RecipeError(
-            f"{run}: its recipe holds no text out; it needs validator.enable = true, data.validation_fraction above 0 "
-            'and a data.source other than "hf"'
+            f"{folder}: its recipe holds no text out; it needs validator.enable = true, data.validation_fraction above "
+            '0 and a data.source other than "hf"'
         )
     loss, count = held_out_loss(saved, sequences)
     per_token = bytes_per_token(
@@ -79,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code, 2 for a user error."""
     try:
         tyro.cli(evaluate, args=arguments)
-    except RecipeError as error:
+    except (RecipeError, RunError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 2
     return 0

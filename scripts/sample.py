@@ -1,31 +1,32 @@
 """Write text from a run's checkpoint, on one process, whatever layout trained the run.
 
-python scripts/sample.py runs/qwen_moe_muon/20261122-013000 --prompt "The owner" --tokens 200
+python scripts/sample.py runs/qwen_moe_muon --prompt "The owner" --tokens 200
 """
+
+from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-import torch
 import tyro
-
-import models  # noqa: F401 (registers the families)
-from titan_muon.titan import compat
-
-compat.install()
-
-from saved.saved_model import SavedModel, open_saved
+from compare.run_folder import RunError, saved_run
 
 from titan_muon.titan.recipe import RecipeError
+
+if TYPE_CHECKING:
+    from saved.saved_model import SavedModel
 
 
 def generate(saved: SavedModel, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> str:
     """The prompt and up to `tokens` sampled tokens as text; ends early with the mark of a document's end."""
+    import torch
+
     tokenizer = saved.tokenizer
     ids: list[int] = tokenizer.encode(prompt, add_bos=True, add_eos=False)
     ids = ids or [tokenizer.eos_id]
@@ -60,7 +61,7 @@ def sample(
     """Print a prompt and its continuation by the model of a run.
 
     Args:
-        run: Run folder.
+        run: Run folder, or folder of a recipe's runs, for the newest run.
         prompt: Beginning of the text.
         tokens: Most tokens to write.
         temperature: Divisor of the logits; 0 always takes the likeliest token.
@@ -73,14 +74,18 @@ def sample(
     for flag, value, least in (("--top-k", top_k, 0), ("--tokens", tokens, 1)):
         if value < least:
             raise RecipeError(f"{flag} {value}: must be {least} or more")
-    print(generate(open_saved(run, step), prompt, tokens, temperature, top_k, seed))
+    folder = saved_run(run)
+    # PyTorch takes seconds to import, which an error need not wait for.
+    from saved.saved_model import open_saved
+
+    print(generate(open_saved(folder, step), prompt, tokens, temperature, top_k, seed))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code, 2 for a user error."""
     try:
         tyro.cli(sample, args=arguments)
-    except RecipeError as error:
+    except (RecipeError, RunError) as error:
         print(f"sample: {error}", file=sys.stderr)
         return 2
     return 0

@@ -19,6 +19,7 @@ PLACE = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "chec
 SEEDS = frozenset({"debug.seed", "data.seed"})
 """Keys with different values in the runs of a setting."""
 PICTURE, PAGE = "compare.png", "compare.html"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MOST_KEYS, LONGEST_LABEL = 4, 60
 LOSSES = {"loss": "Training loss", "val_loss": "Validation loss", "bits_per_byte": "Bits per byte"}
 LOSS_FIELDS = tuple((loss, name) for loss in LOSSES for name in (loss, f"seconds.{loss}"))
@@ -80,7 +81,7 @@ class RunRecord:
 def find_run(path: Path) -> Path:
     """The run folder `path`, or the newest run with a logged step in a folder of runs."""
     if not path.is_dir():
-        raise RunError(f"{path}: no such folder")
+        raise RunError(f"{path}: no such folder{_remedy(path)}")
     if (path / RECIPE).exists() or (path / METRICS).exists():
         for file in (path / RECIPE, path / METRICS):
             if not file.is_file():
@@ -92,6 +93,24 @@ def find_run(path: Path) -> Path:
         raise RunError(f"{path}: neither a run ({RECIPE}, {METRICS}) nor a folder with runs that logged a step")
     # By time only, not by the differences behind the time.
     return max(folders, key=lambda folder: folder.name.partition("_")[0])
+
+
+def saved_run(path: Path) -> Path:
+    """The run folder `path`, also without a logged step, or the newest run in a folder of runs, named on stderr."""
+    if (path / RECIPE).is_file():
+        return path
+    newest = find_run(path)
+    print(f"{newest}: the newest run in {path}", file=sys.stderr)
+    return newest
+
+
+def _remedy(path: Path) -> str:
+    recipe = CONFIGS / f"{path.name}.toml"
+    if recipe.is_file():
+        shown = os.path.relpath(recipe)
+        return f"; train the recipe first: python {os.path.relpath(CONFIGS.parent / 'train.py')} --config {shown}"
+    folders = sorted(folder.name for folder in path.parent.glob("*") if folder.is_dir())
+    return f"; {path.parent} has {', '.join(folders)}" if folders else "; train a recipe first"
 
 
 def _is_no_run(path: Path) -> bool:

@@ -10,6 +10,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from compare.run_folder import LOSSES, RunRecord, amount, smooth
 
@@ -61,7 +62,10 @@ def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: floa
         if marker:
             axes.plot([*validation], [*validation.values()], linestyle="", **style)
     axes.set_xlabel(axis)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
+    if axis != "seconds":
+        # A rounded label of half a step names a wrong place.
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    axes.xaxis.set_major_formatter("{x:,g}" if axis == "seconds" else "{x:,.0f}")
     axes.set_ylabel("bits per byte" if metric == "bits_per_byte" else "loss (nats per token)")
     axes.set_title(f"{title}; markers: validation" if validated else title)
     axes.grid(alpha=0.3)

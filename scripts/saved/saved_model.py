@@ -16,7 +16,11 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import TORCH_DTYPE_MAP
 
+import models  # noqa: F401 (registers the families)
 from titan_muon.titan import compat
+
+compat.install()
+
 from titan_muon.titan.model.attention import share_dense_mask
 from titan_muon.titan.recipe import Recipe, RecipeError, load
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
@@ -46,23 +50,15 @@ class SavedModel:
         """
         ids, positions = ids.to(self.device), positions.to(self.device)
         masks = self.model.get_attention_masks(positions=positions)  # type: ignore[operator]
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            logits: Tensor = self.model(ids, positions=positions, attention_masks=masks)
+        logits: Tensor = self.model(ids, positions=positions, attention_masks=masks)
         return logits.float()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """dtype of the forward pass in training."""
-        return TORCH_DTYPE_MAP[self.recipe.training.mixed_precision_param]
 
 
 def open_saved(run: Path, step: int | None = None) -> SavedModel:
     """The model of a run folder, of the newest complete checkpoint or of `step`.
 
-    Raises RecipeError for a folder without a run or a checkpoint, and for a step that was not saved.
+    Raises RecipeError for a folder without a checkpoint, and for a step that was not saved.
     """
-    if not (run / RECIPE_FILE).is_file():
-        raise RecipeError(f"{run}: no run folder, because it has no {RECIPE_FILE}")
     recipe = load(run / RECIPE_FILE)
     checkpoint, step = _checkpoint(run / recipe.checkpoint.folder, step)
     single = replace(recipe, parallelism=replace(recipe.parallelism, **ONE_RANK))
@@ -80,6 +76,9 @@ def open_saved(run: Path, step: int | None = None) -> SavedModel:
         model.init_weights(buffer_device=None)
     share_dense_mask(model)
     _read_weights(model, checkpoint)
+    for parameter in model.parameters():
+        # As FSDP's mixed precision in training, which casts no buffer.
+        parameter.data = parameter.data.to(TORCH_DTYPE_MAP[recipe.training.mixed_precision_param])
     enabled = recipe.data.validation_fraction > 0 and recipe.data.source != "hf"
     held_out = config.validator.dataloader if enabled and recipe.validator.enable else None
     return SavedModel(step, single, model.eval(), device, config.tokenizer.build(tokenizer_path=""), held_out)

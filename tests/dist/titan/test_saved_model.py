@@ -1,5 +1,6 @@
 """scripts/sample.py and scripts/evaluate.py on a run of two ranks: loss, text by seed, bad input."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +15,13 @@ sys.path.insert(0, str(SCRIPTS))
 import evaluate  # noqa: E402
 import sample  # noqa: E402
 
-SHORT = {"training__steps": 2, "checkpoint__interval": 2, "validator__steps": 4, "placement__muon": "owned"}
+SHORT = {
+    "training__steps": 2,
+    "training__mixed_precision_param": "bfloat16",
+    "checkpoint__interval": 2,
+    "validator__steps": 4,
+    "placement__muon": "owned",
+}
 
 
 def trained(rank: int, world_size: int, folder: Path) -> str:
@@ -51,6 +58,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(run_ranks(trained, 2, folder)[0])
 
 
+def test_a_recipes_folder_stands_for_its_newest_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main([str(run.parent), "--sequences", "1"]) == 0
+    assert capsys.readouterr().err == f"{run}: the newest run in {run.parent}\n"
+
+
+@pytest.mark.parametrize("name", ["sample", "evaluate"])
+def test_a_wrong_folder_is_refused_before_torch_is_imported(tmp_path: Path, name: str) -> None:
+    code = f"import sys; import {name}; print({name}.main([{str(tmp_path)!r}]), 'torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS, capture_output=True, text=True, check=True).stdout
+    assert shown == "2 False\n"
+
+
+@pytest.mark.filterwarnings("error:Mismatch dtype")
 def test_evaluate_gives_the_validation_loss_of_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One process reads experts, owned and sharded parameters of 2 ranks, and the sequences of the validation."""
     assert evaluate.main([str(run), "--sequences", "16"]) == 0
@@ -88,7 +108,7 @@ def test_a_bad_number_is_named(run: Path, words: list[str], capsys: pytest.Captu
 def test_bad_input_prints_a_single_line(run: Path, tmp_path: Path, script, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipe.toml").write_text((run / "recipe.toml").read_text())
     wrong = {
-        "no run folder": [str(run / "checkpoint")],
+        "neither a run (recipe.toml, metrics.jsonl) nor a folder with runs": [str(run / "checkpoint")],
         "no complete checkpoint; train with": [str(tmp_path)],
         "--step 7": [str(run), "--step", "7"],
     }

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -298,6 +299,22 @@ def test_the_picture_needs_no_times(tmp_path):
     assert (tmp_path / "c.svg").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize(("axis", "last"), [("step", 4), ("step", 20), ("tokens", 17), ("seconds", 3)])
+def test_ticks_are_where_their_labels_say(tmp_path, axis, last):
+    runs = []
+    for name in ("a", "b"):
+        records = falling(2.0, 10, range(1, last + 1))
+        for record in records:
+            record |= {"tokens": record["step"], "seconds": float(record["step"])}
+        runs.append(write_run(tmp_path / name / "t", records, lr=len(runs)))
+    figure = run_picture.picture(run_folder.read_runs(runs, "loss", axis), "loss", 1, None, axis)
+    figure.draw_without_rendering()
+    ticks = figure.axes[0].get_xaxis()
+    labels = [label.get_text() for label in ticks.get_ticklabels()]
+    assert len(labels) > 2
+    assert [float(label.replace("\N{MINUS SIGN}", "-")) for label in labels] == pytest.approx(ticks.get_ticklocs())
+
+
 def test_fewer_than_two_runs_are_refused(pair, capsys):
     assert "a comparison takes two or more runs, not 0" in failure(capsys)
     assert "a comparison takes two or more runs, not 1" in failure(capsys, pair[0])
@@ -312,7 +329,12 @@ def test_the_same_run_twice_is_refused(pair, capsys):
 def test_a_folder_without_a_run_is_refused(pair, capsys, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "empty: neither a run" in failure(capsys, pair[0], tmp_path / "empty")
-    assert "absent: no such folder" in failure(capsys, pair[0], tmp_path / "absent")
+    assert f"absent: no such folder; {tmp_path} has empty, runs" in failure(capsys, pair[0], tmp_path / "absent")
+    shown = failure(capsys, pair[0], tmp_path / "runs" / "llama_adamw")
+    command = shown.split("train the recipe first: python ")[1].split()
+    assert command[:2] == [os.path.relpath(SCRIPTS.parent / "train.py"), "--config"]
+    assert Path(command[2]).name == "llama_adamw.toml"
+    assert Path(command[2]).is_file()
 
 
 @pytest.mark.parametrize("name", ["recipe.toml", "metrics.jsonl"])
