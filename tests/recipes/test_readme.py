@@ -78,6 +78,18 @@ def test_the_readme_has_make_targets_and_three_training_commands() -> None:
     assert len(TRAINING) == 3
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
+def test_commands_on_runs_come_after_the_training(page: str) -> None:
+    trained: set[str] = set()
+    for block in re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(), re.S):
+        for line in block.splitlines():
+            if "--dry-run" not in line:
+                trained |= set(re.findall(r"train\.py --config configs/(\w+)\.toml", line))
+            if line.startswith("make train"):
+                trained.add("qwen_moe_muon")
+            assert set(re.findall(r"runs/(\w+)", line)) <= trained, line
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 120
 

@@ -72,7 +72,7 @@ class Data:
     with `data.files`, `hf` with `data.dataset` or `data.dataset_path`."""
 
     files: Annotated[tuple[str, ...], list_of(TEXT)] = ()
-    """For source `files`: glob patterns of text, `.jsonl` and `.parquet` files."""
+    """For source `files`: folders, and glob patterns of text, `.jsonl` and `.parquet` files."""
 
     text_key: Annotated[str, TEXT] = "text"
     """Field with the text in `.jsonl` and `.parquet` rows."""
