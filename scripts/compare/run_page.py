@@ -5,11 +5,11 @@ import re
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from matplotlib import rc_context
 
 from compare.run_folder import RunRecord
+from compare.run_picture import STYLE as PICTURE_STYLE
 from compare.run_picture import picture
 
 INK = "#010203"
@@ -30,8 +30,7 @@ def write_page(
 ) -> None:
     """Write the page. `text`: the report, Markdown of list items, headings, paragraphs and tables."""
     colors = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
-    style: dict[Any, Any] = {"font.size": 12, "svg.hashsalt": "compare_runs"} | dict.fromkeys(colors, INK)
-    with rc_context(style), io.StringIO() as out:
+    with rc_context(PICTURE_STYLE | dict.fromkeys(colors, INK)), io.StringIO() as out:
         picture(runs, metric, window, title, axis).savefig(out, format="svg", transparent=True, metadata={"Date": None})
         svg = out.getvalue().replace(INK, "currentColor")
     # The seventh curve is black, which a dark page would hide. Matplotlib writes no black fill, so STYLE has one.

@@ -18,6 +18,8 @@ from compare.run_folder import LOSSES, RunRecord, amount, smooth
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 FEW, LONGEST = 30, 100
 """A curve with fewer steps has a dot for each step; characters of the longest label."""
+# Folder names may have "$", which begins a formula in matplotlib.
+STYLE: dict[Any, Any] = {"font.size": 12, "svg.hashsalt": "compare_runs", "text.parse_math": False}
 LINES, MARKERS = ("-", "--", "-.", ":"), ("o", "s", "^", "D")
 
 
@@ -122,7 +124,7 @@ def write_picture(
     runs: Sequence[RunRecord], metric: str, window: float, title: str | None, output: Path, axis: str = "step"
 ) -> None:
     """Writes the picture."""
-    with rc_context({"font.size": 12, "hatch.linewidth": 0.6, "svg.hashsalt": "compare_runs"}):
+    with rc_context(STYLE | {"hatch.linewidth": 0.6}):
         figure = picture(runs, metric, window, title, axis)
         figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None)
 

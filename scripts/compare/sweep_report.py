@@ -232,6 +232,8 @@ def picture(groups: Sequence[Setting]) -> Figure:
     curves.legend(lines, [record.label for record in records], **below)
     if has_rates:
         others[0].legend(**below)
+    for text in [text for axes in figure.axes for text in axes.get_legend().get_texts()]:
+        text.set_parse_math(False)
     return figure
 
 

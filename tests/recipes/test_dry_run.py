@@ -24,7 +24,7 @@ name = "qwen3"
 flavor = "moe_tiny"
 [data]
 source = "files"
-files = ["absent/*.txt"]
+files = ["absent/*.txt", "<!--<script>"]
 tokenizer = "hf"
 tokenizer_path = "absent"
 [training]
@@ -82,7 +82,10 @@ def test_a_dry_run_prints_a_verdict_and_writes_a_self_contained_page(
     assert parsed.loaded == [], "nothing is loaded from elsewhere"
     assert {"timeline", "balance", "memory", "search", "rows", "recipe", "verdict"} <= parsed.ids
     assert "prefers-color-scheme: dark" in page.read_text()
-    data = json.loads(parsed.script.split("const data = ", 1)[1].split(";\n", 1)[0].replace("<\\/", "</"))
+    text = parsed.script.split("const data = ", 1)[1].split(";\n", 1)[0]
+    assert "<" not in text, "a recipe's value cannot open or close an element"
+    data = json.loads(text)
+    assert "<!--<script>" in data["recipe"]
     (part,) = data["parts"]
     assert part["ranks"] == list(range(16))
     assert {part["stages"][span[1]] for span in part["spans"]} >= {"advance", "orthogonalize", "apply"}

@@ -292,6 +292,12 @@ def test_the_parts_of_the_step_add_up_to_the_step(pair):
     assert parts == {"forward-backward": 20, "clip": 4, "optimizer": 10, "rest": 6}
 
 
+def test_a_folder_name_is_no_formula(tmp_path):
+    runs = [write_run(tmp_path / name / "t", falling(2.0, 10)) for name in ("a", "$\\frac{a$")]
+    arguments = [*map(str, runs), "--output", str(tmp_path / "c.png"), "--html", str(tmp_path / "c.html")]
+    assert compare_runs.main(arguments) == 0
+
+
 def test_the_picture_needs_no_times(tmp_path):
     records = [{"step": s, "loss": 3 / s} for s in range(1, 20)]
     runs = [write_run(tmp_path / name / "t", records) for name in "ab"]

@@ -47,6 +47,9 @@ def atomic(path: Path) -> Iterator[Path]:
     """Temporary file, renamed to `path` at the end, or removed on an error."""
     # os.replace is atomic within a file system only.
     temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    # In a shared folder another user may have planted a symbolic link of this name.
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
         yield temporary
         os.replace(temporary, path)
@@ -59,7 +62,7 @@ def _locked(path: Path) -> Iterator[None]:
     folder = f"data.cache = {str(path.parent)!r}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = open(path.with_name(path.name + ".lock"), "w")  # noqa: SIM115 (closed below)
+        handle = open(path.with_name(path.name + ".lock"), "a")  # noqa: SIM115 (closed below)
     except OSError as error:
         raise RecipeError(f"{folder} cannot be written: {error}. Name another folder.") from error
     # Never remove the lock file: processes with the old and with a new file would not exclude each other.

@@ -27,6 +27,7 @@ MOST_REPLACED = 0.1
 MOST_NAMED = 5
 FORMATS = (".jsonl", ".md", ".parquet", ".txt")
 """Files that a folder in `data.files` contributes."""
+COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class TextFile:
 
     def contents(self) -> Iterator[bytes]:
         """UTF-8 bytes of each non-empty document. Raises RecipeError for an unreadable file."""
+        if self.path.suffix in COMPRESSED:
+            raise RecipeError(f"data.files: {self.path} is compressed; decompress it, and name the text file")
         read = {".jsonl": self._json_rows, ".parquet": self._parquet_rows}.get(self.path.suffix, self._whole)
         try:
             yield from filter(None, read())
@@ -61,6 +64,8 @@ class TextFile:
                 place = f"data.files: {self.path}:{number}"
                 try:
                     row = json.loads(line)
+                except RecursionError:
+                    raise RecipeError(f"{place}: its lists or objects are nested too deeply") from None
                 except ValueError as error:
                     raise RecipeError(f"{place}: not JSON: {error}") from error
                 if not isinstance(row, dict):

@@ -20,8 +20,8 @@ MARK = "/*DATA*/null"
 def page_text(parts: Sequence[StageReport], recipe: Recipe) -> str:
     """The page as HTML."""
     data = {"recipe": to_toml(recipe), "name": recipe.name, "parts": [_part(part, recipe) for part in parts]}
-    # "</" would end the page's script element.
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    # "</script>" would end the page's script element, and "<!--<script>" would hide its end.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return TEMPLATE.read_text(encoding="utf-8").replace(MARK, text)
 
 

@@ -8,11 +8,10 @@ import types
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
-import tomli
 import tyro
 
 from titan_muon.titan.recipe.schema import describe, keys, unknown, values
-from titan_muon.titan.recipe.toml import Entry, RecipeError, value_text
+from titan_muon.titan.recipe.toml import Entry, RecipeError, parse_toml, value_text
 
 MOVED = {
     "link.bandwidth_gb": "machine.network_gb",
@@ -131,6 +130,11 @@ def _value(kind: Any, words: tuple[str, ...], key: str) -> object:
             return _value(lists[0], words, key)
         return _value(members[0], words, key)
     if get_origin(kind) is tuple:
+        items = _toml(words[0]) if len(words) == 1 else None
+        # A list in a single word is the whole value, or the only element of a list of lists.
+        nested = get_origin(members[0]) is tuple
+        if isinstance(items, list) and (not nested or (items and all(isinstance(item, list) for item in items))):
+            return items
         return [_word(members[0], word) for word in words]
     if kind is bool and not words:
         return True
@@ -153,7 +157,11 @@ def _word(kind: Any, word: str) -> object:
             continue
     if kind in (int, float):
         return word
+    return _toml(word)
+
+
+def _toml(word: str) -> object:
     try:
-        return tomli.loads(f"value = {word}")["value"]
-    except tomli.TOMLDecodeError:
+        return parse_toml(f"value = {word}")["value"]
+    except ValueError:
         return word

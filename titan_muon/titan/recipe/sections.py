@@ -21,6 +21,7 @@ from titan_muon.options import (
     list_of,
 )
 from titan_muon.titan.recipe.torchtitan_sections import (
+    FILE_NAME,
     Checkpoint,
     Comm,
     Compile,
@@ -35,11 +36,8 @@ from titan_muon.titan.recipe.torchtitan_sections import (
 
 # A URL would become a local folder of that name.
 LOCAL_FOLDER = Constraint(
-    "a folder on a file system, not a URL", lambda value: bool(value.strip()) and "://" not in value
-)
-FILE_NAME = Constraint(
-    "a name that is not empty and has no slash",
-    lambda value: bool(value.strip()) and not {"/", "\\"} & set(value) and value not in (".", ".."),
+    "a folder on a file system, not a URL and without line breaks",
+    lambda value: bool(value.strip()) and value.isprintable() and "://" not in value,
 )
 
 

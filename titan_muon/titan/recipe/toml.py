@@ -11,6 +11,8 @@ import tomli
 
 DATA_SOURCES: Mapping[str, str] = {"data.files": "files", "data.dataset": "hf", "data.dataset_path": "hf"}
 """Value of `data.source` by a key that no other source reads."""
+DEEPEST = 32
+"""Levels of lists and tables; recursion would end in an error without a place."""
 
 
 class RecipeError(ValueError):
@@ -48,16 +50,33 @@ def read_file(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Entry]:
     return read_file(path.parent / base, (*chain, path)) | _flatten(document, str(path))
 
 
+def parse_toml(text: str) -> dict[str, object]:
+    """The document of a TOML text. Raises ValueError for invalid TOML, and for deeply nested values."""
+    try:
+        document = tomli.loads(text)
+    except RecursionError:
+        document = None
+    if document is None or _is_deeper(document, DEEPEST):
+        raise ValueError("lists or tables are nested too deeply")
+    return document
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(levels == 0 or _is_deeper(item, levels - 1) for item in items)
+
+
 def _parse(path: Path, context: str) -> dict[str, object]:
     text = ""
     try:
         text = path.read_text(encoding="utf-8")
-        return tomli.loads(text)
+        return parse_toml(text)
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such file{context}.{_neighbours(path)}") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}{context}.") from None
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+    # tomli's errors, bytes outside of UTF-8, and integers of more than 4,300 digits.
+    except ValueError as error:
         # tomli names the line, and not the key of a duplicate.
         number = getattr(error, "lineno", 0)
         line = "".join(text.splitlines()[number - 1 : number]).strip()

@@ -6,12 +6,18 @@ from typing import Annotated, Literal
 
 from titan_muon.options import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, Constraint, at_least, from_to, list_of, one_of
 
+FILE_NAME = Constraint(
+    "a name that is not empty and has no slash and no line break",
+    lambda value: (
+        bool(value.strip()) and value.isprintable() and not {"/", "\\"} & set(value) and value not in (".", "..")
+    ),
+)
+
 
 # Outside, two runs could share a folder and delete each other's checkpoints.
 def _is_inside(path: str) -> bool:
-    return (
-        not path.startswith(("/", "~")) and "://" not in path and posixpath.normpath(f"run/{path}").startswith("run/")
-    )
+    inside = posixpath.normpath(f"run/{path}").startswith("run/")
+    return inside and path.isprintable() and not path.startswith(("/", "~")) and "://" not in path
 
 
 INSIDE_RUN = Constraint("a relative path inside the run's folder", _is_inside)
@@ -269,7 +275,7 @@ class Comm:
     save_traces_folder: Annotated[str, INSIDE_DUMP] = "comm_traces"
     """Folder inside dump_folder for the recorder's files, written when a collective hangs."""
 
-    save_traces_file_prefix: Annotated[str, TEXT] = "rank_"
+    save_traces_file_prefix: Annotated[str, FILE_NAME] = "rank_"
     """Prefix of these files; the rank follows."""
 
 
@@ -330,7 +336,7 @@ class Profiler:
     memory_snapshot_freq: Annotated[int | None, COUNT] = None
     """Steps between memory snapshots; absent: profile_freq."""
 
-    save_memory_snapshot_folder: Annotated[str, TEXT] = "memory_snapshots"
+    save_memory_snapshot_folder: Annotated[str, INSIDE_RUN] = "memory_snapshots"
     """Folder inside the run's folder."""
 
     memory_snapshot_max_entries: Annotated[int, COUNT] = 1_000_000

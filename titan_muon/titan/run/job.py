@@ -3,6 +3,7 @@
 import gc
 import os
 import resource
+import shlex
 import signal
 import traceback
 from collections.abc import Sequence
@@ -216,9 +217,10 @@ def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
     if run.checkpoint is not None:
         say(f"continuing after step {trainer.step}, from {run.checkpoint}")
     if trainer.step >= steps:
+        folder = shlex.quote(run.source or run.folder)
         say(
             f"nothing to do: step {trainer.step} of {steps} is done. Raise training.steps to go on; "
-            f"titan-muon evaluate {run.source} gives the held-out loss, titan-muon sample writes text"
+            f"titan-muon evaluate {folder} gives the held-out loss, titan-muon sample writes text"
         )
     else:
         sizes = {"pp": dims.pp, "hsdp": dims.dp_replicate, "fsdp": dims.dp_shard, "cp": dims.cp, "tp": dims.tp}

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal
 
 import torch
@@ -176,7 +177,7 @@ class MuonTrainer(Trainer):
         checkpoint = self.config.checkpoint
         saves = checkpoint.enable and not checkpoint.load_only
         if saves and not checkpoint.last_save_in_hf:
-            say(f"next: titan-muon sample {self.config.dump_folder} (write text), or titan-muon evaluate (loss)")
+            say(f"next: titan-muon sample {quote(self.config.dump_folder)} (write text), or titan-muon evaluate (loss)")
         if self.stopped and self.step < self.config.training.steps:
             off = "load_only = true" if checkpoint.enable else "enable = false"
             outcome = "saved" if saves else f"nothing is saved (checkpoint.{off})"

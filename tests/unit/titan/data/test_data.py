@@ -252,6 +252,8 @@ def test_rows_of_a_file_are_documents(data, tmp_path, suffix):
         ("f.jsonl", '{"text": null}', r"f\.jsonl:1: 'text' \(data\.text_key\) is null, not text"),
         ("b.jsonl", '{"text": "one"}\nnot json\n', r"b\.jsonl:2: not JSON"),
         ("c.jsonl", "[1]\n", r"c\.jsonl:1 is of type list; a row is an object"),
+        ("deep.jsonl", '{"text": "one"}\n' + "[" * 100_000, r"deep\.jsonl:2: .* nested too deeply"),
+        ("a.jsonl.gz", "x", r"a\.jsonl\.gz is compressed; decompress it"),
         ("d.parquet", "not parquet", r"d\.parquet cannot be read"),
     ],
 )
@@ -323,6 +325,21 @@ def test_a_folder_without_text_is_refused_with_a_pattern(data, tmp_path, names, 
     if names:
         pattern = str(caught.value).split("Write ")[1].split("'")[1]
         assert Documents(dataclasses.replace(data, files=(pattern,))).all[0].path.name == "a.py"
+
+
+def test_a_symbolic_link_planted_in_a_shared_cache_overwrites_no_file(data, tmp_path):
+    """Another user may know the names of all cached files."""
+    build(data)
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for path in [*Path(data.cache).iterdir()]:
+        if path.suffix != ".lock":
+            path.with_name(path.name + ".tmp").symlink_to(victim)
+        path.unlink()
+        if path.suffix == ".lock":
+            path.symlink_to(victim)
+    build(data)
+    assert victim.read_text() == "precious"
 
 
 def test_a_damaged_index_is_built_again(data):

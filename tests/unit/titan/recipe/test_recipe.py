@@ -181,6 +181,12 @@ def test_invalid_toml_shows_the_line(tmp_path: Path) -> None:
     assert message.endswith(": lr = 2."), "tomli does not name a key that is written twice"
 
 
+@pytest.mark.parametrize("value", ["[" * 500 + "]" * 500, "[" * 5000, "[" * 40 + "]" * 40, "9" * 5000])
+def test_a_value_too_deep_or_too_long_for_a_parser_is_a_recipe_error(tmp_path: Path, value: str) -> None:
+    path = write(tmp_path, f"{RULE}'x'\noptions = {{ a = {value} }}")
+    assert error_of(lambda: load(path)).startswith(f"{path}: not valid TOML: ")
+
+
 def test_a_binary_file_is_a_recipe_error(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(b"\xff\xfe")

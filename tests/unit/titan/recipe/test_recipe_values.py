@@ -18,6 +18,8 @@ from titan_muon.titan.recipe.degrees import batch_problem, local_batch_size
 BAD_VALUES = [
     ("name = 'a/b'", 'name = "a/b"', "no slash"),
     ("name = '..'", 'name = ".."', "no slash"),
+    ('name = "a\\nb"', 'name = "a\\nb"', "no line break"),
+    ('dump_folder = "a\\nb"', 'dump_folder = "a\\nb"', "without line breaks"),
     ("dump_folder = ''", 'dump_folder = ""', "not a URL"),
     ("dump_folder = 'gs://bucket/runs'", 'dump_folder = "gs://bucket/runs"', "not a URL"),
     ("[model]\nname = ''", 'model.name = ""', "not empty"),
@@ -32,7 +34,11 @@ BAD_VALUES = [
     ("[data]\ncache = 's3://bucket'", 'data.cache = "s3://bucket"', "not a URL"),
     *[
         (f"[{table}]\n{key} = '{path}'", f'{table}.{key} = "{path}"', "inside the run's folder")
-        for table, key in (("checkpoint", "folder"), ("profiler", "save_traces_folder"))
+        for table, key in (
+            ("checkpoint", "folder"),
+            ("profiler", "save_traces_folder"),
+            ("profiler", "save_memory_snapshot_folder"),
+        )
         for path in ("", ".", "../../x", "a/../..", "/tmp/x", "~/x", "gs://x")
     ],
     (
@@ -59,7 +65,6 @@ BAD_VALUES = [
     ("[profiler]\nprofiler_skip_first_wait = -1", "profiler.profiler_skip_first_wait = -1", "0 or more"),
     ("[profiler]\nmemory_snapshot_freq = 0", "profiler.memory_snapshot_freq = 0", "1 or more"),
     ("[profiler]\nmemory_snapshot_max_entries = 0", "profiler.memory_snapshot_max_entries = 0", "1 or more"),
-    ("[profiler]\nsave_memory_snapshot_folder = ''", 'profiler.save_memory_snapshot_folder = ""', "not empty"),
     (
         "[profiler]\nenable_profiling = true\nprofiler_active = 8",
         "profiler.profile_freq = 10",
@@ -68,6 +73,7 @@ BAD_VALUES = [
     ("[comm]\nsave_traces_folder = ''", 'comm.save_traces_folder = ""', "inside dump_folder"),
     ("[comm]\nsave_traces_folder = '../../x'", 'comm.save_traces_folder = "../../x"', "inside dump_folder"),
     ("[comm]\nsave_traces_file_prefix = ''", 'comm.save_traces_file_prefix = ""', "not empty"),
+    ("[comm]\nsave_traces_file_prefix = '/x'", 'comm.save_traces_file_prefix = "/x"', "no slash"),
     ("[activation_checkpoint]\nmemory_budget = 2", "activation_checkpoint.memory_budget = 2.0", "from 0 to 1"),
     ('[activation_checkpoint]\nmode = "memory_budget"', "activation_checkpoint.mode = ", "compile.enable = true"),
     (

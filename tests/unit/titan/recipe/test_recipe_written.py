@@ -20,7 +20,7 @@ NAMES = st.text(min_size=1, max_size=8).filter(str.strip)
 RULES = st.builds(sections.Rule, match=NAMES, optimizer=st.just("mine"), options=OPTIONS)
 RECIPES = st.builds(
     Recipe,
-    name=NAMES.filter(lambda name: not {"/", "\\"} & set(name) and name not in (".", "..")),
+    name=NAMES.filter(lambda name: name.isprintable() and not {"/", "\\"} & set(name) and name not in (".", "..")),
     muon=st.builds(sections.Muon, lr=NUMBER, momentum=NUMBER, nesterov=st.booleans(), weight_decay=NUMBER),
     adamw=st.builds(sections.AdamW, betas=st.tuples(NUMBER, NUMBER)),
     data=st.builds(sections.Data, dataset_path=st.none() | TEXT)
