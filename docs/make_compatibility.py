@@ -50,7 +50,7 @@ SAMPLES: Mapping[str, tuple[Any, ...]] = {
     "momentum_start": (0.5,),
     "momentum_warmup_steps": (10,),
     "weight_decay": (0.0,),
-    "lr_scale": ("original", "spectral", 0.18),
+    "adjust_lr_fn": ("original", "spectral_unclamped", 0.18),
     "rule": ("normuon", "adamuon", "muonh"),
     "beta2": (0.9,),
     "ns_coefficients": ("polar_express",),

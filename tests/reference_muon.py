@@ -33,13 +33,13 @@ class ReferenceMuon:
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.1,
-        lr_scale: float | str = "match_rms_adamw",
+        adjust_lr_fn: float | str | None = "match_rms_adamw",
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.params = dict(params)
         self.average = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
-        self.weight_decay, self.lr_scale, self.dtype = weight_decay, lr_scale, dtype
+        self.weight_decay, self.adjust_lr_fn, self.dtype = weight_decay, adjust_lr_fn, dtype
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
         for name, param in self.params.items():
@@ -52,11 +52,13 @@ class ReferenceMuon:
                 target.add_(newton_schulz(matrix, dtype=self.dtype), alpha=-self.lr * self.scale(*matrix.shape))
 
     def scale(self, rows: int, cols: int) -> float:
-        if self.lr_scale == "match_rms_adamw":
+        if self.adjust_lr_fn == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, cols))
-        if not isinstance(self.lr_scale, str):
-            return self.lr_scale * math.sqrt(max(rows, cols))
-        return math.sqrt(max(1, rows / cols)) if self.lr_scale == "original" else math.sqrt(rows / cols)
+        if self.adjust_lr_fn == "spectral_unclamped":
+            return math.sqrt(rows / cols)
+        if isinstance(self.adjust_lr_fn, float):
+            return self.adjust_lr_fn * math.sqrt(max(rows, cols))
+        return math.sqrt(max(1, rows / cols))
 
 
 class ReferenceRule(ReferenceMuon):

@@ -29,8 +29,7 @@ from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refu
 from .plan.terms.types import Plan
 from .planning import checked_plan, device_of
 from .rules import rule_of
-from .state.converted import converted, is_torchs
-from .state.groups import check_lr, check_params, checked, doubts_of, lr_scale_of, named_group, rows_of
+from .state.groups import check_lr, check_params, checked, doubts_of, named_group, rows_of
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, with_states
 from .state.rule_states import MatrixStates, with_rule_states
@@ -56,8 +55,6 @@ class Muon(SkipsSteps, Optimizer):
             matrices or (count, m, n) stacks: plain tensors, or DTensors with any placement except Partial. Under DDP,
             each rank orthogonalizes a share of the plain tensors. A rank without trained matrices passes an empty list.
 
-        adjust_lr_fn: torch.optim.Muon's name for `lr_scale`. Its default there is "original".
-
     The remaining keywords are the fields of `options.MuonOptions`.
 
     Raises:
@@ -81,7 +78,7 @@ class Muon(SkipsSteps, Optimizer):
         ns_steps: int = 5,
         ns_coefficients: str | Sequence[Sequence[float]] = "keller_jordan",
         eps: float = 1e-14,
-        lr_scale: float | str = "match_rms_adamw",
+        adjust_lr_fn: float | str | None = "match_rms_adamw",
         rule: str = "muon",
         beta2: float = 0.95,
         update_factor: float = 1.0,
@@ -112,12 +109,10 @@ class Muon(SkipsSteps, Optimizer):
         buffer_bytes: int | None = None,
         machine: Machine = MuonOptions.machine,
         offload: Offload = "none",
-        adjust_lr_fn: str | None = None,
         **unknown: Never,
     ) -> None:
         refuse_keywords(unknown)
         check_lr(lr)
-        lr_scale = lr_scale if adjust_lr_fn is None else lr_scale_of(adjust_lr_fn)
         ns_coefficients = rows_of(ns_coefficients)
         arguments = locals()
         self._options = MuonOptions(**{item.name: arguments[item.name] for item in fields(MuonOptions)})
@@ -293,8 +288,6 @@ class Muon(SkipsSteps, Optimizer):
             self._load(loaded)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        if is_torchs(state_dict):
-            state_dict = converted(state_dict, "torch")
         state_dict = completed(state_dict, self.param_groups)
         if self._engine is None and not state_dict["state"]:
             # Saved before the first step: only hyperparameters.
@@ -382,13 +375,13 @@ class Muon(SkipsSteps, Optimizer):
         try:
             check_params(self.param_groups[-1], self._options.split)
             self._rule.check(self.param_groups[-1])
+            if self._engine is not None:
+                self.rebuild()
         except ValueError:
             self.param_groups.pop()
             raise
         for doubt in doubts_of(self.param_groups[-1]):
             warnings.warn(doubt, stacklevel=4)
-        if self._engine is not None:
-            self.rebuild()
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()

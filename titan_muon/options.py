@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 
@@ -205,10 +206,10 @@ SLOWEST_IN_BFLOAT16 = 0.99
 # within 40 % of a constant input.
 
 
-LR_SCALES = ("match_rms_adamw", "original", "spectral")
-LR_SCALE = Constraint(
-    f"{', '.join(LR_SCALES)}, or a number above 0",
-    lambda value: value in LR_SCALES or (type(value) in (int, float) and POSITIVE.holds(value)),
+AdjustLrFn = Literal["match_rms_adamw", "original", "spectral_unclamped"]
+ADJUST_LR_FN = Constraint(
+    f"{', '.join(get_args(AdjustLrFn))}, or a number above 0",
+    lambda value: value in get_args(AdjustLrFn) or (type(value) in (int, float) and POSITIVE.holds(value)),
 )
 
 
@@ -241,9 +242,10 @@ class Hyperparameters:
     """Lower bound of the norm that divides a matrix. float32 cannot sum the squares of much smaller norms.
     torch.optim.Muon's 1e-7 gives the same bits for norms above 1e-7."""
 
-    lr_scale: Annotated[float | Literal["match_rms_adamw", "original", "spectral"], LR_SCALE] = "match_rms_adamw"
+    adjust_lr_fn: Annotated[float | AdjustLrFn | None, ADJUST_LR_FN] = "match_rms_adamw"
     """Factor on the learning rate of an m x n matrix: 0.2 sqrt(max(m, n)), sqrt(max(1, m/n)) or sqrt(m/n). A number r
-    instead of 0.2, as DeepSeek-V4's 0.18: r sqrt(max(m, n)), so that r is the root mean square of an update."""
+    instead of 0.2, as DeepSeek-V4's 0.18: r sqrt(max(m, n)), so that r is the root mean square of an update. In Python,
+    None is "original", torch.optim.Muon's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +260,7 @@ class StepOptions:
     """Decay of the average of squared updates, with `rule` = "normuon" or "adamuon"."""
 
     update_factor: Annotated[float, POSITIVE] = 1.0
-    """Factor on updates besides `lr_scale`. Weight decay is not scaled."""
+    """Factor on updates besides `adjust_lr_fn`. Weight decay is not scaled."""
 
     decay_follows_lr: bool = False
     """Multiply weight decay by the learning rate over its highest value in the schedule (AdamC, arXiv:2506.02285)."""
@@ -421,10 +423,14 @@ def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:
             raise OptionError(prefix + name, f"= {values[name]!r} is not accepted; it takes {constraint.accepted}")
 
 
+OTHER_NAMES = MappingProxyType({"learning_rate": "lr", "lr_scale": "adjust_lr_fn"})
+"""Options by names that users try, and that differ too much for a suggestion by letters."""
+
+
 def refuse_keywords(unknown: Iterable[str]) -> None:
     """Raise TypeError for an unknown keyword of Muon."""
     known = [item.name for item in fields(MuonOptions)]
     for name in unknown:
-        match = "lr" if name == "learning_rate" else next(iter(get_close_matches(name, known, 1)), None)
+        match = OTHER_NAMES.get(name) or next(iter(get_close_matches(name, known, 1)), None)
         hint = f" Did you mean {match}?" if match else ""
         raise TypeError(f"Muon has no option {name}.{hint} It takes {', '.join(known)}.")

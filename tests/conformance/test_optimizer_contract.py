@@ -97,7 +97,7 @@ def test_steps_equal_torchs_muon(make: Callable[..., Any], keywords: dict[str, A
     params, others = weights(dtype), weights(dtype)
     theirs = torch.optim.Muon(params, **keywords)
     options = {"orthogonalize": "reference", "rounding": "nearest", "wire_dtype": "float32"}
-    ours = make(others, **{"weight_decay": 0.1, **keywords}, lr_scale="original", **options)
+    ours = make(others, **{"weight_decay": 0.1, **keywords}, adjust_lr_fn="original", **options)
     for step in range(3):
         set_gradients(params, step)
         set_gradients(others, step)

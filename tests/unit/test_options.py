@@ -28,7 +28,7 @@ def test_the_signature_of_muon_has_every_option_and_default() -> None:
     shown = {
         name: parameter.default
         for name, parameter in inspect.signature(Muon).parameters.items()
-        if name not in ("self", "params", "adjust_lr_fn", "unknown")
+        if name not in ("self", "params", "unknown")
     }
     assert shown == {item.name: getattr(MuonOptions(), item.name) for item in fields(MuonOptions)}
 
@@ -37,6 +37,7 @@ def test_the_signature_of_muon_has_every_option_and_default() -> None:
     ("keyword", "named"),
     [
         ("learning_rate", "Did you mean lr"),
+        ("lr_scale", "Did you mean adjust_lr_fn"),
         ("betas", "beta2"),
         ("momentun", "Did you mean momentum"),
         ("zzz", "It takes"),
@@ -102,7 +103,7 @@ WRONG = [
     ("ns_steps", 0, "it takes 1 or more"),
     ("ns_coefficients", (), "the name of a set, or a list that is not empty"),
     ("eps", 0.0, "it takes more than 0"),
-    ("lr_scale", "adam", "it takes match_rms_adamw, original, spectral, or a number above 0"),
+    ("adjust_lr_fn", "adam", "it takes match_rms_adamw, original, spectral_unclamped, or a number above 0"),
     ("wire_dtype", "int8", "is not one of bfloat16, float32"),
     ("missing_grad", None, "is not one of error, skip"),
     ("owners", "me", "is not one of balanced, everyone"),
@@ -124,7 +125,7 @@ def test_an_unknown_exchange_is_refused_with_a_suggestion() -> None:
         Muon([("w", Parameter(torch.zeros(4, 4)))], exchange="all_to_al")
 
 
-@pytest.mark.parametrize("group", [{"lr": -1.0}, {"momentum": 1.0}, {"lr_scale": "adam"}, {"ns_steps": 0}])
+@pytest.mark.parametrize("group", [{"lr": -1.0}, {"momentum": 1.0}, {"adjust_lr_fn": "adam"}, {"ns_steps": 0}])
 def test_the_value_of_a_group_is_checked(group: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=rf"^{next(iter(group))} = "):
         Muon([{"params": [Parameter(torch.zeros(4, 4))], "param_names": ["w"], **group}])

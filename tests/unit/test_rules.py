@@ -99,7 +99,7 @@ def test_the_momentum_warms_up_and_continues_from_a_state_dict() -> None:
     assert again.equal(whole)
 
 
-@pytest.mark.parametrize(("options", "factor"), [({"lr_scale": 0.18}, 0.9), ({"update_factor": 0.5}, 0.5)])
+@pytest.mark.parametrize(("options", "factor"), [({"adjust_lr_fn": 0.18}, 0.9), ({"update_factor": 0.5}, 0.5)])
 def test_factors_scale_only_the_update(options: dict[str, Any], factor: float) -> None:
     start = torch.randn(16, 24, generator=torch.Generator().manual_seed(0))
     decayed = start * (1 - 0.02 * 0.5)
@@ -116,8 +116,8 @@ def test_factors_scale_only_the_update(options: dict[str, Any], factor: float) -
         ({"rule": "muonh", "decay_follows_lr": True}, "decay_follows_lr = True changes weight decay"),
         ({"rule": "muonh", "overlap": "forward"}, "overlap = 'forward' applies updates in forward"),
         ({"rule": "muonh", "offload": "parameters"}, "offload = 'parameters'"),
-        ({"lr_scale": True}, "lr_scale = True is not accepted"),
-        ({"lr_scale": 0.0}, "lr_scale = 0.0 is not accepted"),
+        ({"adjust_lr_fn": True}, "adjust_lr_fn = True is not accepted"),
+        ({"adjust_lr_fn": 0.0}, "adjust_lr_fn = 0.0 is not accepted"),
         ({"update_factor": 0.0}, "update_factor = 0.0 is not accepted"),
         ({"momentum_warmup_steps": -1}, "momentum_warmup_steps = -1 is not accepted"),
     ],
@@ -133,7 +133,7 @@ def test_scaled_coefficients_are_refused_only_for_the_reference() -> None:
     options: dict[str, Any] = {"ns_coefficients": "aol", "ns_steps": 4}
     with pytest.raises(ValueError, match="ns_coefficients = 'aol' begins with a scaling"):
         Muon([("w", param)], orthogonalize="reference", **options).build()
-    muon = Muon([("w", param)], lr=1.0, lr_scale="spectral", weight_decay=0.0, **options)
+    muon = Muon([("w", param)], lr=1.0, adjust_lr_fn="spectral_unclamped", weight_decay=0.0, **options)
     before, param.grad = param.detach().clone(), torch.randn(16, 24)
     muon.step()
     values = torch.linalg.svdvals((before - param.detach()) * (24 / 16) ** 0.5)

@@ -27,7 +27,7 @@ from ..step.gradients import Step
 from ..step.rounding import seed_of, wrapped
 from ..step.rule import Rule, Scaling
 from ..step.stages import Calls, RankStages, Stages
-from ..step.update import Tensors, lr_scale
+from ..step.update import Tensors, lr_factor
 from ..tensors.storage import STEP
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class Fused(Feature):
     def _update(self, call: Apply, params: Tensors, rule: Rule) -> None:
         plain, scaling = _plain(rule)
         lr, decay = plain.rates(call.group)
-        scale = lr_scale(call.group["lr_scale"], *call.out_in) * plain.options.update_factor
+        scale = lr_factor(call.group["adjust_lr_fn"], *call.out_in) * plain.options.update_factor
         cautious = plain.options.cautious
         factor, rate = -lr * decay if cautious else 1 - lr * decay, -lr * scale
         firsts = [0] * len(params) if call.chunk is None else call.chunk.firsts

@@ -21,8 +21,8 @@ class AdaMuonRule(MuonRule):
 
     The second moment V, on the matrix's owner, has the shape of the matrix in float32:
     V <- beta2 V + (1 - beta2) O * O, O <- O / (sqrt(V) + eps). Then O is scaled to the Frobenius norm of an orthogonal
-    matrix, sqrt(min(rows, cols)), so that lr_scale = "match_rms_adamw" gives the paper's root mean square of 0.2. The
-    paper has no Nesterov blend and one beta for both moments: nesterov = False and beta2 = momentum.
+    matrix, sqrt(min(rows, cols)), so that adjust_lr_fn = "match_rms_adamw" gives the paper's root mean square of 0.2.
+    The paper has no Nesterov blend and one beta for both moments: nesterov = False and beta2 = momentum.
     """
 
     states: tuple[StateSpec, ...] = (StateSpec(SECOND_MOMENT, "elements"),)

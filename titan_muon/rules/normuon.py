@@ -20,8 +20,8 @@ class NorMuonRule(MuonRule):
 
     The second moment v, on the matrix's owner, has one float32 number for each row (an output neuron):
     v <- beta2 v + (1 - beta2) mean(O * O over the inputs), O <- O / (sqrt(v) + eps). Then O is scaled to the Frobenius
-    norm of an orthogonal matrix, sqrt(min(rows, cols)), so that `lr_scale` works as for Muon. With
-    lr_scale = "match_rms_adamw" the update equals the paper's.
+    norm of an orthogonal matrix, sqrt(min(rows, cols)), so that `adjust_lr_fn` works as for Muon. With
+    adjust_lr_fn = "match_rms_adamw" the update equals the paper's.
     """
 
     states: tuple[StateSpec, ...] = (StateSpec(SECOND_MOMENT),)

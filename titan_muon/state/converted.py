@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from ..options import HYPERPARAMETERS, Hyperparameters, OptionError
+from ..options import HYPERPARAMETERS, Hyperparameters, OptionError, check
 from ..orthogonalize.coefficients import coefficients
+from ..tensors.storage import STEP
 from .groups import rows_of
+from .saved import is_muons, renamed
 
 Source = Literal["torch", "torchtitan", "keller_jordan", "dion", "dmuon"]
 """Optimizers whose state dicts `converted` reads.
@@ -23,11 +26,8 @@ github.com/X-Square-Robot/dmuon: their momentum is the sum m <- momentum m + g.
 
 SUMS = ("dion", "dmuon")
 
-SCALES: Mapping[str, Mapping[Any, str]] = {
-    "adjust_lr_fn": {None: "original", "original": "original", "match_rms_adamw": "match_rms_adamw"},
-    "adjust_lr": {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw"},
-}
-"""`lr_scale` by the source's key and value."""
+ADJUST_LR = MappingProxyType({"spectral_norm": "spectral_unclamped", "rms_norm": "match_rms_adamw"})
+"""`adjust_lr_fn` by dion's `adjust_lr`."""
 
 
 def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: Any) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
             dmuon's `get_optimizer_state_dict`. Groups of other algorithms (AdamW, Lion) are left out.
         source: the optimizer of the state dict.
         hyperparameters: replace the source's, for all groups. Missing hyperparameters have the defaults of
-            `options.Hyperparameters`, except `lr_scale`, which defaults to "original".
+            `options.Hyperparameters`, except `adjust_lr_fn`, which defaults to "original".
 
     Returns `state` with `momentum_buffer`, in the source's dtype, and `param_groups` with Muon's keys.
 
@@ -67,7 +67,9 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
 def _muon_groups(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     if names := list(state_dict.get("dedicated", ())):
         # dmuon scales updates by 0.2 sqrt(max(m, n)), and its second group is AdamW's.
-        return [{"lr_scale": "match_rms_adamw", **state_dict["param_groups"][0], "params": names, "param_names": names}]
+        return [
+            {"adjust_lr_fn": "match_rms_adamw", **state_dict["param_groups"][0], "params": names, "param_names": names}
+        ]
     groups = state_dict["param_groups"]
     return [g for g in groups if g.get("algorithm", "muon") == "muon" and g.get("use_muon", True)]
 
@@ -75,38 +77,31 @@ def _muon_groups(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """From a group of another optimizer. Muon's own names win."""
     values = {field.name: field.default for field in fields(Hyperparameters)}
-    values["lr_scale"] = "original"
+    values["adjust_lr_fn"] = "original"
     spellings = {"momentum": group.get("mu"), "eps": group.get("epsilon")}
     values |= {key: value for key, value in spellings.items() if value is not None}
     values |= {key: group[key] for key in HYPERPARAMETERS if key in group}
     values["ns_coefficients"] = rows_of(values["ns_coefficients"])
-    for key, scales in SCALES.items():
-        if key in group and "lr_scale" not in group:
-            if group[key] not in scales:
-                raise OptionError(key, f"= {group[key]!r} has no lr_scale here; pass lr_scale=... to converted")
-            values["lr_scale"] = scales[group[key]]
+    if "adjust_lr" in group and "adjust_lr_fn" not in group:
+        if (adjust_lr := group["adjust_lr"]) not in ADJUST_LR:
+            problem = f"= {adjust_lr!r} has no adjust_lr_fn here; pass adjust_lr_fn=... to converted"
+            raise OptionError("adjust_lr", problem)
+        values["adjust_lr_fn"] = ADJUST_LR[adjust_lr]
+    check(Hyperparameters, values)
     return values
-
-
-def is_torchs(state_dict: Mapping[str, Any]) -> bool:
-    """Whether a state dict is from torch.optim.Muon or DistMuon. Raises ValueError without groups."""
-    if missing := [key for key in ("state", "param_groups") if key not in state_dict]:
-        raise ValueError(
-            f"state_dict: has no {' and no '.join(missing)}; pass what an optimizer's state_dict() returned"
-        )
-    return any("adjust_lr_fn" in group and "lr_scale" not in group for group in state_dict["param_groups"])
 
 
 def as_torch(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict for `torch.optim.Muon.load_state_dict`, from a state dict of Muon.
 
     Raises:
-        OptionError: for options without an equal in torch.optim.Muon: a `lr_scale` of "spectral", coefficients that
-            differ between steps, rules with states of their own, and int8 states.
+        OptionError: for options without an equal in the installed torch.optim.Muon: a number for `adjust_lr_fn`, before
+            PyTorch 2.15 also "spectral_unclamped"; coefficients that differ between steps; rules with states of their
+            own; and int8 states.
         ValueError: for groups of another optimizer, as in a Hybrid's state dict.
     """
     groups = []
-    if not all("lr_scale" in group for group in state_dict["param_groups"]):
+    if not all(is_muons(group) for group in state_dict["param_groups"]):
         raise ValueError(
             "state_dict: has groups of another optimizer than Muon; pass hybrid.optimizers['muon'].state_dict()"
         )
@@ -116,13 +111,21 @@ def as_torch(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         )
     if extra := {name for value in state_dict["state"].values() for name in value} - {"momentum_buffer"}:
         raise OptionError("rule", f"keeps {', '.join(sorted(extra))}, which torch.optim.Muon has not")
-    for group in state_dict["param_groups"]:
+    for group in map(renamed, state_dict["param_groups"]):
         steps = coefficients(group["ns_coefficients"], group["ns_steps"])
         if len(set(steps)) > 1:
             raise OptionError("ns_coefficients", "differ between steps, and torch.optim.Muon repeats one (a, b, c)")
-        if group["lr_scale"] not in ("original", "match_rms_adamw"):
-            raise OptionError("lr_scale", f"= {group['lr_scale']!r} is none of torch.optim.Muon's adjust_lr_fn")
-        converted_group = {key: value for key, value in group.items() if key not in ("lr_scale", "step", "optimizer")}
-        groups.append({**converted_group, "ns_coefficients": steps[0], "adjust_lr_fn": group["lr_scale"]})
+        _check_torch_adjusts(group["adjust_lr_fn"])
+        converted_group = {key: value for key, value in group.items() if key not in (STEP, "optimizer")}
+        groups.append({**converted_group, "ns_coefficients": steps[0]})
     state = {key: {"momentum_buffer": value["momentum_buffer"]} for key, value in state_dict["state"].items()}
     return {"state": state, "param_groups": groups}
+
+
+def _check_torch_adjusts(adjust_lr_fn: Any) -> None:
+    # Muon.load_state_dict checks nothing, and its step takes a factor of 1 for unknown names.
+    try:
+        torch.optim.Muon([torch.empty(1, 1)], adjust_lr_fn=adjust_lr_fn)
+    except ValueError as error:
+        problem = f"= {adjust_lr_fn!r} is unknown to torch.optim.Muon of PyTorch {torch.__version__}"
+        raise OptionError("adjust_lr_fn", problem) from error

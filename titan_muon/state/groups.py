@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
 
-from ..options import HYPERPARAMETERS, Hyperparameters, MuonOptions, OptionError, Split, check
+from ..options import HYPERPARAMETERS, OTHER_NAMES, SHARED, Hyperparameters, MuonOptions, OptionError, Split, check
 from ..orthogonalize import Iteration, iteration
 from ..tensors.matrices import stack_of
 from ..tensors.mesh import flattened_by
@@ -18,8 +19,11 @@ from ..tensors.names import LOOKED_UP, canonical_fqn, listed, named_parameters
 from ..tensors.storage import STEP
 from .host import resolved
 
-KEYS = frozenset((*HYPERPARAMETERS, "params", "param_names", "initial_lr", "optimizer", STEP))
-"""Keys of a new group. Schedulers add further keys later."""
+KEYS = (*HYPERPARAMETERS, "params", "param_names", "initial_lr", "optimizer", STEP)
+"""Keys of a group that this package reads or writes."""
+
+SIMILAR = 0.85
+"""Ratio of equal letters above which an unknown key is a misspelt key. Below: `max_momentum`, of OneCycleLR."""
 
 
 def iteration_of(group: Mapping[str, Any]) -> Iteration:
@@ -64,11 +68,12 @@ def check_lr(lr: object) -> None:
 
 
 def named_group(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, alone: bool) -> dict[str, Any]:
-    """The user's group with names, and without spellings of torch.optim.Muon.
+    """The user's group with names, and with coefficients by step.
 
     `others`: earlier groups. `alone`: whether a single process may name parameters `number.index`.
     """
     result = dict(group)
+    check_keys(result)
     if isinstance(result["params"], Tensor):
         result["params"] = [result["params"]]
     params = result["params"] = list(result["params"])
@@ -83,8 +88,6 @@ def named_group(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *
             result["param_names"] = _numbers(len(others), params)
     elif others and alone and numbered:
         raise ValueError("this group has names, and the groups before it have none; give every parameter its name")
-    if "adjust_lr_fn" in result:
-        result["lr_scale"] = lr_scale_of(result.pop("adjust_lr_fn"))
     if "ns_coefficients" in result:
         result["ns_coefficients"] = rows_of(result["ns_coefficients"])
     return result
@@ -98,13 +101,6 @@ def _numbers(group: int, params: Sequence[Tensor]) -> list[str]:
     return [f"{group}.{index}" for index in range(len(params))]
 
 
-def lr_scale_of(adjust_lr_fn: str | None) -> str:
-    """torch.optim.Muon's None is "original"."""
-    if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-        raise OptionError("adjust_lr_fn", f"= {adjust_lr_fn!r} is not one of original, match_rms_adamw")
-    return adjust_lr_fn or "original"
-
-
 def rows_of(ns_coefficients: Any) -> Any:
     """Coefficients with a single (a, b, c), as in torch.optim.Muon, as a row."""
     flat = isinstance(ns_coefficients, Sequence) and not isinstance(ns_coefficients, str)
@@ -113,13 +109,26 @@ def rows_of(ns_coefficients: Any) -> Any:
     return ns_coefficients
 
 
-def check_params(group: Mapping[str, Any], splits: Sequence[Split]) -> None:
-    """Raise ValueError for unknown keys in a new group, and for parameters without matrices."""
-    check_group(group)
-    for key in group.keys() - KEYS:
-        if key in {field.name for field in fields(MuonOptions)}:
+def check_keys(group: Mapping[str, Any]) -> None:
+    """Raise OptionError if a new group has a key that belongs to Muon instead of a group, or is nearly a key of ours.
+
+    All other keys pass, because schedulers and other libraries have keys of their own, as timm's `lr_scale`.
+    """
+    for key, value in group.items():
+        if key in SHARED:
             raise OptionError(key, "holds for all parameters of a Muon; pass it to Muon instead of a group")
-        raise OptionError(key, f"is no key of a Muon group; it takes {', '.join(HYPERPARAMETERS)}")
+        if key == "maximize" and value:
+            raise OptionError(key, "is no key of a Muon group; negate the loss")
+        # Layer decay's `lr_scale` is a number.
+        name = OTHER_NAMES.get(key) if key != "lr_scale" or isinstance(value, str) else None
+        similar = [] if key in KEYS else get_close_matches(key, (*KEYS, *SHARED), 1, SIMILAR)
+        if name or similar:
+            raise OptionError(key, f"is no key of a Muon group; did you mean {name or similar[0]}?")
+
+
+def check_params(group: Mapping[str, Any], splits: Sequence[Split]) -> None:
+    """Raise ValueError for parameters of a new group without names or without matrices."""
+    check_group(group)
     if len(group["param_names"]) != len(group["params"]):
         raise ValueError(
             f"a group has {len(group['params'])} parameters and {len(group['param_names'])} names; give each parameter "

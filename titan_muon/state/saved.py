@@ -16,7 +16,7 @@ from ..options import HYPERPARAMETERS
 from ..tensors.dtensor import local
 from ..tensors.storage import TrainedParam, placement_key
 from .eight_bit import SCALES
-from .groups import check_group
+from .groups import check_group, rows_of
 from .momentum import fits
 
 
@@ -35,15 +35,38 @@ def after_pre_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterato
 
 
 def completed(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A state dict of Muon, with current values of newer options."""
+    """A state dict of Muon or torch.optim.Muon, with today's names, and with current values of newer options.
+
+    Raises ValueError without groups or state.
+    """
+    if missing := [key for key in ("state", "param_groups") if key not in state_dict]:
+        raise ValueError(
+            f"state_dict: has no {' and no '.join(missing)}; pass what an optimizer's state_dict() returned"
+        )
     saved_groups = list(state_dict["param_groups"])
     for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=False)):
-        missing = [name for name in HYPERPARAMETERS if name not in saved]
-        # Only Muon has `lr_scale`.
-        if missing and "lr_scale" in saved:
+        if not is_muons(saved):
+            continue
+        saved_groups[index] = saved = renamed(saved)
+        if missing := [name for name in HYPERPARAMETERS if name not in saved]:
             warnings.warn(f"the state dict has no {', '.join(missing)}: the present values stay", stacklevel=3)
             saved_groups[index] = {**saved, **{name: group[name] for name in missing}}
     return {**state_dict, "param_groups": saved_groups}
+
+
+def is_muons(group: Mapping[str, Any]) -> bool:
+    """Whether a saved group is of Muon, or of torch.optim.Muon, which has the same keys."""
+    return "ns_coefficients" in group
+
+
+def renamed(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group with `adjust_lr_fn` for the earlier `lr_scale`, and with coefficients by step."""
+    result = {**group, "ns_coefficients": rows_of(group["ns_coefficients"])}
+    if "adjust_lr_fn" not in group and "lr_scale" in group:
+        # Beside `adjust_lr_fn`, `lr_scale` is a key of another library.
+        earlier = result.pop("lr_scale")
+        result["adjust_lr_fn"] = "spectral_unclamped" if earlier == "spectral" else earlier
+    return result
 
 
 def check_saved_groups(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:

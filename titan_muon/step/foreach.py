@@ -17,7 +17,7 @@ from ..tensors.storage import STEP, Storage
 from .gradients import Step
 from .rounding import BYTES, Chunk, Draws, chunk_of, memory_bytes
 from .rule import Rule
-from .update import Tensors, lr_scale
+from .update import Tensors, lr_factor
 
 ACCELERATOR_BYTES = 2**25
 """Limit on the wide elements of a call."""
@@ -137,7 +137,7 @@ class Apply:
     chunk: Chunk | None = None
 
     def run(self, params: Tensors, rule: Rule) -> None:
-        scale = lr_scale(self.group["lr_scale"], *self.out_in)
+        scale = lr_factor(self.group["adjust_lr_fn"], *self.out_in)
         if self.chunk is None:
             rule.apply(params, self.updates, self.group, scale, self.scratch)
         else:

@@ -12,21 +12,24 @@ from ..options import OptionError
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
-def lr_scale(choice: float | str, rows: int, cols: int) -> float:
+def lr_factor(adjust_lr_fn: float | str | None, rows: int, cols: int) -> float:
     """Factor on the learning rate for a rows x cols matrix. Raises OptionError for an unknown name."""
-    if isinstance(choice, int | float):
-        return choice * math.sqrt(max(rows, cols))
+    if isinstance(adjust_lr_fn, int | float):
+        return adjust_lr_fn * math.sqrt(max(rows, cols))
+    original = math.sqrt(max(1, rows / cols))
     factors = {
         # The root mean square of AdamW's updates (Liu et al., "Muon is Scalable for LLM Training", arXiv:2502.16982).
         "match_rms_adamw": 0.2 * math.sqrt(max(rows, cols)),
         # Keller Jordan, 2024.
-        "original": math.sqrt(max(1, rows / cols)),
+        "original": original,
         # Bernstein, "Deriving Muon", 2025; Yang et al., arXiv:2310.17813.
-        "spectral": math.sqrt(rows / cols),
+        "spectral_unclamped": math.sqrt(rows / cols),
+        # torch.optim.Muon's default.
+        None: original,
     }
-    if choice not in factors:
-        raise OptionError("lr_scale", f"= {choice!r} is not one of {', '.join(factors)}")
-    return factors[choice]
+    if adjust_lr_fn not in factors:
+        raise OptionError("adjust_lr_fn", f"= {adjust_lr_fn!r} is not one of {', '.join(map(str, factors))}")
+    return factors[adjust_lr_fn]
 
 
 def momentum(

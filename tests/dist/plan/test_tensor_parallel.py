@@ -226,7 +226,7 @@ def orthogonalized(
     full = torch.randint(-5, 5, shape, generator=torch.Generator().manual_seed(0)).float()
     param = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [Shard(dim)], src_data_rank=None))
     param.grad = distribute_tensor(full, mesh, [Shard(dim)], src_data_rank=None)
-    plain: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "lr_scale": "original"}
+    plain: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "adjust_lr_fn": "original"}
     try:
         optimizer = Muon([("w", param)], lr=1.0, ns_steps=steps, tensor_parallel=mode, **plain, **FLOAT32).build()
     except ValueError as error:

@@ -70,7 +70,7 @@ def test_torchs_muon_continues_from_a_checkpoint() -> None:
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"lr_scale": "spectral"}, "lr_scale = 'spectral'"),
+        ({"adjust_lr_fn": 0.18}, "adjust_lr_fn = 0.18 is unknown to torch.optim.Muon"),
         ({"ns_coefficients": "polar_express"}, "ns_coefficients"),
         ({"rule": "normuon"}, "^rule keeps second_moment"),
     ],
@@ -81,6 +81,61 @@ def test_state_unknown_to_torchs_muon_is_refused(options: dict[str, Any], fault:
     train(ours, params, range(1))
     with pytest.raises(ValueError, match=fault):
         as_torch(ours.state_dict())
+
+
+def test_torchs_third_adjust_lr_fn_is_exchanged_with_a_torch_that_has_it() -> None:
+    """torch.optim.Muon of PyTorch 2.13 takes a factor of 1 for a name that it does not know."""
+    ours = Muon(list(parameters().items()), adjust_lr_fn="spectral_unclamped")
+    try:
+        theirs = torch.optim.Muon(parameters().values(), adjust_lr_fn="spectral_unclamped")
+    except ValueError:
+        with pytest.raises(ValueError, match="adjust_lr_fn = 'spectral_unclamped' is unknown to torch"):
+            as_torch(ours.state_dict())
+        return
+    theirs.load_state_dict(as_torch(ours.state_dict()))
+    ours.load_state_dict(theirs.state_dict())
+
+
+def earlier(group: dict[str, Any], lr_scale: object) -> dict[str, Any]:
+    """A group as saved before `adjust_lr_fn` was the option's name."""
+    return {key: value for key, value in group.items() if key != "adjust_lr_fn"} | {"lr_scale": lr_scale}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("spectral", "spectral_unclamped"), ("original", "original"), (0.1, 0.1)]
+)
+@pytest.mark.parametrize("optimizer", ["muon", "hybrid", "torch"])
+def test_a_state_dict_with_lr_scale_loads_as_adjust_lr_fn(saved: object, loaded: object, optimizer: str) -> None:
+    params = parameters()
+    made = Hybrid(nn.ParameterDict({"hidden": params["layers.0.w"]})) if optimizer == "hybrid" else Muon(params.items())
+    state = copy.deepcopy(made.state_dict())
+    state["param_groups"][0] = earlier(state["param_groups"][0], saved)
+    if optimizer != "torch":
+        made.load_state_dict(state)
+        group = made.param_groups[0]
+    elif saved == "original":
+        (group,) = as_torch(state)["param_groups"]
+    else:
+        with pytest.raises(ValueError, match=f"adjust_lr_fn = {loaded!r}"):
+            as_torch(state)
+        return
+    assert group["adjust_lr_fn"] == loaded
+    assert "lr_scale" not in group
+
+
+def test_lr_scale_of_another_library_passes_through_unread() -> None:
+    """timm, MAE and BEiT multiply the rate of a layer by this key of its group."""
+    params, others = parameters(), parameters()
+    decayed = Muon([{"params": list(params.items()), "lr_scale": 0.65}])
+    plain = Muon(list(others.items()))
+    train(decayed, params, range(2))
+    train(plain, others, range(2))
+    decayed.load_state_dict(copy.deepcopy(decayed.state_dict()))
+    (group,) = decayed.param_groups
+    assert (group["lr_scale"], group["adjust_lr_fn"]) == (0.65, "match_rms_adamw")
+    train(decayed, params, range(2, 4))
+    train(plain, others, range(2, 4))
+    assert equal(params, others)
 
 
 def test_a_hybrids_state_dict_is_not_torchs_muons() -> None:
@@ -134,18 +189,20 @@ def test_a_momentum_sum_is_converted_to_an_average(source: Any) -> None:
     for name, average in averages_of(params).items():
         torch.testing.assert_close(ours.state[params[name]]["momentum_buffer"], average)
     group = ours.param_groups[0]
-    assert (group["lr"], group["momentum"], group["lr_scale"]) == (0.02, 0.9, "match_rms_adamw")
+    assert (group["lr"], group["momentum"], group["adjust_lr_fn"]) == (0.02, 0.9, "match_rms_adamw")
     assert group["ns_coefficients"] == "polar_express_cushion"
 
 
-def test_an_inconvertible_lr_scale_needs_an_explicit_choice() -> None:
+def test_an_inconvertible_adjust_lr_needs_an_explicit_choice() -> None:
     params = parameters()
     theirs = SumOfGradients(params.values(), lr=0.02, mu=0.9, adjust_lr=None)
     train(theirs, params, range(1))
-    with pytest.raises(ValueError, match="adjust_lr = None has no lr_scale here; pass lr_scale="):
+    with pytest.raises(ValueError, match="adjust_lr = None has no adjust_lr_fn here; pass adjust_lr_fn="):
         converted(theirs.state_dict(), "dion")
-    (group,) = converted(theirs.state_dict(), "dion", lr_scale="spectral")["param_groups"]
-    assert (group["lr_scale"], group["eps"]) == ("spectral", 1e-8)
+    with pytest.raises(ValueError, match=r"adjust_lr_fn = 'spectral' is not accepted; .*spectral_unclamped"):
+        converted(theirs.state_dict(), "dion", adjust_lr_fn="spectral")
+    (group,) = converted(theirs.state_dict(), "dion", adjust_lr_fn="spectral_unclamped")["param_groups"]
+    assert (group["adjust_lr_fn"], group["eps"]) == ("spectral_unclamped", 1e-8)
 
 
 @pytest.mark.parametrize("source", ["torchtitan", "keller_jordan"])
@@ -167,7 +224,11 @@ def test_an_average_of_gradients_stays(source: Any) -> None:
     for index, param in enumerate(params.values()):
         assert torch.equal(ours.state[param]["momentum_buffer"], averages[index]["momentum_buffer"])
     group = ours.param_groups[0]
-    assert (group["lr"], group["momentum"], group["lr_scale"]) == (0.02, 0.9, "original")
+    assert (group["lr"], group["momentum"], group["adjust_lr_fn"]) == (
+        0.02,
+        0.9,
+        None if source == "torchtitan" else "original",
+    )
 
 
 def test_inconvertible_state_is_refused() -> None:

@@ -204,17 +204,86 @@ def test_a_parameter_without_real_matrices_is_refused_at_construction(param: tor
 
 
 @pytest.mark.parametrize(
-    ("key", "fault"),
+    ("key", "value", "fault"),
     [
-        ("maximize", "^maximize is no key of a Muon group; it takes lr, momentum"),
-        ("learning_rate", "^learning_rate is no key of a Muon group"),
-        ("exchange", "^exchange holds for all parameters of a Muon; pass it to Muon"),
+        ("maximize", True, "^maximize is no key of a Muon group; negate the loss"),
+        ("learning_rate", 0.1, "^learning_rate is no key of a Muon group; did you mean lr"),
+        ("momentun", 0.9, "^momentun is no key of a Muon group; did you mean momentum"),
+        ("weightdecay", 0.1, "^weightdecay is no key of a Muon group; did you mean weight_decay"),
+        ("param_name", ["w"], "^param_name is no key of a Muon group; did you mean param_names"),
+        ("lr_scale", "original", "^lr_scale is no key of a Muon group; did you mean adjust_lr_fn"),
+        ("exchange", "all_gather", "^exchange holds for all parameters of a Muon; pass it to Muon"),
     ],
 )
-def test_an_unknown_key_of_a_group_is_refused(key: str, fault: str) -> None:
-    group = {"params": [nn.Parameter(torch.ones(4, 6))], "param_names": ["w"], key: True}
+def test_a_misplaced_or_misspelt_key_of_a_group_is_refused(key: str, value: Any, fault: str) -> None:
+    group = {"params": [nn.Parameter(torch.ones(4, 6))], "param_names": ["w"], key: value}
     with pytest.raises(ValueError, match=fault):
         Muon([group])
+    muon = Muon([("v", nn.Parameter(torch.ones(4, 6)))])
+    with pytest.raises(ValueError, match=fault):
+        muon.add_param_group(group)
+    assert len(muon.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lr_scale", 0.65),
+        ("name", "layers.0"),
+        ("lr_mult", 0.5),
+        ("no_decay", False),
+        ("max_momentum", 0.95),
+        ("base_momentum", 0.85),
+        ("max_lr", 0.1),
+        ("maximize", False),
+        ("differentiable", False),
+    ],
+)
+def test_a_key_of_another_library_passes_through_untouched(key: str, value: Any) -> None:
+    """Keys of timm, Lightning, mmengine, fairseq, and of torch's schedulers and optimizers."""
+    muon = Muon([{"params": [nn.Parameter(torch.ones(4, 6))], "param_names": ["w"], key: value}])
+    assert muon.param_groups[0][key] == value
+
+
+COPIES: dict[str, Callable[[Muon], Muon]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda muon: pickle.loads(pickle.dumps(muon)),
+    "load": lambda muon: muon.load_state_dict(muon.state_dict()) or muon,  # type: ignore[func-returns-value]
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_group_can_be_added_after_a_copy_or_a_load(copied: Callable[[Muon], Muon], steps: int) -> None:
+    first = nn.Parameter(torch.ones(16, 16))
+    muon = Muon([("first", first)])
+    for _ in range(steps):
+        first.grad = torch.ones_like(first)
+        muon.step()
+    muon = copied(muon)
+    second = nn.Parameter(torch.ones(16, 32))
+    muon.add_param_group({"params": [second], "param_names": ["second"]})
+    for group in muon.param_groups:
+        group["params"][0].grad = torch.ones_like(group["params"][0])
+    muon.step()
+    assert not torch.equal(second, torch.ones(16, 32))
+
+
+@pytest.mark.parametrize(
+    ("group", "fault"),
+    [
+        ({"params": [nn.Parameter(torch.ones(16))], "param_names": ["v"]}, "v: Muon takes matrices"),
+        ({"params": [nn.Parameter(torch.ones(16, 16, device="meta"))], "param_names": ["v"]}, "v: .*meta"),
+        ({"params": [nn.Parameter(torch.ones(16, 16))], "param_names": ["v"], "ns_steps": 0}, "ns_steps = 0"),
+    ],
+)
+def test_a_refused_group_is_not_added(group: dict[str, Any], fault: str) -> None:
+    muon = Muon([("w", nn.Parameter(torch.ones(16, 16)))]).build()
+    with pytest.raises(ValueError, match=fault):
+        muon.add_param_group(group)
+    muon.param_groups[0]["params"][0].grad = torch.ones(16, 16)
+    muon.step()
+    assert [group["param_names"] for group in muon.param_groups] == [["w"]]
 
 
 @pytest.mark.parametrize(

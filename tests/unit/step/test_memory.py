@@ -201,7 +201,7 @@ def test_an_error_in_a_call_frees_the_scratch(monkeypatch: pytest.MonkeyPatch) -
     def fail(*args: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("titan_muon.step.foreach.lr_scale", fail)
+    monkeypatch.setattr("titan_muon.step.foreach.lr_factor", fail)
     with pytest.raises(MemoryError):
         muon.step()
     assert muon.engine.rank._scratch.untyped_storage().nbytes() == 0

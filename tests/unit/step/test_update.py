@@ -24,11 +24,11 @@ def test_the_host_does_not_read_a_rate_on_the_device() -> None:
     assert update.rate(torch.tensor([0.5])) == 0.5
 
 
-def torch_muon(lr_scale: str, nesterov: bool, weight_decay: float, steps: int) -> tuple[dict, dict]:
+def torch_muon(adjust_lr_fn: str | None, nesterov: bool, weight_decay: float, steps: int) -> tuple[dict, dict]:
     """Parameters and momenta after some steps of torch.optim.Muon."""
     params = {name: torch.nn.Parameter(value) for name, value in full(0).items()}
     optimizer = torch.optim.Muon(
-        params.values(), lr=0.02, weight_decay=weight_decay, nesterov=nesterov, adjust_lr_fn=lr_scale
+        params.values(), lr=0.02, weight_decay=weight_decay, nesterov=nesterov, adjust_lr_fn=adjust_lr_fn
     )
     for step in range(steps):
         for name, grad in full(step + 1).items():
@@ -37,14 +37,21 @@ def torch_muon(lr_scale: str, nesterov: bool, weight_decay: float, steps: int) -
     return params, {name: optimizer.state[param]["momentum_buffer"] for name, param in params.items()}
 
 
-@pytest.mark.parametrize("lr_scale", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_muon_in_a_single_process_equals_torch_optim_muon(lr_scale: str, nesterov: bool, weight_decay: float) -> None:
+def test_muon_in_a_single_process_equals_torch_optim_muon(
+    adjust_lr_fn: str | None, nesterov: bool, weight_decay: float
+) -> None:
     """Four steps, bit for bit, of Muon and of the tests' own reference; parameters and momentum; gradients kept."""
-    expected, momenta = torch_muon(lr_scale, nesterov, weight_decay, steps=4)
+    expected, momenta = torch_muon(adjust_lr_fn, nesterov, weight_decay, steps=4)
     params = {name: torch.nn.Parameter(value) for name, value in full(0).items()}
-    options: dict[str, Any] = {"lr": 0.02, "lr_scale": lr_scale, "nesterov": nesterov, "weight_decay": weight_decay}
+    options: dict[str, Any] = {
+        "lr": 0.02,
+        "adjust_lr_fn": adjust_lr_fn,
+        "nesterov": nesterov,
+        "weight_decay": weight_decay,
+    }
     optimizer = Muon(params.items(), orthogonalize="reference", **options)
     reference = ReferenceMuon(full(0), **options)
     for step in range(4):
@@ -82,18 +89,20 @@ def test_a_stack_is_updated_matrix_by_matrix() -> None:
         ("match_rms_adamw", 25, 100, 2.0),
         ("original", 100, 25, 2.0),
         ("original", 25, 100, 1.0),
-        ("spectral", 100, 25, 2.0),
-        ("spectral", 25, 100, 0.5),
+        (None, 100, 25, 2.0),
+        (None, 25, 100, 1.0),
+        ("spectral_unclamped", 100, 25, 2.0),
+        ("spectral_unclamped", 25, 100, 0.5),
     ],
 )
-def test_lr_scales_equal_the_published_formulas(name: str, rows: int, cols: int, value: float) -> None:
-    assert update.lr_scale(name, rows, cols) == pytest.approx(value)
+def test_adjust_lr_fns_equal_the_published_formulas(name: str | None, rows: int, cols: int, value: float) -> None:
+    assert update.lr_factor(name, rows, cols) == pytest.approx(value)
 
 
-@pytest.mark.parametrize("name", ["", "rms", "Original", None])
-def test_an_unknown_lr_scale_lists_the_known_scales(name: str) -> None:
-    with pytest.raises(ValueError, match=r"lr_scale = .*match_rms_adamw, original, spectral"):
-        update.lr_scale(name, 2, 2)
+@pytest.mark.parametrize("name", ["", "rms", "Original", "spectral"])
+def test_an_unknown_adjust_lr_fn_lists_the_known_scales(name: str) -> None:
+    with pytest.raises(ValueError, match=r"adjust_lr_fn = .*match_rms_adamw, original, spectral_unclamped"):
+        update.lr_factor(name, 2, 2)
 
 
 def test_momentum_is_an_average_and_nesterov_blends_the_gradient_in() -> None:

@@ -111,7 +111,7 @@ def test_the_scale_follows_the_shape_of_the_matrix_not_of_the_storage() -> None:
     values, grad = torch.randn(4, 12), torch.randn(4, 12)
     stored, turned = nn.Parameter(values.clone()), nn.Parameter(values.T.contiguous())
     stored.grad, turned.grad = grad.clone(), grad.T.contiguous()
-    options = {"lr": 0.02, "lr_scale": "spectral", "orthogonalize": "reference"}
+    options = {"lr": 0.02, "adjust_lr_fn": "spectral_unclamped", "orthogonalize": "reference"}
     Muon([("w", stored)], **options, split=[Split(match="w", dims="d f -> | f d")]).step()
     Muon([("w", turned)], **options).step()
     assert torch.equal(stored, turned.T)

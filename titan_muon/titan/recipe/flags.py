@@ -14,6 +14,7 @@ from titan_muon.titan.recipe.schema import describe, keys, unknown, values
 from titan_muon.titan.recipe.toml import Entry, RecipeError, parse_toml, value_text
 
 MOVED = {
+    "muon.lr_scale": "muon.adjust_lr_fn",
     "link.bandwidth_gb": "machine.network_gb",
     "link.latency_us": "machine.network_latency_us",
     "link.tflops": "machine.tflops",

@@ -15,6 +15,7 @@ T = TypeVar("T")
 NAMES = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
 SYNONYMS = {
     "learning_rate": "lr",
+    "lr_scale": "adjust_lr_fn",
     "wd": "weight_decay",
     "batch_size": "local_batch_size",
     "max_steps": "steps",

@@ -188,7 +188,7 @@ BAD_VALUES = [
     ("[monitor]\nevery = -1", "monitor.every = -1", "0 or more"),
     ("[monitor]\nmatrices = 0", "monitor.matrices = 0", "1 or more"),
     ("[debug]\ncheck_replicas = -1", "debug.check_replicas = -1", "0 or more"),
-    ("[muon]\nlr_scale = 0", "muon.lr_scale = 0.0", "a number above 0"),
+    ("[muon]\nadjust_lr_fn = 0", "muon.adjust_lr_fn = 0.0", "a number above 0"),
     ("[muon]\neps = 0", "muon.eps = 0.0", "more than 0"),
     ("[muon]\northogonalize = ''", 'muon.orthogonalize = ""', "auto"),
     ("[muon]\nexchange = ''", 'muon.exchange = ""', "not empty"),

@@ -30,7 +30,7 @@ OTHER_MUON: dict[str, Any] = {
     "ns_steps": 3,
     "ns_coefficients": ((3.0, -4.0, 2.0),) * 3,
     "eps": 1e-5,
-    "lr_scale": "spectral",
+    "adjust_lr_fn": "spectral_unclamped",
 }
 OTHER_ADAMW: dict[str, Any] = {"lr": 0.5, "betas": (0.5, 0.75), "eps": 1e-5, "weight_decay": 0.25}
 STEPS = 4
