@@ -234,7 +234,10 @@ def test_rules_come_before_defaults_and_have_options() -> None:
         ),
         ({"rules": [Rule(match="*", optimizer="muno")]}, "'muno' is unknown; did you mean 'muon'"),
         ({"rules": [Rule(match="*.up.weight", optimizer="adamw")], "defaults": False}, "^rules: no rule matches embed"),
-        ({"rules": [Rule(match="*.up.weight", optimizer="muon", options={"lrr": 1})]}, r"^rules\[0\].options.lrr: muon has no"),
+        (
+            {"rules": [Rule(match="*.up.weight", optimizer="muon", options={"lrr": 1})]},
+            r"^rules\[0\].options.lrr: muon has no",
+        ),
         ({"muon": {"momentun": 0.9}}, "^momentun is no key"),
         ({"muon": {"momentum": 2.0}}, "^momentum = 2.0 is not accepted"),
         ({"adamw": {"state_dtype": "bfloat16", "betas": (0.9, 0.9999)}}, r"^adamw.betas = \[0.9, 0.9999\]"),

@@ -100,7 +100,7 @@ def load(rank: int, world_size: int, change: str) -> tuple[str, int, bool]:
     elif change == "lr":
         state["param_groups"][0]["lr"] = 0.5
     elif change == "torch":
-        for name in ("adjust_lr_fn", "orthogonalize"):
+        for name in ("adjust_lr_fn", "ns_coefficients"):
             state["param_groups"][0].pop(name, None)
     elif change == "range" and rank == 1:
         state["param_groups"][0]["momentum"] = 1.5
@@ -130,7 +130,7 @@ def test_a_value_out_of_range_in_a_ranks_state_is_an_error_on_every_rank() -> No
 
 def test_another_optimizers_state_is_refused_with_the_missing_key() -> None:
     for error, _, _ in run_ranks(load, 2, "torch", timeout=SECONDS):
-        assert "of another optimizer: its groups have no adjust_lr_fn" in error
+        assert "of another optimizer: its groups have no ns_coefficients, adjust_lr_fn" in error
 
 
 def test_a_load_plans_again_only_if_newton_schulz_changed() -> None:
