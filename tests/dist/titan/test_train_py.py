@@ -74,7 +74,8 @@ def test_sigterm_stops_every_rank_at_the_same_step_with_a_complete_checkpoint(tm
     assert "Traceback" not in shown
     steps = [path.name for path in (run_folder(tmp_path) / "checkpoint").iterdir()]
     assert len(steps) == 1
-    assert f"stopped after step {steps[0].removeprefix('step-')} of 5000: saved" in shown
+    last = f"stopped after step {steps[0].removeprefix('step-')} of 5000: saved; "
+    assert shown.splitlines()[-1] == f"{last}the same command with --checkpoint.load latest continues"
     assert (run_folder(tmp_path) / "checkpoint" / steps[0] / ".metadata").is_file()
 
 
@@ -94,7 +95,7 @@ def test_ctrl_c_without_checkpoints_names_the_lost_work(tmp_path: Path) -> None:
         (("--checkpoint.load=no/such/folder",), "no such folder"),
         (("--parallelism.tensor_parallel_degree=3",), "tensor_parallel_degree"),
         (("--data.files=no/such/*.txt",), "error: command line: data.files"),
-        (("--training.seq_len=60000",), "Training sequence length 60000 exceeds"),
+        (("--training.seq_len=60000",), "training.seq_len = 60000 exceeds the 40960 positions"),
     ],
 )
 def test_a_mistake_prints_a_single_line_and_exits_with_2(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_a_mistake_prints_a_single_line_and_exits_with_2(words: tuple[str, ...],
     assert errors[0].startswith("error: ")
     assert expected in errors[0]
     assert "Traceback" not in shown
-    assert not list((tmp_path / "runs").rglob("recipe.toml")), "a run that never began must leave no folder"
+    assert not [path for path in tmp_path.glob("runs/*") if path.is_dir()], "a run that never began leaves no folder"
 
 
 def test_divergence_prints_a_single_error_and_exits_with_1(tmp_path: Path) -> None:
@@ -153,7 +154,7 @@ DIVERGES = ("--adamw.lr=1e30", "--lr_scheduler.warmup_steps=0", "--metrics.log_f
 @pytest.mark.parametrize(
     ("words", "expected", "code"),
     [
-        (("--training.seq_len=60000",), "Training sequence length 60000 exceeds", 2),
+        (("--training.seq_len=60000",), "training.seq_len = 60000 exceeds the 40960 positions", 2),
         (DIVERGES, "the norm of the gradients is nan", 1),
     ],
 )
@@ -169,8 +170,6 @@ def test_the_end_of_two_ranks_is_printed_once_and_not_restarted(
     assert f"exitcode  : {code} " in shown
     assert "RecipeError" not in shown
     runs = [path for path in (tmp_path / "runs" / "tiny").glob("2*") if path.is_dir()]
-    if "60000" in expected:
-        assert "exceeds" in (runs[0] / "traceback.txt").read_text(), "a developer finds where it was raised"
     if code == 1:
         assert len(runs) == 1, "each restart would have begun another run"
         assert next(iter(tiny.records(runs[0], "diverged").values())) in shown

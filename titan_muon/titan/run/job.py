@@ -26,6 +26,7 @@ from titan_muon.titan import compat
 from titan_muon.titan.assign import explain
 from titan_muon.titan.checks.assignments import assigned_optimizers, changed_assignments
 from titan_muon.titan.checks.start import check_start, start_facts
+from titan_muon.titan.data.cache import atomic
 from titan_muon.titan.data.loader import PackedDataLoader
 from titan_muon.titan.device import compute_capability, on_accelerator
 from titan_muon.titan.fault import RunFault
@@ -157,20 +158,22 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
     except (ValueError, NotImplementedError) as error:
         if trainer is not None:
             trainer.close()
-        if dist.get_rank() == 0 and isinstance(error, RecipeError):
+        if dist.get_rank() == 0:
             runs.discard(run)
         if isinstance(error, RecipeError):
             raise
-        raise RecipeError(f"{error} (refused at {_traced(error, run)})") from error
+        raise RecipeError(f"{error} (refused at {_traced(error, recipe)})") from error
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
+        if dist.get_rank() == 0:
+            runs.discard(run)
         model = recipe.model
         vocabulary = "" if model.vocab_size is None else f" with model.vocab_size = {model.vocab_size}"
         raise RecipeError(
             f"model.flavor = {model.flavor!r}{vocabulary} does not fit into the memory of rank {dist.get_rank()}: "
             f"{str(error).splitlines()[0]}. Choose a smaller model or vocabulary, or more ranks; a dry run (--dry-run) "
-            f"lists the memory by purpose (refused at {_traced(error, run)})"
+            f"lists the memory by purpose (refused at {_traced(error, recipe)})"
         ) from error
     reports = _gather_parts(trainer, recipe, group)
     texts = [{"plan": "", "changes": ""}]
@@ -202,11 +205,11 @@ def _refuse_late_export(trainer: MuonTrainer, recipe: Recipe) -> None:
         )
 
 
-def _traced(error: Exception, run: Run) -> str:
-    file, where = Path(run.folder) / TRACEBACK_FILE, traceback.extract_tb(error.__traceback__)[-1]
-    # Most of these errors are the same on all ranks.
-    with suppress(OSError), file.open("x", encoding="utf-8") as stream:
-        stream.write("".join(traceback.format_exception(error)))
+def _traced(error: Exception, recipe: Recipe) -> str:
+    """Where the error was raised, and the file of the last refusal's traceback, because the run has no folder."""
+    file, where = Path(recipe.dump_folder, TRACEBACK_FILE), traceback.extract_tb(error.__traceback__)[-1]
+    with suppress(OSError), atomic(file) as temporary:
+        temporary.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
     return f"{where.filename}:{where.lineno}; traceback in {file}"
 
 

@@ -26,11 +26,16 @@ from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsPr
 from torchtitan.distributed import ParallelDims
 from tqdm import tqdm
 
+from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.run.console import is_quiet, show
 
 METRICS_FILE = "metrics.jsonl"
 # TensorBoard groups tags by the first word; the file keeps the keys for scripts.
-TAGS = {"loss": "loss/train", "val_loss": "loss/validation", "bits_per_byte": "loss/bits_per_byte"}
+LOSS_TAGS = {"loss": "loss/train", "val_loss": "loss/validation"}
+STEP_KEYS = ("grad_norm", "tokens_per_second", "mfu", "memory_gib")
+TAGS = LOSS_TAGS | {"bits_per_byte": "loss/bits_per_byte"} | {key: f"step/{key}" for key in STEP_KEYS}
+AXES = ("tokens", "seconds")
+"""Places of losses beside the step. TensorBoard would draw them as straight lines; W&B offers them as axes."""
 WANDB_ID_FILE = "wandb_id"
 GIB = 1024**3
 
@@ -88,13 +93,14 @@ class TensorBoard(BaseLogger):
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         for tag, value in tagged(metrics):
-            self.writer.add_scalar(tag, value, step)
+            if tag not in AXES:
+                self.writer.add_scalar(tag, value, step)
         self._log_losses(metrics)
         self.writer.flush()
 
     def _log_losses(self, metrics: Mapping[str, Any]) -> None:
-        for axis in ("tokens", "seconds"):
-            for key, tag in TAGS.items():
+        for axis in AXES:
+            for key, tag in LOSS_TAGS.items():
                 if key in metrics and axis in metrics:
                     self.writer.add_scalar(tag.replace("loss/", f"loss_by_{axis}/"), metrics[key], int(metrics[axis]))
 
@@ -119,7 +125,16 @@ class WandB(BaseLogger):
         os.environ.setdefault("WANDB_RUN_ID", id_file.read_text(encoding="utf-8").strip())
         os.environ.setdefault("WANDB_RESUME", "allow")
         os.environ.setdefault("WANDB_RUN_NAME", f"{folder.parent.name}/{folder.name}")
-        self.inner = WandBLogger(str(folder), config_dict=tomllib.loads(recipe))
+        try:
+            import wandb
+        except ImportError as error:
+            raise RecipeError("metrics.enable_wandb = true: run pip install wandb, or set it to false") from error
+        try:
+            self.inner = WandBLogger(str(folder), config_dict=tomllib.loads(recipe))
+        except wandb.Error as error:
+            problem = str(error).splitlines()[0]
+            remedy = "run wandb login, set the environment variable WANDB_MODE=offline, or set it to false"
+            raise RecipeError(f"metrics.enable_wandb = true: {problem} Remedy: {remedy}") from error
 
     def describe(self, texts: Mapping[str, str], earlier: Iterable[Mapping[str, Any]]) -> None:
         self.inner.wandb.run.summary.update(dict(texts))

@@ -209,9 +209,12 @@ def _has_model(folder: Path, recipe: Recipe) -> bool:
 
 
 def discard(run: Run) -> None:
-    """Remove the new folder of a run that could not begin; called on rank 0."""
-    if run.source != run.folder and not Path(run.folder, RECIPE_FILE).is_file():
-        shutil.rmtree(run.folder, ignore_errors=True)
+    """Remove the new folder of a run that could not begin, and the recipe's folder if that was the only run."""
+    folder = Path(run.folder)
+    if run.source != run.folder and not (folder / RECIPE_FILE).is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()
 
 
 def _source(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | None:

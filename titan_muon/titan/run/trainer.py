@@ -176,12 +176,13 @@ class MuonTrainer(Trainer):
         self.metrics_processor.say_end(self.step, self.config.dump_folder)
         checkpoint = self.config.checkpoint
         saves = checkpoint.enable and not checkpoint.load_only
-        if saves and not checkpoint.last_save_in_hf:
-            say(f"next: titan-muon sample {quote(self.config.dump_folder)} (write text), or titan-muon evaluate (loss)")
         if self.stopped and self.step < self.config.training.steps:
             off = "load_only = true" if checkpoint.enable else "enable = false"
-            outcome = "saved" if saves else f"nothing is saved (checkpoint.{off})"
+            saved = "saved; the same command with --checkpoint.load latest continues"
+            outcome = saved if saves else f"nothing is saved (checkpoint.{off})"
             say(f"stopped after step {self.step} of {self.config.training.steps}: {outcome}")
+        elif saves and not checkpoint.last_save_in_hf:
+            say(f"next: titan-muon sample {quote(self.config.dump_folder)} (write text), or titan-muon evaluate (loss)")
 
     def _begin_checks(self) -> None:
         lines, _ = read_until(Path(self.config.dump_folder, METRICS_FILE), self.step)

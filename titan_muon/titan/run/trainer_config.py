@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.config.configs import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
@@ -55,13 +56,15 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
     vocabulary = vocab_size(recipe.data) if model.vocab_size is None else model.vocab_size
     spec = model_spec(model.name, model.flavor, vocab_size=vocabulary, attention=model.attention)
     observe_logits(spec.model, recipe.qk_clip)
+    _check_sequences(recipe, spec.model)
+    _check_backend(recipe)
     return MuonTrainer.Config(
         clip=recipe.optimizer.clip,
         qk_clip=recipe.qk_clip,
         monitor=recipe.monitor,
         converters=float8_converters(recipe, spec.model),
         model_spec=with_placement(spec, recipe),
-        hf_assets_path=_assets(model.hf_assets_path),
+        hf_assets_path=_folder("model.hf_assets_path", model.hf_assets_path, "a model's Hugging Face folder") or "",
         dump_folder=run.folder,
         tokenizer=tokenizer_config(recipe.data),
         dataloader=dataloader_config(recipe.data),
@@ -124,6 +127,11 @@ def _checkpoint_config(recipe: Recipe, run: Run) -> RunCheckpoints.Config:
     values = _values(recipe.checkpoint)
     # Rank 0 has resolved these keys to `run.checkpoint`.
     del values["load"], values["load_step"]
+    if run.checkpoint is None:
+        # A continued run ignores this path, which may be gone by then.
+        path = _folder("checkpoint.initial_load_path", values["initial_load_path"], "the folder of a checkpoint's step")
+        if path is not None and not recipe.checkpoint.initial_load_in_hf and "://" not in path:
+            _check_metadata(Path(path))
     values["exclude_from_loading"] = [] if run.restarted else list(recipe.checkpoint.exclude_from_loading)
     # TorchTitan warns about the default if there is nothing to load.
     values["initial_load_model_only"] &= recipe.checkpoint.initial_load_path is not None
@@ -146,12 +154,38 @@ def _activation_checkpoint(section: ActivationCheckpoint) -> ActivationCheckpoin
     return kind(**{key: value for key, value in values.items() if key in known})
 
 
-def _assets(path: str | None) -> str:
-    if path is None:
-        return ""
-    if not Path(path).is_dir():
-        raise RecipeError(f"model.hf_assets_path = {path!r}: no such folder; it takes a model's Hugging Face folder")
+def _folder(key: str, path: str | None, takes: str) -> str | None:
+    """The path, if it is absent, a URL or a folder."""
+    if path is not None and "://" not in path and not Path(path).is_dir():
+        raise RecipeError(f"{key} = {path!r}: no such folder; it takes {takes}")
     return path
+
+
+def _check_metadata(folder: Path) -> None:
+    if not (folder / ".metadata").is_file():
+        raise RecipeError(
+            f"checkpoint.initial_load_path = {str(folder)!r} has no .metadata, so it is no whole checkpoint; name a "
+            "folder such as RUN/checkpoint/step-100"
+        )
+
+
+def _check_sequences(recipe: Recipe, model: Any) -> None:
+    # TorchTitan's check names neither the key nor the remedy.
+    length, most = recipe.training.seq_len, getattr(model, "max_seq_len", None)
+    if most is not None and length > most:
+        raise RecipeError(
+            f"training.seq_len = {length} exceeds the {most} positions of model.flavor = {recipe.model.flavor!r}; "
+            f"set it to {most} or less, or choose another flavor"
+        )
+
+
+def _check_backend(recipe: Recipe) -> None:
+    if not recipe.compile.enable:
+        return
+    # No tag excluded, because "eager" has the tag "debug".
+    known, backend = torch.compiler.list_backends(exclude_tags=()), recipe.compile.backend
+    if backend not in known:
+        raise RecipeError(f"compile.backend = {backend!r}: torch.compile knows {', '.join(known)}")
 
 
 def _metrics_config(recipe: Recipe, run: Run) -> RunMetrics.Config:

@@ -24,7 +24,7 @@ from titan_muon.titan import compat
 
 compat.install()
 
-from titan_muon.titan.recipe import Recipe, to_toml  # noqa: E402
+from titan_muon.titan.recipe import Recipe, RecipeError, to_toml  # noqa: E402
 from titan_muon.titan.run import console, metrics  # noqa: E402
 from titan_muon.titan.run.console import _Useful, set_up_logging  # noqa: E402
 from titan_muon.titan.run.metrics import JsonLines, RunMetrics, StepReport, flatten, read_until, tagged  # noqa: E402
@@ -207,6 +207,27 @@ def test_tensorboard_has_the_recipe_and_both_losses(tmp_path: Path) -> None:
     assert text_of(events, "recipe") == "    [muon]\n    lr = 0.5\n"
 
 
+def test_tensorboard_has_sections_of_several_curves_with_the_losses_first(reporter: RunMetrics, tmp_path: Path) -> None:
+    """A curve over itself is a straight line, and bits per byte are the loss in another unit."""
+    reporter.log_step(REPORT)
+    reporter.bytes_per_token, reporter.tokens = 1.5, 5120
+    reporter.log_validation(2.0, 10)
+    board = metrics.TensorBoard(tmp_path / "tb", 1, "")
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        values = json.loads(line)
+        step = values.pop("step")
+        board.log(values | {"mfu": 0.4}, step)
+    board.close()
+    sections: dict[str, list[str]] = {}
+    for tag in sorted(EventAccumulator(str(tmp_path / "tb")).Reload().Tags()["scalars"]):
+        sections.setdefault(tag.partition("/")[0], []).append(tag.partition("/")[2])
+    assert list(sections)[:3] == ["loss", "loss_by_seconds", "loss_by_tokens"]
+    assert sections["loss"] == ["bits_per_byte", "train", "validation"]
+    assert sections["loss_by_seconds"] == sections["loss_by_tokens"] == ["train", "validation"]
+    assert sections["step"] == ["grad_norm", "memory_gib", "mfu", "tokens_per_second"]
+    assert set(sections) == {"loss", "loss_by_seconds", "loss_by_tokens", "lr", "step", "time"}
+
+
 def text_of(events: EventAccumulator, tag: str) -> str:
     return events.Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0].decode()
 
@@ -330,6 +351,7 @@ class StubWandb(types.ModuleType):
         super().__init__("wandb")
         self.begun: list[dict] = []
         self.run = types.SimpleNamespace(summary={})
+        self.Error: type[Exception] = OSError
 
     def init(self, **arguments: object) -> None:
         self.begun.append(arguments | {"resume": os.environ.get("WANDB_RESUME")})
@@ -349,6 +371,20 @@ def test_wandb_gets_the_recipe_and_continues_the_run(tmp_path: Path, monkeypatch
     assert ids[0] == ids[1] != ids[2]
     assert stub.begun[0]["resume"] == "allow"
     assert stub.begun[2]["name"] == f"{tmp_path.name}/second"
+
+
+def test_a_refusal_of_wandb_is_an_error_with_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = StubWandb()
+
+    def init(**arguments: object) -> None:
+        raise stub.Error("No API key configured.\nmore")
+
+    monkeypatch.setattr(stub, "init", init)
+    monkeypatch.setattr(os, "environ", {})
+    for module, problem in ((stub, "No API key configured. Remedy: run wandb login"), (None, "run pip install wandb")):
+        monkeypatch.setitem(sys.modules, "wandb", module)
+        with pytest.raises(RecipeError, match=f"^metrics.enable_wandb = true: {problem}"):
+            metrics.WandB(tmp_path, "")
 
 
 def test_wandb_shows_the_plan_and_the_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

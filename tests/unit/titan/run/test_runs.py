@@ -277,6 +277,9 @@ def test_only_a_new_folder_is_discarded(tmp_path: Path) -> None:
     new = open_run(tiny.recipe(tmp_path))
     discard(new)
     assert not Path(new.folder).exists()
+    discard(open_run(tiny.recipe(tmp_path, name="never")))
+    assert not (run.parents[1] / "never").exists()
+    assert run.is_dir()
 
 
 RULED = """

@@ -1,5 +1,6 @@
 """A recipe's keys reach TorchTitan's configuration under the same names, or are refused with the key."""
 
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,6 +170,51 @@ def test_parameters_on_the_host_have_a_cpu_backend_beside_the_device_backend(
     assert asked == [accelerator and offload]
 
 
+@pytest.mark.parametrize("error", [ValueError("bad degrees"), NotImplementedError("bad degrees")])
+def test_a_refusal_by_torchtitan_leaves_no_run_folder(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> None:
+        raise error
+
+    monkeypatch.setattr(job, "trainer_config", lambda *args: SimpleNamespace(build=build))
+    monkeypatch.setattr(job.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(job.dist, "get_rank", lambda: 0)
+    recipe = tiny.recipe(tmp_path)
+    run = Run(folder=f"{recipe.dump_folder}/tiny/run")
+    Path(run.folder, "tb").mkdir(parents=True)
+    with pytest.raises(RecipeError, match=r"^bad degrees .refused at ") as caught:
+        job._prepare(recipe, run, None)
+    assert not Path(run.folder).parent.exists()
+    file = Path(str(caught.value).removesuffix(")").rpartition(" in ")[2])
+    assert "raise error" in file.read_text(), "a developer finds where it was raised"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"training__seq_len": 60000},
+            "training.seq_len = 60000 exceeds the 40960 positions of model.flavor = 'moe_tiny'; set it to 40960",
+        ),
+        ({"checkpoint__initial_load_path": "/no/where"}, "checkpoint.initial_load_path = '/no/where': no such folder"),
+        ({"checkpoint__initial_load_path": "/"}, "checkpoint.initial_load_path = '/' has no .metadata"),
+        ({"compile__enable": True, "compile__backend": "foo"}, "compile.backend = 'foo': torch.compile knows"),
+    ],
+)
+def test_a_value_that_torch_or_torchtitan_refuse_later_is_named_by_its_key(
+    values: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match="^" + re.escape(message)):
+        trainer_config(tiny.recipe(tmp_path, **values), Run(folder=str(tmp_path)), 1)
+
+
+def test_a_continued_run_needs_no_initial_checkpoint_and_any_backend_of_torch_is_accepted(tmp_path: Path) -> None:
+    values = {"checkpoint__initial_load_path": "/no/where", "compile__enable": True, "compile__backend": "eager"}
+    run = Run(folder=str(tmp_path), source=str(tmp_path), checkpoint=f"{tmp_path}/checkpoint/step-1")
+    assert trainer_config(tiny.recipe(tmp_path, **values), run, 1).compile.backend == "eager"
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -186,17 +232,20 @@ def test_a_model_beyond_the_memory_is_an_error_with_the_key(
 
     monkeypatch.setattr(job, "trainer_config", lambda *args: SimpleNamespace(build=build))
     monkeypatch.setattr(job.dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(job.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(job.dist, "get_rank", lambda: 0)
     recipe = tiny.recipe(tmp_path, model__vocab_size=10**11)
+    run = Run(folder=f"{recipe.dump_folder}/tiny/run")
+    Path(run.folder, "tb").mkdir(parents=True)
     with pytest.raises(RuntimeError if "other" in str(error) else RecipeError) as caught:
-        job._prepare(recipe, Run(folder=str(tmp_path)), None)
+        job._prepare(recipe, run, None)
+    assert Path(run.folder).exists() == ("other" in str(error)), "a refused run leaves no folder"
     if "other" in str(error):
         assert caught.value is error
         return
     key = "model.flavor = 'moe_tiny' with model.vocab_size = 100000000000"
     remedy = "Choose a smaller model or vocabulary, or more ranks; a dry run (--dry-run) lists the memory by purpose"
-    cause = f"does not fit into the memory of rank 3: {str(error).splitlines()[0]}"
+    cause = f"does not fit into the memory of rank 0: {str(error).splitlines()[0]}"
     text = str(caught.value)
     assert text.startswith(f"{key} {cause}. {remedy} (refused at ")
     assert "\n" not in text
-    assert "allocate 25 TB" in (tmp_path / "traceback.txt").read_text()
+    assert "allocate 25 TB" in Path(recipe.dump_folder, "traceback.txt").read_text()
