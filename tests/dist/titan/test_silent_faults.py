@@ -73,12 +73,19 @@ def other_starts(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         changed = {"version of torch": "0.0", "source file titan_muon/titan/fault.py": "other"}
         return {**facts(recipe), **(changed if rank else {})}
 
+    edited = folder / "edited"
+    if rank:
+        shutil.copytree(folder / "corpus", edited)
+        (edited / "07.txt").write_text("an edited document on one node")
+        shown["text"] = outcome(folder, "text", data__files=[f"{edited}/*.txt"])
+    else:
+        shown["text"] = outcome(folder, "text")
     with mock.patch("titan_muon.titan.run.job.start_facts", other):
         return {**shown, "code": outcome(folder, "code")}
 
 
 def test_different_starts_of_ranks_are_refused_with_key_and_values(tmp_path: Path) -> None:
-    """A different recipe key, version or source file on one rank ends the start on all ranks."""
+    """A different recipe key, version, source file or text on one rank ends the start on all ranks."""
     tiny.write_recipe(tmp_path)
     for shown in run_ranks(other_starts, 2, tmp_path):
         for key, value in OTHER_KEYS.items():
@@ -87,6 +94,7 @@ def test_different_starts_of_ranks_are_refused_with_key_and_values(tmp_path: Pat
             assert str(value) in text
             assert "on rank 0" in text
             assert "on rank 1" in text
+        assert "RecipeError: ranks were started differently: digest of the text of data.files is " in shown["text"]
         assert "version of torch is " in shown["code"]
         assert "source file titan_muon/titan/fault.py is " in shown["code"]
     assert not list((tmp_path / "runs").rglob("recipe.toml"))

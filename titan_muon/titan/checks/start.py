@@ -1,4 +1,4 @@
-"""Compares recipe, code and versions of all ranks before the first step."""
+"""Compares recipe, code, versions, text and tokenizer of all ranks before the first step."""
 
 import hashlib
 import platform
@@ -9,16 +9,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.tokenizer import BaseTokenizer
 
 import titan_muon
 from titan_muon import registry
+from titan_muon.titan.data.loader import PackedDataLoader
 from titan_muon.titan.recipe import Recipe, RecipeError
 from titan_muon.titan.recipe.files import written_values
 from titan_muon.titan.recipe.toml import value_text
 
 LISTED = 8
 PATHS = ("data.files", "data.tokenizer_path", "data.dataset_path", "data.cache", "model.hf_assets_path")
-"""Keys that may differ: files may be at another path on each node."""
+"""Keys that may differ: equal files may be at another path on each node, see `data_facts`."""
 
 
 def start_facts(recipe: Recipe) -> dict[str, str]:
@@ -35,6 +38,14 @@ def start_facts(recipe: Recipe) -> dict[str, str]:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
         facts[f"source file {'/'.join(file.parts[-3:])}"] = digest
     return facts
+
+
+def data_facts(loader: BaseDataLoader, tokenizer: BaseTokenizer) -> dict[str, str]:
+    """Digests of the text and of the tokenizer on this rank. Source `hf` has no digest of its text."""
+    facts = {"tokenizer": getattr(tokenizer, "fingerprint", "unknown")}
+    if isinstance(loader, PackedDataLoader):
+        facts["text of data.files"] = loader.fingerprint
+    return {f"digest of the {name}": value for name, value in facts.items()}
 
 
 def source_files(recipe: Recipe) -> list[Path]:
@@ -68,8 +79,8 @@ def check_start(facts: Mapping[str, str], group: dist.ProcessGroup | None) -> No
     lines = differences(reports)
     more = f"; and {len(lines) - LISTED} more" if len(lines) > LISTED else ""
     raise RecipeError(
-        f"ranks were started differently: {'; '.join(lines[:LISTED])}{more}. Start all ranks with the same recipe and "
-        "the same installed code."
+        f"ranks were started differently: {'; '.join(lines[:LISTED])}{more}. Start all ranks with the same recipe, "
+        "installed code, text and tokenizer."
     )
 
 

@@ -189,7 +189,7 @@ def _too_short(validation: bool, blocks: TokenBlocks) -> str:
 
 def _hf_dataloader_config(data: Data, validation: bool) -> BaseDataLoader.Config:
     # The dataset library takes seconds to import.
-    from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+    from titan_muon.titan.data.hf import DATASETS, HFTextLoader
 
     name = f"{data.dataset}_validation" if validation else data.dataset
     if data.dataset not in DATASETS:
@@ -198,7 +198,7 @@ def _hf_dataloader_config(data: Data, validation: bool) -> BaseDataLoader.Config
         raise RecipeError(
             f"data.dataset = {data.dataset!r}: TorchTitan has no {name!r} to validate on; set validator.enable = false"
         )
-    return HuggingFaceTextDataLoader.Config(
+    return HFTextLoader.Config(
         dataset=name,
         dataset_path=data.dataset_path,
         num_workers=data.num_workers,

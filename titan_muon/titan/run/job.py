@@ -25,7 +25,7 @@ from titan_muon.tensors.process_groups import default_store
 from titan_muon.titan import compat
 from titan_muon.titan.assign import explain
 from titan_muon.titan.checks.assignments import assigned_optimizers, changed_assignments
-from titan_muon.titan.checks.start import check_start, start_facts
+from titan_muon.titan.checks.start import check_start, data_facts, start_facts
 from titan_muon.titan.data.cache import atomic
 from titan_muon.titan.data.loader import PackedDataLoader
 from titan_muon.titan.device import compute_capability, on_accelerator
@@ -152,6 +152,7 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
     try:
         trainer = trainer_config(recipe, run, dist.get_world_size()).build()
         assert trainer is not None, "a configuration builds its trainer"
+        check_start(data_facts(trainer.dataloader, trainer.tokenizer), group)
         trainer.checkpointer.load()
         _refuse_late_export(trainer, recipe)
     # TorchTitan raises these for bad configurations, without a key.

@@ -62,6 +62,11 @@ class _Plain(pickle.Unpickler):
         raise RefusedError(f"it names {module}.{name}, which no checkpoint needs")
 
 
+def plain_pickle(content: bytes) -> Any:
+    """Numbers, texts and containers from a pickle. Raises RefusedError for any other class or function."""
+    return _Plain(io.BytesIO(content)).load()
+
+
 class SafeReader(FileSystemReader):
     """PyTorch's reader with an allow-list for `.metadata`."""
 
@@ -99,9 +104,6 @@ class SafePlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn
         loaded = torch.load(value, weights_only=True)
-        if isinstance(loaded, bytes):
-            # State of TorchTitan's Hugging Face loader, which would unpickle any class.
-            _Plain(io.BytesIO(loaded)).load()
         target = self.original_state_dict
         *parents, last = self.mappings[fqn]
         for key in parents:

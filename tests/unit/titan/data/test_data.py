@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
+from titan_muon.titan.checks.start import data_facts
 from titan_muon.titan.data import corpus as corpus_module
 from titan_muon.titan.data import documents as documents_module
 from titan_muon.titan.data.blocks import TokenBlocks
@@ -642,6 +643,12 @@ def test_the_hf_tokenizer_marks_start_and_end_of_every_document(data, tmp_path, 
     assert tokenizer.get_vocab_size() == max(opening, closing) + 1
     assert vocab_size(hf) is None, "the model brings its own"
     assert isinstance(build(hf), PackedDataLoader)
+    other = save_hf_tokenizer(data, tmp_path / "other", {"eos_token": "<end>"})
+    facts = [data_facts(build(table), tokenizer_config(table).build()) for table in (hf, hf, other)]
+    assert facts[0] == facts[1]
+    assert all(facts[0][name] != facts[2][name] for name in facts[0]), (
+        "ranks compare text and tokenizer by these digests"
+    )
 
 
 def test_the_hf_tokenizer_needs_a_file_and_a_mark(data, tmp_path):
