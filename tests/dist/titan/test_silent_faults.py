@@ -77,7 +77,7 @@ def other_starts(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     if rank:
         shutil.copytree(folder / "corpus", edited)
         (edited / "07.txt").write_text("an edited document on one node")
-        shown["text"] = outcome(folder, "text", data__files=[f"{edited}/*.txt"])
+        shown["text"] = outcome(folder, "text", data__files=f"{edited}/*.txt")
     else:
         shown["text"] = outcome(folder, "text")
     with mock.patch("titan_muon.titan.run.job.start_facts", other):
