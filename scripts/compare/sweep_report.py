@@ -232,8 +232,9 @@ def picture(groups: Sequence[Setting]) -> Figure:
     curves.legend(lines, [record.label for record in records], **below)
     if has_rates:
         others[0].legend(**below)
-    for text in [text for axes in figure.axes for text in axes.get_legend().get_texts()]:
-        text.set_parse_math(False)
+    for legend in filter(None, (axes.get_legend() for axes in figure.axes)):
+        for text in legend.get_texts():
+            text.set_parse_math(False)
     return figure
 
 

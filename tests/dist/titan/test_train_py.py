@@ -115,6 +115,7 @@ def test_divergence_prints_a_single_error_and_exits_with_1(tmp_path: Path) -> No
     words = ("--adamw.lr=1e30", "--muon.lr=1e30", "--validator.enable=false", "--lr_scheduler.warmup_steps=0")
     code, shown = run_program("train.py", "--config", str(tiny.write_recipe(tmp_path)), *words)
     assert code == 1, shown
+    assert "documents of data.files with " in shown, "each start says what it reads"
     assert "Lower the learning rates" in shown
     assert shown.count("error: ") == 1
     assert "Traceback" not in shown

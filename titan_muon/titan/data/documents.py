@@ -192,9 +192,10 @@ class Documents:
                 # The standard library has a few sources in other encodings, on purpose.
                 if self.data.source == "files" and _is_hardly_text(content):
                     hardly_text.add(number)
-        arrays = {"keys": np.array(keys, np.uint64), "hardly_text": np.array(sorted(hardly_text), np.int64)}
+        numbers = np.array(sorted(hardly_text), dtype=np.int64)
         with atomic(path) as temporary, open(temporary, "wb") as stream:
-            np.savez(stream, digest=np.array(state.hexdigest()), **arrays)
+            hashes = np.array(keys, dtype=np.uint64)
+            np.savez(stream, digest=np.array(state.hexdigest()), keys=hashes, hardly_text=numbers)
 
     @cached_property
     def _split(self) -> tuple[np.ndarray, np.ndarray]:

@@ -133,8 +133,8 @@ class WandB(BaseLogger):
             self.inner = WandBLogger(str(folder), config_dict=tomllib.loads(recipe))
         except wandb.Error as error:
             problem = str(error).splitlines()[0]
-            remedy = "run wandb login, set the environment variable WANDB_MODE=offline, or set it to false"
-            raise RecipeError(f"metrics.enable_wandb = true: {problem} Remedy: {remedy}") from error
+            remedy = "Or set the environment variable WANDB_MODE=offline, or metrics.enable_wandb = false"
+            raise RecipeError(f"metrics.enable_wandb = true: {problem} {remedy}") from error
 
     def describe(self, texts: Mapping[str, str], earlier: Iterable[Mapping[str, Any]]) -> None:
         self.inner.wandb.run.summary.update(dict(texts))

@@ -182,10 +182,11 @@ def _check_sequences(recipe: Recipe, model: Any) -> None:
 def _check_backend(recipe: Recipe) -> None:
     if not recipe.compile.enable:
         return
+    backend = recipe.compile.backend
     # No tag excluded, because "eager" has the tag "debug".
-    known, backend = torch.compiler.list_backends(exclude_tags=()), recipe.compile.backend
-    if backend not in known:
-        raise RecipeError(f"compile.backend = {backend!r}: torch.compile knows {', '.join(known)}")
+    if backend not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join([*torch.compiler.list_backends(), "eager", "aot_eager"])
+        raise RecipeError(f"compile.backend = {backend!r}: torch.compile has no such backend; it has {known}")
 
 
 def _metrics_config(recipe: Recipe, run: Run) -> RunMetrics.Config:

@@ -4,6 +4,7 @@ import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -170,6 +171,20 @@ def test_parameters_on_the_host_have_a_cpu_backend_beside_the_device_backend(
     assert asked == [accelerator and offload]
 
 
+def test_a_start_on_a_streamed_dataset_says_the_tokens_to_read(tmp_path: Path) -> None:
+    training = SimpleNamespace(steps=10, local_batch_size=2)
+    trainer: Any = SimpleNamespace(
+        step=4,
+        dataloader=None,
+        config=SimpleNamespace(training=training),
+        parallel_dims=SimpleNamespace(dp_replicate=2, dp_shard=4),
+        gradient_accumulation_steps=3,
+    )
+    (line,) = job._data_lines(trainer, tiny.recipe(tmp_path))
+    assert line.startswith("data: c4 by TorchTitan's loader, which counts no passes; ")
+    assert f"{6 * 2 * 2 * 4 * 3 * 64:,} tokens" in line
+
+
 @pytest.mark.parametrize("error", [ValueError("bad degrees"), NotImplementedError("bad degrees")])
 def test_a_refusal_by_torchtitan_leaves_no_run_folder(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -199,7 +214,7 @@ def test_a_refusal_by_torchtitan_leaves_no_run_folder(
         ),
         ({"checkpoint__initial_load_path": "/no/where"}, "checkpoint.initial_load_path = '/no/where': no such folder"),
         ({"checkpoint__initial_load_path": "/"}, "checkpoint.initial_load_path = '/' has no .metadata"),
-        ({"compile__enable": True, "compile__backend": "foo"}, "compile.backend = 'foo': torch.compile knows"),
+        ({"compile__enable": True, "compile__backend": "foo"}, "compile.backend = 'foo': torch.compile has no such"),
     ],
 )
 def test_a_value_that_torch_or_torchtitan_refuse_later_is_named_by_its_key(
