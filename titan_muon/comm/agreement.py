@@ -134,13 +134,13 @@ class Agreement:
             f"; ranks {silent} do not answer, because they ended, or wait outside of step()" if silent else ""
         )
 
-    def gathered(self, value: T) -> list[T]:
-        """The values of all ranks of the world, in order. Collective."""
+    def gathered(self, value: T) -> dict[int, T]:
+        """The values of all ranks of the world, by rank. Collective."""
         if self._size == 1:
-            return [value]
+            return {self.rank: value}
         values: list[Any] = [None] * self._size
         dist.all_gather_object(values, value)
-        return values
+        return dict(enumerate(values))
 
     def _exchange(self, report: T) -> tuple[list[bytes], dict[bytes, T]]:
         digest = _digest(report)

@@ -78,31 +78,37 @@ def names_in(group: Mapping[str, Any]) -> Sequence[str]:
 def check_equal(optimizers: Mapping[str, Optimizer], agreement: Agreement, own: Iterable[str] = ()) -> None:
     """Raise ValueError on every rank if replicas or hyperparameters differ between ranks.
 
-    Collective over the world. The host waits for the device and for all ranks. `own`: globs on names of plain tensors
+    Collective over the agreement's ranks. The host waits for the device and for all ranks. `own`: globs on names of plain tensors
     that each rank trains separately.
     """
-    patterns = tuple(own)
-    shards: dict[tuple[DeviceMesh, tuple[int, ...]], dict[str, Tensor]] = {}
-    plain: dict[str, Tensor] = {}
-    for fqn, label, tensor in tensors_of(optimizers):
-        if not isinstance(tensor, DTensor):
-            if not any(fnmatchcase(fqn, pattern) for pattern in patterns):
-                plain[label] = tensor
-        elif not without_groups(tensor) and (axes := _replica_axes(tensor)):
-            shards.setdefault((tensor.device_mesh, axes), {})[label] = tensor
-    values: dict[str, Held] = {label: Held(text, is_tensor=False) for label, text in labeled(optimizers).items()}
-    values |= {
-        label: Held((tuple(plain[label].shape), number)) for label, number in zip(plain, _sums(plain), strict=True)
-    }
+    # Together, because a rank with an error would leave the others in a collective.
+    values, shards = agreement.together(lambda: _held(optimizers, tuple(own)))
     differing = {label: values[label] for label in sorted(agreement.differing(values))}
-    for (mesh, axes), tensors in shards.items():
-        differing |= _differing_shards(mesh, axes, tensors)
+    for (mesh, axes), sums in shards.items():
+        differing |= _differing_shards(mesh, axes, sums)
     if agreement.any_rank(bool(differing)):
-        lines = _lines(dict(enumerate(agreement.gathered(differing))))
+        lines = _lines(agreement.gathered(differing))
         raise ValueError(
             f"values that must be equal on ranks differ: {lines}. Each rank would train on from its own: continue from "
             "a checkpoint from before, with the same options, gradients and number of steps on every rank"
         )
+
+
+def _held(
+    optimizers: Mapping[str, Optimizer], own: Sequence[str]
+) -> tuple[dict[str, Held], dict[tuple[DeviceMesh, tuple[int, ...]], dict[str, int]]]:
+    """Hyperparameters and plain tensors by label, and the bit sums of shards by mesh and replicated axes."""
+    shards: dict[tuple[DeviceMesh, tuple[int, ...]], dict[str, Tensor]] = {}
+    plain: dict[str, Tensor] = {}
+    for fqn, label, tensor in tensors_of(optimizers):
+        if not isinstance(tensor, DTensor):
+            if not any(fnmatchcase(fqn, pattern) for pattern in own):
+                plain[label] = tensor
+        elif not without_groups(tensor) and (axes := _replica_axes(tensor)):
+            shards.setdefault((tensor.device_mesh, axes), {})[label] = tensor
+    values: dict[str, Held] = {label: Held(text, is_tensor=False) for label, text in labeled(optimizers).items()}
+    values |= {label: Held((tuple(plain[label].shape), number)) for label, number in _sums(plain).items()}
+    return values, {axes: _sums(tensors) for axes, tensors in shards.items()}
 
 
 def difference(everywhere: Mapping[int, Mapping[str, Hashable]]) -> str:
@@ -126,20 +132,19 @@ def _replica_axes(tensor: DTensor) -> tuple[int, ...]:
     return tuple(a for a, placement in enumerate(tensor.placements) if placement.is_replicate() and mesh.size(a) > 1)
 
 
-def _sums(tensors: Mapping[str, Tensor]) -> list[int]:
+def _sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Bit sums, with one transfer per device."""
     sums: dict[str, Tensor] = {label: bit_sum(local(tensor)) for label, tensor in tensors.items()}
     numbers: dict[str, int] = {}
     for device in dict.fromkeys(total.device for total in sums.values()):
         labels = [label for label, total in sums.items() if total.device == device]
         numbers |= zip(labels, torch.stack([sums[label] for label in labels]).tolist(), strict=True)
-    return [numbers[label] for label in tensors]
+    return {label: numbers[label] for label in tensors}
 
 
-def _differing_shards(mesh: DeviceMesh, axes: Sequence[int], tensors: Mapping[str, Tensor]) -> dict[str, Held]:
-    """The tensors that differ over the axes of a mesh. Collective over the mesh, with the same names."""
-    sums = _sums(tensors)
-    own = torch.tensor(sums, dtype=torch.int64, device=mesh.device_type)
+def _differing_shards(mesh: DeviceMesh, axes: Sequence[int], sums: Mapping[str, int]) -> dict[str, Held]:
+    """The tensors that differ over the axes of a mesh, by bit sums. Collective over the mesh, with the same names."""
+    own = torch.tensor(list(sums.values()), dtype=torch.int64, device=mesh.device_type)
     # The negative overflows for the smallest integer.
     extremes = torch.cat((own, ~own))
     for axis in axes:
@@ -149,7 +154,7 @@ def _differing_shards(mesh: DeviceMesh, axes: Sequence[int], tensors: Mapping[st
     assert coordinate is not None, "ranks outside of a mesh hold no replica"
     shard = tuple(place for axis, place in enumerate(coordinate) if axis not in axes)
     differs = (largest != smallest).tolist()
-    return {label: Held(s, shard) for label, s, d in zip(tensors, sums, differs, strict=True) if d}
+    return {label: Held(total, shard) for (label, total), d in zip(sums.items(), differs, strict=True) if d}
 
 
 def _lines(everywhere: Mapping[int, Mapping[str, Held]]) -> str:

@@ -110,7 +110,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
     bits = tensor.detach().view(INTEGERS.get(tensor.element_size(), torch.int64))
     # Row weights distinguish permutations of the rows. Odd weights lose no bit modulo 2^64.
     rows = bits.sum(-1, dtype=torch.int64)
-    weights = torch.arange(1, 2 * rows.numel(), 2, device=rows.device).view(rows.shape)
+    weights = torch.arange(1, 2 * rows.numel() + 1, 2, device=rows.device).view(rows.shape)
     return (rows * weights).sum()
 
 

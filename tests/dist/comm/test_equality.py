@@ -14,23 +14,25 @@ from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS
 from tests.shared import message
 from titan_muon import Hybrid
+from titan_muon.comm import equality
 from titan_muon.comm.equality import tensors_of
 
 
 class Model(nn.Module):
-    """Two matrices for Muon, and an embedding and a norm for AdamW."""
+    """Two matrices for Muon, and for AdamW an embedding, a norm, and a head with fewer rows than shards."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(8, 16)
         self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
         self.norm = nn.LayerNorm(16)
+        self.lm_head = nn.Linear(16, 1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embedding(tokens)
         for layer in self.layers:
             hidden = hidden + layer(hidden)
-        return self.norm(hidden)
+        return self.lm_head(self.norm(hidden))
 
 
 def trained(*, sharded: bool, steps: int = 2) -> tuple[Model, Hybrid]:
@@ -123,7 +125,26 @@ def inject(rank: int, world_size: int) -> dict[tuple[str, bool], str]:
                     local(tensor).copy_(before)
             for group, old in zip(optimizer.param_groups, groups, strict=True):
                 group.update(old)
+        errors["out of memory", sharded] = out_of_memory(rank, optimizer)
     return errors
+
+
+def out_of_memory(rank: int, optimizer: Hybrid) -> str:
+    """The error of a comparison in which rank 1 runs out of memory."""
+    sums = equality.bit_sum
+    if rank == 1:
+        equality.bit_sum = raise_out_of_memory
+    try:
+        optimizer.check_replicas()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        equality.bit_sum = sums
+    return ""
+
+
+def raise_out_of_memory(tensor: Tensor) -> Tensor:
+    raise torch.OutOfMemoryError("no memory for the sums")
 
 
 @cache
@@ -138,6 +159,13 @@ def test_every_rank_names_a_difference_and_the_differing_ranks(fault: Callable[.
         error = errors[fault.__name__, sharded]
         assert INJECTED[fault] in error
         assert bool(error) == bool(INJECTED[fault])
+
+
+def test_an_error_of_any_class_on_a_rank_ends_the_comparison_on_every_rank() -> None:
+    for rank, errors in enumerate(injected()):
+        for sharded in (True, False):
+            ends = {0: "RuntimeError: OutOfMemoryError: no memory for the sums (on rank 1)"}
+            assert errors["out of memory", sharded] == ends.get(rank, "OutOfMemoryError: no memory for the sums")
 
 
 def test_tensors_of_a_single_rank_may_differ() -> None:
