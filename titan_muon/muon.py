@@ -288,10 +288,12 @@ class Muon(SkipsSteps, Optimizer):
             self._load(loaded)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        state_dict = completed(state_dict, self.param_groups)
-        if self._engine is None and not state_dict["state"]:
+        agreement = Agreement()
+        state_dict = agreement.together(lambda: completed(state_dict, self.param_groups))
+        # A rank without matrices has no state, and builds with the others.
+        if self._engine is None and not agreement.any_rank(bool(state_dict["state"])):
             # Saved before the first step: only hyperparameters.
-            check_saved_groups(self.param_groups, state_dict["param_groups"])
+            agreement.together(lambda: check_saved_groups(self.param_groups, state_dict["param_groups"]))
             return super().load_state_dict(state_dict)
         self.build()
         self._replanned()

@@ -27,15 +27,19 @@ def some_without_matrices(rank: int, world_size: int) -> tuple[bool, int]:
     whole = [torch.randn(16, 24, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     reference = ReferenceMuon({"w": whole[0].clone()})
     reference.step({"w": whole[1]})
-    if rank > 1:
-        muon = Muon([], lr=0.02, orthogonalize="reference").build()
-        muon.step()
-        return True, muon.orthogonalized
-    param = Parameter(placed(whole[0], mesh))
-    param.grad = placed(whole[1], mesh)
-    muon = Muon([("w", param)], lr=0.02, orthogonalize="reference").build()
+    params = []
+    if rank < 2:
+        params = [("w", Parameter(placed(whole[0], mesh)))]
+        params[0][1].grad = placed(whole[1], mesh)
+    muon = Muon(params, lr=0.02, orthogonalize="reference").build()
     muon.step()
-    return torch.equal(param.to_local(), reference.params["w"].chunk(2)[rank]), muon.orthogonalized
+    orthogonalized = muon.orthogonalized
+    # A fresh optimizer continues from the state, which is empty without matrices.
+    fresh = Muon(params, lr=0.02, orthogonalize="reference")
+    fresh.load_state_dict(muon.state_dict())
+    fresh.step()
+    reference.step({"w": whole[1]})
+    return all(torch.equal(p.to_local(), reference.params["w"].chunk(2)[rank]) for _, p in params), orthogonalized
 
 
 def test_a_rank_without_matrices_takes_part_in_every_collective() -> None:
