@@ -78,8 +78,8 @@ def names_in(group: Mapping[str, Any]) -> Sequence[str]:
 def check_equal(optimizers: Mapping[str, Optimizer], agreement: Agreement, own: Iterable[str] = ()) -> None:
     """Raise ValueError on every rank if replicas or hyperparameters differ between ranks.
 
-    Collective over the agreement's ranks. The host waits for the device and for all ranks. `own`: globs on names of plain tensors
-    that each rank trains separately.
+    Collective over the agreement's ranks. The host waits for the device and for all ranks. `own`: globs on names of
+    plain tensors that each rank trains separately.
     """
     # Together, because a rank with an error would leave the others in a collective.
     values, shards = agreement.together(lambda: _held(optimizers, tuple(own)))
