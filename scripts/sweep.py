@@ -85,9 +85,12 @@ class Run:
     def _is_mine(self, folder: Path) -> bool:
         file = folder / "optimizers.txt"
         ranks = RANKS.search(file.read_text(encoding="utf-8")) if file.is_file() else None
-        if ranks is None or int(ranks[1]) != self.nproc or not (folder / RECIPE).is_file():
+        if ranks is None or int(ranks[1]) != self.nproc:
             return False
-        return IGNORED.issuperset(changes(self.recipe, folder / RECIPE))
+        try:
+            return IGNORED.issuperset(changes(self.recipe, folder / RECIPE))
+        except RecipeError:
+            return False
 
     def ended(self, folder: Path | None) -> str | None:
         """`finished`, or the reason of a divergence; None for a run to train."""

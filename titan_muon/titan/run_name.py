@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from titan_muon.titan.recipe import Recipe, RecipeError
@@ -48,8 +49,8 @@ def distinguishing_keys(recipe: Recipe, earlier: Sequence[Path], overrides: Sequ
 
     keys = [*overrides]
     for file in earlier[:COMPARED]:
-        if (other := _values_of(file)) is not None:
-            known = _overrides_of(file)
+        with suppress(RecipeError):
+            other, known = {key: entry.value for key, entry in read_file(file).items()}, _overrides_of(file)
             keys += [key for key in _differing(mine, other, defaults) if key not in known and not follows(key, other)]
     pairs = [f"{_short(key, mine)}={_value(mine.get(key))}" for key in dict.fromkeys(keys) if key not in IGNORED]
     name = ""
@@ -62,7 +63,7 @@ def distinguishing_keys(recipe: Recipe, earlier: Sequence[Path], overrides: Sequ
 
 
 def other_experiment(recipe: Recipe, file: Path) -> list[str]:
-    """`changes` from another experiment; empty within an experiment."""
+    """`changes` from another experiment; empty within an experiment. Raises as `changes`."""
     may_change = set(SAME_EXPERIMENT)
     keys = changes(recipe, file)
     if "training.steps" in keys:
@@ -79,10 +80,12 @@ def other_experiment(recipe: Recipe, file: Path) -> list[str]:
 
 
 def changes(recipe: Recipe, file: Path) -> dict[str, str]:
-    """Differences from the recipe `file` by key, as `muon.lr = 0.001, here 0.02`; empty for an unreadable file."""
-    mine, defaults, other = written_values(recipe), written_values(Recipe()), _values_of(file)
-    if other is None:
-        return {}
+    """Differences from the recipe `file` by key, as `muon.lr = 0.001, here 0.02`.
+
+    Raises RecipeError for a file that cannot be read.
+    """
+    mine, defaults = written_values(recipe), written_values(Recipe())
+    other = {key: entry.value for key, entry in read_file(file).items()}
     return {
         key: f"{key} = {_text(other.get(key, defaults.get(key)))}, here {_text(mine.get(key))}"
         for key in _differing(mine, other, defaults)
@@ -93,17 +96,10 @@ def _text(value: object) -> str:
     return "absent" if value is None else value_text(value)
 
 
-def _values_of(file: Path) -> Mapping[str, object] | None:
-    try:
-        return {key: entry.value for key, entry in read_file(file).items()}
-    except RecipeError:
-        return None
-
-
 def _overrides_of(file: Path) -> frozenset[str]:
     try:
         return frozenset(file.with_name(OVERRIDES_FILE).read_text(encoding="utf-8").split())
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return frozenset()
 
 

@@ -170,20 +170,39 @@ def tagged(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     return ((TAGS.get(key, key), value) for key, value in flatten(metrics))
 
 
-def read_until(path: Path, step: int) -> tuple[list[str], float]:
-    """Lines of a metrics file up to `step`, and the run's seconds until then."""
+NUMBERS = ("step", "loss", "grad_norm", "val_loss", "bits_per_byte", *AXES)
+
+
+def read_until(path: Path, step: int, warn: Callable[[str], None] = lambda line: None) -> tuple[list[str], float]:
+    """Lines of a metrics file up to `step`, and the run's seconds until then. `warn`: takes a line on damage."""
     lines: list[str] = []
     seconds = 0.0
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            # A crash has torn the last line. The run repeats this step: a save comes after the line.
-            continue
-        if isinstance(record, dict) and record.get("step", step) <= step:
+    damaged: list[int] = []
+    # A crash has torn the last line. The run repeats this step: a save comes after the line.
+    texts = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
+    for number, line in enumerate(texts, start=1):
+        record = _record(line)
+        if record is None:
+            damaged += [number] if line.strip() and number < len(texts) else []
+        elif record.get("step", step) <= step:
             lines.append(line + "\n")
             seconds = record.get("seconds", seconds)
+    if damaged:
+        numbers = ", ".join(map(str, damaged[:5])) + (f" and {len(damaged) - 5} more" if len(damaged) > 5 else "")
+        warn(f"warning: {path}: left out the damaged line{'s' if len(damaged) > 1 else ''} {numbers}")
     return lines, seconds
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    """A line of a metrics file; None for a damaged line."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or "\ufffd" in line:
+        return None
+    # A bool is an int.
+    return record if all(type(record.get(key, 0)) in (int, float) for key in NUMBERS) else None
 
 
 class RunMetrics(MetricsProcessor):

@@ -139,12 +139,11 @@ def begin(run: Run, recipe: Recipe) -> None:
     source = folder if run.source is None else Path(run.source)
     if source.joinpath(METRICS_FILE).is_file() or run.source is not None:
         for file in (source / METRICS_FILE, *source.glob(f"rank-*/{METRICS_FILE}")):
-            lines, _ = read_until(file, run.step)
+            lines, _ = read_until(file, run.step, say)
             target = folder / file.relative_to(source)
             target.parent.mkdir(exist_ok=True)
             # A crash must not lose the record of the continued run.
-            with atomic(target) as temporary:
-                temporary.write_text("".join(lines), encoding="utf-8")
+            _write_atomic(target, "".join(lines).encode())
     if source == folder:
         checkpoints = folder / recipe.checkpoint.folder
         for step in _later(checkpoints, run.step):
@@ -173,7 +172,11 @@ def changed_keys(run: Run, recipe: Recipe) -> list[str]:
     """Keys that change the loss curve and differ from the continued run's, as `key = old, here new`."""
     if run.source is None:
         return []
-    differences = other_experiment(recipe, Path(run.source) / RECIPE_FILE)
+    try:
+        differences = other_experiment(recipe, Path(run.source) / RECIPE_FILE)
+    except RecipeError as error:
+        say(f"warning: changes since the checkpoint are unknown: {error}")
+        return []
     return [line for line in differences if not line.startswith(SAVED_IN_CHECKPOINTS)]
 
 
@@ -182,7 +185,10 @@ def changes_text(run: Run, recipe: Recipe) -> str:
     earlier = _earlier(run, lambda folder: (folder / RECIPE_FILE).is_file())
     if earlier is None:
         return ""
-    lines = changes(recipe, earlier / RECIPE_FILE).values()
+    try:
+        lines = [*changes(recipe, earlier / RECIPE_FILE).values()]
+    except RecipeError as error:
+        lines = [str(error)]
     return "\n".join([f"from {earlier.name}:", *(lines or ["nothing differs"])])
 
 
@@ -190,7 +196,13 @@ def earlier_optimizers(run: Run, recipe: Recipe) -> str | None:
     """`optimizers.txt` of the continued run, or of the newest run with the same model; None without one."""
     earlier = _earlier(run, lambda folder: _has_model(folder, recipe))
     file = None if earlier is None else earlier / OPTIMIZERS_FILE
-    return file.read_text(encoding="utf-8") if file is not None and file.is_file() else None
+    if file is None or not file.is_file():
+        return None
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        say(f"warning: {file} cannot be read, and changed assignments are unknown: {error}")
+        return None
 
 
 def _earlier(run: Run, matches: Callable[[Path], bool]) -> Path | None:
@@ -231,8 +243,7 @@ def _source(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | None
 def _named_run(recipe: Recipe, folder: Path, flaws: Flaws) -> tuple[Path, int]:
     load = f"checkpoint.load = {recipe.checkpoint.load!r}"
     if folder.name == LATEST_FILE and folder.is_file():
-        # Run folders have characters that shells treat specially, so `latest` holds a name.
-        folder = folder.with_name(folder.read_text(encoding="utf-8").strip())
+        folder = _run_of(folder, recipe)
     if not folder.is_dir():
         raise RecipeError(f'{load}: no such folder; it takes "none", "latest" or a run\'s folder')
     step = _whole_step(recipe, folder, flaws)
@@ -241,12 +252,31 @@ def _named_run(recipe: Recipe, folder: Path, flaws: Flaws) -> tuple[Path, int]:
     return folder, step
 
 
+def _run_of(latest: Path, recipe: Recipe) -> Path:
+    """Run folder named by a file `latest`, or the newest folder with checkpoints if the file is damaged."""
+    # Run folders have characters that shells treat specially, so the file holds a name.
+    name = latest.read_text(encoding="utf-8", errors="replace").strip()
+    if name and name == Path(name).name and not {"\0", "\ufffd"} & {*name}:
+        return latest.with_name(name)
+    with_steps = (path for path in run_folders(latest.parent) if saved_steps(path / recipe.checkpoint.folder))
+    newest = next(with_steps, None)
+    if newest is None:
+        raise RecipeError(f"checkpoint.load = {recipe.checkpoint.load!r}: the file is damaged; name the run's folder")
+    say(f"warning: {latest} is damaged; the newest run with checkpoints is {newest}")
+    return newest
+
+
 def _latest_run(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | None:
     others: list[str] = []
     # The newest run may have ended before its first checkpoint.
     for folder in run_folders(runs):
-        if differences := other_experiment(recipe, folder / RECIPE_FILE):
-            others.append(f"{folder} is another experiment ({'; '.join(differences[:3])})")
+        try:
+            if differences := other_experiment(recipe, folder / RECIPE_FILE):
+                others.append(f"{folder} is another experiment ({'; '.join(differences[:3])})")
+                continue
+        except RecipeError as error:
+            if saved_steps(folder / recipe.checkpoint.folder):
+                others.append(f"{folder} may be another experiment ({error})")
             continue
         whole = _whole_step(recipe, folder, flaws)
         if whole is not None:
@@ -330,9 +360,15 @@ def _later(checkpoints: Path, step: int) -> list[int]:
 
 def _write_recipe(run: Run, recipe: Recipe) -> None:
     """Write the recipe, keep an earlier one, and name the run in the file `latest`."""
-    text, folder = to_toml(recipe), Path(run.folder)
+    content, folder = to_toml(recipe).encode(), Path(run.folder)
     file = folder / RECIPE_FILE
-    if file.is_file() and file.read_text(encoding="utf-8") != text:
-        file.rename(folder / f"recipe-until-step-{run.step}.toml")
-    file.write_text(text, encoding="utf-8")
-    (folder.parent / LATEST_FILE).write_text(folder.name + "\n", encoding="utf-8")
+    earlier = file.read_bytes() if file.is_file() else content
+    if earlier != content:
+        _write_atomic(folder / f"recipe-until-step-{run.step}.toml", earlier)
+    _write_atomic(file, content)
+    _write_atomic(folder.parent / LATEST_FILE, f"{folder.name}\n".encode())
+
+
+def _write_atomic(file: Path, content: bytes) -> None:
+    with atomic(file) as temporary:
+        temporary.write_bytes(content)

@@ -102,7 +102,9 @@ def test_an_attempt_without_a_checkpoint_reuses_the_folder_in_the_next_attempt(r
     assert [path.name for path in (folder / "checkpoint").iterdir()] == ["aside-5"]
 
 
-def test_optimizers_are_compared_with_the_last_run_of_the_same_model(recipe: Recipe, tmp_path: Path) -> None:
+def test_optimizers_are_compared_with_the_last_run_of_the_same_model(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, flavor in (("1", "moe_tiny"), ("2", "other")):
         folder = tmp_path / "kept" / name
         folder.mkdir(parents=True)
@@ -110,7 +112,11 @@ def test_optimizers_are_compared_with_the_last_run_of_the_same_model(recipe: Rec
         (folder / "recipe.toml").write_text(to_toml(written))
         (folder / "optimizers.txt").write_text(name)
     assert earlier_optimizers(Run(str(tmp_path / "kept" / "3")), recipe) == "1"
-    assert earlier_optimizers(Run(str(tmp_path / "kept" / "2"), str(tmp_path / "kept" / "2")), recipe) == "2"
+    continued = Run(str(tmp_path / "kept" / "2"), str(tmp_path / "kept" / "2"))
+    assert earlier_optimizers(continued, recipe) == "2"
+    (tmp_path / "kept" / "2" / "optimizers.txt").write_bytes(b"\xff")
+    assert earlier_optimizers(continued, recipe) is None
+    assert f"warning: {tmp_path}/kept/2/optimizers.txt cannot be read" in capsys.readouterr().out
 
 
 def test_folders_set_aside_are_purged_when_every_kept_checkpoint_is_newer(tmp_path: Path) -> None:

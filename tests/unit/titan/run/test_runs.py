@@ -1,6 +1,7 @@
 """The run folder and checkpoint continued by a recipe, with complete, torn and exported checkpoints. No processes."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,25 @@ import torch.distributed.checkpoint as dcp
 
 from tests import tiny
 from titan_muon.titan import compat
-from titan_muon.titan.recipe import Recipe, RecipeError, load, sections
+from titan_muon.titan.recipe import Recipe, RecipeError, load, sections, to_toml
 from titan_muon.titan.recipe.files import keys_of_the_command_line
 
 compat.install()
 
+from titan_muon.titan.checks.curve import reports_of  # noqa: E402
 from titan_muon.titan.launch.folder_lock import FolderLock  # noqa: E402
 from titan_muon.titan.run.checkpoints import RunCheckpoints, flaw, saved_steps  # noqa: E402
-from titan_muon.titan.run.runs import Run, agree, begin, discard, open_run, run_folders  # noqa: E402
+from titan_muon.titan.run.metrics import read_until  # noqa: E402
+from titan_muon.titan.run.runs import (  # noqa: E402
+    Run,
+    agree,
+    begin,
+    changed_keys,
+    changes_text,
+    discard,
+    open_run,
+    run_folders,
+)
 from titan_muon.titan.run.trainer_config import trainer_config  # noqa: E402
 from titan_muon.titan.run_name import distinguishing_keys  # noqa: E402
 
@@ -160,6 +172,83 @@ def test_latest_continues_only_the_same_experiment(
     assert len(shown.splitlines()) == 1
     again = open_run(tiny.recipe(tmp_path, checkpoint__load="latest", lr_scheduler__total_steps=9, **SAME))
     assert (again.folder, again.step) == (str(run), 3), "the newest run is another experiment's"
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:200]),
+    "not UTF-8": lambda file: file.write_bytes(b"\xff\xfe" + file.read_bytes()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_run_without_a_readable_recipe_is_not_the_same_experiment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    """`latest` passes over the run in a line, and the named folder continues with a warning."""
+    run = finished_run(tmp_path, 3)
+    DAMAGE[damage](run / "recipe.toml")
+    assert open_run(tiny.recipe(tmp_path, checkpoint__load="latest")).step == 0
+    assert f"{run} may be another experiment ({run}/recipe.toml" in capsys.readouterr().out
+    recipe = tiny.recipe(tmp_path, checkpoint__load=str(run))
+    named = open_run(recipe)
+    assert (named.folder, named.step) == (str(run), 3)
+    assert "recipe.toml" in changes_text(named, recipe)
+    assert changed_keys(named, recipe) == []
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert "warning: changes since the checkpoint are unknown: " in line
+    assert "recipe.toml" in line
+    begin(named, recipe)
+    assert load(run / "recipe.toml") == recipe
+
+
+def test_a_crash_in_any_write_of_a_run_leaves_its_recipe_and_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = finished_run(tmp_path, 3)
+    files = (run / "recipe.toml", run.parent / "latest")
+    before = [file.read_bytes() for file in files]
+    changed = tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=5)
+    opened = open_run(changed)
+
+    def torn(path: Path, content: bytes | str, **_: str) -> int:
+        path.open("wb").write(b"name")
+        raise OSError("power loss")
+
+    for write in ("write_text", "write_bytes"):
+        monkeypatch.setattr(Path, write, torn)
+    with pytest.raises(OSError, match="power loss"):
+        begin(opened, changed)
+    assert [file.read_bytes() for file in files] == before
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff\xfe", b'{"step": "abc"}', b'{"step": 2, "loss": null, "grad_norm": 1.0}', b'{"step": 2, "seconds": "x"}'],
+)
+def test_a_damaged_line_of_the_metrics_is_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: bytes
+) -> None:
+    run = finished_run(tmp_path, 3)
+    file = run / "metrics.jsonl"
+    lines = file.read_bytes().splitlines()
+    file.write_bytes(b"\n".join([lines[0], line, *lines[1:]]))
+    opened = start(tiny.recipe(tmp_path, checkpoint__load="latest"))
+    assert (opened.step, opened.seconds) == (3, 6.0)
+    assert f"warning: {file}: left out the damaged line 2\n" in capsys.readouterr().out
+    assert reports_of(map(json.loads, read_until(file, 9)[0])) == []
+    assert list(tiny.records(run, "loss")) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("content", [b"", b"../../../etc", b"\xff", b"a\0b"])
+def test_a_damaged_file_latest_means_the_newest_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    run = finished_run(tmp_path, 3)
+    latest = run.parent / "latest"
+    latest.write_bytes(content)
+    assert open_run(tiny.recipe(tmp_path, checkpoint__load=str(latest))).folder == str(run)
+    assert f"warning: {latest} is damaged; the newest run with checkpoints is {run}" in capsys.readouterr().out
 
 
 def test_a_fixed_global_batch_may_be_divided_differently(tmp_path: Path) -> None:
@@ -358,6 +447,7 @@ def test_the_newest_run_is_selected_by_time_not_by_name(tmp_path: Path) -> None:
     """Also for two runs of the same second, with any differences in the names."""
     for name in ("20260101-000000_a=z", "20260101-000000-2", "20250101-000000_z=z", "20260101-000000-3_a=a"):
         save(tmp_path / "runs" / "tiny" / name, 3)
+        (tmp_path / "runs" / "tiny" / name / "recipe.toml").write_text(to_toml(tiny.recipe(tmp_path)))
     newest = open_run(tiny.recipe(tmp_path, checkpoint__load="latest"))
     assert Path(newest.folder).name == "20260101-000000-3_a=a"
     runs = tmp_path / "runs" / "tiny"
