@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from titan_muon.titan.assign.container import HybridOptimizers
 from titan_muon.titan.fault import RunFault
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.run.console import say
-from titan_muon.titan.storage.checksums import METADATA, SummingWriter, damaged, read_checksums
+from titan_muon.titan.storage.checksums import CHECKSUMS, METADATA, SummingWriter, check_names, damaged, read_checksums
 from titan_muon.titan.storage.reader import SafePlanner, SafeReader
 from titan_muon.titan.storage.space import MARGIN, folder_bytes, free_bytes, full_disk, is_disk_full
 
@@ -35,6 +36,8 @@ STEP_FOLDER = re.compile(r"step-(\d+)")
 ASIDE_FOLDER = re.compile(r"aside-(\d+)(-\d+)?")
 TRAINER_STEP, DATA_START = "train_state.step", "train_state.data_start"
 SCHEDULE = "schedule"
+NOT_PLAIN = re.compile(r"^(Trying to load|Unsupported).*$", re.MULTILINE)
+"""The reason in the error of PyTorch's weights-only load."""
 DATA_RANK = re.compile(r"dataloader\.dp_rank_\d+")
 
 
@@ -59,7 +62,7 @@ def flaw(checkpoint: Path) -> str | None:
         sums = read_checksums(checkpoint)
         if sums is not None and (problem := damaged(checkpoint, [METADATA], sums)):
             return problem
-    except (KeyError, ValueError) as error:
+    except ValueError as error:
         return str(error)
     lengths: dict[str, int] = {}
     try:
@@ -67,7 +70,10 @@ def flaw(checkpoint: Path) -> str | None:
         keys = metadata.state_dict_metadata.keys()
         for entry in metadata.storage_data.values():
             lengths[entry.relative_path] = max(lengths.get(entry.relative_path, 0), entry.offset + entry.length)
+        check_names(METADATA, lengths)
         for name, length in lengths.items():
+            if sums is not None and name not in sums:
+                return f"{CHECKSUMS} has no entry for {name}"
             file = checkpoint / name
             if not file.is_file():
                 return f"{name} is missing"
@@ -337,4 +343,8 @@ def check_data_ranks(loader: BaseDataLoader, saved: Collection[str]) -> None:
 
 def _first_failure(error: CheckpointException) -> str:
     rank, (cause, _) = min(error.failures.items())
-    return f"rank {rank}: {type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+    text = str(cause).strip()
+    if isinstance(cause, UnpicklingError) and (detail := NOT_PLAIN.search(text)):
+        # PyTorch's text begins with the advice to load without this protection.
+        text = f"a saved value is no plain data: {detail[0]}"
+    return f"rank {rank}: {type(cause).__name__}: {text.partition(chr(10))[0]}"

@@ -312,5 +312,6 @@ def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[
     shown = "\n".join([counts, *(part.lines for part in parts if part.lines)])
     say(shown)
     text = "\n\n".join([*(part.full for part in parts), counts])
-    (Path(run.folder) / runs.OPTIMIZERS_FILE).write_text(text + "\n", encoding="utf-8")
+    with atomic(Path(run.folder) / runs.OPTIMIZERS_FILE) as file:
+        file.write_text(text + "\n", encoding="utf-8")
     return shown

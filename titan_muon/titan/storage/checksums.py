@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import torch.distributed as dist
@@ -103,30 +104,46 @@ class _SummingFiles(FileSystem):
 
 
 def read_checksums(checkpoint: Path) -> dict[str, Checksum] | None:
-    """Checksums by file name; None for a checkpoint of an earlier version. Raises ValueError for a newer format."""
+    """Checksums by file name; None for a checkpoint of an earlier version. Raises ValueError for a wrong file."""
     file = checkpoint / CHECKSUMS
     if not file.is_file():
         return None
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
-        number = document["format"]
-        files = {name: Checksum(entry["bytes"], int(entry["crc32"], 16)) for name, entry in document["files"].items()}
+        number, step = int(document["format"]), int(document["step"])
+        files = {name: Checksum(int(e["bytes"]), int(e["crc32"], 16)) for name, e in document["files"].items()}
     except Exception as error:
         raise ValueError(f"{CHECKSUMS} cannot be read ({type(error).__name__}: {error})") from error
     if number > FORMAT:
         raise ValueError(f"its format {number} is newer than this version's {FORMAT}")
+    check_names(CHECKSUMS, files)
+    if METADATA not in files:
+        raise ValueError(f"{CHECKSUMS} has no entry for {METADATA}")
+    if checkpoint.name.startswith("step-") and checkpoint.name != f"step-{step}":
+        raise ValueError(f"the files are of step {step}")
     return files
+
+
+def check_names(source: str, names: Iterable[str]) -> None:
+    """Raise ValueError for a name in the file `source` that leads out of the checkpoint's folder."""
+    for name in names:
+        if name == ".." or name != Path(name).name:
+            raise ValueError(f"{source} names {name} outside of the checkpoint")
 
 
 def damaged(checkpoint: Path, names: Iterable[str], sums: Mapping[str, Checksum]) -> str | None:
     """Problem of the first named file with another checksum, or None."""
     for name in names:
+        file = checkpoint / name
         try:
-            current = Checksum.of(checkpoint / name)
+            # A device or a pipe would be read for ever.
+            if not S_ISREG((status := file.stat()).st_mode):
+                return f"{name} cannot be read (no regular file)"
+            if status.st_size != sums[name].bytes:
+                return f"{name} has {status.st_size} of {sums[name].bytes} bytes"
+            current = Checksum.of(file)
         except OSError as error:
             return f"{name} cannot be read ({error})"
-        if current.bytes != sums[name].bytes:
-            return f"{name} has {current.bytes} of {sums[name].bytes} bytes"
         if current != sums[name]:
             return f"{name} has other bytes than were saved (CRC-32 {current.crc32:08x}, not {sums[name].crc32:08x})"
     return None

@@ -9,6 +9,7 @@ import random
 import shutil
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ compat.install()
 from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
 
 from titan_muon.titan.data.tokenizers import ByteTokenizer  # noqa: E402
-from titan_muon.titan.run.checkpoints import flaw  # noqa: E402
+from titan_muon.titan.run.checkpoints import _first_failure, flaw  # noqa: E402
 from titan_muon.titan.storage.checksums import (  # noqa: E402
     CHECKSUMS,
     METADATA,
@@ -116,18 +117,62 @@ def test_damaged_metadata_without_checksums_is_reported_without_an_exception(che
     assert reasons > 200
 
 
+DATA = "__0_0.distcp"
+
+
+def changed(**values: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda document: {**document, **values}
+
+
+def without(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda document: {
+        **document,
+        "files": {file: entry for file, entry in document["files"].items() if file != name},
+    }
+
+
+def beside(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda document: {**document, "files": {**document["files"], name: document["files"][DATA]}}
+
+
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("change", "reason"),
     [
-        ("", "cannot be read"),
-        ("[]", "cannot be read"),
-        ('{"format": 2, "files": {}}', "its format 2 is newer than this version's 1"),
-        ('{"format": 1, "files": {"__0_0.distcp": {"bytes": 1, "crc32": "00000000"}}}', ".metadata"),
+        (lambda document: "", "cannot be read"),
+        (lambda document: [], "cannot be read"),
+        (changed(files={}), "has no entry for .metadata"),
+        (changed(files={METADATA: {"bytes": 1, "crc32": "00000000"}}), ".metadata has"),
+        (changed(files={METADATA: {"bytes": "x", "crc32": "00000000"}}), "cannot be read"),
+        (changed(format=2), "its format 2 is newer than this version's 1"),
+        (changed(format="x"), "cannot be read"),
+        (changed(format=None), "cannot be read"),
+        (changed(step=4), "the files are of step 4"),
+        (without(DATA), f"{CHECKSUMS} has no entry for {DATA}"),
+        (without(METADATA), f"{CHECKSUMS} has no entry for {METADATA}"),
+        (beside("../../../dev/zero"), "names ../../../dev/zero outside of the checkpoint"),
+        (beside("/dev/zero"), "names /dev/zero outside of the checkpoint"),
+        (beside(".."), "names .. outside of the checkpoint"),
     ],
 )
-def test_damaged_checksums_are_reported(text: str, reason: str, checkpoint: Path) -> None:
-    (checkpoint / CHECKSUMS).write_text(text)
+def test_wrong_checksums_are_reported_and_vouch_for_no_file(
+    change: Callable[[dict[str, Any]], Any], reason: str, checkpoint: Path
+) -> None:
+    file = checkpoint / CHECKSUMS
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
     assert reason in str(flaw(checkpoint))
+
+
+def test_files_outside_of_the_folder_and_devices_are_not_read(checkpoint: Path) -> None:
+    """A device would be read for ever."""
+    (checkpoint / DATA).unlink()
+    (checkpoint / DATA).symlink_to("/dev/zero")
+    assert f"{DATA} cannot be read" in str(damage(checkpoint, None))
+    (checkpoint / CHECKSUMS).unlink()
+    metadata = SafeReader(checkpoint).read_metadata()
+    for index, entry in metadata.storage_data.items():
+        metadata.storage_data[index] = replace(entry, relative_path="../other.distcp")
+    (checkpoint / METADATA).write_bytes(pickle.dumps(metadata))
+    assert f"{METADATA} names ../other.distcp outside of the checkpoint" in str(flaw(checkpoint))
 
 
 def test_missing_and_short_files_are_named(checkpoint: Path) -> None:
@@ -155,9 +200,11 @@ def test_hostile_metadata_runs_no_code(checkpoint: Path, tmp_path: Path) -> None
 def test_hostile_objects_run_no_code(tmp_path: Path) -> None:
     sign, folder = tmp_path / "ran", tmp_path / "step-1"
     dcp.save({"train_state": {"step": Bomb(sign)}}, storage_writer=SummingWriter(folder, 1), no_dist=True)
-    with pytest.raises(CheckpointException, match="UnpicklingError"):
+    with pytest.raises(CheckpointException, match="UnpicklingError") as error:
         load(folder, {"train_state": {"step": 0}})
     assert not sign.exists()
+    assert "posix.system" in _first_failure(error.value)
+    assert "weights_only" not in _first_failure(error.value), "PyTorch advises to load without this protection"
 
 
 @pytest.fixture(scope="module")
