@@ -31,7 +31,7 @@ from .planning import checked_plan, device_of
 from .rules import rule_of
 from .state.groups import check_lr, check_params, checked, doubts_of, named_group, rows_of
 from .state.host import moves, with_offload
-from .state.momentum import copy_average, followed, moved, with_states
+from .state.momentum import copy_average, followed, moved, unchanged_after_errors, with_states
 from .state.rule_states import MatrixStates, with_rule_states
 from .state.saved import after_pre_hooks, check_saved_groups, completed, saved_params, saved_states
 from .step.gradients import Step, check_first_gradients
@@ -145,15 +145,17 @@ class Muon(SkipsSteps, Optimizer):
         Collective. Momentum is kept by name. After a change of mesh or placements, load momentum from a checkpoint.
         Raises ValueError on every rank like `build`, and for momentum that does not fit. Then nothing changes.
         """
-        if self._engine is not None:
-            self.synchronize()
-            trained = {param.fqn: param for param in self._engine.rank.params}
-            offload = self._options.offload
+        if self._engine is None:
+            return self._build()
+        self.synchronize()
+        trained = {param.fqn: param for param in self._engine.rank.params}
+        offload = self._options.offload
+        with unchanged_after_errors(self.param_groups, self.state):
             states = self._agreed.together(lambda: list(followed(self.param_groups, self.state, trained, offload)))
             for previous, param, state in states:
                 self.state.pop(previous, None)
                 self.state[param] = state
-        self._build()
+            self._build()
 
     @property
     def plan(self) -> Plan:
@@ -227,7 +229,7 @@ class Muon(SkipsSteps, Optimizer):
         self._agreed.check_alive()
         self.check_norm(skips=self._options.nonfinite == "skip")
         for feature in engine.features:
-            feature.ready()
+            feature.ready(rank)
         with trace_range("check"):
             faults, moved = engine.faults(self.param_groups, self.state)
         # Asking the peers would block the host. So the step leaves out matrices with faults on every rank, and all
@@ -400,29 +402,37 @@ class Muon(SkipsSteps, Optimizer):
     def _build(self) -> None:
         if self._closed:
             raise ValueError("this Muon was closed, and its process groups are gone; build a new optimizer")
-        self.finish_step()
+        self.synchronize()
         if self._agreement is None:
             self._agreement = Agreement()
-        # Memory may not suffice for old and new buffers.
-        previous = () if self._engine is None else self._engine.features
-        self._engine = None
-        together = self._agreement.together
+        if self._engine is not None:
+            # Memory may not suffice for old and new buffers.
+            self._engine.rank.free()
+        options = self._options
+        try:
+            with self._agreement.unchanged_after_errors(), unchanged_after_errors(self.param_groups, self.state):
+                self._engine = self._planned(self._agreement)
+        except BaseException:
+            self._options = options
+            raise
+
+    def _planned(self, agreement: Agreement) -> Engine:
+        together = agreement.together
         self._options = together(lambda: checked(self.param_groups, self._options, self._rule.check))
         params = together(self._trained_params)
-        separate = separate_layouts(params, self._agreement)
-        plan, geometries = together(lambda: checked_plan(params, self._options, separate, self._agreed.rank))
+        separate = separate_layouts(params, agreement)
+        plan, geometries = together(lambda: checked_plan(params, self._options, separate, agreement.rank))
         params = together(lambda: with_states(params, plan.parameters, self.state, self._options))
         report = report_of(plan, geometries, params, self._options, self.param_groups, self._carried)
-        rank = self._agreement.rank
-        known = {ranks: group for trained in params for ranks, group in mesh_groups(trained.param, rank).items()}
-        self._agreement.open(report, known, device_of(params))
-        collectives = self._collectives()
-        states = self._rule_states(plan)
-        rest = (collectives, self._agreement, states, previous)
-        self._engine = together(
+        known = {g: group for trained in params for g, group in mesh_groups(trained.param, agreement.rank).items()}
+        agreement.open(report, known, device_of(params))
+        previous = () if self._engine is None else self._engine.features
+        rest = (self._collectives(), agreement, self._rule_states(plan), previous)
+        engine = together(
             lambda: engine_of(plan, geometries, params, self._options, *rest, muon=self, carried=self._carried)
         )
-        self._engine.warm_up()
+        engine.warm_up()
+        return engine
 
     def _trained_params(self) -> tuple[TrainedParam, ...]:
         return tuple(trained_params(self.param_groups, self.state, self._agreed.rank, self._options))

@@ -83,6 +83,16 @@ class Agreement:
         if self.peers is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=self.peers)
 
+    @contextmanager
+    def unchanged_after_errors(self) -> Iterator[None]:
+        """Give `group` and `peers` back the present process groups after an error."""
+        known, peers = self._known, self.peers
+        try:
+            yield
+        except BaseException:
+            self._known, self.peers = known, peers
+            raise
+
     def differing(self, values: Mapping[str, Hashable]) -> frozenset[str]:
         """The keys with another value on some rank with the key. Collective over the world."""
         _, reports = self._exchange(dict(sorted(values.items())))

@@ -42,9 +42,12 @@ class StepMemory:
         for storage in missing:
             storage.resize_(0)
 
-    def free(self) -> None:
-        """Free the memory. The current stream must have waited for uses on other streams."""
-        for storage in () if self._kept else self._sizes:
+    def free(self, *, kept: bool = False) -> None:
+        """Free the memory, `kept` memory only if asked. The current stream must have waited for uses on other streams.
+
+        The next `take` allocates the memory again.
+        """
+        for storage in () if self._kept and not kept else self._sizes:
             storage.resize_(0)
 
 

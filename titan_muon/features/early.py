@@ -173,11 +173,10 @@ class EarlyGathers(Feature):
             self._rank.buffers.memory.take()
         self._stream.wait_stream(computing)
 
-    def ready(self) -> None:
+    def ready(self, rank: RankStages) -> None:
         """Complete abandoned gathers. Collective."""
         if not self._abandoned:
             return
-        rank = self._rank
         rank.buffers.memory.take()
         for bucket in self.first[self._launched :]:
             rank.exchange.gather(bucket)
@@ -193,7 +192,7 @@ class EarlyGathers(Feature):
     def flush(self, *, discard: bool = False) -> None:
         if discard:
             self._abandoned = self._entered
-            self.ready()
+            self.ready(self._rank)
 
     def faults(self, faults: Sequence[Fault]) -> Sequence[Fault]:
         params = self._rank.params

@@ -58,15 +58,12 @@ class LateApplies(Feature):
         self._updates: list[Update] = []
         self._stream: Any = None
         self._computing: Any = None
-        self._rank: RankStages | None = None
 
     @property
     def left(self) -> bool:
         return bool(self._updates)
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
-        self._rank = rank
-
         def apply(bucket: int, step: Step) -> None:
             if bucket in rank.program.late:
                 self._leave(bucket, step, rank)
@@ -75,10 +72,9 @@ class LateApplies(Feature):
 
         return stages._replace(apply=apply)
 
-    def ready(self) -> None:
+    def ready(self, rank: RankStages) -> None:
         """Raise OptionError on all ranks if no forward will apply the late updates of a step."""
-        assert self._rank is not None, "stages are wrapped before the first step"
-        if not self.attached and self._rank.plan.buckets:
+        if not self.attached and rank.plan.buckets:
             raise OptionError(
                 "overlap",
                 "= 'forward' leaves updates to a forward, but no model applies them: call "

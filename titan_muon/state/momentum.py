@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -116,6 +117,20 @@ def followed(
             device = storage_device(parameter)
             values = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()}
         yield planned.param, parameter, values
+
+
+@contextmanager
+def unchanged_after_errors(groups: Iterable[dict[str, Any]], state: dict[Tensor, dict[str, Any]]) -> Iterator[None]:
+    """Give an optimizer's groups and state back the present values after an error. Tensors are not copied."""
+    kept = [(group, dict(group)) for group in groups] + [(values, dict(values)) for values in state.values()]
+    entries = dict(state)
+    try:
+        yield
+    except BaseException:
+        for values, before in (*kept, (state, entries)):
+            values.clear()
+            values.update(before)
+        raise
 
 
 def kept_by(trained: TrainedParam) -> tuple[int, ...]:

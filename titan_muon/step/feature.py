@@ -25,7 +25,7 @@ class Feature:
         """The stages with this feature. Called again after parameters or momentum have moved."""
         return stages
 
-    def ready(self) -> None:
+    def ready(self, rank: RankStages) -> None:
         """Prepare a step. Raises ValueError on all ranks if no step is possible."""
 
     def faults(self, faults: Sequence[Fault]) -> Sequence[Fault]:

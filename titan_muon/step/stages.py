@@ -286,6 +286,11 @@ class RankStages:
         self.report.add_gradients(step.grads)
         self.orthogonalized = 0
 
+    def free(self) -> None:
+        """Free the buffers until the next step, also with `keep_buffers`."""
+        self.buffers.memory.free(kept=True)
+        self._workspace.free(kept=True)
+
     def end(self) -> None:
         """End a step. Raises RuntimeError if the number of matrices differs from the plan."""
         self._workspace.free()

@@ -24,7 +24,7 @@ from tests.dist.features.test_overlap import SLOW, raised
 from tests.dist.features.test_overlap_training import DIM, LAYERS, Net
 from tests.dist.harness import run_ranks
 from tests.dist.plan.test_hierarchical import SLOW_LINKS
-from titan_muon import Muon, apply_in_forward
+from titan_muon import Muon, apply_in_forward, muon
 from titan_muon.fsdp.forward_hooks import late_applies
 
 FORWARD: dict[str, Any] = {"overlap": "forward", "orthogonalize": "reference", "machine": SLOW, "lr": 0.05}
@@ -483,10 +483,18 @@ def test_misuse_of_weights_with_a_pending_update_is_an_error() -> None:
             assert not message or "finish_step()" in message
 
 
+def refuse(*_: Any, **__: Any) -> None:
+    raise ValueError("no memory for the new plan")
+
+
 def part_replaced(rank: int, world_size: int) -> tuple[str, bool, int, bool]:
-    """After the replacement of a weight: the error, whether the remaining weights are right, held bytes, and pending
-    updates."""
+    """After a refused `rebuild` and the replacement of a weight: the error, whether the remaining weights are right,
+    held bytes, and pending updates."""
     ours, theirs = (Run(Sharding(), overlap=overlap) for overlap in ("forward", "none"))
+    engine_of = muon.engine_of
+    muon.engine_of = refuse if rank == 1 else engine_of
+    assert "no memory for the new plan" in raised(ours.muon.rebuild)
+    muon.engine_of = engine_of
     for run in (ours, theirs):
         run.step(0)
     next(ours.net.layers[1].children())._apply(torch.clone)
@@ -507,10 +515,10 @@ def forgotten(rank: int, world_size: int) -> bool:
     run = Run(Sharding())
     run.step(0)
     run.muon.close()
-    muon = weakref.ref(run.muon)
+    closed = weakref.ref(run.muon)
     del run.muon
     gc.collect()
-    return muon() is None
+    return closed() is None
 
 
 def test_a_model_holds_no_reference_to_a_closed_muon() -> None:

@@ -191,6 +191,40 @@ def test_rebuild_refuses_a_different_shape_and_keeps_the_state() -> None:
     assert dict(muon.state) == kept
 
 
+@pytest.mark.parametrize("keep_buffers", [True, False])
+@pytest.mark.parametrize("place", ["trained_params", "checked_plan", "with_rule_states", "engine_of"])
+def test_a_refused_rebuild_changes_nothing(place: str, keep_buffers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thawed parameter adds momentum, state and a count of steps before some refusals."""
+    options = {**OPTIONS, "rule": "normuon", "keep_buffers": keep_buffers}
+    params, reference = parameters(), parameters()
+    for tensors in (params, reference):
+        tensors["layers.1.w"].requires_grad_(False)
+    late = {"params": [torch.nn.Parameter(torch.ones(4, 6).bfloat16(), requires_grad=False)], "param_names": ["late"]}
+    muon = Muon([{"params": list(params.items())}, late], **options)
+    undisturbed = Muon(list(reference.items()), **options)
+    train(muon, params, range(2))
+    params["layers.1.w"].requires_grad_(True)
+    late["params"][0].requires_grad_(True)
+    tensors = {param: dict(state) for param, state in muon.state.items()}
+    groups, chosen, engine = copy.deepcopy(muon.param_groups), muon._options, muon.engine
+    with monkeypatch.context() as patch:
+        patch.setattr(f"titan_muon.muon.{place}", refuse)
+        with pytest.raises(MemoryError, match="no memory"):
+            muon.rebuild()
+    assert muon.state == tensors
+    assert [group.keys() for group in muon.param_groups] == [group.keys() for group in groups]
+    assert (muon._options, muon.engine) == (chosen, engine)
+    params["layers.1.w"].requires_grad_(False)
+    late["params"][0].requires_grad_(False)
+    train(muon, params, range(2, 4))
+    train(undisturbed, reference, range(4))
+    assert equal(params, reference)
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise MemoryError("no memory")
+
+
 @pytest.mark.parametrize(
     ("param", "fault"),
     [
