@@ -313,10 +313,8 @@ def spmd_note(requested: str, *, owned: bool) -> str:
     )
 
 
-def init_distributed(
-    config: Any, *, cpu_backend: bool = False, folder: str = "", store: dist.Store | None = None
-) -> None:
-    """TorchTitan's `init_distributed` on `store` if not None. Keeps the user's TORCH_FR_BUFFER_SIZE without traces.
+def init_distributed(config: Any, *, store: dist.Store, cpu_backend: bool = False, folder: str = "") -> None:
+    """TorchTitan's `init_distributed` on `store`. Keeps the user's TORCH_FR_BUFFER_SIZE without traces.
 
     Remove when torchtitan does so.
     """
@@ -328,9 +326,8 @@ def init_distributed(
         # Before the new group reads the variable.
         if buffer_size is not None and config.trace_buf_size == 0:
             os.environ["TORCH_FR_BUFFER_SIZE"] = buffer_size
-        if store is not None:
-            arguments |= {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-        original(**arguments)
+        world = int(os.environ["WORLD_SIZE"])
+        original(**arguments, store=store, rank=int(os.environ["RANK"]), world_size=world)
 
     with _replaced(dist, "init_process_group", init_process_group):
         utils.init_distributed(config, cpu_backend, base_folder=folder)

@@ -1,10 +1,13 @@
 """Attempts of a job: `torchrun --max-restarts` restarts all processes and keeps its store."""
 
 import os
+import threading
 import time
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from titan_muon.titan.launch.watchdog import GRACE_SECONDS, print_error
 
 RUN_KEY = "titan_muon/run"
 SECONDS_BETWEEN_LOOKS = 0.02
@@ -12,11 +15,34 @@ SECONDS_BETWEEN_LOOKS = 0.02
 
 def lasting_store(timeout: timedelta) -> dist.Store | None:
     """Store of torchrun's agent, which outlives this process; None under another launcher."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return None
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return _connect(timeout) if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else None
+
+
+def store_of_ranks(timeout: timedelta) -> dist.Store:
+    """Store on rank 0 of a job without torchrun's agent. A single process listens on no port."""
+    return dist.HashStore() if os.environ.get("WORLD_SIZE") == "1" else _connect(timeout)
+
+
+def _connect(timeout: timedelta) -> dist.Store:
+    # torch waits for ever for a program that accepts the connection and never answers.
+    timer = threading.Timer(timeout.total_seconds() + GRACE_SECONDS, _end_without_answer)
+    timer.daemon = True
+    timer.start()
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    finally:
+        timer.cancel()
     store.set_timeout(timeout)
     return store
+
+
+def _end_without_answer() -> None:
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    print_error(
+        f"rank {os.environ['RANK']} ends: no answer from the job's store on {address} within "
+        "comm.init_timeout_seconds; rank 0 is stopped, or another program has this port (MASTER_PORT)"
+    )
+    os._exit(1)
 
 
 def store_of_attempt(lasting: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:

@@ -1,7 +1,6 @@
 """The launcher's environment variables, as torch.distributed expects them."""
 
 import os
-import socket
 
 from titan_muon.titan.recipe import RecipeError
 
@@ -21,14 +20,5 @@ def describe_world() -> None:
             "`torchrun --nnodes=$SLURM_NNODES --nproc-per-node=gpu --rdzv-backend=c10d "
             "--rdzv-endpoint=FIRST_NODE:29500 train.py ...`, as scripts/slurm.sh does."
         )
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_WORLD_SIZE="1",
-        MASTER_ADDR="localhost",
-        MASTER_PORT=str(port),
-    )
+    # Asynchronous checkpoints start a process that connects to MASTER_ADDR.
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="localhost")

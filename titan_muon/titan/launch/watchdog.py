@@ -124,7 +124,7 @@ class Watchdog:
                 self._end_without_store()
                 return
             if alone:
-                _print_error(f"rank {self._rank} ends: its peers are gone")
+                print_error(f"rank {self._rank} ends: its peers are gone")
                 os._exit(1)
 
     def _is_alone(self) -> bool:
@@ -146,14 +146,14 @@ class Watchdog:
             return
         if under_torchrun:
             who = "its launcher" if os.getppid() != self._parent else "the launcher of the job's first node"
-            _print_error(f"rank {self._rank}: {who} is gone; training ends after this step")
+            print_error(f"rank {self._rank}: {who} is gone; training ends after this step")
             os.kill(os.getpid(), signal.SIGTERM)
             while not self._closed.wait(self._interval):
                 if time.monotonic() - self._moved > self.timeout + GRACE_SECONDS:
                     break
             else:
                 return
-        _print_error(f"rank {self._rank} ends: the process with the job's store is gone")
+        print_error(f"rank {self._rank} ends: the process with the job's store is gone")
         os._exit(1)
 
     def _watch_store(self) -> None:
@@ -163,7 +163,7 @@ class Watchdog:
             now = time.monotonic()
             if now - self._told > limit and now - self._moved > limit and self._thread.is_alive() and not self._done:
                 store = f"{os.environ.get('MASTER_ADDR', 'unknown')}:{os.environ.get('MASTER_PORT', 'unknown')}"
-                _print_error(
+                print_error(
                     f"rank {self._rank} ends: no answer from the job's store on {store} for {limit:.0f} s; its process "
                     "is stopped, or the network is cut"
                 )
@@ -178,7 +178,7 @@ class Watchdog:
             return
         known_everywhere = isinstance(error, RecipeError | FloatingPointError | RunFault)
         if int(first) != self._rank and not known_everywhere:
-            _print_error(f"rank {self._rank} ends because rank {first} failed first; read the error of rank {first}")
+            print_error(f"rank {self._rank} ends because rank {first} failed first; read the error of rank {first}")
 
     def _name_late_ranks(self) -> None:
         # 1,000 readers of 1,000 signs would block the store.
@@ -189,7 +189,7 @@ class Watchdog:
         late = late_ranks(signs, silent, self._world_size)
         # A late but living rank looks too, at its own stage.
         if late and self._store.add(f"named-{late}", 1) == 1:
-            _print_error(f"no progress for {time.monotonic() - self._moved:.0f} s: {late}")
+            print_error(f"no progress for {time.monotonic() - self._moved:.0f} s: {late}")
 
     def _outlives_failure(self) -> bool:
         if self._failing or not self._store.check([FAILED]):
@@ -257,7 +257,8 @@ def late_ranks(signs: Mapping[int, Sign], silent: Collection[int], world_size: i
     return ", ".join(late)
 
 
-def _print_error(text: str) -> None:
+def print_error(text: str) -> None:
+    """Print an error of this rank, also from a thread."""
     print(f"error: {text}", file=sys.stderr, flush=True)
 
 

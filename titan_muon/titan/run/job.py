@@ -30,7 +30,13 @@ from titan_muon.titan.data.cache import atomic
 from titan_muon.titan.data.loader import PackedDataLoader
 from titan_muon.titan.device import compute_capability, on_accelerator
 from titan_muon.titan.fault import RunFault
-from titan_muon.titan.launch.attempts import interrupted_run, lasting_store, remember_run, store_of_attempt
+from titan_muon.titan.launch.attempts import (
+    interrupted_run,
+    lasting_store,
+    remember_run,
+    store_of_attempt,
+    store_of_ranks,
+)
 from titan_muon.titan.launch.environment import describe_world
 from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.launch.watchdog import Watchdog
@@ -89,8 +95,9 @@ def _init_distributed(recipe: Recipe) -> dist.Store | None:
     """Store of all attempts of the job, or None. Raises TimeoutError with the missing ranks."""
     timeout = timedelta(seconds=recipe.comm.init_timeout_seconds)
     lasting = lasting_store(timeout)
-    store = None
-    if lasting is not None:
+    if lasting is None:
+        store = store_of_ranks(timeout)
+    else:
         store = store_of_attempt(lasting, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
     # torch refuses a second CPU backend.
     cpu_backend = recipe.training.enable_cpu_offload and on_accelerator()

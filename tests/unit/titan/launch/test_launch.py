@@ -1,6 +1,7 @@
 """Start, mutual watch and exclusion of a job's processes: stores in memory, ranks as threads."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -14,22 +15,29 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from titan_muon.titan.launch import attempts
 from titan_muon.titan.launch import watchdog as watchdog_module
-from titan_muon.titan.launch.attempts import interrupted_run, lasting_store, remember_run, store_of_attempt
+from titan_muon.titan.launch.attempts import (
+    interrupted_run,
+    lasting_store,
+    remember_run,
+    store_of_attempt,
+    store_of_ranks,
+)
 from titan_muon.titan.launch.environment import describe_world
 from titan_muon.titan.launch.folder_lock import LOCK_FILE, FolderLock
 from titan_muon.titan.launch.watchdog import Sign, Watchdog, is_sibling, late_ranks
 from titan_muon.titan.recipe import RecipeError
 
-LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
 
 
-def test_a_single_process_gets_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_gets_an_environment_and_listens_on_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     describe_world()
     assert set(os.environ) == LAUNCHER
     assert os.environ["WORLD_SIZE"] == "1"
-    assert 0 < int(os.environ["MASTER_PORT"]) < 2**16
+    assert isinstance(store_of_ranks(SHORT), dist.HashStore)
 
 
 @pytest.mark.parametrize("more", [{}, {"SLURM_STEP_NUM_TASKS": "8"}])
@@ -101,6 +109,29 @@ def test_the_next_attempt_finds_the_run() -> None:
 def test_only_an_agents_store_outlasts_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
     assert lasting_store(SHORT) is None
+
+
+def test_the_timeout_holds_for_a_silent_program_on_the_port_of_the_store(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that waits for the answer is blocked in torch for ever, so a thread ends the process."""
+    with socket.create_server(("localhost", 0)) as program, ThreadPoolExecutor(1) as pool:
+        connection = pool.submit(program.accept)
+        port = str(program.getsockname()[1])
+        environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        monkeypatch.setattr(os, "environ", environment)
+        codes: list[int] = []
+
+        def end(code: int) -> None:
+            codes.append(code)
+            connection.result()[0].close()
+
+        monkeypatch.setattr(os, "_exit", end)
+        monkeypatch.setattr(attempts, "GRACE_SECONDS", 0.1)
+        with pytest.raises(RuntimeError):
+            store_of_ranks(timedelta(seconds=0.5))
+    assert codes == [1]
+    assert f"error: rank 1 ends: no answer from the job's store on localhost:{port}" in capsys.readouterr().err
 
 
 SIGN = Sign(host="node-a", pid=7, stage=5, beat=9)

@@ -165,6 +165,7 @@ def test_parameters_on_the_host_have_a_cpu_backend_beside_the_device_backend(
 ) -> None:
     """On the CPU torch refuses a second backend."""
     asked: list[bool] = []
+    monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(job, "on_accelerator", lambda: accelerator)
     monkeypatch.setattr(compat, "init_distributed", lambda *args, cpu_backend, **options: asked.append(cpu_backend))
     job._init_distributed(tiny.recipe(tmp_path, training__enable_cpu_offload=offload))
