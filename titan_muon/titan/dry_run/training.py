@@ -8,6 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
 from titan_muon.assignment.rules import Assignment
 from titan_muon.plan.terms.machine import Link, MachineRates
@@ -41,7 +42,7 @@ class PassMemory:
 
     activations: int  # kept for backward, and recomputed ones of a layer
     logits: int  # with their gradient
-    gathered: int  # unsharded parameters of two layers and the head
+    gathered: int  # unsharded parameters, and unsharded gradients under pipeline parallelism
 
     @property
     def total(self) -> int:
@@ -112,7 +113,7 @@ def training_of(
         passes=passes,
         tokens=local * degrees.data * passes * recipe.training.seq_len,
         compute=compute,
-        fsdp=_fsdp_seconds(recipe, degrees, stage, machine, passes),
+        fsdp=_fsdp_seconds(recipe, degrees, stage, machine, local, passes),
         tensor=_tensor_seconds(degrees, stage, machine, tokens * passes),
         experts=_expert_seconds(degrees, stage, machine, tokens * passes, size),
         memory=pass_memory(recipe, world, size, stage),
@@ -132,7 +133,7 @@ def pass_memory(recipe: Recipe, world: int, size: ModelSize, stage: Sequence[Ass
         # Under 1F1B the first stage holds a microbatch per stage.
         tokens = tokens * recipe.parallelism.pipeline_parallel_microbatch_size // local
         in_flight = min(degrees.stages, _microbatches(recipe, local))
-    activations_kept, whole, gathered = 0.0, 0.0, 0.0
+    activations_kept, whole = 0.0, 0.0
     for layer in _layers(stage):
         every = sum(_activations(a, tokens, size, degrees) for a in layer)
         hidden = tokens * _width(layer) / degrees.tensor
@@ -143,18 +144,39 @@ def pass_memory(recipe: Recipe, world: int, size: ModelSize, stage: Sequence[Ass
             "selective": hidden + sum(_kept(a, tokens, size, degrees) for a in layer),
         }[recipe.activation_checkpoint.mode]
         whole = max(whole, every)
-        gathered = max(gathered, sum(_unsharded(a, degrees) for a in layer))
     dtype = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
     again = 0.0 if recipe.activation_checkpoint.mode == "none" else dtype * whole
-    others = [a for a in stage if len(a.shape) == 2 and size.vocabulary in a.shape]
-    head = max((_unsharded(a, degrees) for a in others), default=0.0)
+    others = _vocabulary(stage, size)
     has_head = any(a.fqn.split(".")[0] in ("lm_head", "output", "head") for a in others) or degrees.stages == 1
     logits = LOGIT_BYTES * tokens * size.vocabulary / degrees.tensor if has_head else 0.0
     return PassMemory(
         activations=int(dtype * activations_kept * in_flight + max(0.0, again - logits)),
         logits=int(logits),
-        gathered=int(dtype * (2 * gathered + head)),
+        gathered=int(_gathered_bytes(recipe, degrees, size, stage)),
     )
+
+
+def _gathered_bytes(recipe: Recipe, degrees: _Degrees, size: ModelSize, stage: Sequence[Assignment]) -> float:
+    """Peak of FSDP's unsharded tensors: a layer, the next one and the head, or the whole stage without resharding."""
+    whole = sum(_unsharded(a, degrees) for a in stage)
+    layers = [sum(_unsharded(a, degrees) for a in layer) for layer in _layers(stage)]
+    head = max((_unsharded(a, degrees) for a in _vocabulary(stage, size)), default=0.0)
+    kept = 2 * max(layers, default=0.0) + head if _reshards_after_forward(recipe) else whole
+    # Pipeline stages sum gradients of all microbatches before the reduction.
+    summed = whole * TORCH_DTYPE_MAP[recipe.training.mixed_precision_reduce].itemsize if degrees.stages > 1 else 0.0
+    return kept * TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize + summed
+
+
+def _reshards_after_forward(recipe: Recipe) -> bool:
+    degrees = recipe.parallelism
+    return get_fsdp_reshard_after_forward_policy(
+        degrees.fsdp_reshard_after_forward, degrees.pipeline_parallel_degree > 1
+    )
+
+
+def _vocabulary(stage: Sequence[Assignment], size: ModelSize) -> list[Assignment]:
+    """Embedding and head."""
+    return [a for a in stage if len(a.shape) == 2 and size.vocabulary in a.shape]
 
 
 def _microbatches(recipe: Recipe, local: int) -> int:
@@ -204,23 +226,30 @@ def _link(machine: MachineRates, ranks: int) -> Link:
 
 
 def _fsdp_seconds(
-    recipe: Recipe, degrees: _Degrees, stage: Sequence[Assignment], machine: MachineRates, passes: int
+    recipe: Recipe, degrees: _Degrees, stage: Sequence[Assignment], machine: MachineRates, local: int, passes: int
 ) -> float:
     gathered = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
     reduced = TORCH_DTYPE_MAP[recipe.training.mixed_precision_reduce].itemsize
-    again = 1 if recipe.parallelism.fsdp_reshard_after_forward == "never" else 2
-    total = 0.0
+    gathers, total = _gathers(recipe, degrees, local), 0.0
     for a in stage:
         shards = degrees.expert_shards if _is_stack(a) else degrees.shards
         elements = _unsharded(a, degrees)
         # TP and EP ranks are neighbours, so FSDP ranks are that many ranks apart.
         reach = shards * (degrees.experts if _is_stack(a) else degrees.tensor)
-        sent = elements * (shards - 1) / shards * (again * gathered + reduced) * passes
+        sent = elements * (shards - 1) / shards * (gathers * gathered + reduced) * passes
         total += sent / _link(machine, reach).bandwidth
         if degrees.replicas > 1:
             ring = 2 * (degrees.replicas - 1) / degrees.replicas * elements / shards * reduced
             total += ring * passes / machine.network.bandwidth
     return total
+
+
+def _gathers(recipe: Recipe, degrees: _Degrees, local: int) -> int:
+    """All-gathers of a parameter in a pass."""
+    if not _reshards_after_forward(recipe):
+        return 1
+    # 1F1B does not reshard after backward, so each later forward finds the parameters of the backward before it.
+    return 2 if degrees.stages == 1 else 1 + _microbatches(recipe, local)
 
 
 def _tensor_seconds(degrees: _Degrees, stage: Sequence[Assignment], machine: MachineRates, tokens: int) -> float:

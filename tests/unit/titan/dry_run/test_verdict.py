@@ -1,6 +1,7 @@
 """The verdict of a dry run: memory against the GPU, the training step, and Muon's share."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 
@@ -43,10 +44,10 @@ def llama3_8b(layers: int = 32) -> list[Assignment]:
 SIZE = ModelSize(token_flops=6 * 7_504_000_000, vocabulary=128256, routed=0.0)
 
 
-def recipe(mode: str = "selective", **parallelism: int) -> Recipe:
+def recipe(mode: str = "selective", **parallelism: object) -> Recipe:
     plain = Recipe(activation_checkpoint=ActivationCheckpoint(mode=mode))  # type: ignore[arg-type]
     training = replace(plain.training, local_batch_size=1, global_batch_size=-1, seq_len=4096)
-    return replace(plain, training=training, parallelism=replace(plain.parallelism, **parallelism))
+    return replace(plain, training=training, parallelism=replace(plain.parallelism, **parallelism))  # type: ignore[arg-type]
 
 
 def test_modelled_activations_of_llama_match_a_rehearsal() -> None:
@@ -61,6 +62,26 @@ def test_checkpointing_and_parallelism_lower_the_activations() -> None:
     split = pass_memory(recipe(tensor_parallel_degree=8), 64, SIZE, llama3_8b())
     assert split.logits == kept["selective"].logits // 8
     assert split.activations < kept["selective"].activations / 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "stages", "bytes_of_an_element", "gathers"),
+    [("never", 1, 2, 1), ("default", 2, 2 + 4, 1), ("never", 2, 2 + 4, 1), ("always", 2, 4, 5)],
+)
+def test_parameters_that_stay_gathered_count_in_memory_and_time(
+    policy: str, stages: int, bytes_of_an_element: int, gathers: int
+) -> None:
+    """TorchTitan's `default` is `never` under pipeline parallelism, whose gradients are summed in float32."""
+    asked = recipe(fsdp_reshard_after_forward=policy, pipeline_parallel_degree=stages)
+    asked = replace(asked, training=replace(asked.training, local_batch_size=4))
+    matrices = llama3_8b()
+    elements = sum(prod(a.shape) for a in matrices)
+    gathered = pass_memory(asked, 64, SIZE, matrices).gathered
+    layers = pass_memory(recipe(), 64, SIZE, matrices).gathered
+    assert gathered == bytes_of_an_element * elements + (layers if policy == "always" else 0)
+    shards = 64 // stages
+    sent = elements * (shards - 1) / shards * (2 * gathers + 4)
+    assert training_of(asked, 64, SIZE, matrices, H100).fsdp == pytest.approx(sent / H100.network.bandwidth)
 
 
 def test_a_modelled_step_grows_with_tokens_and_waits_for_slow_fsdp_links() -> None:
