@@ -37,6 +37,7 @@ from titan_muon.titan.recipe import load  # noqa: E402
 COLORS = {
     "advance": "#e5a93c",
     "gather": "#6aa5d8",
+    "copy": "#8bb8a2",
     "orthogonalize": "#3a7d5c",
     "send_back": "#9a7fd1",
     "apply": "#d36f4c",
@@ -105,7 +106,7 @@ def main(model: str = "qwen3_8b", ranks: int = 64, out: Path = ROOT / "docs" / "
         panel.set_ylabel("rank", fontsize=8)
     panels[-1].set_xlabel(f"ms of Muon's step, {model} on {ranks} H100s, modelled")
     handles = [Patch(color=color, label=stage.replace("_", " ")) for stage, color in COLORS.items()]
-    figure.legend(handles=handles, loc="upper right", ncols=5, fontsize=8, frameon=False)
+    figure.legend(handles=handles, loc="upper right", ncols=6, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 0.97))
     figure.savefig(out, dpi=110)
     plt.close(figure)

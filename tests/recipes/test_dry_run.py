@@ -90,7 +90,12 @@ def test_a_dry_run_prints_a_verdict_and_writes_a_self_contained_page(
     assert part["ranks"] == list(range(16))
     assert {part["stages"][span[1]] for span in part["spans"]} >= {"advance", "orthogonalize", "apply"}
     assert {span[0] for span in part["spans"]} == set(range(16))
-    assert {entry[0] for entry in part["parameters"]} >= {"tok_embeddings.weight", "norm.weight"}
+    rows = {entry[0] for entry in part["parameters"]}
+    assert rows >= {"tok_embeddings.weight", "norm.weight"}
+    assert any(row.startswith("layers.*.") for row in rows), "equal parameters of all layers share a row"
+    assert not any(row.startswith("layers.0.") for row in rows)
+    colors = re.findall(r'"(\w+)"', re.search(r"const MEMORY = \[(.*)\]", parsed.script).group(1))  # type: ignore[union-attr]
+    assert len(set(colors)) == len(colors) >= len(part["memory"]), "each part of the memory has its own color"
     assert "seq_len = 128" in data["recipe"]
 
 

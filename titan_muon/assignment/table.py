@@ -37,16 +37,22 @@ def parameter_table(
     assigned: Sequence[Assignment], parameters: Mapping[str, Tensor], plan: Plan | None, *, full: bool
 ) -> str:
     """The table. Without `full`, equal parameters of all layers share a line."""
+    lines = [astuple(row) for row in (HEADER, *parameter_rows(assigned, parameters, plan, full=full))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def parameter_rows(
+    assigned: Sequence[Assignment], parameters: Mapping[str, Tensor], plan: Plan | None, *, full: bool
+) -> list[ParameterRow]:
+    """The lines of `parameter_table`."""
     blocks = {} if plan is None else {p.fqn: p.stack for p in plan.parameters}
     counts: Counter[ParameterRow] = Counter()
     for a in assigned:
         name = a.fqn if full else family(a.fqn)
         shape, placement = "x".join(map(str, a.shape)), _placement(parameters[a.fqn], full)
         counts[ParameterRow(name, shape, a.optimizer, _matrices(a, blocks.get(a.fqn)), placement, a.reason)] += 1
-    rows = [replace(row, name=f"{row.name}  ({n})" if n > 1 else row.name) for row, n in counts.items()]
-    lines = [astuple(row) for row in (HEADER, *rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return [replace(row, name=f"{row.name}  ({n})" if n > 1 else row.name) for row, n in counts.items()]
 
 
 def frozen_lines(names: Sequence[str]) -> list[str]:

@@ -279,13 +279,16 @@ def _least(plan: Plan, costs: Costs, ranks: int) -> float:
     return max([mean, *alone.values()])
 
 
-STAGES = ("advance", "gather", "orthogonalize", "send_back", "apply")
+STAGES = ("advance", "gather", "copy", "orthogonalize", "send_back", "apply")
 LOCAL = -1
 """Bucket of local matrices."""
 
 
 class StageSpan(NamedTuple):
-    """A stage of a bucket on a rank, in seconds from the start of the step. Gathers and returns are on the links."""
+    """A stage of a bucket on a rank, in seconds from the start of the step. Gathers and returns are on the links.
+
+    `copy`: assembling matrices, and filling the return buffer.
+    """
 
     rank: int
     stage: str
@@ -297,14 +300,14 @@ class StageSpan(NamedTuple):
 def spans(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> list[StageSpan]:
     """The spans of every rank in the modelled step, by start."""
     modelled = _modelled(plan, machine, overlap)
-    recorder = modelled.run(plan, _Recorder(modelled.times, list(modelled.local)))
+    recorder = modelled.run(plan, _Recorder(modelled.times, modelled.local))
     return sorted(recorder.spans, key=lambda span: (span.start, span.rank))
 
 
 class _Recorder(Clock):
-    def __init__(self, times: Sequence[BucketTimes], ranks: Sequence[int]) -> None:
-        super().__init__(times, len(ranks))
-        self._ranks, self.spans = ranks, list[StageSpan]()
+    def __init__(self, times: Sequence[BucketTimes], local: Mapping[int, LocalTime]) -> None:
+        super().__init__(times, len(local))
+        self._ranks, self._local, self.spans = list(local), list(local.values()), list[StageSpan]()
 
     def gather(self, bucket: int, *, travels: bool) -> None:
         times = self._times[bucket]
@@ -316,16 +319,20 @@ class _Recorder(Clock):
             self._add_links("gather", bucket, times.phases[0])
 
     def stay(self, local: Sequence[float]) -> None:
-        starts = list(self.now)
+        ends = list(self.now)
         super().stay(local)
-        self._add("orthogonalize", LOCAL, range(len(starts)), starts, self.now)
+        for stage in ("advance", "orthogonalize", "apply"):
+            durations = (t.owned.seconds if stage == "orthogonalize" else getattr(t, stage) for t in self._local)
+            starts, ends = ends, [end + seconds for end, seconds in zip(ends, durations, strict=True)]
+            self._add(stage, LOCAL, range(len(starts)), starts, ends)
 
     def orthogonalize(self, bucket: int) -> None:
         times = self._times[bucket]
         super().orthogonalize(bucket)
         stops = [self.now[index] for index in times.group]
-        durations = (copies + owned.seconds for copies, owned in zip(times.copies, times.owned, strict=True))
-        starts = [stop - seconds for stop, seconds in zip(stops, durations, strict=True)]
+        starts = [stop - owned.seconds for stop, owned in zip(stops, times.owned, strict=True)]
+        copied = [start - copies for start, copies in zip(starts, times.copies, strict=True)]
+        self._add("copy", bucket, times.group, copied, starts)
         self._add("orthogonalize", bucket, times.group, starts, stops)
         if len(times.phases) > 1:
             self._add_links("send_back", bucket, times.phases[1])

@@ -34,10 +34,15 @@ class OwnerTime(NamedTuple):
 
 
 class LocalTime(NamedTuple):
-    """`passes`: seconds of momentum and apply."""
+    """`advance`, `apply`: seconds of the passes before and after Newton-Schulz."""
 
     owned: OwnerTime
-    passes: float
+    advance: float
+    apply: float
+
+    @property
+    def passes(self) -> float:
+        return self.advance + self.apply
 
     @property
     def seconds(self) -> float:
@@ -72,12 +77,12 @@ class Costs:
             for rank in ranks:
                 by_kind[rank][kind] = by_kind[rank].get(kind, 0) + 1
         owned = {rank: self.owned(tuple(sorted(kinds.items()))) for rank, kinds in by_kind.items()}
-        return {rank: LocalTime(time, self._local_passes(time)) for rank, time in owned.items()}
+        return {rank: self._local_time(time) for rank, time in owned.items()}
 
-    def _local_passes(self, time: OwnerTime) -> float:
-        normalized = self.machine.pass_seconds(time.elements * NORMALIZING_BYTES)
-        packed, applied = (f(time.elements, time.batches) for f in (self.pack_seconds, self.apply_seconds))
-        return packed + normalized + applied
+    def _local_time(self, owned: OwnerTime) -> LocalTime:
+        normalized = self.machine.pass_seconds(owned.elements * NORMALIZING_BYTES)
+        packed, applied = (f(owned.elements, owned.batches) for f in (self.pack_seconds, self.apply_seconds))
+        return LocalTime(owned, packed + normalized, applied)
 
     def pack_seconds(self, elements: int, calls: int = 1) -> float:
         moved = self.passes.traffic

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 
+from titan_muon.assignment.table import HEADER, parameter_rows
 from titan_muon.plan import Plan
 from titan_muon.plan.cost.timeline import LOCAL, STAGES, spans
 from titan_muon.titan.dry_run.stages import StageReport
@@ -19,7 +21,12 @@ MARK = "/*DATA*/null"
 
 def page_text(parts: Sequence[StageReport], recipe: Recipe) -> str:
     """The page as HTML."""
-    data = {"recipe": to_toml(recipe), "name": recipe.name, "parts": [_part(part, recipe) for part in parts]}
+    data = {
+        "recipe": to_toml(recipe),
+        "name": recipe.name,
+        "columns": astuple(HEADER),
+        "parts": [_part(part, recipe) for part in parts],
+    }
     # "</script>" would end the page's script element, and "<!--<script>" would hide its end.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return TEMPLATE.read_text(encoding="utf-8").replace(MARK, text)
@@ -47,7 +54,8 @@ def _part(part: StageReport, recipe: Recipe) -> dict[str, object]:
         "memory": memory_parts(part.verdict),
         "peak": part.verdict.peak,
         "capacity": part.verdict.capacity,
-        "parameters": [[a.fqn, " x ".join(map(str, a.shape)), a.optimizer, a.reason] for a in meta.assigned],
+        # A line for equal parameters of all layers.
+        "parameters": [astuple(row) for row in parameter_rows(meta.assigned, meta.parameters, plan, full=False)],
     }
 
 

@@ -161,13 +161,14 @@ def _gathered_bytes(recipe: Recipe, degrees: _Degrees, size: ModelSize, stage: S
     whole = sum(_unsharded(a, degrees) for a in stage)
     layers = [sum(_unsharded(a, degrees) for a in layer) for layer in _layers(stage)]
     head = max((_unsharded(a, degrees) for a in _vocabulary(stage, size)), default=0.0)
-    kept = 2 * max(layers, default=0.0) + head if _reshards_after_forward(recipe) else whole
+    kept = 2 * max(layers, default=0.0) + head if reshards_after_forward(recipe) else whole
     # Pipeline stages sum gradients of all microbatches before the reduction.
     summed = whole * TORCH_DTYPE_MAP[recipe.training.mixed_precision_reduce].itemsize if degrees.stages > 1 else 0.0
     return kept * TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize + summed
 
 
-def _reshards_after_forward(recipe: Recipe) -> bool:
+def reshards_after_forward(recipe: Recipe) -> bool:
+    """Whether FSDP frees gathered parameters between forward and backward."""
     degrees = recipe.parallelism
     return get_fsdp_reshard_after_forward_policy(
         degrees.fsdp_reshard_after_forward, degrees.pipeline_parallel_degree > 1
@@ -246,7 +247,7 @@ def _fsdp_seconds(
 
 def _gathers(recipe: Recipe, degrees: _Degrees, local: int) -> int:
     """All-gathers of a parameter in a pass."""
-    if not _reshards_after_forward(recipe):
+    if not reshards_after_forward(recipe):
         return 1
     # 1F1B does not reshard after backward, so each later forward finds the parameters of the backward before it.
     return 2 if degrees.stages == 1 else 1 + _microbatches(recipe, local)

@@ -12,8 +12,9 @@ from titan_muon.titan import compat
 compat.install()
 
 from titan_muon.titan.dry_run.memory import Memory  # noqa: E402
+from titan_muon.titan.dry_run.meta_model import MetaModel  # noqa: E402
 from titan_muon.titan.dry_run.training import ModelSize, PassMemory, Training, pass_memory, training_of  # noqa: E402
-from titan_muon.titan.dry_run.verdict import Verdict, memory_parts  # noqa: E402
+from titan_muon.titan.dry_run.verdict import Verdict, memory_parts, remedies, verdict_lines  # noqa: E402
 from titan_muon.titan.recipe import Recipe  # noqa: E402
 from titan_muon.titan.recipe.sections import ActivationCheckpoint  # noqa: E402
 
@@ -130,3 +131,24 @@ def test_the_peak_is_the_maximum_of_backward_and_step() -> None:
 def test_the_overhead_compares_with_a_step_of_adamw() -> None:
     assert verdict(GIB).seconds == pytest.approx(2.5 + 0.025)
     assert verdict(GIB).overhead == pytest.approx((0.025 - 0.01) / (2.5 + 0.01))
+
+
+def lines(capacity: int) -> str:
+    """The printed verdict of a small model on a GPU of `capacity` bytes, or on a CPU."""
+    whole = tuple(llama3_8b(layers=1))
+    meta = MetaModel(8, range(8), {}, whole, whole, {}, None, 0, SIZE)
+    return "\n".join(verdict_lines(replace(verdict(GIB), capacity=capacity), meta, recipe(), H100))
+
+
+def test_a_cpu_shows_two_step_times_and_a_gpu_the_overhead() -> None:
+    assert "a step takes 2.52 s with Muon, 2.51 s with AdamW" in lines(0)
+    assert "% of the step" not in lines(0)
+    assert "0.6 % of the step over AdamW" in lines(79 * GIB)
+
+
+def test_resharding_is_a_remedy_for_parameters_that_stay_gathered() -> None:
+    whole = tuple(llama3_8b())
+    meta = MetaModel(8, range(8), {}, whole, whole, {}, None, 0, SIZE)
+    kept = replace(verdict(30 * GIB), training=training_of(recipe(), 8, SIZE, whole, H100), capacity=79 * GIB)
+    assert not any("reshard" in line for line in remedies(kept, meta, recipe()))
+    assert any("reshard" in line for line in remedies(kept, meta, recipe(fsdp_reshard_after_forward="never")))
