@@ -158,6 +158,11 @@ class Muon(SkipsSteps, Optimizer):
             self._build()
 
     @property
+    def options(self) -> MuonOptions:
+        """The options of all parameters."""
+        return self._options
+
+    @property
     def plan(self) -> Plan:
         """The owner of each matrix, and the exchange of its pieces."""
         return self.engine.rank.plan

@@ -111,7 +111,7 @@ def plan_step(
     plan = make_plan(with_state_ranks(parameters, known, work_of, kept), work_of, known, machine, passes)
     check_rule(options, plan)
     check_prescaled(options, plan, iterations)
-    check_features(options, plan, [fqn for fqn, tensor in named if without_groups(tensor)])
+    check_features(options, plan, [fqn for fqn, tensor in named if without_groups(tensor)], dispatch.device)
     if note := blocks_reason(options, parameters, plan.parameters):
         warnings.warn(f"{note}; the other modes are exact", stacklevel=7)
     return plan

@@ -74,7 +74,7 @@ def test_a_dry_run_prints_a_verdict_and_writes_a_self_contained_page(
     assert "over AdamW" in text
     assert "modelled" in text
     assert "[training]" not in text, "the recipe is behind --verbose"
-    assert "data.files" in text.rsplit("training would be refused", 2)[1]
+    assert "data.files" in text.rsplit("training on this machine would be refused", 2)[1], "another machine has files"
     assert "data.tokenizer_path = 'absent' has no tokenizer.json" in text
     assert json.loads(numbers.read_text())["verdict"]["fits"] is True
 
@@ -97,6 +97,29 @@ def test_a_dry_run_prints_a_verdict_and_writes_a_self_contained_page(
     colors = re.findall(r'"(\w+)"', re.search(r"const MEMORY = \[(.*)\]", parsed.script).group(1))  # type: ignore[union-attr]
     assert len(set(colors)) == len(colors) >= len(part["memory"]), "each part of the memory has its own color"
     assert "seq_len = 128" in data["recipe"]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--muon.rule muonh", r"muon\.weight_decay = 0\.1: rule = 'muonh' keeps the norm"),
+        ("--muon.fused", r"muon\.fused = True needs Triton, which does not run on cpu"),
+        ("--muon.fused --world-size 2 --device cpu", r"muon\.fused = True needs Triton"),
+        ("--model.vocab_size 10", r"data\.tokenizer has 258 tokens and the model embeds 10"),
+        ("--training.disable_cuda_graphs false --parallelism.expert_parallel_degree 2", "disable_cuda_graphs"),
+        ("--training.global_batch_size 7 --world-size 2", r"training\.global_batch_size = 7 is not accepted on 2"),
+        ("--data.source files --data.files absent/*.txt", r"data\.files"),
+        (
+            "--data.tokenizer hf --data.tokenizer_path absent --model.vocab_size 9",
+            r"data\.tokenizer_path = 'absent' has",
+        ),
+        ("--checkpoint.async_mode async_with_pinned_mem", r"checkpoint\.async_mode .* not accepted on the CPU"),
+        ("--optimizer.rule {match='*norm*',optimizer='adamw',options={betas=[0.9,2.0]}}", r"betas"),
+    ],
+)
+def test_the_dry_run_refuses_the_recipes_that_training_refuses(words: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=problem):
+        train.main(parse(["--config", "configs/qwen_moe_muon.toml", "--dry-run", *words.split()]))
 
 
 def test_compare_lists_the_fastest_fitting_alternative_first(tmp_path: Path) -> None:
@@ -140,7 +163,7 @@ def test_a_wrong_dry_run_argument_is_a_recipe_error(words: tuple[str, ...], part
 
 
 def test_a_pattern_without_a_match_is_an_error_with_the_source(tmp_path: Path) -> None:
-    asked = command(tmp_path, "--optimizer.rule", '{match = "layer.0.*", optimizer = "adamw"}')
+    asked = command(tmp_path, "--world-size", "2", "--optimizer.rule", '{match = "layer.0.*", optimizer = "adamw"}')
     with pytest.raises(RecipeError, match=r"^command line: optimizer\.rule\[0\]: 'layer\.0\.\*' takes no parameter"):
         train.main(asked)
 

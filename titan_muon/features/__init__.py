@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,7 +26,7 @@ def features_of(
         from .fused import Fused
 
         # Innermost, to replace the calls that other features wrap.
-        yield Fused(rank.device)
+        yield Fused()
     if any(matrix.slice is not None for matrix in rank.plan.matrices):
         from .slices import Slices
 
@@ -94,8 +95,8 @@ def skips_missing(options: MuonOptions) -> bool:
     return options.missing_grad == "skip"
 
 
-def check_features(options: MuonOptions, plan: Plan, owned: Sequence[str]) -> None:
-    """Raise OptionError if a feature cannot run the plan. `owned`: names of the owned parameters."""
+def check_features(options: MuonOptions, plan: Plan, owned: Sequence[str], device: str) -> None:
+    """Raise OptionError if a feature cannot run the plan on a type of device. `owned`: names of owned parameters."""
     if options.overlap != "none" and owned and not plan.buckets:
         raise OptionError(
             "overlap",
@@ -106,7 +107,7 @@ def check_features(options: MuonOptions, plan: Plan, owned: Sequence[str]) -> No
     if options.fused:
         from .fused import Fused
 
-        Fused.check(options)
+        Fused.check(options, torch.device(device))
     if options.overlap == "backward":
         from .early import EarlyGathers
 

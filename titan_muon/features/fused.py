@@ -143,21 +143,23 @@ def usable(device: torch.device) -> bool:
 
 
 class Fused(Feature):
-    """Runs each call as one kernel, see [Note: fused calls]. Raises OptionError for a device without Triton."""
+    """Runs each call as one kernel, see [Note: fused calls]."""
 
-    def __init__(self, device: torch.device) -> None:
-        if not usable(device):
-            remedy = "install Triton and train on a GPU, or set False (on CPUs, TRITON_INTERPRET=1 runs tests)"
-            raise OptionError("fused", f"= True needs Triton, which does not run on {device}; {remedy}")
+    def __init__(self) -> None:
         self._tables: dict[Any, Table] = {}
         self._last: dict[Any, Table] = {}
 
     @staticmethod
-    def check(options: MuonOptions) -> None:
+    def check(options: MuonOptions, device: torch.device) -> None:
+        """Raise OptionError for a rule with other arithmetic, and for a device without Triton."""
         rule = type(rule_of(options))
         if any(getattr(rule, name) is not getattr(MuonRule, name, None) for name in ("advance", "pack", "apply")):
             problem = f"= True has kernels for rule = 'muon' and 'normuon', and not for {options.rule!r}; set False"
             raise OptionError("fused", problem)
+        # A dry run may plan for GPUs that this machine lacks.
+        if not usable(device) and (device.type == "cpu" or torch.accelerator.is_available()):
+            remedy = "install Triton and train on a GPU, or set False (on CPUs, TRITON_INTERPRET=1 runs tests)"
+            raise OptionError("fused", f"= True needs Triton, which does not run on {device}; {remedy}")
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
         self._rank = rank

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -14,7 +14,7 @@ from titan_muon.assignment.roles import Seen, see
 from titan_muon.assignment.rules import Default, default_rules
 from titan_muon.comm.agreement import Agreement
 from titan_muon.fsdp.forward_hooks import apply_in_forward, late_applies
-from titan_muon.hybrid import OfParts, parts_of
+from titan_muon.hybrid import OfParts, Parts, parts_of
 from titan_muon.options import Rule
 from titan_muon.tensors.names import canonical_fqn
 from titan_muon.titan.device import adamw_implementation
@@ -51,16 +51,7 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         stages = agreement.distinct(see(model_parts, canonical_fqn)) if config.model is None else []
         joined = {name: seen for stage in stages for name, seen in stage.items()} if len(stages) > 1 else config.model
         try:
-            self.parts = agreement.together(
-                lambda: parts_of(
-                    model_parts,
-                    config.rules,
-                    config.defaults,
-                    _tables(config),
-                    offload=config.offload,
-                    model=joined,
-                )
-            )
+            self.parts = agreement.together(lambda: parts_of_config(config, model_parts, joined))
         except ValueError as error:
             raise recipe_error(error) from error
         self.optimizers = list(self.parts.optimizers.values())
@@ -100,6 +91,13 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         # Other packages' updates probably grow with the gradient, like AdamW's.
         spared = {"all": (), "adamw": ("muon",), "none": tuple(self.parts.groups)}[choice]
         return [parameter for name in self.parts.groups if name not in spared for parameter in self.parameters(name)]
+
+
+def parts_of_config(
+    config: HybridOptimizers.Config, model_parts: Sequence[nn.Module], model: Mapping[str, Seen] | None
+) -> Parts:
+    """The optimizers of a configuration. Raises ValueError as `parts_of`. `model`: as in `Config`."""
+    return parts_of(model_parts, config.rules, config.defaults, _tables(config), offload=config.offload, model=model)
 
 
 def _tables(config: HybridOptimizers.Config) -> Mapping[str, Mapping[str, Any]]:

@@ -101,6 +101,23 @@ class BPETokenizer(_MarkedTokenizer):
         return self._bpe.decode(ids)
 
 
+def check_tokenizer_folder(path: str | None) -> str:
+    """Raise RecipeError for a folder without a tokenizer. Returns the key and its value, for messages."""
+    folder = f"data.tokenizer_path = {path!r}"
+    if path is None or not Path(path, "tokenizer.json").is_file():
+        raise RecipeError(f"{folder} has no tokenizer.json")
+    return folder
+
+
+def check_vocabulary(tokens: int, rows: int) -> None:
+    """Raise RecipeError for more tokens than rows of the embedding."""
+    # An id beyond the embedding would be a late, nameless index error of the device.
+    if tokens > rows:
+        raise RecipeError(
+            f"data.tokenizer has {tokens} tokens and the model embeds {rows}; set model.vocab_size = {tokens}"
+        )
+
+
 class PretrainedTokenizer(HuggingFaceTokenizer):
     """TorchTitan's Hugging Face tokenizer on the folder `path` with `tokenizer.json`."""
 
@@ -109,9 +126,7 @@ class PretrainedTokenizer(HuggingFaceTokenizer):
         path: str
 
     def __init__(self, config: Config, *, tokenizer_path: str | None = None) -> None:
-        folder = f"data.tokenizer_path = {config.path!r}"
-        if not (Path(config.path) / "tokenizer.json").is_file():
-            raise RecipeError(f"{folder} has no tokenizer.json")
+        folder = check_tokenizer_folder(config.path)
         super().__init__(tokenizer_path=config.path)
         if self.bos_id is None and self.eos_id is None:
             neither = "tokenizer_config.json names neither bos_token nor eos_token"

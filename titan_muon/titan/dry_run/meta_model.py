@@ -17,21 +17,20 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as device_utils
 
-from titan_muon.assignment.groups import ParamGroup, decided
-from titan_muon.assignment.roles import see
+from titan_muon.assignment.groups import ParamGroup
 from titan_muon.assignment.rules import Assignment
-from titan_muon.options import MuonOptions
-from titan_muon.orthogonalize import Dispatch, kernels_for
+from titan_muon.hybrid import Parts
+from titan_muon.muon import Muon
 from titan_muon.plan import Plan
-from titan_muon.planning import plan_step, planning_machine
+from titan_muon.planning import dispatch_of, plan_step
 from titan_muon.state.groups import iteration_of
 from titan_muon.titan import compat
-from titan_muon.titan.assign.container import HybridOptimizers
+from titan_muon.titan.assign.container import HybridOptimizers, parts_of_config
 from titan_muon.titan.assign.explain import stage_ranks
 from titan_muon.titan.device import planning_for
 from titan_muon.titan.dry_run.training import ModelSize
 from titan_muon.titan.model.qk_clip import reduced_bytes
-from titan_muon.titan.recipe import Recipe, recipe_error
+from titan_muon.titan.recipe import Recipe, RecipeError, recipe_error
 from titan_muon.titan.recipe.degrees import check_layout
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer
@@ -76,13 +75,22 @@ def this_device() -> str:
 def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None, *, stage: int = 0) -> MetaModel:
     """The model of pipeline rank `stage`, with Muon's plan. `device`: type to plan for, by default this machine's.
 
-    Raises RecipeError like training, except for invalid options of another package's optimizer and for the batch.
+    Raises RecipeError like training, except as `check_degrees` and `check_machine`.
     """
     check_layout(recipe, world_size)
+    try:
+        return _built(recipe, world_size, this_device() if device is None else device, stage)
+    except RecipeError:
+        raise
+    # TorchTitan raises these for bad configurations, without a key.
+    except (ValueError, NotImplementedError) as error:
+        raise RecipeError(str(error)) from error
+
+
+def _built(recipe: Recipe, world_size: int, kind: str, stage: int) -> MetaModel:
     stages = recipe.parallelism.pipeline_parallel_degree
     config = trainer_config(recipe, Run(folder=recipe.dump_folder), world_size)
     ranks = stage_ranks(world_size, stages, stage)
-    kind = this_device() if device is None else device
     with _fake_world(world_size, ranks[0]), planning_for(kind):
         parts, size = _sharded_parts(config, world_size)
         parameters: dict[str, Tensor] = {
@@ -90,18 +98,14 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
         }
         optimizer = config.optimizer
         assert isinstance(optimizer, HybridOptimizers.Config), "the recipe builds this container"
-        seen = see(parts, canonical_fqn) if optimizer.model is None else optimizer.model
-        rules, defaults, tables = optimizer.rules, optimizer.defaults, optimizer.tables
-        is_stage = optimizer.model is not None
         try:
-            decision = decided(seen, parameters, rules, defaults, tables, offload=optimizer.offload, is_stage=is_stage)
+            built = parts_of_config(optimizer, parts, optimizer.model)
+            plan = _plan(parameters, built, kind)
         except ValueError as error:
             raise recipe_error(error) from error
-        assigned = tuple(a for a in decision.whole if a.fqn in parameters)
-        plan = _plan(parameters, decision.groups.get("muon", ()), decision.tables.get("muon", {}), kind)
         assert config.model_spec is not None, "the recipe names a model"
         sent = reduced_bytes(config.model_spec.model)
-        return MetaModel(world_size, ranks, parameters, assigned, decision.whole, decision.groups, plan, sent, size)
+        return MetaModel(world_size, ranks, parameters, built.assignments, built.whole, built.groups, plan, sent, size)
 
 
 @contextmanager
@@ -165,17 +169,11 @@ def _model_size(config: Any, model: nn.Module, seq_len: int) -> ModelSize:
     return ModelSize(flops, max(vocabularies, default=0), routed)
 
 
-def _plan(
-    parameters: dict[str, Tensor], groups: Sequence[ParamGroup], table: Mapping[str, Any], device: str
-) -> Plan | None:
+def _plan(parameters: dict[str, Tensor], built: Parts, device: str) -> Plan | None:
+    groups, muon = built.groups.get("muon", ()), built.optimizers.get("muon")
     named = [(name, parameters[name]) for group in groups for name in group.names]
     if not named:
         return None
-    try:
-        options = MuonOptions(**table)
-        iterations = [iteration_of(group.options) for group in groups for _ in group.names]
-        kernels = kernels_for(options.ns_kernel, torch.device(device))
-        dispatch = Dispatch.of(options, device, kernels, planning_machine(options.machine, device))
-        return plan_step(named, iterations, dispatch, options)
-    except ValueError as error:
-        raise recipe_error(error) from error
+    assert isinstance(muon, Muon), "the registered name is Muon's"
+    iterations = [iteration_of(group) for group in muon.param_groups for _ in group["params"]]
+    return plan_step(named, iterations, dispatch_of(torch.device(device), muon.options), muon.options)

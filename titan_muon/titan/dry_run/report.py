@@ -11,9 +11,10 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_muon.assignment.table import parameter_table
 from titan_muon.titan.assign import explain
+from titan_muon.titan.checks.machine import data_problems
 from titan_muon.titan.dry_run.memory import Memory
 from titan_muon.titan.dry_run.page import page_text
-from titan_muon.titan.dry_run.stages import StageReport, dry_run, problems
+from titan_muon.titan.dry_run.stages import StageReport, dry_run, is_for_this_machine
 from titan_muon.titan.dry_run.verdict import Verdict, verdict_lines
 from titan_muon.titan.model.qk_clip import qk_clip_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
@@ -51,8 +52,8 @@ def report(
         print("\n" + _headed(part, "\n".join(_lines(part, recipe, full=full))))
     for part in parts:
         print("\n" + _headed(part, "\n".join(verdict_lines(part.verdict, part.meta, recipe, part.machine))))
-    for problem in problems(recipe, world):
-        print(f"\nwarning: training would be refused: {problem}")
+    for problem in () if is_for_this_machine(world_size, device) else data_problems(recipe):
+        print(f"\nwarning: training on this machine would be refused: {problem}")
     if json is not None:
         _write("--json", json, _json_text(parts))
     if html is not None:

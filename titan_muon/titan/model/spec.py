@@ -1,6 +1,6 @@
 """TorchTitan's ModelSpec of a recipe's model."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchtitan.components.checkpointer.utils import canonical_fqn
@@ -36,6 +36,21 @@ def model_spec(
 
 def whole_model(spec: "ModelSpec") -> dict[str, Seen]:
     """All trained parameters of a model, by name."""
+    return see([_on_meta(spec)], canonical_fqn)
+
+
+def check_modules(spec: "ModelSpec", name: str) -> None:
+    """Raise RecipeError if TorchTitan cannot initialize and shard a module of the family `name`."""
+    try:
+        _on_meta(spec).verify_module_protocol()
+    except RuntimeError as error:
+        raise RecipeError(
+            f"model.name = {name!r}: {error}. Build these modules by TorchTitan's classes, as "
+            "torchtitan.models.common.linear.Linear.Config(in_features=..., out_features=...).build() instead of "
+            "torch.nn.Linear(...)"
+        ) from error
+
+
+def _on_meta(spec: "ModelSpec") -> Any:
     with torch.device("meta"):
-        model = spec.model.build()
-    return see([model], canonical_fqn)
+        return spec.model.build()

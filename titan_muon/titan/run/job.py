@@ -25,10 +25,11 @@ from titan_muon.tensors.process_groups import default_store
 from titan_muon.titan import compat
 from titan_muon.titan.assign import explain
 from titan_muon.titan.checks.assignments import assigned_optimizers, changed_assignments
+from titan_muon.titan.checks.machine import check_machine
 from titan_muon.titan.checks.start import check_start, data_facts, start_facts
 from titan_muon.titan.data.cache import atomic
 from titan_muon.titan.data.loader import PackedDataLoader
-from titan_muon.titan.device import compute_capability, on_accelerator
+from titan_muon.titan.device import on_accelerator
 from titan_muon.titan.fault import RunFault
 from titan_muon.titan.launch.attempts import (
     interrupted_run,
@@ -41,7 +42,6 @@ from titan_muon.titan.launch.environment import describe_world
 from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.launch.watchdog import Watchdog
 from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
-from titan_muon.titan.model.quantization import check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.recipe.constraints import owns
 from titan_muon.titan.recipe.files import keys_of_the_command_line, with_source
@@ -50,7 +50,7 @@ from titan_muon.titan.run.console import say, say_error, say_fault, set_up_loggi
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.trainer import MuonTrainer
-from titan_muon.titan.run.trainer_config import comm_config, refuse_on_cpu, trainer_config
+from titan_muon.titan.run.trainer_config import comm_config, trainer_config
 
 TRACEBACK_FILE = "traceback.txt"
 MOST_FILES = 65536
@@ -118,9 +118,7 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
     # Ranks with other recipes may not meet in later collectives.
     check_start(start_facts(recipe), group)
     check_degrees(recipe, world)
-    if compat.install():
-        refuse_on_cpu(recipe)
-    check_float8(recipe.float8, compute_capability(), amd=torch.version.hip is not None, torchao=has_torchao())
+    check_machine(recipe)
     _raise_file_limit()
     store = default_store()
     first, later = recipe.comm.init_timeout_seconds, recipe.comm.train_timeout_seconds

@@ -26,11 +26,11 @@ from titan_muon.titan.checks.curve import reports_of
 from titan_muon.titan.checks.ranks import UNKNOWN
 from titan_muon.titan.checks.training import ADVICE, Place, TrainingChecks
 from titan_muon.titan.data.loader import PackedDataLoader, bytes_per_token
+from titan_muon.titan.data.tokenizers import check_vocabulary
 from titan_muon.titan.data.validation import HeldOutValidator
 from titan_muon.titan.fault import RunFault
 from titan_muon.titan.model.qk_clip import build_qk_clip
 from titan_muon.titan.monitor.monitor import Monitor
-from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Monitor as MonitorSection
 from titan_muon.titan.recipe.sections import QKClip as QKClipSection
 from titan_muon.titan.run.checkpoints import RunCheckpoints
@@ -77,8 +77,7 @@ class MuonTrainer(Trainer):
             assert config.model_spec is not None, "the recipe names a model"
             config.model_spec.model = converter.build().convert(config.model_spec.model)
         super().__init__(config)
-        # An id beyond the embedding would be a late, nameless index error of the device.
-        self._check_vocabulary()
+        check_vocabulary(self.tokenizer.get_vocab_size(), decoder_vocab_size(config.model_spec))
         if config.validator.enable:
             read = bytes_per_token(self.validator.dl_config, self.tokenizer, config.training.seq_len)
             self.metrics_processor.bytes_per_token = read
@@ -133,13 +132,6 @@ class MuonTrainer(Trainer):
         if (clip := self.qk_clip) is not None:
             self.optimizers.register_step_pre_hook(lambda *_: clip.start_reduce())
             self.optimizers.register_step_post_hook(lambda *_: clip.apply())
-
-    def _check_vocabulary(self) -> None:
-        tokens, rows = self.tokenizer.get_vocab_size(), decoder_vocab_size(self.config.model_spec)
-        if tokens > rows:
-            raise RecipeError(
-                f"data.tokenizer has {tokens} tokens and the model embeds {rows}; set model.vocab_size = {tokens}"
-            )
 
     def init_distributed(self) -> ParallelDims:
         # The run has a process group already.

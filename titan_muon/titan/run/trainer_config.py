@@ -16,12 +16,13 @@ from torchtitan.tools.profiler import Profiler
 from titan_muon.titan import compat
 from titan_muon.titan.assign.container import optimizer_config
 from titan_muon.titan.data.loader import dataloader_config, tokenizer_config, vocab_size
+from titan_muon.titan.data.tokenizers import check_vocabulary
 from titan_muon.titan.data.validation import HeldOutValidator
 from titan_muon.titan.device import loss_chunks, on_accelerator
 from titan_muon.titan.model.parallelize import with_placement
 from titan_muon.titan.model.qk_clip import observe_logits
 from titan_muon.titan.model.quantization import float8_converters
-from titan_muon.titan.model.spec import model_spec, whole_model
+from titan_muon.titan.model.spec import check_modules, model_spec, whole_model
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.recipe.constraints import owns, scheduled_steps
 from titan_muon.titan.recipe.degrees import local_batch_size
@@ -31,30 +32,16 @@ from titan_muon.titan.run.metrics import RunMetrics
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer
 
-ON_GPUS_ALONE = {
-    "parallelism.enable_fsdp_symm_mem": lambda recipe: recipe.parallelism.enable_fsdp_symm_mem,
-    "compile.enable_async_tensor_parallel": lambda recipe: recipe.compile.enable_async_tensor_parallel,
-    "profiler.enable_memory_snapshot": lambda recipe: recipe.profiler.enable_memory_snapshot,
-}
-
-
-def refuse_on_cpu(recipe: Recipe) -> None:
-    """Raise RecipeError for GPU-only options, which a dry run may plan."""
-    for key, is_set in ON_GPUS_ALONE.items():
-        if is_set(recipe):
-            raise RecipeError(f"{key} = true is not accepted on the CPU; it needs GPUs. Set it to false.")
-    if recipe.checkpoint.enable and recipe.checkpoint.async_mode == "async_with_pinned_mem":
-        raise RecipeError(
-            'checkpoint.async_mode = "async_with_pinned_mem" is not accepted on the CPU, which pins no memory; '
-            'use "async".'
-        )
-
 
 def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Config:
     """TorchTitan's configuration of a recipe. Raises ValueError for an impossible model, data or optimizer."""
     model, degrees = recipe.model, recipe.parallelism
-    vocabulary = vocab_size(recipe.data) if model.vocab_size is None else model.vocab_size
+    tokens = vocab_size(recipe.data)
+    vocabulary = tokens if model.vocab_size is None else model.vocab_size
+    if tokens is not None and vocabulary is not None:
+        check_vocabulary(tokens, vocabulary)
     spec = model_spec(model.name, model.flavor, vocab_size=vocabulary, attention=model.attention)
+    check_modules(spec, model.name)
     observe_logits(spec.model, recipe.qk_clip)
     _check_sequences(recipe, spec.model)
     _check_backend(recipe)

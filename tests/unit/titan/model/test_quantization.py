@@ -18,6 +18,7 @@ from torchtitan.components.quantization import Float8GroupedExpertsConverter, Fl
 from torchtitan.protocols.model import ModelConfigConverter  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
+from titan_muon.titan.checks import machine  # noqa: E402
 from titan_muon.titan.model import quantization  # noqa: E402
 from titan_muon.titan.model.quantization import check_float8  # noqa: E402
 from titan_muon.titan.run import job  # noqa: E402
@@ -133,7 +134,7 @@ def test_the_converters_run_before_the_trainer_is_built(tmp_path: Path, monkeypa
 
 @pytest.mark.usefixtures("world_of_one")
 def test_a_run_is_refused_before_the_folder_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "compute_capability", lambda: AMPERE)
+    monkeypatch.setattr(machine, "compute_capability", lambda: AMPERE)
     with pytest.raises(RecipeError, match=r"^float8\.linear = true"):
         job.train(tiny.recipe(tmp_path, float8__linear=True))
     assert not (tmp_path / "runs").exists()

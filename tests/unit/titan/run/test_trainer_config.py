@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests import tiny
 from titan_muon.assignment.rules import Assignment
@@ -19,10 +20,11 @@ compat.install()
 
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC  # noqa: E402
 
+from titan_muon.titan.checks.machine import refuse_on_cpu  # noqa: E402
 from titan_muon.titan.model.spec import model_spec  # noqa: E402
 from titan_muon.titan.run import job  # noqa: E402
 from titan_muon.titan.run.runs import Run  # noqa: E402
-from titan_muon.titan.run.trainer_config import refuse_on_cpu, trainer_config  # noqa: E402
+from titan_muon.titan.run.trainer_config import trainer_config  # noqa: E402
 
 
 def config(folder: Path, world_size: int = 1, **values: object):
@@ -265,3 +267,19 @@ def test_a_model_beyond_the_memory_is_an_error_with_the_key(
     assert text.startswith(f"{key} {cause}. {remedy} (refused at ")
     assert "\n" not in text
     assert "allocate 25 TB" in Path(recipe.dump_folder, "traceback.txt").read_text()
+
+
+def test_a_module_of_plain_torch_is_refused_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchTitan initializes and shards modules of its own classes only. Training and dry run share this function."""
+    kind = type(model_spec("qwen3", "moe_tiny").model)
+    build = kind.build
+
+    def with_plain_linear(self: object) -> nn.Module:
+        model = build(self)
+        model.layers["0"].extra = nn.Linear(2, 2)
+        return model
+
+    monkeypatch.setattr(kind, "build", with_plain_linear)
+    problem = r"model\.name = 'qwen3': .*'layers\.0\.extra' \(Linear\)\. Build these modules by .*Linear\.Config"
+    with pytest.raises(RecipeError, match=problem):
+        config(tmp_path)
