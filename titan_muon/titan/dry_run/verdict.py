@@ -141,8 +141,8 @@ def remedies(verdict: Verdict, meta: MetaModel, recipe: Recipe) -> Iterator[str]
     changes: list[tuple[str, float]] = []
     if not reshards_after_forward(recipe):
         resharded = replace(recipe, parallelism=replace(recipe.parallelism, fsdp_reshard_after_forward="always"))
-        peak = peak_with(resharded, meta.world_size)
-        changes.append(('parallelism.fsdp_reshard_after_forward = "always"', peak))
+        key = "parallelism.fsdp_reshard_after_forward"
+        changes.append((f'{key} = "always"', peak_with(resharded, meta.world_size)))
     if recipe.activation_checkpoint.mode != "full":
         changes.append(('activation_checkpoint.mode = "full"', peak_with(full, meta.world_size)))
     if local > 1:
