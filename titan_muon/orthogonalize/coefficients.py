@@ -15,8 +15,11 @@ Coefficients = tuple[tuple[float, float, float], ...]
 GRID = 4000
 """Number of singular values that `largest_value` follows."""
 
-POLAR_EXPRESS_NORM = CANS_NORM = 1.02
-"""Factors on the Frobenius norm."""
+LARGEST = 4.0
+"""Limit of singular values during the iteration."""
+
+POLAR_EXPRESS_NORM = CANS_SAFETY = 1.02
+"""Factors on the Frobenius norm, and on the singular values before each step of CANS except the last."""
 
 COEFFICIENTS: Mapping[str, Coefficients] = {
     # Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); torch.optim.Muon's default.
@@ -53,13 +56,13 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
     # DeepSeek-V4's ten steps, as in Emerging-Optimizers: eight to grow singular values, two to pull them to 1.
     "deepseek_v4": (*((3.4445, -4.7750, 2.0315),) * 8, *((2.0, -1.5, 0.5),) * 2),
     # Grishina et al., "Accelerating Newton-Schulz Iteration for Orthogonalization via Chebyshev-type Polynomials"
-    # (CANS, arXiv:2506.10935), as in Emerging-Optimizers. Without a margin, rounding in bfloat16 takes the singular
-    # value 1 to 1.9. So the first step divides by CANS_NORM too.
+    # (CANS, arXiv:2506.10935), as in Emerging-Optimizers. Each step ends where the next begins to diverge. So all but
+    # the last get a safety factor s, (a / s, b / s^3, c / s^5), as in section 4 of The Polar Express (2505.16932).
     "cans": (
-        (8.4703 / CANS_NORM, -25.1081 / CANS_NORM**3, 18.6293 / CANS_NORM**5),
-        (4.1828, -3.1087, 0.5806),
-        (3.9619, -2.9541, 0.5630),
-        (3.2866, -2.4647, 0.5074),
+        (8.4703 / CANS_SAFETY, -25.1081 / CANS_SAFETY**3, 18.6293 / CANS_SAFETY**5),
+        (4.1828 / CANS_SAFETY, -3.1087 / CANS_SAFETY**3, 0.5806 / CANS_SAFETY**5),
+        (3.9619 / CANS_SAFETY, -2.9541 / CANS_SAFETY**3, 0.5630 / CANS_SAFETY**5),
+        (3.2866 / CANS_SAFETY, -2.4647 / CANS_SAFETY**3, 0.5074 / CANS_SAFETY**5),
         (2.2737, -1.6447, 0.4162),
     ),
     # Boissin et al., "Turbo-Muon" (arXiv:2512.04632): `standard.almost_orthogonal_` instead of a first step, here of
@@ -143,3 +146,26 @@ def largest_value(steps: Coefficients) -> float:
             value *= a + square * (b + c * square)
         largest = max(largest, abs(value)) if abs(value) < math.inf else math.inf
     return largest
+
+
+@cache
+def has_margin(steps: Coefficients, rounding: float) -> bool:
+    """Whether singular values up to 1 stay below LARGEST if each step gets them larger by a factor 1 + `rounding`."""
+    largest = 1.0
+    for a, b, c in steps:
+        largest *= 1 + rounding
+        # A polynomial is largest at the end of the interval, or where its derivative a + 3 b x^2 + 5 c x^4 is 0.
+        squares = [largest**2, *_roots(5 * c, 3 * b, a)]
+        values = (math.sqrt(x) * abs(a + x * (b + c * x)) for x in squares if 0 <= x <= largest**2)
+        largest = max(values)
+        if not largest < LARGEST:
+            return False
+    return True
+
+
+def _roots(a: float, b: float, c: float) -> tuple[float, ...]:
+    """The real roots of a x^2 + b x + c."""
+    if a == 0:
+        return () if b == 0 else (-c / b,)
+    square = b * b - 4 * a * c
+    return () if square < 0 else tuple((-b + sign * math.sqrt(square)) / (2 * a) for sign in (1, -1))

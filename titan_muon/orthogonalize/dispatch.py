@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ from titan_muon.plan.terms.work import (
     team_cost,
 )
 
-from .coefficients import Coefficients
+from .coefficients import LARGEST, Coefficients, has_margin
 
 DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -155,14 +155,15 @@ class Dispatch:
         return cls(options.orthogonalize, options.ns_dtype, device, kernels, machine=machine)
 
     def choose(self, rows: int, cols: int, steps: Coefficients, slices: int = 1) -> Method:
+        """The method for a matrix. Raises OptionError as `with_margin`."""
         if slices > 1:
             assert self.algorithm != "reference", "slices cannot reproduce torch.optim.Muon's bits"
             # The numerics of the whole matrix decide. Kernels need square results.
             return replace(self.choose(rows, cols, steps), products="plain", batch=1, slices=slices)
+        candidates = with_margin(self._candidates(rows, cols, len(steps)), steps)
         if self.algorithm == "reference":
-            return Method("reference", "bfloat16")
+            return candidates[0]
         # Not by timing, because plans would differ between ranks.
-        candidates = self._candidates(rows, cols, len(steps))
         seconds = {method: self._seconds(method, rows, cols, steps) for method in candidates}
         best = min(candidates, key=lambda method: seconds[method])
         batch = max(1, self.rates.batch_bytes // best.work_bytes(rows, cols, self.device))
@@ -177,6 +178,8 @@ class Dispatch:
 
     def _candidates(self, rows: int, cols: int, steps: int) -> list[Method]:
         """Safe methods; among equally fast methods the first wins."""
+        if self.algorithm == "reference":
+            return [Method("reference", "bfloat16")]
         flops = self.rates.flops
         dtypes = sorted(DTYPES, key=lambda name: -flops[name]) if self.dtype == "auto" else [self.dtype]
         if self.dtype == "auto" and flops["float16"] >= SAME_RATE * flops["bfloat16"]:
@@ -220,6 +223,20 @@ class Dispatch:
             return f"alone safe on {self.rates.name} for this shape"
         name = min(rest, key=lambda method: rest[method])
         return f"{rest[name] / seconds[best]:.2f} x as fast on {self.rates.name} as {name}"
+
+
+def with_margin(methods: Sequence[Method], steps: Coefficients) -> list[Method]:
+    """The methods whose rounding keeps the steps from diverging. Raises OptionError if there are none."""
+    safe = [method for method in methods if has_margin(steps, torch.finfo(DTYPES[method.dtype]).eps)]
+    if not safe:
+        dtype = methods[0].dtype
+        other = "choose a named set" if dtype == "float32" else "compute in float32 (ns_dtype) by 'standard'"
+        raise OptionError(
+            "ns_coefficients",
+            f"has no margin for rounding in {dtype}: singular values grow above {LARGEST:g}, and diverge; divide the "
+            f"(a, b, c) of every step except the last by (s, s**3, s**5) with s = 1.02, or {other}",
+        )
+    return safe
 
 
 def restarts(steps: int) -> tuple[int, ...]:

@@ -51,9 +51,10 @@ def _iterated(
 def _accumulated(x: Tensor, steps: Coefficients, work: Sequence[Tensor], products: Products, prescale: bool) -> Tensor:
     """The product of the steps' polynomials a I + b R + c R R, in one of `work`."""
     r, q, z, spare = work
-    products.gram(smaller_first(x), out=r, alpha=start_norm(x.dtype) ** -2)
     if prescale:
-        almost_orthogonal_(x, r)
+        almost_orthogonal_(x, r, products)
+    else:
+        products.gram(smaller_first(x), out=r, alpha=start_norm(x.dtype) ** -2)
     for index, (a, b, c) in enumerate(steps):
         if len(steps) == 1:
             polynomial(products, r, b, c, delta=a, out=q)

@@ -35,9 +35,10 @@ def _iterated(x: Tensor, spare: Tensor, steps: Coefficients, products: Products,
     p = torch.empty_like(gram)
     inverse = 1 / start_norm(x.dtype)
     for index, (a, b, c) in enumerate(steps):
-        products.gram(smaller_first(x), out=gram, alpha=inverse**2)
         if prescale and index == 0:
-            almost_orthogonal_(x, gram)
+            almost_orthogonal_(x, gram, products)
+        else:
+            products.gram(smaller_first(x), out=gram, alpha=inverse**2)
         polynomial(products, gram, b, c, out=p)
         scale = inverse if index + 1 == len(steps) else 1.0
         multiply(p, x, alpha=scale, beta=a * scale, out=spare)
@@ -45,23 +46,31 @@ def _iterated(x: Tensor, spare: Tensor, steps: Coefficients, products: Products,
     return x
 
 
-def almost_orthogonal_(x: Tensor, gram: Tensor) -> None:
-    """Scale X to S X and its Gram matrix A to S A S, in place, with S = diag(1 / sqrt(row sums of |A|)).
+def almost_orthogonal_(x: Tensor, gram: Tensor, products: Products) -> None:
+    """Scale X to S X in place, with S = diag(1 / sqrt(row sums of |X Xᵀ|)), and fill `gram` with the new X Xᵀ.
 
     The spectral norm of S X is at most 1, and closer to 1 than after a division by the Frobenius norm (Prach and
     Lampert, "Almost-Orthogonal Layers", 2022; Boissin et al., "Turbo-Muon", arXiv:2512.04632). S changes the polar
     factor if rows of X have unequal norms.
     """
-    # float16 rounds squares below 2^-24 to zero. Such rows are scaled by at most 2^12.
+    # With the scale of X, because float16 would round the squares of rows below 2^-12 of the norm to zero.
+    products.gram(smaller_first(x), out=gram)
     wide = gram.to(torch.promote_types(gram.dtype, torch.float32))
-    sums = wide.abs().sum(dim=-1).clamp_(min=2.0**-24 if x.dtype == torch.float16 else 1e-20)
+    # Rows are scaled by at most 2^12 in float16.
+    norm = start_norm(x.dtype)
+    sums = wide.abs().sum(dim=-1).clamp_(min=norm**2 * 2.0**-24 if x.dtype == torch.float16 else 1e-20)
     scales = sums.rsqrt_().to(x.dtype)
     gram.mul_(scales[:, :, None]).mul_(scales[:, None, :])
-    smaller_first(x).mul_(scales[:, :, None])
+    smaller_first(x).mul_(scales.mul_(norm)[:, :, None])
 
 
-FLOAT16_NORM = 2.0**10
-"""Norm of X in float16, because elements of a matrix of norm 1 would be subnormal, with fewer digits."""
+FLOAT16_NORM = 2.0**6
+"""Norm of X in float16. Elements of a matrix of norm 1 would be subnormal, with fewer digits.
+
+Singular values stay below LARGEST times this norm, so that no sum of products exceeds 2^16 - 2^5, float16's largest
+number. cuBLAS may add the parts of a split product in float16, also where PyTorch's flag
+`allow_fp16_reduced_precision_reduction` is off, because batched products ignore the flag.
+"""
 
 
 def start_norm(dtype: torch.dtype) -> float:
