@@ -24,10 +24,10 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from titan_muon.assignment.doubts import OUTSIDE, matrix_shapes  # noqa: E402
+from titan_muon.assignment.doubts import OUTSIDE  # noqa: E402
 from titan_muon.assignment.roles import see  # noqa: E402
 from titan_muon.assignment.rules import EMBEDDING, HEAD, Assignment, assign_parameters, default_rules, splits_with  # noqa: E402
-from titan_muon.tensors.matrices import stack_of  # noqa: E402
+from titan_muon.tensors.matrices import matrix_shapes, stack_of  # noqa: E402
 from titan_muon.titan import compat  # noqa: E402
 
 PAGE = ROOT / "docs" / "zoo.md"

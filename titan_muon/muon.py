@@ -12,7 +12,7 @@ from typing import Any, Never, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import registry
@@ -121,6 +121,11 @@ class Muon(SkipsSteps, Optimizer):
         self._agreement: Agreement | None = None
         self._engine: Engine | None = None
         self._closed = False
+        if isinstance(params, nn.Module):
+            raise ValueError(
+                "Muon takes named matrices, not a model; use titan_muon.Hybrid(model), or "
+                "Muon(titan_muon.parameter_groups(model)['muon'])"
+            )
         # torch refuses an empty list of parameters, but accepts an empty group.
         groups = params if isinstance(params, Tensor) else list(params) or [{"params": [], "param_names": []}]
         super().__init__(groups, {name: getattr(self._options, name) for name in HYPERPARAMETERS})
@@ -386,10 +391,10 @@ class Muon(SkipsSteps, Optimizer):
             self._rule.check(self.param_groups[-1])
             if self._engine is not None:
                 self.rebuild()
-        except ValueError:
+        except Exception:
             self.param_groups.pop()
             raise
-        for doubt in doubts_of(self.param_groups[-1]):
+        for doubt in doubts_of(self.param_groups[-1], self._options.split):
             warnings.warn(doubt, stacklevel=4)
 
     def __getstate__(self) -> dict[str, Any]:

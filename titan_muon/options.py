@@ -6,7 +6,7 @@ Imports only the standard library, because `plan/` and a recipe's `--help` work 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
@@ -206,6 +206,9 @@ SLOWEST_IN_BFLOAT16 = 0.99
 # within 40 % of a constant input.
 
 
+NS_COEFFICIENTS = Constraint(
+    "the name of a set, or a list that is not empty", lambda value: isinstance(value, Sequence) and bool(value)
+)
 AdjustLrFn = Literal["match_rms_adamw", "original", "spectral_unclamped"]
 ADJUST_LR_FN = Constraint(
     f"{', '.join(get_args(AdjustLrFn))}, or a number above 0",
@@ -232,10 +235,7 @@ class Hyperparameters:
     ns_steps: Annotated[int, COUNT] = 5
     """Newton-Schulz iterations."""
 
-    ns_coefficients: Annotated[
-        str | tuple[tuple[float, float, float], ...],
-        Constraint("the name of a set, or a list that is not empty", bool),
-    ] = "keller_jordan"
+    ns_coefficients: Annotated[str | tuple[tuple[float, float, float], ...], NS_COEFFICIENTS] = "keller_jordan"
     """Name of a coefficient set, or a list of [a, b, c] for each step, or of one for all steps."""
 
     eps: Annotated[float, POSITIVE] = 1e-14

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from ..options import Split
-from ..plan.terms.types import MatrixStack
 from ..state.groups import THINNEST
-from ..tensors.matrices import stack_of
+from ..tensors.matrices import matrix_shapes, stack_of
 from ..tensors.names import listed
 from .rules import EMBEDDING, HEAD, Assignment, splits_with
 
@@ -22,12 +21,6 @@ SHOWN = 3
 def family(fqn: str) -> str:
     """A parameter's name with * for layer numbers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", fqn)
-
-
-def matrix_shapes(shape: Sequence[int], stack: MatrixStack) -> list[tuple[int, int]]:
-    """Rows and columns of each matrix of a parameter, as (outputs, inputs)."""
-    shapes = [matrix.shape(prod(shape[stack.row_dims :])) for matrix in stack.matrices]
-    return [(cols, rows) for rows, cols in shapes] if stack.transposed else shapes
 
 
 def split_lines(assigned: Sequence[Assignment], splits: Sequence[Split]) -> Iterator[str]:

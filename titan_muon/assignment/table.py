@@ -13,8 +13,9 @@ from ..owned import is_owned
 from ..owned.param import holders
 from ..plan import Plan
 from ..plan.terms.types import MatrixStack
+from ..tensors.matrices import matrix_shapes
 from ..tensors.names import listed
-from .doubts import family, matrix_shapes
+from .doubts import family
 from .rules import Assignment
 
 

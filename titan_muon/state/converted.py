@@ -13,7 +13,7 @@ from torch import Tensor
 from ..options import HYPERPARAMETERS, Hyperparameters, OptionError, check
 from ..orthogonalize.coefficients import coefficients
 from ..tensors.storage import STEP
-from .groups import rows_of
+from .groups import other_algorithm, rows_of
 from .saved import is_muons, renamed
 
 Source = Literal["torch", "torchtitan", "keller_jordan", "dion", "dmuon"]
@@ -70,8 +70,7 @@ def _muon_groups(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         return [
             {"adjust_lr_fn": "match_rms_adamw", **state_dict["param_groups"][0], "params": names, "param_names": names}
         ]
-    groups = state_dict["param_groups"]
-    return [g for g in groups if g.get("algorithm", "muon") == "muon" and g.get("use_muon", True)]
+    return [group for group in state_dict["param_groups"] if other_algorithm(group) is None]
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

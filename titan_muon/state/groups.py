@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..options import HYPERPARAMETERS, OTHER_NAMES, SHARED, Hyperparameters, MuonOptions, OptionError, Split, check
 from ..orthogonalize import Iteration, iteration
-from ..tensors.matrices import stack_of
+from ..tensors.matrices import matrix_shapes, split_of, stack_of
 from ..tensors.mesh import flattened_by
 from ..tensors.names import LOOKED_UP, canonical_fqn, listed, named_parameters
 from ..tensors.storage import STEP
@@ -42,10 +42,14 @@ def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
 def checked(
     groups: Sequence[Mapping[str, Any]], options: MuonOptions, check_by_rule: Callable[[Mapping[str, Any]], None]
 ) -> MuonOptions:
-    """The options, with the groups' `offload`. Raises ValueError as `check_group` and the rule."""
+    """The options, with the groups' `offload`. Raises ValueError as `check_group` and the rule, and for flat pieces."""
     for group in groups:
         check_group(group)
         check_by_rule(group)
+        for fqn, parameter in named_parameters([group]):
+            # The constructor refuses vectors, so a wrapper has replaced the matrix since.
+            flat = parameter.ndim == 1 and split_of(fqn, options.split) is None
+            check_not_flat(fqn, parameter, "a wrapper such as FSDP1 or DeepSpeed ZeRO" if flat else "")
     parameters = [parameter for group in groups for parameter in group["params"]]
     return replace(options, offload=resolved(options.offload, parameters))
 
@@ -54,7 +58,8 @@ def check_group(group: Mapping[str, Any]) -> None:
     """Raise ValueError if a group has no names, or a hyperparameter is out of range."""
     if "param_names" not in group:
         raise ValueError(
-            "Muon needs the names of its parameters: pass model.named_parameters() or (name, parameter) pairs"
+            "Muon needs the names of its parameters: pass (name, parameter) pairs of matrices, pass "
+            "titan_muon.parameter_groups(model)['muon'], or give the model to titan_muon.Hybrid"
         )
     check_lr(group["lr"])
     check(Hyperparameters, group)
@@ -117,6 +122,12 @@ def check_keys(group: Mapping[str, Any]) -> None:
     for key, value in group.items():
         if key in SHARED:
             raise OptionError(key, "holds for all parameters of a Muon; pass it to Muon instead of a group")
+        if key == other_algorithm(group):
+            raise OptionError(
+                key,
+                f"= {value!r} marks parameters of another algorithm; give them to titan_muon.adam.AdamW, or the whole "
+                "model to titan_muon.Hybrid",
+            )
         if key == "maximize" and value:
             raise OptionError(key, "is no key of a Muon group; negate the loss")
         # Layer decay's `lr_scale` is a number.
@@ -126,14 +137,25 @@ def check_keys(group: Mapping[str, Any]) -> None:
             raise OptionError(key, f"is no key of a Muon group; did you mean {name or similar[0]}?")
 
 
+def other_algorithm(group: Mapping[str, Any]) -> str | None:
+    """The key that marks a group of another algorithm than Muon: Keller Jordan's `use_muon`, or dion's `algorithm`."""
+    if not group.get("use_muon", True):
+        return "use_muon"
+    return "algorithm" if group.get("algorithm", "muon") != "muon" else None
+
+
+def check_not_flat(fqn: str, parameter: Tensor, wrapper: str = "") -> None:
+    """Raise ValueError for a trained flat piece: of FSDP1 or DeepSpeed by its marks, or of `wrapper`."""
+    if parameter.requires_grad and (library := flattened_by(parameter) or wrapper):
+        raise ValueError(
+            f"{fqn}: {library} keeps flat pieces of parameters, and Muon needs their matrices; shard the model by "
+            "fully_shard (FSDP2)"
+        )
+
+
 def check_params(group: Mapping[str, Any], splits: Sequence[Split]) -> None:
     """Raise ValueError for parameters of a new group without names or without matrices."""
     check_group(group)
-    if len(group["param_names"]) != len(group["params"]):
-        raise ValueError(
-            f"a group has {len(group['params'])} parameters and {len(group['param_names'])} names; give each parameter "
-            "its name. ZeroRedundancyOptimizer cannot wrap Muon: state = 'owner' keeps each momentum on one rank"
-        )
     names: dict[Tensor, str] = {}
     for fqn, parameter in named_parameters([group]):
         # PyTorch warns of a tensor repeated without names. `build` refuses it.
@@ -147,11 +169,7 @@ def check_params(group: Mapping[str, Any], splits: Sequence[Split]) -> None:
                 f"{fqn}: has dtype {parameter.dtype}, and Muon trains real floating-point matrices; train a complex "
                 "parameter by torch.view_as_real, or give it to another optimizer"
             )
-        if library := flattened_by(parameter):
-            raise ValueError(
-                f"{fqn}: {library} keeps flat pieces of parameters, and Muon needs their matrices; shard the model by "
-                "fully_shard (FSDP2)"
-            )
+        check_not_flat(fqn, parameter)
         stack_of(fqn, parameter.shape, splits)
 
 
@@ -159,7 +177,7 @@ THINNEST = 16
 """Side of a matrix below which Newton-Schulz changes little."""
 
 
-def doubts_of(group: Mapping[str, Any]) -> Iterator[str]:
+def doubts_of(group: Mapping[str, Any], splits: Sequence[Split]) -> Iterator[str]:
     """Warnings about parameters for another optimizer."""
     trained = [pair for pair in named_parameters([group]) if pair[1].requires_grad]
     looked_up = [fqn for fqn, _ in trained if any(fnmatchcase(fqn, pattern) for pattern in LOOKED_UP)]
@@ -168,6 +186,10 @@ def doubts_of(group: Mapping[str, Any]) -> Iterator[str]:
             f"{listed(looked_up, 3)}: an embedding or output head by its name, which Muon is not meant for; give it to "
             "AdamW, or give the model to titan_muon.Hybrid"
         )
-    thin = [f"{fqn} ({'x'.join(map(str, p.shape))})" for fqn, p in trained if p.ndim == 2 and min(p.shape) < THINNEST]
+    thin = [
+        f"{fqn} ({'x'.join(map(str, p.shape))})"
+        for fqn, p in trained
+        if any(min(sides) < THINNEST for sides in matrix_shapes(p.shape, stack_of(fqn, p.shape, splits)))
+    ]
     if thin:
         yield f"{listed(thin, 3)}: a side under {THINNEST}, so that Muon does little for it"

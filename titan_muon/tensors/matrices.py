@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Sequence
+from math import prod
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -24,7 +25,7 @@ def stack_of(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> Ma
     if 0 in shape or not (len(shape) in (2, 3) or split is not None):
         raise ValueError(
             f"{fqn}: Muon takes matrices (2D) and stacks of matrices (3D), not shape {tuple(shape)}; give it to "
-            "another optimizer, or describe its matrices by muon.split and dims"
+            "another optimizer, as titan_muon.Hybrid(model) does, or describe its matrices by muon.split and dims"
         )
     whole = "f d -> | f d" if len(shape) == 2 else "e f d -> e | f d"
     dims, lengths = (whole, {}) if split is None else (split.dims, split.lengths)
@@ -32,6 +33,12 @@ def stack_of(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> Ma
         return stack_in(dims, shape, lengths)
     except ValueError as error:
         raise ValueError(f"{fqn}: muon.split: dims = {dims!r} {error}") from error
+
+
+def matrix_shapes(shape: Sequence[int], stack: MatrixStack) -> list[tuple[int, int]]:
+    """Rows and columns of each matrix of a parameter, as (outputs, inputs)."""
+    shapes = [matrix.shape(prod(shape[stack.row_dims :])) for matrix in stack.matrices]
+    return [(cols, rows) for rows, cols in shapes] if stack.transposed else shapes
 
 
 def split_of(fqn: str, splits: Sequence[Split]) -> Split | None:

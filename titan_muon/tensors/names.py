@@ -24,9 +24,16 @@ def canonical_fqn(name: str) -> str:
 
 
 def named_parameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """(name, parameter) pairs of an optimizer's groups."""
+    """(name, parameter) pairs of an optimizer's groups. Raises ValueError for a group with another number of names."""
     for group in groups:
-        yield from zip(group["param_names"], group["params"], strict=True)
+        names, parameters = group["param_names"], group["params"]
+        if len(names) != len(parameters):
+            raise ValueError(
+                f"a group has {len(parameters)} parameters and {len(names)} names; give each parameter its name. "
+                "ZeroRedundancyOptimizer and DeepSpeed ZeRO cannot wrap Muon: shard the model by fully_shard (FSDP2), "
+                "or keep each momentum on one rank by state = 'owner'"
+            )
+        yield from zip(names, parameters, strict=True)
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:

@@ -15,6 +15,7 @@ from ..options import MuonOptions
 from ..plan.terms.layout import Geometry
 from ..plan.terms.types import Parameter
 from .dtensor import held_indices, layout_of, local
+from .names import named_parameters
 
 STEP = "step"
 """Key of a group: the number of steps, for stochastic rounding and for the warm-up of the momentum."""
@@ -63,7 +64,7 @@ def trained_params(
     seen: set[str] = set()
     names: dict[Tensor, str] = {}
     for group in groups:
-        for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
+        for fqn, parameter in named_parameters([group]):
             if fqn in seen:
                 raise ValueError(f"{fqn}: given to Muon twice; give every parameter once")
             if parameter in names:

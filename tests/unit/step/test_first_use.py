@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from titan_muon import Muon
+from titan_muon.options import Split
 
 SHAPES = {"layers.0.w": (8, 12), "layers.1.w": (12, 8)}
 OPTIONS: dict[str, Any] = {"lr": 0.02, "orthogonalize": "reference"}
@@ -247,6 +249,8 @@ def test_a_parameter_without_real_matrices_is_refused_at_construction(param: tor
         ("param_name", ["w"], "^param_name is no key of a Muon group; did you mean param_names"),
         ("lr_scale", "original", "^lr_scale is no key of a Muon group; did you mean adjust_lr_fn"),
         ("exchange", "all_gather", "^exchange holds for all parameters of a Muon; pass it to Muon"),
+        ("use_muon", False, r"^use_muon = False marks .* titan_muon\.adam\.AdamW, .* titan_muon\.Hybrid"),
+        ("algorithm", "adamw", r"^algorithm = 'adamw' marks .* titan_muon\.adam\.AdamW, .* titan_muon\.Hybrid"),
     ],
 )
 def test_a_misplaced_or_misspelt_key_of_a_group_is_refused(key: str, value: Any, fault: str) -> None:
@@ -271,6 +275,8 @@ def test_a_misplaced_or_misspelt_key_of_a_group_is_refused(key: str, value: Any,
         ("max_lr", 0.1),
         ("maximize", False),
         ("differentiable", False),
+        ("use_muon", True),
+        ("algorithm", "muon"),
     ],
 )
 def test_a_key_of_another_library_passes_through_untouched(key: str, value: Any) -> None:
@@ -309,6 +315,10 @@ def test_a_group_can_be_added_after_a_copy_or_a_load(copied: Callable[[Muon], Mu
         ({"params": [nn.Parameter(torch.ones(16))], "param_names": ["v"]}, "v: Muon takes matrices"),
         ({"params": [nn.Parameter(torch.ones(16, 16, device="meta"))], "param_names": ["v"]}, "v: .*meta"),
         ({"params": [nn.Parameter(torch.ones(16, 16))], "param_names": ["v"], "ns_steps": 0}, "ns_steps = 0"),
+        (
+            {"params": [nn.Parameter(torch.ones(16, 16))], "param_names": ["v"], "ns_coefficients": 3},
+            "it takes the name",
+        ),
     ],
 )
 def test_a_refused_group_is_not_added(group: dict[str, Any], fault: str) -> None:
@@ -329,6 +339,35 @@ def test_the_refusal_of_flat_parameters_names_the_library(attribute: str, librar
     setattr(param, attribute, True)
     with pytest.raises(ValueError, match=rf"w: {library} keeps flat pieces .* fully_shard \(FSDP2\)"):
         Muon([("w", param)])
+
+
+@pytest.mark.parametrize(
+    ("attribute", "library"),
+    [("_fsdp_flattened", "FSDP1"), ("ds_id", "DeepSpeed ZeRO"), ("", "a wrapper such as FSDP1 or DeepSpeed ZeRO")],
+)
+def test_a_parameter_flattened_after_construction_is_refused_as_the_work_of_a_library(
+    attribute: str, library: str
+) -> None:
+    muon = Muon([("w", nn.Parameter(torch.ones(16, 16)))])
+    muon.param_groups[0]["params"] = [flat := nn.Parameter(torch.ones(256))]
+    if attribute:
+        setattr(flat, attribute, True)
+    with pytest.raises(ValueError, match=rf"w: {library} keeps flat pieces .* fully_shard \(FSDP2\)"):
+        muon.build()
+
+
+def test_a_flat_tensor_in_place_of_two_parameters_is_refused_as_the_work_of_deepspeed() -> None:
+    muon = Muon(list(parameters().items()))
+    muon.param_groups[0]["params"] = [nn.Parameter(torch.ones(192))]
+    with pytest.raises(ValueError, match=r"1 parameters and 2 names.*DeepSpeed ZeRO.* fully_shard \(FSDP2\)"):
+        muon.build()
+
+
+@pytest.mark.parametrize("given", [lambda m: m, nn.Module.parameters, nn.Module.named_parameters])
+def test_the_refusal_of_a_whole_model_names_hybrid(given: Callable[[nn.Module], Any]) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+    with pytest.raises(ValueError, match=r"titan_muon\.Hybrid\(model\)"):
+        Muon(given(model))
 
 
 def test_a_group_with_fewer_names_than_parameters_is_refused() -> None:
@@ -370,6 +409,15 @@ def test_unsuitable_parameters_cause_a_single_warning() -> None:
     with pytest.warns(UserWarning, match=r"a side under 16|embedding") as caught:
         Muon([("embed_tokens.weight", wide), ("layers.0.w", thin)])
     assert [str(warning.message).split(":")[0] for warning in caught] == ["embed_tokens.weight", "layers.0.w (32x4)"]
+
+
+def test_a_stack_of_thin_matrices_causes_a_warning_unless_a_split_reads_wide_matrices() -> None:
+    convolution = nn.Conv1d(64, 64, 3).weight
+    with pytest.warns(UserWarning, match=r"conv \(64x64x3\): a side under 16"):
+        Muon([("conv", convolution)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Muon([("conv", convolution)], split=[Split(match="conv", dims="o i k -> | o (i k)")])
 
 
 def test_a_closed_optimizer_is_refused() -> None:
