@@ -41,6 +41,10 @@ class OwnerMesh(MeshWithoutGroups):
         self.data, self.owners, self.inner, self.holders = data, owners, inner, holders
         super().__init__(data.device_type, ranks, names)
 
+    def __repr__(self) -> str:
+        # PyTorch's errors about operands on several meshes print the meshes.
+        return f"{super().__repr__()} of an owned parameter (clip gradients with titan_muon.clip_grad_norm_)"
+
 
 def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """The axes of two slices of a root mesh, as FSDP2 builds for tensor-parallel parameters."""
