@@ -178,9 +178,9 @@ class ModuleHooks:
     def post_backward(self) -> None:
         self._context.enter_backward()
         self.in_backward = self.awaits_backward = False
-        # None: the dtype of the unsharded parameter. FSDP2 uses the parameter's original dtype from torch 2.15 on.
-        reduces, dtype = self._context.reduce_grads, self._policy.reduce_dtype
-        for param in self.group.trained:
+        reduces, trained = self._context.reduce_grads, self.group.trained
+        dtype = private.reduce_dtype(self._policy, [param.owned_param.dtype for param in trained])
+        for param in trained:
             # Sums over microbatches stay in the reduce dtype.
             param.accumulate_unsharded_grad(None if reduces else dtype)
         # Before the reduction allocates its input, to lower the peak.

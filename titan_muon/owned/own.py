@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -43,7 +44,9 @@ def own(
         module: plain module, or a module given to `fully_shard` with the same parameters ignored.
         mesh, params, rules, tensor_parallel: as in `Owners`, if nothing else of the model is owned.
         owners: for the whole model, instead of these arguments.
-        mp_policy: policy of `fully_shard`; gradients travel in `reduce_dtype`, or without it in `param_dtype`.
+        mp_policy: policy of `fully_shard`. Without `reduce_dtype`, gradients travel as in `fully_shard` of the
+            installed PyTorch: in `param_dtype`, and from 2.15 on in the dtype of the stored parameters. A
+            `param_dtype_override_fn` must give all owned parameters of a module one dtype.
         reshard_after_forward: whether to free unsharded parameters between forward and backward; by default all except
             the last module's.
         offload_policy: CPUOffloadPolicy keeps owned parameters and gradients on the host.
@@ -62,10 +65,10 @@ def own(
     if not infos:
         raise ValueError(f"{name}: has no parameter with an owner, or all are owned already")
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    _check_dtypes(infos, policy)
+    param_dtype = _param_dtype(infos, policy)
     comm, offload = owners.comm, isinstance(offload_policy, CPUOffloadPolicy)
     owned = [OwnedParam(fqn, info, comm.mesh, *owners.places(fqn), offload) for fqn, info in infos.items()]
-    group = OwnedParamGroup(name, owned, comm, policy.param_dtype)
+    group = OwnedParamGroup(name, owned, comm, param_dtype)
     factor = comm.mesh.size() if gradient_divide_factor is None else gradient_divide_factor
     reshard = reshard_after_forward
     ModuleHooks(module, group, owners.context, policy, reshard_after_forward=reshard, divide_factor=factor)
@@ -75,8 +78,22 @@ def own(
     return {param.owned_param for param in owned}
 
 
-def _check_dtypes(infos: Mapping[str, ParamModuleInfo], policy: MixedPrecisionPolicy) -> None:
-    dtypes = {info.param.dtype: fqn for fqn, info in infos.items()}
-    if policy.param_dtype is None and len(dtypes) > 1:
+def _param_dtype(infos: Mapping[str, ParamModuleInfo], policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    """The dtype of unsharded parameters, or None for the dtype of the stored ones. Raises ValueError for several."""
+    # From PyTorch 2.15 on.
+    override = getattr(policy, "param_dtype_override_fn", None)
+    dtypes: dict[torch.dtype, str] = {}
+    for fqn, info in infos.items():
+        param = info.param
+        if param.grad_dtype != param.dtype:
+            raise ValueError(f"{fqn}: has grad_dtype {param.grad_dtype}, which own() cannot keep; leave it unset")
+        chosen = policy.param_dtype if override is None else override(param)
+        chosen = policy.param_dtype if chosen is None else chosen
+        dtypes[param.dtype if chosen is None else chosen] = fqn
+    if len(dtypes) > 1:
         named = ", ".join(f"{fqn} is {dtype}" for dtype, fqn in dtypes.items())
-        raise ValueError(f"{named}: parameters of a module need a common dtype; set mp_policy.param_dtype")
+        raise ValueError(
+            f"{named}: the owned parameters of a module need a common dtype in forward; set mp_policy.param_dtype, "
+            "give them one dtype in its param_dtype_override_fn, or leave some to fully_shard (params)"
+        )
+    return policy.param_dtype if override is None else next(iter(dtypes))

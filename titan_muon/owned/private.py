@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from ..tensors.mesh import MeshWithoutGroups
@@ -44,6 +46,16 @@ class OwnerMesh(MeshWithoutGroups):
     def __repr__(self) -> str:
         # PyTorch's errors about operands on several meshes print the meshes.
         return f"{super().__repr__()} of an owned parameter (clip gradients with titan_muon.clip_grad_norm_)"
+
+
+def reduce_dtype(policy: MixedPrecisionPolicy, stored: Sequence[torch.dtype]) -> torch.dtype | None:
+    """The dtype in which `fully_shard` reduces gradients, or None for the dtype of the unsharded parameters.
+
+    `stored`: the dtypes of the parameters between steps.
+    """
+    if policy.reduce_dtype is not None or not stored or torch.__version__ < "2.15":
+        return policy.reduce_dtype
+    return functools.reduce(torch.promote_types, stored)
 
 
 def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.owned_model import DIM, Block, Net, Setup, data_mesh, loss_of, make, place, whole
 from tests.dist.harness import run_ranks
@@ -255,6 +255,17 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         block.wq.bfloat16()
         return own(block, mesh=mesh)
 
+    def overridden() -> object:
+        block, policy = Block(), MixedPrecisionPolicy(torch.bfloat16)
+        # A field of the frozen policy from PyTorch 2.15 on.
+        object.__setattr__(policy, "param_dtype_override_fn", lambda p: p.dtype if p is block.wq.weight else None)
+        return own(block, mesh=mesh, mp_policy=policy)
+
+    def grad_dtype() -> object:
+        block = Block()
+        block.wq.weight.grad_dtype = None
+        return own(block, mesh=mesh)
+
     def neither() -> object:
         return own(Block())
 
@@ -279,6 +290,8 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "twice": message(twice),
         "outside": message(outside),
         "mixed": message(mixed),
+        "overridden": message(overridden),
+        "grad_dtype": message(grad_dtype),
         "neither": message(neither),
         "both": message(both),
         "elsewhere": message(elsewhere),
@@ -298,6 +311,8 @@ REFUSALS = {
     "twice": r"wq\.weight: owned already",
     "outside": r"Linear: its owned parameters are unsharded only within the forward of Block",
     "mixed": r"wq\.weight is torch\.bfloat16.*mp_policy\.param_dtype",
+    "overridden": r"wq\.weight is torch\.float32, .* is torch\.bfloat16.*param_dtype_override_fn.*leave some to",
+    "grad_dtype": r"wq\.weight: has grad_dtype None, which own\(\) cannot keep",
     "neither": r"own needs a mesh, or the owners",
     "both": r"own takes mesh, params, rules and tensor_parallel, or owners",
     "elsewhere": r"Block: has no parameter with an owner",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.owned_model import Block, Net, Setup, data_mesh, loss_of, make, matrices, place, whole
@@ -339,7 +339,7 @@ def test_a_matrix_may_be_frozen_and_thawed() -> None:
 
 
 def dtypes(rank: int, world_size: int) -> list[torch.dtype]:
-    """Dtypes of a weight in use, of the module's output, and of the gradient on the owner."""
+    """Dtypes of a weight in use, if the policy overrides its dtype too, of the output, and of the owner's gradient."""
     block, seen = Block(), []
     mesh = data_mesh(world_size, Setup("owned"), make())
     own(block, mesh=mesh, mp_policy=replace(BF16, output_dtype=torch.float64))
@@ -350,35 +350,53 @@ def dtypes(rank: int, world_size: int) -> list[torch.dtype]:
     output = block(torch.ones(1, 2, 32, requires_grad=True))
     output.sum().backward()
     owned_param = block.wq.weight
+    policy = replace(BF16, cast_forward_inputs=False)
+    # A field of the frozen policy from PyTorch 2.15 on.
+    object.__setattr__(policy, "param_dtype_override_fn", lambda parameter: torch.float64)
+    layer = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False))
+    own(layer, mesh=mesh, mp_policy=policy)
+    seen.append(layer(torch.ones(1, 16, dtype=torch.float64)).dtype)
     return [*seen, output.dtype, owned_param.dtype, *([] if owned_param.grad is None else [owned_param.grad.dtype])]
 
 
 def test_the_policy_sets_the_dtypes_of_a_module() -> None:
     results = run_ranks(dtypes, 2)
-    assert results[0][:3] == [torch.bfloat16, torch.float64, torch.float32]
-    assert sorted(map(len, results)) == [3, 4], "the owner alone has a gradient"
-    assert {dtype for dtypes in results for dtype in dtypes[3:]} == {torch.float32}
+    assert results[0][:4] == [torch.bfloat16, torch.float64, torch.float64, torch.float32]
+    assert sorted(map(len, results)) == [4, 5], "the owner alone has a gradient"
+    assert {dtype for dtypes in results for dtype in dtypes[4:]} == {torch.float32}
 
 
 def reduced(rank: int, world_size: int) -> list[list[float]]:
-    """The owner's gradient without a reduce dtype, and with each of two."""
-    gradients = []
+    """A gradient of own and of fully_shard over two microbatches, without a reduce dtype and with each of two."""
+    gradients, mesh = [], init_device_mesh("cpu", (world_size,))
     for dtype in (None, torch.bfloat16, torch.float32):
-        torch.manual_seed(0)
-        layer = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False))
-        mesh = init_device_mesh("cpu", (world_size,))
-        own(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, dtype))
-        layer(torch.randn(64, 16, generator=torch.Generator().manual_seed(rank))).float().square().sum().backward()
-        gradient = layer[0].weight.grad
-        gradients.append([] if gradient is None else local(gradient).flatten().tolist())
+        policy = MixedPrecisionPolicy(torch.bfloat16, dtype)
+        for owned in (True, False):
+            torch.manual_seed(0)
+            layer = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False))
+            owners = Owners(layer, mesh=mesh)
+            if owned:
+                own(layer, owners=owners, mp_policy=policy)
+            else:
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+            generator = torch.Generator().manual_seed(rank)
+            for last in (False, True):
+                owners.set_requires_gradient_sync(last)
+                if isinstance(layer, FSDPModule):
+                    layer.set_requires_gradient_sync(last)
+                layer(torch.randn(64, 16, generator=generator)).float().square().sum().backward()
+            gradient = layer[0].weight.grad
+            whole = gradient if gradient is None or owned else gradient.full_tensor()
+            gradients.append([] if whole is None else local(whole).flatten().tolist())
     return gradients
 
 
-def test_without_a_reduce_dtype_gradients_travel_in_the_param_dtype() -> None:
-    """On every torch version: from 2.15 on fully_shard itself reduces in the parameter's dtype."""
-    none, half, full = next(gradients for gradients in run_ranks(reduced, 2) if gradients[0])
-    assert none == half
-    assert none != full, "the dtypes must differ in what they make of these gradients"
+def test_gradients_are_reduced_in_fully_shards_dtype() -> None:
+    """Without a reduce dtype: in the param dtype, and from PyTorch 2.15 on in the dtype of the stored parameter."""
+    none, of_none, half, of_half, full, of_full = next(found for found in run_ranks(reduced, 2) if found[0])
+    assert (none, half, full) == (of_none, of_half, of_full)
+    assert half != full, "the dtypes must differ in what they make of these gradients"
+    assert none == (half if torch.__version__ < "2.15" else full)
 
 
 def on_their_way(rank: int, world_size: int) -> tuple[list[list[str]], list[int]]:
