@@ -12,7 +12,7 @@ from typing import Any, Never, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from . import registry
@@ -29,7 +29,7 @@ from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refu
 from .plan.terms.types import Plan
 from .planning import checked_plan, device_of
 from .rules import rule_of
-from .state.groups import check_lr, check_params, checked, doubts_of, named_group, rows_of
+from .state.groups import check_lr, check_params, checked, doubts_of, given_groups, named_group, rows_of
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, unchanged_after_errors, with_states
 from .state.rule_states import MatrixStates, with_rule_states
@@ -121,14 +121,7 @@ class Muon(SkipsSteps, Optimizer):
         self._agreement: Agreement | None = None
         self._engine: Engine | None = None
         self._closed = False
-        if isinstance(params, nn.Module):
-            raise ValueError(
-                "Muon takes named matrices, not a model; use titan_muon.Hybrid(model), or "
-                "Muon(titan_muon.parameter_groups(model)['muon'])"
-            )
-        # torch refuses an empty list of parameters, but accepts an empty group.
-        groups = params if isinstance(params, Tensor) else list(params) or [{"params": [], "param_names": []}]
-        super().__init__(groups, {name: getattr(self._options, name) for name in HYPERPARAMETERS})
+        super().__init__(given_groups(params), {name: getattr(self._options, name) for name in HYPERPARAMETERS})
 
     def build(self) -> Self:
         """Plan the step, compare the plan between ranks, and allocate momentum and buffers. Returns this optimizer.

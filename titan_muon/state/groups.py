@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..options import HYPERPARAMETERS, OTHER_NAMES, SHARED, Hyperparameters, MuonOptions, OptionError, Split, check
 from ..orthogonalize import Iteration, iteration
@@ -70,6 +70,17 @@ def check_lr(lr: object) -> None:
     """Raise ValueError for a learning rate in a tensor of several elements."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr: Tensor lr must be 1-element, and this one has shape {tuple(lr.shape)}")
+
+
+def given_groups(params: Any) -> Any:
+    """The constructor's parameters or groups, as torch's constructor takes them. Raises ValueError for a model."""
+    if isinstance(params, nn.Module):
+        raise ValueError(
+            "Muon takes named matrices, not a model; use titan_muon.Hybrid(model), or "
+            "Muon(titan_muon.parameter_groups(model)['muon'])"
+        )
+    # torch refuses an empty list of parameters, but accepts an empty group.
+    return params if isinstance(params, Tensor) else list(params) or [{"params": [], "param_names": []}]
 
 
 def named_group(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, alone: bool) -> dict[str, Any]:
