@@ -12,7 +12,6 @@ from typing import Any, Never, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
 from . import registry
