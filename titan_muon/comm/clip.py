@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..tensors.dtensor import on_device
 from ..tensors.mesh import without_groups
 from ..tensors.names import listed, named_parameters
 from .faults import NotFiniteError
@@ -81,11 +82,11 @@ class NormCheck:
     def __init__(self, norm: Tensor, names: Sequence[str], local_norms: Tensor) -> None:
         self.broken, self._names = norm.isfinite().logical_not(), names
         self._local_norms: Tensor | None = local_norms
-        on_device = norm.device.type != "cpu"
-        self._on_host = torch.zeros((), dtype=norm.dtype, device="cpu", pin_memory=on_device)
+        pinned = norm.device.type != "cpu"
+        self._on_host = torch.zeros((), dtype=norm.dtype, device="cpu", pin_memory=pinned)
         self._on_host.copy_(norm.detach(), non_blocking=True)
         module: Any = torch.get_device_module(norm.device)
-        self._copied = module.Event() if on_device else None
+        self._copied = module.Event() if pinned else None
         if self._copied is not None:
             self._copied.record()
 
@@ -175,11 +176,9 @@ class GradientClip:
         device = self.parameters[0].device
         shares = [1 / replica_count(p, stage_ranks) for p in self.parameters]
         # Weighted sums need one collective, unlike torch's norms by mesh. float32 would lose small tensors.
-        self._weights = torch.tensor(
-            [shares, [share * is_clipped for share, is_clipped in zip(shares, self.clipped, strict=True)]],
-            dtype=torch.float64,
-            device=device,
-        )
+        clipped_shares = [share * is_clipped for share, is_clipped in zip(shares, self.clipped, strict=True)]
+        weights = torch.tensor([shares, clipped_shares], dtype=torch.float64, device="cpu")
+        self._weights = on_device(weights, device)
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self.local_norms = torch.zeros(len(self.parameters), dtype=torch.float64, device=device)
         """(len(parameters),) float64: of this rank's gradients in the last call, before scaling."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import Work
 from torch.optim import Optimizer
 
+from ..tensors.dtensor import on_device
 from .agreement import Agreement
 from .equality import difference, group_label, hyperparameters
 from .faults import Fault
@@ -105,7 +106,7 @@ class FaultReport:
 
     def add(self, faults: Sequence[Fault], start: int = 0) -> None:
         if any(faults):
-            new = torch.tensor(faults, dtype=torch.int32, device=self._codes.device)
+            new = on_device(torch.tensor(faults, dtype=torch.int32, device="cpu"), self._codes.device)
             codes = self._codes[start : start + len(faults)]
             torch.maximum(codes, new, out=codes)
 
