@@ -129,6 +129,7 @@ class Engine:
                 all ranks.
         """
         rank = self.rank
+        rank.report.uncount_skipped()
         reported = rank.report.read()
         if alone:
             faults = rank.report.late()

@@ -360,9 +360,10 @@ class Muon(SkipsSteps, Optimizer):
         self._engine = self.engine.rebuilt(params, self._options, self._agreed)
 
     def synchronize(self) -> None:
-        """Wait for momentum transfers, and drop gathers launched in backward."""
+        """Wait for momentum transfers and the last step's report, and drop gathers launched in backward."""
         if self._engine is not None:
             self._engine.flush(discard=True)
+            self._engine.rank.report.uncount_skipped()
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.build()._agreed.set_timeout(timeout)

@@ -316,12 +316,12 @@ class StepOptions:
     """Rounding of bfloat16 weights. `nearest` loses small updates; `stochastic` keeps small updates on average."""
 
     missing_grad: MissingGrad = "error"
-    """If some rank lacks the gradient of a parameter: raise on all ranks, or skip the parameter on all ranks, with
-    momentum and weight decay."""
+    """If some rank lacks the gradient of a parameter: raise, or skip the parameter with momentum and weight decay, on
+    all ranks that exchange matrices with this rank."""
 
     nonfinite: Nonfinite = "error"
-    """A matrix with a non-finite gradient gets no update, and the next step raises on all ranks. With `skip`, momentum
-    and weight decay are skipped too, and the next step only warns."""
+    """A matrix with a non-finite gradient gets no update, and the next step raises on all ranks that exchange matrices
+    with the matrix's ranks. With `skip`, momentum and weight decay are skipped too, and the next step only warns."""
 
     idle: Literal["move", "hold"] = "move"
     """A matrix with a zero gradient, as of an expert without tokens: `move` it by the momentum, as torch.optim.Muon,

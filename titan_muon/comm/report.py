@@ -14,6 +14,7 @@ from torch.distributed import Work
 from torch.optim import Optimizer
 
 from ..tensors.dtensor import on_device
+from ..tensors.storage import STEP
 from .agreement import Agreement
 from .equality import difference, group_label, hyperparameters
 from .faults import Fault
@@ -167,13 +168,26 @@ class FaultReport:
         self.add_late()
         return [Fault(code) for code in self._codes[: len(self.names)].tolist()]
 
-    def read(self) -> list[Fault]:
-        """By parameter, the maximum fault over all ranks in the last step."""
+    def uncount_skipped(self) -> None:
+        """Take the last step back from the counts of Muon's groups, once, if all ranks skipped it. The host waits."""
+        self._wait()
+        skipped, stepped = self._on_host[-2:].tolist()
+        if skipped and not stepped:
+            self._on_host[-2] = 0
+            for group in self._optimizers["muon"].param_groups:
+                if STEP in group:
+                    group[STEP] -= 1
+
+    def _wait(self) -> None:
         if self._on_device:
             self._sent.synchronize()
         elif self._work is not None:
             self._work.wait()
         self._work = None
+
+    def read(self) -> list[Fault]:
+        """By parameter, the maximum fault over all ranks in the last step."""
+        self._wait()
         *codes, skipped, stepped = self._on_host.tolist()
         count, replicas = len(self.names), len(self._replicas)
         if skipped and stepped:

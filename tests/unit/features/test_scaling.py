@@ -1,5 +1,8 @@
 """A step under a GradScaler leaves nothing behind for the next step."""
 
+from collections.abc import Callable
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -25,3 +28,27 @@ def test_a_plain_step_after_a_failed_scaled_step_has_plain_arithmetic(monkeypatc
     muon.step()
     assert muon.engine.rank.rule is plain
     assert not torch.equal(param, torch.ones(6, 8)), "the step is not skipped"
+
+
+@pytest.mark.parametrize(
+    "counted",
+    [
+        lambda muon: muon.state_dict()["param_groups"],
+        lambda muon: deepcopy(muon).param_groups,
+        lambda muon: muon.check_last_step() or muon.param_groups,
+    ],
+    ids=["saved", "copied", "checked"],
+)
+def test_a_skipped_step_is_not_counted(counted: Callable[[Muon], list[dict[str, int]]]) -> None:
+    """The count moves the warm-up of the momentum and the draws of rounding."""
+    param = nn.Parameter(torch.ones(6, 8))
+    muon = Muon([("w", param)], momentum_warmup_steps=4)
+    for skips in (False, True, True, False, True):
+        param.grad = torch.randn(6, 8)
+        muon.found_inf = torch.tensor(float(skips))
+        muon.step()
+    assert [group["step"] for group in counted(muon)] == [2]
+    param.grad = torch.randn(6, 8)
+    muon.found_inf = torch.tensor(0.0)
+    muon.step()
+    assert [group["step"] for group in counted(muon)] == [3]
