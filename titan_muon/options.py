@@ -317,11 +317,11 @@ class StepOptions:
 
     missing_grad: MissingGrad = "error"
     """If some rank lacks the gradient of a parameter: raise, or skip the parameter with momentum and weight decay, on
-    all ranks that exchange matrices with this rank."""
+    all ranks that share matrices."""
 
     nonfinite: Nonfinite = "error"
-    """A matrix with a non-finite gradient gets no update, and the next step raises on all ranks that exchange matrices
-    with the matrix's ranks. With `skip`, momentum and weight decay are skipped too, and the next step only warns."""
+    """A matrix with a non-finite gradient gets no update, and the next step raises on all ranks that share
+    matrices. With `skip`, momentum and weight decay are skipped too, and the next step only warns."""
 
     idle: Literal["move", "hold"] = "move"
     """A matrix with a zero gradient, as of an expert without tokens: `move` it by the momentum, as torch.optim.Muon,
