@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     script = shipped() / SCRIPTS[verb]
     # Models are beside train.py, and modules of a script beside the script.
     sys.path.insert(0, str(script.parent))
-    sys.argv = [f"titan-muon {verb}", *_with_recipe(words), *(["--dry-run"] if verb == "plan" else [])]
+    sys.argv = [f"titan-muon {verb}", *words, *(["--dry-run"] if verb == "plan" else [])]
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as done:
@@ -61,19 +61,6 @@ def shipped() -> Path:
     """Folder of train.py, models, configs and scripts: within the package in a wheel, otherwise the checkout."""
     package = Path(__file__).parent
     return package / "shipped" if (package / "shipped").is_dir() else package.parent
-
-
-def _with_recipe(words: Sequence[str]) -> list[str]:
-    """Replace the name of a shipped recipe after `--config` by its path."""
-    changed = list(words)
-    for index, word in enumerate(words):
-        flag, equals, value = word.partition("=")
-        place = index if equals else index + 1
-        name = value if equals else "".join(words[place : place + 1])
-        path = shipped() / "configs" / f"{name.removesuffix('.toml')}.toml"
-        if flag == "--config" and name and not Path(name).exists() and path.exists():
-            changed[place] = f"{flag}={path}" if equals else str(path)
-    return changed
 
 
 if __name__ == "__main__":

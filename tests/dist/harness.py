@@ -107,6 +107,8 @@ def _program(words: tuple[str, ...], shown: str) -> None:
     if words[0] == "-c":
         exec(words[1], {"__name__": "__main__"})
     else:
+        # As Python does for a script.
+        sys.path.insert(0, str(Path(words[0]).parent.resolve()))
         runpy.run_path(words[0], run_name="__main__")
     sys.stdout.flush()
 

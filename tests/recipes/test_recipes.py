@@ -500,7 +500,7 @@ def test_full_lists_every_parameter(tmp_path: Path, capsys: pytest.CaptureFixtur
             r"muon\.split: dims = .* does not fit the shape",
         ),
         (["--muon.split", '{match = "*.wq.weight", rows = [7]}'], r"muon\.split\[0\] has rows = \[7\].*f = 7"),
-        (["--parallelism.tensor_parallel_degree", "3"], "does not divide the world size 2"),
+        (["--parallelism.tensor_parallel_degree", "3"], "takes a multiple of 3 processes, and this is 2"),
     ],
 )
 def test_impossible_recipes_are_refused_before_any_process_starts(

@@ -102,12 +102,3 @@ def test_commands_and_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == 2 * (command.USAGE + "\n")
     assert command.main(["fly"]) == 2
     assert "'fly' is no command; choose from train, plan, compare" in capsys.readouterr().err
-
-
-def test_the_command_finds_a_packaged_recipe_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = str(ROOT / "configs" / "qwen_moe_muon.toml")
-    assert command._with_recipe(["--config", "qwen_moe_muon", "--x=1"]) == ["--config", path, "--x=1"]
-    assert command._with_recipe(["--config=qwen_moe_muon.toml"]) == [f"--config={path}"]
-    (tmp_path / "qwen_moe_muon").touch()
-    assert command._with_recipe(["--config", "qwen_moe_muon"]) == ["--config", "qwen_moe_muon"]

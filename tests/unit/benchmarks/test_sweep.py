@@ -62,7 +62,10 @@ def test_a_grid_has_every_recipe_and_value_seed_by_seed(capsys: pytest.CaptureFi
         ([DENSE, "muon.lr=1", "muon.lr=2"], "muon.lr is set twice"),
         ([DENSE, "training.seed=1,2", "--data.seed", "3"], "data.seed is set twice"),
         ([DENSE, "muon.lr=1e-3,-1"], "muon.lr = -1.0 is not accepted"),
-        ([DENSE, "parallelism.tensor_parallel_degree=1,2", "--nproc", "1"], "does not divide the world size 1"),
+        (
+            [DENSE, "parallelism.tensor_parallel_degree=1,2", "--nproc", "1"],
+            "takes a multiple of 2 processes, and this is 1 process",
+        ),
         (["muon.lr=1"], "name a recipe first"),
         ([DENSE, "muon.lr=1", "--nproc", "0"], "--nproc of 1 or more"),
         (["absent.toml", "muon.lr=1"], "absent.toml: no such file"),

@@ -22,15 +22,11 @@ from titan_muon.plan.owned.ownership import OwnedTotals, load_lines
 from titan_muon.plan.terms.groups import Assembly, assemblies
 from titan_muon.plan.terms.layout import Geometries
 from titan_muon.tensors.matrices import stack_of
+from titan_muon.titan.recipe.toml import plural
 
 LONG_TAIL = 0.1
 """Report the exposed return above this share of the step."""
 OWNERS_SHOWN = 16
-
-
-def plural(count: int, noun: str) -> str:
-    """A count with its noun: `1 rank`, `2 ranks`."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def optimizer_lines(assigned: Sequence[Assignment], splits: Sequence[Split], world_size: int) -> Iterable[str]:

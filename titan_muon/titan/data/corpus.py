@@ -13,6 +13,7 @@ from torchtitan.tools.logging import logger
 
 from titan_muon.titan.data.cache import atomic, build_once, digest
 from titan_muon.titan.data.documents import Documents
+from titan_muon.titan.recipe.toml import plural
 
 _FORMAT = "1"
 """Increment when the layout changes."""
@@ -116,7 +117,7 @@ def _checked_stamp(path: Path) -> str:
 def _build(path: Path, documents: Documents, tokenizer: DocumentTokenizer) -> None:
     index_path, tokens_path = _paths(path)
     megabytes = sum(file.size for file in documents.all) / 1e6
-    logger.info("Tokenizing %d documents (%.1f MB of text)", documents.count, megabytes)
+    logger.info("Tokenizing %s (%.1f MB of text)", plural(documents.count, "document"), megabytes)
     began = time.monotonic()
     # An aborted build leaves no index, or a wrong checksum.
     with atomic(index_path) as index, atomic(tokens_path) as tokens:

@@ -18,6 +18,7 @@ from torchtitan.tools.logging import logger
 from titan_muon.titan.data.cache import atomic, build_once, digest
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
+from titan_muon.titan.recipe.toml import plural
 
 _FORMAT = "2"
 """Increment when the digest or the split changes."""
@@ -128,7 +129,7 @@ class Documents:
 
     def _empty(self, files: int) -> RecipeError:
         where = "source = 'python'" if self.data.source == "python" else f"files = {list(self.data.files)}"
-        return RecipeError(f"data.{where}: all {files} files found are empty; there is no text to train on")
+        return RecipeError(f"data.{where}: no text to train on; {plural(files, 'empty file')} found")
 
     @property
     def digest(self) -> str:

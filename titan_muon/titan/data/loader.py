@@ -18,6 +18,7 @@ from titan_muon.titan.data.tokenizers import BYTES, MARKS, BPETokenizer, ByteTok
 from titan_muon.titan.device import pins_batches
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
+from titan_muon.titan.recipe.toml import plural
 
 NOT_COUNTED = -100
 """Label without loss, as in PyTorch and TorchTitan."""
@@ -100,7 +101,7 @@ class PackedDataLoader(BaseDataLoader):
         passes = (self._read + steps * sequences) / self.available
         shown = f"{passes:,.1f}" if passes >= 1 else f"{passes:.2g}"
         line = (
-            f"data: {training:,} documents of {text} with {self._blocks.tokens:,} tokens, and "
+            f"data: {plural(training, 'document')} of {text} with {self._blocks.tokens:,} tokens, and "
             f"{documents.count - training:,} held out; the run makes {shown} passes over them"
         )
         return [line, *(f"warning: {warning}" for warning in documents.warnings())]

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from titan_muon.plan import Plan
 from titan_muon.plan.cost.timeline import Timeline
 from titan_muon.plan.terms.machine import ERROR, MachineRates
-from titan_muon.titan.assign.explain import plural
 from titan_muon.titan.dry_run.memory import Memory, mean_elements
 from titan_muon.titan.dry_run.meta_model import MetaModel
 from titan_muon.titan.dry_run.training import TRAINING_SHARE, Training, pass_memory, reshards_after_forward, training_of
 from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.recipe.degrees import local_batch_size
+from titan_muon.titan.recipe.toml import plural
 
 ADAMW_BYTES = 28
 """Bytes per float32 element in a fused step: reads weight, gradient and two averages, writes all but the gradient."""

@@ -3,13 +3,14 @@
 import inspect
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Annotated, Literal, get_type_hints
 
 import tyro
 
+from titan_muon.command import shipped
 from titan_muon.titan.recipe.files import load
 from titan_muon.titan.recipe.flags import SOURCE, print_completion, print_help, read_flags
 from titan_muon.titan.recipe.schema import build, keys, refuse, unknown
@@ -30,7 +31,7 @@ class Options:
     """
 
     config: str | None = None
-    """Recipe to run: a TOML file. Required."""
+    """Recipe to run: a TOML file, or the name of a recipe of this package. Required."""
 
     dry_run: bool = False
     """Print the resolved recipe and the plan, and stop. Needs neither torchrun nor a GPU."""
@@ -95,16 +96,18 @@ def parse(argv: Sequence[str]) -> Command:
     """
     wants_help = bool(HELP & set(argv))
     kinds = get_type_hints(Recipe)
-    asked = [word for before, word in pairwise(argv) if before in HELP and is_dataclass(kinds.get(word))]
-    entries, overrides = read_flags(Options, Options(), [word for word in argv if word not in {*HELP, *asked}])
+    after = [word for before, word in pairwise(argv) if before in HELP and not word.startswith("-")]
+    entries, overrides = read_flags(Options, Options(), [word for word in argv if word not in {*HELP, *after}])
     options = build(Options, entries)
+    if options.config is not None:
+        options = replace(options, config=_file(options.config))
     if options.completion is not None:
         print_completion(Command, Command(), options.completion, prog="titan-muon")
     _refuse_misspelt(overrides)
     if wants_help:
         # The help shows the recipe's values, so its errors come first.
         recipe = Recipe() if options.config is None else load(options.config, overrides)
-        if asked:
+        if asked := [_table(word) for word in after]:
             shown = make_dataclass(
                 "Tables", [(name, kinds[name], field(default=getattr(recipe, name))) for name in asked]
             )
@@ -156,6 +159,20 @@ def alternatives(config: str, swept: Sequence[str], overrides: Sequence[str]) ->
 
 def _keys(names: str) -> list[str]:
     return [key for name in names.split("+") for key in (SEEDS if name == SEED else (name,))]
+
+
+def _file(config: str) -> str:
+    """The path of a recipe, also for the name of a recipe of this package."""
+    packaged = shipped() / "configs" / f"{config.removesuffix('.toml')}.toml"
+    return str(packaged) if packaged.exists() and not Path(config).exists() else config
+
+
+def _table(word: str) -> str:
+    """The table of a table's name or a key, for the help. Raises RecipeError for an unknown word."""
+    known, (table, _, leaf) = list(keys(Recipe)), word.partition(".")
+    if word not in known and (leaf or not any(key.startswith(f"{table}.") for key in known)):
+        raise unknown(SOURCE, word, None, known)
+    return table
 
 
 def _notice(line: str) -> None:

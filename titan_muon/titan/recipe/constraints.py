@@ -149,8 +149,8 @@ RELATIONS = (
     ),
     Relation(
         "muon.ns_coefficients",
-        "as many [a, b, c] as muon.ns_steps",
-        lambda r: isinstance(r.muon.ns_coefficients, str) or len(r.muon.ns_coefficients) == r.muon.ns_steps,
+        "as many [a, b, c] as muon.ns_steps, or one for all steps",
+        lambda r: isinstance(r.muon.ns_coefficients, str) or len(r.muon.ns_coefficients) in (1, r.muon.ns_steps),
     ),
     _overlaps('placement.muon = "owned", whose steps exchange nothing', lambda r: r.placement.muon != "owned"),
     _overlaps('optimizer.clip = "all", which scales gradients', lambda r: r.optimizer.clip != "all", "backward"),

@@ -5,7 +5,7 @@ import math
 import re
 
 from titan_muon.titan.recipe.sections import Parallelism, Recipe, Training
-from titan_muon.titan.recipe.toml import RecipeError
+from titan_muon.titan.recipe.toml import RecipeError, plural
 
 PIPELINE_TORCH = (2, 14)
 
@@ -55,14 +55,15 @@ def _shard_degree(parallelism: Parallelism, world_size: int) -> int:
     shard = parallelism.data_parallel_shard_degree
     if world_size % product == 0 and shard in (-1, world_size // product):
         return world_size // product
-    shown = " x ".join(f"{name} {degree}" for name, degree in others.items())
-    left, relation = f"{shown} = {product}", "does not divide"
-    if shard != -1:
-        left, relation = f"{shown} x data_parallel_shard_degree {shard} = {product * shard}", "does not equal"
-    fit = f"data_parallel_shard_degree {world_size // product} (or -1) fits"
-    if world_size % product:
-        fit = f"the degrees other than data_parallel_shard_degree multiply to {product}, which must divide {world_size}"
-    raise RecipeError(f"parallelism: {left} {relation} the world size {world_size}; {fit}.")
+    named = {name: degree for name, degree in others.items() if degree > 1}
+    named |= {} if shard == -1 else {"data_parallel_shard_degree": shard}
+    shown, needed = " x ".join(f"{name} {degree}" for name, degree in named.items()), math.prod(named.values())
+    fit = f", or set data_parallel_shard_degree = {world_size // product} (or -1)" if world_size % product == 0 else ""
+    raise RecipeError(
+        f"parallelism: {shown} takes {'a multiple of ' if shard == -1 else ''}{plural(needed, 'process')}, and this is "
+        f"{plural(world_size, 'process')}. Start {needed} by `torchrun --nproc-per-node={needed} train.py ...`, plan "
+        f"them by --dry-run --world-size {needed}{fit}; or change the degrees."
+    )
 
 
 def _check_experts(parallelism: Parallelism, shard: int, world_size: int) -> None:
@@ -70,8 +71,8 @@ def _check_experts(parallelism: Parallelism, shard: int, world_size: int) -> Non
     ranks, degree = shard * context * tensor, parallelism.expert_parallel_degree
     if ranks % degree:
         raise RecipeError(
-            f"parallelism.expert_parallel_degree = {degree} is not accepted on {world_size} ranks; it takes a divisor "
-            f"of shard x context x tensor = {shard} x {context} x {tensor} = {ranks}."
+            f"parallelism.expert_parallel_degree = {degree} is not accepted on {plural(world_size, 'rank')}; it takes a "
+            f"divisor of shard x context x tensor = {shard} x {context} x {tensor} = {ranks}."
         )
 
 
@@ -80,7 +81,7 @@ def batch_problem(recipe: Recipe, world_size: int) -> str | None:
     training, ranks = recipe.training, data_ranks(recipe, world_size)
     whole, local = training.global_batch_size, local_batch_size(recipe, world_size)
     if whole != -1 and whole % (local * ranks):
-        problem = f"training.global_batch_size = {whole} is not accepted on {world_size} ranks; it takes"
+        problem = f"training.global_batch_size = {whole} is not accepted on {plural(world_size, 'rank')}; it takes"
         if training.local_batch_size == -1:
             return f"{problem} a multiple of the {ranks} data-parallel ranks."
         keep = f" training.local_batch_size = {whole // ranks} (or -1) keeps it." if whole % ranks == 0 else ""

@@ -4,6 +4,7 @@ Every flag takes any number of words, so that files and flags share error messag
 """
 
 import dataclasses
+import re
 import types
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
@@ -141,7 +142,9 @@ def _value(kind: Any, words: tuple[str, ...], key: str) -> object:
         return True
     if len(words) != 1:
         problem = "no value" if not words else f"{len(words)} values ({' '.join(words)})"
-        raise RecipeError(f"{SOURCE}: {key} is given {problem}; it takes {describe(kind)}.")
+        bare = next((word for word in words if re.match(r"\w+\.\w+=", word)), None)
+        hint = f" Write --{bare} for another key." if bare else ""
+        raise RecipeError(f"{SOURCE}: {key} is given {problem}; it takes {describe(kind)}.{hint}")
     return _word(kind, words[0])
 
 

@@ -155,7 +155,8 @@ def describe(kind: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(map(describe, args))
     if dataclasses.is_dataclass(kind):
-        return f"a table with the keys {', '.join(get_type_hints(kind))}"
+        names = list(get_type_hints(kind))
+        return f"a table with the keys {', '.join(names)}, as in {{{names[0]} = ...}}"
     return NAMES.get(kind, "a table")
 
 

@@ -11,6 +11,8 @@ import tomli
 
 DATA_SOURCES: Mapping[str, str] = {"data.files": "files", "data.dataset": "hf", "data.dataset_path": "hf"}
 """Value of `data.source` by a key that no other source reads."""
+MOST_NEIGHBOURS = 8
+"""Recipes that the error of a missing file lists."""
 DEEPEST = 32
 """Levels of lists and tables; recursion would end in an error without a place."""
 
@@ -30,6 +32,11 @@ class Entry:
 def nearest(word: str, known: list[str]) -> str | None:
     """The most similar known word."""
     return next(iter(difflib.get_close_matches(word, known, n=1)), None)
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: `1 rank`, `2 ranks`."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
 
 
 def read_file(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Entry]:
@@ -85,13 +92,12 @@ def _parse(path: Path, context: str) -> dict[str, object]:
 
 
 def _neighbours(path: Path) -> str:
-    folder = path.parent if any(path.parent.glob("*.toml")) else Path("configs")
-    recipes = sorted(file.name for file in folder.glob("*.toml"))
-    if not recipes:
-        return ""
-    name = nearest(path.name, recipes) or nearest(path.name + ".toml", recipes)
-    hint = f" Did you mean {folder / name}?" if name else ""
-    return f"{hint} {folder} has {', '.join(recipes)}."
+    files = [file for folder in (Path("configs"), path.parent) for file in sorted(folder.glob("*.toml"))]
+    recipes = {file.stem: str(file) for file in files if file.name != "pyproject.toml"}
+    if name := nearest(path.stem, list(recipes)):
+        return f" Did you mean {recipes[name]}?"
+    shown = list(recipes.values())[-MOST_NEIGHBOURS:]
+    return f" Recipes here: {', '.join(shown)}{', ...' if len(recipes) > len(shown) else ''}." if recipes else ""
 
 
 def _flatten(document: Mapping[str, object], source: str) -> dict[str, Entry]:

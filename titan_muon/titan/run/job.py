@@ -45,6 +45,7 @@ from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.recipe.constraints import owns
 from titan_muon.titan.recipe.files import keys_of_the_command_line, with_source
+from titan_muon.titan.recipe.toml import plural
 from titan_muon.titan.run import runs
 from titan_muon.titan.run.console import say, say_error, say_fault, set_up_logging
 from titan_muon.titan.run.runs import Run
@@ -234,8 +235,8 @@ def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
     else:
         sizes = {"pp": dims.pp, "hsdp": dims.dp_replicate, "fsdp": dims.dp_shard, "cp": dims.cp, "tp": dims.tp}
         meshes = ", ".join(f"{axis} {size}" for axis, size in (sizes | {"ep": dims.ep}).items() if size > 1)
-        ranks = explain.plural(dist.get_world_size(), "rank") + (f" ({meshes})" if meshes else "")
-        left = explain.plural(steps - trainer.step, "step")
+        ranks = plural(dist.get_world_size(), "rank") + (f" ({meshes})" if meshes else "")
+        left = plural(steps - trainer.step, "step")
         for line in _data_lines(trainer, recipe):
             say(line)
         say(f"training {left} of {_batch(trainer)} on {ranks}; the first one takes longest")
@@ -251,7 +252,7 @@ def _sequences(trainer: MuonTrainer) -> int:
 def _batch(trainer: MuonTrainer) -> str:
     sequences, passes = _sequences(trainer), trainer.gradient_accumulation_steps
     tokens = sequences * trainer.config.training.seq_len
-    return f"{explain.plural(sequences, 'sequence')} ({tokens:,} tokens{f', in {passes} passes' if passes > 1 else ''})"
+    return f"{plural(sequences, 'sequence')} ({tokens:,} tokens{f', in {passes} passes' if passes > 1 else ''})"
 
 
 def _data_lines(trainer: MuonTrainer, recipe: Recipe) -> list[str]:

@@ -571,7 +571,7 @@ def test_source_files_without_a_pattern_is_refused(data):
 
 def test_empty_files_are_refused(tmp_path):
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(RecipeError, match=r"data\.files.*all 1 files found are empty"):
+    with pytest.raises(RecipeError, match=r"data\.files.*no text to train on; 1 empty file found"):
         build(Data(source="files", files=(str(tmp_path / "*.txt"),), cache=str(tmp_path / "cache")))
 
 

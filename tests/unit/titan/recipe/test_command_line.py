@@ -56,6 +56,7 @@ from titan_muon.titan.recipe.command_line import Command, parse
             "muon.ns_coefficients",
             ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0)),
         ),
+        (["--muon.ns_coefficients", "[1, 2, 3]"], "muon.ns_coefficients", ((1.0, 2.0, 3.0),)),
         (["--name", "other"], "name", "other"),
         (["--model.flavor", "8"], "model.flavor", "8"),
     ],
@@ -133,8 +134,10 @@ def test_quiet_is_refused_without_training(flag: str, tmp_path: Path) -> None:
         parse(["--config", str(write(tmp_path, "name = 'x'\n")), "--quiet", flag])
 
 
-def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path) -> None:
-    recipe = load(write(tmp_path, ""), ["--optimizer.rule", '{match = "*", optimizer = "adamw", options = {lr = 1}}'])
+@pytest.mark.parametrize("brackets", ["%s", "[%s]"])
+def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path, brackets: str) -> None:
+    word = brackets % '{match = "*", optimizer = "adamw", options = {lr = 1}}'
+    recipe = load(write(tmp_path, ""), ["--optimizer.rule", word])
     assert recipe.optimizer.rule == (sections.Rule(match="*", optimizer="adamw", options={"lr": 1.0}),)
 
 
@@ -160,6 +163,7 @@ def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path) -> None:
         (["--adamw.betas", "0.9"], ["adamw.betas = [0.9]", "a list of 2"]),
         (["--adamw.betas", "0.9", "x"], ['adamw.betas[1] = "x"', "a finite number"]),
         (["--optimizer.rule", "nonsense"], ['optimizer.rule[0] = "nonsense"', "a table with the keys"]),
+        (["--optimizer.rule", '[{"match": "*"}]'], ["a table with the keys match, ", ", as in {match = ...}"]),
         (["--muon.ns_coefficients", "[1, 2"], ['muon.ns_coefficients = ["[1, 2"]', "a string or a list"]),
     ],
 )
@@ -196,6 +200,9 @@ def test_the_command_line_names_the_recipe_and_the_action(tmp_path: Path) -> Non
     ("arguments", "parts"),
     [
         (["--full"], ["--full is only for --dry-run"]),
+        (["muon.lr=1e-3"], ["config is given 2 values", "Write --muon.lr=1e-3 for another key."]),
+        (["--help", "muonn"], ["unknown key: muonn. Did you mean [muon]?"]),
+        (["-h", "muon.lrr"], ["unknown key muon.lrr. Did you mean muon.lr?"]),
         (["--world-size", "2"], ["--world-size is only for --dry-run"]),
         (["--device", "cpu"], ["--device is only for --dry-run"]),
         (["--dry-run", "--device", "tpu"], ['device = "tpu"', "cpu", "cuda"]),
@@ -220,6 +227,14 @@ def test_a_command_without_a_recipe_is_an_error() -> None:
     assert "as in --config my/run.toml" in error_of(lambda: parse(["my/run.toml", "--dry-run"]))
 
 
+def test_a_recipe_of_this_package_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = str(Path(__file__).parents[4] / "configs" / "qwen_moe_muon.toml")
+    assert parse(["--config", "qwen_moe_muon"]).config == parse(["--config=qwen_moe_muon.toml"]).config == path
+    write(tmp_path, "name = 'own'", "qwen_moe_muon")
+    assert parse(["--config", "qwen_moe_muon"]).recipe.name == "own"
+
+
 def help_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as exit_:
         parse(arguments)
@@ -237,9 +252,10 @@ def test_help_lists_every_key_with_the_docstring(capsys: pytest.CaptureFixture[s
     assert "The model to train." in text
 
 
-def test_help_of_a_table_lists_only_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("word", ["muon", "muon.lr"])
+def test_help_of_a_table_lists_only_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str) -> None:
     """All of the help is 600 lines."""
-    text = help_of(["--help", "muon", "--config", write(tmp_path, "[muon]\nns_steps = 17\n")], capsys)
+    text = help_of(["--help", word, "--config", write(tmp_path, "[muon]\nns_steps = 17\n")], capsys)
     assert "--muon.ns_steps" in text
     assert "17" in text
     assert "--adamw.lr" not in text

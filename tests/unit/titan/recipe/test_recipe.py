@@ -213,21 +213,24 @@ def test_a_binary_file_is_a_recipe_error(tmp_path: Path) -> None:
     assert "cannot be read" in error_of(lambda: load(tmp_path))
 
 
-def test_the_error_of_a_missing_file_lists_similar_files(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_file_names_a_similar_file_or_a_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, "", "llama_muon.toml")
     write(tmp_path, "", "qwen_moe_muon.toml")
     message = error_of(lambda: load(tmp_path / "qwen_mo_muon.toml"))
     assert "no such file" in message
     assert f"Did you mean {tmp_path / 'qwen_moe_muon.toml'}?" in message
-    assert "llama_muon.toml, qwen_moe_muon.toml" in message
-
-
-def test_the_error_of_a_missing_file_without_similar_files_lists_configs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path, "", "configs/qwen.toml")
+    assert "llama" not in message
     monkeypatch.chdir(tmp_path)
+    write(tmp_path, "", "pyproject.toml")
+    write(tmp_path, "", "configs/qwen.toml")
     assert "Did you mean configs/qwen.toml?" in error_of(lambda: load("qwen"))
+    beside = "Recipes here: configs/qwen.toml, llama_muon.toml, qwen_moe_muon.toml."
+    assert error_of(lambda: load("nothere.toml")).endswith(f"no such file. {beside}")
+    for number in range(30):
+        write(tmp_path, "", f"{number}.toml")
+    assert error_of(lambda: load("nothere.toml")).count(".toml") == 9
 
 
 # Rules

@@ -177,7 +177,7 @@ BAD_VALUES = [
     ("[muon]\nns_steps = 0", "muon.ns_steps = 0", "1 or more"),
     ("[muon]\nns_coefficients = ''", 'muon.ns_coefficients = ""', "not empty"),
     ("[muon]\nns_coefficients = []", "muon.ns_coefficients = []", "not empty"),
-    ("[muon]\nns_coefficients = [[1, 2, 3]]", "muon.ns_coefficients = [[1.0, 2.0, 3.0]]", "as many"),
+    ("[muon]\nns_coefficients = [[1, 2, 3], [1, 2, 3]]", "muon.ns_coefficients = [[1.0, 2.0, 3.0], [1.0", "as many"),
     ("[qk_clip]\nthreshold = 0", "qk_clip.threshold = 0.0", "more than 0"),
     ("[qk_clip]\nalpha = 1.5", "qk_clip.alpha = 1.5", "0 to 1"),
     ("[qk_clip]\nmode = 'on'", 'qk_clip.mode = "on"', 'one of "off", "log", "clip"'),
@@ -320,8 +320,8 @@ BAD_VALUES = [
     (f"{RULE}'adamw'\noptions = {{momentum = 1}}", "options.momentum = 1", "options takes lr, betas"),
     (f"{RULE}'mine'\noptions = {{x = 2024-01-01}}", "optimizer.rule[0].options.x = 2024-01-01", "a string"),
     (
-        f"{RULE}'muon'\noptions = {{ns_coefficients = [[1, 2, 3]]}}",
-        "muon.ns_coefficients under optimizer.rule[0].options = [[1.0, 2.0, 3.0]]",
+        f"{RULE}'muon'\noptions = {{ns_coefficients = [[1, 2, 3], [1, 2, 3]]}}",
+        "muon.ns_coefficients under optimizer.rule[0].options = [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]",
         "as many",
     ),
 ]
@@ -420,15 +420,24 @@ def test_fitting_degrees_are_accepted(changes: dict[str, int], world_size: int) 
 @pytest.mark.parametrize(
     ("changes", "world_size", "parts"),
     [
-        ({"data_parallel_shard_degree": 2}, 4, ["data_parallel_shard_degree 2 = 2", "size 4", "degree 4 (or -1) fits"]),
-        ({"tensor_parallel_degree": 3}, 4, ["tensor_parallel_degree 3", "multiply to 3, which must divide 4"]),
-        ({"tensor_parallel_degree": 4}, 2, ["tensor_parallel_degree 4", "multiply to 4, which must divide 2"]),
+        ({"data_parallel_shard_degree": 2}, 4, ["data_parallel_shard_degree 2 takes", "_shard_degree = 4 (or -1)"]),
+        ({"data_parallel_shard_degree": 1}, 2, ["data_parallel_shard_degree 1 takes 1 process, and this is 2 process"]),
+        ({"tensor_parallel_degree": 3}, 4, ["tensor_parallel_degree 3 takes a multiple of 3 processes, and this is 4"]),
+        (
+            {"tensor_parallel_degree": 4},
+            1,
+            [
+                "parallelism: tensor_parallel_degree 4 takes a multiple of 4 processes, and this is 1 process. Start 4 "
+                "by `torchrun --nproc-per-node=4 train.py ...`, plan them by --dry-run --world-size 4; or change"
+            ],
+        ),
         (
             {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "context_parallel_degree": 2},
             4,
-            ["data_parallel_replicate_degree 2", "= 8 does not equal the world size 4", "degree 1 (or -1) fits"],
+            ["data_parallel_replicate_degree 2", "takes 8 processes, and this is 4", "_shard_degree = 1 (or -1)"],
         ),
         ({"expert_parallel_degree": 3}, 4, ["expert_parallel_degree = 3", "4 x 1 x 1 = 4"]),
+        ({"expert_parallel_degree": 3}, 1, ["is not accepted on 1 rank;"]),
         (
             {"data_parallel_replicate_degree": 2, "expert_parallel_degree": 4},
             4,
