@@ -70,10 +70,9 @@ def _check_experts(parallelism: Parallelism, shard: int, world_size: int) -> Non
     context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     ranks, degree = shard * context * tensor, parallelism.expert_parallel_degree
     if ranks % degree:
-        raise RecipeError(
-            f"parallelism.expert_parallel_degree = {degree} is not accepted on {plural(world_size, 'rank')}; it takes a "
-            f"divisor of shard x context x tensor = {shard} x {context} x {tensor} = {ranks}."
-        )
+        problem = f"parallelism.expert_parallel_degree = {degree} is not accepted on {plural(world_size, 'rank')}"
+        product = f"shard x context x tensor = {shard} x {context} x {tensor} = {ranks}"
+        raise RecipeError(f"{problem}; it takes a divisor of {product}.")
 
 
 def batch_problem(recipe: Recipe, world_size: int) -> str | None:
