@@ -52,6 +52,7 @@ from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import comm_config, trainer_config
+from titan_muon.titan.storage.space import unusable
 
 TRACEBACK_FILE = "traceback.txt"
 MOST_FILES = 65536
@@ -183,22 +184,22 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
             f"lists the memory by purpose (refused at {_traced(error, recipe)})"
         ) from error
     reports = _gather_parts(trainer, recipe, group)
-    texts = [{"plan": "", "changes": ""}]
+    answer: list[dict[str, str] | RecipeError] = [{}]
     # A refused run writes no recipe and leaves `latest` unchanged.
     if dist.get_rank() == 0:
-        # Before `begin`, which replaces the recipe of a continued run.
-        texts[0]["changes"] = runs.changes_text(run, recipe)
-        for change in runs.changed_keys(run, recipe):
-            say(f"changed since the checkpoint: {change}")
-        for line in _changed_assignments(reports, run, recipe):
-            say(f"warning: {line}")
-        runs.begin(run, recipe)
-        texts[0]["plan"] = _say_optimizers(trainer, recipe, run, reports)
-        _say_start(trainer, recipe, run)
+        try:
+            answer[0] = _begin_run(trainer, recipe, run, reports)
+        except OSError as error:
+            runs.discard(run)
+            answer[0] = unusable(recipe.dump_folder, error)
     if group is not None:
         # Under pipeline parallelism another rank than 0 reports.
-        dist.broadcast_object_list(texts, src=0, group=group)
-    trainer.metrics_processor.describe({tag: text for tag, text in texts[0].items() if text}, run.folder)
+        dist.broadcast_object_list(answer, src=0, group=group)
+    texts = answer[0]
+    if isinstance(texts, RecipeError):
+        trainer.close()
+        raise texts
+    trainer.metrics_processor.describe({tag: text for tag, text in texts.items() if text}, run.folder)
     return trainer
 
 
@@ -298,6 +299,20 @@ def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> StageText:
     table = parameter_table(assigned, named, plan, full=True)
     full = [*head, table, "", *lines, "", *explain.owner_lines(loads, full=True)]
     return StageText("\n".join([*head, *lines, *explain.owner_summary(loads)]), "\n".join(full))
+
+
+def _begin_run(trainer: MuonTrainer, recipe: Recipe, run: Run, reports: list[StageText]) -> dict[str, str]:
+    """Print the run's start and write its files, on rank 0. Returns texts for TensorBoard and W&B by tag."""
+    # Before `begin`, which replaces the recipe of a continued run.
+    changes = runs.changes_text(run, recipe)
+    for change in runs.changed_keys(run, recipe):
+        say(f"changed since the checkpoint: {change}")
+    for line in _changed_assignments(reports, run, recipe):
+        say(f"warning: {line}")
+    runs.begin(run, recipe)
+    plan = _say_optimizers(trainer, recipe, run, reports)
+    _say_start(trainer, recipe, run)
+    return {"plan": plan, "changes": changes}
 
 
 def _changed_assignments(parts: Sequence[StageText], run: Run, recipe: Recipe) -> list[str]:

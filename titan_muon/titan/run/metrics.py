@@ -12,7 +12,7 @@ import time
 import tomllib
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
-from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, WandBLogger, _get_metrics_rank
+from torchtitan.components.metrics import BaseLogger, MetricsProcessor, WandBLogger, _get_metrics_rank
 from torchtitan.distributed import ParallelDims
 from tqdm import tqdm
 
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.run.console import is_quiet, show
+from titan_muon.titan.storage.space import unusable
 
 METRICS_FILE = "metrics.jsonl"
 # TensorBoard groups tags by the first word; the file keeps the keys for scripts.
@@ -54,20 +55,79 @@ class StepReport:
     qk: Mapping[str, Any] | None = None  # largest logit of each layer, and counts of heads above the threshold
 
 
-class JsonLines(BaseLogger):
-    """Appends records to a file."""
+class Board(BaseLogger):
+    """A place for metrics."""
+
+    def describe(self, texts: Mapping[str, str], earlier: Iterable[Mapping[str, Any]]) -> None:
+        """Show `texts` by tag, and records of the run before this process."""
+
+    def conclude(self) -> None:
+        """Mark the end of the run."""
+
+
+class Boards(Board):
+    """Boards that together end no run: a board that cannot write is named and left out."""
+
+    def __init__(self, boards: Iterable[Board]) -> None:
+        self._boards = list(boards)
+
+    def _each(self, action: Callable[[Any], None]) -> None:
+        for board in [*self._boards]:
+            try:
+                action(board)
+            except OSError as error:
+                self._boards.remove(board)
+                show(f"warning: {type(board).__name__} gets no more metrics, and {METRICS_FILE} does: {error}")
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self._each(lambda board: board.log(metrics, step))
+
+    def describe(self, texts: Mapping[str, str], earlier: Iterable[Mapping[str, Any]]) -> None:
+        records = [*earlier]
+        self._each(lambda board: board.describe(texts, records))
+
+    def conclude(self) -> None:
+        self._each(lambda board: board.conclude())
+
+    def close(self) -> None:
+        self._each(lambda board: board.close())
+
+
+class JsonLines(Board):
+    """Appends records to a file. Keeps records while the disk is full, and raises no OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._unwritten: list[bytes] = []
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        # A crash must lose no record.
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        was_full = bool(self._unwritten)
+        self._unwritten.append(json.dumps({"step": step, **metrics}).encode() + b"\n")
+        if (error := self._write()) and not was_full:
+            show(f"warning: step {step}: metrics are kept in memory until they can be written: {error}")
+
+    def close(self) -> None:
+        if self._unwritten and (error := self._write()):
+            show(f"warning: {self.path} lacks the last {len(self._unwritten)} records: {error}")
+
+    def _write(self) -> OSError | None:
+        end = None
+        try:
+            # A crash must lose no record.
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as file:
+                end = file.tell()
+                file.writelines(self._unwritten)
+        except OSError as error:
+            if end is not None:
+                with suppress(OSError):
+                    os.truncate(self.path, end)
+            return error
+        self._unwritten.clear()
+        return None
 
 
-class TensorBoard(BaseLogger):
+class TensorBoard(Board):
     """Writes metrics as scalars, losses also by tokens and seconds, and the recipe as text and hyperparameters."""
 
     def __init__(self, folder: Path, first_step: int, recipe: str) -> None:
@@ -83,7 +143,6 @@ class TensorBoard(BaseLogger):
         self.writer.add_text(tag, textwrap.indent(text, "    "), self.first_step - 1)
 
     def describe(self, texts: Mapping[str, str], earlier: Iterable[Mapping[str, Any]]) -> None:
-        """Write `texts` by tag, and the losses of the records before `first_step` again."""
         for tag, text in texts.items():
             self._add_text(tag, text)
         # The steps of these points are tokens and seconds, so `purge_step` has hidden them.
@@ -111,7 +170,7 @@ class TensorBoard(BaseLogger):
         self.writer.close()
 
 
-class WandB(BaseLogger):
+class WandB(Board):
     """Sends metrics to Weights & Biases under TensorBoard's tags. A continued `folder` stays a single run.
 
     `recipe`: as TOML.
@@ -141,9 +200,6 @@ class WandB(BaseLogger):
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         self.inner.log(dict(tagged(metrics)), step)
-
-    def conclude(self) -> None:
-        """W&B knows the end from `close`."""
 
     def close(self) -> None:
         self.inner.close()
@@ -216,6 +272,7 @@ class RunMetrics(MetricsProcessor):
         recipe: str = ""
 
     config: Config
+    logger: Board
     ntokens_since_last_log: int
     time_last_log: float
     report_step: Callable[[float, float], None]
@@ -232,32 +289,31 @@ class RunMetrics(MetricsProcessor):
         self.is_reporter = dist.get_rank() == _get_metrics_rank(
             parallel_dims=parallel_dims, pp_schedule=kwargs.get("pp_schedule", "")
         )
-        self._boards: list[TensorBoard | WandB] = []
         super().__init__(config, parallel_dims=parallel_dims, **kwargs)
         self.batch_ranks = parallel_dims.dp_replicate * parallel_dims.dp_shard
         self._began = time.perf_counter() - config.seconds_before
         self._last_step = config.first_step - 1
         self._bar: tqdm[Any] | None = None
 
-    def _build_metric_logger(self, *, config: Config, dump_folder: str, **_: Any) -> BaseLogger:
+    def _build_metric_logger(self, *, config: Config, dump_folder: str, **_: Any) -> Board:
         if not (self.is_reporter or config.save_for_all_ranks):
-            return BaseLogger()
+            return Board()
         rank = "" if self.is_reporter else f"rank-{dist.get_rank()}"
-        loggers = LoggerContainer()
-        loggers.add_logger(JsonLines(Path(dump_folder, rank, METRICS_FILE)))
-        if config.enable_tensorboard:
-            folder = Path(dump_folder, config.save_tb_folder, rank)
-            self._boards.append(TensorBoard(folder, config.first_step, config.recipe))
-        if config.enable_wandb:
-            self._boards.append(WandB(Path(dump_folder, rank), config.recipe))
-        for board in self._boards:
-            loggers.add_logger(board)
-        return loggers
+        boards: list[Board] = [JsonLines(Path(dump_folder, rank, METRICS_FILE))]
+        try:
+            if config.enable_tensorboard:
+                folder = Path(dump_folder, config.save_tb_folder, rank)
+                boards.append(TensorBoard(folder, config.first_step, config.recipe))
+            if config.enable_wandb:
+                boards.append(WandB(Path(dump_folder, rank), config.recipe))
+        except OSError as error:
+            raise unusable(dump_folder, error) from error
+        return Boards(boards)
 
     def describe(self, texts: Mapping[str, str], folder: str) -> None:
-        lines, _ = read_until(Path(folder, METRICS_FILE), self.config.first_step - 1) if self._boards else ([], 0.0)
-        for board in self._boards:
-            board.describe(texts, map(json.loads, lines))
+        if isinstance(self.logger, Boards):
+            lines, _ = read_until(Path(folder, METRICS_FILE), self.config.first_step - 1)
+            self.logger.describe(texts, map(json.loads, lines))
 
     def should_log(self, step: int) -> bool:
         return step in (1, self.config.total_steps) or step % self.config.log_freq == 0
@@ -358,8 +414,7 @@ class RunMetrics(MetricsProcessor):
             return
         if self._bar is not None:
             self._bar.close()
-        for board in self._boards:
-            board.conclude()
+        self.logger.conclude()
         took = timedelta(seconds=round(time.perf_counter() - self._began))
         held_out = "" if self.validation_loss is None else f", held out {self.validation_loss:.4f}"
         if self.best_validation is not None and self.best_validation[0] != self.validation_loss:

@@ -4,7 +4,9 @@ Rank 0 decides, touches the disk, and broadcasts the result (`agree`).
 """
 
 import contextlib
+import errno
 import itertools
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +25,7 @@ from titan_muon.titan.run.console import say
 from titan_muon.titan.run.metrics import METRICS_FILE, read_until
 from titan_muon.titan.run_name import OVERRIDES_FILE, changes, distinguishing_keys, other_experiment
 from titan_muon.titan.storage.checksums import damage
+from titan_muon.titan.storage.space import unusable
 
 OPTIMIZERS_FILE = "optimizers.txt"
 RECIPE_FILE = "recipe.toml"
@@ -64,10 +67,12 @@ def agree(
                     opened = open_run(recipe, overrides, flaws)
                 else:
                     opened = _open_again(recipe, overrides, interrupted, flaws)
+                if not os.access(opened.folder, os.W_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), opened.folder)
                 lock.take(opened.folder)
                 answer[0] = opened
             except OSError as error:
-                answer[0] = RecipeError(f"dump_folder = {recipe.dump_folder!r} cannot be written: {error}")
+                answer[0] = unusable(recipe.dump_folder, error)
             except Exception as error:
                 answer[0] = error
         if group is not None:
@@ -158,10 +163,14 @@ def keep_folder(run: Run, recipe: Recipe, lock: FolderLock) -> None:
     folder = Path(run.folder)
     if (folder / RECIPE_FILE).is_file():
         return
-    say(f"warning: {folder} was removed or moved; what the run writes from now on is in a new folder of this name")
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_recipe(run, recipe)
-    lock.take(run.folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_recipe(run, recipe)
+        lock.take(run.folder)
+    except OSError as error:
+        say(f"warning: {folder} was removed or moved, and cannot be made again: {error}")
+    else:
+        say(f"warning: {folder} was removed or moved; what the run writes from now on is in a new folder of this name")
 
 
 SAVED_IN_CHECKPOINTS = ("muon.", "adamw.", "lr_scheduler.")

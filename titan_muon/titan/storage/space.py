@@ -1,8 +1,10 @@
-"""Free space for a checkpoint."""
+"""Free space for a checkpoint, and errors of the disk."""
 
 import errno
 import shutil
 from pathlib import Path
+
+from titan_muon.titan.recipe import RecipeError
 
 MARGIN = 1.05
 """Space over size of a checkpoint: file systems count blocks, not bytes."""
@@ -41,3 +43,9 @@ def full_disk(folder: Path, step: int, needed: int, free: int, newest: int | Non
         f"step {step} is not saved: {folder} has {free:,} bytes free, and a checkpoint takes about {needed:,}; {left}. "
         "Free space or lower checkpoint.keep_latest_k, then continue the run with checkpoint.load."
     )
+
+
+def unusable(folder: str, error: OSError) -> RecipeError:
+    """Error for a start that cannot read or write in `dump_folder`."""
+    remedy = "Free space" if is_disk_full(error) else "Give this user the right to read and to write there"
+    return RecipeError(f"dump_folder = {folder!r}: {error}. {remedy}, or set another dump_folder.")

@@ -87,6 +87,10 @@ def test_a_removed_folder_is_reported_rewritten_and_locked(
         assert f"warning: {folder} was removed or moved" in capsys.readouterr().out
         assert (folder / "recipe.toml").read_text() == to_toml(recipe)
         assert (folder / "running.lock").is_file()
+        shutil.rmtree(folder)
+        folder.symlink_to("/no/where")
+        keep_folder(run, recipe, lock)
+        assert f"warning: {folder} was removed or moved, and cannot be made again: " in capsys.readouterr().out
 
 
 def test_an_attempt_without_a_checkpoint_reuses_the_folder_in_the_next_attempt(recipe: Recipe, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from titan_muon.titan import compat
 
 compat.install()
 
+from tests import tiny  # noqa: E402
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml  # noqa: E402
 from titan_muon.titan.run import console, metrics  # noqa: E402
 from titan_muon.titan.run.console import _Useful, set_up_logging  # noqa: E402
@@ -315,6 +316,64 @@ def test_records_are_on_disk_at_once(tmp_path: Path) -> None:
     """A dying process must lose no record."""
     JsonLines(tmp_path / "metrics.jsonl").log({"loss": 1.0}, 7)
     assert record(tmp_path) == {"step": 7, "loss": 1.0}
+
+
+@pytest.mark.parametrize("fault", ["full disk", "dead link"])
+def test_a_record_that_cannot_be_written_is_kept_and_ends_no_run(
+    reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    if fault == "full disk":
+        file.symlink_to("/dev/full")
+    else:
+        tmp_path.rmdir()
+        tmp_path.symlink_to("/no/where")
+    for step in (10, 11):
+        reporter.log_step(replace(REPORT, step=step))
+    reason = "No space left on device" if fault == "full disk" else "File exists"
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert line.startswith("warning: step 10: metrics are kept in memory until they can be written: [Errno ")
+    assert reason in line
+    reporter.close()
+    assert f"warning: {file} lacks the last 2 records: " in capsys.readouterr().out
+    (file if fault == "full disk" else tmp_path).unlink()
+    reporter.log_step(replace(REPORT, step=12))
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [10, 11, 12]
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_record_leaves_no_torn_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.log({"loss": 1.0}, 1)
+    opened = Path.open
+
+    class Full(io.BufferedWriter):
+        def writelines(self, lines: list[bytes]) -> None:  # type: ignore[override]
+            self.write(lines[0][:5])
+            self.flush()
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, mode: Full(opened(path, mode, buffering=0)))
+        lines.log({"loss": 2.0}, 2)
+    lines.log({"loss": 3.0}, 3)
+    assert list(tiny.records(tmp_path, "loss")) == [1, 2, 3]
+
+
+def test_a_board_that_cannot_write_is_left_out_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = metrics.TensorBoard(tmp_path / "tb", 1, "")
+    boards = metrics.Boards([board, JsonLines(tmp_path / "metrics.jsonl")])
+    monkeypatch.setattr(board.writer, "flush", lambda: (tmp_path / "tb" / "gone").open())
+    for step in (1, 2):
+        boards.log({"loss": 1.0}, step)
+    boards.close()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("warning: TensorBoard gets no more metrics, and metrics.jsonl does: [Errno 2]")
+    assert list(tiny.records(tmp_path, "loss")) == [1, 2]
 
 
 def test_lines_until_a_step(tmp_path: Path) -> None:

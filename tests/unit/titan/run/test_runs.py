@@ -1,6 +1,8 @@
 """The run folder and checkpoint continued by a recipe, with complete, torn and exported checkpoints. No processes."""
 
 import json
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -339,6 +341,28 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (run / "running.lock").write_text("process 7 on node-a")
     monkeypatch.setattr("fcntl.lockf", in_use)
     with FolderLock() as lock, pytest.raises(RecipeError, match="in use by process 7 on node-a"):
+        agree(tiny.recipe(tmp_path, checkpoint__load="latest"), None, lock)
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "running.lock", "."])
+def test_a_file_that_this_user_may_not_use_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """Tests may run as root, who may use each file."""
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    run = finished_run(tmp_path, 3)
+    locked, opened = run / file, Path.open
+
+    def refuse(path: Path, *arguments: object, **options: object) -> object:
+        if path == locked:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != locked)
+    reason = f"[Errno 13] Permission denied: {str(locked)!r}. Give this user the right to read"
+    text = f"dump_folder = {str(tmp_path / 'runs')!r}: {reason}"
+    with FolderLock() as lock, pytest.raises(RecipeError, match="^" + re.escape(text)):
         agree(tiny.recipe(tmp_path, checkpoint__load="latest"), None, lock)
 
 

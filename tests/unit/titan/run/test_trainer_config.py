@@ -208,6 +208,35 @@ def test_a_refusal_by_torchtitan_leaves_no_run_folder(
     assert "raise error" in file.read_text(), "a developer finds where it was raised"
 
 
+def test_a_start_that_cannot_write_is_refused_on_every_rank_by_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only rank 0 writes, and the other ranks wait for its texts."""
+    sent: list[object] = []
+    trainer = SimpleNamespace(checkpointer=SimpleNamespace(load=lambda: None), close=lambda: sent.append("closed"))
+    monkeypatch.setattr(job, "trainer_config", lambda *args: SimpleNamespace(build=lambda: trainer))
+    for name in ("check_start", "data_facts", "_refuse_late_export", "_gather_parts"):
+        monkeypatch.setattr(job, name, lambda *args: None)
+    for name in ("dataloader", "tokenizer"):
+        setattr(trainer, name, None)
+    monkeypatch.setattr(job, "_changed_assignments", lambda *args: [])
+    monkeypatch.setattr(job.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(job.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(job.dist, "broadcast_object_list", lambda objects, **_: sent.extend(objects))
+    recipe = tiny.recipe(tmp_path)
+    run = Run(folder=f"{recipe.dump_folder}/tiny/run")
+    Path(run.folder, "tb").mkdir(parents=True)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "recipe.toml.tmp")
+
+    monkeypatch.setattr(job.runs, "begin", full)
+    with pytest.raises(RecipeError, match=r"No space left on device: 'recipe.toml.tmp'\. Free space, ") as caught:
+        job._prepare(recipe, run, object())  # type: ignore[arg-type]
+    assert sent == [caught.value, "closed"]
+    assert not Path(run.folder).exists()
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
