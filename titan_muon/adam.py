@@ -15,7 +15,6 @@ from torch.optim.adam import adam
 
 from .comm.agreement import Agreement
 from .comm.clip import SkipsSteps
-from .comm.equality import names_in
 from .comm.faults import Fault, check_faults, names_with
 from .comm.report import FaultReport
 from .muon import Muon
@@ -23,6 +22,7 @@ from .options import SLOWEST_IN_BFLOAT16, MissingGrad, Nonfinite, Offload, Optio
 from .state.host import Transfer, Window, moved_state, moves, new_state, resolved
 from .step.foreach import grouped
 from .tensors.dtensor import local, on_device, step_device
+from .tensors.names import named_parameters
 from .tensors.storage import placement_key
 
 BATCH_BYTES = 2**26
@@ -160,7 +160,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         return self._care
 
     def names(self) -> list[str]:
-        return [name for group in self.param_groups for name in names_in(group)]
+        return [name for name, _ in named_parameters(self.param_groups)]
 
     def told(self, faults: Sequence[Fault]) -> None:
         chosen = {Fault.NOT_FINITE: self._nonfinite, Fault.NO_GRADIENT: self._missing_grad}
@@ -194,7 +194,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     def _parts(self, group: Mapping[str, Any], bounded: Sequence[str]) -> Iterator[Elements]:
         """Parts with at most BATCH_BYTES each in the fields `bounded`."""
-        for fqn, parameter in zip(names_in(group), group["params"], strict=True):
+        for fqn, parameter in named_parameters([group]):
             if parameter.grad is None:
                 continue
             state = self._state_of(parameter, group)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ..tensors.dtensor import local
 from ..tensors.mesh import without_groups
+from ..tensors.names import named_parameters, names_in
 from .agreement import Agreement
 from .replicas import bit_sum
 
@@ -38,12 +39,11 @@ class Held(NamedTuple):
 def tensors_of(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, str, Tensor]]:
     """(parameter name, label, tensor) of every parameter and state."""
     for optimizer in optimizers.values():
-        for group in optimizer.param_groups:
-            for fqn, parameter in zip(names_in(group), group["params"], strict=True):
-                yield fqn, fqn, parameter
-                for key, state in sorted(optimizer.state.get(parameter, {}).items()):
-                    if isinstance(state, Tensor):
-                        yield fqn, f"{fqn} ({key})", state
+        for fqn, parameter in named_parameters(optimizer.param_groups):
+            yield fqn, fqn, parameter
+            for key, state in sorted(optimizer.state.get(parameter, {}).items()):
+                if isinstance(state, Tensor):
+                    yield fqn, f"{fqn} ({key})", state
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Hashable]:
@@ -68,11 +68,6 @@ def labeled(optimizers: Mapping[str, Optimizer]) -> dict[str, Hashable]:
         for group in optimizer.param_groups
         for key, value in hyperparameters(group).items()
     }
-
-
-def names_in(group: Mapping[str, Any]) -> Sequence[str]:
-    """The names of a group's parameters, or numbers."""
-    return group.get("param_names") or [f"parameter {index}" for index in range(len(group["params"]))]
 
 
 def check_equal(optimizers: Mapping[str, Optimizer], agreement: Agreement, own: Iterable[str] = ()) -> None:

@@ -23,17 +23,24 @@ def canonical_fqn(name: str) -> str:
     return ".".join(segments)
 
 
+def names_in(group: Mapping[str, Any]) -> Sequence[str]:
+    """The names of a group's parameters, or numbers. Raises ValueError for another number of parameters."""
+    params = group["params"]
+    names: Sequence[str] = group.get("param_names") or [f"parameter {index}" for index in range(len(params))]
+    if len(names) != len(params):
+        raise ValueError(
+            f"param_groups: the group of {names[0]} has {len(params)} parameters and {len(names)} names; freeze "
+            "parameters (requires_grad = False) instead of removing them, or build a new optimizer. ZeroRedundancyOptimizer and "
+            "DeepSpeed ZeRO cannot wrap Muon: shard the model by fully_shard (FSDP2), or keep each momentum on one "
+            "rank by state = 'owner'"
+        )
+    return names
+
+
 def named_parameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
     """(name, parameter) pairs of an optimizer's groups. Raises ValueError for a group with another number of names."""
     for group in groups:
-        names, parameters = group["param_names"], group["params"]
-        if len(names) != len(parameters):
-            raise ValueError(
-                f"a group has {len(parameters)} parameters and {len(names)} names; give each parameter its name. "
-                "ZeroRedundancyOptimizer and DeepSpeed ZeRO cannot wrap Muon: shard the model by fully_shard (FSDP2), "
-                "or keep each momentum on one rank by state = 'owner'"
-            )
-        yield from zip(names, parameters, strict=True)
+        yield from zip(names_in(group), group["params"], strict=True)
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:

@@ -295,16 +295,17 @@ def test_the_step_uses_momentum_after_a_round_trip(offload: str) -> None:
     assert equal(params, others)
 
 
-def test_the_step_uses_replaced_states_of_adamw() -> None:
-    """States are looked up in each step."""
+@pytest.mark.parametrize(("name", "key"), [("adamw", "exp_avg"), ("muon", "momentum_buffer")])
+def test_the_step_uses_replaced_states(name: str, key: str) -> None:
+    """A tensor of the same dtype, device and placement takes the place of a state."""
     params, others = named(), named()
     for offload, parameters in (("none", params), ("state", others)):
-        adamw = OPTIMIZERS["adamw"](parameters, offload=offload)
-        train(adamw, parameters, range(2))
-        for state in adamw.state.values():
-            state["exp_avg"] = torch.zeros_like(state["exp_avg"])
-        train(adamw, parameters, range(2, 3))
-        assert all(average.abs().sum() > 0 for average in averages(adamw))
+        optimizer = OPTIMIZERS[name](parameters, offload=offload)
+        train(optimizer, parameters, range(2))
+        for state in optimizer.state.values():
+            state[key] = torch.zeros_like(state[key])
+        train(optimizer, parameters, range(2, 3))
+        assert all(average.abs().sum() > 0 for average in averages(optimizer))
     assert equal(params, others)
 
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_muon import Muon
+from titan_muon.adam import AdamW
 from titan_muon.orthogonalize import DTYPES, Method, frobenius_norms, iteration, orthogonalize
 
 SHAPES = {"square": (8, 8), "wide": (4, 12), "tall": (12, 4), "experts": (3, 4, 6)}
@@ -105,6 +106,18 @@ def test_the_step_uses_replaced_storage() -> None:
     assert torch.equal(old, before), "the old storage is trained no more"
     expected, result = stepped(kept, first), stepped(changed, other)
     assert all(torch.equal(expected[name], result[name]) for name in expected)
+
+
+@pytest.mark.parametrize("optimizer", [Muon, AdamW])
+def test_a_group_that_lost_a_parameter_is_refused_by_name(optimizer: type[Optimizer]) -> None:
+    """Names of the remaining parameters would move to others."""
+    params = named()
+    built = optimizer(params.items())
+    before = stepped(params, built)
+    del built.param_groups[0]["params"][1]
+    with pytest.raises(ValueError, match=r"^param_groups: the group of 0\.square has 3 parameters and 4 names; freeze "):
+        built.step()
+    assert all(torch.equal(param, before[name]) for name, param in params.items())
 
 
 def test_a_parameter_replaced_in_a_group_is_refused() -> None:
