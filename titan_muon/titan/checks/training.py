@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from titan_muon.comm.clip import NormCheck
+from titan_muon.tensors.names import canonical_fqn, listed
 from titan_muon.titan.checks.curve import Curve, Report
 from titan_muon.titan.checks.experts import ExpertLoads
 from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, check_reports, gather, twins
@@ -49,6 +50,7 @@ class TrainingChecks:
     ) -> None:
         self.names, self._late = names, arrives_late(device)
         self._norm: tuple[int, NormCheck] | None = None
+        self._trained = [(name, p, p.requires_grad) for part in parts for name, p in part.named_parameters()]
         self.experts = ExpertLoads(parts, token_group, device)
         self.data_rank, self._tolerates = data_rank, tolerates_nonfinite
         self._optimizers = list(optimizers)
@@ -72,7 +74,16 @@ class TrainingChecks:
         self._steps, self._optimizer_steps = 0, [0] * len(self._optimizers)
 
     def begin_step(self, *, reported: bool, counted: bool, place: Place) -> None:
-        """Start a step. `reported`: compare ranks. `counted`: count experts' tokens."""
+        """Start a step. `reported`: compare ranks. `counted`: count experts' tokens.
+
+        Raises ValueError on this rank for a frozen or thawed parameter.
+        """
+        # Now, because FSDP would abort or hang in backward, in a collective of other sizes.
+        if changed := [canonical_fqn(name) for name, p, trained in self._trained if p.requires_grad != trained]:
+            raise ValueError(
+                f"{listed(changed)}: requires_grad changed after the start of training; freeze and thaw parameters on "
+                "all ranks, before the optimizers are made"
+            )
         self._steps += 1
         if counted:
             self.experts.begin_step()

@@ -8,8 +8,9 @@ from torch import nn
 
 from titan_muon.comm.clip import NormCheck
 from titan_muon.titan.checks.experts import ExpertLoads
-from titan_muon.titan.checks.ranks import RankReport, check_reports, twins
+from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, check_reports, twins
 from titan_muon.titan.checks.start import check_start, differences, source_files, start_facts
+from titan_muon.titan.checks.training import Place, TrainingChecks
 from titan_muon.titan.fault import RunFault
 from titan_muon.titan.recipe import Recipe
 
@@ -30,6 +31,21 @@ def test_start_facts_have_recipe_versions_and_sources() -> None:
     assert any(name.endswith("models/qwen3.py") for name in facts)
     assert len({name for name in facts if name.startswith("source file ")}) == len(source_files(Recipe()))
     check_start(facts, None)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_parameter_frozen_or_thawed_in_training_is_named_before_backward(trained: bool) -> None:
+    """On one rank alone, FSDP would abort in a collective without a name."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].bias.requires_grad_(trained)
+    checks = TrainingChecks(
+        [], [], [model], torch.device("cpu"), data_rank=0, token_group=None, tolerates_nonfinite=False
+    )
+    place = Place(UNKNOWN, UNKNOWN)
+    checks.begin_step(reported=False, counted=False, place=place)
+    model[0].bias.requires_grad_(not trained)
+    with pytest.raises(ValueError, match=r"^0\.bias: requires_grad changed after the start of training; "):
+        checks.begin_step(reported=False, counted=False, place=place)
 
 
 RANKS = [RankReport(0, 8, 8, 11, 0, 0, -1), RankReport(1, 10, 10, 12, 0, 0, -1)]
