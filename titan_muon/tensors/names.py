@@ -30,9 +30,9 @@ def names_in(group: Mapping[str, Any]) -> Sequence[str]:
     if len(names) != len(params):
         raise ValueError(
             f"param_groups: the group of {names[0]} has {len(params)} parameters and {len(names)} names; freeze "
-            "parameters (requires_grad = False) instead of removing them, or build a new optimizer. ZeroRedundancyOptimizer and "
-            "DeepSpeed ZeRO cannot wrap Muon: shard the model by fully_shard (FSDP2), or keep each momentum on one "
-            "rank by state = 'owner'"
+            "parameters (requires_grad = False) instead of removing them, or build a new optimizer. "
+            "ZeroRedundancyOptimizer and DeepSpeed ZeRO cannot wrap Muon: shard the model by fully_shard (FSDP2), or "
+            "keep each momentum on one rank by state = 'owner'"
         )
     return names
 
