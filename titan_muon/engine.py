@@ -20,7 +20,7 @@ from .comm.faults import Fault, check_faults, fault_of, names_with
 from .comm.report import Carried, FaultReport
 from .features import features_of, needs_exclusive_groups, skips_missing
 from .options import HYPERPARAMETERS, SHARED, MuonOptions
-from .orthogonalize import DTYPES
+from .orthogonalize import DTYPES, Iteration
 from .plan.program import collective_ranks, make_program, replicated_plain
 from .plan.terms.groups import components
 from .plan.terms.layout import Geometries
@@ -35,6 +35,7 @@ from .step.feature import Feature
 from .step.gradients import Step
 from .step.ranges import trace_range, with_ranges
 from .step.stages import RankStages
+from .step.update import highest_rate
 from .tensors.dtensor import mesh_axes
 from .tensors.names import named_parameters
 from .tensors.storage import TrainedParam
@@ -104,14 +105,14 @@ class Engine:
         rank = self.rank
         current = dict(named_parameters(groups))
         faults: list[Fault] = []
-        group, changed, moved = None, False, False
+        group, of_group, moved = None, Fault.NONE, False
         for trained, storage, iteration in zip(rank.params, rank.storage, rank.arithmetic.iterations, strict=True):
             if trained.group is not group:
-                group, changed = trained.group, iteration_changed(trained.group, iteration)
+                group, of_group = trained.group, self._group_fault(trained.group, iteration)
             average = state.get(trained.param, {}).get("momentum_buffer")
             in_place = storage.is_of(trained)
             fault = fault_of(trained, current.get(trained.fqn), average, in_place=in_place)
-            faults.append(Fault.NEWTON_SCHULZ_CHANGED if changed else fault)
+            faults.append(fault if of_group is Fault.NONE else of_group)
             moved = moved or not in_place or average is not trained.average
         if faults and self.thawed(groups):
             # A thawed parameter has no place in the report.
@@ -119,6 +120,13 @@ class Engine:
         for feature in self.features:
             faults = list(feature.faults(faults))
         return faults, moved
+
+    def _group_fault(self, group: Mapping[str, Any], planned: Iteration) -> Fault:
+        if iteration_changed(group, planned):
+            return Fault.NEWTON_SCHULZ_CHANGED
+        if self.rank.options.decay_follows_lr and highest_rate(group) is None:
+            return Fault.HIGHEST_RATE_UNKNOWN
+        return Fault.NONE
 
     def raise_pending(self, faults: Sequence[Fault] = (), *, alone: bool = False) -> None:
         """Raise ValueError for the last report and `faults`, and warn of faults that the options allow.

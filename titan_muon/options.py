@@ -263,7 +263,8 @@ class StepOptions:
     """Factor on updates besides `adjust_lr_fn`. Weight decay is not scaled."""
 
     decay_follows_lr: bool = False
-    """Multiply weight decay by the learning rate over its highest value in the schedule (AdamC, arXiv:2506.02285)."""
+    """Multiply weight decay by the learning rate over the highest rate of the schedule (AdamC, arXiv:2506.02285): a
+    group's `max_lr`, or the `initial_lr` of its scheduler."""
 
     momentum_warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Steps in which the decay of the momentum rises linearly from `momentum_start` to `momentum`."""

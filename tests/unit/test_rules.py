@@ -1,10 +1,12 @@
 """Rules are separate files, chosen by name, with separate scales and schedules."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 from tests.dist.harness import run_program
 from titan_muon import Muon, registry
@@ -70,11 +72,59 @@ def test_decay_follows_lr_is_zero_at_a_zero_rate() -> None:
     assert after.equal(torch.randn(16, 24, generator=torch.Generator().manual_seed(0)))
 
 
+SCHEDULES: dict[str, tuple[Callable[[Muon], Any], float]] = {
+    "LambdaLR": (lambda muon: lr_scheduler.LambdaLR(muon, lambda step: (0.5, 1.0, 0.25, 0.0)[step]), 0.02),
+    "OneCycleLR": (lambda muon: lr_scheduler.OneCycleLR(muon, 0.5, total_steps=5, cycle_momentum=False), 0.5),
+    "by hand": (lambda muon: muon.param_groups[0].update(max_lr=0.1), 0.1),
+}
+
+
+@pytest.mark.parametrize(("schedule", "highest"), SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_decay_follows_lr_takes_the_highest_rate_of_the_schedule(
+    schedule: Callable[[Muon], Any], highest: float
+) -> None:
+    param = nn.Parameter(torch.ones(16, 24))
+    muon = Muon([("w", param)], lr=0.02, weight_decay=0.5, decay_follows_lr=True)
+    scheduler = schedule(muon)
+    for _ in range(3):
+        lr = muon.param_groups[0]["lr"]
+        assert muon._rule.rates(muon.param_groups[0]) == pytest.approx((lr, 0.5 * lr / highest))
+        param.grad = torch.ones(16, 24)
+        muon.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+UNKNOWN: dict[str, Callable[[Muon], Any]] = {
+    "no scheduler": lambda muon: None,
+    "CyclicLR": lambda muon: lr_scheduler.CyclicLR(muon, 0.02, 2.0, step_size_up=4, cycle_momentum=False),
+    "a factor above 1": lambda muon: lr_scheduler.LambdaLR(muon, lambda step: 1.0 + step),
+    "layer decay": lambda muon: muon.param_groups[0].update(initial_lr=0.02, lr_scale=0.5),
+    "above max_lr": lambda muon: muon.param_groups[0].update(max_lr=0.01),
+}
+
+
+@pytest.mark.parametrize("schedule", UNKNOWN.values(), ids=UNKNOWN.keys())
+def test_decay_follows_lr_without_the_highest_rate_is_refused(schedule: Callable[[Muon], Any]) -> None:
+    param = nn.Parameter(torch.ones(16, 24))
+    muon = Muon([("w", param)], lr=0.02, weight_decay=0.5, decay_follows_lr=True)
+    scheduler = schedule(muon)
+    param.grad = torch.ones(16, 24)
+    if scheduler is not None:
+        muon.step()
+        scheduler.step()
+    with pytest.raises(ValueError, match=r"w: decay_follows_lr = True needs the highest .* group\['max_lr'\]"):
+        muon.step()
+    muon.param_groups[0]["max_lr"] = 2.0
+    muon.step()
+
+
 def test_a_tensor_rate_decays_as_a_number() -> None:
     weights = []
     for lr in (0.02, torch.tensor(0.02)):
         param = nn.Parameter(torch.ones(16, 24))
         muon = Muon([("w", param)], lr=lr, weight_decay=0.5, decay_follows_lr=True)  # type: ignore[arg-type]
+        torch.optim.lr_scheduler.ConstantLR(muon, factor=0.5)
         param.grad = torch.ones(16, 24)
         muon.step()
         weights.append(param.detach())

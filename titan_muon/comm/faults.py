@@ -35,6 +35,7 @@ class Fault(IntEnum):
     STEPS_DIFFER = 16
     ZERO_WEIGHTS = 17
     SPARSE_GRADIENT = 18
+    HIGHEST_RATE_UNKNOWN = 19
 
 
 STORAGE_FAULTS = frozenset((Fault.RESHARDED, Fault.STATE_REPLACED, Fault.PARAMETER_REPLACED, Fault.CONVERTED))
@@ -82,6 +83,9 @@ REMEDIES: Mapping[Fault, str] = {
     "initialize the weights, or give the parameter to another optimizer",
     Fault.SPARSE_GRADIENT: "{names}: the gradient is sparse, and Muon takes dense matrices; set sparse = False in the "
     "embedding, or give it to torch.optim.SparseAdam",
+    Fault.HIGHEST_RATE_UNKNOWN: "{names}: decay_follows_lr = True needs the highest learning rate of the schedule, "
+    "which is unknown: no scheduler runs, or its first rate is not the highest; set group['max_lr'] to the highest "
+    "rate for each group of param_groups, or decay_follows_lr = False",
 }
 
 

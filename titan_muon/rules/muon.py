@@ -41,9 +41,9 @@ class MuonRule(Rule):
     def rates(self, group: Group) -> tuple[float | Tensor, float | Tensor]:
         lr, decay = update.rate(group["lr"]), group["weight_decay"]
         if self.options.decay_follows_lr:
-            # Schedulers store the highest rate. Without a scheduler, the rate is constant.
-            peak = update.rate(group.get("initial_lr", group["lr"]))
-            decay = decay * lr / peak if isinstance(peak, Tensor) or peak > 0 else 0.0
+            highest = update.highest_rate(group)
+            assert highest is not None, "the step leaves out groups with an unknown highest rate"
+            decay = decay * lr / highest if isinstance(highest, Tensor) or highest > 0 else 0.0
         return lr, decay
 
     def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:

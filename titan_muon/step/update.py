@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +66,24 @@ def rate(lr: float | Tensor) -> float | Tensor:
     if not isinstance(lr, Tensor):
         return lr
     return lr.item() if lr.device.type == "cpu" else lr.reshape(())
+
+
+RATE_ROUNDING = 1e-3
+"""Excess over the highest rate that is not a higher rate, because some schedulers multiply the rate in each step."""
+
+
+def highest_rate(group: Mapping[str, Any]) -> float | Tensor | None:
+    """The highest learning rate of a group's schedule, or None if unknown.
+
+    This is `max_lr`, of the user or of OneCycleLR, else the `initial_lr` of a scheduler. Neither counts if the rate is
+    higher, as under CyclicLR. `initial_lr` does not count beside a factor by layer (`lr_scale`), nor for a rate in a
+    tensor of a device, which the host cannot compare.
+    """
+    explicit = "max_lr" in group
+    lr, highest = rate(group["lr"]), rate(group["max_lr"] if explicit else group.get("initial_lr", math.nan))
+    if isinstance(lr, Tensor) or isinstance(highest, Tensor) or "lr_scale" in group:
+        return highest if explicit else None
+    return highest if lr <= highest * (1 + RATE_ROUNDING) else None
 
 
 def apply(

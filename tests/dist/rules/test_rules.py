@@ -52,6 +52,7 @@ def check_cases(rank: int, world_size: int, exchange: str) -> list[str]:
         params = {key: nn.Parameter(distributed(initial, key)) for key in shapes}
         reference = ReferenceRule(initial, **options)
         optimizer = Muon(list(params.items()), lr=0.02, exchange=exchange, orthogonalize="reference", **options).build()
+        optimizer.param_groups[0]["initial_lr"] = 0.02
         for step in range(STEPS):
             grads = drawn(shapes, seed=step + 1)
             for name, grad in grads.items() if "idle" in options and step >= FIRST_IDLE_STEP else ():
@@ -62,8 +63,7 @@ def check_cases(rank: int, world_size: int, exchange: str) -> list[str]:
                 param.grad = distributed(grads, key)
             optimizer.step()
             reference.step(grads)
-            # A scheduler would set the rate, and has set `initial_lr`.
-            optimizer.param_groups[0].setdefault("initial_lr", 0.02)
+            # As a scheduler would.
             reference.lr = optimizer.param_groups[0]["lr"] = 0.02 / (step + 2)
         for key, param in params.items():
             expected = distributed(reference.params, key).to_local()

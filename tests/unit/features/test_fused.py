@@ -200,6 +200,11 @@ def with_scale(muon: Muon, step: int) -> None:
     muon.grad_scale, muon.found_inf = torch.tensor(8.0), torch.tensor(float(step == 1))
 
 
+def with_highest_rate(muon: Muon, step: int) -> None:
+    for group in muon.param_groups:
+        group["max_lr"] = 0.03
+
+
 def without_gradient(muon: Muon, step: int) -> None:
     if step == 1:
         muon.param_groups[0]["params"][0].grad = None
@@ -211,7 +216,7 @@ def without_gradient(muon: Muon, step: int) -> None:
     [
         (FLOAT32, {}, None),
         (FLOAT32, {"nesterov": False, "adjust_lr_fn": "original", "update_factor": 0.5}, None),
-        (FLOAT32, {"cautious": True, "decay_follows_lr": True}, None),
+        (FLOAT32, {"cautious": True, "decay_follows_lr": True}, with_highest_rate),
         (FLOAT32, {"lr": torch.tensor(0.02)}, None),
         (FLOAT32, {"momentum_warmup_steps": 2, "rule": "normuon"}, None),
         (FLOAT32, {"state_dtype": "int8"}, None),
