@@ -20,6 +20,7 @@ from .comm.report import FaultReport
 from .muon import Muon
 from .options import SLOWEST_IN_BFLOAT16, MissingGrad, Nonfinite, Offload, OptionError, StateDtype
 from .state.host import Transfer, Window, moved_state, moves, new_state, resolved
+from .state.saved import after_pre_hooks
 from .step.foreach import grouped
 from .tensors.dtensor import local, on_device, step_device
 from .tensors.names import named_parameters
@@ -125,6 +126,8 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         if self._state_dtype == "bfloat16" and max(group["betas"]) > SLOWEST_IN_BFLOAT16:
             problem = f"each at most {SLOWEST_IN_BFLOAT16}, because bfloat16 would round changes of the averages away"
             raise OptionError("betas", f"= {list(group['betas'])} are not accepted with state_dtype: {problem}")
+        if self._care is not None and self._care.carrier is not None:
+            raise ValueError("Hybrid takes the parameters of its model: build a new Hybrid for more of them")
         super().add_param_group(param_group)
         self._care = None
         self._offload = resolved(self._offload, self.param_groups[-1]["params"])
@@ -158,6 +161,10 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         if self._care is None:
             self._care = GradientCare(self)
         return self._care
+
+    def rebuild(self) -> None:
+        """Expect gradients of the parameters that are not frozen now."""
+        self.care.expect_gradients()
 
     def names(self) -> list[str]:
         return [name for name, _ in named_parameters(self.param_groups)]
@@ -205,13 +212,15 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
     def _state_of(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            # As in torch: the fused kernel needs the step count on the device.
-            device = step_device(parameter) if group["fused"] else torch.device("cpu")
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            dtype = torch.bfloat16 if self._state_dtype == "bfloat16" else parameter.dtype
-            for name in AVERAGES:
-                state[name] = new_state(parameter, dtype, self._offload)
+            state.update(self._new_state(parameter, group))
         return state
+
+    def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        # As in torch: the fused kernel needs the step count on the device.
+        device = step_device(parameter) if group["fused"] else torch.device("cpu")
+        dtype = torch.bfloat16 if self._state_dtype == "bfloat16" else parameter.dtype
+        step = torch.zeros((), dtype=torch.float32, device=device)
+        return {"step": step, **{name: new_state(parameter, dtype, self._offload) for name in AVERAGES}}
 
     def _update(self, batch: ElementBatch) -> None:
         group, parts, states = batch.group, batch.parts, batch.tensors(CHANGED["state"])
@@ -253,30 +262,41 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load like torch, but averages keep this optimizer's dtype and device."""
-        self.synchronize()
-        current = {parameter: dict(state) for parameter, state in self.state.items()}
-        # torch.optim.AdamW would move all averages to the device at once.
-        super().load_state_dict({**state_dict, "state": {}})
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for parameter, key in zip(group["params"], saved["params"], strict=True):
-                if key in state_dict["state"]:
-                    self.state[parameter] = current.get(parameter, {})
-                    self._load(self._state_of(parameter, group), state_dict["state"][key])
+        """Load like torch, but averages keep this optimizer's dtype and device.
 
-    def _load(self, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
-        missing = [name for name in state if name not in saved]
-        if missing:
-            raise ValueError(f"the state dict is of another optimizer: its states have no {', '.join(missing)}")
-        for name, value in state.items():
-            loaded = torch.as_tensor(saved[name])
-            # copy_ would broadcast a tensor of another shape, and take another rank's shard for this rank's.
-            if placement_key(loaded) != placement_key(value):
-                raise ValueError(
-                    f"{name} of a parameter with shape {tuple(value.shape)}: the state dict has another shape, mesh or "
-                    "placements; load a state of another layout with torch.distributed.checkpoint"
-                )
-            local(value).copy_(local(loaded))
+        Raises ValueError, before anything is loaded, for other groups, and for states of another optimizer or layout.
+        """
+        with after_pre_hooks(self, state_dict) as loaded:
+            self.synchronize()
+            states = self.checked_states(loaded)
+            # torch.optim.AdamW would move all averages to the device at once.
+            super().load_state_dict({**loaded, "state": {}})
+            for parameter, current, saved in states:
+                for name, value in current.items():
+                    local(value).copy_(local(saved[name]))
+                self.state[parameter] = current
+
+    def checked_states(self, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, dict[str, Any], dict[str, Tensor]]]:
+        """(parameter, state to fill, loaded state) of every saved state. Changes nothing.
+
+        Raises ValueError as `load_state_dict`.
+        """
+        saved_groups = state_dict["param_groups"]
+        sizes = [[len(group["params"]) for group in groups] for groups in (self.param_groups, saved_groups)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"the state dict has groups of {sizes[1]} parameters, and this AdamW of {sizes[0]}; give both the same "
+                "parameters and groups"
+            )
+        states = []
+        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
+            if other := sorted({"betas", "eps", "lr", "weight_decay"} - saved_group.keys()):
+                raise ValueError(f"the state dict is of another optimizer: its groups have no {', '.join(other)}")
+            for fqn, parameter, key in zip(names_in(group), group["params"], saved_group["params"], strict=True):
+                if key in state_dict["state"]:
+                    current = dict(self.state.get(parameter) or self._new_state(parameter, group))
+                    states.append((parameter, current, _checked_state(fqn, current, state_dict["state"][key])))
+        return states
 
     def offload(self) -> None:
         """Move the averages to pinned host memory."""
@@ -290,8 +310,10 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             return
         self.synchronize()
         self._offload = to
-        for parameter, state in self.state.items():
-            for name in AVERAGES:
+        for parameter in self.care.params:
+            # In a Hybrid, `state` has the states of all optimizers.
+            state = self.state.get(parameter, {})
+            for name in state.keys() & set(AVERAGES):
                 state[name] = moved_state(state[name], parameter, to)
 
     def synchronize(self) -> None:
@@ -309,15 +331,19 @@ class GradientCare:
         self._adamw = adamw
         self.carrier: Muon | None = None
         self.follows = False
-        # By place, because for example Accelerate replaces the parameters of groups.
-        self._frozen = [not parameter.requires_grad for parameter in self._params]
+        self.expect_gradients()
         self._own: FaultReport | None = None
         self._places = list[int]()
         self._numbers = torch.empty(0, dtype=torch.int64, device="cpu")
 
     @property
-    def _params(self) -> list[Tensor]:
+    def params(self) -> list[Tensor]:
         return [parameter for group in self._adamw.param_groups for parameter in group["params"]]
+
+    def expect_gradients(self) -> None:
+        """Expect gradients of the parameters that are not frozen now."""
+        # By place, because for example Accelerate replaces the parameters of groups.
+        self._frozen = [not parameter.requires_grad for parameter in self.params]
 
     def check(self, skipped: Tensor | None, *, scaled: bool) -> Tensor | None:
         """Raise ValueError for the last step, and report the gradients of this step.
@@ -326,9 +352,9 @@ class GradientCare:
         Returns () bool on the device: whether the step changes nothing; None for a normal step.
         """
         report, start = self._report()
-        params = self._params
+        params = self.params
         grads = [parameter.grad for parameter in params]
-        if any(grad is None for grad in grads):
+        if any(grad is None for grad in grads) or any(self._frozen):
             faults = [self._fault(p, frozen=frozen) for p, frozen in zip(params, self._frozen, strict=True)]
             if not report.is_shared:
                 self._adamw.told(faults)
@@ -347,7 +373,7 @@ class GradientCare:
             report = self.carrier.engine.rank.report
             return report, report.start_of(self._adamw)
         if self._own is None:
-            device = step_device(self._params[0]) if self._params else torch.device("cpu")
+            device = step_device(self.params[0]) if self.params else torch.device("cpu")
             self._own = FaultReport(self._adamw.names(), {}, {}, device, Agreement())
         faults = self._own.read()
         self._own.clear()
@@ -356,6 +382,8 @@ class GradientCare:
         return self._own, 0
 
     def _fault(self, parameter: Tensor, *, frozen: bool) -> Fault:
+        if frozen and parameter.requires_grad and self.carrier is not None:
+            return Fault.THAWED
         if parameter.grad is not None or frozen or self._adamw._missing_grad == "skip":
             return Fault.NONE
         outside = isinstance(parameter, DTensor) and parameter.device_mesh.get_coordinate() is None
@@ -376,6 +404,22 @@ class GradientCare:
         faulty = broken if skipped is None else broken & ~skipped
         report.add_where(self._numbers, faulty, Fault.NOT_FINITE)
         return broken.any() if skipped is None else broken.any() | skipped
+
+
+def _checked_state(fqn: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The saved tensors for a parameter's `current` state. Raises ValueError for others."""
+    missing = [name for name in current if name not in saved]
+    if missing:
+        raise ValueError(f"{fqn}: the state dict is of another optimizer: its states have no {', '.join(missing)}")
+    loaded = {name: torch.as_tensor(saved[name]) for name in current}
+    for name, value in current.items():
+        # copy_ would broadcast a tensor of another shape, and take another rank's shard for this rank's.
+        if placement_key(loaded[name]) != placement_key(value):
+            raise ValueError(
+                f"{fqn}: the state dict has its {name} with another shape, mesh or placements than the parameter's; "
+                "load a state of another layout with torch.distributed.checkpoint"
+            )
+    return loaded
 
 
 def _cut(whole: Elements, element_bytes: int) -> Iterator[Elements]:

@@ -219,6 +219,8 @@ def report_of(
     options: MuonOptions,
     groups: Sequence[Mapping[str, Any]],
     carried: Mapping[str, Carried],
+    *,
+    optional: bool = False,
 ) -> PlanReport:
     """The part of a plan to agree on before the first step."""
     # A learning rate in a tensor prints its device, which differs between ranks.
@@ -250,6 +252,7 @@ def report_of(
         exclusive=tuple(sorted(exclusive)),
         sharing=sharing,
         parts=tuple((name, digest_of(part)) for name, part in parts.items()),
+        optional=optional,
     )
 
 

@@ -3,69 +3,34 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import fields
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .adam import AdamW
 from .assignment.doubts import doubts, split_lines
-from .assignment.groups import OPTIMIZER, ParamGroup, built, decided, trained_parameters
-from .assignment.roles import Seen, see
-from .assignment.rules import Assignment, Default, default_rules
+from .assignment.groups import OPTIMIZER, modules_of
+from .assignment.parts import Parts, parts_of
+from .assignment.rules import Assignment, default_rules
 from .assignment.table import frozen_lines, parameter_table
 from .comm.agreement import Agreement
 from .comm.clip import NormCheck, SkipsSteps
 from .comm.equality import check_equal
 from .muon import Muon
-from .options import Offload, OptionError, Rule
+from .options import MissingGrad, MuonOptions, Nonfinite, OptionError, Rule
+from .state.by_name import of_adamw, regrouped
 from .state.saved import after_pre_hooks
-from .tensors.names import canonical_fqn, named_parameters
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The optimizers of a model by name, with their groups. `whole`: with parameters of remote pipeline stages."""
-
-    assignments: tuple[Assignment, ...]
-    whole: tuple[Assignment, ...]
-    groups: Mapping[str, Sequence[ParamGroup]]
-    optimizers: Mapping[str, Optimizer]
-    frozen: tuple[str, ...] = ()
-
-
-def parts_of(
-    modules: Sequence[nn.Module],
-    rules: Sequence[Rule],
-    defaults: Sequence[Default] | None,
-    tables: Mapping[str, Mapping[str, Any]],
-    *,
-    offload: Offload = "none",
-    model: Mapping[str, Seen] | None = None,
-) -> Parts:
-    """Assign every trained parameter of `modules` to an optimizer, and make the optimizers.
-
-    `model`: all parameters of the model, if this process holds a pipeline stage. The rest as in `decided`.
-    """
-    parameters = trained_parameters(modules)
-    shared = {key: tables["muon"][key] for key in ("missing_grad", "nonfinite") if key in tables.get("muon", {})}
-    tables = {**tables, "adamw": {**shared, **tables.get("adamw", {})}}
-    seen = see(modules, canonical_fqn) if model is None else model
-    is_stage = model is not None
-    decision = decided(seen, parameters, rules, defaults, tables, offload=offload, is_stage=is_stage)
-    optimizers = {
-        name: built(name, groups, {"offload": offload, **decision.tables.get(name, {})}, parameters)
-        for name, groups in decision.groups.items()
-    }
-    assignments = tuple(a for a in decision.whole if a.fqn in parameters)
-    named = (pair for module in modules for pair in module.named_parameters())
-    frozen = tuple(canonical_fqn(name) for name, parameter in named if not parameter.requires_grad)
-    return Parts(assignments, decision.whole, decision.groups, optimizers, frozen)
+from .tensors.names import named_parameters
+from .tensors.storage import placement_key
 
 
 class OfParts:
@@ -124,9 +89,11 @@ class OfParts:
 
     def _carry(self) -> None:
         order = list(self.parts.optimizers.values())
+        # Rules may give all parameters to other optimizers.
+        optional = all(a.rule is not None for a in self.parts.assignments)
         for muon in self._muons[:1]:
             others = {name: o for name, o in self.parts.optimizers.items() if isinstance(o, AdamW)}
-            muon.carry(others)
+            muon.carry(others, optional=optional)
             for adamw in others.values():
                 adamw.care.carrier, adamw.care.follows = muon, order.index(adamw) > order.index(muon)
 
@@ -164,7 +131,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
 
     Roles of modules, names and shapes decide: matrices and stacks of expert matrices go to Muon;
     embeddings, output heads, routers, norms, biases, convolutions and LoRA factors go to AdamW. `table()` prints all
-    decisions.
+    decisions. Frozen parameters have an optimizer too, and train after they are thawed and `rebuild` is called.
 
     Args:
         model: the model, or its parts under pipeline parallelism.
@@ -172,12 +139,14 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         rules: the first matching rule decides, before roles, names and shapes.
         defaults: if false, rules must match every parameter.
         router: optimizer of the routers of mixtures of experts.
+        decay_vectors: decay norms, biases and other one-dimensional parameters too.
+        missing_grad, nonfinite: for both optimizers, as in `Muon`.
         muon, adamw: further keywords of `Muon` and of `titan_muon.adam.AdamW`.
         others: options of further registered optimizers named by rules.
 
     Attributes:
-        optimizers: by name, `"muon"` and `"adamw"`. Groups and state are shared with this optimizer.
-        assignments: the optimizer of each parameter, with the reason.
+        optimizers: by name, `"muon"` and `"adamw"`. They train the `state` and the groups of this optimizer.
+        assignments: the optimizer of each trained parameter, with the reason.
 
     A group of `param_groups` has the keys of its optimizer, `param_names`, and the optimizer's name under
     `"optimizer"`. `state` has `momentum_buffer` for Muon's parameters, and `step`, `exp_avg` and `exp_avg_sq` for
@@ -185,6 +154,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
 
     Raises:
         OptionError: for a rule without parameters, an undecided parameter, no parameter for Muon, and refused options.
+        ValueError: for parameters in place of a model.
     """
 
     def __init__(
@@ -196,25 +166,60 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         rules: Sequence[Rule] = (),
         defaults: bool = True,
         router: str = "adamw",
+        decay_vectors: bool = False,
+        missing_grad: MissingGrad = "error",
+        nonfinite: Nonfinite = "error",
         muon: Mapping[str, Any] | None = None,
         adamw: Mapping[str, Any] | None = None,
         others: Mapping[str, Mapping[str, Any]] | None = None,
+        **unknown: Never,
     ) -> None:
-        modules = [model] if isinstance(model, nn.Module) else list(model)
+        _refuse_keywords(unknown)
         shared = {"lr": lr, "weight_decay": weight_decay}
-        tables = {"muon": {**shared, **(muon or {})}, "adamw": {**shared, **(adamw or {})}, **(others or {})}
-        self.parts = parts_of(modules, rules, default_rules(router) if defaults else None, tables)
-        # Optimizer keeps references to these dicts.
-        groups = []
+        of_muon = {**shared, "missing_grad": missing_grad, "nonfinite": nonfinite, **(muon or {})}
+        tables = {"muon": of_muon, "adamw": {**shared, **(adamw or {})}, **(others or {})}
+        self.parts = parts_of(
+            modules_of(model),
+            rules,
+            default_rules(router) if defaults else None,
+            tables,
+            decay_vectors=decay_vectors,
+            is_part=dist.is_initialized() and dist.get_world_size() > 1,
+            knows_frozen=True,
+        )
         for name, optimizer in self.parts.optimizers.items():
             for group in optimizer.param_groups:
                 group[OPTIMIZER] = name
-                groups.append(group)
-        super().__init__(groups, {})
-        self._link()
-        splits = tables["muon"].get("split", ())
+        # Schedulers read `defaults`: Transformers' the rate, and OneCycleLR whether a momentum can cycle (`step`).
+        super().__init__(self.param_groups, {**shared, "momentum": of_muon.get("momentum", MuonOptions.momentum)})
+        self._carry()
+        self._follow_parts()
+        splits = of_muon.get("split", ())
         for line in (*split_lines(self.assignments, splits), *doubts(self.assignments, splits)):
             warnings.warn(line.removeprefix("warning: "), stacklevel=2)
+
+    # The two attributes of torch.optim.Optimizer are those of the parts, so that no copy can become stale.
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """State by parameter: one dict, which all parts train."""
+        return self._state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        self._state = state
+        for part in self.optimizers.values():
+            part.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all parts."""
+        return [group for part in self.optimizers.values() for group in part.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if not all(any(group is known for known in self.param_groups) for group in groups):
+            raise ValueError("param_groups: Hybrid's groups are those of its optimizers; change the dicts in place")
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
@@ -228,7 +233,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
     def table(self, *, full: bool = False) -> str:
         """The parameter table. Equal parameters of all layers share a line, unless `full`."""
         table = parameter_table(self.assignments, dict(named_parameters(self.param_groups)), None, full=full)
-        return "\n".join([table, *frozen_lines(self.parts.frozen)])
+        return "\n".join([table, *self.parts.decay_lines(), *frozen_lines(self.parts.frozen)])
 
     def build(self) -> Self:
         """As `Muon.build`."""
@@ -237,14 +242,21 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         return self
 
     def rebuild(self) -> None:
-        """As `Muon.rebuild`."""
-        for muon in self._muons:
-            muon.rebuild()
+        """As `Muon.rebuild`, for the parameters of all optimizers."""
+        self._follow()
+        for part in self.optimizers.values():
+            if isinstance(part, Muon | AdamW):
+                part.rebuild()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters once. Every rank calls `step`. Returns the result of `closure`."""
+        """Update all parameters once. Every rank calls `step`. Returns the result of `closure`.
+
+        Raises ValueError as `Muon.step`, and for a scheduler that cycles the momentum.
+        """
         loss = None if closure is None else torch.enable_grad()(closure)()
+        _check_momentum(self.param_groups)
+        self._follow()
         for part in self.optimizers.values():
             for name in ("grad_scale", "found_inf"):
                 # torch.amp.GradScaler sets both for a step.
@@ -256,39 +268,73 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
                 for name in ("grad_scale", "found_inf"):
                     if hasattr(part, name):
                         delattr(part, name)
-        if len(self.state) != sum(len(part.state) for part in self.optimizers.values()):
-            self._link()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """State and groups in torch's format. Ranks and errors as in `Muon.state_dict`."""
+        self._follow()
         for part in self.optimizers.values():
             # Finishes the part's transfers and checks its last step.
             part.state_dict()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load hyperparameters and state. Ranks and errors as in `Muon.load_state_dict`.
+        """Load hyperparameters and state by name. Collective as `Muon.load_state_dict`.
 
-        Raises ValueError also for different optimizers in the groups.
+        A state dict of torch.optim.AdamW continues AdamW's parameters, with a warning about the momentum of the rest:
+        its groups need `param_names`, or must be a single group of all parameters in the model's order.
+
+        Raises ValueError on every rank, before anything is loaded, as `Muon.load_state_dict`, and for parameters that
+        the state dict has with another optimizer.
         """
         with after_pre_hooks(self, state_dict) as loaded:
-            if missing := {"state", "param_groups"} - loaded.keys():
-                absent = " and no ".join(sorted(missing, reverse=True))
-                raise ValueError(f"state_dict: has no {absent}; pass what state_dict() returned")
-            saved = loaded["param_groups"]
-            mine = [(group[OPTIMIZER], group["param_names"]) for group in self.param_groups]
-            theirs = [(group.get(OPTIMIZER), group.get("param_names")) for group in saved]
-            if mine != theirs:
-                raise ValueError(_difference(mine, theirs))
-            for name, part in self.optimizers.items():
-                groups = [group for group in saved if group[OPTIMIZER] == name]
-                keys = {key for group in groups for key in group["params"]}
-                state = {key: value for key, value in loaded["state"].items() if key in keys}
-                part.load_state_dict({"state": state, "param_groups": groups})
-            self._link()
+            self._load(loaded)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        self._follow()
+        agreement = Agreement()
+        saved = agreement.together(lambda: self._saved_groups(state_dict))
+        of_adamw_alone = not any("optimizer" in group for group in state_dict["param_groups"])
+        parts: dict[Optimizer, dict[str, Any]] = {}
+        for name, part in self.optimizers.items():
+            if name == "adamw" or not of_adamw_alone:
+                groups = [group for group in saved if group[OPTIMIZER] == name]
+                keys = {key for group in groups for key in group["params"]}
+                states = {key: value for key, value in state_dict["state"].items() if key in keys}
+                parts[part] = {"state": states, "param_groups": groups}
+        adamws = [part for part in parts if isinstance(part, AdamW)]
+        others = [part for part in parts if not isinstance(part, Muon | AdamW)]
+        before = [
+            {
+                "state": {p: self.state[p] for p in _parameters(part) if p in self.state},
+                "param_groups": part.param_groups,
+            }
+            for part in others
+        ]
+        try:
+            agreement.together(lambda: [part.load_state_dict(parts[part]) for part in others])
+            agreement.together(lambda: [adamw.checked_states(parts[adamw]) for adamw in adamws])
+            for muon in self._muons if not of_adamw_alone else ():
+                muon.load_state_dict(parts[muon])
+        except Exception:
+            # Optimizers of other packages load at once, into new dicts and tensors.
+            for part, old in zip(others, before, strict=True):
+                part.__setstate__(old)
+                self._share(part)
+            raise
+        for adamw in adamws:
+            adamw.load_state_dict(parts[adamw])
+
+    def _saved_groups(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+        if missing := {"state", "param_groups"} - state_dict.keys():
+            absent = " and no ".join(sorted(missing, reverse=True))
+            raise ValueError(f"state_dict: has no {absent}; pass what state_dict() returned")
+        saved = state_dict["param_groups"]
+        if saved and all("betas" in group and OPTIMIZER not in group for group in saved):
+            return of_adamw(saved, self.param_groups, (self.parts.order, [a.fqn for a in self.assignments]))
+        return regrouped(saved, self.param_groups)
 
     def close(self) -> None:
         """As `Muon.close`."""
@@ -297,33 +343,78 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError, because the parameters come from the model."""
-        if not any(param_group is group for part in self.optimizers.values() for group in part.param_groups):
+        if not any(param_group is group for group in self.param_groups):
             raise ValueError("Hybrid takes the parameters of its model: build a new Hybrid for more of them")
-        super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "parts": self.parts}
+        return {"defaults": self.defaults, "parts": self.parts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "parts" in state:
-            self._carry()
-
-    def _link(self) -> None:
+        self.state = next(iter(self.optimizers.values())).state
         self._carry()
-        self.param_groups[:] = [group for part in self.optimizers.values() for group in part.param_groups]
-        self.state.clear()
+        self._follow_parts()
+
+    def _follow_parts(self) -> None:
+        """Let the parts share `state` also after they save and load on their own, as torch replaces their dicts."""
         for part in self.optimizers.values():
+            part.register_state_dict_pre_hook(self._with_own_state)
+            part.register_state_dict_post_hook(self._with_shared_state)
+            part.register_load_state_dict_post_hook(self._share)
+        self._known = {name: weakref.ref(p) for name, p in named_parameters(self.param_groups)}
+
+    def _with_own_state(self, part: Optimizer) -> None:
+        part.state = defaultdict(dict, {p: self.state[p] for p in _parameters(part) if p in self.state})
+
+    def _with_shared_state(self, part: Optimizer, state_dict: dict[str, Any]) -> None:
+        part.state = self.state
+
+    def _share(self, part: Optimizer) -> None:
+        for name, optimizer in self.optimizers.items():
+            for group in optimizer.param_groups if optimizer is part else ():
+                group[OPTIMIZER] = name
+        if part.state is not self.state:
+            for parameter in _parameters(part):
+                self.state.pop(parameter, None)
             self.state.update(part.state)
+            part.state = self.state
+
+    def _follow(self) -> None:
+        """Give the states of replaced parameters to their successors in the groups. Muon does so in `rebuild`.
+
+        Raises ValueError for a successor with another mesh, placement or shape.
+        """
+        for part in self.optimizers.values():
+            for fqn, parameter in named_parameters(part.param_groups) if not isinstance(part, Muon) else ():
+                previous = self._known[fqn]()
+                if previous is parameter:
+                    continue
+                if previous is not None and previous in self.state:
+                    if placement_key(previous) != placement_key(parameter):
+                        raise ValueError(
+                            f"{fqn}: resharded since its first step, and its state does not fit; build a new "
+                            "optimizer, and load the state from a checkpoint of torch.distributed.checkpoint"
+                        )
+                    self.state[parameter] = self.state.pop(previous)
+                self._known[fqn] = weakref.ref(parameter)
 
 
-def _difference(mine: Sequence[tuple[Any, Any]], theirs: Sequence[tuple[Any, Any]]) -> str:
-    if any(name is None for name, _ in theirs):
-        return "the state dict is of another optimizer: its groups have no 'optimizer'; load one that Hybrid saved"
-    of_mine = {fqn: name for name, names in mine for fqn in names}
-    of_theirs = {fqn: name for name, names in theirs for fqn in names or ()}
-    for fqn, name in of_mine.items():
-        if of_theirs.get(fqn) != name:
-            other = of_theirs.get(fqn, "no optimizer")
-            return f"{fqn}: the state dict has it with {other}, and this Hybrid with {name}; give both the same rules"
-    return "the state dict has other parameters or groups than this Hybrid; give both the same model and rules"
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _refuse_keywords(unknown: Iterable[str]) -> None:
+    """Raise TypeError for an unknown keyword of Hybrid, with the table that takes it."""
+    muon = {item.name for item in fields(MuonOptions)}
+    for name in unknown:
+        table = "muon" if name in muon else "adamw"
+        raise TypeError(f"Hybrid has no keyword {name}; give options of one optimizer as {table}={{{name!r}: ...}}")
+
+
+def _check_momentum(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError for AdamW groups with keys of a scheduler that cycles the momentum."""
+    if any("max_momentum" in group and "betas" in group for group in groups):
+        raise ValueError(
+            "a scheduler cycles the momentum, and PyTorch cannot cycle Muon's momentum and AdamW's betas together; "
+            "make optimizer and scheduler anew, with cycle_momentum=False in OneCycleLR or CyclicLR"
+        )

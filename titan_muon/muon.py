@@ -64,6 +64,7 @@ class Muon(SkipsSteps, Optimizer):
     # torch.amp.GradScaler then runs every step.
     _step_supports_amp_scaling = True
     _built_late = False
+    _optional = False
     _carried: Mapping[str, Carried] = MappingProxyType({})
 
     def __init__(
@@ -120,7 +121,9 @@ class Muon(SkipsSteps, Optimizer):
         self._agreement: Agreement | None = None
         self._engine: Engine | None = None
         self._closed = False
-        super().__init__(given_groups(params), {name: getattr(self._options, name) for name in HYPERPARAMETERS})
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        groups = given_groups(params, alone=alone)
+        super().__init__(groups, {name: getattr(self._options, name) for name in HYPERPARAMETERS})
 
     def build(self) -> Self:
         """Plan the step, compare the plan between ranks, and allocate momentum and buffers. Returns this optimizer.
@@ -266,10 +269,13 @@ class Muon(SkipsSteps, Optimizer):
                 self._engine.rank.report.send_late()
                 self._engine.raise_pending()
 
-    def carry(self, others: Mapping[str, Carried]) -> None:
-        """Let reports carry the faults and hyperparameters of other optimizers, by name; before `build`."""
+    def carry(self, others: Mapping[str, Carried], *, optional: bool = False) -> None:
+        """Let reports carry the faults and hyperparameters of other optimizers, by name; before `build`.
+
+        `optional`: whether the other optimizers may have all parameters of all ranks.
+        """
         assert self._engine is None or dict(others) == dict(self._carried), "Muon was built without these optimizers"
-        self._carried = dict(others)
+        self._carried, self._optional = dict(others), optional
 
     def check_replicas(self, own: Iterable[str] = ()) -> None:
         """Raise ValueError on every rank if replicas of weights or states, or hyperparameters, differ between ranks.
@@ -426,7 +432,9 @@ class Muon(SkipsSteps, Optimizer):
         separate = separate_layouts(params, agreement)
         plan, geometries = together(lambda: checked_plan(params, self._options, separate, agreement.rank))
         params = together(lambda: with_states(params, plan.parameters, self.state, self._options))
-        report = report_of(plan, geometries, params, self._options, self.param_groups, self._carried)
+        report = report_of(
+            plan, geometries, params, self._options, self.param_groups, self._carried, optional=self._optional
+        )
         known = {g: group for trained in params for g, group in mesh_groups(trained.param, agreement.rank).items()}
         agreement.open(report, known, device_of(params))
         previous = () if self._engine is None else self._engine.features

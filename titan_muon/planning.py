@@ -31,7 +31,7 @@ from .step.foreach import WIDE_BYTES, chunk_bytes
 from .step.rounding import BYTES as CHUNK_BYTES
 from .step.stages import Arithmetic
 from .tensors.dtensor import step_device, storage_device
-from .tensors.matrices import check_splits, planned
+from .tensors.matrices import planned
 from .tensors.mesh import without_groups
 from .tensors.storage import TrainedParam, storage_fault
 
@@ -95,9 +95,8 @@ def plan_step(
 
     `separate`: from `separate_layouts`. `kept`: present state ranks by name, if not all holders. Never communicates:
     parameters may be on the meta device and the fake process group. Raises ValueError for a parameter without matrices,
-    and for a split without a match or with a mismatched shape.
+    and for a split with a mismatched shape.
     """
-    check_splits((fqn for fqn, _ in named), options.split)
     parameters = [planned(fqn, tensor, options.split, separate.get(fqn)) for fqn, tensor in named]
     check_offload(parameters, options)
     for (_, tensor), parameter in zip(named, parameters, strict=True):

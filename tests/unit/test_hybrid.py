@@ -106,7 +106,7 @@ def test_parameter_groups_of_known_layouts_name_the_splits_for_muon() -> None:
 def test_groups_and_state_are_shared_with_the_parts() -> None:
     model = Decoder()
     hybrid = Hybrid(model, **OPTIONS)
-    assert [group["optimizer"] for group in hybrid.param_groups] == ["adamw", "muon"]
+    assert [group["optimizer"] for group in hybrid.param_groups] == ["adamw", "adamw", "muon"]
     for group in hybrid.param_groups:
         group["lr"] = 0.5
     assert {g["lr"] for part in hybrid.optimizers.values() for g in part.param_groups} == {0.5}

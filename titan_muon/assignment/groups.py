@@ -31,16 +31,31 @@ OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters of an optimizer with equal hyperparameters. `rule`: index of their rule. `tag`: name in metrics."""
+    """Parameters of an optimizer with equal hyperparameters.
+
+    `rule`: index of their rule. `tag`: name in metrics. `spared`: vectors without weight decay.
+    """
 
     optimizer: str
     rule: int | None
     tag: str
     names: tuple[str, ...]
     options: Mapping[str, Any]
+    spared: bool = False
 
     def of_torch(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
         return {**self.options, "params": [parameters[n] for n in self.names], "param_names": list(self.names)}
+
+
+def modules_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+    """The model's parts. Raises ValueError for parameters in place of modules."""
+    modules = [model] if isinstance(model, nn.Module) else list(model)
+    if not all(isinstance(module, nn.Module) for module in modules):
+        raise ValueError(
+            "model: is a list of parameters, and the roles of modules decide which parameters Muon takes; pass the "
+            "model itself, as in Hybrid(model), or give a list of named matrices to titan_muon.Muon"
+        )
+    return modules
 
 
 def assign(
@@ -50,12 +65,19 @@ def assign(
 
     Arguments and errors as in `Hybrid`.
     """
-    modules = [model] if isinstance(model, nn.Module) else list(model)
-    return assigned_model(see(modules, canonical_fqn), rules, default_rules(router) if defaults else None)
+    modules = modules_of(model)
+    seen, frozen = see(modules, canonical_fqn, frozen=True), frozen_in(modules)
+    assigned = assigned_model(seen, rules, default_rules(router) if defaults else None, frozen)
+    return tuple(a for a in assigned if a.fqn not in frozen)
 
 
 def parameter_groups(
-    model: nn.Module | Iterable[nn.Module], rules: Sequence[Rule] = (), *, defaults: bool = True, router: str = "adamw"
+    model: nn.Module | Iterable[nn.Module],
+    rules: Sequence[Rule] = (),
+    *,
+    defaults: bool = True,
+    router: str = "adamw",
+    decay_vectors: bool = False,
 ) -> dict[str, list[dict[str, Any]]]:
     """Parameter groups by optimizer, for separate optimizers in place of a `Hybrid`.
 
@@ -68,35 +90,50 @@ def parameter_groups(
 
     Arguments and errors as in `Hybrid`.
     """
-    modules = [model] if isinstance(model, nn.Module) else list(model)
-    assigned = assign(modules, rules, defaults=defaults, router=router)
-    parameters = trained_parameters(modules)
+    modules = modules_of(model)
+    seen, frozen = see(modules, canonical_fqn, frozen=True), frozen_in(modules)
+    assigned = assigned_model(seen, rules, default_rules(router) if defaults else None, frozen)
+    parameters = named_parameters_of(modules)
     if fused := [a.fqn for a in assigned if a.optimizer == "muon" and a.split is not None]:
         warnings.warn(
             f"{fused[0]}{f' and {len(fused) - 1} more' if len(fused) > 1 else ''}: several matrices in a weight; pass "
             "Muon split=[a.split for a in assign(model, rules) if a.split and a.optimizer == 'muon']",
             stacklevel=2,
         )
-    groups = grouped(rules, {}, assigned)
+    groups = grouped(rules, {}, assigned, decay_vectors=decay_vectors)
     return {name: [group.of_torch(parameters) | {OPTIMIZER: name} for group in groups[name]] for name in groups}
 
 
-def trained_parameters(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """Parameters with gradients, by canonical name."""
-    named = (pair for part in parts for pair in part.named_parameters())
-    return {canonical_fqn(name): parameter for name, parameter in named if parameter.requires_grad}
+def named_parameters_of(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """All parameters, by canonical name."""
+    return {canonical_fqn(name): parameter for part in parts for name, parameter in part.named_parameters()}
+
+
+def frozen_in(parts: Iterable[nn.Module]) -> frozenset[str]:
+    """Canonical names of the parameters without gradients."""
+    return frozenset(name for name, p in named_parameters_of(parts).items() if not p.requires_grad)
 
 
 def assigned_model(
-    parameters: Mapping[str, Seen], rules: Sequence[Rule], defaults: Sequence[Default] | None
+    parameters: Mapping[str, Seen],
+    rules: Sequence[Rule],
+    defaults: Sequence[Default] | None,
+    frozen: Collection[str] = (),
+    *,
+    is_part: bool = False,
 ) -> tuple[Assignment, ...]:
-    """As `assign_parameters`. Raises OptionError also if Muon gets no parameter although defaults apply to some."""
+    """As `assign_parameters`, for all `parameters`, also the `frozen`.
+
+    Raises OptionError also if Muon trains no parameter although defaults apply to some, unless other ranks may hold
+    further parts of the model (`is_part`).
+    """
     assigned = assign_parameters(parameters, rules, defaults)
-    by_default = [a for a in assigned if a.rule is None]
+    trained = [a for a in assigned if a.fqn not in frozen]
+    by_default = [a for a in trained if a.rule is None]
     # A model with unknown names or shapes would otherwise train with AdamW alone.
-    if (by_default or not assigned) and not any(a.optimizer == "muon" for a in assigned):
+    if (by_default or not trained) and not any(a.optimizer == "muon" for a in trained) and not is_part:
         roles: dict[str, int] = {}
-        for a in assigned:
+        for a in trained:
             roles[a.role or a.reason] = roles.get(a.role or a.reason, 0) + 1
         counts = ", ".join(f"{count} {role}" for role, count in roles.items()) or "none needs a gradient"
         match = "(match = '*lora_*', optimizer = 'muon')" if "lora" in roles else "with optimizer = 'muon'"
@@ -109,23 +146,38 @@ def assigned_model(
 
 
 def grouped(
-    rules: Sequence[Rule], tables: Mapping[str, Mapping[str, Any]], assigned: Sequence[Assignment]
+    rules: Sequence[Rule],
+    tables: Mapping[str, Mapping[str, Any]],
+    assigned: Sequence[Assignment],
+    *,
+    decay_vectors: bool,
 ) -> dict[str, list[ParamGroup]]:
-    """Groups by optimizer: one for the defaults, and one for each rule with options."""
-    names: dict[str, dict[int | None, list[str]]] = {}
+    """Groups by optimizer: one for the defaults, and one for each rule with options.
+
+    Unless `decay_vectors`, vectors have a group without weight decay, except where a rule sets `weight_decay`.
+    """
+    names: dict[str, dict[tuple[int | None, bool], list[str]]] = {}
     for a in assigned:
         # Each further group would cost foreach calls in a step.
         rule = a.rule if a.rule is not None and rules[a.rule].options else None
-        names.setdefault(a.optimizer, {}).setdefault(rule, []).append(a.fqn)
+        of_rule = {} if rule is None else rules[rule].options
+        # parameter_groups() has no tables, and AdamW's default decays.
+        decays = a.optimizer == "adamw" or "weight_decay" in tables.get(a.optimizer, {})
+        spared = (
+            decays and a.optimizer != "muon" and a.is_vector and not decay_vectors and "weight_decay" not in of_rule
+        )
+        names.setdefault(a.optimizer, {}).setdefault((rule, spared), []).append(a.fqn)
     groups: dict[str, list[ParamGroup]] = {}
     for optimizer, by_rule in names.items():
         shared = registry.optimizers.get(optimizer).shared
-        for rule, fqns in by_rule.items():
-            rule_options = {} if rule is None else rules[rule].options
-            merged = {**tables.get(optimizer, {}), **rule_options}
+        for (rule, spared), fqns in by_rule.items():
+            merged = {**tables.get(optimizer, {}), **({} if rule is None else rules[rule].options)}
+            if spared:
+                merged["weight_decay"] = 0.0
             hyperparameters = {key: value for key, value in merged.items() if key not in shared}
             tag = optimizer if rule is None else f"{optimizer}/{rules[rule].match}"
-            groups.setdefault(optimizer, []).append(ParamGroup(optimizer, rule, tag, tuple(fqns), hyperparameters))
+            group = ParamGroup(optimizer, rule, tag, tuple(fqns), hyperparameters, spared)
+            groups.setdefault(optimizer, []).append(group)
     return groups
 
 
@@ -168,7 +220,10 @@ def check_offload(offload: Offload, optimizer: str) -> None:
 
 @dataclass(frozen=True)
 class Decision:
-    """The optimizer of each parameter of the `whole` model, and this process's groups and options (`tables`)."""
+    """The optimizer of each trained parameter of the `whole` model, and this process's groups and options (`tables`).
+
+    Groups have the frozen parameters too.
+    """
 
     whole: tuple[Assignment, ...]
     groups: Mapping[str, tuple[ParamGroup, ...]]
@@ -184,23 +239,30 @@ def decided(
     *,
     offload: Offload = "none",
     is_stage: bool = False,
+    is_part: bool = False,
+    decay_vectors: bool = False,
+    frozen: Collection[str] = (),
 ) -> Decision:
     """Choose the optimizer of each parameter of `model`, and the groups of `parameters`, the names of this process.
 
     `defaults`: None if rules decide for every parameter. `tables`: options by optimizer. `is_stage`: whether this
-    process holds a pipeline stage.
+    process holds a pipeline stage, and `model` all stages. `is_part`: as in `assigned_model`. `frozen`: names.
 
     Raises:
         OptionError: for a rule without parameters, an undecided parameter, and an unknown optimizer.
         ValueError: for a split without a Muon parameter.
     """
     # From the whole model, because all ranks build Muon together: ranks would wait for a pipeline rank without Muon.
-    whole = assigned_model(model, rules, defaults)
+    assigned = assigned_model(model, rules, defaults, frozen, is_part=is_part)
     groups = {}
-    for name, whole_groups in grouped(rules, tables, whole).items():
+    for name, whole_groups in grouped(rules, tables, assigned, decay_vectors=decay_vectors).items():
         check_offload(offload, name)
         groups[name] = tuple(replace(g, names=tuple(n for n in g.names if n in parameters)) for g in whole_groups)
-    return Decision(whole, groups, with_known_splits(tables, whole, parameters, is_stage=is_stage))
+    if is_part:
+        # Every rank builds Muon, also a rank without matrices.
+        groups.setdefault("muon", (ParamGroup("muon", None, "muon", (), {}),))
+    whole = tuple(a for a in assigned if a.fqn not in frozen)
+    return Decision(whole, groups, with_known_splits(tables, assigned, parameters, is_stage=is_stage))
 
 
 def built(

@@ -50,13 +50,13 @@ class Seen:
     split: Split | None = None
 
 
-def see(parts: Iterable[nn.Module], canonical: Callable[[str], str] = str) -> dict[str, Seen]:
-    """Every trained parameter of a model's parts, by canonical name."""
+def see(parts: Iterable[nn.Module], canonical: Callable[[str], str] = str, *, frozen: bool = False) -> dict[str, Seen]:
+    """Every trained parameter of a model's parts, by canonical name. `frozen`: frozen parameters too."""
     result = {}
     for part in parts:
         known = _known(part)
         for name, parameter in part.named_parameters():
-            if parameter.requires_grad:
+            if frozen or parameter.requires_grad:
                 fqn, (path, _, _) = canonical(name), name.rpartition(".")
                 owner = part.get_submodule(path)
                 split = fused_split(fqn, parameter, owner, part.get_submodule(path.rpartition(".")[0]))

@@ -35,6 +35,11 @@ class Assignment:
     role: Role = ""
     split: Split | None = None
 
+    @property
+    def is_vector(self) -> bool:
+        """Whether the parameter is a vector, or several: biases, scales of norms."""
+        return len(self.shape) < 2 or self.role in ("bias", "norm")
+
 
 EMBEDDING, HEAD = "embedding: its rows are looked up, not multiplied", "output head"
 # Shapes do not distinguish these matrices, which Muon is not meant for (Keller Jordan, 2024).
@@ -53,7 +58,7 @@ BY_NAME = (*(Default(name, "adamw", EMBEDDING if "embed" in name else HEAD) for 
 
 def default_rules(router: str = "adamw") -> tuple[Default, ...]:
     """The defaults before shapes decide. `router`: optimizer of the gates of mixtures of experts."""
-    reason = "router of a mixture of experts (optimizer.router)"
+    reason = "router of a mixture of experts (router)"
     routers = Default("", router, reason, "router"), Default("*.router.*weight", router, reason)
     return (*BY_ROLE, *BY_NAME, *routers)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from ..plan.terms.types import MatrixStack
 from ..tensors.matrices import matrix_shapes
 from ..tensors.names import listed
 from .doubts import family
+from .groups import ParamGroup
 from .rules import Assignment
 
 
@@ -54,6 +55,12 @@ def parameter_rows(
         shape, placement = "x".join(map(str, a.shape)), _placement(parameters[a.fqn], full)
         counts[ParameterRow(name, shape, a.optimizer, _matrices(a, blocks.get(a.fqn)), placement, a.reason)] += 1
     return [replace(row, name=f"{row.name}  ({n})" if n > 1 else row.name) for row, n in counts.items()]
+
+
+def decay_lines(groups: Iterable[ParamGroup]) -> list[str]:
+    """A line for the vectors without weight decay, if any."""
+    count = sum(len(group.names) for group in groups if group.spared)
+    return [f"no weight decay: {count} norms, biases and other vectors (decay_vectors = false)"] if count else []
 
 
 def frozen_lines(names: Sequence[str]) -> list[str]:

@@ -34,6 +34,7 @@ class PlanReport:
         exclusive: ranks of each collective with a process group for buckets only.
         sharing: disjoint sets of ranks that must take the same steps.
         parts: digests of the plan and of its causes by name, so that an error names the difference.
+        optional: whether Muon may train nothing on any rank, because rules give all parameters to other optimizers.
     """
 
     ranks: Ranks = ()
@@ -42,6 +43,7 @@ class PlanReport:
     exclusive: tuple[Ranks, ...] = ()
     sharing: tuple[Ranks, ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
+    optional: bool = False
 
     def digest(self) -> bytes:
         return _digest(self)
@@ -279,8 +281,11 @@ def check_reports(digests: Sequence[bytes], reports: Mapping[bytes, PlanReport])
                 f"ranks {differing} planned another Muon step than rank {digests.index(digest)}: "
                 f"{_difference(reports[digest], reports[digests[differing[0]]])}"
             )
-    if not any(report.ranks for report in reports.values()):
-        raise ValueError("Muon has no parameter to train: pass parameters that are not frozen")
+    if not any(report.ranks or report.optional for report in reports.values()):
+        raise ValueError(
+            "Muon has no parameter to train: pass parameters that are not frozen; in a Hybrid, add a rule with "
+            "optimizer = 'muon', or confirm with a last rule (match = '*', optimizer = 'adamw')"
+        )
 
 
 CAUSES: Mapping[str, str] = {

@@ -68,8 +68,8 @@ REMEDIES: Mapping[Fault, str] = {
     "(overlap = 'backward') and the step; put only the last backward of a step into optimizer.overlap(), and do not "
     "clip or change gradients before the step, or set overlap = 'none'",
     Fault.CONVERTED: "{names}: its dtype or its device changed since Muon was built; call rebuild() on every rank",
-    Fault.THAWED: "parameters that were frozen when Muon was built need a gradient now, and get no update; call "
-    "rebuild() on every rank, or freeze them again (requires_grad = False)",
+    Fault.THAWED: "parameters that were frozen when the optimizer was built need a gradient now; call rebuild() on "
+    "every rank, or freeze them again (requires_grad = False)",
     Fault.GRADIENT_REMOVED: "no gradient for {names}: it was removed after backward had sent it "
     "(overlap = 'backward'); keep gradients until the step, or set overlap = 'none'",
     Fault.UPDATE_TOO_LARGE: "{names}: an update arrived that is not finite or larger than an orthogonalized matrix can "

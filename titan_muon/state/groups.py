@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..options import HYPERPARAMETERS, OTHER_NAMES, SHARED, Hyperparameters, MuonOptions, OptionError, Split, check
 from ..orthogonalize import Iteration, iteration
-from ..tensors.matrices import matrix_shapes, split_of, stack_of
+from ..tensors.matrices import check_splits, matrix_shapes, split_of, stack_of
 from ..tensors.mesh import flattened_by
 from ..tensors.names import LOOKED_UP, canonical_fqn, listed, named_parameters
 from ..tensors.storage import STEP
@@ -42,7 +42,10 @@ def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
 def checked(
     groups: Sequence[Mapping[str, Any]], options: MuonOptions, check_by_rule: Callable[[Mapping[str, Any]], None]
 ) -> MuonOptions:
-    """The options, with the groups' `offload`. Raises ValueError as `check_group` and the rule, and for flat pieces."""
+    """The options, with the groups' `offload`.
+
+    Raises ValueError as `check_group`, `check_splits` and the rule, and for flat pieces.
+    """
     for group in groups:
         check_group(group)
         check_by_rule(group)
@@ -50,6 +53,9 @@ def checked(
             # The constructor refuses vectors, so a wrapper has replaced the matrix since.
             flat = parameter.ndim == 1 and split_of(fqn, options.split) is None
             check_not_flat(fqn, parameter, "a wrapper such as FSDP1 or DeepSpeed ZeRO" if flat else "")
+    # A pipeline stage may have no matrices at all.
+    if names := [name for group in groups for name in group["param_names"]]:
+        check_splits(names, options.split)
     parameters = [parameter for group in groups for parameter in group["params"]]
     return replace(options, offload=resolved(options.offload, parameters))
 
@@ -72,15 +78,21 @@ def check_lr(lr: object) -> None:
         raise ValueError(f"lr: Tensor lr must be 1-element, and this one has shape {tuple(lr.shape)}")
 
 
-def given_groups(params: Any) -> Any:
-    """The constructor's parameters or groups, as torch's constructor takes them. Raises ValueError for a model."""
+def given_groups(params: Any, *, alone: bool) -> Any:
+    """The constructor's parameters or groups, as torch's constructor takes them. Raises ValueError for a model.
+
+    `alone`: whether no other rank has parameters, so that torch may refuse an empty list.
+    """
     if isinstance(params, nn.Module):
         raise ValueError(
             "Muon takes named matrices, not a model; use titan_muon.Hybrid(model), or "
             "Muon(titan_muon.parameter_groups(model)['muon'])"
         )
-    # torch refuses an empty list of parameters, but accepts an empty group.
-    return params if isinstance(params, Tensor) else list(params) or [{"params": [], "param_names": []}]
+    if isinstance(params, Tensor):
+        return params
+    groups = list(params)
+    # torch accepts an empty group, and a pipeline stage may have no matrices.
+    return groups if groups or alone else [{"params": [], "param_names": []}]
 
 
 def named_group(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, alone: bool) -> dict[str, Any]:

@@ -122,14 +122,18 @@ def followed(
 @contextmanager
 def unchanged_after_errors(groups: Iterable[dict[str, Any]], state: dict[Tensor, dict[str, Any]]) -> Iterator[None]:
     """Give an optimizer's groups and state back the present values after an error. Tensors are not copied."""
-    kept = [(group, dict(group)) for group in groups] + [(values, dict(values)) for values in state.values()]
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (values, dict(values)) for values in (*groups, *state.values())
+    ]
     entries = dict(state)
     try:
         yield
     except BaseException:
-        for values, before in (*kept, (state, entries)):
+        for values, before in kept:
             values.clear()
             values.update(before)
+        state.clear()
+        state.update(entries)
         raise
 
 

@@ -340,7 +340,7 @@ def test_an_average_of_a_different_shape_is_refused() -> None:
     train(adamw, params, range(1))
     saved = copy.deepcopy(adamw.state_dict())
     saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"][:1].clone()
-    with pytest.raises(ValueError, match=r"exp_avg of a parameter .* has another shape"):
+    with pytest.raises(ValueError, match=r"its exp_avg with another shape"):
         adamw.load_state_dict(saved)
 
 

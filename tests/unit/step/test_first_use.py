@@ -121,7 +121,7 @@ def test_a_thawed_parameter_is_an_error_until_rebuild() -> None:
     muon = Muon(list(params.items()), **OPTIONS)
     train(muon, params, range(2))
     params["layers.1.w"].requires_grad_(True)
-    with pytest.raises(ValueError, match=r"frozen when Muon was built .* rebuild\(\)"):
+    with pytest.raises(ValueError, match=r"frozen when the optimizer was built .* rebuild\(\)"):
         train(muon, params, range(2, 3))
     muon.rebuild()
     train(muon, params, range(2, 4))

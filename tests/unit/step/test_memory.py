@@ -28,7 +28,7 @@ from titan_muon.step.rule import Scaling
 from titan_muon.tensors.storage import trained_params
 
 MIB = 2**20
-# One Newton-Schulz step in the dtype of the workspace, because the test is about the remaining stages.
+# One Newton-Schulz step in the dtype of the workspace, because the tests are about the remaining stages.
 OPTIONS: dict[str, Any] = {"ns_steps": 1, "ns_dtype": "bfloat16", "orthogonalize": "standard"}
 
 
@@ -46,6 +46,7 @@ def with_gradient(param: nn.Parameter) -> nn.Parameter:
     return param
 
 
+@pytest.mark.usefixtures("zero_products")
 @pytest.mark.parametrize(
     ("dtype", "rows", "options"),
     [
@@ -63,7 +64,6 @@ def test_the_peak_of_a_step_equals_the_plan(dtype: torch.dtype, rows: int, optio
     """A local matrix of 16 to 128 MiB. Momentum and weights are updated in chunks of rows."""
     weight = with_gradient(nn.Parameter(torch.zeros(rows, 64, dtype=dtype)))
     measured, planned = peak(Muon([("w", weight)], **OPTIONS, **options))
-    # The library for matrix products has separate scratch memory.
     assert 0.98 * planned < measured < 1.02 * planned + MIB
 
 
@@ -83,6 +83,7 @@ def test_the_plan_of_an_accelerator_counts_the_copies_of_a_revocable_step(dtype:
     assert 0 <= apply + sum(part.nbytes for part in scratch) - count * passes.apply_bytes < MIB / 100
 
 
+@pytest.mark.usefixtures("zero_products")
 @pytest.mark.parametrize("shape", [(40, 3), (700, 300), (3, 200_000)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_stages_of_small_matrices_fit_the_plan(shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -99,7 +100,7 @@ def test_the_stages_of_small_matrices_fit_the_plan(shape: tuple[int, int], dtype
     assert measured < 1.1 * planned + MIB / 4
 
 
-@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.usefixtures("two_ranks", "zero_products")
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 2**19), (torch.float32, 2**18)], ids=str)
 def test_the_peak_of_a_step_on_an_owned_matrix_equals_the_plan(dtype: torch.dtype, rows: int) -> None:
     module = nn.Linear(64, rows, bias=False, dtype=dtype)

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_muon import options, registry
+from titan_muon.assignment.parts import Parts, parts_of
 from titan_muon.assignment.roles import Seen, see
 from titan_muon.assignment.rules import Default, default_rules
 from titan_muon.comm.agreement import Agreement
 from titan_muon.fsdp.forward_hooks import apply_in_forward, late_applies
-from titan_muon.hybrid import OfParts, Parts, parts_of
+from titan_muon.hybrid import OfParts
 from titan_muon.options import Rule
 from titan_muon.tensors.names import canonical_fqn
 from titan_muon.titan.device import adamw_implementation
@@ -35,6 +36,8 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         rules: tuple[Rule, ...] = ()
         defaults: tuple[Default, ...] | None = field(default_factory=default_rules)
         tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+        decay_vectors: bool = False
+        """Whether norms, biases and other vectors have weight decay."""
         offload: options.Offload = "none"
         """Tensors on the host: all optimizer states, or also parameters and gradients."""
         model: Mapping[str, Seen] | None = None
@@ -97,7 +100,8 @@ def parts_of_config(
     config: HybridOptimizers.Config, model_parts: Sequence[nn.Module], model: Mapping[str, Seen] | None
 ) -> Parts:
     """The optimizers of a configuration. Raises ValueError as `parts_of`. `model`: as in `Config`."""
-    return parts_of(model_parts, config.rules, config.defaults, _tables(config), offload=config.offload, model=model)
+    options: dict[str, Any] = {"offload": config.offload, "decay_vectors": config.decay_vectors}
+    return parts_of(model_parts, config.rules, config.defaults, _tables(config), model=model, **options)
 
 
 def _tables(config: HybridOptimizers.Config) -> Mapping[str, Mapping[str, Any]]:
@@ -136,6 +140,7 @@ def optimizer_config(recipe: Recipe, model: Mapping[str, Seen] | None = None) ->
     tables = {"muon": _muon_table(recipe), "adamw": asdict(recipe.adamw) | flags}
     return HybridOptimizers.Config(
         offload=offload_of(recipe),
+        decay_vectors=section.decay_vectors,
         rules=section.rule,
         defaults=default_rules(section.router) if section.defaults else None,
         tables=tables | shared_options(section.rule, tables),

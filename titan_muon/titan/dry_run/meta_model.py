@@ -18,12 +18,13 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as device_utils
 
 from titan_muon.assignment.groups import ParamGroup
+from titan_muon.assignment.parts import Parts
 from titan_muon.assignment.rules import Assignment
-from titan_muon.hybrid import Parts
 from titan_muon.muon import Muon
 from titan_muon.plan import Plan
 from titan_muon.planning import dispatch_of, plan_step
 from titan_muon.state.groups import iteration_of
+from titan_muon.tensors.matrices import check_splits
 from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers, parts_of_config
 from titan_muon.titan.assign.explain import stage_ranks
@@ -175,5 +176,6 @@ def _plan(parameters: dict[str, Tensor], built: Parts, device: str) -> Plan | No
     if not named:
         return None
     assert isinstance(muon, Muon), "the registered name is Muon's"
+    check_splits([name for name, _ in named], muon.options.split)
     iterations = [iteration_of(group) for group in muon.param_groups for _ in group["params"]]
     return plan_step(named, iterations, dispatch_of(torch.device(device), muon.options), muon.options)

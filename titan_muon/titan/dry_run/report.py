@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from titan_muon.assignment.table import parameter_table
+from titan_muon.assignment.table import decay_lines, parameter_table
 from titan_muon.titan.assign import explain
 from titan_muon.titan.checks.machine import data_problems
 from titan_muon.titan.dry_run.memory import Memory
@@ -43,7 +43,10 @@ def report(
         print(to_toml(recipe))
     for part in parts:
         print(_headed(part, parameter_table(part.meta.assigned, part.meta.parameters, part.meta.plan, full=full)))
-    counts = explain.optimizer_lines(parts[0].meta.whole, recipe.muon.split, world)
+    counts = [
+        *explain.optimizer_lines(parts[0].meta.whole, recipe.muon.split, world),
+        *decay_lines([group for part in parts for groups in part.meta.groups.values() for group in groups]),
+    ]
     dtypes = {parameter.dtype for part in parts for parameter in part.meta.parameters.values()}
     weights = explain.weight_lines(parts[0].meta.whole, dtypes, recipe.muon.rounding)
     clips = qk_clip_lines(recipe.qk_clip, parts[0].meta.logit_bytes, world)

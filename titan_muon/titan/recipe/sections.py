@@ -267,6 +267,9 @@ class Optimizer:
     router: Literal["adamw", "muon"] = "adamw"
     """Default optimizer of MoE router matrices."""
 
+    decay_vectors: bool = False
+    """Decay norms, biases and other vectors too. A rule's own `weight_decay` always holds."""
+
     defaults: bool = True
     """Apply the defaults to parameters without a rule; false: refuse these parameters."""
 

@@ -327,9 +327,10 @@ def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[
     """Write the table of parameters; print and return each optimizer's share and the cost of Muon's plan."""
     say(f"run {run.folder}")
     world = dist.get_world_size()
-    lines = explain.optimizer_lines(trainer.optimizers.parts.whole, recipe.muon.split, world)
+    optimizers = trainer.optimizers.parts
+    lines = [*explain.optimizer_lines(optimizers.whole, recipe.muon.split, world), *optimizers.decay_lines()]
     clips = qk_clip_lines(recipe.qk_clip, reduced_bytes(trainer.model_config), world)
-    counts = "\n".join([*lines, *clips, *frozen_lines(trainer.optimizers.parts.frozen)])
+    counts = "\n".join([*lines, *clips, *frozen_lines(optimizers.frozen)])
     shown = "\n".join([counts, *(part.lines for part in parts if part.lines)])
     say(shown)
     text = "\n\n".join([*(part.full for part in parts), counts])

@@ -42,7 +42,9 @@ class Model(nn.Module):
 
 
 HIDDEN = {f"layers.{i}.{name}.weight" for i in range(2) for name in ("wq", "wo")}
-OTHERS = {"tok_embeddings.weight", "output.weight", "layers.0.norm.weight", "layers.1.norm.weight"}
+TABLES = {"tok_embeddings.weight", "output.weight"}
+NORMS = {"layers.0.norm.weight", "layers.1.norm.weight"}
+OTHERS = TABLES | NORMS
 
 
 def rule(match: str, optimizer: str, **options: object) -> sections.Rule:
@@ -71,9 +73,13 @@ def names(optimizers: HybridOptimizers) -> dict[str, list[set[str]]]:
 # Groups, options and tags
 
 
-def test_the_default_rules_make_a_single_group_per_optimizer() -> None:
+def test_the_default_rules_make_a_group_per_optimizer_and_one_of_vectors_without_weight_decay() -> None:
     optimizers = container(recipe())
-    assert names(optimizers) == {"muon": [HIDDEN], "adamw": [OTHERS]}
+    assert names(optimizers) == {"muon": [HIDDEN], "adamw": [TABLES, NORMS]}
+    assert [group["weight_decay"] for group in optimizers.optimizers[0].param_groups] == [0.1, 0.0]
+    assert optimizers.parts.decay_lines() == [
+        "no weight decay: 2 norms, biases and other vectors (decay_vectors = false)"
+    ]
     assert {type(optimizer) for optimizer in optimizers} == {Muon, AdamW}
     assert optimizers.learning_rates() == {"muon": 0.02, "adamw": 0.003}
 
@@ -89,7 +95,7 @@ def test_groups_list_names_in_the_order_of_parameters() -> None:
 def test_a_rule_with_options_makes_a_group_and_a_rule_without_does_not() -> None:
     optimizers = container(recipe(rule("*.wq.weight", "muon", lr=0.5, momentum=0.8), rule("*.wo.*", "adamw")))
     queries, outputs = ({f"layers.{i}.{name}.weight" for i in range(2)} for name in ("wq", "wo"))
-    assert names(optimizers) == {"muon": [queries], "adamw": [OTHERS | outputs]}
+    assert names(optimizers) == {"muon": [queries], "adamw": [TABLES | outputs, NORMS]}
     assert optimizers.learning_rates() == {"muon/*.wq.weight": 0.5, "adamw": 0.003}
     muon = next(optimizer for optimizer in optimizers if isinstance(optimizer, Muon))
     assert (muon.param_groups[0]["momentum"], muon.param_groups[0]["weight_decay"]) == (0.8, 0.1)
@@ -107,10 +113,18 @@ def test_the_first_matching_rule_selects_optimizer_and_rate() -> None:
     assert {"layers.1.wq.weight"} in names(optimizers)["muon"]
 
 
+def test_vectors_decay_if_asked_for_or_if_a_rule_decays_them() -> None:
+    assert names(container(recipe(decay_vectors=True)))["adamw"] == [OTHERS]
+    adamw = container(recipe(rule("layers.0.norm.*", "adamw", weight_decay=0.3))).optimizers[0]
+    decays = {name: group["weight_decay"] for group in adamw.param_groups for name in group["param_names"]}
+    assert [decays[f"layers.{i}.norm.weight"] for i in range(2)] == [0.3, 0.0]
+
+
 def test_learning_rates_are_current() -> None:
     optimizers = container(recipe())
     for optimizer in optimizers:
-        optimizer.param_groups[0]["lr"] /= 2
+        for group in optimizer.param_groups:
+            group["lr"] /= 2
     assert optimizers.learning_rates() == {"muon": 0.01, "adamw": 0.0015}
 
 
@@ -146,7 +160,10 @@ def test_frozen_parameters_are_excluded() -> None:
     model.get_parameter("layers.0.wq.weight").requires_grad_(False)
     model.get_parameter("output.weight").requires_grad_(False)
     optimizers = container(recipe(), model)
-    assert names(optimizers) == {"adamw": [OTHERS - {"output.weight"}], "muon": [HIDDEN - {"layers.0.wq.weight"}]}
+    assert names(optimizers) == {
+        "adamw": [TABLES - {"output.weight"}, NORMS],
+        "muon": [HIDDEN - {"layers.0.wq.weight"}],
+    }
 
 
 @pytest.mark.parametrize("taker", ["adamw", "muon"])
@@ -282,7 +299,7 @@ def test_a_third_party_optimizer_is_clipped_as_adamw(sgd: str) -> None:
 def test_several_parts_share_an_optimizer_per_name() -> None:
     parts = Model(layers=1, ends=True), Model(layers=1, first=1, ends=False)
     optimizers = container(recipe(stages=2), *parts)
-    assert names(optimizers) == {"muon": [HIDDEN], "adamw": [OTHERS]}
+    assert names(optimizers) == {"muon": [HIDDEN], "adamw": [TABLES, NORMS]}
 
 
 def test_parts_with_equal_names_are_an_error() -> None:
@@ -340,9 +357,9 @@ def test_a_stage_without_hidden_matrices_still_builds_muon(monkeypatch) -> None:
         return torch.optim.SGD([{"params": [stage.get_parameter(n) for n in group.names]} for group in groups])
 
     stage = Model(hidden=False)
-    monkeypatch.setattr("titan_muon.hybrid.built", build)
+    monkeypatch.setattr("titan_muon.assignment.parts.built", build)
     HybridOptimizers(optimizer_config(recipe(stages=2), whole_model()), model_parts=[stage])
-    assert built == {"muon": [()], "adamw": [("tok_embeddings.weight", "output.weight")]}
+    assert built == {"muon": [()], "adamw": [("tok_embeddings.weight", "output.weight"), ()]}
 
 
 def test_gpt_oss_experts_are_split_and_refused_with_offload() -> None:

@@ -22,6 +22,7 @@ from titan_muon.titan.recipe import Recipe  # noqa: E402
 SHAPES = {"wide": (64, 4096), "tall": (512, 32), "experts": (3, 64, 32)}
 
 
+@pytest.mark.usefixtures("zero_products")
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_the_dry_run_counts_the_memory_of_states_and_step(rule: str) -> None:
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}

@@ -1,0 +1,261 @@
+"""Hybrid saves the state that its optimizers train, whatever happens to parameters, states and groups."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.test_hybrid import OPTIONS, Decoder, equal, train
+from titan_muon import Hybrid, Rule, registry
+from titan_muon.options import OptionError
+
+MUON, ADAMW, OTHER = "layers.0.up.weight", "embed.weight", "lm_head.weight"
+"""A parameter of each optimizer."""
+
+
+@dataclass
+class Run:
+    """A model and its Hybrid, where torch.optim.Adam trains the output head."""
+
+    model: nn.Module
+    hybrid: Hybrid
+
+
+def run_of(seed: int = 0, shard: Callable[[nn.Module], object] | None = None, frozen: tuple[str, ...] = ()) -> Run:
+    model = Decoder(seed)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    if shard is not None:
+        shard(model)
+    rules = [Rule(match=OTHER, optimizer="torch_adam")]
+    return Run(model, Hybrid(model, rules=rules, others={"torch_adam": {"lr": 0.02}}, **OPTIONS))
+
+
+@contextmanager
+def torch_adam() -> Iterator[None]:
+    registry.optimizers.register("torch_adam", registry.OptimizerEntry(torch.optim.Adam))
+    try:
+        yield
+    finally:
+        del registry.optimizers._values["torch_adam"]
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    with torch_adam():
+        yield
+
+
+# Events that change no digit
+
+
+def read_state(run: Run) -> None:
+    for parameter in run.model.parameters():
+        run.hybrid.state[parameter]
+
+
+def read_state_in_a_hook(run: Run) -> None:
+    run.hybrid.register_step_pre_hook(lambda *_: read_state(run))
+
+
+def rebuild(run: Run) -> None:
+    run.hybrid.rebuild()
+
+
+def replace_parameters(run: Run) -> None:
+    new: dict[Any, nn.Parameter] = {}
+    for module in run.model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            new[parameter] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            setattr(module, name, new[parameter])
+    for group in run.hybrid.param_groups:
+        group["params"] = [new[parameter] for parameter in group["params"]]
+    run.hybrid.rebuild()
+
+
+def load_its_own(run: Run) -> None:
+    run.hybrid.load_state_dict(copy.deepcopy(run.hybrid.state_dict()))
+
+
+def load_into_the_parts(run: Run) -> None:
+    for part in run.hybrid.optimizers.values():
+        part.load_state_dict(copy.deepcopy(part.state_dict()))
+
+
+def add_a_group(run: Run) -> None:
+    for optimizer in (run.hybrid, run.hybrid.optimizers["adamw"]):
+        with pytest.raises(ValueError, match="build a new Hybrid"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 4))], "param_names": ["new"]})
+
+
+def deep_copy(run: Run) -> None:
+    run.model, run.hybrid = copy.deepcopy((run.model, run.hybrid))
+
+
+def refuse_to_offload(run: Run) -> None:
+    with pytest.raises(OptionError, match="torch_adam cannot move its states"):
+        run.hybrid.offload()
+
+
+def freeze_and_thaw(run: Run) -> None:
+    for needed in (False, True):
+        for name in (MUON, ADAMW, OTHER):
+            run.model.get_parameter(name).requires_grad_(needed)
+        run.hybrid.rebuild()
+
+
+def load_after_a_refused_load(run: Run) -> None:
+    saved = copy.deepcopy(run.hybrid.state_dict())
+    wrong = copy.deepcopy(saved)
+    key = next(
+        key for g in saved["param_groups"] for key, n in zip(g["params"], g["param_names"], strict=True) if n == ADAMW
+    )
+    if key in saved["state"]:
+        for state in wrong["state"].values():
+            for value in state.values():
+                value.mul_(2)
+        wrong["state"][key]["exp_avg"] = torch.zeros(3, 3)
+        with pytest.raises(ValueError, match=r"^embed\.weight: the state dict has its exp_avg with another shape"):
+            run.hybrid.load_state_dict(wrong)
+
+
+SAME: dict[str, Callable[[Run], None]] = {
+    function.__name__: function
+    for function in (
+        read_state,
+        read_state_in_a_hook,
+        rebuild,
+        replace_parameters,
+        load_its_own,
+        load_into_the_parts,
+        add_a_group,
+        deep_copy,
+        refuse_to_offload,
+        freeze_and_thaw,
+        load_after_a_refused_load,
+    )
+}
+MOMENTS = ("before the first step", "between steps", "after a load")
+
+
+def shares_one_state(run: Run) -> bool:
+    parts = run.hybrid.optimizers.values()
+    groups = [group for part in parts for group in part.param_groups]
+    same_groups = all(mine is group for mine, group in zip(run.hybrid.param_groups, groups, strict=True))
+    known = {parameter for group in groups for parameter in group["params"]}
+    return same_groups and all(part.state is run.hybrid.state for part in parts) and set(run.hybrid.state) <= known
+
+
+def problems_of(run: Run, moment: str, event: Callable[[Run], None], shard: Any = None) -> list[str]:
+    """Failed claims about a run with an event at a moment, beside a run without."""
+    reference = run_of(shard=shard)
+    if moment != "before the first step":
+        for each in (run, reference):
+            train(each.model, each.hybrid, range(2))
+    if moment == "after a load":
+        load_its_own(run)
+    event(run)
+    for each in (run, reference):
+        train(each.model, each.hybrid, range(2, 4))
+    problems = [] if equal(run.model, reference.model) else ["the event changed digits"]
+    problems += [] if shares_one_state(run) else ["parts and Hybrid have different states or groups"]
+    resumed = run_of(seed=1, shard=shard)
+    resumed.model.load_state_dict(copy.deepcopy(run.model.state_dict()))
+    resumed.hybrid.load_state_dict(copy.deepcopy(run.hybrid.state_dict()))
+    for each in (run, resumed):
+        train(each.model, each.hybrid, range(4, 6))
+    return problems + ([] if equal(run.model, resumed.model) else ["the saved state is not the trained one"])
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("event", SAME)
+def test_the_saved_state_is_the_trained_state(event: str, moment: str) -> None:
+    assert problems_of(run_of(), moment, SAME[event]) == []
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_offload_and_reload_keep_the_state(moment: str) -> None:
+    def run_without_others(seed: int = 0) -> Run:
+        model = Decoder(seed)
+        return Run(model, Hybrid(model, **OPTIONS))
+
+    run, reference = run_without_others(), run_without_others()
+    if moment != "before the first step":
+        for each in (run, reference):
+            train(each.model, each.hybrid, range(2))
+    if moment == "after a load":
+        load_its_own(run)
+    run.hybrid.rebuild()
+    run.hybrid.offload()
+    train(run.model, run.hybrid, range(2, 3))
+    run.hybrid.reload()
+    train(run.model, run.hybrid, range(3, 4))
+    train(reference.model, reference.hybrid, range(2, 4))
+    assert equal(run.model, reference.model)
+    assert shares_one_state(run)
+    saved, expected = run.hybrid.state_dict()["state"], reference.hybrid.state_dict()["state"]
+    assert all(torch.equal(saved[key][name], value) for key, s in expected.items() for name, value in s.items())
+
+
+@pytest.mark.parametrize("name", [MUON, ADAMW, OTHER])
+def test_a_parameter_frozen_at_the_start_trains_after_it_is_thawed(name: str) -> None:
+    run = run_of(frozen=(name,))
+    parameter = run.model.get_parameter(name)
+    before = parameter.detach().clone()
+    train(run.model, run.hybrid, range(2))
+    assert torch.equal(parameter, before)
+    assert name in run.hybrid.table().splitlines()[-1]
+    parameter.requires_grad_(True)
+    if name != OTHER:
+        with pytest.raises(
+            ValueError, match=r"frozen when the optimizer was built need a gradient now; call rebuild\(\)"
+        ):
+            train(run.model, run.hybrid, range(2, 4))
+    run.hybrid.zero_grad()
+    run.hybrid.rebuild()
+    train(run.model, run.hybrid, range(4, 6))
+    assert not torch.equal(parameter, before)
+    assert parameter in run.hybrid.state
+    resumed = run_of(seed=1)
+    resumed.model.load_state_dict(run.model.state_dict())
+    resumed.hybrid.load_state_dict(copy.deepcopy(run.hybrid.state_dict()))
+    for each in (run, resumed):
+        train(each.model, each.hybrid, range(6, 8))
+    assert equal(run.model, resumed.model)
+
+
+@pytest.mark.parametrize("name", [MUON, ADAMW, OTHER])
+def test_a_parameter_frozen_between_steps_rests_after_rebuild(name: str) -> None:
+    run = run_of()
+    train(run.model, run.hybrid, range(2))
+    parameter = run.model.get_parameter(name).requires_grad_(False)
+    before = parameter.detach().clone()
+    run.hybrid.rebuild()
+    train(run.model, run.hybrid, range(2, 4))
+    assert torch.equal(parameter, before)
+
+
+def test_a_failed_load_of_another_packages_optimizer_changes_nothing() -> None:
+    run, reference = run_of(), run_of()
+    for each in (run, reference):
+        train(each.model, each.hybrid, range(2))
+    wrong = copy.deepcopy(run.hybrid.state_dict())
+    for group in wrong["param_groups"]:
+        group["lr"] = 0.5
+
+    def fail(*_: Any) -> None:
+        raise ValueError("not this one")
+
+    handle = run.hybrid.optimizers["torch_adam"].register_load_state_dict_post_hook(fail)
+    with pytest.raises(ValueError, match="not this one"):
+        run.hybrid.load_state_dict(wrong)
+    handle.remove()
+    assert shares_one_state(run)
+    for each in (run, reference):
+        train(each.model, each.hybrid, range(2, 4))
+    assert equal(run.model, reference.model)
