@@ -23,7 +23,7 @@ from .state.host import Transfer, Window, moved_state, moves, new_state, resolve
 from .state.saved import after_pre_hooks
 from .step.foreach import grouped
 from .tensors.dtensor import local, on_device, step_device
-from .tensors.names import named_parameters
+from .tensors.names import named_parameters, names_in
 from .tensors.storage import placement_key
 
 BATCH_BYTES = 2**26
