@@ -28,12 +28,21 @@ VIEWS = (
     "detach",
     "alias",
     "as_strided",
+    "unbind",
+    "unsqueeze",
+    "squeeze",
+    "permute",
+    "diagonal",
+    "split_with_sizes",
+    "empty",
+    "empty_like",
+    "new_empty",
 )
-"""Operators without a launch: views of existing memory."""
+"""Operators without a launch: views of existing memory, and memory without values."""
 
 
 class Operations(TorchDispatchMode):
-    """Counts operators on the device by name in `counts`."""
+    """Counts operators on the device by name in `counts`, each as often as `weight` says."""
 
     supports_higher_order_operators = True
 
@@ -46,8 +55,11 @@ class Operations(TorchDispatchMode):
             return NotImplemented
         name = str(func.name() if callable(func.name) else func.name).split("::")[-1].split(".")[0]
         if name not in VIEWS and any(_on_device(leaf) for leaf in tree_leaves((args, kwargs or {}))):
-            self.counts[name] += 1
+            self.counts[name] += self.weight(name, args)
         return func(*args, **(kwargs or {}))
+
+    def weight(self, name: str, args: Any) -> int:
+        return 1
 
 
 class LiveMemory(TorchDispatchMode):
