@@ -23,8 +23,8 @@ from benchmarks.rehearsal.fake_gpu import FakeGpu, fake_gpu, fake_rank
 from benchmarks.rehearsal.recorder import Operations
 from titan_muon.titan.recipe import Recipe, load
 
-# Rules of PyTorch's foreach kernels: can_use_fast_route in aten/src/ATen/native/cuda/ForeachUtils.h, and the limits of a
-# launch in MultiTensorApply.cuh.
+# Rules of PyTorch's foreach kernels: can_use_fast_route in aten/src/ATen/native/cuda/ForeachUtils.h, and the limits of
+# a launch in MultiTensorApply.cuh.
 TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 """Most tensors of a launch, by the number of lists."""
 BLOCKS, CHUNK = 320, 65536
@@ -70,7 +70,8 @@ def is_fast(name: str, lists: Sequence[Sequence[Tensor]]) -> bool:
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory, in any order of the dimensions."""
     expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in dims if size != 1):
         if stride != expected:
             return False
         expected *= size

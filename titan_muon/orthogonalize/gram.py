@@ -32,7 +32,9 @@ def gram(
     Source: Zhang et al., "Gram Newton-Schulz" (2026). Result, `norms`, `out` and `prescale` as in `standard`.
     """
     x = normalized(stack, eps, dtype, norms)
-    return delivered(_iterated(x, next_buffer(x, out), steps, restarts, products, prescale), stack.dtype, out)
+    spare = next_buffer(x, out)
+    result = _iterated(x, spare, steps, restarts, products, prescale)
+    return delivered(result, stack.dtype, out, in_place=result is spare)
 
 
 def _iterated(

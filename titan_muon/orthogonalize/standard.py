@@ -27,7 +27,9 @@ def standard(
     dtype)`. `prescale`: begin with `almost_orthogonal_`.
     """
     x = normalized(stack, eps, dtype, norms)
-    return delivered(_iterated(x, next_buffer(x, out), steps, products, prescale), stack.dtype, out)
+    spare = next_buffer(x, out)
+    result = _iterated(x, spare, steps, products, prescale)
+    return delivered(result, stack.dtype, out, in_place=result is spare)
 
 
 def _iterated(x: Tensor, spare: Tensor, steps: Coefficients, products: Products, prescale: bool) -> Tensor:
@@ -85,11 +87,11 @@ def next_buffer(x: Tensor, out: Tensor | None) -> Tensor:
     return torch.empty_like(x)
 
 
-def delivered(x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """The result, copied to `out` or cast to `dtype`."""
+def delivered(x: Tensor, dtype: torch.dtype, out: Tensor | None, *, in_place: bool = False) -> Tensor:
+    """The result, copied to `out` or cast to `dtype`. `in_place`: whether x is the `next_buffer`."""
     if out is None:
         return x.to(dtype)
-    return out if x.data_ptr() == out.data_ptr() and x.dtype == out.dtype else out.copy_(x)
+    return out if in_place and x.dtype == out.dtype else out.copy_(x)
 
 
 def frobenius_norms(stack: Tensor, dtype: torch.dtype) -> Tensor:

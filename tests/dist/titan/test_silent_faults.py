@@ -203,7 +203,8 @@ def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         "twins": outcome(folder, "twins", patched(PackedDataLoader, "__init__", first_rank)),
         "skips": outcome(folder, "skips", patched(PackedDataLoader, "_make_batch", skips), training__steps=4),
         "nan": outcome(folder, "nan", only(rank == 1, gradients(with_nan)), **rare),
-        "kept": kept(folder, rank, metrics__log_freq=10),
+        "ended": kept(folder, rank, metrics__log_freq=10),
+        "not saved": kept(folder, rank, **rare),
         "passed over": kept(folder, rank, metrics__log_freq=10, muon__nonfinite="skip"),
         "after the clip": outcome(folder, "after", patched(MuonTrainer, "_clip_gradients", spoiled)),
         "held out": outcome(
@@ -245,10 +246,14 @@ def test_faults_in_a_step_are_named(tmp_path: Path) -> None:
         assert "rank 1 read block" in text["skips"]
         assert "FloatingPointError: step 2: the norm of the gradients is nan" in text["nan"]
         assert "tok_embeddings.weight on rank 1" in text["nan"]
-        for name, steps in (("kept", [False, True]), ("passed over", [False, True, False])):
+        for name in ("ended", "not saved"):
             error, unchanged = text[name]
-            assert unchanged == steps, f"{name}: a step with NaN must keep weights and states, and no other step"
-            assert ("FloatingPointError: step 2: the norm of the gradients is nan" in error) == (name == "kept")
+            assert unchanged == [False, False], "the run ends, so no operation undoes the step"
+            assert "FloatingPointError: step 2: the norm of the gradients is nan" in error
+            assert "tok_embeddings.weight on rank 1" in error
+        error, unchanged = text["passed over"]
+        assert unchanged == [False, True, False], "the run goes on, so a step with NaN changes nothing"
+        assert "FloatingPointError" not in error
         assert "RunFault: step 1: an optimizer took another number of steps" in text["no step"]
         assert "an optimizer took another number of steps" in text["two steps"]
         assert "gradients of the step before were not cleared" in text["not cleared"]
@@ -266,7 +271,8 @@ def test_faults_in_a_step_are_named(tmp_path: Path) -> None:
         assert "the data stands +4096 tokens from where step 3 ended" in text["position"]
     assert "AdamW's step counters are 0 after step 3" in shown[0]["counts"]
     assert "step 4: the norm of all gradients is 0" in shown[0]["dead"]
-    assert not list((tmp_path / "runs" / "nan").rglob("step-*")), "nothing may be saved from a step with NaN"
+    for name in ("nan", "kept"):
+        assert not list((tmp_path / "runs" / name).rglob("step-*")), "nothing may be saved from a step with NaN"
     kept = sorted(path.name for path in (tmp_path / "runs" / "dead").rglob("step-*"))
     assert kept == ["step-3", "step-4", "step-5", "step-6"], "the last checkpoint before the fault must stay"
 

@@ -52,7 +52,7 @@ class TrainingChecks:
         self._norm: tuple[int, NormCheck] | None = None
         self._trained = [(name, p, p.requires_grad) for part in parts for name, p in part.named_parameters()]
         self.experts = ExpertLoads(parts, token_group, device)
-        self.data_rank, self._tolerates = data_rank, tolerates_nonfinite
+        self.data_rank, self.tolerates_nonfinite = data_rank, tolerates_nonfinite
         self._optimizers = list(optimizers)
         self._crc = 0
         self._group: dist.ProcessGroup | None = None
@@ -117,7 +117,7 @@ class TrainingChecks:
         if causes is None:
             return []
         fault = f"step {step}: the norm of the gradients is {norm.value}, because of {causes}"
-        if self._tolerates:
+        if self.tolerates_nonfinite:
             return [fault]
         raise FloatingPointError(f"{fault}; nothing is saved from this step. {ADVICE}")
 

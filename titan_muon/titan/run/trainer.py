@@ -268,8 +268,10 @@ class MuonTrainer(Trainer):
         with self.timer.phase("clip"):
             self.grad_norm = self.clip()
             norm = NormCheck(self.grad_norm, self.checks.names, self.clip.local_norms)
-            # On a GPU the host learns of the norm after the step, so the device keeps the weights.
-            self.optimizers.skip_unless_finite(norm)
+            # Otherwise a norm that is not finite ends the run without a save of the step. So the step need not be
+            # undone, which would take a launch for each piece of a matrix.
+            if self.checks.tolerates_nonfinite:
+                self.optimizers.skip_unless_finite(norm)
             self._warn(self.checks.after_clip(self.step, norm, counted=self.counted))
         if self.monitor is not None and self.monitor.is_due(self.step):
             self.monitor.before_step()
@@ -300,6 +302,8 @@ class MuonTrainer(Trainer):
         if step == self.compared:
             return
         self.compared = step
+        # The cause comes before its consequences.
+        self._warn(self.checks.check_norm())
         try:
             self.optimizers.check_replicas()
         except ValueError as error:
@@ -308,6 +312,7 @@ class MuonTrainer(Trainer):
     def _check_validation(self, step: int) -> None:
         loss = self.metrics_processor.validation_loss
         assert loss is not None, "a validation reports its loss"
+        self._warn(self.checks.check_norm())
         broken = torch.tensor(0.0 if math.isfinite(loss) else 1.0, device=self.device)
         dist.all_reduce(broken, op=dist.ReduceOp.MAX)
         if broken.item():
@@ -330,6 +335,8 @@ class MuonTrainer(Trainer):
             qk=None if self.qk_clip is None else asdict(self.qk_clip.report()),
         )
         self.metrics_processor.log_step(report)
+        if math.isfinite(loss):
+            self._warn(self.checks.check_norm())
         if not math.isfinite(loss + grad_norm):
             raise FloatingPointError(
                 f"step {self.step}: the loss is {loss} and the norm of the gradients {grad_norm}; training cannot go "
