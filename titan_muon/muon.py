@@ -42,8 +42,9 @@ from .tensors.storage import STEP, TrainedParam, trained_params, with_average
 class Muon(SkipsSteps, Optimizer):
     """Momentum, orthogonalized by Newton-Schulz (Keller Jordan, 2024), for matrices in any layout.
 
-    Equal to torch.optim.Muon on the full matrices: bit for bit with `orthogonalize="reference"` on the CPU, and up to
-    the rounding of Newton-Schulz otherwise. The momentum is torch's exponential moving average.
+    Equal to torch.optim.Muon with the same `adjust_lr_fn` on the full matrices: bit for bit with
+    `orthogonalize="reference"` on the CPU, and up to the rounding of Newton-Schulz otherwise. torch's default of
+    `adjust_lr_fn` is "original". The momentum is torch's exponential moving average.
 
     Construction checks the arguments. The first `step` calls `build`, which plans and allocates. Until then,
     parameters may be sharded, moved, or replaced in `param_groups`, as Accelerate does.

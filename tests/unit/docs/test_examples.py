@@ -50,6 +50,18 @@ def test_examples_for_a_cluster_are_counted() -> None:
     assert {page.name: n for page in sorted(DOCS.glob("*.md")) if (n := len(blocks(page, "python cluster")))} == CLUSTER
 
 
+@pytest.mark.parametrize("options", [{}, {"adjust_lr_fn": "original"}])
+def test_the_readme_names_the_adjust_lr_fn_of_an_equal_torch_optim_muon(options: dict[str, Any]) -> None:
+    claim = " ".join((DOCS.parent / "README.md").read_text(encoding="utf-8").split("\n## ")[0].split())
+    (default,) = re.findall(r'The update is that of `torch\.optim\.Muon\(adjust_lr_fn="(\w+)"\)`', claim)
+    assert """PyTorch's default, `"original"`, makes smaller updates""" in claim
+    ours, theirs = (nn.Parameter(torch.randn(64, 128, generator=torch.Generator().manual_seed(0))) for _ in range(2))
+    ours.grad = theirs.grad = torch.ones(64, 128) + torch.eye(64, 128)
+    Muon([("w", ours)], orthogonalize="reference", **options).step()
+    torch.optim.Muon([theirs], adjust_lr_fn=None if options else default).step()
+    assert torch.equal(ours, theirs)
+
+
 def test_the_glossary_is_in_order() -> None:
     words = re.findall(r"^- \*\*(.*?)\*\*", (DOCS / "glossary.md").read_text(encoding="utf-8"), re.M)
     assert words == sorted(words, key=str.lower)
