@@ -1,7 +1,7 @@
 """The checks of a training run, called by the trainer."""
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,18 @@ from titan_muon.tensors.names import canonical_fqn, listed
 from titan_muon.titan.checks.curve import Curve, Report
 from titan_muon.titan.checks.experts import ExpertLoads
 from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, check_reports, gather, twins
+from titan_muon.titan.data.loader import NOT_COUNTED
 from titan_muon.titan.device import arrives_late
+
+
+def wrong_tokens(inputs: Tensor, positions: Tensor, labels: Tensor) -> int:
+    """Number of positions and labels that do not follow the inputs in packed blocks, each (batch, seq_len)."""
+    # The label at the end of a document is in no input.
+    begins, next_positions = positions[:, 1:] == 0, positions[:, 1:]
+    other = (labels[:, :-1] != inputs[:, 1:]) & (labels[:, :-1] != NOT_COUNTED)
+    wrong = ~begins & ((next_positions != positions[:, :-1] + 1) | other)
+    return int(wrong.sum() + (positions[:, 0] != 0).sum())
+
 
 ADVICE = "Lower the learning rates, warm up for longer, or continue from an earlier checkpoint."
 
@@ -59,7 +70,8 @@ class TrainingChecks:
         self._curve = Curve()
         self._place = Place(UNKNOWN, UNKNOWN)
         self._optimizer_steps = [0] * len(self._optimizers)
-        self._steps, self._stale, self._twins_named = 0, 0, False
+        self._steps, self._stale, self._wrong_tokens, self._twins_named = 0, 0, 0, False
+        self._reported, self._counters = 0, dict[Tensor, float]()
         self.tokens: dict[str, list[int]] = {}
         for index, optimizer in enumerate(self._optimizers):
             optimizer.register_step_post_hook(lambda *_, index=index: self._count(index))
@@ -67,11 +79,27 @@ class TrainingChecks:
     def _count(self, index: int) -> None:
         self._optimizer_steps[index] += 1
 
-    def begin(self, group: dist.ProcessGroup | None, earlier: Iterable[Report]) -> None:
-        """`group`: all ranks on gloo, None for a single process. `earlier`: reports of the run until now."""
+    def _adamw_counters(self) -> dict[Tensor, float]:
+        """AdamW's step counters by parameter. The host waits for counters on a device."""
+        counters: dict[Tensor, float] = {}
+        for optimizer in self._optimizers:
+            # States of other optimizers may have any `step`.
+            if isinstance(optimizer, torch.optim.AdamW) and optimizer.state:
+                steps = [state["step"] for state in optimizer.state.values()]
+                counters |= zip(
+                    optimizer.state, torch.stack([s.to(steps[0].device) for s in steps]).tolist(), strict=True
+                )
+        return counters
+
+    def begin(self, group: dist.ProcessGroup | None, earlier: Iterable[Report], step: int) -> None:
+        """`group`: all ranks on gloo, None for a single process. `earlier`: reports of the run until now.
+
+        `step`: last step before training.
+        """
         self._group, self._curve = group, Curve(earlier)
         # PyTorch takes a step to create optimizer states before a checkpoint is loaded.
         self._steps, self._optimizer_steps = 0, [0] * len(self._optimizers)
+        self._reported, self._counters = step, self._adamw_counters()
 
     def begin_step(self, *, reported: bool, counted: bool, place: Place) -> None:
         """Start a step. `reported`: compare ranks. `counted`: count experts' tokens.
@@ -88,14 +116,18 @@ class TrainingChecks:
         if counted:
             self.experts.begin_step()
         if reported:
-            self._place, self._stale, self._crc = place, 0, 0
+            self._place, self._stale, self._crc, self._wrong_tokens = place, 0, 0, 0
 
     def before_backward(self, parameters: Iterable[Tensor]) -> None:
         """Count leftover gradients, before the first backward of a reported step."""
         self._stale = sum(parameter.grad is not None for parameter in parameters)
 
-    def add_inputs(self, inputs: Tensor) -> None:
-        self._crc = zlib.crc32(inputs.numpy().tobytes(), self._crc)
+    def add_batch(self, inputs: Mapping[str, Tensor], labels: Tensor, *, packed: bool) -> None:
+        """Take a batch of a reported step. `packed`: positions and labels are those of `TokenBlock`."""
+        for tensor in (*inputs.values(), labels):
+            self._crc = zlib.crc32(tensor.numpy().tobytes(), self._crc)
+        if packed:
+            self._wrong_tokens += wrong_tokens(inputs["input"], inputs["positions"], labels)
 
     def after_clip(self, step: int, norm: NormCheck, *, counted: bool) -> list[str]:
         """Take a step's norm, before the optimizers' step. Returns warnings; raises as `check_norm`."""
@@ -121,20 +153,24 @@ class TrainingChecks:
             return [fault]
         raise FloatingPointError(f"{fault}; nothing is saved from this step. {ADVICE}")
 
-    def report(self, step: int, loss: float, grad_norm: float) -> tuple[list[str], int | None]:
+    def report(self, step: int, loss: float, grad_norm: float, *, max_norm: float) -> tuple[list[str], int | None]:
         """Warnings of a reported step, and `sound_until` of all ranks. Collective. Raises as `check_reports`."""
         lines = self._curve.add(Report(step, loss, grad_norm))
-        sound_until = self._curve.sound_until
+        sound_until, before, self._counters = self._curve.sound_until, self._counters, self._adamw_counters()
         report = RankReport(
             data_rank=self.data_rank,
             position=self._place.position,
             expected=self._place.expected,
             crc=self._crc,
+            max_norm=zlib.crc32(repr(max_norm).encode()),
+            wrong_tokens=self._wrong_tokens,
+            lost_steps=step - self._reported - self._steps,
+            fallen_counters=sum(count < before.get(parameter, 0) for parameter, count in self._counters.items()),
             extra_steps=next((steps - self._steps for steps in self._optimizer_steps if steps != self._steps), 0),
             stale_gradients=self._stale,
             sound_until=UNKNOWN if sound_until is None else sound_until,
         )
-        self._steps, self._optimizer_steps = 0, [0] * len(self._optimizers)
+        self._reported, self._steps, self._optimizer_steps = step, 0, [0] * len(self._optimizers)
         reports = gather(report, self._group)
         check_reports(step, reports)
         if not self._twins_named and (pair := twins(reports)) is not None:

@@ -178,7 +178,7 @@ class MuonTrainer(Trainer):
 
     def _begin_checks(self) -> None:
         lines, _ = read_until(Path(self.config.dump_folder, METRICS_FILE), self.step)
-        self.checks.begin(self.stop.group, reports_of(map(json.loads, lines)))
+        self.checks.begin(self.stop.group, reports_of(map(json.loads, lines)), self.step)
         counts = [int(state["step"]) for o in self.optimizers for state in o.state.values() if "step" in state]
         is_loaded = self.step > 0 and "optimizer" not in self.config.checkpoint.exclude_from_loading
         if is_loaded and counts and max(counts) == 0:
@@ -251,7 +251,7 @@ class MuonTrainer(Trainer):
             with self.timer.phase("data"):
                 batch = next(batches)
             if self.reported:
-                self.checks.add_inputs(batch[0]["input"])
+                self.checks.add_batch(*batch, packed=isinstance(self.dataloader, PackedDataLoader))
             yield batch
 
     def forward_backward_step(self, **microbatches: Any) -> torch.Tensor:
@@ -342,6 +342,8 @@ class MuonTrainer(Trainer):
                 f"step {self.step}: the loss is {loss} and the norm of the gradients {grad_norm}; training cannot go "
                 f"on. {ADVICE}"
             )
-        lines, self.checkpointer.protected_until = self.checks.report(self.step, loss, grad_norm)
+        lines, self.checkpointer.protected_until = self.checks.report(
+            self.step, loss, grad_norm, max_norm=self.clip.max_norm
+        )
         self._warn(lines)
         self.keep_folder()

@@ -1,16 +1,24 @@
 """Messages about differences between ranks and experts without tokens."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from titan_muon.adam import AdamW
 from titan_muon.comm.clip import NormCheck
 from titan_muon.titan.checks.experts import ExpertLoads
 from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, check_reports, twins
 from titan_muon.titan.checks.start import check_start, differences, source_files, start_facts
-from titan_muon.titan.checks.training import Place, TrainingChecks
+from titan_muon.titan.checks.training import Place, TrainingChecks, wrong_tokens
+from titan_muon.titan.data.blocks import TokenBlocks
+from titan_muon.titan.data.corpus import Corpus
+from titan_muon.titan.data.loader import NOT_COUNTED
 from titan_muon.titan.fault import RunFault
 from titan_muon.titan.recipe import Recipe
 
@@ -33,22 +41,97 @@ def test_start_facts_have_recipe_versions_and_sources() -> None:
     check_start(facts, None)
 
 
+NOWHERE = Place(UNKNOWN, UNKNOWN)
+
+
+def checks_of(model: nn.Module, *optimizers: Optimizer) -> TrainingChecks:
+    device = torch.device("cpu")
+    return TrainingChecks([], optimizers, [model], device, data_rank=0, token_group=None, tolerates_nonfinite=False)
+
+
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_parameter_frozen_or_thawed_in_training_is_named_before_backward(trained: bool) -> None:
     """On one rank alone, FSDP would abort in a collective without a name."""
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].bias.requires_grad_(trained)
-    checks = TrainingChecks(
-        [], [], [model], torch.device("cpu"), data_rank=0, token_group=None, tolerates_nonfinite=False
-    )
-    place = Place(UNKNOWN, UNKNOWN)
-    checks.begin_step(reported=False, counted=False, place=place)
+    checks = checks_of(model)
+    checks.begin_step(reported=False, counted=False, place=NOWHERE)
     model[0].bias.requires_grad_(not trained)
     with pytest.raises(ValueError, match=r"^0\.bias: requires_grad changed after the start of training; "):
-        checks.begin_step(reported=False, counted=False, place=place)
+        checks.begin_step(reported=False, counted=False, place=NOWHERE)
 
 
-RANKS = [RankReport(0, 8, 8, 11, 0, 0, -1), RankReport(1, 10, 10, 12, 0, 0, -1)]
+def forget_the_steps(adamw: AdamW, checks: TrainingChecks) -> int:
+    for state in adamw.state.values():
+        state["step"].zero_()
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (lambda adamw, checks: 0, None),
+        (lambda adamw, checks: 3, r"the step counter moved without training since the last report \(\+3 on rank 0\)"),
+        (forget_the_steps, "step counters of AdamW went back"),
+        (lambda adamw, checks: adamw.step() or 0, r"an optimizer took another number of steps .* \(\+1 on rank 0\)"),
+    ],
+)
+def test_counters_follow_the_steps_of_training(fault: Callable[[AdamW, TrainingChecks], int], text: str | None) -> None:
+    model = nn.Linear(2, 2)
+    adamw = AdamW(model.named_parameters())
+    checks = checks_of(model, adamw)
+    checks.begin(None, [], 7)
+    moved = 0
+    for step in range(8, 14):
+        checks.begin_step(reported=step % 2 == 0, counted=False, place=NOWHERE)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        moved = fault(adamw, checks) if step == 11 else moved
+        adamw.step()
+        if step % 2 == 0:
+            with nullcontext() if text is None or step != 12 else pytest.raises(RunFault, match=text):
+                checks.report(step + moved, 1.0, 1.0, max_norm=1.0)
+
+
+def test_positions_and_labels_follow_the_inputs_of_packed_blocks() -> None:
+    documents = [np.arange(start, start + 10) for start in range(0, 100, 10)]
+    corpus = Corpus(np.concatenate(documents), np.arange(0, 101, 10), np.full(10, 10), "")
+    blocks = [TokenBlocks(corpus, np.arange(10), 16, seed=0)[number] for number in range(3)]
+    inputs, positions, labels = (
+        torch.from_numpy(np.stack([getattr(block, name) for block in blocks]))
+        for name in ("inputs", "positions", "labels")
+    )
+    assert wrong_tokens(inputs, positions, labels) == 0
+    assert wrong_tokens(inputs, positions, torch.full_like(labels, NOT_COUNTED)) == 0
+    for tensor in (inputs, positions, labels):
+        tensor[1, 5] += 2
+        assert wrong_tokens(inputs, positions, labels) > 0
+        tensor[1, 5] -= 2
+    checks = checks_of(nn.Linear(2, 2))
+    crcs = set()
+    for changed in (None, inputs, positions, labels):
+        checks.begin_step(reported=True, counted=False, place=NOWHERE)
+        if changed is not None:
+            changed += 1
+        checks.add_batch({"input": inputs, "positions": positions}, labels, packed=False)
+        crcs.add(checks._crc)
+    assert len(crcs) == 4, "peers of tensor parallelism compare each of them"
+
+
+SOUND = RankReport(
+    data_rank=0,
+    position=8,
+    expected=8,
+    crc=11,
+    max_norm=1,
+    wrong_tokens=0,
+    lost_steps=0,
+    extra_steps=0,
+    fallen_counters=0,
+    stale_gradients=0,
+    sound_until=UNKNOWN,
+)
+RANKS = [SOUND, replace(SOUND, data_rank=1, position=10, expected=10, crc=12)]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +139,13 @@ RANKS = [RankReport(0, 8, 8, 11, 0, 0, -1), RankReport(1, 10, 10, 12, 0, 0, -1)]
     [
         ({"position": 12}, "step 5: rank 1 read block 12 instead of 10"),
         ({"extra_steps": -2}, "-2 on rank 1"),
+        ({"lost_steps": 3}, r"the step counter moved without training since the last report \(\+3 on rank 1\)"),
+        (
+            {"wrong_tokens": 5},
+            r"ranks \[1\] trained on positions or labels that do not follow the inputs \(\+5 on rank 1",
+        ),
+        ({"fallen_counters": 2}, r"step counters of AdamW went back on ranks \[1\]"),
+        ({"max_norm": 2}, r"training\.max_norm on ranks \[1\] is not that of rank 0"),
         ({"stale_gradients": 3}, r"were not cleared on ranks \[1\]"),
         ({"data_rank": 0}, "ranks 0 and 1 train on the same sequences and read different text"),
     ],
