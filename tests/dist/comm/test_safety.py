@@ -114,7 +114,7 @@ def another_exchange(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMes
 
 
 def another_polynomial(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
-    return Muon(named(params), ns_coefficients=[(3.0 + rank, -4.0, 2.0)] * 5).build()
+    return Muon(named(params), ns_coefficients=[((1.5, -0.5, 0.0), (3.4445, -4.7750, 2.0315))[rank]] * 5).build()
 
 
 def another_momentum(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
