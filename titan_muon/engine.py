@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -195,8 +194,7 @@ def engine_of(
     carried: Mapping[str, Carried],
 ) -> Engine:
     """The engine of a plan. `previous`: features of the old engine. `carried`: optimizers in Muon's report, by name."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    program = make_program(plan, rank, geometries)
+    program = make_program(plan, agreement.rank, geometries)
     buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype], kept=options.keep_buffers)
     exchange = Exchange(program, buffers, collectives, agreement, exclusive=needs_exclusive_groups(options))
     names = [trained.fqn for trained in params]
@@ -219,10 +217,11 @@ def report_of(
     options: MuonOptions,
     groups: Sequence[Mapping[str, Any]],
     carried: Mapping[str, Carried],
+    all_ranks: tuple[int, ...],
     *,
     optional: bool = False,
 ) -> PlanReport:
-    """The part of a plan to agree on before the first step."""
+    """The part of a plan to agree on before the first step. `all_ranks`: of the process group."""
     # A learning rate in a tensor prints its device, which differs between ranks.
     hyperparameters = [
         {key: group[key].item() if isinstance(group[key], Tensor) else group[key] for key in HYPERPARAMETERS}
@@ -241,8 +240,7 @@ def report_of(
     buckets = tuple(sorted({*(travelling - exclusive), *teams, *replica_groups}))
     sharing = tuple(sorted(set(components(_sharing(plan, every=skips_missing(options))).values())))
     # From layouts, because all ranks, also outside a mesh, must create equal groups.
-    world = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
-    existing = {world}
+    existing = {all_ranks}
     for trained, parameter in zip(params, plan.parameters, strict=True):
         existing.update(mesh_axes(trained.param, parameter.layout))
     return PlanReport(

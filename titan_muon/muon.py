@@ -36,6 +36,7 @@ from .state.saved import after_pre_hooks, check_saved_groups, completed, saved_p
 from .step.gradients import Step, check_first_gradients
 from .step.ranges import trace_range
 from .tensors.dtensor import mesh_groups
+from .tensors.process_groups import checked_group, group_named, ranks_of
 from .tensors.storage import STEP, TrainedParam, trained_params, with_average
 
 
@@ -54,6 +55,9 @@ class Muon(SkipsSteps, Optimizer):
             (or with pairs as `params`) and optionally fields of `options.Hyperparameters`. Parameters are (m, n)
             matrices or (count, m, n) stacks: plain tensors, or DTensors with any placement except Partial. Under DDP,
             each rank orthogonalizes a share of the plain tensors. A rank without trained matrices passes an empty list.
+
+        process_group: the ranks that train these parameters together, by default all. Collective methods are collective
+            over this group. A rank that trains a model alone passes a group of itself.
 
     The remaining keywords are the fields of `options.MuonOptions`.
 
@@ -110,9 +114,11 @@ class Muon(SkipsSteps, Optimizer):
         buffer_bytes: int | None = None,
         machine: Machine = MuonOptions.machine,
         offload: Offload = "none",
+        process_group: dist.ProcessGroup | None = None,
         **unknown: Never,
     ) -> None:
         refuse_keywords(unknown)
+        self.process_group = checked_group(process_group)
         check_lr(lr)
         ns_coefficients = rows_of(ns_coefficients)
         arguments = locals()
@@ -129,7 +135,7 @@ class Muon(SkipsSteps, Optimizer):
     def build(self) -> Self:
         """Plan the step, compare the plan between ranks, and allocate momentum and buffers. Returns this optimizer.
 
-        Collective over the default process group. `step`, `overlap`, `plan`, and `load_state_dict` call `build` if
+        Collective over `process_group`. `step`, `overlap`, `plan`, and `load_state_dict` call `build` if
         necessary.
 
         Raises:
@@ -281,7 +287,7 @@ class Muon(SkipsSteps, Optimizer):
     def check_replicas(self, own: Iterable[str] = ()) -> None:
         """Raise ValueError on every rank if replicas of weights or states, or hyperparameters, differ between ranks.
 
-        Collective over the default process group, between steps; the host waits. `own`: globs on names of plain tensors
+        Collective over `process_group`, between steps; the host waits. `own`: globs on names of plain tensors
         that each rank trains separately.
         """
         self.synchronize()
@@ -292,14 +298,14 @@ class Muon(SkipsSteps, Optimizer):
         """Load hyperparameters and momentum, from Muon or torch.optim.Muon (further optimizers:
         `titan_muon.converted`).
 
-        Collective over the default process group. Raises ValueError on every rank, before anything is loaded, for
+        Collective over `process_group`. Raises ValueError on every rank, before anything is loaded, for
         different parameters or a different optimizer, and for momentum missing or with a different mesh or placement.
         """
         with after_pre_hooks(self, state_dict) as loaded:
             self._load(loaded)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        agreement = Agreement()
+        agreement = Agreement(self.process_group)
         state_dict = agreement.together(lambda: completed(state_dict, self.param_groups))
         # A rank without matrices has no state, and builds with the others.
         if self._engine is None and not agreement.any_rank(bool(state_dict["state"])):
@@ -384,7 +390,7 @@ class Muon(SkipsSteps, Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. A built optimizer plans again, on all ranks together. Raises ValueError like the constructor."""
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        alone = len(ranks_of(self.process_group)) == 1
         super().add_param_group(named_group(param_group, self.param_groups, alone=alone))
         try:
             check_params(self.param_groups[-1], self._options.split)
@@ -399,12 +405,14 @@ class Muon(SkipsSteps, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
-        return {**super().__getstate__(), "_options": self._options}
+        name = None if self.process_group is None else self.process_group.group_name
+        return {**super().__getstate__(), "_options": self._options, "process_group": name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Optimizer.load_state_dict calls this too, with only groups and state.
         if "_options" in state:
             self._agreement, self._engine, self._closed = None, None, False
+            state = {**state, "process_group": group_named(state.get("process_group"))}
             self._collectives = registry.exchange_entry(state["_options"].exchange).collectives
             self._rule = rule_of(state["_options"])
         super().__setstate__(state)
@@ -414,7 +422,7 @@ class Muon(SkipsSteps, Optimizer):
             raise ValueError("this Muon was closed, and its process groups are gone; build a new optimizer")
         self.synchronize()
         if self._agreement is None:
-            self._agreement = Agreement()
+            self._agreement = Agreement(self.process_group)
         if self._engine is not None:
             # Memory may not suffice for old and new buffers.
             self._engine.rank.free()
@@ -433,9 +441,8 @@ class Muon(SkipsSteps, Optimizer):
         separate = separate_layouts(params, agreement)
         plan, geometries = together(lambda: checked_plan(params, self._options, separate, agreement.rank))
         params = together(lambda: with_states(params, plan.parameters, self.state, self._options))
-        report = report_of(
-            plan, geometries, params, self._options, self.param_groups, self._carried, optional=self._optional
-        )
+        of_plan = (plan, geometries, params, self._options, self.param_groups, self._carried, agreement.ranks)
+        report = report_of(*of_plan, optional=self._optional)
         known = {g: group for trained in params for g, group in mesh_groups(trained.param, agreement.rank).items()}
         agreement.open(report, known, device_of(params))
         previous = () if self._engine is None else self._engine.features

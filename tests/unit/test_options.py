@@ -28,7 +28,7 @@ def test_the_signature_of_muon_has_every_option_and_default() -> None:
     shown = {
         name: parameter.default
         for name, parameter in inspect.signature(Muon).parameters.items()
-        if name not in ("self", "params", "unknown")
+        if name not in ("self", "params", "process_group", "unknown")
     }
     assert shown == {item.name: getattr(MuonOptions(), item.name) for item in fields(MuonOptions)}
 

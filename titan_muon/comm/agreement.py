@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..tensors.process_groups import backends, default_store, fast_options, set_timeout, timeout_of
+from ..tensors.process_groups import (
+    backends,
+    default_store,
+    fast_options,
+    group_count,
+    ranks_of,
+    set_timeout,
+    timeout_of,
+)
 
 PATIENCE = 2.0
 """Seconds to wait for other ranks' places after a failed collective."""
@@ -50,14 +58,16 @@ class PlanReport:
 
 
 class Agreement:
-    """Collective checks and process groups over all ranks of the world, with or without matrices.
+    """Collective checks and process groups over the ranks of `process_group`, with or without matrices.
 
-    `peers`: process group of the ranks with the same steps as this rank.
+    `ranks`: global ranks of `process_group`, by default all. `peers`: process group of the ranks with the same steps as
+    this rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self._size = dist.get_world_size() if dist.is_initialized() else 1
+        self.ranks = ranks_of(process_group)
+        self._size, self._all = len(self.ranks), process_group
         self._known: dict[Ranks, dist.ProcessGroup] = {}
         self._groups: dict[Ranks, dist.ProcessGroup] = {}
         self._exclusive: dict[Ranks, dist.ProcessGroup] = {}
@@ -70,13 +80,14 @@ class Agreement:
         Raises ValueError on every rank if plans differ.
         """
         digests, reports = self._exchange(report)
-        check_reports(digests, reports)
+        check_reports(dict(zip(self.ranks, digests, strict=True)), reports)
         if self._size == 1:
             return
         # A mesh's group never replaces a group that all ranks make, because meshes differ.
         self._known = dict(known)
         for made, needed in ((self._groups, "groups"), (self._exclusive, "exclusive")):
             for ranks in sorted({ranks for peer in reports.values() for ranks in getattr(peer, needed)} - made.keys()):
+                self._align_names(device)
                 made[ranks] = self._new_group(ranks, device)
         mine = next((ranks for ranks in report.sharing if self.rank in ranks), None)
         self.peers = None if mine is None else self.group(mine)
@@ -96,7 +107,7 @@ class Agreement:
             raise
 
     def differing(self, values: Mapping[str, Hashable]) -> frozenset[str]:
-        """The keys with another value on some rank with the key. Collective over the world."""
+        """The keys with another value on some rank with the key. Collective."""
         _, reports = self._exchange(dict(sorted(values.items())))
         return frozenset(
             key for key, value in values.items() if any(key in r and r[key] != value for r in reports.values())
@@ -147,34 +158,34 @@ class Agreement:
         )
 
     def gathered(self, value: T) -> dict[int, T]:
-        """The values of all ranks of the world, by rank. Collective."""
+        """The values of all ranks, by rank. Collective."""
         if self._size == 1:
             return {self.rank: value}
         values: list[Any] = [None] * self._size
-        dist.all_gather_object(values, value)
-        return dict(enumerate(values))
+        dist.all_gather_object(values, value, group=self._all)
+        return dict(zip(self.ranks, values, strict=True))
 
     def _exchange(self, report: T) -> tuple[list[bytes], dict[bytes, T]]:
         digest = _digest(report)
         if self._size == 1:
             return [digest], {digest: report}
         # 1,024 reports would take megabytes, so only the lowest rank with each digest broadcasts a report.
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_device())
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self._device)
         # The fake process group of dry runs leaves outputs unchanged.
         gathered = [mine.clone() for _ in range(self._size)]
-        dist.all_gather(gathered, mine)
+        dist.all_gather(gathered, mine, group=self._all)
         digests = [bytes(tensor.tolist()) for tensor in gathered]
-        first = {other: rank for rank, other in reversed(list(enumerate(digests)))}
+        first = {other: rank for rank, other in reversed(list(zip(self.ranks, digests, strict=True)))}
         reports = {digest: report}
         for other, rank in sorted(first.items(), key=lambda item: item[1]) if len(first) > 1 else ():
             message = [report if rank == self.rank else None]
-            dist.broadcast_object_list(message, src=rank)
+            dist.broadcast_object_list(message, src=rank, group=self._all)
             assert message[0] is not None, f"rank {rank} reported nothing"
             reports[other] = message[0]
         return digests, reports
 
     def distinct(self, value: T) -> list[T]:
-        """The different values of all ranks of the world, in the order of ranks. Collective."""
+        """The different values of all ranks, in the order of ranks. Collective."""
         digests, values = self._exchange(value)
         return [values[digest] for digest in dict.fromkeys(digests)]
 
@@ -198,14 +209,15 @@ class Agreement:
             if fault is not None:
                 raise fault
             return
-        lowest = torch.tensor([self._size if fault is None else self.rank], device=_device())
-        dist.all_reduce(lowest, dist.ReduceOp.MIN)
+        nobody = self.ranks[-1] + 1
+        lowest = torch.tensor([nobody if fault is None else self.rank], device=self._device)
+        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self._all)
         rank = int(lowest.item())
-        if rank == self._size:
+        if rank == nobody:
             return
         refused = isinstance(fault, ValueError)
         message = [None if fault is None else (refused, str(fault) if refused else f"{type(fault).__name__}: {fault}")]
-        dist.broadcast_object_list(message, src=rank)
+        dist.broadcast_object_list(message, src=rank, group=self._all)
         if fault is not None and not refused:
             raise fault
         assert message[0] is not None, f"rank {rank} has a fault, and sent no message"
@@ -215,13 +227,13 @@ class Agreement:
     def any_rank(self, value: bool) -> bool:
         if self._size == 1:
             return value
-        flag = torch.tensor([int(value)], device=_device())
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        flag = torch.tensor([int(value)], device=self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._all)
         return bool(flag.item())
 
     def group(self, ranks: Ranks) -> dist.ProcessGroup:
         if len(ranks) == self._size:
-            return _world()
+            return self._whole
         return self._known[ranks] if ranks in self._known else self._groups[ranks]
 
     def exclusive_group(self, ranks: Ranks) -> dist.ProcessGroup:
@@ -241,13 +253,35 @@ class Agreement:
         self._new_groups.clear()
 
     def _new_group(self, ranks: Ranks, device: torch.device) -> dist.ProcessGroup:
-        # On every rank, because PyTorch names groups by a counter.
-        timeouts = (timeout_of(_world(), kind) for kind in dict.fromkeys((device.type, "cpu", _device().type)))
+        timeouts = (timeout_of(self._whole, kind) for kind in dict.fromkeys((device.type, "cpu", self._device.type)))
         timeout = next((timeout for timeout in timeouts if timeout is not None), None)
-        group = dist.new_group(list(ranks), timeout=timeout, pg_options=fast_options(device.type, timeout))
+        options: dict[str, Any] = {"timeout": timeout, "pg_options": fast_options(device.type, timeout, self._all)}
+        # Without `process_group` on every rank, because PyTorch names such groups by a counter.
+        if self._all is not None:
+            options |= {"backend": dist.get_backend_config(self._all), "use_local_synchronization": True}
+        group = dist.new_group(list(ranks), **options)
         if self.rank in ranks:
             self._new_groups.append(group)
         return group
+
+    def _align_names(self, device: torch.device) -> None:
+        """Give all ranks of a `process_group` the same number of groups, which is a part of a new group's name."""
+        if self._all is not None:
+            counts = self.gathered(group_count())
+            for _ in range(max(counts.values()) - counts[self.rank]):
+                self._new_group((self.rank,), device)
+
+    @property
+    def _whole(self) -> dist.ProcessGroup:
+        group = dist.group.WORLD if self._all is None else self._all
+        assert group is not None, "the default process group exists while ranks meet"
+        return group
+
+    @property
+    def _device(self) -> torch.device:
+        """Device for collectives of all ranks."""
+        kinds = backends(self._all)
+        return torch.device("cpu" if "cpu" in kinds else next(iter(kinds)))
 
     def _warm_up(self, used: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         # NCCL opens connections in the first collective. A broken network should fail before the first step.
@@ -265,20 +299,21 @@ def digest_of(part: object) -> str:
     return _digest(part).hex()[:16]
 
 
-def check_reports(digests: Sequence[bytes], reports: Mapping[bytes, PlanReport]) -> None:
-    """Raise ValueError for different plans of the same parameters, and without any parameter."""
+def check_reports(digests: Mapping[int, bytes], reports: Mapping[bytes, PlanReport]) -> None:
+    """Raise ValueError for different plans of the same parameters, and without any parameter. `digests`: by rank."""
     # Pipeline stages and towers may have different plans.
-    for digest in dict.fromkeys(digests):
-        differing = [peer for peer in reports[digest].ranks if peer < len(digests) and digests[peer] != digest]
+    first = {digest: rank for rank, digest in reversed(digests.items())}
+    for digest in dict.fromkeys(digests.values()):
+        differing = [peer for peer in reports[digest].ranks if digests.get(peer, digest) != digest]
         empty = [peer for peer in differing if not reports[digests[peer]].ranks]
         if empty:
             raise ValueError(
                 f"Muon has no parameter to train on ranks {empty}, which hold parameters that rank "
-                f"{digests.index(digest)} trains: pass the parameters to Muon there, and do not freeze them"
+                f"{first[digest]} trains: pass the parameters to Muon there, and do not freeze them"
             )
         if differing:
             raise ValueError(
-                f"ranks {differing} planned another Muon step than rank {digests.index(digest)}: "
+                f"ranks {differing} planned another Muon step than rank {first[digest]}: "
                 f"{_difference(reports[digest], reports[digests[differing[0]]])}"
             )
     if not any(report.ranks or report.optional for report in reports.values()):
@@ -312,15 +347,3 @@ def start_max(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work | No
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return None
     return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None, "the default process group exists while ranks meet"
-    return world
-
-
-def _device() -> torch.device:
-    """Device for collectives of the default process group."""
-    kinds = backends()
-    return torch.device("cpu" if "cpu" in kinds else next(iter(kinds)))

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..tensors.dtensor import on_device
 from ..tensors.mesh import without_groups
 from ..tensors.names import listed, named_parameters
+from ..tensors.process_groups import ranks_of
 from .faults import NotFiniteError
 
 EPS = 1e-6
@@ -33,11 +34,12 @@ def clip_grad_norm_(
     *,
     stages: int = 1,
     optimizer: SkipsSteps | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Scale gradients so that their total norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_.
 
     Accepts any mixture of plain tensors, DTensors on different meshes, and owned parameters. Plain tensors count as
-    replicas on all ranks of a pipeline stage, as under DDP. Every rank of the default process group calls this.
+    replicas on all ranks of a pipeline stage, as under DDP. Every rank of `process_group` calls this.
 
     Args:
         parameters: parameters of this rank. A missing gradient counts as zero.
@@ -49,6 +51,7 @@ def clip_grad_norm_(
         optimizer: Muon, AdamW of titan_muon or Hybrid. If the norm is not finite, its next step changes no weight and
             no state, and the step after, or `check_last_step`, raises ValueError on all ranks (or warns, with nonfinite
             = "skip"). The host does not wait.
+        process_group: the ranks with the model; by default the optimizer's group, else all ranks.
 
     Returns the norm before scaling, () float32 on the gradients' device, equal on all ranks. Raises ValueError for a
     norm_type that is not positive.
@@ -60,7 +63,11 @@ def clip_grad_norm_(
     trained = [parameter for parameter in all_parameters if parameter.requires_grad or parameter.grad is not None]
     if not trained:
         return torch.tensor(0.0)
-    clip = GradientClip(trained, trained, max_norm=max_norm, stage_ranks=_world_size() // stages, norm_type=norm_type)
+    group = optimizer.process_group if process_group is None and optimizer is not None else process_group
+    ranks = len(ranks_of(group)) // stages
+    clip = GradientClip(
+        trained, trained, max_norm=max_norm, stage_ranks=ranks, norm_type=norm_type, process_group=group
+    )
     norm = clip.norms(clip.gradients())[0]
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
@@ -68,7 +75,7 @@ def clip_grad_norm_(
             "error_if_nonfinite = False to scale them by it anyway"
         )
     if optimizer is not None:
-        optimizer.skip_unless_finite(NormCheck(norm, optimizer.names_of(clip.parameters), clip.local_norms))
+        optimizer.skip_unless_finite(NormCheck(norm, optimizer.names_of(clip.parameters), clip.local_norms, group))
     clip.scale(clip.gradients(), norm)
     return norm.float()
 
@@ -79,7 +86,14 @@ class NormCheck:
     `norm`: (), equal on all ranks. `names`, `local_norms`: this rank's parameters and (len(names),) gradient norms.
     """
 
-    def __init__(self, norm: Tensor, names: Sequence[str], local_norms: Tensor) -> None:
+    def __init__(
+        self,
+        norm: Tensor,
+        names: Sequence[str],
+        local_norms: Tensor,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._group = process_group
         self.broken, self._names = norm.isfinite().logical_not(), names
         self._local_norms: Tensor | None = local_norms
         pinned = norm.device.type != "cpu"
@@ -103,11 +117,12 @@ class NormCheck:
         if local_norms is None or math.isfinite(self.value):
             return None
         broken = [name for name, norm in zip(self._names, local_norms.tolist(), strict=True) if not math.isfinite(norm)]
-        everywhere: list[Sequence[str]] = [broken]
-        if _world_size() > 1:
-            everywhere = [()] * _world_size()
-            dist.all_gather_object(everywhere, broken)
-        where = "; ".join(f"{listed(names)} on rank {rank}" for rank, names in enumerate(everywhere) if names)
+        ranks = ranks_of(self._group)
+        everywhere: list[Sequence[str]] = [broken] * len(ranks)
+        if len(ranks) > 1:
+            dist.all_gather_object(everywhere, broken, group=self._group)
+        found = zip(ranks, everywhere, strict=True)
+        where = "; ".join(f"{listed(names)} on rank {rank}" for rank, names in found if names)
         return where or "large values"
 
     def check(self, *, skips: bool) -> None:
@@ -124,8 +139,9 @@ class NormCheck:
 
 
 class SkipsSteps:
-    """An optimizer whose next step the device may skip."""
+    """An optimizer whose next step the device may skip. `process_group`: its ranks, by default all."""
 
+    process_group: dist.ProcessGroup | None = None
     _next_norm: NormCheck | None = None
     _last_norm: NormCheck | None = None
 
@@ -150,12 +166,13 @@ class SkipsSteps:
 
 
 class GradientClip:
-    """Scales gradients down to a largest norm. Collective over the default process group.
+    """Scales gradients down to a largest norm. Collective over `process_group`.
 
     Args:
         parameters: all parameters of this rank.
         clipped: parameters to scale. Only their norm determines the factor.
-        stage_ranks: ranks that share these parameters (world size / pipeline stages).
+        stage_ranks: ranks that share these parameters (ranks / pipeline stages).
+        process_group: the ranks with the model, by default all.
     """
 
     def __init__(
@@ -166,7 +183,9 @@ class GradientClip:
         max_norm: float,
         stage_ranks: int,
         norm_type: float = 2.0,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        self._group = process_group
         chosen = set(clipped)
         self.parameters = [
             parameter for parameter in parameters if parameter.requires_grad or parameter.grad is not None
@@ -204,11 +223,15 @@ class GradientClip:
         self.local_norms = local_norms
         if math.isinf(self.norm_type):
             largest = torch.where(self._weights > 0, local_norms, 0.0).amax(dim=1)
-            _reduce(largest, dist.ReduceOp.MAX)
+            self._reduce(largest, dist.ReduceOp.MAX)
             return largest
         sums = self._weights @ local_norms.pow(self.norm_type)
-        _reduce(sums, dist.ReduceOp.SUM)
+        self._reduce(sums, dist.ReduceOp.SUM)
         return sums.pow(1 / self.norm_type)
+
+    def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        if len(ranks_of(self._group)) > 1:
+            dist.all_reduce(values, operation, group=self._group)
 
     def scale(self, gradients: Sequence[Tensor | None], norm: Tensor) -> None:
         pairs = zip(gradients, self.clipped, strict=True)
@@ -242,12 +265,3 @@ def local_gradient(parameter: Tensor) -> Tensor:
         f"the gradient's placements {gradient.placements} differ from the parameter's {parameter.placements}"
     )
     return gradient.to_local()
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
-    if _world_size() > 1:
-        dist.all_reduce(values, operation)

@@ -36,14 +36,15 @@ TOLERANCE = 2**6
 
 
 def separate_layouts(params: Sequence[TrainedParam], agreement: Agreement) -> Mapping[str, Layout]:
-    """Layouts of plain tensors with unequal values on ranks, and of DTensors on several meshes, by name.
+    """Layouts of plain tensors with unequal values on ranks or on some ranks alone, and of DTensors on several meshes.
 
-    Collective over the world. Raises ValueError on all ranks for meshes that cannot share a plan.
+    By name. Collective. Raises ValueError on all ranks for meshes that cannot share a plan, or with other ranks.
     """
+    agreement.together(lambda: _check_meshes(params, agreement.ranks))
     plain = {t.fqn: contents(t.param) for t in params if not isinstance(t.param, DTensor)}
     placed: dict[Layout, list[str]] = {}
     for trained in params:
-        placed.setdefault(layout_of(trained.fqn, trained.param), []).append(trained.fqn)
+        placed.setdefault(layout_of(trained.fqn, trained.param, agreement.ranks), []).append(trained.fqn)
     reports = agreement.distinct((plain, placed))
     own = [fqn for fqn, value in plain.items() if any(values.get(fqn) != value for values, _ in reports)]
     if own:
@@ -53,16 +54,26 @@ def separate_layouts(params: Sequence[TrainedParam], agreement: Agreement) -> Ma
             stacklevel=5,
         )
     separate = {
-        fqn: replace(layout, placements=(Separate(),))
+        fqn: replace(layout, placements=(Separate(),)) if fqn in own else layout
         for layout, names in placed.items()
         for fqn in names
-        if fqn in own
+        if fqn in plain
     }
     return separate | {
         fqn: layout
         for fqn, layout in _on_several_meshes([layouts for _, layouts in reports])
         if agreement.rank in layout.mesh.ranks
     }
+
+
+def _check_meshes(params: Sequence[TrainedParam], ranks: Sequence[int]) -> None:
+    for trained in params:
+        outside = sorted({*layout_of(trained.fqn, trained.param, ranks).mesh.ranks} - {*ranks})
+        if outside:
+            raise ValueError(
+                f"{trained.fqn}: its mesh has ranks {outside}, which are not in process_group, with ranks "
+                f"{list(ranks)}; pass a group of all ranks of the mesh, or no process_group for all ranks"
+            )
 
 
 def _on_several_meshes(reports: Sequence[Mapping[Layout, Sequence[str]]]) -> Iterator[tuple[str, Layout]]:

@@ -14,16 +14,20 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ..plan.terms import types
 from ..plan.terms.layout import region
+from .process_groups import ranks_of
 
 TENSOR_PARALLEL = "tp"
 """Name of the tensor-parallel mesh axis in PyTorch's examples and TorchTitan."""
 
 
-def layout_of(fqn: str, tensor: Tensor) -> types.Layout:
-    """The layout of a parameter. A plain tensor is replicated on all ranks. Raises ValueError for a partial sum."""
+def layout_of(fqn: str, tensor: Tensor, ranks: Sequence[int] | None = None) -> types.Layout:
+    """The layout of a parameter. A plain tensor is replicated on `ranks`, by default all.
+
+    Raises ValueError for a partial sum.
+    """
     if not isinstance(tensor, DTensor):
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        mesh = types.Mesh((world,), tuple(range(world)))
+        replicas = ranks_of(None) if ranks is None else tuple(ranks)
+        mesh = types.Mesh((len(replicas),), replicas)
         return types.Layout(tuple(tensor.shape), mesh, (types.Replicate(),))
     return layout_on(fqn, tensor.shape, tensor.device_mesh, tensor.placements)
 

@@ -30,15 +30,50 @@ def timeout_of(group: dist.ProcessGroup, device: str) -> timedelta | None:
     return timeout if isinstance(timeout, timedelta) else None
 
 
-def backends() -> dict[str, str]:
-    """Backends of the default process group by type of device."""
-    return dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+def backends(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """Backends of a process group, by default of the default group, by type of device."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
 
-def fast_options(device: str, timeout: timedelta | None) -> Any | None:
-    """Options for a new group with high-priority kernels; None without NCCL on the device."""
+def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Global ranks of a process group, by default of the default group; (0,) without torch.distributed."""
+    return tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
+
+
+def checked_group(group: object) -> dist.ProcessGroup | None:
+    """The argument `process_group`. Raises ValueError for another object, and on a rank outside of the group."""
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("process_group: this rank is not in the group; build the optimizer on the group's ranks alone")
+    raise ValueError(
+        f"process_group = {group!r} is not accepted; pass a group from torch.distributed.new_group, or of a mesh "
+        "(mesh.get_group())"
+    )
+
+
+def group_count() -> int:
+    """Process groups with this rank. PyTorch hashes this number into the name of a group of some ranks."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def group_named(name: str | None) -> dist.ProcessGroup | None:
+    """The process group with this `group_name`; None for None. Raises ValueError if this process has no such group."""
+    if name is None:
+        return None
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)
+    except (LookupError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"process_group: this process has no group {name!r}, with which the optimizer was pickled; build a new "
+            "optimizer, and load the state dict of the old one"
+        ) from error
+
+
+def fast_options(device: str, timeout: timedelta | None, group: dist.ProcessGroup | None = None) -> Any | None:
+    """Options for a new group like `group` with high-priority kernels; None without NCCL on the device."""
     # torch 2.15 has several backends of NCCL, with these options.
-    if not backends().get(device, "").startswith("nccl"):
+    if not backends(group).get(device, "").startswith("nccl"):
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:

@@ -84,10 +84,10 @@ def test_equal_reports_of_a_thousand_ranks_are_compared_once() -> None:
         )
         reports[report.digest()] = report
         digests += [report.digest()] * 64
-    check_reports(digests, reports)
+    check_reports(dict(enumerate(digests)), reports)
     digests[70] = digests[0]
     with pytest.raises(ValueError, match=r"ranks \[70\] planned another Muon step than rank 64"):
-        check_reports(digests, reports)
+        check_reports(dict(enumerate(digests)), reports)
 
 
 def load(rank: int, world_size: int, change: str) -> tuple[str, int, bool]:
@@ -229,7 +229,7 @@ def test_a_tensor_learning_rate_is_compared_by_value() -> None:
         muon = Muon([("w", Parameter(torch.ones(4, 4)))], lr=lr).build()
         rank = muon.engine.rank
         geometries = Geometries(muon.plan.parameters)
-        return report_of(muon.plan, geometries, rank.params, muon._options, muon.param_groups, {}).parts
+        return report_of(muon.plan, geometries, rank.params, muon._options, muon.param_groups, {}, (0,)).parts
 
     assert signature(torch.tensor(0.5)) == signature(0.5) != signature(0.25)
 
