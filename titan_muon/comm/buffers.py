@@ -169,7 +169,7 @@ class Buffers:
     """The flat buffers of a program, and views of every piece, by bucket; none for a local bucket."""
 
     def __init__(self, program: Program, device: torch.device, dtype: torch.dtype, *, kept: bool = False) -> None:
-        self.device, self.buffer_sets = device, make_buffer_sets(program, device, dtype)
+        self.device, self.dtype, self.buffer_sets = device, dtype, make_buffer_sets(program, device, dtype)
         self.buckets = tuple(
             None if run.local else bucket_buffers(run, program.rank, buffer_set)
             for run, buffer_set in zip(program.buckets, self.buffer_sets, strict=True)

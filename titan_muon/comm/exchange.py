@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class Exchange:
         self._module: Any = torch.get_device_module(buffers.device)
         self._stream = self._module.Stream()
         self._pending: dict[int, list[dist.Work]] = {}
+        self.timer: AbstractContextManager[object] = nullcontext()
+        """Entered for each wait, for measurements."""
 
     def warm_up(self, plan: Plan) -> None:
         """Run the largest bucket of each group once, because NCCL opens connections by message size. Collective."""
@@ -98,4 +101,5 @@ class Exchange:
             )
 
     def wait(self, index: int) -> None:
-        finish(self._pending.pop(index, []))
+        with self.timer:
+            finish(self._pending.pop(index, []))

@@ -124,9 +124,6 @@ def _first(name: str, rules: Sequence[PlacementRule]) -> int | None:
 TensorParallel = Literal["peers", "whole"]
 """Storage of a matrix cut by tensor parallelism: a piece on each rank ("peers"), or all pieces on one ("whole")."""
 
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""Name prefixes of activation checkpointing and torch.compile."""
-
 
 class Owners:
     """The owner of each parameter to store whole on a single rank, balanced over a model.
@@ -229,9 +226,7 @@ def _places(model: nn.Module) -> Places:
     # With duplicates, because a tied parameter would be unsharded in only one of its modules.
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            fqn = f"{prefix}.{name}" if prefix else name
-            for wrapper in WRAPPERS:
-                fqn = fqn.replace(wrapper, "")
+            fqn = unwrapped(f"{prefix}.{name}" if prefix else name)
             places.setdefault(parameter, []).append((fqn, ParamModuleInfo(module, name)))
     return places
 

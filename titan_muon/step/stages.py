@@ -152,8 +152,7 @@ class RankStages:
         self._scratch = torch.empty(size, dtype=torch.uint8, device=buffers.device)
         by_bucket = [batches(run.matrices, plan.matrices, plan.works) for run in program.buckets]
         largest = max((self._numel(matrices) for run in by_bucket for matrices in run), default=0)
-        dtype = torch.float32 if options.wire_dtype == "float32" else torch.bfloat16
-        workspace = torch.empty(largest, dtype=dtype, device=buffers.device)
+        workspace = torch.empty(largest, dtype=buffers.dtype, device=buffers.device)
         releases = self._last_packed() if options.release_grads else [()] * len(program.buckets)
         with buffers.memory.held():
             self.runs = tuple(

@@ -15,9 +15,14 @@ LOOKED_UP = ("*embed*", "*lm_head*", "output.weight")
 output."""
 
 
+def unwrapped(name: str) -> str:
+    """A parameter's name without WRAPPERS."""
+    return ".".join(segment for segment in name.split(".") if segment not in WRAPPERS)
+
+
 def canonical_fqn(name: str) -> str:
     """A parameter's name in the unwrapped model: without WRAPPERS and DistributedDataParallel's leading `module.`."""
-    segments = [segment for segment in name.split(".") if segment not in WRAPPERS]
+    segments = unwrapped(name).split(".")
     if len(segments) > 2 and segments[0] == "module":
         del segments[0]
     return ".".join(segments)
