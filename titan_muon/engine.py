@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -38,6 +37,7 @@ from .step.update import highest_rate
 from .tensors.dtensor import mesh_axes
 from .tensors.names import named_parameters
 from .tensors.storage import TrainedParam
+from .tensors.warning import warn
 
 LOCAL_OPTIONS = (
     "orthogonalize",
@@ -154,7 +154,7 @@ class Engine:
         check_faults(names, own, allowed, "" if alone else rank.report.details(reported))
         rank.report.tell_carried(reported)
         if broken := names_with(names, own, Fault.NOT_FINITE):
-            warnings.warn(f"{broken}: not finite; the update of those matrices was zero in a step", stacklevel=5)
+            warn(f"{broken}: not finite; the update of those matrices was zero in a step")
 
     def thawed(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
         """Names of trained parameters that were frozen when the plan was made."""
@@ -202,7 +202,7 @@ def engine_of(
     arithmetic = arithmetic_of(params, plan, options)
     stages = RankStages(plan, program, params, arithmetic, rule_of(options), buffers, exchange, report, options, states)
     if warning := fragmentation(buffers.device.type, stages.step_bytes, os.environ):
-        warnings.warn(warning, stacklevel=6)
+        warn(warning)
     engine = Engine(stages, tuple(features_of(options, stages, agreement, previous)))
     if buffers.device.type != "cpu":
         # Here, because a rank without enough memory must fail before the others communicate.

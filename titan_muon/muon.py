@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
@@ -38,6 +37,7 @@ from .step.ranges import trace_range
 from .tensors.dtensor import mesh_groups
 from .tensors.process_groups import checked_group, group_named, ranks_of
 from .tensors.storage import STEP, TrainedParam, trained_params, with_average
+from .tensors.warning import warn
 
 
 class Muon(SkipsSteps, Optimizer):
@@ -401,7 +401,7 @@ class Muon(SkipsSteps, Optimizer):
             self.param_groups.pop()
             raise
         for doubt in doubts_of(self.param_groups[-1], self._options.split):
-            warnings.warn(doubt, stacklevel=4)
+            warn(doubt)
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from .tensors.dtensor import step_device, storage_device
 from .tensors.matrices import planned
 from .tensors.mesh import without_groups
 from .tensors.storage import TrainedParam, storage_fault
+from .tensors.warning import warn
 
 
 def plan_of(params: Sequence[TrainedParam], options: MuonOptions, separate: Mapping[str, Layout]) -> Plan:
@@ -112,7 +112,7 @@ def plan_step(
     check_prescaled(options, plan, iterations)
     check_features(options, plan, [fqn for fqn, tensor in named if without_groups(tensor)], dispatch.device)
     if note := blocks_reason(options, parameters, plan.parameters):
-        warnings.warn(f"{note}; the other modes are exact", stacklevel=7)
+        warn(f"{note}; the other modes are exact")
     return plan
 
 

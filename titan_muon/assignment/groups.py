@@ -17,6 +17,7 @@ from ..muon import Muon
 from ..options import Offload, OptionError, Rule, Split
 from ..tensors.matrices import check_splits
 from ..tensors.names import canonical_fqn
+from ..tensors.warning import warn
 from .roles import Seen, see
 from .rules import Assignment, Default, assign_parameters, default_rules, splits_with
 
@@ -95,10 +96,9 @@ def parameter_groups(
     assigned = assigned_model(seen, rules, default_rules(router) if defaults else None, frozen)
     parameters = named_parameters_of(modules)
     if fused := [a.fqn for a in assigned if a.optimizer == "muon" and a.split is not None]:
-        warnings.warn(
+        warn(
             f"{fused[0]}{f' and {len(fused) - 1} more' if len(fused) > 1 else ''}: several matrices in a weight; pass "
-            "Muon split=[a.split for a in assign(model, rules) if a.split and a.optimizer == 'muon']",
-            stacklevel=2,
+            "Muon split=[a.split for a in assign(model, rules) if a.split and a.optimizer == 'muon']"
         )
     groups = grouped(rules, {}, assigned, decay_vectors=decay_vectors)
     return {name: [group.of_torch(parameters) | {OPTIMIZER: name} for group in groups[name]] for name in groups}

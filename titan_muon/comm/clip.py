@@ -6,7 +6,6 @@ Each rank divides the squares of local gradients by the number of ranks with the
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from ..tensors.dtensor import on_device
 from ..tensors.mesh import without_groups
 from ..tensors.names import listed, named_parameters
 from ..tensors.process_groups import ranks_of
+from ..tensors.warning import warn
 from .faults import NotFiniteError
 
 EPS = 1e-6
@@ -135,7 +135,7 @@ class NormCheck:
             raise NotFiniteError(
                 f"{text}; lower the learning rate, clip gradients, or go on after such steps (nonfinite = 'skip')"
             )
-        warnings.warn(text, stacklevel=4)
+        warn(text)
 
 
 class SkipsSteps:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from ..plan.terms.groups import components
 from ..plan.terms.types import Layout, Mesh, Separate
 from ..tensors.dtensor import layout_of
 from ..tensors.storage import TrainedParam
+from ..tensors.warning import warn
 from .agreement import Agreement
 
 INTEGERS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -48,10 +48,9 @@ def separate_layouts(params: Sequence[TrainedParam], agreement: Agreement) -> Ma
     reports = agreement.distinct((plain, placed))
     own = [fqn for fqn, value in plain.items() if any(values.get(fqn) != value for values, _ in reports)]
     if own:
-        warnings.warn(
+        warn(
             f"{', '.join(sorted(own)[:5])}: plain tensors whose values differ between ranks; each rank orthogonalizes "
-            "its own. If the tensors should be replicas, build Muon after DistributedDataParallel has made them equal",
-            stacklevel=5,
+            "its own. If the tensors should be replicas, build Muon after DistributedDataParallel has made them equal"
         )
     separate = {
         fqn: replace(layout, placements=(Separate(),)) if fqn in own else layout

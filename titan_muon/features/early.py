@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -30,6 +29,7 @@ from ..step.gradients import Step, grad_matrix
 from ..step.ranges import trace_range
 from ..step.stages import RankStages, Stages
 from ..tensors.storage import TrainedParam, placement_key
+from ..tensors.warning import warn
 
 
 class Packed(NamedTuple):
@@ -93,7 +93,7 @@ class EarlyGathers(Feature):
         self._stream = self.module.Stream()
         self._rank = rank
         if warning := shared_queue(rank.device.type, os.environ):
-            warnings.warn(warning, stacklevel=2)
+            warn(warning)
 
     @staticmethod
     def check(plan: Plan) -> None:

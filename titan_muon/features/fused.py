@@ -24,10 +24,11 @@ from ..rules.muon import MuonRule
 from ..step.feature import Feature
 from ..step.foreach import Advance, Apply
 from ..step.gradients import Step
-from ..step.rounding import seed_of, wrapped
+from ..step.rounding import seed_of
 from ..step.rule import Rule, Scaling
 from ..step.stages import Calls, RankStages, Stages
 from ..step.update import Tensors, lr_factor
+from ..tensors.draws import wrapped
 from ..tensors.storage import STEP
 
 if TYPE_CHECKING:

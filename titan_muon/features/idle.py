@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -25,6 +24,7 @@ from ..step.foreach import Rectangle, rectangle_of
 from ..step.gradients import Step
 from ..step.stages import RankStages, Stages
 from ..tensors.names import listed
+from ..tensors.warning import warn
 
 IDLE_STEPS = 20
 """Idle steps in a row before the warning."""
@@ -125,10 +125,9 @@ class Idle(Feature):
             return
         self._named = self._named | new
         names = [self._name(number) for number in new.nonzero().flatten().tolist()]
-        warnings.warn(
+        warn(
             f"{listed(names)}: the gradient was zero in each of {IDLE_STEPS} steps, so the matrix "
-            "gets no update (idle = 'hold'); look for an expert without tokens, or a branch that the loss does not use",
-            stacklevel=7,
+            "gets no update (idle = 'hold'); look for an expert without tokens, or a branch that the loss does not use"
         )
 
     def _name(self, number: int) -> str:

@@ -19,6 +19,7 @@ from ..plan.owned.ownership import OwnedItem, Ownership, assign_owners, load_lin
 from ..plan.terms.work import standard_flops
 from ..tensors.dtensor import layer_of
 from ..tensors.matrices import stack_of
+from ..tensors.names import unwrapped
 from .hooks import HookContext
 from .param import Inner, ParamModuleInfo, is_owned, owner_mesh
 from .param_group import CommContext

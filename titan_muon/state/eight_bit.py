@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..options import MuonOptions, OptionError
 from ..plan.terms.types import Parameter
+from ..tensors.draws import hash_counts
 from ..tensors.dtensor import local, storage_device
 
 SCALES = "momentum_scale"
@@ -25,8 +26,6 @@ BLOCK = 64
 LARGEST = 127
 MARGIN = 2.0**-10
 """Draws are from MARGIN to 1 - MARGIN, so that encoding does not change a decoded number."""
-# Factors of Knuth's multiplicative hash and of MurmurHash3, as int32.
-FACTORS = (0x9E3779B1 - 2**32, 0x85EBCA6B - 2**32)
 
 
 def blocks(length: int) -> int:
@@ -95,7 +94,5 @@ def draws(shape: torch.Size, key: int, step: int, device: torch.device) -> Tenso
     """Uniform float32 numbers, equal for equal arguments on every device."""
     first = (key + zlib.crc32(str(step).encode())) % 2**31
     bits = torch.arange(first, first + shape.numel(), device=device).to(torch.int32)
-    bits.mul_(FACTORS[0])
-    bits.bitwise_xor_(bits.bitwise_right_shift(15)).mul_(FACTORS[1])
-    uniform = bits.bitwise_right_shift_(16).bitwise_and_(2**16 - 1).float().add_(0.5).mul_(2.0**-16)
+    uniform = hash_counts(bits, torch.empty_like(bits)).float().add_(0.5).mul_(2.0**-16)
     return uniform.mul_(1 - 2 * MARGIN).add_(MARGIN).view(shape)

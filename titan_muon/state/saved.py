@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from ..options import HYPERPARAMETERS
 from ..tensors.dtensor import local
 from ..tensors.storage import TrainedParam, placement_key
+from ..tensors.warning import warn
 from .eight_bit import SCALES
 from .groups import check_group, rows_of
 from .momentum import fits
@@ -49,7 +49,7 @@ def completed(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
             continue
         saved_groups[index] = saved = renamed(saved)
         if missing := [name for name in HYPERPARAMETERS if name not in saved]:
-            warnings.warn(f"the state dict has no {', '.join(missing)}: the present values stay", stacklevel=3)
+            warn(f"the state dict has no {', '.join(missing)}: the present values stay")
             saved_groups[index] = {**saved, **{name: group[name] for name in missing}}
     return {**state_dict, "param_groups": saved_groups}
 

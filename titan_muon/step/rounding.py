@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..plan.terms.layout import Span
+from ..tensors.draws import hash_counts, wrapped
 from .update import Tensors
 
 ALIGNMENT = 16
@@ -26,10 +27,7 @@ ALIGNMENT = 16
 BYTES = 12
 """Bytes of an element: float32 weight, float32 update (then the draw), and 4 temporary bytes."""
 
-# Factors of Knuth's multiplicative hash and of MurmurHash3.
-FACTORS = (0x9E3779B1, 0x85EBCA6B)
 UPPER_HALF = -(2**16)
-LOWER_HALF = 2**16 - 1
 
 
 @dataclass(frozen=True)
@@ -92,10 +90,7 @@ class Chunk:
         first = seed_of(step)
         torch.arange(first, first + draws.numel(), out=draws, device=draws.device)
         torch._foreach_add_(self.draws, self.starts)
-        draws.mul_(wrapped(FACTORS[0]))
-        torch.bitwise_right_shift(draws, 15, out=spare)
-        draws.bitwise_xor_(spare).mul_(wrapped(FACTORS[1]))
-        draws.bitwise_right_shift_(16).bitwise_and_(LOWER_HALF)
+        hash_counts(draws, spare)
 
 
 def seed_of(step: int) -> int:
@@ -122,8 +117,3 @@ def memory_bytes(tensor: Tensor) -> int:
 
 def _aligned(elements: int) -> int:
     return -(-elements // ALIGNMENT) * ALIGNMENT
-
-
-def wrapped(number: int) -> int:
-    """The number modulo 2**32 as an int32."""
-    return (number + 2**31) % 2**32 - 2**31

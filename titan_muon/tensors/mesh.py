@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from .warning import warn
 
 
 class MeshWithoutGroups(DeviceMesh):
@@ -62,9 +63,8 @@ class StateMesh(MeshWithoutGroups):
     )
 
     def __getstate__(self) -> dict[str, Any]:
-        warnings.warn(
+        warn(
             'a momentum or rule state of muon.state = "owner" was pickled: the pickle has the part of this rank alone. '
-            "Save with torch.distributed.checkpoint, on all ranks",
-            stacklevel=2,
+            "Save with torch.distributed.checkpoint, on all ranks"
         )
         return super().__getstate__()
