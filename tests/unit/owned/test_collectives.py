@@ -9,11 +9,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.owned_model import BLOCKS, Net, loss_of, make, matrices
+from tests.shared import fake_ranks
 from titan_muon import Owners, own
 from titan_muon.owned import is_owned, private
 
@@ -112,3 +114,12 @@ def test_buffers_kept_by_a_forward_are_not_reused_by_a_later_forward() -> None:
         assert loss_of(net, 0, 1, 0).item() != before.item()
         assert net.layers[-1].w2.weight is weight
         dist.destroy_process_group()
+
+
+def test_owners_know_a_parameter_without_the_segments_of_wrappers() -> None:
+    """And with all segments that only end like a wrapper's."""
+    model = nn.Module()
+    model.my_orig_mod, model._orig_mod = nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False)
+    with fake_ranks(2):
+        owners = Owners(model, mesh=init_device_mesh("cpu", (2,)))
+        assert sorted(sum(owners.owners(name)) for name in ("my_orig_mod.weight", "weight")) == [0, 1]
