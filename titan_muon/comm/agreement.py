@@ -302,7 +302,7 @@ def digest_of(part: object) -> str:
 def check_reports(digests: Mapping[int, bytes], reports: Mapping[bytes, PlanReport]) -> None:
     """Raise ValueError for different plans of the same parameters, and without any parameter. `digests`: by rank."""
     # Pipeline stages and towers may have different plans.
-    first = {digest: rank for rank, digest in reversed(digests.items())}
+    first = {digest: rank for rank, digest in reversed([*digests.items()])}
     for digest in dict.fromkeys(digests.values()):
         differing = [peer for peer in reports[digest].ranks if digests.get(peer, digest) != digest]
         empty = [peer for peer in differing if not reports[digests[peer]].ranks]

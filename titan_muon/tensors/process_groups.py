@@ -57,7 +57,7 @@ def group_count() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
-def group_named(name: str | None) -> dist.ProcessGroup | None:
+def group_named(name: Any) -> dist.ProcessGroup | None:
     """The process group with this `group_name`; None for None. Raises ValueError if this process has no such group."""
     if name is None:
         return None
