@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +24,7 @@ from .step.foreach import grouped
 from .tensors.dtensor import local, on_device, step_device
 from .tensors.names import named_parameters, names_in
 from .tensors.storage import placement_key
+from .tensors.warning import warn
 
 BATCH_BYTES = 2**26
 """Limit on the bytes of a transfer, or of converted states."""
@@ -173,7 +173,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         chosen = {Fault.NOT_FINITE: self._nonfinite, Fault.NO_GRADIENT: self._missing_grad}
         check_faults(self.names(), faults, [fault for fault, choice in chosen.items() if choice == "skip"])
         if names := names_with(self.names(), faults, Fault.NOT_FINITE):
-            warnings.warn(f"{names}: a gradient was not finite, and AdamW changed nothing in that step", stacklevel=5)
+            warn(f"{names}: a gradient was not finite, and AdamW changed nothing in that step")
 
     def _update_in_window(self, batches: Sequence[ElementBatch]) -> None:
         changed, read = CHANGED[self._offload], READ[self._offload]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,13 +29,16 @@ from .options import MissingGrad, MuonOptions, Nonfinite, OptionError, Rule
 from .state.by_name import of_adamw, regrouped
 from .state.saved import after_pre_hooks
 from .tensors.names import named_parameters
+from .tensors.process_groups import checked_group, group_name, group_named, ranks_of
 from .tensors.storage import placement_key
+from .tensors.warning import warn
 
 
 class OfParts:
     """The methods of an optimizer made of `parts`."""
 
     parts: Parts
+    process_group: dist.ProcessGroup | None = None
 
     @property
     def assignments(self) -> tuple[Assignment, ...]:
@@ -103,7 +105,7 @@ class OfParts:
             if isinstance(optimizer, Muon | AdamW):
                 optimizer.synchronize()
         separate = [parameter.fqn for muon in self._muons for parameter in muon.plan.parameters if parameter.separate]
-        check_equal(self.parts.optimizers, Agreement(), (*own, *separate))
+        check_equal(self.parts.optimizers, Agreement(self.process_group), (*own, *separate))
 
     def set_timeout(self, timeout: timedelta) -> None:
         """As `Muon.set_timeout`."""
@@ -143,6 +145,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         missing_grad, nonfinite: for both optimizers, as in `Muon`.
         muon, adamw: further keywords of `Muon` and of `titan_muon.adam.AdamW`.
         others: options of further registered optimizers named by rules.
+        process_group: the ranks with this model, as in `Muon`.
 
     Attributes:
         optimizers: by name, `"muon"` and `"adamw"`. They train the `state` and the groups of this optimizer.
@@ -172,9 +175,11 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         muon: Mapping[str, Any] | None = None,
         adamw: Mapping[str, Any] | None = None,
         others: Mapping[str, Mapping[str, Any]] | None = None,
+        process_group: dist.ProcessGroup | None = None,
         **unknown: Never,
     ) -> None:
         _refuse_keywords(unknown)
+        self.process_group = checked_group(process_group)
         shared = {"lr": lr, "weight_decay": weight_decay}
         of_muon = {**shared, "missing_grad": missing_grad, "nonfinite": nonfinite, **(muon or {})}
         tables = {"muon": of_muon, "adamw": {**shared, **(adamw or {})}, **(others or {})}
@@ -184,7 +189,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
             default_rules(router) if defaults else None,
             tables,
             decay_vectors=decay_vectors,
-            is_part=dist.is_initialized() and dist.get_world_size() > 1,
+            is_part=len(ranks_of(process_group)) > 1,
             knows_frozen=True,
         )
         for name, optimizer in self.parts.optimizers.items():
@@ -192,11 +197,13 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
                 group[OPTIMIZER] = name
         # Schedulers read `defaults`: Transformers' the rate, and OneCycleLR whether a momentum can cycle (`step`).
         super().__init__(self.param_groups, {**shared, "momentum": of_muon.get("momentum", MuonOptions.momentum)})
+        for part in self._muons:
+            part.process_group = self.process_group
         self._carry()
         self._follow_parts()
         splits = of_muon.get("split", ())
         for line in (*split_lines(self.assignments, splits), *doubts(self.assignments, splits)):
-            warnings.warn(line.removeprefix("warning: "), stacklevel=2)
+            warn(line.removeprefix("warning: "))
 
     # The two attributes of torch.optim.Optimizer are those of the parts, so that no copy can become stale.
 
@@ -294,7 +301,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._follow()
-        agreement = Agreement()
+        agreement = Agreement(self.process_group)
         saved = agreement.together(lambda: self._saved_groups(state_dict))
         of_adamw_alone = not any("optimizer" in group for group in state_dict["param_groups"])
         parts: dict[Optimizer, dict[str, Any]] = {}
@@ -347,10 +354,10 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
             raise ValueError("Hybrid takes the parameters of its model: build a new Hybrid for more of them")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"defaults": self.defaults, "parts": self.parts}
+        return {"defaults": self.defaults, "parts": self.parts, "process_group": group_name(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__({**state, "process_group": group_named(state.get("process_group"))})
         self.state = next(iter(self.optimizers.values())).state
         self._carry()
         self._follow_parts()

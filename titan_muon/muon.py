@@ -35,7 +35,7 @@ from .state.saved import after_pre_hooks, check_saved_groups, completed, saved_p
 from .step.gradients import Step, check_first_gradients
 from .step.ranges import trace_range
 from .tensors.dtensor import mesh_groups
-from .tensors.process_groups import checked_group, group_named, ranks_of
+from .tensors.process_groups import checked_group, group_name, group_named, ranks_of
 from .tensors.storage import STEP, TrainedParam, trained_params, with_average
 from .tensors.warning import warn
 
@@ -56,8 +56,7 @@ class Muon(SkipsSteps, Optimizer):
             matrices or (count, m, n) stacks: plain tensors, or DTensors with any placement except Partial. Under DDP,
             each rank orthogonalizes a share of the plain tensors. A rank without trained matrices passes an empty list.
 
-        process_group: the ranks that train these parameters together, by default all. Collective methods are collective
-            over this group. A rank that trains a model alone passes a group of itself.
+        process_group: the ranks that train these parameters together, by default all.
 
     The remaining keywords are the fields of `options.MuonOptions`.
 
@@ -128,15 +127,13 @@ class Muon(SkipsSteps, Optimizer):
         self._agreement: Agreement | None = None
         self._engine: Engine | None = None
         self._closed = False
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        groups = given_groups(params, alone=alone)
+        groups = given_groups(params, alone=len(ranks_of(process_group)) == 1)
         super().__init__(groups, {name: getattr(self._options, name) for name in HYPERPARAMETERS})
 
     def build(self) -> Self:
         """Plan the step, compare the plan between ranks, and allocate momentum and buffers. Returns this optimizer.
 
-        Collective over `process_group`. `step`, `overlap`, `plan`, and `load_state_dict` call `build` if
-        necessary.
+        Collective over `process_group`. `step`, `overlap`, `plan`, and `load_state_dict` call `build` if necessary.
 
         Raises:
             ValueError: on every rank, for a parameter on the meta device, passed twice, or placed as Partial; for
@@ -287,19 +284,18 @@ class Muon(SkipsSteps, Optimizer):
     def check_replicas(self, own: Iterable[str] = ()) -> None:
         """Raise ValueError on every rank if replicas of weights or states, or hyperparameters, differ between ranks.
 
-        Collective over `process_group`, between steps; the host waits. `own`: globs on names of plain tensors
-        that each rank trains separately.
+        Collective over `process_group`, between steps; the host waits. `own`: globs on names of plain tensors that each
+        rank trains separately.
         """
         self.synchronize()
         separate = [parameter.fqn for parameter in self.plan.parameters if parameter.separate]
         check_equal({"muon": self}, self._agreed, (*own, *separate))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load hyperparameters and momentum, from Muon or torch.optim.Muon (further optimizers:
-        `titan_muon.converted`).
+        """Load hyperparameters and momentum of Muon or torch.optim.Muon (further optimizers: `titan_muon.converted`).
 
-        Collective over `process_group`. Raises ValueError on every rank, before anything is loaded, for
-        different parameters or a different optimizer, and for momentum missing or with a different mesh or placement.
+        Collective over `process_group`. Raises ValueError on every rank, before anything is loaded, for different
+        parameters or a different optimizer, and for momentum missing or with a different mesh or placement.
         """
         with after_pre_hooks(self, state_dict) as loaded:
             self._load(loaded)
@@ -405,8 +401,7 @@ class Muon(SkipsSteps, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
-        name = None if self.process_group is None else self.process_group.group_name
-        return {**super().__getstate__(), "_options": self._options, "process_group": name}
+        return {**super().__getstate__(), "_options": self._options, "process_group": group_name(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Optimizer.load_state_dict calls this too, with only groups and state.
@@ -446,10 +441,8 @@ class Muon(SkipsSteps, Optimizer):
         known = {g: group for trained in params for g, group in mesh_groups(trained.param, agreement.rank).items()}
         agreement.open(report, known, device_of(params))
         previous = () if self._engine is None else self._engine.features
-        rest = (self._collectives(), agreement, self._rule_states(plan), previous)
-        engine = together(
-            lambda: engine_of(plan, geometries, params, self._options, *rest, muon=self, carried=self._carried)
-        )
+        rest = (self._options, self._collectives(), agreement, self._rule_states(plan), previous)
+        engine = together(lambda: engine_of(plan, geometries, params, *rest, muon=self, carried=self._carried))
         engine.warm_up()
         return engine
 

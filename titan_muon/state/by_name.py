@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..tensors.names import canonical_fqn, listed, named_parameters
+from ..tensors.warning import warn
 from .saved import is_muons, renamed
 
 Groups = Sequence[Mapping[str, Any]]
@@ -44,11 +44,9 @@ def regrouped(saved: Groups, groups: Groups) -> list[dict[str, Any]]:
         new["params"] = [sources[fqn][1] if fqn in sources else fqn for fqn in group["param_names"]]
         result.append(new)
     if missing:
-        warnings.warn(f"the state dict has no {', '.join(sorted(missing))}: the present values stay", stacklevel=2)
+        warn(f"the state dict has no {', '.join(sorted(missing))}: the present values stay")
     if kept:
-        warnings.warn(
-            f"the state dict was saved with other groups: the present values stay for {'; '.join(kept)}", stacklevel=2
-        )
+        warn(f"the state dict was saved with other groups: the present values stay for {'; '.join(kept)}")
     return result
 
 
@@ -76,10 +74,9 @@ def of_adamw(saved: Groups, groups: Groups, orders: Sequence[Sequence[str]]) -> 
             f"{listed(missing)}: the state dict of AdamW has no such parameter; load one of the same model"
         )
     muon = [fqn for fqn, p in named_parameters(groups) if p.requires_grad and fqn not in dict(named_parameters(mine))]
-    warnings.warn(
+    warn(
         "the state dict is AdamW's: its averages continue, and hyperparameters stay those of this Hybrid; it has no "
-        f"momentum for {listed(muon, 2)}, whose momentum stays as it is, zero before the first step",
-        stacklevel=2,
+        f"momentum for {listed(muon, 2)}, whose momentum stays as it is, zero before the first step"
     )
     return [{**group, "params": [places.get(fqn, fqn) for fqn in group["param_names"]]} for group in mine]
 

@@ -57,6 +57,11 @@ def group_count() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
+def group_name(group: dist.ProcessGroup | None) -> str | None:
+    """PyTorch's name of a process group; None for None."""
+    return None if group is None else group.group_name
+
+
 def group_named(name: Any) -> dist.ProcessGroup | None:
     """The process group with this `group_name`; None for None. Raises ValueError if this process has no such group."""
     if name is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import warnings
+from types import FrameType
 
 INTERNAL = frozenset(("titan_muon", "torch", "contextlib"))
 """Packages between a warning and the code of the user."""
@@ -11,7 +12,11 @@ INTERNAL = frozenset(("titan_muon", "torch", "contextlib"))
 
 def warn(text: str) -> None:
     """Warn at the innermost line outside of this package and of torch."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in INTERNAL:
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_back is not None and _is_internal(frame):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
+
+
+def _is_internal(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in INTERNAL
