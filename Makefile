@@ -92,6 +92,8 @@ integrations: $(INTEGRATIONS_STAMP)
 $(INTEGRATIONS_STAMP): pyproject.toml constraints-integrations.txt
 	$(PYTHON) -m venv $(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check -c constraints-integrations.txt -e '.[integrations]'
+	# Alone, because timm's schedulers do not need torchvision, and pip has no torchvision for a PyTorch without CUDA.
+	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check --no-deps timm==1.0.31
 	touch $@
 
 rehearse: $(NEWEST_STAMP)

@@ -1,8 +1,9 @@
 """Runs an example on a rank and writes the final weights: `python -m tests.integrations.run_example NAME DIR OUT`."""
 
 import argparse
-import importlib
+import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -32,6 +33,12 @@ def allow_fsdp_on_cpus() -> None:
     state.AcceleratorState.__init__ = patched
 
 
+def without_torchvision() -> None:
+    """Let timm's schedulers be imported without its models, which need torchvision."""
+    if found := importlib.util.find_spec("timm"):
+        sys.modules["timm"] = importlib.util.module_from_spec(found)
+
+
 def whole(parameter: Tensor) -> Tensor:
     """A copy of a parameter with the shards of all ranks."""
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
@@ -49,6 +56,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     allow_fsdp_on_cpus()
+    without_torchvision()
     Path(args.folder).mkdir(parents=True, exist_ok=True)
     if args.group:
         dist.init_process_group("gloo")

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 MISSING = [
-    name for name in ("accelerate", "lightning", "peft", "transformers") if importlib.util.find_spec(name) is None
+    name
+    for name in ("accelerate", "lightning", "peft", "timm", "transformers")
+    if importlib.util.find_spec(name) is None
 ]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: make integrations")
 
@@ -35,6 +37,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, str]]] = {
     "ddp-1": ("ddp", 1, {}, {}),
     "ddp": ("ddp", 2, {}, {}),
     "fsdp2": ("ddp", 2, {"fsdp": True}, {}),
+    "schedules": ("schedules", 1, {}, {}),
 }
 """By name: example, ranks, arguments of `train`, environment variables."""
 
