@@ -25,7 +25,7 @@ def train(folder: str, resume: bool = False) -> nn.Module:
     optimizer = Hybrid(llama, lr=2e-3)
     for group in optimizer.param_groups:
         group["lr_scale"] = 0.9  # timm's layer decay
-    for step, batch in zip(range(12), DataLoader(Tokens(), batch_size=2)):
+    for step, batch in zip(range(12), DataLoader(Tokens(), batch_size=2), strict=False):
         phase, place = divmod(step, 4)
         if place == 0:
             llama.model.embed_tokens.requires_grad_(phase != 1)

@@ -11,11 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-MISSING = [
-    name
-    for name in ("accelerate", "lightning", "peft", "timm", "transformers")
-    if importlib.util.find_spec(name) is None
-]
+NEEDED = ("accelerate", "lightning", "peft", "timm", "transformers")
+MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: make integrations")
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
