@@ -49,13 +49,13 @@ class Curve:
         """Warnings for a report, once until training recovers."""
         problems = dict(self._problems(report))
         lines = [text for name, text in problems.items() if text and name not in self._named]
-        was_named, self._named = self._named, {name for name, text in problems.items() if text}
-        if problems:
+        self._named |= {name for name, text in problems.items() if text}
+        if problems or (self._named and report.loss > max(self._newer_losses(), default=math.inf)):
             self.sound_until = self._last_sound
         else:
-            if was_named:
+            if self._named:
                 lines.append(f"step {report.step}: loss and gradient norm look as before again")
-            self.sound_until, self._loaded_from = None, None
+            self.sound_until, self._loaded_from, self._named = None, None, set()
             self._last_sound = report.step
             self._sound.append(report)
         return lines
@@ -77,13 +77,21 @@ class Curve:
             )
         yield from self._high_loss(report)
 
+    def _newer_losses(self) -> list[float]:
+        """The newer half of the last sound losses, because a young run began with the losses of a new model."""
+        losses = [sound.loss for sound in self._sound][-LOSS_WINDOW:]
+        return losses[len(losses) // 2 :]
+
     def _high_loss(self, report: Report) -> Iterable[tuple[str, str]]:
         losses = [sound.loss for sound in self._sound][-LOSS_WINDOW:]
         middle = statistics.median(losses)
         deviation = statistics.median(abs(loss - middle) for loss in losses)
         limit = middle + max(DEVIATIONS * deviation, LEAST_RISE * middle)
+        if self._loaded_from is not None and len(self._sound) < WINDOW:
+            middle = statistics.median(self._newer_losses())
+            limit = (1 + LEAST_RISE) * max(self._newer_losses())
         self._high = self._high + 1 if report.loss > limit else 0
-        above_all = report.loss > max(sound.loss for sound in self._sound)
+        above_all = len(self._sound) < WINDOW or report.loss > max(sound.loss for sound in self._sound)
         if self._loaded_from is not None and self._high >= HIGH_REPORTS_RESUMED and above_all:
             yield (
                 "high",

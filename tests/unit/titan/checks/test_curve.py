@@ -67,6 +67,34 @@ def test_losses_far_from_losses_before_a_checkpoint_are_named() -> None:
     assert "since the checkpoint of step 60 the loss is 5.6000, and the median before was" in line
 
 
+def test_old_weights_in_a_young_run_are_named() -> None:
+    """The window still has the first loss, which is as high as a new model's."""
+    losses = (5.55, 5.1, 4.6, 4.2, 3.8, 3.6)
+    curve = Curve(Report(step, loss, 1.0) for step, loss in zip((1, 4, 8, 12, 16, 20), losses, strict=True))
+    lines = warnings(curve, [Report(24, 5.5, 1.0), Report(28, 5.4, 1.0), Report(32, 5.3, 1.0)])
+    (line,) = lines
+    assert line.startswith("step 32: since the checkpoint of step 20 the loss is 5.3000, and the median before was 3.8")
+
+
+def test_resumes_of_young_healthy_runs_cause_no_warning() -> None:
+    for seed in range(10):
+        reports = healthy(70, seed)
+        for resumed in range(1, 60, 3):
+            assert warnings(Curve(reports[:resumed]), reports[resumed:]) == []
+
+
+def test_training_is_as_before_only_with_a_loss_as_before() -> None:
+    """After a step with gradients of zeros, the loss of a model that was reset is no recovery."""
+    curve = Curve()
+    losses = (5.55, 5.5, 5.4, 5.3, 5.2, 5.05)
+    warnings(curve, [Report(step, loss, 1.0) for step, loss in enumerate(losses, start=1)])
+    (line,) = warnings(curve, [Report(7, 5.05, 0.0), Report(8, 5.55, 1.0), Report(9, 5.5, 1.0)])
+    assert line.startswith("step 7: the norm of all gradients is 0")
+    assert curve.sound_until == 6
+    assert warnings(curve, [Report(10, 5.1, 1.0)]) == ["step 10: loss and gradient norm look as before again"]
+    assert curve.sound_until is None
+
+
 def test_reports_are_read_from_records_of_a_metrics_file() -> None:
     records = [
         {"step": 1, "loss": 2.0, "grad_norm": 1.0},
