@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -70,14 +71,20 @@ def labeled(optimizers: Mapping[str, Optimizer]) -> dict[str, Hashable]:
     }
 
 
-def check_equal(optimizers: Mapping[str, Optimizer], agreement: Agreement, own: Iterable[str] = ()) -> None:
+def check_equal(
+    optimizers: Mapping[str, Optimizer],
+    agreement: Agreement,
+    own: Iterable[str] = (),
+    buffers: Iterable[tuple[str, Tensor]] = (),
+) -> None:
     """Raise ValueError on every rank if replicas or hyperparameters differ between ranks.
 
     Collective over the agreement's ranks. The host waits for the device and for all ranks. `own`: globs on names of
-    plain tensors that each rank trains separately.
+    plain tensors that each rank trains separately. `buffers`: (name, tensor) of further tensors.
     """
+    tensors = chain(tensors_of(optimizers), ((name, name, buffer) for name, buffer in buffers))
     # Together, because a rank with an error would leave the others in a collective.
-    values, shards = agreement.together(lambda: _held(optimizers, tuple(own)))
+    values, shards = agreement.together(lambda: _held(optimizers, tensors, tuple(own)))
     differing = {label: values[label] for label in sorted(agreement.differing(values))}
     for (mesh, axes), sums in shards.items():
         differing |= _differing_shards(mesh, axes, sums)
@@ -90,12 +97,12 @@ def check_equal(optimizers: Mapping[str, Optimizer], agreement: Agreement, own: 
 
 
 def _held(
-    optimizers: Mapping[str, Optimizer], own: Sequence[str]
+    optimizers: Mapping[str, Optimizer], tensors: Iterable[tuple[str, str, Tensor]], own: Sequence[str]
 ) -> tuple[dict[str, Held], dict[tuple[DeviceMesh, tuple[int, ...]], dict[str, int]]]:
     """Hyperparameters and plain tensors by label, and the bit sums of shards by mesh and replicated axes."""
     shards: dict[tuple[DeviceMesh, tuple[int, ...]], dict[str, Tensor]] = {}
     plain: dict[str, Tensor] = {}
-    for fqn, label, tensor in tensors_of(optimizers):
+    for fqn, label, tensor in tensors:
         if not isinstance(tensor, DTensor):
             if not any(fnmatchcase(fqn, pattern) for pattern in own):
                 plain[label] = tensor
@@ -103,7 +110,7 @@ def _held(
             shards.setdefault((tensor.device_mesh, axes), {})[label] = tensor
     values: dict[str, Held] = {label: Held(text, is_tensor=False) for label, text in labeled(optimizers).items()}
     values |= {label: Held((tuple(plain[label].shape), number)) for label, number in _sums(plain).items()}
-    return values, {axes: _sums(tensors) for axes, tensors in shards.items()}
+    return values, {axes: _sums(held) for axes, held in shards.items()}
 
 
 def difference(everywhere: Mapping[int, Mapping[str, Hashable]]) -> str:

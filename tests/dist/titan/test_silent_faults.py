@@ -181,6 +181,10 @@ def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         if trainer.step == 2:
             trainer.model_parts[0].layers["1"].attention.wo.weight.detach().to_local()[0, 0] += 1e-6
 
+    def bias(trainer: Any) -> None:
+        if trainer.step == 2:
+            trainer.model_parts[0].layers["1"].moe.expert_bias_E[0] += 1
+
     def no_counts(original: Any, optimizers: Any, state: Any) -> None:
         original(optimizers, state)
         for values in [values for optimizer in optimizers for values in optimizer.state.values() if "step" in values]:
@@ -216,6 +220,9 @@ def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         "not cleared": outcome(folder, "kept", patched(HybridOptimizers, "zero_grad", nothing)),
         "equal": outcome(folder, "equal", **replicas),
         "drift": outcome(folder, "drift", only(rank == 1, gradients(drift)), **replicas),
+        "bias": outcome(
+            folder, "bias", only(rank == 1, gradients(bias)), **replicas, model__name="qwen3", model__flavor="moe_tiny"
+        ),
         "position": outcome(
             folder,
             "healthy",
@@ -262,6 +269,7 @@ def test_faults_in_a_step_are_named(tmp_path: Path) -> None:
         assert (
             "RunFault: step 2: values that must be equal on ranks differ: layers.1.attention.wo.weight" in text["drift"]
         )
+        assert "Fault: step 2: values that must be equal on ranks differ: layers.1.moe.expert_bias_E" in text["bias"]
         assert (
             "FloatingPointError: layers.1.attention.wo.weight: gradient or momentum was not finite"
             in text["after the clip"]
@@ -298,6 +306,14 @@ def damaged_checkpoints(rank: int, world_size: int, folder: Path) -> dict[str, s
     damage(lambda: newest.write_bytes(b"\0" * newest.stat().st_size))
     damage(lambda: shutil.copy(steps / "step-1" / "__1_0.distcp", steps / "step-2" / "__1_0.distcp"))
     shown["resumed"] = outcome(folder, "run", **resumed)
+
+    def poison(trainer: Any) -> None:
+        if trainer.step == 5 and rank:
+            trainer.model_parts[0].layers["1"].attention.wo.weight.detach().to_local()[0, 0] = 2.0**100
+
+    for attempt in ("poisoned", "again", "older"):
+        shown[attempt] = outcome(folder, "run", gradients(poison), **{**resumed, "training__steps": 5})
+    assert not (steps / "step-5").exists()
     flipped = steps / "step-4" / ".metadata"
     damage(lambda: flipped.write_bytes(flipped.read_bytes()[:-9] + b"\1" + flipped.read_bytes()[-8:]))
     shown["flipped"] = outcome(folder, "run", **{**resumed, "checkpoint__load_step": 4, "training__steps": 5})
@@ -319,7 +335,10 @@ def damaged_checkpoints(rank: int, world_size: int, folder: Path) -> dict[str, s
 
 
 def test_damaged_checkpoints_are_skipped_and_a_full_disk_is_named(tmp_path: Path) -> None:
-    """Zeros, a file of another step and flipped metadata must not be loaded; the newest whole step is used."""
+    """Zeros, a file of another step and flipped metadata must not be loaded; the newest whole step is used.
+
+    A weight beyond all bounds is not saved, and after two divergences from a checkpoint the older checkpoint is used.
+    """
     tiny.write_recipe(tmp_path)
     shown = run_ranks(damaged_checkpoints, 2, tmp_path)
     assert "was removed; checkpoints up to step 2 are gone" in shown[0]["removed"]
@@ -328,6 +347,11 @@ def test_damaged_checkpoints_are_skipped_and_a_full_disk_is_named(tmp_path: Path
     assert "step-3 is passed over: __1_0.distcp has other bytes than were saved" in text
     assert "step-2 is passed over: __1_0.distcp has other bytes than were saved" in text
     assert "continuing after step 1" in text
+    for attempt, step in (("poisoned", 4), ("again", 4), ("older", 3)):
+        text = shown[0][attempt]
+        assert f"continuing after step {step}" in text
+        assert ("training diverged twice from there" in text) == (step == 3)
+        assert "step 5: weights are not finite or larger than 1e+06 (layers.1.attention.wo.weight on rank 1)" in text
     for rank in shown:
         assert "RecipeError: checkpoint.load_step = 4" in rank["flipped"]
         assert ".metadata has other bytes than were saved" in rank["flipped"]

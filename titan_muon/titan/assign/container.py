@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_muon import options, registry
@@ -14,6 +15,7 @@ from titan_muon.assignment.parts import Parts, parts_of
 from titan_muon.assignment.roles import Seen, see
 from titan_muon.assignment.rules import Default, default_rules
 from titan_muon.comm.agreement import Agreement
+from titan_muon.comm.equality import check_equal
 from titan_muon.fsdp.forward_hooks import apply_in_forward, late_applies
 from titan_muon.hybrid import OfParts
 from titan_muon.options import Rule
@@ -89,11 +91,30 @@ class HybridOptimizers(OfParts, OptimizersContainer):
             if option != "lr" and old != value:
                 yield f"{tags[fqn]}.{option.removeprefix('initial_')}: {old} -> {value}"
 
+    def check_replicas(self, own: Iterable[str] = ()) -> None:
+        """As `Hybrid.check_replicas`, and for the saved buffers of the model, such as the load-balancing bias."""
+        super().check_replicas(own)
+        check_equal({}, Agreement(), buffers=saved_buffers(self.model_parts))
+
     def clipped_parameters(self, choice: str) -> list[Tensor]:
         """Parameters clipped under `optimizer.clip = choice`; `adamw`: all but Muon's."""
         # Other packages' updates probably grow with the gradient, like AdamW's.
         spared = {"all": (), "adamw": ("muon",), "none": tuple(self.parts.groups)}[choice]
         return [parameter for name in self.parts.groups if name not in spared for parameter in self.parameters(name)]
+
+
+def saved_buffers(model_parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """(name, buffer) of the buffers in the model's state dict. Replicas become plain tensors.
+
+    A buffer is replicated on all ranks of its pipeline stage, and the mesh of a DTensor may have tensor-parallel ranks
+    alone.
+    """
+    for part in model_parts:
+        parameters = {canonical_fqn(name) for name, _ in part.named_parameters(remove_duplicate=False)}
+        for name, value in part.state_dict().items():
+            if canonical_fqn(name) not in parameters and isinstance(value, Tensor):
+                whole = isinstance(value, DTensor) and all(p.is_replicate() for p in value.placements)
+                yield canonical_fqn(name), value.to_local() if whole else value
 
 
 def parts_of_config(

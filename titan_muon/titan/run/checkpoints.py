@@ -126,7 +126,8 @@ class RunCheckpoints(CheckpointManager):
         """Raises FloatingPointError for a diverged model; set by the trainer."""
         self.protected_until: int | None = None
         """The newest checkpoint up to this step stays; set by the trainer when training looks wrong."""
-        self._last_saved: int | None = None
+        self.last_saved: int | None = None
+        """The newest step that this process saved."""
         self._missing: tuple[str, ...] = ()
         super().__init__(config, **kwargs)
         self.schedule = Schedule(config.schedule)
@@ -150,23 +151,23 @@ class RunCheckpoints(CheckpointManager):
                 saved = bool(super()._save(curr_step, last_step))
             except CheckpointException as error:
                 raise self._not_saved(curr_step, error) from error
-            self._last_saved = curr_step
+            self.last_saved = curr_step
             return saved
 
     def _wait_for_saving(self) -> None:
         try:
             super()._wait_for_saving()
         except CheckpointException as error:
-            assert self._last_saved is not None, "a save that is waited for has begun"
-            raise self._not_saved(self._last_saved, error) from error
+            assert self.last_saved is not None, "a save that is waited for has begun"
+            raise self._not_saved(self.last_saved, error) from error
 
     def _check_folder(self, step: int) -> None:
         """Raise RunFault on every rank if the disk is too full for a checkpoint. Warn if the folder was removed."""
         message: list[str | None] = [None]
         if dist.get_rank() == 0:
             folder = Path(self.folder)
-            if self._last_saved is not None and not folder.is_dir():
-                say(f"warning: {folder} was removed; checkpoints up to step {self._last_saved} are gone")
+            if self.last_saved is not None and not folder.is_dir():
+                say(f"warning: {folder} was removed; checkpoints up to step {self.last_saved} are gone")
             needed, free = self._bytes_needed(), free_bytes(folder)
             if free < needed:
                 message[0] = full_disk(folder, step, needed, free, self._newest_whole())

@@ -140,6 +140,10 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
                 with StopSignals(group, announce=dist.get_rank() == 0, on_progress=watchdog.advance) as stop:
                     trainer.train(stop)
             watchdog.finish()
+        except FloatingPointError:
+            if dist.get_rank() == 0 and trainer.checkpointer.last_saved is None:
+                runs.note_divergence(run, recipe)
+            raise
         finally:
             trainer.close()
     return run.folder

@@ -9,6 +9,7 @@ import itertools
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from titan_muon.titan.storage.space import unusable
 OPTIMIZERS_FILE = "optimizers.txt"
 RECIPE_FILE = "recipe.toml"
 LATEST_FILE = "latest"
+DIVERGED_FILE = "diverged"
+"""In a checkpoint's folder: a line with a recipe's digest for each divergence."""
 FORMAT = "%Y%m%d-%H%M%S"
 Flaws = Mapping[Path, str]
 
@@ -115,7 +118,7 @@ def open_run(
         return Run(str(new_folder()), str(source), str(checkpoint))
     # A new folder, so that later results are not overwritten.
     later = (checkpoint_path(checkpoints, other) for other in _later(checkpoints, step))
-    goes_back = any(_flaw(path, flaws) is None for path in later)
+    goes_back = any(_flaw(path, flaws) is None and not _diverged_twice(path, recipe) for path in later)
     _, seconds = read_until(source / METRICS_FILE, step)
     return Run(str(new_folder() if goes_back else source), str(source), str(checkpoint), step, seconds)
 
@@ -156,6 +159,28 @@ def begin(run: Run, recipe: Recipe) -> None:
             # PyTorch would save beside the old files.
             numbered = _numbered(checkpoint.with_name(f"aside-{step}"))
             checkpoint.rename(next(path for path in numbered if not path.exists()))
+
+
+def note_divergence(run: Run, recipe: Recipe) -> None:
+    """Note in the continued checkpoint that training diverged before another save; called on rank 0."""
+    # The error of the divergence matters more than a disk that takes no note.
+    with contextlib.suppress(OSError):
+        if run.checkpoint is not None:
+            with Path(run.checkpoint, DIVERGED_FILE).open("a", encoding="utf-8") as file:
+                file.write(_digest(recipe) + "\n")
+
+
+def _diverged_twice(checkpoint: Path, recipe: Recipe) -> bool:
+    """Whether two attempts of the recipe from a checkpoint diverged. Killed attempts do not count."""
+    file = checkpoint / DIVERGED_FILE
+    lines = file.read_text(encoding="utf-8", errors="replace").split() if file.is_file() else []
+    return lines.count(_digest(recipe)) >= 2
+
+
+def _digest(recipe: Recipe) -> str:
+    # A restart loads another checkpoint than the first attempt.
+    text = to_toml(replace(recipe, checkpoint=Recipe().checkpoint))
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def keep_folder(run: Run, recipe: Recipe, lock: FolderLock) -> None:
@@ -302,23 +327,29 @@ def _latest_run(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | 
 
 
 def _whole_step(recipe: Recipe, folder: Path, flaws: Flaws) -> int | None:
-    """Step to continue from; None without a whole checkpoint. Prints newer, damaged checkpoints."""
+    """Step to continue from; None without a whole checkpoint. Prints the newer checkpoints that are passed over."""
     checkpoints = folder / recipe.checkpoint.folder
     asked = recipe.checkpoint.load_step
     if asked != -1:
         return _asked_step(checkpoints, asked, flaws, must_exist=recipe.checkpoint.load != "latest")
-    passed: list[str] = []
-    whole = None
+    passed: dict[int, str] = {}
+    # A checkpoint from which training diverged is better than none.
+    usable: list[int] = []
     for step in saved_steps(checkpoints):
         path = checkpoint_path(checkpoints, step)
         wrong = _flaw(path, flaws)
+        if wrong is None and _diverged_twice(path, recipe):
+            usable.append(step)
+            wrong = f"training diverged twice from there; checkpoint.load_step = {step} takes it nevertheless"
         if wrong is None:
-            whole = step
+            usable.insert(0, step)
             break
         if path not in flaws:
-            passed.append(f"warning: checkpoint {path} is passed over: {wrong}")
-    for line in passed:
-        say(line if whole is None else f"{line}; using step {whole} instead")
+            passed[step] = f"warning: checkpoint {path} is passed over: {wrong}"
+    whole = usable[0] if usable else None
+    for step, line in passed.items():
+        if whole is None or step > whole:
+            say(line if whole is None else f"{line}; using step {whole} instead")
     return whole
 
 

@@ -40,6 +40,8 @@ from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.step_timer import StepTimer
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+LARGEST_WEIGHT = 1e6
+"""A flipped exponent bit makes a weight far larger, and training does not."""
 
 
 class MuonTrainer(Trainer):
@@ -283,18 +285,24 @@ class MuonTrainer(Trainer):
 
     @torch.no_grad()
     def _check_weights(self, step: int) -> None:
-        """Raise FloatingPointError on all ranks, before a save, if a weight or gradient of Muon is not finite."""
+        """Raise FloatingPointError on all ranks, before a save, for a gradient of Muon that is not finite, or a weight
+        that is not finite or above LARGEST_WEIGHT."""
         self._warn(self.checks.check_norm())
         self.optimizers.check_last_step()
         self._check_replicas(step)
-        shards = [local(p) for part in self.model_parts for p in part.parameters()]
-        norms = torch._foreach_norm([shard for shard in shards if shard.numel() > 0], math.inf)
-        broken = [norm.to(self.device).isfinite().logical_not() for norm in norms]
-        broken_ranks = torch.stack(broken).any().float() if broken else torch.zeros((), device=self.device)
-        dist.all_reduce(broken_ranks, op=dist.ReduceOp.MAX)
-        if broken_ranks.item():
+        named = ((name, local(p)) for part in self.model_parts for name, p in part.named_parameters())
+        shards = {canonical_fqn(name): shard for name, shard in named if shard.numel() > 0}
+        norms = [norm.to(self.device, torch.float64) for norm in torch._foreach_norm([*shards.values()], math.inf)]
+        # A rank may have empty shards alone, and the comparison is false for NaN.
+        largest = torch.stack([torch.zeros((), dtype=torch.float64, device=self.device), *norms])
+        largest = largest.where(largest <= LARGEST_WEIGHT, math.inf)
+        everywhere = largest.max()
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
+        causes = NormCheck(everywhere, [*shards], largest[1:]).causes()
+        if causes is not None:
             raise FloatingPointError(
-                f"step {step}: some weights are not finite, and nothing is saved from this step. {ADVICE}"
+                f"step {step}: weights are not finite or larger than {LARGEST_WEIGHT:g} ({causes}), and nothing is "
+                f"saved from this step. {ADVICE} If a rank is named again, test its memory."
             )
 
     def _check_replicas(self, step: int) -> None:

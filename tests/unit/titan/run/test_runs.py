@@ -29,6 +29,7 @@ from titan_muon.titan.run.runs import (  # noqa: E402
     changed_keys,
     changes_text,
     discard,
+    note_divergence,
     open_run,
     run_folders,
 )
@@ -110,6 +111,37 @@ def test_new_runs_never_share_a_folder(tmp_path: Path) -> None:
     for run in runs:
         assert load(Path(run.folder) / "recipe.toml") == tiny.recipe(tmp_path)
         assert (run.checkpoint, run.step) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("saved", "seeds", "asked", "step"),
+    [
+        ((3, 6), (0,), {}, 6),
+        ((3, 6), (0, 0), {}, 3),
+        ((3, 6), (0, 1), {}, 6),
+        ((3, 6), (0, 0), {"checkpoint__load_step": 6}, 6),
+        ((6,), (0, 0), {}, 6),
+    ],
+    ids=["once", "twice", "two recipes", "asked", "no other"],
+)
+def test_a_checkpoint_from_which_training_diverged_twice_is_passed_over(
+    tmp_path: Path,
+    saved: tuple[int, ...],
+    seeds: tuple[int, ...],
+    asked: dict[str, int],
+    step: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A poisoned checkpoint must not end every restart."""
+    run = finished_run(tmp_path, *saved)
+    recipe = tiny.recipe(tmp_path, checkpoint__load="latest", **asked)
+    for seed in seeds:
+        continued = Run(str(run), str(run), str(run / "checkpoint" / "step-6"), 6)
+        note_divergence(continued, tiny.recipe(tmp_path, data__seed=seed, checkpoint__load=str(run)))
+    opened = open_run(recipe)
+    assert (opened.step, opened.folder) == (step, str(run))
+    text = "training diverged twice from there; checkpoint.load_step = 6 takes it nevertheless; using step 3 instead"
+    assert (text in capsys.readouterr().out) == (step == 3)
 
 
 def test_latest_continues_after_the_newest_whole_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
