@@ -292,9 +292,10 @@ class MuonTrainer(Trainer):
         self._check_replicas(step)
         named = ((name, local(p)) for part in self.model_parts for name, p in part.named_parameters())
         shards = {canonical_fqn(name): shard for name, shard in named if shard.numel() > 0}
-        norms = [norm.to(self.device, torch.float64) for norm in torch._foreach_norm([*shards.values()], math.inf)]
-        # A rank may have empty shards alone, and the comparison is false for NaN.
-        largest = torch.stack([torch.zeros((), dtype=torch.float64, device=self.device), *norms])
+        # A rank may have empty shards alone.
+        norms = torch._foreach_norm([torch.zeros(1), *shards.values()], math.inf)
+        largest = torch.stack([norm.to(self.device, torch.float64) for norm in norms])
+        # The comparison is false for NaN.
         largest = largest.where(largest <= LARGEST_WEIGHT, math.inf)
         everywhere = largest.max()
         dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
