@@ -293,7 +293,7 @@ class MuonTrainer(Trainer):
         named = ((name, local(p)) for part in self.model_parts for name, p in part.named_parameters())
         shards = {canonical_fqn(name): shard for name, shard in named if shard.numel() > 0}
         # A rank may have empty shards alone.
-        norms = torch._foreach_norm([torch.zeros(1), *shards.values()], math.inf)
+        norms = torch._foreach_norm([torch.zeros(1, device=self.device), *shards.values()], math.inf)
         largest = torch.stack([norm.to(self.device, torch.float64) for norm in norms])
         # The comparison is false for NaN.
         largest = largest.where(largest <= LARGEST_WEIGHT, math.inf)
