@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -51,6 +52,15 @@ LOCAL_OPTIONS = (
     "offload",
 )
 """Options that may differ between ranks, for example `machine.file` between nodes."""
+
+
+def check_not_captured(device: torch.device) -> None:
+    """Raise ValueError if a CUDA graph is being captured on the current stream."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "Muon.step cannot be captured in a CUDA graph, because the host reads the faults of the last step; capture "
+            "forward and backward alone, and call step() after the replay"
+        )
 
 
 class Engine:
@@ -102,6 +112,7 @@ class Engine:
     ) -> tuple[list[Fault], bool]:
         """The fault of each parameter before a step, and whether any storage has moved."""
         rank = self.rank
+        check_not_captured(rank.device)
         current = dict(named_parameters(groups))
         faults: list[Fault] = []
         group, of_group, moved = None, Fault.NONE, False

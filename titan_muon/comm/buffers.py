@@ -105,6 +105,7 @@ class BucketBuffers:
 
     Attributes:
         stored: every stored piece; the result arrives in the view.
+        arrived: the buffer of these views.
         packed: by matrix, the view for the piece to send.
         repeated: (target, source) views of pieces for several ranks.
         sources: gathered pieces by matrix.
@@ -113,6 +114,7 @@ class BucketBuffers:
     """
 
     stored: tuple[BufferPiece, ...]
+    arrived: Tensor
     packed: Mapping[int, Tensor]
     repeated: tuple[tuple[Tensor, Tensor], ...]
     sources: Mapping[int, tuple[BufferPiece, ...]]
@@ -123,7 +125,8 @@ class BucketBuffers:
 def bucket_buffers(run: BucketProgram, rank: int, buffer_set: BufferSet) -> BucketBuffers:
     """The views of a bucket in a buffer set."""
     gathering, returning = run.gathering, run.returning
-    stored = _pieces(run.stored, buffer_set.home if run.spreading is None else buffer_set.shared)
+    arrived = buffer_set.home if run.spreading is None else buffer_set.shared
+    stored = _pieces(run.stored, arrived)
     targets: Mapping[int, tuple[BufferPiece, ...]]
     if returning is None:
         targets = {piece.matrix: (piece,) for piece in stored}
@@ -137,6 +140,7 @@ def bucket_buffers(run: BucketProgram, rank: int, buffer_set: BufferSet) -> Buck
     summed = returning is not None and returning.collective is Collective.REDUCE_SCATTER
     return BucketBuffers(
         stored,
+        arrived,
         packed,
         tuple((target, source) for target, source in places if target is not source),
         _by_matrix(run, gathering, buffer_set.inbox, buffer_set.home, rank),

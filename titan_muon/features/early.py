@@ -29,7 +29,6 @@ from ..step.gradients import Step, grad_matrix
 from ..step.ranges import trace_range
 from ..step.stages import RankStages, Stages
 from ..tensors.storage import TrainedParam, placement_key
-from ..tensors.warning import warn
 
 
 class Packed(NamedTuple):
@@ -54,14 +53,21 @@ class Packed(NamedTuple):
         return current.grad is self.grad and current[1:] == self[1:]
 
 
-def shared_queue(device: str, environ: Mapping[str, str]) -> str:
-    """A warning if all streams of a GPU share one queue; else empty."""
-    if device != "cuda" or environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
-        return ""
-    return (
-        "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one queue, where gathers in backward "
-        "(overlap = 'backward') delay the reductions of gradients; unset the variable, or set overlap = 'none'"
-    )
+def check_launch_order(device: str, environ: Mapping[str, str]) -> None:
+    """Raise OptionError for settings by which a GPU runs collectives of different groups in the order of launches.
+
+    This order differs between ranks, see [Note: gathers in backward], so ranks would wait for each other.
+    """
+    if device != "cuda":
+        return
+    for name in ("NCCL_LAUNCH_ORDER_IMPLICIT", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        if environ.get(name) == "1":
+            raise OptionError(
+                "overlap",
+                f"= 'backward' may deadlock with {name}=1: the GPU then runs gathers and reductions of gradients "
+                "in the order of their launches, which differs between ranks; unset the variable on every rank, or set "
+                "'none'",
+            )
 
 
 def _first_rows(stored: Sequence[Tensor | None], parameters: Sequence[int]) -> Tensor | None:
@@ -92,8 +98,7 @@ class EarlyGathers(Feature):
         # On the gradients' stream, packing would delay the next reduction.
         self._stream = self.module.Stream()
         self._rank = rank
-        if warning := shared_queue(rank.device.type, os.environ):
-            warn(warning)
+        check_launch_order(rank.device.type, os.environ)
 
     @staticmethod
     def check(plan: Plan) -> None:

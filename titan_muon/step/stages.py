@@ -75,8 +75,12 @@ class BatchRun:
 
 @dataclass(frozen=True)
 class UpdateBounds:
-    """The largest Frobenius norms of arriving updates, (count,) float32. `parameters`: (count,), on the device."""
+    """The largest Frobenius norms of arriving updates, (count,) float32.
 
+    `views` are parts of `memory`. `parameters`: (count,), on the device.
+    """
+
+    memory: Tensor
     views: tuple[Tensor, ...]
     parameters: Tensor
     norms: Tensor
@@ -222,7 +226,9 @@ class RankStages:
             no_copies = Copies((), ())
             advanced, applied = self._calls(pieces, pieces)
             runs = (BatchRun(no_copies, batch, no_copies),)
-            return BucketRun(advanced, no_copies, runs, applied, None, releases, self._bounds(stored_views))
+            return BucketRun(
+                advanced, no_copies, runs, applied, None, releases, self._bounds(batch.whole, stored_views)
+            )
         return self._travelling_run(buffers, batches, releases)
 
     def _travelling_run(self, buffers: BucketBuffers, batches: Sequence[Batch], releases: tuple[int, ...]) -> BucketRun:
@@ -235,10 +241,10 @@ class RankStages:
         ]
         runs = tuple(BatchRun(assembling(batch, buffers), batch, splitting(batch, buffers)) for batch in batches)
         advanced, applied = self._calls(packed, [piece for piece, _ in stored])
-        bounds = self._bounds([(piece.matrix, piece.view) for piece in buffers.stored])
+        bounds = self._bounds(buffers.arrived, [(piece.matrix, piece.view) for piece in buffers.stored])
         return BucketRun(advanced, Copies.of(buffers.repeated), runs, applied, buffers.cleared, releases, bounds)
 
-    def _bounds(self, pieces: Sequence[tuple[int, Tensor]]) -> UpdateBounds:
+    def _bounds(self, memory: Tensor, pieces: Sequence[tuple[int, Tensor]]) -> UpdateBounds:
         norms, parameters = [], []
         for number, view in pieces:
             matrix = self.plan.matrices[number]
@@ -249,7 +255,7 @@ class RankStages:
             parameters.append(matrix.parameter)
         numbers = torch.tensor(parameters, dtype=torch.int64, device="cpu")
         limits = torch.tensor(norms, dtype=torch.float32, device="cpu")
-        return UpdateBounds(tuple(view for _, view in pieces), self.on_device(numbers), self.on_device(limits))
+        return UpdateBounds(memory, tuple(view for _, view in pieces), self.on_device(numbers), self.on_device(limits))
 
     def on_device(self, tensor: Tensor) -> Tensor:
         return on_device(tensor, self.device)
@@ -331,7 +337,13 @@ class RankStages:
         if bounds.views:
             norms = torch.stack(torch._foreach_norm(bounds.views, 2))
             # The comparison is false for NaN.
-            self.report.add_too_large(bounds.parameters, (norms <= bounds.norms).logical_not_(), late=late)
+            broken = (norms <= bounds.norms).logical_not_()
+            self.report.add_too_large(bounds.parameters, broken, late=late)
+            any_broken = broken.any()
+            # Reading a flag on the CPU does not wait.
+            if any_broken.device.type != "cpu" or any_broken:
+                # The next step raises on all ranks. A mask for each view would take a launch for each.
+                bounds.memory.masked_fill_(any_broken, 0)
 
     def advance_parts(self, calls: Iterable[Advance], step: Step) -> None:
         for call in calls:

@@ -36,6 +36,18 @@ def test_a_momentum_loaded_on_the_host_moves_to_the_parameters_device() -> None:
         muon.step()
 
 
+def test_a_step_in_the_capture_of_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_gpu():
+        param = Parameter(torch.empty(8, 4, device="cuda"))
+        muon = Muon([("w", param)]).build()
+        param.grad = torch.empty(8, 4, device="cuda")
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(ValueError, match=r"^Muon\.step cannot be captured in a CUDA graph, .* after the replay$"):
+            muon.step()
+        monkeypatch.undo()
+        muon.step()
+
+
 def test_connections_are_opened_at_construction_with_the_messages_of_a_step() -> None:
     with fake_gpu(), fake_rank(4, 0):
         mesh = init_device_mesh("cuda", (4,))

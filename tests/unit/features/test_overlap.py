@@ -15,6 +15,7 @@ from tests.dist.features.test_overlap import NAMES, SLOW, Failed, Run
 from tests.stream_order import StreamOrder, stream_order
 from tests.unit.plans import plan_of
 from titan_muon import Muon
+from titan_muon.features import early
 from titan_muon.options import Machine, MuonOptions, OptionError, Overlap
 from titan_muon.owned.param import place_on_owners
 from titan_muon.plan.cost.timeline import timeline
@@ -90,14 +91,19 @@ def run(mesh: DeviceMesh) -> Run:
     return Run(mesh, overlap="backward")
 
 
-def test_a_single_queue_for_every_stream_causes_a_warning_at_the_first_use(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["NCCL_LAUNCH_ORDER_IMPLICIT", "CUDA_DEVICE_MAX_CONNECTIONS"])
+def test_settings_that_order_collectives_of_different_groups_are_refused_because_of_a_deadlock(
+    name: str, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr("titan_muon.features.early.shared_queue", lambda *of: asked.append(of[0]) or "one queue")
-    with pytest.warns(UserWarning, match="one queue"):
+    monkeypatch.setenv(name, "1")
+    Run(mesh, overlap="backward")
+    monkeypatch.setattr(
+        early, "check_launch_order", lambda device, environ, check=early.check_launch_order: check("cuda", environ)
+    )
+    with pytest.raises(ValueError, match=rf"^overlap = 'backward' may deadlock with {name}=1: .* on every rank, or"):
         Run(mesh, overlap="backward")
-    assert asked == ["cpu"]
+    monkeypatch.setenv(name, "8")
+    Run(mesh, overlap="backward")
 
 
 def test_backward_overlap_of_only_owned_parameters_is_refused(mesh: DeviceMesh) -> None:

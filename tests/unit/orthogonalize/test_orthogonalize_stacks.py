@@ -3,10 +3,13 @@
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.accuracy import orthogonality_error, relative_error, singular_band
@@ -308,6 +311,26 @@ def test_cubic_converges_to_the_polar_factor() -> None:
     low, high = singular_band(result)
     assert abs(low.min() - 1) < 1e-10
     assert abs(high.max() - 1) < 1e-10
+
+
+@pytest.mark.parametrize(("steps", "copies"), [(4, 1), (5, 0)])
+def test_a_result_outside_of_the_output_is_copied_on_fake_tensors_too(steps: int, copies: int) -> None:
+    """Their addresses are all 0. An odd number of steps ends in the output."""
+    with FakeTensorMode():
+        stack = torch.empty(2, 8, 16, dtype=torch.bfloat16)
+        with Counted() as counted:
+            standard(stack, coefficients("keller_jordan", steps), 1e-7, torch.bfloat16, out=stack)
+    assert counted.copies == copies
+
+
+class Counted(TorchDispatchMode):
+    """Counts calls of `copy_`."""
+
+    copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.copies += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
 
 
 def test_orthogonality_error_and_band_detect_a_nonorthogonal_matrix() -> None:

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.memory_use import allocated
 from titan_muon import Muon, own
 from titan_muon.comm.buffers import fragmentation
-from titan_muon.features.early import shared_queue
 from titan_muon.features.scaling import ScaledRule
 from titan_muon.options import MuonOptions, PlacementRule
 from titan_muon.plan.cost.times import Costs
@@ -214,8 +213,3 @@ def test_parameters_on_several_devices_are_refused() -> None:
     other = replace(trained[0], fqn="b", param=params[1][1])
     with pytest.raises(ValueError, match="b: is on meta, and a on cpu; move all parameters"):
         check_one_device([*trained, other])
-
-
-@pytest.mark.parametrize(("device", "value", "warns"), [("cuda", "1", True), ("cuda", "8", False), ("cpu", "1", False)])
-def test_a_single_queue_for_every_stream_causes_a_warning(device: str, value: str, warns: bool) -> None:
-    assert bool(shared_queue(device, {"CUDA_DEVICE_MAX_CONNECTIONS": value})) == warns
