@@ -9,7 +9,6 @@ import importlib.util
 import inspect
 import logging
 import os
-import re
 import resource
 import sys
 import time
@@ -42,11 +41,13 @@ def require_recipes() -> None:
     """Raise RecipeError if the installed torchtitan lacks RECIPE_MODULES."""
     missing = [name for name in RECIPE_MODULES if not _exists(name)]
     if missing:
-        version = importlib.metadata.version("torchtitan")
+        spec, version = importlib.util.find_spec("torchtitan"), importlib.metadata.version("torchtitan")
+        folder = "" if spec is None else ", ".join(spec.submodule_search_locations or ())
         raise RecipeError(
-            f"recipes need torchtitan {TORCHTITAN_VERSION}, and torchtitan {version} has no {missing[0]}: install "
-            f"torchtitan=={TORCHTITAN_VERSION}, or train with torchtitan's own configuration, whose slot `optimizer` "
-            "takes titan_muon.titan.HybridOptimizers.Config() in either version"
+            f"recipes need torchtitan's release {TORCHTITAN_VERSION}, and the torchtitan in {folder} (version "
+            f"{version}) has no {missing[0]}: `pip install --force-reinstall torchtitan=={TORCHTITAN_VERSION}`, or "
+            "train with torchtitan's own configuration, whose slot `optimizer` takes "
+            "titan_muon.titan.HybridOptimizers.Config() in either version"
         )
 
 
@@ -278,13 +279,13 @@ def ending_at_once() -> AbstractContextManager[None]:
     return _replaced(trainer, "time", without_sleep)
 
 
-def nonfinite_loss(error: RuntimeError) -> float | None:
-    """The non-finite loss in torchtitan 0.3.0's error; None for any other error.
+def reporting_every_loss() -> AbstractContextManager[None]:
+    """Let torchtitan 0.3.0 report a non-finite loss too, in this context. The report records the step, and raises.
 
-    Remove when torchtitan raises a specific error, or reports the step first.
+    Remove when the trainer reports before it raises.
     """
-    match = re.match(r"Loss is not finite \(global_avg_loss=(\S+)\)", str(error))
-    return None if match is None else float(match[1])
+    trainer = importlib.import_module("torchtitan.trainer")
+    return _replaced(trainer, "math", types.SimpleNamespace(isfinite=lambda loss: True))
 
 
 def spmd_backend(requested: str, *, owned: bool = False, uneven_vocabulary: bool = False) -> str:

@@ -1,10 +1,10 @@
 """Train a recipe in this process: process group, run folder, trainer, exit code."""
 
+import faulthandler
 import gc
 import os
 import resource
 import shlex
-import signal
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -84,7 +84,7 @@ def run(recipe: Recipe, config: str, *, quiet: bool = False) -> int:
         say_fault(error)
     except Exception:
         # The exit may wait for collectives without peers, and the launcher waits for the exit.
-        signal.alarm(SECONDS_TO_EXIT)
+        faulthandler.dump_traceback_later(SECONDS_TO_EXIT, exit=True, file=os.open(os.devnull, os.O_WRONLY))
         raise
     # Not in a `finally`: after another error, this could wait for ranks in a collective.
     dist.destroy_process_group()

@@ -68,7 +68,6 @@ class MuonTrainer(Trainer):
     passes: int
     reported: bool
     counted: bool
-    grad_norm: torch.Tensor
     rates: dict[str, float]
     keep_folder: Callable[[], None]
     """Restores removed files of the run's folder; set by the job."""
@@ -220,15 +219,8 @@ class MuonTrainer(Trainer):
         monitored = self.monitor is not None and self.monitor.is_due(self.step)
         self.counted = self.reported or monitored
         self.checks.begin_step(reported=self.reported, counted=self.counted, place=self._place())
-        try:
-            with compat.clipping_by(self._clip_gradients):
-                super().train_step(data_iterator)
-        except RuntimeError as error:
-            loss = compat.nonfinite_loss(error)
-            if loss is None:
-                raise
-            # TorchTitan raises before the report, which records the divergence.
-            self._report(loss, float(self.grad_norm.item()))
+        with compat.clipping_by(self._clip_gradients), compat.reporting_every_loss():
+            super().train_step(data_iterator)
         if self.first_step:
             # TorchTitan shortens only the time-outs of the mesh's groups here.
             self.first_step = False
@@ -268,8 +260,8 @@ class MuonTrainer(Trainer):
 
     def _clip_gradients(self) -> torch.Tensor:
         with self.timer.phase("clip"):
-            self.grad_norm = self.clip()
-            norm = NormCheck(self.grad_norm, self.checks.names, self.clip.local_norms)
+            grad_norm = self.clip()
+            norm = NormCheck(grad_norm, self.checks.names, self.clip.local_norms)
             # Otherwise a norm that is not finite ends the run without a save of the step. So the step need not be
             # undone, which would take a launch for each piece of a matrix.
             if self.checks.tolerates_nonfinite:
@@ -281,7 +273,7 @@ class MuonTrainer(Trainer):
         self.rates = self.optimizers.learning_rates()
         # A hook of the optimizers ends this phase.
         self.timer.begin("optimizer")
-        return self.grad_norm
+        return grad_norm
 
     @torch.no_grad()
     def _check_weights(self, step: int) -> None:

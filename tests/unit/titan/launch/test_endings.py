@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from tests.dist.harness import run_program
 from titan_muon.titan.launch.endings import earlier_end, is_first, record_end
 
 ROOT = Path(__file__).parents[4]
@@ -80,3 +81,25 @@ def test_the_first_ending_rank_prints_a_mistake_of_any_rank_once(
     assert shown[0] == ""
     assert is_first("a mistake of rank 0 alone")
     assert not is_first("a mistake of rank 0 alone")
+
+
+def test_an_unexpected_error_ends_the_process_with_exit_code_1() -> None:
+    """Even if the exit would wait for a peer, here for a thread."""
+    code, shown = run_program(
+        "-c",
+        """
+import threading
+from titan_muon.titan.recipe import Recipe
+from titan_muon.titan.run import job
+
+def fail(*_):
+    threading.Thread(target=threading.Event().wait).start()
+    raise ZeroDivisionError
+
+job._init_distributed, job.train, job.keys_of_the_command_line = lambda recipe: None, fail, lambda *_: ()
+job.SECONDS_TO_EXIT = 1
+job.run(Recipe(), "x.toml")
+""",
+    )
+    assert code == 1
+    assert "ZeroDivisionError" in shown
