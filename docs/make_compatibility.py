@@ -266,7 +266,9 @@ def _refused_pairs(model: nn.Module) -> Iterator[tuple[str, str, str]]:
         if not message or any(refusal(model, [need, s]) for need in needs for s in (first, second) if s not in needed):
             continue
         subject, other = (first, second) if message.startswith(f"{first[0]} ") else (second, first)
-        yield written_as(subject), written_as(other), without_subject(subject, message)
+        # The column of the other setting has the value.
+        message = without_subject(subject, message).replace(f"{other[0]} = {other[1]!r}", other[0])
+        yield written_as(subject), written_as(other), message
 
 
 SCALER = "GradScaler"
@@ -280,16 +282,18 @@ def library_layouts() -> str:
             model = layout.model()
             for setting in settings():
                 refusals.setdefault(setting, {})[name] = refusal(model, [setting])
-    cells, refused = [], []
+    rows: dict[tuple[str, ...], list[str]] = {}
+    refused = []
     for setting, messages in refusals.items():
         if not any(messages.values()) or all(messages.values()):
             continue
         messages[SCALER] = scaler_refusal(setting)
         subject = written_as(setting)
-        cells.append((subject, *("no" if message else "yes" for message in messages.values())))
+        rows.setdefault(tuple("no" if message else "yes" for message in messages.values()), []).append(subject)
         reasons = {place: without_subject(setting, message) for place, message in messages.items() if message}
         refused += [(subject, place, reason) for place, reason in reasons.items()]
     reasons_table = table(("option", "refused under", "message"), merged(refused))
+    cells = ((", ".join(subjects), *row) for row, subjects in rows.items())
     return table(("option", *LAYOUTS, SCALER), cells) + "\n" + reasons_table
 
 

@@ -206,8 +206,13 @@ SLOWEST_IN_BFLOAT16 = 0.99
 # within 40 % of a constant input.
 
 
+CoefficientSet = Literal[
+    "keller_jordan", "you_jiacheng", "polar_express", "polar_express_cushion", "deepseek_v4", "cans", "aol", "cubic"
+]
+"""Names in `orthogonalize.coefficients.COEFFICIENTS`."""
 NS_COEFFICIENTS = Constraint(
-    "the name of a set, or a list that is not empty", lambda value: isinstance(value, Sequence) and bool(value)
+    f"{', '.join(get_args(CoefficientSet))}, or a list that is not empty",
+    lambda value: isinstance(value, Sequence) and bool(value),
 )
 AdjustLrFn = Literal["match_rms_adamw", "original", "spectral_unclamped"]
 ADJUST_LR_FN = Constraint(
@@ -235,7 +240,9 @@ class Hyperparameters:
     ns_steps: Annotated[int, COUNT] = 5
     """Newton-Schulz iterations."""
 
-    ns_coefficients: Annotated[str | tuple[tuple[float, float, float], ...], NS_COEFFICIENTS] = "keller_jordan"
+    ns_coefficients: Annotated[CoefficientSet | tuple[tuple[float, float, float], ...], NS_COEFFICIENTS] = (
+        "keller_jordan"
+    )
     """Name of a coefficient set, or a list of [a, b, c] for each step, or of one for all steps."""
 
     eps: Annotated[float, POSITIVE] = 1e-14
@@ -367,6 +374,12 @@ class MuonOptions(StepOptions, Hyperparameters):
     def __post_init__(self) -> None:
         check(type(self), vars(self))
         check(Machine, vars(self.machine), "machine.")
+        for name, needed, is_used in (
+            ("beta2", "rule = 'normuon' or 'adamuon'", self.rule not in ("muon", "muonh")),
+            ("momentum_start", "momentum_warmup_steps", self.momentum_warmup_steps > 0),
+        ):
+            if not is_used and getattr(self, name) != getattr(StepOptions, name):
+                raise OptionError(name, f"= {getattr(self, name)} has no effect without {needed}; set both, or neither")
         if self.overlap != "none" and self.offload != "none":
             problem = f"= {self.overlap!r} needs momentum and parameters on the device; set 'none', or offload = 'none'"
             raise OptionError("overlap", problem)

@@ -18,11 +18,15 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Values by name. `key`: recipe key, for messages. `group`: group of entry points."""
+    """Values by name. `key`: recipe key, for messages. `group`: group of entry points.
 
-    def __init__(self, key: str, group: str) -> None:
+    `own`: names that this package registers together with the import of PyTorch, so that a recipe is checked before.
+    """
+
+    def __init__(self, key: str, group: str, own: Sequence[str] = ()) -> None:
         self.key = key
         self.group = group
+        self.own = own
         self._values: dict[str, T] = {}
 
     def register(self, name: str, value: T) -> None:
@@ -42,8 +46,11 @@ class Registry(Generic[T]):
             return self._values[name]
         raise ValueError(unknown_name(self.key, name, self.names()))
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.own or name in self._values or bool(entry_points(group=self.group, name=name))
+
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted({*self._values, *(entry.name for entry in entry_points(group=self.group))}))
+        return tuple(sorted({*self.own, *self._values, *(entry.name for entry in entry_points(group=self.group))}))
 
 
 def unknown_name(key: str, name: str, known: Sequence[str]) -> str:
@@ -67,7 +74,7 @@ class OptimizerEntry:
     shared: Sequence[str] = ()
 
 
-optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimizers")
+optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimizers", own=("adamw", "muon"))
 
 
 @dataclass(frozen=True)
@@ -101,13 +108,17 @@ def exchange_entry(name: str) -> ExchangeEntry:
         raise OptionError("exchange", str(error).removeprefix("exchange ")) from error
 
 
-rules: Registry[Callable[[MuonOptions], Any]] = Registry("rule", "titan_muon.rules")
+rules: Registry[Callable[[MuonOptions], Any]] = Registry(
+    "rule", "titan_muon.rules", own=("adamuon", "muon", "muonh", "normuon")
+)
 """Functions from the options of Muon to a `step.rule.Rule`."""
 
 Parallelize = Callable[..., Any]
 """TorchTitan's parallelize_fn: (model, *, parallel_dims, training, parallelism, ...) -> model."""
 
-placements: Registry[Callable[[Parallelize, Any], Parallelize]] = Registry("placement.muon", "titan_muon.placements")
+placements: Registry[Callable[[Parallelize, Any], Parallelize]] = Registry(
+    "placement.muon", "titan_muon.placements", own=("owned",)
+)
 """Functions from a parallelize_fn and the recipe to a changed parallelize_fn."""
 placements.register("shard0", lambda parallelize, recipe: parallelize)
 

@@ -4,19 +4,22 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from titan_muon import Muon
-from titan_muon.registry import Registry, optimizers, shared_options
+from titan_muon.options import CoefficientSet
+from titan_muon.orthogonalize import COEFFICIENTS
+from titan_muon.registry import Registry, optimizers, placements, rules, shared_options
 from titan_muon.titan import compat
 
 compat.install()
 
 # Registers the optimizers of this package.
-import titan_muon.titan.assign.container  # noqa: E402, F401
+import titan_muon.titan.assign.container  # noqa: E402
+import titan_muon.titan.model.parallelize  # noqa: E402, F401
 
 
 @pytest.fixture
@@ -112,3 +115,10 @@ def test_shared_options_belong_to_the_whole_optimizer() -> None:
     options = {"lr": 0.1, "exchange": "all_gather", "foreach": True}
     assert shared_options("muon", options) == {"exchange": "all_gather"}
     assert shared_options("adamw", options) == {"foreach": True}
+
+
+def test_a_recipe_is_checked_against_every_name_of_this_package_before_the_name_is_registered() -> None:
+    assert {*optimizers.own} == {"muon", "adamw"} <= set(optimizers._values)
+    assert {*rules.own} == set(rules._values)
+    assert {*placements.own, "shard0"} == set(placements._values)
+    assert get_args(CoefficientSet) == tuple(COEFFICIENTS)

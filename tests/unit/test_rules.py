@@ -170,6 +170,8 @@ def test_factors_scale_only_the_update(options: dict[str, Any], factor: float) -
         ({"adjust_lr_fn": 0.0}, "adjust_lr_fn = 0.0 is not accepted"),
         ({"update_factor": 0.0}, "update_factor = 0.0 is not accepted"),
         ({"momentum_warmup_steps": -1}, "momentum_warmup_steps = -1 is not accepted"),
+        ({"beta2": 0.9}, "beta2 = 0.9 has no effect without rule = 'normuon' or 'adamuon'; set both, or neither"),
+        ({"momentum_start": 0.5}, "momentum_start = 0.5 has no effect without momentum_warmup_steps"),
     ],
 )
 def test_options_without_a_use_in_the_rule_are_refused_at_construction(options: dict[str, Any], message: str) -> None:

@@ -15,7 +15,7 @@ from .. import options, registry
 from ..adam import AdamW
 from ..muon import Muon
 from ..options import Offload, OptionError, Rule, Split
-from ..tensors.matrices import check_splits
+from ..tensors.matrices import check_splits, has_matrices
 from ..tensors.names import canonical_fqn
 from ..tensors.warning import warn
 from .roles import Seen, see
@@ -254,6 +254,7 @@ def decided(
     """
     # From the whole model, because all ranks build Muon together: ranks would wait for a pipeline rank without Muon.
     assigned = assigned_model(model, rules, defaults, frozen, is_part=is_part)
+    _check_matrices(assigned, rules, tables.get("muon", {}).get("split", ()))
     groups = {}
     for name, whole_groups in grouped(rules, tables, assigned, decay_vectors=decay_vectors).items():
         check_offload(offload, name)
@@ -263,6 +264,17 @@ def decided(
         groups.setdefault("muon", (ParamGroup("muon", None, "muon", (), {}),))
     whole = tuple(a for a in assigned if a.fqn not in frozen)
     return Decision(whole, groups, with_known_splits(tables, assigned, parameters, is_stage=is_stage))
+
+
+def _check_matrices(assigned: Iterable[Assignment], rules: Sequence[Rule], splits: Sequence[Split]) -> None:
+    """Raise OptionError for a rule that gives Muon a parameter without matrices."""
+    for a in assigned:
+        if a.optimizer == "muon" and a.rule is not None and not has_matrices(a.fqn, a.shape, splits):
+            raise OptionError(
+                f"rules[{a.rule}]",
+                f"(match = {rules[a.rule].match!r}) gives Muon {a.fqn} of shape {a.shape}, and Muon takes matrices "
+                "(2D) and stacks of matrices (3D); narrow the match, or describe the matrices by muon.split and dims",
+            )
 
 
 def built(

@@ -97,13 +97,14 @@ def skips_missing(options: MuonOptions) -> bool:
 
 def check_features(options: MuonOptions, plan: Plan, owned: Sequence[str], device: str) -> None:
     """Raise OptionError if a feature cannot run the plan on a type of device. `owned`: names of owned parameters."""
-    if options.overlap != "none" and owned and not plan.buckets:
-        raise OptionError(
-            "overlap",
-            f"= {options.overlap!r} has nothing to {'gather' if options.overlap == 'backward' else 'return'} in "
-            f"{options.overlap}: the owner of an owned parameter stores the whole matrix ({', '.join(owned[:5])}), "
-            "and no other matrix travels; set 'none'",
-        )
+    for name in ("overlap", "exchange", "wire_dtype") if owned and not plan.buckets else ():
+        value, default = getattr(options, name), getattr(MuonOptions(), name)
+        if value != default:
+            raise OptionError(
+                name,
+                f"= {value!r} has no effect: the owner of an owned parameter stores the whole matrix "
+                f"({', '.join(owned[:5])}), and no other matrix travels; set {default!r}",
+            )
     if options.fused:
         from .fused import Fused
 

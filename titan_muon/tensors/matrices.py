@@ -22,7 +22,7 @@ def stack_of(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> Ma
     for an empty parameter, for a shape without a default, and for a split that does not fit.
     """
     split = split_of(fqn, splits)
-    if 0 in shape or not (len(shape) in (2, 3) or split is not None):
+    if not has_matrices(fqn, shape, splits):
         raise ValueError(
             f"{fqn}: Muon takes matrices (2D) and stacks of matrices (3D), not shape {tuple(shape)}; give it to "
             "another optimizer, as titan_muon.Hybrid(model) does, or describe its matrices by muon.split and dims"
@@ -39,6 +39,11 @@ def matrix_shapes(shape: Sequence[int], stack: MatrixStack) -> list[tuple[int, i
     """Rows and columns of each matrix of a parameter, as (outputs, inputs)."""
     shapes = [matrix.shape(prod(shape[stack.row_dims :])) for matrix in stack.matrices]
     return [(cols, rows) for rows, cols in shapes] if stack.transposed else shapes
+
+
+def has_matrices(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> bool:
+    """Whether a parameter is a matrix, a stack of matrices, or has a split, and is not empty."""
+    return 0 not in shape and (len(shape) in (2, 3) or split_of(fqn, splits) is not None)
 
 
 def split_of(fqn: str, splits: Sequence[Split]) -> Split | None:

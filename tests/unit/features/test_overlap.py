@@ -1,6 +1,7 @@
 """Rounds that backward can hide, and the order of streams meanwhile."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -106,12 +107,17 @@ def test_settings_that_order_collectives_of_different_groups_are_refused_because
     Run(mesh, overlap="backward")
 
 
-def test_backward_overlap_of_only_owned_parameters_is_refused(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize(
+    ("option", "value"), [("overlap", "backward"), ("exchange", "all_gather"), ("wire_dtype", "float32")]
+)
+def test_an_option_of_travelling_matrices_is_refused_for_only_owned_parameters(
+    mesh: DeviceMesh, option: str, value: Any
+) -> None:
     owned = place_on_owners(nn.Parameter(torch.ones(8, 8)), mesh, [0])
     sharded = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [TorchShard(0)]))
-    with pytest.raises(ValueError, match=r"^overlap = 'backward' has nothing to gather .*\(layers.0.w\), and no other"):
-        Muon([("layers.0.w", owned)], overlap="backward").build()
-    assert Muon([("layers.0.w", owned), ("layers.1.w", sharded)], overlap="backward").plan.buckets
+    with pytest.raises(ValueError, match=rf"^{option} = '{value}' has no effect: .*\(layers.0.w\), and no other"):
+        Muon([("layers.0.w", owned)], **{option: value}).build()
+    assert Muon([("layers.0.w", owned), ("layers.1.w", sharded)], **{option: value}).plan.buckets
 
 
 def train(run: Run) -> None:

@@ -28,7 +28,7 @@ def model_spec(
         raise RecipeError(str(error)) from error
     flavors = family.flavors()
     if flavor not in flavors:
-        raise RecipeError(registry.unknown_name(f"model.name = {name!r}: model.flavor", flavor, flavors))
+        raise RecipeError(registry.unknown_name("model.flavor", flavor, flavors) + f" (of model.name = {name!r})")
     spec: ModelSpec = family.build(flavor, vocab_size)
     use_attention(spec.model, attention, compat.install() if on_cpu is None else on_cpu)
     return spec

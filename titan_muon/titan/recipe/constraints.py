@@ -6,6 +6,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from operator import attrgetter
 from typing import Any, get_args, get_type_hints
 
+from titan_muon import registry
 from titan_muon.options import SLOWEST_IN_BFLOAT16, Constraint, OptionError, Overlap, PlacementRule, constraints
 from titan_muon.titan.recipe.schema import refuse, values
 from titan_muon.titan.recipe.sections import Recipe, Rule
@@ -17,6 +18,13 @@ CONSTRAINTS: Mapping[str, Constraint] = dict(constraints(Recipe)) | {
     if isinstance(kind, type) and is_dataclass(kind)
     for key, constraint in constraints(kind)
 }
+
+REGISTRIES: Mapping[str, registry.Registry[Any]] = {
+    "muon.rule": registry.rules,
+    "muon.exchange": registry.exchanges,
+    "placement.muon": registry.placements,
+}
+"""Registries with the names that a key takes."""
 
 
 @dataclass(frozen=True)
@@ -250,6 +258,8 @@ def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:
     """
     for key, value in values(recipe).items():
         _check_value(CONSTRAINTS.get(key), value, key, sources.get(key, file))
+        if key in REGISTRIES:
+            _check_name(REGISTRIES[key], value, key, sources.get(key, file))
     _check_relations(recipe, "", sources, file)
     for index, rule in enumerate(recipe.optimizer.rule):
         _check_rule(recipe, rule, f"optimizer.rule[{index}]", sources.get("optimizer.rule", file))
@@ -267,6 +277,7 @@ def _check_placement(rule: PlacementRule, place: str, source: str) -> None:
 def _check_rule(recipe: Recipe, rule: Rule, place: str, source: str) -> None:
     for name, constraint in constraints(Rule):
         _check_value(constraint, getattr(rule, name), f"{place}.{name}", source)
+    _check_name(registry.optimizers, rule.optimizer, f"{place}.optimizer", source)
     for name, value in rule.options.items():
         _check_value(CONSTRAINTS.get(f"{rule.optimizer}.{name}"), value, f"{place}.options.{name}", source)
     if rule.optimizer in ("muon", "adamw"):
@@ -280,6 +291,12 @@ def _check_rule(recipe: Recipe, rule: Rule, place: str, source: str) -> None:
 def _check_value(constraint: Constraint | None, value: object, key: str, source: str) -> None:
     if constraint is not None and value is not None and not constraint.holds(value):
         raise refuse(source, key, value, constraint.accepted)
+
+
+def _check_name(known: registry.Registry[Any], name: str, key: str, source: str) -> None:
+    if name not in known:
+        names = known.names()
+        raise refuse(source, key, name, f"one of {', '.join(map(value_text, names))}", choices=names)
 
 
 def _check_relations(recipe: Recipe, context: str, sources: Mapping[str, str], file: str) -> None:

@@ -6,7 +6,7 @@
 import dataclasses
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from titan_muon.titan.recipe.toml import Entry, RecipeError, nearest, value_text
@@ -134,7 +134,8 @@ def _convert_union(args: tuple[Any, ...], value: Any, key: str, source: str, acc
             # This error may name an inner element. With several types it would mislead.
             if len(kinds) == 1:
                 raise
-    raise refuse(source, key, value, accepted)
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    raise refuse(source, key, value, accepted, choices=choices)
 
 
 def _convert_free(value: Any, key: str, source: str) -> Any:
@@ -160,7 +161,7 @@ def describe(kind: Any) -> str:
     return NAMES.get(kind, "a table")
 
 
-def refuse(source: str, key: str, value: object, accepted: str, choices: tuple[str, ...] = ()) -> RecipeError:
+def refuse(source: str, key: str, value: object, accepted: str, choices: Sequence[str] = ()) -> RecipeError:
     """Error for a refused value; None is an absent key."""
     choice = nearest(value, list(choices)) if isinstance(value, str) else None
     hint = f" Did you mean {value_text(choice)}?" if choice else ""

@@ -97,7 +97,7 @@ def _neighbours(path: Path) -> str:
     if name := nearest(path.stem, list(recipes)):
         return f" Did you mean {recipes[name]}?"
     shown = list(recipes.values())[-MOST_NEIGHBOURS:]
-    return f" Recipes here: {', '.join(shown)}{', ...' if len(recipes) > len(shown) else ''}." if recipes else ""
+    return f" Recipes here: {', '.join(shown)}{', ...' if len(recipes) > len(shown) else '.'}" if recipes else ""
 
 
 def _flatten(document: Mapping[str, object], source: str) -> dict[str, Entry]:

@@ -45,7 +45,7 @@ from titan_muon.titan.recipe.command_line import Command, parse
         (["--adamw.betas", "[0.1, 0]"], "adamw.betas", (0.1, 0.0)),
         (["--adamw.betas", "0.1", "0"], "adamw.betas", (0.1, 0.0)),
         (["--lr_scheduler.total_steps", "500"], "lr_scheduler.total_steps", 500),
-        (["--muon.ns_coefficients", "polar"], "muon.ns_coefficients", "polar"),
+        (["--muon.ns_coefficients", "cans"], "muon.ns_coefficients", "cans"),
         (
             ["--muon.ns_steps", "2", "--muon.ns_coefficients", "[1, 2, 3]", "[4, 5, 6]"],
             "muon.ns_coefficients",
@@ -164,7 +164,7 @@ def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path, brackets: s
         (["--adamw.betas", "0.9", "x"], ['adamw.betas[1] = "x"', "a finite number"]),
         (["--optimizer.rule", "nonsense"], ['optimizer.rule[0] = "nonsense"', "a table with the keys"]),
         (["--optimizer.rule", '[{"match": "*"}]'], ["a table with the keys match, ", ", as in {match = ...}"]),
-        (["--muon.ns_coefficients", "[1, 2"], ['muon.ns_coefficients = ["[1, 2"]', "a string or a list"]),
+        (["--muon.ns_coefficients", "[1, 2"], ['muon.ns_coefficients = ["[1, 2"]', '"cubic" or a list']),
     ],
 )
 def test_a_bad_override_is_a_recipe_error_without_output(

@@ -141,7 +141,7 @@ def test_an_error_names_the_base_file_of_the_value(tmp_path: Path) -> None:
         ("[adamw]\nbetas = [0.9]", ["adamw.betas = [0.9]", "a list of 2"]),
         ("[lr_scheduler]\ntotal_steps = 'all'", ['lr_scheduler.total_steps = "all"', "an integer"]),
         ("[muon]\nns_coefficients = [[1, 2]]", ["muon.ns_coefficients = [[1, 2]]", "a list of 3"]),
-        ("[muon]\nns_coefficients = 3", ["muon.ns_coefficients = 3", "a string or a list"]),
+        ("[muon]\nns_coefficients = 3", ["muon.ns_coefficients = 3", '"cubic" or a list']),
         ("[data]\ntokenizer = 'bits'", ['data.tokenizer = "bits"', '"bytes", "bpe", "hf"', 'mean "bytes"?']),
         ("[data]\ntokenizer = 3", ["data.tokenizer = 3", '"bytes", "bpe", "hf"']),
         ("[muon]\nlearning_rate = 1", ["unknown key muon.learning_rate", "Did you mean muon.lr?"]),
