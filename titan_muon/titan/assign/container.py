@@ -113,8 +113,9 @@ def saved_buffers(model_parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tenso
         parameters = {canonical_fqn(name) for name, _ in part.named_parameters(remove_duplicate=False)}
         for name, value in part.state_dict().items():
             if canonical_fqn(name) not in parameters and isinstance(value, Tensor):
-                whole = isinstance(value, DTensor) and all(p.is_replicate() for p in value.placements)
-                yield canonical_fqn(name), value.to_local() if whole else value
+                if isinstance(value, DTensor) and all(p.is_replicate() for p in value.placements):
+                    value = value.to_local()
+                yield canonical_fqn(name), value
 
 
 def parts_of_config(
