@@ -126,9 +126,10 @@ def test_the_training_commands_run(command: str, short: list[str], tmp_path: Pat
 def script(rank: int, world_size: int, words: list[str]) -> str:
     """Output of a script of the repository on this rank."""
     sys.argv = words
-    # The harness ends the group.
+    # The harness starts and ends the group.
     with (
         mock.patch.object(dist, "destroy_process_group"),
+        mock.patch("titan_muon.titan.run.job.store_of_ranks", return_value=dist.HashStore()),
         contextlib.redirect_stdout(io.StringIO()) as shown,
         pytest.raises(SystemExit, match=r"^0$"),
     ):

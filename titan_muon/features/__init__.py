@@ -97,7 +97,7 @@ def skips_missing(options: MuonOptions) -> bool:
 
 def check_features(options: MuonOptions, plan: Plan, owned: Sequence[str], device: str) -> None:
     """Raise OptionError if a feature cannot run the plan on a type of device. `owned`: names of owned parameters."""
-    for name in ("overlap", "exchange", "wire_dtype") if owned and not plan.buckets else ():
+    for name in ("overlap", "exchange") if owned and not plan.buckets else ():
         value, default = getattr(options, name), getattr(MuonOptions(), name)
         if value != default:
             raise OptionError(

@@ -71,6 +71,9 @@ def test_a_pass_moves_the_planned_bytes(dtype: torch.dtype, options: dict[str, A
     rank.begin(step)
     with torch.no_grad(), Moved() as momentum:
         rank.advance(0, step)
+    # A larger update than an orthogonalized one is cleared.
+    with torch.no_grad():
+        rank.orthogonalize(0, step)
     with torch.no_grad(), Moved() as update:
         rank.apply(0, step)
     assert momentum.bytes / parameter.numel() == pytest.approx(counted.advance, rel=0.01)

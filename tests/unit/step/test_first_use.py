@@ -317,7 +317,7 @@ def test_a_group_can_be_added_after_a_copy_or_a_load(copied: Callable[[Muon], Mu
         ({"params": [nn.Parameter(torch.ones(16, 16))], "param_names": ["v"], "ns_steps": 0}, "ns_steps = 0"),
         (
             {"params": [nn.Parameter(torch.ones(16, 16))], "param_names": ["v"], "ns_coefficients": 3},
-            "it takes the name",
+            "ns_coefficients = 3 is not accepted",
         ),
     ],
 )
