@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
 from .comm.agreement import Agreement
-from .comm.clip import SkipsSteps
+from .comm.clip import HostCopy, SkipsSteps
 from .comm.faults import Fault, check_faults, names_with
 from .comm.report import FaultReport
 from .muon import Muon
 from .options import SLOWEST_IN_BFLOAT16, MissingGrad, Nonfinite, Offload, OptionError, StateDtype
 from .state.host import Transfer, Window, moved_state, moves, new_state, resolved
-from .state.saved import after_pre_hooks
+from .state.saved import after_pre_hooks, checked_state
 from .step.foreach import grouped
 from .tensors.dtensor import local, on_device, step_device
 from .tensors.names import named_parameters, names_in
@@ -101,6 +101,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
     _nonfinite: Nonfinite = "error"
     _care: GradientCare | None = None
     _skipped: Tensor | None = None
+    _counted: tuple[HostCopy, tuple[Tensor, ...]] | None = None
 
     def __init__(
         self,
@@ -133,6 +134,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self._offload = resolved(self._offload, self.param_groups[-1]["params"])
 
     def __getstate__(self) -> dict[str, Any]:
+        self.synchronize()
         options = ("_state_dtype", "_offload", "_missing_grad", "_nonfinite")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
 
@@ -147,6 +149,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             if skipped:
                 return loss
             skipped = None
+        self._uncount()
         self._skipped = skipped
         batches = tuple(self._batches())
         if self._offload == "none":
@@ -154,7 +157,17 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
                 self._update(batch)
         elif batches:
             self._update_in_window(batches)
+        if skipped is not None:
+            steps = {part.step for batch in batches for part in batch.parts if part.step.device.type == "cpu"}
+            self._counted = HostCopy(skipped), tuple(steps)
         return loss
+
+    def _uncount(self) -> None:
+        """Take the last step back from counters on the host if the device skipped it."""
+        if self._counted is not None:
+            (skipped, steps), self._counted = self._counted, None
+            if steps and skipped.value:
+                torch._foreach_sub_(steps, 1)
 
     @property
     def care(self) -> GradientCare:
@@ -295,7 +308,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             for fqn, parameter, key in zip(names_in(group), group["params"], saved_group["params"], strict=True):
                 if key in state_dict["state"]:
                     current = dict(self.state.get(parameter) or self._new_state(parameter, group))
-                    states.append((parameter, current, _checked_state(fqn, current, state_dict["state"][key])))
+                    states.append((parameter, current, checked_state(fqn, current, state_dict["state"][key])))
         return states
 
     def offload(self) -> None:
@@ -317,6 +330,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
                 state[name] = moved_state(state[name], parameter, to)
 
     def synchronize(self) -> None:
+        self._uncount()
         if self._window is not None:
             self._window.synchronize()
 
@@ -404,22 +418,6 @@ class GradientCare:
         faulty = broken if skipped is None else broken & ~skipped
         report.add_where(self._numbers, faulty, Fault.NOT_FINITE)
         return broken.any() if skipped is None else broken.any() | skipped
-
-
-def _checked_state(fqn: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The saved tensors for a parameter's `current` state. Raises ValueError for others."""
-    missing = [name for name in current if name not in saved]
-    if missing:
-        raise ValueError(f"{fqn}: the state dict is of another optimizer: its states have no {', '.join(missing)}")
-    loaded = {name: torch.as_tensor(saved[name]) for name in current}
-    for name, value in current.items():
-        # copy_ would broadcast a tensor of another shape, and take another rank's shard for this rank's.
-        if placement_key(loaded[name]) != placement_key(value):
-            raise ValueError(
-                f"{fqn}: the state dict has its {name} with another shape, mesh or placements than the parameter's; "
-                "load a state of another layout with torch.distributed.checkpoint"
-            )
-    return loaded
 
 
 def _cut(whole: Elements, element_bytes: int) -> Iterator[Elements]:

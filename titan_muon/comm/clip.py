@@ -80,6 +80,25 @@ def clip_grad_norm_(
     return norm.float()
 
 
+class HostCopy:
+    """A copy of a tensor to the host, which waits only when `value` is read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        pinned = tensor.device.type != "cpu"
+        self._on_host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        self._on_host.copy_(tensor.detach(), non_blocking=True)
+        module: Any = torch.get_device_module(tensor.device)
+        self._copied = module.Event() if pinned else None
+        if self._copied is not None:
+            self._copied.record()
+
+    @property
+    def value(self) -> Tensor:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._on_host
+
+
 class NormCheck:
     """The gradient norm of a step. `broken`, () bool on the device: whether the norm is not finite.
 
@@ -96,20 +115,12 @@ class NormCheck:
         self._group = process_group
         self.broken, self._names = norm.isfinite().logical_not(), names
         self._local_norms: Tensor | None = local_norms
-        pinned = norm.device.type != "cpu"
-        self._on_host = torch.zeros((), dtype=norm.dtype, device="cpu", pin_memory=pinned)
-        self._on_host.copy_(norm.detach(), non_blocking=True)
-        module: Any = torch.get_device_module(norm.device)
-        self._copied = module.Event() if pinned else None
-        if self._copied is not None:
-            self._copied.record()
+        self._on_host = HostCopy(norm)
 
     @property
     def value(self) -> float:
         """The norm. The host waits for the device."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return float(self._on_host)
+        return float(self._on_host.value)
 
     def causes(self) -> str | None:
         """The parameters and ranks of a norm that is not finite, once; else None. Collective."""

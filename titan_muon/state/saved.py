@@ -135,3 +135,19 @@ def saved_states(
                 )
             pairs.append((local(old), local(loaded)))
     return pairs
+
+
+def checked_state(fqn: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The saved tensors for a parameter's `current` state. Raises ValueError for others."""
+    missing = [name for name in current if name not in saved]
+    if missing:
+        raise ValueError(f"{fqn}: the state dict is of another optimizer: its states have no {', '.join(missing)}")
+    loaded = {name: torch.as_tensor(saved[name]) for name in current}
+    for name, value in current.items():
+        # copy_ would broadcast a tensor of another shape, and take another rank's shard for this rank's.
+        if placement_key(loaded[name]) != placement_key(value):
+            raise ValueError(
+                f"{fqn}: the state dict has its {name} with another shape, mesh or placements than the parameter's; "
+                "load a state of another layout with torch.distributed.checkpoint"
+            )
+    return loaded
