@@ -21,7 +21,7 @@ from tests.reference_qk_clip import HEADS, clipped, layer, whole_weights
 from titan_muon.owned.param import place_on_owners
 from titan_muon.owned.state_dict import gather
 from titan_muon.qk_clip import QKClip
-from titan_muon.titan.recipe.degrees import PIPELINE_TORCH, has_torch
+from titan_muon.titan.recipe.degrees import has_torch_for
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
     "fsdp": ((4,), (Shard(0),)),
@@ -105,7 +105,11 @@ TRAINED: dict[str, tuple[str, list[str]]] = {
         ["--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "2", "--debug.deterministic"],
     ),
 }
-NEEDS = {"pp": pytest.mark.skipif(not has_torch(*PIPELINE_TORCH), reason="pipeline parallelism needs torch 2.14")}
+NEEDS = {
+    "pp": pytest.mark.skipif(
+        not has_torch_for("parallelism.pipeline_parallel_degree"), reason="pipeline parallelism needs torch 2.14"
+    )
+}
 
 
 def trained(rank: int, world_size: int, path: str, overrides: list[str]) -> list[dict[int, Any]]:

@@ -42,10 +42,16 @@ class GatheredGroup:
 
 def own_groups(module: FSDPModule) -> list[GatheredGroup]:
     """The parameter groups of a module."""
-    return [GatheredGroup(group) for group in module._get_fsdp_state()._fsdp_param_groups]
+    return _groups_of(module._get_fsdp_state())
 
 
 def prefetched_groups(module: FSDPModule) -> list[GatheredGroup]:
     """The groups that a module's forward prefetches, by `set_modules_to_forward_prefetch`."""
     states = module._get_fsdp_state()._states_to_forward_prefetch
-    return [GatheredGroup(group) for state in states for group in state._fsdp_param_groups]
+    return [group for state in states for group in _groups_of(state)]
+
+
+def _groups_of(state: Any) -> list[GatheredGroup]:
+    # Before torch 2.12 a module has a single group, or None.
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [GatheredGroup(group) for group in groups if group is not None]

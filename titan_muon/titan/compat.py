@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import debug
 from torch.nn.attention.flex_attention import create_block_mask
@@ -64,6 +65,7 @@ def install() -> bool:
     Raises RuntimeError as `use_cpu_device`.
     """
     stub_triton_kernels()
+    backfill_mesh_dims()
     backfill_set_timeout()
     on_cpu = not torch.accelerator.is_available()
     if on_cpu:
@@ -76,6 +78,7 @@ def install() -> bool:
         hush_gathers_for_all_to_all()
         exchange_pieces_of_any_size()
         offload_without_pinning()
+    drop_unknown_mask_options()
     return on_cpu
 
 
@@ -97,6 +100,12 @@ class _MissingKernels(types.ModuleType):
             raise RuntimeError(f"{self.__name__}.{name} needs triton, which is not installed")
 
         return missing
+
+
+def backfill_mesh_dims() -> None:
+    """Let torchtitan import the name of FSDP2's mesh dims, which only spmd_types uses. Remove with torch 2.12."""
+    if not hasattr(fsdp, "DataParallelMeshDims"):
+        vars(fsdp)["DataParallelMeshDims"] = type("DataParallelMeshDims", (), {})
 
 
 def backfill_set_timeout() -> None:
@@ -176,6 +185,20 @@ def make_masks_without_compiler() -> None:
     context_parallel._compiled_create_block_mask = create_block_mask
 
 
+def drop_unknown_mask_options() -> None:
+    """Call `create_block_mask` without arguments that torch 2.11 and 2.12 lack. Remove with torch 2.13."""
+    known = inspect.signature(create_block_mask).parameters
+    attention: Any = importlib.import_module("torchtitan.models.common.attention")
+    create = attention._compiled_create_block_mask
+    if "separate_full_blocks" not in known and not hasattr(create, "known"):
+
+        def create_known(*args: Any, **kwargs: Any) -> Any:
+            return create(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+        create_known.known = known  # type: ignore[attr-defined]
+        attention._compiled_create_block_mask = create_known
+
+
 def hush_router_autocast() -> None:
     """Silence MoE routers, which request float32 autocast. Remove when torchtitan checks the device."""
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
@@ -221,8 +244,8 @@ class _AnySize(types.ModuleType):
 
 def offload_without_pinning() -> None:
     """Offload parameters without pinned memory on the CPU. Remove when torchtitan does."""
-    fsdp: Any = importlib.import_module("torchtitan.distributed.fsdp")
-    fsdp.CPUOffloadPolicy = lambda: CPUOffloadPolicy(pin_memory=False)
+    sharding: Any = importlib.import_module("torchtitan.distributed.fsdp")
+    sharding.CPUOffloadPolicy = lambda: CPUOffloadPolicy(pin_memory=False)
 
 
 def shards_decoders(parallelize_fn: Callable[..., Any]) -> bool:

@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from titan_muon.titan.recipe.degrees import has_torch_for
+
 _planned: ContextVar[str | None] = ContextVar("planned device", default=None)
 
 LOSS_CHUNKS = 8
@@ -51,7 +53,8 @@ def loss_chunks(option: int | Literal["auto"], tokens: int) -> int:
     if option != "auto":
         return option
     # On a GPU, logits can be the largest activation. On the CPU, a single product is faster.
-    return LOSS_CHUNKS if on_accelerator() and tokens % LOSS_CHUNKS == 0 else 1
+    chunked = on_accelerator() and tokens % LOSS_CHUNKS == 0 and has_torch_for("loss.chunks")
+    return LOSS_CHUNKS if chunked else 1
 
 
 def adamw_implementation(option: str) -> str:

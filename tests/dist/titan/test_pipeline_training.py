@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.dist.titan.test_training_layouts import TOLERANCES, train_on, write_corpus
-from titan_muon.titan.recipe.degrees import PIPELINE_TORCH, has_torch
+from titan_muon.titan.recipe.degrees import has_torch_for
 
 pytestmark = pytest.mark.skipif(
-    not has_torch(*PIPELINE_TORCH), reason="pipeline parallelism needs torch 2.14, as TorchTitan 0.3.0 does"
+    not has_torch_for("parallelism.pipeline_parallel_degree"),
+    reason="PP needs torch 2.14",
 )
 
 STEPS = 3

@@ -20,7 +20,7 @@ from tests.tiny import write_recipe
 from titan_muon.titan.model.parallelize import with_placement
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.recipe.command_line import parse
-from titan_muon.titan.recipe.degrees import PIPELINE_TORCH, check_layout, has_torch
+from titan_muon.titan.recipe.degrees import check_layout, has_torch_for
 
 ROOT = Path(__file__).parents[3]
 needs_cuda_build = pytest.mark.skipif(
@@ -177,7 +177,7 @@ def test_every_rehearsed_layout_divides_the_model(name: str, world: int) -> None
     """A refusal would otherwise come after an hour of rehearsals."""
     case = Case(name, world, REHEARSED[name][WORLDS.index(world)])
     recipe = parse(case.arguments()).recipe
-    if recipe.parallelism.pipeline_parallel_degree > 1 and not has_torch(*PIPELINE_TORCH):
+    if recipe.parallelism.pipeline_parallel_degree > 1 and not has_torch_for("parallelism.pipeline_parallel_degree"):
         pytest.skip("torch before 2.14 has no pipeline parallelism for TorchTitan")
     check_layout(recipe, world)
     model = recipe.model

@@ -1,13 +1,57 @@
-"""Checks parallel degrees, batch sizes and sequence length against the number of ranks."""
+"""Checks parallel degrees, batch sizes and sequence length against the number of ranks and PyTorch's version."""
 
 import importlib.metadata
 import math
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
 
 from titan_muon.titan.recipe.sections import Parallelism, Recipe, Training
-from titan_muon.titan.recipe.toml import RecipeError, plural
+from titan_muon.titan.recipe.toml import RecipeError, plural, value_text
 
-PIPELINE_TORCH = (2, 14)
+
+@dataclass(frozen=True)
+class TorchNeed:
+    """The oldest torch for some values of a key, the cause, and the remedy for an older torch."""
+
+    key: str
+    applies: Callable[..., bool]
+    torch: tuple[int, int]
+    cause: str
+    remedy: str
+
+
+TORCH_NEEDS = (
+    TorchNeed(
+        "parallelism.pipeline_parallel_degree",
+        lambda degree: degree > 1,
+        (2, 14),
+        "earlier schedules do not take torchtitan's lists of microbatches",
+        "set it to 1",
+    ),
+    TorchNeed(
+        "parallelism.expert_parallel_degree",
+        lambda degree: degree > 1,
+        (2, 12),
+        "earlier FSDP2 has a single mesh for all parameters of a module",
+        "set it to 1",
+    ),
+    TorchNeed(
+        "parallelism.spmd_backend",
+        lambda backend: backend == "spmd_types",
+        (2, 12),
+        "earlier FSDP2 has no mesh of all dimensions",
+        'set it to "auto"',
+    ),
+    TorchNeed(
+        "loss.chunks",
+        lambda chunks: chunks != "auto" and chunks > 1,
+        (2, 12),
+        "earlier FSDP2 refuses the head's float32 gradient beside bfloat16 gradients",
+        'set it to "auto"',
+    ),
+)
 
 
 def check_degrees(recipe: Recipe, world_size: int) -> None:
@@ -18,9 +62,9 @@ def check_degrees(recipe: Recipe, world_size: int) -> None:
 
 
 def check_layout(recipe: Recipe, world_size: int) -> None:
-    """Raise RecipeError unless the degrees and the sequence length fit `world_size` ranks."""
+    """Raise RecipeError unless torch and `world_size` ranks fit the degrees and the sequence length."""
     parallelism, training = recipe.parallelism, recipe.training
-    _check_pipeline(parallelism.pipeline_parallel_degree)
+    _check_torch(recipe)
     shard = _shard_degree(parallelism, world_size)
     _check_experts(parallelism, shard, world_size)
     _check_sequence(training, parallelism)
@@ -33,14 +77,21 @@ def has_torch(*numbers: int) -> bool:
     return tuple(int(number) for number in installed[: len(numbers)]) >= numbers
 
 
-def _check_pipeline(degree: int) -> None:
-    # Earlier schedules do not take torchtitan 0.3.0's lists of microbatches.
-    if degree > 1 and not has_torch(*PIPELINE_TORCH):
-        needed, installed = ".".join(map(str, PIPELINE_TORCH)), importlib.metadata.version("torch")
-        raise RecipeError(
-            f"parallelism.pipeline_parallel_degree = {degree} is not accepted; pipeline parallelism needs torch "
-            f"{needed} or newer, and torch {installed} is installed."
-        )
+def has_torch_for(key: str) -> bool:
+    """Whether torch is new enough for all values of a recipe key."""
+    return all(has_torch(*need.torch) for need in TORCH_NEEDS if need.key == key)
+
+
+def _check_torch(recipe: Recipe) -> None:
+    """Raise RecipeError for a value that needs a newer torch."""
+    for need in TORCH_NEEDS:
+        value = attrgetter(need.key)(recipe)
+        if need.applies(value) and not has_torch(*need.torch):
+            needed, installed = ".".join(map(str, need.torch)), importlib.metadata.version("torch")
+            raise RecipeError(
+                f"{need.key} = {value_text(value)} is not accepted; it needs torch {needed} or newer, and torch "
+                f"{installed} is installed: {need.cause}. Install a newer torch, or {need.remedy}."
+            )
 
 
 def _shard_degree(parallelism: Parallelism, world_size: int) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import tomllib
 from pathlib import Path
 from typing import Literal
 
@@ -510,15 +511,29 @@ def test_without_sequence_parallel_the_sequence_need_not_divide_over_tensor_para
 
 
 @pytest.mark.parametrize(
-    ("version", "accepted"),
-    [("2.13.0+cpu", False), ("2.9.1", False), ("2.14.0", True), ("2.14.0.dev20260101", True), ("3.0.0", True)],
+    ("section", "key", "value", "needed"),
+    [
+        ("parallelism", "pipeline_parallel_degree", 2, (2, 14)),
+        ("parallelism", "expert_parallel_degree", 2, (2, 12)),
+        ("parallelism", "spmd_backend", "spmd_types", (2, 12)),
+        ("loss", "chunks", 2, (2, 12)),
+    ],
 )
-def test_pipeline_parallelism_needs_torch_2_14(monkeypatch: pytest.MonkeyPatch, version: str, accepted: bool) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    recipe = degrees(pipeline_parallel_degree=2)
-    if accepted:
-        check_degrees(recipe, 4)
-    else:
-        message = error_of(lambda: check_degrees(recipe, 4))
-        assert "parallelism.pipeline_parallel_degree = 2" in message
-        assert f"needs torch 2.14 or newer, and torch {version} is installed" in message
+def test_a_value_that_needs_a_newer_torch_is_refused_with_a_remedy_that_works(
+    monkeypatch: pytest.MonkeyPatch, section: str, key: str, value: object, needed: tuple[int, int]
+) -> None:
+    def check(version: str, value: object) -> None:
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+        recipe = Recipe()
+        table = dataclasses.replace(getattr(recipe, section), **{key: value})
+        check_degrees(dataclasses.replace(recipe, **{section: table}), 4)
+
+    major, minor = needed
+    for version in (f"{major}.{minor}.0", f"{major}.{minor}.0.dev20260101", f"{major}.{minor + 1}.0+cu130", "3.0.0"):
+        check(version, value)
+    for version in (f"{major}.{minor - 1}.0+cpu", "2.9.1"):
+        message = error_of(lambda version=version: check(version, value))
+        assert f"{section}.{key} = {schema.value_text(value)} is not accepted" in message
+        assert f"needs torch {major}.{minor} or newer, and torch {version} is installed" in message
+        remedy = tomllib.loads(f"value = {message.rpartition('set it to ')[2].removesuffix('.')}")["value"]
+        check(version, remedy)
