@@ -3,6 +3,7 @@
 `install()` runs before any other import of torchtitan, because torchtitan's modules copy the device on import.
 """
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -27,7 +28,7 @@ from torch.distributed.tensor import debug
 from torch.nn.attention.flex_attention import create_block_mask
 
 from titan_muon.titan.recipe import RecipeError
-from titan_muon.titan.recipe.degrees import has_torch
+from titan_muon.titan.recipe.degrees import has_torch_for
 
 TORCHTITAN_VERSION = "0.3.0"
 
@@ -192,6 +193,7 @@ def drop_unknown_mask_options() -> None:
     create = attention._compiled_create_block_mask
     if "separate_full_blocks" not in known and not hasattr(create, "known"):
 
+        @functools.wraps(create)
         def create_known(*args: Any, **kwargs: Any) -> Any:
             return create(*args, **{name: value for name, value in kwargs.items() if name in known})
 
@@ -324,7 +326,8 @@ def spmd_backend(requested: str, *, owned: bool = False, uneven_vocabulary: bool
         )
     if requested != "auto":
         return requested
-    return "spmd_types" if has_torch(2, 14) and not owned and not uneven_vocabulary else "partial_dtensor"
+    fits = has_torch_for("parallelism.spmd_backend") and not owned and not uneven_vocabulary
+    return "spmd_types" if fits else "partial_dtensor"
 
 
 def spmd_note(requested: str, *, owned: bool) -> str:

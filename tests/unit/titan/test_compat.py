@@ -26,11 +26,12 @@ cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="the gaps
 
 BEFORE_AND_AFTER = """
     import importlib, json, warnings
-    import torch, torch.distributed as dist
+    import torch, torch.distributed as dist, torch.distributed.fsdp
 
     def facts():
         utils = importlib.import_module("torchtitan.tools.utils")
         found = {"device": utils.device_type, "set_timeout": hasattr(dist, "set_timeout")}
+        found["mesh_dims"] = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
         try:
             importlib.import_module("torchtitan.models.common.attention")
             found["models"] = True
@@ -47,10 +48,11 @@ BEFORE_AND_AFTER = """
     utils = importlib.import_module("torchtitan.tools.utils")
     attention = importlib.import_module("torchtitan.models.common.attention")
     dims = importlib.import_module("torchtitan.distributed.parallel_dims")
+    mask = attention._compiled_create_block_mask
     after |= {
         "on_cpu": on_cpu and again,
         "peak_flops": utils.get_peak_flops("CPU"),
-        "mask": attention._compiled_create_block_mask is attention.create_block_mask,
+        "mask": getattr(mask, "__wrapped__", mask) is attention.create_block_mask,
         "copied_device": dims.device_type,
     }
     print(json.dumps([before, after]))
@@ -72,13 +74,14 @@ def test_every_gap_exists_and_is_closed() -> None:
     result = _run(BEFORE_AND_AFTER)
     assert result.returncode == 0, result.stderr
     before, after = json.loads(result.stdout.splitlines()[-1])
-    has_set_timeout = has_torch(2, 14)
     # CUDA builds of torch have triton.
     models_import = True if importlib.util.find_spec("triton") else "No module named 'triton'"
-    assert before == {"device": "cuda", "set_timeout": has_set_timeout, "models": models_import}
+    gaps = {"set_timeout": has_torch(2, 14), "mesh_dims": has_torch(2, 12)}
+    assert before == {"device": "cuda", "models": models_import, **gaps}
     assert after == {
         "device": "cpu",
         "set_timeout": True,
+        "mesh_dims": True,
         "models": True,
         "on_cpu": True,
         "peak_flops": float("inf"),
@@ -111,6 +114,17 @@ def test_the_replaced_functions_are_the_used_functions() -> None:
     assert utils.device_module.device_count() == torch.cpu.device_count()
     with pytest.raises(AttributeError):
         _ = utils.device_module.no_such_function
+
+
+def test_masks_are_created_without_options_that_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    compat.install()
+    from torchtitan.models.common import attention
+
+    options = []
+    monkeypatch.setattr(attention, "_compiled_create_block_mask", lambda *_, **named: options.append(sorted(named)))
+    compat.drop_unknown_mask_options()
+    attention._compiled_create_block_mask(None, B=1, separate_full_blocks=True)
+    assert options == [["B", "separate_full_blocks"] if has_torch(2, 13) else ["B"]]
 
 
 @cpu_only

@@ -40,15 +40,15 @@ TORCH_NEEDS = (
     TorchNeed(
         "parallelism.spmd_backend",
         lambda backend: backend == "spmd_types",
-        (2, 12),
-        "earlier FSDP2 has no mesh of all dimensions",
+        (2, 14),
+        "earlier FSDP2 cannot shard plain tensors on its mesh",
         'set it to "auto"',
     ),
     TorchNeed(
         "loss.chunks",
         lambda chunks: chunks != "auto" and chunks > 1,
-        (2, 12),
-        "earlier FSDP2 refuses the head's float32 gradient beside bfloat16 gradients",
+        (2, 13),
+        "earlier FSDP2 cannot reduce the head's gradients by chunk",
         'set it to "auto"',
     ),
 )

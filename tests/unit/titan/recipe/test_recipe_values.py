@@ -515,8 +515,8 @@ def test_without_sequence_parallel_the_sequence_need_not_divide_over_tensor_para
     [
         ("parallelism", "pipeline_parallel_degree", 2, (2, 14)),
         ("parallelism", "expert_parallel_degree", 2, (2, 12)),
-        ("parallelism", "spmd_backend", "spmd_types", (2, 12)),
-        ("loss", "chunks", 2, (2, 12)),
+        ("parallelism", "spmd_backend", "spmd_types", (2, 14)),
+        ("loss", "chunks", 2, (2, 13)),
     ],
 )
 def test_a_value_that_needs_a_newer_torch_is_refused_with_a_remedy_that_works(
