@@ -7,7 +7,8 @@
 # make main-titan  the optimizer in TorchTitan's own configuration, on its newest release; TITAN===0.3.0 is another one, or a URL
 # make integrations  the examples in Transformers, Accelerate, Lightning and PEFT, in an environment of its own
 # make rehearse  full-size training steps on GPUs that are not there
-# make gpu     every check and figure that needs GPUs, with a report to attach to an issue; PYTHON_GPU=... is another interpreter
+# make gpu     every check and figure that needs GPUs; CALL=1, 2 or 3 is a part of it for one GPU, at most 7 minutes each
+# make gpu-wheels  a few MB of packages for make gpu on a machine without a network, in .cache/wheels
 # make soak    2,000 steps twice, undisturbed and with random kills: the same digits, and memory that does not grow; at most an hour
 # make kernels the GPU kernels without a GPU: numerics under Triton's interpreter, and what they compile to, as a table
 
@@ -33,10 +34,17 @@ WORKERS ?= -n 3 --dist worksteal
 CONFIG ?= configs/qwen_moe_muon.toml
 ARGS ?=
 LONG ?= 10
-# An interpreter whose torch fits the GPU's driver, with what it has of torchtitan, tyro, pytest and matplotlib.
+# An interpreter whose torch fits the GPU's driver; by default the first of python3, python and the environments here with a GPU.
 PYTHON_GPU ?=
+CALL ?=
+# cpu: rehearse, although there is a GPU.
+DEVICE ?=
+# What an image with PyTorch often lacks, and the Python of that image.
+WHEELS := .cache/wheels
+WHEEL_NAMES := torchtitan|datasets|tomli|tyro|multiprocess|spmd_types|dill|torchdata|docstring_parser|einops
+WHEEL_PYTHON ?= 3.12
 
-.PHONY: soak venv train test suite test-long check lint types newest main-titan gpu kernels lock lock-newest clean rehearse integrations
+.PHONY: soak venv train test suite test-long check lint types newest main-titan gpu gpu-wheels kernels lock lock-newest clean rehearse integrations
 
 venv: $(STAMP)
 
@@ -108,8 +116,15 @@ $(NEWEST_STAMP): pyproject.toml $(NEWEST_LOCK)
 	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt torch==$(TORCH) -e '.[titan,dev,zoo]'
 	touch $@
 
-gpu: $(if $(PYTHON_GPU),,$(NEWEST_STAMP))
-	$(if $(PYTHON_GPU),$(PYTHON_GPU),$(NEWEST)/bin/python) -m benchmarks.gpu.run $(ARGS)
+# Any Python runs it, and looks for the interpreter of the parts.
+gpu:
+	$(PYTHON) -m benchmarks.gpu.run $(if $(CALL),--call $(CALL)) $(if $(PYTHON_GPU),--python $(PYTHON_GPU)) $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
+
+gpu-wheels:
+	rm -rf $(WHEELS)
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version $(WHEEL_PYTHON) \
+		--dest $(WHEELS) $$(grep -E '^($(WHEEL_NAMES))==' constraints.txt)
+	ls -s --block-size=K $(WHEELS)
 
 kernels: venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRITON_FOLDER) $(TRITON)

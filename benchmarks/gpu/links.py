@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=8 -m benchmarks.gpu.links --device cuda --json links.json
 
-`machine` of the file, which `--machine FILE` also writes alone, has the planner's rates: bytes per second sent by a
+`machine` of the file has the planner's rates: bytes per second sent by a
 rank, latency of a collective, FLOP/s by dtype, and bytes per second of memory. `recipe` is the equivalent `[machine]`
 table of a recipe.
 """
@@ -145,7 +145,6 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--largest", type=int, default=LARGEST, help="bytes")
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--machine", type=Path, help="the machine file alone")
     options = parser.parse_args(words)
     device = begin(options.device)
     world = dist.get_world_size()
@@ -158,8 +157,6 @@ def main(words: Sequence[str]) -> int:
         machine = MeasuredMachine(name, world, ranks_per_node, bandwidth, latency, flops, memory_rate(device))
         document = {"machine": asdict(machine), "recipe": recipe_table(machine), "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        if options.machine is not None:
-            options.machine.write_text(json.dumps(asdict(machine), indent=1) + "\n", encoding="utf-8")
         print(json.dumps({key: document[key] for key in ("machine", "recipe")}, indent=1))
     dist.barrier()
     dist.destroy_process_group()

@@ -9,18 +9,39 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from titan_muon.comm.collectives import Collectives
 
 
 def begin(device: str) -> torch.device:
-    """Join the processes of torchrun, over NCCL on `cuda`, over gloo on `cpu`. Returns this rank's device."""
+    """Join the processes of torchrun. Returns this rank's device.
+
+    `cuda`: over NCCL; over gloo if ranks share a GPU, which NCCL refuses. `cpu`: over gloo.
+    """
     torch.set_num_threads(1)
     if device == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
+    if int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+        torch.cuda.set_device(0)
+        dist.init_process_group("cpu:gloo,cuda:gloo")
+        # gloo's direct sends read the memory of a GPU on the host, and crash.
+        Collectives.all_gather_uneven = _broadcasts  # type: ignore[method-assign]
+        return torch.device("cuda", 0)
     mine = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(mine)
     dist.init_process_group("nccl", device_id=mine)
     return mine
+
+
+def _broadcasts(
+    self: Collectives, parts: list[Tensor], input: Tensor, group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """`Collectives.all_gather_uneven` by broadcasts."""
+    parts[dist.get_rank(group)].copy_(input)
+    sources = [(rank, part) for rank, part in enumerate(parts) if part.numel() > 0]
+    return [dist.broadcast(part, group_src=rank, group=group, async_op=True) for rank, part in sources]
 
 
 def gathered(value: Any) -> list[Any]:
@@ -46,8 +67,9 @@ def _is_open(group: dist.ProcessGroup) -> bool:
 
 @contextmanager
 def no_sync(device: torch.device) -> Iterator[None]:
-    """Raise RuntimeError (PyTorch's) where the host waits for a GPU in this context."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    """Raise RuntimeError (PyTorch's) where the host waits for a GPU in this context, except for gloo's own waits."""
+    on_gloo = dist.is_initialized() and "cuda:gloo" in dist.get_backend_config()
+    if device.type != "cuda" or not torch.cuda.is_available() or on_gloo:
         yield
         return
     before = torch.cuda.get_sync_debug_mode()

@@ -1,27 +1,39 @@
-"""Report of a run: all results in a JSON file, a page with pictures, and both in an archive."""
+"""Files of a run beside the results: page, archive, machine file and measured choices; and the page of the docs.
+
+    python -m benchmarks.gpu.report build/gpu/results.json      # one file or several, of the same GPU
+
+writes docs/results/gpu.json and gpu.md, and adds measured choices to titan_muon/orthogonalize/measured.json.
+"""
 
 from __future__ import annotations
 
-import base64
-import html
-import io
+import argparse
 import json
-import math
-import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+import os
+import sys
+import tarfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.environment import Environment
-from benchmarks.gpu.parts import Part
-from benchmarks.gpu.results import Outcome, Result, read, write_whole
+from benchmarks.gpu.environment import ROOT, Environment
+from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.results import FILE, Outcome, Result, read, write, write_whole
 
-STYLE = (
-    "body{font:15px sans-serif;max-width:70em;margin:2em auto}td,th{padding:0 .8em;text-align:left}pre{overflow:auto}"
-)
+PAGE, ARCHIVE, MACHINE, MEASURED = "report.md", "results.tgz", "machine.json", "measured.json"
+DOCS = ROOT / "docs/results"
+SHIPPED = ROOT / "titan_muon/orthogonalize/measured.json"
 FIGURES = 4
 """Significant digits of a number in a table."""
+MOST_ROWS = 80
+"""Most rows of a table; the rest is in the JSON file."""
+HEAD = """# Titan Muon on GPUs
+
+`python -m benchmarks.gpu.report` generates this page from the results of `make gpu`, see [gpu.md]({link}). `model` is the
+planner's, and every other row is **{source}**.
+"""
+NOT_RUN = "No GPU has run the parts. Only the planner's times are known.\n"
 
 
 def read_json(file: Path) -> tuple[Any, str]:
@@ -31,24 +43,21 @@ def read_json(file: Path) -> tuple[Any, str]:
     try:
         return json.loads(file.read_text(encoding="utf-8")), ""
     except ValueError as error:
-        return None, f"{file} is not JSON: {error}"
+        return None, f"{file.name} is not JSON: {error}"
 
 
-def write_report(parts: Sequence[Part], environment: Environment, folder: Path) -> Path:
-    """Write report.json, report.html and report.zip of a folder's results. Returns the archive."""
-    kept = [(part, read(part.name, folder)) for part in parts]
-    # A result of another GPU or commit stays in its file until the part runs again, and is not reported.
-    results = [(part, result if result is not None and holds(result, environment) else None) for part, result in kept]
-    figures = {part.name: None if result is None else asdict(result) for part, result in results}
-    document = {"environment": asdict(environment), "parts": figures}
-    written = {"report.json": json.dumps(document, indent=1) + "\n", "report.html": page(results, environment)}
-    for name, text in written.items():
-        write_whole(folder / name, text)
-    archive = folder / "report.zip"
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
-        for name, text in written.items():
-            file.writestr(name, text)
-    return archive
+def write_report(kept: Mapping[str, Result], environment: Environment, folder: Path, work: Path) -> None:
+    """Write all files but the results. `work`: folder with logs and figures, for the archive."""
+    # A result of another GPU or commit stays until the part runs again, and is not reported.
+    results = {name: result for name, result in kept.items() if holds(result, environment)}
+    write_whole(folder / PAGE, page(results))
+    write_whole(folder / MACHINE, json.dumps(machine(results), indent=1) + "\n")
+    write_whole(folder / MEASURED, json.dumps(choices(results), indent=1) + "\n")
+    part = folder / f"{ARCHIVE}.{os.getpid()}"
+    with tarfile.open(part, "w:gz") as archive:
+        for file in (folder / FILE, folder / PAGE, *sorted(work.glob("*.log")), *sorted(work.glob("*.figures"))):
+            archive.add(file, file.name)
+    part.replace(folder / ARCHIVE)
 
 
 def holds(result: Result, environment: Environment) -> bool:
@@ -56,40 +65,70 @@ def holds(result: Result, environment: Environment) -> bool:
     return result.environment == environment or result.environment.same(environment)
 
 
-def page(results: Sequence[tuple[Part, Result | None]], environment: Environment) -> str:
-    """Self-contained HTML page."""
-    gpus = ", ".join(environment.gpus) if environment.gpus else "No GPU: rehearsed on fake tensors and the CPU only"
-    facts = (
-        f"torch {environment.torch}, CUDA {environment.cuda}, driver {environment.driver}, commit {environment.commit}"
+def machine(results: Mapping[str, Result]) -> dict[str, Any]:
+    """The machine file for the planner; without rates until the part `links` has run."""
+    result = results.get("links")
+    rates = result.figures["machine"] if result is not None and result.figures else {}
+    return {**rates, "source": "not run" if result is None else result.source}
+
+
+def choices(results: Mapping[str, Result]) -> dict[str, Any]:
+    """By GPU: the fastest kernels, whether `fused` is faster, and whether float16 is safe, as far as parts have run."""
+    figures = {name: result.figures for name, result in results.items() if isinstance(result.figures, dict)}
+    fused = [found["fused_is_faster"] for found in figures.values() if found.get("fused_is_faster") is not None]
+    entry = {
+        "kernels": figures.get("newton_schulz", {}).get("kernels"),
+        "fused": all(fused) if fused else None,
+        "float16": figures.get("float16", {}).get("is_safe"),
+    }
+    known = {key: value for key, value in entry.items() if value is not None}
+    first = next(iter(results.values()), None)
+    if first is None:
+        return {}
+    name = first.environment.gpus[0] if first.environment.gpus else "cpu"
+    return {name: {"source": first.source, "torch": first.environment.torch, **known}}
+
+
+def best_rates(figures: Any) -> dict[str, str]:
+    """Learning rate with the lowest last loss, by optimizer, of the part `sweep`."""
+    rows = [row for row in (figures or {}).get("rows", []) if row.get("loss") is not None]
+    names = dict.fromkeys(row["optimizer"] for row in rows)
+    best = {name: min((row for row in rows if row["optimizer"] == name), key=lambda row: row["loss"]) for name in names}
+    return {name: f"{row['lr']:g}" for name, row in best.items()}
+
+
+def page(results: Mapping[str, Result], link: str = "../../docs/gpu.md") -> str:
+    """Markdown page of all parts."""
+    ran = [result for result in results.values() if result.outcome is not Outcome.NOT_RUN]
+    source = ", ".join(dict.fromkeys(result.source for result in ran)) or "not run"
+    lines = [HEAD.format(source=source, link=link), facts(ran), overview(results)]
+    for part in PARTS:
+        result = results.get(part.name)
+        if result is not None and isinstance(result.figures, dict):
+            lines += [f"\n## {part.name}\n", f"{part.shows[0].upper()}{part.shows[1:]}: {result.source}.\n"]
+            lines += [table(rows_of(result.figures)), *notes(result.figures)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def facts(results: Sequence[Result]) -> str:
+    """The environments of some results, a line each."""
+    environments = dict.fromkeys(
+        (", ".join(e.gpus) or "no GPU", e.torch, e.driver or "none", e.python, e.commit or "unknown")
+        for e in (result.environment for result in results)
     )
-    lines = [f"<!doctype html><meta charset=utf-8><title>Titan Muon on GPUs</title><style>{STYLE}</style>"]
-    lines += ["<h1>Titan Muon on GPUs</h1>", f"<p>{html.escape(gpus)}<br>{html.escape(facts)}</p>", overview(results)]
-    lines += [section(part, result) for part, result in results]
-    return "\n".join(lines) + "\n"
+    lines = [f"- {gpus}; torch {torch}; driver {d}; Python {p}; commit {c}" for gpus, torch, d, p, c in environments]
+    return "\n".join(lines) + "\n" if lines else NOT_RUN
 
 
-def overview(results: Sequence[tuple[Part, Result | None]]) -> str:
+def overview(results: Mapping[str, Result]) -> str:
     """A table with a line for each part."""
     rows = []
-    for part, result in results:
-        outcome = "not run yet" if result is None else f"{result.outcome} {result.reason}"
-        duration = "" if result is None else f"{result.seconds:.0f}"
-        rows.append({"part": part.name, "outcome": outcome, "s": duration, "shows": part.shows})
+    for part in PARTS:
+        result = results.get(part.name)
+        outcome = "not run" if result is None else f"{result.outcome} {result.reason}".strip()
+        duration = 0.0 if result is None else result.seconds
+        rows.append({"part": part.name, "call": part.call or "", "outcome": outcome, "s": f"{duration:.0f}"})
     return table(rows)
-
-
-def section(part: Part, result: Result | None) -> str:
-    """A part's figures as table and picture, and the log of a failure."""
-    head = f"<h2>{html.escape(part.name)}</h2>\n<p>{html.escape(part.shows)}.</p>"
-    if result is None:
-        return f"{head}\n<p>Not run yet.</p>"
-    if result.outcome is not Outcome.PASSED:
-        head += f"\n<p><b>{result.outcome}</b>: {html.escape(result.reason)}</p><pre>{html.escape(result.log)}</pre>"
-    figures = result.figures if isinstance(result.figures, dict) else {}
-    picture = draw(figures)
-    shown = f'<img alt="{part.name}" src="data:image/png;base64,{picture}">' if picture else ""
-    facts = {key: value for key, value in figures.items() if key not in ("rows", "runs", "checks")}
-    return "\n".join([head, shown, table(rows_of(figures)), f"<pre>{html.escape(json.dumps(facts, indent=1))}</pre>"])
 
 
 def rows_of(figures: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -97,7 +136,7 @@ def rows_of(figures: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     if "runs" in figures:
         runs = figures["runs"].items()
         return [{"run": n, "last loss": last(r), **{k: v for k, v in r.items() if k != "losses"}} for n, r in runs]
-    return list(figures.get("rows", figures.get("checks", [])))
+    return list(figures.get("rows") or figures.get("checks", []))
 
 
 def last(run: Mapping[str, Any]) -> float | str:
@@ -106,13 +145,19 @@ def last(run: Mapping[str, Any]) -> float | str:
     return losses[-1] if losses else ""
 
 
+def notes(figures: Mapping[str, Any]) -> list[str]:
+    """Figures of a part that are no table, a line each."""
+    plain = {k: v for k, v in figures.items() if k not in ("rows", "runs", "checks", "faults", "details")}
+    flat = flattened(plain).items()
+    return ["", *(f"- {key}: {shown(value)}" for key, value in flat if not isinstance(value, list) or len(value) < 9)]
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """HTML table; a column for each key, nested keys by their last name."""
-    flat = [flattened(row) for row in rows]
-    keys = list(dict.fromkeys(key for row in flat for key in row))
-    head = "".join(f"<th>{html.escape(key)}</th>" for key in keys)
-    body = ["".join(f"<td>{html.escape(shown(row.get(key, '')))}</td>" for key in keys) for row in flat]
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in body)}</table>" if rows else ""
+    """Markdown table; a column for each key, nested keys by their last name, without lists."""
+    flat = [flattened(row) for row in rows[:MOST_ROWS]]
+    keys = [k for k in dict.fromkeys(key for row in flat for key in row) if any(shown(row.get(k)) for row in flat)]
+    lines = [keys, ["---"] * len(keys), *([shown(row.get(key)) for key in keys] for row in flat)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""
 
 
 def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,84 +170,43 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def shown(value: Any) -> str:
     """A cell."""
+    if value is None or value == []:
+        return ""
     if isinstance(value, list):
         return ", ".join(map(shown, value))
-    return (
-        f"{value:.{FIGURES}g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-    )
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value).replace("|", "/").replace("\n", " ")
+    return f"{value:.{FIGURES}g}" if isinstance(value, float) else f"{value:,}"
 
 
-def draw(figures: Mapping[str, Any]) -> str:
-    """Picture of a part's figures as PNG in base64; empty without figures or matplotlib."""
-    kind = next((name for name, fits in FITS.items() if fits(figures)), None)
-    if kind is None:
-        return ""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return ""
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes: Any = figure.subplots()
-    DRAWN[kind](axes, figures)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    return base64.b64encode(buffer.getvalue()).decode()
+def published(results: Iterable[Result]) -> dict[str, Result]:
+    """Results for the docs: measured figures with the model's rows, and of a rehearsal the model's rows alone."""
+    kept = {}
+    for result in results:
+        rows = [row for row in (result.figures or {}).get("rows", []) if row.get("source") == "model"]
+        if result.source == "measured":
+            kept[result.part] = replace(result, log="", command=())
+        elif rows:
+            short = replace(result.environment, commit="", executable="")
+            done = {"outcome": Outcome.NOT_RUN, "reason": "", "seconds": 0.0, "log": "", "command": ()}
+            kept[result.part] = replace(result, environment=short, figures={"rows": rows}, **done)  # type: ignore[arg-type]
+    return kept
 
 
-def draw_losses(axes: Any, figures: Mapping[str, Any]) -> None:
-    """Loss by step, a line per run."""
-    for name, run in figures["runs"].items():
-        axes.plot([int(step) for step in run["losses"]], list(run["losses"].values()), label=name)
-    axes.set(xlabel="step", ylabel="loss")
-    axes.legend()
+def main(words: Sequence[str]) -> int:
+    """Write the docs' page and data, and the shipped choices."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, help="results.json of one call or several")
+    results = published(result for file in parser.parse_args(words).files for result in read(file).values())
+    write(results.values(), DOCS)
+    (DOCS / FILE).replace(DOCS / "gpu.json")
+    write_whole(DOCS / "gpu.md", page(results, link="../gpu.md"))
+    known = json.loads(SHIPPED.read_text(encoding="utf-8"))
+    new = {name: entry for name, entry in choices(results).items() if entry["source"] == "measured"}
+    write_whole(SHIPPED, json.dumps({**known, **new}, indent=1, sort_keys=True) + "\n")
+    print(f"{DOCS / 'gpu.md'}: {len(results)} parts; {SHIPPED}: {', '.join(new) or 'nothing measured'}")
+    return 0
 
 
-def draw_links(axes: Any, figures: Mapping[str, Any]) -> None:
-    """Bandwidth by size, a line per collective."""
-    for name in dict.fromkeys(row["collective"] for row in figures["rows"]):
-        mine = [row for row in figures["rows"] if row["collective"] == name]
-        axes.loglog([row["bytes"] for row in mine], [row["gb_s"] for row in mine], marker="o", label=name)
-    axes.set(xlabel="bytes", ylabel="GB/s that a rank sends")
-    axes.legend()
-
-
-def draw_bars(axes: Any, figures: Mapping[str, Any]) -> None:
-    """Milliseconds, a bar per row."""
-    key = "ms" if "ms" in figures["rows"][0] else "step_ms"
-    names = [" ".join(str(row[k]) for k in ("shape", "name") if k in row) for row in figures["rows"]]
-    axes.barh(range(len(names)), [row[key] for row in figures["rows"]])
-    axes.set_yticks(range(len(names)), names, fontsize=max(4, 9 - len(names) // 8))
-    axes.invert_yaxis()
-    axes.set(xlabel=key)
-
-
-def draw_rates(axes: Any, figures: Mapping[str, Any]) -> None:
-    """Share of the matmul rate by shape, a point per method."""
-    shapes = list(dict.fromkeys(row["shape"] for row in figures["rows"]))
-    for name in dict.fromkeys(row["name"] for row in figures["rows"]):
-        mine = [row for row in figures["rows"] if row["name"] == name and math.isfinite(row["of_matmul"])]
-        axes.plot([shapes.index(row["shape"]) for row in mine], [row["of_matmul"] for row in mine], "o", label=name)
-    axes.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right", fontsize=7)
-    axes.set(ylabel="of the matmul rate")
-    axes.legend(fontsize=7)
-
-
-def has_rows(figures: Mapping[str, Any], *keys: str) -> bool:
-    """Whether there are rows with all of these keys."""
-    rows: list[Mapping[str, Any]] = figures.get("rows", [])
-    return bool(rows) and all(key in rows[0] for key in keys)
-
-
-FITS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
-    "losses": lambda figures: any(run["losses"] for run in figures.get("runs", {}).values()),
-    "links": lambda figures: has_rows(figures, "collective"),
-    "rates": lambda figures: has_rows(figures, "of_matmul"),
-    "bars": lambda figures: has_rows(figures, "name") and bool({"ms", "step_ms"} & figures["rows"][0].keys()),
-}
-"""Picture by the keys of the figures; the first match decides."""
-DRAWN: Mapping[str, Callable[[Any, Mapping[str, Any]], None]] = {
-    "losses": draw_losses,
-    "links": draw_links,
-    "rates": draw_rates,
-    "bars": draw_bars,
-}
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

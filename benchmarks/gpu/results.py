@@ -1,15 +1,18 @@
-"""Result of a part, as a file of the output folder: written at the end of the part, read by the next run."""
+"""Results of the parts: one file of the output folder, renewed after each part and read by the next run."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.environment import Environment, of
+
+FILE = "results.json"
 
 
 class Outcome(StrEnum):
@@ -47,10 +50,16 @@ class Result:
         """Whether the part failed. An impossible part has not failed."""
         return self.outcome in (Outcome.FAILED, Outcome.OUT_OF_TIME)
 
+    @property
+    def source(self) -> str:
+        """Where the figures come from: `measured` on a GPU, else `rehearsed`."""
+        return "measured" if self.environment.gpus else "rehearsed"
 
-def write(result: Result, folder: Path) -> None:
-    """Save a result atomically."""
-    write_whole(folder / f"{result.part}.json", json.dumps(asdict(result), indent=1) + "\n")
+
+def write(results: Iterable[Result], folder: Path) -> None:
+    """Save all results atomically."""
+    document = {result.part: {"source": result.source, **asdict(result)} for result in results}
+    write_whole(folder / FILE, json.dumps(document, indent=1) + "\n")
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -60,12 +69,22 @@ def write_whole(file: Path, text: str) -> None:
     part.replace(file)
 
 
-def read(name: str, folder: Path) -> Result | None:
-    """Result of a part in a folder; None without a valid result."""
+def read(file: Path) -> dict[str, Result]:
+    """Results of a file by part, without invalid ones; empty without a valid file."""
     try:
-        document = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-        document["environment"], document["outcome"] = of(document["environment"]), Outcome(document["outcome"])
-        return Result(**{**document, "command": tuple(document["command"])})
-    except (OSError, ValueError, KeyError, TypeError):
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        # A missing file, or a torn one: the parts run again.
+        return {}
+    entries = document.items() if isinstance(document, dict) else ()
+    return {name: result for name, entry in entries if (result := _result(entry)) is not None}
+
+
+def _result(entry: Mapping[str, Any]) -> Result | None:
+    try:
+        values = {key: value for key, value in entry.items() if key != "source"}
+        values["environment"], values["outcome"] = of(entry["environment"]), Outcome(entry["outcome"])
+        return Result(**{**values, "command": tuple(entry["command"])})
+    except (ValueError, KeyError, TypeError, AttributeError):
         # A result of an older version, or an edited one: the part runs again.
         return None

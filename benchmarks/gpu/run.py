@@ -1,6 +1,7 @@
-"""Runs every part on this machine's GPUs in order, and writes the report: `make gpu`.
+"""Runs parts on this machine's GPUs in order, and renews the results after each part: `make gpu`.
 
-    python -m benchmarks.gpu.run                           # all parts that have not passed here yet
+    python -m benchmarks.gpu.run --call 1                  # the first of three calls for one GPU, each at most 7 minutes
+    python -m benchmarks.gpu.run                           # all parts, without a limit for all together
     python -m benchmarks.gpu.run --parts links --again     # repeat one part
 
 A part runs once per combination of GPUs, PyTorch and commit, until it passes. Without a GPU each part's rehearsal runs.
@@ -9,22 +10,54 @@ A part runs once per combination of GPUs, PyTorch and commit, until it passes. W
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.gpu import report
-from benchmarks.gpu.environment import ROOT, Environment, ask
-from benchmarks.gpu.parts import PARTS, REHEARSAL_SECONDS, Part, chosen
-from benchmarks.gpu.results import Outcome, Result, read, write
+from benchmarks.gpu.environment import ROOT, Environment, ask, choose, variables
+from benchmarks.gpu.parts import CALLS, PARTS, Part, chosen
+from benchmarks.gpu.results import FILE, Outcome, Result, read, write
 from benchmarks.processes import run_within
 
-REHEARSED = "no GPU: rehearsed on fake tensors only"
+REHEARSED = "no GPU: rehearsed on the CPU and on fake tensors, nothing was measured"
 LOG_CHARACTERS = 8000
+LIMIT = 400
+"""Seconds of a call. Ending a part may take 20 s more, so that a call ends within 7 minutes."""
+LEAST_SECONDS = 5
+"""Shortest rest of a call in which a part starts."""
+WHEELS = ROOT / ".cache/wheels"
+"""Packages that `make gpu-wheels` collected, for machines without a network."""
+RATE = "2e-3"
+"""Learning rate of the long training without a sweep."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run works.
+
+    Attributes:
+        folder: for the results, at most 8 files.
+        work: for logs and figures, which the archive holds.
+        packages: further folders to import from.
+        end: `time.monotonic` at the end of the call; None without a limit.
+    """
+
+    folder: Path
+    work: Path
+    packages: tuple[Path, ...] = ()
+    end: float | None = None
+
+    def seconds(self, part: Part, environment: Environment) -> int:
+        """Time-out of a part here: its own, or the rest of the call."""
+        own = part.seconds if environment.gpus else part.rehearsal_seconds
+        return own if self.end is None else min(own, int(self.end - time.monotonic()))
 
 
 def obstacle(part: Part, environment: Environment) -> str:
@@ -39,19 +72,19 @@ def obstacle(part: Part, environment: Environment) -> str:
     return ""
 
 
-def limit(part: Part, environment: Environment) -> int:
-    """Time-out of a part here, in seconds."""
-    return part.seconds if environment.gpus else REHEARSAL_SECONDS
-
-
-def command_of(part: Part, environment: Environment, folder: Path) -> tuple[str, ...]:
+def command_of(part: Part, environment: Environment, place: Place) -> tuple[str, ...]:
     """Words of a part's command in this environment."""
+    muon, adamw = best_rates(place.folder)
     values: Mapping[str, object] = {
-        "python": sys.executable,
+        "python": environment.executable,
         "ranks": environment.ranks,
-        "json": folder / f"{part.name}.figures",
-        "folder": folder / part.name,
-        "out": folder,
+        "exchanging_ranks": environment.exchanging_ranks,
+        # The part then ends by itself, with all of its figures.
+        "seconds": max(1, place.seconds(part, environment) - part.ending_seconds),
+        "json": place.work / f"{part.name}.figures",
+        "folder": place.work / part.name,
+        "muon": muon,
+        "adamw": adamw,
     }
     words = part.command if environment.gpus else part.rehearsal
     return tuple(filled(word, values) for word in words)
@@ -64,23 +97,30 @@ def filled(word: str, values: Mapping[str, object]) -> str:
     return word
 
 
-def run_part(part: Part, environment: Environment, folder: Path) -> Result:
+def best_rates(folder: Path) -> tuple[str, str]:
+    """Learning rates for a long training of Muon and AdamW: MUON and ADAMW, or the best of the sweep."""
+    sweep = read(folder / FILE).get("sweep")
+    best = report.best_rates(sweep.figures) if sweep is not None else {}
+    return tuple(os.environ.get(name.upper()) or best.get(name, RATE) for name in ("muon", "adamw"))  # type: ignore[return-value]
+
+
+def run_part(part: Part, environment: Environment, place: Place) -> Result:
     """Run a part with a time-out. Returns a result with figures and the end of the log for any outcome."""
-    reason, most = obstacle(part, environment), limit(part, environment)
+    reason, most = obstacle(part, environment), place.seconds(part, environment)
+    if not reason and most < LEAST_SECONDS:
+        reason = "no time left in this call"
     if reason:
         return Result(part.name, Outcome.NOT_RUN, reason, 0.0, (), environment)
-    command = command_of(part, environment, folder)
-    figures, log = folder / f"{part.name}.figures", folder / f"{part.name}.log"
-    # An earlier run's figures must not count for this run.
-    figures.unlink(missing_ok=True)
+    command = command_of(part, environment, place)
+    figures, log = place.work / f"{part.name}.figures", place.work / f"{part.name}.log"
     begin = time.monotonic()
-    code = run_within(most, command, log, ROOT, environ())
+    code = run_within(most, command, log, ROOT, variables(place.packages))
     seconds = time.monotonic() - begin
     read, unreadable = report.read_json(figures)
     if code is None:
         outcome, reason = Outcome.OUT_OF_TIME, f"did not end in {most} s"
     elif code != 0:
-        outcome, reason = Outcome.FAILED, f"exit code {code}, see {log}"
+        outcome, reason = Outcome.FAILED, f"exit code {code}, see {log.name} in {report.ARCHIVE}"
     elif unreadable:
         outcome, reason = Outcome.FAILED, unreadable
     else:
@@ -89,26 +129,21 @@ def run_part(part: Part, environment: Environment, folder: Path) -> Result:
     return Result(part.name, outcome, reason, seconds, command, environment, read, end)
 
 
-def environ() -> dict[str, str]:
-    """Environment variables of a part."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def run_all(parts: Sequence[Part], environment: Environment, folder: Path, *, again: bool) -> list[Result]:
+def run_all(parts: Sequence[Part], environment: Environment, place: Place, *, again: bool) -> list[Result]:
     """Run the parts in order, also after failures, and save every result at once."""
-    results = []
+    results, kept = [], read(place.folder / FILE)
     for number, part in enumerate(parts, 1):
-        left = math.ceil(sum(limit(part, environment) for part in parts[number - 1 :]) / 60)
         print(f"[{number}/{len(parts)}] {part.name}: {part.shows}", flush=True)
-        old = read(part.name, folder)
+        old = kept.get(part.name)
         if old is not None and old.outcome is Outcome.PASSED and old.environment.same(environment) and not again:
             print(f"    passed before, in {old.seconds:.0f} s; --again runs it once more", flush=True)
             results.append(old)
             continue
-        print(f"    at most {limit(part, environment)} s; at most {left} min for this and the rest", flush=True)
-        result = run_part(part, environment, folder)
-        write(result, folder)
+        print(f"    at most {max(0, place.seconds(part, environment))} s", flush=True)
+        result = run_part(part, environment, place)
+        kept[part.name] = result
+        write(kept.values(), place.folder)
+        report.write_report(kept, environment, place.folder, place.work)
         print(f"    {outcome_text(result)}", flush=True)
         results.append(result)
     return results
@@ -131,37 +166,62 @@ def open_folder(folder: Path) -> None:
         raise ValueError(f"--out {folder}: cannot be written to ({error.strerror}); name another folder") from error
 
 
+def with_wheels(environment: Environment, target: Path, wheels: Path = WHEELS) -> tuple[Environment, tuple[Path, ...]]:
+    """The environment with the collected wheels, and the folder to import them from. Needs no network.
+
+    Without them if pip refuses one; parts then name the packages that they lack.
+    """
+    files = sorted(map(str, wheels.glob("*.whl")))
+    if not files:
+        return environment, ()
+    options = ("-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target", str(target))
+    command = [environment.executable, "-m", "pip", "install", *options, *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        problem = f"{wheels}: not used, because pip of {environment.executable} refuses: {done.stderr.strip()[-300:]}"
+        print(f"{problem}\n    make gpu-wheels WHEEL_PYTHON={environment.python} collects fitting ones", flush=True)
+        return environment, ()
+    return ask(environment.executable, (target,)), (target,)
+
+
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.run", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "runs/gpu", help="folder for results and the report")
+    out = Path(os.environ.get("OUT") or ROOT / "build/gpu")
+    parser.add_argument("--call", type=int, choices=CALLS, help="parts of a call for one GPU, and its limit")
+    parser.add_argument("--limit", type=int, default=int(os.environ.get("LIMIT") or LIMIT), help="seconds of a call")
+    parser.add_argument("--out", type=Path, default=out, help="folder for the results")
     parser.add_argument("--parts", nargs="*", default=[], help=f"of {', '.join(part.name for part in PARTS)}")
     parser.add_argument("--again", action="store_true", help="run parts that have passed here too")
+    parser.add_argument("--python", default="", help="interpreter with PyTorch; by default the first with a GPU")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="cpu: rehearse, although a GPU exists")
     return parser.parse_args(words)
 
 
 def main(words: Sequence[str], parts: tuple[Part, ...] = PARTS, environment: Environment | None = None) -> int:
     """Run the parts of the command line. Returns the exit code: 0 without failures, 2 for a user error."""
-    options = parse(words)
-    try:
-        wanted = chosen(options.parts, parts)
-        open_folder(options.out)
-        environment = ask() if environment is None else environment
-        if environment.unused:
-            raise ValueError(f"{environment.unused}. Name one that fits: make gpu PYTHON_GPU=/path/to/python")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    gpus = ", ".join(environment.gpus) if environment.gpus else "no GPU, rehearsing at tiny size"
-    print(f"torch {environment.torch} on {gpus}; results in {options.out}", flush=True)
-    try:
-        results = run_all(wanted, environment, options.out, again=options.again)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on with the part that was cut off", file=sys.stderr)
-        report.write_report(parts, environment, options.out)
-        return 130
-    page = report.write_report(parts, environment, options.out)
-    print(f"\n{summary(results)}\n\nreport: {page}", flush=True)
+    begin, options = time.monotonic(), parse(words)
+    if options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with tempfile.TemporaryDirectory(prefix="titan-muon-gpu-", ignore_cleanup_errors=True) as work:
+        place = Place(options.out, Path(work), end=None if options.call is None else begin + options.limit)
+        try:
+            wanted = chosen(options.parts, options.call, parts)
+            open_folder(options.out)
+            if environment is None:
+                environment, packages = with_wheels(choose(options.python), Path(work) / "packages")
+                place = replace(place, packages=packages)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        gpus = ", ".join(environment.gpus) if environment.gpus else "no GPU, rehearsing at tiny size"
+        print(f"torch {environment.torch} on {gpus}; results in {options.out}", flush=True)
+        try:
+            results = run_all(wanted, environment, place, again=options.again)
+        except KeyboardInterrupt:
+            print("interrupted; the same command goes on with the part that was cut off", file=sys.stderr)
+            return 130
+    print(f"\n{summary(results)}\n\nreport: {options.out / report.PAGE}", flush=True)
     bad = any(result.bad for result in results)
     if not environment.gpus:
         print("no GPU, and the rehearsal failed" if bad else REHEARSED, flush=True)

@@ -1,0 +1,1 @@
+"""Programs for a single GPU: one rank of a large world, Muon beside AdamW, and float16."""
