@@ -29,7 +29,7 @@ class Way:
 
     overrides: tuple[str, ...] = ()
     multiple: int = 1
-    torch: tuple[int, int] = (2, 13)
+    torch: tuple[int, int] = (2, 11)
 
 
 WAYS: Mapping[str, Way] = {
@@ -38,7 +38,7 @@ WAYS: Mapping[str, Way] = {
     "fsdp": Way(),
     "hsdp": Way(("--parallelism.data_parallel_replicate_degree", "2"), 4),
     "tp": Way(("--parallelism.tensor_parallel_degree", "2"), 2),
-    "ep": Way(("--parallelism.expert_parallel_degree", "2"), 2),
+    "ep": Way(("--parallelism.expert_parallel_degree", "2"), 2, (2, 12)),
     "pp": Way(("--parallelism.pipeline_parallel_degree", "2"), 2, (2, 14)),
     "dense": Way(("--model.attention", "dense")),
     "flex": Way(("--model.attention", "flex")),

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.attention.flex_attention as flex
 from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -249,10 +250,13 @@ def _replaced(gpu: FakeGpu) -> Sequence[tuple[Any, dict[str, object]]]:
     """Replacements by module or class."""
     # Classes per machine: annotations name them, and code uses isinstance.
     event, stream = (type(kind.__name__, (kind,), {"gpu": gpu}) for kind in (FakeEvent, FakeStream))
+    cuda = _cuda(gpu, event, stream)
     return (
-        (torch.cuda, _cuda(gpu, event, stream)),
-        (torch.accelerator, _accelerator()),
+        (torch.cuda, cuda),
+        (torch.accelerator, {**_accelerator(), "current_stream": cuda["current_stream"]}),
         (torch, {"Event": event}),
+        # Before torch 2.13 a fake tensor of a GPU asks the driver for a real one.
+        (fake_tensor, {"init_gpu_context": lambda device: None}),
         # torch.compile needs a driver. Uncompiled FlexAttention is a single operator all the same.
         (flex, {"_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True}),
         *_seen_from_cpp(),
