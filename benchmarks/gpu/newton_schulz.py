@@ -21,11 +21,11 @@ import torch
 from benchmarks.bench_orthogonalize import JORDAN, MODELS, torch_loop
 from benchmarks.gpu.links import matmul_rate, seconds, wait
 from benchmarks.measure_kernels import measure_kernels, save_kernels
+from titan_muon.options import Machine
 from titan_muon.orthogonalize import Dispatch, Method, orthogonalize
 from titan_muon.orthogonalize.dispatch import GRAM_ASPECT, KERNEL_SIDES, restarts
 from titan_muon.orthogonalize.symmetric import HALVES, cache_file, installed, kernels_for
 from titan_muon.plan.terms.machine import LAUNCHES, MachineRates, machine_of
-from titan_muon.options import Machine
 
 Shape = tuple[int, int, int]
 SHAPES: Mapping[str, Mapping[str, Sequence[Shape]]] = {

@@ -45,6 +45,11 @@ def _module(name: str, *options: str) -> tuple[str, ...]:
     return ("{python}", "-m", name, *options, "--json", "{json}")
 
 
+def _script(name: str, *options: str) -> tuple[str, ...]:
+    """Command of a script of benchmarks/."""
+    return ("{python}", f"benchmarks/{name}.py", *options, "--json", "{json}")
+
+
 def _ranks(number: str, module: str, *options: str) -> tuple[str, ...]:
     """Command of several ranks."""
     return (*LAUNCH, f"--nproc_per_node={number}", "-m", module, *options, "--json", "{json}")
@@ -87,17 +92,15 @@ def _training(name: str, call: int, seconds: int, shows: str, runs: str, tokens:
 
 
 TITAN = ("torchtitan", "tyro")
-SWEEP = (
-    "muon:1e-3 adamw:1e-3 muon:2e-3 adamw:2e-3 muon:4e-3 adamw:4e-3 torch_muon:2e-3 muon_fused:2e-3 normuon:2e-3"
-)
+SWEEP = "muon:1e-3 adamw:1e-3 muon:2e-3 adamw:2e-3 muon:4e-3 adamw:4e-3 torch_muon:2e-3 muon_fused:2e-3 normuon:2e-3"
 """Runs of the second call. Pairs of Muon and AdamW first, because time may run out."""
 LONG = "muon:{muon} adamw:{adamw}"
 
 PARTS: tuple[Part, ...] = (
     Part(
         name="parity",
-        shows="every exchange, layout and placement computes what one CPU process does, in the memory of the plan: over "
-        "NCCL, also without a device sync and a new communicator; on a single GPU, 4 ranks share it over gloo",
+        shows="every exchange, layout and placement computes what one CPU process does, in the memory of the plan; "
+        "over NCCL also without a device sync and a new communicator (4 ranks share a single GPU over gloo)",
         command=_ranks("{exchanging_ranks}", "tests.gpu.parity", "--device", "cuda"),
         rehearsal=_ranks("{exchanging_ranks}", "tests.gpu.parity", "--device", "cpu"),
         seconds=120,
@@ -147,7 +150,9 @@ PARTS: tuple[Part, ...] = (
         needs=("pytest", "pytest_timeout"),
         unrehearsed="numbers: fake tensors have shapes, dtypes and devices alone",
     ),
-    _training("sweep", 2, 390, "loss of Muon beside AdamW at three rates, and of other Muons, 40 M tokens", SWEEP, "4e7"),
+    _training(
+        "sweep", 2, 390, "loss of Muon beside AdamW at three rates, and of other Muons, 40 M tokens", SWEEP, "4e7"
+    ),
     _training("long", 3, 270, "loss of Muon beside AdamW at the best rates, 100 M tokens", LONG, "1e8"),
     Part(
         name="recipe",
@@ -162,10 +167,8 @@ PARTS: tuple[Part, ...] = (
     Part(
         name="exchanges",
         shows="time of a step: our exchanges, torch.optim.Muon, TorchTitan's DistMuon, AdamW",
-        command=("{python}", "benchmarks/bench_step.py", "--device", "cuda", "--nproc", "{ranks}", "--model", "gpu")
-        + ("--repeats", "15", "--json", "{json}"),
-        rehearsal=("{python}", "benchmarks/bench_step.py", "--nproc", "{ranks}", "--model", "tiny")
-        + ("--repeats", "2", "--json", "{json}"),
+        command=_script("bench_step", "--device", "cuda", "--nproc", "{ranks}", "--model", "gpu", "--repeats", "15"),
+        rehearsal=_script("bench_step", "--nproc", "{ranks}", "--model", "tiny", "--repeats", "2"),
         seconds=100,
         call=3,
         needs=("tyro",),
@@ -194,10 +197,8 @@ PARTS: tuple[Part, ...] = (
     Part(
         name="placements",
         shows="time and memory of training with owned matrices beside FSDP2 alone",
-        command=("{python}", "benchmarks/bench_owned.py", "--device", "cuda", "--nproc", "{ranks}", "--dim", "2048")
-        + ("--blocks", "6", "--json", "{json}"),
-        rehearsal=("{python}", "benchmarks/bench_owned.py", "--nproc", "{ranks}", "--dim", "32", "--blocks", "2")
-        + ("--repeats", "2", "--json", "{json}"),
+        command=_script("bench_owned", "--device", "cuda", "--nproc", "{ranks}", "--dim", "2048", "--blocks", "6"),
+        rehearsal=_script("bench_owned", "--nproc", "{ranks}", "--dim", "32", "--blocks", "2", "--repeats", "2"),
         seconds=70,
         least_gpus=2,
         needs=("tyro",),

@@ -35,9 +35,7 @@ def begin(device: str) -> torch.device:
     return mine
 
 
-def _broadcasts(
-    self: Collectives, parts: list[Tensor], input: Tensor, group: dist.ProcessGroup
-) -> list[dist.Work]:
+def _broadcasts(self: Collectives, parts: list[Tensor], input: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
     """`Collectives.all_gather_uneven` by broadcasts."""
     parts[dist.get_rank(group)].copy_(input)
     sources = [(rank, part) for rank, part in enumerate(parts) if part.numel() > 0]

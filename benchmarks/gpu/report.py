@@ -30,8 +30,8 @@ MOST_ROWS = 80
 """Most rows of a table; the rest is in the JSON file."""
 HEAD = """# Titan Muon on GPUs
 
-`python -m benchmarks.gpu.report` generates this page from the results of `make gpu`, see [gpu.md]({link}). `model` is the
-planner's, and every other row is **{source}**.
+`benchmarks/gpu/report.py` generates this page from the results of `make gpu`, see [gpu.md]({link}).
+Rows named `model` are the planner's, and every other row is **{source}**.
 """
 NOT_RUN = "No GPU has run the parts. Only the planner's times are known.\n"
 

@@ -1,6 +1,6 @@
 """Runs parts on this machine's GPUs in order, and renews the results after each part: `make gpu`.
 
-    python -m benchmarks.gpu.run --call 1                  # the first of three calls for one GPU, each at most 7 minutes
+    python -m benchmarks.gpu.run --call 1                  # the first of three calls for one GPU, each within 7 minutes
     python -m benchmarks.gpu.run                           # all parts, without a limit for all together
     python -m benchmarks.gpu.run --parts links --again     # repeat one part
 
@@ -107,7 +107,7 @@ def best_rates(folder: Path) -> tuple[str, str]:
 def run_part(part: Part, environment: Environment, place: Place) -> Result:
     """Run a part with a time-out. Returns a result with figures and the end of the log for any outcome."""
     reason, most = obstacle(part, environment), place.seconds(part, environment)
-    if not reason and most < LEAST_SECONDS:
+    if not reason and place.end is not None and most < LEAST_SECONDS:
         reason = "no time left in this call"
     if reason:
         return Result(part.name, Outcome.NOT_RUN, reason, 0.0, (), environment)
@@ -194,7 +194,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="*", default=[], help=f"of {', '.join(part.name for part in PARTS)}")
     parser.add_argument("--again", action="store_true", help="run parts that have passed here too")
     parser.add_argument("--python", default="", help="interpreter with PyTorch; by default the first with a GPU")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="cpu: rehearse, although a GPU exists")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu"), default="auto", help="cpu: rehearse, although a GPU exists"
+    )
     return parser.parse_args(words)
 
 

@@ -198,8 +198,8 @@ class Run:
     @torch.no_grad()
     def validate(self) -> float:
         """Mean loss of the held-out rows."""
-        inputs, targets = (part.split(self.setup.batch) for part in self.held)
-        sums = [self.loss(self.model, x.to(self.device), y.to(self.device)) * len(x) for x, y in zip(inputs, targets)]
+        pairs = zip(*(part.split(self.setup.batch) for part in self.held), strict=True)
+        sums = [self.loss(self.model, x.to(self.device), y.to(self.device)) * len(x) for x, y in pairs]
         return float(torch.stack(sums).sum()) / len(self.held[0])
 
     def figures(self) -> dict[str, Any]:

@@ -304,7 +304,11 @@ def steps(rank: Rank, gpu: str, source: str, repeats: int, save: Callable[[dict[
     details: dict[str, Any] = {}
     figures: dict[str, Any] = {"rows": rows, "details": details, "fused_is_faster": None}
     # With `fused`, a step may be undone too, so that the steps of recipes are compared.
-    variants = {"plain": False, "recipe": False, **({"fused": True, "recipe, fused": True} if usable(rank.device) else {})}
+    variants = {
+        "plain": False,
+        "recipe": False,
+        **({"fused": True, "recipe, fused": True} if usable(rank.device) else {}),
+    }
     muon, built = None, None
     for name, fused in variants.items():
         if built != fused:

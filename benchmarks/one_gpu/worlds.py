@@ -118,6 +118,10 @@ def blocks(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 def described(source: Source) -> World:
     """The world of a recipe, by TorchTitan's model. Once in a process, because of process groups."""
+    from titan_muon.titan import compat
+
+    # Before the import of TorchTitan, which copies the device.
+    compat.install()
     import models  # noqa: F401 (registers the families)
     from titan_muon.plan.cost.timeline import timeline
     from titan_muon.planning import planning_machine
@@ -155,9 +159,6 @@ def as_json(world: World) -> dict[str, Any]:
 
 def main() -> None:
     """Write the file."""
-    from titan_muon.titan import compat
-
-    compat.install()
     document = {name: as_json(described(source)) for name, source in SOURCES.items()}
     # A parameter is a line.
     FILE.write_text(json.dumps(document).replace(', ["', ',\n["') + "\n", encoding="utf-8")

@@ -1,0 +1,144 @@
+"""The programs for one GPU run on the CPU: a rank of a large world, a language model, float16, Newton-Schulz, rates."""
+
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import links, newton_schulz
+from benchmarks.one_gpu import corpus, float16, language_model, one_rank, worlds
+from titan_muon.titan import compat
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def no_meshes() -> None:
+    """Equal meshes of another world must not be found."""
+    compat.forget_meshes()
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return json.loads(file.read_text())["rows"]
+
+
+def test_a_world_has_the_parameters_and_the_plan_of_its_recipe() -> None:
+    source, world = worlds.SOURCES["tiny"], worlds.read("tiny")
+    kept = json.loads(worlds.FILE.read_text())["tiny"]
+    assert json.loads(json.dumps(worlds.as_json(worlds.described(source)))) == kept, (
+        "python -m benchmarks.one_gpu.worlds writes the file anew"
+    )
+    from titan_muon.titan.dry_run.meta_model import build_meta_model
+    from titan_muon.titan.recipe import load
+
+    recipe = load(ROOT / f"configs/{source.recipe}_muon.toml", [*source.overrides, "--qk_clip.mode", "off"])
+    plan = build_meta_model(recipe, source.world, "cuda").plan
+    assert plan is not None
+    compat.forget_meshes()
+    with one_rank.fake_world(world):
+        assert one_rank.plan_of(world).digest() == plan.digest()
+
+
+def test_the_file_keeps_every_parameter_of_a_world() -> None:
+    world = worlds.read("kimi_k2")
+    assert len(world.rows) == 975
+    assert world.rows[1].fqn.startswith("layers.0.")
+    with_layer = replace(world.rows[-1], fqn="layers.7.x")
+    changed = replace(world, rows=(*world.rows, with_layer, replace(with_layer, fqn="layers.8.x")))
+    blocks = list(worlds.blocks(changed.rows))
+    assert blocks[-1]["layers"] == [7, 9], "layers with equal parameters are one entry"
+    read = [
+        row[0].replace("{}", str(layer))
+        for block in blocks
+        for layer in range(*block["layers"])
+        for row in block["rows"]
+    ]
+    assert read == [row.fqn for row in changed.rows]
+
+
+def test_one_rank_steps_beside_the_model(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["--world", "tiny", "--device", "cpu", "--repeats", "2", "--json", str(tmp_path / "json")]
+    assert one_rank.main(words) == 0
+    model, *stepped = rows(tmp_path / "json")
+    assert (model["source"], model["step"]) == ("model", "h100x8")
+    assert model["newton_schulz ms"] > 0
+    assert [row["step"] for row in stepped] == ["plain", "recipe", "AdamW of the rest"]
+    assert {row["source"] for row in stepped} == {"rehearsed, tiny"}
+    assert all(row["launches"] > 0 and row["newton_schulz ms"] > 0 for row in stepped[:2])
+    details = json.loads((tmp_path / "json").read_text())["details"]
+    assert details["plain"]["kernels"]
+
+
+def test_noise_arrives_where_the_pieces_of_other_ranks_would() -> None:
+    noise, output = one_rank.Noise(), torch.zeros(8, dtype=torch.bfloat16)
+    assert noise.all_to_all(output, [2, 3], torch.ones(4, dtype=torch.bfloat16), [4, 0], None) == []  # type: ignore[arg-type]
+    assert bool((output[:5] != 0).all())
+    assert not output[5:].any()
+    assert (noise.received, noise.traffic.bytes_sent) == (10, 8)
+
+
+@pytest.fixture
+def small_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(corpus, "folders", lambda: [ROOT / "docs", ROOT / "benchmarks"])
+    return tmp_path / "corpus"
+
+
+def test_runs_train_on_equal_batches_and_late_ones_are_named(tmp_path: Path, small_corpus: Path) -> None:
+    common = ["--device", "cpu", "--tiny", "--cache", str(small_corpus), "--json", str(tmp_path / "json")]
+    names = ["adamw:1e-3", "muon:1e-3", "torch_muon:1e-3", "normuon:2e-3", "adamw:1e-3", "nothing:1e-3"]
+    assert language_model.main(["--runs", *names, *common]) == 1
+    *trained, unknown = rows(tmp_path / "json")
+    losses = [row["loss"] for row in trained]
+    assert losses[0] == losses[4], "equal weights and batches"
+    assert all(4 < loss < 6 for loss in losses)
+    assert len(set(losses[:4])) == 4
+    # Equal up to the Newton-Schulz arithmetic.
+    assert losses[1] == pytest.approx(losses[2], abs=1e-3)
+    assert unknown["fault"].startswith("KeyError")
+    assert language_model.main(["--runs", "muon:1e-3", "--seconds", "0", *common]) == 0
+    assert rows(tmp_path / "json")[0]["fault"] == "no time left"
+
+
+def test_documents_are_distinct_and_within_the_limit(tmp_path: Path) -> None:
+    for number in range(6):
+        (tmp_path / f"{number}.py").write_text(f"x = {number % 4}\n" * 50)
+    (tmp_path / "short.py").write_text("x")
+    (tmp_path / "picture.png").write_text("x" * 500)
+    found = list(corpus.documents([tmp_path], 10_000))
+    assert len({text for text, _ in found}) == len(found) == 4
+    assert sum(is_held for _, is_held in found) >= 1
+    assert len(list(corpus.documents([tmp_path], 400))) == 2
+
+
+def test_float16_is_probed_on_dominating_rows_and_an_overflow_is_unsafe(tmp_path: Path) -> None:
+    assert float16.main(["--device", "cpu", "--json", str(tmp_path / "json")]) == 0
+    assert json.loads((tmp_path / "json").read_text())["is_safe"] is True
+    found = rows(tmp_path / "json")
+    assert {row["matrix"] for row in found} == set(float16.KINDS)
+    overflowed = {**found[0], "standard float16": float("inf")}
+    assert float16.faults_of([overflowed]) == ["1x32x256, gaussian: standard float16: inf"]
+    assert float16.faults_of([{**overflowed, "sums in float16": False}]) == [], "not PyTorch's default"
+
+
+def test_newton_schulz_is_timed_by_shape_and_method(tmp_path: Path) -> None:
+    assert newton_schulz.main(["--device", "cpu", "--json", str(tmp_path / "json")]) == 0
+    found = rows(tmp_path / "json")
+    assert [row["method"] for row in found][:3] == [newton_schulz.TORCH, "standard float32", "gram float32 restart 2"]
+    assert all(row["ms"] > 0 for row in found)
+
+
+def test_a_single_rank_measures_rates_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    places = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in places.items():
+        monkeypatch.setenv(name, str(value))
+    assert links.main(["--device", "cpu", "--json", str(tmp_path / "json")]) == 0
+    machine = json.loads((tmp_path / "json").read_text())["machine"]
+    assert machine["bandwidth"] is None
+    assert machine["flops"]["float32"] > 0
