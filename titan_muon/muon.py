@@ -22,7 +22,7 @@ from .comm.faults import STORAGE_FAULTS, Fault
 from .comm.replicas import separate_layouts
 from .comm.report import Carried
 from .engine import Engine, engine_of, report_of
-from .features import features_of_step
+from .features import features_of_step, with_fused
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refuse_keywords
 from .plan.terms.types import Plan
 from .planning import checked_plan, device_of
@@ -55,7 +55,6 @@ class Muon(SkipsSteps, Optimizer):
             (or with pairs as `params`) and optionally fields of `options.Hyperparameters`. Parameters are (m, n)
             matrices or (count, m, n) stacks: plain tensors, or DTensors with any placement except Partial. Under DDP,
             each rank orthogonalizes a share of the plain tensors. A rank without trained matrices passes an empty list.
-
         process_group: the ranks that train these parameters together, by default all.
 
     The remaining keywords are the fields of `options.MuonOptions`.
@@ -107,7 +106,7 @@ class Muon(SkipsSteps, Optimizer):
         idle: str = "move",
         release_grads: bool = False,
         keep_buffers: bool = False,
-        fused: bool = False,
+        fused: bool | str = False,
         overlap: str = "none",
         split: Sequence[Split] = (),
         buffer_bytes: int | None = None,
@@ -433,6 +432,7 @@ class Muon(SkipsSteps, Optimizer):
         together = agreement.together
         self._options = together(lambda: checked(self.param_groups, self._options, self._rule.check))
         params = together(self._trained_params)
+        self._options = with_fused(self._options, device_of(params), [trained.param for trained in params])
         separate = separate_layouts(params, agreement)
         plan, geometries = together(lambda: checked_plan(params, self._options, separate, agreement.rank))
         params = together(lambda: with_states(params, plan.parameters, self.state, self._options))

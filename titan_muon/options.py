@@ -46,9 +46,9 @@ def below(low: float, high: float) -> Constraint:
     return Constraint(f"a number from {low} to less than {high}", lambda value: low <= value < high)
 
 
-def one_of(*names: str) -> Constraint:
-    """A choice of names."""
-    return Constraint(f"one of {', '.join(names)}", lambda value: value in names)
+def one_of(*values: str | bool) -> Constraint:
+    """A choice of values."""
+    return Constraint(f"one of {', '.join(map(str, values))}", lambda value: value in values)
 
 
 def list_of(inner: Constraint) -> Constraint:
@@ -342,9 +342,9 @@ class StepOptions:
     """Keep exchange buffers and workspace allocated between steps. Reallocation in each step fragments the memory of a
     GPU unless PYTORCH_ALLOC_CONF has expandable_segments:True."""
 
-    fused: bool = False
+    fused: Annotated[bool | Literal["auto"], one_of(True, False, "auto")] = False
     """Triton kernels for momentum and update, which read and write each tensor once, with `rule` = "muon" or "normuon".
-    Off by default, because no GPU has timed the kernels."""
+    `auto`: where `make gpu` measured a faster step on this type of GPU. Off by default, because none was measured."""
 
     overlap: Overlap = "none"
     """`backward`: gather matrices during the last backward, as soon as gradients are reduced. `forward`: return and

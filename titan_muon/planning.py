@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from . import registry
-from .features import check_features, skips
+from .features import check_features, skips, with_fused
 from .options import Machine, MuonOptions, OptionError
-from .orthogonalize import Dispatch, Iteration, kernels_for
+from .orthogonalize import Dispatch, Iteration, kernels_for, measured_choices
 from .plan.planner import make_plan
 from .plan.search.state import with_state_ranks
 from .plan.terms.blocks import blocks_reason
@@ -68,7 +68,8 @@ def device_of(params: Sequence[TrainedParam]) -> torch.device:
 def dispatch_of(device: torch.device, options: MuonOptions) -> Dispatch:
     """The choice of algorithms."""
     machine = planning_machine(options.machine, device.type)
-    return Dispatch.of(options, device.type, kernels_for(options.ns_kernel, device), machine)
+    kernels, choices = kernels_for(options.ns_kernel, device), measured_choices(device)
+    return Dispatch.of(options, device.type, kernels, machine, float16=choices.float16)
 
 
 def arithmetic_of(params: Sequence[TrainedParam], plan: Plan, options: MuonOptions) -> Arithmetic:
@@ -97,6 +98,7 @@ def plan_step(
     parameters may be on the meta device and the fake process group. Raises ValueError for a parameter without matrices,
     and for a split with a mismatched shape.
     """
+    options = with_fused(options, torch.device(dispatch.device), [tensor for _, tensor in named])
     parameters = [planned(fqn, tensor, options.split, separate.get(fqn)) for fqn, tensor in named]
     check_offload(parameters, options)
     for (_, tensor), parameter in zip(named, parameters, strict=True):

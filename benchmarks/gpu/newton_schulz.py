@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +98,11 @@ def compared(device: torch.device, rate: float) -> Iterator[dict[str, Any]]:
             chosen = dispatch.choose(rows, cols, JORDAN.steps)
             named = {"model": model, "shape": f"{count} x {rows} x {cols}"}
             if count <= 8:
-                yield {**named, "method": TORCH, "ms": 1e3 * seconds(lambda s=stack: torch_loop(s), device, 1)}
+                yield {**named, "method": TORCH, "ms": 1e3 * seconds(partial(torch_loop, stack), device, 1)}
             for method in methods(rows, cols, device):
                 row = {**named, "method": str(method), "auto": "x" if method == chosen else ""}
                 try:
-                    spent = times(lambda m=method, s=stack: orthogonalize(s, JORDAN, m), device)
+                    spent = times(partial(orthogonalize, stack, JORDAN, method), device)
                 except Exception as error:
                     # A kernel's package may raise any error on an unknown GPU.
                     yield {**row, "fault": f"{type(error).__name__}: {error}"[:200]}

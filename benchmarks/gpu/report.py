@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.report build/gpu/results.json      # one file or several, of the same GPU
 
-writes docs/results/gpu.json and gpu.md, and adds measured choices to titan_muon/orthogonalize/measured.json.
+writes docs/results/gpu.json and gpu.md, and adds measured choices to titan_muon/plan/terms/measured.json.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.gpu.results import FILE, Outcome, Result, read, write, write_who
 
 PAGE, ARCHIVE, MACHINE, MEASURED = "report.md", "results.tgz", "machine.json", "measured.json"
 DOCS = ROOT / "docs/results"
-SHIPPED = ROOT / "titan_muon/orthogonalize/measured.json"
+SHIPPED = ROOT / "titan_muon/plan/terms/measured.json"
 FIGURES = 4
 """Significant digits of a number in a table."""
 MOST_ROWS = 80
@@ -105,7 +105,8 @@ def page(results: Mapping[str, Result], link: str = "../../docs/gpu.md") -> str:
     for part in PARTS:
         result = results.get(part.name)
         if result is not None and isinstance(result.figures, dict):
-            lines += [f"\n## {part.name}\n", f"{part.shows[0].upper()}{part.shows[1:]}: {result.source}.\n"]
+            state = "not run" if result.outcome is Outcome.NOT_RUN else result.source
+            lines += [f"\n## {part.name}\n", f"{part.shows[0].upper()}{part.shows[1:]} ({state}).\n"]
             lines += [table(rows_of(result.figures)), *notes(result.figures)]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -149,7 +150,8 @@ def notes(figures: Mapping[str, Any]) -> list[str]:
     """Figures of a part that are no table, a line each."""
     plain = {k: v for k, v in figures.items() if k not in ("rows", "runs", "checks", "faults", "details")}
     flat = flattened(plain).items()
-    return ["", *(f"- {key}: {shown(value)}" for key, value in flat if not isinstance(value, list) or len(value) < 9)]
+    lines = [f"- {key}: {shown(value)}" for key, value in flat if not isinstance(value, list) or len(value) < 9]
+    return ["", *lines] if lines else []
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -135,7 +135,8 @@ def described(source: Source) -> World:
     meshes: list[tuple[tuple[int, ...], tuple[str, ...]]] = []
     rows = []
     for fqn, parameter in meta.parameters.items():
-        mesh, placements = None, ()
+        mesh: int | None = None
+        placements: tuple[str, ...] = ()
         if isinstance(parameter, DTensor):
             grid = parameter.device_mesh
             assert grid.mesh.flatten().tolist() == list(range(source.world)), "the ranks of a mesh are in order"

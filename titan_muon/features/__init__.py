@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..comm.agreement import Agreement
 from ..options import MuonOptions, OptionError
+from ..orthogonalize import measured_choices
 from ..plan.terms.types import Plan
 from ..step.feature import Feature
 from ..step.stages import RankStages
@@ -78,6 +80,15 @@ def features_of_step(optimizer: Optimizer, rank: RankStages, skipped: Tensor | N
         from .scaling import GradScaling
 
         yield GradScaling(rank, skipped, None)
+
+
+def with_fused(options: MuonOptions, device: torch.device, tensors: Iterable[Tensor]) -> MuonOptions:
+    """The options with `fused = "auto"` decided: by the measurement of this GPU, if the kernels take the tensors."""
+    if options.fused != "auto":
+        return options
+    from .fused import Fused
+
+    return replace(options, fused=measured_choices(device).fused and Fused.takes(options, device, tensors))
 
 
 def needs_exclusive_groups(options: MuonOptions) -> bool:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -153,14 +153,18 @@ class Fused(Feature):
     @staticmethod
     def check(options: MuonOptions, device: torch.device) -> None:
         """Raise OptionError for a rule with other arithmetic, and for a device without Triton."""
-        rule = type(rule_of(options))
-        if any(getattr(rule, name) is not getattr(MuonRule, name, None) for name in ("advance", "pack", "apply")):
+        if not _has_kernels(options):
             problem = f"= True has kernels for rule = 'muon' and 'normuon', and not for {options.rule!r}; set False"
             raise OptionError("fused", problem)
         # A dry run may plan for GPUs that this machine lacks.
         if not usable(device) and (device.type == "cpu" or torch.accelerator.is_available()):
             remedy = "install Triton and train on a GPU, or set False (on CPUs, TRITON_INTERPRET=1 runs tests)"
             raise OptionError("fused", f"= True needs Triton, which does not run on {device}; {remedy}")
+
+    @staticmethod
+    def takes(options: MuonOptions, device: torch.device, tensors: Iterable[Tensor]) -> bool:
+        """Whether the kernels run for these options and parameters."""
+        return _has_kernels(options) and usable(device) and all(tensor.dtype in DTYPES for tensor in tensors)
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
         self._rank = rank
@@ -204,6 +208,11 @@ class Fused(Feature):
             table = host._replace(tiles=self._rank.on_device(host.tiles), tensors=self._rank.on_device(host.tensors))
         self._tables[key] = table
         return table
+
+
+def _has_kernels(options: MuonOptions) -> bool:
+    rule = type(rule_of(options))
+    return all(getattr(rule, name) is getattr(MuonRule, name, None) for name in ("advance", "pack", "apply"))
 
 
 def _plain(rule: Rule) -> tuple[MuonRule, Scaling | None]:

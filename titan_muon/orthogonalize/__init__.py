@@ -14,7 +14,7 @@ from .gram import gram
 from .reference import reference
 from .sliced import TeamSlice, sliced, sliced_norms
 from .standard import frobenius_norms, standard
-from .symmetric import kernels_for, products_of
+from .symmetric import kernels_for, measured_choices, products_of
 
 __all__ = [
     "COEFFICIENTS",
@@ -30,6 +30,7 @@ __all__ = [
     "iteration",
     "kernels_for",
     "largest_value",
+    "measured_choices",
     "orthogonalize",
     "reference",
     "sliced_norms",

@@ -129,6 +129,7 @@ class Dispatch:
         kernels: symmetric products measured as fastest on this GPU; plain products otherwise.
         machine: the planned machine; by default of the device type. CPUs use the entry of their instructions, so that a
             plan for a different machine computes the same bits.
+        float16: whether `auto` may take float16.
     """
 
     algorithm: str = "auto"
@@ -137,6 +138,7 @@ class Dispatch:
     kernels: tuple[Kernel, ...] = ()
     cpu_bfloat16: bool = field(default_factory=cpu_has_bfloat16)
     machine: MachineRates | None = None
+    float16: bool = True
 
     def __post_init__(self) -> None:
         check(StepOptions, {"orthogonalize": self.algorithm, "ns_dtype": self.dtype})
@@ -150,9 +152,15 @@ class Dispatch:
 
     @classmethod
     def of(
-        cls, options: StepOptions, device: str, kernels: tuple[Kernel, ...] = (), machine: MachineRates | None = None
+        cls,
+        options: StepOptions,
+        device: str,
+        kernels: tuple[Kernel, ...] = (),
+        machine: MachineRates | None = None,
+        *,
+        float16: bool = True,
     ) -> Dispatch:
-        return cls(options.orthogonalize, options.ns_dtype, device, kernels, machine=machine)
+        return cls(options.orthogonalize, options.ns_dtype, device, kernels, machine=machine, float16=float16)
 
     def choose(self, rows: int, cols: int, steps: Coefficients, slices: int = 1) -> Method:
         """The method for a matrix. Raises OptionError as `with_margin`."""
@@ -182,7 +190,9 @@ class Dispatch:
             return [Method("reference", "bfloat16")]
         flops = self.rates.flops
         dtypes = sorted(DTYPES, key=lambda name: -flops[name]) if self.dtype == "auto" else [self.dtype]
-        if self.dtype == "auto" and flops["float16"] >= SAME_RATE * flops["bfloat16"]:
+        if self.dtype == "auto" and not self.float16:
+            dtypes.remove("float16")
+        elif self.dtype == "auto" and flops["float16"] >= SAME_RATE * flops["bfloat16"]:
             dtypes.remove("bfloat16")
         small, large = sorted((rows, cols))
         standard = [Method("standard", dtype) for dtype in dtypes]

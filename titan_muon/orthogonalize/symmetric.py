@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from titan_muon.options import OptionError, StepOptions, check
+from titan_muon.plan.terms.machine import Choices, choices_of
 
 from .dispatch import Kernel
 from .products import PLAIN, Products
@@ -65,13 +66,26 @@ def kernels_for(choice: str, device: torch.device) -> tuple[Kernel, ...]:
     """The kernels for the option `ns_kernel`. Raises OptionError for an unknown name or a kernel without support."""
     check(StepOptions, {"ns_kernel": choice})
     if choice == "auto" and device.type == "cuda" and torch.cuda.is_available():
-        return known_kernels(cache_file(device))
+        file = cache_file(device)
+        return known_kernels(file) if file.exists() else shipped_kernels(measured_choices(device))
     if choice in ("auto", "plain"):
         return ()
     if device.type != "cuda" or choice not in installed():
         problem = f"= {choice!r} needs CUDA and the package {PACKAGES[choice]}; install it or choose 'auto'"
         raise OptionError("ns_kernel", problem)
     return tuple(Kernel(dtype, 1, choice) for dtype in HALVES)
+
+
+def measured_choices(device: torch.device) -> Choices:
+    """The choices for this machine's GPU; without a measurement for another device."""
+    has_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return choices_of(torch.cuda.get_device_name(device) if has_gpu else "")
+
+
+def shipped_kernels(choices: Choices) -> tuple[Kernel, ...]:
+    """The measured kernels of a type of GPU whose packages are installed."""
+    kernels = (Kernel(**entry) for entry in choices.kernels)
+    return tuple(kernel for kernel in kernels if kernel.products in ("plain", *installed()))
 
 
 def products_of(name: str) -> Products:

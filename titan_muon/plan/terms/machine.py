@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ...options import Machine, OptionError
@@ -21,6 +22,32 @@ COLLECTIVE_LAUNCHES = 10
 ERROR = (0.8, 1.5)
 """Bounds of measured over modelled time: an assumption, because no GPU was measured. On gloo a step took 1 / 0.90
 (docs/results/timeline.md)."""
+
+
+MEASURED = Path(__file__).with_name("measured.json")
+"""Choices by the name of a GPU, from `make gpu`."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What was measured on a type of GPU, or what holds without a measurement.
+
+    Attributes:
+        kernels: fields of `orthogonalize.Kernel`.
+        fused: whether the kernels of `fused` make a step faster.
+        float16: whether Newton-Schulz in float16 is as accurate as in bfloat16.
+    """
+
+    kernels: tuple[Mapping[str, Any], ...] = ()
+    fused: bool = False
+    float16: bool = True
+
+
+def choices_of(gpu: str, file: Path = MEASURED) -> Choices:
+    """The choices for a GPU's name; "" for no GPU."""
+    entry = json.loads(file.read_text(encoding="utf-8")).get(gpu, {})
+    values = {name: entry[name] for name in ("kernels", "fused", "float16") if name in entry}
+    return Choices(**{**values, "kernels": tuple(values.get("kernels", ()))})
 
 
 @dataclass(frozen=True)
@@ -191,6 +218,8 @@ def _measured(machine: MachineRates, file: str, text: str) -> MachineRates:
         rates = json.loads(text)
         # links.py writes a report with the machine inside.
         rates = rates.get("machine", rates)
+        if rates.get("source") == "rehearsed":
+            raise ValueError("it was rehearsed without a GPU")
         flops = {name: float(rates["flops"][name]) for name in ("bfloat16", "float16", "float32")}
         machine = replace(machine, flops=flops, memory=float(rates["memory_bandwidth"]))
         return _with_links(machine, rates)
