@@ -3,13 +3,16 @@
 import json
 import math
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import links, training
+from benchmarks.gpu import links, report, results, training
+from benchmarks.gpu.environment import Environment
 from benchmarks.gpu.links import MeasuredMachine, Row
+from benchmarks.gpu.results import Outcome, Result
 from benchmarks.gpu.training import Run
-from titan_muon.options import Machine, check
+from titan_muon.options import Machine, OptionError, check
 from titan_muon.plan.terms.machine import Link, machine_of
 
 
@@ -52,6 +55,70 @@ def test_a_planner_reads_the_machine_file() -> None:
     named = machine_of(Machine(name="a100x8"))
     assert machine.network == Link(41.3e9, 12e-6, named.network.per_peer), "messages were not measured"
     assert machine.node == named.node, "nothing was measured within a node"
+
+
+def test_a_rehearsed_machine_file_is_refused() -> None:
+    text = json.dumps({"source": "rehearsed", "flops": {}})
+    with pytest.raises(OptionError, match=r"machine.file = 'machine.json' .*it was rehearsed without a GPU"):
+        machine_of(Machine(file="machine.json"), "cuda", text)
+
+
+FIGURES = {
+    "links": {"machine": {"gpu": "GPU X", "memory_bandwidth": 3e12}},
+    "newton_schulz": {"kernels": [{"dtype": "float16", "rows": 256, "products": "triton"}], "rows": []},
+    "float16": {"is_safe": False, "rows": []},
+    "rank_qwen3_8b": {"fused_is_faster": True, "rows": [{"source": "model", "step": "h100x8", "device ms": 1.5}]},
+    "rank_kimi_k2": {"fused_is_faster": True, "rows": [{"source": "measured", "step": "plain", "device ms": 2.5}]},
+}
+
+
+def parts_on(*gpus: str, **figures: object) -> dict[str, Result]:
+    environment = Environment(gpus, "2.11.0", "13.0", "580", "3.12.3", "abc", ())
+    return {
+        name: Result(name, Outcome.PASSED, "", 1.0, (), environment, found)
+        for name, found in {**FIGURES, **figures}.items()
+    }
+
+
+def test_choices_of_a_gpu_come_from_its_parts() -> None:
+    kernels = FIGURES["newton_schulz"]["kernels"]
+    found = {"source": "measured", "torch": "2.11.0", "kernels": kernels, "fused": True, "float16": False}
+    assert report.choices(parts_on("GPU X")) == {"GPU X": found}
+    slower = report.choices(parts_on("GPU X", rank_qwen3_30b_a3b={"fused_is_faster": False}, float16=None))
+    assert (slower["GPU X"]["fused"], "float16" in slower["GPU X"]) == (False, False)
+    assert report.choices(parts_on())["cpu"]["source"] == "rehearsed"
+    assert report.choices({}) == {}
+
+
+def test_measured_results_are_published_and_rehearsed_ones_leave_the_model_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = tmp_path / "measured.json"
+    shipped.write_text('{"GPU Y": {"source": "measured"}}')
+    monkeypatch.setattr(report, "DOCS", tmp_path)
+    monkeypatch.setattr(report, "SHIPPED", shipped)
+    results.write(parts_on().values(), tmp_path)
+    (tmp_path / results.FILE).rename(tmp_path / "rehearsal.json")
+    assert report.main([str(tmp_path / "rehearsal.json")]) == 0
+    page = (tmp_path / "gpu.md").read_text()
+    assert "| model | h100x8 | 1.5 |" in page
+    assert "No GPU has run the parts" in page
+    assert "2.5" not in page
+    assert list(json.loads(shipped.read_text())) == ["GPU Y"]
+    results.write(parts_on("GPU X").values(), tmp_path)
+    (tmp_path / results.FILE).rename(tmp_path / "measured-results.json")
+    assert report.main([str(tmp_path / "measured-results.json")]) == 0
+    page = (tmp_path / "gpu.md").read_text()
+    assert "| measured | plain | 2.5 |" in page
+    assert "- GPU X; torch 2.11.0;" in page
+    assert list(json.loads(shipped.read_text())) == ["GPU X", "GPU Y"]
+
+
+def test_the_page_of_results_is_of_its_data() -> None:
+    """`python -m benchmarks.gpu.report` writes both."""
+    kept = results.read(report.DOCS / "gpu.json")
+    assert {"rank_qwen3_8b", "rank_qwen3_30b_a3b", "rank_kimi_k2"} <= kept.keys()
+    assert (report.DOCS / "gpu.md").read_text() == report.page(kept, link="../gpu.md")
 
 
 def run(*losses: float, **values: str) -> Run:

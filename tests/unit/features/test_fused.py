@@ -18,10 +18,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.accuracy import relative_error
 from tests.dist.harness import run_ranks
-from titan_muon import Muon
+from titan_muon import Muon, features
 from titan_muon.features import fused
 from titan_muon.features.fused import BLOCK, Table, momentum_launch, rows_of, update_launch
+from titan_muon.options import MuonOptions
 from titan_muon.owned import own
+from titan_muon.plan.terms.machine import Choices
 from titan_muon.rules.muon import MuonRule
 from titan_muon.step.rounding import Draws, chunk_of, memory_bytes, seed_of
 from titan_muon.step.rule import Scaling
@@ -56,6 +58,30 @@ def lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
 
 def table(lists: list[list[Tensor]], firsts: list[int] | None = None) -> Table:
     return Table.of(rows_of(lists, firsts or [0] * len(lists[0])))
+
+
+@pytest.mark.parametrize(
+    ("is_faster", "rule", "dtype", "expected"),
+    [
+        (True, "muon", FLOAT32, True),
+        (False, "muon", FLOAT32, False),
+        (True, "muonh", FLOAT32, False),
+        (True, "muon", torch.float64, False),
+    ],
+)
+def test_auto_takes_the_kernels_where_they_were_measured_as_faster_and_run(
+    is_faster: bool, rule: str, dtype: torch.dtype, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "measured_choices", lambda device: Choices(fused=is_faster))
+    monkeypatch.setattr(fused, "usable", lambda device: True)
+    options = MuonOptions(fused="auto", rule=rule)
+    assert features.with_fused(options, torch.device("cpu"), [torch.zeros(2, 2, dtype=dtype)]).fused is expected
+    assert features.with_fused(MuonOptions(fused=True), torch.device("cpu"), []).fused is True
+
+
+def test_auto_without_a_measurement_takes_the_foreach_operators() -> None:
+    muon = Muon([("w", nn.Parameter(torch.ones(4, 6)))], fused="auto").build()
+    assert muon.options.fused is False
 
 
 @needs_interpreter

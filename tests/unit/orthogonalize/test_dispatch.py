@@ -33,6 +33,12 @@ def test_auto_selects_gram_neither_in_bfloat16_nor_for_squares(shape: tuple[int,
     assert Dispatch("auto", dtype, device).choose(*reversed(shape), JORDAN) == method
 
 
+def test_auto_avoids_a_float16_that_was_measured_as_unsafe() -> None:
+    dispatch = Dispatch(device="cuda", float16=False)
+    assert str(dispatch.choose(1024, 4096, JORDAN)) == "standard bfloat16"
+    assert Dispatch("auto", "float16", "cuda", float16=False).choose(1024, 4096, JORDAN).dtype == "float16", "asked for"
+
+
 @pytest.mark.parametrize(("rows", "cols", "offered"), [(64, 95, False), (64, 96, True), (31, 310, False)])
 def test_gram_is_a_candidate_only_for_large_wide_matrices(rows: int, cols: int, offered: bool) -> None:
     candidates = Dispatch(device="cuda")._candidates(rows, cols, 5)

@@ -13,7 +13,15 @@ import torch
 
 from benchmarks.measure_kernels import save_kernels
 from titan_muon.orthogonalize import Kernel
-from titan_muon.orthogonalize.symmetric import KERNELS, kernels_for, known_kernels, products_of
+from titan_muon.orthogonalize.symmetric import (
+    KERNELS,
+    kernels_for,
+    known_kernels,
+    measured_choices,
+    products_of,
+    shipped_kernels,
+)
+from titan_muon.plan.terms.machine import MEASURED, Choices, choices_of
 
 ROOT = Path(__file__).parents[3]
 needs_triton = pytest.mark.skipif(
@@ -159,6 +167,27 @@ def test_an_invalid_measurement_file_is_named(tmp_path: Path, text: str) -> None
     file.write_text(text)
     with pytest.raises(ValueError, match=r"gpu.json: not a measurement of kernels .*; delete it and measure again"):
         known_kernels(file)
+
+
+def test_shipped_choices_are_of_the_named_gpu_and_need_the_kernels_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = [{"dtype": "float16", "rows": 256, "products": name} for name in ("plain", "triton", "quack")]
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps({"GPU X": {"source": "measured", "kernels": kernels, "fused": True}}))
+    choices = choices_of("GPU X", file)
+    assert (choices.fused, choices.float16) == (True, True)
+    monkeypatch.setattr("titan_muon.orthogonalize.symmetric.installed", lambda: {"triton": "3.6"})
+    assert [kernel.products for kernel in shipped_kernels(choices)] == ["plain", "triton"]
+    assert choices_of("GPU Y", file) == Choices()
+    assert measured_choices(torch.device("cpu")) == Choices()
+
+
+def test_the_shipped_file_has_measured_entries_alone() -> None:
+    document = json.loads(MEASURED.read_text())
+    assert all(entry["source"] == "measured" for entry in document.values())
+    for gpu in document:
+        assert all(kernel.products in ("plain", *KERNELS) for kernel in shipped_kernels(choices_of(gpu)))
 
 
 @pytest.mark.parametrize("choice", ["auto", "plain"])
