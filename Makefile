@@ -3,6 +3,7 @@
 # make test    format, lint and type checks, then the whole test suite
 # make check   the checks without the tests
 # make test-long  ten times as many random plans, layouts and options; LONG=100 is another number
+# make oldest  the core tests on the oldest PyTorch that is supported, in an environment of its own
 # make newest  the test suite and the rehearsal on the newest PyTorch, in an environment of its own; TORCH=2.14.1 is another one
 # make main-titan  the optimizer in TorchTitan's own configuration, on its newest release; TITAN===0.3.0 is another one, or a URL
 # make integrations  the examples in Transformers, Accelerate, Lightning and PEFT, in an environment of its own
@@ -13,6 +14,8 @@
 # make kernels the GPU kernels without a GPU: numerics under Triton's interpreter, and what they compile to, as a table
 
 PYTHON ?= python3
+# The tested version, unless PYTHON is given or the version is not there.
+python = $(if $(filter file,$(origin PYTHON)),$(shell python$(1) -c '' 2> /dev/null && echo python$(1) || echo $(PYTHON)),$(PYTHON))
 VENV := .venv
 BIN := $(VENV)/bin
 # Beside the environment, since TorchTitan imports other things where it finds Triton. The version is what torch 2.13 asks for.
@@ -24,6 +27,12 @@ NEWEST_LOCK := constraints-newest.txt
 NEWEST_TORCH := $(shell sed -n 's/^torch==//p' $(NEWEST_LOCK))
 TORCH ?= $(NEWEST_TORCH)
 NEWEST_STAMP := $(NEWEST)/.installed-$(TORCH)
+OLDEST := .venv-oldest
+OLDEST_STAMP := $(OLDEST)/.installed
+OLDEST_LOCK := constraints-oldest.txt
+OLDEST_TESTS := $(addprefix tests/unit/,plan state step orthogonalize features tensors comm owned fsdp) tests/unit/test_hybrid*.py \
+	tests/unit/titan/test_compat.py tests/conformance tests/dist/step tests/dist/owned $(wildcard tests/dist/features/test_overlap*.py) \
+	tests/dist/features/test_forward.py
 TITAN_ENV := .venv-titan
 TITAN ?=
 INTEGRATIONS := .venv-integrations
@@ -44,13 +53,18 @@ WHEELS := .cache/wheels
 WHEEL_NAMES := torchtitan|datasets|tomli|tyro|multiprocess|spmd_types|dill|torchdata|docstring_parser|einops
 WHEEL_PYTHON ?= 3.12
 
-.PHONY: soak venv train test suite test-long check lint types newest main-titan gpu gpu-wheels kernels lock lock-newest clean rehearse integrations
+# An environment: $(call create,version,folder)
+define create
+$(call python,$(1)) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: make PYTHON=..."'
+$(call python,$(1)) -m venv $(2)
+endef
+
+.PHONY: soak venv train test suite test-long check lint types newest oldest main-titan gpu gpu-wheels kernels lock lock-oldest lock-newest clean rehearse integrations
 
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: make PYTHON=..."'
-	$(PYTHON) -m venv $(VENV)
+	$(call create,3.11,$(VENV))
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[titan,dev,zoo]'
 	# pip compiles on one core, and the tests of all packages too. Some files need a newer Python.
 	$(BIN)/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib || true
@@ -82,6 +96,14 @@ suite: venv
 test-long: venv
 	OMP_NUM_THREADS=1 TITAN_MUON_LONG=$(LONG) $(BIN)/python -m pytest --timeout 0 $(WORKERS) tests/unit/plan tests/dist/step/test_fuzz.py $(ARGS)
 
+oldest: $(OLDEST_STAMP)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(OLDEST)/bin/python -m pytest $(WORKERS) $(OLDEST_TESTS) $(ARGS)
+
+$(OLDEST_STAMP): pyproject.toml $(OLDEST_LOCK)
+	$(call create,3.12,$(OLDEST))
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c $(OLDEST_LOCK) torch -e '.[titan,dev]'
+	touch $@
+
 newest: $(NEWEST_STAMP)
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(WORKERS) $(ARGS)
 	$(NEWEST)/bin/python -m benchmarks.rehearse
@@ -109,8 +131,7 @@ rehearse: $(NEWEST_STAMP)
 
 # Every version of torch pins CUDA packages and a Triton of its own, so for another than the locked one these are free.
 $(NEWEST_STAMP): pyproject.toml $(NEWEST_LOCK)
-	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: make PYTHON=..."'
-	$(PYTHON) -m venv $(NEWEST)
+	$(call create,3.13,$(NEWEST))
 	rm -f $(NEWEST)/.installed-*
 	grep -vE '$(if $(filter $(NEWEST_TORCH),$(TORCH)),^$$,^(torch|triton|cuda-.*|nvidia-.*)==)' $(NEWEST_LOCK) > $(NEWEST)/constraints.txt
 	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt torch==$(TORCH) -e '.[titan,dev,zoo]'
@@ -136,8 +157,11 @@ kernels: venv
 lock:
 	$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
+lock-oldest:
+	$(OLDEST)/bin/pip freeze --exclude-editable | sed 's/+[a-z0-9]*$$//' > $(OLDEST_LOCK)
+
 lock-newest:
 	$(NEWEST)/bin/pip freeze --exclude-editable | sed 's/+cu[0-9]*$$//' > $(NEWEST_LOCK)
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(TITAN_ENV) $(INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TITAN_ENV) $(INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

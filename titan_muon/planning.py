@@ -41,7 +41,7 @@ def plan_of(params: Sequence[TrainedParam], options: MuonOptions, separate: Mapp
     if not params:
         # For example a pipeline stage with the embedding alone.
         return Plan((), (), (), (), 1, options.wire_bytes, ())
-    check_one_device(params)
+    check_devices(params)
     iterations = tuple(iteration_of(trained.group) for trained in params)
     named = [(trained.fqn, trained.param) for trained in params]
     kept = {trained.fqn: ranks for trained in params if (ranks := kept_by(trained))}
@@ -49,15 +49,28 @@ def plan_of(params: Sequence[TrainedParam], options: MuonOptions, separate: Mapp
     return plan_step(named, iterations, dispatch, options, separate, kept)
 
 
-def check_one_device(params: Sequence[TrainedParam]) -> None:
-    """Raise ValueError for parameters on several devices."""
+def check_devices(params: Sequence[TrainedParam]) -> None:
+    """Raise ValueError for parameters on several devices, or on a device without streams."""
     first = params[0]
+    if problem := missing_streams(device_of(params).type):
+        raise ValueError(f"{first.fqn}: {problem}")
     for trained in params:
         if step_device(trained.param) != step_device(first.param):
             raise ValueError(
                 f"{trained.fqn}: is on {step_device(trained.param)}, and {first.fqn} on {step_device(first.param)}; "
                 "move all parameters of a Muon to one device, or build a Muon for each device"
             )
+
+
+def missing_streams(kind: str) -> str:
+    """The problem of a device type without streams, and a remedy; empty for other types."""
+    # PyTorch has no module for `meta`, where nothing runs.
+    if hasattr(getattr(torch, kind, torch), "Stream"):
+        return ""
+    return (
+        f"PyTorch {torch.__version__} has no streams on {kind}, and a step needs them; install PyTorch 2.15 or newer, "
+        "or move the model to the CPU"
+    )
 
 
 def device_of(params: Sequence[TrainedParam]) -> torch.device:

@@ -9,6 +9,12 @@ if missing := [name for name in ("torchtitan", "tomli") if find_spec(name) is No
         f"titan_muon.titan needs {' and '.join(missing)}; install them by pip install 'titan-muon[titan]'"
     )
 
+if find_spec("fcntl") is None:
+    raise ModuleNotFoundError(
+        "titan_muon.titan needs Linux or macOS, because runs and caches are locked by fcntl; use WSL 2 on Windows, or "
+        "titan_muon.Hybrid in your own training loop"
+    )
+
 
 # TorchTitan takes seconds to import, and `compat.install()` must run before.
 def __getattr__(name: str) -> Any:

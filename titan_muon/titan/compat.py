@@ -27,6 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import debug
 from torch.nn.attention.flex_attention import create_block_mask
 
+from titan_muon.titan.device import on_accelerator
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.degrees import has_torch_for
 
@@ -68,7 +69,7 @@ def install() -> bool:
     stub_triton_kernels()
     backfill_mesh_dims()
     backfill_set_timeout()
-    on_cpu = not torch.accelerator.is_available()
+    on_cpu = not on_accelerator()
     if on_cpu:
         use_cpu_device()
     time_out_all_groups()

@@ -18,9 +18,15 @@ _planned: ContextVar[str | None] = ContextVar("planned device", default=None)
 LOSS_CHUNKS = 8
 
 
+def this_device() -> str:
+    """Type of the device that this machine trains on. MPS has no collectives, so that Macs train on the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None or accelerator.type == "mps" else accelerator.type
+
+
 def on_accelerator() -> bool:
-    """Whether this machine has an accelerator."""
-    return torch.accelerator.is_available()
+    """Whether this machine trains on an accelerator."""
+    return this_device() != "cpu"
 
 
 def compute_capability() -> tuple[int, int] | None:

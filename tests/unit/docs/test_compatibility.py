@@ -3,6 +3,7 @@
 import pytest
 
 from docs import make_compatibility
+from titan_muon.titan.recipe.degrees import TORCH_NEEDS
 
 
 @pytest.mark.parametrize("table", make_compatibility.TABLES)
@@ -22,3 +23,10 @@ def test_every_relation_of_a_recipe_has_a_violating_key() -> None:
     """A relation without a key has no row on the page."""
     keys = [line.split("`")[1] for line in make_compatibility.recipe_pairs().splitlines()[2:]]
     assert keys == [relation.key for relation in make_compatibility.RELATIONS]
+
+
+def test_every_key_that_needs_a_newer_torch_is_on_the_page_with_the_reason() -> None:
+    page = make_compatibility.PAGE.read_text(encoding="utf-8")
+    for need in TORCH_NEEDS:
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| `{need.key}") and "torch before" in line)
+        assert row.endswith(f"| torch before {'.'.join(map(str, need.torch))} | {need.cause} |")

@@ -20,7 +20,7 @@ from titan_muon.plan.cost.totals import Totals
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.layout import Geometries, Geometry
 from titan_muon.plan.terms.pieces import Pieces
-from titan_muon.planning import check_one_device, passes_of
+from titan_muon.planning import check_devices, passes_of
 from titan_muon.rules.muon import MuonRule
 from titan_muon.step.foreach import CPU_CHUNK_BYTES
 from titan_muon.step.rule import Scaling
@@ -207,9 +207,14 @@ def test_an_error_in_a_call_frees_the_scratch(monkeypatch: pytest.MonkeyPatch) -
     assert muon.engine.rank._scratch.untyped_storage().nbytes() == 0
 
 
-def test_parameters_on_several_devices_are_refused() -> None:
+def test_parameters_on_several_devices_or_without_streams_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     params = [("a", nn.Parameter(torch.zeros(8, 8))), ("b", nn.Parameter(torch.zeros(8, 8, device="meta")))]
     trained = list(trained_params([{"param_names": ["a"], "params": [params[0][1]]}], {}, 0, MuonOptions()))
     other = replace(trained[0], fqn="b", param=params[1][1])
     with pytest.raises(ValueError, match="b: is on meta, and a on cpu; move all parameters"):
-        check_one_device([*trained, other])
+        check_devices([*trained, other])
+    # As in PyTorch before 2.15.
+    monkeypatch.setattr(torch, "mps", object())
+    monkeypatch.setattr("titan_muon.planning.device_of", lambda params: torch.device("mps"))
+    with pytest.raises(ValueError, match=r"^a: PyTorch .* has no streams on mps, .* move the model to the CPU$"):
+        check_devices(trained)

@@ -28,7 +28,7 @@ from titan_muon.tensors.matrices import check_splits
 from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers, parts_of_config
 from titan_muon.titan.assign.explain import stage_ranks
-from titan_muon.titan.device import planning_for
+from titan_muon.titan.device import planning_for, this_device
 from titan_muon.titan.dry_run.training import ModelSize
 from titan_muon.titan.model.qk_clip import reduced_bytes
 from titan_muon.titan.recipe import Recipe, RecipeError, recipe_error
@@ -65,12 +65,6 @@ def smallest_world(recipe: Recipe) -> int:
         while (shard * inner) % degrees.expert_parallel_degree:
             shard += 1
     return degrees.data_parallel_replicate_degree * shard * inner * degrees.pipeline_parallel_degree
-
-
-def this_device() -> str:
-    """This machine's device type."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
 
 
 def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None, *, stage: int = 0) -> MetaModel:

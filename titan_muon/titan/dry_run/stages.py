@@ -12,8 +12,9 @@ from titan_muon.plan.terms.machine import MachineRates
 from titan_muon.planning import planning_machine
 from titan_muon.titan.assign.explain import owner_loads, repeats
 from titan_muon.titan.checks.machine import check_machine
+from titan_muon.titan.device import this_device
 from titan_muon.titan.dry_run.memory import Memory, memory_per_rank
-from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world, this_device
+from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world
 from titan_muon.titan.dry_run.verdict import Verdict, verdict_of
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 

@@ -41,7 +41,11 @@ def check_float8(section: Float8, capability: tuple[int, int] | None, *, amd: bo
         raise RecipeError(f"{key} = true needs the package torchao (0.9 or newer); install it, or set {key} = false")
     has_float8 = capability is not None and capability >= (AMD if amd else NVIDIA)
     if not has_float8 and not section.emulate:
-        device = "the CPU" if capability is None else f"a GPU of compute capability {'.'.join(map(str, capability))}"
+        device = (
+            "a machine without CUDA GPUs"
+            if capability is None
+            else f"a GPU of compute capability {'.'.join(map(str, capability))}"
+        )
         instead = "; float8.emulate = true tries it without them" if section.linear and not section.experts else ""
         raise RecipeError(
             f"{key} = true is not accepted on {device}; float8 needs NVIDIA GPUs of compute capability 8.9 and newer, "

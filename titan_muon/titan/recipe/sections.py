@@ -177,7 +177,8 @@ class Loss:
     chunks: Annotated[
         int | Literal["auto"], Constraint('"auto" or 1 or more', lambda value: value == "auto" or value >= 1)
     ] = "auto"
-    """Chunks of a sequence, one chunk's logits at a time. `auto`: 8 on GPUs if 8 divides the length, 1 on the CPU."""
+    """Chunks of a sequence, one chunk's logits at a time. Above 1 needs torch 2.13. `auto`: 8 on GPUs if 8 divides the
+    length, 1 on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

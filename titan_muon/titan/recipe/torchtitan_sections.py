@@ -91,7 +91,7 @@ class Parallelism:
     """CP's split of the sequence, to balance attention."""
 
     expert_parallel_degree: Annotated[int, COUNT] = 1
-    """Ranks that split the experts (EP): divides shard x CP x TP."""
+    """Ranks that split the experts (EP): divides shard x CP x TP; needs torch 2.12."""
 
     pipeline_parallel_degree: Annotated[int, COUNT] = 1
     """Pipeline stages (PP); needs torch 2.14."""
