@@ -168,7 +168,7 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
             options.wire_bytes,
             stochastic=options.rounding == "stochastic" and dtype == torch.bfloat16,
             cautious=options.cautious,
-            fused=options.fused,
+            fused=options.fused is True,
         )
         for dtype in dtypes
     )
