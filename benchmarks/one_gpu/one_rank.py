@@ -262,13 +262,14 @@ class Memory:
         if self.device.type != "cuda":
             return {}
         after = torch.cuda.memory_stats(self.device)
-        made = {key: after.get(key, 0) - self._before.get(key, 0) for key in ("num_device_alloc", "num_alloc_retries")}
-        allocations = after["allocation.all.allocated"] - self._before["allocation.all.allocated"]
+        keys = ("num_device_alloc", "num_alloc_retries", "allocation.all.allocated")
+        # Some allocators do not count everything.
+        made = {key: after.get(key, 0) - self._before.get(key, 0) for key in keys}
         return {
             "held GiB": self._held / GIB,
             "temporary GiB": (torch.cuda.max_memory_allocated(self.device) - self._held) / GIB,
             "reserved GiB": torch.cuda.max_memory_reserved(self.device) / GIB,
-            "allocations": allocations // steps,
+            "allocations": made["allocation.all.allocated"] // steps,
             "cudaMallocs": made["num_device_alloc"],
             "retries": made["num_alloc_retries"],
         }
