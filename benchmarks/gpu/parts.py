@@ -17,14 +17,14 @@ class Part:
         name: name on the command line and in files.
         shows: knowledge from a pass.
         command: words with placeholders, see `run.command_of`. Figures are optional.
-        rehearsal: the same without a GPU, at tiny size; empty for no rehearsal.
+        rehearsal: the same without a GPU, at tiny size.
         seconds: time-out on GPUs.
         call: of CALLS; 0 for a part that runs without a call alone.
         rehearsal_seconds: time-out without a GPU; generous, because a slow rehearsal costs nothing.
         ending_seconds: from the end of the work until the end of the process, for a part that is told its time.
         least_gpus: minimum number of GPUs.
         needs: packages besides PyTorch.
-        unrehearsed: coverage only on a real GPU.
+        unrehearsed: coverage only on a real GPU, for the page of a rehearsal.
     """
 
     name: str
@@ -80,8 +80,12 @@ def _training(name: str, call: int, seconds: int, shows: str, runs: str, tokens:
     return Part(
         name=name,
         shows=shows,
-        command=_module(module, "--device", "cuda", "--compile", "--tokens", tokens, *told, "--runs", *runs.split()),
-        rehearsal=_module(module, "--device", "cpu", "--tiny", *told, "--runs", *runs.split()),
+        command=_module(
+            module, "--device", "cuda", "--compile", "inductor", "--tokens", tokens, *told, "--runs", *runs.split()
+        ),
+        rehearsal=_module(
+            module, "--device", "cpu", "--compile", "aot_eager", "--tiny", *told, "--runs", *runs.split()
+        ),
         seconds=seconds,
         call=call,
         # A run that has begun is finished.
@@ -139,7 +143,7 @@ PARTS: tuple[Part, ...] = (
         needs=("tyro",),
         unrehearsed="every time, graphs, and the symmetric kernels",
     ),
-    _one_rank("kimi_k2", 90),
+    _one_rank("kimi_k2", 120),
     Part(
         name="tests",
         shows="one GPU computes what the CPU does: orthogonalization, kernels, a Muon step, and no step waits for it",
@@ -178,11 +182,11 @@ PARTS: tuple[Part, ...] = (
         name="compile",
         shows="compiled layers and compiled FlexAttention follow the dense attention's losses",
         command=_recipe("dense flex compiled", "--steps", "6"),
-        rehearsal=(),
+        rehearsal=_recipe("dense traced", "--steps", "2", "--tiny"),
         seconds=180,
         call=3,
         needs=TITAN,
-        unrehearsed="all of it: FlexAttention has no backward on the CPU",
+        unrehearsed="the compiler, and FlexAttention, which has no backward on the CPU",
     ),
     Part(
         name="layouts",

@@ -105,7 +105,8 @@ def page(results: Mapping[str, Result], link: str = "../../docs/gpu.md") -> str:
     for part in PARTS:
         result = results.get(part.name)
         if result is not None and isinstance(result.figures, dict):
-            state = "not run" if result.outcome is Outcome.NOT_RUN else result.source
+            state = result.source if result.source == "measured" else f"rehearsed, except {part.unrehearsed}"
+            state = "not run" if result.outcome is Outcome.NOT_RUN else state
             lines += [f"\n## {part.name}\n", f"{part.shows[0].upper()}{part.shows[1:]} ({state}).\n"]
             lines += [table(rows_of(result.figures)), *notes(result.figures)]
     return "\n".join(lines).rstrip() + "\n"

@@ -42,6 +42,8 @@ WAYS: Mapping[str, Way] = {
     "pp": Way(("--parallelism.pipeline_parallel_degree", "2"), 2, (2, 14)),
     "dense": Way(("--model.attention", "dense")),
     "flex": Way(("--model.attention", "flex")),
+    # For a rehearsal: without a C++ compiler, and FlexAttention has no backward on the CPU.
+    "traced": Way(("--model.attention", "dense", "--compile.enable", "true", "--compile.backend", "aot_eager")),
     "compiled": Way(("--model.attention", "flex", "--compile.enable", "true")),
 }
 

@@ -1,4 +1,4 @@
-"""Tokens of the text files of this machine's Python packages: a corpus that needs no download."""
+"""Tokens of the text files of this machine's Python packages: a corpus without a download."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Whether Newton-Schulz in float16 overflows or loses accuracy on matrices with a dominating row or column.
+"""Accuracy of Newton-Schulz in float16 on matrices with a dominating row or column, where it could overflow.
 
     python -m benchmarks.one_gpu.float16 --device cuda --json float16.json
 
-A GPU's library may split a sum and add the parts in float16 (PyTorch allows that by default). X has norm 2^10 there, so
-that a row with most of the norm has a squared norm above float16's 65,504 until the product is scaled.
+A GPU's library may split a sum and add the parts in float16, as PyTorch allows by default. X has norm 2^10 there. A row
+with most of this norm has a squared norm above float16's 65,504 until the product is scaled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHAPES: Mapping[str, Sequence[tuple[int, int, int]]] = {
 }
 DOMINANCE = 1000.0
 ALLOWED = 1.5
-"""Largest error of float16 relative to bfloat16's, which has an eighth of the precision."""
+"""Largest error of float16 relative to bfloat16's, with an eighth of the precision."""
 LEAST = 5e-2
 """An error below this is never a fault."""
 
@@ -79,7 +79,7 @@ def _error(x: Tensor, method: Method, exact: Tensor) -> float:
 
 
 def faults_of(measured: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Rows in which float16 is worse than bfloat16, under PyTorch's default of the sums."""
+    """Rows with a worse float16 than bfloat16, under PyTorch's default of the sums."""
     faults = []
     for row in measured:
         errors = {name: error for name, error in row.items() if isinstance(error, float)}

@@ -145,11 +145,11 @@ def schedule(step: int, steps: int) -> float:
 class Run:
     """A run: the model, its optimizers, and the data on a device."""
 
-    def __init__(self, kind: str, lr: float, setup: Setup, data: Tokens, device: torch.device, *, compiled: bool):
+    def __init__(self, kind: str, lr: float, setup: Setup, data: Tokens, device: torch.device, *, backend: str):
         torch.manual_seed(0)
         self.setup, self.device = setup, device
         self.model: nn.Module = Decoder(setup).to(device)
-        self.trained = torch.compile(self.model, dynamic=False) if compiled else self.model
+        self.trained = torch.compile(self.model, dynamic=False, backend=backend) if backend else self.model
         self.optimizers = optimizers_of(kind, self.model, lr)
         self.rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.training = data.training.to(device)
@@ -237,7 +237,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--tokens", type=float, default=4e7)
     parser.add_argument("--seconds", type=float, default=math.inf, help="no run begins that would end later")
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile", default="", help="backend of torch.compile; none without")
     parser.add_argument("--tiny", action="store_true", help="for a rehearsal in seconds")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/titan_muon/corpus")
     parser.add_argument("--json", type=Path, required=True)
@@ -259,7 +259,7 @@ def main(words: Sequence[str]) -> int:
         else:
             try:
                 device = torch.device(options.device)
-                row |= Run(kind, float(lr), setup, data, device, compiled=options.compile).figures()
+                row |= Run(kind, float(lr), setup, data, device, backend=options.compile).figures()
             except Exception as error:
                 # One run must not cost the others.
                 row["fault"] = f"{type(error).__name__}: {error}"[:300]

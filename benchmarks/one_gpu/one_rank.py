@@ -227,13 +227,15 @@ class Rank:
         self.clock.wait()
         memory = Memory(self.device)
         times = self.clock.medians(step, repeats)
-        figures = {**times, **memory.figures(2 * repeats), **self._waits(step)}
+        figures = {**times, **memory.figures(2 * repeats)}
         launches, stages, kernels = traced(step, self.device)
         stage_ms = {
             "newton_schulz ms": stages.get("orthogonalize", 0.0),
             "passes ms": stages.get("advance", 0.0) + stages.get("apply", 0.0),
         }
-        return {**figures, "launches": launches, **stage_ms}, {"stages ms": stages, "kernels": kernels}
+        # Last, because a step that raises is left half done.
+        row = {**figures, "launches": launches, **stage_ms, **self._waits(step)}
+        return row, {"stages ms": stages, "kernels": kernels}
 
     def _waits(self, step: Callable[[], object]) -> dict[str, Any]:
         if self.device.type != "cuda":
@@ -322,6 +324,7 @@ def steps(rank: Rank, gpu: str, source: str, repeats: int, save: Callable[[dict[
             rows.append(modelled(muon.plan, rank.world.rank, gpu))
         step = (lambda m=muon: rank.recipe_step(m)) if "recipe" in name else muon.step
         row, details[name] = rank.measured(muon, step, repeats)
+        built = None if row.get("host waits", "no") != "no" else fused
         share = {"of model": row["device ms"] / rows[0]["device ms"]} if source == "measured" else {}
         rows.append({"source": source, "step": name, **row, **share})
         save(figures)

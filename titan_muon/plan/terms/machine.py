@@ -30,7 +30,7 @@ MEASURED = Path(__file__).with_name("measured.json")
 
 @dataclass(frozen=True)
 class Choices:
-    """What was measured on a type of GPU, or what holds without a measurement.
+    """Measured choices for a type of GPU, by default the choices without a measurement.
 
     Attributes:
         kernels: fields of `orthogonalize.Kernel`.
