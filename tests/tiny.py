@@ -4,8 +4,11 @@ import json
 import random
 from pathlib import Path
 
+import pytest
+
 import models  # noqa: F401 (registers the families)
 from titan_muon.titan.recipe import Recipe, load
+from titan_muon.titan.recipe.degrees import has_torch_for
 
 RECIPE = """
 name = "tiny"
@@ -35,6 +38,11 @@ warmup_steps = 2
 total_steps = 6
 """
 WORDS = ("rank", "matrix", "piece", "owner", "route", "bucket", "plan", "step", "momentum", "gather", "update")
+
+
+def needs_torch_for(key: str) -> pytest.MarkDecorator:
+    """A mark that skips a test of a recipe key that needs a newer torch."""
+    return pytest.mark.skipif(not has_torch_for(key), reason=f"{key} needs a newer torch")
 
 
 def write_recipe(folder: Path) -> Path:

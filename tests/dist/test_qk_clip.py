@@ -21,7 +21,6 @@ from tests.reference_qk_clip import HEADS, clipped, layer, whole_weights
 from titan_muon.owned.param import place_on_owners
 from titan_muon.owned.state_dict import gather
 from titan_muon.qk_clip import QKClip
-from titan_muon.titan.recipe.degrees import has_torch_for
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
     "fsdp": ((4,), (Shard(0),)),
@@ -106,9 +105,8 @@ TRAINED: dict[str, tuple[str, list[str]]] = {
     ),
 }
 NEEDS = {
-    "pp": pytest.mark.skipif(
-        not has_torch_for("parallelism.pipeline_parallel_degree"), reason="pipeline parallelism needs torch 2.14"
-    )
+    "ep": tiny.needs_torch_for("parallelism.expert_parallel_degree"),
+    "pp": tiny.needs_torch_for("parallelism.pipeline_parallel_degree"),
 }
 
 

@@ -57,7 +57,10 @@ PLACEMENTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+EXPERTS = {"marks": tiny.needs_torch_for("parallelism.expert_parallel_degree")}
+
+
+@pytest.mark.parametrize("layout", [pytest.param(n, **EXPERTS if "experts" in n else {}) for n in LAYOUTS])
 def test_the_curves_of_owned_and_shard0_coincide(layout: str, tmp_path: Path) -> None:
     world_size, options, tolerance = LAYOUTS[layout]
     placements = PLACEMENTS.get(layout, [{}])

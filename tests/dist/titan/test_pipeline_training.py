@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiny
 from tests.dist.titan.test_training_layouts import TOLERANCES, train_on, write_corpus
-from titan_muon.titan.recipe.degrees import has_torch_for
 
-pytestmark = pytest.mark.skipif(
-    not has_torch_for("parallelism.pipeline_parallel_degree"),
-    reason="PP needs torch 2.14",
-)
+pytestmark = tiny.needs_torch_for("parallelism.pipeline_parallel_degree")
 
 STEPS = 3
 DENSE, EXPERTS = "llama3/tiny", "qwen3/moe_tiny"
