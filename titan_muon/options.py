@@ -46,9 +46,9 @@ def below(low: float, high: float) -> Constraint:
     return Constraint(f"a number from {low} to less than {high}", lambda value: low <= value < high)
 
 
-def one_of(*values: str | bool) -> Constraint:
-    """A choice of values."""
-    return Constraint(f"one of {', '.join(map(str, values))}", lambda value: value in values)
+def one_of(*names: str) -> Constraint:
+    """A choice of names."""
+    return Constraint(f"one of {', '.join(names)}", lambda value: value in names)
 
 
 def list_of(inner: Constraint) -> Constraint:
@@ -60,6 +60,7 @@ COUNT = at_least(1)
 NOT_NEGATIVE = at_least(0)
 POSITIVE = Constraint("more than 0", lambda value: 0 < value < math.inf)
 FRACTION = below(0, 1)
+SWITCH = Constraint('a boolean or "auto"', (True, False, "auto").__contains__)
 TEXT = Constraint("a string that is not empty", lambda value: bool(value.strip()))
 
 
@@ -205,7 +206,6 @@ SLOWEST_IN_BFLOAT16 = 0.99
 # Largest beta of an average in bfloat16, which rounds away changes below 2^-8 of the average: at 0.99 the average stops
 # within 40 % of a constant input.
 
-
 CoefficientSet = Literal[
     "keller_jordan", "you_jiacheng", "polar_express", "polar_express_cushion", "deepseek_v4", "cans", "aol", "cubic"
 ]
@@ -342,7 +342,9 @@ class StepOptions:
     """Keep exchange buffers and workspace allocated between steps. Reallocation in each step fragments the memory of a
     GPU unless PYTORCH_ALLOC_CONF has expandable_segments:True."""
 
-    fused: Annotated[bool | Literal["auto"], one_of(True, False, "auto")] = False
+    fused: Annotated[bool | Literal["auto"], Constraint('a boolean or "auto"', (True, False, "auto").__contains__)] = (
+        False
+    )
     """Triton kernels for momentum and update, which read and write each tensor once, with `rule` = "muon" or "normuon".
     `auto`: where `make gpu` measured a faster step on this type of GPU. Off by default, because none was measured."""
 

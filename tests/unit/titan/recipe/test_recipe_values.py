@@ -228,6 +228,7 @@ BAD_VALUES = [
     ),
     ("[muon]\nreplicas = 'auto'", 'muon.replicas = "auto"', '"split", "redundant"'),
     ("[muon]\nsplit_over = 3", "muon.split_over = 3", '1, 2, 4, 8 or "auto"'),
+    ("[muon]\nfused = 'fast'", 'muon.fused = "fast"', 'true or false or "auto"'),
     ("[muon]\nsplit_over = 'most'", 'muon.split_over = "most"', 'an integer or "auto"'),
     ("[muon]\ntensor_parallel = 'all'", 'muon.tensor_parallel = "all"', "blockwise"),
     ("[muon]\ntensor_parallel = 'blockwise'", 'muon.tensor_parallel = "blockwise"', "tensor_parallel_degree is 2"),
