@@ -342,9 +342,7 @@ class StepOptions:
     """Keep exchange buffers and workspace allocated between steps. Reallocation in each step fragments the memory of a
     GPU unless PYTORCH_ALLOC_CONF has expandable_segments:True."""
 
-    fused: Annotated[bool | Literal["auto"], Constraint('a boolean or "auto"', (True, False, "auto").__contains__)] = (
-        False
-    )
+    fused: Annotated[bool | Literal["auto"], SWITCH] = False
     """Triton kernels for momentum and update, which read and write each tensor once, with `rule` = "muon" or "normuon".
     `auto`: where `make gpu` measured a faster step on this type of GPU. Off by default, because none was measured."""
 
