@@ -3,7 +3,6 @@
 import importlib.metadata
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -13,44 +12,30 @@ from titan_muon.titan.recipe.toml import RecipeError, plural, value_text
 
 @dataclass(frozen=True)
 class TorchNeed:
-    """The oldest torch for some values of a key, the cause, and the remedy for an older torch."""
+    """The oldest torch for the values of a key besides `older`, and the cause."""
 
     key: str
-    applies: Callable[..., bool]
     torch: tuple[int, int]
     cause: str
-    remedy: str
+    older: tuple[object, ...] = (1,)
 
 
 TORCH_NEEDS = (
     TorchNeed(
         "parallelism.pipeline_parallel_degree",
-        lambda degree: degree > 1,
         (2, 14),
         "earlier schedules do not take torchtitan's lists of microbatches",
-        "set it to 1",
     ),
     TorchNeed(
-        "parallelism.expert_parallel_degree",
-        lambda degree: degree > 1,
-        (2, 12),
-        "earlier FSDP2 has a single mesh for all parameters of a module",
-        "set it to 1",
+        "parallelism.expert_parallel_degree", (2, 12), "earlier FSDP2 has a single mesh for all parameters of a module"
     ),
     TorchNeed(
         "parallelism.spmd_backend",
-        lambda backend: backend == "spmd_types",
         (2, 14),
         "earlier FSDP2 cannot shard plain tensors on its mesh",
-        'set it to "auto"',
+        ("auto", "partial_dtensor"),
     ),
-    TorchNeed(
-        "loss.chunks",
-        lambda chunks: chunks != "auto" and chunks > 1,
-        (2, 13),
-        "earlier FSDP2 cannot reduce the head's gradients by chunk",
-        'set it to "auto"',
-    ),
+    TorchNeed("loss.chunks", (2, 13), "earlier FSDP2 cannot reduce the head's gradients by chunk", ("auto", 1)),
 )
 
 
@@ -86,11 +71,12 @@ def _check_torch(recipe: Recipe) -> None:
     """Raise RecipeError for a value that needs a newer torch."""
     for need in TORCH_NEEDS:
         value = attrgetter(need.key)(recipe)
-        if need.applies(value) and not has_torch(*need.torch):
+        if value not in need.older and not has_torch(*need.torch):
             needed, installed = ".".join(map(str, need.torch)), importlib.metadata.version("torch")
             raise RecipeError(
                 f"{need.key} = {value_text(value)} is not accepted; it needs torch {needed} or newer, and torch "
-                f"{installed} is installed: {need.cause}. Install a newer torch, or {need.remedy}."
+                f"{installed} is installed: {need.cause}. Install a newer torch, or set it to "
+                f"{value_text(need.older[0])}."
             )
 
 
