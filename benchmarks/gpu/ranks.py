@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def begin(device: str) -> torch.device:
         dist.init_process_group("cpu:gloo,cuda:gloo")
         # gloo's direct sends read the memory of a GPU on the host, and crash.
         Collectives.all_gather_uneven = _broadcasts  # type: ignore[method-assign]
+        dist.batch_isend_irecv = through_the_host
         return torch.device("cuda", 0)
     mine = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(mine)
@@ -40,6 +42,33 @@ def _broadcasts(self: Collectives, parts: list[Tensor], input: Tensor, group: di
     parts[dist.get_rank(group)].copy_(input)
     sources = [(rank, part) for rank, part in enumerate(parts) if part.numel() > 0]
     return [dist.broadcast(part, group_src=rank, group=group, async_op=True) for rank, part in sources]
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A message between GPUs over gloo. `received`: the tensor to fill from the host's copy, None for a send."""
+
+    work: dist.Work
+    copy: Tensor
+    received: Tensor | None
+
+    def wait(self) -> None:
+        """End the message."""
+        self.work.wait()
+        if self.received is not None:
+            self.received.copy_(self.copy)
+
+
+def through_the_host(messages: list[dist.P2POp]) -> list[_Arrival]:
+    """`dist.batch_isend_irecv` by copies on the host."""
+    arrivals = []
+    for message in messages:
+        is_send = message.op is dist.isend
+        copy = message.tensor.cpu() if is_send else torch.empty_like(message.tensor, device="cpu")
+        peer = {"group_dst" if is_send else "group_src": message.group_peer}
+        work = message.op(copy, group=message.group, tag=message.tag, **peer)
+        arrivals.append(_Arrival(work, copy, None if is_send else message.tensor))
+    return arrivals
 
 
 def gathered(value: Any) -> list[Any]:

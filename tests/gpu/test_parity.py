@@ -29,6 +29,16 @@ def test_every_check_passes_on_two_ranks_of_the_cpu() -> None:
     assert run_ranks(faults_on_cpu, 2) == [[], []]
 
 
+def owned_through_the_host(rank: int, world_size: int) -> list[str]:
+    dist.batch_isend_irecv = ranks.through_the_host
+    check = parity.check_owned(torch.device("cpu"), "owned", 1)
+    return list(check.faults)
+
+
+def test_messages_of_owned_matrices_through_the_host_have_the_same_digits() -> None:
+    assert run_ranks(owned_through_the_host, 2) == [[], []]
+
+
 @needs_cuda_build
 @pytest.mark.parametrize(("rank", "world", "exchanges"), [(0, 1, ("all_to_all",)), (5, 8, parity.EXCHANGES)])
 def test_every_exchange_steps_on_fake_gpus_without_a_sync(rank: int, world: int, exchanges: tuple[str, ...]) -> None:
