@@ -445,7 +445,8 @@ def test_every_pipeline_rank_has_a_separate_plan(
     whole = dry_run("qwen_moe_muon", 2, tmp_path)
     alone = capsys.readouterr().out
     # A dry run only cuts the model, which torch could do before TorchTitan could train the parts.
-    monkeypatch.setattr(degrees, "has_torch", lambda *numbers: True)
+    others = tuple(need for need in degrees.TORCH_NEEDS if need.key != "parallelism.pipeline_parallel_degree")
+    monkeypatch.setattr(degrees, "TORCH_NEEDS", others)
     cut = ("--parallelism.pipeline_parallel_degree=2", f"--placement.muon={placement}")
     plan = dry_run("qwen_moe_muon", 4, tmp_path, *cut)
     printed = capsys.readouterr().out
