@@ -50,7 +50,7 @@ CALL ?=
 DEVICE ?=
 # What an image with PyTorch often lacks, and the Python of that image.
 WHEELS := .cache/wheels
-WHEEL_NAMES := torchtitan|datasets|tomli|tyro|multiprocess|spmd_types|dill|torchdata|docstring_parser|einops
+WHEEL_NAMES := torchtitan|datasets|tomli|tyro|multiprocess|spmd_types|dill|torchdata|docstring_parser|typeguard|einops
 WHEEL_PYTHON ?= 3.12
 
 # An environment: $(call create,version,folder)

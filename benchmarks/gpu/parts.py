@@ -96,7 +96,7 @@ def _training(name: str, call: int, seconds: int, shows: str, runs: str, tokens:
 
 
 TITAN = ("torchtitan", "tyro")
-SWEEP = "muon:1e-3 adamw:1e-3 muon:2e-3 adamw:2e-3 muon:4e-3 adamw:4e-3 torch_muon:2e-3 muon_fused:2e-3 normuon:2e-3"
+SWEEP = "muon:2e-3 adamw:2e-3 muon:4e-3 adamw:4e-3 torch_muon:2e-3 muon_fused:2e-3 normuon:2e-3 muon:1e-3 adamw:1e-3"
 """Runs of the second call. Pairs of Muon and AdamW first, because time may run out."""
 LONG = "muon:{muon} adamw:{adamw}"
 

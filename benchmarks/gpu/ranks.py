@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from titan_muon.comm.collectives import Collectives
 
@@ -27,9 +28,9 @@ def begin(device: str) -> torch.device:
     if int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
         torch.cuda.set_device(0)
         dist.init_process_group("cpu:gloo,cuda:gloo")
-        # gloo's direct sends read the memory of a GPU on the host, and crash.
+        # gloo's direct sends, and its gather for DTensor, read the memory of a GPU on the host, and crash.
         Collectives.all_gather_uneven = _broadcasts  # type: ignore[method-assign]
-        dist.batch_isend_irecv = through_the_host
+        DTensor.full_tensor = full_through_the_host  # type: ignore[method-assign]
         return torch.device("cuda", 0)
     mine = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(mine)
@@ -44,31 +45,13 @@ def _broadcasts(self: Collectives, parts: list[Tensor], input: Tensor, group: di
     return [dist.broadcast(part, group_src=rank, group=group, async_op=True) for rank, part in sources]
 
 
-@dataclass(frozen=True)
-class _Arrival:
-    """A message between GPUs over gloo. `received`: the tensor to fill from the host's copy, None for a send."""
-
-    work: dist.Work
-    copy: Tensor
-    received: Tensor | None
-
-    def wait(self) -> None:
-        """End the message."""
-        self.work.wait()
-        if self.received is not None:
-            self.received.copy_(self.copy)
-
-
-def through_the_host(messages: list[dist.P2POp]) -> list[_Arrival]:
-    """`dist.batch_isend_irecv` by copies on the host."""
-    arrivals = []
-    for message in messages:
-        is_send = message.op is dist.isend
-        copy = message.tensor.cpu() if is_send else torch.empty_like(message.tensor, device="cpu")
-        peer = {"group_dst" if is_send else "group_src": message.group_peer}
-        work = message.op(copy, group=message.group, tag=message.tag, **peer)
-        arrivals.append(_Arrival(work, copy, None if is_send else message.tensor))
-    return arrivals
+def full_through_the_host(self: DTensor, *, grad_placements: Any = None) -> Tensor:
+    """`DTensor.full_tensor` by copies on the host, without a gradient."""
+    assert grad_placements is None, "a copy on the host has no gradient"
+    mesh = DeviceMesh("cpu", self.device_mesh.mesh, mesh_dim_names=self.device_mesh.mesh_dim_names)
+    local = self.to_local().detach().cpu()
+    copy = DTensor.from_local(local, mesh, self.placements, shape=self.shape, stride=self.stride())
+    return copy.redistribute(placements=[Replicate()] * mesh.ndim).to_local().to(self.device)
 
 
 def gathered(value: Any) -> list[Any]:

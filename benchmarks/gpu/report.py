@@ -188,7 +188,9 @@ def published(results: Iterable[Result]) -> dict[str, Result]:
     for result in results:
         rows = [row for row in (result.figures or {}).get("rows", []) if row.get("source") == "model"]
         if result.source == "measured":
-            kept[result.part] = replace(result, log="", command=())
+            kept[result.part] = replace(
+                result, environment=replace(result.environment, executable=""), log="", command=()
+            )
         elif rows:
             short = replace(result.environment, commit="", executable="")
             done = {"outcome": Outcome.NOT_RUN, "reason": "", "seconds": 0.0, "log": "", "command": ()}

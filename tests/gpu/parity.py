@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -270,18 +270,20 @@ def _rows(shape: tuple[int, ...], mesh: DeviceMesh) -> Tensor:
     return distribute_tensor(torch.randn(shape, device=mesh.device_type), mesh, [Shard(0)], src_data_rank=None)
 
 
-def checks(device: torch.device) -> list[Check]:
+def checks(device: torch.device) -> Iterator[Check]:
     """Every check on these ranks. A check that raises on a rank ends the job."""
     world = dist.get_world_size()
-    results = [check_exchange(exchange, FLOAT32, device) for exchange in EXCHANGES]
-    results.append(check_exchange("all_to_all", REFERENCE, device))
+    for exchange in EXCHANGES:
+        yield check_exchange(exchange, FLOAT32, device)
+    yield check_exchange("all_to_all", REFERENCE, device)
     if world > 1:
         if world % 2 == 0:
-            results.append(check_pipeline(device))
-        results += [check_owned(device, placement, 1) for placement in ("sharded", "owned")]
+            yield check_pipeline(device)
+        for placement in ("sharded", "owned"):
+            yield check_owned(device, placement, 1)
         if world % 2 == 0 and world > 2:
-            results.append(check_owned(device, "owned", 2))
-    return [*results, check_memory(device)]
+            yield check_owned(device, "owned", 2)
+    yield check_memory(device)
 
 
 def main(words: Sequence[str]) -> int:
@@ -291,21 +293,19 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args(words)
     device = begin(arguments.device)
-    ranks = gathered(checks(device))
-    faults = [
-        f"rank {rank}: {check.name}: {fault}"
-        for rank, mine in enumerate(ranks)
-        for check in mine
-        for fault in check.faults
-    ]
+    world = dist.get_world_size()
+    layouts, rows, faults = [case.name for case in cases(world)], [], []
+    for check in checks(device):
+        mine: list[Check] = gathered(check)
+        faults += [f"rank {rank}: {found.name}: {fault}" for rank, found in enumerate(mine) for fault in found.faults]
+        rows.append({**asdict(check), "error": max(found.error for found in mine)})
+        if dist.get_rank() == 0:
+            # After each, because a later check can end the process.
+            document = {"ranks": world, "layouts": layouts, "checks": rows, "faults": faults}
+            arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            print(f"{check.name}: largest error {rows[-1]['error']:.2g} {check.measured or ''}", flush=True)
     if dist.get_rank() == 0:
-        rows = [{**asdict(mine[0]), "error": max(check.error for check in mine)} for mine in zip(*ranks, strict=True)]
-        layouts = [case.name for case in cases(len(ranks))]
-        document = {"ranks": len(ranks), "layouts": layouts, "checks": rows, "faults": faults}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        for row in rows:
-            print(f"{row['name']}: largest error {row['error']:.2g} {row['measured'] or ''}")
-        print("\n".join(faults) if faults else f"{len(rows)} checks passed on {len(ranks)} ranks")
+        print("\n".join(faults) if faults else f"{len(rows)} checks passed on {world} ranks")
     dist.barrier()
     dist.destroy_process_group()
     return int(bool(faults))

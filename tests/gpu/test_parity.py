@@ -6,6 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from benchmarks.gpu import ranks
 from benchmarks.rehearsal.fake_gpu import DeviceSync, fake_gpu, fake_rank
@@ -20,7 +23,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def faults_on_cpu(rank: int, world_size: int) -> list[str]:
-    checks = parity.checks(CPU)
+    checks = list(parity.checks(CPU))
     assert len(checks) == len(parity.EXCHANGES) + 5
     return [f"{check.name}: {fault}" for check in checks for fault in check.faults]
 
@@ -29,14 +32,17 @@ def test_every_check_passes_on_two_ranks_of_the_cpu() -> None:
     assert run_ranks(faults_on_cpu, 2) == [[], []]
 
 
-def owned_through_the_host(rank: int, world_size: int) -> list[str]:
-    dist.batch_isend_irecv = ranks.through_the_host
-    check = parity.check_owned(torch.device("cpu"), "owned", 1)
-    return list(check.faults)
+def gathered_through_the_host(rank: int, world_size: int) -> list[bool]:
+    DTensor.full_tensor = ranks.full_through_the_host
+    meshes = [init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))]
+    placements: list[tuple[Placement, ...]] = [(Shard(1),), (Replicate(), Shard(0))]
+    full = torch.arange(45.0).view(9, 5)
+    placed = [distribute_tensor(full, mesh, where) for mesh, where in zip(meshes, placements, strict=True)]
+    return [torch.equal(tensor.full_tensor(), full) for tensor in placed]
 
 
-def test_messages_of_owned_matrices_through_the_host_have_the_same_digits() -> None:
-    assert run_ranks(owned_through_the_host, 2) == [[], []]
+def test_ranks_that_share_a_gpu_gather_whole_tensors_on_the_host() -> None:
+    assert run_ranks(gathered_through_the_host, 4) == [[True, True]] * 4
 
 
 @needs_cuda_build
