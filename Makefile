@@ -1,6 +1,7 @@
 # make venv    the environment, from the locked versions
 # make train   the main job: the MoE recipe on 2 ranks
-# make test    format, lint and type checks, then the whole test suite
+# make test    format, lint and type checks, then the tests, in 15 minutes on 2 cores
+# make slow    the tests that train or measure for many seconds
 # make check   the checks without the tests
 # make test-long  ten times as many random plans, layouts and options; LONG=100 is another number
 # make oldest  the core tests on the oldest PyTorch that is supported, in an environment of its own
@@ -59,7 +60,7 @@ $(call python,$(1)) -c 'import sys; assert sys.version_info >= (3, 11), "Python 
 $(call python,$(1)) -m venv $(2)
 endef
 
-.PHONY: soak venv train test suite test-long check lint types newest oldest main-titan gpu gpu-wheels kernels lock lock-oldest lock-newest clean rehearse integrations
+.PHONY: soak venv train test suite slow test-long check lint types newest oldest main-titan gpu gpu-wheels kernels lock lock-oldest lock-newest clean rehearse integrations
 
 venv: $(STAMP)
 
@@ -91,13 +92,16 @@ test: lint
 
 # Many tests start processes, and each would compile this project where PYTHONDONTWRITEBYTECODE is set.
 suite: venv
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(WORKERS) -m "not slow" $(ARGS)
+
+slow: venv
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(WORKERS) -m slow $(ARGS)
 
 test-long: venv
 	OMP_NUM_THREADS=1 TITAN_MUON_LONG=$(LONG) $(BIN)/python -m pytest --timeout 0 $(WORKERS) tests/unit/plan tests/dist/step/test_fuzz.py $(ARGS)
 
 oldest: $(OLDEST_STAMP)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(OLDEST)/bin/python -m pytest $(WORKERS) $(OLDEST_TESTS) $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(OLDEST)/bin/python -m pytest $(WORKERS) -m "not slow" $(OLDEST_TESTS) $(ARGS)
 
 $(OLDEST_STAMP): pyproject.toml $(OLDEST_LOCK)
 	$(call create,3.12,$(OLDEST))

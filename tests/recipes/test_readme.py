@@ -118,6 +118,7 @@ def test_make_has_the_targets_of_the_readme(target: str) -> None:
     assert run(f"make --dry-run {target}", [], ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [command for command in TRAINING if "_per_node=4" not in command])
 def test_the_training_commands_run(command: str, short: list[str], tmp_path: Path) -> None:
     assert "step 2/2" in run(command, short, tmp_path)
@@ -137,6 +138,7 @@ def script(rank: int, world_size: int, words: list[str]) -> str:
     return shown.getvalue()
 
 
+@pytest.mark.slow
 def test_the_training_command_of_four_ranks_runs(short: list[str]) -> None:
     """On ranks that need no imports: the command of two ranks shows that torchrun starts the script."""
     (words,) = (shlex.split(command) for command in TRAINING if "_per_node=4" in command)
@@ -149,6 +151,7 @@ def test_the_dry_run_runs_in_a_single_process(tmp_path: Path) -> None:
     assert "muon: 208 matrices" in run(command, ["--data.cache", str(tmp_path)], tmp_path)
 
 
+@pytest.mark.slow
 def test_the_compare_command_runs(short: list[str], tmp_path: Path) -> None:
     (command,) = (c for c in COMMANDS if "compare_runs" in c)
     folder = Path(short[short.index("--dump_folder") + 1])

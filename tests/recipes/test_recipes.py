@@ -62,7 +62,12 @@ def test_a_dry_run_prints_effect_and_traffic_of_qk_clip(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("recipe", "world_size"), [(recipe, size) for recipe in RECIPES for size in WORLDS[-1 if recipe in LARGE else 0 :]]
+    ("recipe", "world_size"),
+    [
+        pytest.param(recipe, size, marks=pytest.mark.slow if recipe in LARGE else ())
+        for recipe in RECIPES
+        for size in WORLDS[-1 if recipe in LARGE else 0 :]
+    ],
 )
 def test_every_recipe_dry_runs(
     recipe: str, world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

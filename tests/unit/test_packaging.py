@@ -36,6 +36,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return distributions(tmp_path_factory.mktemp("dist"))
 
 
+@pytest.mark.slow
 def test_the_wheel_has_types_models_and_recipes(built: tuple[Path, Path]) -> None:
     names = set(zipfile.ZipFile(built[0]).namelist())
     assert {
@@ -51,12 +52,14 @@ def test_the_wheel_has_types_models_and_recipes(built: tuple[Path, Path]) -> Non
     assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
 
 
+@pytest.mark.slow
 def test_the_sdist_has_tests_and_docs(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[1]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"tests/unit/test_packaging.py", "docs/frameworks.md", "README.md", "LICENSE", "Makefile"} <= names
 
 
+@pytest.mark.slow
 def test_the_command_plans_outside_of_the_checkout(built: tuple[Path, Path], tmp_path: Path) -> None:
     zipfile.ZipFile(built[0]).extractall(tmp_path / "site")
     words = ["plan", "--config", "qwen_moe_muon", "--world-size", "2"]

@@ -31,6 +31,7 @@ print("trained")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("removed", sorted(set(RULES) - {"muon"}))
 def test_the_file_of_a_rule_can_be_deleted(removed: str) -> None:
     """All but muon.py, the base class."""

@@ -77,6 +77,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_forward_overlap_keeps_the_curves_and_checkpoints_of_a_recipe(variant: str, tmp_path: Path) -> None:
     tiny.write_recipe(tmp_path)

@@ -243,6 +243,7 @@ def curves(rank: int, world_size: int, folder: Path) -> list[Path]:
     return runs
 
 
+@pytest.mark.slow
 def test_every_offload_placement_trains_and_resumes_with_the_curve_of_the_device(tmp_path: Path) -> None:
     tiny.write_recipe(tmp_path)
     device, *others = run_ranks(curves, 2, tmp_path, timeout=400)[0]

@@ -6,6 +6,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -57,10 +58,17 @@ PLACEMENTS = {
 }
 
 
-EXPERTS = {"marks": tiny.needs_torch_for("parallelism.expert_parallel_degree")}
+EXPERTS = tiny.needs_torch_for("parallelism.expert_parallel_degree")
+SLOW = ("tensor parallel", "recomputed")
 
 
-@pytest.mark.parametrize("layout", [pytest.param(n, **EXPERTS if "experts" in n else {}) for n in LAYOUTS])
+def layouts() -> list[Any]:
+    """Names of LAYOUTS, with marks."""
+    marks = {n: [*([EXPERTS] if "experts" in n else []), *([pytest.mark.slow] if n in SLOW else [])] for n in LAYOUTS}
+    return [pytest.param(name, marks=marks[name]) for name in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", layouts())
 def test_the_curves_of_owned_and_shard0_coincide(layout: str, tmp_path: Path) -> None:
     world_size, options, tolerance = LAYOUTS[layout]
     placements = PLACEMENTS.get(layout, [{}])
@@ -166,6 +174,7 @@ def resumed(rank: int, world_size: int, folder: Path, load: str) -> str:
     return train(tiny.recipe(folder, placement__muon="owned", checkpoint__interval=2, **SHARED, **resume))
 
 
+@pytest.mark.slow
 def test_a_run_killed_during_a_save_resumes_from_the_last_complete_checkpoint(tmp_path: Path) -> None:
     tiny.write_recipe(tmp_path)
     # The launcher may report the killed rank or the peer.

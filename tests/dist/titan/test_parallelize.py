@@ -243,6 +243,7 @@ def outcomes() -> dict[int, list[Outcome]]:
     return {world_size: run_ranks(_compare, world_size)[0] for world_size in LAYOUTS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "index"),
     [(size, i) for size, layouts in LAYOUTS.items() for i in range(len(layouts))],

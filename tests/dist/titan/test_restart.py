@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
+import pytest
+
 from tests import tiny
 from tests.dist.titan.test_train_py import TORCHRUN, run_folder, start
 
@@ -45,6 +47,7 @@ def read_until(lines: Iterable[str], pattern: str) -> str:
     raise AssertionError(f"no line has {pattern!r}:\n{before}")
 
 
+@pytest.mark.slow
 def test_a_restart_continues_the_run_from_the_newest_checkpoint(tmp_path: Path) -> None:
     """A rank is killed with kill -9; `torchrun --max-restarts=1` ends the run at the last step, in one folder.
 
@@ -72,6 +75,7 @@ BUSY_SECONDS = 3
 TIMEOUT_SECONDS = 5
 
 
+@pytest.mark.slow
 def test_stopped_rank_ends_the_job_in_time_and_is_named(tmp_path: Path) -> None:
     """With a rank in SIGSTOP all processes, also torchrun, end 5 s after the timeout, and one line names the rank."""
     words = (

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from tests import tiny
@@ -242,6 +243,7 @@ def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_faults_in_a_step_are_named(tmp_path: Path) -> None:
     """The wrong text, a NaN between two reports, missing or doubled steps and gradients must not pass in silence."""
     tiny.write_recipe(tmp_path)
@@ -334,6 +336,7 @@ def damaged_checkpoints(rank: int, world_size: int, folder: Path) -> dict[str, s
     return shown
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_skipped_and_a_full_disk_is_named(tmp_path: Path) -> None:
     """Zeros, a file of another step and flipped metadata must not be loaded; the newest whole step is used.
 

@@ -53,6 +53,7 @@ def resumed_on_one_rank(rank: int, world_size: int, folder: Path) -> str:
     return train(tiny.recipe(folder, checkpoint__load="latest", training__steps=steps, **batch))
 
 
+@pytest.mark.slow
 def test_run_is_continued_on_another_number_of_ranks(tmp_path: Path) -> None:
     """A checkpoint of 2 ranks must go on in 1 process with the next batch, and follow the run of 1 process."""
     tiny.write_recipe(tmp_path)

@@ -121,7 +121,9 @@ def one_rank(folder: Path) -> Callable[[str], list[float]]:
     return cache(lambda model: train_on(folder, 1, model, {}, f"one_{model.replace('/', '_')}"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name == "fsdp2_tp2" else pytest.mark.slow) for name in LAYOUTS]
+)
 def test_four_ranks_train_as_a_single_rank(layout: str, folder: Path, one_rank: Callable[[str], list[float]]) -> None:
     model, degrees = LAYOUTS[layout]
     expected = one_rank(model)
@@ -135,6 +137,7 @@ METHOD_TOLERANCE = 0.02
 METHODS = {"auto": {}, "gram": {"muon.orthogonalize": "gram", "muon.ns_dtype": "float16"}}
 
 
+@pytest.mark.slow
 def test_training_follows_the_reference_with_any_algorithm(folder: Path) -> None:
     options, model = {"training.steps": 6, "training.seq_len": 128}, "llama3/tiny"
     expected = train_on(folder, 2, model, {**options, "muon.orthogonalize": "reference"}, "reference")
@@ -145,6 +148,7 @@ def test_training_follows_the_reference_with_any_algorithm(folder: Path) -> None
         assert losses != expected, "other arithmetic has other digits"
 
 
+@pytest.mark.slow
 def test_every_exchange_gives_the_same_curve(folder: Path) -> None:
     """The matrices are made whole with the same bits, so the losses have the same digits."""
     curves = {

@@ -36,6 +36,7 @@ def test_hard_matrices_have_the_named_spectra() -> None:
     assert values[7] > 100 * values[8] > 0
 
 
+@pytest.mark.slow
 def test_errors_cover_every_set_and_defaults_are_below_bfloat16() -> None:
     rows = list(bench.errors(CPU, [(48, 48), (40, 96)]))
     assert {row.coefficients for row in rows} == set(COEFFICIENTS)
@@ -45,6 +46,7 @@ def test_errors_cover_every_set_and_defaults_are_below_bfloat16() -> None:
             assert error <= errors[*key, "standard bfloat16"]
 
 
+@pytest.mark.slow
 def test_a_share_is_a_ranks_part_of_the_plan(tmp_path: Path) -> None:
     file, picture = tmp_path / "figures.json", tmp_path / "figures.png"
     code, shown = run("--share", "qwen_moe:16:0", "--repeats", "1", "--json", str(file), "--picture", str(picture))

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_owned_and_sharded(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     sizes = ("--nproc", "2", "--dim", "32", "--blocks", "2", "--repeats", "1")

@@ -41,6 +41,7 @@ def rows(output: tuple[str, dict]) -> dict[str, dict]:
     return {row["name"]: row for row in output[1]["rows"]}
 
 
+@pytest.mark.slow
 def test_every_optimizer_is_compared_in_table_and_file(output: tuple[str, dict], rows: dict[str, dict]) -> None:
     text, figures = output
     assert list(rows) == list(contenders.contenders("cpu"))
@@ -55,6 +56,7 @@ def test_every_optimizer_is_compared_in_table_and_file(output: tuple[str, dict],
         assert f"| {row['cpu_ms']:.1f} | {row['cpu_ratios'][0]:.3f} | {row['cpu_ratios'][1]:.3f} |" in line
 
 
+@pytest.mark.slow
 def test_ratios_compare_with_all_gather_and_dist_muon(rows: dict[str, dict]) -> None:
     assert rows["all_gather"]["ratios"][0] == rows["DistMuon"]["ratios"][1] == 1
     assert rows["all_gather"]["cpu_ratios"][0] == rows["DistMuon"]["cpu_ratios"][1] == 1
@@ -67,17 +69,20 @@ def test_the_time_is_the_slowest_ranks_and_cpu_time_is_a_sum_over_ranks() -> Non
     assert bench_step.combined(ranks) == ([[2.0, 3.0]], [[0.75, 3.0]])
 
 
+@pytest.mark.slow
 def test_every_contender_with_torchs_arithmetic_is_bitwise_equal(rows: dict[str, dict]) -> None:
     same = [name for name in rows if name not in contenders.OTHER_ARITHMETIC]
     assert {name: (rows[name]["bitwise"], rows[name]["error"]) for name in same} == dict.fromkeys(same, (True, 0.0))
     assert 0 < rows["all_to_all, auto"]["error"] < 0.05
 
 
+@pytest.mark.slow
 def test_adamw_sends_no_byte_and_multiplies_no_matrix(rows: dict[str, dict]) -> None:
     counts = rows["AdamW"]["counts"]
     assert (counts["bytes_sent"], counts["calls"], counts["agreements"], counts["ns_flops"]) == (0, 0, 0, 0)
 
 
+@pytest.mark.slow
 def test_every_scheme_has_the_expected_bytes_and_calls(rows: dict[str, dict]) -> None:
     others = RANKS - 1
     share = ELEMENTS // RANKS
@@ -93,6 +98,7 @@ def test_every_scheme_has_the_expected_bytes_and_calls(rows: dict[str, dict]) ->
     }
 
 
+@pytest.mark.slow
 def test_redundant_schemes_count_the_flops_of_every_matrix(rows: dict[str, dict]) -> None:
     flops = {name: row["counts"]["ns_flops"] for name, row in rows.items()}
     every = sum(5 * (4 * min(shape) ** 2 * max(shape) + 2 * min(shape) ** 3) for shape in MODEL.shapes.values())
@@ -101,6 +107,7 @@ def test_redundant_schemes_count_the_flops_of_every_matrix(rows: dict[str, dict]
         assert every / RANKS <= flops[name] < every
 
 
+@pytest.mark.slow
 def test_bytes_kept_include_gathered_parameters_and_momentum(rows: dict[str, dict]) -> None:
     counts = {name: row["counts"] for name, row in rows.items()}
     # Whole copies of the parameters and the momentum.

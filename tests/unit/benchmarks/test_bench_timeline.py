@@ -23,6 +23,7 @@ def test_impossible_rates_keep_the_rate_of_large_matrices(flops: tuple[float, fl
     assert machine.rate("float32", 512) == pytest.approx(flops[1])
 
 
+@pytest.mark.slow
 def test_a_run_prints_the_clock_beside_the_timeline(capfd: pytest.CaptureFixture[str]) -> None:
     ratio = bench_timeline.main(nproc=2, model="tiny", repeats=1, steps=1)
     assert ratio > 0

@@ -68,6 +68,7 @@ def test_a_wrong_key_is_refused_before_the_first_measurement(keys: tuple[str, ..
         bench_training.main(Arguments(nproc=2, steps=2), keys)
 
 
+@pytest.mark.slow
 def test_backward_overlap_sends_the_same_bytes_and_has_the_same_bits(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ def test_different_losses_memory_growth_and_exit_codes_are_problems() -> None:
     assert soak.growth(observed(102).memory, 100) is None
 
 
+@pytest.mark.slow
 def test_a_killed_run_has_the_losses_of_an_undisturbed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """6 steps, with a kill and a checkpoint every 2 steps."""
     recipe = tiny.write_recipe(tmp_path)

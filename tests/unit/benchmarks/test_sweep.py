@@ -81,6 +81,7 @@ def test_a_bad_sweep_is_refused_before_the_first_run(
     assert "[1/" not in output.out
 
 
+@pytest.mark.slow
 def test_a_sweep_continues_after_a_divergence_and_resumes(
     tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +198,7 @@ print("rank", os.environ["RANK"])
 """
 
 
+@pytest.mark.slow
 def test_runs_of_several_processes_are_started_by_torchrun(
     tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,10 @@ from docs import make_compatibility
 from titan_muon.titan.recipe.degrees import TORCH_NEEDS
 
 
-@pytest.mark.parametrize("table", make_compatibility.TABLES)
+@pytest.mark.parametrize(
+    "table",
+    [pytest.param(t, marks=pytest.mark.slow if t == "options" else ()) for t in make_compatibility.TABLES],
+)
 def test_the_page_has_the_refusals_of_the_code(table: str) -> None:
     """`python docs/make_compatibility.py` updates the page."""
     page = make_compatibility.PAGE.read_text(encoding="utf-8")
