@@ -20,8 +20,8 @@ LAUNCHES = 20
 COLLECTIVE_LAUNCHES = 10
 """Launches that take as long as a collective: checks, events and streams take about 50 us."""
 ERROR = (0.8, 1.5)
-"""Bounds of measured over modelled time. A rank's plain step took 1.15 to 1.42 of it on one H200
-(docs/results/gpu.md), and 1 / 0.90 on gloo (docs/results/timeline.md). No link was measured."""
+"""Bounds of measured over modelled time. A rank's plain step took 1.15 to 1.42 of it on the H200 that
+`h200x8` was fitted to (docs/results/gpu.md), and 1 / 0.90 on gloo (docs/results/timeline.md). No link was measured."""
 
 
 MEASURED = Path(__file__).with_name("measured.json")
