@@ -1,5 +1,8 @@
 """The checks for GPU ranks pass on the CPU and on fake GPUs, and notice faults."""
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +33,22 @@ def faults_on_cpu(rank: int, world_size: int) -> list[str]:
 
 def test_every_check_passes_on_two_ranks_of_the_cpu() -> None:
     assert run_ranks(faults_on_cpu, 2) == [[], []]
+
+
+def interrupted(rank: int, world_size: int, file: str) -> list[str]:
+    def checks(device: torch.device) -> Iterator[parity.Check]:
+        yield parity.Check("first", 0.0)
+        raise RuntimeError("second")
+
+    parity.begin, parity.checks = (lambda device: CPU), checks  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="second"):
+        parity.main(["--device", "cpu", "--json", file])
+    dist.barrier()
+    return [row["name"] for row in json.loads(Path(file).read_text())["checks"]]
+
+
+def test_checks_before_a_crash_are_kept(tmp_path: Path) -> None:
+    assert run_ranks(interrupted, 2, str(tmp_path / "parity.json")) == [["first"], ["first"]]
 
 
 def gathered_through_the_host(rank: int, world_size: int) -> list[bool]:
