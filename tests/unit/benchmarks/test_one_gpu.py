@@ -142,3 +142,9 @@ def test_a_single_rank_measures_rates_without_links(tmp_path: Path, monkeypatch:
     machine = json.loads((tmp_path / "json").read_text())["machine"]
     assert machine["bandwidth"] is None
     assert machine["flops"]["float32"] > 0
+
+
+@pytest.mark.parametrize(("fused", "recipe", "expected"), [(8.0, 8.0, True), (12.0, 8.0, False), (8.0, 12.0, False)])
+def test_fused_is_faster_only_if_both_steps_are(fused: float, recipe: float, expected: bool) -> None:
+    times = {"plain": 10.0, "fused": fused, "recipe": 10.0, "recipe, fused": recipe}
+    assert one_rank.fused_is_faster(times) is expected
