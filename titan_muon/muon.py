@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from types import MappingProxyType
@@ -13,30 +13,29 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from . import registry
 from .comm.agreement import Agreement
 from .comm.clip import SkipsSteps
 from .comm.equality import check_equal
 from .comm.exchange import Exchange
-from .comm.faults import STORAGE_FAULTS, Fault
 from .comm.replicas import separate_layouts
 from .comm.report import Carried
+from .algorithms import algorithm_of
+from .algorithms.fused import with_fused
+from .algorithms.scaling import scaling_of
 from .engine import Engine, engine_of, report_of
-from .features import features_of_step, with_fused
-from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refuse_keywords
+from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, OptionError, Split, refuse_keywords
 from .plan.terms.types import Plan
 from .planning import checked_plan, device_of
-from .rules import rule_of
 from .state.groups import check_lr, check_params, checked, doubts_of, given_groups, named_group, rows_of
 from .state.host import moves, with_offload
-from .state.momentum import copy_average, followed, moved, unchanged_after_errors, with_states
-from .state.rule_states import MatrixStates, with_rule_states
+from .state.momentum import copy_momentum, followed, moved, unchanged_after_errors, with_states
+from .state.matrix_states import MatrixStates, with_matrix_states
 from .state.saved import after_pre_hooks, check_saved_groups, completed, saved_params, saved_states
-from .step.gradients import Step, check_first_gradients
-from .step.ranges import trace_range
+from .step.algorithm import Scaling
+from .step.gradients import check_first_gradients
 from .tensors.dtensor import mesh_groups
 from .tensors.process_groups import checked_group, group_name, group_named, ranks_of
-from .tensors.storage import STEP, TrainedParam, trained_params, with_average
+from .tensors.storage import STEP, TrainedParam, trained_params
 from .tensors.warning import warn
 
 
@@ -82,9 +81,8 @@ class Muon(SkipsSteps, Optimizer):
         ns_coefficients: str | Sequence[Sequence[float]] = "keller_jordan",
         eps: float = 1e-14,
         adjust_lr_fn: float | str | None = "match_rms_adamw",
-        rule: str = "muon",
+        algorithm: str = "muon",
         beta2: float = 0.95,
-        update_factor: float = 1.0,
         decay_follows_lr: bool = False,
         momentum_warmup_steps: int = 0,
         momentum_start: float = 0.85,
@@ -121,8 +119,7 @@ class Muon(SkipsSteps, Optimizer):
         ns_coefficients = rows_of(ns_coefficients)
         arguments = locals()
         self._options = MuonOptions(**{item.name: arguments[item.name] for item in fields(MuonOptions)})
-        self._collectives = registry.exchange_entry(exchange).collectives
-        self._rule = rule_of(self._options)
+        self._algorithm = algorithm_of(self._options)
         self._agreement: Agreement | None = None
         self._engine: Engine | None = None
         self._closed = False
@@ -177,8 +174,8 @@ class Muon(SkipsSteps, Optimizer):
 
     @property
     def orthogonalized(self) -> int:
-        """Number of matrices orthogonalized on this rank in the last step."""
-        return self.engine.rank.orthogonalized
+        """Number of matrices that a step orthogonalizes on this rank."""
+        return self.engine.orthogonalized
 
     @property
     def engine(self) -> Engine:
@@ -201,16 +198,30 @@ class Muon(SkipsSteps, Optimizer):
                 previous step; for parameters, momentum, or iterations that changed since `build` (see `rebuild`).
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        self.engine.flush()
-        if self._built_late and self._options.missing_grad == "error":
-            self._agreed.together(lambda: check_first_gradients(self.engine.rank.params))
-        step, self._built_late = self._checked(), False
-        with self._agreed.located(self.engine.rank.report.steps + 1):
-            self.engine.run(step, *features_of_step(self, self.engine.rank, self.take_skip()))
+        engine = self.engine if self._engine is None else self._engine
+        if self._built_late:
+            self._built_late = False
+            if self._options.missing_grad == "error":
+                self._agreed.together(lambda: check_first_gradients(engine.rank.params))
+        if self._last_norm is not None:
+            self.check_norm(skips=self._options.nonfinite == "skip")
+        gradients = engine.gradients(self.param_groups, self.state)
+        engine.run(gradients, self._scaling() if self._next_norm is not None or hasattr(self, "found_inf") else None)
         for group in self.param_groups:
             if STEP in group:
                 group[STEP] += 1
         return loss
+
+    def _scaling(self) -> Scaling | None:
+        """Of this step, by torch.amp.GradScaler or by `skip_unless_finite`. None for a plain step."""
+        found_inf, skipped, device = getattr(self, "found_inf", None), self.take_skip(), self.engine.rank.device
+        if found_inf is not None:
+            overlap = self.engine.overlap
+            if overlap is not None and not overlap.takes_scaled:
+                raise OptionError("overlap", "= 'backward' would send gradients with a GradScaler's scale; set 'none'")
+            return scaling_of(found_inf, getattr(self, "grad_scale", None), device)
+        # Reading a flag on the CPU does not wait.
+        return None if skipped is None or (skipped.device.type == "cpu" and not skipped) else Scaling(skipped)
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
@@ -218,9 +229,8 @@ class Muon(SkipsSteps, Optimizer):
 
         Collective. Leave gradients unchanged until the step.
         """
-        with ExitStack() as stack:
-            for feature in self.engine.features:
-                stack.enter_context(feature.backward())
+        overlap = self.engine.overlap
+        with nullcontext() if overlap is None else overlap.backward(self.engine.step):
             yield
 
     def finish_step(self) -> None:
@@ -229,29 +239,7 @@ class Muon(SkipsSteps, Optimizer):
         Call this before code that reads or writes weights between a step and the next forward, except state dicts.
         """
         if self._engine is not None:
-            self._engine.flush()
-
-    def _checked(self) -> Step:
-        """The gradients of this step. Raises ValueError on all ranks together, before anything changes."""
-        engine, rank = self.engine, self.engine.rank
-        self._agreed.check_alive()
-        self.check_norm(skips=self._options.nonfinite == "skip")
-        for feature in engine.features:
-            feature.ready(rank)
-        with trace_range("check"):
-            faults, moved = engine.faults(self.param_groups, self.state)
-        # Asking the peers would block the host. So the step leaves out matrices with faults on every rank, and all
-        # ranks raise in the next step.
-        alone = self._agreed.peers is None
-        engine.raise_pending(faults if alone else ())
-        if not alone:
-            rank.report.add(faults)
-        excluded = frozenset(i for i, fault in enumerate(faults) if fault not in (Fault.NONE, Fault.NO_GRADIENT))
-        if STORAGE_FAULTS.isdisjoint(faults) and moved:
-            # For example after `param.data = ...`.
-            params = [with_average(param, self.state[param.param]["momentum_buffer"]) for param in rank.params]
-            self._engine = engine.rebuilt(params, self._options, self._agreed)
-        return Step.of(rank.params, rank.plan.parameters, excluded)
+            self._engine.finish()
 
     def check_last_step(self) -> None:
         """Raise ValueError for missing or non-finite gradients in the last step, like the next step would.
@@ -314,7 +302,7 @@ class Muon(SkipsSteps, Optimizer):
         loaded_states = {param: state_dict["state"][key] for key, param in saved.items()}
         params = self.engine.rank.params
         # A state dict shares its dicts with the optimizer.
-        before = {param: {**self.state[param], "momentum_buffer": average} for param, average in current.items()}
+        before = {param: {**self.state[param], "momentum_buffer": momentum} for param, momentum in current.items()}
         of_rule = self._agreed.together(lambda: saved_states(params, before, loaded_states))
         self.synchronize()
         # Optimizer.load_state_dict rounds state to the parameter's dtype, and moves all state to the device at once.
@@ -322,16 +310,16 @@ class Muon(SkipsSteps, Optimizer):
         super().load_state_dict({**state_dict, "state": others})
         for param, loaded in loaded_states.items():
             # In place, because memory may not suffice for two copies.
-            copy_average(loaded["momentum_buffer"], current[param], param)
+            copy_momentum(loaded["momentum_buffer"], current[param], param)
         for kept, loaded_state in of_rule:
             kept.copy_(loaded_state)
         self.state.update(before)
         if not self._replanned():
-            states = self._rule_states(self.plan)
-            self._engine = self.engine.rebuilt(self._trained_params(), self._options, self._agreed, states)
+            states = self._matrix_states(self.plan)
+            self.engine.rebuild(self._trained_params(), self._options, states)
 
-    def _rule_states(self, plan: Plan) -> MatrixStates:
-        return with_rule_states(plan, self._trained_params(), self._rule.states, self.state)
+    def _matrix_states(self, plan: Plan) -> MatrixStates:
+        return with_matrix_states(plan, self._trained_params(), self._algorithm, self.state)
 
     def _replanned(self) -> bool:
         """Plan again if the trained parameters or iterations changed on any rank, and return whether."""
@@ -365,12 +353,12 @@ class Muon(SkipsSteps, Optimizer):
         self.synchronize()
         self._options = with_offload(self.plan, self._options, to)
         params = moved(self.engine.rank.params, self.plan.parameters, self.state, self._options)
-        self._engine = self.engine.rebuilt(params, self._options, self._agreed)
+        self.engine.rebuild(params, self._options)
 
     def synchronize(self) -> None:
         """Wait for momentum transfers and the last step's report, and drop gathers launched in backward."""
         if self._engine is not None:
-            self._engine.flush(discard=True)
+            self._engine.synchronize()
             self._engine.rank.report.uncount_skipped()
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -389,7 +377,7 @@ class Muon(SkipsSteps, Optimizer):
         super().add_param_group(named_group(param_group, self.param_groups, alone=alone))
         try:
             check_params(self.param_groups[-1], self._options.split)
-            self._rule.check(self.param_groups[-1])
+            self._algorithm.check_group(self.param_groups[-1])
             if self._engine is not None:
                 self.rebuild()
         except Exception:
@@ -407,8 +395,7 @@ class Muon(SkipsSteps, Optimizer):
         if "_options" in state:
             self._agreement, self._engine, self._closed = None, None, False
             state = {**state, "process_group": group_named(state.get("process_group"))}
-            self._collectives = registry.exchange_entry(state["_options"].exchange).collectives
-            self._rule = rule_of(state["_options"])
+            self._algorithm = algorithm_of(state["_options"])
         super().__setstate__(state)
 
     def _build(self) -> None:
@@ -419,7 +406,7 @@ class Muon(SkipsSteps, Optimizer):
             self._agreement = Agreement(self.process_group)
         if self._engine is not None:
             # Memory may not suffice for old and new buffers.
-            self._engine.rank.free()
+            self._engine.free()
         options = self._options
         try:
             with self._agreement.unchanged_after_errors(), unchanged_after_errors(self.param_groups, self.state):
@@ -430,9 +417,10 @@ class Muon(SkipsSteps, Optimizer):
 
     def _planned(self, agreement: Agreement) -> Engine:
         together = agreement.together
-        self._options = together(lambda: checked(self.param_groups, self._options, self._rule.check))
+        self._options = together(lambda: checked(self.param_groups, self._options, self._algorithm.check_group))
         params = together(self._trained_params)
-        self._options = with_fused(self._options, device_of(params), [trained.param for trained in params])
+        if self._options.fused == "auto":
+            self._options = with_fused(self._options, device_of(params), [trained.param for trained in params])
         separate = separate_layouts(params, agreement)
         plan, geometries = together(lambda: checked_plan(params, self._options, separate, agreement.rank))
         params = together(lambda: with_states(params, plan.parameters, self.state, self._options))
@@ -440,8 +428,8 @@ class Muon(SkipsSteps, Optimizer):
         report = report_of(*of_plan, optional=self._optional)
         known = {g: group for trained in params for g, group in mesh_groups(trained.param, agreement.rank).items()}
         agreement.open(report, known, device_of(params))
-        previous = () if self._engine is None else self._engine.features
-        rest = (self._options, self._collectives(), agreement, self._rule_states(plan), previous)
+        overlap = None if self._engine is None else self._engine.overlap
+        rest = (self._options, agreement, self._matrix_states(plan), overlap)
         engine = together(lambda: engine_of(plan, geometries, params, *rest, muon=self, carried=self._carried))
         engine.warm_up()
         return engine

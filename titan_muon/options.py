@@ -207,7 +207,7 @@ SLOWEST_IN_BFLOAT16 = 0.99
 # within 40 % of a constant input.
 
 CoefficientSet = Literal[
-    "keller_jordan", "you_jiacheng", "polar_express", "polar_express_cushion", "deepseek_v4", "cans", "aol", "cubic"
+    "keller_jordan", "you_jiacheng", "polar_express", "polar_express_cushion", "deepseek_v4", "cans", "aol"
 ]
 """Names in `orthogonalize.coefficients.COEFFICIENTS`."""
 NS_COEFFICIENTS = Constraint(
@@ -259,15 +259,12 @@ class Hyperparameters:
 class StepOptions:
     """Options of all parameters of a Muon."""
 
-    rule: Annotated[str, TEXT] = "muon"
-    """Arithmetic of the update: `muon`; `normuon` (arXiv:2510.05491) and `adamuon` (arXiv:2507.11005) divide rows or
+    algorithm: Annotated[str, TEXT] = "muon"
+    """Function of a matrix: `muon`; `normuon` (arXiv:2510.05491) and `adamuon` (arXiv:2507.11005) divide rows or
     elements of an update by a running root mean square; `muonh` (arXiv:2606.16899) keeps the norm of each matrix."""
 
     beta2: Annotated[float, FRACTION] = 0.95
-    """Decay of the average of squared updates, with `rule` = "normuon" or "adamuon"."""
-
-    update_factor: Annotated[float, POSITIVE] = 1.0
-    """Factor on updates besides `adjust_lr_fn`. Weight decay is not scaled."""
+    """Decay of the average of squared updates, with `algorithm` = "normuon" or "adamuon"."""
 
     decay_follows_lr: bool = False
     """Multiply weight decay by the learning rate over the highest rate of the schedule (AdamC, arXiv:2506.02285): a
@@ -343,7 +340,7 @@ class StepOptions:
     GPU unless PYTORCH_ALLOC_CONF has expandable_segments:True."""
 
     fused: Annotated[bool | Literal["auto"], SWITCH] = False
-    """Triton kernels for momentum and update, which read and write each tensor once, with `rule` = "muon" or "normuon".
+    """Triton kernels for momentum and update, which read and write each tensor once, with `algorithm` = "muon" or "normuon".
     `auto`: where `make gpu` measured a faster step on this type of GPU. Off by default, because none was measured."""
 
     overlap: Overlap = "none"
@@ -375,21 +372,18 @@ class MuonOptions(StepOptions, Hyperparameters):
         check(type(self), vars(self))
         check(Machine, vars(self.machine), "machine.")
         for name, needed, is_used in (
-            ("beta2", "rule = 'normuon' or 'adamuon'", self.rule not in ("muon", "muonh")),
+            ("beta2", "algorithm = 'normuon' or 'adamuon'", self.algorithm not in ("muon", "muonh")),
             ("momentum_start", "momentum_warmup_steps", self.momentum_warmup_steps > 0),
         ):
             if not is_used and getattr(self, name) != getattr(StepOptions, name):
                 raise OptionError(name, f"= {getattr(self, name)} has no effect without {needed}; set both, or neither")
-        if self.overlap != "none" and self.offload != "none":
+        if self.overlap != "none" and self.offload != "none" and (self.overlap, self.offload) != ("forward", "state"):
             problem = f"= {self.overlap!r} needs momentum and parameters on the device; set 'none', or offload = 'none'"
             raise OptionError("overlap", problem)
         for name, needed in (("offload", "none"), ("state", "replicated")):
             if self.state_dtype == "int8" and getattr(self, name) != needed:
                 problem = f"= {getattr(self, name)!r} does not take state_dtype = 'int8'; set {needed!r}, or 'bfloat16'"
                 raise OptionError(name, problem)
-        if self.state_dtype == "int8" and self.overlap == "backward":
-            problem = "= 'backward' reads the momentum before a step decodes it from int8"
-            raise OptionError("overlap", f"{problem}; set 'none' or 'forward', or state_dtype = 'bfloat16'")
         if self.overlap == "backward" and self.state != "replicated":
             problem = "= 'backward' needs the momentum on each replica; set 'none', or state = 'replicated'"
             raise OptionError("overlap", problem)

@@ -11,29 +11,26 @@ import torch
 from torch import Tensor
 
 from . import registry
-from .features import check_features, skips, with_fused
+from .algorithms import algorithm_of
+from .algorithms.fused import with_fused
+from .context import PlanContext
+from .features import check_plan
+from .features.mask import skips
 from .options import Machine, MuonOptions, OptionError
-from .orthogonalize import Dispatch, Iteration, kernels_for, measured_choices
+from .orthogonalize import Dispatch, Iteration, Method, kernels_for, measured_choices
 from .plan.planner import make_plan
 from .plan.search.state import with_state_ranks
-from .plan.terms.blocks import blocks_reason
 from .plan.terms.layout import Geometries
 from .plan.terms.machine import MachineRates, machine_of
 from .plan.terms.types import Layout, Plan
 from .plan.terms.work import FLOAT32_PASSES, Passes, Work, WorkOf, traffic
-from .rules import check_rule, rule_of, sliced_names
-from .state.eight_bit import check_eight_bit
 from .state.groups import iteration_of
-from .state.host import check_offload
-from .state.momentum import check_not_owned, kept_by
+from .state.momentum import kept_by
 from .step.foreach import WIDE_BYTES, chunk_bytes
 from .step.rounding import BYTES as CHUNK_BYTES
-from .step.stages import Arithmetic
 from .tensors.dtensor import step_device, storage_device
 from .tensors.matrices import planned
-from .tensors.mesh import without_groups
 from .tensors.storage import TrainedParam, storage_fault
-from .tensors.warning import warn
 
 
 def plan_of(params: Sequence[TrainedParam], options: MuonOptions, separate: Mapping[str, Layout]) -> Plan:
@@ -85,16 +82,14 @@ def dispatch_of(device: torch.device, options: MuonOptions) -> Dispatch:
     return Dispatch.of(options, device.type, kernels, machine, float16=choices.float16)
 
 
-def arithmetic_of(params: Sequence[TrainedParam], plan: Plan, options: MuonOptions) -> Arithmetic:
-    """The iteration of each parameter, and the algorithm of each work."""
-    iterations = tuple(iteration_of(trained.group) for trained in params)
-    dispatch = dispatch_of(device_of(params), options)
+def methods_of(plan: Plan, iterations: Sequence[Iteration], dispatch: Dispatch) -> tuple[Method, ...]:
+    """The algorithm of each work."""
     first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
     methods = []
     for matrix in (first[work] for work in range(len(plan.works))):
         count = 1 if matrix.slice is None else matrix.slice.count
         methods.append(dispatch.choose(*matrix.whole_shape, iterations[matrix.parameter].steps, count))
-    return Arithmetic(iterations, tuple(methods))
+    return tuple(methods)
 
 
 def plan_step(
@@ -111,41 +106,23 @@ def plan_step(
     parameters may be on the meta device and the fake process group. Raises ValueError for a parameter without matrices,
     and for a split with a mismatched shape.
     """
-    options = with_fused(options, torch.device(dispatch.device), [tensor for _, tensor in named])
+    if options.fused == "auto":
+        options = with_fused(options, torch.device(dispatch.device), [tensor for _, tensor in named])
     parameters = [planned(fqn, tensor, options.split, separate.get(fqn)) for fqn, tensor in named]
-    check_offload(parameters, options)
-    for (_, tensor), parameter in zip(named, parameters, strict=True):
-        check_eight_bit(tensor, parameter, options)
-    check_not_owned(dict(named), options)
     dtypes = frozenset(tensor.dtype for _, tensor in named)
     passes, machine = passes_of(dtypes, options, dispatch.device), planning_machine(options.machine, dispatch.device)
     work_of = _work_of(iterations, dispatch, options.wire_bytes)
     # The planner does not know names registered by packages.
     known = replace(options, exchange=registry.exchange_entry(options.exchange).pattern)
     plan = make_plan(with_state_ranks(parameters, known, work_of, kept), work_of, known, machine, passes)
-    check_rule(options, plan)
-    check_prescaled(options, plan, iterations)
-    check_features(options, plan, [fqn for fqn, tensor in named if without_groups(tensor)], dispatch.device)
-    if note := blocks_reason(options, parameters, plan.parameters):
-        warn(f"{note}; the other modes are exact")
+    check_plan(PlanContext(options, parameters, plan, named, iterations, dispatch.device), algorithm_of(options))
     return plan
-
-
-def check_prescaled(options: MuonOptions, plan: Plan, iterations: Sequence[Iteration]) -> None:
-    """Raise OptionError for coefficients with a scaling if the iteration does not scale."""
-    sliced = sliced_names(plan)
-    scaled = [iteration.name for iteration in iterations if iteration.prescaled]
-    if scaled and (sliced or options.orthogonalize == "reference"):
-        raise OptionError(
-            "ns_coefficients",
-            f"= {scaled[0]!r} begins with a scaling of whole matrices, which orthogonalize = 'reference' and slices do "
-            f"not have{sliced}; choose another set, or orthogonalize = 'auto' and split_over = 1",
-        )
 
 
 def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str) -> Passes:
     """Temporary memory and traffic of the element-wise stages. Gradients have the dtypes of the weights."""
-    rule, limit, state_bytes = rule_of(options), chunk_bytes(device), 2 if options.state_dtype == "bfloat16" else 4
+    algorithm, limit = algorithm_of(options), chunk_bytes(device)
+    state_bytes = 2 if options.state_dtype == "bfloat16" else 4
     advance, apply, drawn = [0], [0], False
     # A step on an accelerator may have to keep the values, because its norm is not finite.
     undone = skips(options) + (device != "cpu" and not options.fused)
@@ -177,7 +154,7 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
         advance_bytes=max(advance),
         apply_elements=limit // (CHUNK_BYTES if drawn else WIDE_BYTES),
         apply_bytes=max(apply),
-        finish_bytes=rule.finish_bytes,
+        finish_bytes=algorithm.temporary_bytes,
         traffic=max(passes, key=lambda moved: moved.advance + moved.apply, default=FLOAT32_PASSES.traffic),
     )
 

@@ -108,10 +108,10 @@ def exchange_entry(name: str) -> ExchangeEntry:
         raise OptionError("exchange", str(error).removeprefix("exchange ")) from error
 
 
-rules: Registry[Callable[[MuonOptions], Any]] = Registry(
-    "rule", "titan_muon.rules", own=("adamuon", "muon", "muonh", "normuon")
+algorithms: Registry[Callable[[MuonOptions], Any]] = Registry(
+    "algorithm", "titan_muon.algorithms", own=("adamuon", "muon", "muonh", "normuon")
 )
-"""Functions from the options of Muon to a `step.rule.Rule`."""
+"""Functions from the options of Muon to a `step.algorithm.Algorithm`."""
 
 Parallelize = Callable[..., Any]
 """TorchTitan's parallelize_fn: (model, *, parallel_dims, training, parallelism, ...) -> model."""

@@ -128,15 +128,10 @@ class Agreement:
                 "destroy_process_group(), or build a new optimizer in a new process group"
             )
 
-    @contextmanager
-    def located(self, steps: int) -> Iterator[None]:
+    def locate(self, error: RuntimeError, steps: int) -> None:
         """Add each answering rank's step to a collective's error. `steps`: number of this step."""
-        try:
-            yield
-        except RuntimeError as error:
-            if self.peers is not None and dist.is_initialized():
-                error.add_note(self._places(steps))
-            raise
+        if self.peers is not None and dist.is_initialized():
+            error.add_note(self._places(steps))
 
     def _places(self, steps: int) -> str:
         # Through the store, because collectives have failed.

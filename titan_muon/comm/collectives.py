@@ -38,17 +38,6 @@ class Collectives:
     def __init__(self) -> None:
         self.traffic = Traffic()
 
-    def all_to_all(
-        self, output: Tensor, output_splits: Splits, input: Tensor, input_splits: Splits, group: dist.ProcessGroup
-    ) -> list[dist.Work]:
-        """Send part i of `input` to rank i, and fill `output` with the received parts."""
-        received, sent = sum(output_splits), sum(input_splits)
-        self.traffic.add(sent * input.element_size())
-        work = dist.all_to_all_single(
-            output[:received], input[:sent], list(output_splits), list(input_splits), group=group, async_op=True
-        )
-        return [work]
-
     def all_gather(self, output: Tensor, splits: Splits, input: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
         """Fill `output` with the inputs of all ranks."""
         sent = input.numel() * input.element_size() * (len(splits) - 1)
@@ -96,7 +85,7 @@ class Collectives:
         return [dist.all_reduce(tensor, group=group, async_op=True)]
 
 
-def finish(works: Iterable[dist.Work]) -> None:
+def wait_all(works: Iterable[dist.Work]) -> None:
     """Wait for collectives: on gloo the host waits, on NCCL the current stream."""
     for work in works:
         work.wait()

@@ -2,8 +2,8 @@
 
 # [Note: replicas]
 # - Ranks along a Replicate axis of a mesh hold equal shards. Plain tensors are equal on all ranks, as under DDP.
-# - Each rank sums the bits of its shards. The maximum of a sum and of its complement over the replicas shows a
-#   difference. Only then do ranks send names and sums.
+# - Each rank sums the bits of its shards. One all-reduce with MAX over (sum, ~sum) gives the largest and the smallest
+#   sum. If they differ, replicas differ. Only then do ranks send names and sums.
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from ..tensors.mesh import without_groups
 from ..tensors.names import named_parameters, names_in
 from .agreement import Agreement
 from .replicas import bit_sum
+from .report import hyperparameters
 
 LISTED = 5
 """Differences in an error text."""
 
 
-class Held(NamedTuple):
+class LocalValue(NamedTuple):
     """A value on this rank. `shard`: coordinates; only equal shards can be compared."""
 
     value: Hashable
@@ -45,15 +46,6 @@ def tensors_of(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, str, 
             for key, state in sorted(optimizer.state.get(parameter, {}).items()):
                 if isinstance(state, Tensor):
                     yield fqn, f"{fqn} ({key})", state
-
-
-def hyperparameters(group: Mapping[str, Any]) -> dict[str, Hashable]:
-    """Hyperparameters as text, without values on a device, because reading would wait."""
-    values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    on_host = {key: v.item() if isinstance(v, Tensor) and v.device.type == "cpu" else v for key, v in values.items()}
-    texts = {key: repr(value) for key, value in on_host.items() if not isinstance(value, Tensor)}
-    # The address of a framework's object in a group differs between ranks.
-    return {key: text for key, text in texts.items() if " at 0x" not in text}
 
 
 def group_label(name: str, group: Mapping[str, Any]) -> str:
@@ -98,7 +90,7 @@ def check_equal(
 
 def _held(
     optimizers: Mapping[str, Optimizer], tensors: Iterable[tuple[str, str, Tensor]], own: Sequence[str]
-) -> tuple[dict[str, Held], dict[tuple[DeviceMesh, tuple[int, ...]], dict[str, int]]]:
+) -> tuple[dict[str, LocalValue], dict[tuple[DeviceMesh, tuple[int, ...]], dict[str, int]]]:
     """Hyperparameters and plain tensors by label, and the bit sums of shards by mesh and replicated axes."""
     shards: dict[tuple[DeviceMesh, tuple[int, ...]], dict[str, Tensor]] = {}
     plain: dict[str, Tensor] = {}
@@ -108,8 +100,8 @@ def _held(
                 plain[label] = tensor
         elif not without_groups(tensor) and (axes := _replica_axes(tensor)):
             shards.setdefault((tensor.device_mesh, axes), {})[label] = tensor
-    values: dict[str, Held] = {label: Held(text, is_tensor=False) for label, text in labeled(optimizers).items()}
-    values |= {label: Held((tuple(plain[label].shape), number)) for label, number in _sums(plain).items()}
+    values: dict[str, LocalValue] = {label: LocalValue(text, is_tensor=False) for label, text in labeled(optimizers).items()}
+    values |= {label: LocalValue((tuple(plain[label].shape), number)) for label, number in _sums(plain).items()}
     return values, {axes: _sums(held) for axes, held in shards.items()}
 
 
@@ -121,7 +113,7 @@ def difference(everywhere: Mapping[int, Mapping[str, Hashable]]) -> str:
     }
     return _lines(
         {
-            rank: {label: Held(value, is_tensor=False) for label, value in values.items() if label in differing}
+            rank: {label: LocalValue(value, is_tensor=False) for label, value in values.items() if label in differing}
             for rank, values in everywhere.items()
         }
     )
@@ -144,7 +136,7 @@ def _sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {label: numbers[label] for label in tensors}
 
 
-def _differing_shards(mesh: DeviceMesh, axes: Sequence[int], sums: Mapping[str, int]) -> dict[str, Held]:
+def _differing_shards(mesh: DeviceMesh, axes: Sequence[int], sums: Mapping[str, int]) -> dict[str, LocalValue]:
     """The tensors that differ over the axes of a mesh, by bit sums. Collective over the mesh, with the same names."""
     own = torch.tensor(list(sums.values()), dtype=torch.int64, device=mesh.device_type)
     # The negative overflows for the smallest integer.
@@ -156,16 +148,16 @@ def _differing_shards(mesh: DeviceMesh, axes: Sequence[int], sums: Mapping[str, 
     assert coordinate is not None, "ranks outside of a mesh hold no replica"
     shard = tuple(place for axis, place in enumerate(coordinate) if axis not in axes)
     differs = (largest != smallest).tolist()
-    return {label: Held(total, shard) for (label, total), d in zip(sums.items(), differs, strict=True) if d}
+    return {label: LocalValue(total, shard) for (label, total), d in zip(sums.items(), differs, strict=True) if d}
 
 
-def _lines(everywhere: Mapping[int, Mapping[str, Held]]) -> str:
+def _lines(everywhere: Mapping[int, Mapping[str, LocalValue]]) -> str:
     labels = list(dict.fromkeys(label for held in everywhere.values() for label in held))
     more = f"; and {len(labels) - LISTED} more" if len(labels) > LISTED else ""
     return "; ".join(_line(label, everywhere) for label in labels[:LISTED]) + more
 
 
-def _line(label: str, everywhere: Mapping[int, Mapping[str, Held]]) -> str:
+def _line(label: str, everywhere: Mapping[int, Mapping[str, LocalValue]]) -> str:
     ranks: dict[tuple[int, ...], dict[Hashable, list[int]]] = {}
     is_tensor = True
     for rank, held in everywhere.items():

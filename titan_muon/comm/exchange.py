@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from ..plan.exchange.phases import BucketProgram, Collective, Phase
+from ..plan.exchange.phases import Collective, Phase
 from ..plan.program import Program
 from ..plan.terms.types import Plan
 from .agreement import Agreement
 from .buffers import Buffers, BufferSet
-from .collectives import Collectives, Traffic, finish
+from .collectives import Collectives, Traffic, wait_all
 
 
 class Exchange:
@@ -56,45 +57,50 @@ class Exchange:
         return self.collectives.traffic
 
     def gather(self, index: int) -> None:
+        """Start to send the packed pieces of a bucket to the owners."""
         phase = self._runs[index].gathering
         if not phase.travels:
             return
         buffer_set = self._buffer_sets[index]
-        group = self._groups[phase.group]
         if phase.collective is Collective.ALL_TO_ALL:
             sent = buffer_set.home[phase.kept :]
-            works = self.collectives.all_to_all(buffer_set.inbox, phase.owned_splits, sent, phase.home_splits, group)
+            work = self._all_to_all(phase, buffer_set.inbox, phase.owned_splits, sent, phase.home_splits)
+            self._pending[index] = [work]
         else:
-            works = self.collectives.all_gather(
-                buffer_set.inbox, phase.owned_splits, buffer_set.home[: phase.home_numel], group
-            )
-        self._pending[index] = works
+            sent, group = buffer_set.home[: phase.home_numel], self._groups[phase.group]
+            self._pending[index] = self.collectives.all_gather(buffer_set.inbox, phase.owned_splits, sent, group)
 
     def return_results(self, index: int) -> None:
+        """Start to send the results of a bucket to the holders."""
         run = self._runs[index]
-        buffer_set, works = self._buffer_sets[index], list[dist.Work]()
-        if run.returning is not None and run.returning.travels:
-            works = self._return(run, run.returning, buffer_set)
+        buffer_set, phase, works = self._buffer_sets[index], run.returning, list[dist.Work]()
+        if phase is not None and phase.travels:
+            if phase.collective is Collective.ALL_TO_ALL:
+                results = buffer_set.inbox if run.mirrored else buffer_set.outbox
+                received = buffer_set.home[phase.kept :]
+                works = [self._all_to_all(phase, received, phase.home_splits, results, phase.owned_splits)]
+            else:
+                received, group = buffer_set.home[: phase.home_numel], self._groups[phase.group]
+                works = self.collectives.reduce_scatter(received, phase.owned_splits, buffer_set.outbox, group)
         if run.spreading is not None and run.spreading.travels:
             works = self._spread(run.spreading, buffer_set, works)
         if works:
             self._pending[index] = works
 
-    def _return(self, run: BucketProgram, phase: Phase, buffer_set: BufferSet) -> list[dist.Work]:
+    def _all_to_all(
+        self, phase: Phase, output: Tensor, received: Sequence[int], input: Tensor, sent: Sequence[int]
+    ) -> dist.Work:
+        output, input = output[: sum(received)], input[: sum(sent)]
+        traffic = self.collectives.traffic
+        traffic.calls, traffic.bytes_sent = traffic.calls + 1, traffic.bytes_sent + input.nbytes
         group = self._groups[phase.group]
-        if phase.collective is Collective.ALL_TO_ALL:
-            received = buffer_set.home[phase.kept :]
-            return self.collectives.all_to_all(
-                received, phase.home_splits, buffer_set.leaving(run), phase.owned_splits, group
-            )
-        received = buffer_set.home[: phase.home_numel]
-        return self.collectives.reduce_scatter(received, phase.owned_splits, buffer_set.outbox, group)
+        return dist.all_to_all_single(output, input, list(received), list(sent), group=group, async_op=True)
 
     def _spread(self, phase: Phase, buffer_set: BufferSet, before: Sequence[dist.Work]) -> list[dist.Work]:
         # On a separate stream, so that the computing stream goes on with the next round.
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
-            finish(before)
+            wait_all(before)
             group = self._replica_groups[phase.group]
             return self.collectives.all_gather(
                 buffer_set.shared, phase.owned_splits, buffer_set.home[: phase.home_numel], group
@@ -102,4 +108,5 @@ class Exchange:
 
     def wait(self, index: int) -> None:
         with self.timer:
-            finish(self._pending.pop(index, []))
+            for work in self._pending.pop(index, ()):
+                work.wait()

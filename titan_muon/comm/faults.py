@@ -79,7 +79,7 @@ REMEDIES: Mapping[Fault, str] = {
     "values on every rank, and continue from a checkpoint",
     Fault.STEPS_DIFFER: "ranks took different numbers of steps since Muon was built: {details}; call step() equally "
     "often on every rank, also where an error was caught, and continue from a checkpoint",
-    Fault.ZERO_WEIGHTS: "{names}: a matrix of zeros, which keeps the norm 0 under rule = 'muonh' and never changes; "
+    Fault.ZERO_WEIGHTS: "{names}: a matrix of zeros, which keeps the norm 0 under algorithm = 'muonh' and never changes; "
     "initialize the weights, or give the parameter to another optimizer",
     Fault.SPARSE_GRADIENT: "{names}: the gradient is sparse, and Muon takes dense matrices; set sparse = False in the "
     "embedding, or give it to torch.optim.SparseAdam",
@@ -89,15 +89,15 @@ REMEDIES: Mapping[Fault, str] = {
 }
 
 
-def fault_of(trained: TrainedParam, param: Tensor | None, average: Tensor | None, *, in_place: bool) -> Fault:
-    """The fault of a parameter. `param`, `average`: the current tensors. `in_place`: whether the views are valid."""
+def fault_of(trained: TrainedParam, param: Tensor | None, momentum: Tensor | None, *, in_place: bool) -> Fault:
+    """The fault of a parameter. `param`, `momentum`: the current tensors. `in_place`: whether the views are valid."""
     # A rank outside of the mesh gets no gradient in backward.
     if not trained.on_mesh:
         return Fault.NONE
     if param is not trained.param:
         return Fault.PARAMETER_REPLACED
     # The step would advance the old tensor, and checkpoints would save the new tensor.
-    if average is not trained.average and not (average is not None and _replaces(average, trained.momentum)):
+    if momentum is not trained.momentum_buffer and not (momentum is not None and _replaces(momentum, trained.momentum)):
         return Fault.STATE_REPLACED
     if not in_place:
         shard = local(trained.param)
@@ -106,7 +106,7 @@ def fault_of(trained: TrainedParam, param: Tensor | None, average: Tensor | None
         if (shard.dtype, shard.device) != trained.stored:
             return Fault.CONVERTED
         stored = local(trained.momentum)
-        if stored.device.type != trained.average_device or not stored.is_contiguous():
+        if stored.device.type != trained.momentum_device or not stored.is_contiguous():
             return Fault.STATE_REPLACED
     grad = trained.param.grad
     if grad is None:
@@ -116,11 +116,11 @@ def fault_of(trained: TrainedParam, param: Tensor | None, average: Tensor | None
     return Fault.NONE if placement_key(grad) == trained.key else Fault.GRADIENT_ELSEWHERE
 
 
-def _replaces(average: Tensor, momentum: Tensor) -> bool:
+def _replaces(new_momentum: Tensor, momentum: Tensor) -> bool:
     """Whether a new tensor can replace the momentum, as after a round trip to the host."""
-    new, old = local(average), local(momentum)
+    new, old = local(new_momentum), local(momentum)
     equal = (new.dtype, new.device) == (old.dtype, old.device) and new.is_contiguous()
-    return equal and placement_key(average) == placement_key(momentum)
+    return equal and placement_key(new_momentum) == placement_key(momentum)
 
 
 class NotFiniteError(ValueError, FloatingPointError):

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 from torch.optim import Optimizer
@@ -16,7 +17,6 @@ from torch.optim import Optimizer
 from ..tensors.dtensor import on_device
 from ..tensors.storage import STEP
 from .agreement import Agreement
-from .equality import difference, group_label, hyperparameters
 from .faults import Fault
 from .replicas import NO_SIZE, differ, sizes
 
@@ -34,6 +34,15 @@ class Carried(Protocol):
 
     def told(self, faults: Sequence[Fault]) -> None:
         """Raise ValueError for faults of the last step, equal on all ranks with this report."""
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Hashable]:
+    """Hyperparameters as text, without values on a device, because reading would wait."""
+    values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    on_host = {key: v.item() if isinstance(v, Tensor) and v.device.type == "cpu" else v for key, v in values.items()}
+    texts = {key: repr(value) for key, value in on_host.items() if not isinstance(value, Tensor)}
+    # The address of a framework's object in a group differs between ranks.
+    return {key: text for key, text in texts.items() if " at 0x" not in text}
 
 
 class FaultReport:
@@ -61,8 +70,11 @@ class FaultReport:
         self._first = list(accumulate((len(other.names()) for other in self._carried), initial=len(names)))
         self._replicas, self._scaled, self.steps = tuple(replicas), False, 0
         groups = sum(len(optimizer.param_groups) for optimizer in self._optimizers.values())
-        # Codes of the parameters, sizes of replicas, hashes of each group and of the number of steps, then two flags:
-        # skipped and taken.
+        # One int32 for each of, in this order:
+        #   each name: the code of its fault;
+        #   each replica: its gradient's size, then the negatives of these;
+        #   each group, and the number of steps: a hash, then the negatives of these;
+        #   two flags: this rank skipped the step, this rank took it.
         size, hashes = len(self.names) + 2 * len(self._replicas), 2 * (groups + 1)
         self._codes = torch.zeros(size + hashes + 2, dtype=torch.int32, device=device)
         self._sizes = self._codes[len(self.names) : size].view(2, -1)
@@ -116,7 +128,7 @@ class FaultReport:
         self._codes[-2:] = torch.stack((skipped, skipped.logical_not()))
         self._scaled = True
 
-    def add_gradients(self, stored: Sequence[Tensor | None]) -> None:
+    def _add_sizes(self, stored: Sequence[Tensor | None]) -> None:
         grads = {place: grad for place, p in enumerate(self._replicas) if (grad := stored[p]) is not None}
         if not grads:
             return
@@ -128,9 +140,11 @@ class FaultReport:
             for place, size in zip(grads, new.unbind(1), strict=True):
                 self._sizes[:, place].copy_(size)
 
-    def begin_step(self) -> None:
-        self.add_late()
+    def begin(self, grads: Sequence[Tensor | None]) -> None:
+        """Begin a step with these gradients, by parameter."""
         self.steps += 1
+        if self._replicas:
+            self._add_sizes(grads)
         if self._agreement.peers is None:
             return
         # A scheduler changes the groups after the step.
@@ -140,16 +154,20 @@ class FaultReport:
         self._hashes.copy_(torch.tensor([*hashes, *(-h for h in hashes)], dtype=torch.int32, device="cpu"))
 
     def send(self) -> None:
+        """Start to share the faults of a step."""
         self._shared.copy_(self._codes)
         first = len(self.names) + 2 * len(self._replicas)
         self._shared[first:-2].copy_(self._hashes, non_blocking=True)
         self._codes.zero_()
         self._sizes.fill_(NO_SIZE)
-        size = self._shared.numel() - (0 if self._scaled else 2)
-        self._work = self._agreement.start_max_over_peers(self._shared[:size])
+        shared = self._shared[: self._shared.numel() - (0 if self._scaled else 2)]
         self._scaled = False
-        if not self._on_device:
-            return
+        peers = self._agreement.peers
+        self._work = None if peers is None else dist.all_reduce(shared, dist.ReduceOp.MAX, group=peers, async_op=True)
+        if self._on_device:
+            self._send_to_host()
+
+    def _send_to_host(self) -> None:
         # The computing stream must not wait for late ranks.
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
@@ -157,6 +175,20 @@ class FaultReport:
                 self._work.wait()
             self._on_host.copy_(self._shared, non_blocking=True)
             self._sent.record()
+
+    def quiet(self) -> bool:
+        """Whether no rank reports a fault, a difference or a skip for the last step. The host waits for the report."""
+        if self._replicas:
+            return False
+        if self._on_device:
+            self._sent.synchronize()
+        elif self._work is not None:
+            self._work.wait()
+        self._work = None
+        *codes, skipped, _ = self._on_host.tolist()
+        count, half = len(self.names), (len(codes) - len(self.names)) // 2
+        differing = [-number for number in codes[count + half :]] != codes[count : count + half]
+        return not (any(codes[:count]) or differing or skipped)
 
     def send_late(self) -> None:
         """Share the faults since the last `send`. Collective over the peers."""
@@ -207,6 +239,9 @@ class FaultReport:
 
     def details(self, faults: Sequence[Fault]) -> str:
         """The differing hyperparameters or numbers of steps, if any. Collective over the peers."""
+        # Here, because `equality` reads hyperparameters by this file.
+        from .equality import difference, group_label
+
         if PARAMETER_FAULTS.isdisjoint(faults):
             return ""
         values: dict[str, Hashable] = {"number of steps": self.steps}

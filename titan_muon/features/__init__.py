@@ -1,126 +1,82 @@
-"""Options that wrap the stages of a step. To delete an option, delete a file and the lines below."""
+"""Optional features of a step. To delete an option, delete its file and its lines here and in `engine.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator
 
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
-
-from ..comm.agreement import Agreement
 from ..options import MuonOptions, OptionError
-from ..orthogonalize import measured_choices
-from ..plan.terms.types import Plan
-from ..step.feature import Feature
-from ..step.stages import RankStages
+from ..plan.terms.blocks import blocks_reason
+from ..state.eight_bit import check_eight_bit
+from ..state.host import check_offload
+from ..state.momentum import check_not_owned
+from ..step.algorithm import Algorithm
+from ..context import PlanContext
+from ..tensors.mesh import without_groups
+from ..tensors.warning import warn
 
-# Imports are local, so that a step without an option runs none of the option's code.
+# Imports are local, so that a step without an option imports none of the option's code.
 
 
-def features_of(
-    options: MuonOptions, rank: RankStages, agreement: Agreement, previous: Sequence[Feature] = ()
-) -> Iterator[Feature]:
-    """The features, innermost first. `previous`: of the old engine, because hooks of a model refer to LateApplies."""
+def check_plan(context: PlanContext, algorithm: Algorithm) -> None:
+    """Raise OptionError if an algorithm or an option cannot run a plan. Equal on all ranks."""
+    for check in (*_checks(context.options), algorithm.check):
+        check(context)
+    _check_whole(context, algorithm)
+    if note := blocks_reason(context.options, context.parameters, context.plan.parameters):
+        warn(f"{note}; the other modes are exact")
+
+
+def _checks(options: MuonOptions) -> Iterator[Callable[[PlanContext], None]]:
+    yield lambda context: check_offload(context.plan.parameters, context.options)
+    yield check_eight_bit
+    yield check_not_owned
+    yield _check_prescaled
+    yield _check_travels
     if options.fused:
-        from .fused import Fused
+        from ..algorithms import fused
 
-        # Innermost, to replace the calls that other features wrap.
-        yield Fused()
-    if any(matrix.slice is not None for matrix in rank.plan.matrices):
-        from .slices import Slices
-
-        yield Slices(rank, agreement)
+        yield fused.check
     if options.overlap == "backward":
-        from .early import EarlyGathers
+        from . import backward
 
-        yield EarlyGathers(rank)
-    if options.overlap == "forward":
-        from .late import LateApplies
-
-        yield next((feature for feature in previous if isinstance(feature, LateApplies)), None) or LateApplies()
-    if skips(options):
-        from .skip import Skips
-
-        # Inside of the offload, to keep tensors on the device.
-        yield Skips(agreement, options)
-    if options.offload != "none":
-        from .host import HostOffload
-
-        yield HostOffload(options.offload)
-    if options.idle == "hold":
-        from .idle import Idle
-
-        yield Idle(agreement)
-    if options.state_dtype == "int8":
-        from .eight_bit import EightBit
-
-        # Outside of the rest, to encode their changes of the momentum.
-        yield EightBit()
-    feature = rank.rule.feature(agreement)
-    if feature is not None:
-        yield feature
+        yield backward.check
 
 
-def features_of_step(optimizer: Optimizer, rank: RankStages, skipped: Tensor | None) -> Iterator[Feature]:
-    """Features of one step alone. Raises OptionError for options without support for a gradient scale.
-
-    `optimizer`: with `found_inf` of torch.amp.GradScaler. `skipped`: () bool on the device: whether the step changes
-    nothing; None for a normal step.
-    """
-    found_inf: Any = getattr(optimizer, "found_inf", None)
-    if found_inf is not None:
-        from .scaling import GradScaling
-
-        GradScaling.check(rank.options)
-        yield GradScaling(rank, found_inf, getattr(optimizer, "grad_scale", None))
-    elif skipped is not None and (skipped.device.type != "cpu" or skipped):
-        from .scaling import GradScaling
-
-        yield GradScaling(rank, skipped, None)
-
-
-def with_fused(options: MuonOptions, device: torch.device, tensors: Iterable[Tensor]) -> MuonOptions:
-    """The options with `fused = "auto"` decided: by the measurement of this GPU, if the kernels take the tensors."""
-    if options.fused != "auto":
-        return options
-    from .fused import Fused
-
-    return replace(options, fused=measured_choices(device).fused and Fused.takes(options, device, tensors))
-
-
-def needs_exclusive_groups(options: MuonOptions) -> bool:
-    """See [Note: gathers in backward]."""
-    return options.overlap == "backward"
-
-
-def skips(options: MuonOptions) -> bool:
-    """Whether a step may skip matrices, see [Note: skipped matrices]."""
-    return "skip" in (options.missing_grad, options.nonfinite)
-
-
-def skips_missing(options: MuonOptions) -> bool:
-    """Whether the replicas of a matrix decide together about a missing gradient."""
-    return options.missing_grad == "skip"
-
-
-def check_features(options: MuonOptions, plan: Plan, owned: Sequence[str], device: str) -> None:
-    """Raise OptionError if a feature cannot run the plan on a type of device. `owned`: names of owned parameters."""
-    for name in ("overlap", "exchange") if owned and not plan.buckets else ():
-        value, default = getattr(options, name), getattr(MuonOptions(), name)
+def _check_travels(context: PlanContext) -> None:
+    """Raise OptionError for options of the exchange if owned parameters leave nothing to exchange."""
+    owned = [fqn for fqn, tensor in context.named if without_groups(tensor)]
+    for name in ("overlap", "exchange") if owned and not context.plan.buckets else ():
+        value, default = getattr(context.options, name), getattr(MuonOptions(), name)
         if value != default:
             raise OptionError(
                 name,
                 f"= {value!r} has no effect: the owner of an owned parameter stores the whole matrix "
                 f"({', '.join(owned[:5])}), and no other matrix travels; set {default!r}",
             )
-    if options.fused:
-        from .fused import Fused
 
-        Fused.check(options, torch.device(device))
-    if options.overlap == "backward":
-        from .early import EarlyGathers
 
-        EarlyGathers.check(plan)
+def _check_prescaled(context: PlanContext) -> None:
+    """Raise OptionError for coefficients with a scaling if the iteration does not scale."""
+    scaled = [iteration.name for iteration in context.iterations if iteration.prescaled]
+    if scaled and (context.sliced or context.options.orthogonalize == "reference"):
+        raise OptionError(
+            "ns_coefficients",
+            f"= {scaled[0]!r} begins with a scaling of whole matrices, which orthogonalize = 'reference' and slices do "
+            f"not have{_sliced(context)}; choose another set, or orthogonalize = 'auto' and split_over = 1",
+        )
+
+
+def _check_whole(context: PlanContext, algorithm: Algorithm) -> None:
+    """Raise OptionError if an algorithm with states gets slices of matrices."""
+    options, needs_whole = context.options, bool(algorithm.states(1, 1, transposed=False))
+    if needs_whole and (context.sliced or options.tensor_parallel != "owner"):
+        raise OptionError(
+            "algorithm",
+            f"= {options.algorithm!r} needs whole matrices{_sliced(context)}; set split_over = 1 and tensor_parallel = "
+            "'owner'",
+        )
+
+
+def _sliced(context: PlanContext) -> str:
+    names = context.sliced[:5]
+    return f", and these parameters are sliced: {', '.join(names)}" if names else ""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.agreement import Agreement
-from ..comm.collectives import Collectives, finish
+from ..comm.collectives import Collectives, wait_all
 from ..orthogonalize import TeamSlice, orthogonalize, sliced_norms
-from ..step.batch import Batch
-from ..step.feature import Feature
-from ..step.stages import BucketRun, RankStages, Stages
+from ..step.rank import Rank
+from ..step.views import Batch
 
 
 @dataclass(frozen=True)
@@ -42,38 +40,29 @@ class SliceTeam:
     def summed(self, whole: Tensor) -> Tensor:
         part = whole.new_empty(whole.size(0) // self._size, whole.size(1))
         splits = [part.numel()] * self._size
-        finish(self._collectives.reduce_scatter(part.view(-1), splits, whole.view(-1), self._group))
+        wait_all(self._collectives.reduce_scatter(part.view(-1), splits, whole.view(-1), self._group))
         return part
 
     def gathered(self, part: Tensor) -> Tensor:
         whole = part.new_empty(self._size * part.size(0), *part.shape[1:])
         splits = [part.numel()] * self._size
-        finish(self._collectives.all_gather(whole.view(-1), splits, part.view(-1), self._group))
+        wait_all(self._collectives.all_gather(whole.view(-1), splits, part.view(-1), self._group))
         return whole
 
 
-class Slices(Feature):
-    """Orthogonalizes slices in teams."""
+class SliceBatches:
+    """Gives each batch of a slice its team."""
 
-    def __init__(self, rank: RankStages, agreement: Agreement) -> None:
-        program = rank.program
-        self.teams: Mapping[int, SliceTeam] = {
-            matrix: SliceTeam(ranks, program.rank, rank.exchange.collectives, agreement.group(ranks))
-            for matrix, ranks in program.teams.items()
+    def __init__(self, rank: Rank) -> None:
+        self._matrices = rank.plan.matrices
+        self._teams: Mapping[int, SliceTeam] = {
+            matrix: SliceTeam(ranks, rank.program.rank, rank.exchange.collectives, rank.agreement.group(ranks))
+            for matrix, ranks in rank.program.teams.items()
         }
 
-    def wrap(self, stages: Stages, rank: RankStages) -> Stages:
-        rank.runs = tuple(self._with_teams(run, rank) for run in rank.runs)
-        return stages
-
-    def _with_teams(self, run: BucketRun, rank: RankStages) -> BucketRun:
-        runs = []
-        for batch_run in run.batches:
-            batch = batch_run.batch
-            cut = rank.plan.matrices[batch.matrices[0]].slice
-            if cut is not None:
-                team_slice = TeamSlice(self.teams[batch.matrices[0]], cut.cuts_rows)
-                fields = (batch.matrices, batch.whole, batch.parameters, batch.iteration, batch.method)
-                batch_run = replace(batch_run, batch=SliceBatch(*fields, team_slice))
-            runs.append(batch_run)
-        return replace(run, batches=tuple(runs))
+    def __call__(self, batch: Batch) -> Batch:
+        cut = self._matrices[batch.matrices[0]].slice
+        if cut is None:
+            return batch
+        team_slice = TeamSlice(self._teams[batch.matrices[0]], cut.cuts_rows)
+        return SliceBatch(*(getattr(batch, field.name) for field in fields(Batch)), team_slice)

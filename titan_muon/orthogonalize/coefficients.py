@@ -73,9 +73,6 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
         (2.8769, -3.1427, 1.2046),
         (2.8366, -3.0525, 1.2012),
     ),
-    # The Newton-Schulz iteration for the polar factor itself (Björck and Bowie, 1971; Higham, "Functions of Matrices",
-    # 2008, chapter 8): slow from small singular values, exact in the limit.
-    "cubic": ((1.5, -0.5, 0.0),),
 }
 """A set of one step is repeated. Longer sets have a fixed number of steps, or go on in CONTINUED."""
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from .coefficients import Coefficients
-from .products import wide_gram
-from .standard import delivered, normalized, start_norm
+from .newton_schulz import delivered, normalized, start_norm, wide_gram
 
 
 class Team(Protocol):

@@ -16,7 +16,7 @@ from titan_muon.options import OptionError, StepOptions, check
 from titan_muon.plan.terms.machine import Choices, choices_of
 
 from .dispatch import Kernel
-from .products import PLAIN, Products
+from .newton_schulz import PLAIN, Products
 
 
 @dataclass(frozen=True)

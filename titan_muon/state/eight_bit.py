@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from ..options import MuonOptions, OptionError
+from ..options import OptionError
 from ..plan.terms.types import Parameter
+from ..context import PlanContext
 from ..tensors.draws import hash_counts
 from ..tensors.dtensor import local, storage_device
 
@@ -33,25 +34,28 @@ def blocks(length: int) -> int:
     return -(-length // BLOCK)
 
 
-def check_eight_bit(tensor: Tensor, planned: Parameter, options: MuonOptions) -> None:
+def check_eight_bit(context: PlanContext) -> None:
     """Raise OptionError for int8 momentum of a parameter whose blocks would cross shards or matrices."""
-    if options.state_dtype != "int8":
+    if context.options.state_dtype != "int8":
         return
+    for (_, tensor), planned in zip(context.named, context.plan.parameters, strict=True):
+        if problem := _cut_blocks(tensor, planned):
+            text = f"= 'int8' has a scale for {BLOCK} columns of a row, and {problem}; set 'bfloat16'"
+            raise OptionError("state_dtype", text)
+
+
+def _cut_blocks(tensor: Tensor, planned: Parameter) -> str:
+    """Why the blocks of a parameter cross shards or matrices; empty if not."""
     cut = 1
     if isinstance(tensor, DTensor):
-        pairs = zip(tensor.placements, tensor.device_mesh.mesh.shape, strict=True)
-        for placement, size in pairs:
+        for placement, size in zip(tensor.placements, tensor.device_mesh.mesh.shape, strict=True):
             cut *= size if isinstance(placement, Shard) and placement.dim == tensor.ndim - 1 else 1
     columns = tensor.shape[-1]
     if planned.stack.interleaved:
-        problem = f"{planned.fqn} has matrices that share rows"
-    elif (cut > 1 or planned.stack.row_dims < tensor.ndim - 1) and columns % (BLOCK * cut):
-        problem = f"{planned.fqn} has {columns} columns on {cut} ranks, which cut blocks"
-    else:
-        return
-    raise OptionError(
-        "state_dtype", f"= 'int8' has a scale for {BLOCK} columns of a row, and {problem}; set 'bfloat16'"
-    )
+        return f"{planned.fqn} has matrices that share rows"
+    if (cut > 1 or planned.stack.row_dims < tensor.ndim - 1) and columns % (BLOCK * cut):
+        return f"{planned.fqn} has {columns} columns on {cut} ranks, which cut blocks"
+    return ""
 
 
 def new_scales(parameter: Tensor) -> Tensor:

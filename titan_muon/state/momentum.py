@@ -15,17 +15,18 @@ from ..options import MuonOptions, Offload, OptionError
 from ..orthogonalize import DTYPES
 from ..plan.terms.layout import chunk
 from ..plan.terms.types import Parameter
+from ..context import PlanContext
 from ..tensors.dtensor import held_indices, local, storage_device
 from ..tensors.mesh import StateMesh, refuse_reads, without_groups
 from ..tensors.names import named_parameters
-from ..tensors.storage import TrainedParam, placement_key, with_average
+from ..tensors.storage import TrainedParam, placement_key, with_momentum
 from .eight_bit import BLOCK, SCALES, new_scales
 from .host import new_state, state_like
 
 
-def check_not_owned(parameters: Mapping[str, Tensor], options: MuonOptions) -> None:
+def check_not_owned(context: PlanContext) -> None:
     """Raise OptionError for `state="owner"` with owned placement."""
-    for fqn, parameter in parameters.items() if options.state == "owner" else ():
+    for fqn, parameter in context.named if context.options.state == "owner" else ():
         if without_groups(parameter):
             problem = f"{fqn} is owned, and its momentum is on its owner alone already"
             raise OptionError("state", f'= "owner": {problem}; set "replicated"')
@@ -40,10 +41,10 @@ def with_states(
     """The parameters with their momentum, created in the optimizer's `state` if missing."""
     complete = []
     for trained, parameter in zip(params, planned, strict=True):
-        if trained.average is None:
-            average = new_average(trained.param, parameter, options)
-            state[trained.param]["momentum_buffer"] = average
-            trained = with_average(trained, average)
+        if trained.momentum_buffer is None:
+            momentum = new_momentum(trained.param, parameter, options)
+            state[trained.param]["momentum_buffer"] = momentum
+            trained = with_momentum(trained, momentum)
         if options.state_dtype == "int8" and trained.scales is None:
             scales = state[trained.param][SCALES] = new_scales(trained.param)
             trained = replace(trained, scales=scales)
@@ -51,7 +52,7 @@ def with_states(
     return tuple(complete)
 
 
-def new_average(parameter: Tensor, planned: Parameter, options: MuonOptions) -> Tensor:
+def new_momentum(parameter: Tensor, planned: Parameter, options: MuonOptions) -> Tensor:
     """Momentum of zeros: placed like the parameter, or like one replica on the keepers (`planned.state_ranks`)."""
     dtype = torch.int8 if options.state_dtype == "int8" else DTYPES[options.state_dtype]
     if not planned.state_ranks:
@@ -71,10 +72,10 @@ def new_average(parameter: Tensor, planned: Parameter, options: MuonOptions) -> 
         shape[0] = stop - start
     stored = state_like(parameter, shape, dtype, options.offload)
     size, stride = parameter.shape, parameter.stride()
-    average = DTensor.from_local(stored, mesh, placements, run_check=False, shape=size, stride=stride)
+    momentum = DTensor.from_local(stored, mesh, placements, run_check=False, shape=size, stride=stride)
     if coordinate is None:
-        refuse_reads(average, StateMesh.refusal)
-    return average
+        refuse_reads(momentum, StateMesh.refusal)
+    return momentum
 
 
 def moved(
@@ -86,10 +87,10 @@ def moved(
     """The parameters with copies of the momentum by `options`, also in the optimizer's `state`."""
     moved_params = []
     for trained, parameter in zip(params, planned, strict=True):
-        average = new_average(trained.param, parameter, options)
-        local(average).copy_(local(trained.momentum))
-        state[trained.param]["momentum_buffer"] = average
-        moved_params.append(with_average(trained, average))
+        momentum = new_momentum(trained.param, parameter, options)
+        local(momentum).copy_(local(trained.momentum))
+        state[trained.param]["momentum_buffer"] = momentum
+        moved_params.append(with_momentum(trained, momentum))
     return moved_params
 
 
@@ -139,15 +140,15 @@ def unchanged_after_errors(groups: Iterable[dict[str, Any]], state: dict[Tensor,
 
 def kept_by(trained: TrainedParam) -> tuple[int, ...]:
     """The keepers of a parameter's momentum; empty if every holder is a keeper."""
-    average = trained.average
-    if isinstance(average, DTensor) and isinstance(average.device_mesh, StateMesh):
-        return tuple(average.device_mesh.mesh.flatten().tolist())
+    momentum = trained.momentum_buffer
+    if isinstance(momentum, DTensor) and isinstance(momentum.device_mesh, StateMesh):
+        return tuple(momentum.device_mesh.mesh.flatten().tolist())
     return ()
 
 
-def fits(saved: Tensor, average: Tensor, parameter: Tensor) -> bool:
+def fits(saved: Tensor, momentum: Tensor, parameter: Tensor) -> bool:
     """Whether a saved momentum is placed like the current momentum or the parameter."""
-    return placement_key(saved) in (placement_key(average), placement_key(parameter))
+    return placement_key(saved) in (placement_key(momentum), placement_key(parameter))
 
 
 def momentum_bytes(elements: int, state_dtype: str) -> int:
@@ -157,12 +158,12 @@ def momentum_bytes(elements: int, state_dtype: str) -> int:
     return elements * DTYPES[state_dtype].itemsize
 
 
-def copy_average(saved: Tensor, average: Tensor, parameter: Tensor) -> None:
+def copy_momentum(saved: Tensor, momentum: Tensor, parameter: Tensor) -> None:
     """Copy this rank's part of a saved momentum."""
-    target, source = local(average), local(saved)
+    target, source = local(momentum), local(saved)
     if target.numel() == 0:
         return
     if target.shape != source.shape:
-        first = int(held_indices(average)[0][0] - held_indices(parameter)[0][0])
+        first = int(held_indices(momentum)[0][0] - held_indices(parameter)[0][0])
         source = source.narrow(0, first, target.size(0))
     target.copy_(source)

@@ -97,15 +97,15 @@ def saved_params(
         for fqn, parameter, key in zip(group["param_names"], group["params"], saved["params"], strict=True):
             if not parameter.requires_grad:
                 continue
-            average = state_dict["state"].get(key, {}).get("momentum_buffer")
-            if average is None or not fits(average, current[parameter], parameter):
+            momentum = state_dict["state"].get(key, {}).get("momentum_buffer")
+            if momentum is None or not fits(momentum, current[parameter], parameter):
                 raise ValueError(
                     f"{fqn}: the state dict has no momentum with the parameter's mesh and placements; load the "
                     "state of another layout or muon.state with torch.distributed.checkpoint"
                 )
-            if average.dtype != current[parameter].dtype and torch.int8 in (average.dtype, current[parameter].dtype):
+            if momentum.dtype != current[parameter].dtype and torch.int8 in (momentum.dtype, current[parameter].dtype):
                 raise ValueError(
-                    f"{fqn}: the state dict has a momentum in {average.dtype}, and this Muon in "
+                    f"{fqn}: the state dict has a momentum in {momentum.dtype}, and this Muon in "
                     f"{current[parameter].dtype}; set state_dtype as it was saved"
                 )
             yield key, parameter

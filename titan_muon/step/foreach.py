@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import compress, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from ..plan.terms.layout import Span
 from ..state.host import ALIGNMENT, carved, slot_bytes
-from ..tensors.storage import STEP, Storage
-from .gradients import Step
-from .rounding import BYTES, Chunk, Draws, chunk_of, memory_bytes
-from .rule import Rule
-from .update import Tensors, lr_factor
+from ..tensors.storage import Storage
+from .gradients import StepGradients
+from .rounding import BYTES, RandomBits, RoundedTogether, chunk_of, memory_bytes
 
 ACCELERATOR_BYTES = 2**25
 """Limit on the wide elements of a call."""
@@ -52,14 +49,14 @@ class Rectangle(NamedTuple):
         assert stored is not None, "a gradient is released after its last piece is packed"
         return stored if self.place is None else stored[self.place]
 
-    def of_average(self, storage: Storage) -> Tensor:
+    def of_momentum(self, storage: Storage) -> Tensor:
         """The rectangle of the momentum, which may hold only some rows of the parameter."""
-        if storage.average.size(0) == storage.param.size(0):
-            return self.of(storage.average)
+        if storage.momentum.size(0) == storage.param.size(0):
+            return self.of(storage.momentum)
         rows, cols = self.place if isinstance(self.place, tuple) else (self.place, slice(None))
         assert rows is not None, "a holder of all rows of a parameter keeps the whole momentum"
         first = storage.first_row
-        return storage.average[slice(rows.start - first, rows.stop - first, rows.step), cols]
+        return storage.momentum[slice(rows.start - first, rows.stop - first, rows.step), cols]
 
     def in_rows(self, count: int, most: int) -> Iterator[tuple[Rectangle, slice]]:
         """Parts of at most `most` rows, each with its rows in the rectangle."""
@@ -96,35 +93,30 @@ K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Advance:
-    """Rectangles whose momentum advances in one call. `packed`: views for the input of Newton-Schulz, or empty."""
+class MomentumCall:
+    """Rectangles whose momentum changes in one call. `packed`: views for the input of Newton-Schulz, or empty."""
 
     group: Mapping[str, Any]
     parts: tuple[Rectangle, ...]
-    averages: tuple[Tensor, ...]
+    momentum: tuple[Tensor, ...]
     packed: tuple[Tensor, ...]
 
-    def grads(self, step: Step) -> Tensors:
-        return [part.of(step.grads[part.parameter]) for part in self.parts]
+    def grads(self, gradients: StepGradients) -> Sequence[Tensor]:
+        return [part.of(gradients.grads[part.parameter]) for part in self.parts]
 
-    def run(self, averages: Tensors, grads: Tensors, rule: Rule) -> None:
-        rule.advance(averages, grads, self.packed, self.group)
-
-    def pack(self, averages: Tensors, grads: Tensors, rule: Rule) -> None:
-        rule.pack(averages, grads, self.packed, self.group)
-
-    def split(self, kind: Callable[[Rectangle], K]) -> dict[K, Advance]:
-        calls, kinds, names = {}, [kind(part) for part in self.parts], ("parts", "averages", "packed")
+    def split(self, kind: Callable[[Rectangle], K]) -> dict[K, MomentumCall]:
+        calls, kinds, names = {}, [kind(part) for part in self.parts], ("parts", "momentum", "packed")
         for value in dict.fromkeys(kinds):
             calls[value] = replace(self, **_selected(self, names, [k == value for k in kinds]))
         return calls
 
 
 @dataclass(frozen=True)
-class Apply:
+class UpdateCall:
     """Rectangles of matrices with one shape, `out_in`, decayed and updated in one call.
 
-    `scratch` takes the updates if the parameters' dtype is wider. `chunk` rounds parameters stochastically.
+    `scratch` takes the updates if the parameters' dtype is wider. `chunk` rounds parameters stochastically. Both are in
+    `memory`, which is allocated only during a call, with `scratch_bytes`.
     """
 
     group: Mapping[str, Any]
@@ -132,31 +124,24 @@ class Apply:
     parts: tuple[Rectangle, ...]
     params: tuple[Tensor, ...]
     updates: tuple[Tensor, ...]
+    memory: UntypedStorage
     scratch: tuple[Tensor, ...] = ()
     scratch_bytes: int = 0
-    chunk: Chunk | None = None
+    chunk: RoundedTogether | None = None
 
-    def run(self, params: Tensors, rule: Rule) -> None:
-        scale = lr_factor(self.group["adjust_lr_fn"], *self.out_in)
-        if self.chunk is None:
-            rule.apply(params, self.updates, self.group, scale, self.scratch)
-        else:
-            apply = partial(rule.apply, group=self.group, scale=scale)
-            self.chunk.update(params, self.updates, apply, self.group[STEP])
-
-    def with_current_group(self) -> Apply:
+    def with_current_group(self) -> UpdateCall:
         # Clone, because a scheduler changes a tensor learning rate in place.
         kept = {name: value for name, value in self.group.items() if name not in ("params", "param_names")}
         copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
         return replace(self, group=copied)
 
-    def without(self, parameters: Collection[int]) -> Apply:
+    def without(self, parameters: Collection[int]) -> UpdateCall:
         kept = [part.parameter not in parameters for part in self.parts]
         chunk = None if self.chunk is None else self.chunk.only(kept)
         return replace(self, **_selected(self, ("parts", "params", "updates", "scratch"), kept), chunk=chunk)
 
 
-def without_parameters(calls: Iterable[Apply], parameters: Collection[int]) -> Iterator[Apply]:
+def without_parameters(calls: Iterable[UpdateCall], parameters: Collection[int]) -> Iterator[UpdateCall]:
     """The calls without these parameters."""
     for call in calls:
         remaining = call.without(parameters) if parameters else call
@@ -192,15 +177,15 @@ class StoredPiece(NamedTuple):
     out_in: tuple[int, int]
     spans: tuple[Span, ...]
     view: Tensor | None
-    draws: Draws
+    draws: RandomBits
 
 
-def advances(
+def momentum_calls(
     pieces: Iterable[StoredPiece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], device: str
-) -> tuple[Advance, ...]:
-    """The advance calls of these pieces. `groups` and `storage`: by parameter."""
+) -> tuple[MomentumCall, ...]:
+    """The momentum calls of these pieces. `groups` and `storage`: by parameter."""
     placed = [
-        (part, part.of_average(storage[piece.parameter]), () if view is None else (view,))
+        (part, part.of_momentum(storage[piece.parameter]), () if view is None else (view,))
         for piece in pieces
         for part, view, _ in _rectangles(piece, storage[piece.parameter], WIDE_BYTES, device)
     ]
@@ -213,17 +198,17 @@ def advances(
         lambda i: WIDE_BYTES * i[1].numel(),
     )
     return tuple(
-        Advance(
+        MomentumCall(
             groups[items[0][0].parameter],
             tuple(part for part, _, _ in items),
-            tuple(average for _, average, _ in items),
+            tuple(momentum for _, momentum, _ in items),
             tuple(view for _, _, packed in items for view in packed),
         )
         for items in calls
     )
 
 
-def applies(
+def update_calls(
     pieces: Iterable[StoredPiece],
     groups: Sequence[Mapping[str, Any]],
     storage: Sequence[Storage],
@@ -231,8 +216,8 @@ def applies(
     scratch: Tensor,
     *,
     stochastic: bool,
-) -> tuple[Apply, ...]:
-    """The apply calls of these pieces. `scratch`: memory of all calls. `stochastic`: rounding of bfloat16."""
+) -> tuple[UpdateCall, ...]:
+    """The update calls of these pieces. `scratch`: memory of all calls. `stochastic`: rounding of bfloat16."""
     draws = [stochastic and stored.param.dtype == torch.bfloat16 for stored in storage]
     placed = []
     for piece in pieces:
@@ -243,25 +228,28 @@ def applies(
             placed.append(((part, piece.out_in, first), part.of(stored.param), view))
     numbers = _numbered(groups)
 
-    def size(item: Placed) -> int:
+    def size(item: PlacedUpdate) -> int:
         return memory_bytes(item[1]) if draws[item[0][0].parameter] else slot_bytes(item[1])
 
     calls = grouped(
         placed, lambda item: (numbers[item[0][0].parameter], item[0][1], item[1].dtype), call_bytes(device), size
     )
-    return tuple(_apply(groups, items, scratch, draws=draws[items[0][0][0].parameter]) for items in calls)
+    return tuple(_update_call(groups, items, scratch, draws=draws[items[0][0][0].parameter]) for items in calls)
 
 
 def scratch_bytes(storage: Sequence[Storage], device: str) -> int:
-    """Bytes of `scratch` for any Apply."""
+    """Bytes of `scratch` for any call."""
     return max([call_bytes(device), chunk_bytes(device), *(memory_bytes(stored.param[:1]) for stored in storage)])
 
 
 def _rectangles(
     piece: StoredPiece, storage: Storage, element_bytes: int, device: str
 ) -> Iterator[tuple[Rectangle, Tensor | None, int]]:
-    """Rectangles of limited size, each with a part of the piece's `view` and the count of the first draw."""
-    # As many rows for rectangles side by side.
+    """Cuts a piece into rectangles of at most `chunk_bytes`.
+
+    Yields the rectangle, its part of the piece's `view`, and how many random numbers come before it.
+    """
+    # Rectangles with the same rows get the same height.
     most = max(1, (chunk_bytes(device) // element_bytes - ALIGNMENT) // max(1, storage.param.size(1)))
     for span in piece.spans:
         whole = rectangle_of(piece.parameter, span, storage.param)._replace(matrix=piece.matrix)
@@ -271,14 +259,16 @@ def _rectangles(
             yield part, None if view is None else view[rows], first + (rows.start or 0) * width
 
 
-Placed = tuple[tuple[Rectangle, tuple[int, int], int], Tensor, Tensor]
+PlacedUpdate = tuple[tuple[Rectangle, tuple[int, int], int], Tensor, Tensor]
 """(rectangle, `out_in` of the matrix, count of the first draw), view of the parameter, view of the update."""
 
 
-def _apply(groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch: Tensor, *, draws: bool) -> Apply:
+def _update_call(
+    groups: Sequence[Mapping[str, Any]], items: Sequence[PlacedUpdate], scratch: Tensor, *, draws: bool
+) -> UpdateCall:
     places, params, updates = zip(*items, strict=True)
     parts, sizes, firsts = zip(*places, strict=True)
-    call = Apply(groups[parts[0].parameter], sizes[0], parts, params, updates)
+    call = UpdateCall(groups[parts[0].parameter], sizes[0], parts, params, updates, scratch.untyped_storage())
     if draws:
         chunk = chunk_of([param.shape for param in params], firsts, scratch)
         return replace(call, scratch_bytes=chunk.memory.nbytes, chunk=chunk)
@@ -315,6 +305,6 @@ def grouped(
     yield from waiting.values()
 
 
-def _selected(call: Advance | Apply, names: Iterable[str], kept: Sequence[bool]) -> dict[str, Any]:
-    """The kept elements of these fields, by part or empty."""
+def _selected(call: MomentumCall | UpdateCall, names: Iterable[str], kept: Sequence[bool]) -> dict[str, Any]:
+    """Each named field, without the entries where `kept` is false. An empty field stays empty."""
     return {name: tuple(compress(getattr(call, name), kept)) for name in names}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,32 +14,31 @@ from ..tensors.storage import TrainedParam, matrix_size
 
 
 @dataclass(frozen=True)
-class Step:
+class StepGradients:
     """The gradients of a step, by parameter.
 
     Attributes:
         grads: (rows, cols) local gradient; None if missing or released, or the parameter is excluded.
         excluded: parameters without an update or decay. Other parameters decay even without a gradient.
         uniform: whether all gradients exist, in one dtype.
+        params: the parameters, whose gradients `release` frees.
     """
 
     grads: list[Tensor | None]
     excluded: frozenset[int]
     uniform: bool
-
-    @classmethod
-    def of(cls, params: Sequence[TrainedParam], plan: Sequence[Parameter], excluded: frozenset[int]) -> Step:
-        grads = [
-            grad_matrix(trained.param.grad, planned) if index not in excluded and trained.on_mesh else None
-            for index, (trained, planned) in enumerate(zip(params, plan, strict=True))
-        ]
-        local_grads = [grad for grad, trained in zip(grads, params, strict=True) if trained.on_mesh]
-        dtypes = {None if grad is None else grad.dtype for grad in local_grads}
-        return cls(grads, excluded, None not in dtypes and len(dtypes) <= 1)
+    params: Sequence[TrainedParam] = ()
 
     def dtype(self, parameter: int) -> torch.dtype | None:
         grad = self.grads[parameter]
         return None if grad is None else grad.dtype
+
+    def release(self, parameters: Iterable[int]) -> None:
+        """Free these gradients."""
+        for index in parameters:
+            if self.grads[index] is not None:
+                self.grads[index] = None
+                self.params[index].param.grad = None
 
 
 def check_first_gradients(params: Sequence[TrainedParam]) -> None:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ..plan.terms.layout import Span
 from ..tensors.draws import hash_counts, wrapped
-from .update import Tensors
+
+Tensors = Sequence[Tensor]
 
 ALIGNMENT = 16
 """Elements of a chunk, for vectorized kernels."""
@@ -31,14 +32,14 @@ UPPER_HALF = -(2**16)
 
 
 @dataclass(frozen=True)
-class Draws:
+class RandomBits:
     """Elements of a matrix have consecutive counts from `key` on."""
 
     key: int
     cols: int
 
     @classmethod
-    def of(cls, fqn: str, index: int, cols: int) -> Draws:
+    def of(cls, fqn: str, index: int, cols: int) -> RandomBits:
         return cls(zlib.crc32(f"{fqn} {index}".encode()), cols)
 
     def first(self, span: Span) -> int:
@@ -46,11 +47,11 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RoundedTogether:
     """Tensors updated and rounded together.
 
     Attributes:
-        starts: by tensor, the count of the first element minus the tensor's offset in a row of `memory`.
+        starts: for each tensor, the number to add to a position in `memory` to get the element's random counter.
         wide: the weights, as views of row 0 of `memory`.
         added: the updates, as views of row 1.
         draws: views of row 1 as int32.
@@ -67,11 +68,11 @@ class Chunk:
     def firsts(self) -> list[int]:
         return [start + int(view.storage_offset()) for start, view in zip(self.starts, self.wide, strict=True)]
 
-    def only(self, kept: Sequence[bool]) -> Chunk:
+    def only(self, kept: Sequence[bool]) -> RoundedTogether:
         places = [place for place, keep in enumerate(kept) if keep]
         starts = tuple(self.starts[place] for place in places)
         wide, added, draws = (tuple(views[i] for i in places) for views in (self.wide, self.added, self.draws))
-        return Chunk(starts, wide, added, draws, self.memory)
+        return RoundedTogether(starts, wide, added, draws, self.memory)
 
     def update(self, params: Tensors, updates: Tensors, apply: Callable[[Tensors, Tensors], None], step: int) -> None:
         torch._foreach_copy_(self.wide, params)
@@ -98,7 +99,7 @@ def seed_of(step: int) -> int:
     return zlib.crc32(str(step).encode()) >> 2
 
 
-def chunk_of(shapes: Sequence[torch.Size], firsts: Sequence[int], scratch: Tensor) -> Chunk:
+def chunk_of(shapes: Sequence[torch.Size], firsts: Sequence[int], scratch: Tensor) -> RoundedTogether:
     """A chunk in `scratch`. `firsts`: counts of the first elements."""
     ends = list(accumulate((_aligned(shape.numel()) for shape in shapes), initial=0))
     memory = scratch[: BYTES * ends[-1]].view(torch.float32).view(3, ends[-1])
@@ -107,7 +108,7 @@ def chunk_of(shapes: Sequence[torch.Size], firsts: Sequence[int], scratch: Tenso
         tuple(flat[place : place + shape.numel()].view(shape) for place, shape in zip(ends, shapes, strict=False))
         for flat in (memory[0], memory[1], memory[1].view(torch.int32))
     )
-    return Chunk(starts, wide, added, draws, memory)
+    return RoundedTogether(starts, wide, added, draws, memory)
 
 
 def memory_bytes(tensor: Tensor) -> int:

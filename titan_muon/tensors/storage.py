@@ -26,7 +26,7 @@ class TrainedParam:
     """A parameter that Muon trains.
 
     Attributes:
-        average: momentum, placed like the parameter or like one replica; None before planning.
+        momentum_buffer: placed like the parameter or like one replica; None before planning.
         group: parameter group. A scheduler may change hyperparameters between steps.
         key, stored: `placement_key`, and dtype and device of the local tensor, when the step was planned.
         on_mesh: whether this rank is on the mesh, and so gets a gradient.
@@ -35,23 +35,23 @@ class TrainedParam:
 
     fqn: str
     param: Tensor
-    average: Tensor | None
+    momentum_buffer: Tensor | None
     group: Mapping[str, Any]
     key: object
     on_mesh: bool
     stored: tuple[torch.dtype, torch.device]
-    average_device: str = ""
+    momentum_device: str = ""
     scales: Tensor | None = None
 
     @property
     def momentum(self) -> Tensor:
-        assert self.average is not None, f"{self.fqn}: a step before the momentum was made"
-        return self.average
+        assert self.momentum_buffer is not None, f"{self.fqn}: a step before the momentum was made"
+        return self.momentum_buffer
 
 
-def with_average(trained: TrainedParam, average: Tensor) -> TrainedParam:
+def with_momentum(trained: TrainedParam, momentum: Tensor) -> TrainedParam:
     """The parameter with this momentum."""
-    return replace(trained, average=average, average_device=local(average).device.type)
+    return replace(trained, momentum_buffer=momentum, momentum_device=local(momentum).device.type)
 
 
 def trained_params(
@@ -82,9 +82,9 @@ def trained_params(
             on_mesh = rank in layout_of(fqn, parameter).mesh.ranks
             shard, key = local(parameter), placement_key(parameter)
             trained = TrainedParam(fqn, parameter, None, group, key, on_mesh, (shard.dtype, shard.device))
-            average, scales = (state.get(parameter, {}).get(key) for key in ("momentum_buffer", "momentum_scale"))
+            momentum, scales = (state.get(parameter, {}).get(key) for key in ("momentum_buffer", "momentum_scale"))
             trained = replace(trained, scales=scales)
-            yield trained if average is None else with_average(trained, average)
+            yield trained if momentum is None else with_momentum(trained, momentum)
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,14 @@ class Storage:
     """
 
     param: Tensor
-    average: Tensor
+    momentum: Tensor
     local: Tensor
     param_storage: UntypedStorage
-    average_storage: UntypedStorage
+    momentum_storage: UntypedStorage
     first_row: int = 0
 
     def is_of(self, trained: TrainedParam) -> bool:
-        same = local(trained.momentum).untyped_storage() is self.average_storage
+        same = local(trained.momentum).untyped_storage() is self.momentum_storage
         return same and self.is_of_weights(trained)
 
     def is_of_weights(self, trained: TrainedParam) -> bool:
@@ -113,15 +113,15 @@ class Storage:
 
 def storage_of(trained: TrainedParam, planned: Parameter) -> Storage:
     """The views of a parameter's storage."""
-    stored, average = local(trained.param), local(trained.momentum)
+    stored, momentum = local(trained.param), local(trained.momentum)
     size = rows, cols = matrix_size(stored, planned)
     first = 0
-    if average.numel() < stored.numel():
-        rows, height = average.numel() // cols, prod(stored.shape[1 : planned.stack.row_dims])
+    if momentum.numel() < stored.numel():
+        rows, height = momentum.numel() // cols, prod(stored.shape[1 : planned.stack.row_dims])
         first = height * int(held_indices(trained.momentum)[0][0]) if rows else 0
     # Not reshape(), because an update of a copy would be lost.
-    views = stored.detach().view(size), average.view(rows, cols)
-    return Storage(*views, stored, stored.untyped_storage(), average.untyped_storage(), first)
+    views = stored.detach().view(size), momentum.view(rows, cols)
+    return Storage(*views, stored, stored.untyped_storage(), momentum.untyped_storage(), first)
 
 
 def matrix_size(stored: Tensor, planned: Parameter) -> tuple[int, int]:

@@ -1,17 +1,71 @@
-"""Element-wise arithmetic of a Muon step."""
+"""Muon (Keller Jordan, 2024, https://kellerjordan.github.io/posts/muon/)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..options import OptionError
+from ..tensors.storage import STEP
+from ..step.algorithm import Algorithm, Group, Limits, Tensors
 
-Tensors = tuple[Tensor, ...] | list[Tensor]
+if TYPE_CHECKING:
+    from ..step.foreach import MomentumCall, UpdateCall
+
+
+class Muon(Algorithm):
+    """Orthogonalized exponential moving average of gradients, with decoupled weight decay; base of the others."""
+
+    limits: Limits = "spectrum"
+
+    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors, *, ahead: bool = False) -> None:
+        update_momentum(momentum, grads, call.packed, self.decay(call.group), call.group["nesterov"], ahead=ahead)
+
+    def decay(self, group: Group) -> float:
+        """The decay of the momentum in this step, which rises linearly from `momentum_start`."""
+        steps, momentum = self.options.momentum_warmup_steps, group["momentum"]
+        if not steps or group[STEP] >= steps:
+            return momentum
+        start = self.options.momentum_start
+        return start + (momentum - start) * group[STEP] / steps
+
+    def rates(self, group: Group) -> tuple[float | Tensor, float | Tensor]:
+        """The learning rate and the weight decay of this step."""
+        lr, decay = group["lr"], group["weight_decay"]
+        if isinstance(lr, Tensor):
+            lr = rate(lr)
+        if self.options.decay_follows_lr:
+            highest = highest_rate(group)
+            assert highest is not None, "the step leaves out groups with an unknown highest rate"
+            decay = decay * lr / highest if isinstance(highest, Tensor) or highest > 0 else 0.0
+        return lr, decay
+
+    def factor(self, call: UpdateCall) -> float:
+        """Factor on the learning rate."""
+        return lr_factor(call.group["adjust_lr_fn"], *call.out_in)
+
+    def after_return(self, call: UpdateCall, params: Tensors) -> None:
+        """param <- (1 - lr weight_decay) param - lr factor update. The decay may be cautious."""
+        call.memory.resize_(call.scratch_bytes)
+        try:
+            if call.chunk is None:
+                self.add(params, call.updates, call.scratch, call=call)
+            else:
+                call.chunk.update(params, call.updates, partial(self.add, scratch=(), call=call), call.group[STEP])
+        finally:
+            call.memory.resize_(0)
+
+    def add(self, params: Tensors, updates: Tensors, scratch: Tensors, *, call: UpdateCall) -> None:
+        lr, decay = self.rates(call.group)
+        if self.options.cautious:
+            decay_cautiously(params, updates, lr * decay)
+            decay = 0.0
+        add_update(params, updates, lr, self.factor(call), decay, scratch)
 
 
 def lr_factor(adjust_lr_fn: float | str | None, rows: int, cols: int) -> float:
@@ -34,31 +88,32 @@ def lr_factor(adjust_lr_fn: float | str | None, rows: int, cols: int) -> float:
     return factors[adjust_lr_fn]
 
 
-def momentum(
-    averages: Tensors, grads: Tensors, packed: Tensors, decay: float, nesterov: bool, *, ahead: bool = False
+def update_momentum(
+    momentum: Tensors, grads: Tensors, packed: Tensors, decay: float, nesterov: bool, *, ahead: bool = False
 ) -> None:
-    """Advance exponential moving averages in place and write the input of Newton-Schulz to `packed`, if not empty.
+    """Update exponential moving averages in place and write the input of Newton-Schulz to `packed`, if not empty.
 
     The input is the average, or with `nesterov` the gradient blended with the average. Gradients have weight 1 - decay,
     as in torch.optim.Muon. Averages share a dtype, and so do gradients; the arithmetic runs in the wider dtype. `ahead`
-    leaves the averages as they are.
+    leaves the momentum as it is.
     """
-    wide = torch.promote_types(averages[0].dtype, grads[0].dtype)
-    wide_grads, advanced = converted(grads, wide), converted(averages, wide)
-    if ahead and advanced is averages:
-        advanced = torch._foreach_lerp(averages, wide_grads, 1 - decay)
+    wide = torch.promote_types(momentum[0].dtype, grads[0].dtype)
+    wide_grads = grads if grads[0].dtype == wide else converted(grads, wide)
+    updated = momentum if momentum[0].dtype == wide else converted(momentum, wide)
+    if ahead and updated is momentum:
+        updated = torch._foreach_lerp(momentum, wide_grads, 1 - decay)
     else:
-        torch._foreach_lerp_(advanced, wide_grads, 1 - decay)
-        if not ahead and advanced is not averages:
-            torch._foreach_copy_(averages, advanced)
+        torch._foreach_lerp_(updated, wide_grads, 1 - decay)
+        if not ahead and updated is not momentum:
+            torch._foreach_copy_(momentum, updated)
     if not packed:
         return
     if nesterov and wide_grads is grads:
-        advanced = torch._foreach_lerp(grads, advanced, decay)
+        updated = torch._foreach_lerp(grads, updated, decay)
     elif nesterov:
-        torch._foreach_lerp_(wide_grads, advanced, decay)
-        advanced = wide_grads
-    torch._foreach_copy_(packed, advanced)
+        torch._foreach_lerp_(wide_grads, updated, decay)
+        updated = wide_grads
+    torch._foreach_copy_(packed, updated)
 
 
 def rate(lr: float | Tensor) -> float | Tensor:
@@ -86,7 +141,7 @@ def highest_rate(group: Mapping[str, Any]) -> float | Tensor | None:
     return highest if lr <= highest * (1 + RATE_ROUNDING) else None
 
 
-def apply(
+def add_update(
     params: Tensors,
     updates: Tensors,
     lr: float | Tensor,
@@ -123,9 +178,7 @@ def decay_cautiously(params: Tensors, updates: Tensors, factor: float | Tensor) 
 
 
 def converted(tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    """The tensors in `dtype`, without copies if already so."""
-    if tensors[0].dtype == dtype:
-        return tensors
+    """Copies of the tensors in `dtype`."""
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies

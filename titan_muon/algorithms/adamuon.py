@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..state.rule_states import StateSpec
-from ..step.rule import Group
-from ..step.update import Tensors
-from .muon import MuonRule
+from ..state.matrix_states import StateSpec
+from ..step.algorithm import Group, Tensors
+from .muon import Muon
+
+if TYPE_CHECKING:
+    from ..step.foreach import MomentumCall
 
 SECOND_MOMENT = "second_moment"
 EPS = 1e-8
 
 
-class AdaMuonRule(MuonRule):
+class AdaMuon(Muon):
     """Orthogonalizes the signs of the momentum, then divides each element by a running root mean square.
 
     The second moment V, on the matrix's owner, has the shape of the matrix in float32:
@@ -25,19 +28,17 @@ class AdaMuonRule(MuonRule):
     The paper has no Nesterov blend and one beta for both moments: nesterov = False and beta2 = momentum.
     """
 
-    states: tuple[StateSpec, ...] = (StateSpec(SECOND_MOMENT, "elements"),)
     limits = "norm"
-    finish_bytes = 20
+    temporary_bytes = 20
 
-    def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
-        super().advance(averages, grads, packed, group)
-        _to_signs(packed)
+    def states(self, rows: int, cols: int, *, transposed: bool) -> tuple[StateSpec, ...]:
+        return (StateSpec(SECOND_MOMENT, (rows, cols)),)
 
-    def pack(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
-        super().pack(averages, grads, packed, group)
-        _to_signs(packed)
+    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors, *, ahead: bool = False) -> None:
+        super().before_gather(call, momentum, grads, ahead=ahead)
+        _to_signs(call.packed)
 
-    def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
+    def rescale(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
         moments, wide = states[SECOND_MOMENT], whole.float()
         squares = wide.square()
         # A zero matrix comes from a missing or non-finite gradient and must not change the moment.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from functools import partial
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,20 +19,20 @@ import torch
 from torch import Tensor
 
 from ..options import MuonOptions, OptionError
-from ..rules import rule_of
-from ..rules.muon import MuonRule
-from ..step.feature import Feature
-from ..step.foreach import Advance, Apply
-from ..step.gradients import Step
+from ..orthogonalize import measured_choices
+from ..step.algorithm import Decorated, Scaling, Tensors
 from ..step.rounding import seed_of
-from ..step.rule import Rule, Scaling
-from ..step.stages import Calls, RankStages, Stages
-from ..step.update import Tensors, lr_factor
 from ..tensors.draws import wrapped
 from ..tensors.storage import STEP
+from . import algorithm_of
+from .muon import Muon
 
 if TYPE_CHECKING:
     from ..orthogonalize.symmetric_kernel import Launch
+    from ..context import PlanContext
+    from ..step.foreach import MomentumCall, UpdateCall
+    from ..step.gradients import StepGradients
+    from ..step.rank import Rank
 
 BLOCK = 2048
 """Elements of a program."""
@@ -90,11 +90,11 @@ def rows_of(lists: Sequence[Tensors], firsts: Sequence[int]) -> tuple[Row, ...]:
 def momentum_launch(
     table: Table, lists: Sequence[Tensors], decay: float, scaling: Scaling | None, *, nesterov: bool, ahead: bool
 ) -> Launch:
-    """`lists`: averages, gradients and packed tensors, or no packed tensors."""
-    from ..rules.muon_kernel import momentum
+    """`lists`: momentum, gradients and packed tensors, or no packed tensors."""
+    from .fused_kernels import momentum
 
-    dtypes = _dtypes(("AVERAGE", "GRAD", "PACKED"), (*lists, lists[0])[:3])
-    flags = {"ADVANCES": not ahead, "PACKS": len(lists) == 3, "NESTEROV": nesterov}
+    dtypes = _dtypes(("MOMENTUM", "GRAD", "PACKED"), (*lists, lists[0])[:3])
+    flags = {"UPDATES": not ahead, "PACKS": len(lists) == 3, "NESTEROV": nesterov}
     inverse = None if scaling is None else scaling.inverse
     flags |= {"SKIPS": scaling is not None, "SCALED": inverse is not None}
     skipped = None if scaling is None else scaling.skipped
@@ -112,7 +112,7 @@ def update_launch(
     cautious: bool,
 ) -> Launch:
     """`lists`: parameters and updates. `seed`: of stochastic rounding, or None."""
-    from ..rules.muon_kernel import update
+    from .fused_kernels import update
 
     flags = {"CAUTIOUS": cautious, "STOCHASTIC": seed is not None, "IN_MEMORY": isinstance(rate, Tensor)}
     options = _dtypes(("PARAM", "UPDATE"), lists) | flags | {"SKIPS": scaling is not None}
@@ -143,63 +143,53 @@ def usable(device: torch.device) -> bool:
     return find_spec("triton") is not None and device.type == ("cpu" if interpreted else "cuda")
 
 
-class Fused(Feature):
-    """Runs each call as one kernel, see [Note: fused calls]."""
+class Fused(Decorated):
+    """Runs each element-wise call as one kernel, see [Note: fused calls]. The innermost decorator.
 
-    def __init__(self) -> None:
+    `scaling`: of a step that the device may skip, which the kernels do themselves.
+    """
+
+    def __init__(self, inner: Muon, tables: Tables, scaling: Scaling | None = None) -> None:
+        super().__init__(inner)
+        self._muon, self._tables, self._scaling = inner, tables, scaling
+
+    def scaled(self, scaling: Scaling) -> Fused:
+        """The same kernels for one step with scaled gradients, or one that the device may skip."""
+        return Fused(self._muon, self._tables, scaling)
+
+    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors, *, ahead: bool = False) -> None:
+        decay, nesterov = self._muon.decay(call.group), call.group["nesterov"]
+        lists = [momentum, grads, call.packed] if call.packed else [momentum, grads]
+        # A kernel has one layout of rows, so that the place of an absent tensor is filled.
+        table = self._tables.on_device([momentum, grads, call.packed or momentum], [0] * len(momentum))
+        momentum_launch(table, lists, decay, self._scaling, nesterov=nesterov, ahead=ahead).run()
+
+    def after_return(self, call: UpdateCall, params: Tensors) -> None:
+        lr, decay = self._muon.rates(call.group)
+        cautious = self._muon.options.cautious
+        factor, rate = -lr * decay if cautious else 1 - lr * decay, -lr * self._muon.factor(call)
+        firsts = [0] * len(params) if call.chunk is None else call.chunk.firsts
+        seed = None if call.chunk is None else seed_of(call.group[STEP])
+        table = self._tables.on_device([params, call.updates], firsts)
+        update_launch(table, [params, call.updates], factor, rate, seed, self._scaling, cautious=cautious).run()
+
+
+class Tables:
+    """The tables on the device, kept as long as each step uses them. A hook of the step."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
         self._tables: dict[Any, Table] = {}
         self._last: dict[Any, Table] = {}
 
-    @staticmethod
-    def check(options: MuonOptions, device: torch.device) -> None:
-        """Raise OptionError for a rule with other arithmetic, and for a device without Triton."""
-        if not _has_kernels(options):
-            problem = f"= True has kernels for rule = 'muon' and 'normuon', and not for {options.rule!r}; set False"
-            raise OptionError("fused", problem)
-        # A dry run may plan for GPUs that this machine lacks.
-        if not usable(device) and (device.type == "cpu" or torch.accelerator.is_available()):
-            remedy = "install Triton and train on a GPU, or set False (on CPUs, TRITON_INTERPRET=1 runs tests)"
-            raise OptionError("fused", f"= True needs Triton, which does not run on {device}; {remedy}")
-
-    @staticmethod
-    def takes(options: MuonOptions, device: torch.device, tensors: Iterable[Tensor]) -> bool:
-        """Whether the kernels run for these options and parameters."""
-        return _has_kernels(options) and usable(device) and all(tensor.dtype in DTYPES for tensor in tensors)
-
-    def wrap(self, stages: Stages, rank: RankStages) -> Stages:
-        self._rank = rank
-        wrong = [trained.fqn for trained in rank.params if trained.param.dtype not in DTYPES]
-        if wrong:
-            problem = f"= True computes in float32, and these parameters are wider: {', '.join(wrong[:5])}; set False"
-            raise OptionError("fused", problem)
-
-        rank.calls = Calls(partial(self._momentum, ahead=False), partial(self._momentum, ahead=True), self._update)
-        return stages
-
-    def before(self, step: Step) -> None:
+    def begin(self, gradients: StepGradients) -> None:
         self._last, self._tables = self._tables, {}
 
-    def _momentum(self, call: Advance, averages: Tensors, grads: Tensors, rule: Rule, *, ahead: bool) -> None:
-        plain, scaling = _plain(rule)
-        decay, nesterov = plain.momentum(call.group), call.group["nesterov"]
-        lists = [averages, grads, call.packed] if call.packed else [averages, grads]
-        # A kernel has one layout of rows, so that the place of an absent tensor is filled.
-        table = self._table([averages, grads, call.packed or averages], [0] * len(averages))
-        momentum_launch(table, lists, decay, scaling, nesterov=nesterov, ahead=ahead).run()
+    def end(self) -> None:
+        """Nothing: the next step looks up this step's tables."""
 
-    def _update(self, call: Apply, params: Tensors, rule: Rule) -> None:
-        plain, scaling = _plain(rule)
-        lr, decay = plain.rates(call.group)
-        scale = lr_factor(call.group["adjust_lr_fn"], *call.out_in) * plain.options.update_factor
-        cautious = plain.options.cautious
-        factor, rate = -lr * decay if cautious else 1 - lr * decay, -lr * scale
-        firsts = [0] * len(params) if call.chunk is None else call.chunk.firsts
-        seed = None if call.chunk is None else seed_of(call.group[STEP])
-        table = self._table([params, call.updates], firsts)
-        update_launch(table, [params, call.updates], factor, rate, seed, scaling, cautious=cautious).run()
-
-    def _table(self, lists: Sequence[Tensors], firsts: Sequence[int]) -> Table:
-        """The table on the device. Tensors of a stream are reused on this stream, so the stream is part of the key."""
+    def on_device(self, lists: Sequence[Tensors], firsts: Sequence[int]) -> Table:
+        """The table of these tensors. Tensors of a stream are reused on this stream, so the stream is in the key."""
         rows = rows_of(lists, firsts)
         key = (torch.get_device_module(self._rank.device).current_stream(), rows)
         table = self._tables.get(key) or self._last.get(key)
@@ -210,13 +200,31 @@ class Fused(Feature):
         return table
 
 
-def _has_kernels(options: MuonOptions) -> bool:
-    rule = type(rule_of(options))
-    return all(getattr(rule, name) is getattr(MuonRule, name, None) for name in ("advance", "pack", "apply"))
+def has_kernels(options: MuonOptions) -> bool:
+    """Whether the algorithm has Muon's element-wise arithmetic."""
+    algorithm = type(algorithm_of(options))
+    return all(getattr(algorithm, n) is getattr(Muon, n) for n in ("before_gather", "after_return", "factor"))
 
 
-def _plain(rule: Rule) -> tuple[MuonRule, Scaling | None]:
-    """The rule without the scaling of a step, and the scaling."""
-    plain = rule if rule.scaling is None else rule.scaling.rule
-    assert isinstance(plain, MuonRule), f"{type(plain).__name__}: `check` accepts rules with MuonRule's arithmetic"
-    return plain, rule.scaling
+def check(context: PlanContext) -> None:
+    """Raise OptionError for an algorithm with other arithmetic, wider weights, and a device without Triton."""
+    options, device = context.options, torch.device(context.device)
+    if not has_kernels(options):
+        problem = f"= True has kernels for algorithm = 'muon' and 'normuon', and not for {options.algorithm!r}"
+        raise OptionError("fused", f"{problem}; set False")
+    # A dry run may plan for GPUs that this machine lacks.
+    if not usable(device) and (device.type == "cpu" or torch.accelerator.is_available()):
+        remedy = "install Triton and train on a GPU, or set False (on CPUs, TRITON_INTERPRET=1 runs tests)"
+        raise OptionError("fused", f"= True needs Triton, which does not run on {device}; {remedy}")
+    wrong = [fqn for fqn, tensor in context.named if tensor.dtype not in DTYPES]
+    if wrong:
+        problem = f"= True computes in float32, and these parameters are wider: {', '.join(wrong[:5])}; set False"
+        raise OptionError("fused", problem)
+
+
+def with_fused(options: MuonOptions, device: torch.device, tensors: Iterable[Tensor]) -> MuonOptions:
+    """The options with `fused = "auto"` decided: by the measurement of this GPU, if the kernels take the tensors."""
+    if options.fused != "auto":
+        return options
+    takes = has_kernels(options) and usable(device) and all(tensor.dtype in DTYPES for tensor in tensors)
+    return replace(options, fused=measured_choices(device).fused and takes)

@@ -1,11 +1,11 @@
-"""States of a rule besides the momentum."""
+"""States of matrices besides the momentum."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,29 +24,35 @@ from ..tensors.storage import TrainedParam, placement_key
 class StateSpec:
     """A float32 state on the owner of a matrix, zero at the start, with the key `name.i` for matrix i of a parameter.
 
-    Attributes:
-        kind: a number for each output, for each element, or for the whole matrix.
-        saved: whether the state outlives a step. A feature fills other states in each step.
+    `saved`: whether the state outlives a step. The engine fills other states in each step.
     """
 
     name: str
-    kind: Literal["outputs", "elements", "matrix"] = "outputs"
+    shape: tuple[int, ...]
     saved: bool = True
 
-    def shape(self, plan: Plan, number: int) -> tuple[int, ...]:
-        matrix = plan.matrices[number]
-        shapes = {"outputs": (plan.out_in(number)[0],), "elements": (matrix.rows, matrix.cols), "matrix": (1,)}
-        return shapes[self.kind]
+
+class HasStates(Protocol):
+    """An algorithm: see `algorithms.algorithm.Algorithm.states`."""
+
+    def states(self, rows: int, cols: int, *, transposed: bool) -> tuple[StateSpec, ...]: ...
+
+
+def saved_specs(plan: Plan, algorithm: HasStates, number: int) -> list[StateSpec]:
+    """The saved states of a matrix."""
+    matrix = plan.matrices[number]
+    transposed = plan.parameters[matrix.parameter].stack.transposed
+    return [spec for spec in algorithm.states(matrix.rows, matrix.cols, transposed=transposed) if spec.saved]
 
 
 MatrixStates = Mapping[int, Mapping[str, Tensor]]
 """This rank's states, by matrix and name."""
 
 
-def with_rule_states(
+def with_matrix_states(
     plan: Plan,
     params: Sequence[TrainedParam],
-    specs: Sequence[StateSpec],
+    algorithm: HasStates,
     state: Mapping[Tensor, dict[str, Any]],
 ) -> MatrixStates:
     """The states of the plan's matrices, created or moved from another plan's ranks in the optimizer's `state`.
@@ -55,15 +61,13 @@ def with_rule_states(
     torch.distributed.checkpoint can load the state to another owner.
     """
     states: dict[int, dict[str, Tensor]] = {}
-    for number, ranks in enumerate(workers(plan, Geometries(plan.parameters)) if specs else ()):
+    for number, specs, ranks in _stateful(plan, algorithm):
         matrix = plan.matrices[number]
         param, holders = params[matrix.parameter].param, plan.parameters[matrix.parameter].layout.mesh.ranks
         for spec in specs:
-            if not spec.saved:
-                continue
             key = f"{spec.name}.{matrix.index}"
             old = state[param].get(key)
-            new = _zeros(param, spec.shape(plan, number), ranks, holders)
+            new = _zeros(param, spec.shape, ranks, holders)
             # Optimizer.load_state_dict rounds states of frozen parameters to the weights' dtype.
             if old is None or _place(old) != _place(new):
                 if old is not None:
@@ -73,15 +77,22 @@ def with_rule_states(
     return states
 
 
-def state_bytes(plan: Plan, specs: Sequence[StateSpec]) -> Mapping[int, int]:
+def state_bytes(plan: Plan, algorithm: HasStates) -> Mapping[int, int]:
     """Bytes of the saved states on each rank with states."""
     by_rank: dict[int, int] = {}
-    saved = [spec for spec in specs if spec.saved]
-    for number, ranks in enumerate(workers(plan, Geometries(plan.parameters)) if saved else ()):
-        size = 4 * sum(prod(spec.shape(plan, number)) for spec in saved)
+    for _, specs, ranks in _stateful(plan, algorithm):
+        size = 4 * sum(prod(spec.shape) for spec in specs)
         for rank in ranks:
             by_rank[rank] = by_rank.get(rank, 0) + size
     return by_rank
+
+
+def _stateful(plan: Plan, algorithm: HasStates) -> Iterator[tuple[int, list[StateSpec], tuple[int, ...]]]:
+    """(matrix, saved states, ranks that orthogonalize it) of each matrix with saved states."""
+    specs = [saved_specs(plan, algorithm, number) for number in range(len(plan.matrices))]
+    for number, ranks in enumerate(workers(plan, Geometries(plan.parameters)) if any(specs) else ()):
+        if specs[number]:
+            yield number, specs[number], ranks
 
 
 def _zeros(param: Tensor, shape: tuple[int, ...], ranks: tuple[int, ...], holders: tuple[int, ...]) -> Tensor:
@@ -97,7 +108,7 @@ def _zeros(param: Tensor, shape: tuple[int, ...], ranks: tuple[int, ...], holder
     if not stored:
         refuse_reads(
             state,
-            "this rank has no part of a state of muon.rule, which is only on the ranks that orthogonalize the matrix; "
+            "this rank has no part of a state of muon.algorithm, which is only on the ranks that orthogonalize the matrix; "
             "save and load the state with torch.distributed.checkpoint, which moves states between ranks",
         )
     return state

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..state.rule_states import StateSpec
-from ..step.rule import Group
-from .muon import MuonRule
+from ..state.matrix_states import StateSpec
+from ..step.algorithm import Group
+from .muon import Muon
 
 SECOND_MOMENT = "second_moment"
 EPS = 1e-7
 
 
-class NorMuonRule(MuonRule):
+class NorMuon(Muon):
     """Divides each row of the orthogonalized matrix by a running root mean square of that row.
 
     The second moment v, on the matrix's owner, has one float32 number for each row (an output neuron):
@@ -24,12 +24,14 @@ class NorMuonRule(MuonRule):
     adjust_lr_fn = "match_rms_adamw" the update equals the paper's.
     """
 
-    states: tuple[StateSpec, ...] = (StateSpec(SECOND_MOMENT),)
     limits = "norm"
     # The matrix and its squares in float32.
-    finish_bytes = 8
+    temporary_bytes = 8
 
-    def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
+    def states(self, rows: int, cols: int, *, transposed: bool) -> tuple[StateSpec, ...]:
+        return (StateSpec(SECOND_MOMENT, (cols if transposed else rows,)),)
+
+    def rescale(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
         moments, eps = states[SECOND_MOMENT], EPS
         wide = whole.float()
         inputs = 1 if transposed else 2

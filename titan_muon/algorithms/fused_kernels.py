@@ -1,7 +1,7 @@
-"""Triton kernels of MuonRule's element-wise arithmetic: one launch for a list of tensors, each read and written once.
+"""Triton kernels of Muon's element-wise arithmetic: one launch for a list of tensors, each read and written once.
 
 Imported on use, because only CUDA builds of PyTorch include Triton. The arithmetic is float32, with explicit fused
-multiply-adds, so that every variant of a kernel gives the same bits. `features/fused.py` describes the tables.
+multiply-adds, so that every variant of a kernel gives the same bits. `fused.py` describes the tables.
 """
 
 from __future__ import annotations
@@ -68,26 +68,26 @@ def _rounded(wide, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def momentum(  # type: ignore[no-untyped-def]
     tiles, table, weight, decay, skipped, inverse,
-    AVERAGE: tl.constexpr, GRAD: tl.constexpr, PACKED: tl.constexpr,
-    ADVANCES: tl.constexpr, PACKS: tl.constexpr, NESTEROV: tl.constexpr, SKIPS: tl.constexpr, SCALED: tl.constexpr,
+    MOMENTUM: tl.constexpr, GRAD: tl.constexpr, PACKED: tl.constexpr,
+    UPDATES: tl.constexpr, PACKS: tl.constexpr, NESTEROV: tl.constexpr, SKIPS: tl.constexpr, SCALED: tl.constexpr,
     FLAT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`step.update.momentum`: the average moves by `weight` towards the gradient, and `packed` gets the blend.
+    """`update_momentum` of muon.py: the average moves by `weight` towards the gradient, and `packed` gets the blend.
 
     SKIPS: if `skipped` points to True, averages stay. SCALED: `inverse` points to a factor on the gradients.
     """
     words, index, inside, cols = _elements(tiles, table, 12, ALIGNED, BLOCK)
-    averages = _pointers(words, 0, index, cols, AVERAGE, FLAT, ALIGNED)
+    momenta = _pointers(words, 0, index, cols, MOMENTUM, FLAT, ALIGNED)
     grads = _pointers(words, 1, index, cols, GRAD, FLAT, ALIGNED)
     grad = tl.load(grads, mask=inside).to(tl.float32)
-    average = tl.load(averages, mask=inside).to(tl.float32)
+    average = tl.load(momenta, mask=inside).to(tl.float32)
     if SCALED:
         grad *= tl.load(inverse)
     if SKIPS:
         grad = tl.where(tl.load(skipped), average, grad)
     average = _lerp(average, grad, weight, decay)
-    if ADVANCES:
-        tl.store(averages, _rounded(average, AVERAGE), mask=inside)
+    if UPDATES:
+        tl.store(momenta, _rounded(average, MOMENTUM), mask=inside)
     if PACKS:
         blend = _lerp(grad, average, decay, weight) if NESTEROV else average
         packed = _pointers(words, 2, index, cols, PACKED, FLAT, ALIGNED)

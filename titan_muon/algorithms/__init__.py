@@ -1,0 +1,34 @@
+"""The algorithms of the engine. To delete an algorithm, delete its file and its name below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
+
+from .. import registry
+from ..options import MuonOptions, OptionError
+from ..step.algorithm import Algorithm
+
+ALGORITHMS: Mapping[str, str] = {"muon": "Muon", "normuon": "NorMuon", "muonh": "MuonH", "adamuon": "AdaMuon"}
+"""The class of each algorithm, in the file with the algorithm's name."""
+
+
+def _made(name: str, options: MuonOptions) -> Algorithm:
+    """Imports the algorithm's file at the first use."""
+    algorithm: Algorithm = getattr(import_module(f".{name}", __package__), ALGORITHMS[name])(options)
+    return algorithm
+
+
+for _name in ALGORITHMS:
+    registry.algorithms.register(_name, partial(_made, _name))
+
+
+def algorithm_of(options: MuonOptions) -> Algorithm:
+    """The algorithm of the options. Raises OptionError for an unknown name, and for options that it cannot use."""
+    try:
+        make = registry.algorithms.get(options.algorithm)
+    except ValueError as error:
+        raise OptionError("algorithm", str(error).removeprefix("algorithm ")) from error
+    algorithm: Algorithm = make(options)
+    return algorithm

@@ -1,0 +1,134 @@
+"""`overlap="forward"`: each layer's next forward ends the last buckets of a step, before the layer's weights are used."""
+
+# [Note: updates in forward]
+# - A step launches all returns, but leaves the updates of the last rounds to forward, because their buffers are free
+#   until the next step.
+# - A late update uses the hyperparameters of its step, even if a scheduler changes them after the step.
+# - Late updates run on a separate stream, because on the computing stream they would wait for all earlier layers.
+# - A late update launches no collective, so ranks may end buckets in any order.
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..options import OptionError
+from ..step.foreach import without_parameters
+from ..step.gradients import StepGradients
+from ..step.rank import Rank
+from ..step.step import MuonStep
+from ..step.views import BucketViews
+from .overlap import Overlap
+
+
+@dataclass(frozen=True, eq=False)
+class Suspended:
+    """A bucket before its updates. `updates`: a list that `views` has too, to take out lost updates."""
+
+    views: BucketViews
+    updates: list[Any]
+    params: frozenset[Tensor]
+    bucket: Iterator[None]
+
+
+class ForwardUpdates(Overlap):
+    """The late updates of a step, see [Note: updates in forward].
+
+    `attached`: whether a forward ends them. `count`: buckets suspended so far.
+    """
+
+    def __init__(self) -> None:
+        self.attached, self.count = False, 0
+        self._starting: dict[int, tuple[BucketViews, list[Any]]] = {}
+        self._suspended: list[Suspended] = []
+        self._stream: Any = None
+        self._computing: Any = None
+
+    @property
+    def left(self) -> bool:
+        return bool(self._suspended)
+
+    @property
+    def holds_memory(self) -> bool:  # type: ignore[override]
+        return bool(self._suspended)
+
+    def attach(self, rank: Rank, views: Sequence[BucketViews]) -> None:
+        self._rank, self._late = rank, rank.program.late
+        self._module: Any = torch.get_device_module(rank.device)
+        self._stream = self._stream or self._module.Stream()
+
+    def ready(self, muon: MuonStep) -> None:
+        """Raise OptionError on all ranks if no forward will do the late updates of a step."""
+        if not self.attached and self._rank.plan.buckets:
+            raise OptionError(
+                "overlap",
+                "= 'forward' leaves updates to a forward, but no model applies them: call "
+                "titan_muon.apply_in_forward(model, optimizer) once, before the first step, or set 'none'",
+            )
+
+    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Iterator[None]:
+        if views.index in self._late:
+            updates = [call.with_current_group() for call in views.updates]
+            views = replace(views, updates=updates, late=True)  # type: ignore[arg-type]
+            self._starting[views.index] = views, updates
+        return muon.bucket(views, gradients)
+
+    def keeps(self, index: int, running: dict[int, Iterator[None]]) -> bool:
+        if index not in self._late:
+            return False
+        self._computing = self._module.current_stream()
+        self._stream.wait_stream(self._computing)
+        views, updates = self._starting.pop(index)
+        params = frozenset(self._rank.params[number].param for number in self._rank.parameters_of(index))
+        self._suspended.append(Suspended(views, updates, params, running.pop(index)))
+        self.count += 1
+        return True
+
+    def waits(self, params: Collection[Tensor]) -> bool:
+        return any(not suspended.params.isdisjoint(params) for suspended in self._suspended)
+
+    @torch.no_grad()
+    def end_for(self, params: Collection[Tensor], streams: Iterable[Any]) -> None:
+        """End the buckets of `params` before the next work on `streams`."""
+        # A bucket without local parameters ends together with the first other bucket.
+        self._end([s for s in self._suspended if not s.params or not s.params.isdisjoint(params)])
+        # Even without a bucket: another module may have ended a shared bucket.
+        for stream in streams:
+            stream.wait_stream(self._stream)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        if self._suspended:
+            self._end(list(self._suspended))
+            self._module.current_stream().wait_stream(self._stream)
+
+    def _end(self, ending: Sequence[Suspended]) -> None:
+        if not ending:
+            return
+        self._suspended = [suspended for suspended in self._suspended if suspended not in ending]
+        lost = []
+        with self._module.stream(self._stream):
+            for suspended in ending:
+                lost += self._take_out_moved(suspended)
+                next(suspended.bucket, None)
+        if not self._suspended:
+            # The computing stream may reuse the memory at once.
+            self._computing.wait_stream(self._stream)
+            self._rank.buffers.memory.free()
+        if lost:
+            raise ValueError(
+                f"{', '.join(lost)}: storage was replaced before the update was applied, and the update is lost; call "
+                "finish_step() of Muon before weights are replaced, or set overlap = 'none'"
+            )
+
+    def _take_out_moved(self, suspended: Suspended) -> list[str]:
+        """Take out the updates of parameters with replaced storage. Returns their names."""
+        params, storage = self._rank.params, self._rank.storage
+        stored = {part.parameter for call in suspended.updates for part in call.parts}
+        moved = [index for index in sorted(stored) if not storage[index].is_of_weights(params[index])]
+        suspended.updates[:] = without_parameters(suspended.updates, moved)
+        return [params[index].fqn for index in moved]

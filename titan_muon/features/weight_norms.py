@@ -1,0 +1,102 @@
+"""Frobenius norms of sharded weights, for algorithms that keep them (`Algorithm.sums_norms`)."""
+
+# [Note: weight norms]
+# - A step begins and ends with an all-reduce of one float32 number for each matrix that travels.
+# - Weights with another norm after the step are multiplied by the ratio. An unchanged matrix has equal norms before and
+#   after, so its factor is exactly 1.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..step.algorithm import WEIGHT_NORM, Algorithm, Decorated
+from ..comm.collectives import wait_all
+from ..comm.faults import Fault
+from ..plan.terms.layout import Geometries, spans
+from ..step.foreach import rectangle_of
+from ..step.gradients import StepGradients
+from ..step.rank import Rank
+from ..step.views import Batch
+
+
+class WeightNorms:
+    """A hook of the step. `states`: by matrix, the state `WEIGHT_NORM`, a view of the norms before the step."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank, plan, geometries = rank, rank.plan, Geometries(rank.plan.parameters)
+        group = rank.agreement.peers
+        peers = {rank.program.rank} if group is None else set(dist.get_process_group_ranks(group))
+        numbers, shares, self._weights = list[int](), list[float](), list[Tensor]()
+        for bucket in rank.program.buckets:
+            for parcel in bucket.stored:
+                matrix = plan.matrices[parcel.matrix]
+                stored = rank.storage[matrix.parameter].param
+                # Replicas among the peers count once together. Local matrices are not summed over ranks.
+                elements = geometries[matrix.parameter].elements(matrix.index)
+                held = sum(count for holder, count in elements.items() if holder in peers)
+                for span in spans(parcel.piece):
+                    numbers.append(parcel.matrix)
+                    shares.append(1.0 if bucket.local else matrix.numel / held)
+                    self._weights.append(rectangle_of(matrix.parameter, span, stored).of(stored))
+        device = rank.device
+        self._numbers = rank.numbers(numbers)
+        self._parameters = rank.numbers([plan.matrices[number].parameter for number in numbers])
+        self._shares = torch.tensor(shares, device=device)
+        self._travels = torch.tensor([not ranks for ranks in plan.local], device=device)
+        self._before = torch.zeros(len(plan.matrices), device=device)
+        self._works: Sequence[dist.Work] = ()
+        self._waiting = False
+        self.states = {number: {WEIGHT_NORM: norm} for number, norm in enumerate(self._before.split(1))}
+
+    def begin(self, gradients: StepGradients) -> None:
+        self._works, self._waiting = self._start(self._before), True
+
+    def wait(self) -> None:
+        """Wait for the norms before the step, once."""
+        if self._waiting:
+            self._finish(self._before, self._works)
+        self._waiting = False
+
+    def end(self) -> None:
+        self.wait()
+        after = torch.empty_like(self._before)
+        self._finish(after, self._start(after))
+        if not self._weights:
+            return
+        factors = torch.where(after > 0, self._before / after, 1.0)[self._numbers]
+        torch._foreach_mul_(self._weights, list(factors.unbind()))
+        self._rank.report.add_where(self._parameters, self._before[self._numbers] == 0, Fault.ZERO_WEIGHTS)
+
+    def _start(self, sums: Tensor) -> Sequence[dist.Work]:
+        """Start to fill `sums` (matrices,) with the squared norms of travelling and local matrices."""
+        sums.zero_()
+        if self._weights:
+            norms = torch.stack(torch._foreach_norm(self._weights)).float()
+            sums.index_put_((self._numbers,), norms.square_().mul_(self._shares), accumulate=True)
+        if self._rank.agreement.peers is None or not self._rank.plan.buckets:
+            return ()
+        self._local = sums.masked_fill(self._travels, 0)
+        sums.masked_fill_(~self._travels, 0)
+        return self._rank.exchange.collectives.all_reduce(sums, self._rank.agreement.peers)
+
+    def _finish(self, sums: Tensor, works: Sequence[dist.Work]) -> None:
+        wait_all(works)
+        if works:
+            sums.add_(self._local)
+        sums.sqrt_()
+
+
+class WithWeightNorms(Decorated):
+    """Waits for the norms before the first matrix needs its state."""
+
+    def __init__(self, inner: Algorithm, norms: WeightNorms) -> None:
+        super().__init__(inner)
+        self._norms = norms
+
+    def update(self, batch: Batch, norms: Tensor) -> None:
+        self._norms.wait()
+        super().update(batch, norms)

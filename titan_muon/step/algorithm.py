@@ -1,0 +1,128 @@
+"""The interface of algorithms, and of decorators around an algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from ..options import MuonOptions
+from ..state.matrix_states import StateSpec
+
+if TYPE_CHECKING:
+    from ..context import PlanContext
+    from .foreach import MomentumCall, UpdateCall
+    from .views import Batch
+
+Group = Mapping[str, Any]
+Tensors = Sequence[Tensor]
+Limits = Literal["spectrum", "norm", "nothing"]
+
+WEIGHT_NORM = "weight_norm"
+"""Name of the state of `Algorithm.sums_norms`."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A step that the device may skip.
+
+    `skipped`: () bool on the device. `inverse`: () float32 factor on the gradients, or None.
+    """
+
+    skipped: Tensor
+    inverse: Tensor | None = None
+
+
+class Algorithm:
+    """The function of a whole matrix, and the element-wise work of the holders around it.
+
+    The engine decides where and when each method runs. `before_gather` and `after_return` run on every holder, on parts
+    of matrices, and are element-wise, so that any sharding gives the same bits. `update` runs on the owner, on whole
+    matrices: `prepare`, `orthogonalize`, then `rescale` for each parameter group.
+
+    Attributes:
+        limits: bound on updates: the singular values of an orthogonalized matrix, its norm, or none.
+        temporary_bytes: of `rescale`, for an element of a matrix.
+        sums_norms: whether the engine keeps the Frobenius norm of each matrix's weights in the state `WEIGHT_NORM`, and
+            restores the norm after the step.
+    """
+
+    limits: Limits = "nothing"
+    temporary_bytes: int = 0
+    sums_norms = False
+
+    def __init__(self, options: MuonOptions) -> None:
+        self.options = options
+
+    def states(self, rows: int, cols: int, *, transposed: bool) -> tuple[StateSpec, ...]:
+        """The states of a (rows, cols) matrix besides the momentum. `transposed`: whether the outputs are columns."""
+        return ()
+
+    def check_group(self, group: Group) -> None:
+        """Raise OptionError for hyperparameters that the algorithm cannot use."""
+
+    def check(self, context: PlanContext) -> None:
+        """Raise OptionError for options or a plan that the algorithm cannot use."""
+
+    def scaled(self, scaling: Scaling) -> Algorithm | None:
+        """This algorithm for one step with scaled gradients, or one that the device may skip.
+
+        None: decorators scale and keep.
+        """
+        return None
+
+    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors, *, ahead: bool = False) -> None:
+        """Update the momentum in place, and write the owner's input to `call.packed`.
+
+        `call.packed` is empty where another rank packs equal shards. `ahead`: only pack, and keep the momentum, because
+        the backward that sends the input may still fail.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.before_gather")
+
+    def update(self, batch: Batch, norms: Tensor) -> None:
+        """Replace assembled matrices by their updates, and update their states. `norms`: (count,) Frobenius norms."""
+        self.orthogonalize(batch, self.prepare(batch, norms))
+        for part in batch.parts:
+            states = part.stacked()
+            self.rescale(part.whole, states, part.group, transposed=part.transposed)
+            part.store(states)
+
+    def prepare(self, batch: Batch, norms: Tensor) -> Tensor:
+        """Change assembled matrices before they are orthogonalized. Returns their Frobenius norms."""
+        return norms
+
+    def orthogonalize(self, batch: Batch, norms: Tensor) -> None:
+        """Replace U S Vᵀ by approximately U Vᵀ, in place."""
+        batch.orthogonalize(norms)
+
+    def rescale(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
+        """Turn orthogonalized matrices into updates, in place, and update their states. Only called with states.
+
+        Args:
+            whole: (count, rows, cols) matrices of one parameter group.
+            states: by name, (count, *shape) float32.
+            transposed: whether the outputs are the columns.
+        """
+
+    def after_return(self, call: UpdateCall, params: Tensors) -> None:
+        """Decay weights and add `call.updates`, in place."""
+        raise NotImplementedError(f"{type(self).__name__}.after_return")
+
+
+class Decorated(Algorithm):
+    """Does as `inner`. A decorator overrides what it changes."""
+
+    def __init__(self, inner: Algorithm) -> None:
+        super().__init__(inner.options)
+        self.inner = inner
+
+    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors, *, ahead: bool = False) -> None:
+        self.inner.before_gather(call, momentum, grads, ahead=ahead)
+
+    def update(self, batch: Batch, norms: Tensor) -> None:
+        self.inner.update(batch, norms)
+
+    def after_return(self, call: UpdateCall, params: Tensors) -> None:
+        self.inner.after_return(call, params)

@@ -1,0 +1,56 @@
+"""What this rank has of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..comm.agreement import Agreement
+from ..comm.buffers import Buffers
+from ..comm.exchange import Exchange
+from ..comm.report import FaultReport
+from ..options import MuonOptions
+from ..orthogonalize import Iteration, Method
+from ..plan.program import Program
+from ..plan.terms.types import Plan
+from ..tensors.dtensor import on_device
+from ..tensors.storage import Storage, TrainedParam
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The parts that a step and its features are made from.
+
+    Attributes:
+        params, storage, iterations: by parameter of the plan.
+        methods: by work of the plan.
+    """
+
+    plan: Plan
+    program: Program
+    params: tuple[TrainedParam, ...]
+    storage: tuple[Storage, ...]
+    iterations: tuple[Iteration, ...]
+    methods: tuple[Method, ...]
+    buffers: Buffers
+    exchange: Exchange
+    report: FaultReport
+    agreement: Agreement
+    options: MuonOptions
+
+    @property
+    def device(self) -> torch.device:
+        return self.buffers.device
+
+    def on_device(self, tensor: Tensor) -> Tensor:
+        return on_device(tensor, self.device)
+
+    def numbers(self, numbers: list[int]) -> Tensor:
+        """(count,) int64 on the device."""
+        return self.on_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
+
+    def parameters_of(self, bucket: int) -> frozenset[int]:
+        """The parameters with a piece on this rank in a bucket."""
+        return frozenset(self.plan.matrices[p.matrix].parameter for p in self.program.buckets[bucket].stored)

@@ -1,0 +1,185 @@
+"""One step of Muon on this rank. A bucket is a generator: read `bucket` from top to bottom, and you know the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from .algorithm import Algorithm
+from ..comm.exchange import Exchange
+from ..comm.faults import Fault
+from ..comm.report import FaultReport
+from ..orthogonalize import zero_nonfinite_
+from ..plan.program import Program
+from ..plan.terms.schedule import Act
+from .foreach import MomentumCall, without_parameters
+from .gradients import StepGradients
+from .ranges import UNTRACED, trace_range
+from .views import Batch, BucketViews, UpdateBounds
+
+Fetch = Literal["gather", "update"]
+"""The element-wise work of a bucket: before its gather, or after its return."""
+
+
+class Overlap(Protocol):
+    """Who starts and who ends a bucket, if not the step alone."""
+
+    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Iterator[None]:
+        """The bucket, before Act.GATHER."""
+
+    def keeps(self, index: int, running: dict[int, Iterator[None]]) -> bool:
+        """Whether the bucket stays suspended at Act.APPLY, and so leaves `running`."""
+
+
+class Offload(Protocol):
+    """Where momentum, gradients and weights are, if not on the device. The views of calls are made in its memory."""
+
+    def fetched(self, fetch: Fetch) -> AbstractContextManager[None]:
+        """The tensors of the next element-wise work are on the device, in the order of the program's acts."""
+
+
+class Hook(Protocol):
+    """Work before the first bucket of a step and after the last."""
+
+    def begin(self, gradients: StepGradients) -> None: ...
+    def end(self) -> None: ...
+
+
+class UpdateMask:
+    """The matrices without an update in a step: those that are not finite. Features add others."""
+
+    def __init__(self, report: FaultReport) -> None:
+        self.report = report
+
+    def zero_(self, batch: Batch, gradients: StepGradients) -> Tensor:
+        """Zero the matrices of an assembled batch without an update. Returns the Frobenius norms, (count,)."""
+        if gradients.excluded:
+            # Nothing was packed, and the workspace has old values.
+            for place, parameter in enumerate(batch.parameters):
+                if parameter in gradients.excluded:
+                    batch.whole[place].zero_()
+        norms = batch.norms()
+        self.report.add_where(batch.on_device, zero_nonfinite_(batch.whole, norms), Fault.NOT_FINITE)
+        return norms
+
+
+@dataclass(frozen=True)
+class MuonStep:
+    """Runs a rank's program.
+
+    Attributes:
+        views: by bucket, the tensors of each call, made once from the plan.
+        algorithm: plain or decorated.
+        mask: which matrices get no update.
+        overlap: who starts and who ends a bucket. None: this step.
+        offload: where momentum, gradients and weights are. None: on the device.
+        hooks: what begins before the first bucket and ends after the last, outermost first.
+    """
+
+    program: Program
+    views: tuple[BucketViews, ...]
+    exchange: Exchange
+    report: FaultReport
+    algorithm: Algorithm
+    mask: UpdateMask
+    overlap: Overlap | None = None
+    offload: Offload | None = None
+    hooks: Sequence[Hook] = ()
+
+    def bucket(self, views: BucketViews, gradients: StepGradients, *, gathered: bool = False) -> Iterator[None]:
+        """From gradients to weights. At each `yield` other buckets run, while this one is on the network.
+
+        A local bucket (an owned matrix, a whole expert) has the same stages, and its exchange does nothing. `gathered`:
+        backward has sent the input of Newton-Schulz already, and `views` pack nothing.
+        """
+        algorithm, index = self.algorithm, views.index
+        # Holders update the momentum of every shard that they store, and pack the shards into the send buffer.
+        with trace_range("advance", index), self.fetched("gather"):
+            for call in with_gradients(views.gathers, gradients):
+                algorithm.before_gather(call, call.momentum, call.grads(gradients))
+        if views.releases:
+            gradients.release(views.releases)
+        if not gathered:
+            with trace_range("gather", index):
+                views.repeats.run()
+                self.exchange.gather(index)
+        yield  # Act.GATHER
+        # Owners assemble their matrices, orthogonalize them and split the results.
+        with trace_range("orthogonalize", index):
+            self.exchange.wait(index)
+            if views.cleared is not None:
+                views.cleared.zero_()
+            for assemble, batch, split in views.batches:
+                assemble.run()
+                norms = self.mask.zero_(batch, gradients)
+                algorithm.update(batch, norms)
+                split.run()
+        with trace_range("send_back", index):
+            self.exchange.return_results(index)
+        yield  # Act.ORTHOGONALIZE
+        # Holders decay their weights and add the update.
+        with trace_range("apply", index):
+            self.exchange.wait(index)
+            if views.bounds.views:
+                self.check_bounds(views.bounds, late=views.late)
+            updates = views.updates
+            with self.fetched("update"):
+                for update in without_parameters(updates, gradients.excluded) if gradients.excluded else updates:
+                    algorithm.after_return(update, update.params)
+        # Act.APPLY: the generator ends.
+
+    def run(self, gradients: StepGradients) -> None:
+        """Resume each bucket once for each act of the program. The memory of the buckets is allocated."""
+        for hook in self.hooks:
+            hook.begin(gradients)
+        overlap, running = self.overlap, dict[int, Iterator[None]]()
+        try:
+            for act, index in self.program.acts:
+                if act is Act.GATHER:
+                    views = self.views[index]
+                    if overlap is None:
+                        running[index] = self.bucket(views, gradients)
+                    else:
+                        running[index] = overlap.start(self, views, gradients)
+                if act is not Act.APPLY or overlap is None or not overlap.keeps(index, running):
+                    next(running[index], None)
+        finally:
+            # Only after an error is a bucket still suspended.
+            for bucket in running.values():
+                bucket.close()
+        for hook in reversed(self.hooks):
+            hook.end()
+
+    def fetched(self, fetch: Fetch) -> AbstractContextManager[object]:
+        return UNTRACED if self.offload is None else self.offload.fetched(fetch)
+
+    def check_bounds(self, bounds: UpdateBounds, *, late: bool) -> None:
+        """Report and zero updates that no orthogonalization can have made."""
+        norms = torch.stack(torch._foreach_norm(bounds.views, 2))
+        # The comparison is false for NaN.
+        broken = (norms <= bounds.norms).logical_not_()
+        self.report.add_too_large(bounds.parameters, broken, late=late)
+        any_broken: Tensor = broken.any()
+        # Reading a flag on the CPU does not wait.
+        if any_broken.device.type != "cpu" or any_broken:
+            # The next step raises on all ranks. A mask for each view would take a launch for each.
+            bounds.memory.masked_fill_(any_broken, 0)
+
+
+def with_gradients(calls: Sequence[MomentumCall], gradients: StepGradients) -> Iterable[MomentumCall]:
+    """Calls by gradient dtype. Fills parts without a gradient with NaN, so that the owner makes a zero update."""
+    return calls if gradients.uniform else list(_by_dtype(calls, gradients))
+
+
+def _by_dtype(calls: Iterable[MomentumCall], gradients: StepGradients) -> Iterator[MomentumCall]:
+    for call in calls:
+        by_dtype = call.split(lambda part: gradients.dtype(part.parameter))
+        for view in by_dtype.pop(None).packed if None in by_dtype else ():
+            view.fill_(math.nan)
+        yield from by_dtype.values()
