@@ -32,8 +32,8 @@ MODULES = {
     "titan_muon.owned": ("full_state_dict", "gather", "is_owned", "load_full_state_dict"),
     "titan_muon.qk_clip": ("AttentionLayer", "HeadWeight", "QKClip", "key_rows", "query_rows"),
     "titan_muon.registry": ("OptimizerEntry", "Registry"),
-    "titan_muon.rules.muon": ("MuonRule",),
-    "titan_muon.state.rule_states": ("StateSpec",),
+    "titan_muon.algorithms.muon": ("MuonAlgorithm",),
+    "titan_muon.state.matrix_states": ("StateSpec",),
     "titan_muon.titan": ("HybridOptimizers", "HybridOptimizers.Config"),
 }
 """Public names that `titan_muon` does not export."""

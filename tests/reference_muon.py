@@ -72,10 +72,9 @@ class ReferenceRule(ReferenceMuon):
     def __init__(
         self,
         params: Mapping[str, Tensor],
-        rule: str = "muon",
+        algorithm: str = "muon",
         beta2: float = 0.95,
         cautious: bool = False,
-        update_factor: float = 1.0,
         decay_follows_lr: bool = False,
         momentum_warmup_steps: int = 0,
         momentum_start: float = 0.85,
@@ -83,14 +82,14 @@ class ReferenceRule(ReferenceMuon):
         **options: Any,
     ) -> None:
         super().__init__(params, **options)
-        self.rule, self.beta2, self.cautious, self.factor = rule, beta2, cautious, update_factor
+        self.algorithm, self.beta2, self.cautious = algorithm, beta2, cautious
         self.peak = self.lr if decay_follows_lr else None
         self.warmup, self.start, self.last = momentum_warmup_steps, momentum_start, self.momentum
         self.steps, self.holds = 0, idle == "hold"
         self.moments = {
-            name: [torch.zeros(p.shape[-2:] if rule == "adamuon" else p.size(-2)) for _ in self._matrices(p)]
+            name: [torch.zeros(p.shape[-2:] if algorithm == "adamuon" else p.size(-2)) for _ in self._matrices(p)]
             for name, p in self.params.items()
-            if rule in ("normuon", "adamuon")
+            if algorithm in ("normuon", "adamuon")
         }
 
     @staticmethod
@@ -108,26 +107,26 @@ class ReferenceRule(ReferenceMuon):
             blended = grads[name].lerp(average, self.momentum) if self.nesterov else average
             matrices = zip(self._matrices(param), self._matrices(blended), self._matrices(grads[name]), strict=True)
             for index, (target, matrix, gradient) in enumerate(matrices):
-                update = newton_schulz(matrix.sign() if self.rule == "adamuon" else matrix, dtype=self.dtype)
+                update = newton_schulz(matrix.sign() if self.algorithm == "adamuon" else matrix, dtype=self.dtype)
                 held = self.holds and not gradient.any()
                 if held:
                     update = torch.zeros_like(update)
-                if self.rule == "muonh":
+                if self.algorithm == "muonh":
                     self.turn(target, update)
                     continue
-                if self.rule in ("normuon", "adamuon") and not held:
+                if self.algorithm in ("normuon", "adamuon") and not held:
                     update = self.normalized(update, self.moments[name][index])
                 if self.cautious:
                     target.add_(target * (target * update >= 0), alpha=-self.lr * decay)
                 else:
                     target.mul_(1 - self.lr * decay)
-                target.add_(update, alpha=-self.lr * self.scale(*matrix.shape) * self.factor)
+                target.add_(update, alpha=-self.lr * self.scale(*matrix.shape))
 
     def normalized(self, update: Tensor, moment: Tensor) -> Tensor:
         wide = update.float().contiguous()
         squares = wide.square()
-        moment.lerp_(squares if self.rule == "adamuon" else squares.mean(1), 1 - self.beta2)
-        root = moment.sqrt() + 1e-8 if self.rule == "adamuon" else (moment.sqrt() + 1e-7)[:, None]
+        moment.lerp_(squares if self.algorithm == "adamuon" else squares.mean(1), 1 - self.beta2)
+        root = moment.sqrt() + 1e-8 if self.algorithm == "adamuon" else (moment.sqrt() + 1e-7)[:, None]
         rows = wide / root
         # 0.2 lr sqrt(m n) / norm is the papers' rate; the scale of Muon's rate, 0.2 sqrt(max), leaves sqrt(min) / norm.
         return (rows * (min(update.shape) ** 0.5 / rows.norm())).to(update.dtype)
@@ -135,5 +134,5 @@ class ReferenceRule(ReferenceMuon):
     def turn(self, weights: Tensor, update: Tensor) -> None:
         """Move weights on the sphere of constant norm."""
         wide, radius = update.float().contiguous(), weights.norm().square().sqrt()
-        weights.add_((wide * (radius / wide.norm())).to(update.dtype), alpha=-self.lr * self.factor)
+        weights.add_((wide * (radius / wide.norm())).to(update.dtype), alpha=-self.lr)
         weights.mul_(radius / weights.norm().square().sqrt())

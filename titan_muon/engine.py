@@ -83,9 +83,7 @@ class Engine:
         orthogonalized: number of matrices that a step orthogonalizes on this rank.
     """
 
-    def __init__(
-        self, rank: Rank, algorithm: Algorithm, states: MatrixStates, overlap: Overlap | None = None
-    ) -> None:
+    def __init__(self, rank: Rank, algorithm: Algorithm, states: MatrixStates, overlap: Overlap | None = None) -> None:
         # The overlap of the engine before, because hooks in the model hold it.
         self.overlap = _overlap(rank.options) if overlap is None else overlap
         self._algorithm = algorithm
@@ -184,7 +182,9 @@ class Engine:
         if self.overlap is None or not self.overlap.holds_memory:
             rank.buffers.memory.free()
 
-    def gradients(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]) -> StepGradients:
+    def gradients(
+        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
+    ) -> StepGradients:
         """The gradients of the next step. Raises ValueError on all ranks together, before anything changes."""
         rank, overlap = self.rank, self.overlap
         if rank.buffers.device.type == "cuda":
@@ -253,12 +253,16 @@ class Engine:
         A fast test of the common case. `fault_of` finds what has changed.
         """
         storage, group = self.rank.storage[index], trained.group
-        if momentum is not trained.momentum_buffer or param is not trained.param or not trained.on_mesh:
+        if (
+            momentum is None
+            or momentum is not trained.momentum_buffer
+            or param is not trained.param
+            or not trained.on_mesh
+        ):
             return False
         if (group["ns_coefficients"], group["ns_steps"], group["eps"]) != self._iterations[index]:
             return False
-        grad, place = param.grad, None
-        stored = param
+        grad, stored, place = param.grad, param, None
         if isinstance(param, DTensor):
             stored, place = param._local_tensor, (param.device_mesh, param.placements)
         if isinstance(momentum, DTensor):
@@ -350,9 +354,7 @@ class Engine:
         pairs = zip(params, self.rank.params, self.rank.iterations, strict=True)
         return all(new.param is old.param and not iteration_changed(new.group, i) for new, old, i in pairs)
 
-    def rebuild(
-        self, params: Sequence[TrainedParam], options: MuonOptions, states: MatrixStates | None = None
-    ) -> None:
+    def rebuild(self, params: Sequence[TrainedParam], options: MuonOptions, states: MatrixStates | None = None) -> None:
         """The same plan and buffers for new storage, momentum, `offload` or states of matrices."""
         storage = tuple(map(storage_of, params, self.rank.plan.parameters))
         rank = replace(self.rank, params=tuple(params), storage=storage, options=options)

@@ -13,23 +13,23 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from .algorithms import algorithm_of
+from .algorithms.fused import with_fused
+from .algorithms.scaling import scaling_of
 from .comm.agreement import Agreement
 from .comm.clip import SkipsSteps
 from .comm.equality import check_equal
 from .comm.exchange import Exchange
 from .comm.replicas import separate_layouts
 from .comm.report import Carried
-from .algorithms import algorithm_of
-from .algorithms.fused import with_fused
-from .algorithms.scaling import scaling_of
 from .engine import Engine, engine_of, report_of
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, OptionError, Split, refuse_keywords
 from .plan.terms.types import Plan
 from .planning import checked_plan, device_of
 from .state.groups import check_lr, check_params, checked, doubts_of, given_groups, named_group, rows_of
 from .state.host import moves, with_offload
-from .state.momentum import copy_momentum, followed, moved, unchanged_after_errors, with_states
 from .state.matrix_states import MatrixStates, with_matrix_states
+from .state.momentum import copy_momentum, followed, moved, unchanged_after_errors, with_states
 from .state.saved import after_pre_hooks, check_saved_groups, completed, saved_params, saved_states
 from .step.algorithm import Scaling
 from .step.gradients import check_first_gradients

@@ -340,8 +340,8 @@ class StepOptions:
     GPU unless PYTORCH_ALLOC_CONF has expandable_segments:True."""
 
     fused: Annotated[bool | Literal["auto"], SWITCH] = False
-    """Triton kernels for momentum and update, which read and write each tensor once, with `algorithm` = "muon" or "normuon".
-    `auto`: where `make gpu` measured a faster step on this type of GPU. Off by default, because none was measured."""
+    """Triton kernels for momentum and update, which read and write each tensor once, with `algorithm` = "muon" or
+    "normuon". `auto`: where `make gpu` measured a faster step on this type of GPU. Off by default, because none was measured."""
 
     overlap: Overlap = "none"
     """`backward`: gather matrices during the last backward, as soon as gradients are reduced. `forward`: return and

@@ -128,7 +128,7 @@ def optimizers_of(kind: str, model: nn.Module, lr: float) -> list[Optimizer]:
     kinds: Mapping[str, Callable[[], Optimizer]] = {
         "muon": lambda: Muon(matrices, lr=lr, weight_decay=DECAY),
         "muon_fused": lambda: Muon(matrices, lr=lr, weight_decay=DECAY, fused=is_cuda),
-        "normuon": lambda: Muon(matrices, lr=lr, weight_decay=DECAY, rule="normuon"),
+        "normuon": lambda: Muon(matrices, lr=lr, weight_decay=DECAY, algorithm="normuon"),
         "torch_muon": lambda: torch.optim.Muon(
             [p for _, p in matrices], lr=lr, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"
         ),

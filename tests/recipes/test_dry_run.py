@@ -102,7 +102,7 @@ def test_a_dry_run_prints_a_verdict_and_writes_a_self_contained_page(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("--muon.rule muonh", r"muon\.weight_decay = 0\.1: rule = 'muonh' keeps the norm"),
+        ("--muon.algorithm muonh", r"muon\.weight_decay = 0\.1: algorithm = 'muonh' keeps the norm"),
         ("--muon.fused", r"muon\.fused = True needs Triton, which does not run on cpu"),
         ("--muon.fused --world-size 2 --device cpu", r"muon\.fused = True needs Triton"),
         ("--model.vocab_size 10", r"data\.tokenizer has 258 tokens and the model embeds 10"),

@@ -11,19 +11,19 @@ from torch.optim import lr_scheduler
 from tests.dist.harness import run_program
 from titan_muon import Muon, registry
 from titan_muon.options import OptionError
-from titan_muon.rules import RULES
-from titan_muon.rules.muon import MuonRule
+from titan_muon.algorithms import RULES
+from titan_muon.algorithms.muon import MuonAlgorithm
 
 STEPS = """
 import sys
-sys.modules["titan_muon.rules.{removed}"] = None
+sys.modules["titan_muon.algorithms.{removed}"] = None
 import torch
 from titan_muon import Muon
 from torch import nn
 
 for rule in {kept!r}:
     param = nn.Parameter(torch.eye(16))
-    muon = Muon([("w", param)], rule=rule, weight_decay=0.0)
+    muon = Muon([("w", param)], algorithm=rule, weight_decay=0.0)
     param.grad = torch.randn(16, 16)
     muon.step()
     assert not param.equal(torch.eye(16))
@@ -134,7 +134,7 @@ def test_a_tensor_rate_decays_as_a_number() -> None:
 
 def test_the_momentum_warms_up_and_continues_from_a_state_dict() -> None:
     options: dict[str, Any] = {"momentum_warmup_steps": 4, "momentum_start": 0.5, "momentum": 0.9}
-    rule = MuonRule(Muon([("w", nn.Parameter(torch.eye(16)))], **options)._options)
+    rule = MuonAlgorithm(Muon([("w", nn.Parameter(torch.eye(16)))], **options)._options)
     assert [rule.momentum({"momentum": 0.9, "step": step}) for step in (0, 1, 2, 4, 9)] == [0.5, 0.6, 0.7, 0.9, 0.9]
     muon, whole = trained(4, **options)
     assert muon.param_groups[0]["step"] == 4
@@ -161,17 +161,17 @@ def test_factors_scale_only_the_update(options: dict[str, Any], factor: float) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rule": "normoun"}, "rule = 'normoun' is unknown; did you mean 'normuon'"),
-        ({"rule": "muonh"}, "weight_decay = 0.1: rule = 'muonh' keeps the norm"),
-        ({"rule": "muonh", "cautious": True}, "cautious = True changes weight decay"),
-        ({"rule": "muonh", "decay_follows_lr": True}, "decay_follows_lr = True changes weight decay"),
-        ({"rule": "muonh", "overlap": "forward"}, "overlap = 'forward' applies updates in forward"),
-        ({"rule": "muonh", "offload": "parameters"}, "offload = 'parameters'"),
+        ({"rule": "normoun"}, "algorithm = 'normoun' is unknown; did you mean 'normuon'"),
+        ({"algorithm": "muonh"}, "weight_decay = 0.1: algorithm = 'muonh' keeps the norm"),
+        ({"algorithm": "muonh", "cautious": True}, "cautious = True changes weight decay"),
+        ({"algorithm": "muonh", "decay_follows_lr": True}, "decay_follows_lr = True changes weight decay"),
+        ({"algorithm": "muonh", "overlap": "forward"}, "overlap = 'forward' applies updates in forward"),
+        ({"algorithm": "muonh", "offload": "parameters"}, "offload = 'parameters'"),
         ({"adjust_lr_fn": True}, "adjust_lr_fn = True is not accepted"),
         ({"adjust_lr_fn": 0.0}, "adjust_lr_fn = 0.0 is not accepted"),
         ({"update_factor": 0.0}, "update_factor = 0.0 is not accepted"),
         ({"momentum_warmup_steps": -1}, "momentum_warmup_steps = -1 is not accepted"),
-        ({"beta2": 0.9}, "beta2 = 0.9 has no effect without rule = 'normuon' or 'adamuon'; set both, or neither"),
+        ({"beta2": 0.9}, "beta2 = 0.9 has no effect without algorithm = 'normuon' or 'adamuon'; set both, or neither"),
         ({"momentum_start": 0.5}, "momentum_start = 0.5 has no effect without momentum_warmup_steps"),
     ],
 )
@@ -195,16 +195,16 @@ def test_scaled_coefficients_are_refused_only_for_the_reference() -> None:
 
 
 def test_muonh_refuses_bfloat16_weights_by_name() -> None:
-    muon = Muon([("w", nn.Parameter(torch.eye(16).bfloat16()))], rule="muonh", weight_decay=0.0)
-    with pytest.raises(ValueError, match=r"rule = 'muonh' needs float32 weights.*: w"):
+    muon = Muon([("w", nn.Parameter(torch.eye(16).bfloat16()))], algorithm="muonh", weight_decay=0.0)
+    with pytest.raises(ValueError, match=r"algorithm = 'muonh' needs float32 weights.*: w"):
         muon.build()
 
 
 def test_a_third_party_rule_checks_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing(MuonRule):
+    class Refusing(MuonAlgorithm):
         def check(self, group: Any) -> None:
             raise OptionError("nesterov", "is not for this rule")
 
-    monkeypatch.setitem(registry.rules._values, "refusing", Refusing)
+    monkeypatch.setitem(registry.algorithms._values, "refusing", Refusing)
     with pytest.raises(OptionError, match="nesterov is not for this rule"):
-        Muon([("w", nn.Parameter(torch.eye(16)))], rule="refusing")
+        Muon([("w", nn.Parameter(torch.eye(16)))], algorithm="refusing")

@@ -10,7 +10,7 @@ from .. import registry
 from ..options import MuonOptions, OptionError
 from ..step.algorithm import Algorithm
 
-ALGORITHMS: Mapping[str, str] = {"muon": "Muon", "normuon": "NorMuon", "muonh": "MuonH", "adamuon": "AdaMuon"}
+ALGORITHMS: Mapping[str, str] = {"muon": "MuonAlgorithm", "normuon": "NorMuon", "muonh": "MuonH", "adamuon": "AdaMuon"}
 """The class of each algorithm, in the file with the algorithm's name."""
 
 

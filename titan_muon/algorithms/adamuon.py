@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..state.matrix_states import StateSpec
 from ..step.algorithm import Group, Tensors
-from .muon import Muon
+from .muon import MuonAlgorithm
 
 if TYPE_CHECKING:
     from ..step.foreach import MomentumCall
@@ -19,7 +19,7 @@ SECOND_MOMENT = "second_moment"
 EPS = 1e-8
 
 
-class AdaMuon(Muon):
+class AdaMuon(MuonAlgorithm):
     """Orthogonalizes the signs of the momentum, then divides each element by a running root mean square.
 
     The second moment V, on the matrix's owner, has the shape of the matrix in float32:

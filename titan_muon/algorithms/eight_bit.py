@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..state.eight_bit import decoded, encode
+from ..step.algorithm import Algorithm, Decorated, Tensors
 from ..tensors.dtensor import local
 from ..tensors.storage import STEP
-from ..step.algorithm import Algorithm, Decorated, Tensors
 
 if TYPE_CHECKING:
     from ..step.foreach import MomentumCall

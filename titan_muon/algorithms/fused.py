@@ -20,16 +20,16 @@ from torch import Tensor
 
 from ..options import MuonOptions, OptionError
 from ..orthogonalize import measured_choices
-from ..step.algorithm import Decorated, Scaling, Tensors
+from ..step.algorithm import Algorithm, Decorated, Scaling, Tensors
 from ..step.rounding import seed_of
 from ..tensors.draws import wrapped
 from ..tensors.storage import STEP
 from . import algorithm_of
-from .muon import Muon
+from .muon import MuonAlgorithm
 
 if TYPE_CHECKING:
-    from ..orthogonalize.symmetric_kernel import Launch
     from ..context import PlanContext
+    from ..orthogonalize.symmetric_kernel import Launch
     from ..step.foreach import MomentumCall, UpdateCall
     from ..step.gradients import StepGradients
     from ..step.rank import Rank
@@ -149,8 +149,9 @@ class Fused(Decorated):
     `scaling`: of a step that the device may skip, which the kernels do themselves.
     """
 
-    def __init__(self, inner: Muon, tables: Tables, scaling: Scaling | None = None) -> None:
+    def __init__(self, inner: Algorithm, tables: Tables, scaling: Scaling | None = None) -> None:
         super().__init__(inner)
+        assert isinstance(inner, MuonAlgorithm), f"{type(inner).__name__}: `check` accepts algorithms with Muon's arithmetic"
         self._muon, self._tables, self._scaling = inner, tables, scaling
 
     def scaled(self, scaling: Scaling) -> Fused:
@@ -203,7 +204,7 @@ class Tables:
 def has_kernels(options: MuonOptions) -> bool:
     """Whether the algorithm has Muon's element-wise arithmetic."""
     algorithm = type(algorithm_of(options))
-    return all(getattr(algorithm, n) is getattr(Muon, n) for n in ("before_gather", "after_return", "factor"))
+    return all(getattr(algorithm, n) is getattr(MuonAlgorithm, n) for n in ("before_gather", "after_return", "factor"))
 
 
 def check(context: PlanContext) -> None:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ..options import OptionError
-from ..tensors.storage import STEP
 from ..step.algorithm import Algorithm, Group, Limits, Tensors
+from ..tensors.storage import STEP
 
 if TYPE_CHECKING:
     from ..step.foreach import MomentumCall, UpdateCall
 
 
-class Muon(Algorithm):
+class MuonAlgorithm(Algorithm):
     """Orthogonalized exponential moving average of gradients, with decoupled weight decay; base of the others."""
 
     limits: Limits = "spectrum"

@@ -17,14 +17,14 @@ from torch import Tensor
 from ..options import OptionError
 from ..state.matrix_states import StateSpec
 from ..step.algorithm import WEIGHT_NORM, Group
-from .muon import Muon
+from .muon import MuonAlgorithm
 
 if TYPE_CHECKING:
     from ..context import PlanContext
     from ..step.foreach import UpdateCall
 
 
-class MuonH(Muon):
+class MuonH(MuonAlgorithm):
     """Updates of the weights' own norm, and weights projected to this norm. See [Note: the sphere]."""
 
     limits = "nothing"

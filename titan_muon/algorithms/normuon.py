@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ..state.matrix_states import StateSpec
 from ..step.algorithm import Group
-from .muon import Muon
+from .muon import MuonAlgorithm
 
 SECOND_MOMENT = "second_moment"
 EPS = 1e-7
 
 
-class NorMuon(Muon):
+class NorMuon(MuonAlgorithm):
     """Divides each row of the orthogonalized matrix by a running root mean square of that row.
 
     The second moment v, on the matrix's owner, has one float32 number for each row (an output neuron):

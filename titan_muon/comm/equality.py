@@ -100,7 +100,9 @@ def _held(
                 plain[label] = tensor
         elif not without_groups(tensor) and (axes := _replica_axes(tensor)):
             shards.setdefault((tensor.device_mesh, axes), {})[label] = tensor
-    values: dict[str, LocalValue] = {label: LocalValue(text, is_tensor=False) for label, text in labeled(optimizers).items()}
+    values: dict[str, LocalValue] = {
+        label: LocalValue(text, is_tensor=False) for label, text in labeled(optimizers).items()
+    }
     values |= {label: LocalValue((tuple(plain[label].shape), number)) for label, number in _sums(plain).items()}
     return values, {axes: _sums(held) for axes, held in shards.items()}
 

@@ -79,8 +79,8 @@ REMEDIES: Mapping[Fault, str] = {
     "values on every rank, and continue from a checkpoint",
     Fault.STEPS_DIFFER: "ranks took different numbers of steps since Muon was built: {details}; call step() equally "
     "often on every rank, also where an error was caught, and continue from a checkpoint",
-    Fault.ZERO_WEIGHTS: "{names}: a matrix of zeros, which keeps the norm 0 under algorithm = 'muonh' and never changes; "
-    "initialize the weights, or give the parameter to another optimizer",
+    Fault.ZERO_WEIGHTS: "{names}: a matrix of zeros, which keeps the norm 0 under algorithm = 'muonh' and never "
+    "changes; initialize the weights, or give the parameter to another optimizer",
     Fault.SPARSE_GRADIENT: "{names}: the gradient is sparse, and Muon takes dense matrices; set sparse = False in the "
     "embedding, or give it to torch.optim.SparseAdam",
     Fault.HIGHEST_RATE_UNKNOWN: "{names}: decay_follows_lr = True needs the highest learning rate of the schedule, "

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from ..comm.faults import Fault
+from ..context import PlanContext
 from ..options import OptionError
 from ..plan.program import replicated_plain
 from ..step.build_views import NO_COPIES
-from ..context import PlanContext
 from ..step.gradients import StepGradients, grad_matrix
 from ..step.ranges import trace_range
 from ..step.rank import Rank
-from ..step.step import MuonStep, with_gradients
+from ..step.step import Bucket, MuonStep, with_gradients
 from ..step.views import BucketViews
 from ..tensors.storage import TrainedParam, placement_key
 from .overlap import Overlap
@@ -130,7 +130,7 @@ class BackwardGathers(Overlap):
         # On the gradients' stream, packing would delay the next reduction.
         self.stream = self.stream or self.module.Stream()
 
-    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Iterator[None]:
+    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Bucket:
         if views.index not in self.first[: self.launched]:
             return muon.bucket(views, gradients)
         place = self.first.index(views.index)

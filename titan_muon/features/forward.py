@@ -1,4 +1,4 @@
-"""`overlap="forward"`: each layer's next forward ends the last buckets of a step, before the layer's weights are used."""
+"""`overlap="forward"`: each layer's next forward ends the last buckets of a step, before its weights are used."""
 
 # [Note: updates in forward]
 # - A step launches all returns, but leaves the updates of the last rounds to forward, because their buffers are free
@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..options import OptionError
 from ..step.foreach import without_parameters
 from ..step.gradients import StepGradients
 from ..step.rank import Rank
-from ..step.step import MuonStep
+from ..step.step import Bucket, MuonStep
 from ..step.views import BucketViews
 from .overlap import Overlap
 
@@ -32,7 +32,7 @@ class Suspended:
     views: BucketViews
     updates: list[Any]
     params: frozenset[Tensor]
-    bucket: Iterator[None]
+    bucket: Bucket
 
 
 class ForwardUpdates(Overlap):
@@ -70,14 +70,14 @@ class ForwardUpdates(Overlap):
                 "titan_muon.apply_in_forward(model, optimizer) once, before the first step, or set 'none'",
             )
 
-    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Iterator[None]:
+    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Bucket:
         if views.index in self._late:
             updates = [call.with_current_group() for call in views.updates]
             views = replace(views, updates=updates, late=True)  # type: ignore[arg-type]
             self._starting[views.index] = views, updates
         return muon.bucket(views, gradients)
 
-    def keeps(self, index: int, running: dict[int, Iterator[None]]) -> bool:
+    def keeps(self, index: int, running: dict[int, Bucket]) -> bool:
         if index not in self._late:
             return False
         self._computing = self._module.current_stream()

@@ -1,8 +1,8 @@
 """`missing_grad="skip"`, `nonfinite="skip"` and `idle="hold"`: one pass over gradients, and one maximum over ranks."""
 
 # [Note: matrices without an update]
-# - Each matrix has a code: no holder, a zero gradient, a gradient, or a missing or non-finite gradient. The maximum over
-#   the ranks that share matrices makes all ranks agree on the device, without a wait of the host.
+# - Each matrix has a code: no holder, a zero gradient, a gradient, or a missing or non-finite gradient. The maximum
+#   over the ranks that share matrices makes all ranks agree on the device, without a wait of the host.
 # - Skipped: a missing or non-finite gradient with `skip`. The matrix also keeps its momentum and its weights, so all
 #   holders must know before the momentum changes.
 # - Idle: a zero gradient with `hold`. Only the update is held, because Newton-Schulz normalizes the momentum: an expert

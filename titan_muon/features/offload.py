@@ -63,7 +63,7 @@ class HostMomentumCall(MomentumCall):
 
     slot: Mapping[Key, Tensor]
 
-    def grads(self, gradients: StepGradients) -> Sequence[Tensor]:
+    def grads(self, gradients: StepGradients) -> list[Tensor]:
         return [_view(self.slot, "grad", part) for part in self.parts]
 
 

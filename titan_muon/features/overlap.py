@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from ..comm.faults import Fault
 from ..step.gradients import StepGradients
 from ..step.rank import Rank
-from ..step.step import MuonStep
+from ..step.step import Bucket, MuonStep
 from ..step.views import BucketViews
 
 
@@ -25,7 +25,7 @@ class Overlap:
     def attach(self, rank: Rank, views: Sequence[BucketViews]) -> None:
         """The tensors of the next steps: at the start, and after storage has moved."""
 
-    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Iterator[None]:
+    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Bucket:
         """The bucket, before Act.GATHER."""
         return muon.bucket(views, gradients)
 
@@ -35,7 +35,7 @@ class Overlap:
     def end(self) -> None:
         """After the last act of a step."""
 
-    def keeps(self, index: int, running: dict[int, Iterator[None]]) -> bool:
+    def keeps(self, index: int, running: dict[int, Bucket]) -> bool:
         """Whether the bucket stays suspended at Act.APPLY, and so leaves `running`."""
         return False
 

@@ -65,4 +65,4 @@ class SliceBatches:
         if cut is None:
             return batch
         team_slice = TeamSlice(self._teams[batch.matrices[0]], cut.cuts_rows)
-        return SliceBatch(*(getattr(batch, field.name) for field in fields(Batch)), team_slice)
+        return SliceBatch(**{field.name: getattr(batch, field.name) for field in fields(Batch)}, slice=team_slice)

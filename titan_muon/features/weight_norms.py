@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..step.algorithm import WEIGHT_NORM, Algorithm, Decorated
 from ..comm.collectives import wait_all
 from ..comm.faults import Fault
 from ..plan.terms.layout import Geometries, spans
+from ..step.algorithm import WEIGHT_NORM, Algorithm, Decorated
 from ..step.foreach import rectangle_of
 from ..step.gradients import StepGradients
 from ..step.rank import Rank

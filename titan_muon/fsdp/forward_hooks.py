@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..features.late import LateApplies
+from ..features.forward import ForwardUpdates
 from ..muon import Muon
 from ..options import OptionError
 from ..tensors.names import named_parameters
@@ -23,7 +23,7 @@ class _Layer:
     optimizer and its momentum alive.
     """
 
-    def __init__(self, module: FSDPModule, outer: Sequence[FSDPModule], deferred: LateApplies) -> None:
+    def __init__(self, module: FSDPModule, outer: Sequence[FSDPModule], deferred: ForwardUpdates) -> None:
         self._module, self._outer, self._deferred = module, outer, deferred
         self._count = 0
 
@@ -36,9 +36,9 @@ class _Layer:
             self._check(own_groups(module))
         # The computing stream would wait for the updates anyway.
         streams = [stream for group in own for stream in (group.computing_stream(), group.reading_stream())]
-        self._deferred.finish(_params(own), streams)
+        self._deferred.end_for(_params(own), streams)
         for group in prefetched_groups(self._module):
-            self._deferred.finish(group.params(), [group.reading_stream()])
+            self._deferred.end_for(group.params(), [group.reading_stream()])
 
     def _check(self, groups: Iterable[GatheredGroup]) -> None:
         for group in groups:
@@ -69,7 +69,7 @@ def apply_in_forward(model: nn.Module, muon: Muon) -> None:
         ValueError: for a Muon without `overlap = "forward"`, for a second call, and for parameters outside of every
             `fully_shard` module.
     """
-    deferred = late_applies(muon)
+    deferred = forward_updates(muon)
     if deferred is None:
         raise ValueError("apply_in_forward: Muon has no late updates; build Muon with overlap = 'forward'")
     if deferred.attached:
@@ -86,14 +86,15 @@ def apply_in_forward(model: nn.Module, muon: Muon) -> None:
         module.register_forward_pre_hook(hook, prepend=True)
     for submodule in model.modules():
         if any(param in trained for param in submodule.parameters(recurse=False)):
-            submodule.register_state_dict_pre_hook(lambda *_: deferred.flush())
-            submodule.register_load_state_dict_pre_hook(lambda *_: deferred.flush())
+            submodule.register_state_dict_pre_hook(lambda *_: deferred.finish())
+            submodule.register_load_state_dict_pre_hook(lambda *_: deferred.finish())
     deferred.attached = True
 
 
-def late_applies(muon: Muon) -> LateApplies | None:
+def forward_updates(muon: Muon) -> ForwardUpdates | None:
     """The late updates of Muon, if any."""
-    return next((feature for feature in muon.engine.features if isinstance(feature, LateApplies)), None)
+    overlap = muon.engine.overlap
+    return overlap if isinstance(overlap, ForwardUpdates) else None
 
 
 def _check_gathered(model: nn.Module, trained: Mapping[Tensor, str]) -> None:

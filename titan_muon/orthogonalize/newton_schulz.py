@@ -1,4 +1,4 @@
-"""Newton-Schulz iterations on stacks of matrices: torch.optim.Muon's arithmetic, the standard one, and on Gram matrices.
+"""Newton-Schulz iterations on stacks of matrices: torch.optim.Muon's arithmetic, the standard one, and Gram matrices.
 
 `orthogonalize` runs the iteration that a `Method` names.
 """

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from ..context import PlanContext
 from ..options import OptionError
 from ..plan.terms.types import Parameter
-from ..context import PlanContext
 from ..tensors.draws import hash_counts
 from ..tensors.dtensor import local, storage_device
 

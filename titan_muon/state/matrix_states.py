@@ -108,8 +108,8 @@ def _zeros(param: Tensor, shape: tuple[int, ...], ranks: tuple[int, ...], holder
     if not stored:
         refuse_reads(
             state,
-            "this rank has no part of a state of muon.algorithm, which is only on the ranks that orthogonalize the matrix; "
-            "save and load the state with torch.distributed.checkpoint, which moves states between ranks",
+            "this rank has no part of a state of muon.algorithm, which is only on the ranks that orthogonalize the "
+            "matrix; save and load the state with torch.distributed.checkpoint, which moves states between ranks",
         )
     return state
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..context import PlanContext
 from ..options import MuonOptions, Offload, OptionError
 from ..orthogonalize import DTYPES
 from ..plan.terms.layout import chunk
 from ..plan.terms.types import Parameter
-from ..context import PlanContext
 from ..tensors.dtensor import held_indices, local, storage_device
 from ..tensors.mesh import StateMesh, refuse_reads, without_groups
 from ..tensors.names import named_parameters

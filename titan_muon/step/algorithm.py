@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .views import Batch
 
 Group = Mapping[str, Any]
-Tensors = Sequence[Tensor]
+Tensors = tuple[Tensor, ...] | list[Tensor]
 Limits = Literal["spectrum", "norm", "nothing"]
 
 WEIGHT_NORM = "weight_norm"

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from .algorithm import Algorithm
 from ..comm.buffers import BucketBuffers, StepMemory
 from ..orthogonalize import largest_value
 from ..plan.cost.batches import batches
 from ..plan.terms.layout import Span, spans
 from ..state.matrix_states import MatrixStates
+from .algorithm import Algorithm
 from .foreach import Copies, StoredPiece, momentum_calls, scratch_bytes, update_calls
 from .rank import Rank
 from .rounding import RandomBits

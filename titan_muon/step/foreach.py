@@ -101,7 +101,7 @@ class MomentumCall:
     momentum: tuple[Tensor, ...]
     packed: tuple[Tensor, ...]
 
-    def grads(self, gradients: StepGradients) -> Sequence[Tensor]:
+    def grads(self, gradients: StepGradients) -> list[Tensor]:
         return [part.of(gradients.grads[part.parameter]) for part in self.parts]
 
     def split(self, kind: Callable[[Rectangle], K]) -> dict[K, MomentumCall]:

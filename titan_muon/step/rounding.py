@@ -21,7 +21,7 @@ from torch import Tensor
 from ..plan.terms.layout import Span
 from ..tensors.draws import hash_counts, wrapped
 
-Tensors = Sequence[Tensor]
+Tensors = tuple[Tensor, ...] | list[Tensor]
 
 ALIGNMENT = 16
 """Elements of a chunk, for vectorized kernels."""

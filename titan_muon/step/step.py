@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -11,13 +11,13 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from .algorithm import Algorithm
 from ..comm.exchange import Exchange
 from ..comm.faults import Fault
 from ..comm.report import FaultReport
 from ..orthogonalize import zero_nonfinite_
 from ..plan.program import Program
 from ..plan.terms.schedule import Act
+from .algorithm import Algorithm
 from .foreach import MomentumCall, without_parameters
 from .gradients import StepGradients
 from .ranges import UNTRACED, trace_range
@@ -27,13 +27,17 @@ Fetch = Literal["gather", "update"]
 """The element-wise work of a bucket: before its gather, or after its return."""
 
 
+Bucket = Generator[None]
+"""A bucket in a step, suspended while it is on the network."""
+
+
 class Overlap(Protocol):
     """Who starts and who ends a bucket, if not the step alone."""
 
-    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Iterator[None]:
+    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Bucket:
         """The bucket, before Act.GATHER."""
 
-    def keeps(self, index: int, running: dict[int, Iterator[None]]) -> bool:
+    def keeps(self, index: int, running: dict[int, Bucket]) -> bool:
         """Whether the bucket stays suspended at Act.APPLY, and so leaves `running`."""
 
 
@@ -92,7 +96,7 @@ class MuonStep:
     offload: Offload | None = None
     hooks: Sequence[Hook] = ()
 
-    def bucket(self, views: BucketViews, gradients: StepGradients, *, gathered: bool = False) -> Iterator[None]:
+    def bucket(self, views: BucketViews, gradients: StepGradients, *, gathered: bool = False) -> Bucket:
         """From gradients to weights. At each `yield` other buckets run, while this one is on the network.
 
         A local bucket (an owned matrix, a whole expert) has the same stages, and its exchange does nothing. `gathered`:
@@ -138,7 +142,7 @@ class MuonStep:
         """Resume each bucket once for each act of the program. The memory of the buckets is allocated."""
         for hook in self.hooks:
             hook.begin(gradients)
-        overlap, running = self.overlap, dict[int, Iterator[None]]()
+        overlap, running = self.overlap, dict[int, Bucket]()
         try:
             for act, index in self.program.acts:
                 if act is Act.GATHER:

@@ -216,7 +216,7 @@ def missing_on_one_rank(rank: int, world_size: int, options: dict[str, Any]) -> 
     return {"weights": stood[0], "momentum": stood[1], "goes on": goes_on}
 
 
-@pytest.mark.parametrize("options", [{}, {"exchange": "all_gather"}, {"rule": "normuon"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"exchange": "all_gather"}, {"algorithm": "normuon"}], ids=str)
 def test_a_parameter_without_gradient_on_a_rank_stays_unchanged_on_every_rank(options: dict[str, Any]) -> None:
     for report in run_ranks(missing_on_one_rank, 2, options, timeout=SECONDS):
         assert all(report.values()), report

@@ -285,7 +285,7 @@ def healthy(rank: int, world_size: int) -> list[str]:
             {},
             {"overlap": "backward", "idle": "hold"},
             {"state": "owner", "idle": "hold"},
-            {"rule": "normuon"},
+            {"algorithm": "normuon"},
             {"exchange": "all_gather"},
         ):
             training = Training(**options)

@@ -25,9 +25,9 @@ from titan_muon.owned import gather
 
 SHAPES = {"wide": (24, 40), "tall": (40, 24), "uneven": (13, 18), "experts": (8, 12, 20)}
 RULES: dict[str, dict[str, Any]] = {
-    "normuon": {"rule": "normuon", "beta2": 0.9},
-    "adamuon": {"rule": "adamuon", "beta2": 0.9},
-    "muonh": {"rule": "muonh", "weight_decay": 0.0},
+    "normuon": {"algorithm": "normuon", "beta2": 0.9},
+    "adamuon": {"algorithm": "adamuon", "beta2": 0.9},
+    "muonh": {"algorithm": "muonh", "weight_decay": 0.0},
 }
 STEPS = 3
 
@@ -39,7 +39,7 @@ class Training:
     """The matrices of SHAPES in a layout (plain, fsdp, hsdp, redundant replicas or owned), and the Muon."""
 
     def __init__(self, layout: str, world_size: int, seed: int = 0, rule: str = "normuon", **options: Any) -> None:
-        self.rule = RULES.get(rule, {"rule": rule})
+        self.rule = RULES.get(rule, {"algorithm": rule})
         shape = (2, world_size // 2) if layout in ("hsdp", "redundant") else (world_size,)
         placements: list[Placement] = [Replicate(), Shard(0)][-len(shape) :]
         mesh = None if world_size == 1 else init_device_mesh("cpu", shape)
@@ -94,7 +94,7 @@ class Training:
         for seed in range(1, steps + 1):
             reference.step(full(seed))
         pairs = ((name, gather(param), reference.params[name]) for name, param in self.params.items())
-        names = [name for name, ours, expected in pairs if not equal(self.rule["rule"], ours, expected)]
+        names = [name for name, ours, expected in pairs if not equal(self.rule["algorithm"], ours, expected)]
         for name, expected in reference.moments.items():
             kept = self.moments(name)
             assert len(kept) == len(expected)

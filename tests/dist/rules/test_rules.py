@@ -14,14 +14,14 @@ from tests.shared import drawn
 from titan_muon import Muon
 
 RULES: dict[str, dict[str, object]] = {
-    "normuon": {"rule": "normuon", "beta2": 0.9},
+    "normuon": {"algorithm": "normuon", "beta2": 0.9},
     "cautious": {"cautious": True, "weight_decay": 0.5},
-    "both": {"rule": "normuon", "cautious": True, "weight_decay": 0.5},
-    "adamuon": {"rule": "adamuon", "beta2": 0.9, "nesterov": False},
-    "muonh": {"rule": "muonh", "weight_decay": 0.0},
-    "schedules": {"momentum_warmup_steps": 2, "decay_follows_lr": True, "update_factor": 0.5, "adjust_lr_fn": 0.18},
+    "both": {"algorithm": "normuon", "cautious": True, "weight_decay": 0.5},
+    "adamuon": {"algorithm": "adamuon", "beta2": 0.9, "nesterov": False},
+    "muonh": {"algorithm": "muonh", "weight_decay": 0.0},
+    "schedules": {"momentum_warmup_steps": 2, "decay_follows_lr": True, "adjust_lr_fn": 0.18},
     "hold": {"idle": "hold"},
-    "normuon_hold": {"rule": "normuon", "idle": "hold", "momentum": 0.8},
+    "normuon_hold": {"algorithm": "normuon", "idle": "hold", "momentum": 0.8},
 }
 FIRST_IDLE_STEP = 1
 
@@ -91,7 +91,7 @@ def refusal(rank: int, world_size: int) -> list[str]:
     messages = []
     for mode in ("distributed", "duplicated", "blockwise"):
         try:
-            Muon([("w", param)], rule="normuon", tensor_parallel=mode).build()
+            Muon([("w", param)], algorithm="normuon", tensor_parallel=mode).build()
         except ValueError as error:
             messages.append(str(error))
     return messages
@@ -100,4 +100,4 @@ def refusal(rank: int, world_size: int) -> list[str]:
 def test_normuon_refuses_a_matrix_without_an_owner_of_the_whole() -> None:
     for messages in run_ranks(refusal, 2):
         assert len(messages) == 3
-        assert all("rule = 'normuon' needs whole matrices" in text for text in messages)
+        assert all("algorithm = 'normuon' needs whole matrices" in text for text in messages)

@@ -1,4 +1,4 @@
-"""The rule of docs/your_own_rule.md equals one process on every layout."""
+"""The rule of docs/your_own_algorithm.md equals one process on every layout."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.shared import drawn
 from titan_muon import Muon, own
 from titan_muon.owned import gather
 
-PAGE = Path(__file__).parents[3] / "docs" / "your_own_rule.md"
+PAGE = Path(__file__).parents[3] / "docs" / "your_own_algorithm.md"
 STEPS, LR, BETA = 3, 0.02, 0.9
 MATRIX, EXPERTS = (24, 40), (4, 12, 20)
 
@@ -51,7 +51,7 @@ def differing(rank: int, world_size: int) -> list[str]:
         home.register_parameter(name, nn.Parameter(drawn({name: shape}, seed=0)[name]))
     own(home, mesh=init_device_mesh("cpu", (world_size,)), params=home.parameters())
     params |= dict(home.named_parameters())
-    muon = Muon(list(params.items()), lr=LR, rule="smooth", beta2=BETA, orthogonalize="reference")
+    muon = Muon(list(params.items()), lr=LR, algorithm="smooth", beta2=BETA, orthogonalize="reference")
     shapes = {name: tuple(param.shape) for name, param in params.items()}
     grads: list[dict[str, Tensor]] = []
     for step in range(1, STEPS + 1):

@@ -24,7 +24,7 @@ from titan_muon.features.fused import BLOCK, Table, momentum_launch, rows_of, up
 from titan_muon.options import MuonOptions
 from titan_muon.owned import own
 from titan_muon.plan.terms.machine import Choices
-from titan_muon.rules.muon import MuonRule
+from titan_muon.algorithms.muon import MuonAlgorithm
 from titan_muon.step.rounding import Draws, chunk_of, memory_bytes, seed_of
 from titan_muon.step.rule import Scaling
 from titan_muon.step.stages import RankStages
@@ -74,7 +74,7 @@ def test_auto_takes_the_kernels_where_they_were_measured_as_faster_and_run(
 ) -> None:
     monkeypatch.setattr(features, "measured_choices", lambda device: Choices(fused=is_faster))
     monkeypatch.setattr(fused, "usable", lambda device: True)
-    options = MuonOptions(fused="auto", rule=rule)
+    options = MuonOptions(fused="auto", algorithm=rule)
     assert features.with_fused(options, torch.device("cpu"), [torch.zeros(2, 2, dtype=dtype)]).fused is expected
     assert features.with_fused(MuonOptions(fused=True), torch.device("cpu"), []).fused is True
 
@@ -180,7 +180,7 @@ def test_a_skipped_step_changes_nothing_and_a_scale_is_removed(skipped: bool) ->
     averages, grads, packed = tensors(0, FLOAT32), tensors(1, FLOAT32), tensors(2, FLOAT32)
     params, updates = tensors(3, BFLOAT16), tensors(4, BFLOAT16)
     before = [tensor.clone() for tensor in (*averages, *params)]
-    scaling = Scaling(MuonRule.__new__(MuonRule), torch.tensor(0.25), torch.tensor(skipped))
+    scaling = Scaling(MuonAlgorithm.__new__(MuonAlgorithm), torch.tensor(0.25), torch.tensor(skipped))
     expected = before[: len(averages)]
     if skipped:
         grads[0][0, 0] = math.nan
@@ -244,7 +244,7 @@ def without_gradient(muon: Muon, step: int) -> None:
         (FLOAT32, {"nesterov": False, "adjust_lr_fn": "original", "update_factor": 0.5}, None),
         (FLOAT32, {"cautious": True, "decay_follows_lr": True}, with_highest_rate),
         (FLOAT32, {"lr": torch.tensor(0.02)}, None),
-        (FLOAT32, {"momentum_warmup_steps": 2, "rule": "normuon"}, None),
+        (FLOAT32, {"momentum_warmup_steps": 2, "algorithm": "normuon"}, None),
         (FLOAT32, {"state_dtype": "int8"}, None),
         (FLOAT32, {"offload": "state"}, None),
         (FLOAT32, {"offload": "parameters"}, None),

@@ -85,7 +85,7 @@ def test_torchs_muon_continues_from_a_checkpoint(adjust: str) -> None:
     [
         ({"adjust_lr_fn": 0.18}, "adjust_lr_fn = 0.18 is unknown to torch.optim.Muon"),
         ({"ns_coefficients": "polar_express"}, "ns_coefficients"),
-        ({"rule": "normuon"}, "^rule keeps second_moment"),
+        ({"algorithm": "normuon"}, "^rule keeps second_moment"),
     ],
 )
 def test_state_unknown_to_torchs_muon_is_refused(options: dict[str, Any], fault: str) -> None:

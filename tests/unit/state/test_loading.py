@@ -19,7 +19,7 @@ from titan_muon.tensors.mesh import StateMesh
 def trained(rule: str) -> tuple[nn.Parameter, Muon]:
     torch.manual_seed(0)
     param = nn.Parameter(torch.randn(6, 8))
-    return param, Muon([("w", param)], rule=rule, orthogonalize="reference")
+    return param, Muon([("w", param)], algorithm=rule, orthogonalize="reference")
 
 
 def step(param: nn.Parameter, muon: Muon, seed: int) -> None:

@@ -106,7 +106,7 @@ def by_torch_save(things: Any) -> Any:
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_a_copy_trains_as_the_original(copied: Callable[[Any], Any], rule: str) -> None:
     params = parameters()
-    muon = Muon(list(params.items()), rule=rule, **OPTIONS)
+    muon = Muon(list(params.items()), algorithm=rule, **OPTIONS)
     train(muon, params, range(2))
     others, other = copied((params, muon))
     train(muon, params, range(2, 4))
@@ -194,10 +194,10 @@ def test_rebuild_refuses_a_different_shape_and_keeps_the_state() -> None:
 
 
 @pytest.mark.parametrize("keep_buffers", [True, False])
-@pytest.mark.parametrize("place", ["trained_params", "checked_plan", "with_rule_states", "engine_of"])
+@pytest.mark.parametrize("place", ["trained_params", "checked_plan", "with_matrix_states", "engine_of"])
 def test_a_refused_rebuild_changes_nothing(place: str, keep_buffers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thawed parameter adds momentum, state and a count of steps before some refusals."""
-    options = {**OPTIONS, "rule": "normuon", "keep_buffers": keep_buffers}
+    options = {**OPTIONS, "algorithm": "normuon", "keep_buffers": keep_buffers}
     params, reference = parameters(), parameters()
     for tensors in (params, reference):
         tensors["layers.1.w"].requires_grad_(False)

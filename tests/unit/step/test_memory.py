@@ -21,7 +21,7 @@ from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.layout import Geometries, Geometry
 from titan_muon.plan.terms.pieces import Pieces
 from titan_muon.planning import check_devices, passes_of
-from titan_muon.rules.muon import MuonRule
+from titan_muon.algorithms.muon import MuonAlgorithm
 from titan_muon.step.foreach import CPU_CHUNK_BYTES
 from titan_muon.step.rule import Scaling
 from titan_muon.tensors.storage import trained_params
@@ -54,7 +54,7 @@ def with_gradient(param: nn.Parameter) -> nn.Parameter:
         (torch.bfloat16, 2**18, {"rounding": "nearest"}),
         (torch.bfloat16, 2**18, {"state_dtype": "bfloat16"}),
         (torch.float32, 2**18, {"state_dtype": "bfloat16", "cautious": True}),
-        (torch.float32, 2**18, {"rule": "normuon"}),
+        (torch.float32, 2**18, {"algorithm": "normuon"}),
         (torch.float32, 2**18, {"wire_dtype": "float32"}),
     ],
     ids=str,
@@ -73,7 +73,7 @@ def test_the_plan_of_an_accelerator_counts_the_copies_of_a_revocable_step(dtype:
     average, update = torch.zeros(count), torch.zeros(count, dtype=torch.bfloat16)
     param, grad = torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)
     scratch = (torch.empty_like(param),) if dtype == torch.float32 else ()
-    rule = ScaledRule(Scaling(MuonRule(options), None, torch.tensor(False)))
+    rule = ScaledRule(Scaling(MuonAlgorithm(options), None, torch.tensor(False)))
     group = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True}
     _, advance, _ = allocated(lambda: rule.advance((average,), (grad,), (update,), group))
     _, apply, _ = allocated(lambda: rule.apply((param,), (update,), group, 1.0, scratch))

@@ -16,7 +16,7 @@ from titan_muon.assignment.roles import Seen, see
 from titan_muon.assignment.rules import Default, default_rules
 from titan_muon.comm.agreement import Agreement
 from titan_muon.comm.equality import check_equal
-from titan_muon.fsdp.forward_hooks import apply_in_forward, late_applies
+from titan_muon.fsdp.forward_hooks import apply_in_forward, forward_updates
 from titan_muon.hybrid import OfParts
 from titan_muon.options import Rule
 from titan_muon.tensors.names import canonical_fqn
@@ -65,7 +65,7 @@ class HybridOptimizers(OfParts, OptimizersContainer):
             for muon in self._muons:
                 # Now, so that errors come early.
                 muon.build()
-                if late_applies(muon) is not None:
+                if forward_updates(muon) is not None:
                     apply_in_forward(nn.ModuleList(model_parts), muon)
         except ValueError as error:
             raise recipe_error(error) from error

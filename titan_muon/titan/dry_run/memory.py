@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_muon.adam import AVERAGES, BATCH_BYTES
-from titan_muon.options import Offload
+from titan_muon.options import MuonOptions, Offload
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary
 from titan_muon.plan.owned.ownership import OwnedTotals
 from titan_muon.plan.search.state import state_elements
-from titan_muon.rules import rule_states
+from titan_muon.algorithms import algorithm_of
 from titan_muon.state.host import TRANSFERS_AT_ONCE, host_bytes
 from titan_muon.state.momentum import momentum_bytes
-from titan_muon.state.rule_states import state_bytes
+from titan_muon.state.matrix_states import state_bytes
 from titan_muon.tensors.dtensor import local
 from titan_muon.titan.assign.container import offload_of
 from titan_muon.titan.dry_run.meta_model import MetaModel
@@ -81,7 +81,8 @@ def memory_per_rank(
     if offload == "parameters":
         on_device, pinned_parameters = 0, sum(host_bytes(size, device) for size in parameters)
     if meta.plan is not None:
-        states_on_device += max(state_bytes(meta.plan, rule_states(recipe.muon.rule)).values(), default=0)
+        algorithm = algorithm_of(MuonOptions(algorithm=recipe.muon.algorithm))
+        states_on_device += max(state_bytes(meta.plan, algorithm).values(), default=0)
     uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", "adamw"})
     step = (0, 0) if summary is None else (summary.buffer_bytes_max, summary.work_bytes_max)
     # FSDP2's gradients have the dtype and the shards of the parameters.

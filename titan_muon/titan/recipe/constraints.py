@@ -20,7 +20,7 @@ CONSTRAINTS: Mapping[str, Constraint] = dict(constraints(Recipe)) | {
 }
 
 REGISTRIES: Mapping[str, registry.Registry[Any]] = {
-    "muon.rule": registry.rules,
+    "muon.algorithm": registry.algorithms,
     "muon.exchange": registry.exchanges,
     "placement.muon": registry.placements,
 }

@@ -28,13 +28,13 @@ def test_the_dry_run_counts_the_memory_of_states_and_step(rule: str) -> None:
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     for parameter in parameters.values():
         parameter.grad = torch.full_like(parameter, 1e-3)
-    muon = Muon(list(parameters.items()), rule=rule, orthogonalize="standard", ns_dtype="bfloat16")
+    muon = Muon(list(parameters.items()), algorithm=rule, orthogonalize="standard", ns_dtype="bfloat16")
     muon.step()
     _, peak, _ = allocated(muon.step)
     assigned = tuple(Assignment(name, shape, "muon", "", None) for name, shape in SHAPES.items())
     meta = MetaModel(1, range(1), dict(parameters), assigned, assigned, {}, muon.plan, 0, ModelSize(0, 0, 0.0))
     recipe = Recipe()
-    recipe = replace(recipe, muon=replace(recipe.muon, rule=rule))
+    recipe = replace(recipe, muon=replace(recipe.muon, algorithm=rule))
     memory = memory_per_rank(meta, summarize(muon.plan), {}, recipe, "cpu")
     states = [tensor for state in muon.state.values() for tensor in state.values()]
     assert memory.optimizer_states == sum(tensor.nbytes for tensor in states)
