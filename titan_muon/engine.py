@@ -134,7 +134,6 @@ class Engine:
             hooks.append(self._mask)
             skipped = self._mask.skipped if self._allowed else None
         if self.overlap is not None:
-            self.overlap.attach(rank, views)
             hooks.append(self.overlap)
         self.orthogonalized = sum(len(batch.matrices) for of in views for _, batch, _ in of.batches)
         self._undecorated, self._skipped = algorithm, skipped
@@ -326,6 +325,11 @@ class Engine:
         if self.offload is not None:
             self.offload.synchronize()
 
+    def attach(self) -> None:
+        """Let the overlap run this engine. Once all ranks have an engine, because an earlier one may stay in use."""
+        if self.overlap is not None:
+            self.overlap.attach(self.rank, self.step.views)
+
     def free(self) -> None:
         """Free the buffers until the next step, also with `keep_buffers`."""
         self.rank.buffers.memory.free(kept=True)
@@ -359,6 +363,7 @@ class Engine:
         storage = tuple(map(storage_of, params, self.rank.plan.parameters))
         rank = replace(self.rank, params=tuple(params), storage=storage, options=options)
         self._make(rank, self._states if states is None else states)
+        self.attach()
 
 
 def _overlap(options: MuonOptions) -> Overlap | None:

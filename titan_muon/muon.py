@@ -431,6 +431,7 @@ class Muon(SkipsSteps, Optimizer):
         overlap = None if self._engine is None else self._engine.overlap
         rest = (self._options, agreement, self._matrix_states(plan), overlap)
         engine = together(lambda: engine_of(plan, geometries, params, *rest, muon=self, carried=self._carried))
+        engine.attach()
         engine.warm_up()
         return engine
 

@@ -63,6 +63,7 @@ def check(context: PlanContext) -> None:
             f"= 'backward' takes DTensors, and {', '.join(plain[:5])} are plain tensors, whose hooks run before "
             "DistributedDataParallel reduces the gradients; shard the model by fully_shard, or set 'none'",
         )
+    check_launch_order(context.device, os.environ)
 
 
 def check_launch_order(device: str, environ: Mapping[str, str]) -> None:
@@ -114,7 +115,6 @@ class BackwardGathers(Overlap):
         self.stream: Any = None
 
     def attach(self, rank: Rank, views: Sequence[BucketViews]) -> None:
-        check_launch_order(rank.device.type, os.environ)
         self.rank, self.first = rank, rank.program.first_gathers
         self.needed = [sorted(rank.parameters_of(index)) for index in self.first]
         self._numbers = [rank.numbers(needed) for needed in self.needed]

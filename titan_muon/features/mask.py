@@ -58,7 +58,8 @@ class IdleSteps:
         if not new.any():
             return
         self._named = self._named | new
-        names = [self._name(number) for number in new.nonzero().flatten().tolist()]
+        # Once for the slices of a matrix.
+        names = list(dict.fromkeys(self._name(number) for number in new.nonzero().flatten().tolist()))
         warn(
             f"{listed(names)}: the gradient was zero in each of {IDLE_STEPS} steps, so the matrix "
             "gets no update (idle = 'hold'); look for an expert without tokens, or a branch that the loss does not use"

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -100,18 +101,19 @@ def updates_four_times_too_large(rank: int, training: Training) -> None:
 
 def change_updates(rank: int, training: Training, change: Callable[[Tensor], object]) -> None:
     """Change an update on arrival at rank 1."""
-    stages = training.optimizer.optimizers["muon"].engine.rank  # type: ignore[attr-defined]
-    wait = stages.exchange.wait
-    apply = stages.receive
+    step = training.optimizer.optimizers["muon"].engine.step  # type: ignore[attr-defined]
+    wait, waits = step.exchange.wait, Counter[int]()
 
-    def receive(bucket: int, **late: bool) -> None:
+    def receive(bucket: int) -> None:
         wait(bucket)
-        if rank == 1 and stages.runs[bucket].bounds.views:
-            change(stages.runs[bucket].bounds.views[0])
-        stages.receive = apply
-        apply(bucket, **late)
+        waits[bucket] += 1
+        # The first wait of a bucket is for the gather.
+        if waits[bucket] == 2:
+            if rank == 1 and step.views[bucket].bounds.views:
+                change(step.views[bucket].bounds.views[0])
+            step.exchange.wait = wait
 
-    stages.receive = receive
+    step.exchange.wait = receive
 
 
 def nothing(rank: int, training: Training) -> None:

@@ -28,7 +28,7 @@ from titan_muon.plan.summary import Summary, summarize
 from titan_muon.plan.terms import types
 from titan_muon.plan.terms.types import Plan
 from titan_muon.plan.terms.work import Work
-from titan_muon.step.batch import Batch
+from titan_muon.step.views import Batch
 
 BF16, FP32 = 2, 4
 EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
@@ -101,13 +101,14 @@ class Watched(Muon):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.build()
-        orthogonalize = self.engine.rank._newton_schulz
+        mask = self.engine.step.mask
+        zero_ = mask.zero_
 
-        def noted(batch: Batch, gradients: Any) -> None:
+        def noted(batch: Batch, gradients: Any) -> Any:
             self.__dict__.setdefault("seen", []).extend(batch.matrices)
-            orthogonalize(batch, gradients)
+            return zero_(batch, gradients)
 
-        self.engine.rank._newton_schulz = noted
+        mask.zero_ = noted  # type: ignore[method-assign]
 
 
 def build(case: Case, exchange: str, **options: object) -> Watched:
@@ -340,7 +341,7 @@ METHODS: tuple[dict[str, Any], ...] = (
     {"orthogonalize": "auto", "ns_dtype": "float32"},
     {"orthogonalize": "standard", "ns_dtype": "float16"},
     {"orthogonalize": "gram", "ns_coefficients": "deepseek_v4", "ns_steps": 10},
-    {"orthogonalize": "auto", "ns_coefficients": "cubic", "ns_steps": 3},
+    {"orthogonalize": "auto", "ns_coefficients": ((1.5, -0.5, 0.0),), "ns_steps": 3},
 )
 
 
@@ -352,7 +353,7 @@ def count_methods(rank: int, world_size: int) -> list[tuple[Plan, Counted, tuple
         counts = count(optimizer)
         _, new, left = allocated(partial(step_and_settle, optimizer))
         cost = summarize(optimizer.plan).ranks[rank]
-        workspace = max(batch.whole.numel() for batch in optimizer.engine.rank.batches) * BF16
+        workspace = max(batch.whole.numel() for views in optimizer.engine.step.views for _, batch, _ in views.batches) * BF16
         new -= cost.buffer_bytes + workspace
         counted.append((optimizer.plan, counts, (new, left), (workspace, cost.work_bytes)))
     return counted

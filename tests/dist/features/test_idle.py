@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS, SLICED, full, named, parameters, placed
 from titan_muon import Muon
-from titan_muon.features.idle import IDLE_STEPS
+from titan_muon.features.mask import IDLE_STEPS
 
 LR, DECAY, STEPS = 0.02, 0.1, IDLE_STEPS + 3
 

@@ -22,6 +22,7 @@ from tests.shared import equal
 from titan_muon import Muon
 from titan_muon import adam as batched
 from titan_muon.owned import gather
+from titan_muon.features.offload import HostOffload
 from titan_muon.state.host import Window
 
 SHAPES = {"layers.0.weight": (16, 24), "layers.1.weight": (24, 16), "layers.2.experts": (5, 8, 12), "norm": (7,)}
@@ -119,14 +120,14 @@ def test_every_layout_and_exchange_has_the_same_bits_with_states_on_the_host() -
 def losses(rank: int, world_size: int, setup: Setup, offload: str) -> tuple[list[Tensor], int]:
     """A model with owned matrices and experts, gathered after some steps; the number of loads to the device."""
     came = 0
-    fetch = Window._fetch
+    fetch, muons = Window._fetch, HostOffload._fetch
 
-    def counted(self: Window, number: int) -> None:
+    def counted(self: Any, number: int) -> None:
         nonlocal came
         came += 1
-        fetch(self, number)
+        (fetch if isinstance(self, Window) else muons)(self, number)
 
-    Window._fetch = counted  # type: ignore[method-assign]
+    Window._fetch = HostOffload._fetch = counted  # type: ignore[assignment, method-assign]
     model = make()
     mesh = data_mesh(world_size, setup, model)
     place(model, setup, mesh)
@@ -145,7 +146,7 @@ def losses(rank: int, world_size: int, setup: Setup, offload: str) -> tuple[list
         for optimizer in (muon, adamw):
             optimizer.step()
             optimizer.zero_grad()
-    Window._fetch = fetch  # type: ignore[method-assign]
+    Window._fetch, HostOffload._fetch = fetch, muons  # type: ignore[method-assign]
     states = [*(state["momentum_buffer"] for state in muon.state.values())]
     return [gather(tensor) for tensor in (*named.values(), *rest.values(), *states)], came
 

@@ -17,7 +17,7 @@ from tests.dist.features.test_overlap import BACKWARD, OPTIONS, WITHOUT
 from tests.dist.harness import run_ranks
 from tests.dist.titan.test_training_layouts import RECIPE, losses, write_corpus
 from titan_muon import Muon
-from titan_muon.features.early import EarlyGathers
+from titan_muon.features.backward import BackwardGathers
 
 LAYOUTS: dict[str, tuple[int, tuple[int, ...], tuple[str, ...]]] = {
     "shard0": (2, (2,), ("shard",)),
@@ -114,14 +114,14 @@ def test_digits_equal_training_without_overlap_in_any_layout(world_size: int) ->
 
 def launches_and_losses(rank: int, world_size: int, path: str, overrides: list[str]) -> tuple[int, list[float]]:
     count = 0
-    launch = EarlyGathers.launch
+    launch = BackwardGathers.launch
 
-    def counted(self: EarlyGathers, *args: Any) -> None:
+    def counted(self: BackwardGathers, *args: Any) -> None:
         nonlocal count
         count += 1
         launch(self, *args)
 
-    EarlyGathers.launch = counted  # type: ignore[method-assign, assignment]
+    BackwardGathers.launch = counted  # type: ignore[method-assign, assignment]
     curve = losses(rank, world_size, path, overrides)
     return count, curve
 

@@ -15,7 +15,7 @@ from tests.dist.features.test_overlap import SLOW
 from tests.stream_order import Stream, StreamOrder, stream_order
 from tests.unit.features.test_overlap import LAYERS, planned
 from tests.unit.plan.test_timeline import four_rounds
-from titan_muon.fsdp.forward_hooks import late_applies
+from titan_muon.fsdp.forward_hooks import forward_updates
 from titan_muon.fsdp.private import GatheredGroup
 from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.terms.machine import Link, machine_of
@@ -52,7 +52,7 @@ def test_no_stream_reads_weights_before_the_update(ordered: tuple[Run, StreamOrd
     run, order = ordered
     with order:
         train(run)
-    own = late_applies(run.muon)._stream
+    own = forward_updates(run.muon)._stream
     updates = [name for stream, name in order.log if stream is own]
     assert "aten::_foreach_add_" in updates
 
@@ -67,7 +67,7 @@ def test_every_wait_is_necessary(ordered: tuple[Run, StreamOrder], waits: str, m
     with order:
         train(run)
         if waits == "for the step":
-            late_applies(run.muon)._stream.wait_stream = never
+            forward_updates(run.muon)._stream.wait_stream = never
         else:
             # Of FSDP2's streams for reading weights.
             monkeypatch.setattr(GatheredGroup, "reading_stream", lambda group: Stream())
@@ -81,7 +81,7 @@ def test_buffers_are_freed_after_the_update(ordered: tuple[Run, StreamOrder], mo
     run, order = ordered
     with order:
         train(run)
-        own, wait = late_applies(run.muon)._stream, order.compute.wait_stream
+        own, wait = forward_updates(run.muon)._stream, order.compute.wait_stream
         monkeypatch.setattr(order.compute, "wait_stream", lambda other: None if other is own else wait(other))
         with pytest.raises(AssertionError, match="does not wait for"):
             train(run)
