@@ -28,7 +28,7 @@ from triton.runtime import driver
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from titan_muon.features.fused import Table, momentum_launch, update_launch
+from titan_muon.algorithms.fused import Table, momentum_launch, update_launch
 from titan_muon.orthogonalize import DTYPES
 from titan_muon.orthogonalize.symmetric import HALVES
 from titan_muon.orthogonalize.symmetric_kernel import TILES, Launch, Tile, launch_of

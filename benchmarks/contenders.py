@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_muon import Muon
-from titan_muon.features.fused import usable
+from titan_muon.algorithms.fused import usable
 
 HYPERPARAMETERS = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, "ns_steps": 5}
 INITIAL, GRADIENT = 0, 1

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from titan_muon.orthogonalize import DTYPES, Kernel
-from titan_muon.orthogonalize.products import PLAIN, Products
+from titan_muon.orthogonalize.newton_schulz import PLAIN, Products
 from titan_muon.orthogonalize.symmetric import KERNELS, installed
 
 MARGIN = 1.05

@@ -1,6 +1,6 @@
 """Files, functions and classes of this package that a step and `build()` run through, on 2 gloo ranks without options.
 
-`python -m benchmarks.step_counts` prints both counts, `--list` also the functions of the step. The step is the second,
+`python -m benchmarks.step_counts` prints both counts, `--list` also what they count. The step is the second,
 because the first also builds. A class counts if one of its methods runs. Generator expressions, comprehensions and
 lambdas belong to their function.
 """
@@ -84,14 +84,19 @@ def run(rank: int, store: str, listed: bool) -> None:
         print(built.line("build()"))
         for file, name in sorted(step.functions) if listed else ():
             print(f"  {file} {name}")
+        for file in sorted({file for file, _ in built.functions}) if listed else ():
+            print(f"  build() {file} {sum(where == file for where, _ in built.functions)}")
     optimizer.check_last_step()
     optimizer.close()
     dist.destroy_process_group()
 
 
 def main() -> None:
+    """Print the counts of rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--list", action="store_true", help="also print the functions of the step")
+    parser.add_argument(
+        "--list", action="store_true", help="also print what is counted"
+    )
     listed = parser.parse_args().list
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run, (f"{folder}/store", listed), RANKS)

@@ -31,7 +31,7 @@ from torch.distributed.tensor import Placement, Shard, distribute_tensor  # noqa
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from titan_muon import Muon, Owners, apply_in_forward, own  # noqa: E402
-from titan_muon.features.scaling import GradScaling  # noqa: E402
+from titan_muon.algorithms.scaling import GradScaling  # noqa: E402
 from titan_muon.options import Machine, MuonOptions, PlacementRule, Split  # noqa: E402
 from titan_muon.titan import compat  # noqa: E402
 from titan_muon.titan.recipe import schema, toml  # noqa: E402
@@ -201,7 +201,7 @@ def refusal(model: nn.Module, choices: Sequence[Setting]) -> str:
     options: dict[str, Any] = {"machine": SLOW, **dict(choices)}
     try:
         # As if Triton ran here.
-        with patch("titan_muon.features.fused.usable", return_value=True):
+        with patch("titan_muon.algorithms.fused.usable", return_value=True):
             muon = Muon(model.named_parameters(), **options).build()
         if options.get("overlap") == "forward":
             apply_in_forward(model, muon)

@@ -28,6 +28,7 @@ def main(folder: Path) -> dict[str, list[str]]:
         from titan_muon.titan import compat
 
         compat.install()
+        from titan_muon.step.stages import RankStages
         from torchtitan.components.loss import ChunkedLossWrapper
 
         from benchmarks.rehearsal.checks import Expected, collective_faults, faults
@@ -36,7 +37,6 @@ def main(folder: Path) -> dict[str, list[str]]:
         from titan_muon.comm.collectives import Collectives
         from titan_muon.comm.exchange import Exchange
         from titan_muon.state.host import Window
-        from titan_muon.step.stages import RankStages
         from titan_muon.titan.dry_run.report import report
 
         kept: list[torch.Tensor] = []
@@ -153,10 +153,11 @@ def write_record(folder: Path, rank: int, fault: str, file: Path) -> None:
         from titan_muon.titan import compat
 
         compat.install()
+        from titan_muon.step.stages import RankStages
+
         from benchmarks.rehearsal.training import rehearse
         from titan_muon.comm.report import FaultReport
         from titan_muon.owned.comm import OwnerCollectives
-        from titan_muon.step.stages import RankStages
 
         broadcast, send, begin = OwnerCollectives._broadcast, FaultReport.send, RankStages.begin
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from .comm.collectives import Collectives
 from .comm.exchange import Exchange
 from .comm.faults import STORAGE_FAULTS, Fault, check_faults, fault_of, names_with
 from .comm.report import Carried, FaultReport
-from .features.overlap import Overlap
 from .options import HYPERPARAMETERS, SHARED, MuonOptions
 from .orthogonalize import DTYPES
 from .plan.program import collective_ranks, make_program, replicated_plain
@@ -43,6 +42,9 @@ from .tensors.dtensor import mesh_axes
 from .tensors.names import names_in
 from .tensors.storage import TrainedParam, storage_of, with_momentum
 from .tensors.warning import warn
+
+if TYPE_CHECKING:
+    from .features.overlap import Overlap
 
 LOCAL_OPTIONS = (
     "orthogonalize",
@@ -337,12 +339,15 @@ class Engine:
 
     def allocate(self) -> None:
         """Allocate the buffers, because a rank without enough memory must fail before the others communicate."""
-        rank = self.rank
-        nbytes = 0 if rank.options.keep_buffers else rank.buffers.memory.nbytes + self.workspace.nbytes
-        if warning := fragmentation(rank.device.type, nbytes, os.environ):
+        if warning := fragmentation(self.rank.device.type, self.step_bytes, os.environ):
             warn(warning)
-        if rank.device.type != "cpu":
-            rank.buffers.memory.take()
+        if self.rank.device.type != "cpu":
+            self.rank.buffers.memory.take()
+
+    @property
+    def step_bytes(self) -> int:
+        """Memory that each step allocates and frees."""
+        return 0 if self.rank.options.keep_buffers else self.rank.buffers.memory.nbytes + self.workspace.nbytes
 
     def warm_up(self) -> None:
         """Run the exchange once, without a step, in the allocated buffers. Collective."""

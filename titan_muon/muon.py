@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from .algorithms import algorithm_of
-from .algorithms.fused import with_fused
-from .algorithms.scaling import scaling_of
 from .comm.agreement import Agreement
 from .comm.clip import SkipsSteps
 from .comm.equality import check_equal
@@ -219,6 +217,8 @@ class Muon(SkipsSteps, Optimizer):
             overlap = self.engine.overlap
             if overlap is not None and not overlap.takes_scaled:
                 raise OptionError("overlap", "= 'backward' would send gradients with a GradScaler's scale; set 'none'")
+            from .algorithms.scaling import scaling_of
+
             return scaling_of(found_inf, getattr(self, "grad_scale", None), device)
         # Reading a flag on the CPU does not wait.
         return None if skipped is None or (skipped.device.type == "cpu" and not skipped) else Scaling(skipped)
@@ -420,6 +420,8 @@ class Muon(SkipsSteps, Optimizer):
         self._options = together(lambda: checked(self.param_groups, self._options, self._algorithm.check_group))
         params = together(self._trained_params)
         if self._options.fused == "auto":
+            from .algorithms.fused import with_fused
+
             self._options = with_fused(self._options, device_of(params), [trained.param for trained in params])
         separate = separate_layouts(params, agreement)
         plan, geometries = together(lambda: checked_plan(params, self._options, separate, agreement.rank))

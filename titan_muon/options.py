@@ -341,7 +341,8 @@ class StepOptions:
 
     fused: Annotated[bool | Literal["auto"], SWITCH] = False
     """Triton kernels for momentum and update, which read and write each tensor once, with `algorithm` = "muon" or
-    "normuon". `auto`: where `make gpu` measured a faster step on this type of GPU. Off by default, because none was measured."""
+    "normuon". `auto`: where `make gpu` measured a faster step on this type of GPU. Off by default, because none was
+    measured."""
 
     overlap: Overlap = "none"
     """`backward`: gather matrices during the last backward, as soon as gradients are reduced. `forward`: return and
@@ -387,6 +388,11 @@ class MuonOptions(StepOptions, Hyperparameters):
         if self.overlap == "backward" and self.state != "replicated":
             problem = "= 'backward' needs the momentum on each replica; set 'none', or state = 'replicated'"
             raise OptionError("overlap", problem)
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step may skip matrices."""
+        return "skip" in (self.missing_grad, self.nonfinite)
 
     @property
     def wire_bytes(self) -> int:

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from . import registry
 from .algorithms import algorithm_of
-from .algorithms.fused import with_fused
 from .context import PlanContext
 from .features import check_plan
-from .features.mask import skips
 from .options import Machine, MuonOptions, OptionError
 from .orthogonalize import Dispatch, Iteration, Method, kernels_for, measured_choices
 from .plan.planner import make_plan
@@ -107,6 +105,8 @@ def plan_step(
     and for a split with a mismatched shape.
     """
     if options.fused == "auto":
+        from .algorithms.fused import with_fused
+
         options = with_fused(options, torch.device(dispatch.device), [tensor for _, tensor in named])
     parameters = [planned(fqn, tensor, options.split, separate.get(fqn)) for fqn, tensor in named]
     dtypes = frozenset(tensor.dtype for _, tensor in named)
@@ -125,11 +125,11 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
     state_bytes = 2 if options.state_dtype == "bfloat16" else 4
     advance, apply, drawn = [0], [0], False
     # A step on an accelerator may have to keep the values, because its norm is not finite.
-    undone = skips(options) + (device != "cpu" and not options.fused)
+    undone = options.skips + (device != "cpu" and not options.fused)
     for dtype in dtypes:
         wide = max(state_bytes, dtype.itemsize)
         # The nesterov blend (or the wide gradient that becomes the blend), and the wide momentum.
-        kept = skips(options) * state_bytes
+        kept = options.skips * state_bytes
         if not options.fused:
             kept += wide * (1 + (state_bytes < wide) + (device != "cpu"))
         advance.append(kept)

@@ -31,9 +31,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.one_gpu.worlds import Row, World, placement_of, read
 from titan_muon import Muon
 from titan_muon.adam import AdamW
+from titan_muon.algorithms.fused import usable
 from titan_muon.comm.clip import NormCheck
 from titan_muon.comm.collectives import Collectives
-from titan_muon.features.fused import usable
 from titan_muon.options import Machine, MuonOptions, Split
 from titan_muon.plan import Plan, summarize
 from titan_muon.plan.cost.timeline import timeline

@@ -15,7 +15,7 @@ from benchmarks.accuracy import relative_error
 from tests.gpu.devices import CPU, CUDA, CUDA_PARAM, FAKE, Target, needs_cuda_build, on_every_device
 from titan_muon import Muon
 from titan_muon.orthogonalize import Method, frobenius_norms, iteration, orthogonalize, standard, zero_nonfinite_
-from titan_muon.orthogonalize.products import PLAIN
+from titan_muon.orthogonalize.newton_schulz import PLAIN
 from titan_muon.orthogonalize.symmetric import TritonProducts
 
 JORDAN = iteration("keller_jordan", 5, 1e-7)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from titan_muon.step.stages import RankStages
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -20,7 +21,6 @@ from tests.gpu import parity
 from tests.gpu.devices import needs_cuda_build
 from titan_muon import Muon
 from titan_muon.step.gradients import Step
-from titan_muon.step.stages import RankStages
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

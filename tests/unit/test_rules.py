@@ -10,9 +10,9 @@ from torch.optim import lr_scheduler
 
 from tests.dist.harness import run_program
 from titan_muon import Muon, registry
-from titan_muon.options import OptionError
-from titan_muon.algorithms import RULES
+from titan_muon.algorithms import ALGORITHMS
 from titan_muon.algorithms.muon import MuonAlgorithm
+from titan_muon.options import OptionError
 
 STEPS = """
 import sys
@@ -32,10 +32,10 @@ print("trained")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("removed", sorted(set(RULES) - {"muon"}))
+@pytest.mark.parametrize("removed", sorted(set(ALGORITHMS) - {"muon"}))
 def test_the_file_of_a_rule_can_be_deleted(removed: str) -> None:
     """All but muon.py, the base class."""
-    code = STEPS.format(removed=removed, kept=[name for name in RULES if name != removed])
+    code = STEPS.format(removed=removed, kept=[name for name in ALGORITHMS if name != removed])
     status, shown = run_program("-c", code)
     assert (status, shown.strip()) == (0, "trained")
 

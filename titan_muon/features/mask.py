@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.faults import Fault
-from ..options import MuonOptions
 from ..plan.terms.layout import spans
 from ..plan.terms.types import Plan
 from ..step.foreach import Rectangle, rectangle_of
@@ -35,11 +34,6 @@ ZERO, GRADIENT, SKIPPED = 1, 2, 3
 """Codes of a matrix. A matrix without a holder among the ranks has code 0."""
 IDLE_STEPS = 20
 """Idle steps in a row before the warning."""
-
-
-def skips(options: MuonOptions) -> bool:
-    """Whether a step may skip matrices, see [Note: matrices without an update]."""
-    return "skip" in (options.missing_grad, options.nonfinite)
 
 
 class IdleSteps:

@@ -353,7 +353,9 @@ def count_methods(rank: int, world_size: int) -> list[tuple[Plan, Counted, tuple
         counts = count(optimizer)
         _, new, left = allocated(partial(step_and_settle, optimizer))
         cost = summarize(optimizer.plan).ranks[rank]
-        workspace = max(batch.whole.numel() for views in optimizer.engine.step.views for _, batch, _ in views.batches) * BF16
+        workspace = (
+            max(batch.whole.numel() for views in optimizer.engine.step.views for _, batch, _ in views.batches) * BF16
+        )
         new -= cost.buffer_bytes + workspace
         counted.append((optimizer.plan, counts, (new, left), (workspace, cost.work_bytes)))
     return counted

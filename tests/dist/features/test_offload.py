@@ -21,8 +21,8 @@ from tests.dist.owned.test_owned_step import with_experts
 from tests.shared import equal
 from titan_muon import Muon
 from titan_muon import adam as batched
-from titan_muon.owned import gather
 from titan_muon.features.offload import HostOffload
+from titan_muon.owned import gather
 from titan_muon.state.host import Window
 
 SHAPES = {"layers.0.weight": (16, 24), "layers.1.weight": (24, 16), "layers.2.experts": (5, 8, 12), "norm": (7,)}

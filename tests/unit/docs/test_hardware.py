@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from titan_muon.features import fused
-from titan_muon.features.fused import Fused
+from titan_muon.algorithms import fused
+from titan_muon.algorithms.fused import Fused
 from titan_muon.options import MuonOptions
 from titan_muon.planning import missing_streams
 from titan_muon.titan import compat, device

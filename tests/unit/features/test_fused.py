@@ -19,16 +19,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from benchmarks.accuracy import relative_error
 from tests.dist.harness import run_ranks
 from titan_muon import Muon, features
-from titan_muon.features import fused
-from titan_muon.features.fused import BLOCK, Table, momentum_launch, rows_of, update_launch
+from titan_muon.algorithms import fused
+from titan_muon.algorithms.fused import BLOCK, Table, momentum_launch, rows_of, update_launch
+from titan_muon.algorithms.muon import Tensors
 from titan_muon.options import MuonOptions
 from titan_muon.owned import own
 from titan_muon.plan.terms.machine import Choices
-from titan_muon.algorithms.muon import MuonAlgorithm
-from titan_muon.step.rounding import Draws, chunk_of, memory_bytes, seed_of
-from titan_muon.step.rule import Scaling
-from titan_muon.step.stages import RankStages
-from titan_muon.step.update import Tensors
+from titan_muon.step.algorithm import Scaling
+from titan_muon.step.rank import Rank
+from titan_muon.step.rounding import RandomBits, chunk_of, memory_bytes, seed_of
 
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1: make kernels")
@@ -149,7 +148,7 @@ def test_stochastic_rounding_has_the_draws_of_the_foreach_operators(cautious: bo
     # All bits set, as CUDA writes it; infinities; and a weight that a draw moves to infinity.
     params[3][0, :4] = torch.tensor([math.inf, -math.inf, math.nan, torch.finfo(BFLOAT16).max])
     updates[3][1, 0] = torch.tensor(-1, dtype=torch.int32).view(FLOAT32)
-    firsts = [Draws.of("w", index, 7).key + 2**31 * (index % 2) for index in range(len(params))]
+    firsts = [RandomBits.of("w", index, 7).key + 2**31 * (index % 2) for index in range(len(params))]
     factor, rate = torch.tensor(-0.002 if cautious else 0.998), torch.tensor(-0.02)
     expected = [param.clone() for param in params]
     scratch = torch.empty(sum(map(memory_bytes, params)), dtype=torch.uint8)
@@ -180,7 +179,7 @@ def test_a_skipped_step_changes_nothing_and_a_scale_is_removed(skipped: bool) ->
     averages, grads, packed = tensors(0, FLOAT32), tensors(1, FLOAT32), tensors(2, FLOAT32)
     params, updates = tensors(3, BFLOAT16), tensors(4, BFLOAT16)
     before = [tensor.clone() for tensor in (*averages, *params)]
-    scaling = Scaling(MuonAlgorithm.__new__(MuonAlgorithm), torch.tensor(0.25), torch.tensor(skipped))
+    scaling = Scaling(torch.tensor(skipped), torch.tensor(0.25))
     expected = before[: len(averages)]
     if skipped:
         grads[0][0, 0] = math.nan
@@ -241,7 +240,7 @@ def without_gradient(muon: Muon, step: int) -> None:
     ("dtype", "options", "change"),
     [
         (FLOAT32, {}, None),
-        (FLOAT32, {"nesterov": False, "adjust_lr_fn": "original", "update_factor": 0.5}, None),
+        (FLOAT32, {"nesterov": False, "adjust_lr_fn": "original", "lr": 0.01}, None),
         (FLOAT32, {"cautious": True, "decay_follows_lr": True}, with_highest_rate),
         (FLOAT32, {"lr": torch.tensor(0.02)}, None),
         (FLOAT32, {"momentum_warmup_steps": 2, "algorithm": "normuon"}, None),
@@ -284,9 +283,9 @@ def test_training_is_that_of_torch() -> None:
 @needs_interpreter
 def test_a_call_is_a_launch_and_a_table_is_sent_only_after_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
     sent, launches = Counter[int](), Counter[int]()
-    on_device, now = RankStages.on_device, 0
+    on_device, now = Rank.on_device, 0
 
-    def counted(rank: RankStages, tensor: Tensor) -> Tensor:
+    def counted(rank: Rank, tensor: Tensor) -> Tensor:
         sent[now] += tensor.dtype == torch.int64
         return on_device(rank, tensor)
 
@@ -295,7 +294,7 @@ def test_a_call_is_a_launch_and_a_table_is_sent_only_after_a_move(monkeypatch: p
     muon = Muon(list(params.items()), fused=True, keep_buffers=True).build()
     for tensor in params.values():
         tensor.grad = torch.randn(tensor.shape)
-    monkeypatch.setattr(RankStages, "on_device", counted)
+    monkeypatch.setattr(Rank, "on_device", counted)
     for name in ("momentum_launch", "update_launch"):
         make = getattr(fused, name)
 
@@ -308,12 +307,12 @@ def test_a_call_is_a_launch_and_a_table_is_sent_only_after_a_move(monkeypatch: p
         if now == 2:
             param.grad = param.grad.clone()
         muon.step()
-    runs = muon.engine.rank.runs
-    calls = sum(len(run.advances) + len(run.applies) for run in runs)
+    views = muon.engine.step.views
+    calls = sum(len(of.gathers) + len(of.updates) for of in views)
     assert calls < 2 * len(params), "calls of several tensors"
     assert launches == dict.fromkeys(range(3), calls)
     assert sent == Counter({0: calls, 2: 1}), "the call with the moved gradient"
-    assert len(muon.engine.features[0]._tables) == calls, "tables of earlier gradients are dropped"
+    assert len(muon.engine.step.hooks[0]._tables) == calls, "tables of earlier gradients are dropped"
 
 
 @needs_interpreter

@@ -16,7 +16,7 @@ from tests.dist.features.test_overlap import NAMES, SLOW, Failed, Run
 from tests.stream_order import StreamOrder, stream_order
 from tests.unit.plans import plan_of
 from titan_muon import Muon
-from titan_muon.features import early
+from titan_muon.features import backward
 from titan_muon.options import Machine, MuonOptions, OptionError, Overlap
 from titan_muon.owned.param import place_on_owners
 from titan_muon.plan.cost.timeline import timeline
@@ -99,7 +99,9 @@ def test_settings_that_order_collectives_of_different_groups_are_refused_because
     monkeypatch.setenv(name, "1")
     Run(mesh, overlap="backward")
     monkeypatch.setattr(
-        early, "check_launch_order", lambda device, environ, check=early.check_launch_order: check("cuda", environ)
+        backward,
+        "check_launch_order",
+        lambda device, environ, check=backward.check_launch_order: check("cuda", environ),
     )
     with pytest.raises(ValueError, match=rf"^overlap = 'backward' may deadlock with {name}=1: .* on every rank, or"):
         Run(mesh, overlap="backward")
@@ -148,7 +150,7 @@ def test_streams_wait_for_the_memory_of_other_streams(ordered: tuple[Run, Stream
 @pytest.mark.parametrize("waits", ["for gradients", "for packing"])
 def test_every_wait_is_necessary(ordered: tuple[Run, StreamOrder], waits: str) -> None:
     run, order = ordered
-    own = run.muon.engine.features[0]._stream
+    own = run.muon.engine.overlap.stream
     with order:
         train(run)
         if waits == "for gradients":

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-import titan_muon.features
+import titan_muon
 from tests.dist.harness import run_program
 from tests.unit.features.test_fused import needs_interpreter
 
-FILES = sorted(
-    path.stem for path in Path(titan_muon.features.__file__).parent.glob("*.py") if path.name != "__init__.py"
-)
+PACKAGE = Path(titan_muon.__file__).parent
+FEATURES = sorted(f"features.{path.stem}" for path in (PACKAGE / "features").glob("*.py") if path.stem != "__init__")
+DECORATORS = [f"algorithms.{name}" for name in ("eight_bit", "fused", "fused_kernels", "keeping", "scaling")]
+FILES = [*FEATURES, *DECORATORS]
 
 STEPS = """
 import sys
@@ -28,57 +29,58 @@ for step in range(2):
         parameter.grad = torch.randn(6, 8)
     optimizer.step()
 assert optimizer.orthogonalized == 2
-loaded = {{name for name in sys.modules if name.startswith("titan_muon.features.")}}
-print(sorted(name.rpartition(".")[2] for name in loaded if sys.modules[name] is not None))
+print(sorted(name for name in {files!r} if sys.modules.get("titan_muon." + name) is not None))
 """
 
 
-def loaded(kept: str | None, options: str = "", found_inf: str = "None") -> str:
-    """The feature files imported by two steps while all files but `kept` are removed."""
-    removed = [f"titan_muon.features.{name}" for name in FILES if name != kept]
-    code = STEPS.format(removed=removed, options=options, found_inf=found_inf)
+def loaded(kept: tuple[str, ...], options: str = "", found_inf: str = "None") -> str:
+    """The files of features and decorators imported by two steps while all files but `kept` are removed."""
+    removed = [f"titan_muon.{name}" for name in FILES if name not in kept]
+    code = STEPS.format(removed=removed, options=options, found_inf=found_inf, files=FILES)
     status, shown = run_program("-c", code)
     assert status == 0, shown
     return shown.splitlines()[-1]
 
 
-def test_a_step_without_features_loads_no_feature_file() -> None:
-    assert loaded(None) == "[]"
+def test_a_step_without_features_loads_no_file_of_a_feature() -> None:
+    assert loaded(()) == "[]"
 
 
 @pytest.mark.parametrize(
     ("kept", "options", "found_inf"),
     [
-        ("host", "offload='state'", "None"),
-        ("early", "overlap='backward'", "None"),
-        ("late", "overlap='forward'", "None"),
-        ("eight_bit", "state_dtype='int8'", "None"),
-        ("scaling", "", "torch.zeros(())"),
-        ("idle", "idle='hold'", "None"),
-        ("skip", "nonfinite='skip'", "None"),
-        pytest.param("fused", "fused=True", "None", marks=needs_interpreter),
+        (("features.offload",), "offload='state'", "None"),
+        (("features.backward", "features.overlap"), "overlap='backward'", "None"),
+        (("features.forward", "features.overlap"), "overlap='forward'", "None"),
+        (("algorithms.eight_bit",), "state_dtype='int8'", "None"),
+        (("algorithms.keeping", "algorithms.scaling"), "", "torch.zeros(())"),
+        (("features.mask",), "idle='hold'", "None"),
+        (("algorithms.keeping", "features.mask"), "nonfinite='skip'", "None"),
+        (("features.weight_norms",), "algorithm='muonh', weight_decay=0.0", "None"),
+        pytest.param(("algorithms.fused", "algorithms.fused_kernels"), "fused=True", "None", marks=needs_interpreter),
     ],
+    ids=str,
 )
-def test_a_step_with_a_feature_loads_only_the_file_of_this_feature(kept: str, options: str, found_inf: str) -> None:
-    assert loaded(kept, options, found_inf) == f"['{kept}']"
+def test_a_step_with_a_feature_loads_only_the_files_of_this_feature(
+    kept: tuple[str, ...], options: str, found_inf: str
+) -> None:
+    assert loaded(kept, options, found_inf) == str(sorted(kept))
 
 
 @pytest.mark.parametrize("choice", ["skip", "hold", "int8", "backward", "forward"])
-def test_engine_and_step_do_not_ask_for_the_option_of_a_feature(choice: str) -> None:
-    package = Path(titan_muon.features.__file__).parents[1]
-    files = [package / "engine.py", *(package / "step").glob("*.py")]
-    values = {
-        node.value for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)
-    }
+def test_the_step_does_not_ask_for_the_option_of_a_feature(choice: str) -> None:
+    trees = [ast.parse(path.read_text()) for path in (PACKAGE / "step").glob("*.py")]
+    values = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     assert choice not in values
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", FEATURES)
 def test_no_feature_imports_a_second_feature(name: str) -> None:
-    source = (Path(titan_muon.features.__file__).parent / f"{name}.py").read_text()
+    source = (PACKAGE / f"{name.replace('.', '/')}.py").read_text()
     imported = {
-        node.module.split(".")[0]
+        f"features.{node.module.split('.')[0]}"
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module
     }
-    assert imported.isdisjoint(FILES)
+    # The interface of the two overlaps.
+    assert imported.isdisjoint(set(FEATURES) - {"features.overlap"})

@@ -128,7 +128,7 @@ def test_float16_sums_of_partial_products_neither_overflow_nor_lose_digits(
 
 
 def test_float16_holds_the_square_of_a_row_with_the_largest_norm() -> None:
-    from titan_muon.orthogonalize.standard import FLOAT16_NORM
+    from titan_muon.orthogonalize.newton_schulz import FLOAT16_NORM
 
     assert (FLOAT16_NORM * LARGEST) ** 2 <= 2**16
     assert torch.finfo(torch.float16).max > (FLOAT16_NORM * LARGEST * 0.999) ** 2

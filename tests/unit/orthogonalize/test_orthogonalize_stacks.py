@@ -31,7 +31,7 @@ from titan_muon.orthogonalize import (
 )
 from titan_muon.orthogonalize.coefficients import PRESCALED
 from titan_muon.orthogonalize.dispatch import restarts
-from titan_muon.orthogonalize.standard import normalized, start_norm
+from titan_muon.orthogonalize.newton_schulz import normalized, start_norm
 
 STEPS = {name: 5 if len(table) == 1 else len(table) for name, table in COEFFICIENTS.items()}
 SHAPES = {"wide": (2, 24, 60), "tall": (2, 60, 24), "square": (2, 32, 32), "row": (3, 1, 40), "one": (1, 20, 48)}

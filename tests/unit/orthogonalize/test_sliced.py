@@ -23,7 +23,7 @@ from titan_muon.orthogonalize import (
     sliced_norms,
 )
 from titan_muon.orthogonalize.coefficients import PRESCALED
-from titan_muon.orthogonalize.products import wide_gram
+from titan_muon.orthogonalize.newton_schulz import wide_gram
 
 T = TypeVar("T")
 

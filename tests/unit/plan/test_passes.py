@@ -67,15 +67,17 @@ def test_a_pass_moves_the_planned_bytes(dtype: torch.dtype, options: dict[str, A
     muon = Muon([("a.w", parameter)], weight_decay=0.1, **options)
     parameter.grad = torch.randn(SIDE, SIDE).to(dtype)
     muon.step()
-    rank, step, counted = muon.engine.rank, muon._checked(), muon.plan.passes.traffic
-    rank.begin(step)
+    engine, counted = muon.engine, muon.plan.passes.traffic
+    gradients = engine.gradients(muon.param_groups, muon.state)
+    engine.workspace.take()
+    bucket = engine.step.bucket(engine.step.views[0], gradients)
     with torch.no_grad(), Moved() as momentum:
-        rank.advance(0, step)
+        next(bucket)
     # A larger update than an orthogonalized one is cleared.
     with torch.no_grad():
-        rank.orthogonalize(0, step)
+        next(bucket)
     with torch.no_grad(), Moved() as update:
-        rank.apply(0, step)
+        next(bucket, None)
     assert momentum.bytes / parameter.numel() == pytest.approx(counted.advance, rel=0.01)
     assert update.bytes / parameter.numel() == pytest.approx(counted.apply, rel=0.03)
     assert momentum.calls.total() == counted.advance_launches

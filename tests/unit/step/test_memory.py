@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.memory_use import allocated
 from titan_muon import Muon, own
+from titan_muon.algorithms.muon import MuonAlgorithm
+from titan_muon.algorithms.scaling import scaled
 from titan_muon.comm.buffers import fragmentation
-from titan_muon.features.scaling import ScaledRule
 from titan_muon.options import MuonOptions, PlacementRule
 from titan_muon.plan.cost.times import Costs
 from titan_muon.plan.cost.totals import Totals
@@ -21,9 +22,8 @@ from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.layout import Geometries, Geometry
 from titan_muon.plan.terms.pieces import Pieces
 from titan_muon.planning import check_devices, passes_of
-from titan_muon.algorithms.muon import MuonAlgorithm
-from titan_muon.step.foreach import CPU_CHUNK_BYTES
-from titan_muon.step.rule import Scaling
+from titan_muon.step.algorithm import Scaling
+from titan_muon.step.foreach import CPU_CHUNK_BYTES, MomentumCall, Rectangle, UpdateCall
 from titan_muon.tensors.storage import trained_params
 
 MIB = 2**20
@@ -73,10 +73,13 @@ def test_the_plan_of_an_accelerator_counts_the_copies_of_a_revocable_step(dtype:
     average, update = torch.zeros(count), torch.zeros(count, dtype=torch.bfloat16)
     param, grad = torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)
     scratch = (torch.empty_like(param),) if dtype == torch.float32 else ()
-    rule = ScaledRule(Scaling(MuonAlgorithm(options), None, torch.tensor(False)))
-    group = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True}
-    _, advance, _ = allocated(lambda: rule.advance((average,), (grad,), (update,), group))
-    _, apply, _ = allocated(lambda: rule.apply((param,), (update,), group, 1.0, scratch))
+    algorithm = scaled(MuonAlgorithm(options), Scaling(torch.tensor(False)))
+    group = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "adjust_lr_fn": None}
+    parts, no_memory = (Rectangle(0, None),), torch.empty(0).untyped_storage()
+    gather = MomentumCall(group, parts, (average,), (update,))
+    call = UpdateCall(group, (count, 1), parts, (param,), (update,), no_memory, scratch)
+    _, advance, _ = allocated(lambda: algorithm.before_gather(gather, gather.momentum, [grad]))
+    _, apply, _ = allocated(lambda: algorithm.after_return(call, call.params))
     passes = passes_of([dtype], options, "cuda")
     assert 0 <= advance - count * passes.advance_bytes < MIB / 100
     assert 0 <= apply + sum(part.nbytes for part in scratch) - count * passes.apply_bytes < MIB / 100
@@ -89,12 +92,11 @@ def test_the_stages_of_small_matrices_fit_the_plan(shape: tuple[int, int], dtype
     """Several tensors share a call, and a row longer than a chunk has a call of its own."""
     params = [(f"w{i}", with_gradient(nn.Parameter(torch.zeros(shape, dtype=dtype)))) for i in range(5)]
     muon = Muon(params, **OPTIONS)
-    rank = muon.engine.rank
     rows = max(4 * shape[1], 12 * shape[1] if dtype == torch.bfloat16 else 0) + 256
-    for call in (call for run in rank.runs for call in run.applies):
+    for call in (call for views in muon.engine.step.views for call in views.updates):
         assert call.scratch_bytes <= max(CPU_CHUNK_BYTES, rows)
-    for advance in (advance for run in rank.runs for advance in run.advances):
-        assert 4 * sum(average.numel() for average in advance.averages) <= max(CPU_CHUNK_BYTES, rows)
+    for gather in (call for views in muon.engine.step.views for call in views.gathers):
+        assert 4 * sum(momentum.numel() for momentum in gather.momentum) <= max(CPU_CHUNK_BYTES, rows)
     measured, planned = peak(muon)
     assert measured < 1.1 * planned + MIB / 4
 
@@ -138,8 +140,8 @@ def test_buffers_and_workspace_stay_allocated_with_keep_buffers(kept: bool) -> N
     weight = with_gradient(nn.Parameter(torch.zeros(512, 64)))
     muon = Muon([("w", weight)], keep_buffers=kept, **OPTIONS)
     muon.step()
-    (run,) = muon.engine.rank.runs
-    workspace = run.batches[0].batch.whole.untyped_storage()
+    (views,) = muon.engine.step.views
+    workspace = views.batches[0][1].whole.untyped_storage()
     assert workspace.nbytes() == (weight.numel() * 2 if kept else 0)
     address = workspace.data_ptr()
     muon.step()
@@ -183,7 +185,7 @@ def test_exchange_buffers_stay_allocated_with_keep_buffers(kept: bool) -> None:
 def test_keep_buffers_moves_the_allocation_out_of_the_step() -> None:
     for kept in (False, True):
         muon = Muon([("w", nn.Parameter(torch.zeros(512, 64)))], keep_buffers=kept)
-        assert muon.engine.rank.step_bytes == (0 if kept else 512 * 64 * 2)
+        assert muon.engine.step_bytes == (0 if kept else 512 * 64 * 2)
 
 
 def test_planning_data_is_dropped_after_construction() -> None:
@@ -201,10 +203,10 @@ def test_an_error_in_a_call_frees_the_scratch(monkeypatch: pytest.MonkeyPatch) -
     def fail(*args: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("titan_muon.step.foreach.lr_factor", fail)
+    monkeypatch.setattr("titan_muon.algorithms.muon.lr_factor", fail)
     with pytest.raises(MemoryError):
         muon.step()
-    assert muon.engine.rank._scratch.untyped_storage().nbytes() == 0
+    assert all(call.memory.nbytes() == 0 for views in muon.engine.step.views for call in views.updates)
 
 
 def test_parameters_on_several_devices_or_without_streams_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

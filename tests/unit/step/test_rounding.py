@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tests.shared import drawn
 from titan_muon import Muon
+from titan_muon.step.algorithm import Tensors
 from titan_muon.step.rounding import chunk_of, memory_bytes
-from titan_muon.step.update import Tensors
 
 SHAPES = {"wide": (24, 40), "tall": (33, 10), "experts": (3, 8, 12)}
 OPTIONS: dict[str, Any] = {"lr": 0.02, "orthogonalize": "reference"}

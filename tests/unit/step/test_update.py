@@ -10,7 +10,7 @@ import torch
 from tests.reference_muon import ReferenceMuon
 from tests.shared import drawn
 from titan_muon import Muon
-from titan_muon.step import update
+from titan_muon.algorithms import muon as update
 
 SHAPES = {"tall": (48, 20), "wide": (20, 48), "square": (32, 32), "row": (1, 40), "column": (40, 1), "tiny": (1, 1)}
 
@@ -108,7 +108,7 @@ def test_an_unknown_adjust_lr_fn_lists_the_known_scales(name: str) -> None:
 def test_momentum_is_an_average_and_nesterov_blends_the_gradient_in() -> None:
     average, grad = torch.tensor([[2.0]]), torch.tensor([[4.0]])
     blended = torch.empty_like(grad)
-    update.momentum([average], [grad], [blended], decay=0.75, nesterov=True)
+    update.update_momentum([average], [grad], [blended], decay=0.75, nesterov=True)
     assert average.item() == 0.75 * 2 + 0.25 * 4 == 2.5
     assert blended.item() == 0.25 * 4 + 0.75 * 2.5
     assert grad.item() == 4
@@ -116,13 +116,13 @@ def test_momentum_is_an_average_and_nesterov_blends_the_gradient_in() -> None:
 
 def test_without_nesterov_the_average_is_orthogonalized() -> None:
     average, packed = torch.tensor([[2.0]]), torch.tensor([[0.0]])
-    update.momentum([average], [torch.tensor([[4.0]])], [packed], decay=0.5, nesterov=False)
+    update.update_momentum([average], [torch.tensor([[4.0]])], [packed], decay=0.5, nesterov=False)
     assert packed.item() == average.item() == 3
 
 
 def test_momentum_advances_without_a_send_buffer() -> None:
     average = torch.tensor([[2.0]])
-    update.momentum([average], [torch.tensor([[4.0]])], [], decay=0.5, nesterov=True)
+    update.update_momentum([average], [torch.tensor([[4.0]])], [], decay=0.5, nesterov=True)
     assert average.item() == 3
 
 
@@ -134,14 +134,14 @@ def test_a_bf16_average_or_gradient_advances_in_float32(state: torch.dtype, wire
     average, grad = start.to(state), grad.to(wire)
     exact = average.float().clone()
     expected, blended = torch.empty(64), torch.empty(64)
-    update.momentum([exact], [grad.float()], [expected], 0.9, nesterov)
-    update.momentum([average], [grad], [blended], 0.9, nesterov)
+    update.update_momentum([exact], [grad.float()], [expected], 0.9, nesterov)
+    update.update_momentum([average], [grad], [blended], 0.9, nesterov)
     assert torch.equal(blended, expected)
     assert torch.equal(average, exact.to(state))
 
 
 def test_apply_decays_by_the_unscaled_lr_and_scales_the_update() -> None:
     param, delta = torch.tensor([[10.0]]), torch.tensor([[1.0]], dtype=torch.bfloat16)
-    update.apply([param], [delta], lr=0.5, scale=4.0, weight_decay=0.2)
+    update.add_update([param], [delta], lr=0.5, scale=4.0, weight_decay=0.2)
     assert math.isclose(param.item(), 10 * (1 - 0.5 * 0.2) - 0.5 * 4)
     assert delta.item() == 1

@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_muon.adam import AVERAGES, BATCH_BYTES
+from titan_muon.algorithms import algorithm_of
 from titan_muon.options import MuonOptions, Offload
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary
 from titan_muon.plan.owned.ownership import OwnedTotals
 from titan_muon.plan.search.state import state_elements
-from titan_muon.algorithms import algorithm_of
 from titan_muon.state.host import TRANSFERS_AT_ONCE, host_bytes
-from titan_muon.state.momentum import momentum_bytes
 from titan_muon.state.matrix_states import state_bytes
+from titan_muon.state.momentum import momentum_bytes
 from titan_muon.tensors.dtensor import local
 from titan_muon.titan.assign.container import offload_of
 from titan_muon.titan.dry_run.meta_model import MetaModel
