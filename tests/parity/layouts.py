@@ -53,9 +53,9 @@ CUTS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
     "qkv": lambda full: full.split((16, 8, 8)),
     "fused": lambda full: [part.reshape(-1, 12) for part in full.view(3, 12, 12).split((6, 3, 3), 1)],
     "groups": lambda full: [part.reshape(-1, 6) for part in full.view(2, 16, 6).split((8, 4, 4), 1)],
-    "c_attn": lambda full: full.split(6, 1),
+    "c_attn": lambda full: [part.T for part in full.split(6, 1)],
     "gate_up": lambda full: [part for expert in full for part in expert.split((12, 8))],
-    "columns": lambda full: [expert[:, group::2] for expert in full for group in range(2)],
+    "columns": lambda full: [expert[:, group::2].T for expert in full for group in range(2)],
     "w13": list,
     "conv": lambda full: [full.reshape(6, 12)],
     "efd": lambda full: [expert[:, group] for expert in full for group in range(2)],
@@ -73,7 +73,7 @@ def drawn(name: str, seed: int) -> Tensor:
 
 
 def matrices(name: str, whole: Tensor) -> list[Tensor]:
-    """Copies of the matrices of a whole parameter."""
+    """Copies of the matrices of a whole parameter, with outputs as rows."""
     cut = CUTS.get(name.rpartition(".")[2], list if whole.ndim == 3 else lambda full: [full])
     return [matrix.clone(memory_format=torch.contiguous_format) for matrix in cut(whole)]
 
@@ -94,6 +94,10 @@ class Layout:
     placements: tuple[Placement, ...] = ()
     ranks: tuple[int, ...] = ()
     owned: bool = False
+
+    @property
+    def has_replicas(self) -> bool:
+        return not self.placements or COPIES in self.placements
 
     @property
     def mesh(self) -> DeviceMesh:

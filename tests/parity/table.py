@@ -6,27 +6,51 @@ import torch
 
 from tests.parity.layouts import BLOCKS, FUSED, MATRICES, STACKS
 from tests.parity.references import ALGORITHM
-from tests.parity.training import DROP, Row
+from tests.parity.training import DROP, ELSEWHERE, Row
 from titan_muon.options import Machine
 
-ALL = (*MATRICES, *STACKS)
-EVEN = ("wide", "tall")
-FEW = ("wide", "tall", "short", "experts")
 SLOW = Machine(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0, launch_us=0.0)
 """Slow links, for plans with several buckets in flight."""
 SLOW_NETWORK = Machine(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
 """Slow traffic between replicas, for hierarchical returns."""
 SLOW_COMPUTE = Machine(tflops=1e-6, tflops_float32=1e-6, node_gb=1e3, node_latency_us=0.0, launch_us=0.0)
 """Slow compute, for matrices that several ranks share."""
-FLOAT32: dict[str, Any] = {"ns_dtype": "float32", "wire_dtype": "float32", "orthogonalize": "auto"}
-ONE, TWO = ("plain",), ("plain", "replicated", "fsdp", "tp columns", "owned")
+
+ALL, FEW, EVEN = (*MATRICES, *STACKS), ("wide", "tall", "short", "experts"), ("wide", "tall")
+TWO = ("plain", "replicated", "fsdp", "tp columns")
 FOUR = ("fsdp", "hsdp", "fsdp x tp rows", "fsdp x tp columns", "fsdp x tp copies", "ep x rows", "plain", "replicated")
-EIGHT = ("fsdp", "hsdp", "hsdp x tp", "hsdp x ep", "owned, hsdp")
-MIXED = ("fsdp", "hsdp", "fsdp x tp rows", "ep x rows", "plain")
-SHARDED = tuple(name for name in MIXED if name != "plain")
+EIGHT = ("fsdp", "hsdp", "hsdp x tp", "hsdp x ep")
+MODULES = ("fsdp", "hsdp", "fsdp x tp rows", "fsdp x tp columns")
+SHARDED = ("fsdp", "hsdp", "fsdp x tp rows", "ep x rows")
+MIXED = (*SHARDED, "plain")
 LINES = ("fsdp", "hsdp", "fsdp x tp rows", "plain")
 """Layouts that do not cut rows."""
-MODULES = ("fsdp", "hsdp", "fsdp x tp rows", "fsdp x tp columns")
+
+Options = dict[str, Any]
+SEVERAL: Options = {"buffer_bytes": 6_000}
+BACKWARD: Options = {"overlap": "backward", "machine": SLOW, "buffer_bytes": 60_000}
+FORWARD: Options = {"overlap": "forward", "machine": SLOW, "buffer_bytes": 60_000}
+SKIP: Options = {"missing_grad": "skip", "nonfinite": "skip"}
+GATHERED: Options = {"exchange": "all_gather"}
+REDUCED: Options = {"exchange": "all_gather_reduce_scatter"}
+FLOAT32: Options = {"ns_dtype": "float32", "wire_dtype": "float32", "orthogonalize": "auto"}
+SLICED: Options = {**FLOAT32, "split_over": 4, "machine": SLOW_COMPUTE}
+
+ROWS_SMOOTHED: Options = {ALGORITHM: "normuon", "beta2": 0.9}
+ELEMENTS_SMOOTHED: Options = {ALGORITHM: "adamuon", "beta2": 0.9}
+SPHERE: Options = {ALGORITHM: "muonh", "weight_decay": 0.0}
+CAUTIOUS: Options = {"cautious": True, "weight_decay": 0.5}
+
+IN_MODULES: Options = {"layouts": MODULES, "sharded": True}
+CLOSE: Options = {"reference": "paper", "close": 1e-4, "ns_dtype": torch.float32}
+NORMUON: Options = {"reference": "paper", "math": ROWS_SMOOTHED}
+BFLOAT16: Options = {"dtype": torch.bfloat16, "shapes": FEW}
+ALONE: Options = {"reference": "one process"}
+
+
+def row(name: str, world: int = 4, layouts: tuple[str, ...] = MIXED, **fields: Any) -> Row:
+    """A row, by default on four ranks in several layouts at once."""
+    return Row(name, world, layouts, **({"shapes": ALL} | fields))
 
 
 def rows() -> list[Row]:
@@ -37,34 +61,22 @@ def rows() -> list[Row]:
 def layouts() -> list[Row]:
     """Each layout alone."""
     worlds = {
-        1: ONE,
-        2: TWO,
+        1: ("plain",),
+        2: (*TWO, "owned"),
         4: (*FOUR, "tp rows", "tp x ep", "owned", "owned, hsdp"),
-        8: EIGHT,
+        8: (*EIGHT, "owned, hsdp"),
     }
-    return [
-        Row(f"{layout}, {world} ranks", world, (layout,), ALL) for world, names in worlds.items() for layout in names
-    ]
+    return [row(f"{layout}, {world} ranks", world, (layout,)) for world, names in worlds.items() for layout in names]
 
 
 def options() -> list[Row]:
     """Options that move work, memory or traffic, and change no bit."""
-    several = {"buffer_bytes": 6_000}
-    made = [
-        Row("all layouts", 4, (*FOUR, "owned"), ALL),
-        Row("splits", 4, ("fsdp", "hsdp", "fsdp x tp rows", "tp columns", "fsdp x tp columns"), tuple(FUSED)),
-        Row("splits along the last dim", 2, ("last dim",), ("w13", "efd", "columns")),
-        Row("several meshes", 4, ("fsdp", "first ranks", "last ranks", "all but one", "every other", "one rank"), FEW),
-        Row("two groups", 4, MIXED, ALL, groups=True),
-        Row("hierarchical", 4, ("hsdp",), ALL, {"machine": SLOW_NETWORK}, proof="hierarchical"),
-        Row("hierarchical, replicated", 4, ("replicated",), ALL, {"machine": SLOW_NETWORK}, proof="hierarchical"),
-        Row("hierarchical, plain", 4, ("plain",), ALL, {"machine": SLOW_NETWORK}, proof="hierarchical"),
-        Row("hierarchical, 8 ranks", 8, ("hsdp", "hsdp x tp"), ALL, {"machine": SLOW_NETWORK}, proof="hierarchical"),
-    ]
-    changed: dict[str, dict[str, Any]] = {
-        "all_gather": {"exchange": "all_gather"},
-        "owners everyone": {"exchange": "all_gather", "owners": "everyone"},
-        "all_gather_reduce_scatter": {"exchange": "all_gather_reduce_scatter"},
+    meshes = ("fsdp", "first ranks", "last ranks", "all but one", "every other", "one rank")
+    network = {"options": {"machine": SLOW_NETWORK}, "proof": "hierarchical"}
+    changed: dict[str, Options] = {
+        "all_gather": GATHERED,
+        "owners everyone": {**GATHERED, "owners": "everyone"},
+        "all_gather_reduce_scatter": REDUCED,
         "redundant": {"replicas": "redundant"},
         "state owner": {"state": "owner"},
         "float32 wire": {"wire_dtype": "float32"},
@@ -72,250 +84,175 @@ def options() -> list[Row]:
         "released gradients": {"release_grads": True},
         "offloaded state": {"offload": "state"},
         "offloaded parameters": {"offload": "parameters"},
-        "skip": {"missing_grad": "skip", "nonfinite": "skip"},
+        "skip": SKIP,
     }
-    made += [Row(name, 4, MIXED, ALL, options) for name, options in changed.items()]
-    bucketed = {
-        "several buckets": several,
-        "several buckets, released and kept": {**several, "release_grads": True, "keep_buffers": True},
-        "several buckets, state owner": {**several, "state": "owner"},
-        "several buckets, offloaded state": {**several, "offload": "state"},
-        "several buckets, all_gather": {"buffer_bytes": 12_000, "exchange": "all_gather"},
-        "several buckets, all_gather_reduce_scatter": {"buffer_bytes": 24_000, "exchange": "all_gather_reduce_scatter"},
+    bucketed: dict[str, Options] = {
+        "several buckets": SEVERAL,
+        "several buckets, released and kept": {**SEVERAL, "release_grads": True, "keep_buffers": True},
+        "several buckets, state owner": {**SEVERAL, "state": "owner"},
+        "several buckets, offloaded state": {**SEVERAL, "offload": "state"},
+        "several buckets, all_gather": {**GATHERED, "buffer_bytes": 12_000},
+        "several buckets, all_gather_reduce_scatter": {**REDUCED, "buffer_bytes": 24_000},
         "several buckets, hierarchical": {"buffer_bytes": 8_000, "machine": SLOW_NETWORK, "state": "owner"},
     }
-    made += [Row(name, 4, MIXED, ALL, options, proof="several buckets") for name, options in bucketed.items()]
-    for exchange in ("all_gather", "all_gather_reduce_scatter"):
-        made += [
-            Row(f"{exchange}, {world} ranks", world, names, ALL, {"exchange": exchange})
-            for world, names in ((2, TWO[:-1]), (8, EIGHT[:-1]))
-        ]
-        made.append(
-            Row(f"splits, {exchange}", 4, ("fsdp x tp rows", "tp columns"), tuple(FUSED), {"exchange": exchange})
-        )
-    sliced = {"split_over": 4, "machine": SLOW_COMPUTE, **FLOAT32}
-    shared = {"tensor_parallel": "distributed", **FLOAT32}
-    close: dict[str, Any] = {"reference": "paper", "close": 1e-4, "ns_dtype": torch.float32}
-    made += [
-        Row("slices", 4, ("fsdp", "hsdp", "fsdp x tp rows"), tuple(BLOCKS), sliced, proof="slices", **close),
-        Row("slices, columns", 2, ("tp columns",), tuple(BLOCKS), sliced, proof="slices", **close),
-        Row("distributed", 4, ("tp rows", "tp columns"), EVEN, shared, **close),
-        Row("distributed, 2 of 4", 4, ("fsdp x tp columns", "fsdp x tp rows"), EVEN, shared, **close),
+    exchanges = {"all_gather": GATHERED, "all_gather_reduce_scatter": REDUCED}
+    return [
+        row("all layouts", layouts=(*FOUR, "owned")),
+        row("splits", layouts=(*MODULES, "tp columns"), shapes=(*FUSED,)),
+        row("splits along the last dim", 2, ("last dim",), shapes=("w13", "efd", "columns")),
+        row("several meshes", layouts=meshes, shapes=FEW),
+        row("two groups", groups=True),
+        row("hierarchical", layouts=("hsdp",), **network),
+        row("hierarchical, replicated", layouts=("replicated",), **network),
+        row("hierarchical, plain", layouts=("plain",), **network),
+        row("hierarchical, 8 ranks", 8, ("hsdp", "hsdp x tp"), **network),
+        *(row(name, options=options) for name, options in changed.items()),
+        *(row(name, options=options, proof="several buckets") for name, options in bucketed.items()),
+        *(row(f"{name}, 2 ranks", 2, TWO, options=options) for name, options in exchanges.items()),
+        *(row(f"{name}, 8 ranks", 8, EIGHT, options=options) for name, options in exchanges.items()),
         *(
-            Row(f"{kernel} in float32", 2, TWO, ALL, {"orthogonalize": kernel, **FLOAT32}, **close)
+            row(f"splits, {name}", layouts=("fsdp x tp rows", "tp columns"), shapes=(*FUSED,), options=options)
+            for name, options in exchanges.items()
+        ),
+        row("slices", layouts=MODULES[:3], shapes=(*BLOCKS,), options=SLICED, proof="slices", **CLOSE),
+        row("slices, columns", 2, ("tp columns",), shapes=(*BLOCKS,), options=SLICED, proof="slices", **CLOSE),
+        *(
+            row(f"distributed, {layout}", layouts=(layout,), shapes=EVEN, options=DISTRIBUTED, **CLOSE)
+            for layout in ("tp rows", "tp columns", "fsdp x tp rows", "fsdp x tp columns")
+        ),
+        *(
+            row(f"{kernel} in float32", 2, TWO, options={**FLOAT32, "orthogonalize": kernel}, **CLOSE)
             for kernel in ("auto", "standard", "gram")
         ),
     ]
-    return made
+
+
+DISTRIBUTED: Options = {**FLOAT32, "tensor_parallel": "distributed"}
 
 
 def overlaps() -> list[Row]:
-    """Communication behind compute, in layouts of modules and in others."""
-    backward = {"overlap": "backward", "machine": SLOW, "buffer_bytes": 60_000}
-    forward = {"overlap": "forward", "machine": SLOW, "buffer_bytes": 60_000}
-    wide = {"math": {"adjust_lr_fn": "original"}}
+    """Communication behind compute, in modules of FSDP2 and without modules."""
+    small: Options = {"layouts": ("fsdp", "fsdp"), "sharded": True, "proof": "several buckets"}
+    backward: dict[str, Options] = {"reduced": REDUCED, "released": {"release_grads": True}, "skip": SKIP}
+    forward: dict[str, Options] = {
+        "gathered": GATHERED,
+        "reduced": REDUCED,
+        "state owner": {"state": "owner"},
+        "released and kept": {"release_grads": True, "keep_buffers": True},
+        "skip": SKIP,
+    }
+    network = {**FORWARD, "machine": SLOW_NETWORK}
     return [
-        Row("modules", 4, MODULES, ALL, sharded=True),
-        Row("modules, 2 ranks", 2, ("fsdp", "owned"), ALL, sharded=True),
-        Row("modules owned", 4, ("owned", "owned, hsdp"), ALL, sharded=True),
-        Row("modules under DDP", 2, ONE, ALL, sharded=True),
-        Row("tensor parallelism alone", 2, ("tp rows", "tp columns"), ALL, sharded=True),
-        Row("backward", 4, MODULES, ALL, backward, sharded=True, proof="several buckets"),
-        Row(
-            "backward, 2 ranks",
-            2,
-            ("fsdp", "fsdp"),
-            ALL,
-            {**backward, "buffer_bytes": 8_000},
-            sharded=True,
-            proof="several buckets",
-        ),
-        Row("backward beside owned", 2, ("fsdp", "owned"), ALL, backward, sharded=True),
-        Row("backward without modules", 4, SHARDED, ALL, backward, proof="several buckets"),
-        Row("backward, reduced", 4, SHARDED, ALL, {**backward, "exchange": "all_gather_reduce_scatter"}),
-        Row("backward, released", 4, MODULES, ALL, {**backward, "release_grads": True}, sharded=True),
-        Row("forward", 4, MODULES, ALL, forward, sharded=True, proof="several buckets"),
-        Row(
-            "forward, 2 ranks",
-            2,
-            ("fsdp", "fsdp"),
-            ALL,
-            {**forward, "buffer_bytes": 8_000},
-            sharded=True,
-            proof="several buckets",
-        ),
-        Row("forward, gathered", 4, MODULES, ALL, {**forward, "exchange": "all_gather"}, sharded=True),
-        Row("forward, reduced", 4, MODULES, ALL, {**forward, "exchange": "all_gather_reduce_scatter"}, sharded=True),
-        Row("forward, state owner", 4, MODULES, ALL, {**forward, "state": "owner"}, sharded=True),
-        Row(
-            "forward, hierarchical",
-            4,
-            ("hsdp",),
-            ALL,
-            {**forward, "machine": SLOW_NETWORK},
-            sharded=True,
-            proof="hierarchical",
-        ),
-        Row("forward, original", 4, MODULES, ALL, forward, sharded=True, **wide),
+        row("modules", **IN_MODULES),
+        row("modules, 2 ranks", 2, ("fsdp", "owned"), sharded=True),
+        row("modules owned", layouts=("owned", "owned, hsdp"), sharded=True),
+        row("modules under DDP", 2, ("plain",), sharded=True),
+        row("tensor parallelism alone", 2, ("tp rows", "tp columns"), sharded=True),
+        row("backward", options=BACKWARD, proof="several buckets", **IN_MODULES),
+        row("backward, 2 ranks", 2, options={**BACKWARD, "buffer_bytes": 8_000}, **small),
+        row("backward beside owned", 2, ("fsdp", "owned"), options=BACKWARD, sharded=True),
+        row("backward without modules", layouts=SHARDED, options=BACKWARD, proof="several buckets"),
+        *(row(f"backward, {name}", options={**BACKWARD, **more}, **IN_MODULES) for name, more in backward.items()),
+        row("forward", options=FORWARD, proof="several buckets", **IN_MODULES),
+        row("forward, 2 ranks", 2, options={**FORWARD, "buffer_bytes": 8_000}, **small),
+        *(row(f"forward, {name}", options={**FORWARD, **more}, **IN_MODULES) for name, more in forward.items()),
+        row("forward, hierarchical", layouts=("hsdp",), sharded=True, options=network, proof="hierarchical"),
+        row("forward, original", options=FORWARD, math={"adjust_lr_fn": "original"}, **IN_MODULES),
     ]
 
 
 def faults() -> list[Row]:
     """Missing and non-finite gradients: skipped, or an error with the name on every rank."""
-    nan, drop = {1: ("tall", torch.nan)}, {1: ("tall", DROP)}
-    late_nan, late_drop = {2: ("uneven", torch.nan)}, {2: ("uneven", DROP)}
-    skip = {"missing_grad": "skip", "nonfinite": "skip"}
-    raises = ("layers.0.uneven",)
-    made = []
-    for end, options in ENDS.items():
-        sharded = end == "forward"
-        names = {"forward": MODULES, "backward": SHARDED}.get(end, MIXED)
-        made += [
-            Row(f"nan skipped{end and ', '}{end}", 4, names, ALL, {**skip, **options}, gradients=nan, sharded=sharded),
-            Row(
-                f"missing skipped{end and ', '}{end}",
-                4,
-                names,
-                ALL,
-                {**skip, **options},
-                gradients=drop,
-                sharded=sharded,
-            ),
-            Row(
-                f"nan raises{end and ', '}{end}",
-                4,
-                names,
-                ALL,
-                options,
-                gradients=late_nan,
-                error=raises,
-                sharded=sharded,
-            ),
-            Row(
-                f"missing raises{end and ', '}{end}",
-                4,
-                names,
-                ALL,
-                options,
-                gradients=late_drop,
-                error=raises,
-                sharded=sharded,
-            ),
-        ]
-    expert = {1: ("experts", torch.nan)}
-    made.append(Row("nan of an expert skipped", 4, MIXED, ALL, skip, gradients=expert))
-    made.append(Row("nan of an expert skipped, owned", 2, ("owned", "fsdp"), ALL, skip, gradients=expert))
+    changes: dict[str, Any] = {"nan": torch.nan, "missing": DROP}
+    expert = {"gradients": {1: ("experts", torch.nan)}, "options": SKIP}
+    made = [
+        row("nan of an expert skipped", **expert),
+        row("nan of an owned expert skipped", 2, ("owned", "fsdp"), **expert),
+        row("elsewhere raises", layouts=SHARDED, gradients={2: ("tall", ELSEWHERE)}, error=("layers.0.tall",)),
+    ]
+    for kind, (fields, options) in {
+        "": ({}, {}),
+        ", several buckets": ({}, SEVERAL),
+        ", state owner": ({}, {"state": "owner"}),
+        ", backward": ({"layouts": SHARDED}, BACKWARD),
+        ", forward": (IN_MODULES, FORWARD),
+    }.items():
+        for name, change in changes.items():
+            skipped = {"gradients": {1: ("tall", change)}, "options": {**SKIP, **options}, **fields}
+            raised = {"gradients": {2: ("uneven", change)}, "options": options, **fields}
+            made.append(row(f"{name} skipped{kind}", **skipped))
+            made.append(row(f"{name} raises{kind}", error=("layers.0.uneven",), **raised))
     return made
-
-
-ENDS: dict[str, dict[str, Any]] = {
-    "": {},
-    "several buckets": {"buffer_bytes": 6_000},
-    "backward": {"overlap": "backward", "machine": SLOW, "buffer_bytes": 60_000},
-    "forward": {"overlap": "forward", "machine": SLOW, "buffer_bytes": 60_000},
-}
 
 
 def algorithms() -> list[Row]:
     """Arithmetic: hyperparameters, algorithms, decay, dtypes of state and weights."""
-    adaptive = {ALGORITHM: "normuon", "beta2": 0.9}
-    elements = {ALGORITHM: "adamuon", "beta2": 0.9}
-    sphere = {ALGORITHM: "muonh", "weight_decay": 0.0}
-    zeros = {1: ("tall", 0.0), 2: ("experts", 0.0)}
-    torchs: dict[str, dict[str, Any]] = {
+    zeros = {"gradients": {1: ("tall", 0.0), 2: ("experts", 0.0)}}
+    torchs: dict[str, Options] = {
         "without nesterov": {"nesterov": False},
         "original": {"adjust_lr_fn": "original"},
         "three iterations": {"ns_steps": 3},
         "without decay": {"weight_decay": 0.0},
         "decay and momentum": {"weight_decay": 0.5, "momentum": 0.6},
     }
-    papers: dict[str, dict[str, Any]] = {
-        "normuon": adaptive,
-        "adamuon": elements,
-        "adamuon without nesterov": {**elements, "nesterov": False},
-        "cautious": {"cautious": True, "weight_decay": 0.5},
-        "cautious normuon": {**adaptive, "cautious": True, "weight_decay": 0.5},
+    papers: dict[str, Options] = {
+        "normuon": ROWS_SMOOTHED,
+        "adamuon": ELEMENTS_SMOOTHED,
+        "adamuon without nesterov": {**ELEMENTS_SMOOTHED, "nesterov": False},
+        "cautious": CAUTIOUS,
+        "cautious normuon": {**ROWS_SMOOTHED, **CAUTIOUS},
         "decay follows lr": {"decay_follows_lr": True, "weight_decay": 0.5},
         "warm-up": {"momentum_warmup_steps": 2},
         "number": {"adjust_lr_fn": 0.18},
         "spectral": {"adjust_lr_fn": "spectral_unclamped"},
     }
-    made = [Row(name, 4, MIXED, ALL, math=math) for name, math in torchs.items()]
-    made += [Row(name, 4, (*MIXED, "owned"), ALL, math=math, reference="paper") for name, math in papers.items()]
-    made += [
-        Row("normuon, 8 ranks", 8, EIGHT, ALL, math=adaptive, reference="paper"),
-        Row("normuon, 2 ranks", 2, TWO, ALL, math=adaptive, reference="paper"),
-        Row("normuon, state owner", 4, MIXED, ALL, {"state": "owner"}, adaptive, "paper"),
-        Row("normuon, redundant", 4, MIXED, ALL, {"replicas": "redundant"}, adaptive, "paper"),
-        Row("normuon, all_gather", 4, MIXED, ALL, {"exchange": "all_gather"}, adaptive, "paper"),
-        Row("normuon, offloaded", 4, MIXED, ALL, {"offload": "state"}, adaptive, "paper"),
-        Row("normuon, forward", 4, MODULES, ALL, ENDS["forward"], adaptive, "paper", sharded=True),
-        Row("normuon, backward", 4, MODULES, ALL, ENDS["backward"], adaptive, "paper", sharded=True),
-        Row(
-            "normuon of a nan",
-            4,
-            MIXED,
-            ALL,
-            {"nonfinite": "skip"},
-            adaptive,
-            "paper",
-            gradients={1: ("experts", torch.nan)},
-        ),
-        Row("cautious, forward", 4, MODULES, ALL, ENDS["forward"], papers["cautious"], "paper", sharded=True),
-        Row("warm-up, several buckets", 4, MIXED, ALL, ENDS["several buckets"], papers["warm-up"], "paper"),
-        Row("muonh", 4, (*MIXED, "owned"), ALL, math=sphere, reference="paper", close=1e-4),
-        Row("muonh, 2 ranks", 2, TWO, ALL, math=sphere, reference="paper", close=1e-4),
-        Row("hold", 4, (*MIXED, "owned"), ALL, math={"idle": "hold"}, reference="paper", gradients=zeros),
-        Row("normuon held", 4, MIXED, ALL, math={**adaptive, "idle": "hold"}, reference="paper", gradients=zeros),
-        Row("zero gradients move", 4, MIXED, ALL, gradients=zeros),
-    ]
-    rounded: dict[str, Any] = {"dtype": torch.bfloat16, "reference": "one process"}
-    rows_alone = ("plain", "replicated", "fsdp")
-    made += [
-        Row("bfloat16 weights", 4, rows_alone, FEW, **rounded),
-        Row("bfloat16 weights to nearest", 4, MIXED, FEW, math={"rounding": "nearest"}, close=0.05, **rounded),
-        Row("bfloat16 weights, redundant", 2, rows_alone, FEW, {"replicas": "redundant"}, **rounded),
-        Row("bfloat16 momentum", 4, MIXED, ALL, math={"state_dtype": "bfloat16"}, reference="one process"),
-        Row("bfloat16 momentum and weights", 4, rows_alone, FEW, math={"state_dtype": "bfloat16"}, **rounded),
-        Row("int8 momentum", 4, (*LINES, "owned"), FEW, {"state_dtype": "int8"}, reference="one process", close=0.2),
-        Row("int8 momentum, several buckets", 4, LINES, FEW, ENDS["several buckets"], {"state_dtype": "int8"}, "twin"),
-        Row(
-            "int8 momentum, forward",
-            4,
-            MODULES[:3],
-            FEW,
-            ENDS["forward"],
-            {"state_dtype": "int8"},
-            "twin",
-            sharded=True,
-        ),
-    ]
-    twins: dict[str, dict[str, Any]] = {
-        "backward": ENDS["backward"],
-        "forward": ENDS["forward"],
+    placed: dict[str, Options] = {
+        "state owner": {"state": "owner"},
+        "redundant": {"replicas": "redundant"},
+        "all_gather": GATHERED,
+        "offloaded": {"offload": "state"},
+        "several buckets": SEVERAL,
     }
-    made += [
-        Row(f"bfloat16 weights, {name}", 4, MODULES, FEW, options, sharded=True, dtype=torch.bfloat16, reference="twin")
-        for name, options in twins.items()
+    sphere = {"reference": "paper", "math": SPHERE, "close": 1e-4}
+    eight = {"shapes": FEW, "math": {"state_dtype": "int8"}, "reference": "twin"}
+    signs = {"reference": "paper", "math": ELEMENTS_SMOOTHED}
+    return [
+        *(row(name, math=math) for name, math in torchs.items()),
+        *(row(name, layouts=(*MIXED, "owned"), math=math, reference="paper") for name, math in papers.items()),
+        *(row(f"normuon, {name}", options=options, **NORMUON) for name, options in placed.items()),
+        row("normuon, 2 ranks", 2, (*TWO, "owned"), **NORMUON),
+        row("normuon, 8 ranks", 8, EIGHT, **NORMUON),
+        row("normuon, splits", layouts=("fsdp x tp rows", "tp columns"), shapes=(*FUSED,), close=1e-4, **NORMUON),
+        row("normuon, forward", options=FORWARD, **NORMUON, **IN_MODULES),
+        row("normuon, backward", options=BACKWARD, **NORMUON, **IN_MODULES),
+        row("normuon of a nan", options=SKIP, gradients={1: ("experts", torch.nan)}, **NORMUON),
+        row("adamuon, backward", options=BACKWARD, **signs, **IN_MODULES),
+        row("adamuon of a nan", options={"nonfinite": "skip"}, gradients={1: ("tall", torch.nan)}, **signs),
+        row("cautious, forward", options=FORWARD, math=CAUTIOUS, reference="paper", **IN_MODULES),
+        row("warm-up, several buckets", options=SEVERAL, math=papers["warm-up"], reference="paper"),
+        row("muonh", layouts=(*MIXED, "owned"), **sphere),
+        row("muonh, 2 ranks", 2, (*TWO, "owned"), **sphere),
+        row("hold", layouts=(*MIXED, "owned"), math={"idle": "hold"}, reference="paper", **zeros),
+        row("normuon held", math={**ROWS_SMOOTHED, "idle": "hold"}, reference="paper", **zeros),
+        row("zero gradients move", **zeros),
+        row("bfloat16 weights", layouts=("plain", "replicated", "fsdp"), **BFLOAT16, **ALONE),
+        row("bfloat16 weights to nearest", math={"rounding": "nearest"}, close=0.05, **BFLOAT16, **ALONE),
+        row("bfloat16 weights, redundant", 2, TWO[:3], options={"replicas": "redundant"}, **BFLOAT16, **ALONE),
+        row("bfloat16 weights, several buckets", options={**SEVERAL, "state": "owner"}, reference="twin", **BFLOAT16),
+        row("bfloat16 weights, backward", options=BACKWARD, reference="twin", **BFLOAT16, **IN_MODULES),
+        row("bfloat16 weights, forward", options=FORWARD, reference="twin", **BFLOAT16, **IN_MODULES),
+        row("bfloat16 momentum", math={"state_dtype": "bfloat16"}, **ALONE),
+        row("bfloat16 momentum and weights", 4, TWO[:3], math={"state_dtype": "bfloat16"}, **BFLOAT16, **ALONE),
+        row("int8 momentum", layouts=(*LINES, "owned"), shapes=FEW, options=eight["math"], close=0.2, **ALONE),
+        row("int8 momentum, several buckets", layouts=LINES, options=SEVERAL, **eight),
+        row("int8 momentum, forward", layouts=MODULES[:3], sharded=True, options=FORWARD, **eight),
+        row("int8 momentum, reloaded", layouts=LINES, between={0: "reload", 1: "new_optimizer"}, **eight),
     ]
-    made.append(
-        Row(
-            "bfloat16 weights, several buckets",
-            4,
-            MIXED,
-            FEW,
-            {"buffer_bytes": 6_000, "state": "owner"},
-            dtype=torch.bfloat16,
-            reference="twin",
-        )
-    )
-    return made
 
 
 def actions() -> list[Row]:
     """Drivers of steps, and actions between steps."""
-    adaptive = {ALGORITHM: "normuon", "beta2": 0.9}
-    everything = (
+    moves = (
         "swap_data",
         "swap_and_rebuild",
         "reload",
@@ -324,52 +261,24 @@ def actions() -> list[Row]:
         "move_to_host",
         "check",
     )
-    made = [Row(name.replace("_", " "), 4, (*MIXED, "owned"), ALL, between={0: name}) for name in everything]
-    made += [
-        Row(f"{name.replace('_', ' ')}, normuon", 4, MIXED, ALL, math=adaptive, reference="paper", between={0: name})
-        for name in ("swap_and_rebuild", "reload", "new_optimizer")
+    frozen = {0: "freeze", 1: "thaw"}
+    scaled: dict[str, Options] = {
+        "scaler, offloaded state": {"options": {"offload": "state"}},
+        "scaler, offloaded parameters": {"options": {"offload": "parameters"}},
+        "scaler, bfloat16 momentum": {"math": {"state_dtype": "bfloat16"}, **ALONE},
+        "scaler, normuon": NORMUON,
+    }
+    return [
+        *(row(name.replace("_", " "), layouts=(*MIXED, "owned"), between={0: name}) for name in moves),
+        *(row(f"{name.replace('_', ' ')}, normuon", between={0: name}, **NORMUON) for name in moves[1:4]),
+        row("replace parameters", between={0: "replace_parameters"}),
+        row("freeze and thaw", between=frozen),
+        row("freeze and thaw, normuon", between=frozen, **NORMUON),
+        row("reload, state owner", options={"state": "owner"}, between={0: "reload", 1: "swap_data"}),
+        row("reload, forward", options=FORWARD, between={0: "reload", 1: "check"}, **IN_MODULES),
+        row("swap data, backward", layouts=SHARDED, options=BACKWARD, between={0: "swap_data", 1: "swap_and_rebuild"}),
+        row("closure", closure=True),
+        row("closure, forward", options=FORWARD, closure=True, **IN_MODULES),
+        *(row(f"scaler, {layout}", layouts=(layout,), scaler=True) for layout in LINES),
+        *(row(name, layouts=("hsdp",), scaler=True, **fields) for name, fields in scaled.items()),
     ]
-    made += [
-        Row("replace parameters", 4, MIXED, ALL, between={0: "replace_parameters"}),
-        Row("freeze and thaw", 4, MIXED, ALL, between={0: "freeze", 1: "thaw"}),
-        Row(
-            "freeze and thaw, normuon",
-            4,
-            MIXED,
-            ALL,
-            math=adaptive,
-            reference="paper",
-            between={0: "freeze", 1: "thaw"},
-        ),
-        Row("reload, state owner", 4, MIXED, ALL, {"state": "owner"}, between={0: "reload", 1: "swap_data"}),
-        Row("reload, forward", 4, MODULES, ALL, ENDS["forward"], sharded=True, between={0: "reload", 1: "check"}),
-        Row("swap data, backward", 4, SHARDED, ALL, ENDS["backward"], between={0: "swap_data", 1: "swap_and_rebuild"}),
-        Row(
-            "reload, int8",
-            4,
-            ("fsdp", "hsdp", "plain"),
-            FEW,
-            math={"state_dtype": "int8"},
-            reference="twin",
-            between={0: "reload", 1: "new_optimizer"},
-        ),
-        Row("closure", 4, MIXED, ALL, closure=True),
-        Row("closure, forward", 4, MODULES, ALL, ENDS["forward"], sharded=True, closure=True),
-        *(
-            Row(f"scaler, {layout}", 4, (layout,), ALL, scaler=True)
-            for layout in ("fsdp", "hsdp", "fsdp x tp rows", "plain")
-        ),
-        Row("scaler, offloaded state", 2, ("fsdp",), ALL, {"offload": "state"}, scaler=True),
-        Row("scaler, offloaded parameters", 2, ("fsdp",), ALL, {"offload": "parameters"}, scaler=True),
-        Row(
-            "scaler, bfloat16 momentum",
-            4,
-            ("hsdp",),
-            FEW,
-            math={"state_dtype": "bfloat16"},
-            reference="one process",
-            scaler=True,
-        ),
-        Row("scaler, normuon", 4, ("hsdp",), ALL, math=adaptive, reference="paper", scaler=True),
-    ]
-    return made

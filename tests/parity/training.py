@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.parity.layouts import LAYOUTS, SPLITS, Layout, drawn, like, matrices, placed
@@ -20,8 +20,8 @@ from tests.parity.references import LR, RATES, REFERENCES, Options, Reference, g
 from tests.shared import local, message
 from titan_muon import Muon, apply_in_forward, own
 
-DROP = "drop"
-"""A gradient that is absent on the last rank."""
+DROP, ELSEWHERE = "drop", "elsewhere"
+"""A gradient that is absent, or replicated instead of sharded, on the last rank."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ class Training:
         if row.options.get("overlap") == "forward":
             apply_in_forward(self.model, self.muon)
         self.scaler = GradScaler("cpu", init_scale=2.0**10) if row.scaler else None
+        self.elsewhere = set[str]()
 
     def optimizer(self, params: Mapping[str, nn.Parameter]) -> Muon:
         given = groups(params, self.row.groups)
@@ -186,6 +187,10 @@ class Training:
                 param.grad = self._grad(name, grads[name].to(param.dtype))
         for name in absent:
             self.params[name].grad = None
+        for name in self.elsewhere:
+            param: Any = self.params[name]
+            copies = [Replicate()] * param.device_mesh.ndim
+            param.grad = distribute_tensor(grads[name].clone(), param.device_mesh, copies, src_data_rank=None)
 
     def _grad(self, name: str, whole: Tensor) -> Tensor | None:
         param = self.params[name]
@@ -310,9 +315,9 @@ def gradients(training: Training, number: int) -> tuple[dict[str, Tensor], set[s
     spoiled = [name for name in grads if name.endswith(end)]
     counts = {name: len(matrices(name, grad)) for name, grad in grads.items()}
     frozen = {name for name, param in training.params.items() if not param.requires_grad}
-    dropped = {*spoiled} if change == DROP else set()
-    left_out = {(name, index) for name in frozen | dropped for index in range(counts[name])}
-    for name in spoiled if change != DROP else ():
+    unusable = {*spoiled} if change in (DROP, ELSEWHERE) else set()
+    left_out = {(name, index) for name in frozen | unusable for index in range(counts[name])}
+    for name in set(spoiled) - unusable:
         # In the last matrix of a stack alone.
         last = grads[name] if grads[name].ndim == 2 else grads[name][-1]
         if change == 0.0:
@@ -320,7 +325,9 @@ def gradients(training: Training, number: int) -> tuple[dict[str, Tensor], set[s
         else:
             last.view(-1)[-1] = change
             left_out.add((name, counts[name] - 1))
-    return grads, frozen | (dropped if dist.get_rank() == row.world - 1 else set()), left_out
+    here = dist.get_rank() == row.world - 1
+    training.elsewhere = unusable if here and change == ELSEWHERE else set()
+    return grads, frozen | (unusable if here and change == DROP else set()), left_out
 
 
 class Twin:
@@ -352,19 +359,28 @@ def differences(rank: int, world_size: int, row: Row) -> list[str]:
     """Train a row. Differences from its reference, and expected texts that the error of the next step lacks."""
     training = Training(row)
     reference = reference_of(row, list(training.params))
-    spoiled = set[str]()
     for number in range(row.steps):
         grads, absent, left_out = gradients(training, number)
+        if row.error and number == row.steps - 1:
+            training.muon.finish_step()
+        before = {name: local(param).clone() for name, param in training.params.items()}
         training.step(number, grads, absent)
         reference.step(number, grads, left_out)
-        spoiled |= {name for name, _ in left_out}
         if number in row.between:
             ACTIONS[row.between[number]](training)
     assert not row.proof or PROOFS[row.proof](training.muon), f"the plan has no {row.proof}"
-    if not row.error:
-        different = training.differences(reference, set())
-    else:
-        different = training.differences(reference, spoiled)
+    spoiled = {name for name, _ in left_out} if row.error else set()
+    different = training.differences(reference, spoiled)
+    for name in spoiled:
+        if row.gradients[number][1] == DROP and LAYOUTS[training.layout_of(name)].has_replicas:
+            # The owner may have all shards from a replica with a gradient.
+            continue
+        weight = local(training.params[name])
+        # A rank with a gradient decays its shard.
+        decayed = before[name] * (1 - LR * RATES[number] * 0.1)
+        if not torch.equal(weight, before[name]) and not torch.equal(weight, decayed):
+            different.append(f"{name} moved")
+    if row.error:
         error = message(partial(training.step, number, gradients(training, number + 1)[0], set()))
         different += [f"no {text!r} in {error!r}" for text in row.error if text not in error]
     training.muon.close()
