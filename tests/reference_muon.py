@@ -24,7 +24,10 @@ def newton_schulz(matrix: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torc
 
 
 class ReferenceMuon:
-    """Full parameters by name, (m, n) or (count, m, n), updated in place from full gradients."""
+    """Full parameters by name, (m, n) or (count, m, n), updated in place from full gradients.
+
+    A step leaves out parameters without a gradient.
+    """
 
     def __init__(
         self,
@@ -42,10 +45,10 @@ class ReferenceMuon:
         self.weight_decay, self.adjust_lr_fn, self.dtype = weight_decay, adjust_lr_fn, dtype
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
-        for name, param in self.params.items():
-            average = self.average[name]
-            average.lerp_(grads[name], 1 - self.momentum)
-            blended = grads[name].lerp(average, self.momentum) if self.nesterov else average
+        for name, grad in grads.items():
+            param, average = self.params[name], self.average[name]
+            average.lerp_(grad, 1 - self.momentum)
+            blended = grad.lerp(average, self.momentum) if self.nesterov else average
             param.mul_(1 - self.lr * self.weight_decay)
             pairs = zip(param, blended, strict=True) if param.ndim == 3 else [(param, blended)]
             for target, matrix in pairs:
@@ -101,11 +104,11 @@ class ReferenceRule(ReferenceMuon):
             self.momentum = self.start + (self.last - self.start) * min(1, self.steps / self.warmup)
         self.steps += 1
         decay = self.weight_decay if self.peak is None else self.weight_decay * self.lr / self.peak
-        for name, param in self.params.items():
-            average = self.average[name]
-            average.lerp_(grads[name], 1 - self.momentum)
-            blended = grads[name].lerp(average, self.momentum) if self.nesterov else average
-            matrices = zip(self._matrices(param), self._matrices(blended), self._matrices(grads[name]), strict=True)
+        for name, grad in grads.items():
+            param, average = self.params[name], self.average[name]
+            average.lerp_(grad, 1 - self.momentum)
+            blended = grad.lerp(average, self.momentum) if self.nesterov else average
+            matrices = zip(self._matrices(param), self._matrices(blended), self._matrices(grad), strict=True)
             for index, (target, matrix, gradient) in enumerate(matrices):
                 update = newton_schulz(matrix.sign() if self.algorithm == "adamuon" else matrix, dtype=self.dtype)
                 held = self.holds and not gradient.any()

@@ -1,0 +1,153 @@
+"""Put each fault of `mutants.toml` into a copy of the repository, and record the first test that notices.
+
+    python -m tests.mutants.run --list
+    python -m tests.mutants.run --only replica-momentum-stays
+    python -m tests.mutants.run --rows-only --resume
+
+The rows of tests/parity run first. Then come the tests that import the module of the fault, the tests of its folder,
+and the tests of a step. The results are in `noticed.json`, written after each fault.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROWS = "tests/parity"
+STEP_TESTS = tuple(f"tests/dist/{folder}" for folder in ("step", "features", "rules", "comm", "owned"))
+HANG = "a hang"
+"""A run that takes longer than the time limit notices the fault."""
+SECONDS = 900
+IGNORED = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "runs")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault: a text that occurs once in a file, and the text for it."""
+
+    id: str
+    fault: str
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """The first test that failed, or None, and whether it is a row."""
+
+    noticed_by: str | None
+    is_row: bool
+    seconds: int
+
+
+def mutants(file: Path, code: str) -> list[Mutant]:
+    """The faults with a text for this version of the code: `before` or `after`."""
+    listed = tomllib.loads(file.read_text(encoding="utf-8"))["mutant"]
+    return [Mutant(item["id"], item["fault"], **item[code]) for item in listed if code in item]
+
+
+def failure(root: Path, tests: Sequence[str], seconds: int) -> str | None:
+    """The first failing test, or None."""
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *tests]
+    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(
+        words, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        shown, _ = run.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)
+        run.communicate()
+        return HANG
+    # 5: no test was collected.
+    if run.returncode in (0, 5):
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", shown, re.MULTILINE)
+    return failed.group(1) if failed else shown.strip().splitlines()[-1]
+
+
+def other_tests(root: Path, file: str) -> Iterator[str]:
+    """Tests besides the rows, the most likely ones first."""
+    module = file.removesuffix(".py").replace("/", ".")
+    package, name = module.rpartition(".")[::2]
+    imports = re.compile(rf"\b{re.escape(module)}\b|from {re.escape(package)} import .*\b{name}\b")
+    for test in sorted(root.glob("tests/[ud]*/**/test_*.py")):
+        if imports.search(test.read_text(encoding="utf-8")):
+            yield str(test.relative_to(root))
+    folder = Path(file).parent.relative_to(Path(file).parts[0])
+    yield from (f"tests/{kind}/{folder}" for kind in ("unit", "dist") if (root / "tests" / kind / folder).is_dir())
+    yield from (tests for tests in STEP_TESTS if (root / tests).is_dir())
+
+
+def run(mutant: Mutant, root: Path, seconds: int, *, rows_only: bool) -> Result:
+    """Apply a fault in `root`, test, and restore the file. Raises ValueError if its text does not occur once."""
+    file, begun = root / mutant.file, time.monotonic()
+    original = file.read_text(encoding="utf-8")
+    if original.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.id}: {mutant.file} has the text {original.count(mutant.old)} times; correct it")
+    try:
+        _write(file, original.replace(mutant.old, mutant.new))
+        noticed, is_row = failure(root, [ROWS], seconds), True
+        if noticed is None and not rows_only:
+            noticed, is_row = failure(root, list(dict.fromkeys(other_tests(root, mutant.file))), seconds), False
+    finally:
+        _write(file, original)
+    return Result(noticed, is_row and noticed is not None, round(time.monotonic() - begun))
+
+
+def _write(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8")
+    # Python compares times in seconds, and a run is short.
+    shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the faults, and who noticed each")
+    parser.add_argument("--only", nargs="+", metavar="ID", help="only these faults")
+    parser.add_argument("--resume", action="store_true", help="leave out faults with a result")
+    parser.add_argument("--rows-only", action="store_true", help="run the rows alone")
+    parser.add_argument("--code", choices=("before", "after"), default="before", help="version of the code")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="time limit of the rows, and of other tests")
+    parser.add_argument("--root", type=Path, default=HERE.parents[1], help="the repository")
+    parser.add_argument("--mutants", type=Path, default=HERE / "mutants.toml", help="file of faults")
+    parser.add_argument("--results", type=Path, default=HERE / "noticed.json", help="file of results")
+    chosen = parser.parse_args(arguments)
+    results = json.loads(chosen.results.read_text(encoding="utf-8")) if chosen.results.exists() else {}
+    listed = mutants(chosen.mutants, chosen.code)
+    if unknown := set(chosen.only or ()) - {mutant.id for mutant in listed}:
+        parser.error(f"no fault {', '.join(sorted(unknown))}; see --list")
+    if chosen.list:
+        for mutant in listed:
+            found = results.get(mutant.id)
+            print(f"{mutant.id}: {mutant.fault} {'' if found is None else found['noticed_by'] or 'NOT NOTICED'}")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder, "code")
+        shutil.copytree(chosen.root, root, ignore=IGNORED)
+        for mutant in listed:
+            if (chosen.only and mutant.id not in chosen.only) or (chosen.resume and mutant.id in results):
+                continue
+            result = run(mutant, root, chosen.seconds, rows_only=chosen.rows_only)
+            print(f"{mutant.id}: {result.noticed_by or 'NOT NOTICED'} ({result.seconds} s)", flush=True)
+            results[mutant.id] = asdict(result)
+            chosen.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    rows = sum(result["is_row"] for result in results.values())
+    noticed = sum(result["noticed_by"] is not None for result in results.values())
+    print(f"{len(results)} faults, {noticed} noticed, {rows} of them by a row")
+
+
+if __name__ == "__main__":
+    main()

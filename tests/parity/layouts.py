@@ -1,0 +1,157 @@
+"""Shapes of parameters, their matrices cut by hand, and placements on the ranks of a world."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from titan_muon.options import Split
+
+MATRICES = {"wide": (24, 40), "tall": (40, 24), "uneven": (13, 18), "short": (3, 16)}
+STACKS = {"experts": (8, 12, 20), "few": (3, 10, 14)}
+FUSED = {
+    "heads": (24, 20),
+    "qkv": (32, 12),
+    "fused": (36, 12),
+    "groups": (32, 6),
+    "c_attn": (8, 18),
+    "gate_up": (4, 20, 8),
+    "columns": (4, 6, 10),
+    "w13": (2, 10, 8),
+    "conv": (6, 3, 2, 2),
+    "efd": (4, 6, 2, 8),
+}
+BLOCKS = {"a": (96, 32), "b": (128, 32), "c": (96, 32), "d": (64, 16), "e": (64, 16), "odd": (5, 6)}
+"""Large enough for several ranks to share a matrix."""
+SHAPES: dict[str, tuple[int, ...]] = {**MATRICES, **STACKS, **FUSED, **BLOCKS}
+
+SPLITS = tuple(
+    Split(match=f"*.{name}", dims=dims, lengths=lengths)
+    for name, dims, lengths in (
+        ("heads", "(h f) d -> h | f d", {"f": 6}),
+        ("qkv", "(p h) d -> p | h d", {"p": (2, 1, 1), "h": 8}),
+        ("fused", "(g p h) d -> p | (g h) d", {"p": (2, 1, 1), "h": 3}),
+        ("groups", "(g p h) d -> p | (g h) d", {"p": (2, 1, 1), "h": 4}),
+        ("c_attn", "d (g f) -> g | f d", {"g": 3}),
+        ("gate_up", "e (p h) d -> e p | h d", {"p": (3, 2), "h": 4}),
+        ("columns", "e d (f g) -> e g | f d", {"g": 2}),
+        ("w13", "g f d -> g | f d", {}),
+        ("conv", "o i h w -> | o (i h w)", {}),
+        ("efd", "e f g d -> e g | f d", {}),
+    )
+)
+CUTS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
+    "heads": lambda full: full.split(6),
+    "qkv": lambda full: full.split((16, 8, 8)),
+    "fused": lambda full: [part.reshape(-1, 12) for part in full.view(3, 12, 12).split((6, 3, 3), 1)],
+    "groups": lambda full: [part.reshape(-1, 6) for part in full.view(2, 16, 6).split((8, 4, 4), 1)],
+    "c_attn": lambda full: [part.T for part in full.split(6, 1)],
+    "gate_up": lambda full: [part for expert in full for part in expert.split((12, 8))],
+    "columns": lambda full: [expert[:, group::2].T for expert in full for group in range(2)],
+    "w13": list,
+    "conv": lambda full: [full.reshape(6, 12)],
+    "efd": lambda full: [expert[:, group] for expert in full for group in range(2)],
+}
+
+
+def shape_of(name: str) -> tuple[int, ...]:
+    """The shape of a parameter such as layers.0.wide."""
+    return SHAPES[name.rpartition(".")[2]]
+
+
+def drawn(name: str, seed: int) -> Tensor:
+    """The whole value (seed 0) or gradient (seeds from 1) of a parameter."""
+    return torch.randn(shape_of(name), generator=torch.Generator().manual_seed(crc32(f"{name} {seed}".encode())))
+
+
+def matrices(name: str, whole: Tensor) -> list[Tensor]:
+    """Copies of the matrices of a whole parameter, with outputs as rows."""
+    cut = CUTS.get(name.rpartition(".")[2], list if whole.ndim == 3 else lambda full: [full])
+    return [matrix.clone(memory_format=torch.contiguous_format) for matrix in cut(whole)]
+
+
+def assembled(name: str, parts: Sequence[Tensor]) -> Tensor:
+    """The whole parameter of some matrices."""
+    shape = shape_of(name)
+    places = torch.cat([part.flatten() for part in matrices(name, torch.arange(prod(shape)).view(shape))])
+    values = torch.cat([part.flatten() for part in parts])
+    return torch.empty_like(values).scatter_(0, places, values).view(shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Axes of a mesh of all ranks, or the ranks of a mesh of one axis, and the placements. No placements: plain."""
+
+    axes: str = ""
+    placements: tuple[Placement, ...] = ()
+    ranks: tuple[int, ...] = ()
+    owned: bool = False
+
+    @property
+    def has_replicas(self) -> bool:
+        return not self.placements or COPIES in self.placements
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return mesh_of(self.axes, self.ranks)
+
+
+ROWS, COLUMNS, COPIES = Shard(0), Shard(1), Replicate()
+TWICE = (_StridedShard(0, split_factor=2), ROWS)
+LAYOUTS: dict[str, Layout] = {
+    "plain": Layout(),
+    "replicated": Layout("replicate", (COPIES,)),
+    "fsdp": Layout("shard", (ROWS,)),
+    "hsdp": Layout("replicate shard", (COPIES, ROWS)),
+    "tp rows": Layout("tp", (ROWS,)),
+    "tp columns": Layout("tp", (COLUMNS,)),
+    "fsdp x tp rows": Layout("shard tp", TWICE),
+    "fsdp x tp columns": Layout("shard tp", (ROWS, COLUMNS)),
+    "fsdp x tp copies": Layout("shard tp", (ROWS, COPIES)),
+    "hsdp x tp": Layout("replicate shard tp", (COPIES, *TWICE)),
+    "ep x rows": Layout("shard ep", (COLUMNS, ROWS)),
+    "tp x ep": Layout("tp ep", (Shard(2), ROWS)),
+    "hsdp x ep": Layout("replicate shard ep", (COPIES, COLUMNS, ROWS)),
+    "last dim": Layout("tp", (Shard(-1),)),
+    "first ranks": Layout(ranks=(0, 1), placements=(ROWS,)),
+    "last ranks": Layout(ranks=(2, 3), placements=(ROWS,)),
+    "all but one": Layout(ranks=(1, 2, 3), placements=(ROWS,)),
+    "every other": Layout(ranks=(0, 2), placements=(COLUMNS,)),
+    "one rank": Layout(ranks=(2,), placements=(COPIES,)),
+    "owned": Layout("shard", owned=True),
+    "owned, hsdp": Layout("replicate shard", owned=True),
+}
+
+
+@cache
+def mesh_of(axes: str, ranks: tuple[int, ...]) -> DeviceMesh:
+    """A mesh, the same for each row of a world. Axes other than the first long one have two ranks."""
+    if ranks:
+        return DeviceMesh("cpu", list(ranks))
+    names, world = tuple(axes.split()), dist.get_world_size()
+    longest = "shard" if "shard" in names else names[0]
+    sizes = [world // 2 ** (len(names) - 1) if name == longest else 2 for name in names]
+    return init_device_mesh("cpu", tuple(sizes), mesh_dim_names=names)
+
+
+def placed(whole: Tensor, layout: Layout) -> Tensor:
+    """A whole tensor in a layout."""
+    if not layout.placements:
+        return whole.clone()
+    dims = [Shard(p.dim % whole.ndim) if type(p) is Shard else p for p in layout.placements]
+    return distribute_tensor(whole.clone(), layout.mesh, dims, src_data_rank=None)
+
+
+def like(whole: Tensor, param: Tensor) -> Tensor:
+    """A tensor, placed as a parameter is."""
+    if isinstance(whole, DTensor) or not isinstance(param, DTensor):
+        return whole.detach().clone()
+    return distribute_tensor(whole.clone(), param.device_mesh, param.placements, src_data_rank=None)

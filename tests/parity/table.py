@@ -1,0 +1,284 @@
+"""The rows: which training equals which reference."""
+
+from typing import Any
+
+import torch
+
+from tests.parity.layouts import BLOCKS, FUSED, MATRICES, STACKS
+from tests.parity.references import ALGORITHM
+from tests.parity.training import DROP, ELSEWHERE, Row
+from titan_muon.options import Machine
+
+SLOW = Machine(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0, launch_us=0.0)
+"""Slow links, for plans with several buckets in flight."""
+SLOW_NETWORK = Machine(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
+"""Slow traffic between replicas, for hierarchical returns."""
+SLOW_COMPUTE = Machine(tflops=1e-6, tflops_float32=1e-6, node_gb=1e3, node_latency_us=0.0, launch_us=0.0)
+"""Slow compute, for matrices that several ranks share."""
+
+ALL, FEW, EVEN = (*MATRICES, *STACKS), ("wide", "tall", "short", "experts"), ("wide", "tall")
+TWO = ("plain", "replicated", "fsdp", "tp columns")
+FOUR = ("fsdp", "hsdp", "fsdp x tp rows", "fsdp x tp columns", "fsdp x tp copies", "ep x rows", "plain", "replicated")
+EIGHT = ("fsdp", "hsdp", "hsdp x tp", "hsdp x ep")
+MODULES = ("fsdp", "hsdp", "fsdp x tp rows", "fsdp x tp columns")
+SHARDED = ("fsdp", "hsdp", "fsdp x tp rows", "ep x rows")
+MIXED = (*SHARDED, "plain")
+LINES = ("fsdp", "hsdp", "fsdp x tp rows", "plain")
+"""Layouts that do not cut rows."""
+
+Options = dict[str, Any]
+SEVERAL: Options = {"buffer_bytes": 6_000}
+BACKWARD: Options = {"overlap": "backward", "machine": SLOW, "buffer_bytes": 60_000}
+FORWARD: Options = {"overlap": "forward", "machine": SLOW, "buffer_bytes": 60_000}
+SKIP: Options = {"missing_grad": "skip", "nonfinite": "skip"}
+GATHERED: Options = {"exchange": "all_gather"}
+REDUCED: Options = {"exchange": "all_gather_reduce_scatter"}
+FLOAT32: Options = {"ns_dtype": "float32", "wire_dtype": "float32", "orthogonalize": "auto"}
+SLICED: Options = {**FLOAT32, "split_over": 4, "machine": SLOW_COMPUTE}
+
+ROWS_SMOOTHED: Options = {ALGORITHM: "normuon", "beta2": 0.9}
+ELEMENTS_SMOOTHED: Options = {ALGORITHM: "adamuon", "beta2": 0.9}
+SPHERE: Options = {ALGORITHM: "muonh", "weight_decay": 0.0}
+CAUTIOUS: Options = {"cautious": True, "weight_decay": 0.5}
+
+IN_MODULES: Options = {"layouts": MODULES, "sharded": True}
+CLOSE: Options = {"reference": "paper", "close": 1e-4, "ns_dtype": torch.float32}
+NORMUON: Options = {"reference": "paper", "math": ROWS_SMOOTHED}
+BFLOAT16: Options = {"dtype": torch.bfloat16, "shapes": FEW}
+ALONE: Options = {"reference": "one process"}
+
+
+def row(name: str, world: int = 4, layouts: tuple[str, ...] = MIXED, **fields: Any) -> Row:
+    """A row, by default on four ranks in several layouts at once."""
+    return Row(name, world, layouts, **({"shapes": ALL} | fields))
+
+
+def rows() -> list[Row]:
+    """All rows, those about the most code first."""
+    return [*options(), *overlaps(), *faults(), *layouts(), *algorithms(), *actions()]
+
+
+def layouts() -> list[Row]:
+    """Each layout alone."""
+    worlds = {
+        1: ("plain",),
+        2: (*TWO, "owned"),
+        4: (*FOUR, "tp rows", "tp x ep", "owned", "owned, hsdp"),
+        8: (*EIGHT, "owned, hsdp"),
+    }
+    return [row(f"{layout}, {world} ranks", world, (layout,)) for world, names in worlds.items() for layout in names]
+
+
+def options() -> list[Row]:
+    """Options that move work, memory or traffic, and change no bit."""
+    meshes = ("fsdp", "first ranks", "last ranks", "all but one", "every other", "one rank")
+    network = {"options": {"machine": SLOW_NETWORK}, "proof": "hierarchical"}
+    changed: dict[str, Options] = {
+        "all_gather": GATHERED,
+        "owners everyone": {**GATHERED, "owners": "everyone"},
+        "all_gather_reduce_scatter": REDUCED,
+        "redundant": {"replicas": "redundant"},
+        "state owner": {"state": "owner"},
+        "float32 wire": {"wire_dtype": "float32"},
+        "kept buffers": {"keep_buffers": True},
+        "released gradients": {"release_grads": True},
+        "offloaded state": {"offload": "state"},
+        "offloaded parameters": {"offload": "parameters"},
+        "skip": SKIP,
+    }
+    bucketed: dict[str, Options] = {
+        "several buckets": SEVERAL,
+        "several buckets, released and kept": {**SEVERAL, "release_grads": True, "keep_buffers": True},
+        "several buckets, state owner": {**SEVERAL, "state": "owner"},
+        "several buckets, offloaded state": {**SEVERAL, "offload": "state"},
+        "several buckets, all_gather": {**GATHERED, "buffer_bytes": 12_000},
+        "several buckets, all_gather_reduce_scatter": {**REDUCED, "buffer_bytes": 24_000},
+        "several buckets, hierarchical": {"buffer_bytes": 8_000, "machine": SLOW_NETWORK, "state": "owner"},
+    }
+    exchanges = {"all_gather": GATHERED, "all_gather_reduce_scatter": REDUCED}
+    return [
+        row("all layouts", layouts=(*FOUR, "owned")),
+        row("splits", layouts=(*MODULES, "tp columns"), shapes=(*FUSED,)),
+        row("splits along the last dim", 2, ("last dim",), shapes=("w13", "efd", "columns")),
+        row("several meshes", layouts=meshes, shapes=FEW),
+        row("two groups", groups=True),
+        row("hierarchical", layouts=("hsdp",), **network),
+        row("hierarchical, replicated", layouts=("replicated",), **network),
+        row("hierarchical, plain", layouts=("plain",), **network),
+        row("hierarchical, 8 ranks", 8, ("hsdp", "hsdp x tp"), **network),
+        *(row(name, options=options) for name, options in changed.items()),
+        *(row(name, options=options, proof="several buckets") for name, options in bucketed.items()),
+        *(row(f"{name}, 2 ranks", 2, TWO, options=options) for name, options in exchanges.items()),
+        *(row(f"{name}, 8 ranks", 8, EIGHT, options=options) for name, options in exchanges.items()),
+        *(
+            row(f"splits, {name}", layouts=("fsdp x tp rows", "tp columns"), shapes=(*FUSED,), options=options)
+            for name, options in exchanges.items()
+        ),
+        row("slices", layouts=MODULES[:3], shapes=(*BLOCKS,), options=SLICED, proof="slices", **CLOSE),
+        row("slices, columns", 2, ("tp columns",), shapes=(*BLOCKS,), options=SLICED, proof="slices", **CLOSE),
+        *(
+            row(f"distributed, {layout}", layouts=(layout,), shapes=EVEN, options=DISTRIBUTED, **CLOSE)
+            for layout in ("tp rows", "tp columns", "fsdp x tp rows", "fsdp x tp columns")
+        ),
+        *(
+            row(f"{kernel} in float32", 2, TWO, options={**FLOAT32, "orthogonalize": kernel}, **CLOSE)
+            for kernel in ("auto", "standard", "gram")
+        ),
+    ]
+
+
+DISTRIBUTED: Options = {**FLOAT32, "tensor_parallel": "distributed"}
+
+
+def overlaps() -> list[Row]:
+    """Communication behind compute, in modules of FSDP2 and without modules."""
+    small: Options = {"layouts": ("fsdp", "fsdp"), "sharded": True, "proof": "several buckets"}
+    backward: dict[str, Options] = {"reduced": REDUCED, "released": {"release_grads": True}, "skip": SKIP}
+    forward: dict[str, Options] = {
+        "gathered": GATHERED,
+        "reduced": REDUCED,
+        "state owner": {"state": "owner"},
+        "released and kept": {"release_grads": True, "keep_buffers": True},
+        "skip": SKIP,
+    }
+    network = {**FORWARD, "machine": SLOW_NETWORK}
+    return [
+        row("modules", **IN_MODULES),
+        row("modules, 2 ranks", 2, ("fsdp", "owned"), sharded=True),
+        row("modules owned", layouts=("owned", "owned, hsdp"), sharded=True),
+        row("modules under DDP", 2, ("plain",), sharded=True),
+        row("tensor parallelism alone", 2, ("tp rows", "tp columns"), sharded=True),
+        row("backward", options=BACKWARD, proof="several buckets", **IN_MODULES),
+        row("backward, 2 ranks", 2, options={**BACKWARD, "buffer_bytes": 8_000}, **small),
+        row("backward beside owned", 2, ("fsdp", "owned"), options=BACKWARD, sharded=True),
+        row("backward without modules", layouts=SHARDED, options=BACKWARD, proof="several buckets"),
+        *(row(f"backward, {name}", options={**BACKWARD, **more}, **IN_MODULES) for name, more in backward.items()),
+        row("forward", options=FORWARD, proof="several buckets", **IN_MODULES),
+        row("forward, 2 ranks", 2, options={**FORWARD, "buffer_bytes": 8_000}, **small),
+        *(row(f"forward, {name}", options={**FORWARD, **more}, **IN_MODULES) for name, more in forward.items()),
+        row("forward, hierarchical", layouts=("hsdp",), sharded=True, options=network, proof="hierarchical"),
+        row("forward, original", options=FORWARD, math={"adjust_lr_fn": "original"}, **IN_MODULES),
+    ]
+
+
+def faults() -> list[Row]:
+    """Missing and non-finite gradients: skipped, or an error with the name on every rank."""
+    changes: dict[str, Any] = {"nan": torch.nan, "missing": DROP}
+    expert = {"gradients": {1: ("experts", torch.nan)}, "options": SKIP}
+    made = [
+        row("nan of an expert skipped", **expert),
+        row("nan of an owned expert skipped", 2, ("owned", "fsdp"), **expert),
+        row("elsewhere raises", layouts=SHARDED, gradients={2: ("tall", ELSEWHERE)}, error=("layers.0.tall",)),
+    ]
+    for kind, (fields, options) in {
+        "": ({}, {}),
+        ", several buckets": ({}, SEVERAL),
+        ", state owner": ({}, {"state": "owner"}),
+        ", backward": ({"layouts": SHARDED}, BACKWARD),
+        ", forward": (IN_MODULES, FORWARD),
+    }.items():
+        for name, change in changes.items():
+            skipped = {"gradients": {1: ("tall", change)}, "options": {**SKIP, **options}, **fields}
+            raised = {"gradients": {2: ("uneven", change)}, "options": options, **fields}
+            made.append(row(f"{name} skipped{kind}", **skipped))
+            made.append(row(f"{name} raises{kind}", error=("layers.0.uneven",), **raised))
+    return made
+
+
+def algorithms() -> list[Row]:
+    """Arithmetic: hyperparameters, algorithms, decay, dtypes of state and weights."""
+    zeros = {"gradients": {1: ("tall", 0.0), 2: ("experts", 0.0)}}
+    torchs: dict[str, Options] = {
+        "without nesterov": {"nesterov": False},
+        "original": {"adjust_lr_fn": "original"},
+        "three iterations": {"ns_steps": 3},
+        "without decay": {"weight_decay": 0.0},
+        "decay and momentum": {"weight_decay": 0.5, "momentum": 0.6},
+    }
+    papers: dict[str, Options] = {
+        "normuon": ROWS_SMOOTHED,
+        "adamuon": ELEMENTS_SMOOTHED,
+        "adamuon without nesterov": {**ELEMENTS_SMOOTHED, "nesterov": False},
+        "cautious": CAUTIOUS,
+        "cautious normuon": {**ROWS_SMOOTHED, **CAUTIOUS},
+        "decay follows lr": {"decay_follows_lr": True, "weight_decay": 0.5},
+        "warm-up": {"momentum_warmup_steps": 2},
+        "number": {"adjust_lr_fn": 0.18},
+        "spectral": {"adjust_lr_fn": "spectral_unclamped"},
+    }
+    placed: dict[str, Options] = {
+        "state owner": {"state": "owner"},
+        "redundant": {"replicas": "redundant"},
+        "all_gather": GATHERED,
+        "offloaded": {"offload": "state"},
+        "several buckets": SEVERAL,
+    }
+    sphere = {"reference": "paper", "math": SPHERE, "close": 1e-4}
+    eight = {"shapes": FEW, "math": {"state_dtype": "int8"}, "reference": "twin"}
+    signs = {"reference": "paper", "math": ELEMENTS_SMOOTHED}
+    return [
+        *(row(name, math=math) for name, math in torchs.items()),
+        *(row(name, layouts=(*MIXED, "owned"), math=math, reference="paper") for name, math in papers.items()),
+        *(row(f"normuon, {name}", options=options, **NORMUON) for name, options in placed.items()),
+        row("normuon, 2 ranks", 2, (*TWO, "owned"), **NORMUON),
+        row("normuon, 8 ranks", 8, EIGHT, **NORMUON),
+        row("normuon, splits", layouts=("fsdp x tp rows", "tp columns"), shapes=(*FUSED,), close=1e-4, **NORMUON),
+        row("normuon, forward", options=FORWARD, **NORMUON, **IN_MODULES),
+        row("normuon, backward", options=BACKWARD, **NORMUON, **IN_MODULES),
+        row("normuon of a nan", options=SKIP, gradients={1: ("experts", torch.nan)}, **NORMUON),
+        row("adamuon, backward", options=BACKWARD, **signs, **IN_MODULES),
+        row("adamuon of a nan", options={"nonfinite": "skip"}, gradients={1: ("tall", torch.nan)}, **signs),
+        row("cautious, forward", options=FORWARD, math=CAUTIOUS, reference="paper", **IN_MODULES),
+        row("warm-up, several buckets", options=SEVERAL, math=papers["warm-up"], reference="paper"),
+        row("muonh", layouts=(*MIXED, "owned"), **sphere),
+        row("muonh, 2 ranks", 2, (*TWO, "owned"), **sphere),
+        row("hold", layouts=(*MIXED, "owned"), math={"idle": "hold"}, reference="paper", **zeros),
+        row("normuon held", math={**ROWS_SMOOTHED, "idle": "hold"}, reference="paper", **zeros),
+        row("zero gradients move", **zeros),
+        row("bfloat16 weights", layouts=("plain", "replicated", "fsdp"), **BFLOAT16, **ALONE),
+        row("bfloat16 weights to nearest", math={"rounding": "nearest"}, close=0.05, **BFLOAT16, **ALONE),
+        row("bfloat16 weights, redundant", 2, TWO[:3], options={"replicas": "redundant"}, **BFLOAT16, **ALONE),
+        row("bfloat16 weights, several buckets", options={**SEVERAL, "state": "owner"}, reference="twin", **BFLOAT16),
+        row("bfloat16 weights, backward", options=BACKWARD, reference="twin", **BFLOAT16, **IN_MODULES),
+        row("bfloat16 weights, forward", options=FORWARD, reference="twin", **BFLOAT16, **IN_MODULES),
+        row("bfloat16 momentum", math={"state_dtype": "bfloat16"}, **ALONE),
+        row("bfloat16 momentum and weights", 4, TWO[:3], math={"state_dtype": "bfloat16"}, **BFLOAT16, **ALONE),
+        row("int8 momentum", layouts=(*LINES, "owned"), shapes=FEW, options=eight["math"], close=0.2, **ALONE),
+        row("int8 momentum, several buckets", layouts=LINES, options=SEVERAL, **eight),
+        row("int8 momentum, forward", layouts=MODULES[:3], sharded=True, options=FORWARD, **eight),
+        row("int8 momentum, reloaded", layouts=LINES, between={0: "reload", 1: "new_optimizer"}, **eight),
+    ]
+
+
+def actions() -> list[Row]:
+    """Drivers of steps, and actions between steps."""
+    moves = (
+        "swap_data",
+        "swap_and_rebuild",
+        "reload",
+        "new_optimizer",
+        "move_to_host_and_back",
+        "move_to_host",
+        "check",
+    )
+    frozen = {0: "freeze", 1: "thaw"}
+    scaled: dict[str, Options] = {
+        "scaler, offloaded state": {"options": {"offload": "state"}},
+        "scaler, offloaded parameters": {"options": {"offload": "parameters"}},
+        "scaler, bfloat16 momentum": {"math": {"state_dtype": "bfloat16"}, **ALONE},
+        "scaler, normuon": NORMUON,
+    }
+    return [
+        *(row(name.replace("_", " "), layouts=(*MIXED, "owned"), between={0: name}) for name in moves),
+        *(row(f"{name.replace('_', ' ')}, normuon", between={0: name}, **NORMUON) for name in moves[1:4]),
+        row("replace parameters", between={0: "replace_parameters"}),
+        row("freeze and thaw", between=frozen),
+        row("freeze and thaw, normuon", between=frozen, **NORMUON),
+        row("reload, state owner", options={"state": "owner"}, between={0: "reload", 1: "swap_data"}),
+        row("reload, forward", options=FORWARD, between={0: "reload", 1: "check"}, **IN_MODULES),
+        row("swap data, backward", layouts=SHARDED, options=BACKWARD, between={0: "swap_data", 1: "swap_and_rebuild"}),
+        row("closure", closure=True),
+        row("closure, forward", options=FORWARD, closure=True, **IN_MODULES),
+        *(row(f"scaler, {layout}", layouts=(layout,), scaler=True) for layout in LINES),
+        *(row(name, layouts=("hsdp",), scaler=True, **fields) for name, fields in scaled.items()),
+    ]
