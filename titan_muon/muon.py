@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from . import registry
 from .algorithms import algorithm_of
 from .comm.agreement import Agreement
 from .comm.clip import SkipsSteps
@@ -117,6 +118,7 @@ class Muon(SkipsSteps, Optimizer):
         ns_coefficients = rows_of(ns_coefficients)
         arguments = locals()
         self._options = MuonOptions(**{item.name: arguments[item.name] for item in fields(MuonOptions)})
+        registry.exchange_entry(exchange)
         self._algorithm = algorithm_of(self._options)
         self._agreement: Agreement | None = None
         self._engine: Engine | None = None

@@ -101,7 +101,7 @@ WRONG = [
     ("momentum", 1.0, "it takes a number from 0 to less than 1"),
     ("weight_decay", -0.1, "it takes 0 or more"),
     ("ns_steps", 0, "it takes 1 or more"),
-    ("ns_coefficients", (), "cubic, or a list that is not empty"),
+    ("ns_coefficients", (), "aol, or a list that is not empty"),
     ("eps", 0.0, "it takes more than 0"),
     ("adjust_lr_fn", "adam", "it takes match_rms_adamw, original, spectral_unclamped, or a number above 0"),
     ("wire_dtype", "int8", "is not one of bfloat16, float32"),

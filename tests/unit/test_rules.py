@@ -89,7 +89,7 @@ def test_decay_follows_lr_takes_the_highest_rate_of_the_schedule(
     scheduler = schedule(muon)
     for _ in range(3):
         lr = muon.param_groups[0]["lr"]
-        assert muon._rule.rates(muon.param_groups[0]) == pytest.approx((lr, 0.5 * lr / highest))
+        assert muon._algorithm.rates(muon.param_groups[0]) == pytest.approx((lr, 0.5 * lr / highest))
         param.grad = torch.ones(16, 24)
         muon.step()
         if scheduler is not None:
@@ -150,7 +150,7 @@ def test_the_momentum_warms_up_and_continues_from_a_state_dict() -> None:
     assert again.equal(whole)
 
 
-@pytest.mark.parametrize(("options", "factor"), [({"adjust_lr_fn": 0.18}, 0.9), ({"update_factor": 0.5}, 0.5)])
+@pytest.mark.parametrize(("options", "factor"), [({"adjust_lr_fn": 0.18}, 0.9)])
 def test_factors_scale_only_the_update(options: dict[str, Any], factor: float) -> None:
     start = torch.randn(16, 24, generator=torch.Generator().manual_seed(0))
     decayed = start * (1 - 0.02 * 0.5)
@@ -161,7 +161,7 @@ def test_factors_scale_only_the_update(options: dict[str, Any], factor: float) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rule": "normoun"}, "algorithm = 'normoun' is unknown; did you mean 'normuon'"),
+        ({"algorithm": "normoun"}, "algorithm = 'normoun' is unknown; did you mean 'normuon'"),
         ({"algorithm": "muonh"}, "weight_decay = 0.1: algorithm = 'muonh' keeps the norm"),
         ({"algorithm": "muonh", "cautious": True}, "cautious = True changes weight decay"),
         ({"algorithm": "muonh", "decay_follows_lr": True}, "decay_follows_lr = True changes weight decay"),
@@ -169,7 +169,6 @@ def test_factors_scale_only_the_update(options: dict[str, Any], factor: float) -
         ({"algorithm": "muonh", "offload": "parameters"}, "offload = 'parameters'"),
         ({"adjust_lr_fn": True}, "adjust_lr_fn = True is not accepted"),
         ({"adjust_lr_fn": 0.0}, "adjust_lr_fn = 0.0 is not accepted"),
-        ({"update_factor": 0.0}, "update_factor = 0.0 is not accepted"),
         ({"momentum_warmup_steps": -1}, "momentum_warmup_steps = -1 is not accepted"),
         ({"beta2": 0.9}, "beta2 = 0.9 has no effect without algorithm = 'normuon' or 'adamuon'; set both, or neither"),
         ({"momentum_start": 0.5}, "momentum_start = 0.5 has no effect without momentum_warmup_steps"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..options import OptionError
+from ..options import MuonOptions, OptionError
 from ..state.matrix_states import StateSpec
 from ..step.algorithm import WEIGHT_NORM, Group
 from .muon import MuonAlgorithm
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class MuonH(MuonAlgorithm):
-    """Updates of the weights' own norm, and weights projected to this norm. See [Note: the sphere]."""
+    """Updates of the weights' own norm, and weights projected to this norm. See [Note: the sphere].
+
+    Raises OptionError for options without a meaning on the sphere, or that read weights before the projection.
+    """
 
     limits = "nothing"
     temporary_bytes = 4
@@ -39,9 +42,8 @@ class MuonH(MuonAlgorithm):
             problem = f"= {group['weight_decay']}: algorithm = 'muonh' keeps the norm of each matrix instead"
             raise OptionError("weight_decay", f"{problem}; set 0")
 
-    def check(self, context: PlanContext) -> None:
-        """Raise OptionError for options without a meaning on the sphere, and for 16-bit weights."""
-        options = context.options
+    def __init__(self, options: MuonOptions) -> None:
+        super().__init__(options)
         for name in ("cautious", "decay_follows_lr"):
             if getattr(options, name):
                 raise OptionError(name, "= True changes weight decay, and algorithm = 'muonh' has none; set False")
@@ -51,6 +53,8 @@ class MuonH(MuonAlgorithm):
         if options.offload == "parameters":
             problem = "= 'parameters': algorithm = 'muonh' projects weights on the device"
             raise OptionError("offload", f"{problem}; set 'state'")
+
+    def check(self, context: PlanContext) -> None:
         narrow = [fqn for fqn, tensor in context.named if tensor.dtype.itemsize < 4]
         if narrow:
             problem = f"= 'muonh' needs float32 weights, because 16 bits lose the projection: {', '.join(narrow[:5])}"

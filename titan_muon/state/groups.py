@@ -143,7 +143,8 @@ def check_keys(group: Mapping[str, Any]) -> None:
     All other keys pass, because schedulers and other libraries have keys of their own, as timm's `lr_scale`.
     """
     for key, value in group.items():
-        if key in SHARED:
+        # dion marks its groups by an `algorithm` too.
+        if key in SHARED and key != "algorithm":
             raise OptionError(key, "holds for all parameters of a Muon; pass it to Muon instead of a group")
         if key == other_algorithm(group):
             raise OptionError(

@@ -71,11 +71,11 @@ def table(lists: list[list[Tensor]], firsts: list[int] | None = None) -> Table:
 def test_auto_takes_the_kernels_where_they_were_measured_as_faster_and_run(
     is_faster: bool, rule: str, dtype: torch.dtype, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(features, "measured_choices", lambda device: Choices(fused=is_faster))
+    monkeypatch.setattr(fused, "measured_choices", lambda device: Choices(fused=is_faster))
     monkeypatch.setattr(fused, "usable", lambda device: True)
     options = MuonOptions(fused="auto", algorithm=rule)
-    assert features.with_fused(options, torch.device("cpu"), [torch.zeros(2, 2, dtype=dtype)]).fused is expected
-    assert features.with_fused(MuonOptions(fused=True), torch.device("cpu"), []).fused is True
+    assert fused.with_fused(options, torch.device("cpu"), [torch.zeros(2, 2, dtype=dtype)]).fused is expected
+    assert fused.with_fused(MuonOptions(fused=True), torch.device("cpu"), []).fused is True
 
 
 def test_auto_without_a_measurement_takes_the_foreach_operators() -> None:
@@ -426,7 +426,7 @@ def test_a_table_has_each_element_once_and_hints_that_hold() -> None:
 def refusals() -> Iterator[Any]:
     yield pytest.param({}, r"^fused = True needs Triton, which does not run on cpu; install", id="cpu")
     for rule in ("adamuon", "muonh"):
-        yield pytest.param({"rule": rule, "weight_decay": 0.0}, rf"not for '{rule}'; set False", id=rule)
+        yield pytest.param({"algorithm": rule, "weight_decay": 0.0}, rf"not for '{rule}'; set False", id=rule)
 
 
 @pytest.mark.parametrize(("options", "message"), list(refusals()))

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.stream_order import StreamOrder, stream_order
 from titan_muon import Muon
 from titan_muon.features.offload import HostOffload, rows_of
 from titan_muon.step.foreach import MomentumCall, Rectangle
+
+__all__ = ["stream_order"]
 
 LEFT = Rectangle(0, (slice(2, 5), slice(0, 3)))
 RIGHT = Rectangle(0, (slice(2, 5), slice(4, 7)))
@@ -58,3 +61,46 @@ def test_slots_have_no_memory_between_steps(offload: str) -> None:
         tensor.untyped_storage() for views in muon.engine.step.views for c in views.gathers for tensor in c.momentum
     }
     assert [slot.nbytes() for slot in slots] == [0] * len(slots)
+
+
+def test_momentum_moves_to_the_host_and_back() -> None:
+    (moved, values), (plain, expected) = trained("state", ()), trained("none", ())
+    for optimizer, to in ((moved, "reload"), (plain, "offload")):
+        before = [state["momentum_buffer"] for state in optimizer.state.values()]
+        getattr(optimizer, to)()
+        after = [state["momentum_buffer"] for state in optimizer.state.values()]
+        assert all(a is not b and torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    for muon in (moved, plain):
+        muon.step()
+    assert all(map(torch.equal, values[:2], expected[:2]))
+    parameters, _ = trained("parameters", ())
+    with pytest.raises(ValueError, match="reload: the parameters are on the host"):
+        parameters.reload()
+
+
+def test_readers_of_host_momentum_get_current_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[HostOffload] = []
+    monkeypatch.setattr(HostOffload, "synchronize", lambda offload: waits.append(offload))
+    for offload, of_a_step in (("state", 0), ("parameters", 1)):
+        muon, _ = trained(offload, ())
+        waits.clear()
+        muon.step()
+        assert len(waits) == of_a_step, "parameters are read without a word to the optimizer"
+        saved = muon.state_dict()
+        assert len(waits) == of_a_step + 1
+        muon.load_state_dict(saved)
+        assert len(waits) > of_a_step + 1, "what is still on its way would overwrite what was loaded"
+
+
+@pytest.mark.parametrize(
+    ("stream", "method"), [("_arriving", "wait_stream"), ("_leaving", "wait_stream"), ("current", "wait_event")]
+)
+def test_every_wait_of_a_step_is_necessary(stream: str, method: str, stream_order: StreamOrder) -> None:
+    with stream_order:
+        muon, _ = trained("parameters", (), buffer_bytes=1)
+        muon.step()
+        offload = muon.engine.offload
+        waiting = stream_order.compute if stream == "current" else getattr(offload, stream)
+        setattr(waiting, method, lambda other: None)
+        with pytest.raises(AssertionError, match="does not wait for"):
+            muon.step()

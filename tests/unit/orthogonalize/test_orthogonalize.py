@@ -11,7 +11,7 @@ from titan_muon.orthogonalize import COEFFICIENTS, coefficients, reference
 from titan_muon.orthogonalize.coefficients import PRESCALED
 
 JORDAN = (3.4445, -4.7750, 2.0315)
-STEPS = {name: 5 if len(table) == 1 else len(table) for name, table in COEFFICIENTS.items()} | {"cubic": 12}
+STEPS = {name: 5 if len(table) == 1 else len(table) for name, table in COEFFICIENTS.items()}
 SHAPES = [(48, 20), (20, 48), (32, 32), (1, 40), (40, 1), (1, 1)]
 
 
@@ -81,7 +81,7 @@ def test_a_schedule_is_used_unchanged() -> None:
         (
             "quintic!",
             5,
-            "keller_jordan, you_jiacheng, polar_express, polar_express_cushion, deepseek_v4, cans, aol, cubic",
+            "keller_jordan, you_jiacheng, polar_express, polar_express_cushion, deepseek_v4, cans, aol",
         ),
         ("you_jiacheng", 4, "has 5 steps but ns_steps = 4"),
         ([[1, 2, 3]] * 2, 5, "has 2 steps but ns_steps = 5"),

@@ -154,10 +154,13 @@ def equal(left: dict[str, nn.Parameter], right: dict[str, nn.Parameter]) -> bool
 
 Build = Callable[..., Any]
 OPTIMIZERS: dict[str, Build] = {
-    "muon": lambda params, **options: Muon(params.items(), lr=0.02, nonfinite="skip", **options),
     "adamw": lambda params, **options: batched.AdamW(params.items(), lr=0.02, **options),
     "adamw, fused": lambda params, **options: batched.AdamW(params.items(), lr=0.02, fused=True, **options),
 }
+
+
+def muon_of(params: dict[str, nn.Parameter], **options: Any) -> Muon:
+    return Muon(params.items(), lr=0.02, nonfinite="skip", **options)
 
 
 def averages(optimizer: Any) -> list[Tensor]:
@@ -266,7 +269,7 @@ def test_state_dicts_load_with_states_on_host_or_device(name: str, to: str) -> N
 @pytest.mark.parametrize("offload", ["none", "state"])
 def test_replaced_momentum_is_refused_before_any_change(offload: str) -> None:
     params = named()
-    muon = OPTIMIZERS["muon"](params, offload=offload)
+    muon = muon_of(params, offload=offload)
     train(muon, params, range(1))
     before = copy.deepcopy(params)
     state = muon.state[params["wide"]]
@@ -287,7 +290,7 @@ def test_the_step_uses_momentum_after_a_round_trip(offload: str) -> None:
     """As trainers of reinforcement learning move the state of an optimizer to the host and back."""
     params, others = named(), named()
     for moved, trained in ((False, params), (True, others)):
-        muon = OPTIMIZERS["muon"](trained, offload=offload)
+        muon = muon_of(trained, offload=offload)
         train(muon, trained, range(1))
         for state in muon.state.values() if moved else ():
             state["momentum_buffer"] = state["momentum_buffer"].clone()
