@@ -13,7 +13,7 @@ from tests.reference_muon import ReferenceRule
 from titan_muon import Muon
 
 LR = 0.02
-ALGORITHM = "rule"
+ALGORITHM = "algorithm"
 """Muon's keyword for the arithmetic of an update."""
 Options = Mapping[str, Any]
 RATES = (1.0, 0.5, 0.25, 0.125, 0.0625)
@@ -79,8 +79,7 @@ class Algorithm:
     def __init__(self, names: list[str], options: Options, several: bool, dtype: torch.dtype) -> None:
         self.counts = {name: len(matrices(name, drawn(name, 0))) for name in names}
         parts = self._parts({name: drawn(name, 0) for name in names})
-        renamed = {"rule" if key == ALGORITHM else key: value for key, value in options.items()}
-        self.reference = ReferenceRule(parts, dtype=dtype, **({"lr": LR} | renamed))
+        self.reference = ReferenceRule(parts, dtype=dtype, **({"lr": LR} | dict(options)))
         self.lr = self.reference.lr
 
     @staticmethod

@@ -135,7 +135,7 @@ def test_a_tensor_rate_decays_as_a_number() -> None:
 def test_the_momentum_warms_up_and_continues_from_a_state_dict() -> None:
     options: dict[str, Any] = {"momentum_warmup_steps": 4, "momentum_start": 0.5, "momentum": 0.9}
     rule = MuonAlgorithm(Muon([("w", nn.Parameter(torch.eye(16)))], **options)._options)
-    assert [rule.momentum({"momentum": 0.9, "step": step}) for step in (0, 1, 2, 4, 9)] == [0.5, 0.6, 0.7, 0.9, 0.9]
+    assert [rule.decay({"momentum": 0.9, "step": step}) for step in (0, 1, 2, 4, 9)] == [0.5, 0.6, 0.7, 0.9, 0.9]
     muon, whole = trained(4, **options)
     assert muon.param_groups[0]["step"] == 4
     half, weights = trained(2, **options)
@@ -201,7 +201,7 @@ def test_muonh_refuses_bfloat16_weights_by_name() -> None:
 
 def test_a_third_party_rule_checks_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(MuonAlgorithm):
-        def check(self, group: Any) -> None:
+        def check_group(self, group: Any) -> None:
             raise OptionError("nesterov", "is not for this rule")
 
     monkeypatch.setitem(registry.algorithms._values, "refusing", Refusing)

@@ -156,7 +156,7 @@ def check_keys(group: Mapping[str, Any]) -> None:
             raise OptionError(key, "is no key of a Muon group; negate the loss")
         # Layer decay's `lr_scale` is a number.
         name = OTHER_NAMES.get(key) if key != "lr_scale" or isinstance(value, str) else None
-        similar = [] if key in KEYS else get_close_matches(key, (*KEYS, *SHARED), 1, SIMILAR)
+        similar = [] if key in (*KEYS, "algorithm") else get_close_matches(key, (*KEYS, *SHARED), 1, SIMILAR)
         if name or similar:
             raise OptionError(key, f"is no key of a Muon group; did you mean {name or similar[0]}?")
 

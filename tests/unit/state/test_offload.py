@@ -303,7 +303,7 @@ def test_the_step_uses_replaced_states(name: str, key: str) -> None:
     """A tensor of the same dtype, device and placement takes the place of a state."""
     params, others = named(), named()
     for offload, parameters in (("none", params), ("state", others)):
-        optimizer = OPTIMIZERS[name](parameters, offload=offload)
+        optimizer = (muon_of if name == "muon" else OPTIMIZERS[name])(parameters, offload=offload)
         train(optimizer, parameters, range(2))
         for state in optimizer.state.values():
             state[key] = torch.zeros_like(state[key])
