@@ -9,19 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from benchmarks.owned_model import Setup, data_mesh, loss_of, make, matrices, place
 from tests import tiny
 from tests.dist.harness import run_ranks
-from tests.dist.owned.test_owned_step import with_experts
 from tests.shared import equal
 from titan_muon import Muon
 from titan_muon import adam as batched
-from titan_muon.owned import gather
 from titan_muon.state.host import Window
 
 SHAPES = {"layers.0.weight": (16, 24), "layers.1.weight": (24, 16), "layers.2.experts": (5, 8, 12), "norm": (7,)}
@@ -114,73 +110,6 @@ def on_and_off(rank: int, world_size: int) -> dict[str, tuple[bool, ...]]:
 def test_every_layout_and_exchange_has_the_same_bits_with_states_on_the_host() -> None:
     for results in run_ranks(on_and_off, 2):
         assert results == {f"{layout} {exchange}": (True,) * 3 for layout, exchange in layouts()}
-
-
-def losses(rank: int, world_size: int, setup: Setup, offload: str) -> tuple[list[Tensor], int]:
-    """A model with owned matrices and experts, gathered after some steps; the number of loads to the device."""
-    came = 0
-    fetch = Window._fetch
-
-    def counted(self: Window, number: int) -> None:
-        nonlocal came
-        came += 1
-        fetch(self, number)
-
-    Window._fetch = counted  # type: ignore[method-assign]
-    model = make()
-    mesh = data_mesh(world_size, setup, model)
-    place(model, setup, mesh)
-    owned = {name: p for name, p in model.named_parameters() if any(p is m for m in matrices(model))}
-    named = {**owned, **with_experts(model, mesh)}
-    rest = {name: p for name, p in model.named_parameters() if name not in owned}
-    muon = Muon(
-        named.items(), lr=0.01, replicas="redundant" if setup.replicas > 1 else "split", offload=offload
-    ).build()
-    adamw = batched.AdamW(rest.items(), lr=0.01, offload=offload)
-    for step in range(3):
-        loss_of(model, rank // setup.tensor, world_size // setup.tensor, step).backward()
-        for name, stack in named.items():
-            if name not in owned:
-                stack.grad = torch.ones_like(stack) * (step + 1)
-        for optimizer in (muon, adamw):
-            optimizer.step()
-            optimizer.zero_grad()
-    Window._fetch = fetch  # type: ignore[method-assign]
-    states = [*(state["momentum_buffer"] for state in muon.state.values())]
-    return [gather(tensor) for tensor in (*named.values(), *rest.values(), *states)], came
-
-
-def owned(rank: int, world_size: int, setup: Setup) -> tuple[bool, bool]:
-    (off, none), (on, some), (every, most) = (
-        losses(rank, world_size, setup, offload) for offload in ("none", "state", "parameters")
-    )
-    return equal(on, off) and equal(every, off), 0 == none < some < most
-
-
-@pytest.mark.parametrize("setup", [Setup("owned"), Setup("owned", replicas=2)], ids=["owned", "replicas"])
-def test_owned_matrices_have_the_same_bits_with_states_on_the_host(setup: Setup) -> None:
-    assert run_ranks(owned, 2, setup) == [(True, True)] * 2
-
-
-def checkpoints(rank: int, world_size: int, folder: Path) -> list[bool]:
-    """Whether a checkpoint of states in one place continues bit for bit with states in the other place."""
-    results = []
-    for saving, loading in (("state", "none"), ("none", "state")):
-        first, second = (Sharded(world_size, "fsdp", "all_to_all", offload) for offload in (saving, loading))
-        first.train((1, 2))
-        second.train((7,))
-        path = folder / f"from {saving}"
-        dcp.save(first.state(), checkpoint_id=path)
-        dcp.load(second.state(), checkpoint_id=path)
-        loaded = equal(tensors(first), tensors(second))
-        first.train((3,))
-        second.train((3,))
-        results += [loaded, equal(tensors(first), tensors(second))]
-    return results
-
-
-def test_distributed_checkpoints_load_with_states_on_host_or_device(tmp_path: Path) -> None:
-    assert run_ranks(checkpoints, 2, tmp_path) == [[True] * 4] * 2
 
 
 def replaced(rank: int, world_size: int) -> str:

@@ -118,10 +118,6 @@ def every_gather(mesh: DeviceMesh, rank: int) -> tuple[list[int], list[int], lis
     return list(range(len(run.muon.plan.buckets))), before, run.gathered
 
 
-def without_overlap(mesh: DeviceMesh, rank: int) -> bool:
-    return same(plain(mesh, **BACKWARD), plain(mesh, **WITHOUT))
-
-
 def not_entered(mesh: DeviceMesh, rank: int) -> bool:
     armed, run = plain(mesh, overlap="backward"), Run(mesh, overlap="backward")
     for step in range(STEPS):
@@ -256,7 +252,6 @@ def own_groups(mesh: DeviceMesh, rank: int) -> bool:
 
 SCENARIOS: dict[str, Callable[[DeviceMesh, int], Any]] = {
     "gathers": every_gather,
-    "without": without_overlap,
     "not entered": not_entered,
     "first parameters first": first_parameters_first,
     "failed alike": partial(failing, names=(NAMES[2], NAMES[2])),
@@ -300,7 +295,7 @@ def test_every_gather_with_a_buffer_starts_in_backward() -> None:
         assert before == after == planned
 
 
-@pytest.mark.parametrize("name", ["without", "not entered", "first parameters first"])
+@pytest.mark.parametrize("name", ["not entered", "first parameters first"])
 def test_digits_equal_a_run_without_overlap(name: str) -> None:
     assert results_of(name) == [True, True]
 
