@@ -57,7 +57,7 @@ def row(name: str, world: int = 4, layouts: tuple[str, ...] = MIXED, **fields: A
 
 def rows() -> list[Row]:
     """All rows, those about the most code first."""
-    return [*options(), *overlaps(), *faults(), *layouts(), *algorithms(), *actions()]
+    return [*options(), *overlaps(), *faults(), *layouts(), *algorithms(), *batched(), *actions()]
 
 
 def layouts() -> list[Row]:
@@ -268,7 +268,23 @@ def algorithms() -> list[Row]:
     ]
 
 
-HOW = ("scaled", "unscaled")
+def batched() -> list[Row]:
+    """Algorithms and faults where several equal matrices are one batch, which the reference's bits do not allow."""
+    nan, zero = {"gradients": {1: ("experts", torch.nan)}}, {"gradients": {1: ("tall", 0.0), 2: ("experts", 0.0)}}
+    made: dict[str, Options] = {
+        "muon": {},
+        "normuon": {"math": ROWS_SMOOTHED},
+        "adamuon": {"math": ELEMENTS_SMOOTHED, "close": 1e-2},
+        "muonh": {"math": SPHERE},
+        "hold": {"math": {**ROWS_SMOOTHED, "idle": "hold"}, **zero},
+        "nan skipped": {"math": ROWS_SMOOTHED, **nan},
+        "nan raises": {"gradients": {2: ("uneven", torch.nan)}, "error": ("layers.0.uneven",)},
+        "missing raises": {"gradients": {2: ("tall", DROP)}, "error": ("layers.1.tall",)},
+    }
+    layouts = ("fsdp", "fsdp", "fsdp", "tp columns")
+    fields = {**CLOSE, "options": FLOAT32, "proof": "batches"}
+    made["nan skipped"]["options"] = {**FLOAT32, **SKIP}
+    return [row(f"batches, {name}", 2, layouts, **{**fields, **more}) for name, more in made.items()]
 
 
 def actions() -> list[Row]:
@@ -282,7 +298,7 @@ def actions() -> list[Row]:
         "move_to_host",
         "check",
     )
-    frozen = {0: "freeze", 1: "thaw"}
+    frozen, how_scaled = {0: "freeze", 1: "thaw"}, ("scaled", "unscaled")
     scaled: dict[str, Options] = {
         "scaler, offloaded state": {"options": {"offload": "state"}},
         "scaler, offloaded parameters": {"options": {"offload": "parameters"}},
@@ -305,5 +321,9 @@ def actions() -> list[Row]:
         row("closure", closure=True),
         row("closure, forward", options=FORWARD, closure=True, **IN_MODULES),
         *(row(f"scaler, {layout}", layouts=(layout,), scaler="scaled") for layout in LINES),
-        *(row(f"{name}, {how}", layouts=("hsdp",), scaler=how, **scaled[name]) for name in scaled for how in HOW),
+        *(
+            row(f"{name}, {how}", layouts=("hsdp",), scaler=how, **scaled[name])
+            for name in scaled
+            for how in how_scaled
+        ),
     ]
