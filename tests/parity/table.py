@@ -95,6 +95,8 @@ def options() -> list[Row]:
         "several buckets, offloaded state": {**SEVERAL, "offload": "state"},
         "several buckets, all_gather": {**GATHERED, "buffer_bytes": 12_000},
         "several buckets, all_gather_reduce_scatter": {**REDUCED, "buffer_bytes": 24_000},
+        "several buckets, offloaded, all_gather": {**GATHERED, "buffer_bytes": 12_000, "offload": "state"},
+        "several buckets, offloaded, reduced": {**REDUCED, "buffer_bytes": 24_000, "offload": "state"},
         "several buckets, hierarchical": {"buffer_bytes": 8_000, "machine": SLOW_NETWORK, "state": "owner"},
     }
     keeping: dict[str, Options] = {"released": {"release_grads": True}, "offloaded": {"offload": "state"}, "skip": SKIP}

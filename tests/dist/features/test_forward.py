@@ -2,7 +2,6 @@
 
 import gc
 import io
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -348,51 +347,6 @@ def test_buffers_live_until_the_last_layer_is_updated() -> None:
 
 
 # --- faults and refusals ---
-
-
-def faulty(run: Run, bad: str) -> list[str]:
-    """Errors of each step, where rank 1 has a missing or non-finite gradient of one matrix in the second step."""
-    messages = []
-    for step in range(STEPS):
-        run.loss(step).backward()
-        if (torch.distributed.get_rank(), step) == (1, 1):
-            (param,) = (param for name, param in run.named if name == "layers.2.up.weight")
-            assert isinstance(param.grad, DTensor)
-            param.grad.to_local()[0, 0] = torch.nan
-            if bad == "missing":
-                param.grad = None
-        messages.append(raised(run.muon.step))
-        run.muon.zero_grad()
-    return messages
-
-
-FAULTS = {
-    "missing": {"missing_grad": "error"},
-    "missing, skipped": {"missing_grad": "skip"},
-    "nan": {"nonfinite": "error"},
-    "nan, skipped": {"nonfinite": "skip"},
-}
-
-
-def faults(rank: int, world_size: int) -> dict[str, tuple[bool, list[str], list[str]]]:
-    results = {}
-    for name, options in FAULTS.items():
-        ours, theirs = (Run(Sharding(), overlap=overlap, **options) for overlap in ("forward", "none"))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            messages, expected = (faulty(run, name.split(",")[0]) for run in (ours, theirs))
-        pairs = zip(ours.tensors(), theirs.tensors(), strict=True)
-        results[name] = all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs), messages, expected
-    return results
-
-
-def test_faults_have_the_messages_of_a_step_without_overlap() -> None:
-    for cases in run_ranks(faults, 2):
-        assert cases["missing"][1][2]
-        assert cases["nan"][1][2]
-        for name, (equal, ours, theirs) in cases.items():
-            assert ours == theirs, name
-            assert equal, name
 
 
 def unsharded_early(run: Run) -> None:

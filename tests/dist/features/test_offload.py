@@ -1,130 +1,82 @@
-"""Offloaded states in every layout: the bits of states on the device, and checkpoints for states on host or device."""
+"""Offloaded states: the bits of AdamW and of recipes with states on the device."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests import tiny
 from tests.dist.harness import run_ranks
-from tests.shared import equal
+from tests.dist.small_params import named, parameters, placed
+from tests.shared import drawn, equal, local, message
 from titan_muon import Muon
 from titan_muon import adam as batched
 from titan_muon.state.host import Window
 
-SHAPES = {"layers.0.weight": (16, 24), "layers.1.weight": (24, 16), "layers.2.experts": (5, 8, 12), "norm": (7,)}
-PLACEMENTS = {"fsdp": Shard(0), "tensor parallel": Shard(1), "replicas": Replicate()}
-EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
+SHAPES = {"layers.0.weight": (16, 24), "layers.1.weight": (24, 16), "norm": (7,)}
 
 
-def whole(name: str, seed: int) -> Tensor:
-    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(100 * seed + list(SHAPES).index(name)))
+class Adam:
+    """Parameters of AdamW in rows over the ranks."""
 
+    def __init__(self, mesh: DeviceMesh, offload: Any) -> None:
+        self.mesh = mesh
+        self.params = {name: nn.Parameter(placed(value, mesh)) for name, value in drawn(SHAPES, 0).items()}
+        self.adamw = batched.AdamW(self.params.items(), lr=0.02, offload=offload)
 
-class Sharded:
-    """Parameters on a mesh of one axis; AdamW has a matrix and every non-matrix."""
-
-    def __init__(self, world_size: int, layout: str, exchange: str, offload: str) -> None:
-        self.mesh, self.placement = init_device_mesh("cpu", (world_size,)), PLACEMENTS[layout]
-        self.params = {name: nn.Parameter(self._placed(name, 0)) for name in SHAPES}
-        matrices = {name: param for name, param in self.params.items() if param.ndim > 1}
-        # One matrix is AdamW's, so that both optimizers have several loads.
-        last = matrices.pop("layers.1.weight")
-        rest = {"layers.1.weight": last, "norm": self.params["norm"]}
-        # Small buffers, for several buckets.
-        self.muon = Muon(
-            matrices.items(), lr=0.02, exchange=exchange, orthogonalize="reference", buffer_bytes=4096, offload=offload
-        ).build()
-        self.adamw = batched.AdamW(rest.items(), lr=0.02, offload=offload)
-        self.optimizers = (self.muon, self.adamw)
-
-    def _placed(self, name: str, seed: int) -> Tensor:
-        full = whole(name, seed)
-        placement = Shard(0) if self.placement == Shard(1) and full.ndim != 2 else self.placement
-        return distribute_tensor(full, self.mesh, [placement], src_data_rank=None)
-
-    def train(self, seeds: Iterable[int]) -> None:
+    def train(self, *seeds: int) -> None:
         for seed in seeds:
-            for name, param in self.params.items():
-                param.grad = self._placed(name, seed)
-            for optimizer in self.optimizers:
-                optimizer.step()
+            for name, grad in drawn(SHAPES, seed).items():
+                self.params[name].grad = placed(grad, self.mesh)
+            self.adamw.step()
 
-    def state(self) -> dict[str, Any]:
-        """State of a checkpoint, in the optimizers' tensors."""
-        states = {
-            f"{fqn}.{name}": value
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for fqn, param in zip(group["param_names"], group["params"], strict=True)
-            for name, value in optimizer.state[param].items()
-        }
-        return {"model": dict(self.params), "optimizers": states}
+    def tensors(self) -> list[Tensor]:
+        states = [value for param in self.params.values() for value in self.adamw.state[param].values()]
+        return [local(tensor).clone() for tensor in (*self.params.values(), *states)]
 
 
-def tensors(of: Sharded) -> list[Tensor]:
-    values = (value for part in of.state().values() for value in part.values())
-    return [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
-
-
-def layouts() -> Iterator[tuple[str, str]]:
-    yield from (("fsdp", exchange) for exchange in EXCHANGES)
-    yield from ((layout, "all_to_all") for layout in PLACEMENTS if layout != "fsdp")
-
-
-def on_and_off(rank: int, world_size: int) -> dict[str, tuple[bool, ...]]:
-    """By layout: whether bits are equal after steps, after a move of states, and after loads between optimizers. A
-    third optimizer also has parameters and gradients on the host, and moves no state."""
+def on_and_off(rank: int, world_size: int) -> list[bool]:
+    """Whether bits are equal after steps, after a move of states, and after loads between optimizers."""
     batched.BATCH_BYTES = 512
-    results = {}
-    for layout, exchange in layouts():
-        on, off, every = (Sharded(world_size, layout, exchange, offload) for offload in ("state", "none", "parameters"))
-        for run in (on, off, every):
-            run.train((1, 2))
-        steps = equal(tensors(on), tensors(off)) and equal(tensors(every), tensors(off))
-        for optimizer, other in zip(on.optimizers, off.optimizers, strict=True):
-            optimizer.reload()
-            other.offload()
-        for run in (on, off, every):
-            run.train((3, 4))
-        moved = equal(tensors(on), tensors(off))
-        saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in on.optimizers]
-        for run in (on, off, every):
-            run.train((5,))
-            for optimizer, state in zip(run.optimizers, saved, strict=True):
-                optimizer.load_state_dict(copy.deepcopy(state))
-            run.train((6,))
-        loaded = equal(tensors(on), tensors(off)) and equal(tensors(every), tensors(off))
-        results[f"{layout} {exchange}"] = steps, moved, loaded
-    return results
+    mesh = init_device_mesh("cpu", (world_size,))
+    on, off, every = runs = [Adam(mesh, offload) for offload in ("state", "none", "parameters")]
+    for run in runs:
+        run.train(1, 2)
+    results = [equal(on.tensors(), off.tensors()), equal(every.tensors(), off.tensors())]
+    on.adamw.reload()
+    off.adamw.offload()
+    for run in runs:
+        run.train(3)
+    results.append(equal(on.tensors(), off.tensors()))
+    saved = copy.deepcopy(on.adamw.state_dict())
+    for run in runs:
+        run.train(5)
+        run.adamw.load_state_dict(copy.deepcopy(saved))
+        run.train(6)
+    return [*results, equal(on.tensors(), off.tensors()), equal(every.tensors(), off.tensors())]
 
 
-def test_every_layout_and_exchange_has_the_same_bits_with_states_on_the_host() -> None:
-    for results in run_ranks(on_and_off, 2):
-        assert results == {f"{layout} {exchange}": (True,) * 3 for layout, exchange in layouts()}
+def test_adamw_has_the_same_bits_with_states_on_the_host() -> None:
+    """Muon: the rows of tests/parity."""
+    assert run_ranks(on_and_off, 2) == [[True] * 5] * 2
 
 
 def replaced(rank: int, world_size: int) -> str:
     """The error on this rank after rank 1 replaced a momentum."""
-    sharded = Sharded(world_size, "fsdp", "all_to_all", "state")
-    sharded.train((1,))
+    mesh = init_device_mesh("cpu", (world_size,))
+    params = parameters(mesh)
+    muon = Muon(named(params), offload="state").build()
+    muon.step()
     if rank == 1:
-        state = sharded.muon.state[sharded.params["layers.0.weight"]]
+        state = muon.state[params["layers.0.weight"]]
         state["momentum_buffer"] = state["momentum_buffer"].double()
-    sharded.train((2,))
-    try:
-        sharded.train((3,))
-    except ValueError as error:
-        return str(error)
-    return ""
+    muon.step()
+    return message(muon.step)
 
 
 def test_a_replaced_momentum_on_a_rank_is_refused_on_every_rank() -> None:
