@@ -1,22 +1,18 @@
-"""Offloaded states: the bits of AdamW and of recipes with states on the device."""
+"""Offloaded states: the bits of AdamW, and a replaced momentum. Muon's bits: the rows of tests/parity."""
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
-import pytest
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests import tiny
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import named, parameters, placed
 from tests.shared import drawn, equal, local, message
 from titan_muon import Muon
 from titan_muon import adam as batched
-from titan_muon.state.host import Window
 
 SHAPES = {"layers.0.weight": (16, 24), "layers.1.weight": (24, 16), "norm": (7,)}
 
@@ -62,7 +58,6 @@ def on_and_off(rank: int, world_size: int) -> list[bool]:
 
 
 def test_adamw_has_the_same_bits_with_states_on_the_host() -> None:
-    """Muon: the rows of tests/parity."""
     assert run_ranks(on_and_off, 2) == [[True] * 5] * 2
 
 
@@ -82,77 +77,3 @@ def replaced(rank: int, world_size: int) -> str:
 def test_a_replaced_momentum_on_a_rank_is_refused_on_every_rank() -> None:
     for text in run_ranks(replaced, 2):
         assert text.startswith("layers.0.weight: the momentum was replaced")
-
-
-def train(recipe: object) -> Path:
-    from titan_muon.titan import compat
-
-    compat.install()
-    from titan_muon.titan.run import job
-
-    compat.forget_meshes()
-    return Path(job.train(recipe))  # type: ignore[arg-type]
-
-
-SHORT = {
-    "parallelism__expert_parallel_degree": 2,
-    "muon__buffer_gib": 1e-4,
-    # bfloat16 products are slow on the CPU and do not matter for the comparison.
-    "muon__ns_dtype": "float32",
-    "muon__ns_steps": 2,
-    "checkpoint__interval": 2,
-    "validator__enable": "false",
-}
-
-
-PLACES: dict[str, dict[str, object]] = {
-    "device": {},
-    "states": {"optimizer__offload": "state"},
-    "parameters": {"training__enable_cpu_offload": "true"},
-}
-WAYS = (("device", "states"), ("states", "parameters"), ("parameters", "device"))
-
-
-def curves(rank: int, world_size: int, folder: Path) -> list[Path]:
-    """Runs with all states on the device, and runs from each place to another, with a move halfway."""
-    runs = [train(tiny.recipe(folder, name="device", training__steps=4, **SHORT))]
-    for before, after in WAYS:
-        name = f"{before}_{after}"
-        train(tiny.recipe(folder, name=name, training__steps=2, **PLACES[before], **SHORT))
-        rest = {"training__steps": 4, "checkpoint__load": "latest", **PLACES[after]}
-        runs.append(train(tiny.recipe(folder, name=name, **rest, **SHORT)))
-    return runs
-
-
-@pytest.mark.slow
-def test_every_offload_placement_trains_and_resumes_with_the_curve_of_the_device(tmp_path: Path) -> None:
-    tiny.write_recipe(tmp_path)
-    device, *others = run_ranks(curves, 2, tmp_path, timeout=400)[0]
-    expected = [tiny.records(device, key) for key in ("loss", "grad_norm")]
-    assert expected[0].keys() == set(range(1, 5))
-    for run in others:
-        assert [tiny.records(run, key) for key in ("loss", "grad_norm")] == expected
-
-
-def owned_curves(rank: int, world_size: int, folder: Path) -> tuple[dict[int, float], dict[int, float], set[str]]:
-    """Losses with owned matrices on the device and on the host, and the device of the window."""
-    begin, opened = Window.begin, set()
-
-    def begins(self: Window, loads: Any) -> None:
-        opened.update(str(tensor.device) for load in loads for tensor in load.tensors)
-        begin(self, loads)
-
-    Window.begin = begins  # type: ignore[method-assign]
-    values: dict[str, object] = {**SHORT, "placement__muon": "owned", "training__steps": 3}
-    device = train(tiny.recipe(folder, name="device", **values))
-    assert not opened
-    host = train(tiny.recipe(folder, name="host", training__enable_cpu_offload="true", **values))
-    return tiny.records(device, "loss"), tiny.records(host, "loss"), opened
-
-
-def test_owned_parameters_offload_to_the_host(tmp_path: Path) -> None:
-    tiny.write_recipe(tmp_path)
-    for device, host, opened in run_ranks(owned_curves, 2, tmp_path, timeout=400):
-        assert device.keys() == set(range(1, 4))
-        assert host == device
-        assert opened == {"cpu"}
