@@ -32,7 +32,7 @@ OLDEST := .venv-oldest
 OLDEST_STAMP := $(OLDEST)/.installed
 OLDEST_LOCK := constraints-oldest.txt
 OLDEST_TESTS := $(addprefix tests/unit/,plan state step orthogonalize features tensors comm owned fsdp) tests/unit/test_hybrid*.py \
-	tests/unit/titan/test_compat.py tests/conformance tests/dist/step tests/dist/owned $(wildcard tests/dist/features/test_overlap*.py) \
+	tests/unit/titan/test_compat.py tests/conformance tests/parity tests/dist/step tests/dist/owned $(wildcard tests/dist/features/test_overlap*.py) \
 	tests/dist/features/test_forward.py
 TITAN_ENV := .venv-titan
 TITAN ?=
@@ -98,7 +98,7 @@ slow: venv
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(WORKERS) -m slow $(ARGS)
 
 test-long: venv
-	OMP_NUM_THREADS=1 TITAN_MUON_LONG=$(LONG) $(BIN)/python -m pytest --timeout 0 $(WORKERS) tests/unit/plan tests/dist/step/test_fuzz.py $(ARGS)
+	OMP_NUM_THREADS=1 TITAN_MUON_LONG=$(LONG) $(BIN)/python -m pytest --timeout 0 $(WORKERS) tests/unit/plan tests/parity/test_random.py $(ARGS)
 
 oldest: $(OLDEST_STAMP)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(OLDEST)/bin/python -m pytest $(WORKERS) -m "not slow" $(OLDEST_TESTS) $(ARGS)

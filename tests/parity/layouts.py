@@ -31,7 +31,8 @@ FUSED = {
 }
 BLOCKS = {"a": (96, 32), "b": (128, 32), "c": (96, 32), "d": (64, 16), "e": (64, 16), "odd": (5, 6)}
 """Large enough for several ranks to share a matrix."""
-SHAPES: dict[str, tuple[int, ...]] = {**MATRICES, **STACKS, **FUSED, **BLOCKS}
+ODD = {"one": (1, 1), "row": (1, 12), "column": (12, 1), "prime": (17, 2), "single": (1, 5, 8), "lines": (5, 1, 3)}
+SHAPES: dict[str, tuple[int, ...]] = {**MATRICES, **STACKS, **FUSED, **BLOCKS, **ODD}
 
 SPLITS = tuple(
     Split(match=f"*.{name}", dims=dims, lengths=lengths)
@@ -88,12 +89,16 @@ def assembled(name: str, parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """Axes of a mesh of all ranks, or the ranks of a mesh of one axis, and the placements. No placements: plain."""
+    """Axes of a mesh of all ranks, or the ranks of a mesh of one axis, and the placements. No placements: plain.
+
+    `within`: the axis with the placements, if other axes only separate copies.
+    """
 
     axes: str = ""
     placements: tuple[Placement, ...] = ()
     ranks: tuple[int, ...] = ()
     owned: bool = False
+    within: str = ""
 
     @property
     def has_replicas(self) -> bool:
@@ -101,7 +106,8 @@ class Layout:
 
     @property
     def mesh(self) -> DeviceMesh:
-        return mesh_of(self.axes, self.ranks)
+        mesh = mesh_of(self.axes, self.ranks)
+        return mesh[self.within] if self.within else mesh
 
 
 ROWS, COLUMNS, COPIES = Shard(0), Shard(1), Replicate()
@@ -120,6 +126,7 @@ LAYOUTS: dict[str, Layout] = {
     "ep x rows": Layout("shard ep", (COLUMNS, ROWS)),
     "tp x ep": Layout("tp ep", (Shard(2), ROWS)),
     "hsdp x ep": Layout("replicate shard ep", (COPIES, COLUMNS, ROWS)),
+    "fsdp beside tp": Layout("shard tp", (ROWS,), within="shard"),
     "last dim": Layout("tp", (Shard(-1),)),
     "first ranks": Layout(ranks=(0, 1), placements=(ROWS,)),
     "last ranks": Layout(ranks=(2, 3), placements=(ROWS,)),

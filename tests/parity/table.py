@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tests.parity.layouts import BLOCKS, FUSED, MATRICES, STACKS
+from tests.parity.layouts import BLOCKS, FUSED, MATRICES, ODD, STACKS
 from tests.parity.references import ALGORITHM
 from tests.parity.training import DROP, ELSEWHERE, Row
 from titan_muon.options import Machine
@@ -30,6 +30,8 @@ Options = dict[str, Any]
 SEVERAL: Options = {"buffer_bytes": 6_000}
 BACKWARD: Options = {"overlap": "backward", "machine": SLOW, "buffer_bytes": 60_000}
 FORWARD: Options = {"overlap": "forward", "machine": SLOW, "buffer_bytes": 60_000}
+KEPT: Options = {"state": "owner"}
+OWNED_TOO = ("offloaded state", "offloaded parameters", "skip", "float32 wire", "released gradients")
 SKIP: Options = {"missing_grad": "skip", "nonfinite": "skip"}
 GATHERED: Options = {"exchange": "all_gather"}
 REDUCED: Options = {"exchange": "all_gather_reduce_scatter"}
@@ -55,7 +57,7 @@ def row(name: str, world: int = 4, layouts: tuple[str, ...] = MIXED, **fields: A
 
 def rows() -> list[Row]:
     """All rows, those about the most code first."""
-    return [*options(), *overlaps(), *faults(), *layouts(), *algorithms(), *actions()]
+    return [*options(), *overlaps(), *faults(), *layouts(), *algorithms(), *batched(), *actions()]
 
 
 def layouts() -> list[Row]:
@@ -63,7 +65,7 @@ def layouts() -> list[Row]:
     worlds = {
         1: ("plain",),
         2: (*TWO, "owned"),
-        4: (*FOUR, "tp rows", "tp x ep", "owned", "owned, hsdp"),
+        4: ("fsdp beside tp", *FOUR, "tp rows", "tp x ep", "owned", "owned, hsdp"),
         8: (*EIGHT, "owned, hsdp"),
     }
     return [row(f"{layout}, {world} ranks", world, (layout,)) for world, names in worlds.items() for layout in names]
@@ -78,7 +80,7 @@ def options() -> list[Row]:
         "owners everyone": {**GATHERED, "owners": "everyone"},
         "all_gather_reduce_scatter": REDUCED,
         "redundant": {"replicas": "redundant"},
-        "state owner": {"state": "owner"},
+        "state owner": KEPT,
         "float32 wire": {"wire_dtype": "float32"},
         "kept buffers": {"keep_buffers": True},
         "released gradients": {"release_grads": True},
@@ -89,24 +91,33 @@ def options() -> list[Row]:
     bucketed: dict[str, Options] = {
         "several buckets": SEVERAL,
         "several buckets, released and kept": {**SEVERAL, "release_grads": True, "keep_buffers": True},
-        "several buckets, state owner": {**SEVERAL, "state": "owner"},
+        "several buckets, state owner": {**SEVERAL, **KEPT},
         "several buckets, offloaded state": {**SEVERAL, "offload": "state"},
         "several buckets, all_gather": {**GATHERED, "buffer_bytes": 12_000},
         "several buckets, all_gather_reduce_scatter": {**REDUCED, "buffer_bytes": 24_000},
+        "several buckets, offloaded, all_gather": {**GATHERED, "buffer_bytes": 12_000, "offload": "state"},
+        "several buckets, offloaded, reduced": {**REDUCED, "buffer_bytes": 24_000, "offload": "state"},
         "several buckets, hierarchical": {"buffer_bytes": 8_000, "machine": SLOW_NETWORK, "state": "owner"},
     }
+    keeping: dict[str, Options] = {"released": {"release_grads": True}, "offloaded": {"offload": "state"}, "skip": SKIP}
     exchanges = {"all_gather": GATHERED, "all_gather_reduce_scatter": REDUCED}
     return [
         row("all layouts", layouts=(*FOUR, "owned")),
         row("splits", layouts=(*MODULES, "tp columns"), shapes=(*FUSED,)),
         row("splits along the last dim", 2, ("last dim",), shapes=("w13", "efd", "columns")),
         row("several meshes", layouts=meshes, shapes=FEW),
+        row("several meshes, several buckets", layouts=meshes[:5], shapes=FEW, options=SEVERAL),
+        row("odd shapes", layouts=(*FOUR, "owned"), shapes=(*ODD,)),
         row("two groups", groups=True),
         row("hierarchical", layouts=("hsdp",), **network),
         row("hierarchical, replicated", layouts=("replicated",), **network),
         row("hierarchical, plain", layouts=("plain",), **network),
         row("hierarchical, 8 ranks", 8, ("hsdp", "hsdp x tp"), **network),
-        *(row(name, options=options) for name, options in changed.items()),
+        *(row(name, layouts=(*MIXED, "fsdp beside tp"), options=options) for name, options in changed.items()),
+        *(row(f"{name}, owned", 2, ("owned", "fsdp"), options=changed[name]) for name in OWNED_TOO),
+        *(row(f"state owner, {name}", options={**KEPT, **options}) for name, options in keeping.items()),
+        row("state owner, without nesterov", options=KEPT, math={"nesterov": False}),
+        row("state owner, bfloat16 momentum", options=KEPT, math={"state_dtype": "bfloat16"}, reference="one process"),
         *(row(name, options=options, proof="several buckets") for name, options in bucketed.items()),
         *(row(f"{name}, 2 ranks", 2, TWO, options=options) for name, options in exchanges.items()),
         *(row(f"{name}, 8 ranks", 8, EIGHT, options=options) for name, options in exchanges.items()),
@@ -137,7 +148,7 @@ def overlaps() -> list[Row]:
     forward: dict[str, Options] = {
         "gathered": GATHERED,
         "reduced": REDUCED,
-        "state owner": {"state": "owner"},
+        "state owner": KEPT,
         "released and kept": {"release_grads": True, "keep_buffers": True},
         "skip": SKIP,
     }
@@ -173,7 +184,7 @@ def faults() -> list[Row]:
     for kind, (fields, options) in {
         "": ({}, {}),
         ", several buckets": ({}, SEVERAL),
-        ", state owner": ({}, {"state": "owner"}),
+        ", state owner": ({}, KEPT),
         ", backward": ({"layouts": SHARDED}, BACKWARD),
         ", forward": (IN_MODULES, FORWARD),
     }.items():
@@ -207,7 +218,7 @@ def algorithms() -> list[Row]:
         "spectral": {"adjust_lr_fn": "spectral_unclamped"},
     }
     placed: dict[str, Options] = {
-        "state owner": {"state": "owner"},
+        "state owner": KEPT,
         "redundant": {"replicas": "redundant"},
         "all_gather": GATHERED,
         "offloaded": {"offload": "state"},
@@ -215,6 +226,7 @@ def algorithms() -> list[Row]:
     }
     sphere = {"reference": "paper", "math": SPHERE, "close": 1e-4}
     eight = {"shapes": FEW, "math": {"state_dtype": "int8"}, "reference": "twin"}
+    checked = {1: "check"}
     signs = {"reference": "paper", "math": ELEMENTS_SMOOTHED}
     return [
         *(row(name, math=math) for name, math in torchs.items()),
@@ -238,16 +250,43 @@ def algorithms() -> list[Row]:
         row("bfloat16 weights", layouts=("plain", "replicated", "fsdp"), **BFLOAT16, **ALONE),
         row("bfloat16 weights to nearest", math={"rounding": "nearest"}, close=0.05, **BFLOAT16, **ALONE),
         row("bfloat16 weights, redundant", 2, TWO[:3], options={"replicas": "redundant"}, **BFLOAT16, **ALONE),
-        row("bfloat16 weights, several buckets", options={**SEVERAL, "state": "owner"}, reference="twin", **BFLOAT16),
+        row("bfloat16 weights, several buckets", options={**SEVERAL, **KEPT}, reference="twin", **BFLOAT16),
         row("bfloat16 weights, backward", options=BACKWARD, reference="twin", **BFLOAT16, **IN_MODULES),
         row("bfloat16 weights, forward", options=FORWARD, reference="twin", **BFLOAT16, **IN_MODULES),
         row("bfloat16 momentum", math={"state_dtype": "bfloat16"}, **ALONE),
         row("bfloat16 momentum and weights", 4, TWO[:3], math={"state_dtype": "bfloat16"}, **BFLOAT16, **ALONE),
-        row("int8 momentum", layouts=(*LINES, "owned"), shapes=FEW, options=eight["math"], close=0.2, **ALONE),
+        row(
+            "int8 momentum",
+            layouts=(*LINES, "owned"),
+            shapes=FEW,
+            options=eight["math"],
+            close=0.2,
+            between=checked,
+            **ALONE,
+        ),
         row("int8 momentum, several buckets", layouts=LINES, options=SEVERAL, **eight),
         row("int8 momentum, forward", layouts=MODULES[:3], sharded=True, options=FORWARD, **eight),
         row("int8 momentum, reloaded", layouts=LINES, between={0: "reload", 1: "new_optimizer"}, **eight),
     ]
+
+
+def batched() -> list[Row]:
+    """Algorithms and faults where several equal matrices are one batch, which the reference's bits do not allow."""
+    nan, zero = {"gradients": {1: ("experts", torch.nan)}}, {"gradients": {1: ("tall", 0.0), 2: ("experts", 0.0)}}
+    made: dict[str, Options] = {
+        "muon": {},
+        "normuon": {"math": ROWS_SMOOTHED},
+        "adamuon": {"math": ELEMENTS_SMOOTHED, "close": 1e-2},
+        "muonh": {"math": SPHERE},
+        "hold": {"math": {**ROWS_SMOOTHED, "idle": "hold"}, **zero},
+        "nan skipped": {"math": ROWS_SMOOTHED, **nan},
+        "nan raises": {"gradients": {2: ("uneven", torch.nan)}, "error": ("layers.0.uneven",)},
+        "missing raises": {"gradients": {2: ("tall", DROP)}, "error": ("layers.1.tall",)},
+    }
+    layouts = ("fsdp", "fsdp", "fsdp", "tp columns")
+    fields = {**CLOSE, "options": FLOAT32, "proof": "batches"}
+    made["nan skipped"]["options"] = {**FLOAT32, **SKIP}
+    return [row(f"batches, {name}", 2, layouts, **{**fields, **more}) for name, more in made.items()]
 
 
 def actions() -> list[Row]:
@@ -261,24 +300,32 @@ def actions() -> list[Row]:
         "move_to_host",
         "check",
     )
-    frozen = {0: "freeze", 1: "thaw"}
+    frozen, how_scaled = {0: "freeze", 1: "thaw"}, ("scaled", "unscaled")
     scaled: dict[str, Options] = {
         "scaler, offloaded state": {"options": {"offload": "state"}},
         "scaler, offloaded parameters": {"options": {"offload": "parameters"}},
         "scaler, bfloat16 momentum": {"math": {"state_dtype": "bfloat16"}, **ALONE},
         "scaler, normuon": NORMUON,
+        "scaler, adamuon": {**NORMUON, "math": ELEMENTS_SMOOTHED},
+        "scaler, muonh": {**NORMUON, "math": SPHERE, "close": 1e-4},
     }
     return [
         *(row(name.replace("_", " "), layouts=(*MIXED, "owned"), between={0: name}) for name in moves),
         *(row(f"{name.replace('_', ' ')}, normuon", between={0: name}, **NORMUON) for name in moves[1:4]),
         row("replace parameters", between={0: "replace_parameters"}),
         row("freeze and thaw", between=frozen),
+        row("freeze and thaw, state owner", options=KEPT, between=frozen),
+        row("move to the host and back, state owner", options=KEPT, between={0: "move_to_host_and_back"}),
         row("freeze and thaw, normuon", between=frozen, **NORMUON),
-        row("reload, state owner", options={"state": "owner"}, between={0: "reload", 1: "swap_data"}),
+        row("reload, state owner", options=KEPT, between={0: "reload", 1: "swap_data"}),
         row("reload, forward", options=FORWARD, between={0: "reload", 1: "check"}, **IN_MODULES),
         row("swap data, backward", layouts=SHARDED, options=BACKWARD, between={0: "swap_data", 1: "swap_and_rebuild"}),
         row("closure", closure=True),
         row("closure, forward", options=FORWARD, closure=True, **IN_MODULES),
-        *(row(f"scaler, {layout}", layouts=(layout,), scaler=True) for layout in LINES),
-        *(row(name, layouts=("hsdp",), scaler=True, **fields) for name, fields in scaled.items()),
+        *(row(f"scaler, {layout}", layouts=(layout,), scaler="scaled") for layout in LINES),
+        *(
+            row(f"{name}, {how}", layouts=("hsdp",), scaler=how, **scaled[name])
+            for name in scaled
+            for how in how_scaled
+        ),
     ]

@@ -36,7 +36,7 @@ class Row:
         sharded: FSDP2, DDP or `own` place modules, and gradients come from a backward pass.
         gradients: by step, a change of the gradients of parameters by the end of their names.
         between: by step, an action after that step.
-        scaler: a GradScaler drives the steps, and skips one more.
+        scaler: a GradScaler drives the steps, and skips one more for each. "unscaled": the caller unscales gradients.
         proof: whether the plan has the property that the row is about.
         error: texts in the error of the step after the last one on every rank.
         close: the largest relative error of the change of a weight, instead of equal bits.
@@ -55,7 +55,7 @@ class Row:
     sharded: bool = False
     gradients: Mapping[int, tuple[str, Any]] = field(default_factory=dict)
     between: Mapping[int, str] = field(default_factory=dict)
-    scaler: bool = False
+    scaler: str = ""
     closure: bool = False
     proof: str = ""
     error: tuple[str, ...] = ()
@@ -151,11 +151,7 @@ class Training:
             assert self.muon.step(lambda: self._set(grads, absent) or 7.0) == 7.0
         else:
             self._set(grads, absent)
-            if self.scaler is None:
-                self.muon.step()
-            else:
-                self.scaler.step(self.muon)
-                self.scaler.update()
+            self._scaler_step() if self.scaler is not None else self.muon.step()
         if self.row.options.get("release_grads", False):
             assert not any(local(p.grad).numel() for p in self.params.values() if p.grad is not None)
         self.muon.zero_grad()
@@ -165,9 +161,15 @@ class Training:
         spoiled = self._scaled(grads)
         next(iter(spoiled.values())).view(-1)[-1] = torch.inf
         self._set(spoiled, set())
+        self._scaler_step()
+        self.muon.zero_grad()
+
+    def _scaler_step(self) -> None:
+        assert self.scaler is not None
+        if self.row.scaler == "unscaled":
+            self.scaler.unscale_(self.muon)
         self.scaler.step(self.muon)
         self.scaler.update()
-        self.muon.zero_grad()
 
     def _scaled(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert self.scaler is not None
@@ -194,10 +196,11 @@ class Training:
 
     def _grad(self, name: str, whole: Tensor) -> Tensor | None:
         param = self.params[name]
-        if not LAYOUTS[self.layout_of(name)].owned:
+        if not isinstance(param, DTensor):
             return like(whole, param)
-        # The owner alone has a gradient.
-        return torch.empty_like(param).copy_(like(whole, param)) if local(param).numel() else None
+        # Only ranks of the mesh have a gradient, and of an owned parameter only owners.
+        on_mesh = param.device_mesh.get_coordinate() is not None
+        return torch.empty_like(param).copy_(like(whole, param)) if on_mesh else None
 
     def layout_of(self, name: str) -> str:
         return self.row.layouts[int(name.split(".")[1])]
@@ -303,6 +306,7 @@ ACTIONS: dict[str, Callable[[Training], None]] = {
 PROOFS: dict[str, Callable[[Muon], bool]] = {
     "several buckets": lambda muon: len(muon.plan.buckets) > 2,
     "hierarchical": lambda muon: "hierarchical" in {bucket.exchange for bucket in muon.plan.buckets},
+    "batches": lambda muon: any(work.batch > 1 for work in muon.plan.works),
     "slices": lambda muon: any(matrix.slice is not None for matrix in muon.plan.matrices),
 }
 

@@ -118,10 +118,6 @@ def every_gather(mesh: DeviceMesh, rank: int) -> tuple[list[int], list[int], lis
     return list(range(len(run.muon.plan.buckets))), before, run.gathered
 
 
-def without_overlap(mesh: DeviceMesh, rank: int) -> bool:
-    return same(plain(mesh, **BACKWARD), plain(mesh, **WITHOUT))
-
-
 def not_entered(mesh: DeviceMesh, rank: int) -> bool:
     armed, run = plain(mesh, overlap="backward"), Run(mesh, overlap="backward")
     for step in range(STEPS):
@@ -195,24 +191,6 @@ def move(run: Run, step: int) -> None:
         param.data = param.data.clone()
 
 
-def faulty(mesh: DeviceMesh, rank: int, **options: Any) -> tuple[Run, list[str]]:
-    """Errors of each step, where rank 1 has a missing or non-finite gradient of one matrix in the second step."""
-    run, missing, messages = Run(mesh, **options), "missing_grad" in options, []
-    for step in range(STEPS):
-        bad = NAMES[2] if (rank, step) == (1, 1) else ""
-        run.backward(step, tuple(n for n in NAMES if not missing or n != bad), nan="" if missing else bad)
-        messages.append(raised(run.step))
-    return run, messages
-
-
-def faults(mesh: DeviceMesh, rank: int, **options: Any) -> tuple[bool, list[str], list[str], list[int]]:
-    ours, messages = faulty(mesh, rank, **BACKWARD, **options)
-    theirs, expected = faulty(mesh, rank, **WITHOUT, **options)
-    pairs = zip(ours.tensors(), theirs.tensors(), strict=True)
-    equal = all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs)
-    return equal, messages, expected, ours.gathered
-
-
 def changed(mesh: DeviceMesh, rank: int, change: Callable[[Run], object]) -> tuple[bool, str]:
     """Whether a step on gradients changed since backward leaves weights unchanged, and the error afterwards."""
     run = Run(mesh, **BACKWARD)
@@ -256,7 +234,6 @@ def own_groups(mesh: DeviceMesh, rank: int) -> bool:
 
 SCENARIOS: dict[str, Callable[[DeviceMesh, int], Any]] = {
     "gathers": every_gather,
-    "without": without_overlap,
     "not entered": not_entered,
     "first parameters first": first_parameters_first,
     "failed alike": partial(failing, names=(NAMES[2], NAMES[2])),
@@ -266,10 +243,6 @@ SCENARIOS: dict[str, Callable[[DeviceMesh, int], Any]] = {
     "state dict": partial(between, act=lambda run, step: run.muon.state_dict()),
     "started anew": partial(between, act=start_anew),
     "moved": partial(between, act=move),
-    "missing skip": partial(faults, missing_grad="skip"),
-    "missing error": partial(faults, missing_grad="error"),
-    "nan skip": partial(faults, nonfinite="skip"),
-    "nan error": partial(faults, nonfinite="error"),
     "clipped": partial(changed, change=clip),
     "accumulated": partial(changed, change=accumulate),
     "momentum": partial(changed, change=other_momentum),
@@ -300,7 +273,7 @@ def test_every_gather_with_a_buffer_starts_in_backward() -> None:
         assert before == after == planned
 
 
-@pytest.mark.parametrize("name", ["without", "not entered", "first parameters first"])
+@pytest.mark.parametrize("name", ["not entered", "first parameters first"])
 def test_digits_equal_a_run_without_overlap(name: str) -> None:
     assert results_of(name) == [True, True]
 
@@ -315,17 +288,6 @@ def test_a_failed_backward_leaves_no_pending_gather() -> None:
 @pytest.mark.parametrize("name", ["evaluated", "state dict", "started anew", "moved"])
 def test_code_between_backward_and_step_keeps_the_bits_of_the_plain_step(name: str) -> None:
     assert results_of(name) == [True, True]
-
-
-@pytest.mark.parametrize("name", ["missing skip", "missing error", "nan skip", "nan error"])
-def test_missing_and_nonfinite_gradients_have_the_results_of_a_plain_step(name: str) -> None:
-    """The other rank has launched gathers in backward, and this rank launches them in its step."""
-    results = results_of(name)
-    for equal, messages, expected, gathered in results:
-        assert equal
-        assert messages == expected
-        assert bool(messages[2]) == name.endswith("error")
-        assert gathered == results[0][3], "in one order"
 
 
 @pytest.mark.parametrize("name", ["clipped", "accumulated", "momentum"])

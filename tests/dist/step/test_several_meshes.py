@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.dist.harness import run_ranks
 from tests.unit.test_hybrid import MATRICES, OPTIONS, Decoder
-from titan_muon import Hybrid, Muon, apply_in_forward, clip_grad_norm_
+from titan_muon import Hybrid, Muon, clip_grad_norm_
 
 AXES = {2: ("dp", "tp"), 3: ("replicate", "shard", "tp")}
 """Axes of a mesh by number."""
@@ -104,45 +104,6 @@ def test_an_optimizer_trains_layers_on_several_meshes(shape: tuple[int, ...], tm
         for ours, expected in result["norms"]:
             assert ours == pytest.approx(expected, rel=1e-5)
         assert "layers.0.up.weight, layers.0.down.weight: separate tensors on separate meshes" in result["reason"]
-
-
-def variants(rank: int, world_size: int) -> dict[str, list[str]]:
-    """Weights with a difference from the default options, by option."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES[2])
-    result: dict[str, list[str]] = {}
-    expected: dict[str, Tensor] = {}
-    for name, options in VARIANTS.items():
-        model = sharded(mesh)
-        muon = Muon([(n, p) for n, p in model.named_parameters() if n in MATRICES], **(MUON | options))
-        if name == "overlap in forward":
-            apply_in_forward(model, muon)
-        for step in range(3):
-            with muon.overlap():
-                backward(model, mesh, step)
-            muon.step()
-            muon.zero_grad()
-        muon.check_last_step()
-        expected = expected or weights(model)
-        result[name] = differing(weights(model), expected)
-    return result
-
-
-MUON: dict[str, Any] = {"lr": 0.02, "orthogonalize": "reference", "wire_dtype": "float32"}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "overlap in backward": {"overlap": "backward"},
-    "overlap in forward": {"overlap": "forward"},
-    "gathered everywhere": {"exchange": "all_gather"},
-    "redundant": {"replicas": "redundant"},
-    "one momentum": {"state": "owner"},
-    "skip": {"missing_grad": "skip", "nonfinite": "skip"},
-    "offload": {"offload": "state"},
-}
-
-
-def test_options_change_no_bit_on_several_meshes() -> None:
-    for result in run_ranks(variants, 4):
-        assert result == {name: [] for name in VARIANTS}
 
 
 def refused(rank: int, world_size: int) -> str:

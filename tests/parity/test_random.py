@@ -1,0 +1,78 @@
+"""Random rows: layouts, options and faults together.
+
+A fixed number of seeds runs in the suite. More:
+
+    make test-long
+"""
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.layouts import MATRICES, ODD, STACKS
+from tests.parity.table import FOUR
+from tests.parity.training import DROP, Row, Training, differences
+from tests.parity.world import World
+
+SEEDS = 8 * int(os.environ.get("TITAN_MUON_LONG", "1"))
+ACTIONS = ("swap_data", "reload", "new_optimizer", "check")
+
+
+def row_of(seed: int) -> Row:
+    draw = random.Random(seed)
+    layouts = tuple(draw.choice((*FOUR, "tp rows", "tp x ep", "fsdp beside tp")) for _ in range(draw.randint(1, 3)))
+    shapes = tuple(draw.sample([*MATRICES, *STACKS, *ODD], draw.randint(1, 4)))
+    exchange = draw.choice(("all_to_all", "all_to_all", "all_gather", "all_gather_reduce_scatter"))
+    options: dict[str, Any] = {
+        "exchange": exchange,
+        "replicas": draw.choice(("split", "redundant")),
+        "owners": "everyone" if exchange == "all_gather" else "balanced",
+        "state": draw.choice(("replicated", "replicated", "owner")),
+        "offload": draw.choice(("none", "none", "state")),
+        "missing_grad": "skip",
+        "nonfinite": "skip",
+        "release_grads": draw.random() < 0.3,
+        "keep_buffers": draw.random() < 0.3,
+        "buffer_bytes": draw.choice((None, None, 20_000)),
+    }
+    return Row(
+        f"seed {seed}",
+        4,
+        layouts,
+        shapes,
+        options,
+        math={"nesterov": draw.random() < 0.7},
+        gradients={draw.choice((0, 1)): (draw.choice(shapes), draw.choice((DROP, torch.nan, 0.0)))},
+        between={draw.choice((0, 1)): draw.choice(ACTIONS)},
+    )
+
+
+def differences_unless_refused(rank: int, world_size: int, row: Row) -> list[str]:
+    training = Training(row)
+    try:
+        training.muon.build().close()
+    except ValueError as error:
+        return [f"refused: {error}"]
+    return differences(rank, world_size, row)
+
+
+@pytest.fixture(scope="module")
+def world() -> Any:
+    made = World(4)
+    yield made
+    made.close()
+
+
+def test_random_rows_have_the_bits_of_the_reference(world: World) -> None:
+    refused = 0
+    for seed in range(SEEDS):
+        row = row_of(seed)
+        different = world.run(differences_unless_refused, row)
+        is_refused = all(texts and texts[0].startswith("refused") for texts in different)
+        assert is_refused or not any(different), f"{row}: {different}"
+        refused += is_refused
+    print(f"{SEEDS} seeds, {refused} refused")
+    assert refused < SEEDS / 2 + 1
