@@ -45,9 +45,10 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Result:
-    """The first test that failed, or None, and whether it is a row."""
+    """The first test that failed, or None, its error, and whether it is a row."""
 
     noticed_by: str | None
+    error: str
     is_row: bool
     seconds: int
 
@@ -58,8 +59,8 @@ def mutants(file: Path, code: str) -> list[Mutant]:
     return [Mutant(item["id"], item["fault"], **item[code]) for item in listed if code in item]
 
 
-def failure(root: Path, tests: Sequence[str], seconds: int) -> str | None:
-    """The first failing test, or None."""
+def failure(root: Path, tests: Sequence[str], seconds: int) -> tuple[str | None, str]:
+    """The first failing test, or None, and the first line of its error."""
     words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *tests]
     env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     run = subprocess.Popen(
@@ -70,12 +71,14 @@ def failure(root: Path, tests: Sequence[str], seconds: int) -> str | None:
     except subprocess.TimeoutExpired:
         os.killpg(run.pid, signal.SIGKILL)
         run.communicate()
-        return HANG
+        return HANG, ""
     # 5: no test was collected.
     if run.returncode in (0, 5):
-        return None
+        return None, ""
     failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", shown, re.MULTILINE)
-    return failed.group(1) if failed else shown.strip().splitlines()[-1]
+    error = re.search(r"^E +(.{,200})", shown, re.MULTILINE)
+    name = failed.group(1) if failed else shown.strip().splitlines()[-1]
+    return name, error.group(1) if error else ""
 
 
 def other_tests(root: Path, file: str) -> Iterator[str]:
@@ -99,12 +102,12 @@ def run(mutant: Mutant, root: Path, seconds: int, *, rows_only: bool) -> Result:
         raise ValueError(f"{mutant.id}: {mutant.file} has the text {original.count(mutant.old)} times; correct it")
     try:
         _write(file, original.replace(mutant.old, mutant.new))
-        noticed, is_row = failure(root, [ROWS], seconds), True
+        (noticed, error), is_row = failure(root, [ROWS], seconds), True
         if noticed is None and not rows_only:
-            noticed, is_row = failure(root, list(dict.fromkeys(other_tests(root, mutant.file))), seconds), False
+            (noticed, error), is_row = failure(root, [*dict.fromkeys(other_tests(root, mutant.file))], seconds), False
     finally:
         _write(file, original)
-    return Result(noticed, is_row and noticed is not None, round(time.monotonic() - begun))
+    return Result(noticed, error, is_row and noticed is not None, round(time.monotonic() - begun))
 
 
 def _write(file: Path, text: str) -> None:

@@ -22,7 +22,7 @@ def _work(rank: int, size: int, rendezvous: str, tasks: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=90)
     )
     while True:
         fn, args = pickle.loads(tasks.recv_bytes())
@@ -51,7 +51,7 @@ class World:
             theirs.close()
             self._ranks.append((process, ours))
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """The results of `fn(rank, size, *args)`, in rank order.
 
         Raises AssertionError with the traceback of the first failed rank, or with the ranks that hang. The ranks are
