@@ -12,7 +12,7 @@ from titan_muon.plan import Plan
 from titan_muon.plan.cost.timeline import Timeline
 from titan_muon.plan.cost.times import Costs, bucket_times
 from titan_muon.plan.exchange.all_gather import PATTERNS
-from titan_muon.plan.exchange.pattern import Flow
+from titan_muon.plan.exchange.pattern import LinkTraffic
 from titan_muon.plan.terms.layout import Geometries
 from titan_muon.plan.terms.machine import MachineRates
 from titan_muon.plan.terms.pieces import Pieces
@@ -94,11 +94,13 @@ def _chain(kind: int, group: tuple[int, ...], costs: Costs, *, spreads: bool) ->
     parts, whole = holders.sums("replica", 0, replica.__getitem__), holders.sums("all", 0, lambda rank: 0)
     for rank, mine, node in holders.holders:
         part, total = parts.elements_near[replica[rank], node], whole.elements_near[0, node]
-        way = Flow(0, 0, part - mine, parts.elements[replica[rank]] - part).seconds(wire, machine)
+        way = LinkTraffic(0, 0, part - mine, parts.elements[replica[rank]] - part).seconds(wire, machine)
         gather.append(way)
         # Replicas share results, so the owner sends only what it received. The replicas' own traffic depends on other
         # decisions and is left out.
-        scatter.append(way if spreads else Flow(total - mine, whole.elements[0] - total, 0, 0).seconds(wire, machine))
+        scatter.append(
+            way if spreads else LinkTraffic(total - mine, whole.elements[0] - total, 0, 0).seconds(wire, machine)
+        )
     work = costs.alone(matrix) + costs.copied_bytes(matrix.numel) / machine.memory
     return Chain(work, min(gather), min(scatter))
 

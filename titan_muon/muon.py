@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from . import registry
 from .comm.agreement import Agreement
 from .comm.clip import SkipsSteps
+from .comm.collectives import Collectives
 from .comm.equality import check_equal
 from .comm.exchange import Exchange
 from .comm.faults import STORAGE_FAULTS, Fault
@@ -69,6 +69,8 @@ class Muon(SkipsSteps, Optimizer):
     _built_late = False
     _optional = False
     _carried: Mapping[str, Carried] = MappingProxyType({})
+    transport: type[Collectives] = Collectives
+    """Collectives of the exchange."""
 
     def __init__(
         self,
@@ -121,7 +123,6 @@ class Muon(SkipsSteps, Optimizer):
         ns_coefficients = rows_of(ns_coefficients)
         arguments = locals()
         self._options = MuonOptions(**{item.name: arguments[item.name] for item in fields(MuonOptions)})
-        self._collectives = registry.exchange_entry(exchange).collectives
         self._rule = rule_of(self._options)
         self._agreement: Agreement | None = None
         self._engine: Engine | None = None
@@ -407,7 +408,6 @@ class Muon(SkipsSteps, Optimizer):
         if "_options" in state:
             self._agreement, self._engine, self._closed = None, None, False
             state = {**state, "process_group": group_named(state.get("process_group"))}
-            self._collectives = registry.exchange_entry(state["_options"].exchange).collectives
             self._rule = rule_of(state["_options"])
         super().__setstate__(state)
 
@@ -441,7 +441,7 @@ class Muon(SkipsSteps, Optimizer):
         known = {g: group for trained in params for g, group in mesh_groups(trained.param, agreement.rank).items()}
         agreement.open(report, known, device_of(params))
         previous = () if self._engine is None else self._engine.features
-        rest = (self._options, self._collectives(), agreement, self._rule_states(plan), previous)
+        rest = (self._options, self.transport(), agreement, self._rule_states(plan), previous)
         engine = together(lambda: engine_of(plan, geometries, params, *rest, muon=self, carried=self._carried))
         engine.warm_up()
         return engine

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from . import registry
 from .features import check_features, skips, with_fused
 from .options import Machine, MuonOptions, OptionError
 from .orthogonalize import Dispatch, Iteration, kernels_for, measured_choices
@@ -120,9 +118,7 @@ def plan_step(
     dtypes = frozenset(tensor.dtype for _, tensor in named)
     passes, machine = passes_of(dtypes, options, dispatch.device), planning_machine(options.machine, dispatch.device)
     work_of = _work_of(iterations, dispatch, options.wire_bytes)
-    # The planner does not know names registered by packages.
-    known = replace(options, exchange=registry.exchange_entry(options.exchange).pattern)
-    plan = make_plan(with_state_ranks(parameters, known, work_of, kept), work_of, known, machine, passes)
+    plan = make_plan(with_state_ranks(parameters, options, work_of, kept), work_of, options, machine, passes)
     check_rule(options, plan)
     check_prescaled(options, plan, iterations)
     check_features(options, plan, [fqn for fqn, tensor in named if without_groups(tensor)], dispatch.device)

@@ -29,7 +29,7 @@ Splits = Sequence[int]
 
 
 class Collectives:
-    """Transport of exchanges. A package may register a subclass.
+    """Transport of exchanges.
 
     Buffers are flat, on one device and of one dtype. Splits count the elements of each rank, in order. Methods start a
     collective and return the handles to wait for.

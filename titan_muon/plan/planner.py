@@ -29,12 +29,9 @@ def make_plan(
 ) -> Plan:
     """The plan of a step. Equal arguments give equal plans on every rank.
 
-    `machine`: by default a GPU machine by `options.machine`. Raises OptionError for an unknown exchange, contradicting
-    options, and too small a `buffer_bytes`.
+    `machine`: by default a GPU machine by `options.machine`. Raises OptionError for contradicting options, and for too
+    small a `buffer_bytes`.
     """
-    names = [name for name, pattern in PATTERNS.items() if not pattern.automatic]
-    if options.exchange not in names:
-        raise OptionError("exchange", f"= {options.exchange!r} is not one of {', '.join(names)}")
     if options.owners == "everyone" and PATTERNS[options.exchange].has_owners:
         raise OptionError("owners", "= 'everyone' needs every piece on every rank: set exchange = 'all_gather'")
     check_split_over(options)

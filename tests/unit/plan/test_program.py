@@ -336,9 +336,6 @@ def check_owners(world: World) -> None:
                     assert not plan.local[index], "a matrix at home does not travel"
                     assert set(bucket.group) <= set(mesh.ranks), "a group is part of the matrix's mesh"
                     owners = [bucket.owners[number]] if bucket.owners else [r for r in holders if r in bucket.group]
-                    geometry = world.geometries[matrix.parameter]
-                    if bucket.exchange == "duplicated" and matrix.index in geometry.cut_by_peers:
-                        owners = list(geometry.peers[owners[0]])
                     expected.update((index, rank) for rank in owners)
     assert world.work == expected
 

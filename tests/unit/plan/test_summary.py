@@ -103,7 +103,7 @@ def iteration_bytes(parts: list[list[Matrix]]) -> int:
 
 def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
     """Elements sent and received by a rank in a run."""
-    if run.bucket.exchange in ("all_to_all", "duplicated", "hierarchical"):
+    if run.bucket.exchange in ("all_to_all", "hierarchical"):
         assert run.returning is not None
         gathering, back = run.gathering, run.returning
         sent = sum(gathering.home_splits) + sum(back.owned_splits)

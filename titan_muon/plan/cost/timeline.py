@@ -9,7 +9,7 @@ from itertools import compress
 from typing import NamedTuple, TypeVar
 
 from ...options import Overlap
-from ..exchange.pattern import BucketTotals, Flow
+from ..exchange.pattern import BucketTotals, LinkTraffic
 from ..terms.layout import Geometries
 from ..terms.machine import MachineRates
 from ..terms.pieces import Pieces
@@ -252,12 +252,12 @@ def _links(
     machine: MachineRates,
 ) -> list[float]:
     """Each rank's busiest link, without gathers of `gathered` and returns of `late` buckets."""
-    sums = {rank: [0] * len(Flow._fields) for rank in ranks}
+    sums = {rank: [0] * len(LinkTraffic._fields) for rank in ranks}
     for bucket, before, behind in zip(totals, gathered, late, strict=True):
         for rank, rank_totals in bucket.items():
             for flow in rank_totals.phases[before : 1 if behind else None]:
                 sums[rank] = [total + more for total, more in zip(sums[rank], flow, strict=True)]
-    return [Flow(*sums[rank]).seconds(wire_bytes, machine) for rank in ranks]
+    return [LinkTraffic(*sums[rank]).seconds(wire_bytes, machine) for rank in ranks]
 
 
 def _hosts(totals: Iterable[Mapping[int, BucketTotals]], local: Mapping[int, LocalTime], costs: Costs) -> list[float]:

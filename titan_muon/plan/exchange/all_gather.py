@@ -10,7 +10,7 @@ from itertools import repeat
 
 from ..terms.pieces import Pieces
 from ..terms.types import Bucket
-from .all_to_all import AllToAll, Duplicated
+from .all_to_all import AllToAll
 from .hierarchical import Hierarchical
 from .pattern import BucketTotals, Pattern, counts, ring
 from .phases import BucketProgram, Collective, gather_phase
@@ -75,7 +75,6 @@ class AllGatherReduceScatter(AllGather):
 
 
 PATTERNS: Mapping[str, Pattern] = {
-    pattern.name: pattern
-    for pattern in (AllToAll(), AllGatherReduceScatter(), AllGather(), Duplicated(), Hierarchical())
+    pattern.name: pattern for pattern in (AllToAll(), AllGatherReduceScatter(), AllGather(), Hierarchical())
 }
 """The values of the option `exchange`, and the automatic patterns."""

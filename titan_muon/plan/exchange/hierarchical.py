@@ -20,7 +20,6 @@ class Hierarchical(AllToAll):
 
     name = "hierarchical"
     spreads = True
-    automatic = True
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
         replicas = replicas_in(bucket, pieces)

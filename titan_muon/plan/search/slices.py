@@ -75,11 +75,6 @@ def slices_fault(options: MuonOptions) -> str:
         return "orthogonalize = 'reference' is of whole matrices; choose 'auto'"
     if not PATTERNS[options.exchange].has_owners:
         return f"exchange = {options.exchange!r} has no owners; choose 'all_to_all'"
-    return one_owner_fault(options)
-
-
-def one_owner_fault(options: MuonOptions) -> str:
-    """Like `slices_fault`, for options that require a single owner."""
     if options.state == "owner":
         return "state = 'owner' keeps a matrix's momentum for one rank; choose 'replicated'"
     return ""

@@ -229,8 +229,7 @@ class Bucket:
     """Matrices of a gather and a return, by the pattern `exchange` in `PATTERNS`.
 
     `group`: global ranks that take part. Rank `owners[i]` orthogonalizes `matrices[i]` (an index into the plan's
-    matrices), with its tensor-parallel peers in a duplicating pattern. Without owners every holder orthogonalizes.
-    Buckets of equal `round` are in flight together.
+    matrices). Without owners every holder orthogonalizes. Buckets of equal `round` are in flight together.
     """
 
     exchange: str
