@@ -18,7 +18,7 @@ from .plan.terms.blocks import blocks_reason
 from .plan.terms.layout import Geometries
 from .plan.terms.machine import MachineRates, machine_of
 from .plan.terms.types import Layout, Plan
-from .plan.terms.work import FLOAT32_PASSES, Passes, Work, WorkOf, traffic
+from .plan.terms.work import FLOAT32_COST, ElementwiseCost, Work, WorkOf, traffic
 from .rules import check_rule, rule_of, sliced_names
 from .state.eight_bit import check_eight_bit
 from .state.groups import iteration_of
@@ -139,7 +139,7 @@ def check_prescaled(options: MuonOptions, plan: Plan, iterations: Sequence[Itera
         )
 
 
-def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str) -> Passes:
+def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str) -> ElementwiseCost:
     """Temporary memory and traffic of the element-wise stages. Gradients have the dtypes of the weights."""
     rule, limit, state_bytes = rule_of(options), chunk_bytes(device), 2 if options.state_dtype == "bfloat16" else 4
     advance, apply, drawn = [0], [0], False
@@ -168,13 +168,13 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
         )
         for dtype in dtypes
     )
-    return Passes(
+    return ElementwiseCost(
         advance_elements=limit // WIDE_BYTES,
         advance_bytes=max(advance),
         apply_elements=limit // (CHUNK_BYTES if drawn else WIDE_BYTES),
         apply_bytes=max(apply),
         finish_bytes=rule.finish_bytes,
-        traffic=max(passes, key=lambda moved: moved.advance + moved.apply, default=FLOAT32_PASSES.traffic),
+        traffic=max(passes, key=lambda moved: moved.advance + moved.apply, default=FLOAT32_COST.traffic),
     )
 
 

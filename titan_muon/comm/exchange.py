@@ -28,8 +28,8 @@ class Exchange:
         self._groups = {
             phase.group: group(phase.group) for run in self._runs for phase in run.phases[:2] if phase.travels
         }
-        spreading = [run.spreading for run in self._runs if run.spreading is not None]
-        self._replica_groups = {phase.group: agreement.group(phase.group) for phase in spreading if phase.travels}
+        gathers = [run.replica_gather for run in self._runs if run.replica_gather is not None]
+        self._replica_groups = {phase.group: agreement.group(phase.group) for phase in gathers if phase.travels}
         self._module: Any = torch.get_device_module(buffers.device)
         self._stream = self._module.Stream()
         self._pending: dict[int, list[dist.Work]] = {}
@@ -75,8 +75,8 @@ class Exchange:
         buffer_set, works = self._buffer_sets[index], list[dist.Work]()
         if run.returning is not None and run.returning.travels:
             works = self._return(run, run.returning, buffer_set)
-        if run.spreading is not None and run.spreading.travels:
-            works = self._spread(run.spreading, buffer_set, works)
+        if run.replica_gather is not None and run.replica_gather.travels:
+            works = self._spread(run.replica_gather, buffer_set, works)
         if works:
             self._pending[index] = works
 

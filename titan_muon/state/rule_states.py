@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..comm.collectives import move
-from ..plan.program import workers
+from ..plan.program import orthogonalizing_ranks
 from ..plan.terms.layout import Geometries
 from ..plan.terms.types import Plan
 from ..tensors.dtensor import local, step_device
@@ -55,7 +55,7 @@ def with_rule_states(
     torch.distributed.checkpoint can load the state to another owner.
     """
     states: dict[int, dict[str, Tensor]] = {}
-    for number, ranks in enumerate(workers(plan, Geometries(plan.parameters)) if specs else ()):
+    for number, ranks in enumerate(orthogonalizing_ranks(plan, Geometries(plan.parameters)) if specs else ()):
         matrix = plan.matrices[number]
         param, holders = params[matrix.parameter].param, plan.parameters[matrix.parameter].layout.mesh.ranks
         for spec in specs:
@@ -77,7 +77,7 @@ def state_bytes(plan: Plan, specs: Sequence[StateSpec]) -> Mapping[int, int]:
     """Bytes of the saved states on each rank with states."""
     by_rank: dict[int, int] = {}
     saved = [spec for spec in specs if spec.saved]
-    for number, ranks in enumerate(workers(plan, Geometries(plan.parameters)) if saved else ()):
+    for number, ranks in enumerate(orthogonalizing_ranks(plan, Geometries(plan.parameters)) if saved else ()):
         size = 4 * sum(prod(spec.shape(plan, number)) for spec in saved)
         for rank in ranks:
             by_rank[rank] = by_rank.get(rank, 0) + size

@@ -108,7 +108,7 @@ def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
         gathering, back = run.gathering, run.returning
         sent = sum(gathering.home_splits) + sum(back.owned_splits)
         received = sum(gathering.owned_splits) + sum(back.home_splits)
-        if (shared := run.spreading) is None:
+        if (shared := run.replica_gather) is None:
             return sent, received
         return sent + shared.home_numel * (len(shared.group) - 1), received + shared.owned_numel - shared.home_numel
     mine, total, others = run.gathering.home_numel, run.gathering.owned_numel, len(run.bucket.group) - 1

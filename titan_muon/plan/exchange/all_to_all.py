@@ -41,8 +41,8 @@ class AllToAll(Pattern):
         return BucketProgram(bucket, matrices, gather, back, gather == back)
 
     def phase(self, bucket: Bucket, rank: int, pieces: Pieces, direction: int, travels: bool = True) -> Phase:
-        home: dict[int, list[tuple[int, Piece]]] = {peer: [] for peer in bucket.group}
-        owned: dict[int, list[tuple[int, Piece]]] = {peer: [] for peer in bucket.group}
+        to_owners: dict[int, list[tuple[int, Piece]]] = {peer: [] for peer in bucket.group}
+        from_holders: dict[int, list[tuple[int, Piece]]] = {peer: [] for peer in bucket.group}
         for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
             key = self.key(matrix, direction, pieces)
             for holder in bucket.group if owner == rank else (rank,):
@@ -50,15 +50,15 @@ class AllToAll(Pattern):
                 if piece is None or key(holder) != key(owner):
                     continue
                 if holder == rank:
-                    home[owner].append((matrix, piece))
+                    to_owners[owner].append((matrix, piece))
                 else:
-                    owned[holder].append((matrix, piece))
+                    from_holders[holder].append((matrix, piece))
         return Phase(
             collective=Collective.ALL_TO_ALL,
-            home=parcels(home, [rank, *(peer for peer in bucket.group if peer != rank)]),
-            owned=parcels(owned, bucket.group),
-            home_splits=splits({**home, rank: ()}, bucket.group),
-            owned_splits=splits(owned, bucket.group),
+            home=parcels(to_owners, [rank, *(peer for peer in bucket.group if peer != rank)]),
+            owned=parcels(from_holders, bucket.group),
+            home_splits=splits({**to_owners, rank: ()}, bucket.group),
+            owned_splits=splits(from_holders, bucket.group),
             travels=travels,
             group=bucket.group,
         )

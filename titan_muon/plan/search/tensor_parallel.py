@@ -12,7 +12,7 @@ from ..terms.types import Parameter
 from ..terms.work import WorkOf
 from .owners import Task
 from .problem import Problem
-from .slices import ALWAYS, Offer, balance, cut, loads, offers_of, picoseconds, slices_fault, timed
+from .slices import ALWAYS, SliceOption, balance, cut, loads, options_of, picoseconds, slices_fault, timed
 
 
 def read_in_mode(parameters: Sequence[Parameter], options: MuonOptions) -> tuple[Sequence[Parameter], Geometries]:
@@ -64,11 +64,11 @@ def with_peers(problem: Problem, work_of: WorkOf) -> Problem:
         for task in problem.tasks
         if pieces.matrices[task.matrix].index in pieces.geometry(task.matrix).cut_by_peers
     )
-    offers = offers_of(problem, cut_tasks, lambda task: (_offer(problem, task, work_of),))
-    return cut(problem, offers, balance(problem, timed(problem), loads(problem), offers, ALWAYS))
+    choices = options_of(problem, cut_tasks, lambda task: (_team_option(problem, task, work_of),))
+    return cut(problem, choices, balance(problem, timed(problem), loads(problem), choices, ALWAYS))
 
 
-def _offer(problem: Problem, task: Task, work_of: WorkOf) -> Offer:
+def _team_option(problem: Problem, task: Task, work_of: WorkOf) -> SliceOption:
     costs, members = problem.costs, frozenset(problem.groups[task.group])
     matrix, peers = costs.pieces.matrices[task.matrix], costs.pieces.geometry(task.matrix).peers
     teams = tuple(dict.fromkeys(ranks for ranks in peers.values() if members.issuperset(ranks)))
@@ -83,7 +83,7 @@ def _offer(problem: Problem, task: Task, work_of: WorkOf) -> Offer:
         reason = "is cut over several nodes (machine.ranks_per_node), with slow links between slices"
         raise _unfit(problem, task, reason)
     work = work_of(matrix.parameter, *shape, count)
-    return Offer(count, work, picoseconds(costs, slices_of(matrix, 0, 0, 0, count)[0], work), on_node)
+    return SliceOption(count, work, picoseconds(costs, slices_of(matrix, 0, 0, 0, count)[0], work), on_node)
 
 
 def _unfit(problem: Problem, task: Task, reason: str) -> OptionError:

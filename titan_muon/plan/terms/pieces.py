@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from .layout import Geometries, Geometry
-from .types import Matrix, Piece
+from .types import Matrix, Piece, Plan
 
 Ranks = tuple[int, ...]
 
@@ -68,6 +68,10 @@ class Pieces:
         self.kinds, self.examples = _kinds(matrices, geometries)
         self._holders: dict[tuple[int, Ranks], Holders] = {}
         self._replicas: dict[tuple[int, Ranks], tuple[Ranks, ...]] = {}
+
+    @classmethod
+    def from_plan(cls, plan: Plan, ranks_per_node: int = 8) -> Pieces:
+        return cls(plan.matrices, Geometries(plan.parameters), ranks_per_node)
 
     def ranks(self) -> list[int]:
         return sorted({rank for geometry in self._geometries.shared for rank in geometry.layout.mesh.ranks})
