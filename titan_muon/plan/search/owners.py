@@ -112,6 +112,11 @@ def balanced_small_first(tasks: Sequence[Task], groups: Groups, load: Mapping[in
     return balanced(tasks, groups, load, small_first=True)
 
 
+def balanced_bytes(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int]) -> OwnerOf:
+    """Like `balanced`, by bytes, for links slower than Newton-Schulz."""
+    return balanced([task._replace(flops=task.bytes) for task in tasks], groups, {})
+
+
 def among(
     assign: Assign, tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], eligible: Mapping[int, Ranks]
 ) -> OwnerOf:
@@ -144,4 +149,4 @@ def by_group(tasks: Sequence[Task], groups: Groups) -> dict[int, list[Task]]:
     return dict(sorted(by_index.items(), key=lambda item: (-len(groups[item[0]]), item[0])))
 
 
-STRATEGIES: tuple[Assign, ...] = (balanced, balanced_small_first)
+STRATEGIES: tuple[Assign, ...] = (balanced, balanced_small_first, balanced_bytes)

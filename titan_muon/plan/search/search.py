@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -35,7 +35,7 @@ TURNS: Mapping[Overlap, int] = {"none": 2, "backward": 2, "forward": 16}
 """Most rounds per matrix of the busiest owner. Forward waits for the first round, and small rounds are short."""
 BUFFER_SETS = 3
 """Buffer sets to overlap gather, compute and return. Fewer save memory, if `buffer_bytes` asks."""
-MOST_TURNS = 400_000
+MOST_TURNS = 100_000
 """Most simulated turns of single ranks."""
 
 
@@ -103,19 +103,17 @@ class _Search:
         self._ending = ""
 
     def run(self, in_model_order: bool) -> None:
-        """Double the rounds until more rounds do not pay, then try all owners and orders with the best number."""
+        """Double the rounds until more rounds do not pay, then improve the best strategy field by field."""
         self._left = MOST_TURNS
         rank_bytes = 2 * sum(task.bytes for task in self._problem.tasks) / max(1, self._ranks)
         first = max(1, min(self._most_rounds(), int(rank_bytes / (2 * FREE_BYTES))))
         self._double(Strategy(first, in_model_order))
-        if not self._simulated:
-            return
-        best = self._best_strategy(in_model_order)
-        orders = ((best.order, best.cut),) if in_model_order else product(Order, Cut)
-        assigned = range(len(STRATEGIES) if self._problem.pattern.has_owners else 1)
-        for owners, (order, cut) in product(assigned, orders):
-            if not self._ended() and self._assigned(owners) not in map(self._assigned, range(owners)):
-                self._simulate(replace(best, owners=owners, order=order, cut=cut))
+        best = None
+        while self._simulated and best != (best := self._best_strategy(in_model_order)):
+            # All combinations would take ten times as long.
+            for neighbours in (self._other_orders, self._other_owners, self._other_rounds):
+                for strategy in neighbours(self._best_strategy(in_model_order)):
+                    self._simulate(strategy)
 
     def _double(self, strategy: Strategy) -> None:
         best, candidate, left = None, self._simulate(strategy), MOST_TURNS
@@ -127,6 +125,22 @@ class _Search:
                 break
             left, strategy = self._left, replace(strategy, rounds=min(2 * strategy.rounds, self._most_rounds()))
             candidate = self._simulate(strategy)
+
+    def _other_orders(self, best: Strategy) -> Iterator[Strategy]:
+        for order, cut in () if best.in_model_order else product(Order, Cut):
+            # With many matrices per rank the order changes little.
+            if order is best.order or self._left > MOST_TURNS // 2:
+                yield replace(best, order=order, cut=cut)
+
+    def _other_owners(self, best: Strategy) -> Iterator[Strategy]:
+        for owners in range(1, len(STRATEGIES) if self._problem.pattern.has_owners else 0):
+            if not self._ended() and self._assigned(owners) not in map(self._assigned, range(owners)):
+                yield replace(best, owners=owners)
+
+    def _other_rounds(self, best: Strategy) -> Iterator[Strategy]:
+        for count in (best.rounds - 1, best.rounds + 1, 3 * best.rounds // 4, 3 * best.rounds // 2):
+            if 1 <= count <= self._most_rounds():
+                yield replace(best, rounds=count)
 
     def _most_rounds(self) -> int:
         most, owners = max(1, len(self._problem.tasks)), self._assigned(0)
