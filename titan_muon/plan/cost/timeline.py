@@ -87,7 +87,7 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
     cost, hidden = _with_overlap(plan, machine, overlap)
     clock = simulate(cost, plan.buffer_sets, hidden)
     # Hidden gathers take no time in either run; late applies are left out of both.
-    free = simulate(cost, plan.buffer_sets, OverlappedRounds(returns=hidden.returns), links=NO_TIME)
+    free = simulate(cost, plan.buffer_sets, hidden, links=NO_TIME)
     end = max(clock.now, default=0.0)
     hidden_seconds = {
         "none": None,
