@@ -215,7 +215,8 @@ class _Search:
             hidden = overlapped_rounds(self._overlap, buffer_sets, len(grouped), ordered)
             seconds = max(simulate(cost, buffer_sets, hidden).now, default=0.0)
             memory = cost.step_bytes(buffer_sets)
-            buffers, peak = max(m.buffers for m in memory), max(m.peak for m in memory)
+            buffers = max((rank.buffers for rank in memory), default=0)
+            peak = max((rank.peak for rank in memory), default=0)
             added.append(CandidatePlan(buckets, buffer_sets, seconds, buffers, peak, cost.busiest()))
         self._candidates += added
         return min(added, key=self._worth)
