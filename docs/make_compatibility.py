@@ -84,8 +84,6 @@ def settings() -> Iterator[Setting]:
             yield item.name, not value
         elif isinstance(value, int | float):
             yield item.name, 2 * value
-        elif item.name == "exchange":
-            yield from ((item.name, name) for name in ("all_gather", "all_gather_reduce_scatter"))
         else:
             assert item.name == "machine", f"{item.name} has no sample"
 

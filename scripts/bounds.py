@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from titan_muon.options import Overlap
 from titan_muon.plan import Plan
+from titan_muon.plan.cost.costs import Costs
 from titan_muon.plan.cost.timeline import Timeline
-from titan_muon.plan.cost.times import Costs, bucket_times
+from titan_muon.plan.cost.walk import PlanCost
 from titan_muon.plan.exchange.all_gather import PATTERNS
-from titan_muon.plan.exchange.pattern import Flow
-from titan_muon.plan.terms.layout import Geometries
+from titan_muon.plan.exchange.pattern import LinkTraffic
 from titan_muon.plan.terms.machine import MachineRates
 from titan_muon.plan.terms.pieces import Pieces
 from titan_muon.plan.terms.types import Bucket
@@ -33,7 +33,7 @@ def least_flops(plan: Plan) -> int:
 
 def least_sent(plan: Plan) -> int:
     """Mean bytes of a rank if each matrix is owned, within its bucket, by the rank with the largest piece."""
-    pieces, total = Pieces(plan.matrices, Geometries(plan.parameters)), 0
+    pieces, total = Pieces.from_plan(plan), 0
     for bucket in plan.buckets:
         for kind, count in Counter(pieces.kinds[matrix] for matrix in bucket.matrices).items():
             holders = pieces.holders(kind, bucket.group)
@@ -49,15 +49,12 @@ def least_seconds(plan: Plan, machine: MachineRates, played: Timeline) -> float:
 
     `played`: the plan's timeline on the machine.
     """
-    pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
-    costs = Costs(pieces, plan.works, plan.wire_bytes, machine, plan.passes)
-    place = {rank: index for index, rank in enumerate(pieces.ranks())}
-    beside = [home.seconds for home in costs.local(plan.local).values()]
-    for bucket in plan.buckets:
-        times = bucket_times(bucket, PATTERNS[bucket.exchange].totals(bucket, pieces), costs, place)
-        for index, pack, apply in zip(times.group, times.pack, times.apply, strict=True):
-            beside[index] += pack + (0.0 if played.overlap == "forward" else apply)
-    chain_counts = chains(plan.buckets, costs, overlap=played.overlap)
+    cost = PlanCost.from_plan(plan, machine)
+    beside = [
+        local.computing + sum(share.pack + (0.0 if played.overlap == "forward" else share.apply) for share in shares)
+        for local, *shares in cost.by_rank
+    ]
+    chain_counts = chains(plan.buckets, cost.costs, overlap=played.overlap)
     return max(least_whole(chain_counts, beside, played.last.seconds), played.least, played.link)
 
 
@@ -94,11 +91,13 @@ def _chain(kind: int, group: tuple[int, ...], costs: Costs, *, spreads: bool) ->
     parts, whole = holders.sums("replica", 0, replica.__getitem__), holders.sums("all", 0, lambda rank: 0)
     for rank, mine, node in holders.holders:
         part, total = parts.elements_near[replica[rank], node], whole.elements_near[0, node]
-        way = Flow(0, 0, part - mine, parts.elements[replica[rank]] - part).seconds(wire, machine)
+        way = LinkTraffic(0, 0, part - mine, parts.elements[replica[rank]] - part).seconds(wire, machine)
         gather.append(way)
         # Replicas share results, so the owner sends only what it received. The replicas' own traffic depends on other
         # decisions and is left out.
-        scatter.append(way if spreads else Flow(total - mine, whole.elements[0] - total, 0, 0).seconds(wire, machine))
+        scatter.append(
+            way if spreads else LinkTraffic(total - mine, whole.elements[0] - total, 0, 0).seconds(wire, machine)
+        )
     work = costs.alone(matrix) + costs.copied_bytes(matrix.numel) / machine.memory
     return Chain(work, min(gather), min(scatter))
 

@@ -388,6 +388,7 @@ def engine_of(
     geometries: Geometries,
     params: Sequence[TrainedParam],
     options: MuonOptions,
+    collectives: Collectives,
     agreement: Agreement,
     states: MatrixStates,
     overlap: Overlap | None,
@@ -398,7 +399,7 @@ def engine_of(
     """The engine of a plan. `overlap`: of the engine before. `carried`: optimizers in Muon's report, by name."""
     program = make_program(plan, agreement.rank, geometries)
     buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype], kept=options.keep_buffers)
-    exchange = Exchange(program, buffers, Collectives(), agreement, exclusive=options.overlap == "backward")
+    exchange = Exchange(program, buffers, collectives, agreement, exclusive=options.overlap == "backward")
     names = [trained.fqn for trained in params]
     report = FaultReport(names, {"muon": muon}, carried, buffers.device, agreement, replicated_plain(plan))
     iterations = tuple(iteration_of(trained.group) for trained in params)

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from . import registry
 from .algorithms import algorithm_of
 from .comm.agreement import Agreement
 from .comm.clip import SkipsSteps
+from .comm.collectives import Collectives
 from .comm.equality import check_equal
 from .comm.exchange import Exchange
 from .comm.replicas import separate_layouts
@@ -67,6 +67,8 @@ class Muon(SkipsSteps, Optimizer):
     _built_late = False
     _optional = False
     _carried: Mapping[str, Carried] = MappingProxyType({})
+    transport: type[Collectives] = Collectives
+    """Collectives of the exchange."""
 
     def __init__(
         self,
@@ -118,7 +120,6 @@ class Muon(SkipsSteps, Optimizer):
         ns_coefficients = rows_of(ns_coefficients)
         arguments = locals()
         self._options = MuonOptions(**{item.name: arguments[item.name] for item in fields(MuonOptions)})
-        registry.exchange_entry(exchange)
         self._algorithm = algorithm_of(self._options)
         self._agreement: Agreement | None = None
         self._engine: Engine | None = None
@@ -433,7 +434,7 @@ class Muon(SkipsSteps, Optimizer):
         known = {g: group for trained in params for g, group in mesh_groups(trained.param, agreement.rank).items()}
         agreement.open(report, known, device_of(params))
         overlap = None if self._engine is None else self._engine.overlap
-        rest = (self._options, agreement, self._matrix_states(plan), overlap)
+        rest = (self._options, self.transport(), agreement, self._matrix_states(plan), overlap)
         engine = together(lambda: engine_of(plan, geometries, params, *rest, muon=self, carried=self._carried))
         engine.attach()
         engine.warm_up()

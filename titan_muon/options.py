@@ -288,7 +288,7 @@ class StepOptions:
     ns_kernel: Literal["auto", "plain", "triton", "quack"] = "auto"
     """Kernel of symmetric products on GPUs if 16 divides both sides. `auto`: the fastest in bench_orthogonalize.py."""
 
-    exchange: Annotated[str, TEXT] = "all_to_all"
+    exchange: Literal["all_to_all", "all_gather", "all_gather_reduce_scatter"] = "all_to_all"
     """Collective to assemble a sharded matrix: `all_to_all` (hierarchical over replicas if faster), `all_gather` or
     `all_gather_reduce_scatter`."""
 
@@ -304,9 +304,9 @@ class StepOptions:
     ] = 1
     """Limit on the ranks in a node that share a matrix in slices, if faster; `auto`: if 3 % faster."""
 
-    tensor_parallel: Literal["owner", "distributed", "duplicated", "blockwise"] = "owner"
+    tensor_parallel: Literal["owner", "distributed", "blockwise"] = "owner"
     """Orthogonalization of matrices sharded over a mesh axis `tp`: by an `owner`; `distributed` in slices over a group
-    of the axis; `duplicated` on every rank of the group; or inexactly `blockwise`, each shard as a separate matrix."""
+    of the axis; or inexactly `blockwise`, each shard as a separate matrix."""
 
     wire_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of matrices in transit. bfloat16 is lossless, because Newton-Schulz starts and ends in bfloat16."""

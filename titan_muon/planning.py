@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from . import registry
 from .algorithms import algorithm_of
 from .context import PlanContext
 from .features import check_plan
@@ -21,7 +19,7 @@ from .plan.search.state import with_state_ranks
 from .plan.terms.layout import Geometries
 from .plan.terms.machine import MachineRates, machine_of
 from .plan.terms.types import Layout, Plan
-from .plan.terms.work import FLOAT32_PASSES, Passes, Work, WorkOf, traffic
+from .plan.terms.work import FLOAT32_COST, ElementwiseCost, Work, WorkOf, traffic
 from .state.groups import iteration_of
 from .state.momentum import kept_by
 from .step.foreach import WIDE_BYTES, chunk_bytes
@@ -112,14 +110,12 @@ def plan_step(
     dtypes = frozenset(tensor.dtype for _, tensor in named)
     passes, machine = passes_of(dtypes, options, dispatch.device), planning_machine(options.machine, dispatch.device)
     work_of = _work_of(iterations, dispatch, options.wire_bytes)
-    # The planner does not know names registered by packages.
-    known = replace(options, exchange=registry.exchange_entry(options.exchange).pattern)
-    plan = make_plan(with_state_ranks(parameters, known, work_of, kept), work_of, known, machine, passes)
+    plan = make_plan(with_state_ranks(parameters, options, work_of, kept), work_of, options, machine, passes)
     check_plan(PlanContext(options, parameters, plan, named, iterations, dispatch.device), algorithm_of(options))
     return plan
 
 
-def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str) -> Passes:
+def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str) -> ElementwiseCost:
     """Temporary memory and traffic of the element-wise stages. Gradients have the dtypes of the weights."""
     algorithm, limit = algorithm_of(options), chunk_bytes(device)
     state_bytes = 2 if options.state_dtype == "bfloat16" else 4
@@ -149,13 +145,13 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
         )
         for dtype in dtypes
     )
-    return Passes(
+    return ElementwiseCost(
         advance_elements=limit // WIDE_BYTES,
         advance_bytes=max(advance),
         apply_elements=limit // (CHUNK_BYTES if drawn else WIDE_BYTES),
         apply_bytes=max(apply),
         finish_bytes=algorithm.temporary_bytes,
-        traffic=max(passes, key=lambda moved: moved.advance + moved.apply, default=FLOAT32_PASSES.traffic),
+        traffic=max(passes, key=lambda moved: moved.advance + moved.apply, default=FLOAT32_COST.traffic),
     )
 
 

@@ -1,7 +1,7 @@
-"""Registries of optimizers, placements, exchanges and models by the names in recipes.
+"""Registries of optimizers, rules, placements and models by the names in recipes.
 
-Another package adds a name by an entry point in the group `titan_muon.optimizers`, `titan_muon.placements`,
-`titan_muon.exchanges` or `titan_muon.models`, loaded at the first use of the name, or by calling `register`.
+Another package adds a name by an entry point in the group `titan_muon.optimizers`, `titan_muon.rules`,
+`titan_muon.placements` or `titan_muon.models`, loaded at the first use of the name, or by calling `register`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
-from .options import MuonOptions, OptionError
+from .options import MuonOptions
 
 T = TypeVar("T")
 
@@ -75,37 +75,6 @@ class OptimizerEntry:
 
 
 optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimizers", own=("adamw", "muon"))
-
-
-@dataclass(frozen=True)
-class ExchangeEntry:
-    """A collective to assemble sharded matrices.
-
-    `pattern`: `all_to_all`, `all_gather` or `all_gather_reduce_scatter`. `collectives`: returns a
-    `comm.collectives.Collectives`.
-    """
-
-    pattern: str
-    collectives: Callable[[], Any]
-
-
-def _collectives() -> Any:
-    from .comm.collectives import Collectives
-
-    return Collectives()
-
-
-exchanges: Registry[ExchangeEntry] = Registry("exchange", "titan_muon.exchanges")
-for _pattern in ("all_gather", "all_to_all", "all_gather_reduce_scatter"):
-    exchanges.register(_pattern, ExchangeEntry(_pattern, _collectives))
-
-
-def exchange_entry(name: str) -> ExchangeEntry:
-    """The exchange of a name. Raises OptionError for an unknown name."""
-    try:
-        return exchanges.get(name)
-    except ValueError as error:
-        raise OptionError("exchange", str(error).removeprefix("exchange ")) from error
 
 
 algorithms: Registry[Callable[[MuonOptions], Any]] = Registry(

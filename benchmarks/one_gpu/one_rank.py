@@ -38,7 +38,6 @@ from titan_muon.options import Machine, MuonOptions, Split
 from titan_muon.plan import Plan, summarize
 from titan_muon.plan.cost.timeline import timeline
 from titan_muon.planning import dispatch_of, plan_step, planning_machine
-from titan_muon.registry import ExchangeEntry, exchanges
 from titan_muon.state.groups import iteration_of
 
 NOISE = 1e-3
@@ -82,7 +81,10 @@ class Noise(Collectives):
         return []
 
 
-exchanges.register("one_rank", ExchangeEntry("all_to_all", Noise))
+class OneRankMuon(Muon):
+    """Muon in a world with a single real rank."""
+
+    transport = Noise
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ class Rank:
     def muon(self, *, fused: bool) -> Muon:
         """Muon with a built plan."""
         groups = [dict(group) for group in self._groups]
-        return Muon(groups, split=splits_of(self.world), fused=fused, exchange="one_rank").build()
+        return OneRankMuon(groups, split=splits_of(self.world), fused=fused).build()
 
     def recipe_step(self, muon: Muon) -> None:
         """A step as recipes take it: the device may undo it after a non-finite norm."""

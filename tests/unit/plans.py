@@ -17,7 +17,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_muon.options import Machine, MuonOptions, Overlap, Split
 from titan_muon.plan.planner import make_plan
-from titan_muon.plan.terms.layout import Geometries
 from titan_muon.plan.terms.types import (
     Bucket,
     Cut,
@@ -65,7 +64,6 @@ REPLICAS = ("split", "redundant")
 MODES: dict[str, dict[str, Any]] = {
     "owner": {},
     "distributed": {"replicas": "split", "split_over": 1},
-    "duplicated": {"exchange": "all_to_all", "split_over": 1},
     "blockwise": {},
 }
 # Products take a second per FLOP, and links no time: ranks share matrices with an indivisible count.
@@ -282,7 +280,7 @@ def hierarchical(plan: Plan) -> Plan:
 
 def recut(plan: Plan, random: Random) -> Plan:
     """The plan with matrices in random buckets, orders, owners and buffer sets. Every such plan must run."""
-    buckets, geometries = [], Geometries(plan.parameters)
+    buckets = []
     for bucket in plan.buckets:
         wholes = [index for index in bucket.matrices if _slices(plan, index)[0] == index]
         random.shuffle(wholes)
@@ -290,7 +288,7 @@ def recut(plan: Plan, random: Random) -> Plan:
             count = random.randint(1, min(3, len(wholes)))
             chosen, wholes = wholes[:count], wholes[count:]
             # All slices of a matrix are in one bucket, on as many random ranks.
-            pairs = [pair for index in chosen for pair in _owned(plan, index, bucket, geometries, random)]
+            pairs = [pair for index in chosen for pair in _owned(plan, index, bucket, random)]
             random.shuffle(pairs)
             owners = tuple(owner for _, owner in pairs) if bucket.owners else ()
             buckets.append(Bucket(bucket.exchange, bucket.group, tuple(index for index, _ in pairs), owners))
@@ -309,13 +307,10 @@ def _slices(plan: Plan, index: int) -> list[int]:
     return [index] if part is None else [index - part.place + place for place in range(part.count)]
 
 
-def _owned(plan: Plan, index: int, bucket: Bucket, geometries: Geometries, random: Random) -> list[tuple[int, int]]:
-    """An owner for each slice of a matrix, or a single owner with tensor-parallel peers of equal ability."""
-    numbers, candidates = _slices(plan, index), bucket.group
-    matrix, geometry = plan.matrices[index], geometries[plan.matrices[index].parameter]
-    if bucket.exchange == "duplicated" and matrix.index in geometry.cut_by_peers:
-        candidates = tuple(rank for rank in candidates if {*geometry.peers[rank]} <= {*candidates})
-    return list(zip(numbers, sorted(random.sample(candidates, len(numbers))), strict=True))
+def _owned(plan: Plan, index: int, bucket: Bucket, random: Random) -> list[tuple[int, int]]:
+    """An owner for each slice of a matrix."""
+    numbers = _slices(plan, index)
+    return list(zip(numbers, sorted(random.sample(bucket.group, len(numbers))), strict=True))
 
 
 def ranks_of(plan: Plan) -> list[int]:

@@ -120,8 +120,8 @@ def test_a_wrong_value_is_refused_by_the_users_option_name(option: str, value: A
     assert caught.value.option == option
 
 
-def test_an_unknown_exchange_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(ValueError, match=r"exchange = 'all_to_al' is unknown; did you mean 'all_to_all'"):
+def test_an_unknown_exchange_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"exchange = 'all_to_al' is not one of all_to_all, all_gather, all_gather"):
         Muon([("w", Parameter(torch.zeros(4, 4)))], exchange="all_to_al")
 
 

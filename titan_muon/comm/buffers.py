@@ -125,7 +125,7 @@ class BucketBuffers:
 def bucket_buffers(run: BucketProgram, rank: int, buffer_set: BufferSet) -> BucketBuffers:
     """The views of a bucket in a buffer set."""
     gathering, returning = run.gathering, run.returning
-    arrived = buffer_set.home if run.spreading is None else buffer_set.shared
+    arrived = buffer_set.home if run.replica_gather is None else buffer_set.shared
     stored = _pieces(run.stored, arrived)
     targets: Mapping[int, tuple[BufferPiece, ...]]
     if returning is None:
@@ -203,7 +203,7 @@ def _buffer_set(runs: Sequence[BucketProgram], device: torch.device, dtype: torc
     inbox = max(run.gathering.owned_numel for run in runs)
     # A mirrored return overwrites the received pieces: no second buffer.
     outbox = max(0 if run.returning is None or run.mirrored else run.returning.owned_numel for run in runs)
-    shared = max(0 if run.spreading is None else run.spreading.owned_numel for run in runs)
+    shared = max(0 if run.replica_gather is None else run.replica_gather.owned_numel for run in runs)
     # A single block is easier to allocate than four.
     sizes = (home, inbox, outbox, shared)
     block = torch.empty(sum(map(aligned, sizes)), device=device, dtype=dtype)

@@ -29,7 +29,7 @@ Splits = Sequence[int]
 
 
 class Collectives:
-    """Transport of exchanges. A package may register a subclass.
+    """Transport of exchanges.
 
     Buffers are flat, on one device and of one dtype. Splits count the elements of each rank, in order. Methods start a
     collective and return the handles to wait for.
@@ -37,6 +37,16 @@ class Collectives:
 
     def __init__(self) -> None:
         self.traffic = Traffic()
+
+    def all_to_all(
+        self, output: Tensor, output_splits: Splits, input: Tensor, input_splits: Splits, group: dist.ProcessGroup
+    ) -> list[dist.Work]:
+        """Send part i of `input` to rank i, and fill `output` with the received parts."""
+        output, input = output[: sum(output_splits)], input[: sum(input_splits)]
+        self.traffic.calls += 1
+        self.traffic.bytes_sent += input.nbytes
+        received, sent = list(output_splits), list(input_splits)
+        return [dist.all_to_all_single(output, input, received, sent, group=group, async_op=True)]
 
     def all_gather(self, output: Tensor, splits: Splits, input: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
         """Fill `output` with the inputs of all ranks."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..plan.exchange.phases import Collective, Phase
 from ..plan.program import Program
@@ -29,8 +28,8 @@ class Exchange:
         self._groups = {
             phase.group: group(phase.group) for run in self._runs for phase in run.phases[:2] if phase.travels
         }
-        spreading = [run.spreading for run in self._runs if run.spreading is not None]
-        self._replica_groups = {phase.group: agreement.group(phase.group) for phase in spreading if phase.travels}
+        gathers = [run.replica_gather for run in self._runs if run.replica_gather is not None]
+        self._replica_groups = {phase.group: agreement.group(phase.group) for phase in gathers if phase.travels}
         self._module: Any = torch.get_device_module(buffers.device)
         self._stream = self._module.Stream()
         self._pending: dict[int, list[dist.Work]] = {}
@@ -61,40 +60,32 @@ class Exchange:
         phase = self._runs[index].gathering
         if not phase.travels:
             return
-        buffer_set = self._buffer_sets[index]
+        buffer_set, group = self._buffer_sets[index], self._groups[phase.group]
         if phase.collective is Collective.ALL_TO_ALL:
             sent = buffer_set.home[phase.kept :]
-            work = self._all_to_all(phase, buffer_set.inbox, phase.owned_splits, sent, phase.home_splits)
-            self._pending[index] = [work]
+            works = self.collectives.all_to_all(buffer_set.inbox, phase.owned_splits, sent, phase.home_splits, group)
         else:
-            sent, group = buffer_set.home[: phase.home_numel], self._groups[phase.group]
-            self._pending[index] = self.collectives.all_gather(buffer_set.inbox, phase.owned_splits, sent, group)
+            sent = buffer_set.home[: phase.home_numel]
+            works = self.collectives.all_gather(buffer_set.inbox, phase.owned_splits, sent, group)
+        self._pending[index] = works
 
     def return_results(self, index: int) -> None:
         """Start to send the results of a bucket to the holders."""
         run = self._runs[index]
         buffer_set, phase, works = self._buffer_sets[index], run.returning, list[dist.Work]()
         if phase is not None and phase.travels:
+            group = self._groups[phase.group]
             if phase.collective is Collective.ALL_TO_ALL:
                 results = buffer_set.inbox if run.mirrored else buffer_set.outbox
                 received = buffer_set.home[phase.kept :]
-                works = [self._all_to_all(phase, received, phase.home_splits, results, phase.owned_splits)]
+                works = self.collectives.all_to_all(received, phase.home_splits, results, phase.owned_splits, group)
             else:
-                received, group = buffer_set.home[: phase.home_numel], self._groups[phase.group]
+                received = buffer_set.home[: phase.home_numel]
                 works = self.collectives.reduce_scatter(received, phase.owned_splits, buffer_set.outbox, group)
-        if run.spreading is not None and run.spreading.travels:
-            works = self._spread(run.spreading, buffer_set, works)
+        if run.replica_gather is not None and run.replica_gather.travels:
+            works = self._spread(run.replica_gather, buffer_set, works)
         if works:
             self._pending[index] = works
-
-    def _all_to_all(
-        self, phase: Phase, output: Tensor, received: Sequence[int], input: Tensor, sent: Sequence[int]
-    ) -> dist.Work:
-        output, input = output[: sum(received)], input[: sum(sent)]
-        traffic = self.collectives.traffic
-        traffic.calls, traffic.bytes_sent = traffic.calls + 1, traffic.bytes_sent + input.nbytes
-        group = self._groups[phase.group]
-        return dist.all_to_all_single(output, input, list(received), list(sent), group=group, async_op=True)
 
     def _spread(self, phase: Phase, buffer_set: BufferSet, before: Sequence[dist.Work]) -> list[dist.Work]:
         # On a separate stream, so that the computing stream goes on with the next round.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..options import MuonOptions, OptionError
-from .cost.times import Costs
+from .cost.costs import Costs
 from .exchange.all_gather import PATTERNS
 from .search.candidates import CANDIDATES, Candidate
 from .search.problem import Problem, make_problem
-from .search.search import Simulation, fastest
+from .search.search import CandidatePlan, fastest
 from .search.slices import check_split_over
 from .search.tensor_parallel import read_in_mode
 from .terms.blocks import blocks_reason
@@ -17,7 +17,7 @@ from .terms.layout import Geometries
 from .terms.machine import MachineRates, machine_of
 from .terms.pieces import Pieces
 from .terms.types import Matrix, Parameter, Plan
-from .terms.work import FLOAT32_PASSES, Passes, Work, WorkOf
+from .terms.work import FLOAT32_COST, ElementwiseCost, Work, WorkOf
 
 
 def make_plan(
@@ -25,16 +25,13 @@ def make_plan(
     work_of: WorkOf,
     options: MuonOptions,
     machine: MachineRates | None = None,
-    passes: Passes = FLOAT32_PASSES,
+    passes: ElementwiseCost = FLOAT32_COST,
 ) -> Plan:
     """The plan of a step. Equal arguments give equal plans on every rank.
 
-    `machine`: by default a GPU machine by `options.machine`. Raises OptionError for an unknown exchange, contradicting
-    options, and too small a `buffer_bytes`.
+    `machine`: by default a GPU machine by `options.machine`. Raises OptionError for contradicting options, and for too
+    small a `buffer_bytes`.
     """
-    names = [name for name, pattern in PATTERNS.items() if not pattern.automatic]
-    if options.exchange not in names:
-        raise OptionError("exchange", f"= {options.exchange!r} is not one of {', '.join(names)}")
     if options.owners == "everyone" and PATTERNS[options.exchange].has_owners:
         raise OptionError("owners", "= 'everyone' needs every piece on every rank: set exchange = 'all_gather'")
     check_split_over(options)
@@ -43,20 +40,20 @@ def make_plan(
     rates = machine_of(options.machine) if machine is None else machine
     costs = Costs(Pieces(matrices, geometries, rates.ranks_per_node), works, options.wire_bytes, rates, passes)
     problem = make_problem(parameters, geometries, options, costs)
-    candidate, simulation = _best(problem, work_of)
+    candidate, best = _best(problem, work_of)
     problem = candidate.problem
     blocks = blocks_reason(options, whole_parameters, parameters)
     no_state = options.state == "owner" and not any(parameter.state_ranks for parameter in parameters)
     momentum = (
         "state = 'owner' has no effect: no matrix has replicas that could do without momentum" if no_state else ""
     )
-    reasons = (simulation.reason, candidate.reason, blocks, *_separate_reasons(parameters), momentum)
+    reasons = (best.reason, candidate.reason, blocks, *_separate_reasons(parameters), momentum)
     return Plan(
         parameters=problem.parameters,
         matrices=tuple(problem.costs.pieces.matrices),
         local=problem.local,
-        buckets=simulation.buckets,
-        buffer_sets=simulation.buffer_sets,
+        buckets=best.buckets,
+        buffer_sets=best.buffer_sets,
         wire_bytes=options.wire_bytes,
         works=tuple(problem.costs.works),
         reason="; ".join(filter(None, reasons)),
@@ -75,20 +72,20 @@ def _separate_reasons(parameters: Sequence[Parameter]) -> Iterator[str]:
             yield f"{', '.join(names[:5])}{more}: {text}"
 
 
-def _best(problem: Problem, work_of: WorkOf) -> tuple[Candidate, Simulation]:
-    """The candidate with the least price / (1 - must_save), and its best simulation."""
-    simulations, faults = list[tuple[float, Candidate, Simulation]](), list[OptionError]()
+def _best(problem: Problem, work_of: WorkOf) -> tuple[Candidate, CandidatePlan]:
+    """The candidate with the least price / (1 - must_save), and its best plan."""
+    found, faults = list[tuple[float, Candidate, CandidatePlan]](), list[OptionError]()
     for candidate in (candidate for make in CANDIDATES for candidate in make(problem, work_of)):
         try:
-            simulation = fastest(candidate.problem)
+            best = fastest(candidate.problem)
         except OptionError as fault:
             faults.append(fault)
         else:
-            simulations.append((simulation.price / (1 - candidate.must_save), candidate, simulation))
-    if not simulations:
+            found.append((best.price / (1 - candidate.must_save), candidate, best))
+    if not found:
         raise faults[0]
-    _, candidate, simulation = min(simulations, key=lambda priced: priced[0])
-    return candidate, simulation
+    _, candidate, best = min(found, key=lambda priced: priced[0])
+    return candidate, best
 
 
 def _matrices(

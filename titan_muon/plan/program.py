@@ -74,7 +74,7 @@ def replicated_plain(plan: Plan) -> tuple[int, ...]:
     return tuple(index for index in sorted(travelling) if plan.parameters[index].plain)
 
 
-def workers(plan: Plan, geometries: Geometries) -> list[Ranks]:
+def orthogonalizing_ranks(plan: Plan, geometries: Geometries) -> list[Ranks]:
     """The ranks that orthogonalize each matrix whole, ascending."""
     ranks_of = [set(ranks) for ranks in plan.local]
     for bucket in plan.buckets:

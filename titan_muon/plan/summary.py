@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..options import Machine
-from .cost.memory import step_bytes
-from .cost.times import Costs, OwnerTime
-from .cost.totals import Totals
+from .cost.walk import PlanCost, Share, StepBytes
 from .search.state import state_elements
-from .terms.layout import Geometries
 from .terms.machine import machine_of
-from .terms.pieces import Pieces
 from .terms.types import Plan
 
 
@@ -58,13 +55,12 @@ class Summary:
 
 def summarize(plan: Plan) -> Summary:
     """Count FLOPs, bytes and collectives."""
-    geometries = Geometries(plan.parameters)
-    pieces = Pieces(plan.matrices, geometries)
-    costs = Costs(pieces, plan.works, plan.wire_bytes, machine_of(Machine()), plan.passes)
-    totals, states = Totals(plan.buckets, pieces), state_elements(plan)
+    # The counts do not depend on the machine.
+    cost, states = PlanCost.from_plan(plan, machine_of(Machine())), state_elements(plan)
+    memory = cost.step_bytes(max(1, min(plan.buffer_sets, plan.rounds)))
     ranks = tuple(
-        _rank_cost(rank, local.owned, totals, plan, costs, sum(states[rank].values()))
-        for rank, local in costs.local(plan.local).items()
+        _rank_cost(rank, cost.by_rank[index], memory[index], plan.wire_bytes, sum(states[rank].values()))
+        for index, rank in enumerate(cost.ranks)
     )
     further = len(plan.matrices) - plan.whole_matrices
     return Summary(
@@ -80,22 +76,19 @@ def summarize(plan: Plan) -> Summary:
     )
 
 
-def _rank_cost(rank: int, local: OwnerTime, totals: Totals, plan: Plan, costs: Costs, kept: int) -> RankCost:
-    buckets = [bucket for _, bucket in totals.buckets[rank]]
-    owned = [local, *(costs.owned(bucket.owned) for bucket in buckets)]
-    sliced_bytes = sum(owner.team_sent for owner in owned)
-    elements = totals.buffer_elements(rank, max(1, min(plan.buffer_sets, plan.rounds)))
-    memory = step_bytes(local, buckets, elements, costs)
+def _rank_cost(rank: int, shares: Sequence[Share], memory: StepBytes, wire_bytes: int, kept: int) -> RankCost:
+    owned, totals = [share.owned for share in shares], [share.totals for share in shares]
+    team_sent = sum(cost.team_sent for cost in owned)
     return RankCost(
         rank=rank,
-        matrices=sum(owner.matrices for owner in owned),
-        ns_flops=sum(owner.flops for owner in owned),
-        bytes_sent=sum(bucket.sent for bucket in buckets) * plan.wire_bytes + sliced_bytes,
-        bytes_received=sum(bucket.received for bucket in buckets) * plan.wire_bytes + sliced_bytes,
+        matrices=sum(cost.matrices for cost in owned),
+        ns_flops=sum(cost.flops for cost in owned),
+        bytes_sent=sum(total.sent for total in totals) * wire_bytes + team_sent,
+        bytes_received=sum(total.received for total in totals) * wire_bytes + team_sent,
         buffer_bytes=memory.buffers,
         work_bytes=memory.work,
-        collectives=sum(bucket.collectives for bucket in buckets) + sum(owner.team_calls for owner in owned),
-        loads=local.batches + len(buckets),
-        load_elements=max([local.assembled // plan.wire_bytes, *(bucket.stored for bucket in buckets)]),
+        collectives=sum(total.collectives for total in totals) + sum(cost.team_calls for cost in owned),
+        loads=owned[0].batches + len(shares) - 1,
+        load_elements=max(total.stored for total in totals),
         state_elements=kept,
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..comm.collectives import move
-from ..plan.program import workers
+from ..plan.program import orthogonalizing_ranks
 from ..plan.terms.layout import Geometries
 from ..plan.terms.types import Plan
 from ..tensors.dtensor import local, step_device
@@ -90,7 +90,7 @@ def state_bytes(plan: Plan, algorithm: HasStates) -> Mapping[int, int]:
 def _stateful(plan: Plan, algorithm: HasStates) -> Iterator[tuple[int, list[StateSpec], tuple[int, ...]]]:
     """(matrix, saved states, ranks that orthogonalize it) of each matrix with saved states."""
     specs = [saved_specs(plan, algorithm, number) for number in range(len(plan.matrices))]
-    for number, ranks in enumerate(workers(plan, Geometries(plan.parameters)) if any(specs) else ()):
+    for number, ranks in enumerate(orthogonalizing_ranks(plan, Geometries(plan.parameters)) if any(specs) else ()):
         if specs[number]:
             yield number, specs[number], ranks
 

@@ -102,7 +102,9 @@ class MomentumCall:
     packed: tuple[Tensor, ...]
 
     def grads(self, gradients: StepGradients) -> list[Tensor]:
-        return [part.of(gradients.grads[part.parameter]) for part in self.parts]
+        grads = [(gradients.grads[part.parameter], part.place) for part in self.parts]
+        # None of these is released before its last call.
+        return [grad if place is None else grad[place] for grad, place in grads]  # type: ignore[index, misc]
 
     def split(self, kind: Callable[[Rectangle], K]) -> dict[K, MomentumCall]:
         calls, kinds, names = {}, [kind(part) for part in self.parts], ("parts", "momentum", "packed")

@@ -60,10 +60,9 @@ def drawn(names: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Trained:
-    """Local parameters and momenta after two steps of all cases, and bytes sent in the last step."""
+    """Parameters after two steps of all cases, and bytes sent in the last step."""
 
     params: dict[str, Any]
-    momenta: dict[str, Tensor]
     sent: int
     planned: int
 
@@ -86,8 +85,7 @@ def train(rank: int, world_size: int, **options: Any) -> Trained:
         with CollectiveCounter() as counter:
             optimizer.step()
     sent = sum(call.sent for call in counter.calls if call.name != "allreduce")
-    momenta = {key: optimizer.state[param]["momentum_buffer"].to_local() for key, param in params.items()}
-    return Trained(dict(params), momenta, sent, summarize(optimizer.plan).ranks[rank].bytes_sent)
+    return Trained(dict(params), sent, summarize(optimizer.plan).ranks[rank].bytes_sent)
 
 
 def not_blocks(trained: Trained, world_size: int) -> list[str]:
@@ -111,7 +109,6 @@ class Comparison:
 
     not_blocks: list[str]
     warnings: list[str]
-    not_owner: list[str]
     differences: list[float]
     sent: dict[str, tuple[int, int]]
 
@@ -120,25 +117,15 @@ def compare(rank: int, world_size: int) -> Comparison:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         blocks = train(rank, world_size, tensor_parallel="blockwise", orthogonalize="reference")
-    owner, duplicated = (
-        train(rank, world_size, tensor_parallel=mode, orthogonalize="reference") for mode in ("owner", "duplicated")
-    )
     exact, slices = (train(rank, world_size, tensor_parallel=mode, **FLOAT32) for mode in ("owner", "distributed"))
-    different = [
-        key
-        for key, param in owner.params.items()
-        if not torch.equal(param.to_local(), duplicated.params[key].to_local())
-        or not torch.equal(owner.momenta[key], duplicated.momenta[key])
-    ]
     differences = [
         float(relative_error(slices.params[key].full_tensor(), param.full_tensor()))
         for key, param in exact.params.items()
     ]
-    counted = {"blocks": blocks, "owner": owner, "duplicated": duplicated, "distributed": slices}
+    counted = {"blocks": blocks, "owner": exact, "distributed": slices}
     return Comparison(
         not_blocks(blocks, world_size),
         [str(warning.message) for warning in caught if "blockwise" in str(warning.message)],
-        different,
         differences,
         {mode: (counts.sent, counts.planned) for mode, counts in counted.items()},
     )
@@ -159,53 +146,16 @@ def test_blockwise_equals_muon_on_the_blocks_and_muon_warns(world_size: int) -> 
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_duplicated_equals_the_owners_result_bit_for_bit(world_size: int) -> None:
-    assert [result.not_owner for result in results_of(world_size)] == [[]] * world_size
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
 def test_distributed_mode_equals_owner_mode_up_to_rounding(world_size: int) -> None:
     assert max(max(result.differences) for result in results_of(world_size)) < 1e-5
 
 
-@pytest.mark.parametrize("mode", ["blocks", "owner", "duplicated", "distributed"])
+@pytest.mark.parametrize("mode", ["blocks", "owner", "distributed"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_sent_bytes_equal_the_plan(world_size: int, mode: str) -> None:
     for result in results_of(world_size):
         sent, planned = result.sent[mode]
         assert sent == planned
-
-
-def in_backward(rank: int, world_size: int) -> tuple[bool, list[int]]:
-    """Whether duplicated matrices are the same with gathers in backward, and the calls before the last step of each."""
-    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("fsdp", "tp"))
-    trained: list[list[Tensor]] = []
-    calls = []
-    for overlap in ("none", "backward"):
-        initial = drawn(SHAPES, 0).items()
-        params: dict[str, Any] = {
-            name: nn.Parameter(distribute_tensor(full, mesh, [Shard(1), Shard(0)], src_data_rank=None))
-            for name, full in initial
-        }
-        muon = Muon(list(params.items()), lr=0.02, tensor_parallel="duplicated", overlap=overlap).build()
-        for step in range(STEPS):
-            before = muon.exchange.traffic.calls
-            with muon.overlap():
-                sum(((step + 1) * param * param).sum() for param in params.values()).full_tensor().backward()
-            early = muon.exchange.traffic.calls - before
-            muon.step()
-            muon.zero_grad()
-        calls.append(early)
-        trained.append([param.to_local().clone() for param in params.values()])
-    return all(map(torch.equal, *trained)), calls
-
-
-def test_duplicated_matrices_gather_in_backward() -> None:
-    """A piece is packed once for several ranks, in backward as in the step."""
-    for same, (without, overlapped) in run_ranks(in_backward, 4, timeout=SECONDS):
-        assert same
-        assert without == 0
-        assert overlapped > 0
 
 
 # The published tolerances of Emerging-Optimizers for Newton-Schulz under tensor parallelism. None: the tolerances of
@@ -219,16 +169,16 @@ PUBLISHED: list[tuple[tuple[int, int], int, int, float | None]] = [
 ]
 
 
-def orthogonalized(
-    shape: tuple[int, int], dim: int, steps: int, mode: str, mesh: DeviceMesh
-) -> tuple[Tensor, Tensor] | str:
-    """An integer matrix orthogonalized in a mode and whole by the reference, or the reason of a refusal."""
+def orthogonalized(shape: tuple[int, int], dim: int, steps: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor] | str:
+    """An integer matrix orthogonalized in slices and whole by the reference, or the reason of a refusal."""
     full = torch.randint(-5, 5, shape, generator=torch.Generator().manual_seed(0)).float()
     param = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [Shard(dim)], src_data_rank=None))
     param.grad = distribute_tensor(full, mesh, [Shard(dim)], src_data_rank=None)
     plain: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "adjust_lr_fn": "original"}
     try:
-        optimizer = Muon([("w", param)], lr=1.0, ns_steps=steps, tensor_parallel=mode, **plain, **FLOAT32).build()
+        optimizer = Muon(
+            [("w", param)], lr=1.0, ns_steps=steps, tensor_parallel="distributed", **plain, **FLOAT32
+        ).build()
     except ValueError as error:
         return str(error)
     optimizer.step()
@@ -237,29 +187,28 @@ def orthogonalized(
     return -result.full_tensor() / scale, newton_schulz(full, steps, dtype=torch.float32)
 
 
-def keep_tolerances(rank: int, world_size: int) -> dict[tuple[str, tuple[int, int], int], str]:
-    """The refusals by mode, shape and dim. Raises AssertionError for errors above the tolerance."""
+def keep_tolerances(rank: int, world_size: int) -> dict[tuple[tuple[int, int], int], str]:
+    """The refusals by shape and dim. Raises AssertionError for errors above the tolerance."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     refused = {}
     for shape, dim, steps, most in PUBLISHED:
         if most is not None and shape[dim] % world_size:
             continue
-        for mode in ("distributed", "duplicated"):
-            results = orthogonalized(shape, dim, steps, mode, mesh)
-            if isinstance(results, str):
-                refused[mode, shape, dim] = results
-            elif most is None:
-                torch.testing.assert_close(*results)
-            else:
-                torch.testing.assert_close(*results, rtol=0, atol=most)
+        results = orthogonalized(shape, dim, steps, mesh)
+        if isinstance(results, str):
+            refused[shape, dim] = results
+        elif most is None:
+            torch.testing.assert_close(*results)
+        else:
+            torch.testing.assert_close(*results, rtol=0, atol=most)
     return refused
 
 
 @pytest.mark.parametrize("world_size", [4, 8])
 def test_published_tolerances_of_tensor_parallel_newton_schulz_are_met(world_size: int) -> None:
-    """`distributed` refuses matrices without equal slices; `duplicated` accepts them."""
+    """`distributed` refuses matrices without equal slices."""
     [refused] = {frozenset(texts.items()) for texts in run_ranks(keep_tolerances, world_size, timeout=SECONDS)}
     tried = [(shape, dim) for shape, dim, _, most in PUBLISHED if most is None or shape[dim] % world_size == 0]
-    uneven = {("distributed", shape, dim) for shape, dim in tried if any(side % world_size for side in shape)}
+    uneven = {(shape, dim) for shape, dim in tried if any(side % world_size for side in shape)}
     assert {key for key, _ in refused} == uneven
     assert all("cannot be cut into" in text for _, text in refused)

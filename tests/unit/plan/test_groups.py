@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import pytest
 from hypothesis import given
 
 from tests.unit.plans import examples, parameter_lists
@@ -78,45 +79,36 @@ def test_matrices_of_common_ranks_share_a_group(parameters: list[Parameter]) -> 
             assert len(ranks) == len(set(ranks))
 
 
-def test_assemblies_of_whole_experts_are_local() -> None:
-    groups = assemblies(experts(4, 3, 5, FLAT, Shard(0)), True)
-    assert [assembly.local for assembly in groups] == [(0,), (1,), (2,), (3,)]
+HEADS = MatrixStack(1, (MatrixRows("0", (Interval(0, 4),)), MatrixRows("1", (Interval(4, 8),))))
+ALL = (0, 1, 2, 3)
 
 
-def test_row_sharded_experts_travel_only_between_holders() -> None:
-    groups = assemblies(experts(2, 4, 5, SQUARE, Shard(1), Shard(0)), True)
-    assert [assembly.groups for assembly in groups] == [((0, 2),), ((1, 3),)]
-
-
-def test_experts_sharded_by_experts_are_local() -> None:
-    """3 experts of 2 rows over 4 ranks by rows: the flattened rows do not matter, dim 0 is cut 1, 1, 1, 0."""
-    groups = assemblies(experts(3, 2, 5, FLAT, Shard(0)), True)
-    assert [assembly.local for assembly in groups] == [(0,), (1,), (2,)]
-
-
-def test_a_small_parameter_may_be_owned_by_an_empty_rank() -> None:
-    """3 rows over 4 ranks: the rank without a row may orthogonalize too."""
-    assert assemblies(matrix(3, FLAT, Shard(0)), True)[0].groups == ((0, 1, 2, 3),)
-
-
-def test_a_matrix_of_a_single_row_is_local() -> None:
-    assert assemblies(matrix(1, FLAT, Shard(0)), True)[0] == Assembly((0,), ())
-
-
-def test_replicas_share_a_group_or_have_separate_groups() -> None:
-    geometry = matrix(8, SQUARE, Replicate(), Shard(0))
-    assert assemblies(geometry, True)[0].groups == ((0, 1, 2, 3),)
-    assert assemblies(geometry, False)[0].groups == ((0, 1), (2, 3))
-
-
-def test_whole_replicas_are_local_unless_replicas_share_work() -> None:
-    geometry = matrix(8, FLAT, Replicate())
-    assert assemblies(geometry, False)[0] == Assembly((0, 1, 2, 3), ())
-    assert assemblies(geometry, True)[0] == Assembly((), ((0, 1, 2, 3),))
-
-
-def test_column_sharded_heads_stay_within_a_mesh_row() -> None:
-    """Two heads over FSDP 2 x TP 2, TP by rows: head 0 is on ranks 0 and 2, head 1 on ranks 1 and 3."""
-    stack = MatrixStack(1, (MatrixRows("0", (Interval(0, 4),)), MatrixRows("1", (Interval(4, 8),))))
-    geometry = Geometry(Layout((8, 4), SQUARE, (Shard(1), Shard(0))), stack)
-    assert [assembly.groups for assembly in assemblies(geometry, True)] == [((0, 2),), ((1, 3),)]
+@pytest.mark.parametrize(
+    ("geometry", "split", "expected"),
+    [
+        pytest.param(experts(4, 3, 5, FLAT, Shard(0)), True, [((rank,), ()) for rank in ALL], id="whole experts"),
+        # By rows: the flattened rows do not matter, dim 0 is cut 1, 1, 1, 0.
+        pytest.param(experts(3, 2, 5, FLAT, Shard(0)), True, [((rank,), ()) for rank in ALL[:3]], id="fewer experts"),
+        pytest.param(
+            experts(2, 4, 5, SQUARE, Shard(1), Shard(0)), True, [((), ((0, 2),)), ((), ((1, 3),))], id="rows of experts"
+        ),
+        # The rank without a row may orthogonalize too.
+        pytest.param(matrix(3, FLAT, Shard(0)), True, [((), (ALL,))], id="3 rows over 4 ranks"),
+        pytest.param(matrix(1, FLAT, Shard(0)), True, [((0,), ())], id="a single row"),
+        pytest.param(matrix(8, SQUARE, Replicate(), Shard(0)), True, [((), (ALL,))], id="replicas share work"),
+        pytest.param(matrix(8, SQUARE, Replicate(), Shard(0)), False, [((), ((0, 1), (2, 3)))], id="replicas repeat"),
+        pytest.param(matrix(8, FLAT, Replicate()), True, [((), (ALL,))], id="whole replicas share work"),
+        pytest.param(matrix(8, FLAT, Replicate()), False, [(ALL, ())], id="whole replicas repeat"),
+        # TP by rows: head 0 is on ranks 0 and 2, head 1 on ranks 1 and 3.
+        pytest.param(
+            Geometry(Layout((8, 4), SQUARE, (Shard(1), Shard(0))), HEADS),
+            True,
+            [((), ((0, 2),)), ((), ((1, 3),))],
+            id="heads over FSDP x TP",
+        ),
+    ],
+)
+def test_matrices_are_assembled_by_their_holders(
+    geometry: Geometry, split: bool, expected: list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]
+) -> None:
+    assert list(assemblies(geometry, split)) == [Assembly(*assembly) for assembly in expected]

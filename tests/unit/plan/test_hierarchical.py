@@ -6,13 +6,11 @@ import pytest
 
 from tests.unit.plans import plan_of, ranks_of
 from titan_muon.options import Machine
-from titan_muon.plan.cost.times import Costs, bucket_times
-from titan_muon.plan.exchange.all_gather import PATTERNS
+from titan_muon.plan.cost.walk import PlanCost
 from titan_muon.plan.program import collective_ranks, make_program
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.layout import Geometries
 from titan_muon.plan.terms.machine import machine_of
-from titan_muon.plan.terms.pieces import Pieces
 from titan_muon.plan.terms.types import Layout, Mesh, Parameter, Placement, Plan, Replicate, Shard
 from titan_muon.tensors.matrices import stack_of
 
@@ -61,15 +59,15 @@ def test_results_return_within_a_replica_and_then_between_replicas() -> None:
     """Both phases send 16 elements of 2 bytes, at 1,000 bytes a second, after a latency."""
     plan = by(hsdp(1, 4, 2), "hierarchical")
     machine = machine_of(replace(SLOW_LINKS, network_latency_us=5e5), "cpu", None)
-    (bucket,), pieces = plan.buckets, Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
-    totals = PATTERNS["hierarchical"].totals(bucket, pieces)
-    times = bucket_times(bucket, totals, Costs(pieces, plan.works, 2, machine), {rank: rank for rank in bucket.group})
+    (bucket,) = plan.buckets
+    shares = PlanCost.from_plan(plan, machine).buckets[0].shares
     copy = {bucket.owners[0], bucket.owners[0] ^ 1}
-    gathering, back = times.phases
-    assert gathering == pytest.approx([0.032 if rank in copy else 0.0 for rank in bucket.group])
+    assert [share.gather for share in shares] == pytest.approx(
+        [0.032 if rank in copy else 0.0 for rank in bucket.group]
+    )
     # The owner's replica waits for the other replicas, which get no result earlier.
-    assert back == pytest.approx([0.032 + 0.5] * 8)
-    assert [totals[rank].phases[2].received_far for rank in bucket.group] == [0 if r in copy else 16 for r in range(8)]
+    assert [share.back for share in shares] == pytest.approx([0.032 + 0.5] * 8)
+    assert [share.totals.phases[2].received_far for share in shares] == [0 if r in copy else 16 for r in range(8)]
 
 
 def test_collectives_run_within_replicas_and_over_replica_groups() -> None:
@@ -77,7 +75,7 @@ def test_collectives_run_within_replicas_and_over_replica_groups() -> None:
     assert collective_ranks(plan, Geometries(plan.parameters)) == ({(0, 1), (2, 3)}, {(0, 2), (1, 3)})
     for rank in ranks_of(plan):
         for run in make_program(plan, rank).buckets:
-            assert run.spreading is not None
+            assert run.replica_gather is not None
             assert [phase.group for phase in run.phases] == [((0, 1), (2, 3))[rank // 2]] * 2 + [
                 ((0, 2), (1, 3))[rank % 2]
             ]
@@ -111,7 +109,7 @@ def test_matrices_with_different_replica_ranks_fall_back_to_all_to_all() -> None
     plan = by(plan_of(parameters, machine=SLOW_CALLS), "hierarchical")
     (bucket,) = plan.buckets
     assert set(bucket.matrices) == {0, 1}, "the case this test is for"
-    assert all(run.spreading is None for rank in ranks_of(plan) for run in make_program(plan, rank).buckets)
+    assert all(run.replica_gather is None for rank in ranks_of(plan) for run in make_program(plan, rank).buckets)
     assert summarize(plan).ranks == summarize(by(plan, "all_to_all")).ranks
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.plans import LARGE_MESHES, coordinates, elements_of, examples, layouts, stacks, torch_local
-from titan_muon.plan.terms.layout import Geometry, chunk, flattened, intersect, merged, region, spans, stored_as, take
+from titan_muon.plan.terms.layout import Geometry, chunk, flattened, intersect, merged, region, select, spans, stored_as
 from titan_muon.plan.terms.types import (
     Cut,
     Interval,
@@ -115,8 +115,8 @@ def test_merged_joins_touching_intervals_and_drops_empty_ones() -> None:
     assert merged(pieces) == (Interval(0, 5), Interval(7, 8))
 
 
-def test_take_counts_the_listed_indices() -> None:
-    assert take((Interval(2, 5), Interval(8, 12)), 2, 5) == (Interval(4, 5), Interval(8, 10))
+def test_select_counts_the_listed_indices() -> None:
+    assert select((Interval(2, 5), Interval(8, 12)), 2, 5) == (Interval(4, 5), Interval(8, 10))
 
 
 def test_intersect_counts_both_sides_in_separate_orders() -> None:

@@ -238,14 +238,14 @@ class Rank:
         run = self.program.buckets[index]
         if run.returning is not None:
             self.world.launch(self.rank, self._key(index, RETURN))
-        if run.spreading is not None:
+        if run.replica_gather is not None:
             yield from self._wait(self._key(index, RETURN))
             self.world.launch(self.rank, self._key(index, SPREAD))
 
     def _apply(self, index: int) -> Iterator[Key]:
         run = self.program.buckets[index]
         if run.returning is not None:
-            yield from self._wait(self._key(index, RETURN if run.spreading is None else SPREAD))
+            yield from self._wait(self._key(index, RETURN if run.replica_gather is None else SPREAD))
         for piece in self.buffers[index].stored:
             self._update(piece.matrix, piece.spans, piece.view, packed=True)
 
@@ -267,14 +267,14 @@ class Rank:
 
     def _key(self, index: int, which: str) -> Key:
         run = self.program.buckets[index]
-        phase = {GATHER: run.gathering, RETURN: run.returning, SPREAD: run.spreading}[which]
+        phase = {GATHER: run.gathering, RETURN: run.returning, SPREAD: run.replica_gather}[which]
         assert phase is not None
         return self.buckets[index], which, phase.group
 
     def _phase(self, collective: Key) -> tuple[BucketProgram, Phase, BufferSet]:
         index = self.buckets.index(collective[0])
         run = self.program.buckets[index]
-        phase = {GATHER: run.gathering, RETURN: run.returning, SPREAD: run.spreading}[collective[1]]
+        phase = {GATHER: run.gathering, RETURN: run.returning, SPREAD: run.replica_gather}[collective[1]]
         assert phase is not None
         return run, phase, self.buffer_sets[index]
 
@@ -336,9 +336,6 @@ def check_owners(world: World) -> None:
                     assert not plan.local[index], "a matrix at home does not travel"
                     assert set(bucket.group) <= set(mesh.ranks), "a group is part of the matrix's mesh"
                     owners = [bucket.owners[number]] if bucket.owners else [r for r in holders if r in bucket.group]
-                    geometry = world.geometries[matrix.parameter]
-                    if bucket.exchange == "duplicated" and matrix.index in geometry.cut_by_peers:
-                        owners = list(geometry.peers[owners[0]])
                     expected.update((index, rank) for rank in owners)
     assert world.work == expected
 
@@ -358,7 +355,7 @@ def check_legs(world: World) -> None:
             check_routes(phases)
         for phases in by_group(runs.values(), lambda run: run.returning, runs):
             check_routes(phases)
-        for phases in by_group(runs.values(), lambda run: run.spreading, runs):
+        for phases in by_group(runs.values(), lambda run: run.replica_gather, runs):
             check_shares(phases)
 
 

@@ -10,7 +10,7 @@ from tests.unit.plans import SLICING, plan_of
 from titan_muon.options import Machine, OptionError
 from titan_muon.plan.cost.batches import batches
 from titan_muon.plan.cost.timeline import simulate, timeline
-from titan_muon.plan.cost.times import BucketTimes, OwnerTime
+from titan_muon.plan.cost.walk import PlanCost
 from titan_muon.plan.program import make_program
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.machine import Link, machine_of
@@ -182,11 +182,18 @@ def test_modelled_slices_count_flops_and_node_traffic() -> None:
 
 def test_slices_start_when_the_last_owner_is_ready() -> None:
     """Rank 1 has 1 s of local work; rank 0's remaining work follows."""
-    none = (0.0, 0.0)
-    owned = (OwnerTime(0, 1.5, 0, 0), OwnerTime(0, 1.0, 0, 0))
-    bucket = BucketTimes((0, 1), none, owned, none, none, (none, none), 0.0, teams=(((0, 1), 1.0),))
-    assert simulate([replace(bucket, teams=())], [0], [0.0, 1.0], 1) == [1.5, 2.0]
-    assert simulate([bucket], [0], [0.0, 1.0], 1) == [2.5, 2.0]
+    cost = PlanCost.from_plan(plan_of(parameters(1, 2), machine=SLICING, split_over=2), FREE)
+    [bucket] = cost.buckets
+    shares = [
+        share._replace(
+            owned=share.owned._replace(seconds=seconds), pack=0.0, copies=0.0, apply=0.0, gather=0.0, back=0.0
+        )
+        for share, seconds in zip(bucket.shares, (1.5, 1.0), strict=True)
+    ]
+    cost.local = [share._replace(pack=seconds) for share, seconds in zip(cost.local, (0.0, 1.0), strict=True)]
+    for teams, ends in (((), [1.5, 2.0]), ((((0, 1), 1.0),), [2.5, 2.0])):
+        cost.buckets = [bucket._replace(shares=tuple(shares), teams=teams)]
+        assert simulate(cost, 1).now == pytest.approx(ends)
 
 
 def test_owners_compute_slices_first_and_in_the_same_order() -> None:

@@ -103,12 +103,12 @@ def iteration_bytes(parts: list[list[Matrix]]) -> int:
 
 def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
     """Elements sent and received by a rank in a run."""
-    if run.bucket.exchange in ("all_to_all", "duplicated", "hierarchical"):
+    if run.bucket.exchange in ("all_to_all", "hierarchical"):
         assert run.returning is not None
         gathering, back = run.gathering, run.returning
         sent = sum(gathering.home_splits) + sum(back.owned_splits)
         received = sum(gathering.owned_splits) + sum(back.home_splits)
-        if (shared := run.spreading) is None:
+        if (shared := run.replica_gather) is None:
             return sent, received
         return sent + shared.home_numel * (len(shared.group) - 1), received + shared.owned_numel - shared.home_numel
     mine, total, others = run.gathering.home_numel, run.gathering.owned_numel, len(run.bucket.group) - 1

@@ -53,44 +53,13 @@ def test_matrices_are_balanced_over_the_tensor_parallel_groups() -> None:
     assert "matrices in slices: 4" in plan.reason
 
 
-def test_replicated_matrices_have_a_single_owner_under_tensor_parallel_modes() -> None:
+def test_replicated_matrices_have_a_single_owner_under_tensor_parallelism() -> None:
     """A replicated router, beside a tensor-parallel matrix."""
     matrices = [matrix("w", (64, 32), (2, 2), Shard(1), Shard(0)), matrix("r", (8, 32), (2, 2), Shard(1), Replicate())]
-    for mode in ("distributed", "duplicated"):
-        plan = plan_of(matrices, tensor_parallel=mode)
-        done = [number for rank in range(4) for run in make_program(plan, rank).buckets for number in run.matrices]
-        assert len(done) == 3
-        assert done.count(max(done)) == 1
-
-
-@pytest.mark.parametrize("replicas", ["split", "redundant"])
-def test_duplicated_results_return_only_within_a_tensor_parallel_place(replicas: str) -> None:
-    """HSDP 2 x TP 2 of a matrix: two ranks have the whole matrix, and a rank gets a part from one of the two."""
-    placements = (Replicate(), Shard(0))
-    plan = plan_of([matrix("w", (8, 6), (2, 2), *placements)], tensor_parallel="duplicated", replicas=replicas)
-    programs = [make_program(plan, rank) for rank in range(4)]
-    done = [rank for rank, program in enumerate(programs) for run in program.buckets for _ in run.matrices]
-    assert done == ([0, 1] if replicas == "split" else [0, 1, 2, 3])
-    for rank, program in enumerate(programs):
-        for run in program.buckets:
-            assert run.returning is not None
-            # Ranks 0 and 2 have the first rows, 1 and 3 the last.
-            assert all(parcel.peer % 2 == rank % 2 for parcel in (*run.returning.home, *run.returning.owned))
-    # In the gather both ranks exchange 24 elements; in the return, a rank of the other replica gets a part from one
-    # rank.
-    sent = [cost.bytes_sent // plan.wire_bytes for cost in summarize(plan).ranks]
-    assert sent == ([48, 48, 0, 0] if replicas == "split" else [24] * 4)
-
-
-def test_a_duplicated_matrix_counts_as_work_on_every_rank() -> None:
-    """A large matrix for both ranks of a tensor-parallel group, and small matrices for the second group."""
-    parameters = [matrix("large", (64, 64), (2, 2), Shard(1), Shard(0))]
-    parameters += [matrix(f"small{i}", (8, 8), (2, 2), Shard(1), Replicate()) for i in range(4)]
-    plan = plan_of(parameters, tensor_parallel="duplicated")
-    done = {rank: [m for run in make_program(plan, rank).buckets for m in run.matrices] for rank in range(4)}
-    busy = {rank for rank, matrices in done.items() if 0 in matrices}
-    assert busy in ({0, 1}, {2, 3})
-    assert all(done[rank] == [0] for rank in busy)
+    plan = plan_of(matrices, tensor_parallel="distributed")
+    done = [number for rank in range(4) for run in make_program(plan, rank).buckets for number in run.matrices]
+    assert len(done) == 3
+    assert done.count(max(done)) == 1
 
 
 SQUARE = ((2, 2), Shard(1), Shard(0))
@@ -103,12 +72,6 @@ SQUARE = ((2, 2), Shard(1), Shard(0))
         ("distributed", {"exchange": "all_gather", "owners": "everyone"}, "exchange = 'all_gather' has no owners"),
         ("distributed", {"replicas": "redundant"}, "replicas = 'redundant' may repeat the work"),
         ("distributed", {"split_over": "auto"}, "split_over = 'auto' assigns slices to other ranks; choose 1"),
-        ("duplicated", {"split_over": 2}, "split_over = 2 assigns slices to other ranks; choose 1"),
-        (
-            "duplicated",
-            {"exchange": "all_gather_reduce_scatter"},
-            "exchange = 'all_gather_reduce_scatter' cannot return a part .* choose 'all_to_all'",
-        ),
     ],
 )
 def test_options_unfit_for_a_tensor_parallel_mode_are_refused(mode: str, options: dict[str, Any], fault: str) -> None:
@@ -131,12 +94,11 @@ def test_distributed_mode_names_a_matrix_without_slices(shape: tuple[int, int], 
     matrices = [matrix("layers.1.w", shape, *SQUARE)]
     with pytest.raises(OptionError, match=f"^tensor_parallel = 'distributed': {fault}.*; set 'owner'"):
         plan_of(matrices, tensor_parallel="distributed", machine=machine)
-    assert len(plan_of(matrices, tensor_parallel="duplicated", machine=machine).matrices) == 1
 
 
-def test_duplicated_mode_names_a_matrix_with_parts_on_some_ranks_only() -> None:
+def test_distributed_mode_names_a_matrix_with_parts_on_some_ranks_only() -> None:
     """Two heads over four ranks: each head is on two ranks without the second head."""
     layout = Layout((8, 4), Mesh((4,), (0, 1, 2, 3)), (Shard(0),), 0)
     heads = tuple(MatrixRows(str(i), (Interval(4 * i, 4 * i + 4),)) for i in range(2))
-    with pytest.raises(OptionError, match=r"'duplicated': w \(4 x 4\) has parts only on some ranks of each"):
-        plan_of([Parameter("w", "w", layout, MatrixStack(1, heads))], tensor_parallel="duplicated")
+    with pytest.raises(OptionError, match=r"'distributed': w \(4 x 4\) has parts only on some ranks of each"):
+        plan_of([Parameter("w", "w", layout, MatrixStack(1, heads))], tensor_parallel="distributed")

@@ -10,12 +10,10 @@ from hypothesis import given
 from scripts.bounds import Chain, chains, least_seconds, least_whole
 from tests.unit.plans import examples, plan_of, plans
 from titan_muon.options import Machine, MuonOptions, OptionError, Overlap
+from titan_muon.plan.cost.costs import Costs
 from titan_muon.plan.cost.timeline import timeline
-from titan_muon.plan.cost.times import Costs
-from titan_muon.plan.search.search import Simulation
-from titan_muon.plan.terms.layout import Geometries
+from titan_muon.plan.search.search import CandidatePlan
 from titan_muon.plan.terms.machine import COLLECTIVE_LAUNCHES, LAUNCHES, MACHINES, Link, MachineRates, machine_of
-from titan_muon.plan.terms.pieces import Pieces
 from titan_muon.plan.terms.schedule import ordered_rounds
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
 
@@ -180,9 +178,8 @@ def test_no_wait_is_negative_and_no_step_beats_the_lower_bound(plan: Plan) -> No
 
 
 def least(plan: Plan, machine: MachineRates) -> float:
-    pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
-    costs = Costs(pieces, plan.works, plan.wire_bytes, machine)
-    return least_whole(chains(plan.buckets, costs), [0.0] * len(pieces.ranks()), 100 * seconds(plan, machine))
+    costs = Costs.from_plan(plan, machine)
+    return least_whole(chains(plan.buckets, costs), [0.0] * len(costs.pieces.ranks()), 100 * seconds(plan, machine))
 
 
 @examples(50)
@@ -239,7 +236,7 @@ def test_memory_beyond_2_gib_must_save_more_time_and_is_reported() -> None:
     plan = plan_of([Parameter(f"layers.{i}.w", f"layers.{i}", layout, stack) for i in range(16)])
     assert re.search(r"(^|; )\d+\.\d GiB of buffers and workspace, since with \d+\.\d GiB a step would", plan.reason)
     assert not plan_of(parameters(4, 4)).reason
-    prices = [Simulation((), 3, 1.0, 0, gib * 2**30, 0.0).price for gib in (1, 2, 3)]
+    prices = [CandidatePlan((), 3, 1.0, 0, gib * 2**30, 0.0).price for gib in (1, 2, 3)]
     assert prices == pytest.approx([1, 1.03, 1.13])
 
 

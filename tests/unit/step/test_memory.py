@@ -16,8 +16,8 @@ from titan_muon.algorithms.muon import MuonAlgorithm
 from titan_muon.algorithms.scaling import scaled
 from titan_muon.comm.buffers import fragmentation
 from titan_muon.options import MuonOptions, PlacementRule
-from titan_muon.plan.cost.times import Costs
-from titan_muon.plan.cost.totals import Totals
+from titan_muon.plan.cost.costs import Costs
+from titan_muon.plan.cost.walk import PlanCost
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.layout import Geometries, Geometry
 from titan_muon.plan.terms.pieces import Pieces
@@ -193,7 +193,7 @@ def test_planning_data_is_dropped_after_construction() -> None:
     muon = Muon([(f"w{i}", with_gradient(nn.Parameter(torch.zeros(8, 8 + i)))) for i in range(3)]).build()
     muon.step()
     gc.collect()
-    kinds = (Geometries, Geometry, Pieces, Costs, Totals)
+    kinds = (Geometries, Geometry, Pieces, Costs, PlanCost)
     assert [type(item).__name__ for item in gc.get_objects() if isinstance(item, kinds)] == []
 
 

@@ -10,7 +10,7 @@ from itertools import repeat
 
 from ..terms.pieces import Pieces
 from ..terms.types import Bucket
-from .all_to_all import AllToAll, Duplicated
+from .all_to_all import AllToAll
 from .hierarchical import Hierarchical
 from .pattern import BucketTotals, Pattern, counts, ring
 from .phases import BucketProgram, Collective, gather_phase
@@ -27,7 +27,7 @@ class AllGather(Pattern):
     has_owners = False
     collectives: tuple[Collective, ...] = (Collective.ALL_GATHER,)
 
-    def _workers(self, bucket: Bucket, pieces: Pieces, kind: int, owner: int | None) -> Collection[int]:
+    def _orthogonalizing_ranks(self, bucket: Bucket, pieces: Pieces, kind: int, owner: int | None) -> Collection[int]:
         return pieces.holders(kind, bucket.group).on_rank if owner is None else (owner,)
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
@@ -36,7 +36,9 @@ class AllGather(Pattern):
             for peer in bucket.group
         }
         owners = zip(bucket.matrices, bucket.owners or repeat(None), strict=False)
-        mine = tuple(m for m, owner in owners if rank in self._workers(bucket, pieces, pieces.kinds[m], owner))
+        mine = tuple(
+            m for m, owner in owners if rank in self._orthogonalizing_ranks(bucket, pieces, pieces.kinds[m], owner)
+        )
         gather, *back = (gather_phase(stored, rank, bucket.group, collective) for collective in self.collectives)
         # Never mirrored: the summed buffer must be zero except for results, but the inbox is full of pieces.
         return BucketProgram(bucket, mine, gather, back[0] if back else None, False)
@@ -49,8 +51,8 @@ class AllGather(Pattern):
             for rank, elements in pieces.holders(kind, bucket.group).on_rank.items():
                 stored[rank] += count * elements
                 parts[rank] += count
-            workers = self._workers(bucket, pieces, kind, owner)
-            held.setdefault(kind, Counter()).update(dict.fromkeys(workers, count))
+            ranks = self._orthogonalizing_ranks(bucket, pieces, kind, owner)
+            held.setdefault(kind, Counter()).update(dict.fromkeys(ranks, count))
         whole, flows, mine, calls = sum(stored.values()), ring(stored, pieces), counts(held), len(self.collectives)
         result = {}
         for rank, kept in stored.items():
@@ -75,7 +77,6 @@ class AllGatherReduceScatter(AllGather):
 
 
 PATTERNS: Mapping[str, Pattern] = {
-    pattern.name: pattern
-    for pattern in (AllToAll(), AllGatherReduceScatter(), AllGather(), Duplicated(), Hierarchical())
+    pattern.name: pattern for pattern in (AllToAll(), AllGatherReduceScatter(), AllGather(), Hierarchical())
 }
 """The values of the option `exchange`, and the automatic patterns."""

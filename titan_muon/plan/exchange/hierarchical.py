@@ -20,7 +20,6 @@ class Hierarchical(AllToAll):
 
     name = "hierarchical"
     spreads = True
-    automatic = True
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
         replicas = replicas_in(bucket, pieces)
@@ -35,8 +34,8 @@ class Hierarchical(AllToAll):
             phase = run.returning if member == rank else self.phase(part, member, pieces, RETURN)
             # In the order of the member's home buffer. This rank stores an equal piece of each matrix.
             stored[member] = [(parcel.matrix, parcel.piece) for parcel in phase.home]
-        spreading = gather_phase(stored, rank, tuple(sorted(within)), Collective.ALL_GATHER)
-        return replace(run, bucket=bucket, spreading=spreading)
+        replica_gather = gather_phase(stored, rank, tuple(sorted(within)), Collective.ALL_GATHER)
+        return replace(run, bucket=bucket, replica_gather=replica_gather)
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
         replicas = replicas_in(bucket, pieces)

@@ -16,7 +16,7 @@ KindCounts = tuple[tuple[int, int], ...]
 """(kind, number of matrices), in ascending order."""
 
 
-class Flow(NamedTuple):
+class LinkTraffic(NamedTuple):
     """Elements exchanged by a rank in a collective, within the node (near) and beyond (far).
 
     `*_peers`: ranks with a message in either direction.
@@ -52,7 +52,7 @@ class BucketTotals(NamedTuple):
     sent: int
     received: int
     buffers: tuple[int, ...]
-    phases: tuple[Flow, ...]
+    phases: tuple[LinkTraffic, ...]
     collectives: int
     pieces: int
 
@@ -66,7 +66,7 @@ def counts(owned: Mapping[int, Mapping[int, int]]) -> dict[int, KindCounts]:
     return {rank: tuple(of_kinds) for rank, of_kinds in by_rank.items()}
 
 
-def ring(stored: Mapping[int, int], pieces: Pieces) -> dict[int, Flow]:
+def ring(stored: Mapping[int, int], pieces: Pieces) -> dict[int, LinkTraffic]:
     """Traffic of each rank in an all-gather, or in the reverse direction in a reduce-scatter."""
     # A ring: within a node every rank passes on all received elements; elements from outside enter the node once,
     # spread over its network links.
@@ -79,7 +79,7 @@ def ring(stored: Mapping[int, int], pieces: Pieces) -> dict[int, Flow]:
         node = pieces.node(rank)
         inner = whole - elements if members[node] > 1 else 0
         outer = -(-(whole - inside[node]) // members[node])
-        flows[rank] = Flow(inner, outer, inner, outer, members[node] - 1, len(members) - 1)
+        flows[rank] = LinkTraffic(inner, outer, inner, outer, members[node] - 1, len(members) - 1)
     return flows
 
 
@@ -90,14 +90,12 @@ class Pattern(ABC):
         has_owners: whether a single owner orthogonalizes each matrix.
         one_replica: whether an owner receives the pieces of its own replica only.
         spreads: whether replicas all-gather results.
-        automatic: whether only the planner chooses the pattern.
     """
 
     name: str
     has_owners = True
     one_replica = False
     spreads = False
-    automatic = False
 
     @abstractmethod
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:

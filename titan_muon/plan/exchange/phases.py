@@ -75,8 +75,8 @@ class BucketProgram:
     """A bucket from the view of a rank: gather, orthogonalize `matrices`, return.
 
     `returning` is None if every holder orthogonalizes, because results are already at home. `mirrored`: the return is
-    the reverse of the gather, so both use the same buffers. `spreading`: all-gather among replicas after the return;
-    home parcels are the return's, owned parcels are all local pieces.
+    the reverse of the gather, so both use the same buffers. `replica_gather`: all-gather among replicas after the
+    return; home parcels are the return's, owned parcels are all local pieces.
     """
 
     bucket: Bucket
@@ -84,12 +84,12 @@ class BucketProgram:
     gathering: Phase
     returning: Phase | None
     mirrored: bool
-    spreading: Phase | None = None
+    replica_gather: Phase | None = None
 
     @cached_property
     def stored(self) -> tuple[Parcel, ...]:
-        if self.spreading is not None:
-            return self.spreading.owned
+        if self.replica_gather is not None:
+            return self.replica_gather.owned
         return self.gathering.home if self.returning is None else self.returning.home
 
     @property
@@ -98,7 +98,7 @@ class BucketProgram:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        return tuple(phase for phase in (self.gathering, self.returning, self.spreading) if phase is not None)
+        return tuple(phase for phase in (self.gathering, self.returning, self.replica_gather) if phase is not None)
 
 
 ByPeer = Mapping[int, Sequence[tuple[int, Piece]]]

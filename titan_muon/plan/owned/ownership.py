@@ -121,7 +121,7 @@ def _put(piece: _Share, items: Sequence[OwnedItem], rank: int, balancer: Balance
     replicas = items[piece.item].replicas
     first = rank - rank % replicas
     for member in range(first, first + replicas):
-        balancer.put(piece.task, member)
+        balancer.add_work(piece.task, member)
     return first
 
 
@@ -148,7 +148,7 @@ def _give_balanced(
         elif items[piece.item].replicas > 1:
             rank = _put(piece, items, balancer.least(), balancer)
         else:
-            rank = balancer.give(piece.task, heap, in_layer if single_owner else in_stack)
+            rank = balancer.assign(piece.task, heap, in_layer if single_owner else in_stack)
         owners[piece.item, piece.number] = rank
         in_layer.add(rank)
         in_stack.add(rank)

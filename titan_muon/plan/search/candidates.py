@@ -11,7 +11,7 @@ from ..exchange.all_gather import PATTERNS
 from ..terms.work import WorkOf
 from .problem import Problem
 from .slices import MUST_SAVE, slices_reason, with_cuts
-from .tensor_parallel import uses_peers, with_peers
+from .tensor_parallel import distributes, with_peers
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ Make = Callable[[Problem, WorkOf], Iterable[Candidate]]
 
 def whole(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
     """Each matrix whole on a single rank of each group."""
-    if not uses_peers(problem.options):
+    if not distributes(problem.options):
         yield Candidate(problem, reason=slices_reason(problem))
 
 
 def tensor_parallel(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
     """Matrices cut by tensor parallelism on tensor-parallel groups."""
-    if uses_peers(problem.options):
+    if distributes(problem.options):
         variant = with_peers(problem, work_of)
         yield Candidate(variant, reason=slices_reason(variant))
 
@@ -52,7 +52,7 @@ def over_replicas(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
     pieces = problem.costs.pieces
     kinds = {(pieces.kinds[task.matrix], task.group) for task in problem.tasks}
     has_replicas = any(len(pieces.replicas(kind, problem.groups[group])) > 1 for kind, group in kinds)
-    if has_replicas and problem.pattern is PATTERNS["all_to_all"] and not uses_peers(problem.options):
+    if has_replicas and problem.pattern is PATTERNS["all_to_all"] and not distributes(problem.options):
         reason = (
             "owners return results to their own replica, and replicas all-gather the results (hierarchical): at least "
             f"{100 * MUST_SAVE:.0f} % less price (step time and memory) than with returns to all replicas"

@@ -46,19 +46,19 @@ class Balancer:
         self._limit = max([int(BYTES_OVER_MEAN * sum(sizes) / max(1, len(self._flops))), *sizes])
 
     def heap(self, ranks: Sequence[int]) -> Heap:
-        """A heap for `give`. A rank's other heaps are not updated when the rank receives a task."""
+        """A heap for `assign`. A rank's other heaps are not updated when the rank receives a task."""
         heap = [(self._flops[rank], self._bytes[rank], rank) for rank in ranks]
         heapq.heapify(heap)
         return heap
 
-    def give(self, task: Task, heap: Heap, barred: Collection[int] = ()) -> int:
+    def assign(self, task: Task, heap: Heap, barred: Collection[int] = ()) -> int:
         """Assign to the least loaded rank with room for the bytes; ranks of `barred` only as a last resort."""
         _, _, rank = _pop(heap, self._limit - task.bytes, barred)
-        self.put(task, rank)
+        self.add_work(task, rank)
         heapq.heappush(heap, (self._flops[rank], self._bytes[rank], rank))
         return rank
 
-    def put(self, task: Task, rank: int) -> int:
+    def add_work(self, task: Task, rank: int) -> int:
         self._flops[rank] += task.flops
         self._bytes[rank] += task.bytes
         return rank
@@ -66,7 +66,7 @@ class Balancer:
     def least(self) -> int:
         return min(self._flops, key=lambda rank: (self._flops[rank], self._bytes[rank], rank))
 
-    def ends(self, ranks: Sequence[int]) -> int:
+    def latest_end(self, ranks: Sequence[int]) -> int:
         return max(self._flops[rank] for rank in ranks)
 
     def longest(self) -> int:
@@ -103,7 +103,7 @@ def balanced(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], *, 
     grouped = by_group(tasks, groups)
     for index in reversed(grouped) if small_first else grouped:
         heap = balancer.heap(groups[index])
-        owners |= {(task.matrix, index): balancer.give(task, heap) for task in spread(grouped[index])}
+        owners |= {(task.matrix, index): balancer.assign(task, heap) for task in spread(grouped[index])}
     return owners
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ...options import MuonOptions
-from ..cost.times import Costs
+from ..cost.costs import Costs
 from ..exchange.all_gather import PATTERNS
 from ..exchange.pattern import Pattern
 from ..terms.groups import assemblies

@@ -25,7 +25,8 @@ def rounds(tasks: Sequence[Task], count: int, *, backward: bool = False) -> list
 
 
 class Order(Enum):
-    """The order of a rank's tasks. Small matrices cost least in the unhidden first gather and last return."""
+    """The order of a rank's matrices. Small matrices cost least in the first gather and the last return, because no
+    computation hides these."""
 
     PEAKED = "small matrices first and last"
     ASCENDING = "small matrices first"
@@ -33,14 +34,14 @@ class Order(Enum):
 
 
 class Cut(Enum):
-    """Where a rank's tasks are cut into rounds."""
+    """Where a rank's matrices are cut into rounds."""
 
     TIME = "all ranks end a round at about the same time"
     COUNT = "a rank has about as many matrices of a group in each round"
 
 
 class Dealer:
-    """Deals tasks to rounds by the queues of their owners."""
+    """Each rank has a queue of matrices to orthogonalize. `Dealer` cuts the queues into rounds."""
 
     # A round ends at the slowest owner.
 
@@ -55,7 +56,7 @@ class Dealer:
         self._descending = sorted(tasks, key=lambda t: (share[t.group], t.group, -t.bytes, t.matrix))
 
     def rounds(self, owners: OwnerOf, count: int, order: Order, cut: Cut) -> list[list[Task]]:
-        queues = self._queue(owners, order)
+        queues = self._queues(owners, order)
         result: list[list[Task]] = [[] for _ in range(count)]
         if cut is Cut.COUNT:
             for queue in queues:
@@ -74,7 +75,7 @@ class Dealer:
             for index, task in enumerate(mine):
                 result[count * (2 * index + 1) // (2 * len(mine))].append(task)
 
-    def _queue(self, owners: OwnerOf, order: Order) -> list[list[Task]]:
+    def _queues(self, owners: OwnerOf, order: Order) -> list[list[Task]]:
         by_owner: dict[int, list[Task]] = {}
         for task in self._descending if order is Order.DESCENDING else self._ascending:
             by_owner.setdefault(owners[task.matrix, task.group], []).append(task)
@@ -89,7 +90,10 @@ class Dealer:
 
 
 def _typical_times(queues: Sequence[Sequence[Task]], count: int) -> list[float]:
-    """FLOPs halfway between the ends of consecutive rounds, for the most common queue."""
+    """Where to cut queues: the FLOPs in the middle between the ends of two rounds.
+
+    Measured on the queue that most ranks have.
+    """
     queue_counts = Counter(tuple(task.flops for task in queue) for queue in queues)
     typical = max(queue_counts, key=lambda flops: (queue_counts[flops], sum(flops), flops), default=())
     before, ends = 0, dict[int, int]()

@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from ...options import OptionError, Overlap
-from ..cost.memory import step_bytes
 from ..cost.timeline import simulate
-from ..cost.times import BucketTimes, bucket_times
-from ..cost.totals import Totals
-from ..terms.schedule import hidden_rounds, ordered_rounds
+from ..cost.walk import PlanCost
+from ..terms.schedule import ordered_rounds, overlapped_rounds
 from ..terms.types import Bucket
 from .model_order import in_model_order
 from .owners import STRATEGIES, OwnerOf, Task, among
@@ -35,14 +33,14 @@ PAYS = 1.1
 """Rounds are doubled while the price is within this factor of the best."""
 TURNS: Mapping[Overlap, int] = {"none": 2, "backward": 2, "forward": 16}
 """Most rounds per matrix of the busiest owner. Forward waits for the first round, and small rounds are short."""
-BUFFER_SETS = (3, 2, 4, 1)
-"""3 buffer sets overlap gather, compute and return. 1-2 save memory, 4 absorb imbalance."""
-MOST_TURNS = 400_000
+BUFFER_SETS = 3
+"""Buffer sets to overlap gather, compute and return. Fewer save memory, if `buffer_bytes` asks."""
+MOST_TURNS = 100_000
 """Most simulated turns of single ranks."""
 
 
 @dataclass(frozen=True)
-class Simulation:
+class CandidatePlan:
     """Simulated buckets.
 
     Attributes:
@@ -68,17 +66,20 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Ways to deal matrices to at most `rounds` rounds. `in_model_order` ignores `order` and `cut`."""
+    """One way to distribute matrices over at most `rounds` rounds.
+
+    `owners`: index into STRATEGIES. `order` and `cut` matter only if `in_model_order` is false.
+    """
 
     rounds: int
     in_model_order: bool = False
-    owners: int = 0  # Index into STRATEGIES.
+    owners: int = 0
     order: Order = Order.PEAKED
     cut: Cut = Cut.TIME
 
 
-def fastest(problem: Problem) -> Simulation:
-    """The best simulation. Raises OptionError if `buffer_bytes` is too small for all."""
+def fastest(problem: Problem) -> CandidatePlan:
+    """The best candidate. Raises OptionError if `buffer_bytes` is too small for all."""
     search = _Search(problem)
     # Hidden communication may save less than uneven rounds cost.
     for ordered in (True, False) if problem.options.overlap != "none" else (False,):
@@ -92,11 +93,11 @@ class _Search:
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._overlap = problem, problem.options.overlap
-        self._place = {rank: index for index, rank in enumerate(problem.costs.pieces.ranks())}
-        self._local = list(problem.costs.local(problem.local).values())
+        self._ranks = len(problem.costs.pieces.ranks())
+        self._local = problem.costs.local(problem.local)
         self._dealer = Dealer(problem.tasks, problem.groups)
-        self._simulations: list[Simulation] = []
-        self._simulated: dict[Strategy, Simulation] = {}
+        self._candidates: list[CandidatePlan] = []
+        self._simulated: dict[Strategy, CandidatePlan] = {}
         self._owners: dict[int, OwnerOf] = {}
         self._left = MOST_TURNS
         self._ending = ""
@@ -104,8 +105,8 @@ class _Search:
     def run(self, in_model_order: bool) -> None:
         """Double the rounds until more rounds do not pay, then improve the best strategy field by field."""
         self._left = MOST_TURNS
-        rank_bytes = 2 * sum(task.bytes for task in self._problem.tasks) / max(1, len(self._place))
-        first = max(1, min(self._most_rounds(), int(rank_bytes * max(BUFFER_SETS) / (8 * FREE_BYTES))))
+        rank_bytes = 2 * sum(task.bytes for task in self._problem.tasks) / max(1, self._ranks)
+        first = max(1, min(self._most_rounds(), int(rank_bytes / (2 * FREE_BYTES))))
         self._double(Strategy(first, in_model_order))
         best = None
         while self._simulated and best != (best := self._best_strategy(in_model_order)):
@@ -115,15 +116,15 @@ class _Search:
                     self._simulate(strategy)
 
     def _double(self, strategy: Strategy) -> None:
-        best, simulation, left = None, self._simulate(strategy), MOST_TURNS
-        while simulation is not None and strategy.rounds < self._most_rounds():
-            best = simulation if best is None else min(best, simulation, key=self._worth)
+        best, candidate, left = None, self._simulate(strategy), MOST_TURNS
+        while candidate is not None and strategy.rounds < self._most_rounds():
+            best = candidate if best is None else min(best, candidate, key=self._worth)
             # In large worlds, keep turns for further strategies.
             expensive = 2 * (left - self._left) > self._left / 2
-            if self._fits(simulation) and (expensive or simulation.price > PAYS * best.price):
+            if self._fits(candidate) and (expensive or candidate.price > PAYS * best.price):
                 break
             left, strategy = self._left, replace(strategy, rounds=min(2 * strategy.rounds, self._most_rounds()))
-            simulation = self._simulate(strategy)
+            candidate = self._simulate(strategy)
 
     def _other_orders(self, best: Strategy) -> Iterator[Strategy]:
         for order, cut in () if best.in_model_order else product(Order, Cut):
@@ -146,7 +147,7 @@ class _Search:
         return most if not owners else min(TURNS[self._overlap] * max(Counter(owners.values()).values()), most)
 
     def _assigned(self, number: int) -> OwnerOf | None:
-        # On demand: for tens of thousands of experts an assignment takes as long as a simulation.
+        # On demand: for tens of thousands of experts an assignment takes as long as a candidate.
         problem = self._problem
         if problem.owners is not None or not problem.pattern.has_owners:
             return problem.owners
@@ -155,23 +156,23 @@ class _Search:
             self._owners[number] = among(STRATEGIES[number], problem.tasks, problem.groups, load, eligible)
         return self._owners[number]
 
-    def _fits(self, simulation: Simulation) -> bool:
+    def _fits(self, candidate: CandidatePlan) -> bool:
         limit = self._problem.options.buffer_bytes
-        return limit is None or simulation.buffer_bytes <= limit
+        return limit is None or candidate.buffer_bytes <= limit
 
-    def _worth(self, simulation: Simulation) -> tuple[bool, float, int]:
-        fits = self._fits(simulation)
-        return not fits, simulation.price if fits else simulation.buffer_bytes, simulation.bytes
+    def _worth(self, candidate: CandidatePlan) -> tuple[bool, float, int]:
+        fits = self._fits(candidate)
+        return not fits, candidate.price if fits else candidate.buffer_bytes, candidate.bytes
 
-    def _best(self) -> Simulation:
-        return min(self._simulations, key=self._worth)
+    def _best(self) -> CandidatePlan:
+        return min(self._candidates, key=self._worth)
 
     def _best_strategy(self, in_model_order: bool) -> Strategy:
         strategies = [strategy for strategy in self._simulated if strategy.in_model_order == in_model_order]
         return min(strategies or self._simulated, key=lambda strategy: self._worth(self._simulated[strategy]))
 
     def _ended(self) -> bool:
-        if not self._simulations:
+        if not self._candidates:
             return False
         best = self._best()
         if self._fits(best) and best.price <= max(NEAR_LIMIT * best.busiest, best.busiest + SHORT_SECONDS):
@@ -180,8 +181,8 @@ class _Search:
             self._ending = f"the search for a faster plan stopped after {MOST_TURNS:,} simulated turns of single ranks"
         return self._left <= 0
 
-    def _simulate(self, strategy: Strategy) -> Simulation | None:
-        """The best over all numbers of buffer sets; None if the search has ended."""
+    def _simulate(self, strategy: Strategy) -> CandidatePlan | None:
+        """None if the search has ended."""
         if strategy not in self._simulated:
             if self._ended():
                 return None
@@ -199,36 +200,25 @@ class _Search:
     def _following(self, count: int) -> list[list[Task]]:
         return rounds(self._problem.tasks, count, backward=self._overlap == "backward")
 
-    def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> Simulation:
+    def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> CandidatePlan:
+        """The best candidate over all numbers of buffer sets."""
         problem = self._problem
         if problem.sliced:
             grouped = together(grouped, problem.costs.pieces.matrices)
         buckets = self._buckets(grouped, owners)
-        totals = Totals(buckets, problem.costs.pieces)
-        times = [
-            bucket_times(bucket, bucket_totals, problem.costs, self._place)
-            for bucket, bucket_totals in zip(buckets, totals.of_buckets, strict=True)
-        ]
-        numbers, local = [bucket.round for bucket in buckets], [time.seconds for time in self._local]
-        busiest = self._busiest(times)
-        work = [
-            step_bytes(self._local[place].owned, [t for _, t in totals.buckets[rank]], 0, problem.costs).work
-            for rank, place in self._place.items()
-        ]
-        added = []
-        ordered = ordered_rounds(buckets, self._overlap)
+        cost, ordered, added = PlanCost(buckets, self._local, problem.costs), ordered_rounds(buckets, self._overlap), []
         # A pass of the model can hide every round with a buffer set.
-        more = (len(grouped),) if ordered else ()
-        for buffer_sets in dict.fromkeys(
-            min(buffer_sets, max(1, len(grouped))) for buffer_sets in (*BUFFER_SETS, *more)
-        ):
+        most = (BUFFER_SETS, len(grouped)) if ordered else (BUFFER_SETS,)
+        fewer = () if problem.options.buffer_bytes is None else range(1, BUFFER_SETS)
+        for buffer_sets in {min(sets, max(1, len(grouped))): None for sets in (*most, *fewer)}:
             self._left -= 3 * sum(len(bucket.group) for bucket in buckets)
-            hidden = hidden_rounds(self._overlap, buffer_sets, len(grouped), ordered)
-            seconds = max(simulate(times, numbers, local, buffer_sets, hidden), default=0.0)
-            buffers = [totals.buffer_elements(rank, buffer_sets) * problem.options.wire_bytes for rank in self._place]
-            rank_bytes = max((b + w for b, w in zip(buffers, work, strict=True)), default=0)
-            added.append(Simulation(buckets, buffer_sets, seconds, max(buffers, default=0), rank_bytes, busiest))
-        self._simulations += added
+            hidden = overlapped_rounds(self._overlap, buffer_sets, len(grouped), ordered)
+            seconds = max(simulate(cost, buffer_sets, hidden).now, default=0.0)
+            memory = cost.step_bytes(buffer_sets)
+            buffers = max((rank.buffers for rank in memory), default=0)
+            peak = max((rank.peak for rank in memory), default=0)
+            added.append(CandidatePlan(buckets, buffer_sets, seconds, buffers, peak, cost.busiest()))
+        self._candidates += added
         return min(added, key=self._worth)
 
     def _buckets(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> tuple[Bucket, ...]:
@@ -243,14 +233,6 @@ class _Search:
                 buckets.append(Bucket(problem.pattern.name, problem.groups[group], matrices, ranks, number))
         return tuple(buckets)
 
-    def _busiest(self, times: Sequence[BucketTimes]) -> float:
-        busy = [local.seconds for local in self._local]
-        for bucket in times:
-            parts = zip(bucket.group, bucket.pack, bucket.owned, bucket.copies, bucket.apply, strict=True)
-            for index, pack, owned, copies, apply in parts:
-                busy[index] += pack + owned.seconds + copies + apply
-        return max(busy, default=0.0)
-
     def run_until_it_fits(self) -> None:
         """Simulate more and more rounds of consecutive matrices until `buffer_bytes` suffices."""
         tasks, count = self._problem.tasks, 1
@@ -260,7 +242,7 @@ class _Search:
                 return
             count = min(2 * count, len(tasks))
 
-    def chosen(self) -> Simulation:
+    def chosen(self) -> CandidatePlan:
         best = self._best()
         if not self._fits(best):
             raise OptionError(
@@ -270,11 +252,11 @@ class _Search:
             )
         return replace(best, reason="; ".join(filter(None, (self._ending, self._memory_of(best)))))
 
-    def _memory_of(self, best: Simulation) -> str:
+    def _memory_of(self, best: CandidatePlan) -> str:
         if best.bytes <= MORE_BYTES:
             return ""
-        within = [simulation for simulation in self._simulations if simulation.bytes <= MORE_BYTES]
-        other = min(within, key=lambda d: d.seconds) if within else min(self._simulations, key=lambda d: d.bytes)
+        within = [candidate for candidate in self._candidates if candidate.bytes <= MORE_BYTES]
+        other = min(within, key=lambda d: d.seconds) if within else min(self._candidates, key=lambda d: d.bytes)
         return (
             f"{best.bytes / 2**30:.1f} GiB of buffers and workspace, since with {other.bytes / 2**30:.1f} GiB a step "
             f"would take {other.seconds / best.seconds:.2f} x as long"

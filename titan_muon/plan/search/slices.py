@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...options import MuonOptions, OptionError
-from ..cost.times import Costs
+from ..cost.costs import Costs
 from ..exchange.all_gather import PATTERNS
 from ..terms.layout import Geometries
 from ..terms.pieces import Pieces, Ranks
@@ -18,7 +18,7 @@ from ..terms.work import Work, WorkOf
 from .owners import Balancer, OwnerOf, Task, by_group, spread
 from .problem import Problem
 
-LIMITS = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3)
+LIMITS = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5)
 """A matrix is sliced if its owner would end later than the mean load times a limit."""
 GAIN = 0.99
 """The busiest rank must end earlier at least by this factor, else nothing is sliced."""
@@ -26,11 +26,11 @@ MUST_SAVE = 0.03
 """`auto` picks slices only if the modelled price falls at least by this share."""
 COUNTS = (2, 4, 8)
 ALWAYS = -math.inf
-"""Sentinel: always slice matrices with an offer."""
+"""Sentinel: always slice matrices with an option."""
 
 
 @dataclass(frozen=True)
-class Offer:
+class SliceOption:
     """A way to slice a matrix: work and time of one of `count` slices, and possible teams of owners."""
 
     count: int
@@ -39,23 +39,28 @@ class Offer:
     teams: tuple[Ranks, ...]
 
 
-Offers = dict[tuple[int, int], tuple[Offer, ...]]
-"""Offers by (matrix, group)."""
+SliceOptions = dict[tuple[int, int], tuple[SliceOption, ...]]
+"""By (matrix, group)."""
 
 
 @dataclass(frozen=True)
-class Shared:
-    """An offer for a team of ranks."""
+class TeamChoice:
+    """An option for a team of ranks."""
 
     end: int  # Of the last rank.
-    offer: Offer
+    option: SliceOption
     ranks: Ranks
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Owners or team of each of `Problem.tasks`, the end of the busiest rank, and the latest end of a task with an
-    offer if left whole."""
+    """Ranks for all tasks of a problem.
+
+    Attributes:
+        owners: the owner of each task, or its team.
+        longest: end of the busiest rank.
+        latest: latest end of a task that could be sliced, if it stayed whole.
+    """
 
     owners: tuple[Ranks, ...]
     longest: int
@@ -75,11 +80,6 @@ def slices_fault(options: MuonOptions) -> str:
         return "orthogonalize = 'reference' is of whole matrices; choose 'auto'"
     if not PATTERNS[options.exchange].has_owners:
         return f"exchange = {options.exchange!r} has no owners; choose 'all_to_all'"
-    return one_owner_fault(options)
-
-
-def one_owner_fault(options: MuonOptions) -> str:
-    """Like `slices_fault`, for options that require a single owner."""
     if options.state == "owner":
         return "state = 'owner' keeps a matrix's momentum for one rank; choose 'replicated'"
     return ""
@@ -89,19 +89,19 @@ def with_cuts(problem: Problem, work_of: WorkOf) -> Problem | None:
     """The problem with late matrices sliced, or None if no slicing ends the step earlier."""
     if problem.options.split_over == 1 or slices_fault(problem.options):
         return None
-    offers = _offers(problem, work_of)
-    if not offers:
+    choices = _slice_options(problem, work_of)
+    if not choices:
         return None
     tasks = timed(problem)
     load = loads(problem)
     mean = (sum(task.flops for task in tasks) + sum(load.values())) / len(problem.costs.pieces.ranks())
     for small_first in (False, True) if len(problem.groups) > 1 else (False,):
-        whole = balance(problem, tasks, load, offers, math.inf, small_first=small_first)
+        whole = balance(problem, tasks, load, choices, math.inf, small_first=small_first)
         limits = [limit * mean for limit in (LIMITS[:1] if small_first else LIMITS) if limit * mean < whole.latest]
-        balances = [balance(problem, tasks, load, offers, limit, small_first=small_first) for limit in limits]
+        balances = [balance(problem, tasks, load, choices, limit, small_first=small_first) for limit in limits]
         best = min(balances, key=lambda b: b.longest, default=whole)
         if best.longest < GAIN * whole.longest:
-            return cut(problem, offers, best)
+            return cut(problem, choices, best)
     return None
 
 
@@ -131,10 +131,11 @@ def picoseconds(costs: Costs, matrix: Matrix, work: Work) -> int:
 
 def loads(problem: Problem) -> dict[int, int]:
     """Picoseconds of each rank's local matrices."""
-    return {rank: int(1e12 * local.owned.seconds) for rank, local in problem.costs.local(problem.local).items()}
+    local = zip(problem.costs.pieces.ranks(), problem.costs.local(problem.local), strict=True)
+    return {rank: int(1e12 * owned.seconds) for rank, owned in local}
 
 
-def _offers(problem: Problem, work_of: WorkOf) -> Offers:
+def _slice_options(problem: Problem, work_of: WorkOf) -> SliceOptions:
     # Each of several groups that repeat the work would need slices.
     groups = Counter(task.matrix for task in problem.tasks)
     most = problem.options.split_over
@@ -144,24 +145,26 @@ def _offers(problem: Problem, work_of: WorkOf) -> Offers:
         for group in problem.groups
     ]
     tasks = (task for task in problem.tasks if possible[task.group] and groups[task.matrix] == 1)
-    return offers_of(
-        problem, tasks, lambda task: _offered(problem, task.matrix, task.group, possible[task.group], work_of)
+    return options_of(
+        problem, tasks, lambda task: _options_of_matrix(problem, task.matrix, task.group, possible[task.group], work_of)
     )
 
 
-def offers_of(problem: Problem, tasks: Iterable[Task], make: Callable[[Task], Sequence[Offer]]) -> Offers:
-    """The offers of these tasks, made once for equal tasks."""
-    offers, known = Offers(), dict[tuple[int, int], tuple[Offer, ...]]()
+def options_of(problem: Problem, tasks: Iterable[Task], make: Callable[[Task], Sequence[SliceOption]]) -> SliceOptions:
+    """The options of these tasks, made once for equal tasks."""
+    choices, known = SliceOptions(), dict[tuple[int, int], tuple[SliceOption, ...]]()
     for task in tasks:
         kind = problem.costs.pieces.kinds[task.matrix], task.group
         if kind not in known:
             known[kind] = tuple(make(task))
         if known[kind]:
-            offers[task.matrix, task.group] = known[kind]
-    return offers
+            choices[task.matrix, task.group] = known[kind]
+    return choices
 
 
-def _offered(problem: Problem, number: int, group: int, counts: Sequence[int], work_of: WorkOf) -> list[Offer]:
+def _options_of_matrix(
+    problem: Problem, number: int, group: int, counts: Sequence[int], work_of: WorkOf
+) -> list[SliceOption]:
     costs, matrix = problem.costs, problem.costs.pieces.matrices[number]
     stored, shape = problem.parameters[matrix.parameter].stack.matrices[matrix.index], (matrix.rows, matrix.cols)
     result, whole = [], picoseconds(costs, matrix, costs.works[matrix.work])
@@ -170,7 +173,7 @@ def _offered(problem: Problem, number: int, group: int, counts: Sequence[int], w
             work = work_of(matrix.parameter, *shape, count)
             slice_time = picoseconds(costs, slices_of(matrix, 0, 0, 0, count)[0], work)
             sets = teams(problem.groups[group], count, costs.machine.ranks_per_node)
-            result += [Offer(count, work, slice_time, tuple(sets))] if slice_time < whole else []
+            result += [SliceOption(count, work, slice_time, tuple(sets))] if slice_time < whole else []
     return result
 
 
@@ -178,7 +181,7 @@ def balance(
     problem: Problem,
     tasks: Sequence[Task],
     load: Mapping[int, int],
-    offers: Offers,
+    choices: SliceOptions,
     limit: float,
     *,
     small_first: bool = False,
@@ -192,31 +195,31 @@ def balance(
         group, group_tasks = problem.groups[index], grouped[index]
         heap = balancer.heap(group)
         for task in spread(group_tasks):
-            offered, end = offers.get((task.matrix, index), ()), heap[0][0] + task.flops
-            latest = max(latest, end) if offered else latest
-            shared = _shared(balancer, offered, limit) if end > limit else None
+            available, end = choices.get((task.matrix, index), ()), heap[0][0] + task.flops
+            latest = max(latest, end) if available else latest
+            shared = _shared(balancer, available, limit) if end > limit else None
             if shared is None or (shared.end >= end and limit > ALWAYS):
-                owners[task.matrix, index] = (balancer.give(task, heap),)
+                owners[task.matrix, index] = (balancer.assign(task, heap),)
                 continue
             for rank in shared.ranks:
-                time, size = shared.offer.picoseconds, task.bytes // shared.offer.count
-                balancer.put(task._replace(flops=time, bytes=size), rank)
+                time, size = shared.option.picoseconds, task.bytes // shared.option.count
+                balancer.add_work(task._replace(flops=time, bytes=size), rank)
             # The entries of these ranks are outdated.
             heap = balancer.heap(group)
             owners[task.matrix, index] = shared.ranks
     return Balance(tuple(owners[task.matrix, task.group] for task in tasks), balancer.longest(), latest)
 
 
-def _shared(balancer: Balancer, offers: Sequence[Offer], limit: float) -> Shared | None:
+def _shared(balancer: Balancer, choices: Sequence[SliceOption], limit: float) -> TeamChoice | None:
     """The fewest slices that end by `limit`, or else the first to end."""
-    shares = [Shared(balancer.ends(ranks) + o.picoseconds, o, ranks) for o in offers for ranks in o.teams]
-    return min(shares, key=lambda share: (max(share.end, limit), share.offer.count, share.end), default=None)
+    shares = [TeamChoice(balancer.latest_end(ranks) + o.picoseconds, o, ranks) for o in choices for ranks in o.teams]
+    return min(shares, key=lambda share: (max(share.end, limit), share.option.count, share.end), default=None)
 
 
-def cut(problem: Problem, offers: Offers, shared: Balance) -> Problem:
+def cut(problem: Problem, choices: SliceOptions, shared: Balance) -> Problem:
     """The problem with slices."""
     chosen = {
-        task.matrix: next(offer for offer in offers[task.matrix, task.group] if offer.count == len(ranks))
+        task.matrix: next(option for option in choices[task.matrix, task.group] if option.count == len(ranks))
         for task, ranks in zip(problem.tasks, shared.owners, strict=True)
         if len(ranks) > 1
     }
@@ -235,14 +238,16 @@ def cut(problem: Problem, offers: Offers, shared: Balance) -> Problem:
     return replace(
         problem,
         parameters=parameters,
-        costs=Costs(pieces, works, costs.wire_bytes, costs.machine, costs.passes),
+        costs=Costs(pieces, works, costs.wire_bytes, costs.machine, costs.elementwise),
         local=tuple(local),
         tasks=tuple(tasks),
         owners=owners,
     )
 
 
-def _renumbered(costs: Costs, chosen: Mapping[int, Offer]) -> tuple[tuple[Matrix, ...], tuple[Work, ...], list[int]]:
+def _renumbered(
+    costs: Costs, chosen: Mapping[int, SliceOption]
+) -> tuple[tuple[Matrix, ...], tuple[Work, ...], list[int]]:
     """Matrices after slicing, works, and the first new number of each matrix."""
     result: list[Matrix] = []
     works: dict[Work, int] = {}
@@ -250,22 +255,22 @@ def _renumbered(costs: Costs, chosen: Mapping[int, Offer]) -> tuple[tuple[Matrix
     for number, matrix in enumerate(costs.pieces.matrices):
         index = 0 if matrix.index == 0 else index
         first.append(len(result))
-        offer = chosen.get(number)
-        work = costs.works[matrix.work] if offer is None else offer.work
+        option = chosen.get(number)
+        work = costs.works[matrix.work] if option is None else option.work
         place = works.setdefault(work, len(works))
-        if offer is not None:
-            result += slices_of(matrix, index, place, work.flops, offer.count)
+        if option is not None:
+            result += slices_of(matrix, index, place, work.flops, option.count)
         else:
             result.append(replace(matrix, index=index, work=place))
-        index += 1 if offer is None else offer.count
+        index += 1 if option is None else option.count
     return tuple(result), tuple(works), first
 
 
-def _parameters(problem: Problem, chosen: Mapping[int, Offer]) -> tuple[Parameter, ...]:
+def _parameters(problem: Problem, chosen: Mapping[int, SliceOption]) -> tuple[Parameter, ...]:
     counts: dict[int, dict[int, int]] = {}
-    for number, offer in chosen.items():
+    for number, option in chosen.items():
         matrix = problem.costs.pieces.matrices[number]
-        counts.setdefault(matrix.parameter, {})[matrix.index] = offer.count
+        counts.setdefault(matrix.parameter, {})[matrix.index] = option.count
     return tuple(
         sliced(parameter, counts[number]) if number in counts else parameter
         for number, parameter in enumerate(problem.parameters)

@@ -1,4 +1,4 @@
-"""The ranks that keep momentum with `state = "owner"`, and the possible owners by momentum."""
+"""With `state = "owner"`: which ranks keep the momentum of a matrix, and which of them may orthogonalize it."""
 
 from __future__ import annotations
 

@@ -1,20 +1,18 @@
-"""Orthogonalization by whole tensor-parallel groups: a slice per rank, or the whole matrix on each."""
+"""Orthogonalization by whole tensor-parallel groups, a slice per rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ...options import MuonOptions, OptionError
-from ..exchange.all_gather import PATTERNS
 from ..terms.blocks import in_blocks
 from ..terms.layout import Geometries
 from ..terms.slices import divides, slices_of
 from ..terms.types import Parameter
 from ..terms.work import WorkOf
-from .owners import OwnerOf, Task
+from .owners import Task
 from .problem import Problem
-from .slices import ALWAYS, Offer, balance, cut, loads, offers_of, one_owner_fault, picoseconds, slices_fault, timed
+from .slices import ALWAYS, SliceOption, balance, cut, loads, options_of, picoseconds, slices_fault, timed
 
 
 def read_in_mode(parameters: Sequence[Parameter], options: MuonOptions) -> tuple[Sequence[Parameter], Geometries]:
@@ -39,9 +37,9 @@ def read_in_mode(parameters: Sequence[Parameter], options: MuonOptions) -> tuple
     return parameters, geometries
 
 
-def uses_peers(options: MuonOptions) -> bool:
+def distributes(options: MuonOptions) -> bool:
     """Whether whole tensor-parallel groups orthogonalize cut matrices."""
-    return options.tensor_parallel in ("distributed", "duplicated")
+    return options.tensor_parallel == "distributed"
 
 
 def _refused(options: MuonOptions, problem: str) -> OptionError:
@@ -49,16 +47,13 @@ def _refused(options: MuonOptions, problem: str) -> OptionError:
 
 
 def _fault(options: MuonOptions) -> str:
-    mode = options.tensor_parallel
-    if mode == "blockwise":
+    if not distributes(options):
         return ""
     if options.split_over != 1:
         return f"split_over = {options.split_over!r} assigns slices to other ranks; choose 1"
-    if mode == "distributed" and options.replicas != "split":
+    if options.replicas != "split":
         return f"replicas = {options.replicas!r} may repeat the work on each replica; choose 'split'"
-    if mode == "duplicated" and options.exchange != "all_to_all":
-        return f"exchange = {options.exchange!r} cannot return a part from each rank; choose 'all_to_all'"
-    return slices_fault(options) if mode == "distributed" else one_owner_fault(options)
+    return slices_fault(options)
 
 
 def with_peers(problem: Problem, work_of: WorkOf) -> Problem:
@@ -69,36 +64,26 @@ def with_peers(problem: Problem, work_of: WorkOf) -> Problem:
         for task in problem.tasks
         if pieces.matrices[task.matrix].index in pieces.geometry(task.matrix).cut_by_peers
     )
-    offers = offers_of(problem, cut_tasks, lambda task: (_offer(problem, task, work_of),))
-    shared = balance(problem, timed(problem), loads(problem), offers, ALWAYS)
-    if problem.options.tensor_parallel == "distributed":
-        return cut(problem, offers, shared)
-    owners: OwnerOf = {
-        (task.matrix, task.group): ranks[0] for task, ranks in zip(problem.tasks, shared.owners, strict=True)
-    }
-    return replace(problem, pattern=PATTERNS["duplicated"], owners=owners)
+    choices = options_of(problem, cut_tasks, lambda task: (_team_option(problem, task, work_of),))
+    return cut(problem, choices, balance(problem, timed(problem), loads(problem), choices, ALWAYS))
 
 
-def _offer(problem: Problem, task: Task, work_of: WorkOf) -> Offer:
+def _team_option(problem: Problem, task: Task, work_of: WorkOf) -> SliceOption:
     costs, members = problem.costs, frozenset(problem.groups[task.group])
     matrix, peers = costs.pieces.matrices[task.matrix], costs.pieces.geometry(task.matrix).peers
     teams = tuple(dict.fromkeys(ranks for ranks in peers.values() if members.issuperset(ranks)))
     if not teams:
         raise _unfit(problem, task, "has parts only on some ranks of each tensor-parallel group")
-    if problem.options.tensor_parallel == "duplicated":
-        work = costs.works[matrix.work]
-        return Offer(1, work, picoseconds(costs, matrix, work), teams)
     count, shape = len(teams[0]), (matrix.rows, matrix.cols)
     if not divides(problem.parameters[matrix.parameter].stack.matrices[matrix.index], shape, count):
         raise _unfit(problem, task, f"cannot be cut into {count} equal slices, because {count} must divide both sides")
     # Slices follow ascending ranks, in any order on the mesh axis.
     on_node = tuple(tuple(sorted(r)) for r in teams if len({rank // costs.machine.ranks_per_node for rank in r}) == 1)
     if not on_node:
-        raise _unfit(
-            problem, task, "is cut over several nodes (machine.ranks_per_node), with slow links between slices"
-        )
+        reason = "is cut over several nodes (machine.ranks_per_node), with slow links between slices"
+        raise _unfit(problem, task, reason)
     work = work_of(matrix.parameter, *shape, count)
-    return Offer(count, work, picoseconds(costs, slices_of(matrix, 0, 0, 0, count)[0], work), on_node)
+    return SliceOption(count, work, picoseconds(costs, slices_of(matrix, 0, 0, 0, count)[0], work), on_node)
 
 
 def _unfit(problem: Problem, task: Task, reason: str) -> OptionError:

@@ -12,8 +12,8 @@ from .layout import Geometry
 class Assembly:
     """The ranks to orthogonalize a matrix.
 
-    `local`: ranks with all of it. Otherwise each of `groups` (global ranks, ascending) assembles the matrix: one group
-    if replicas split the work, one per replica if replicas repeat the work.
+    `local`: ranks that store the whole matrix; nothing is sent. `groups`: sets of ranks whose pieces together are the
+    matrix. Replicas share one group (`split`), or each has its own (`redundant`).
     """
 
     local: tuple[int, ...]

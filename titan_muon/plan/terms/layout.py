@@ -33,7 +33,7 @@ def merged(intervals: Iterable[Interval]) -> Intervals:
     return tuple(joined)
 
 
-def take(intervals: Intervals, start: int, stop: int) -> Intervals:
+def select(intervals: Intervals, start: int, stop: int) -> Intervals:
     """Indices number `start` to `stop` of the listed indices."""
     selected, seen = [], 0
     for interval in intervals:
@@ -49,12 +49,12 @@ def shard(intervals: Intervals, placement: Cut, count: int, index: int) -> Inter
     # Axis after axis, like DTensor: a single cut of 10 rows into 4 x 2 parts would give different parts.
     length = sum(stop - start for start, stop in intervals)
     if isinstance(placement, Shard):
-        return take(intervals, *chunk(length, count, index))
+        return select(intervals, *chunk(length, count, index))
     kept: list[Interval] = []
     for part in range(placement.split_factor):
         outer = chunk(length, placement.split_factor, part)
         inner = chunk(outer.stop - outer.start, count, index)
-        kept += take(intervals, outer.start + inner.start, outer.start + inner.stop)
+        kept += select(intervals, outer.start + inner.start, outer.start + inner.stop)
     return merged(kept)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from .layout import Geometries, Geometry
-from .types import Matrix, Piece
+from .types import Matrix, Piece, Plan
 
 Ranks = tuple[int, ...]
 
@@ -20,7 +20,7 @@ class Holder(NamedTuple):
     node: int
 
 
-class KeySums(NamedTuple):
+class ElementsByKey(NamedTuple):
     """Elements and ranks of the holders with one key of a route: of all, and by (key, node)."""
 
     elements: Counter[Hashable]
@@ -35,13 +35,13 @@ class Holders:
     def __init__(self, holders: Sequence[Holder]) -> None:
         self.holders = holders
         self.on_rank = {holder.rank: holder.elements for holder in holders}
-        self._sums: dict[tuple[str, int], KeySums] = {}
+        self._sums: dict[tuple[str, int], ElementsByKey] = {}
 
-    def sums(self, pattern: str, direction: int, key: Callable[[int], Hashable]) -> KeySums:
+    def sums(self, pattern: str, direction: int, key: Callable[[int], Hashable]) -> ElementsByKey:
         """Sums by the `key` of a rank, which depends only on pattern and direction."""
         # Kept, because a search deals the same matrices hundreds of times.
         if (pattern, direction) not in self._sums:
-            sums = KeySums(Counter(), Counter(), Counter(), Counter())
+            sums = ElementsByKey(Counter(), Counter(), Counter(), Counter())
             for rank, elements, node in self.holders:
                 place = key(rank)
                 sums.elements[place] += elements
@@ -68,6 +68,10 @@ class Pieces:
         self.kinds, self.examples = _kinds(matrices, geometries)
         self._holders: dict[tuple[int, Ranks], Holders] = {}
         self._replicas: dict[tuple[int, Ranks], tuple[Ranks, ...]] = {}
+
+    @classmethod
+    def from_plan(cls, plan: Plan, ranks_per_node: int = 8) -> Pieces:
+        return cls(plan.matrices, Geometries(plan.parameters), ranks_per_node)
 
     def ranks(self) -> list[int]:
         return sorted({rank for geometry in self._geometries.shared for rank in geometry.layout.mesh.ranks})

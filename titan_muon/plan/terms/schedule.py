@@ -11,7 +11,8 @@ from ...options import Overlap
 from .types import Bucket
 
 EARLY = 1 / 8
-"""First share of the model, whose communication backward and forward cannot hide."""
+"""Communication of the first eighth of the model is not overlapped: its gradients come last in backward, and forward
+needs its weights first."""
 
 
 class Act(Enum):
@@ -41,28 +42,31 @@ def late_rounds(buffer_sets: int, rounds: int) -> range:
     return range(max(0, rounds - buffer_sets), rounds)
 
 
-class Hidden(NamedTuple):
+class OverlappedRounds(NamedTuple):
     """First rounds gathered in the backward before the step, and last rounds returned in the next forward."""
 
     gathers: int = 0
     returns: int = 0
 
 
-NOTHING = Hidden()
+NO_OVERLAP = OverlappedRounds()
 
 
-def hidden_rounds(overlap: Overlap, buffer_sets: int, rounds: int, ordered: int) -> Hidden:
+def overlapped_rounds(overlap: Overlap, buffer_sets: int, rounds: int, ordered: int) -> OverlappedRounds:
     """The rounds that `overlap` hides, at most the result `ordered` of `ordered_rounds`."""
     if overlap == "backward":
         # Minus one: nothing hides the last gather of the opening, with the last gradients of backward.
-        return Hidden(gathers=max(0, min(ordered, prefetch(buffer_sets, rounds))))
+        return OverlappedRounds(gathers=max(0, min(ordered, prefetch(buffer_sets, rounds))))
     if overlap == "forward":
-        return Hidden(returns=min(ordered, len(late_rounds(buffer_sets, rounds))))
-    return NOTHING
+        return OverlappedRounds(returns=min(ordered, len(late_rounds(buffer_sets, rounds))))
+    return NO_OVERLAP
 
 
 def ordered_rounds(buckets: Iterable[Bucket], overlap: Overlap) -> int:
-    """Rounds, from the first for backward or the last for forward, without a matrix of the EARLY share."""
+    """How many rounds can be overlapped, because they have no matrix of the EARLY share.
+
+    Backward counts from the first round, forward from the last.
+    """
     least: dict[int, int] = {}
     most = 0
     for bucket in () if overlap == "none" else buckets:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 from math import prod
 
-from .layout import take
+from .layout import select
 from .pieces import Ranks
 from .types import Bucket, Interval, Matrix, MatrixRows, Parameter, Slice
 
@@ -58,9 +58,9 @@ def _part(matrix: MatrixRows, shape: tuple[int, int], place: int, count: int) ->
     label = f"{matrix.label}/{place}"
     if _cuts_rows(shape):
         length = shape[0] // count
-        return replace(matrix, label=label, rows=take(matrix.rows, place * length, (place + 1) * length))
+        return replace(matrix, label=label, rows=select(matrix.rows, place * length, (place + 1) * length))
     length, cols = shape[1] // count, matrix.cols or (Interval(0, shape[1]),)
-    return replace(matrix, label=label, cols=take(cols, place * length, (place + 1) * length))
+    return replace(matrix, label=label, cols=select(cols, place * length, (place + 1) * length))
 
 
 def teams_in(bucket: Bucket, matrices: Sequence[Matrix]) -> dict[int, Ranks]:

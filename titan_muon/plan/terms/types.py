@@ -6,7 +6,7 @@
 #          leaves a rank several row ranges (StridedShard).
 # segment  rows (or columns), consecutive in the matrix and evenly spaced in the rank's storage, where gate and
 #          up rows can alternate. A piece is the product of row segments and column segments.
-# span     one row segment times one column segment (layout.Span): the largest rectangle for a single strided copy.
+# span     a rectangle that one strided copy can move (layout.Span): one row segment times one column segment.
 # parcel   a piece in a flat buffer (phases.Parcel): row-major and without gaps, so that the splits of a collective are
 #          element counts.
 
@@ -20,7 +20,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from .work import FLOAT32_PASSES, Passes, Work
+from .work import FLOAT32_COST, ElementwiseCost, Work
 
 
 class Interval(NamedTuple):
@@ -229,8 +229,7 @@ class Bucket:
     """Matrices of a gather and a return, by the pattern `exchange` in `PATTERNS`.
 
     `group`: global ranks that take part. Rank `owners[i]` orthogonalizes `matrices[i]` (an index into the plan's
-    matrices), with its tensor-parallel peers in a duplicating pattern. Without owners every holder orthogonalizes.
-    Buckets of equal `round` are in flight together.
+    matrices). Without owners every holder orthogonalizes. Buckets of equal `round` are in flight together.
     """
 
     exchange: str
@@ -261,7 +260,7 @@ class Plan:
     wire_bytes: int
     works: tuple[Work, ...]
     reason: str = ""
-    passes: Passes = FLOAT32_PASSES
+    passes: ElementwiseCost = FLOAT32_COST
 
     @property
     def rounds(self) -> int:

@@ -136,7 +136,7 @@ FLOAT32_TRAFFIC = traffic(4, 4, 2, stochastic=False, cautious=False)
 
 
 @dataclass(frozen=True)
-class Passes:
+class ElementwiseCost:
     """Temporary memory and traffic of the element-wise stages. Default: float32 weights and momentum.
 
     `advance` calls change the momentum and `apply` calls the weights: at most so many `elements`, or one row, each with
@@ -151,7 +151,7 @@ class Passes:
     traffic: Traffic = FLOAT32_TRAFFIC
 
 
-FLOAT32_PASSES = Passes()
+FLOAT32_COST = ElementwiseCost()
 
 
 class WorkOf(Protocol):

@@ -21,7 +21,7 @@ ADAMW_BYTES_BFLOAT16 = 20
 """With averages in bfloat16."""
 MEMORY_ERROR = 0.1
 """Assumed relative error of the memory estimate."""
-EXCHANGES_BETWEEN_ALL = ("all_to_all", "duplicated", "hierarchical")
+EXCHANGES_BETWEEN_ALL = ("all_to_all", "hierarchical")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ CONSTRAINTS: Mapping[str, Constraint] = dict(constraints(Recipe)) | {
 
 REGISTRIES: Mapping[str, registry.Registry[Any]] = {
     "muon.algorithm": registry.algorithms,
-    "muon.exchange": registry.exchanges,
     "placement.muon": registry.placements,
 }
 """Registries with the names that a key takes."""
