@@ -107,28 +107,9 @@ def test_differing_collectives_of_ranks_are_named(training: tuple[Collective, ..
     assert message in fault
 
 
-def test_a_different_order_of_two_groups_is_named() -> None:
-    wide = Collective("allreduce", (0, 1, 2), 64)
-    ones, twos = replace(RIGHT, step=(*RIGHT.step, wide)), replace(PEER, step=(wide, *PEER.step))
-    (fault,) = collective_faults([ones, twos])
-    assert "shared collective 0 is alltoall_base of None bytes among 2 ranks on rank 0 and allreduce" in fault
-
-
 def test_a_rank_with_more_host_reads_is_named() -> None:
     (fault,) = collective_faults([RIGHT, replace(PEER, reads=3)])
     assert fault == "the host reads 2 numbers on rank 0 and 3 on rank 1"
-
-
-def test_buffers_of_other_ranks_equal_the_dry_runs() -> None:
-    expected = Expected(0, PLANNED, others={1: (PLANNED.exchange_buffers, PLANNED.orthogonalization)})
-    assert list(faults(PEER, expected)) == []
-    (fault,) = faults(replace(PEER, step_peak=replace(PEER.step_peak, exchange_buffers=1)), expected)
-    assert fault.startswith("exchange buffers take 1 bytes")
-
-
-def test_collectives_of_separate_groups_are_not_compared() -> None:
-    single = Collective("allgather_base", (1, 3), 64)
-    assert list(collective_faults([RIGHT, replace(PEER, training=(single, *PEER_CALLS))])) == []
 
 
 @pytest.mark.parametrize(("states", "fits"), [(0, False), (1, True), (200 << 20, True), ((200 << 20) + 1, False)])
@@ -138,24 +119,6 @@ def test_a_step_loads_at_most_the_dry_runs_offloaded_states(states: int, fits: b
     assert (problems == []) is fits
     (fault,) = faults(RIGHT, Expected(0, PLANNED, offloaded=True))
     assert "bytes are alive after a step" in fault, "between steps none is on the device"
-
-
-def test_records_are_read_back(tmp_path: Path) -> None:
-    RIGHT.write(tmp_path / "seen.json")
-    assert Seen.read(tmp_path / "seen.json") == RIGHT
-
-
-def test_the_fullest_rank_is_compared_with_the_figures_of_this_rank() -> None:
-    memory = {"parameters": 1, "gradients": 2, "optimizer_states": 3, "host_states": 0}
-    ranks = [{"rank": rank, "buffer_bytes": 10 + rank, "work_bytes": 20 + rank} for rank in range(3)]
-    owners = [{"rank": 1, "bytes": 5}, {"rank": 2, "bytes": 9}]
-    shared = {"memory": memory, "ranks": ranks}
-    others = {rank: (10 + rank, 20 + rank) for rank in range(3)}
-    assert Expected.of({**shared, "owners": owners}) == Expected(2, Bytes(1, 2, 3, 12, 22, 0), others=others)
-    assert Expected.of({**shared, "owners": []}) == Expected(0, Bytes(1, 2, 3, 10, 20, 0), others=others)
-    stages = [{**shared, "owners": []}, {**shared, "owners": owners}]
-    assert Expected.of({"pipeline_ranks": stages}).fullest == 0, "rank 0 is of the first stage"
-    assert Expected.of({"memory": memory, "owners": []}).planned.exchange_buffers == 0, "Muon takes nothing"
 
 
 def test_every_full_size_recipe_and_every_layout_is_rehearsed() -> None:
