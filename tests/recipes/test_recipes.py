@@ -31,6 +31,9 @@ WORLDS = [1, 2, 4, 8]
 LARGE = ["deepseek_v3_muon", "deepseek_v4_style_muon", "kimi_k2_muon"]
 
 
+OWNED = ("--placement.muon", "owned")
+
+
 def dry_run(
     recipe: str, world_size: int | None, folder: Path, *overrides: str, device: str | None = None, full: bool = False
 ) -> dict[str, Any]:
@@ -83,15 +86,16 @@ def test_every_recipe_dry_runs(
     assert len(plan["ranks"]) == world_size
 
 
-@pytest.mark.parametrize("world_size", [1, 4, 64])
-@pytest.mark.parametrize("recipe", ["qwen_moe_owned", "llama_muon", "deepseek_muon"])
+@pytest.mark.parametrize(
+    ("recipe", "world_size"), [("qwen_moe_owned", 4), ("llama_muon", 64), ("deepseek_muon", 1), ("deepseek_muon", 64)]
+)
 def test_the_dry_run_of_owned_lists_the_owners(
     recipe: str, world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The table has the owned matrices' bytes and the plan's FLOPs; no step communicates."""
     experts = ["--parallelism.expert_parallel_degree", str(min(world_size, 16))] if recipe != "llama_muon" else []
     batch = ["--training.global_batch_size", "64"]
-    plan = dry_run(recipe, world_size, tmp_path, "--placement.muon", "owned", *experts, *batch)
+    plan = dry_run(recipe, world_size, tmp_path, *OWNED, *experts, *batch)
     printed = capsys.readouterr().out
     # Where there are more ranks than experts, stacks are owned too.
     stacks = 3 if world_size > 16 else 2
@@ -105,70 +109,59 @@ def test_the_dry_run_of_owned_lists_the_owners(
     assert ("ranks own nothing" in printed) == (matrices < world_size)
     assert plan["collectives_per_step"] == 0
     assert f"Muon step: {plan['muon_matrices']:,} matrices local, 0 exchanged" in printed
-    fullest = max(owner["bytes"] for owner in plan["owners"])
-    assert plan["memory"]["parameters"] >= fullest
+    assert plan["memory"]["parameters"] >= max(owner["bytes"] for owner in plan["owners"])
 
 
-@pytest.mark.parametrize(
-    ("replicas", "muon_replicas", "exchanged", "orthogonalized"),
-    [("each", None, 0, 2), ("each", "redundant", 0, 2), ("each", "split", 1, 1), ("one", "split", 0, 1)],
-)
-def test_owners_under_hsdp(
-    replicas: str,
-    muon_replicas: str | None,
-    exchanged: int,
-    orthogonalized: int,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """An owner in each replica repeats or shares the work; a single owner in the world does neither."""
-    keys = {"placement.muon": "owned", "placement.replicas": replicas}
-    keys |= {} if muon_replicas is None else {"muon.replicas": muon_replicas}
-    degrees = {"parallelism.data_parallel_replicate_degree": "2"}
-    plan = dry_run("llama_muon", 4, tmp_path, *(w for k, v in {**keys, **degrees}.items() for w in (f"--{k}", v)))
-    assert bool(plan["collectives_per_step"]) == bool(exchanged)
-    assert plan["orthogonalizations"] == orthogonalized * plan["muon_matrices"]
-    note = 'muon.replicas = "split" shares out replicas; "redundant" would not'
-    assert (note in capsys.readouterr().out) == bool(exchanged)
-
-
-TALKS = {
-    "tensor parallel": (
-        ("--parallelism.tensor_parallel_degree", "2", "--placement.tensor_parallel", "peers"),
-        'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not',
+TWO_REPLICAS = ("--parallelism.data_parallel_replicate_degree", "2")
+TWO_PEERS = ("--parallelism.tensor_parallel_degree", "2")
+OWNED_STEPS: dict[str, tuple[tuple[str, ...], int, str]] = {
+    "an owner in each replica": ((*TWO_REPLICAS, "--placement.replicas", "each"), 2, ""),
+    "replicas that share the work": (
+        (*TWO_REPLICAS, "--placement.replicas", "each", "--muon.replicas", "split"),
+        1,
+        'muon.replicas = "split" shares out replicas; "redundant" would not',
     ),
-    "missing gradients": (
-        (
-            *("--parallelism.data_parallel_replicate_degree", "2", "--muon.missing_grad", "skip"),
-            *("--placement.replicas", "each"),
-        ),
+    "one owner for all replicas": ((*TWO_REPLICAS, "--placement.replicas", "one", "--muon.replicas", "split"), 1, ""),
+    "missing gradients of replicas": (
+        (*TWO_REPLICAS, "--placement.replicas", "each", "--muon.missing_grad", "skip"),
+        2,
         'muon.missing_grad = "skip": replicas compare their gradients; "error" would not',
     ),
+    "pieces of tensor parallelism": (
+        (*TWO_PEERS, "--placement.tensor_parallel", "peers"),
+        1,
+        'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not',
+    ),
 }
+"""Further keys, how often a matrix is orthogonalized, and why the step communicates."""
 
 
-@pytest.mark.parametrize("case", TALKS)
+@pytest.mark.parametrize("case", OWNED_STEPS)
 def test_the_dry_run_explains_an_owned_step_with_collectives(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words, note = TALKS[case]
-    dry_run("llama_muon", 4, tmp_path, "--placement.muon", "owned", *words)
+    words, repeats, note = OWNED_STEPS[case]
+    plan = dry_run("llama_muon", 4, tmp_path, *OWNED, *words)
     shown = capsys.readouterr().out.splitlines()
-    line = shown[shown.index("owned, and yet the step communicates:") + 1]
-    assert note in line
-    assert len(line) < 140, "a line of 500 characters was not read"
+    assert plan["orthogonalizations"] == repeats * plan["muon_matrices"]
+    explained = "owned, and yet the step communicates:"
+    assert (explained in shown) == bool(note)
+    if note:
+        line = shown[shown.index(explained) + 1]
+        assert note in line
+        assert len(line) < 140, "a line of 500 characters was not read"
+    else:
+        assert plan["collectives_per_step"] == 0
 
 
 def test_owners_of_whole_tensor_parallel_matrices_start_no_collective(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each matrix rests once among FSDP and TP ranks, and the dry run prints the passes' traffic."""
-    words = ("--parallelism.tensor_parallel_degree", "2", "--placement.muon", "owned")
-    plan = dry_run("llama_muon", 4, tmp_path, *words, "--placement.tensor_parallel", "whole")
+    plan = dry_run("llama_muon", 4, tmp_path, *OWNED, *TWO_PEERS, "--placement.tensor_parallel", "whole")
     printed = capsys.readouterr().out
     assert plan["collectives_per_step"] == 0
     assert plan["orthogonalizations"] == plan["muon_matrices"]
-    assert "the step communicates" not in printed
     pattern = r"owned, whole across tensor parallelism \(.*\): (\d+) parameters take ([\d.]+) MiB from the busiest rank"
     (numbers,) = re.findall(pattern, printed)
     assert int(numbers[0]) == plan["muon_matrices"]
@@ -178,32 +171,24 @@ def test_owners_of_whole_tensor_parallel_matrices_start_no_collective(
     assert float(numbers[1]) == pytest.approx(max(held) / 2 / 2 / 2**20, rel=0.1)
 
 
-DEFAULTS = {
-    "replicas": ("data_parallel_replicate_degree", "one", "each"),
-    "tensor_parallel": ("tensor_parallel_degree", "peers", "whole"),
-}
-
-
-@pytest.mark.parametrize("key", DEFAULTS)
-def test_the_default_of_owned_placement_is_the_documented_default(key: str, tmp_path: Path) -> None:
-    degree, default, other = DEFAULTS[key]
-    words = (f"--parallelism.{degree}", "2", "--placement.muon", "owned")
-    plan = dry_run("llama_muon", 4, tmp_path, *words)
-    assert dry_run("llama_muon", 4, tmp_path, *words, f"--placement.{key}", default) == plan
-    assert dry_run("llama_muon", 4, tmp_path, *words, f"--placement.{key}", other) != plan
+@pytest.mark.parametrize(
+    ("key", "degree", "default", "other"),
+    [("replicas", TWO_REPLICAS, "one", "each"), ("tensor_parallel", TWO_PEERS, "peers", "whole")],
+)
+def test_the_default_of_owned_placement_is_the_documented_default(
+    key: str, degree: tuple[str, ...], default: str, other: str, tmp_path: Path
+) -> None:
+    plan = dry_run("llama_muon", 4, tmp_path, *OWNED, *degree)
+    assert dry_run("llama_muon", 4, tmp_path, *OWNED, *degree, f"--placement.{key}", default) == plan
+    assert dry_run("llama_muon", 4, tmp_path, *OWNED, *degree, f"--placement.{key}", other) != plan
 
 
 def test_a_rule_with_an_owner_places_an_owner_in_every_replica(tmp_path: Path) -> None:
     """The rank is a place on the FSDP axis."""
-    config = tmp_path / "ruled.toml"
-    rule = '[[placement.rule]]\nmatch = "*.wo.weight"\nplacement = "owned"\nowner = 1\n'
-    config.write_text(f'base = "{CONFIGS / "llama_muon.toml"}"\n{rule}')
-    words = ["--parallelism.data_parallel_replicate_degree", "2", "--placement.muon", "owned"]
-    plans = []
-    for more in ([], ["--placement.replicas", "each", "--muon.replicas", "split"]):
-        report(load(config, [*words, *more]), 4, full=False, json=str(tmp_path / "plan.json"))
-        plans.append(json.loads((tmp_path / "plan.json").read_text()))
-    assert plans[0] == plans[1]
+    rule = ("--placement.rule", '{match = "*.wo.weight", placement = "owned", owner = 1}')
+    words = (*OWNED, *TWO_REPLICAS, *rule)
+    each = ("--placement.replicas", "each", "--muon.replicas", "split")
+    assert dry_run("llama_muon", 4, tmp_path, *words) == dry_run("llama_muon", 4, tmp_path, *words, *each)
 
 
 @pytest.mark.parametrize(

@@ -120,15 +120,6 @@ def test_groups_and_state_are_shared_with_the_parts() -> None:
     }
 
 
-def test_a_scheduler_changes_the_rates_of_both_parts() -> None:
-    model = Decoder()
-    hybrid = Hybrid(model, **OPTIONS)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(hybrid, lambda step: 0.5**step)
-    train(model, hybrid, range(1))
-    scheduler.step()
-    assert hybrid.learning_rates() == {"adamw": 0.01, "muon": 0.01}
-
-
 def plainly(hybrid: Hybrid, model: nn.Module, other: Hybrid, other_model: nn.Module) -> None:
     other.load_state_dict(hybrid.state_dict())
 

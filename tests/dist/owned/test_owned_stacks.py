@@ -254,7 +254,7 @@ def test_a_step_of_owned_experts_starts_no_collective(world_size: int, ranks: tu
             # Experts 0 and 1 belong to the first expert-parallel rank, with even ranks.
             assert [owner % 2 for owner in owners] == [0, 0, 1, 1]
             assert set(by_rank[0].placements) == {(Shard(0), Shard(0))}, "of the experts of a rank, one by one"
-        assert len(set(owners)) == layout.experts * layout.replicas, "each expert has a rank of its own"
+        assert len(set(owners)) == min(layout.experts * layout.replicas, world_size), "as many ranks as there can be"
     assert len({frozenset(owners) for owners in by_rank[0].held_by}) > 1 or world_size < 32, "layers have other owners"
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from benchmarks.rehearsal.checks import MATRIX_PRODUCTS, Expected, collective_faults, faults
-from benchmarks.rehearsal.fake_gpu import fake_gpu
 from benchmarks.rehearsal.seen import Bytes, Collective, Seen
 from benchmarks.rehearse import LAYOUTS, REHEARSED, WORLDS, Case
 from tests.tiny import write_recipe
@@ -59,18 +58,15 @@ def test_figures_equal_to_the_dry_run_have_no_fault() -> None:
     assert list(collective_faults([RIGHT, PEER])) == []
 
 
-@pytest.mark.parametrize("what", ["parameters", "gradients", "optimizer_states", "exchange_buffers"])
-def test_a_byte_more_than_the_dry_run_is_a_fault(what: str) -> None:
-    more = replace(RIGHT.step_peak, **{what: getattr(PLANNED, what) + 1})
-    (fault,) = faults(replace(RIGHT, step_peak=more), Expected(0, PLANNED))
-    assert fault.startswith(what.replace("_", " "))
+STEP = RIGHT.step_peak
 
 
 @pytest.mark.parametrize(
     ("seen", "message"),
     [
-        (replace(RIGHT, step_peak=replace(RIGHT.step_peak, rest=150 << 20)), "the step takes 146,800,640 bytes"),
-        (replace(RIGHT, step_peak=replace(RIGHT.step_peak, rest=30 << 20)), "the step takes 20,971,520 bytes"),
+        (replace(RIGHT, step_peak=replace(STEP, parameters=PLANNED.parameters + 1)), "parameters take"),
+        (replace(RIGHT, step_peak=replace(STEP, exchange_buffers=PLANNED.exchange_buffers + 1)), "exchange buffers"),
+        (replace(RIGHT, step_peak=replace(STEP, rest=150 << 20)), "the step takes 146,800,640 bytes"),
         (
             replace(RIGHT, operations={"copy_": 8}),
             "4 matrices are orthogonalized, and no matrix product is on the device",
@@ -105,11 +101,6 @@ def test_wrong_figures_are_reported(seen: Seen, message: str) -> None:
 def test_differing_collectives_of_ranks_are_named(training: tuple[Collective, ...], message: str) -> None:
     (fault,) = collective_faults([RIGHT, replace(PEER, training=training)])
     assert message in fault
-
-
-def test_a_rank_with_more_host_reads_is_named() -> None:
-    (fault,) = collective_faults([RIGHT, replace(PEER, reads=3)])
-    assert fault == "the host reads 2 numbers on rank 0 and 3 on rank 1"
 
 
 @pytest.mark.parametrize(("states", "fits"), [(0, False), (1, True), (200 << 20, True), ((200 << 20) + 1, False)])
@@ -183,12 +174,8 @@ def test_a_correct_step_is_rehearsed_without_a_fault(step: str) -> None:
     [
         ("item", "DeviceSync: aten._local_scalar_dense.default: the host waits for the device"),
         ("kept", "bytes are alive after a step"),
-        ("offloaded and on the device", "bytes are alive after a step"),
         ("skipped", "on rank 0 and allreduce of"),
         ("mixed", "mixed torch.Tensor and DTensor"),
-        ("grows", "bytes more are alive after the second step than after the first"),
-        ("moved", "which expects"),
-        ("norm read", "DeviceSync: aten._local_scalar_dense.default"),
     ],
 )
 def test_a_fault_is_caught(fault: str, message: str) -> None:
@@ -207,31 +194,3 @@ def test_an_owner_without_the_first_matrix_computes_on_the_device(tmp_path: Path
     seen = Seen.read(file)
     assert seen.orthogonalized > 0
     assert MATRIX_PRODUCTS & seen.operations.keys()
-
-
-@needs_cuda_build
-@pytest.mark.parametrize(
-    ("right", "wrong", "message"),
-    [("owned", "other owners", "with root"), ("replicas", "report first", "step: shared collective")],
-)
-def test_two_ranks_are_compared_over_every_group(tmp_path: Path, right: str, wrong: str, message: str) -> None:
-    """Each rank in a process: PyTorch keeps meshes, with the place of the first rank."""
-    records = {}
-    for rank, fault in ((0, right), (4, right), (4, wrong)):
-        file = tmp_path / f"{rank} {fault}.json"
-        subprocess.run(
-            [sys.executable, "-m", "tests.rehearsed_faults", tmp_path, str(rank), fault, file],
-            check=True, cwd=ROOT, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        records[rank, fault] = Seen.read(file)
-    assert list(collective_faults([records[0, right], records[4, right]])) == []
-    (fault_of_ranks,) = collective_faults([records[0, right], records[4, wrong]])
-    assert message in fault_of_ranks
-
-
-@needs_cuda_build
-def test_a_process_is_unchanged_after_the_fake_gpu() -> None:
-    before = torch.cuda.is_available(), torch._dynamo.config.disable
-    with fake_gpu():
-        assert (torch.cuda.is_available(), torch._dynamo.config.disable) == (True, True)
-    assert (torch.cuda.is_available(), torch._dynamo.config.disable) == before

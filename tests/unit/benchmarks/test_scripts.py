@@ -122,38 +122,6 @@ def test_a_sweep_continues_after_a_divergence_and_resumes(
     assert json.loads((tmp_path / "out/sweep.json").read_text())["results"][1]["val_loss"] == finished["val_loss"]
 
 
-def test_ctrl_c_stops_the_run_and_keeps_results(
-    tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = "import time; print('ready', flush=True); time.sleep(99)"
-    monkeypatch.setattr(sweep.Run, "command", lambda run, folder: [sys.executable, "-c", code])
-    monkeypatch.setattr(sweep.Progress, "watch", lambda *_: sweep.signal.raise_signal(sweep.signal.SIGINT))
-    # A worker of the test suite may ignore the signal.
-    before = sweep.signal.signal(sweep.signal.SIGINT, sweep.signal.default_int_handler)
-    try:
-        assert sweep.main([DENSE, "muon.lr=1", "--out", str(tmp_path / "out"), *small]) == 130
-    finally:
-        sweep.signal.signal(sweep.signal.SIGINT, before)
-    assert "stopping the run" in capsys.readouterr().out
-    assert "**Incomplete: 0 of 1 runs.**" in (tmp_path / "out/sweep.md").read_text()
-
-
-def test_a_failed_run_is_printed_with_the_error_and_the_next_run_starts(
-    tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = "import sys; print('error: no data\\nlast line'); sys.exit(3)"
-    monkeypatch.setattr(sweep.Run, "command", lambda run, folder: [sys.executable, "-c", code])
-    assert sweep.main([DENSE, "muon.lr=1,2", "--out", str(tmp_path / "out"), *small]) == 1
-    printed = capsys.readouterr().out
-    for number in (1, 2):
-        log = tmp_path / f"runs/llama_muon/llama_muon_muon.lr={number}.log"
-        line = f"[{number}/2] llama_muon muon.lr={number}: failed: no data (exit code 3; {log})"
-        assert line in printed
-        assert log.read_text().endswith("last line\n")
-    assert "| llama_muon | 1 | 0, 1 failed | - | - | - |" in printed
-    assert not (tmp_path / "out/sweep.png").exists()
-
-
 def test_a_run_trained_by_a_second_sweep_is_skipped(
     tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from titan_muon import Muon, registry
 from titan_muon.adam import AdamW
-from titan_muon.assignment.roles import Seen, see
+from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.comm.clip import NormCheck
 from titan_muon.options import Split
 from titan_muon.titan import compat
@@ -307,8 +307,8 @@ def test_parts_with_equal_names_are_an_error() -> None:
         container(recipe(stages=2), Model(), Model())
 
 
-def whole_model() -> dict[str, Seen]:
-    return see([Model()])
+def whole_model() -> dict[str, ParameterInfo]:
+    return inspect_model([Model()])
 
 
 def test_every_stage_has_the_groups_of_the_whole_model() -> None:
