@@ -357,7 +357,7 @@ def test_a_stage_without_hidden_matrices_still_builds_muon(monkeypatch) -> None:
         return torch.optim.SGD([{"params": [stage.get_parameter(n) for n in group.names]} for group in groups])
 
     stage = Model(hidden=False)
-    monkeypatch.setattr("titan_muon.assignment.parts.built", build)
+    monkeypatch.setattr("titan_muon.assignment.optimizer_set.build_optimizer", build)
     HybridOptimizers(optimizer_config(recipe(stages=2), whole_model()), model_parts=[stage])
     assert built == {"muon": [()], "adamw": [("tok_embeddings.weight", "output.weight"), ()]}
 
