@@ -293,12 +293,6 @@ def test_an_empty_state_dict_is_refused_with_the_missing_keys() -> None:
         Hybrid(Decoder(), **OPTIONS).load_state_dict({})
 
 
-def test_the_table_names_untrained_parameters() -> None:
-    model = Decoder()
-    model.embed.weight.requires_grad_(False)
-    assert Hybrid(model, **OPTIONS).table().splitlines()[-1] == "not trained (requires_grad is False): embed.weight"
-
-
 @pytest.mark.parametrize("first", ["adamw", "muon"])
 def test_adamw_does_not_wait_for_the_report_of_muons_step_now(first: str) -> None:
     """A report is read before the next send, in any order of the two optimizers."""
