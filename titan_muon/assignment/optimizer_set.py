@@ -82,7 +82,8 @@ def build_optimizers(
         groups.setdefault("muon", (ParamGroup("muon", None, "muon", (), {}),))
     tables = _with_known_splits(tables, assigned, parameters, is_stage=model is not None)
     optimizers = {
-        name: build_optimizer(name, groups[name], {"offload": offload, **tables.get(name, {})}, parameters) for name in groups
+        name: build_optimizer(name, groups[name], {"offload": offload, **tables.get(name, {})}, parameters)
+        for name in groups
     }
     whole = tuple(a for a in assigned if a.fqn not in frozen)
     assignments = tuple(a for a in whole if a.fqn in parameters)
