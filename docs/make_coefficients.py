@@ -2,7 +2,7 @@
 
     python docs/make_coefficients.py
 
-`tests/unit/docs/test_coefficients.py` fails where the page differs.
+`tests/unit/docs/test_docs.py` fails where the page differs.
 """
 
 from __future__ import annotations

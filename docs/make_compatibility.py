@@ -3,7 +3,7 @@
     python docs/make_compatibility.py
 
 Options of `titan_muon.Muon` are tried on a model of one layer in a fake world, a recipe's keys on the relations of
-`titan_muon/titan/recipe/constraints.py`. `tests/unit/docs/test_compatibility.py` fails where the page differs.
+`titan_muon/titan/recipe/constraints.py`. `tests/unit/docs/test_docs.py` fails where the page differs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python docs/make_memory.py
 
-`tests/unit/docs/test_memory_docs.py` fails where the page and the dry run differ.
+`tests/unit/docs/test_docs.py` fails where the page and the dry run differ.
 """
 
 from __future__ import annotations

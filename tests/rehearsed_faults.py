@@ -1,12 +1,11 @@
 """Rehearses a tiny recipe with injected faults, one after the other, and prints the reported messages as JSON.
 
-A separate process, because TorchTitan selects the device at import. Usage: python -m tests.rehearsed_faults FOLDER,
-or FOLDER RANK FAULT FILE for the record of one rank with a fault of FAULTS.
+A separate process, because TorchTitan selects the device at import. Usage: python -m tests.rehearsed_faults FOLDER.
 """
 
 import json
 import sys
-from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,8 @@ def main(folder: Path) -> dict[str, list[str]]:
 
         from benchmarks.rehearsal.checks import Expected, collective_faults, faults
         from benchmarks.rehearsal.training import rehearse
-        from titan_muon.comm.clip import GradientClip
-        from titan_muon.comm.collectives import Collectives
         from titan_muon.comm.exchange import Exchange
-        from titan_muon.state.host import Window
+        from titan_muon.step.stages import RankStages
         from titan_muon.titan.dry_run.report import report
 
         kept: list[torch.Tensor] = []
@@ -53,23 +50,6 @@ def main(folder: Path) -> dict[str, list[str]]:
         def skips(self: Exchange, index: int) -> None:
             if index:
                 gather(self, index)
-
-        def grows(self: RankStages) -> None:
-            kept.append(torch.empty(2**20, device="cuda"))
-            finish(self)
-
-        exchange, scale = Collectives.all_to_all, GradientClip.scale
-
-        def moves(self: Collectives, output: Any, receives: Any, input: Any, sends: Any, group: Any) -> Any:
-            place, peer = max((size, place) for place, size in enumerate(sends))[1], len(sends) - 1
-            moved = list(sends)
-            moved[place] -= sends[place] // 2
-            moved[peer if place != peer else 0] += sends[place] // 2
-            return exchange(self, output, receives, input, moved, group)
-
-        def reads_norm(self: GradientClip, gradients: Any, norm: torch.Tensor) -> None:
-            norm.item()
-            scale(self, gradients, norm)
 
         def mixes(self: Any, *args: Any, **kwargs: Any) -> Any:
             weight = self.lm_head.weight
@@ -88,10 +68,6 @@ def main(folder: Path) -> dict[str, list[str]]:
                 return [f"{type(error).__name__}: {error}"]
             return list(faults(observation, expected))
 
-        def beside(patch: AbstractContextManager[Any], **values: object) -> list[str]:
-            """The faults of two ranks, the second with the patch."""
-            return list(collective_faults([seen(**values), seen(4, patch, **values)]))
-
         def expect(**values: object) -> Expected:
             file = folder / "plan.json"
             gpu.has_meta_tensors = True
@@ -103,16 +79,6 @@ def main(folder: Path) -> dict[str, list[str]]:
             plan = expect(**values)
             return list(faults(seen(plan.fullest, **values), plan))
 
-        def offloaded_on_the_device() -> list[str]:
-            plan, give_back = expect(optimizer__offload="state"), Window.give_back
-
-            def keeps_load(self: Window) -> None:
-                kept.append(torch.empty(2**25, device="cuda"))
-                give_back(self)
-
-            with mock.patch.object(Window, "give_back", keeps_load):
-                return list(faults(seen(plan.fullest, optimizer__offload="state"), plan))
-
         expected, first = expect(), seen()
         parallel = {"parallelism__tensor_parallel_degree": 2, "loss__chunks": 8}
         return {
@@ -120,7 +86,6 @@ def main(folder: Path) -> dict[str, list[str]]:
             "owned": right(placement__muon="owned"),
             "offload": right(optimizer__offload="state"),
             "offload owned": right(optimizer__offload="state", placement__muon="owned", adamw__state_dtype="bfloat16"),
-            "offloaded and on the device": offloaded_on_the_device(),
             "host parameters": right(training__enable_cpu_offload="true"),
             "host parameters owned": right(training__enable_cpu_offload="true", placement__muon="owned"),
             "tensor parallel": right(**parallel),
@@ -129,60 +94,9 @@ def main(folder: Path) -> dict[str, list[str]]:
             "item": messages(mock.patch.object(RankStages, "end", item)),
             "kept": messages(mock.patch.object(Exchange, "wait", keeps)),
             "skipped": list(collective_faults([first, seen(4, mock.patch.object(Exchange, "gather", skips))])),
-            "grows": messages(mock.patch.object(RankStages, "end", grows)),
-            "moved": beside(mock.patch.object(Collectives, "all_to_all", moves)),
-            "norm read": messages(mock.patch.object(GradientClip, "scale", reads_norm)),
             "mixed": messages(mock.patch.object(ChunkedLossWrapper, "__call__", mixes), **parallel),
         }
 
 
-OWNED = {"placement__muon": "owned"}
-REPLICAS = {"parallelism__data_parallel_replicate_degree": 2, "muon__state": "owner"}
-FAULTS: dict[str, dict[str, object]] = {
-    "owned": OWNED,
-    "other owners": OWNED,
-    "replicas": REPLICAS,
-    "report first": REPLICAS,
-}
-"""Values of the recipe for each fault; two faults have none."""
-
-
-def write_record(folder: Path, rank: int, fault: str, file: Path) -> None:
-    """Write the record of a rank with a fault of FAULTS."""
-    with fake_gpu() as gpu:
-        from titan_muon.titan import compat
-
-        compat.install()
-        from titan_muon.step.stages import RankStages
-
-        from benchmarks.rehearsal.training import rehearse
-        from titan_muon.comm.report import FaultReport
-        from titan_muon.owned.comm import OwnerCollectives
-
-        broadcast, send, begin = OwnerCollectives._broadcast, FaultReport.send, RankStages.begin
-
-        def shifted(self: OwnerCollectives, part: torch.Tensor, owner: int) -> Any:
-            return broadcast(self, part, (owner + 1) % self.group.size())
-
-        def begins(self: RankStages, step: Any) -> None:
-            begin(self, step)
-            send(self.report)
-
-        def unsent(self: FaultReport) -> None:
-            """Sent at the begin of the step."""
-
-        with ExitStack() as stack:
-            if fault == "other owners":
-                stack.enter_context(mock.patch.object(OwnerCollectives, "_broadcast", shifted))
-            if fault == "report first":
-                stack.enter_context(mock.patch.object(RankStages, "begin", begins))
-                stack.enter_context(mock.patch.object(FaultReport, "send", unsent))
-            recipe = tiny.recipe(folder, **COMMON, **FAULTS[fault])
-            rehearse(recipe, WORLD, rank, gpu, str(folder)).write(file)
-
-
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        write_record(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
-    else:
-        print(json.dumps(main(Path(sys.argv[1]))))
+    print(json.dumps(main(Path(sys.argv[1]))))

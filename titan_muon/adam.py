@@ -83,7 +83,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     Args:
         state_dtype: dtype of the averages. The arithmetic is in the parameter's dtype.
-        offload: as Muon's.
+        offload: keep the averages in host memory, as `Muon(offload=)`.
         missing_grad: a missing gradient is an error, or (`skip`) leaves the parameter unchanged, as under torch.
         nonfinite: after a non-finite gradient, a step of this rank changes nothing, and the next step raises, or
             (`skip`) warns.
@@ -99,7 +99,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
     _window: Window | None = None
     _missing_grad: MissingGrad = "error"
     _nonfinite: Nonfinite = "error"
-    _care: GradientCare | None = None
+    _gradient_faults: GradientFaults | None = None
     _skipped: Tensor | None = None
     _counted: tuple[HostCopy, tuple[Tensor, ...]] | None = None
 
@@ -117,7 +117,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self._missing_grad, self._nonfinite = missing_grad, nonfinite
         super().__init__(params, **options)
         # Now, because a parameter that is frozen later lacks a gradient.
-        self._care = GradientCare(self)
+        self._gradient_faults = GradientFaults(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = {**self.defaults, **param_group}
@@ -127,10 +127,10 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         if self._state_dtype == "bfloat16" and max(group["betas"]) > SLOWEST_IN_BFLOAT16:
             problem = f"each at most {SLOWEST_IN_BFLOAT16}, because bfloat16 would round changes of the averages away"
             raise OptionError("betas", f"= {list(group['betas'])} are not accepted with state_dtype: {problem}")
-        if self._care is not None and self._care.carrier is not None:
+        if self._gradient_faults is not None and self._gradient_faults.reporter is not None:
             raise ValueError("Hybrid takes the parameters of its model: build a new Hybrid for more of them")
         super().add_param_group(param_group)
-        self._care = None
+        self._gradient_faults = None
         self._offload = resolved(self._offload, self.param_groups[-1]["params"])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self.check_norm(skips=self._nonfinite == "skip")
-        skipped = self.care.check(self.take_skip(), scaled=getattr(self, "found_inf", None) is not None)
+        skipped = self.gradient_faults.check(self.take_skip(), scaled=getattr(self, "found_inf", None) is not None)
         # Reading a flag on the CPU does not wait.
         if skipped is not None and skipped.device.type == "cpu":
             if skipped:
@@ -170,19 +170,19 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
                 torch._foreach_sub_(steps, 1)
 
     @property
-    def care(self) -> GradientCare:
-        if self._care is None:
-            self._care = GradientCare(self)
-        return self._care
+    def gradient_faults(self) -> GradientFaults:
+        if self._gradient_faults is None:
+            self._gradient_faults = GradientFaults(self)
+        return self._gradient_faults
 
     def rebuild(self) -> None:
         """Expect gradients of the parameters that are not frozen now."""
-        self.care.expect_gradients()
+        self.gradient_faults.expect_gradients()
 
     def names(self) -> list[str]:
         return [name for name, _ in named_parameters(self.param_groups)]
 
-    def told(self, faults: Sequence[Fault]) -> None:
+    def on_faults(self, faults: Sequence[Fault]) -> None:
         chosen = {Fault.NOT_FINITE: self._nonfinite, Fault.NO_GRADIENT: self._missing_grad}
         check_faults(self.names(), faults, [fault for fault, choice in chosen.items() if choice == "skip"])
         if names := names_with(self.names(), faults, Fault.NOT_FINITE):
@@ -323,7 +323,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             return
         self.synchronize()
         self._offload = to
-        for parameter in self.care.params:
+        for parameter in self.gradient_faults.params:
             # In a Hybrid, `state` has the states of all optimizers.
             state = self.state.get(parameter, {})
             for name in state.keys() & set(AVERAGES):
@@ -335,20 +335,21 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             self._window.synchronize()
 
 
-class GradientCare:
-    """Reports missing and non-finite gradients of AdamW: with the report of the Muon `carrier`, or alone.
-
-    `follows`: whether AdamW steps after the carrier.
-    """
+class GradientFaults:
+    """Reports missing and non-finite gradients of AdamW: with the report of a Muon, or alone."""
 
     def __init__(self, adamw: AdamW) -> None:
         self._adamw = adamw
-        self.carrier: Muon | None = None
-        self.follows = False
+        self.reporter: Muon | None = None
+        self._follows = False
         self.expect_gradients()
         self._own: FaultReport | None = None
         self._places = list[int]()
         self._numbers = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def report_with(self, muon: Muon, *, follows: bool) -> None:
+        """Use the report of `muon` from now on. `follows`: whether AdamW steps after `muon`."""
+        self.reporter, self._follows = muon, follows
 
     @property
     def params(self) -> list[Tensor]:
@@ -371,20 +372,20 @@ class GradientCare:
         if any(grad is None for grad in grads) or any(self._frozen):
             faults = [self._fault(p, frozen=frozen) for p, frozen in zip(params, self._frozen, strict=True)]
             if not report.is_shared:
-                self._adamw.told(faults)
+                self._adamw.on_faults(faults)
             report.add(faults, start)
         if not scaled:
             skipped = self._nonfinite(grads, report, start, skipped)
-        if self.carrier is None:
+        if self.reporter is None:
             report.send()
         return skipped
 
     def _report(self) -> tuple[FaultReport, int]:
-        if self.carrier is not None:
+        if self.reporter is not None:
             # A Muon that steps before AdamW has raised, and the host would wait for the report of this step.
-            if not self.follows:
-                self.carrier.engine.raise_pending()
-            report = self.carrier.engine.rank.report
+            if not self._follows:
+                self.reporter.engine.raise_pending()
+            report = self.reporter.engine.rank.report
             return report, report.start_of(self._adamw)
         if self._own is None:
             device = step_device(self.params[0]) if self.params else torch.device("cpu")
@@ -392,11 +393,11 @@ class GradientCare:
         faults = self._own.read()
         self._own.clear()
         if any(faults):
-            self._adamw.told(faults)
+            self._adamw.on_faults(faults)
         return self._own, 0
 
     def _fault(self, parameter: Tensor, *, frozen: bool) -> Fault:
-        if frozen and parameter.requires_grad and self.carrier is not None:
+        if frozen and parameter.requires_grad and self.reporter is not None:
             return Fault.THAWED
         if parameter.grad is not None or frozen or self._adamw._missing_grad == "skip":
             return Fault.NONE

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from .adam import AdamW
 from .assignment.doubts import doubts, split_lines
 from .assignment.groups import OPTIMIZER, modules_of
-from .assignment.parts import Parts, parts_of
+from .assignment.optimizer_set import OptimizerSet, build_optimizers
 from .assignment.rules import Assignment, default_rules
 from .assignment.table import frozen_lines, parameter_table
 from .comm.agreement import Agreement
@@ -34,10 +34,14 @@ from .tensors.storage import placement_key
 from .tensors.warning import warn
 
 
-class OfParts:
-    """The methods of an optimizer made of `parts`."""
+class ForwardsToParts:
+    """The methods of an optimizer made of `parts`.
 
-    parts: Parts
+    A method with the name of a method of `Muon` does the same for the Muon among the parts, and `check_replicas` for
+    all optimizers.
+    """
+
+    parts: OptimizerSet
     process_group: dist.ProcessGroup | None = None
 
     @property
@@ -61,19 +65,16 @@ class OfParts:
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
-        """As `Muon.overlap`."""
         with ExitStack() as stack:
             for muon in self._muons:
                 stack.enter_context(muon.overlap())
             yield
 
     def finish_step(self) -> None:
-        """As `Muon.finish_step`."""
         for muon in self._muons:
             muon.finish_step()
 
     def check_last_step(self) -> None:
-        """As `Muon.check_last_step`."""
         for muon in self._muons:
             muon.check_last_step()
 
@@ -97,10 +98,9 @@ class OfParts:
             others = {name: o for name, o in self.parts.optimizers.items() if isinstance(o, AdamW)}
             muon.carry(others, optional=optional)
             for adamw in others.values():
-                adamw.care.carrier, adamw.care.follows = muon, order.index(adamw) > order.index(muon)
+                adamw.gradient_faults.report_with(muon, follows=order.index(adamw) > order.index(muon))
 
     def check_replicas(self, own: Iterable[str] = ()) -> None:
-        """As `Muon.check_replicas`, for all optimizers."""
         for optimizer in self.parts.optimizers.values():
             if isinstance(optimizer, Muon | AdamW):
                 optimizer.synchronize()
@@ -108,7 +108,6 @@ class OfParts:
         check_equal(self.parts.optimizers, Agreement(self.process_group), (*own, *separate))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """As `Muon.set_timeout`."""
         for muon in self._muons:
             muon.set_timeout(timeout)
 
@@ -128,7 +127,7 @@ class OfParts:
             getattr(optimizer, method)()
 
 
-class Hybrid(OfParts, SkipsSteps, Optimizer):
+class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
     """Muon for the hidden matrices of a model and AdamW for the rest, as a single torch.optim.Optimizer.
 
     Roles of modules, names and shapes decide: matrices and stacks of expert matrices go to Muon;
@@ -152,7 +151,8 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         assignments: the optimizer of each trained parameter, with the reason.
 
     A group of `param_groups` has the keys of its optimizer, `param_names`, and the optimizer's name under
-    `"optimizer"`. `state` has `momentum_buffer` for Muon's parameters, and `step`, `exp_avg` and `exp_avg_sq` for
+    `"optimizer"`. Methods with the name of a method of `Muon`, such as `overlap`, `build` and `close`, do the same for
+    the model's Muon. `state` has `momentum_buffer` for Muon's parameters, and `step`, `exp_avg` and `exp_avg_sq` for
     AdamW's. State dicts have torch's format.
 
     Raises:
@@ -183,7 +183,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         shared = {"lr": lr, "weight_decay": weight_decay}
         of_muon = {**shared, "missing_grad": missing_grad, "nonfinite": nonfinite, **(muon or {})}
         tables = {"muon": of_muon, "adamw": {**shared, **(adamw or {})}, **(others or {})}
-        self.parts = parts_of(
+        self.parts = build_optimizers(
             modules_of(model),
             rules,
             default_rules(router) if defaults else None,
@@ -243,13 +243,12 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         return "\n".join([table, *self.parts.decay_lines(), *frozen_lines(self.parts.frozen)])
 
     def build(self) -> Self:
-        """As `Muon.build`."""
         for muon in self._muons:
             muon.build()
         return self
 
     def rebuild(self) -> None:
-        """As `Muon.rebuild`, for the parameters of all optimizers."""
+        """Expect gradients of the parameters that are not frozen now, and plan as `Muon.rebuild`."""
         self._follow()
         for part in self.optimizers.values():
             if isinstance(part, Muon | AdamW):
@@ -344,7 +343,6 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         return regrouped(saved, self.param_groups)
 
     def close(self) -> None:
-        """As `Muon.close`."""
         for muon in self._muons:
             muon.close()
 

@@ -85,21 +85,6 @@ def test_a_sync_in_a_step_on_fake_gpus_is_an_error(monkeypatch: pytest.MonkeyPat
         parity.check_exchange("all_to_all", parity.FLOAT32, CUDA, has_values=False)
 
 
-class Opening:
-    """An optimizer with a process group made in each step."""
-
-    def step(self) -> None:
-        dist.new_group([0, 1])
-
-
-def opened(rank: int, world_size: int) -> list[str]:
-    return parity.checked_step(Opening(), CPU)  # type: ignore[arg-type]
-
-
-def test_a_group_made_in_a_step_is_a_fault() -> None:
-    assert run_ranks(opened, 2) == [["the step opened 1 communicators"]] * 2
-
-
 def faults_of_a_lost_update(rank: int, world_size: int) -> tuple[str, ...]:
     apply = RankStages.apply
 
@@ -119,15 +104,6 @@ def test_a_lost_update_is_a_fault_on_the_losing_rank() -> None:
     assert any("FSDP: wide: off by 1" in fault for fault in second)
 
 
-@pytest.mark.parametrize(("world", "number"), [(1, 4), (2, 11), (3, 4), (4, 13), (8, 13)])
-def test_layouts_fit_the_number_of_ranks(world: int, number: int) -> None:
-    layouts = parity.cases(world)
-    assert len(layouts) == number
-    for case in layouts:
-        assert torch.Size(case.mesh).numel() == world
-        assert len(case.placements) == len(case.mesh)
-
-
 @pytest.mark.parametrize(
     ("name", "private", "is_open"), [("nccl", False, True), ("nccl", True, False), ("gloo", False, False)]
 )
@@ -139,13 +115,6 @@ def test_groups_of_nccl_are_open_with_or_without_the_private_name(
     monkeypatch.setattr(dist, "get_backend", lambda group: name)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     assert ranks._is_open(SimpleNamespace(_get_backend=lambda device: closed)) == is_open  # type: ignore[arg-type]
-
-
-def test_nccl_lists_open_groups() -> None:
-    """The private name for counting communicators."""
-    if not hasattr(dist, "ProcessGroupNCCL"):
-        pytest.skip("needs a CUDA build of PyTorch")
-    assert callable(dist.ProcessGroupNCCL._is_initialized)
 
 
 def test_more_memory_than_planned_is_a_fault() -> None:

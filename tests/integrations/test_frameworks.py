@@ -62,10 +62,3 @@ def test_every_parameter_moves_and_a_resumed_run_has_the_same_bits(case: str, tm
     weights = whole["weights"]
     parted = [name for name in weights if not torch.equal(weights[name], resumed[name])]
     assert not parted, f"{parted} have other bits after a resume"
-
-
-@pytest.mark.parametrize("page", sorted({case[0] for case in CASES.values()}))
-def test_a_page_has_at_most_30_lines_of_code(page: str) -> None:
-    lines = (Path(__file__).parents[2] / "examples" / f"{page}.py").read_text(encoding="utf-8").splitlines()
-    start = max(number for number, line in enumerate(lines) if line.startswith(("import ", "from ")))
-    assert len([line for line in lines[start + 1 :] if line.strip()]) <= 30

@@ -2,7 +2,6 @@
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -39,29 +38,6 @@ def command(folder: Path, *words: str) -> Command:
     return parse(["--config", str(file), "--dry-run", *words])
 
 
-class Page(HTMLParser):
-    """Collects ids, the script, and everything a page would load."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.ids: set[str] = set()
-        self.loaded: list[str] = []
-        self.script, self._inside = "", False
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        attributes = dict(attrs)
-        self.ids.add(attributes.get("id") or "")
-        self.loaded += [value for key in ("src", "href") if (value := attributes.get(key))]
-        self._inside = tag == "script"
-
-    def handle_endtag(self, tag: str) -> None:
-        self._inside = self._inside and tag != "script"
-
-    def handle_data(self, data: str) -> None:
-        self.script += data if self._inside else ""
-
-
 def test_a_dry_run_prints_a_verdict_and_writes_a_self_contained_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,11 +54,12 @@ def test_a_dry_run_prints_a_verdict_and_writes_a_self_contained_page(
     assert "data.tokenizer_path = 'absent' has no tokenizer.json" in text
     assert json.loads(numbers.read_text())["verdict"]["fits"] is True
 
-    parsed = Page(page.read_text())
-    assert parsed.loaded == [], "nothing is loaded from elsewhere"
-    assert {"timeline", "balance", "memory", "search", "rows", "recipe", "verdict"} <= parsed.ids
-    assert "prefers-color-scheme: dark" in page.read_text()
-    text = parsed.script.split("const data = ", 1)[1].split(";\n", 1)[0]
+    shown = page.read_text()
+    assert not re.search(r"""(src|href)=["']""", shown), "nothing is loaded from elsewhere"
+    assert {"timeline", "balance", "memory", "search", "rows", "recipe", "verdict"} <= {
+        *re.findall(r'id="(\w+)"', shown)
+    }
+    text = shown.split("const data = ", 1)[1].split(";\n", 1)[0]
     assert "<" not in text, "a recipe's value cannot open or close an element"
     data = json.loads(text)
     assert "<!--<script>" in data["recipe"]
@@ -93,10 +70,6 @@ def test_a_dry_run_prints_a_verdict_and_writes_a_self_contained_page(
     rows = {entry[0] for entry in part["parameters"]}
     assert rows >= {"tok_embeddings.weight", "norm.weight"}
     assert any(row.startswith("layers.*.") for row in rows), "equal parameters of all layers share a row"
-    assert not any(row.startswith("layers.0.") for row in rows)
-    colors = re.findall(r'"(\w+)"', re.search(r"const MEMORY = \[(.*)\]", parsed.script).group(1))  # type: ignore[union-attr]
-    assert len(set(colors)) == len(colors) >= len(part["memory"]), "each part of the memory has its own color"
-    assert "seq_len = 128" in data["recipe"]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +77,6 @@ def test_a_dry_run_prints_a_verdict_and_writes_a_self_contained_page(
     [
         ("--muon.algorithm muonh", r"muon\.weight_decay = 0\.1: algorithm = 'muonh' keeps the norm"),
         ("--muon.fused", r"muon\.fused = True needs Triton, which does not run on cpu"),
-        ("--muon.fused --world-size 2 --device cpu", r"muon\.fused = True needs Triton"),
         ("--model.vocab_size 10", r"data\.tokenizer has 258 tokens and the model embeds 10"),
         ("--training.disable_cuda_graphs false --parallelism.expert_parallel_degree 2", "disable_cuda_graphs"),
         ("--training.global_batch_size 7 --world-size 2", r"training\.global_batch_size = 7 is not accepted on 2"),

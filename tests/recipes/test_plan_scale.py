@@ -86,14 +86,6 @@ def test_model_flops_count_only_activated_parameters(model: str, billions: float
     assert model_seconds(model) == pytest.approx(8192 * 6 * billions * 1e9 / 400e12, rel=2e-3)
 
 
-def test_the_next_forward_could_hide_little_of_a_training_step() -> None:
-    """So no return is deferred into the next forward."""
-    numbers = plan_numbers("llama3_8b", 64)
-    assert 0 < numbers.tail_ms <= numbers.waits_ms + numbers.passes_ms
-    assert numbers.tail_ratio == numbers.tail_ms / (numbers.model_ms + numbers.step_ms)
-    assert numbers.tail_ratio < 0.01
-
-
 def test_replicas_add_return_traffic_and_no_orthogonalization() -> None:
     single, eight = (plan_numbers("llama3_8b", 64, replicas=replicas) for replicas in (1, 8))
     assert eight.orthogonalizations == eight.matrices == single.matrices

@@ -72,28 +72,6 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [word for key, value in keys.items() for word in (f"--{key}", value)]
 
 
-def test_the_readme_has_make_targets_and_three_training_commands() -> None:
-    assert "make train" in COMMANDS
-    assert "make test" in COMMANDS
-    assert len(TRAINING) == 3
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
-def test_commands_on_runs_come_after_the_training(page: str) -> None:
-    trained: set[str] = set()
-    for block in re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(), re.S):
-        for line in block.splitlines():
-            if "--dry-run" not in line:
-                trained |= set(re.findall(r"train\.py --config configs/(\w+)\.toml", line))
-            if line.startswith("make train"):
-                trained.add("qwen_moe_muon")
-            assert set(re.findall(r"runs/(\w+)", line)) <= trained, line
-
-
-def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 120
-
-
 def test_an_installation_has_the_named_extras_and_torch() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     installs = [command for command in COMMANDS if command.startswith("pip install")]
@@ -104,18 +82,9 @@ def test_an_installation_has_the_named_extras_and_torch() -> None:
     assert f"PyTorch {needed} or newer" in README
 
 
-def test_the_readme_names_every_library_folder_and_only_existing_folders() -> None:
-    table = README.split("## Where things are\n")[1]
-    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    named = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
-    library = {f"{path.name}/" for path in (ROOT / "titan_muon").iterdir() if (path / "__init__.py").exists()}
-    assert {name for name in named if not (ROOT / name).exists() and not (ROOT / "titan_muon" / name).exists()} == set()
-    assert library <= {name.removeprefix("titan_muon/") for name in named}
-
-
-@pytest.mark.parametrize("target", ["venv", "train", "test", "check"])
-def test_make_has_the_targets_of_the_readme(target: str) -> None:
-    assert run(f"make --dry-run {target}", [], ROOT)
+@pytest.mark.parametrize("command", sorted({c for c in COMMANDS if re.fullmatch(r"make [a-z]+", c)}))
+def test_make_has_the_targets_of_the_readme(command: str) -> None:
+    assert run(command.replace("make", "make --dry-run"), [], ROOT)
 
 
 @pytest.mark.slow

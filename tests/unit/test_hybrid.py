@@ -120,15 +120,6 @@ def test_groups_and_state_are_shared_with_the_parts() -> None:
     }
 
 
-def test_a_scheduler_changes_the_rates_of_both_parts() -> None:
-    model = Decoder()
-    hybrid = Hybrid(model, **OPTIONS)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(hybrid, lambda step: 0.5**step)
-    train(model, hybrid, range(1))
-    scheduler.step()
-    assert hybrid.learning_rates() == {"adamw": 0.01, "muon": 0.01}
-
-
 def plainly(hybrid: Hybrid, model: nn.Module, other: Hybrid, other_model: nn.Module) -> None:
     other.load_state_dict(hybrid.state_dict())
 
@@ -300,12 +291,6 @@ def test_the_table_has_optimizer_and_reason_of_every_parameter() -> None:
 def test_an_empty_state_dict_is_refused_with_the_missing_keys() -> None:
     with pytest.raises(ValueError, match=r"^state_dict: has no state and no param_groups; pass what state_dict\(\)"):
         Hybrid(Decoder(), **OPTIONS).load_state_dict({})
-
-
-def test_the_table_names_untrained_parameters() -> None:
-    model = Decoder()
-    model.embed.weight.requires_grad_(False)
-    assert Hybrid(model, **OPTIONS).table().splitlines()[-1] == "not trained (requires_grad is False): embed.weight"
 
 
 @pytest.mark.parametrize("first", ["adamw", "muon"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.reference_qk_clip import DIM, HEADS, clipped, layer, whole_weights
+from tests.reference_qk_clip import HEADS, clipped, layer, whole_weights
 from titan_muon.qk_clip import AttentionLayer, HeadRows, HeadWeight, QKClip, key_rows, query_rows
 
 LOGITS = [50.0, 400.0, 99.0, 100.0, 150.0, 200.0]
@@ -21,10 +21,6 @@ def test_only_heads_above_the_threshold_are_scaled(alpha: float) -> None:
     clip.apply()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=0)
-    untouched = {name: weight.clone() for name, weight in weights.items()}
-    clip.observe("layers.0", torch.full((HEADS,), 100.0))
-    clip.apply()
-    assert all(torch.equal(weight, untouched[name]) for name, weight in weights.items()), "1.0 changes no bit"
 
 
 def test_a_clipped_head_computes_logits_at_the_threshold() -> None:
@@ -47,18 +43,6 @@ def test_a_clipped_head_computes_logits_at_the_threshold() -> None:
     torch.testing.assert_close(after, largest.clamp(max=threshold))
 
 
-def test_a_shared_key_keeps_every_query_head_below_the_threshold() -> None:
-    weights = whole_weights()
-    before = {name: weight.clone() for name, weight in weights.items()}
-    clip = QKClip([layer(weights)])
-    clip.observe("layers.0", torch.tensor(LOGITS))
-    clip.apply()
-    for head, logit in enumerate(LOGITS):
-        query = weights["wq"][head * DIM, 0] / before["wq"][head * DIM, 0]
-        key = weights["wk"][head // 2 * DIM, 0] / before["wk"][head // 2 * DIM, 0]
-        assert logit * query * key <= 100.0 + 1e-4
-
-
 def test_the_maximum_of_several_passes_counts_and_resets_every_step() -> None:
     """Gradient accumulation, and forwards recomputed by activation checkpointing."""
     weights = whole_weights()
@@ -73,24 +57,14 @@ def test_the_maximum_of_several_passes_counts_and_resets_every_step() -> None:
             torch.testing.assert_close(weight, expected[name], msg=lambda message, name=name: f"{name}: {message}")
 
 
-def test_a_rank_observes_only_the_local_heads() -> None:
+@pytest.mark.parametrize("logit", [math.inf, math.nan, 100.0])
+def test_a_logit_that_is_not_above_the_threshold_or_not_finite_changes_no_bit(logit: float) -> None:
     weights = whole_weights()
-    expected = clipped(weights, [1.0, 1.0, 1.0, 1.0, 400.0, 200.0], 100.0, 0.5)
-    clip = QKClip([layer(weights)])
-    clip.observe("layers.0", torch.tensor([400.0, 200.0]), first_head=4)
-    clip.apply()
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, expected[name])
-
-
-@pytest.mark.parametrize("logit", [math.inf, math.nan])
-def test_a_nonfinite_logit_changes_no_weight(logit: float) -> None:
-    weights = whole_weights()
-    before = {name: weight.clone() for name, weight in weights.items()}
-    clip = QKClip([layer(weights)])
+    clip = QKClip([layer({name: weight.clone() for name, weight in weights.items()})])
     clip.observe("layers.0", torch.full((HEADS,), logit))
     clip.apply()
-    assert all(torch.equal(weight, before[name]) for name, weight in weights.items())
+    for weight in clip.layers[0].weights:
+        assert torch.equal(weight.tensor, weights[weight.fqn])
 
 
 def test_bfloat16_weights_and_biases_are_scaled() -> None:

@@ -1,25 +1,21 @@
-"""Parameter groups and construction of optimizers."""
+"""Assignments of a whole model, and its parameter groups."""
 
 from __future__ import annotations
 
-import fnmatch
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from .. import options, registry
 from ..adam import AdamW
 from ..muon import Muon
-from ..options import Offload, OptionError, Rule, Split
-from ..tensors.matrices import check_splits, has_matrices
+from ..options import OptionError, Rule
 from ..tensors.names import canonical_fqn
 from ..tensors.warning import warn
-from .roles import Seen, see
-from .rules import Assignment, Default, assign_parameters, default_rules, splits_with
+from .roles import ParameterInfo, inspect_model
+from .rules import Assignment, Default, assign_parameters, default_rules
 
 registry.optimizers.register("muon", registry.OptimizerEntry(Muon, options.SHARED))
 registry.optimizers.register(
@@ -67,9 +63,8 @@ def assign(
     Arguments and errors as in `Hybrid`.
     """
     modules = modules_of(model)
-    seen, frozen = see(modules, canonical_fqn, frozen=True), frozen_in(modules)
-    assigned = assigned_model(seen, rules, default_rules(router) if defaults else None, frozen)
-    return tuple(a for a in assigned if a.fqn not in frozen)
+    frozen = frozen_in(modules)
+    return tuple(a for a in _assigned(modules, frozen, rules, defaults, router) if a.fqn not in frozen)
 
 
 def parameter_groups(
@@ -92,8 +87,7 @@ def parameter_groups(
     Arguments and errors as in `Hybrid`.
     """
     modules = modules_of(model)
-    seen, frozen = see(modules, canonical_fqn, frozen=True), frozen_in(modules)
-    assigned = assigned_model(seen, rules, default_rules(router) if defaults else None, frozen)
+    assigned = _assigned(modules, frozen_in(modules), rules, defaults, router)
     parameters = named_parameters_of(modules)
     if fused := [a.fqn for a in assigned if a.optimizer == "muon" and a.split is not None]:
         warn(
@@ -102,6 +96,13 @@ def parameter_groups(
         )
     groups = grouped(rules, {}, assigned, decay_vectors=decay_vectors)
     return {name: [group.of_torch(parameters) | {OPTIMIZER: name} for group in groups[name]] for name in groups}
+
+
+def _assigned(
+    modules: Sequence[nn.Module], frozen: Collection[str], rules: Sequence[Rule], defaults: bool, router: str
+) -> tuple[Assignment, ...]:
+    parameters = inspect_model(modules, canonical_fqn, frozen=True)
+    return assigned_model(parameters, rules, default_rules(router) if defaults else None, frozen)
 
 
 def named_parameters_of(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
@@ -115,7 +116,7 @@ def frozen_in(parts: Iterable[nn.Module]) -> frozenset[str]:
 
 
 def assigned_model(
-    parameters: Mapping[str, Seen],
+    parameters: Mapping[str, ParameterInfo],
     rules: Sequence[Rule],
     defaults: Sequence[Default] | None,
     frozen: Collection[str] = (),
@@ -179,131 +180,3 @@ def grouped(
             group = ParamGroup(optimizer, rule, tag, tuple(fqns), hyperparameters, spared)
             groups.setdefault(optimizer, []).append(group)
     return groups
-
-
-def with_known_splits(
-    tables: Mapping[str, Mapping[str, Any]],
-    whole: Sequence[Assignment],
-    parameters: Collection[str],
-    *,
-    is_stage: bool = False,
-) -> Mapping[str, Mapping[str, Any]]:
-    """The optimizers' tables, with the splits of known fused layouts in Muon's table.
-
-    `parameters`: of this process. `is_stage`: leaves out splits of remote pipeline stages. Raises ValueError for a
-    split without a Muon parameter in the model.
-    """
-    splits: tuple[Split, ...] = tuple(tables.get("muon", {}).get("split", ()))
-    muon = [a for a in whole if a.optimizer == "muon"]
-    local = [a for a in muon if a.fqn in parameters]
-    all_splits = splits_with(splits, local)
-    if is_stage:
-        # Muon refuses an unmatched split and does not know the remaining stages.
-        check_splits([a.fqn for a in muon], splits)
-        all_splits = tuple(s for s in all_splits if any(fnmatch.fnmatchcase(a.fqn, s.match) for a in local))
-    if all_splits == splits:
-        return tables
-    return {**tables, "muon": {**tables.get("muon", {}), "split": all_splits}}
-
-
-def check_offload(offload: Offload, optimizer: str) -> None:
-    """Raise OptionError if `offload` asks for host states from an optimizer with device states."""
-    if offload != "state" or "offload" in registry.optimizers.get(optimizer).shared:
-        return
-    offloading = [n for n in registry.optimizers.names() if "offload" in registry.optimizers.get(n).shared]
-    raise OptionError(
-        "offload",
-        f'= "{offload}": {optimizer} keeps its states on the device; set "none", or give its parameters to one of '
-        f"{', '.join(offloading)}",
-    )
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The optimizer of each trained parameter of the `whole` model, and this process's groups and options (`tables`).
-
-    Groups have the frozen parameters too.
-    """
-
-    whole: tuple[Assignment, ...]
-    groups: Mapping[str, tuple[ParamGroup, ...]]
-    tables: Mapping[str, Mapping[str, Any]]
-
-
-def decided(
-    model: Mapping[str, Seen],
-    parameters: Collection[str],
-    rules: Sequence[Rule],
-    defaults: Sequence[Default] | None,
-    tables: Mapping[str, Mapping[str, Any]],
-    *,
-    offload: Offload = "none",
-    is_stage: bool = False,
-    is_part: bool = False,
-    decay_vectors: bool = False,
-    frozen: Collection[str] = (),
-) -> Decision:
-    """Choose the optimizer of each parameter of `model`, and the groups of `parameters`, the names of this process.
-
-    `defaults`: None if rules decide for every parameter. `tables`: options by optimizer. `is_stage`: whether this
-    process holds a pipeline stage, and `model` all stages. `is_part`: as in `assigned_model`. `frozen`: names.
-
-    Raises:
-        OptionError: for a rule without parameters, an undecided parameter, and an unknown optimizer.
-        ValueError: for a split without a Muon parameter.
-    """
-    # From the whole model, because all ranks build Muon together: ranks would wait for a pipeline rank without Muon.
-    assigned = assigned_model(model, rules, defaults, frozen, is_part=is_part)
-    _check_matrices(assigned, rules, tables.get("muon", {}).get("split", ()))
-    groups = {}
-    for name, whole_groups in grouped(rules, tables, assigned, decay_vectors=decay_vectors).items():
-        check_offload(offload, name)
-        groups[name] = tuple(replace(g, names=tuple(n for n in g.names if n in parameters)) for g in whole_groups)
-    if is_part:
-        # Every rank builds Muon, also a rank without matrices.
-        groups.setdefault("muon", (ParamGroup("muon", None, "muon", (), {}),))
-    whole = tuple(a for a in assigned if a.fqn not in frozen)
-    return Decision(whole, groups, with_known_splits(tables, assigned, parameters, is_stage=is_stage))
-
-
-def _check_matrices(assigned: Iterable[Assignment], rules: Sequence[Rule], splits: Sequence[Split]) -> None:
-    """Raise OptionError for a rule that gives Muon a parameter without matrices."""
-    for a in assigned:
-        if a.optimizer == "muon" and a.rule is not None and not has_matrices(a.fqn, a.shape, splits):
-            raise OptionError(
-                f"rules[{a.rule}]",
-                f"(match = {rules[a.rule].match!r}) gives Muon {a.fqn} of shape {a.shape}, and Muon takes matrices "
-                "(2D) and stacks of matrices (3D); narrow the match, or describe the matrices by muon.split and dims",
-            )
-
-
-def built(
-    name: str, groups: Sequence[ParamGroup], table: Mapping[str, Any], parameters: Mapping[str, Tensor]
-) -> Optimizer:
-    """The optimizer `name` with these groups; `table`: its options.
-
-    Raises OptionError for an invalid or unknown option; for an option of a rule, `option` is `rules[i].options.KEY`.
-    """
-    dicts = [group.of_torch(parameters) for group in groups]
-    of_rule = {key: group.rule for group in groups if group.rule is not None for key in group.options}
-    rule_keys = {key: index for key, index in of_rule.items() if key not in table}
-
-    def named(key: str) -> str:
-        if key in rule_keys:
-            return f"rules[{rule_keys[key]}].options.{key}"
-        return key if name == "muon" else f"{name}.{key}"
-
-    try:
-        with warnings.catch_warnings():
-            # The caller warns about the whole model, with the roles of parameters.
-            warnings.simplefilter("ignore")
-            optimizer: Optimizer = registry.optimizers.get(name).build(dicts, **registry.shared_options(name, table))
-    except OptionError as error:
-        raise OptionError(named(error.option), error.problem) from error
-    for group in groups:
-        # torch silently keeps unknown keys of a group.
-        for key in group.options:
-            if key not in optimizer.defaults:
-                known = ", ".join(optimizer.defaults)
-                raise OptionError(f"{named(key)}:", f"{name} has no such option; it takes {known}")
-    return optimizer

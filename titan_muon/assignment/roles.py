@@ -42,7 +42,7 @@ EXPERTS = re.compile("expert", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Seen:
+class ParameterInfo:
     """Properties of a parameter. `split`: of a known fused layout."""
 
     shape: tuple[int, ...]
@@ -50,7 +50,9 @@ class Seen:
     split: Split | None = None
 
 
-def see(parts: Iterable[nn.Module], canonical: Callable[[str], str] = str, *, frozen: bool = False) -> dict[str, Seen]:
+def inspect_model(
+    parts: Iterable[nn.Module], canonical: Callable[[str], str] = str, *, frozen: bool = False
+) -> dict[str, ParameterInfo]:
     """Every trained parameter of a model's parts, by canonical name. `frozen`: frozen parameters too."""
     result = {}
     for part in parts:
@@ -61,7 +63,7 @@ def see(parts: Iterable[nn.Module], canonical: Callable[[str], str] = str, *, fr
                 owner = part.get_submodule(path)
                 split = fused_split(fqn, parameter, owner, part.get_submodule(path.rpartition(".")[0]))
                 role = known.role(fqn, parameter, owner)
-                result[fqn] = Seen(tuple(parameter.shape), role, None if role in PLAIN else split)
+                result[fqn] = ParameterInfo(tuple(parameter.shape), role, None if role in PLAIN else split)
     return result
 
 

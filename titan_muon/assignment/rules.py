@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from ..options import OptionError, Rule, Split
 from ..tensors.matrices import split_of
 from ..tensors.names import LOOKED_UP
-from .roles import Role, Seen
+from .roles import ParameterInfo, Role
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def splits_with(known: Sequence[Split], assigned: Iterable[Assignment]) -> tuple
 
 
 def assign_parameters(
-    parameters: Mapping[str, Seen],
+    parameters: Mapping[str, ParameterInfo],
     rules: Sequence[Rule],
     defaults: Sequence[Default] | None,
     *,
@@ -110,7 +110,7 @@ def _refuse_unused(rules: Sequence[Rule], assigned: Sequence[Assignment]) -> Non
         )
 
 
-def _assign_one(fqn: str, seen: Seen, rules: Sequence[Rule], defaults: Sequence[Default]) -> Assignment:
+def _assign_one(fqn: str, seen: ParameterInfo, rules: Sequence[Rule], defaults: Sequence[Default]) -> Assignment:
     def to(optimizer: str, reason: str, rule: int | None = None) -> Assignment:
         return Assignment(fqn, seen.shape, optimizer, reason, rule, seen.role, seen.split)
 
@@ -125,7 +125,7 @@ def _assign_one(fqn: str, seen: Seen, rules: Sequence[Rule], defaults: Sequence[
     return to(*_by_shape(fqn, seen))
 
 
-def _by_shape(fqn: str, seen: Seen) -> tuple[str, str]:
+def _by_shape(fqn: str, seen: ParameterInfo) -> tuple[str, str]:
     shape = seen.shape
     if len(shape) < 2:
         return "adamw", "vector: norm, bias or scale"

@@ -32,7 +32,7 @@ class Carried(Protocol):
     def names(self) -> list[str]:
         """In the order of faults."""
 
-    def told(self, faults: Sequence[Fault]) -> None:
+    def on_faults(self, faults: Sequence[Fault]) -> None:
         """Raise ValueError for faults of the last step, equal on all ranks with this report."""
 
 
@@ -101,7 +101,7 @@ class FaultReport:
 
     def tell_carried(self, faults: Sequence[Fault]) -> None:
         for other, (start, stop) in zip(self._carried, pairwise(self._first), strict=True):
-            other.told(faults[start:stop])
+            other.on_faults(faults[start:stop])
 
     def add_where(self, parameters: Tensor, faulty: Tensor, fault: Fault) -> None:
         """Add a fault of `parameters` (count,) int64 where `faulty` (count,) bool, on the device."""

@@ -50,14 +50,14 @@ class Streams:
 
 
 @dataclass(frozen=True)
-class Peers:
+class TensorParallelPeers:
     """The ranks of a tensor-parallel group, and point-to-point messages between them."""
 
     group: dist.ProcessGroup
     traffic: Traffic
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, traffic: Traffic) -> Peers:
+    def of(cls, mesh: DeviceMesh, traffic: Traffic) -> TensorParallelPeers:
         """Collective over the peers."""
         # Not the mesh's own group, because messages would queue behind the model's collectives.
         ranks = dist.get_process_group_ranks(mesh.get_group())

@@ -21,7 +21,7 @@ from ..tensors.dtensor import layer_of
 from ..tensors.matrices import stack_of
 from ..tensors.names import unwrapped
 from .hooks import HookContext
-from .param import Inner, ParamModuleInfo, is_owned, owner_mesh
+from .param import OriginalPlacement, ParamModuleInfo, is_owned, owner_mesh
 from .param_group import CommContext
 
 FlopCount = Callable[[int, int], int]
@@ -34,7 +34,7 @@ def cut_by_peers(parameters: Mapping[str, Tensor]) -> dict[str, DeviceMesh]:
     """The meshes of parameters cut by tensor parallelism. Raises ValueError for different meshes or placements."""
     meshes: dict[str, DeviceMesh] = {}
     for fqn, parameter in parameters.items():
-        inner = Inner.of(parameter)
+        inner = OriginalPlacement.of(parameter)
         if inner.mesh is None or all(placement.is_replicate() for placement in inner.placements):
             continue
         common = next(iter(meshes.values()), inner.mesh)
@@ -70,7 +70,7 @@ def _item(
     fqn: str, parameter: Tensor, owner: Owner, split: Sequence[Split], flops: FlopCount | None, *, whole: bool
 ) -> OwnedItem:
     """`whole`: with all pieces. Without `flops` only bytes count."""
-    inner = Inner.of(parameter)
+    inner = OriginalPlacement.of(parameter)
     held = parameter.shape if whole else inner.size(parameter.shape)
     size = held.numel() * parameter.element_size()
     if flops is None:

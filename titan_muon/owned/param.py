@@ -19,14 +19,14 @@ from .private import OwnerMesh, joint_mesh, stored_tensor
 
 
 @dataclass(frozen=True)
-class Inner:
+class OriginalPlacement:
     """Mesh and placements of a parameter before `own`; empty for a plain tensor."""
 
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
 
     @classmethod
-    def of(cls, original: Tensor) -> Inner:
+    def of(cls, original: Tensor) -> OriginalPlacement:
         return cls(original.device_mesh, tuple(original.placements)) if isinstance(original, DTensor) else cls()
 
     def size(self, shape: Sequence[int]) -> torch.Size:
@@ -113,7 +113,7 @@ class OwnedParam:
         holders: Sequence[int] | None,
         offload_to_cpu: bool,
     ) -> None:
-        self.fqn, self._info, self.inner = fqn, info, Inner.of(info.param)
+        self.fqn, self._info, self.inner = fqn, info, OriginalPlacement.of(info.param)
         owned = place_on_owners(info.param, data_mesh, owners, holders)
         if offload_to_cpu and not owned.is_meta:
             owned = nn.Parameter(owned.detach().cpu(), requires_grad=owned.requires_grad)
@@ -267,7 +267,7 @@ def place_on_owners(
 
     With holders, collective over the tensor-parallel ranks.
     """
-    inner = Inner.of(param)
+    inner = OriginalPlacement.of(param)
     mesh = owner_mesh(data_mesh, inner.mesh, owners, holders)
     placements = inner.placements if holders is None else ()
     piece, coordinate = local(param.detach()) if holders is None else _whole(param), mesh.get_coordinate()

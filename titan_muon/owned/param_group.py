@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..tensors.dtensor import local
 from . import private
-from .comm import OwnerCollectives, Peers, Streams
+from .comm import OwnerCollectives, Streams, TensorParallelPeers
 from .param import OwnedParam, OwnedPart
 
 # [Note: a permanent buffer]
@@ -41,7 +41,7 @@ class CommContext:
     collectives: OwnerCollectives
     replicate_group: dist.ProcessGroup | None
     shard_rank: int
-    peers: Peers | None
+    peers: TensorParallelPeers | None
 
     @classmethod
     def of(cls, mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> CommContext:
@@ -54,7 +54,7 @@ class CommContext:
         axis = mesh.ndim - 1
         replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
         collectives = OwnerCollectives.of(mesh.get_group(axis), torch.device(mesh.device_type))
-        peers = None if tensor is None else Peers.of(tensor, collectives.traffic)
+        peers = None if tensor is None else TensorParallelPeers.of(tensor, collectives.traffic)
         return cls(mesh, collectives, replicate_group, mesh.get_local_rank(axis), peers)
 
     @property

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..plan.terms.layout import chunk
 from ..tensors.dtensor import held_indices, local
 from ..tensors.mesh import refuse_reads
-from .param import Inner, holders, is_owned
+from .param import OriginalPlacement, holders, is_owned
 from .param_group import OwnedParamGroup
 from .private import OwnerMesh
 
@@ -33,7 +33,11 @@ def gather(tensor: Tensor) -> Tensor:
     if mesh.holders is not None:
         return _from_owners(tensor, mesh, tensor.shape)
     # Data-parallel ranks first, so that each tensor-parallel rank has its piece.
-    inner = Inner() if mesh.inner is None else Inner(mesh.inner, tensor.placements[-1 - mesh.inner.ndim : -1])
+    inner = (
+        OriginalPlacement()
+        if mesh.inner is None
+        else OriginalPlacement(mesh.inner, tensor.placements[-1 - mesh.inner.ndim : -1])
+    )
     whole = inner.wrap(_from_owners(tensor, mesh, inner.size(tensor.shape)), tensor)
     return whole.full_tensor() if isinstance(whole, DTensor) else whole
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.owned_model import DIM, Block, Net, Setup, data_mesh, loss_of, make, place, whole
@@ -74,23 +74,15 @@ def save(rank: int, world_size: int, layout: str, folder: str) -> dict[str, np.n
     return everything(model, optimizer)
 
 
-def load(rank: int, world_size: int, layout: str, folder: str) -> tuple[dict[str, np.ndarray], ...]:
-    """The state after a load, and after another step."""
-    runs = (trained(rank, world_size, LAYOUTS[layout], steps, folder) for steps in (range(0), range(2, 3)))
-    return tuple(everything(*run) for run in runs)
+def load(rank: int, world_size: int, layout: str, folder: str) -> dict[str, np.ndarray]:
+    return everything(*trained(rank, world_size, LAYOUTS[layout], range(0), folder))
 
 
 @pytest.mark.parametrize(
     ("saving", "loading"),
     [
         ((4, "owned"), (2, "sharded")),
-        ((4, "owned"), (3, "owned")),
-        ((4, "owned"), (1, "owned")),
-        ((2, "sharded"), (4, "owned")),
-        ((3, "owned"), (4, "owned in replicas")),
         ((4, "owned in replicas"), (2, "sharded")),
-        ((4, "owned pieces"), (2, "owned")),
-        ((2, "owned"), (4, "owned pieces")),
         ((4, "owned whole"), (2, "sharded")),
         ((4, "owned pieces"), (2, "owned whole")),
     ],
@@ -99,13 +91,11 @@ def load(rank: int, world_size: int, layout: str, folder: str) -> tuple[dict[str
 def test_a_checkpoint_does_not_depend_on_the_placement(
     saving: tuple[int, str], loading: tuple[int, str], tmp_path: Path
 ) -> None:
-    """Parameters and momentum return bit for bit, and training continues unchanged."""
+    """Parameters and momentum return bit for bit. tests/parity has chains of owned and sharded weights."""
     (saved, *_) = run_ranks(save, *saving, str(tmp_path))
-    for loaded, continued in run_ranks(load, *loading, str(tmp_path)):
+    for loaded in run_ranks(load, *loading, str(tmp_path)):
         assert list(loaded) == list(saved)
         assert [name for name in saved if not np.array_equal(saved[name], loaded[name])] == []
-        changed = max(float(np.abs(continued[name] - saved[name]).max()) for name in saved)
-        assert changed > 1e-3
     metadata = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     chunks = [len(value.chunks) for key, value in metadata.items() if re.search(r"\.w\w\.weight$", key)]
     if "pieces" not in saving[1] and saving[1] != "sharded":
@@ -149,38 +139,25 @@ def test_reading_a_parameter_stored_on_another_rank_is_refused() -> None:
             )
 
 
-def read_whole(rank: int, world_size: int, setup: Setup) -> bool:
-    """Whether all gathered values equal the model's initial values."""
+def whole_states(rank: int, world_size: int, setup: Setup) -> list[str]:
+    """Read and load whole state dicts of a plain model. Returns the errors of wrong ones."""
     model, plain = make(), make()
     place(model, setup, data_mesh(world_size, setup, model))
-    state = full_state_dict(model)
-    wrong = [name for name, value in plain.state_dict().items() if not torch.equal(state[name], value)]
-    return not wrong and list(state) == list(plain.state_dict())
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_whole_values_are_gathered_on_every_rank(layout: str) -> None:
-    assert run_ranks(read_whole, 4, LAYOUTS[layout]) == [True] * 4
-
-
-def load_whole(rank: int, world_size: int, setup: Setup) -> tuple[bool, list[str]]:
-    """Whether a plain model's state dict loads, and the errors of wrong state dicts."""
-    model, plain = make(), make()
-    place(model, setup, data_mesh(world_size, setup, model))
-    state = {name: 2 * value for name, value in plain.state_dict().items()}
-    load_full_state_dict(model, state)
-    loaded = full_state_dict(model)
+    for factor in (1, 2):
+        state = {name: factor * value for name, value in plain.state_dict().items()}
+        if factor == 2:
+            load_full_state_dict(model, state)
+        read = full_state_dict(model)
+        assert list(read) == list(state)
+        assert all(torch.equal(read[name], value) for name, value in state.items())
     (name, *_) = state
-    other = {**state, name: torch.ones(3, 3)}
     fewer = {key: value for key, value in state.items() if key != name} | {"extra": torch.ones(1)}
-    errors = [message(partial(load_full_state_dict, model, wrong)) for wrong in (other, fewer)]
-    return all(torch.equal(loaded[key], state[key]) for key in state), errors
+    return [message(partial(load_full_state_dict, model, w)) for w in ({**state, name: torch.ones(3, 3)}, fewer)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_full_state_dict_is_loaded(layout: str) -> None:
-    for equal, (other_shape, other_names) in run_ranks(load_whole, 4, LAYOUTS[layout]):
-        assert equal
+def test_whole_state_dicts_are_gathered_and_loaded_on_every_rank(layout: str) -> None:
+    for other_shape, other_names in run_ranks(whole_states, 4, LAYOUTS[layout]):
         assert "does not match (3, 3)" in other_shape
         assert "has extra ['extra']" in other_names
 
@@ -225,35 +202,30 @@ class Stacked(Block):
         self.kernel = nn.Parameter(torch.ones(3, 4, 5, 2))
 
 
-def refusals(rank: int, world_size: int) -> dict[str, str]:
-    """The errors of all refused attempts, by name."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    other = torch.distributed.device_mesh.DeviceMesh("cpu", [1 - rank], _init_backend=False)
+def wrong_calls(mesh: DeviceMesh) -> dict[str, Callable[[], object]]:
+    """Refused calls by name."""
+    rank, stacked = torch.distributed.get_rank(), Stacked()
+    other = DeviceMesh("cpu", [1 - rank], _init_backend=False)
 
-    def sharded_first() -> object:
-        block = Block()
-        fully_shard(block, mesh=mesh)
-        return own(block, mesh=mesh)
+    def changed(change: Callable[[Block], object], **options: Any) -> Callable[[], object]:
+        """A call for a changed block."""
 
-    def sharded_after() -> object:
-        block = Block()
-        own(block, mesh=mesh)
-        return fully_shard(block, mesh=mesh)
+        def call() -> object:
+            block = Block()
+            change(block)
+            return own(block, mesh=mesh, **options)
 
-    def twice() -> object:
-        block = Block()
-        own(block, mesh=mesh)
-        return own(block, mesh=mesh)
+        return call
 
-    def outside() -> object:
-        block = Block()
-        own(block, mesh=mesh)
-        return block.wq(torch.ones(1, DIM))
+    def owned(then: Callable[[Block], object]) -> Callable[[], object]:
+        """A call with an owned block."""
 
-    def mixed() -> object:
-        block = Block()
-        block.wq.bfloat16()
-        return own(block, mesh=mesh)
+        def call() -> object:
+            block = Block()
+            own(block, mesh=mesh)
+            return then(block)
+
+        return call
 
     def overridden() -> object:
         block, policy = Block(), MixedPrecisionPolicy(torch.bfloat16)
@@ -261,40 +233,28 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         object.__setattr__(policy, "param_dtype_override_fn", lambda p: p.dtype if p is block.wq.weight else None)
         return own(block, mesh=mesh, mp_policy=policy)
 
-    def grad_dtype() -> object:
-        block = Block()
-        block.wq.weight.grad_dtype = None
-        return own(block, mesh=mesh)
-
-    def neither() -> object:
-        return own(Block())
-
     def both() -> object:
         block = Block()
         return own(block, mesh=mesh, owners=Owners(block, mesh=mesh))
 
-    def elsewhere() -> object:
-        return own(Block(), owners=Owners(Block(), mesh=mesh))
-
-    stacked = Stacked()
     return {
-        "tied": message(lambda: Owners(Tied(), mesh=mesh)),
-        "4D": message(lambda: own(stacked, mesh=mesh, params=[stacked.kernel])),
-        "vector": message(lambda: own(stacked, mesh=mesh, params=[stacked.norm1.weight])),
-        "stranger": message(lambda: own(Block(), mesh=mesh, params=[stacked.wq.weight])),
-        "nothing": message(lambda: own(nn.LayerNorm(4), mesh=mesh)),
-        "not in the mesh": message(lambda: own(Block(), mesh=other)),
-        "three axes": message(lambda: own(Block(), mesh=init_device_mesh("cpu", (1, 2, 1)))),
-        "sharded first": message(sharded_first),
-        "sharded after": message(sharded_after),
-        "twice": message(twice),
-        "outside": message(outside),
-        "mixed": message(mixed),
-        "overridden": message(overridden),
-        "grad_dtype": message(grad_dtype),
-        "neither": message(neither),
-        "both": message(both),
-        "elsewhere": message(elsewhere),
+        "tied": lambda: Owners(Tied(), mesh=mesh),
+        "4D": lambda: own(stacked, mesh=mesh, params=[stacked.kernel]),
+        "vector": lambda: own(stacked, mesh=mesh, params=[stacked.norm1.weight]),
+        "stranger": lambda: own(Block(), mesh=mesh, params=[stacked.wq.weight]),
+        "nothing": lambda: own(nn.LayerNorm(4), mesh=mesh),
+        "not in the mesh": lambda: own(Block(), mesh=other),
+        "three axes": lambda: own(Block(), mesh=init_device_mesh("cpu", (1, 2, 1))),
+        "sharded first": changed(lambda block: fully_shard(block, mesh=mesh)),
+        "sharded after": owned(lambda block: fully_shard(block, mesh=mesh)),
+        "twice": owned(lambda block: own(block, mesh=mesh)),
+        "outside": owned(lambda block: block.wq(torch.ones(1, DIM))),
+        "mixed": changed(lambda block: block.wq.bfloat16()),
+        "overridden": overridden,
+        "grad_dtype": changed(lambda block: setattr(block.wq.weight, "grad_dtype", None)),
+        "neither": lambda: own(Block()),
+        "both": both,
+        "elsewhere": lambda: own(Block(), owners=Owners(Block(), mesh=mesh)),
     }
 
 
@@ -319,16 +279,18 @@ REFUSALS = {
 }
 
 
-@pytest.fixture(scope="module")
-def refused() -> list[dict[str, str]]:
-    return run_ranks(refusals, 2)
+def refusals(rank: int, world_size: int) -> dict[str, str]:
+    """Errors of the calls."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    return {name: message(call) for name, call in wrong_calls(mesh).items()}
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_impossible_calls_are_refused(name: str, refused: list[dict[str, str]]) -> None:
-    for by_name in refused:
-        assert by_name[name].startswith("ValueError: ")
-        assert re.search(REFUSALS[name], by_name[name]), by_name[name]
+def test_impossible_calls_are_refused() -> None:
+    for errors in run_ranks(refusals, 2):
+        assert errors.keys() == REFUSALS.keys()
+        for name, text in errors.items():
+            assert text.startswith("ValueError: "), name
+            assert re.search(REFUSALS[name], text), text
 
 
 def stacks(rank: int, world_size: int) -> tuple[bool, bool]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from benchmarks.c10d_counter import Call, CollectiveCounter
+from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.owned_model import Net, Setup, data_mesh, loss_of, make, matrices, place, summed_plainly
 from tests.dist.harness import run_ranks
 from titan_muon import Muon
@@ -20,16 +20,49 @@ from titan_muon.owned import gather, is_owned
 from titan_muon.owned.param import peer_elements
 
 MUON = {"lr": 0.02, "weight_decay": 0.1}
-STEPS = 3
+MATRICES, EXPERTS = 18, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """Owned matrices on some ranks, and what a step does.
+
+    `groups`: sizes of the groups that communicate. `repeats`: how often a matrix is orthogonalized in the world.
+    `joined`: the ranks of both replicas own matrices together.
+    """
+
+    world: int
+    setup: Setup
+    groups: tuple[int, ...] = ()
+    repeats: int = 1
+    experts: bool = False
+    replicas: str = "split"
+    joined: bool = False
+
+
+REPLICAS, WHOLE = Setup("owned", replicas=2), Setup("owned", tensor=2, tensor_parallel="whole")
+CASES = {
+    "1 rank": Case(1, Setup("owned")),
+    "2 ranks and experts": Case(2, Setup("owned"), experts=True),
+    "4 ranks": Case(4, Setup("owned")),
+    "replicas and experts": Case(4, REPLICAS, repeats=2, experts=True, replicas="redundant"),
+    "replicas that share the work": Case(4, REPLICAS, groups=(2, 4)),
+    "joined replicas": Case(4, Setup("owned"), joined=True),
+    "pieces of tensor parallelism": Case(4, Setup("owned", tensor=2), groups=(2,)),
+    "whole, TP 2": Case(2, WHOLE),
+    "whole, FSDP 2 x TP 2": Case(4, WHOLE),
+    "whole, replicas 2 x TP 2": Case(4, replace(WHOLE, replicas=2), repeats=2, replicas="redundant"),
+}
 
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step on a rank: collectives, orthogonalized matrices, and parameters different from torch."""
+    """A rank's step: sizes of communicating groups, matrices, wrong parameters, and elements of matrices at rest."""
 
-    calls: list[Call]
+    groups: set[int]
     matrices: int
     different: list[str]
+    held: int
 
 
 def with_experts(model: Net, mesh: DeviceMesh) -> dict[str, nn.Parameter]:
@@ -43,98 +76,64 @@ def with_experts(model: Net, mesh: DeviceMesh) -> dict[str, nn.Parameter]:
 
 
 def set_gradients(params: dict[str, nn.Parameter], step: int) -> dict[str, Tensor]:
-    """Give owned parameters equal gradients on every holder. Returns whole gradients."""
+    """Give every holder an equal gradient. Returns whole gradients."""
     whole = {}
     for index, (name, parameter) in enumerate(params.items()):
         full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * step + index))
         whole[name] = full
+        placed = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
         if not is_owned(parameter):
-            parameter.grad = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.grad = placed
         elif parameter.to_local().numel() > 0:
-            parameter.grad = torch.empty_like(parameter).copy_(
-                distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            )
+            parameter.grad = torch.empty_like(parameter).copy_(placed)
     return whole
 
 
-def steps(rank: int, world_size: int, setup: Setup, experts: bool) -> list[Step]:
-    """Steps of Muon on owned parameters and of torch.optim.Muon on whole parameters, with equal gradients."""
+def steps(rank: int, world_size: int, case: Case) -> list[Step]:
+    """Steps of Muon on owned parameters, beside torch.optim.Muon on whole parameters with equal gradients."""
     model = make()
-    mesh = data_mesh(world_size, setup, model)
-    place(model, setup, mesh)
-    params = {name: p for name, p in model.named_parameters() if any(p is m for m in matrices(model))}
-    stacks = with_experts(model, mesh) if experts else {}
-    named = {**params, **stacks}
-    replicas = "redundant" if setup.replicas > 1 else "split"
-    optimizer = Muon(named.items(), orthogonalize="reference", replicas=replicas, idle="hold", **MUON).build()
-    reference = {name: nn.Parameter(gather(p)) for name, p in named.items()}
-    loose = {name: list(p.detach()) if p.ndim == 3 else [p.detach()] for name, p in reference.items()}
-    alone = torch.optim.Muon(
-        [nn.Parameter(m) for ms in loose.values() for m in ms], adjust_lr_fn="match_rms_adamw", **MUON
-    )
+    mesh = data_mesh(world_size, case.setup, model)
+    if case.joined:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))._flatten()
+    place(model, case.setup, mesh)
+    owned = {name: p for name, p in model.named_parameters() if is_owned(p)}
+    named = {**owned, **(with_experts(model, mesh) if case.experts else {})}
+    optimizer = Muon(named.items(), orthogonalize="reference", replicas=case.replicas, **MUON).build()  # type: ignore[arg-type]
+    alone = {n: [nn.Parameter(m.clone()) for m in loose(gather(p).detach())] for n, p in named.items()}
+    theirs = torch.optim.Muon([m for ms in alone.values() for m in ms], adjust_lr_fn="match_rms_adamw", **MUON)
     results = []
-    for step in range(STEPS):
-        gradients = set_gradients(named, step)
-        flat = [m for g in gradients.values() for m in (g if g.ndim == 3 else [g])]
-        for parameter, gradient in zip(alone.param_groups[0]["params"], flat, strict=True):
-            parameter.grad = gradient
+    for step in range(3):
+        for name, gradient in set_gradients(named, step).items():
+            for matrix, part in zip(alone[name], loose(gradient), strict=True):
+                matrix.grad = part
         with CollectiveCounter() as counter:
             optimizer.step()
-        alone.step()
-        pieces = iter(alone.param_groups[0]["params"])
-        whole = {name: torch.stack([next(pieces) for _ in ms]).detach() for name, ms in loose.items()}
-        results.append(
-            Step(
-                counter.calls,
-                optimizer.orthogonalized,
-                [name for name, p in named.items() if not torch.equal(gather(p), whole[name].view(p.shape))],
-            )
-        )
+        theirs.step()
+        different = [n for n, p in named.items() if not torch.equal(gather(p), torch.stack([*alone[n]]).view(p.shape))]
+        held = sum(p.to_local().numel() for p in owned.values())  # type: ignore[operator]
+        results.append(Step({call.group_size for call in counter.calls}, optimizer.orthogonalized, different, held))
     return results
 
 
-@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
-@pytest.mark.parametrize(("world_size", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
-def test_a_step_starts_no_collective_and_equals_torchs_muon_bit_for_bit(
-    world_size: int, replicas: int, experts: bool
-) -> None:
-    ranks = run_ranks(steps, world_size, Setup("owned", replicas=replicas), experts)
-    for steps_of_rank in ranks:
-        for step in steps_of_rank:
-            assert step.calls == []
-            assert step.different == []
-    matrices_in_all = 18 + (8 if experts else 0)
-    assert sum(steps_of_rank[0].matrices for steps_of_rank in ranks) == matrices_in_all * replicas
+def loose(stack: Tensor) -> list[Tensor]:
+    """The matrices of a stack, or the matrix."""
+    return list(stack) if stack.ndim == 3 else [stack]
 
 
-@pytest.mark.parametrize("tensor", [2])
-def test_a_step_communicates_only_within_tensor_parallel_groups(tensor: int) -> None:
-    """Bytes and groups: only ranks of a tensor-parallel group communicate."""
-    for steps_of_rank in run_ranks(steps, 4, Setup("owned", tensor=tensor), False):
-        for step in steps_of_rank:
-            assert step.different == []
-            assert {call.group_size for call in step.calls} == {tensor}
-
-
-def held(rank: int, world_size: int, setup: Setup) -> int:
-    """Elements of matrices at rest on this rank."""
-    model = make()
-    place(model, setup, data_mesh(world_size, setup, model))
-    return sum(p.to_local().numel() for p in matrices(model))  # type: ignore[operator]
-
-
-@pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (4, 1), (4, 2)])
-def test_a_step_with_whole_tensor_parallel_matrices_starts_no_collective(world_size: int, replicas: int) -> None:
-    """Every replica stores each matrix once, and the holder orthogonalizes."""
-    setup = Setup("owned", replicas=replicas, tensor=2, tensor_parallel="whole")
-    ranks = run_ranks(steps, world_size, setup, False)
-    for steps_of_rank in ranks:
-        for step in steps_of_rank:
-            assert step.calls == []
-            assert step.different == []
-    assert sum(steps_of_rank[0].matrices for steps_of_rank in ranks) == 18 * replicas
-    assert all(steps_of_rank[0].matrices > 0 for steps_of_rank in ranks)
-    assert sum(run_ranks(held, world_size, setup)) == sum(p.numel() for p in matrices(make())) * replicas
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_of_owned_matrices_communicates_nothing_and_has_torchs_bits(name: str) -> None:
+    """But for pieces of tensor parallelism, and for replicas that share the work."""
+    case = CASES[name]
+    ranks = run_ranks(steps, case.world, case)
+    for step in (step for steps_of_rank in ranks for step in steps_of_rank):
+        assert step.different == []
+        assert bool(step.groups) == bool(case.groups)
+        assert step.groups <= set(case.groups)
+    expected = (MATRICES + EXPERTS * case.experts) * case.repeats
+    # Both ranks of a tensor-parallel group report a matrix that one of the two orthogonalizes.
+    assert sum(steps_of_rank[0].matrices for steps_of_rank in ranks) == expected
+    copies = case.setup.replicas if not case.joined else 1
+    assert sum(steps_of_rank[0].held for steps_of_rank in ranks) == copies * sum(p.numel() for p in matrices(make()))
 
 
 def passes(rank: int, world_size: int, setup: Setup) -> tuple[int, int, int]:
@@ -151,8 +150,7 @@ def passes(rank: int, world_size: int, setup: Setup) -> tuple[int, int, int]:
     return forward.sent, backward.sent, counted_bytes
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (4, False), (8, True)])
 def test_forward_and_backward_move_no_more_than_fsdp(world_size: int, reshard: bool) -> None:
     """Over all ranks; FSDP2 pads its shards."""
     setup = Setup("owned", reshard=reshard)
@@ -166,7 +164,7 @@ def test_forward_and_backward_move_no_more_than_fsdp(world_size: int, reshard: b
 def sent_to_peers(rank: int, world_size: int) -> tuple[int, int, int]:
     """Bytes sent to peers in forward and in backward, and the elements of the dry run."""
     model = make()
-    setup = Setup("owned", reshard=False, tensor=2, tensor_parallel="whole")
+    setup = replace(WHOLE, reshard=False)
     owners = place(model, setup, data_mesh(world_size, setup, model))
     assert owners is not None, "the matrices are owned"
     loss = loss_of(model, 0, 1, 0)
@@ -184,49 +182,10 @@ def test_holders_send_the_dry_runs_bytes_to_tensor_parallel_peers() -> None:
     assert sum(elements for *_, elements in ranks) == sum(p.numel() for p in matrices(make())) / 2
 
 
-def replicated(rank: int, world_size: int) -> tuple[int, int]:
-    """Calls of a step with work split over replicas, and matrices orthogonalized."""
-    model = make()
-    setup = Setup("owned", replicas=2)
-    place(model, setup, data_mesh(world_size, setup, model))
-    named = {name: p for name, p in model.named_parameters() if is_owned(p)}
-    optimizer = Muon(named.items(), replicas="split", **MUON).build()
-    set_gradients(named, 0)
-    with CollectiveCounter() as counter:
-        optimizer.step()
-    return len(counter.calls), optimizer.orthogonalized
-
-
-def test_replicas_may_share_the_work() -> None:
-    results = run_ranks(replicated, 4)
-    assert sum(matrices for _, matrices in results) == 18
-    assert all(calls > 0 for calls, _ in results)
-
-
-def joined(rank: int, world_size: int) -> tuple[int, int]:
-    """With one owner among all replicas: matrices of this rank, and calls of the step."""
-    model = make()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    place(model, Setup("owned"), mesh._flatten())
-    named = {name: p for name, p in model.named_parameters() if is_owned(p)}
-    optimizer = Muon(named.items(), **MUON).build()
-    set_gradients(named, 0)
-    with CollectiveCounter() as counter:
-        optimizer.step()
-    return optimizer.orthogonalized, len(counter.calls)
-
-
-def test_joined_replicas_have_a_single_owner_per_matrix() -> None:
-    results = run_ranks(joined, 4)
-    assert sum(matrices for matrices, _ in results) == 18
-    assert all(matrices > 0 and calls == 0 for matrices, calls in results)
-
-
-def documented(rank: int, world_size: int) -> tuple[list[Call], float]:
+def documented(rank: int, world_size: int) -> tuple[int, float]:
     """The example of docs/placements.md: the collectives of the step, and the change of a matrix."""
-    (code,) = re.findall(
-        r"```python\n(.*?)```", (Path(__file__).parents[3] / "docs" / "placements.md").read_text(), re.S
-    )
+    page = Path(__file__).parents[3] / "docs" / "placements.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
     model = make()
     start = model.layers[0].wq.weight.detach().clone()
     names = {"model": model, "mesh": init_device_mesh("cpu", (world_size,)), "matrices": matrices(model)}
@@ -237,10 +196,10 @@ def documented(rank: int, world_size: int) -> tuple[list[Call], float]:
     with CollectiveCounter() as counter:
         names["optimizer"].step()
     assert "owner" in names["owners"].table()
-    return counter.calls, float((gather(model.layers[0].wq.weight) - start).abs().max())
+    return len(counter.calls), float((gather(model.layers[0].wq.weight) - start).abs().max())
 
 
 def test_the_example_of_the_docs_runs() -> None:
     for calls, moved in run_ranks(documented, 2):
-        assert calls == []
+        assert calls == 0
         assert moved > 0

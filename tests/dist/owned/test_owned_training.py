@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.owned_model import Block, Net, Setup, data_mesh, loss_of, make, matrices, place, whole
 from tests.dist.harness import run_ranks
-from titan_muon import Owners, own
+from titan_muon import Muon, Owners, own
+from titan_muon.options import Machine, Overlap
+from titan_muon.owned import is_owned
 from titan_muon.tensors.dtensor import local
 
 STEPS = 4
@@ -115,8 +119,10 @@ def both(rank: int, world_size: int, setup: Setup, other: str, parts: int = 1, s
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
+PLAIN, TENSOR = Setup("owned"), Setup("owned", tensor=2)
+HALF, WHOLE = Setup("owned", policy=BF16), Setup("owned", tensor=2, tensor_parallel="whole")
 SETUPS = {
-    "plain": Setup("owned"),
+    "plain": PLAIN,
     "freed": Setup("owned", reshard=True),
     "kept": Setup("owned", reshard=False),
     "sharded first": Setup("owned", shard_first=True),
@@ -128,58 +134,36 @@ SETUPS = {
     "frozen input": Setup("owned", prepare=frozen_input),
     "compiled": Setup("owned", prepare=compiled),
     "frozen": Setup("owned", prepare=frozen),
-    "bf16": Setup("owned", policy=BF16),
-    "bf16 checkpointed": Setup("owned", policy=BF16, prepare=checkpointed),
+    "bf16": HALF,
+    "bf16 checkpointed": replace(HALF, prepare=checkpointed),
 }
+# Equal bits where a sum has one order. Sums of three or more numbers differ in the last bits.
+CLOSE = 1e-6
+CASES: dict[str, tuple[int, Setup, str, float, tuple[int, bool]]] = {
+    **{f"{name}, 2 ranks": (2, setup, "sharded", 0.0, (1, True)) for name, setup in SETUPS.items()},
+    **{
+        f"{name}, {parts} microbatches, synchronized each: {each}": (2, SETUPS[name], "sharded", 0.0, (parts, each))
+        for name in ("plain", "bf16")
+        for parts, each in ((2, True), (2, False))
+    },
+    **{f"1 process beside {n}": (n, PLAIN, "alone", 0.0 if n < 4 else CLOSE, (1, True)) for n in (1, 2, 4)},
+    "unused": (2, replace(PLAIN, prepare=unused), "alone", 0.0, (1, True)),
+    "repeated": (2, replace(PLAIN, prepare=repeated), "alone", CLOSE, (1, True)),
+    "HSDP": (4, replace(PLAIN, replicas=2), "sharded", CLOSE, (1, True)),
+    "HSDP, bf16": (4, replace(HALF, replicas=2), "sharded", CLOSE, (1, True)),
+    "FSDP x TP": (4, TENSOR, "sharded", 0.0, (1, True)),
+    "FSDP x TP, checkpointed": (4, replace(TENSOR, prepare=checkpointed), "sharded", 0.0, (1, True)),
+    "whole, TP, bf16": (2, replace(WHOLE, policy=BF16), "sharded", 0.0, (1, True)),
+    "whole, FSDP x TP, checkpointed": (4, replace(WHOLE, prepare=checkpointed), "sharded", 0.0, (1, True)),
+    "whole, HSDP x TP": (4, replace(WHOLE, replicas=2), "sharded", CLOSE, (1, True)),
+}
+"""Ranks, the setup, the other placement, the largest difference, and microbatches with their synchronization."""
 
 
-@pytest.mark.parametrize("name", SETUPS)
-def test_two_ranks_equal_fsdp(name: str) -> None:
-    """Bit for bit: on two ranks a sum has one order."""
-    assert run_ranks(both, 2, SETUPS[name], "sharded") == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("prepare", [None, unused, repeated], ids=["none", "unused", "repeated"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_owned_ranks_train_as_a_single_process(world_size: int, prepare: object) -> None:
-    """Sums in another order differ in the last bits."""
-    setup = replace(SETUPS["plain"], prepare=prepare)  # type: ignore[arg-type]
-    exact = world_size < 4 and prepare is not repeated
-    assert max(run_ranks(both, world_size, setup, "alone")) <= (0.0 if exact else 1e-6)
-
-
-@pytest.mark.parametrize("sync_each", [True, False])
-@pytest.mark.parametrize("name", ["plain", "bf16"])
-def test_gradients_accumulate(name: str, sync_each: bool) -> None:
-    assert run_ranks(both, 2, SETUPS[name], "sharded", 2, sync_each) == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("name", ["plain", "bf16"])
-def test_replicas_with_separate_owners_equal_hsdp(name: str) -> None:
-    assert max(run_ranks(both, 4, replace(SETUPS[name], replicas=2), "sharded")) <= 1e-6
-
-
-@pytest.mark.parametrize("name", ["plain", "checkpointed"])
-def test_tensor_parallel_pieces_train_with_the_bits_of_fsdp(name: str) -> None:
-    assert run_ranks(both, 4, replace(SETUPS[name], tensor=2), "sharded") == [0.0] * 4
-
-
-WHOLE = Setup("owned", tensor=2, tensor_parallel="whole")
-
-
-@pytest.mark.parametrize(
-    ("world_size", "setup"),
-    [
-        (2, replace(WHOLE, policy=BF16)),
-        (4, WHOLE),
-        (4, replace(WHOLE, prepare=checkpointed)),
-        (4, replace(WHOLE, replicas=2)),
-    ],
-    ids=["TP 2, bf16", "FSDP 2 x TP 2", "checkpointed", "HSDP 2 x TP 2"],
-)
-def test_whole_tensor_parallel_matrices_train_as_fsdp2(world_size: int, setup: Setup) -> None:
-    """Pieces go to peers and gradients return, with FSDP2's bits; two replicas are summed separately."""
-    assert max(run_ranks(both, world_size, setup, "sharded")) <= (0.0 if setup.replicas == 1 else 1e-6)
+@pytest.mark.parametrize("name", CASES)
+def test_owned_matrices_train_as_fsdp_and_as_one_process(name: str) -> None:
+    world_size, setup, other, most, microbatches = CASES[name]
+    assert max(run_ranks(both, world_size, setup, other, *microbatches)) <= most
 
 
 class OutOfMemory(Exception):
@@ -210,8 +194,7 @@ def disturb(model: Net, kind: str, rank: int, world_size: int) -> None:
 def disturbed_losses(rank: int, world_size: int, kind: str) -> tuple[list[float], int]:
     """Losses of a few steps with a disturbance before an update, and the bytes left unsharded at the end."""
     model = make()
-    mesh = data_mesh(world_size, Setup("owned"), model)
-    owners = Owners(model, mesh=mesh, params=matrices(model))
+    owners = Owners(model, mesh=data_mesh(world_size, PLAIN, model), params=matrices(model))
     for layer in model.layers:
         # FSDP2 is not compared: without a reshard it continues with stale weights after an evaluation.
         own(layer, owners=owners, reshard_after_forward=False)
@@ -228,20 +211,16 @@ def disturbed_losses(rank: int, world_size: int, kind: str) -> tuple[list[float]
     return losses, owners.context.unsharded_bytes
 
 
-def disturbed_and_not(rank: int, world_size: int, kind: str) -> list[tuple[list[float], int]]:
-    return [disturbed_losses(rank, world_size, disturbance) for disturbance in (kind, "")]
+def after_disturbances(rank: int, world_size: int) -> list[tuple[list[float], int]]:
+    kinds = ("", "evaluate", "failed within a layer", "failed between layers")
+    return [disturbed_losses(rank, world_size, kind) for kind in kinds]
 
 
-@pytest.mark.parametrize("kind", ["evaluate", "failed within a layer", "failed between layers"])
-def test_an_interruption_leaves_the_training_unchanged(kind: str) -> None:
+def test_an_interruption_leaves_the_training_unchanged() -> None:
     """After an evaluation before an update, whole or failed, nothing is stale or left over."""
-    for disturbed, undisturbed in run_ranks(disturbed_and_not, 2, kind):
-        assert disturbed == undisturbed
-        assert disturbed[1] == 0
-
-
-def fail_in_backward(*_: object) -> None:
-    raise OutOfMemory
+    for undisturbed, *disturbed in run_ranks(after_disturbances, 2):
+        assert undisturbed[1] == 0
+        assert disturbed == [undisturbed] * 3
 
 
 @dataclass(frozen=True)
@@ -270,7 +249,7 @@ def gradients_after_failure(rank: int, world_size: int, failure: Failure | None)
         own(layer, owners=owners)
     loss = loss_of(model, rank, world_size, 1)
     if failure is not None:
-        handle = model.get_submodule(failure.place).register_full_backward_pre_hook(fail_in_backward)
+        handle = model.get_submodule(failure.place).register_full_backward_pre_hook(fail)
         # A full hook is part of a forward.
         failing = loss_of(model, rank, world_size, 0)
         with pytest.raises(OutOfMemory):
@@ -319,12 +298,17 @@ def test_a_change_of_unsharded_weights_is_an_error_on_the_owner() -> None:
     assert all("owned parameters were changed" in text for text in run_ranks(stale, 1))
 
 
+def placed(world_size: int) -> tuple[Net, Owners]:
+    """A model with owned matrices."""
+    model = make()
+    owners = place(model, PLAIN, data_mesh(world_size, PLAIN, model))
+    assert owners is not None
+    return model, owners
+
+
 def frozen_later(rank: int, world_size: int) -> list[bool]:
     """Whether the owner gets a gradient before, during and after a freeze."""
-    model = make()
-    setup = Setup("owned")
-    owners = place(model, setup, data_mesh(world_size, setup, model))
-    assert owners is not None
+    model, owners = placed(world_size)
     owned_param, results = model.layers[1].wv.weight, []
     for trained in (True, False, True):
         owned_param.requires_grad_(trained)
@@ -401,10 +385,7 @@ def test_gradients_are_reduced_in_fully_shards_dtype() -> None:
 
 def on_their_way(rank: int, world_size: int) -> tuple[list[list[str]], list[int]]:
     """Where the parameters of each layer are while each computes, forward and then backward; and the bytes then."""
-    model = make()
-    setup = Setup("owned")
-    owners = place(model, setup, data_mesh(world_size, setup, model))
-    assert owners is not None
+    model, owners = placed(world_size)
     seen: list[list[str]] = []
     held: list[int] = []
 
@@ -432,3 +413,53 @@ def test_the_next_module_is_prefetched_during_compute() -> None:
             ["UNSHARDED", "OWNED", "OWNED"],
         ]
         assert held == [2 * layer, 2 * layer, layer, 2 * layer, 2 * layer, layer]
+
+
+MICROBATCHES = 2
+SLOW = Machine(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0, launch_us=0.0)
+"""Slow links, for plans with several buckets."""
+
+
+def overlapped(rank: int, world_size: int, setup: Setup) -> tuple[int, int, dict[str, int]]:
+    """As `stepped` with gathers in backward, with the bits of a step without."""
+    without, *_ = stepped(rank, world_size, setup, "none")
+    weights, *counts = stepped(rank, world_size, setup, "backward")
+    assert all(map(torch.equal, without, weights))
+    return tuple(counts)  # type: ignore[return-value]
+
+
+def stepped(
+    rank: int, world_size: int, setup: Setup, overlap: Overlap
+) -> tuple[list[Tensor], int, int, dict[str, int]]:
+    """Weights after a step of Muon, gathers before, gathers of the plan, and calls of each owned parameter's hook."""
+    model = make()
+    place(model, setup, data_mesh(world_size, setup, model))
+    named = {name: p for name, p in model.named_parameters() if p.ndim == 2}
+    muon = Muon(named.items(), overlap=overlap, orthogonalize="reference", machine=SLOW).build()
+    called = dict.fromkeys((name for name, param in named.items() if is_owned(param)), 0)
+
+    def count(name: str, param: Tensor) -> None:
+        assert param is named[name], "autograd gives the parameter"
+        assert param.grad is not None, "what was reduced is there"
+        assert local(param.grad).numel() > 0, "on its owner"
+        called[name] += 1
+
+    for name in called:
+        named[name].register_post_accumulate_grad_hook(partial(count, name))
+    before = muon.exchange.traffic.calls
+    for part in range(MICROBATCHES):
+        with muon.overlap() if part == MICROBATCHES - 1 and overlap == "backward" else nullcontext():
+            loss_of(model, rank // setup.tensor, world_size // setup.tensor, 0, part).backward()
+    gathers = muon.exchange.traffic.calls - before
+    muon.step()
+    return [local(p).detach().clone() for p in named.values()], gathers, len(muon.plan.buckets), called
+
+
+@pytest.mark.parametrize("setup", [replace(TENSOR, prepare=recomputed_within), PLAIN], ids=["pieces", "beside"])
+def test_gathers_begin_as_soon_as_owners_have_gradients(setup: Setup) -> None:
+    """Of pieces of tensor parallelism, or of the matrices beside local ones. A wait would last until the step."""
+    ranks = run_ranks(overlapped, 2, setup)
+    assert all(gathers == planned > 0 for gathers, planned, _ in ranks)
+    for name in ranks[0][2]:
+        calls = sorted(called[name] for *_, called in ranks)
+        assert calls == [0 if setup.tensor == 1 else MICROBATCHES, MICROBATCHES], f"{name}: only owners call hooks"

@@ -51,7 +51,7 @@ def read_until(lines: Iterable[str], pattern: str) -> str:
 def test_a_restart_continues_the_run_from_the_newest_checkpoint(tmp_path: Path) -> None:
     """A rank is killed with kill -9; `torchrun --max-restarts=1` ends the run at the last step, in one folder.
 
-    On two nodes; tests/unit/benchmarks/test_soak.py kills a rank of two on a node.
+    On two nodes; tests/unit/benchmarks/test_scripts.py kills a rank of two on a node.
     """
     launchers, output = start_nodes(tiny.write_recipe(tmp_path), *FEW)
     try:

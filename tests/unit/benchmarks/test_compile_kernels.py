@@ -4,7 +4,7 @@ import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -32,24 +32,17 @@ def faults(capability: int, index: int = 0, **changed: object) -> list[str]:
     return compiled(case(capability, index, **changed)).faults()
 
 
-@needs_triton
-@pytest.mark.parametrize(
-    ("variant", "ragged"), [("X Xᵀ", False), ("X Xᵀ, X transposed", True), ("polynomial", False), ("polynomial", True)]
-)
-def test_the_kernel_uses_tensor_cores_on_ampere_without_spills(variant: str, ragged: bool) -> None:
-    assert faults(80, variant=variant, ragged=ragged) == []
+RAGGED = [("X Xᵀ", False), ("X Xᵀ, X transposed", True), ("polynomial", False), ("polynomial", True)]
+TILED = [(0, "X Xᵀ"), (0, "X Xᵀ, X transposed"), (0, "polynomial"), (1, "X Xᵀ"), (1, "polynomial")]
+CASES = [(80, {"variant": variant, "ragged": ragged}) for variant, ragged in RAGGED]
+CASES += [(gpu, {"index": index, "variant": variant}) for gpu in (90, 100) for index, variant in TILED]
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("index", "variant"),
-    [(0, "X Xᵀ"), (0, "X Xᵀ, X transposed"), (0, "polynomial"), (1, "X Xᵀ"), (1, "polynomial")],
-)
-@pytest.mark.parametrize("capability", [90, 100])
-def test_the_kernel_uses_tensor_cores_and_tma_on_hopper_and_blackwell(
-    capability: int, index: int, variant: str
-) -> None:
-    assert faults(capability, index, variant=variant) == []
+@pytest.mark.parametrize(("capability", "kernel"), CASES, ids=str)
+def test_the_kernel_uses_tensor_cores_and_tma_without_spills(capability: int, kernel: dict[str, Any]) -> None:
+    """On Ampere without TMA."""
+    assert faults(capability, **kernel) == []
 
 
 @needs_triton
@@ -69,20 +62,14 @@ def test_a_tile_too_large_for_shared_memory_fails_the_table(
 
 
 @needs_triton
-def test_a_spilling_tile_is_reported() -> None:
-    from titan_muon.orthogonalize.symmetric_kernel import Tile
-
-    (fault,) = faults(100, tile=Tile(wide=2, warps=4, tma=True, specialized=True))
-    assert fault.endswith("bytes spilled")
-
-
-@needs_triton
-def test_a_kernel_without_tensor_cores_or_specialization_is_reported() -> None:
+def test_a_slow_kernel_is_reported() -> None:
     from titan_muon.orthogonalize.symmetric_kernel import Tile
 
     small = Tile(side=32, depth=32, warps=4, stages=2, specialized=True)
     problems = faults(90, tile=small, dtype="float32")
     assert problems == ["no wgmma.mma_async", "no cp.async.bulk.tensor.3d.shared", "warps are not specialized"]
+    (fault,) = faults(100, tile=Tile(wide=2, warps=4, tma=True, specialized=True))
+    assert fault.endswith("bytes spilled")
 
 
 @needs_triton

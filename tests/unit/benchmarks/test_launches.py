@@ -7,9 +7,6 @@ from torch import Tensor
 from benchmarks.rehearsal.launches import BLOCKS, CHUNK, Launches, is_dense, list_launches
 from docs.make_launches import CASES, PAGE, counted, written_launches
 
-MOST = 1.05
-"""Launches of a recipe's step over launches of Muon's step alone."""
-
 
 def empties(count: int, *shape: int) -> list[Tensor]:
     return [torch.empty(shape, device="meta") for _ in range(count)]
@@ -48,11 +45,9 @@ def test_lists_of_unequal_strides_or_dtypes_take_a_launch_for_each_tensor() -> N
     assert is_dense(wide[0].mT)
 
 
-@pytest.mark.parametrize("recipe", ["qwen3_8b", "qwen3_30b_a3b"])
-def test_the_step_of_a_recipe_launches_little_more_than_muon_alone(recipe: str) -> None:
-    launches = written_launches(PAGE.read_text(encoding="utf-8"))[recipe]
-    assert launches["recipe"] <= MOST * launches["plain"]
-    assert launches["skippable"] > 1.5 * launches["plain"], "the table shows the cost of a step that may be undone"
+def test_the_step_of_a_recipe_launches_little_more_than_muon_alone() -> None:
+    for launches in written_launches(PAGE.read_text(encoding="utf-8")).values():
+        assert launches["recipe"] <= 1.05 * launches["plain"]
 
 
 @pytest.mark.skipif(

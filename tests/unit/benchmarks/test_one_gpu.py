@@ -2,12 +2,10 @@
 
 import json
 import socket
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.gpu import links, newton_schulz
 from benchmarks.one_gpu import corpus, float16, language_model, one_rank, worlds
@@ -43,23 +41,6 @@ def test_a_world_has_the_parameters_and_the_plan_of_its_recipe() -> None:
         assert one_rank.plan_of(world).digest() == plan.digest()
 
 
-def test_the_file_keeps_every_parameter_of_a_world() -> None:
-    world = worlds.read("kimi_k2")
-    assert len(world.rows) == 975
-    assert world.rows[1].fqn.startswith("layers.0.")
-    with_layer = replace(world.rows[-1], fqn="layers.7.x")
-    changed = replace(world, rows=(*world.rows, with_layer, replace(with_layer, fqn="layers.8.x")))
-    blocks = list(worlds.blocks(changed.rows))
-    assert blocks[-1]["layers"] == [7, 9], "layers with equal parameters are one entry"
-    read = [
-        row[0].replace("{}", str(layer))
-        for block in blocks
-        for layer in range(*block["layers"])
-        for row in block["rows"]
-    ]
-    assert read == [row.fqn for row in changed.rows]
-
-
 def test_one_rank_steps_beside_the_model(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["--world", "tiny", "--device", "cpu", "--repeats", "2", "--json", str(tmp_path / "json")]
     assert one_rank.main(words) == 0
@@ -71,14 +52,6 @@ def test_one_rank_steps_beside_the_model(tmp_path: Path, capsys: pytest.CaptureF
     assert all(row["launches"] > 0 and row["newton_schulz ms"] > 0 for row in stepped[:2])
     details = json.loads((tmp_path / "json").read_text())["details"]
     assert details["plain"]["kernels"]
-
-
-def test_noise_arrives_where_the_pieces_of_other_ranks_would() -> None:
-    noise, output = one_rank.Noise(), torch.zeros(8, dtype=torch.bfloat16)
-    assert noise.all_to_all(output, [2, 3], torch.ones(4, dtype=torch.bfloat16), [4, 0], None) == []  # type: ignore[arg-type]
-    assert bool((output[:5] != 0).all())
-    assert not output[5:].any()
-    assert (noise.received, noise.traffic.bytes_sent) == (10, 8)
 
 
 @pytest.fixture
@@ -101,17 +74,6 @@ def test_runs_train_on_equal_batches_and_late_ones_are_named(tmp_path: Path, sma
     assert unknown["fault"].startswith("KeyError")
     assert language_model.main(["--runs", "muon:1e-3", "--seconds", "0", *common]) == 0
     assert rows(tmp_path / "json")[0]["fault"] == "no time left"
-
-
-def test_documents_are_distinct_and_within_the_limit(tmp_path: Path) -> None:
-    for number in range(6):
-        (tmp_path / f"{number}.py").write_text(f"x = {number % 4}\n" * 50)
-    (tmp_path / "short.py").write_text("x")
-    (tmp_path / "picture.png").write_text("x" * 500)
-    found = list(corpus.documents([tmp_path], 10_000))
-    assert len({text for text, _ in found}) == len(found) == 4
-    assert sum(is_held for _, is_held in found) >= 1
-    assert len(list(corpus.documents([tmp_path], 400))) == 2
 
 
 def test_float16_is_probed_on_dominating_rows_and_an_overflow_is_unsafe(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from benchmarks.rehearsal.checks import MATRIX_PRODUCTS, Expected, collective_faults, faults
-from benchmarks.rehearsal.fake_gpu import fake_gpu
 from benchmarks.rehearsal.seen import Bytes, Collective, Seen
 from benchmarks.rehearse import LAYOUTS, REHEARSED, WORLDS, Case
 from tests.tiny import write_recipe
@@ -59,18 +58,15 @@ def test_figures_equal_to_the_dry_run_have_no_fault() -> None:
     assert list(collective_faults([RIGHT, PEER])) == []
 
 
-@pytest.mark.parametrize("what", ["parameters", "gradients", "optimizer_states", "exchange_buffers"])
-def test_a_byte_more_than_the_dry_run_is_a_fault(what: str) -> None:
-    more = replace(RIGHT.step_peak, **{what: getattr(PLANNED, what) + 1})
-    (fault,) = faults(replace(RIGHT, step_peak=more), Expected(0, PLANNED))
-    assert fault.startswith(what.replace("_", " "))
+STEP = RIGHT.step_peak
 
 
 @pytest.mark.parametrize(
     ("seen", "message"),
     [
-        (replace(RIGHT, step_peak=replace(RIGHT.step_peak, rest=150 << 20)), "the step takes 146,800,640 bytes"),
-        (replace(RIGHT, step_peak=replace(RIGHT.step_peak, rest=30 << 20)), "the step takes 20,971,520 bytes"),
+        (replace(RIGHT, step_peak=replace(STEP, parameters=PLANNED.parameters + 1)), "parameters take"),
+        (replace(RIGHT, step_peak=replace(STEP, exchange_buffers=PLANNED.exchange_buffers + 1)), "exchange buffers"),
+        (replace(RIGHT, step_peak=replace(STEP, rest=150 << 20)), "the step takes 146,800,640 bytes"),
         (
             replace(RIGHT, operations={"copy_": 8}),
             "4 matrices are orthogonalized, and no matrix product is on the device",
@@ -107,30 +103,6 @@ def test_differing_collectives_of_ranks_are_named(training: tuple[Collective, ..
     assert message in fault
 
 
-def test_a_different_order_of_two_groups_is_named() -> None:
-    wide = Collective("allreduce", (0, 1, 2), 64)
-    ones, twos = replace(RIGHT, step=(*RIGHT.step, wide)), replace(PEER, step=(wide, *PEER.step))
-    (fault,) = collective_faults([ones, twos])
-    assert "shared collective 0 is alltoall_base of None bytes among 2 ranks on rank 0 and allreduce" in fault
-
-
-def test_a_rank_with_more_host_reads_is_named() -> None:
-    (fault,) = collective_faults([RIGHT, replace(PEER, reads=3)])
-    assert fault == "the host reads 2 numbers on rank 0 and 3 on rank 1"
-
-
-def test_buffers_of_other_ranks_equal_the_dry_runs() -> None:
-    expected = Expected(0, PLANNED, others={1: (PLANNED.exchange_buffers, PLANNED.orthogonalization)})
-    assert list(faults(PEER, expected)) == []
-    (fault,) = faults(replace(PEER, step_peak=replace(PEER.step_peak, exchange_buffers=1)), expected)
-    assert fault.startswith("exchange buffers take 1 bytes")
-
-
-def test_collectives_of_separate_groups_are_not_compared() -> None:
-    single = Collective("allgather_base", (1, 3), 64)
-    assert list(collective_faults([RIGHT, replace(PEER, training=(single, *PEER_CALLS))])) == []
-
-
 @pytest.mark.parametrize(("states", "fits"), [(0, False), (1, True), (200 << 20, True), ((200 << 20) + 1, False)])
 def test_a_step_loads_at_most_the_dry_runs_offloaded_states(states: int, fits: bool) -> None:
     seen = replace(RIGHT, step_peak=replace(RIGHT.step_peak, optimizer_states=states), at_rest=(120 << 20, 120 << 20))
@@ -138,24 +110,6 @@ def test_a_step_loads_at_most_the_dry_runs_offloaded_states(states: int, fits: b
     assert (problems == []) is fits
     (fault,) = faults(RIGHT, Expected(0, PLANNED, offloaded=True))
     assert "bytes are alive after a step" in fault, "between steps none is on the device"
-
-
-def test_records_are_read_back(tmp_path: Path) -> None:
-    RIGHT.write(tmp_path / "seen.json")
-    assert Seen.read(tmp_path / "seen.json") == RIGHT
-
-
-def test_the_fullest_rank_is_compared_with_the_figures_of_this_rank() -> None:
-    memory = {"parameters": 1, "gradients": 2, "optimizer_states": 3, "host_states": 0}
-    ranks = [{"rank": rank, "buffer_bytes": 10 + rank, "work_bytes": 20 + rank} for rank in range(3)]
-    owners = [{"rank": 1, "bytes": 5}, {"rank": 2, "bytes": 9}]
-    shared = {"memory": memory, "ranks": ranks}
-    others = {rank: (10 + rank, 20 + rank) for rank in range(3)}
-    assert Expected.of({**shared, "owners": owners}) == Expected(2, Bytes(1, 2, 3, 12, 22, 0), others=others)
-    assert Expected.of({**shared, "owners": []}) == Expected(0, Bytes(1, 2, 3, 10, 20, 0), others=others)
-    stages = [{**shared, "owners": []}, {**shared, "owners": owners}]
-    assert Expected.of({"pipeline_ranks": stages}).fullest == 0, "rank 0 is of the first stage"
-    assert Expected.of({"memory": memory, "owners": []}).planned.exchange_buffers == 0, "Muon takes nothing"
 
 
 def test_every_full_size_recipe_and_every_layout_is_rehearsed() -> None:
@@ -220,12 +174,8 @@ def test_a_correct_step_is_rehearsed_without_a_fault(step: str) -> None:
     [
         ("item", "DeviceSync: aten._local_scalar_dense.default: the host waits for the device"),
         ("kept", "bytes are alive after a step"),
-        ("offloaded and on the device", "bytes are alive after a step"),
         ("skipped", "on rank 0 and allreduce of"),
         ("mixed", "mixed torch.Tensor and DTensor"),
-        ("grows", "bytes more are alive after the second step than after the first"),
-        ("moved", "which expects"),
-        ("norm read", "DeviceSync: aten._local_scalar_dense.default"),
     ],
 )
 def test_a_fault_is_caught(fault: str, message: str) -> None:
@@ -244,31 +194,3 @@ def test_an_owner_without_the_first_matrix_computes_on_the_device(tmp_path: Path
     seen = Seen.read(file)
     assert seen.orthogonalized > 0
     assert MATRIX_PRODUCTS & seen.operations.keys()
-
-
-@needs_cuda_build
-@pytest.mark.parametrize(
-    ("right", "wrong", "message"),
-    [("owned", "other owners", "with root"), ("replicas", "report first", "step: shared collective")],
-)
-def test_two_ranks_are_compared_over_every_group(tmp_path: Path, right: str, wrong: str, message: str) -> None:
-    """Each rank in a process: PyTorch keeps meshes, with the place of the first rank."""
-    records = {}
-    for rank, fault in ((0, right), (4, right), (4, wrong)):
-        file = tmp_path / f"{rank} {fault}.json"
-        subprocess.run(
-            [sys.executable, "-m", "tests.rehearsed_faults", tmp_path, str(rank), fault, file],
-            check=True, cwd=ROOT, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        records[rank, fault] = Seen.read(file)
-    assert list(collective_faults([records[0, right], records[4, right]])) == []
-    (fault_of_ranks,) = collective_faults([records[0, right], records[4, wrong]])
-    assert message in fault_of_ranks
-
-
-@needs_cuda_build
-def test_a_process_is_unchanged_after_the_fake_gpu() -> None:
-    before = torch.cuda.is_available(), torch._dynamo.config.disable
-    with fake_gpu():
-        assert (torch.cuda.is_available(), torch._dynamo.config.disable) == (True, True)
-    assert (torch.cuda.is_available(), torch._dynamo.config.disable) == before

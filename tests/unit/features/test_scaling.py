@@ -73,7 +73,7 @@ def test_adamw_does_not_count_a_step_that_the_device_skips(
     weights.grad, expected.grad = torch.full((4,), 0.5), torch.full((4,), 0.5)
     with monkeypatch.context() as patch:
         flag = torch.tensor(skipped).as_subclass(Elsewhere)
-        patch.setattr(optimizer.care, "check", lambda skip, scaled: flag)
+        patch.setattr(optimizer.gradient_faults, "check", lambda skip, scaled: flag)
         optimizer.step()
     for _ in range(2):
         reference.step()

@@ -5,36 +5,42 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.c10d_counter import CollectiveCounter
-from benchmarks.owned_model import BLOCKS, Net, loss_of, make, matrices
+from benchmarks.owned_model import BLOCKS, Net, Setup, data_mesh, loss_of, make, matrices
 from tests.shared import fake_ranks
 from titan_muon import Owners, own
 from titan_muon.owned import is_owned, private
+from titan_muon.titan import compat
 
 OWNERS = 6
 """Of the six matrices of a layer, when there are as many ranks."""
 
 
+OWNED = Setup("owned")
+
+
 @contextmanager
-def owned_model(world_size: int, reshard: bool | None = None) -> Iterator[tuple[Net, Owners]]:
-    """A model on rank 0."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    net = make()
-    owners = Owners(net, mesh=init_device_mesh("cpu", (world_size,)), params=matrices(net))
-    for layer in net.layers:
-        own(layer, owners=owners, reshard_after_forward=reshard)
-    try:
+def owned_model(
+    mesh: tuple[int, ...], *, setup: Setup = OWNED, reshard: bool | None = None, blocks: int = BLOCKS
+) -> Iterator[tuple[Net, Owners]]:
+    """A model on rank 0 of a fake world: on a mesh of data-parallel ranks, or of data-parallel ranks and `setup`."""
+    # On an equal mesh DTensor would take the groups of another test.
+    compat.forget_meshes()
+    with fake_ranks(prod(mesh)):
+        net = make(blocks=blocks)
+        data = init_device_mesh("cpu", mesh) if setup.tensor == 1 else data_mesh(prod(mesh), setup, net)
+        owners = Owners(net, mesh=data, params=matrices(net), tensor_parallel=setup.tensor_parallel)
+        for layer in net.layers:
+            own(layer, owners=owners, reshard_after_forward=reshard)
         yield net, owners
-    finally:
-        dist.destroy_process_group()
 
 
 def operations(net: Net) -> tuple[Counter[str], Counter[str]]:
@@ -59,7 +65,7 @@ def test_a_layer_uses_an_operation_per_owner_on_any_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch, world_size: int, coalesced: bool
 ) -> None:
     monkeypatch.setattr(private, "coalesces", lambda group, device: coalesced)
-    with owned_model(world_size) as (net, _):
+    with owned_model((world_size,)) as (net, _):
         forward, backward = operations(net)
     assert forward == {"broadcast": OWNERS * BLOCKS}
     # The last layer's weights are there from forward.
@@ -69,7 +75,7 @@ def test_a_layer_uses_an_operation_per_owner_on_any_number_of_ranks(
 @pytest.mark.parametrize(("reshard", "gathered"), [(True, BLOCKS), (None, BLOCKS - 1), (False, 0)])
 def test_reshard_after_forward_gathers_layers_again_for_backward(reshard: bool | None, gathered: int) -> None:
     """By default all layers but the last, where backward begins."""
-    with owned_model(64, reshard) as (net, _):
+    with owned_model((64,), reshard=reshard) as (net, _):
         for _ in range(2):
             forward, backward = operations(net)
             assert forward["broadcast"] == OWNERS * BLOCKS
@@ -90,7 +96,7 @@ def test_the_operations_of_a_layer_are_a_single_group(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(private, "coalesces", lambda group, device: True)
     monkeypatch.setattr(private, "coalesced", counted)
-    with owned_model(world_size) as (net, _), CollectiveCounter() as every:
+    with owned_model((world_size,)) as (net, _), CollectiveCounter() as every:
         loss_of(net, 0, 8, 0).backward()
     gathers, reductions = 2 * BLOCKS - 1, BLOCKS
     assert groups == [min(OWNERS, world_size)] * (gathers + reductions)
@@ -101,19 +107,14 @@ def test_buffers_kept_by_a_forward_are_not_reused_by_a_later_forward() -> None:
     """The last layer's copies serve the same layer's backward. After a forward without a backward and an update, no old
     copies remain."""
     for blocks in (1, 3):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-        net = make(blocks=blocks)
-        owners = Owners(net, mesh=init_device_mesh("cpu", (1,)), params=matrices(net))
-        for layer in net.layers:
-            own(layer, owners=owners)
-        before = loss_of(net, 0, 1, 0)
-        weight = net.layers[-1].w2.weight
-        assert is_owned(weight), "between uses a module has its owned parameters, for zero_grad and the like"
-        with torch.no_grad():
-            weight.zero_()
-        assert loss_of(net, 0, 1, 0).item() != before.item()
-        assert net.layers[-1].w2.weight is weight
-        dist.destroy_process_group()
+        with owned_model((1,), blocks=blocks) as (net, _):
+            before = loss_of(net, 0, 1, 0)
+            weight = net.layers[-1].w2.weight
+            assert is_owned(weight), "between uses a module has its owned parameters, for zero_grad and the like"
+            with torch.no_grad():
+                weight.zero_()
+            assert loss_of(net, 0, 1, 0).item() != before.item()
+            assert net.layers[-1].w2.weight is weight
 
 
 def test_owners_know_a_parameter_without_the_segments_of_wrappers() -> None:

@@ -6,32 +6,30 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.owned_model import Net, Setup, data_mesh, loss_of, make, matrices
+from benchmarks.owned_model import Net, Setup, loss_of, matrices
 from tests.dist.owned.test_owned_stacks import loss_of as mixture_loss
 from tests.dist.owned.test_owned_stacks import make as make_mixture
+from tests.shared import fake_ranks
 from tests.stream_order import StreamOrder, stream_order
+from tests.unit.owned.test_collectives import owned_model
 from titan_muon import Owners, own
 from titan_muon.owned import private
-from titan_muon.titan import compat
 
 __all__ = ["stream_order"]
 
 
-@pytest.fixture(params=[(4,), (2, 2)], ids=["shard", "replicate"])
-def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Net, Owners]]:
-    """A model on rank 0 of four fake ranks, with collectives like NCCL's."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+@pytest.fixture(autouse=True)
+def _coalesces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives like NCCL's."""
     monkeypatch.setattr(private, "coalesces", lambda group, device: True)
-    net = make()
-    owners = Owners(net, mesh=init_device_mesh("cpu", request.param), params=matrices(net))
-    for layer in net.layers:
-        own(layer, owners=owners)
-    yield net, owners
-    dist.destroy_process_group()
+
+
+@pytest.fixture(params=[(4,), (2, 2)], ids=["shard", "replicate"])
+def model(request: pytest.FixtureRequest) -> Iterator[tuple[Net, Owners]]:
+    with owned_model(request.param) as made:
+        yield made
 
 
 def train(net: Net, owners: Owners, steps: int = 3) -> None:
@@ -115,45 +113,26 @@ def test_a_failed_backward_leaves_no_work_on_any_stream(
     assert set(seen) == {0}
 
 
-def test_the_parts_of_stacks_are_ordered_as_whole_matrices(
-    stream_order: StreamOrder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    monkeypatch.setattr(private, "coalesces", lambda group, device: True)
-    net = make_mixture(experts=3)
-    owners = Owners(net, mesh=init_device_mesh("cpu", (4,)), params=list(net.parameters()))
-    for layer in net:
-        own(layer, owners=owners)
-    with stream_order:
-        for step in range(2):
-            mixture_loss(net, 0, 4, step).backward()
-    assert any(parameter.grad is not None for parameter in net.parameters())
-    dist.destroy_process_group()
+def test_the_parts_of_stacks_are_ordered_as_whole_matrices(stream_order: StreamOrder) -> None:
+    with fake_ranks(4):
+        net = make_mixture(experts=3)
+        owners = Owners(net, mesh=init_device_mesh("cpu", (4,)), params=list(net.parameters()))
+        for layer in net:
+            own(layer, owners=owners)
+        with stream_order:
+            for step in range(2):
+                mixture_loss(net, 0, 4, step).backward()
+        assert any(parameter.grad is not None for parameter in net.parameters())
 
 
-@pytest.fixture
-def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Net, Owners]]:
-    """A tensor-parallel model with a rank for each whole matrix, on rank 0 of FSDP 2 x TP 2."""
-    # On an equal mesh DTensor would take the groups of another test.
-    compat.forget_meshes()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    monkeypatch.setattr(private, "coalesces", lambda group, device: True)
-    net = make()
-    mesh = data_mesh(4, Setup("owned", tensor=2), net)
-    owners = Owners(net, mesh=mesh, params=matrices(net), tensor_parallel="whole")
-    for layer in net.layers:
-        own(layer, owners=owners)
-    yield net, owners
-    dist.destroy_process_group()
-
-
-def test_pieces_for_tensor_parallel_peers_are_ordered(cut: tuple[Net, Owners], stream_order: StreamOrder) -> None:
+def test_pieces_for_tensor_parallel_peers_are_ordered(stream_order: StreamOrder) -> None:
     """Pieces leave on the gather stream, and gradients return on the reduce stream."""
-    net, owners = cut
-    with stream_order:
-        for step in range(2):
-            loss_of(net, 0, 2, step).backward()
-    streams = owners.comm.streams
-    for name in ("c10d::send", "c10d::recv_"):
-        assert {stream for stream, ran in stream_order.log if ran == name} == {streams.gather, streams.reduce}
-    assert any(parameter.grad is not None for parameter in matrices(net))
+    whole = Setup("owned", tensor=2, tensor_parallel="whole")
+    with owned_model((2, 2), setup=whole) as (net, owners):
+        with stream_order:
+            for step in range(2):
+                loss_of(net, 0, 2, step).backward()
+        streams = owners.comm.streams
+        for name in ("c10d::send", "c10d::recv_"):
+            assert {stream for stream, ran in stream_order.log if ran == name} == {streams.gather, streams.reduce}
+        assert any(parameter.grad is not None for parameter in matrices(net))

@@ -7,7 +7,7 @@ import pytest
 import tomli
 import torch
 
-from titan_muon.assignment.roles import Seen
+from titan_muon.assignment.roles import ParameterInfo
 from titan_muon.assignment.rules import Assignment, assign_parameters, default_rules
 from titan_muon.options import OptionError, Split
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, Mesh, Replicate
@@ -29,7 +29,7 @@ MODEL = {
     "lm_head.weight": (512, 64),
 }
 
-SEEN = {name: Seen(shape) for name, shape in MODEL.items()}
+SEEN = {name: ParameterInfo(shape) for name, shape in MODEL.items()}
 
 
 def rule(match: str, optimizer: str) -> Rule:
@@ -76,7 +76,7 @@ def test_defaults_by_name_and_shape(fqn: str, optimizer: str, reason: str) -> No
     ],
 )
 def test_adamw_gets_every_parameter_except_hidden_matrices(fqn: str, shape: tuple[int, ...], reason: str) -> None:
-    (assignment,) = assign_parameters({fqn: Seen(shape)}, [], default_rules())
+    (assignment,) = assign_parameters({fqn: ParameterInfo(shape)}, [], default_rules())
     assert assignment.optimizer == "adamw"
     assert assignment.reason.startswith(reason)
 

@@ -11,20 +11,20 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_muon import options, registry
-from titan_muon.assignment.parts import Parts, parts_of
-from titan_muon.assignment.roles import Seen, see
+from titan_muon.assignment.optimizer_set import OptimizerSet, build_optimizers
+from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.assignment.rules import Default, default_rules
 from titan_muon.comm.agreement import Agreement
 from titan_muon.comm.equality import check_equal
 from titan_muon.fsdp.forward_hooks import apply_in_forward, forward_updates
-from titan_muon.hybrid import OfParts
+from titan_muon.hybrid import ForwardsToParts
 from titan_muon.options import Rule
 from titan_muon.tensors.names import canonical_fqn
 from titan_muon.titan.device import adamw_implementation
 from titan_muon.titan.recipe import Recipe, RecipeError, recipe_error
 
 
-class HybridOptimizers(OfParts, OptimizersContainer):
+class HybridOptimizers(ForwardsToParts, OptimizersContainer):
     """A recipe's optimizers by name.
 
     Raises RecipeError for rules without a match, unassigned parameters, unknown optimizers or options, and a model
@@ -42,7 +42,7 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         """Whether norms, biases and other vectors have weight decay."""
         offload: options.Offload = "none"
         """Tensors on the host: all optimizer states, or also parameters and gradients."""
-        model: Mapping[str, Seen] | None = None
+        model: Mapping[str, ParameterInfo] | None = None
         """All trained parameters, if this process has only a pipeline stage. None: gathered from all ranks."""
 
     changes: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         self.model_parts = model_parts
         agreement = Agreement()
         # A pipeline stage needs the names of all stages, and TorchTitan's own configuration has none.
-        stages = agreement.distinct(see(model_parts, canonical_fqn)) if config.model is None else []
+        stages = agreement.distinct(inspect_model(model_parts, canonical_fqn)) if config.model is None else []
         joined = {name: seen for stage in stages for name, seen in stage.items()} if len(stages) > 1 else config.model
         try:
             self.parts = agreement.together(lambda: parts_of_config(config, model_parts, joined))
@@ -119,11 +119,11 @@ def saved_buffers(model_parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tenso
 
 
 def parts_of_config(
-    config: HybridOptimizers.Config, model_parts: Sequence[nn.Module], model: Mapping[str, Seen] | None
-) -> Parts:
-    """The optimizers of a configuration. Raises ValueError as `parts_of`. `model`: as in `Config`."""
+    config: HybridOptimizers.Config, model_parts: Sequence[nn.Module], model: Mapping[str, ParameterInfo] | None
+) -> OptimizerSet:
+    """The optimizers of a configuration. Raises ValueError as `build_optimizers`. `model`: as in `Config`."""
     options: dict[str, Any] = {"offload": config.offload, "decay_vectors": config.decay_vectors}
-    return parts_of(model_parts, config.rules, config.defaults, _tables(config), model=model, **options)
+    return build_optimizers(model_parts, config.rules, config.defaults, _tables(config), model=model, **options)
 
 
 def _tables(config: HybridOptimizers.Config) -> Mapping[str, Mapping[str, Any]]:
@@ -151,7 +151,7 @@ def _tables(config: HybridOptimizers.Config) -> Mapping[str, Mapping[str, Any]]:
     return {**config.tables, "adamw": {**adamw, **flags}}
 
 
-def optimizer_config(recipe: Recipe, model: Mapping[str, Seen] | None = None) -> HybridOptimizers.Config:
+def optimizer_config(recipe: Recipe, model: Mapping[str, ParameterInfo] | None = None) -> HybridOptimizers.Config:
     """Container configuration of a recipe; `model`: all parameters under pipeline parallelism.
 
     Raises RecipeError as `shared_options`.

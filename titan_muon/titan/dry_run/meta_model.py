@@ -18,7 +18,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as device_utils
 
 from titan_muon.assignment.groups import ParamGroup
-from titan_muon.assignment.parts import Parts
+from titan_muon.assignment.optimizer_set import OptimizerSet
 from titan_muon.assignment.rules import Assignment
 from titan_muon.muon import Muon
 from titan_muon.plan import Plan
@@ -164,7 +164,7 @@ def _model_size(config: Any, model: nn.Module, seq_len: int) -> ModelSize:
     return ModelSize(flops, max(vocabularies, default=0), routed)
 
 
-def _plan(parameters: dict[str, Tensor], built: Parts, device: str) -> Plan | None:
+def _plan(parameters: dict[str, Tensor], built: OptimizerSet, device: str) -> Plan | None:
     groups, muon = built.groups.get("muon", ()), built.optimizers.get("muon")
     named = [(name, parameters[name]) for group in groups for name in group.names]
     if not named:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
-from titan_muon.assignment.roles import Seen, see
+from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.assignment.rules import Assignment, assign_parameters, splits_with
 from titan_muon.options import Owner, Split
 from titan_muon.orthogonalize import Dispatch, iteration
@@ -173,7 +173,7 @@ def _choice(
     config = optimizer_config(recipe)
     # A pipeline stage may match no rule; the container checks the whole model.
     whole = recipe.parallelism.pipeline_parallel_degree == 1
-    assigned = assign_parameters(see([model], canonical_fqn), config.rules, config.defaults, all_rules=whole)
+    assigned = assign_parameters(inspect_model([model], canonical_fqn), config.rules, config.defaults, all_rules=whole)
     muon = {a.fqn for a in assigned if a.optimizer == "muon"}
     by_default = recipe.placement.muon == "owned"
     stacks_stay = _unread_stacks(recipe) is not None
@@ -197,7 +197,7 @@ def _choice(
     return _Choice({named[name]: owner for name, owner in owners.items()}, elementwise, split)
 
 
-def check_placement_rules(recipe: Recipe, parameters: Mapping[str, Seen]) -> None:
+def check_placement_rules(recipe: Recipe, parameters: Mapping[str, ParameterInfo]) -> None:
     """Raise RecipeError for a placement.rule without a match, or for parameters outside of the layers."""
     try:
         check_rules(parameters, recipe.placement.rule)

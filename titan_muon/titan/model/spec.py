@@ -6,7 +6,7 @@ import torch
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titan_muon import registry
-from titan_muon.assignment.roles import Seen, see
+from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.titan import compat
 from titan_muon.titan.model.attention import use_attention
 from titan_muon.titan.recipe import RecipeError
@@ -34,9 +34,9 @@ def model_spec(
     return spec
 
 
-def whole_model(spec: "ModelSpec") -> dict[str, Seen]:
+def whole_model(spec: "ModelSpec") -> dict[str, ParameterInfo]:
     """All trained parameters of a model, by name."""
-    return see([_on_meta(spec)], canonical_fqn)
+    return inspect_model([_on_meta(spec)], canonical_fqn)
 
 
 def check_modules(spec: "ModelSpec", name: str) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from titan_muon import Muon, registry
 from titan_muon.adam import AdamW
-from titan_muon.assignment.roles import Seen, see
+from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.comm.clip import NormCheck
 from titan_muon.options import Split
 from titan_muon.titan import compat
@@ -307,8 +307,8 @@ def test_parts_with_equal_names_are_an_error() -> None:
         container(recipe(stages=2), Model(), Model())
 
 
-def whole_model() -> dict[str, Seen]:
-    return see([Model()])
+def whole_model() -> dict[str, ParameterInfo]:
+    return inspect_model([Model()])
 
 
 def test_every_stage_has_the_groups_of_the_whole_model() -> None:
@@ -357,7 +357,7 @@ def test_a_stage_without_hidden_matrices_still_builds_muon(monkeypatch) -> None:
         return torch.optim.SGD([{"params": [stage.get_parameter(n) for n in group.names]} for group in groups])
 
     stage = Model(hidden=False)
-    monkeypatch.setattr("titan_muon.assignment.parts.built", build)
+    monkeypatch.setattr("titan_muon.assignment.optimizer_set.build_optimizer", build)
     HybridOptimizers(optimizer_config(recipe(stages=2), whole_model()), model_parts=[stage])
     assert built == {"muon": [()], "adamw": [("tok_embeddings.weight", "output.weight"), ()]}
 

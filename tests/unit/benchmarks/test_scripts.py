@@ -1,9 +1,10 @@
-"""scripts/sweep.py: the grid, refusals, a tiny sweep with a divergence, and the resumption."""
+"""Scripts on small cases: sweeps, a soak test, finetuning, and a job of SLURM."""
 
 import fcntl
 import json
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +17,9 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import sweep  # noqa: E402
 from compare import sweep_report  # noqa: E402
 from compare.sweep_report import Header, Result  # noqa: E402
+
+from scripts import finetune, soak  # noqa: E402
+from tests import tiny  # noqa: E402
 
 DENSE, MOE = (str(ROOT / f"configs/{name}.toml") for name in ("llama_muon", "qwen_moe_muon"))
 
@@ -56,19 +60,14 @@ def test_a_grid_has_every_recipe_and_value_seed_by_seed(capsys: pytest.CaptureFi
     ("words", "message"),
     [
         ([DENSE, "muon.lr="], "write KEY=VALUE,VALUE"),
-        ([DENSE, "muon.lr=1e-3,,2e-3"], "write KEY=VALUE,VALUE"),
         ([DENSE, "muon.lrr=1"], "Did you mean muon.lr?"),
         ([DENSE, "muon.lr=1e-3,0.001"], "the same run as llama_muon muon.lr=1e-3"),
         ([DENSE, "muon.lr=1", "muon.lr=2"], "muon.lr is set twice"),
-        ([DENSE, "training.seed=1,2", "--data.seed", "3"], "data.seed is set twice"),
-        ([DENSE, "muon.lr=1e-3,-1"], "muon.lr = -1.0 is not accepted"),
         (
             [DENSE, "parallelism.tensor_parallel_degree=1,2", "--nproc", "1"],
             "takes a multiple of 2 processes, and this is 1 process",
         ),
         (["muon.lr=1"], "name a recipe first"),
-        ([DENSE, "muon.lr=1", "--nproc", "0"], "--nproc of 1 or more"),
-        (["absent.toml", "muon.lr=1"], "absent.toml: no such file"),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
 )
@@ -121,38 +120,6 @@ def test_a_sweep_continues_after_a_divergence_and_resumes(
     assert run.folder() == folder
     assert (folder / "metrics.jsonl").read_text().count('"loss"') == 4
     assert json.loads((tmp_path / "out/sweep.json").read_text())["results"][1]["val_loss"] == finished["val_loss"]
-
-
-def test_ctrl_c_stops_the_run_and_keeps_results(
-    tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = "import time; print('ready', flush=True); time.sleep(99)"
-    monkeypatch.setattr(sweep.Run, "command", lambda run, folder: [sys.executable, "-c", code])
-    monkeypatch.setattr(sweep.Progress, "watch", lambda *_: sweep.signal.raise_signal(sweep.signal.SIGINT))
-    # A worker of the test suite may ignore the signal.
-    before = sweep.signal.signal(sweep.signal.SIGINT, sweep.signal.default_int_handler)
-    try:
-        assert sweep.main([DENSE, "muon.lr=1", "--out", str(tmp_path / "out"), *small]) == 130
-    finally:
-        sweep.signal.signal(sweep.signal.SIGINT, before)
-    assert "stopping the run" in capsys.readouterr().out
-    assert "**Incomplete: 0 of 1 runs.**" in (tmp_path / "out/sweep.md").read_text()
-
-
-def test_a_failed_run_is_printed_with_the_error_and_the_next_run_starts(
-    tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = "import sys; print('error: no data\\nlast line'); sys.exit(3)"
-    monkeypatch.setattr(sweep.Run, "command", lambda run, folder: [sys.executable, "-c", code])
-    assert sweep.main([DENSE, "muon.lr=1,2", "--out", str(tmp_path / "out"), *small]) == 1
-    printed = capsys.readouterr().out
-    for number in (1, 2):
-        log = tmp_path / f"runs/llama_muon/llama_muon_muon.lr={number}.log"
-        line = f"[{number}/2] llama_muon muon.lr={number}: failed: no data (exit code 3; {log})"
-        assert line in printed
-        assert log.read_text().endswith("last line\n")
-    assert "| llama_muon | 1 | 0, 1 failed | - | - | - |" in printed
-    assert not (tmp_path / "out/sweep.png").exists()
 
 
 def test_a_run_trained_by_a_second_sweep_is_skipped(
@@ -256,12 +223,64 @@ def test_a_report_has_means_over_seeds_and_the_best_rate_of_every_recipe(tmp_pat
     assert rates.get_xscale() == "log"
 
 
-def test_a_finished_run_has_precedence_over_a_later_interrupted_run(
-    small: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (run,) = sweep.plan([DENSE], ["muon.lr=1e-3"], small, 1)
-    for name in ("20260101-000000", "20260102-000000", "20260103-000000"):
-        (run.folders / name).mkdir(parents=True)
-    monkeypatch.setattr(sweep.Run, "_is_mine", lambda self, folder: True)
-    monkeypatch.setattr(sweep.Run, "ended", lambda self, folder: "finished" if folder.name < "20260103" else None)
-    assert run.folder() == run.folders / "20260102-000000"
+@pytest.mark.slow
+def test_a_killed_run_has_the_losses_of_an_undisturbed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """6 steps, with a kill and a checkpoint every 2 steps."""
+    recipe = tiny.write_recipe(tmp_path)
+    words = ("--steps=6", "--kills=1", "--minutes=8", f"--config={recipe}", f"--folder={tmp_path / 'soak'}")
+    keys = ("--checkpoint.interval=2", "--model.name=llama3", "--model.flavor=tiny", "--muon.ns_dtype=float32")
+    code = soak.main([*words, "--", *keys])
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    assert "6 steps undisturbed" in shown.out
+    assert "6 steps with 1 kills" in shown.out
+    (killed,) = (tmp_path / "soak").glob("*/killed")
+    assert len(list(killed.rglob("metrics.jsonl"))) == 1, "a restart continues in the folder of the run"
+
+
+def observed(steps: int, growth: float = 0.0) -> soak.Soak:
+    memory = {step: [1000 * (1 + growth * step / steps)] * 2 for step in range(1, steps + 1)}
+    return soak.Soak(losses={step: 1 / step for step in range(1, steps + 1)}, memory=memory, code=0)
+
+
+def test_different_losses_memory_growth_and_exit_codes_are_problems_of_a_soak() -> None:
+    assert soak.problems(observed(400), observed(300), 100) == []
+    other = observed(400)
+    other.losses, other.code = {**other.losses, 7: 0.5}, 1
+    ended, differ, grows = soak.problems(observed(400, 0.1), other, 100)
+    assert ended == "the killed run ended with exit code 1"
+    assert differ.startswith("1 of 400 losses differ, the first in step 7")
+    assert grows.startswith("memory grows by")
+
+
+def test_finetuning_compares_every_pair_of_optimizers(tmp_path: Path) -> None:
+    small = {"pretrain_steps": 8, "finetune_steps": 3, "seeds": 1, "rates": (1e-3,), "dim": 32, "batch": 4}
+    rows = finetune.main(finetune.Arguments(tmp_path, **small))["rows"]
+    assert len(rows) == len({(row["pretrain"], row["finetune"]) for row in rows}) == 4
+    assert all(row["help"] < row["help_before"] for row in rows)
+    assert "| adamw | muon | 0.001 |" in (tmp_path / "finetune.md").read_text()
+
+
+def slurm(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run scripts/slurm.sh with stand-ins for SLURM's commands; `srun` prints its words."""
+    for name, program in (("scontrol", "printf 'node7\\nnode8\\n'"), ("srun", 'printf "%s\\n" "$@"')):
+        file = folder / name
+        file.write_text(f"#!/bin/bash\n{program}\n")
+        file.chmod(0o755)
+    variables = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "20003", "SLURM_JOB_NUM_NODES": "2"}
+    env = {**os.environ, **variables, **more, "PATH": f"{folder}:{os.environ['PATH']}"}
+    script = str(ROOT / "scripts" / "slurm.sh")
+    return subprocess.run(["bash", script, *arguments], capture_output=True, text=True, env=env, timeout=60)
+
+
+def test_slurm_starts_a_torchrun_per_node_and_continues_a_named_run(tmp_path: Path) -> None:
+    done = slurm(tmp_path, "recipe.toml", "--training.steps", "5")
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split()
+    assert {"torchrun", "--nnodes=2", "--rdzv-endpoint=node7:20003"} <= {*words}
+    trained = ["train.py", "--config", "recipe.toml", "--name", "recipe-20003", "--checkpoint.load", "latest"]
+    assert words[-9:] == [*trained, "--training.steps", "5"]
+    assert "recipe-17" in slurm(tmp_path, "folder/recipe.toml", RUN="17").stdout.split()
+    without = slurm(tmp_path)
+    assert without.returncode == 2
+    assert "usage: sbatch" in without.stderr

@@ -1,0 +1,155 @@
+"""Each program in benchmarks/ runs on a small case, prints its table, and refuses wrong arguments at once."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import (
+    bench_orthogonalize,
+    bench_step,
+    bench_timeline,
+    bench_training,
+    contenders,
+    host_cost,
+    timeline_picture,
+)
+from benchmarks.bench_training import Times
+from benchmarks.memory_use import allocated, kept
+from tests import tiny
+from tests.dist.harness import run_program
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+LLAMA = "--model.name llama3 --model.flavor tiny --training.seq_len 32"
+PROGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "bench_orthogonalize": (
+        "--share qwen_moe:16:0 --repeats 1 --json {folder}/json --picture {folder}/figures.png",
+        # 4 layers of 4 attention matrices and 3 x 16 experts; each of 16 ranks has the same number.
+        ("| share qwen_moe:16:0 | 13 matrices |",),
+        (bench_orthogonalize.TORCH,),
+    ),
+    "bench_step": (
+        "--nproc 2 --model tiny --repeats 2 --json {folder}/json",
+        ("tiny, 2 ranks, medians of 2 steps", "| DistMuon |", "| 0, bitwise |"),
+        tuple(contenders.contenders("cpu")),
+    ),
+    "bench_owned": (
+        "--nproc 2 --dim 32 --blocks 2 --repeats 1 --json {folder}/json",
+        ("| placement | stored | peak |", "| owned |", "| ratio |"),
+        ("owned", "sharded"),
+    ),
+    "bench_timeline": (
+        "--nproc 2 --model tiny --repeats 1 --steps 1",
+        ("tiny, 2 ranks, medians of 1 turns of 1 steps", "| clock ms | timeline ms |"),
+        (),
+    ),
+    "bench_training": (
+        f"--nproc 2 --steps 2 --config {{recipe}} {LLAMA}",
+        ("2 ranks, medians of 2 training steps", "| forward |", "| equal |", "of a training step, backward / none"),
+        (),
+    ),
+}
+"""Arguments of a small run, texts in the output, and names of rows in the file of figures."""
+
+
+def run(program: str, words: str) -> tuple[int, str]:
+    return run_program(str(BENCHMARKS / f"{program}.py"), *words.split(), timeout=240)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_prints_a_table_and_writes_figures(program: str, tmp_path: Path) -> None:
+    words, prints, names = PROGRAMS[program]
+    code, shown = run(program, words.format(folder=tmp_path, recipe=tiny.write_recipe(tmp_path)))
+    assert code == 0, shown
+    assert all(text in shown for text in prints), shown
+    assert "| different |" not in shown
+    if names:
+        found = [row["name"] for row in json.loads((tmp_path / "json").read_text())["rows"]]
+        assert tuple(found[: len(names)]) == names
+    if "--picture" in words:
+        assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "says"),
+    [
+        ("bench_orthogonalize", "--repeats 0", "--repeats must be at least 1"),
+        ("bench_orthogonalize", "--share qwen3_8b:64:64", "with RANK below WORLD"),
+        ("bench_orthogonalize", "--json /no/such/folder/json", "there is no folder /no/such/folder"),
+        ("bench_step", "--nproc 0", "--nproc must be at least 1"),
+        ("bench_step", "--device cuda --nproc 99", "--device cuda --nproc 99: PyTorch finds"),
+        ("bench_training", "--steps 1", "--steps must be at least 2"),
+        ("bench_training", "--nproc 2 --muon.lrr 1", "lrr"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_the_first_measurement(program: str, words: str, says: str) -> None:
+    code, shown = run(program, words)
+    assert code != 0
+    assert says in shown
+    assert "Traceback" not in shown
+
+
+def test_host_cost_measures_both_optimizers_on_finite_values() -> None:
+    case = host_cost.Case("llama_muon", 1, 4)
+    cost = host_cost.measured(case, repeats=2, profile=False)
+    assert min(cost.muon, cost.adamw) > 0
+    row = host_cost.table({"dense_560": cost}).splitlines()[-1]
+    assert row.startswith(f"| dense_560 @ 64 | {cost.parameters} | {cost.pieces} |")
+    with host_cost.optimizers(case) as (muon, _):
+        for _ in range(4):
+            muon.step()
+        params = [param for group in muon.param_groups for param in group["params"]]
+        assert all(math.isfinite(torch.linalg.vector_norm(param.to_local()).item()) for param in params)
+
+
+def test_our_plan_is_the_fastest_strategy_in_the_picture_of_timelines(tmp_path: Path) -> None:
+    picture = tmp_path / "timeline.png"
+    ours, *others = timeline_picture.main("qwen3_0.6b", 8, picture).values()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert len(others) == 4
+    assert ours <= min(others)
+
+
+def test_times_of_ranks_are_combined_and_ratios_are_medians_of_pairs() -> None:
+    """The slowest rank counts on the clock, and all ranks count in CPU time."""
+    ranks = [[[(1.0, 0.5), (3.0, 2.0)]], [[(2.0, 0.25), (1.0, 1.0)]]]
+    assert bench_step.combined(ranks) == ([[2.0, 3.0]], [[0.75, 3.0]])
+    assert bench_training.together([Times(3.0, 1.0, 7.0), Times(2.0, 2.0, 9.0)]) == Times(5.0, 3.0, 9.0)
+    # The machine was slow in the middle, for both: medians, 6 and 2, would have 3.
+    ratio = bench_training.ratio([1.0, 6.0, 40.0, 9.0, 4.0], [2.0, 2.0, 20.0, 10.0, 1.0])
+    assert (ratio.lower, ratio.median, ratio.upper) == pytest.approx((0.9, 2.0, 3.0))
+    assert not bench_training.same_bits([torch.ones(1)], [torch.tensor([1.0 + 2**-23])])
+
+
+@pytest.mark.parametrize("flops", [(1e9, 4e9), (5e9, 5e9), (5e9, 1e9)], ids=["slower when small", "equal", "faster"])
+def test_the_timeline_is_modelled_with_the_measured_rates(flops: tuple[float, float]) -> None:
+    machine = bench_timeline.machine_of(bench_timeline.Rates((64, 512), flops, 1e10, 2e9, 1e-4, 5e-6))
+    assert machine.rate("float32", 512) == pytest.approx(flops[1])
+    assert machine.rate("float32", 64) == pytest.approx(min(flops), rel=0.02)
+    assert (machine.network.bandwidth, machine.node.latency, machine.memory, machine.launch) == (2e9, 1e-4, 1e10, 5e-6)
+
+
+def test_errors_are_measured_on_matrices_with_the_named_spectra() -> None:
+    values = torch.linalg.svdvals(bench_orthogonalize.hard_matrix("log 1 to 1e-4", 20, 30))
+    assert torch.allclose(values, torch.logspace(0, -4, 20, dtype=torch.float64))
+    machine = bench_orthogonalize.Bench(torch.device("cpu"), 1, 1e12, ())
+    rows = list(bench_orthogonalize.errors(machine, [(24, 24)]))
+    assert all(0 < row.error < 2 for row in rows)
+
+
+def test_allocated_memory_is_counted_to_the_byte() -> None:
+    """Tests of the step's memory use both functions."""
+
+    def work() -> list[torch.Tensor]:
+        torch.ones(250_000).add(1)
+        whole, emptied = torch.ones(1000), torch.ones(5000)
+        emptied.untyped_storage().resize_(0)
+        return [whole, whole[10:], torch.nn.Parameter(torch.ones(500)), emptied]
+
+    _, most, left = allocated(work)
+    assert 2_000_000 <= most < 2_010_000
+    assert 6000 <= left < 7000
+    assert kept(work)[1] == 6000, "each living storage once"

@@ -1,0 +1,188 @@
+"""The docs' generated tables agree with the code, their examples run, and quoted messages are those of the code."""
+
+import importlib.util
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import titan_muon
+from docs import make_api, make_coefficients, make_compatibility, make_memory, make_results, make_zoo
+from titan_muon import Muon
+from titan_muon.comm.faults import REMEDIES
+from titan_muon.titan import compat
+from titan_muon.titan.checks.ranks import NOT_ZERO
+from titan_muon.titan.recipe.degrees import TORCH_NEEDS
+
+DOCS = Path(make_api.__file__).parent
+NUMBER = re.compile(r"-?\d+\.\d+")
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+WRITTEN: dict[Path, Callable[[str], str]] = {
+    make_api.PAGE: lambda page: make_api.page(),
+    make_memory.PAGE: make_memory.written,
+    make_results.PAGE: lambda page: make_results.written(),
+}
+"""Pages and the functions that write them; the script of the same name updates the page."""
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_a_generated_page_is_what_its_script_writes(page: Path) -> None:
+    assert read(page) == WRITTEN[page](read(page))
+
+
+def test_the_errors_of_coefficients_are_measured() -> None:
+    """Up to a unit of the last digit, because CPUs add in different orders."""
+    page = read(make_coefficients.PAGE)
+    written = make_coefficients.written(page)
+    assert NUMBER.sub("", page) == NUMBER.sub("", written)
+    for old, new in zip(NUMBER.findall(page), NUMBER.findall(written), strict=True):
+        assert abs(float(old) - float(new)) < 0.02
+
+
+SLOW = {"options": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("table", [pytest.param(t, marks=SLOW.get(t, ())) for t in make_compatibility.TABLES])
+def test_the_page_of_compatibility_has_the_refusals_of_the_code(table: str) -> None:
+    begin, end = make_compatibility.BEGIN.format(table), make_compatibility.END.format(table)
+    page = read(make_compatibility.PAGE)
+    assert page.partition(begin)[2].partition(end)[0] == make_compatibility.TABLES[table]()
+
+
+def test_the_tables_of_compatibility_try_every_option_relation_and_need() -> None:
+    tried = {name for name, _ in make_compatibility.settings()}
+    assert {item.name for item in make_compatibility.fields(make_compatibility.MuonOptions)} - tried == {"machine"}
+    keys = [line.split("`")[1] for line in make_compatibility.recipe_pairs().splitlines()[2:]]
+    assert keys == [relation.key for relation in make_compatibility.RELATIONS]
+    rows = [line for line in read(make_compatibility.PAGE).splitlines() if "torch before" in line]
+    for need in TORCH_NEEDS:
+        assert any(row.startswith(f"| `{need.key}") and row.endswith(f"| {need.cause} |") for row in rows), need.key
+
+
+def test_every_public_and_every_imported_name_is_documented() -> None:
+    text = make_api.page()
+    for name in titan_muon.__all__:
+        assert getattr(titan_muon, name).__doc__, f"{name} has no docstring"
+        assert f"## {name}\n" in text
+    known = {"titan_muon": (*titan_muon.__all__, "registry"), **make_api.MODULES}
+    pages = (*DOCS.glob("*.md"), *DOCS.parent.glob("*.md"), *(DOCS.parent / "examples").glob("*.py"))
+    imports = [match for page in pages for match in re.findall(r"from (titan_muon[\w.]*) import ([\w, ]+)", read(page))]
+    assert len(imports) > 10
+    unknown = {(module, name) for module, names in imports for name in names.split(", ")}
+    unknown -= {(module, name) for module, names in known.items() for name in names}
+    assert not unknown, "add them to MODULES of docs/make_api.py"
+
+
+@pytest.mark.parametrize(
+    ("page", "section", "messages"),
+    [
+        ("faults.md", "Faults of a step", list(REMEDIES.values())),
+        ("troubleshooting.md", "Checks of a sound run", list(NOT_ZERO.values())),
+    ],
+)
+def test_every_message_of_a_fault_has_a_row(page: str, section: str, messages: list[str]) -> None:
+    rows = re.findall(r"^\| `([^`]+)` \|", read(DOCS / page).split(f"## {section}\n")[1].split("\n## ")[0], re.M)
+    for message in messages:
+        assert any(row in message for row in rows), message
+
+
+# Examples
+
+
+def blocks(page: Path, language: str = "python") -> list[str]:
+    """Blocks of code. Blocks marked ```python cluster need ranks; tests/dist/features run the calls."""
+    return re.findall(rf"```{language}\n(.*?)```", read(page), re.S)
+
+
+def namespace() -> dict[str, Any]:
+    """A model of one attention layer with 32 heads, the Muon after a backward, and logits."""
+    block = nn.ModuleDict({"wq": nn.Linear(16, 32 * 128, bias=False), "wk": nn.Linear(16, 8 * 128, bias=False)})
+    block.wq, block.wk = block["wq"], block["wk"]
+    model = nn.Module()
+    model.layers = nn.ModuleDict({"0": block})
+    optimizer = Muon([(name, param) for name, param in block.named_parameters()])
+    for param in block.parameters():
+        param.grad = torch.zeros_like(param)
+    return {"model": model, "optimizer": optimizer, "logits_max": torch.ones(32)}
+
+
+# placements.md needs ranks: tests/dist/owned runs its example.
+PAGES = [page for page in sorted(DOCS.glob("*.md")) if blocks(page) and page.name != "placements.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_examples_of_a_page_run_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    compat.install()
+    monkeypatch.chdir(tmp_path)
+    names = {} if page.name == "frameworks.md" else namespace()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for block in blocks(page):
+            exec(block, names)
+    if page.name == "frameworks.md":
+        assert {a.fqn: a.optimizer for a in names["optimizer"].assignments}["2.weight"] == "adamw"
+
+
+@pytest.mark.parametrize("options", [{}, {"adjust_lr_fn": "original"}])
+def test_the_readme_names_the_adjust_lr_fn_of_an_equal_torch_optim_muon(options: dict[str, Any]) -> None:
+    claim = " ".join(read(DOCS.parent / "README.md").split("\n## ")[0].split())
+    (default,) = re.findall(r'The update is that of `torch\.optim\.Muon\(adjust_lr_fn="(\w+)"\)`', claim)
+    assert """PyTorch's default, `"original"`, makes smaller updates""" in claim
+    ours, theirs = (nn.Parameter(torch.randn(64, 128, generator=torch.Generator().manual_seed(0))) for _ in range(2))
+    ours.grad = theirs.grad = torch.ones(64, 128) + torch.eye(64, 128)
+    Muon([("w", ours)], orthogonalize="reference", **options).step()
+    torch.optim.Muon([theirs], adjust_lr_fn=None if options else default).step()
+    assert torch.equal(ours, theirs)
+
+
+# Architectures of docs/zoo.md
+
+
+def zoo_rows(table: str) -> list[str]:
+    _, _, rest = read(make_zoo.PAGE).partition(make_zoo.START.format(table))
+    body, _, _ = rest.partition(make_zoo.END.format(table))
+    return body.removeprefix(make_zoo.HEADER).splitlines(keepends=True)
+
+
+without_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install 'titan-muon[zoo]'"
+)
+# Flux is imported with the text encoders of Hugging Face.
+TITAN = [pytest.param(f, marks=without_transformers) if f == "flux" else f for f in make_zoo.TITAN]
+
+
+def test_the_zoo_has_every_family_of_torchtitan_and_trains_90_percent_with_muon() -> None:
+    (place,) = importlib.util.find_spec("torchtitan.models").submodule_search_locations  # type: ignore[union-attr]
+    installed = {path.parent.name for path in Path(place).glob("*/model*")} - {"common"}
+    assert installed == set(make_zoo.TITAN)
+    names = {table: [line.split("|")[1].strip() for line in zoo_rows(table)] for table in make_zoo.TABLES}
+    assert [name.split()[0] for name in names["torchtitan"]] == [*make_zoo.TITAN, "fused"]
+    assert names["hugging face"] == list(make_zoo.HUGGING_FACE)
+    shares = [float(line.split("|")[2].strip(" %")) for table in make_zoo.TABLES for line in zoo_rows(table)]
+    assert min(shares) > 90
+
+
+@pytest.mark.parametrize("family", TITAN)
+def test_families_of_torchtitan_have_the_roles_of_the_page(family: str) -> None:
+    flavor = make_zoo.TITAN[family]
+    assert make_zoo.row(f"{family} {flavor}", make_zoo.titan_model(family, flavor)) in zoo_rows("torchtitan")
+
+
+def test_fused_layouts_of_torchtitans_main_have_the_splits_of_the_page() -> None:
+    assert make_zoo.row("fused layers of main", make_zoo.fused_model()) == zoo_rows("torchtitan")[-1]
+
+
+@without_transformers
+@pytest.mark.parametrize("architecture", make_zoo.HUGGING_FACE)
+def test_architectures_of_hugging_face_have_the_roles_of_the_page(architecture: str) -> None:
+    assert make_zoo.row(architecture, make_zoo.hugging_face_model(architecture)) in zoo_rows("hugging face")

@@ -1,0 +1,170 @@
+"""The optimizers of a model: decisions, groups and objects."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .. import registry
+from ..options import Offload, OptionError, Rule, Split
+from ..tensors.matrices import check_splits, has_matrices
+from ..tensors.names import canonical_fqn
+from .groups import ParamGroup, assigned_model, frozen_in, grouped, named_parameters_of
+from .roles import ParameterInfo, inspect_model
+from .rules import Assignment, Default, splits_with
+from .table import decay_lines
+
+
+@dataclass(frozen=True)
+class OptimizerSet:
+    """The optimizers of a model by name, with their groups.
+
+    `assignments` has the trained parameters, and `whole` also those of remote pipeline stages. `order`: the names in
+    all groups, in the model's order. `frozen`: names of parameters without gradients.
+    """
+
+    assignments: tuple[Assignment, ...]
+    whole: tuple[Assignment, ...]
+    groups: Mapping[str, Sequence[ParamGroup]]
+    optimizers: Mapping[str, Optimizer]
+    order: tuple[str, ...]
+    frozen: tuple[str, ...]
+
+    def decay_lines(self) -> list[str]:
+        return decay_lines(group for groups in self.groups.values() for group in groups)
+
+
+def build_optimizers(
+    modules: Sequence[nn.Module],
+    rules: Sequence[Rule],
+    defaults: Sequence[Default] | None,
+    tables: Mapping[str, Mapping[str, Any]],
+    *,
+    offload: Offload = "none",
+    decay_vectors: bool = False,
+    model: Mapping[str, ParameterInfo] | None = None,
+    is_part: bool = False,
+    knows_frozen: bool = False,
+) -> OptimizerSet:
+    """Assign every trained parameter of `modules` to an optimizer, and make the optimizers.
+
+    Args:
+        defaults: None if rules decide for every parameter.
+        tables: options by optimizer.
+        model: all trained parameters of the model, if this process holds a pipeline stage.
+        is_part: as in `assigned_model`.
+        knows_frozen: whether groups have frozen parameters too, to be thawed later.
+
+    Raises:
+        OptionError: for a rule without parameters, an undecided parameter, an unknown optimizer, and a refused option.
+        ValueError: for a split without a Muon parameter.
+    """
+    frozen = frozen_in(modules)
+    parameters = {n: p for n, p in named_parameters_of(modules).items() if knows_frozen or n not in frozen}
+    shared = {key: tables["muon"][key] for key in ("missing_grad", "nonfinite") if key in tables.get("muon", {})}
+    tables = {**tables, "adamw": {**shared, **tables.get("adamw", {})}}
+    known = inspect_model(modules, canonical_fqn, frozen=knows_frozen) if model is None else model
+    # From the whole model, because all ranks build Muon together: ranks would wait for a pipeline rank without Muon.
+    assigned = assigned_model(known, rules, defaults, frozen, is_part=is_part)
+    _check_matrices(assigned, rules, tables.get("muon", {}).get("split", ()))
+    groups: dict[str, tuple[ParamGroup, ...]] = {}
+    for name, whole_groups in grouped(rules, tables, assigned, decay_vectors=decay_vectors).items():
+        _check_offload(offload, name)
+        groups[name] = tuple(replace(g, names=tuple(n for n in g.names if n in parameters)) for g in whole_groups)
+    if is_part:
+        # Every rank builds Muon, also a rank without matrices.
+        groups.setdefault("muon", (ParamGroup("muon", None, "muon", (), {}),))
+    tables = _with_known_splits(tables, assigned, parameters, is_stage=model is not None)
+    optimizers = {
+        name: build_optimizer(name, groups[name], {"offload": offload, **tables.get(name, {})}, parameters)
+        for name in groups
+    }
+    whole = tuple(a for a in assigned if a.fqn not in frozen)
+    assignments = tuple(a for a in whole if a.fqn in parameters)
+    return OptimizerSet(assignments, whole, groups, optimizers, tuple(parameters), tuple(sorted(frozen)))
+
+
+def _with_known_splits(
+    tables: Mapping[str, Mapping[str, Any]],
+    whole: Sequence[Assignment],
+    parameters: Collection[str],
+    *,
+    is_stage: bool,
+) -> Mapping[str, Mapping[str, Any]]:
+    """The optimizers' tables, with the splits of known fused layouts in Muon's table.
+
+    `parameters`: of this process. `is_stage`: leaves out splits of remote pipeline stages. Raises ValueError for a
+    split without a Muon parameter in the model.
+    """
+    splits: tuple[Split, ...] = tuple(tables.get("muon", {}).get("split", ()))
+    muon = [a for a in whole if a.optimizer == "muon"]
+    local = [a for a in muon if a.fqn in parameters]
+    all_splits = splits_with(splits, local)
+    if is_stage:
+        # Muon refuses an unmatched split and does not know the remaining stages.
+        check_splits([a.fqn for a in muon], splits)
+        all_splits = tuple(s for s in all_splits if any(fnmatchcase(a.fqn, s.match) for a in local))
+    if all_splits == splits:
+        return tables
+    return {**tables, "muon": {**tables.get("muon", {}), "split": all_splits}}
+
+
+def _check_offload(offload: Offload, optimizer: str) -> None:
+    """Raise OptionError if `offload` asks for host states from an optimizer with device states."""
+    if offload != "state" or "offload" in registry.optimizers.get(optimizer).shared:
+        return
+    offloading = [n for n in registry.optimizers.names() if "offload" in registry.optimizers.get(n).shared]
+    raise OptionError(
+        "offload",
+        f'= "{offload}": {optimizer} keeps its states on the device; set "none", or give its parameters to one of '
+        f"{', '.join(offloading)}",
+    )
+
+
+def _check_matrices(assigned: Iterable[Assignment], rules: Sequence[Rule], splits: Sequence[Split]) -> None:
+    """Raise OptionError for a rule that gives Muon a parameter without matrices."""
+    for a in assigned:
+        if a.optimizer == "muon" and a.rule is not None and not has_matrices(a.fqn, a.shape, splits):
+            raise OptionError(
+                f"rules[{a.rule}]",
+                f"(match = {rules[a.rule].match!r}) gives Muon {a.fqn} of shape {a.shape}, and Muon takes matrices "
+                "(2D) and stacks of matrices (3D); narrow the match, or describe the matrices by muon.split and dims",
+            )
+
+
+def build_optimizer(
+    name: str, groups: Sequence[ParamGroup], table: Mapping[str, Any], parameters: Mapping[str, Tensor]
+) -> Optimizer:
+    """The optimizer `name` with these groups; `table`: its options.
+
+    Raises OptionError for an invalid or unknown option; for an option of a rule, `option` is `rules[i].options.KEY`.
+    """
+    dicts = [group.of_torch(parameters) for group in groups]
+    of_rule = {key: group.rule for group in groups if group.rule is not None for key in group.options}
+    rule_keys = {key: index for key, index in of_rule.items() if key not in table}
+
+    def named(key: str) -> str:
+        if key in rule_keys:
+            return f"rules[{rule_keys[key]}].options.{key}"
+        return key if name == "muon" else f"{name}.{key}"
+
+    try:
+        with warnings.catch_warnings():
+            # The caller warns about the whole model, with the roles of parameters.
+            warnings.simplefilter("ignore")
+            optimizer: Optimizer = registry.optimizers.get(name).build(dicts, **registry.shared_options(name, table))
+    except OptionError as error:
+        raise OptionError(named(error.option), error.problem) from error
+    for group in groups:
+        # torch silently keeps unknown keys of a group.
+        for key in group.options:
+            if key not in optimizer.defaults:
+                known = ", ".join(optimizer.defaults)
+                raise OptionError(f"{named(key)}:", f"{name} has no such option; it takes {known}")
+    return optimizer
