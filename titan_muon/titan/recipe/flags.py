@@ -6,7 +6,7 @@ Every flag takes any number of words, so that files and flags share error messag
 import dataclasses
 import re
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import tyro
@@ -14,12 +14,8 @@ import tyro
 from titan_muon.titan.recipe.schema import describe, keys, unknown, values
 from titan_muon.titan.recipe.toml import Entry, RecipeError, parse_toml, value_text
 
-MOVED = {
-    "muon.lr_scale": "muon.adjust_lr_fn",
-    "link.bandwidth_gb": "machine.network_gb",
-    "link.latency_us": "machine.network_latency_us",
-    "link.tflops": "machine.tflops",
-}
+MOVED: Mapping[str, str] = {}
+"""The new key by the former key."""
 
 SOURCE = "command line"
 BOOLEANS = {"true": True, "True": True, "false": False, "False": False}

@@ -15,7 +15,6 @@ T = TypeVar("T")
 NAMES = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
 SYNONYMS = {
     "learning_rate": "lr",
-    "lr_scale": "adjust_lr_fn",
     "wd": "weight_decay",
     "batch_size": "local_batch_size",
     "max_steps": "steps",
@@ -107,8 +106,6 @@ def convert_items(kinds: Mapping[str, Any], items: Mapping[str, object], place: 
 
 
 def _convert_table(kind: Any, value: dict[str, Any], key: str, source: str) -> Any:
-    if problem := kind.outdated(value) if hasattr(kind, "outdated") else "":
-        raise RecipeError(f"{source}: {key} {problem}")
     converted = convert_items(get_type_hints(kind), value, key, source)
     for field in dataclasses.fields(kind):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
