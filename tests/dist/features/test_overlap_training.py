@@ -13,9 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from tests import tiny
 from tests.dist.features.test_overlap import BACKWARD, OPTIONS, WITHOUT
 from tests.dist.harness import run_ranks
-from tests.dist.titan.test_training_layouts import RECIPE, losses, write_corpus
+from tests.dist.titan.test_training_layouts import train as train_recipe
+from tests.dist.titan.test_training_layouts import write_corpus, write_recipe
 from titan_muon import Muon
 from titan_muon.features.early import EarlyGathers
 
@@ -112,7 +114,7 @@ def test_digits_equal_training_without_overlap_in_any_layout(world_size: int) ->
             assert equal, name
 
 
-def launches_and_losses(rank: int, world_size: int, path: str, overrides: list[str]) -> tuple[int, list[float]]:
+def launches_and_losses(rank: int, world_size: int, path: str, overrides: list[str]) -> tuple[int, dict[int, float]]:
     count = 0
     launch = EarlyGathers.launch
 
@@ -122,19 +124,18 @@ def launches_and_losses(rank: int, world_size: int, path: str, overrides: list[s
         launch(self, *args)
 
     EarlyGathers.launch = counted  # type: ignore[method-assign, assignment]
-    curve = losses(rank, world_size, path, overrides)
-    return count, curve
+    folder = train_recipe(path, overrides)
+    return count, tiny.records(folder, "loss")
 
 
 def test_backward_overlap_keeps_the_curve_of_a_recipe(tmp_path: Path) -> None:
     """Two passes to a step, and all activations computed anew in backward."""
-    corpus = write_corpus(tmp_path)
-    path = corpus / "recipe.toml"
-    path.write_text(RECIPE.format(family="llama3", flavor="tiny", corpus=corpus, steps=2))
-    options = ["--dump_folder", str(tmp_path / "runs"), "--training.seq_len", "64", "--muon.orthogonalize", "reference"]
+    recipe = {"training.steps": 2, "training.local_batch_size": 1, "validator.enable": False}
+    path = write_recipe(write_corpus(tmp_path), "llama3/tiny", "recipe", recipe)
+    options = ["--training.seq_len", "64", "--muon.orthogonalize", "reference"]
     options += ["--activation_checkpoint.mode", "full", "--machine.node_gb", "1e-6", "--machine.tflops", "1"]
     options += ["--machine.tflops_float32", "1", "--machine.node_latency_us", "0"]
-    runs = [run_ranks(launches_and_losses, 2, str(path), [*options, "--muon.overlap", o]) for o in ("none", "backward")]
+    runs = [run_ranks(launches_and_losses, 2, path, [*options, "--muon.overlap", o]) for o in ("none", "backward")]
     (without, with_overlap) = (run[0] for run in runs)
     assert with_overlap[1] == without[1]
     assert without[0] == 0
