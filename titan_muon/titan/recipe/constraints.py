@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, get_type_hints
 
@@ -274,3 +275,12 @@ def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:
     sizes = re.compile(r"(?<=^= )\d+|\d+(?= bytes)")
     problem = sizes.sub(lambda size: f"{int(size[0]) / 2**30:.3g}", error.problem).replace(" bytes", " GiB")
     return RecipeError(f"muon.buffer_gib {problem}")
+
+
+@contextmanager
+def as_recipe_errors() -> Iterator[None]:
+    """Context in which an error of the library becomes an error of the recipe."""
+    try:
+        yield
+    except ValueError as error:
+        raise recipe_error(error) from error
