@@ -26,7 +26,7 @@ from titan_muon.titan.launch.attempts import (
 )
 from titan_muon.titan.launch.environment import describe_world
 from titan_muon.titan.launch.folder_lock import LOCK_FILE, FolderLock
-from titan_muon.titan.launch.watchdog import Sign, Watchdog, is_sibling, late_ranks
+from titan_muon.titan.launch.watchdog import Heartbeat, Watchdog, is_sibling, late_ranks
 from titan_muon.titan.recipe import RecipeError
 
 LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
@@ -134,24 +134,32 @@ def test_the_timeout_holds_for_a_silent_program_on_the_port_of_the_store(
     assert f"error: rank 1 ends: no answer from the job's store on localhost:{port}" in capsys.readouterr().err
 
 
-SIGN = Sign(host="node-a", pid=7, stage=5, beat=9)
+HEARTBEAT = Heartbeat(host="node-a", pid=7, stage=5, beat=9)
 
 
 @pytest.mark.parametrize(
-    ("signs", "silent", "expected"),
+    ("heartbeats", "silent", "expected"),
     [
-        ({0: SIGN, 1: SIGN}, {}, ""),
-        ({0: SIGN, 1: SIGN}, {1}, "rank 1 (process 7 on node-a) gives no sign of life"),
-        ({0: SIGN, 1: replace(SIGN, stage=4)}, {}, "rank 1 (process 7 on node-a) has not begun step 3 of this attempt"),
-        ({0: SIGN, 1: replace(SIGN, stage=3)}, {}, "rank 1 (process 7 on node-a) has not ended step 2 of this attempt"),
-        ({0: SIGN, 1: replace(SIGN, stage=3, ended=True)}, {}, ""),
-        ({0: SIGN}, {}, "rank 1 has not come up"),
+        ({0: HEARTBEAT, 1: HEARTBEAT}, {}, ""),
+        ({0: HEARTBEAT, 1: HEARTBEAT}, {1}, "rank 1 (process 7 on node-a) gives no sign of life"),
+        (
+            {0: HEARTBEAT, 1: replace(HEARTBEAT, stage=4)},
+            {},
+            "rank 1 (process 7 on node-a) has not begun step 3 of this attempt",
+        ),
+        (
+            {0: HEARTBEAT, 1: replace(HEARTBEAT, stage=3)},
+            {},
+            "rank 1 (process 7 on node-a) has not ended step 2 of this attempt",
+        ),
+        ({0: HEARTBEAT, 1: replace(HEARTBEAT, stage=3, ended=True)}, {}, ""),
+        ({0: HEARTBEAT}, {}, "rank 1 has not come up"),
     ],
 )
-def test_late_ranks_are_named(signs: dict[int, Sign], silent: set[int], expected: str) -> None:
+def test_late_ranks_are_named(heartbeats: dict[int, Heartbeat], silent: set[int], expected: str) -> None:
     """Ranks without a sign of life, or behind; no rank while all are at the same place, as in a long save."""
-    assert late_ranks(signs, silent, 2) == expected
-    assert all(Sign.decode(sign.encode()) == sign for sign in signs.values())
+    assert late_ranks(heartbeats, silent, 2) == expected
+    assert all(Heartbeat.decode(beat.encode().encode()) == beat for beat in heartbeats.values())
 
 
 def test_a_silent_rank_is_reported_once_and_killed(
@@ -162,10 +170,10 @@ def test_a_silent_rank_is_reported_once_and_killed(
     monkeypatch.setattr(watchdog_module.os, "kill", lambda pid, number: killed.append(pid))
     store = dist.HashStore()
     ranks = [Watchdog(store, rank, 3, first_timeout=2, timeout=2) for rank in range(3)]
-    monkeypatch.setattr(Watchdog, "_sign", lambda self: Sign("h", 100 + self._rank, self._stage, self._beat))
+    monkeypatch.setattr(Watchdog, "_heartbeat", lambda self: Heartbeat("h", 100 + self._rank, self._stage, self._beat))
     monkeypatch.setattr(watchdog_module.socket, "gethostname", lambda: "h")
     monkeypatch.setattr(watchdog_module, "is_sibling", lambda pid: True)
-    ranks[2]._tell()
+    ranks[2]._report()
     with pytest.raises(RuntimeError, match="timed out"), ranks[0], ranks[1]:  # noqa: PT012 (the test is about the wait)
         time.sleep(2.2)
         raise RuntimeError("a collective that timed out")
@@ -212,9 +220,9 @@ def test_a_follow_up_error_names_the_first_failed_rank(capfd: pytest.CaptureFixt
     """gloo says `Connection reset by peer` on rank 0 after rank 1's failure."""
     store = dist.TCPStore("localhost", 0, is_master=True)
     ranks = [Watchdog(store, rank, 2, first_timeout=9, timeout=9) for rank in range(2)]
-    ranks[1]._name_first_failure(ValueError("in the forward of rank 1"))
+    ranks[1]._name_first_failure(of_all_ranks=False)
     assert capfd.readouterr().err == ""
-    ranks[0]._name_first_failure(RuntimeError("Connection reset by peer"))
+    ranks[0]._name_first_failure(of_all_ranks=False)
     assert "error: rank 0 ends because rank 1 failed first; read the error of rank 1" in capfd.readouterr().err
 
 
