@@ -40,16 +40,14 @@ def test_a_single_process_gets_an_environment_and_listens_on_no_port(monkeypatch
     assert isinstance(store_of_ranks(SHORT), dist.HashStore)
 
 
-@pytest.mark.parametrize("more", [{}, {"SLURM_STEP_NUM_TASKS": "8"}])
-def test_a_launchers_environment_is_kept(monkeypatch: pytest.MonkeyPatch, more: dict[str, str]) -> None:
-    launched = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8"} | more
+def test_a_launchers_environment_is_kept_and_several_srun_tasks_without_a_launcher_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The error has the right command; a single task trains."""
+    launched = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "8"}
     monkeypatch.setattr(os, "environ", dict(launched))
     describe_world()
     assert os.environ == launched
-
-
-def test_several_srun_tasks_without_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the right command; a single task trains."""
     monkeypatch.setattr(os, "environ", {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"})
     with pytest.raises(RecipeError, match=r"srun started 8 tasks.*torchrun --nnodes"):
         describe_world()
@@ -69,23 +67,15 @@ def attempt(lasting: dist.Store, world_size: int) -> list[dist.Store]:
 
 
 def test_an_attempt_does_not_read_keys_of_an_earlier_attempt() -> None:
-    """All ranks of an attempt share a store without keys of an earlier attempt."""
+    """All ranks of an attempt share a store. Killed ranks of an attempt without rank 0 do not count."""
     lasting = dist.HashStore()
+    dist.PrefixStore("titan_muon/attempts", lasting).add("arrivals", 1)
     first, second = attempt(lasting, 3), attempt(lasting, 3)
     first[0].set("address", "dead")
     assert all(store.get("address") == b"dead" for store in first)
     assert not any(store.check(["address"]) for store in second)
     second[1].set("address", "new")
     assert all(store.get("address") == b"new" for store in second)
-
-
-def test_an_interrupted_attempt_does_not_mislead_the_next() -> None:
-    """Killed ranks without an arrived rank 0 do not count."""
-    lasting = dist.HashStore()
-    dist.PrefixStore("titan_muon/attempts", lasting).add("arrivals", 1)
-    stores = attempt(lasting, 2)
-    stores[0].set("key", "")
-    assert stores[1].check(["key"])
 
 
 def test_the_timeout_names_missing_ranks() -> None:
@@ -97,18 +87,15 @@ def test_the_timeout_names_missing_ranks() -> None:
         store_of_attempt(store, 1, 3, timedelta(seconds=0.1))
 
 
-def test_the_next_attempt_finds_the_run() -> None:
+def test_the_next_attempt_finds_the_run_in_an_agents_store(monkeypatch: pytest.MonkeyPatch) -> None:
     lasting = dist.HashStore()
     assert interrupted_run(lasting) is None
     remember_run(lasting, "/runs/tiny/1")
     assert interrupted_run(lasting) == "/runs/tiny/1"
     remember_run(None, "/runs")
     assert interrupted_run(None) is None
-
-
-def test_only_an_agents_store_outlasts_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
-    assert lasting_store(SHORT) is None
+    assert lasting_store(SHORT) is None, "no other store outlasts the job"
 
 
 def test_the_timeout_holds_for_a_silent_program_on_the_port_of_the_store(
