@@ -8,7 +8,7 @@ import re
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 import tyro
 
@@ -100,6 +100,8 @@ def _words_of(
 
 def _metavar(kind: Any) -> str:
     origin, args = get_origin(kind), [arg for arg in get_args(kind) if arg is not type(None)]
+    if origin is Annotated:
+        return _metavar(args[0])
     if kind is bool:
         return "[{true,false}]"
     if origin is Literal:
