@@ -75,6 +75,7 @@ class ReferenceRule(ReferenceMuon):
         rule: str = "muon",
         beta2: float = 0.95,
         cautious: bool = False,
+        update_factor: float = 1.0,
         decay_follows_lr: bool = False,
         momentum_warmup_steps: int = 0,
         momentum_start: float = 0.85,
@@ -82,7 +83,7 @@ class ReferenceRule(ReferenceMuon):
         **options: Any,
     ) -> None:
         super().__init__(params, **options)
-        self.rule, self.beta2, self.cautious = rule, beta2, cautious
+        self.rule, self.beta2, self.cautious, self.factor = rule, beta2, cautious, update_factor
         self.peak = self.lr if decay_follows_lr else None
         self.warmup, self.start, self.last = momentum_warmup_steps, momentum_start, self.momentum
         self.steps, self.holds = 0, idle == "hold"
@@ -120,7 +121,7 @@ class ReferenceRule(ReferenceMuon):
                     target.add_(target * (target * update >= 0), alpha=-self.lr * decay)
                 else:
                     target.mul_(1 - self.lr * decay)
-                target.add_(update, alpha=-self.lr * self.scale(*matrix.shape))
+                target.add_(update, alpha=-self.lr * self.scale(*matrix.shape) * self.factor)
 
     def normalized(self, update: Tensor, moment: Tensor) -> Tensor:
         wide = update.float().contiguous()
@@ -134,5 +135,5 @@ class ReferenceRule(ReferenceMuon):
     def turn(self, weights: Tensor, update: Tensor) -> None:
         """Move weights on the sphere of constant norm."""
         wide, radius = update.float().contiguous(), weights.norm().square().sqrt()
-        weights.add_((wide * (radius / wide.norm())).to(update.dtype), alpha=-self.lr)
+        weights.add_((wide * (radius / wide.norm())).to(update.dtype), alpha=-self.lr * self.factor)
         weights.mul_(radius / weights.norm().square().sqrt())

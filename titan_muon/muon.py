@@ -84,6 +84,7 @@ class Muon(SkipsSteps, Optimizer):
         adjust_lr_fn: float | str | None = "match_rms_adamw",
         rule: str = "muon",
         beta2: float = 0.95,
+        update_factor: float = 1.0,
         decay_follows_lr: bool = False,
         momentum_warmup_steps: int = 0,
         momentum_start: float = 0.85,

@@ -224,6 +224,9 @@ class StepOptions:
     beta2: Annotated[float, FRACTION] = 0.95
     """Decay of the average of squared updates, with `rule` = "normuon" or "adamuon"."""
 
+    update_factor: Annotated[float, POSITIVE] = 1.0
+    """Factor on updates besides `adjust_lr_fn`. Weight decay is not scaled."""
+
     decay_follows_lr: bool = False
     """Multiply weight decay by the learning rate over the highest rate of the schedule (AdamC, arXiv:2506.02285): a
     group's `max_lr`, or the `initial_lr` of its scheduler."""

@@ -150,11 +150,12 @@ def test_the_momentum_warms_up_and_continues_from_a_state_dict() -> None:
     assert again.equal(whole)
 
 
-def test_a_number_as_adjust_lr_fn_scales_only_the_update() -> None:
+@pytest.mark.parametrize(("options", "factor"), [({"adjust_lr_fn": 0.18}, 0.9), ({"update_factor": 0.5}, 0.5)])
+def test_factors_scale_only_the_update(options: dict[str, Any], factor: float) -> None:
     start = torch.randn(16, 24, generator=torch.Generator().manual_seed(0))
     decayed = start * (1 - 0.02 * 0.5)
-    plain, scaled = (trained(1, weight_decay=0.5, **keywords)[1] - decayed for keywords in ({}, {"adjust_lr_fn": 0.18}))
-    torch.testing.assert_close(scaled, 0.9 * plain, rtol=1e-3, atol=1e-6)
+    plain, scaled = (trained(1, weight_decay=0.5, **keywords)[1] - decayed for keywords in ({}, options))
+    torch.testing.assert_close(scaled, factor * plain, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +169,7 @@ def test_a_number_as_adjust_lr_fn_scales_only_the_update() -> None:
         ({"rule": "muonh", "offload": "parameters"}, "offload = 'parameters'"),
         ({"adjust_lr_fn": True}, "adjust_lr_fn = True is not accepted"),
         ({"adjust_lr_fn": 0.0}, "adjust_lr_fn = 0.0 is not accepted"),
+        ({"update_factor": 0.0}, "update_factor = 0.0 is not accepted"),
         ({"momentum_warmup_steps": -1}, "momentum_warmup_steps = -1 is not accepted"),
         ({"beta2": 0.9}, "beta2 = 0.9 has no effect without rule = 'normuon' or 'adamuon'; set both, or neither"),
         ({"momentum_start": 0.5}, "momentum_start = 0.5 has no effect without momentum_warmup_steps"),

@@ -190,7 +190,7 @@ class Fused(Feature):
     def _update(self, call: Apply, params: Tensors, rule: Rule) -> None:
         plain, scaling = _plain(rule)
         lr, decay = plain.rates(call.group)
-        scale = lr_factor(call.group["adjust_lr_fn"], *call.out_in)
+        scale = lr_factor(call.group["adjust_lr_fn"], *call.out_in) * plain.options.update_factor
         cautious = plain.options.cautious
         factor, rate = -lr * decay if cautious else 1 - lr * decay, -lr * scale
         firsts = [0] * len(params) if call.chunk is None else call.chunk.firsts

@@ -47,9 +47,9 @@ class MuonRule(Rule):
         return lr, decay
 
     def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
-        """param <- (1 - lr weight_decay) param - lr scale update. The decay may be cautious."""
+        """param <- (1 - lr weight_decay) param - lr scale update_factor update. The decay may be cautious."""
         lr, decay = self.rates(group)
         if self.options.cautious:
             update.decay_cautiously(params, updates, lr * decay)
             decay = 0.0
-        update.apply(params, updates, lr, scale, decay, scratch)
+        update.apply(params, updates, lr, scale * self.options.update_factor, decay, scratch)

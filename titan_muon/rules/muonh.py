@@ -69,8 +69,8 @@ class MuonHRule(MuonRule):
         whole.copy_(wide.mul_(torch.where(norms > 0, states[RADIUS][:, 0] / norms, 0.0)[:, None, None]))
 
     def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
-        """param <- param - lr update. `scale` is unused, because the owner has scaled the update."""
-        update.apply(params, updates, update.rate(group["lr"]), 1.0, 0.0, scratch)
+        """param <- param - lr update_factor update. `scale` is unused, because the owner has scaled the update."""
+        update.apply(params, updates, update.rate(group["lr"]), self.options.update_factor, 0.0, scratch)
 
 
 class Sphere(Feature):

@@ -19,7 +19,7 @@ RULES: dict[str, dict[str, object]] = {
     "both": {"rule": "normuon", "cautious": True, "weight_decay": 0.5},
     "adamuon": {"rule": "adamuon", "beta2": 0.9, "nesterov": False},
     "muonh": {"rule": "muonh", "weight_decay": 0.0},
-    "schedules": {"momentum_warmup_steps": 2, "decay_follows_lr": True, "adjust_lr_fn": 0.18},
+    "schedules": {"momentum_warmup_steps": 2, "decay_follows_lr": True, "update_factor": 0.5, "adjust_lr_fn": 0.18},
     "hold": {"idle": "hold"},
     "normuon_hold": {"rule": "normuon", "idle": "hold", "momentum": 0.8},
 }

@@ -241,7 +241,7 @@ def without_gradient(muon: Muon, step: int) -> None:
     ("dtype", "options", "change"),
     [
         (FLOAT32, {}, None),
-        (FLOAT32, {"nesterov": False, "adjust_lr_fn": "original"}, None),
+        (FLOAT32, {"nesterov": False, "adjust_lr_fn": "original", "update_factor": 0.5}, None),
         (FLOAT32, {"cautious": True, "decay_follows_lr": True}, with_highest_rate),
         (FLOAT32, {"lr": torch.tensor(0.02)}, None),
         (FLOAT32, {"momentum_warmup_steps": 2, "rule": "normuon"}, None),

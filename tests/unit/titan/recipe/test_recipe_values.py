@@ -41,7 +41,7 @@ RANGES: Mapping[str, tuple[str, tuple[object, ...], tuple[object, ...]]] = {
         (0,),
     ),
     "more than 0": (
-        "training.max_norm muon.eps machine.tflops machine.tflops_float32 machine.memory_gb machine.node_gb "
+        "training.max_norm muon.eps muon.update_factor machine.tflops machine.tflops_float32 machine.memory_gb machine.node_gb "
         "machine.network_gb qk_clip.threshold",
         (0.0, -1.0),
         (0.5,),
