@@ -41,8 +41,8 @@ RANGES: Mapping[str, tuple[str, tuple[object, ...], tuple[object, ...]]] = {
         (0,),
     ),
     "more than 0": (
-        "training.max_norm muon.eps muon.update_factor machine.tflops machine.tflops_float32 machine.memory_gb machine.node_gb "
-        "machine.network_gb qk_clip.threshold",
+        "training.max_norm muon.eps muon.update_factor machine.tflops machine.tflops_float32 machine.memory_gb "
+        "machine.node_gb machine.network_gb qk_clip.threshold",
         (0.0, -1.0),
         (0.5,),
     ),
