@@ -35,7 +35,7 @@ from titan_muon.algorithms.scaling import GradScaling  # noqa: E402
 from titan_muon.options import Machine, MuonOptions, PlacementRule, Split  # noqa: E402
 from titan_muon.titan import compat  # noqa: E402
 from titan_muon.titan.recipe import schema, toml  # noqa: E402
-from titan_muon.titan.recipe.constraints import CONSTRAINTS, RELATIONS, Relation  # noqa: E402
+from titan_muon.titan.recipe.constraints import CONSTRAINTS, Violation, violations  # noqa: E402
 from titan_muon.titan.recipe.sections import Recipe  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -367,27 +367,27 @@ def recipe_setting(setting: Setting) -> str:
 
 
 def recipe_pairs() -> str:
-    """Each relation of a recipe with the keys to break the relation, alone or in pairs."""
+    """Each check of related keys with the keys that violate it, alone or in pairs."""
     every = list(recipe_settings())
     alone = {setting: broken_by([setting]) for setting in every}
-    breaking_keys: dict[Relation, list[str]] = {relation: [] for relation in RELATIONS}
-    for setting, relations in alone.items():
-        for relation in relations:
-            breaking_keys[relation].append(recipe_setting(setting))
+    breaking_keys: dict[Violation, list[str]] = {}
+    for setting, broken in alone.items():
+        for violation in broken:
+            breaking_keys.setdefault(violation, []).append(recipe_setting(setting))
     for first, second in combinations(every, 2):
         if first[0] != second[0]:
-            for relation in broken_by((first, second)) - alone[first] - alone[second]:
-                breaking_keys[relation].append(f"{recipe_setting(first)} with {recipe_setting(second)}")
-    for relation, keys in breaking_keys.items():
-        assert keys, f"no sample breaks the relation of {relation.key}: {relation.accepted}"
-    rows = ((f"`{relation.key}`", "; ".join(keys), relation.accepted) for relation, keys in breaking_keys.items())
+            for violation in broken_by((first, second)) - alone[first] - alone[second]:
+                shown = f"{recipe_setting(first)} with {recipe_setting(second)}"
+                breaking_keys.setdefault(violation, []).append(shown)
+    order = list(schema.keys(Recipe))
+    found = sorted(breaking_keys, key=lambda violation: (order.index(violation.key), violation.accepted))
+    rows = ((f"`{v.key}`", "; ".join(breaking_keys[v]), v.accepted) for v in found)
     return table(("key", "refused", "it takes"), rows)
 
 
-def broken_by(choices: Sequence[Setting]) -> set[Relation]:
-    """The relations broken by the default recipe with some keys changed."""
-    recipe = with_keys(choices)
-    return {relation for relation in RELATIONS if not relation.holds(recipe)}
+def broken_by(choices: Sequence[Setting]) -> set[Violation]:
+    """The violations of the default recipe with some keys changed."""
+    return set(violations(with_keys(choices)))
 
 
 TABLES: Mapping[str, Callable[[], str]] = {

@@ -77,48 +77,6 @@ class Split:
     lengths: dict[str, int | tuple[int, ...]] = field(default_factory=dict, hash=False)
     """Lengths of axes in `dims` that the shape leaves open. A list cuts an axis before the bar into unequal parts."""
 
-    def __new__(cls, **values: Any) -> Split:
-        if problem := cls.outdated(values):
-            raise OptionError("split", problem)
-        return super().__new__(cls)
-
-    @staticmethod
-    def outdated(values: Mapping[str, Any]) -> str:
-        """The error message for keys of the older notation; empty without any."""
-        old = [name for name in ("rows", "joined", "row_dims") if name in values]
-        if not old:
-            return ""
-        remedy = f"remove {' and '.join(old)}, because dims replaces these keys"
-        if not values.get("dims"):
-            remedy = "write " + _dims_of(values.get("rows"), values.get("joined"), values.get("row_dims"))
-        written = ", ".join(f"{name} = {_as_toml(values[name])}" for name in old)
-        return f"has {written}, of a notation that is gone; {remedy}"
-
-
-def _as_toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(list(value)) if isinstance(value, tuple) else repr(value)
-
-
-def _dims_of(rows: Any, joined: Any, row_dims: Any) -> str:
-    if isinstance(rows, list | tuple) and rows and all(type(size) is int and size > 0 for size in rows):
-        stack = 'for a stack of matrices put "e" first on both sides of the arrow'
-        if len(rows) == 1 and joined:
-            return f'dims = "f d -> | f d"; {stack}'
-        size = math.gcd(*rows)
-        if set(rows) == {size} and not joined:
-            return f'dims = "(h f) d -> h | f d" and lengths = {{ f = {size} }}; {stack}'
-        matrices = "p | (r h) d" if joined else "r p | h d"
-        parts = len(rows) if set(rows) == {size} else [height // size for height in rows]
-        return f'dims = "(r p h) d -> {matrices}" and lengths = {{ p = {parts}, h = {size} }}; {stack}'
-    if type(row_dims) is int and row_dims > 0:
-        # The number of dims is unknown: name the four of a convolution.
-        names = [f"d{number}" for number in range(max(4, row_dims + 1))]
-        dims = f"{' '.join(names)} -> | ({' '.join(names[:row_dims])}) ({' '.join(names[row_dims:])})"
-        return f'dims = "{dims}", with as many names as the parameter has dims: {row_dims} in the first brackets'
-    return 'dims, as in "(h f) d -> h | f d" with lengths = { f = 128 }; without it a parameter is one matrix'
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:

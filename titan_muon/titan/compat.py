@@ -76,8 +76,7 @@ def install() -> bool:
     if on_cpu:
         skip_peak_flops()
         make_masks_without_compiler()
-        hush_router_autocast()
-        hush_gathers_for_all_to_all()
+        hush_warnings()
         exchange_pieces_of_any_size()
         offload_without_pinning()
     drop_unknown_mask_options()
@@ -135,41 +134,27 @@ def use_cpu_device() -> None:
     if late:
         raise RuntimeError(f"compat.install() must run before {late[0]} is imported: it has taken {utils.device_type}")
     utils.device_type = "cpu"
-    utils.device_module = _CpuDevice("titan_muon.cpu_device")
+    utils.device_module = _cpu_device()
 
 
-class _CpuDevice(types.ModuleType):
+def _cpu_device() -> types.SimpleNamespace:
     """torch.cpu with torch.cuda's functions; memory of the process, in bytes."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(torch.cpu, name)
-
-    @staticmethod
-    def current_device() -> int:
-        return 0
-
-    @staticmethod
-    def get_device_name(device: object = None) -> str:
-        return "CPU"
-
-    @staticmethod
-    def get_device_properties(device: object = None) -> types.SimpleNamespace:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return types.SimpleNamespace(name="CPU", total_memory=total)
-
-    @staticmethod
     def memory_stats(device: object = None) -> dict[str, int]:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0, "num_ooms": 0}
 
-    @staticmethod
-    def reset_peak_memory_stats(device: object = None) -> None:
-        """No-op: the operating system keeps the peak."""
-
-    @staticmethod
-    def empty_cache() -> None:
-        """No-op: there is no cache."""
+    functions = {
+        "current_device": lambda: 0,
+        "get_device_name": lambda device=None: "CPU",
+        "get_device_properties": lambda device=None: types.SimpleNamespace(name="CPU", total_memory=total),
+        "memory_stats": memory_stats,
+        # The operating system keeps the peak, and there is no cache.
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+    }
+    return types.SimpleNamespace(**{**vars(torch.cpu), **functions})
 
 
 def skip_peak_flops() -> None:
@@ -202,16 +187,13 @@ def drop_unknown_mask_options() -> None:
         attention._compiled_create_block_mask = create_known
 
 
-def hush_router_autocast() -> None:
-    """Silence MoE routers, which request float32 autocast. Remove when torchtitan checks the device."""
-    warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
+def hush_warnings() -> None:
+    """Silence warnings without a remedy in a recipe.
 
-
-def hush_gathers_for_all_to_all() -> None:
-    """Silence DTensor's warning that an all-to-all is an all-gather on gloo, because no recipe can change this.
-
-    Remove when DTensor calls all_to_all_single on gloo.
+    - MoE routers request float32 autocast. Remove when torchtitan checks the device.
+    - DTensor's all-to-all is an all-gather on gloo. Remove when DTensor calls all_to_all_single there.
     """
+    warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
     logging.getLogger("torch.distributed.tensor._collective_utils").addFilter(_is_no_gather)
 
 
@@ -256,9 +238,8 @@ def shards_decoders(parallelize_fn: Callable[..., Any]) -> bool:
     return any(hasattr(sys.modules[parallelize_fn.__module__], name) for name in _DECODER_SHARDING)
 
 
-def sharding_decoders_by(
-    parallelize_fn: Callable[..., Any], shard: Callable[..., None]
-) -> AbstractContextManager[None]:
+@contextmanager
+def sharding_decoders_by(parallelize_fn: Callable[..., Any], shard: Callable[..., None]) -> Iterator[None]:
     """Replace torchtitan's sharding of the decoder by `shard(apply, **arguments)` in this context.
 
     `apply`: torchtitan's function; `arguments`: all of its arguments by name. Remove when `apply_fsdp_to_decoder` takes
@@ -273,7 +254,8 @@ def sharding_decoders_by(
         bound.apply_defaults()
         shard(original, **bound.arguments)
 
-    return _replaced(module, name, replacement)
+    with _replaced(module, name, replacement):
+        yield
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,44 +46,34 @@ class _Slow(ByteTokenizer):
         return super().document(text)
 
 
-def _build_slowly(rank: int, world_size: int, data: Data) -> tuple[int, torch.Tensor]:
-    kwargs = {"dp_world_size": 1, "dp_rank": 0, "seq_len": 32, "local_batch_size": 2}
-    dist.barrier()
-    loader = dataloader_config(data).build(tokenizer=_Slow(ByteTokenizer.Config()), **kwargs)
-    return _Slow.calls, _labels(loader, 3)
-
-
-def test_a_single_process_builds_the_cache_and_every_rank_reads_it(data):
-    results = run_ranks(_build_slowly, 3, data)
-    assert sorted(calls for calls, _ in results) == [0, 0, 20]
-    assert all(torch.equal(labels, results[0][1]) for _, labels in results)
-
-
-def _train_bpe(rank: int, world_size: int, data: Data) -> str:
-    dist.barrier()
-    return tokenizer_config(data).build().fingerprint
-
-
-def test_every_rank_gets_the_same_bpe(data):
-    bpe = Data(source="files", files=data.files, cache=data.cache, tokenizer="bpe", vocab_size=270)
-    assert len(set(run_ranks(_train_bpe, 2, bpe))) == 1
-    assert len(list(Path(data.cache).glob("bpe-*.json"))) == 1
-
-
 class _Failing(ByteTokenizer):
     def document(self, text: str) -> list[int]:
         raise RuntimeError("the disk is full")
 
 
-def _fail_to_build(rank: int, world_size: int, data: Data) -> str:
-    kwargs = {"dp_world_size": 1, "dp_rank": 0, "seq_len": 32, "local_batch_size": 2}
+def _build(tokenizer: ByteTokenizer, data: Data):
+    shape = {"dp_world_size": 1, "dp_rank": 0, "seq_len": 32, "local_batch_size": 2}
+    return dataloader_config(data).build(tokenizer=tokenizer, **shape)
+
+
+def _start(rank: int, world_size: int, data: Data) -> tuple[str, int, torch.Tensor, str]:
+    """The error of a failed build, the documents of a slow build and the labels, and the trained tokenizer."""
     with pytest.raises(RuntimeError) as error:
-        dataloader_config(data).build(tokenizer=_Failing(ByteTokenizer.Config()), **kwargs)
-    return str(error.value)
+        _build(_Failing(ByteTokenizer.Config()), data)
+    dist.barrier()
+    labels = _labels(_build(_Slow(ByteTokenizer.Config()), data), 3)
+    dist.barrier()
+    bpe = tokenizer_config(replace(data, tokenizer="bpe", vocab_size=270)).build()
+    return str(error.value), _Slow.calls, labels, bpe.fingerprint
 
 
-def test_a_failed_build_is_an_error_on_every_rank(data):
-    assert run_ranks(_fail_to_build, 2, data, timeout=60) == ["the disk is full"] * 2
+def test_one_process_builds_the_cache_and_every_rank_reads_it(data):
+    """A failed build is an error on every rank."""
+    errors, calls, labels, tokenizers = zip(*run_ranks(_start, 3, data), strict=True)
+    assert errors == ("the disk is full",) * 3
+    assert sorted(calls) == [0, 0, 20]
+    assert all(torch.equal(labels[0], others) for others in labels)
+    assert len(set(tokenizers)) == len(list(Path(data.cache).glob("bpe-*.json"))) == 1
 
 
 class _Stuck(ByteTokenizer):
@@ -92,8 +83,7 @@ class _Stuck(ByteTokenizer):
 
 
 def _get_stuck(data: Data) -> None:
-    kwargs = {"dp_world_size": 1, "dp_rank": 0, "seq_len": 32, "local_batch_size": 2}
-    dataloader_config(data).build(tokenizer=_Stuck(ByteTokenizer.Config()), **kwargs)
+    _build(_Stuck(ByteTokenizer.Config()), data)
 
 
 def test_a_process_killed_during_the_build_leaves_no_lock(data):

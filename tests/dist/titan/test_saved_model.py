@@ -8,6 +8,13 @@ import pytest
 
 from tests import tiny
 from tests.dist.harness import run_ranks
+from tests.dist.titan.test_trainer_resume import train
+from titan_muon.titan import compat
+from titan_muon.titan.recipe import RecipeError
+
+compat.install()
+
+from titan_muon.titan.run import job  # noqa: E402
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -21,33 +28,23 @@ SHORT = {
     "checkpoint__interval": 2,
     "validator__steps": 4,
     "placement__muon": "owned",
+    "parallelism__expert_parallel_degree": 2,
 }
 
 
 def trained(rank: int, world_size: int, folder: Path) -> str:
-    from titan_muon.titan import compat
-
-    compat.install()
-    from titan_muon.titan.run import job
-
-    return job.train(tiny.recipe(folder, **SHORT, parallelism__expert_parallel_degree=2))
+    return train(tiny.recipe(folder, **SHORT))
 
 
 def finished(rank: int, world_size: int, folder: Path, run: str) -> list[str]:
     """Printed lines of a continued finished run, and the error of the export."""
-    from titan_muon.titan import compat
-
-    compat.install()
-    from titan_muon.titan.recipe import RecipeError
-    from titan_muon.titan.run import job
-
     lines: list[str] = []
     job.say = lines.append
-    keys = {**SHORT, "parallelism__expert_parallel_degree": 2, "checkpoint__load": run}
-    assert job.train(tiny.recipe(folder, **keys, checkpoint__load_only=True)) == run
+    keys = {**SHORT, "checkpoint__load": run}
+    assert train(tiny.recipe(folder, **keys, checkpoint__load_only=True)) == run
     export = {"checkpoint__last_save_model_only": True, "checkpoint__last_save_in_hf": True}
     with pytest.raises(RecipeError) as error:
-        job.train(tiny.recipe(folder, **keys | {"placement__muon": "shard0"}, **export))
+        train(tiny.recipe(folder, **keys | {"placement__muon": "shard0"}, **export))
     return [*lines, str(error.value)]
 
 
@@ -98,10 +95,10 @@ def test_a_finished_run_names_the_next_command_and_refuses_an_export(run: Path) 
     assert (run / "checkpoint/step-2/.metadata").is_file()
 
 
-@pytest.mark.parametrize("words", [["--temperature", "nan"], ["--top-k", "-1"], ["--tokens", "0"]], ids=" ".join)
-def test_a_bad_number_is_named(run: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert sample.main([str(run), *words]) == 2
-    assert f"sample: {' '.join(words)}: must be" in capsys.readouterr().err
+def test_a_bad_number_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ("--temperature nan", "--top-k -1", "--tokens 0"):
+        assert sample.main([str(run), *words.split()]) == 2
+        assert f"sample: {words}: must be" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("script", [sample, evaluate])

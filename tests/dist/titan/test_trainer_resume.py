@@ -11,6 +11,8 @@ import pytest
 
 from tests import tiny
 from tests.dist.harness import run_ranks
+from titan_muon.muon import Muon
+from titan_muon.titan.recipe import RecipeError, load
 
 
 def train(recipe: object) -> str:
@@ -24,11 +26,11 @@ def train(recipe: object) -> str:
 
 
 def uninterrupted_and_resumed(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
-    whole = tiny.recipe(folder, name="whole", parallelism__expert_parallel_degree=2)
-    half = tiny.recipe(folder, name="halves", parallelism__expert_parallel_degree=2, training__steps=3)
-    rest = tiny.recipe(folder, name="halves", parallelism__expert_parallel_degree=2, checkpoint__load="latest")
-    straight = train(whole)
-    first, second = train(half), train(rest)
+    def run(name: str, **values: object) -> str:
+        return train(tiny.recipe(folder, name=name, parallelism__expert_parallel_degree=2, **values))
+
+    straight, first = run("whole"), run("halves", training__steps=3)
+    second = run("halves", checkpoint__load="latest")
     assert first == second, "a continued run must stay in its folder"
     return straight, second
 
@@ -66,44 +68,42 @@ def test_run_is_continued_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert tiny.records(resumed, "tokens") == tiny.records(straight, "tokens")
 
 
-def with_and_without_validation(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
-    shared = {"training__steps": 4, "checkpoint__enable": "false", "lr_scheduler__warmup_steps": 0}
-    return (
-        train(tiny.recipe(folder, name="with", validator__freq=1, **shared)),
-        train(tiny.recipe(folder, name="without", validator__enable="false", **shared)),
-    )
+def runs_of_one_rank(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    batch = {"training__steps": 3, "training__global_batch_size": 4, "validator__enable": "false"}
+    validation = {"training__steps": 4, "lr_scheduler__warmup_steps": 0}
+    recipes: dict[str, dict[str, object]] = {
+        "validated": {**validation, "validator__freq": 1},
+        "plain": {**validation, "validator__enable": "false"},
+        "at_once": {**batch, "training__local_batch_size": 4},
+        "accumulated": {**batch, "training__local_batch_size": 1},
+    }
+    muons, check = [], Muon.check_last_step
+
+    def counted(muon: Muon) -> None:
+        muons.append(muon)
+        check(muon)
+
+    with mock.patch.object(Muon, "check_last_step", counted):
+        shared = {"checkpoint__enable": "false"}
+        runs = {name: train(tiny.recipe(folder, name=name, **shared, **values)) for name, values in recipes.items()}
+    assert len(muons) == len(recipes), "no later step would check the last step, and without checkpoints no save does"
+    return runs
 
 
-def test_validation_does_not_influence_training(tmp_path: Path) -> None:
-    """MoE routers count tokens in training and in validation."""
+def test_validation_does_not_influence_training_and_accumulation_equals_a_large_batch(tmp_path: Path) -> None:
+    """MoE routers count tokens in training and in validation. Accumulated gradients differ in the order of sums."""
     tiny.write_recipe(tmp_path)
-    validated, plain = run_ranks(with_and_without_validation, 1, tmp_path)[0]
-    assert tiny.records(validated, "loss") == tiny.records(plain, "loss")
-    assert tiny.records(validated, "val_loss").keys() == {1, 2, 3, 4}
-    assert not tiny.records(plain, "val_loss")
-    assert not list(Path(plain).glob("checkpoint*"))
-
-
-def accumulated_and_at_once(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
-    shared = {"training__steps": 3, "training__global_batch_size": 4, "checkpoint__enable": "false"}
-    return (
-        train(tiny.recipe(folder, name="at_once", training__local_batch_size=4, **shared)),
-        train(tiny.recipe(folder, name="accumulated", training__local_batch_size=1, **shared)),
-    )
-
-
-def test_accumulated_gradients_equal_the_large_batch(tmp_path: Path) -> None:
-    """Four microbatches of one sequence train like one batch of four, up to the order of sums."""
-    tiny.write_recipe(tmp_path)
-    at_once, accumulated = run_ranks(accumulated_and_at_once, 1, tmp_path)[0]
+    runs = run_ranks(runs_of_one_rank, 1, tmp_path)[0]
+    assert tiny.records(runs["validated"], "loss") == tiny.records(runs["plain"], "loss")
+    assert tiny.records(runs["validated"], "val_loss").keys() == {1, 2, 3, 4}
+    assert not tiny.records(runs["plain"], "val_loss")
+    assert not list(Path(runs["plain"]).glob("checkpoint*"))
     for key in ("loss", "grad_norm"):
-        assert tiny.records(accumulated, key) == pytest.approx(tiny.records(at_once, key), rel=1e-3)
-    assert tiny.records(accumulated, "tokens") == tiny.records(at_once, "tokens")
+        assert tiny.records(runs["accumulated"], key) == pytest.approx(tiny.records(runs["at_once"], key), rel=1e-3)
+    assert tiny.records(runs["accumulated"], "tokens") == tiny.records(runs["at_once"], "tokens")
 
 
 def torn_then_garbled(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
-    from titan_muon.titan.recipe import RecipeError
-
     run = Path(train(tiny.recipe(folder, training__steps=6, validator__enable="false")))
     newest = run / "checkpoint" / "step-6"
     data = next(newest.glob("*.distcp"))
@@ -147,8 +147,6 @@ def test_the_run_folder_has_every_file_of_a_run(tmp_path: Path) -> None:
     """The resolved recipe, metrics, TensorBoard and a checkpoint of the last step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from titan_muon.titan.recipe import load
-
     tiny.write_recipe(tmp_path)
     folder = Path(run_ranks(run_once, 2, tmp_path)[0])
     assert load(folder / "recipe.toml").training == tiny.recipe(tmp_path, **SHORT).training
@@ -182,23 +180,3 @@ def assert_ranges(traces: Path) -> None:
         names = {event["name"] for event in events if event.get("cat") == "user_annotation"}
         stages = ("advance", "gather", "orthogonalize", "send_back", "apply")
         assert {"Muon.check", "Muon.tell", *(f"Muon.{stage} bucket 0" for stage in stages)} <= names
-
-
-def checks_of_a_run(rank: int, world_size: int, folder: Path) -> int:
-    from titan_muon.muon import Muon
-
-    muons, check = [], Muon.check_last_step
-
-    def counted(muon: Muon) -> None:
-        muons.append(muon)
-        check(muon)
-
-    with mock.patch.object(Muon, "check_last_step", counted):
-        train(tiny.recipe(folder, training__steps=2, checkpoint__enable="false", validator__enable="false"))
-    return len(muons)
-
-
-def test_the_end_of_training_checks_the_last_step(tmp_path: Path) -> None:
-    """No later step would check, and without checkpoints no save does."""
-    tiny.write_recipe(tmp_path)
-    assert run_ranks(checks_of_a_run, 1, tmp_path) == [1]

@@ -1,6 +1,8 @@
-"""A recipe trained at any parallel layout follows the losses of the same recipe on one rank."""
+"""A recipe trained at any parallel layout follows the curves of the same recipe on one rank."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -9,65 +11,105 @@ import torch.distributed as dist
 
 from tests import tiny
 from tests.dist.harness import run_ranks
+from titan_muon.titan.recipe.toml import value_text
 
-STEPS = 4
+STEPS, SEQUENCE, BATCH = 4, 256, 4
 # Sums in another order differ in the last digits: by 2e-5 at most here. TorchTitan's experts compute in bfloat16 for
 # every recipe, with 2e-4.
 TOLERANCES = {"llama3/tiny": 1e-4, "qwen3/moe_tiny": 1e-3, "deepseek_v3/tiny": 1e-3}
+DENSE, EXPERTS, LATENT = TOLERANCES
 
-RECIPE = """
-[model]
-name = "{family}"
-flavor = "{flavor}"
+RECIPE: Mapping[str, object] = {
+    "data.source": "files",
+    "data.validation_fraction": 0.05,
+    "training.steps": STEPS,
+    "training.local_batch_size": -1,
+    "training.global_batch_size": BATCH,
+    "training.seq_len": SEQUENCE,
+    "training.mixed_precision_param": "float32",
+    "lr_scheduler.warmup_steps": 2,
+    "lr_scheduler.total_steps": STEPS,
+    "metrics.log_freq": 1,
+    "metrics.enable_tensorboard": False,
+    "validator.steps": -1,
+    "checkpoint.enable": False,
+}
 
-[data]
-source = "files"
-files = ["{corpus}/*.txt"]
-validation_fraction = 0.2
-cache = "{corpus}/cache"
-
-[training]
-steps = {steps}
-local_batch_size = 1
-global_batch_size = 4
-seq_len = 256
-mixed_precision_param = "float32"
-
-[lr_scheduler]
-warmup_steps = 2
-
-[metrics]
-log_freq = 1
-enable_tensorboard = false
-
-[validator]
-enable = false
-
-[checkpoint]
-enable = false
-"""
-
-LAYOUTS = {
-    "fsdp4": ("llama3/tiny", {}),
-    "fsdp2_tp2": ("llama3/tiny", {"tensor_parallel_degree": 2}),
-    "fsdp2_cp2": ("llama3/tiny", {"context_parallel_degree": 2}),
-    "ep2_efsdp2": ("qwen3/moe_tiny", {"expert_parallel_degree": 2}),
+TP2 = {"parallelism.tensor_parallel_degree": 2}
+EP2 = {"parallelism.expert_parallel_degree": 2}
+OWNED = {"placement.muon": "owned"}
+STAGES = {
+    "parallelism.pipeline_parallel_degree": 2,
+    "training.local_batch_size": 2,
+    "training.steps": 3,
+    "validator.enable": False,
+}
+BLOCKS, ENDS = ["tok_embeddings", *(f"layers.{index}" for index in range(6))], ["norm", "lm_head"]
+LAYOUTS: Mapping[str, tuple[int, str, Mapping[str, object]]] = {
+    "fsdp2_tp2": (4, DENSE, TP2),
+    "owned": (2, EXPERTS, OWNED),
+    "fsdp4": (4, DENSE, {}),
+    "fsdp2_cp2": (4, DENSE, {"parallelism.context_parallel_degree": 2}),
+    "hsdp2x2": (4, EXPERTS, {"parallelism.data_parallel_replicate_degree": 2}),
+    "ep2_efsdp2": (4, EXPERTS, EP2),
     # The defaults on GPUs, and the settings of large models.
     "tp2_ep2_as_on_gpus": (
-        "qwen3/moe_tiny",
+        4,
+        EXPERTS,
         {
-            "tensor_parallel_degree": 2,
-            "expert_parallel_degree": 2,
+            **TP2,
+            **EP2,
             "loss.chunks": 8,
             "activation_checkpoint.mode": "selective",
             "optimizer.implementation": "fused",
         },
     ),
-    "mla_ep4": ("deepseek_v3/tiny", {"expert_parallel_degree": 4}),
+    "mla_ep4": (4, LATENT, {"parallelism.expert_parallel_degree": 4}),
+    "pp2": (2, DENSE, STAGES),
+    "pp2_tp2": (4, DENSE, {**STAGES, **TP2}),
+    "pp2_tp2_owned": (4, DENSE, {**STAGES, **TP2, **OWNED}),
+    "pp2_fsdp2": (4, DENSE, STAGES),
+    "pp2_fsdp2_owned": (4, DENSE, {**STAGES, **OWNED}),
+    "pp2_ep2": (4, EXPERTS, {**STAGES, **EP2}),
+    # The last stage has no Muon matrix, and takes part in agreements.
+    "no_matrices": (2, DENSE, {**STAGES, "parallelism.module_fqns_per_model_part": [BLOCKS, ENDS]}),
+    "interleaved": (2, DENSE, {**STAGES, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}),
+    "zero_bubble": (
+        2,
+        DENSE,
+        {**STAGES, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble", "training.local_batch_size": 4},
+    ),
 }
 
 
-def train(path: str, overrides: list[str]) -> Path:
+@dataclass(frozen=True)
+class Curves:
+    """A run's records by step, and the printed lines about the optimizers."""
+
+    losses: dict[int, float]
+    held_out: dict[int, float]
+    tokens: dict[int, float]
+    optimizers: str
+
+
+def write_corpus(folder: Path) -> Path:
+    for index in range(10):
+        words = " ".join(f"word{(index * 7 + i * i) % 53} means {i % 11};" for i in range(300))
+        (folder / f"{index:02}.txt").write_text(words)
+    return folder
+
+
+def write_recipe(folder: Path, model: str, name: str, values: Mapping[str, object]) -> str:
+    """The path of a recipe with other values, for the corpus in `folder`."""
+    family, flavor = model.split("/")
+    places = {"dump_folder": f"{folder}/runs", "data.files": [f"{folder}/*.txt"], "data.cache": f"{folder}/cache"}
+    recipe = {**RECIPE, **places, "model.name": family, "model.flavor": flavor, **values}
+    path = folder / f"{name}.toml"
+    path.write_text("".join(f"{key} = {value_text(value)}\n" for key, value in recipe.items()))
+    return str(path)
+
+
+def train(path: str, overrides: Sequence[str] = ()) -> Path:
     """The folder of a recipe's run on the available ranks."""
     from titan_muon.titan import compat
 
@@ -76,121 +118,86 @@ def train(path: str, overrides: list[str]) -> Path:
     from titan_muon.titan.recipe import load
     from titan_muon.titan.run import job
 
-    return Path(job.train(load(path, overrides)))
-
-
-def losses(rank: int, world_size: int, path: str, overrides: list[str]) -> list[float]:
-    return list(tiny.records(train(path, overrides), "loss").values())
-
-
-def curves(rank: int, world_size: int, path: str) -> list[dict[int, float]]:
-    """Training losses, validation losses and tokens, by step."""
-    folder = train(path, [])
+    folder = Path(job.train(load(path, overrides)))
     # The reporting rank may not have written its last record yet.
     dist.barrier()
-    return [tiny.records(folder, key) for key in ("loss", "val_loss", "tokens")]
-
-
-def write_corpus(folder: Path) -> Path:
-    for index in range(40):
-        words = " ".join(f"word{(index * 7 + i * i) % 53} means {i % 11};" for i in range(300))
-        (folder / f"{index:02}.txt").write_text(words)
     return folder
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-def train_on(folder: Path, world_size: int, model: str, degrees: dict[str, object], name: str) -> list[float]:
-    family, flavor = model.split("/")
-    path = folder / f"{name}.toml"
-    path.write_text(RECIPE.format(family=family, flavor=flavor, corpus=folder, steps=STEPS))
-    overrides = ["--dump_folder", str(folder / "runs")]
-    for key, value in degrees.items():
-        words = value if isinstance(value, tuple) else (value,)
-        overrides += [f"--{key}" if "." in key else f"--parallelism.{key}", *map(str, words)]
-    # Under pipeline parallelism the last stage writes the file, and rank 0 may read too early.
-    return max(run_ranks(losses, world_size, str(path), overrides), key=len)
+def curves(rank: int, world_size: int, path: str) -> Curves:
+    folder = train(path)
+    records = (tiny.records(folder, key) for key in ("loss", "val_loss", "tokens"))
+    return Curves(*records, (folder / "optimizers.txt").read_text())
 
 
 @pytest.fixture(scope="module")
-def one_rank(folder: Path) -> Callable[[str], list[float]]:
-    """Losses of a model on one rank, trained on first use."""
-    return cache(lambda model: train_on(folder, 1, model, {}, f"one_{model.replace('/', '_')}"))
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Curves]:
+    """`trained(ranks, model, name, values)`: the curves of a recipe, edited for each layout."""
+    folder = write_corpus(tmp_path_factory.mktemp("corpus"))
+    return lambda ranks, *recipe: run_ranks(curves, ranks, write_recipe(folder, *recipe))[0]
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name == "fsdp2_tp2" else pytest.mark.slow) for name in LAYOUTS]
-)
-def test_four_ranks_train_as_a_single_rank(layout: str, folder: Path, one_rank: Callable[[str], list[float]]) -> None:
-    model, degrees = LAYOUTS[layout]
-    expected = one_rank(model)
-    assert len(expected) == STEPS
-    assert expected[-1] < expected[0] - 0.5, "the reference must learn, or following it means nothing"
-    assert train_on(folder, 4, model, degrees, layout) == pytest.approx(expected, abs=TOLERANCES[model])
+@pytest.fixture(scope="module")
+def one_rank(trained: Callable[..., Curves]) -> Callable[[str], Curves]:
+    """Curves of a model on one rank, trained on first use."""
+    return cache(lambda model: trained(1, model, f"one_{model.replace('/', '_')}", {}))
+
+
+def layout_marks(name: str) -> list[pytest.MarkDecorator]:
+    if LAYOUTS[name][2].get("parallelism.pipeline_parallel_degree"):
+        return [tiny.needs_torch_for("parallelism.pipeline_parallel_degree")]
+    return [] if name in ("fsdp2_tp2", "owned") else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=layout_marks(name)) for name in LAYOUTS])
+def test_every_layout_trains_as_a_single_rank(
+    layout: str, trained: Callable[..., Curves], one_rank: Callable[[str], Curves]
+) -> None:
+    """Training and validation losses at equal tokens, and stages that start as the whole model does."""
+    ranks, model, values = LAYOUTS[layout]
+    expected, found = one_rank(model), trained(ranks, model, layout, values)
+    assert expected.losses[STEPS] < expected.losses[1] - 0.5, "the reference must learn, or following it means nothing"
+    steps = values.get("training.steps", STEPS)
+    assert found.tokens == {step: step * BATCH * SEQUENCE for step in range(1, steps + 1)}
+    assert found.losses == pytest.approx({s: expected.losses[s] for s in found.tokens}, abs=TOLERANCES[model])
+    assert found.losses[1] == pytest.approx(expected.losses[1], abs=1e-5 if model == DENSE else TOLERANCES[model])
+    assert assigned(found) == assigned(expected), "the counts are of the whole model"
+    if "parallelism.pipeline_parallel_degree" not in values:
+        assert expected.held_out.keys() == {STEPS}
+        assert found.held_out == pytest.approx(expected.held_out, abs=TOLERANCES[model])
+        return
+    size = ranks // 2
+    for rank in range(2):
+        where = f"rank {rank}" if size == 1 else f"ranks {rank * size} to {rank * size + size - 1}"
+        assert f"pipeline rank {rank} of 2, {where}: " in found.optimizers
+
+
+def assigned(run: Curves) -> list[str]:
+    return re.findall(r"^\w+: .* of parameters$", run.optimizers, re.MULTILINE)
+
+
+@tiny.needs_torch_for("parallelism.pipeline_parallel_degree")
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_run_continues_with_a_different_number_of_stages(
+    before: int, after: int, trained: Callable[..., Curves], one_rank: Callable[[str], Curves]
+) -> None:
+    kept = {**STAGES, "checkpoint.enable": True, "name": f"stages_{before}_{after}"}
+    degree = "parallelism.pipeline_parallel_degree"
+    trained(before, DENSE, "before", {**kept, degree: before, "training.steps": 2})
+    found = trained(after, DENSE, "after", {**kept, degree: after, "checkpoint.load": "latest"})
+    assert found.losses == pytest.approx({s: one_rank(DENSE).losses[s] for s in (1, 2, 3)}, abs=TOLERANCES[DENSE])
 
 
 # Newton-Schulz's own rounding: torch.optim.Muon's in bfloat16 against stacks and float16. Losses are 3 to 6.
 METHOD_TOLERANCE = 0.02
-METHODS = {"auto": {}, "gram": {"muon.orthogonalize": "gram", "muon.ns_dtype": "float16"}}
 
 
 @pytest.mark.slow
-def test_training_follows_the_reference_with_any_algorithm(folder: Path) -> None:
-    options, model = {"training.steps": 6, "training.seq_len": 128}, "llama3/tiny"
-    expected = train_on(folder, 2, model, {**options, "muon.orthogonalize": "reference"}, "reference")
-    assert expected[-1] < expected[0] - 1, "the reference must learn, or following it means nothing"
-    for name, method in METHODS.items():
-        losses = train_on(folder, 2, model, {**options, **method}, name)
+def test_training_follows_the_reference_with_any_algorithm(trained: Callable[..., Curves]) -> None:
+    shared = {"training.steps": 6, "lr_scheduler.total_steps": 6, "training.seq_len": 128, "validator.enable": False}
+    expected = trained(2, DENSE, "reference", {**shared, "muon.orthogonalize": "reference"}).losses
+    assert expected[6] < expected[1] - 1, "the reference must learn, or following it means nothing"
+    for name, method in (("auto", {}), ("gram", {"muon.orthogonalize": "gram", "muon.ns_dtype": "float16"})):
+        losses = trained(2, DENSE, name, {**shared, **method}).losses
         assert losses == pytest.approx(expected, abs=METHOD_TOLERANCE), name
         assert losses != expected, "other arithmetic has other digits"
-
-
-@pytest.mark.slow
-def test_every_exchange_gives_the_same_curve(folder: Path) -> None:
-    """The matrices are made whole with the same bits, so the losses have the same digits."""
-    curves = {
-        exchange: train_on(
-            folder,
-            4,
-            "llama3/tiny",
-            {"muon.exchange": exchange, "muon.orthogonalize": "reference"},
-            f"exchange_{exchange}",
-        )
-        for exchange in ("all_gather", "all_to_all", "all_gather_reduce_scatter")
-    }
-    assert len(set(map(tuple, curves.values()))) == 1, curves
-
-
-# Ranks, and lines below the base recipe: users switch strategies by editing the recipe, and compare curves.
-STRATEGIES = {
-    "fsdp2": (2, ""),
-    "tp2": (2, "[parallelism]\ntensor_parallel_degree = 2\n"),
-    "ep2": (2, "[parallelism]\nexpert_parallel_degree = 2\n"),
-    "hsdp2x2": (4, "[parallelism]\ndata_parallel_replicate_degree = 2\n"),
-    "owned": (2, '[placement]\nmuon = "owned"\n'),
-}
-
-
-def test_an_edited_recipe_has_the_same_curve_on_every_layout(folder: Path) -> None:
-    """Training and validation losses at equal tokens, for any ranks."""
-    path, tolerance = folder / "edited.toml", TOLERANCES["qwen3/moe_tiny"]
-    base = RECIPE.format(family="qwen3", flavor="moe_tiny", corpus=folder, steps=3)
-    base = base.replace("local_batch_size = 1", "local_batch_size = -1")
-    base = base.replace("[validator]\nenable = false", "[validator]\nsteps = -1")
-    base = base.replace("validation_fraction = 0.2", "validation_fraction = 0.05")
-    base = base.replace("seq_len = 256", "seq_len = 128").replace("/*.txt", "/0?.txt")
-    base = f'dump_folder = "{folder}/runs"\n{base}\n[muon]\nns_steps = 2\n'
-    path.write_text(base)
-    expected, validated, tokens = run_ranks(curves, 1, str(path))[0]
-    assert validated.keys() == {3}
-    assert expected[3] < expected[1] - 0.2, "the reference must learn, or following it means nothing"
-    assert tokens == {step: step * 4 * 128 for step in (1, 2, 3)}
-    for name, (ranks, edit) in STRATEGIES.items():
-        path.write_text(base + edit)
-        training, held_out, seen = run_ranks(curves, ranks, str(path))[0]
-        assert training == pytest.approx(expected, abs=tolerance), name
-        assert held_out == pytest.approx(validated, abs=tolerance), name
-        assert seen == tokens, name

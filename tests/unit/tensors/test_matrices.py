@@ -1,15 +1,11 @@
 """A parameter's matrices and optimizer: rules in order, defaults by name and shape, errors."""
 
-import re
-from typing import Any
-
 import pytest
-import tomli
 import torch
 
 from titan_muon.assignment.roles import ParameterInfo
 from titan_muon.assignment.rules import Assignment, assign_parameters, default_rules
-from titan_muon.options import OptionError, Split
+from titan_muon.options import Split
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, Mesh, Replicate
 from titan_muon.tensors.matrices import check_splits, planned, stack_of
 from titan_muon.titan.recipe.sections import Rule
@@ -216,43 +212,6 @@ def test_parts_with_a_wrong_sum_of_rows_are_refused(parts: tuple[int, ...]) -> N
         ValueError, match=r"layers\.0\.w: muon\.split: dims = .*(does not fill 6|a whole number from 1)"
     ):
         blocks_of((6, 4), pattern(parts))
-
-
-OUTDATED = [
-    ({"rows": (2,)}, (6, 4), [[(0, 2)], [(2, 4)], [(4, 6)]]),
-    ({"rows": (4, 2, 2)}, (8, 4), [[(0, 4)], [(4, 6)], [(6, 8)]]),
-    ({"rows": (2, 1), "joined": True}, (6, 4), [[(0, 2), (3, 5)], [(2, 3), (5, 6)]]),
-    ({"rows": (2, 2), "joined": True}, (8, 4), [[(0, 2), (4, 6)], [(2, 4), (6, 8)]]),
-    ({"rows": (3,), "joined": True}, (6, 4), [[(0, 6)]]),
-    ({"row_dims": 1}, (6, 4, 2, 2), [[(0, 6)]]),
-    ({"row_dims": 2}, (2, 3, 4, 2), [[(0, 6)]]),
-]
-
-
-@pytest.mark.parametrize(("old", "shape", "expected"), OUTDATED)
-def test_an_older_split_is_refused_with_the_equal_dims(
-    old: dict[str, Any], shape: tuple[int, ...], expected: list[list[tuple[int, int]]]
-) -> None:
-    with pytest.raises(OptionError, match=r"^split has .*, of a notation that is gone; write dims = ") as caught:
-        Split(match="*", **old)
-    assert all(name in str(caught.value) for name in old)
-    (dims,) = re.findall('dims = "([^"]*)"', caught.value.problem)
-    lengths = re.findall(r"lengths = (\{.*\})", caught.value.problem)
-    sizes = tomli.loads(f"lengths = {lengths[0]}")["lengths"] if lengths else {}
-    assert blocks_of(shape, Split(match="*", dims=dims, lengths=sizes)) == [rows(*spans) for spans in expected]
-
-
-@pytest.mark.parametrize(
-    ("old", "problem"),
-    [
-        ({"rows": (0, "a")}, r"has rows = \[0, 'a'\].*; write dims, as in"),
-        ({"joined": True}, "has joined = true, .*; write dims, as in"),
-        ({"dims": "f d -> | f d", "rows": (2,), "row_dims": 1}, "; remove rows and row_dims, because dims replaces"),
-    ],
-)
-def test_an_incomplete_or_ambiguous_old_split_is_refused(old: dict[str, Any], problem: str) -> None:
-    with pytest.raises(OptionError, match=problem):
-        Split(match="*", **old)
 
 
 def test_the_error_names_a_split_without_a_match() -> None:

@@ -146,12 +146,6 @@ def test_a_missing_kernel_is_named() -> None:
         kernels.some_kernel(1)
 
 
-def test_fsdp_supports_sum_reduction() -> None:
-    from torch.distributed.fsdp import FSDPModule
-
-    assert callable(FSDPModule.set_force_sum_reduction_for_comms)
-
-
 @pytest.mark.parametrize("family", ["qwen3", "llama3", "deepseek_v3"])
 def test_torchtitan_shards_decoders_with_a_single_function(family: str) -> None:
     """The replacement gets the arguments for `shard`, and ends with the context."""
@@ -231,12 +225,9 @@ def init_with(monkeypatch, **environment: str) -> tuple[dict, str]:
     return seen, seen.pop("buffer")
 
 
-def test_the_process_group_uses_the_passed_store(monkeypatch) -> None:
+def test_the_process_group_uses_the_passed_store_and_keeps_the_users_flight_recorder(monkeypatch) -> None:
+    """The default trace_buf_size = 0 must not disable the user's setting."""
     seen, buffer = init_with(monkeypatch)
     assert isinstance(seen["store"], dist.HashStore)
     assert (seen["rank"], seen["world_size"], buffer) == (1, 2, "0")
-
-
-def test_the_users_flight_recorder_is_kept(monkeypatch) -> None:
-    """The default trace_buf_size = 0 must not disable the user's setting."""
     assert init_with(monkeypatch, TORCH_FR_BUFFER_SIZE="5000")[1] == "5000"

@@ -21,7 +21,7 @@ from titan_muon.hybrid import ForwardsToParts
 from titan_muon.options import Rule
 from titan_muon.tensors.names import canonical_fqn
 from titan_muon.titan.device import adamw_implementation
-from titan_muon.titan.recipe import Recipe, RecipeError, recipe_error
+from titan_muon.titan.recipe import Recipe, RecipeError, as_recipe_errors
 
 
 class HybridOptimizers(ForwardsToParts, OptimizersContainer):
@@ -55,20 +55,15 @@ class HybridOptimizers(ForwardsToParts, OptimizersContainer):
         # A pipeline stage needs the names of all stages, and TorchTitan's own configuration has none.
         stages = agreement.distinct(inspect_model(model_parts, canonical_fqn)) if config.model is None else []
         joined = {name: seen for stage in stages for name, seen in stage.items()} if len(stages) > 1 else config.model
-        try:
+        with as_recipe_errors():
             self.parts = agreement.together(lambda: parts_of_config(config, model_parts, joined))
-        except ValueError as error:
-            raise recipe_error(error) from error
-        self.optimizers = list(self.parts.optimizers.values())
-        try:
+            self.optimizers = list(self.parts.optimizers.values())
             self._carry()
             for muon in self._muons:
                 # Now, so that errors come early.
                 muon.build()
                 if forward_updates(muon) is not None:
                     apply_in_forward(nn.ModuleList(model_parts), muon)
-        except ValueError as error:
-            raise recipe_error(error) from error
         parameters = [parameter for name in self.parts.groups for parameter in self.parameters(name)]
         self._validate_params(parameters)
         self._post_init(parameters)

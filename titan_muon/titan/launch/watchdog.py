@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ FAILED = "failed"
 
 
 @dataclass(frozen=True)
-class Sign:
+class Heartbeat:
     """State of a rank."""
 
     host: str
@@ -41,8 +41,8 @@ class Sign:
         return f"{self.host} {self.pid} {self.stage} {self.beat} {int(self.ended)}"
 
     @classmethod
-    def decode(cls, text: str) -> "Sign":
-        host, pid, stage, beat, ended = text.split()
+    def decode(cls, text: bytes) -> "Heartbeat":
+        host, pid, stage, beat, ended = text.decode().split()
         return cls(host, int(pid), int(stage), int(beat), ended == "1")
 
 
@@ -58,18 +58,17 @@ class Watchdog:
         self._store = dist.PrefixStore("titan_muon/watchdog", store.clone())  # type: ignore[attr-defined]
         self._rank, self._world_size = rank, world_size
         self._first_timeout, self._timeout = first_timeout, timeout
-        self._stage, self._beat, self._moved, self._named = 0, 0, time.monotonic(), -1
-        self._failing, self._peer_failed = False, math.inf
-        self._done = False
+        self._stage, self._beat, self._named_stage = 0, 0, -1
+        self._advanced = self._reported = time.monotonic()
+        self._failing, self._done, self._peer_failed = False, False, math.inf
         self._parent = os.getppid()
-        self._told = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._guard = threading.Thread(target=self._watch_store, name="watchdog of the store", daemon=True)
 
     def __enter__(self) -> "Watchdog":
         if self._world_size > 1:
-            self._tell()
+            self._report()
             self._thread.start()
             self._guard.start()
         return self
@@ -77,24 +76,26 @@ class Watchdog:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._world_size == 1:
             return
-        if error is not None:
-            self._failing = True
-            with suppress(RuntimeError):
-                self._name_first_failure(error)
-        if not (error is None or isinstance(error, RecipeError | FloatingPointError | RunFault)):
-            with suppress(RuntimeError):
+        # Raised by every rank.
+        of_all_ranks = isinstance(error, RecipeError | FloatingPointError | RunFault)
+        with suppress(RuntimeError):
+            if error is not None:
+                self._failing = True
+                self._name_first_failure(of_all_ranks)
+            if error is not None and not of_all_ranks:
                 self._end_silent()
+        if error is not None and not of_all_ranks:
             return
         self._closed.set()
         self._thread.join()
         self._guard.join()
         with suppress(RuntimeError):
-            self._store.set(_key(self._rank), replace(self._sign(), ended=True).encode())
+            self._store.set(_key(self._rank), replace(self._heartbeat(), ended=True).encode())
 
     def advance(self) -> None:
         """Report progress; called by every rank at the beginning and end of a step."""
         self._stage += 1
-        self._moved = time.monotonic()
+        self._advanced = time.monotonic()
 
     def finish(self) -> None:
         """Report the end of training: from now on a lost store is no fault."""
@@ -108,33 +109,34 @@ class Watchdog:
     def _interval(self) -> float:
         return min(LONGEST_INTERVAL, INTERVAL_SHARE * self.timeout)
 
-    def _sign(self) -> Sign:
-        return Sign(socket.gethostname(), os.getpid(), self._stage, self._beat)
+    def _is_overdue(self, since: float) -> bool:
+        return time.monotonic() - since > self.timeout + GRACE_SECONDS
 
-    def _tell(self) -> None:
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(socket.gethostname(), os.getpid(), self._stage, self._beat)
+
+    def _report(self) -> None:
         self._beat += 1
-        self._store.set(_key(self._rank), self._sign().encode())
-        self._told = time.monotonic()
+        self._store.set(_key(self._rank), self._heartbeat().encode())
+        self._reported = time.monotonic()
 
     def _watch(self) -> None:
         while not self._closed.wait(self._interval):
             try:
-                alone = self._is_alone()
+                self._report()
+                if time.monotonic() - self._advanced > NAMING_SHARE * self.timeout and self._named_stage != self._stage:
+                    self._named_stage = self._stage
+                    self._name_late_ranks()
+                peers_are_gone = self._is_overdue(self._advanced) and self._end_silent()
+                if peers_are_gone or self._keep_running_after_failure():
+                    self._end("its peers are gone")
             except RuntimeError:
                 self._end_without_store()
                 return
-            if alone:
-                print_error(f"rank {self._rank} ends: its peers are gone")
-                os._exit(1)
 
-    def _is_alone(self) -> bool:
-        """Send a heartbeat and name late ranks. Returns whether this process's peers are gone."""
-        self._tell()
-        waited = time.monotonic() - self._moved
-        if waited > NAMING_SHARE * self.timeout and self._named != self._stage:
-            self._named = self._stage
-            self._name_late_ranks()
-        return (waited > self.timeout + GRACE_SECONDS and self._end_silent()) or self._outlives_failure()
+    def _end(self, reason: str) -> None:
+        print_error(f"rank {self._rank} ends: {reason}")
+        os._exit(1)
 
     def _end_without_store(self) -> None:
         """End this process: under torchrun, whose launcher has the store, after the step with a checkpoint.
@@ -148,50 +150,52 @@ class Watchdog:
             who = "its launcher" if os.getppid() != self._parent else "the launcher of the job's first node"
             print_error(f"rank {self._rank}: {who} is gone; training ends after this step")
             os.kill(os.getpid(), signal.SIGTERM)
-            while not self._closed.wait(self._interval):
-                if time.monotonic() - self._moved > self.timeout + GRACE_SECONDS:
-                    break
-            else:
-                return
-        print_error(f"rank {self._rank} ends: the process with the job's store is gone")
-        os._exit(1)
+            while not self._is_overdue(self._advanced):
+                if self._closed.wait(self._interval):
+                    return
+        self._end("the process with the job's store is gone")
 
     def _watch_store(self) -> None:
         """End this process if neither the store nor the main thread answers within the time-out."""
         while not self._closed.wait(self._interval):
-            limit = self.timeout + GRACE_SECONDS
-            now = time.monotonic()
-            if now - self._told > limit and now - self._moved > limit and self._thread.is_alive() and not self._done:
+            late = self._is_overdue(self._reported) and self._is_overdue(self._advanced)
+            if late and self._thread.is_alive() and not self._done:
                 store = f"{os.environ.get('MASTER_ADDR', 'unknown')}:{os.environ.get('MASTER_PORT', 'unknown')}"
-                print_error(
-                    f"rank {self._rank} ends: no answer from the job's store on {store} for {limit:.0f} s; its process "
-                    "is stopped, or the network is cut"
+                seconds = self.timeout + GRACE_SECONDS
+                self._end(
+                    f"no answer from the job's store on {store} for {seconds:.0f} s; its process is stopped, or the "
+                    "network is cut"
                 )
-                os._exit(1)
 
-    def _name_first_failure(self, error: BaseException) -> None:
+    def _name_first_failure(self, of_all_ranks: bool) -> None:
         try:
             first = self._store.compare_set(FAILED, "", str(self._rank)).decode()
         except RuntimeError:
             # A store in a file cannot compare.
             self._store.set(FAILED, str(self._rank))
             return
-        known_everywhere = isinstance(error, RecipeError | FloatingPointError | RunFault)
-        if int(first) != self._rank and not known_everywhere:
+        if int(first) != self._rank and not of_all_ranks:
             print_error(f"rank {self._rank} ends because rank {first} failed first; read the error of rank {first}")
 
     def _name_late_ranks(self) -> None:
-        # 1,000 readers of 1,000 signs would block the store.
+        # 1,000 readers of 1,000 heartbeats would block the store.
         if self._store.add(f"looks-{self._stage}", 1) > 1:
             return
-        signs, silent = self._look()
-        self._store.set(self._silent_key, " ".join(f"{rank}:{signs[rank].beat}" for rank in silent))
-        late = late_ranks(signs, silent, self._world_size)
+        before = self._heartbeats()
+        for _ in range(BEATS_TO_BE_SILENT):
+            self._closed.wait(self._interval)
+            # Other ranks must see this rank alive.
+            self._report()
+        now = self._heartbeats()
+        silent = [rank for rank, heartbeat in before.items() if heartbeat == now[rank] and not heartbeat.ended]
+        self._store.set(self._silent_key, " ".join(f"{rank}:{now[rank].beat}" for rank in silent))
+        late = late_ranks(now, silent, self._world_size)
         # A late but living rank looks too, at its own stage.
         if late and self._store.add(f"named-{late}", 1) == 1:
-            print_error(f"no progress for {time.monotonic() - self._moved:.0f} s: {late}")
+            print_error(f"no progress for {time.monotonic() - self._advanced:.0f} s: {late}")
 
-    def _outlives_failure(self) -> bool:
+    def _keep_running_after_failure(self) -> bool:
+        """Whether this rank still runs some time after the failure of a peer."""
         if self._failing or not self._store.check([FAILED]):
             return False
         # Otherwise this rank takes the launcher's SIGTERM for a stop request, and the launcher waits half a minute.
@@ -208,29 +212,17 @@ class Watchdog:
             return False
         entries = self._store.get(self._silent_key).decode().split()
         beats = {int(rank): int(beat) for rank, beat in (entry.split(":") for entry in entries)}
-        signs = {rank: Sign.decode(self._store.get(_key(rank)).decode()) for rank in beats}
-        silent = [sign for rank, sign in signs.items() if sign.beat == beats[rank]]
-        for sign in silent:
+        silent = [heartbeat for rank, heartbeat in self._heartbeats(beats).items() if heartbeat.beat == beats[rank]]
+        for heartbeat in silent:
             # A stopped process ignores SIGTERM.
-            if sign.host == socket.gethostname() and is_sibling(sign.pid):
+            if heartbeat.host == socket.gethostname() and is_sibling(heartbeat.pid):
                 with suppress(ProcessLookupError, PermissionError):
-                    os.kill(sign.pid, signal.SIGKILL)
+                    os.kill(heartbeat.pid, signal.SIGKILL)
         return bool(silent)
 
-    def _look(self) -> tuple[dict[int, Sign], set[int]]:
-        before = self._signs()
-        for _ in range(BEATS_TO_BE_SILENT):
-            self._closed.wait(self._interval)
-            # Other ranks must see this rank alive.
-            self._tell()
-        now = self._signs()
-        return now, {rank for rank, sign in before.items() if sign == now[rank] and not sign.ended}
-
-    def _signs(self) -> dict[int, Sign]:
-        keys = {rank: _key(rank) for rank in range(self._world_size)}
-        return {
-            rank: Sign.decode(self._store.get(key).decode()) for rank, key in keys.items() if self._store.check([key])
-        }
+    def _heartbeats(self, ranks: Iterable[int] | None = None) -> dict[int, Heartbeat]:
+        keys = {rank: _key(rank) for rank in (range(self._world_size) if ranks is None else ranks)}
+        return {rank: Heartbeat.decode(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
 
 def is_sibling(pid: int) -> bool:
@@ -243,17 +235,17 @@ def is_sibling(pid: int) -> bool:
     return int(fields[1]) == os.getppid()
 
 
-def late_ranks(signs: Mapping[int, Sign], silent: Collection[int], world_size: int) -> str:
+def late_ranks(heartbeats: Mapping[int, Heartbeat], silent: Collection[int], world_size: int) -> str:
     """Text about silent ranks and ranks behind the furthest rank; empty without any."""
-    furthest = max((sign.stage for sign in signs.values()), default=0)
-    late = [f"rank {rank} has not come up" for rank in range(world_size) if rank not in signs]
-    for rank, sign in sorted(signs.items()):
-        where = f"rank {rank} (process {sign.pid} on {sign.host})"
+    furthest = max((heartbeat.stage for heartbeat in heartbeats.values()), default=0)
+    late = [f"rank {rank} has not come up" for rank in range(world_size) if rank not in heartbeats]
+    for rank, heartbeat in sorted(heartbeats.items()):
+        where = f"rank {rank} (process {heartbeat.pid} on {heartbeat.host})"
         if rank in silent:
             late.append(f"{where} gives no sign of life")
-        elif sign.stage < furthest and not sign.ended:
-            stage = f"{'ended' if sign.stage % 2 else 'begun'} step {sign.stage // 2 + 1} of this attempt"
-            late.append(f"{where} has not {stage}")
+        elif heartbeat.stage < furthest and not heartbeat.ended:
+            action = "ended" if heartbeat.stage % 2 else "begun"
+            late.append(f"{where} has not {action} step {heartbeat.stage // 2 + 1} of this attempt")
     return ", ".join(late)
 
 

@@ -1,11 +1,10 @@
 """Choice of the inner attention; dense attention for the CPU, where FlexAttention has no backward."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
@@ -17,7 +16,7 @@ from titan_muon.titan.recipe import RecipeError
 class DenseMask:
     """Bool mask of shape (batch, 1, queries, keys), true for allowed pairs."""
 
-    allowed: torch.Tensor
+    allowed: Tensor
 
     @classmethod
     def from_block_mask(cls, block_mask: BlockMask) -> "DenseMask":
@@ -38,34 +37,16 @@ class DenseMaskAttention(FlexAttention):
         pass
 
     def forward(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        attention_masks: DenseMask,
-        score_mod: Callable[..., torch.Tensor] | None = None,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        out_transform: Callable[..., torch.Tensor] | None = None,
-        **kwargs: object,
-    ) -> torch.Tensor:
+        self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: DenseMask, **options: Any
+    ) -> Tensor:
         """Queries (B, L, N, H), keys (B, K, M, H), values (B, K, M, V) to (B, L, N, V)."""
         assert isinstance(attention_masks, DenseMask), "share_dense_mask was not called on the model"
-        assert score_mod is None, "dense attention has no score_mod"
-        assert out_transform is None, "dense attention has no out_transform"
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
-        return self.attend(q, k, v, attention_masks.allowed, scale, enable_gqa).transpose(1, 2)
+        return self.attend(q, k, v, attention_masks.allowed, **options).transpose(1, 2)
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        allowed: torch.Tensor,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float | None = None, enable_gqa: bool = False
+    ) -> Tensor:
         """Queries (B, N, L, H), keys (B, M, K, H), values (B, M, K, V) to (B, N, L, V)."""
         return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=enable_gqa)
 

@@ -7,16 +7,18 @@ the number of visible keys.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import spmd_types as spmd
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torchtitan.distributed.compile import maybe_regional_inductor
-from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 
 from titan_muon.titan.model.attention import DenseMaskAttention
 
-OutTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+OutTransform = Callable[[Tensor, Tensor], Tensor]
 
 
 class LogitObserver:
@@ -24,14 +26,14 @@ class LogitObserver:
 
     training: bool
     register_buffer: Callable[..., None]
-    _buffers: dict[str, torch.Tensor | None]
+    _buffers: dict[str, Tensor | None]
 
-    def keep_in(self, logits_max: torch.Tensor) -> None:
+    def keep_in(self, logits_max: Tensor) -> None:
         """Set the buffer of the maxima: (heads,), float32. The caller resets the buffer to -inf."""
         # A pipeline stage first runs on uninitialized memory, and PyTorch restores only buffers.
         self.register_buffer("logits_max", logits_max, persistent=False)
 
-    def keep(self, logits: torch.Tensor) -> None:
+    def keep(self, logits: Tensor) -> None:
         """Record the largest logit of each query, or an upper bound: (batch, heads, queries)."""
         # Not in validation, whose batches belong to no step.
         maxima = self._buffers.get("logits_max")
@@ -50,14 +52,8 @@ class ObservedDenseAttention(LogitObserver, DenseMaskAttention):
         pass
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        allowed: torch.Tensor,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float | None = None, enable_gqa: bool = False
+    ) -> Tensor:
         bias = torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, -torch.inf)
         if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
             # The operator of scaled_dot_product_attention, because of its second output.
@@ -81,30 +77,22 @@ class ObservedFlexAttention(LogitObserver, FlexAttention):
 
     def forward(
         self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
         *,
         attention_masks: BlockMask,
-        score_mod: Callable[..., torch.Tensor] | None = None,
-        scale: float | None = None,
-        enable_gqa: bool = False,
         out_transform: OutTransform | None = None,
-        **kwargs: object,
-    ) -> torch.Tensor:
+        **options: Any,
+    ) -> Tensor:
         assert isinstance(attention_masks, BlockMask), f"{type(attention_masks)} is no BlockMask"
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
+        # FlexAttention.forward has no other request for auxiliary outputs than the log-sum-exp.
+        asked = AuxRequest(lse=out_transform is not None, max_scores=True)
+        options = {"score_mod": None, "scale": None, "enable_gqa": False, **options, "return_aux": asked}
         with maybe_regional_inductor(FlexAttention.inductor_configs):
             out, aux = FlexAttention.compiled_flex_attn(
-                q,
-                k,
-                v,
-                score_mod=score_mod,
-                block_mask=attention_masks,
-                scale=scale,
-                enable_gqa=enable_gqa,
-                return_aux=AuxRequest(lse=out_transform is not None, max_scores=True),
-                kernel_options=self.kernel_options,
+                q, k, v, block_mask=attention_masks, kernel_options=self.kernel_options, **options
             )
         self.keep(aux.max_scores)
         out_BLNH = out.transpose(1, 2)
@@ -118,24 +106,12 @@ class ObservedVarlenAttention(LogitObserver, VarlenAttention):
     class Config(VarlenAttention.Config):
         pass
 
-    def forward(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        attention_masks: VarlenMetadata,
-        scale: float | None = None,
-        out_transform: OutTransform | None = None,
-        **kwargs: object,
-    ) -> torch.Tensor:
-        def kept(out: torch.Tensor, lse_BLN: torch.Tensor) -> torch.Tensor:
+    def forward(self, *qkv: Tensor, out_transform: OutTransform | None = None, **options: Any) -> Tensor:
+        def kept(out: Tensor, lse_BLN: Tensor) -> Tensor:
             self.keep(lse_BLN.transpose(1, 2))
             return out if out_transform is None else out_transform(out, lse_BLN)
 
-        return super().forward(
-            q_BLNH, k_BLNH, v_BLNH, attention_masks=attention_masks, scale=scale, out_transform=kept, **kwargs
-        )
+        return super().forward(*qkv, out_transform=kept, **options)
 
 
 OBSERVED = {

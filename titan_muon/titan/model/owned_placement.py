@@ -28,7 +28,7 @@ from titan_muon.tensors.matrices import split_of
 from titan_muon.titan import compat
 from titan_muon.titan.assign.container import optimizer_config
 from titan_muon.titan.device import planned_device
-from titan_muon.titan.recipe import Recipe, RecipeError
+from titan_muon.titan.recipe import Recipe, RecipeError, as_recipe_errors
 
 
 def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
@@ -63,7 +63,7 @@ def _shard(recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh
         key = "placement.muon = 'owned'" if recipe.placement.muon == "owned" else "placement"
         raise RecipeError(f"{key}: {error}") from error
     # fully_shard takes every visible parameter of a module.
-    with hidden(layers):
+    with without_owned_parameters(layers):
         apply(model=model, dp_mesh=dp_mesh, **options)
 
 
@@ -84,35 +84,25 @@ def _own_layers(
     recipe: Recipe, model: nn.Module, layers: list[nn.Module], dp_mesh: DeviceMesh, options: dict[str, Any]
 ) -> None:
     choice = _choice(recipe, model, layers, _cuts_experts(dp_mesh, options))
-    every = [
-        Owners(
+    for expert_parallel in (False, True):
+        params = {p: owner for p, owner in choice.owners.items() if _is_expert_parallel(p) == expert_parallel}
+        if not params:
+            continue
+        mesh = options["edp_mesh"] if expert_parallel else dp_mesh
+        # Expert parallelism replaces tensor parallelism in experts.
+        whole = recipe.placement.tensor_parallel == "whole" and not expert_parallel
+        owners = Owners(
             model,
             mesh=_owner_mesh(recipe, mesh),
             params=params,
             split=choice.split,
             flops=_flops(recipe, planned_device(mesh.device_type)),
             elementwise=choice.elementwise,
-            # Expert parallelism replaces tensor parallelism in experts.
-            tensor_parallel="whole" if recipe.placement.tensor_parallel == "whole" and mesh is dp_mesh else "peers",
+            tensor_parallel="whole" if whole else "peers",
         )
-        for mesh, params in _spaces(choice, dp_mesh, options)
-    ]
-    for layer in layers:
-        for owners in every:
+        for layer in layers:
             if owners.within(layer):
                 own(layer, owners=owners, **_own_options(options))
-
-
-def _spaces(
-    choice: _Choice, dp_mesh: DeviceMesh, options: dict[str, Any]
-) -> list[tuple[DeviceMesh, dict[nn.Parameter, Owner]]]:
-    expert_parallel = {parameter for parameter in choice.owners if _is_expert_parallel(parameter)}
-    spaces = [(dp_mesh, choice.owners.keys() - expert_parallel), (options["edp_mesh"], expert_parallel)]
-    return [
-        (mesh, {parameter: owner for parameter, owner in choice.owners.items() if parameter in params})
-        for mesh, params in spaces
-        if params
-    ]
 
 
 def _own_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -176,19 +166,15 @@ def _choice(
     assigned = assign_parameters(inspect_model([model], canonical_fqn), config.rules, config.defaults, all_rules=whole)
     muon = {a.fqn for a in assigned if a.optimizer == "muon"}
     by_default = recipe.placement.muon == "owned"
-    stacks_stay = _unread_stacks(recipe) is not None
-    names = {
-        a.fqn
-        for a in assigned
-        if by_default
-        and a.fqn in muon
-        and named[a.fqn] in inside
+
+    def owned_by_default(a: Assignment) -> bool:
+        if not by_default or a.fqn not in muon or named[a.fqn] not in inside:
+            return False
         # FSDP2 also stores whole experts, in equal numbers on all ranks.
-        and (
-            _is_matrix(recipe, a)
-            or (not stacks_stay and (cuts_experts(a.shape[0]) or _is_gathered(recipe, named[a.fqn])))
-        )
-    }
+        cut = cuts_experts(a.shape[0]) or _is_gathered(recipe, named[a.fqn])
+        return _is_matrix(recipe, a) or (_unread_stacks(recipe) is None and cut)
+
+    names = {a.fqn for a in assigned if owned_by_default(a)}
     if not names and whole and by_default and not recipe.placement.rule:
         raise ValueError("Muon takes no matrix of the model's layers; use 'shard0'")
     owners = placed(named, names, recipe.placement.rule)
@@ -199,10 +185,8 @@ def _choice(
 
 def check_placement_rules(recipe: Recipe, parameters: Mapping[str, ParameterInfo]) -> None:
     """Raise RecipeError for a placement.rule without a match, or for parameters outside of the layers."""
-    try:
+    with as_recipe_errors():
         check_rules(parameters, recipe.placement.rule)
-    except ValueError as error:
-        raise RecipeError(str(error)) from error
     unread = _unread_stacks(recipe)
     for name in placed(parameters, (), recipe.placement.rule):
         if not name.startswith(("layers.", "mtp_layers.")):
@@ -217,12 +201,12 @@ def check_placement_rules(recipe: Recipe, parameters: Mapping[str, ParameterInfo
 def _unread_stacks(recipe: Recipe) -> str | None:
     """Recipe key that needs FSDP2's placement of expert stacks, or None."""
     # TorchTitan's Hugging Face conversion knows only some shardings of stacks; torchao has another gather.
-    keys = {
+    read = {
         "checkpoint.last_save_in_hf": recipe.checkpoint.last_save_in_hf,
         "checkpoint.initial_load_in_hf": recipe.checkpoint.initial_load_in_hf,
         "float8.experts": recipe.float8.experts,
     }
-    return next((key for key, value in keys.items() if value), None)
+    return next((key for key, value in read.items() if value), None)
 
 
 def _is_matrix(recipe: Recipe, assignment: Assignment) -> bool:
@@ -232,8 +216,8 @@ def _is_matrix(recipe: Recipe, assignment: Assignment) -> bool:
 
 
 @contextmanager
-def hidden(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Hide the owned parameters of `modules` from other code."""
+def without_owned_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context in which `modules` have no owned parameters, for code that takes all parameters."""
     shown = {module: dict(module._parameters) for root in modules for module in root.modules()}
     for module, parameters in shown.items():
         for name, parameter in parameters.items():

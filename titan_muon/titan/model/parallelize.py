@@ -13,7 +13,7 @@ from titan_muon.titan.model.attention import share_dense_mask
 from titan_muon.titan.model.owned_placement import check_placement_rules, owned
 from titan_muon.titan.model.pipeline import check_pipeline, wrap_pipelining
 from titan_muon.titan.model.spec import whole_model
-from titan_muon.titan.recipe import Recipe, RecipeError
+from titan_muon.titan.recipe import Recipe, RecipeError, as_recipe_errors
 from titan_muon.titan.recipe.constraints import owns
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
 
     Raises RecipeError for an unknown placement and for degrees unfit for the model.
     """
-    place, degrees = _placement("owned" if owns(recipe) else recipe.placement.muon), recipe.parallelism
+    degrees = recipe.parallelism
+    with as_recipe_errors():
+        place = registry.placements.get("owned" if owns(recipe) else recipe.placement.muon)
     if recipe.placement.rule:
         check_placement_rules(recipe, whole_model(spec))
     check_pipeline(spec.model, degrees)
@@ -57,13 +59,6 @@ def wrap_parallelize(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., 
         return model
 
     return parallelize
-
-
-def _placement(name: str) -> Callable[[registry.Parallelize, Recipe], registry.Parallelize]:
-    try:
-        return registry.placements.get(name)
-    except ValueError as error:
-        raise RecipeError(str(error)) from error
 
 
 def _check_heads(model: Any, degree: int) -> None:

@@ -37,21 +37,18 @@ def _schedule(degrees: Parallelism) -> type:
         schedule: type = get_schedule_class(name)
     except ValueError as error:
         raise RecipeError(f"parallelism.pipeline_parallel_schedule = {name!r}: {error}") from error
-    # TorchTitan finds the rank with the loss by this spelling only.
+    problem = ""
     if schedule is ScheduleZBVZeroBubble and name != "ZBVZeroBubble":
-        raise RecipeError(f"parallelism.pipeline_parallel_schedule = {name!r}: write it 'ZBVZeroBubble'")
-    if schedule is ScheduleDualPipeV:
-        raise RecipeError(
-            f"parallelism.pipeline_parallel_schedule = {name!r}: TorchTitan would report the loss of a rank that has "
-            "none; use 'ZBVZeroBubble'"
-        )
+        # TorchTitan finds the rank with the loss by this spelling only.
+        problem = ": write it 'ZBVZeroBubble'"
+    elif schedule is ScheduleDualPipeV:
+        problem = ": TorchTitan would report the loss of a rank that has none; use 'ZBVZeroBubble'"
+    elif csv is None and schedule in (PipelineScheduleSingle, PipelineScheduleMulti):
+        problem = " has no order of its own; name another, or a file in parallelism.pipeline_parallel_schedule_csv"
+    if problem:
+        raise RecipeError(f"parallelism.pipeline_parallel_schedule = {name!r}{problem}")
     if csv is not None and not os.path.isfile(csv):
         raise RecipeError(f"parallelism.pipeline_parallel_schedule_csv = {csv!r} is not a file")
-    if csv is None and schedule in (PipelineScheduleSingle, PipelineScheduleMulti):
-        raise RecipeError(
-            f"parallelism.pipeline_parallel_schedule = {name!r} has no order of its own; name another, or a file in "
-            "parallelism.pipeline_parallel_schedule_csv"
-        )
     return schedule
 
 

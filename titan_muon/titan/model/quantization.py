@@ -41,11 +41,9 @@ def check_float8(section: Float8, capability: tuple[int, int] | None, *, amd: bo
         raise RecipeError(f"{key} = true needs the package torchao (0.9 or newer); install it, or set {key} = false")
     has_float8 = capability is not None and capability >= (AMD if amd else NVIDIA)
     if not has_float8 and not section.emulate:
-        device = (
-            "a machine without CUDA GPUs"
-            if capability is None
-            else f"a GPU of compute capability {'.'.join(map(str, capability))}"
-        )
+        device = "a machine without CUDA GPUs"
+        if capability is not None:
+            device = f"a GPU of compute capability {'.'.join(map(str, capability))}"
         instead = "; float8.emulate = true tries it without them" if section.linear and not section.experts else ""
         raise RecipeError(
             f"{key} = true is not accepted on {device}; float8 needs NVIDIA GPUs of compute capability 8.9 and newer, "
@@ -65,14 +63,8 @@ def float8_converters(recipe: Recipe, model: Any) -> tuple[QuantizationConverter
                 "float8.linear = true, but no linear layer outside float8.filter_fqns has sizes that 16 divides; "
                 "set it to false"
             )
-        converters.append(
-            Float8LinearConverter.Config(
-                recipe_name=section.recipe_name,
-                filter_fqns=filters,
-                emulate=section.emulate,
-                model_compile_enabled=compiled,
-            )
-        )
+        options = {"recipe_name": section.recipe_name, "filter_fqns": filters, "emulate": section.emulate}
+        converters.append(Float8LinearConverter.Config(**options, model_compile_enabled=compiled))
     if section.experts:
         if not any(model.traverse(GroupedExperts.Config)):
             raise RecipeError("float8.experts = true, but the model has no experts; set it to false")

@@ -9,7 +9,7 @@ from titan_muon import registry
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.titan import compat
 from titan_muon.titan.model.attention import use_attention
-from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.recipe import RecipeError, as_recipe_errors
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -22,10 +22,8 @@ def model_spec(
 
     Raises RecipeError for an unknown family or flavor, and as `use_attention`.
     """
-    try:
+    with as_recipe_errors():
         family = registry.models.get(name)
-    except ValueError as error:
-        raise RecipeError(str(error)) from error
     flavors = family.flavors()
     if flavor not in flavors:
         raise RecipeError(registry.unknown_name("model.flavor", flavor, flavors) + f" (of model.name = {name!r})")

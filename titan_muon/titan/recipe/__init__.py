@@ -3,7 +3,7 @@
 Without imports of torch and torchtitan, so that errors and `--help` appear at once.
 """
 
-from .constraints import recipe_error
+from .constraints import as_recipe_errors, recipe_error
 from .degrees import check_degrees
 from .files import load, to_toml
 from .sections import Recipe
@@ -12,6 +12,7 @@ from .toml import RecipeError
 __all__ = [
     "Recipe",
     "RecipeError",
+    "as_recipe_errors",
     "check_degrees",
     "load",
     "recipe_error",

@@ -30,41 +30,27 @@ class Options:
     Hyphens and underscores are equal in a flag. A flag without a value means true. `--help muon` shows a table's keys.
     """
 
-    config: str | None = None
-    """Recipe to run: a TOML file, or the name of a recipe of this package. Required."""
-
-    dry_run: bool = False
-    """Print the resolved recipe and the plan, and stop. Needs neither torchrun nor a GPU."""
-
-    full: bool = False
-    """With dry_run: list every parameter instead of one line for all layers."""
-
-    world_size: int | None = None
-    """With dry_run: number of ranks to plan for, GPUs unless `device` is set."""
+    config: str | None = None  # Recipe to run: a TOML file, or the name of a recipe of this package. Required.
+    dry_run: bool = False  # Print the resolved recipe and the plan, and stop. Needs neither torchrun nor a GPU.
+    full: bool = False  # With dry_run: list every parameter instead of one line for all layers.
+    world_size: int | None = None  # With dry_run: number of ranks to plan for, GPUs unless `device` is set.
 
     device: Literal["cpu", "cuda"] | None = None
     """With dry_run: device to plan for. Absent: `cuda` with world_size, else this machine's device."""
 
-    json: str | None = None
-    """With dry_run: JSON file for the plan."""
-
-    machine: str | None = None
-    """With dry_run: machine to plan for, short for `--machine.name`."""
-
-    verbose: bool = False
-    """With dry_run: print the recipe with all defaults first."""
+    json: str | None = None  # With dry_run: JSON file for the plan.
+    machine: str | None = None  # With dry_run: machine to plan for, short for `--machine.name`.
+    verbose: bool = False  # With dry_run: print the recipe with all defaults first.
 
     compare: tuple[str, ...] = ()
     """With dry_run: keys with alternatives, as in `placement.muon=owned,shard0`; a table of all combinations."""
 
-    quiet: bool = False
-    """Print errors, warnings and the summary at the end only."""
+    quiet: bool = False  # Print errors, warnings and the summary at the end only.
 
     completion: Literal["bash", "zsh", "tcsh"] | None = None
     """Print a script that completes flags of `titan-muon` in this shell, and stop."""
 
-    html: str | None = None
-    """With dry_run: file for a page with timeline, balance, memory and parameters."""
+    html: str | None = None  # With dry_run: file for a page with timeline, balance, memory and parameters.
 
 
 @dataclass(frozen=True)
@@ -95,7 +81,6 @@ def parse(argv: Sequence[str]) -> Command:
     Raises RecipeError for any mistake in the flags or the recipe.
     """
     wants_help = bool(HELP & set(argv))
-    kinds = get_type_hints(Recipe)
     after = [word for before, word in pairwise(argv) if before in HELP and not word.startswith("-")]
     entries, overrides = read_flags(Options, Options(), [word for word in argv if word not in {*HELP, *after}])
     options = build(Options, entries)
@@ -107,10 +92,10 @@ def parse(argv: Sequence[str]) -> Command:
     if wants_help:
         # The help shows the recipe's values, so its errors come first.
         recipe = Recipe() if options.config is None else load(options.config, overrides)
+        kinds = get_type_hints(Recipe)
         if asked := [_table(word) for word in after]:
-            shown = make_dataclass(
-                "Tables", [(name, kinds[name], field(default=getattr(recipe, name))) for name in asked]
-            )
+            tables = [(name, kinds[name], field(default=getattr(recipe, name))) for name in asked]
+            shown = make_dataclass("Tables", tables)
             print_help(shown, shown(), f"The keys of {', '.join(asked)}.", prog="train.py")
         print_help(Command, Command(recipe=recipe), inspect.getdoc(Options), prog="train.py")
     if options.config is None:

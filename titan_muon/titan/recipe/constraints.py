@@ -1,13 +1,13 @@
 """Validation of a recipe's values: ranges of fields, and relations between keys."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
-from operator import attrgetter
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from titan_muon import registry
-from titan_muon.options import SLOWEST_IN_BFLOAT16, Constraint, OptionError, Overlap, PlacementRule, constraints
+from titan_muon.options import SLOWEST_IN_BFLOAT16, Constraint, OptionError, PlacementRule, constraints
 from titan_muon.titan.recipe.schema import refuse, values
 from titan_muon.titan.recipe.sections import Recipe, Rule
 from titan_muon.titan.recipe.toml import RecipeError, value_text
@@ -27,216 +27,163 @@ REGISTRIES: Mapping[str, registry.Registry[Any]] = {
 
 
 @dataclass(frozen=True)
-class Relation:
-    """A condition on `key` and the rest of the recipe; `accepted` is its text."""
+class Violation:
+    """A key that does not fit the other keys. `accepted`: the values that do, with these keys."""
 
     key: str
     accepted: str
-    holds: Callable[[Recipe], bool]
 
 
-def _default_unless(key: str, accepted: str, allows: Callable[[Recipe], bool]) -> Relation:
-    """The default of `key`, unless the recipe allows other values."""
-    read, default = attrgetter(key), attrgetter(key)(Recipe())
-    return Relation(key, accepted, lambda recipe: read(recipe) == default or allows(recipe))
+def violations(recipe: Recipe) -> Iterator[Violation]:
+    """Every key that does not fit the other keys."""
+    checks = (_placement, _data, _training, _schedule, _muon, _overlap, _tools, _checkpoint)
+    for check_tables in checks:
+        for key, accepted in check_tables(recipe):
+            yield Violation(key, accepted)
 
 
-def _overlaps(what: str, without: Callable[[Recipe], bool], only: str = "") -> Relation:
-    refused = [choice for choice in get_args(Overlap) if choice != "none" and only in ("", choice)]
-    accepted = " or ".join(f'"{choice}"' for choice in get_args(Overlap) if choice not in refused)
-    return Relation("muon.overlap", f"{accepted} with {what}", lambda r: r.muon.overlap not in refused or without(r))
+Keys = Iterator[tuple[str, str]]
+"""Refused keys, and the accepted values."""
+
+
+def _placement(r: Recipe) -> Keys:
+    placement, degrees = r.placement, r.parallelism
+    if placement.replicas == "one" and not (owns(r) and degrees.data_parallel_replicate_degree > 1):
+        needed = 'placement.muon = "owned" and parallelism.data_parallel_replicate_degree of 2 or more'
+        yield "placement.replicas", f'"one" only with {needed}'
+    if placement.tensor_parallel == "whole" and not (owns(r) and degrees.tensor_parallel_degree > 1):
+        needed = 'placement.muon = "owned" and parallelism.tensor_parallel_degree of 2 or more'
+        yield "placement.tensor_parallel", f'"whole" only with {needed}'
+    if placement.rule and placement.muon not in ("shard0", "owned"):
+        # Another package's placement does not read these rules.
+        yield "placement.rule", 'none, unless placement.muon is "shard0" or "owned"'
+    if r.muon.state != "replicated" and owns(r):
+        because = "because owned matrices have their momentum on their owner alone (placement)"
+        yield "muon.state", f'"replicated" only, {because}'
+    whole = owns(r) and placement.tensor_parallel != "peers"
+    if r.muon.tensor_parallel != "owner" and (degrees.tensor_parallel_degree == 1 or whole):
+        unless = "parallelism.tensor_parallel_degree is 2 or more, and with owned matrices placement.tensor_parallel"
+        yield "muon.tensor_parallel", f'"owner" only, unless {unless} = "peers"'
+
+
+def _data(r: Recipe) -> Keys:
+    data = r.data
+    if data.source == "files" and not data.files:
+        yield "data.files", 'at least one glob pattern, because data.source = "files"'
+    if data.source != "files" and data.files:
+        yield "data.files", 'nothing, unless data.source is "files"; leave out data.source or data.files'
+    if data.source == "hf" and data.tokenizer != "hf":
+        # `bpe` trains on the documents of [data]; TorchTitan's loader has none.
+        yield "data.tokenizer", '"hf" only, because data.source = "hf"'
+    if data.tokenizer == "hf" and not data.tokenizer_path:
+        yield "data.tokenizer_path", 'the folder of tokenizer.json, because data.tokenizer = "hf"'
+    if data.num_workers and data.source != "hf":
+        yield "data.num_workers", '0 only, unless data.source = "hf"'
+    if data.prefetch_factor is not None and not data.num_workers:
+        yield "data.prefetch_factor", "nothing, because data.num_workers = 0"
+    if data.persistent_workers and not data.num_workers:
+        yield "data.persistent_workers", "false only, because data.num_workers = 0"
+    if data.pin_memory and data.source != "hf":
+        yield "data.pin_memory", 'false only, unless data.source = "hf": other sources pin by themselves'
+    if r.validator.enable and not data.validation_fraction:
+        yield "data.validation_fraction", "more than 0, because validator.enable = true"
+    if r.validator.enable and r.validator.steps == -1 and data.source == "hf":
+        # A dataset's parts end at different times, and the first rank would wait for ever.
+        yield "validator.steps", '1 or more, because data.source = "hf"'
+
+
+def _training(r: Recipe) -> Keys:
+    training, degrees = r.training, r.parallelism
+    local, microbatch = training.local_batch_size, degrees.pipeline_parallel_microbatch_size
+    if local == training.global_batch_size == -1:
+        yield "training.local_batch_size", "1 or more, because training.global_batch_size = -1"
+    if degrees.pipeline_parallel_degree > 1 and local != -1 and local % microbatch:
+        accepted = "a divisor of training.local_batch_size under pipeline parallelism"
+        yield "parallelism.pipeline_parallel_microbatch_size", accepted
+    if r.loss.chunks != "auto" and (training.seq_len // degrees.context_parallel_degree) % r.loss.chunks:
+        yield "loss.chunks", '"auto", or a divisor of training.seq_len / parallelism.context_parallel_degree'
+    if r.activation_checkpoint.mode == "memory_budget" and not _compiles_the_model(r):
+        unless = 'compile.enable = true and compile.components has "model"'
+        yield "activation_checkpoint.mode", f'not "memory_budget", unless {unless}'
+    if r.compile.enable_async_tensor_parallel and not (_compiles_the_model(r) and degrees.tensor_parallel_degree > 1):
+        needed = 'compile.enable = true, "model" in compile.components and tensor parallelism'
+        yield "compile.enable_async_tensor_parallel", f"true only with {needed}"
+    float8 = r.float8
+    if float8.emulate and (not float8.linear or float8.experts or _compiles_the_model(r)):
+        # torch.compile does not support emulated products; experts have no emulation.
+        needed = "float8.linear = true, float8.experts = false and a model that is not compiled"
+        yield "float8.emulate", f"true only with {needed}"
+
+
+def _schedule(r: Recipe) -> Keys:
+    schedule, total = r.lr_scheduler, scheduled_steps(r)
+    if total < r.training.steps:
+        # The rate would fall below zero after the end of the schedule.
+        yield "lr_scheduler.total_steps", "training.steps or more (or absent, which is training.steps)"
+    # TorchTitan would shorten warm-up and decay, so the rates would differ from the recipe's.
+    if schedule.warmup_steps > total:
+        accepted = "at most the steps of the schedule (lr_scheduler.total_steps, or training.steps)"
+        yield "lr_scheduler.warmup_steps", accepted
+    if schedule.decay_ratio is not None and round(total * schedule.decay_ratio) + schedule.warmup_steps > total:
+        yield "lr_scheduler.decay_ratio", "a share that leaves room for lr_scheduler.warmup_steps in the schedule"
+
+
+def _muon(r: Recipe) -> Keys:
+    table = r.muon.ns_coefficients
+    if not isinstance(table, str) and len(table) not in (1, r.muon.ns_steps):
+        yield "muon.ns_coefficients", "as many [a, b, c] as muon.ns_steps, or one for all steps"
+    if r.adamw.state_dtype == "bfloat16" and max(r.adamw.betas) > SLOWEST_IN_BFLOAT16:
+        because = 'since bfloat16 stops slower averages (adamw.state_dtype = "bfloat16")'
+        yield "adamw.betas", f"each at most {SLOWEST_IN_BFLOAT16}, {because}"
+
+
+def _overlap(r: Recipe) -> Keys:
+    key, overlap = "muon.overlap", r.muon.overlap
+    if overlap == "none":
+        return
+    if r.placement.muon == "owned":
+        yield key, '"none" with placement.muon = "owned", whose steps exchange nothing'
+    if r.parallelism.pipeline_parallel_degree > 1:
+        yield key, '"none" with pipeline parallelism'
+    if not r.training.disable_cuda_graphs:
+        # A replayed graph calls no hooks.
+        yield key, '"none" with training.disable_cuda_graphs = false'
+    if overlap == "backward" and r.optimizer.clip == "all":
+        yield key, '"none" or "forward" with optimizer.clip = "all", which scales gradients'
+    if overlap == "forward" and r.qk_clip.mode == "clip":
+        yield key, '"none" or "backward" with qk_clip.mode = "clip", which scales weights'
+
+
+def _tools(r: Recipe) -> Keys:
+    profiler = r.profiler
+    if profiler.enable_profiling and profiler.profile_freq < profiler.profiler_warmup + profiler.profiler_active:
+        # TorchTitan asserts this without the key, after the model is built.
+        because = "because profiler.enable_profiling = true"
+        yield "profiler.profile_freq", f"profiler_warmup + profiler_active or more, {because}"
+    if r.debug.deterministic_warn_only and not r.debug.deterministic:
+        yield "debug.deterministic_warn_only", "false only, because debug.deterministic = false"
+
+
+def _checkpoint(r: Recipe) -> Keys:
+    # TorchTitan's checks come later and do not name the file.
+    checkpoint = r.checkpoint
+    if checkpoint.enable_first_step_checkpoint and checkpoint.load_only:
+        yield "checkpoint.enable_first_step_checkpoint", "false only, because checkpoint.load_only = true"
+    if checkpoint.initial_load_in_hf and checkpoint.initial_load_path is None and r.model.hf_assets_path is None:
+        needed = "checkpoint.initial_load_path or model.hf_assets_path"
+        yield "checkpoint.initial_load_in_hf", f"true only with {needed}"
+    loads_from_path = checkpoint.initial_load_in_hf and checkpoint.initial_load_path is not None
+    if checkpoint.initial_load_in_hf_quantized and not loads_from_path:
+        needed = "checkpoint.initial_load_in_hf = true and checkpoint.initial_load_path"
+        yield "checkpoint.initial_load_in_hf_quantized", f"true only with {needed}"
+    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
+        yield "checkpoint.initial_load_model_only", "true only, because checkpoint.initial_load_in_hf = true"
+    if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
+        yield "checkpoint.last_save_model_only", "true only, because checkpoint.last_save_in_hf = true"
 
 
 def _compiles_the_model(recipe: Recipe) -> bool:
     return recipe.compile.enable and "model" in recipe.compile.components
-
-
-RELATIONS = (
-    Relation(
-        "placement.replicas",
-        '"one" only with placement.muon = "owned" and parallelism.data_parallel_replicate_degree of 2 or more',
-        lambda r: r.placement.replicas != "one" or (owns(r) and r.parallelism.data_parallel_replicate_degree > 1),
-    ),
-    _default_unless(
-        "placement.tensor_parallel",
-        '"whole" only with placement.muon = "owned" and parallelism.tensor_parallel_degree of 2 or more',
-        lambda r: owns(r) and r.parallelism.tensor_parallel_degree > 1,
-    ),
-    _default_unless(
-        "muon.state",
-        '"replicated" only, because owned matrices have their momentum on their owner alone (placement)',
-        lambda r: not owns(r),
-    ),
-    _default_unless(
-        "muon.tensor_parallel",
-        '"owner" only, unless parallelism.tensor_parallel_degree is 2 or more, '
-        'and with owned matrices placement.tensor_parallel = "peers"',
-        lambda r: r.parallelism.tensor_parallel_degree > 1 and (r.placement.tensor_parallel == "peers" or not owns(r)),
-    ),
-    # Another package's placement does not read these rules.
-    _default_unless(
-        "placement.rule",
-        'none, unless placement.muon is "shard0" or "owned"',
-        lambda r: r.placement.muon in ("shard0", "owned"),
-    ),
-    Relation(
-        "data.files",
-        'at least one glob pattern, because data.source = "files"',
-        lambda r: r.data.source != "files" or bool(r.data.files),
-    ),
-    Relation(
-        "data.files",
-        'nothing, unless data.source is "files"; leave out data.source or data.files',
-        lambda r: r.data.source == "files" or not r.data.files,
-    ),
-    # `bpe` trains on the documents of [data]; TorchTitan's loader has none.
-    Relation(
-        "data.tokenizer",
-        '"hf" only, because data.source = "hf"',
-        lambda r: r.data.source != "hf" or r.data.tokenizer == "hf",
-    ),
-    Relation(
-        "data.tokenizer_path",
-        'the folder of tokenizer.json, because data.tokenizer = "hf"',
-        lambda r: r.data.tokenizer != "hf" or bool(r.data.tokenizer_path),
-    ),
-    Relation(
-        "data.validation_fraction",
-        "more than 0, because validator.enable = true",
-        lambda r: not r.validator.enable or r.data.validation_fraction > 0,
-    ),
-    Relation(
-        "training.local_batch_size",
-        "1 or more, because training.global_batch_size = -1",
-        lambda r: r.training.local_batch_size != -1 or r.training.global_batch_size != -1,
-    ),
-    # A dataset's parts end at different times, and the first rank would wait for ever.
-    Relation(
-        "validator.steps",
-        '1 or more, because data.source = "hf"',
-        lambda r: not r.validator.enable or r.validator.steps != -1 or r.data.source != "hf",
-    ),
-    Relation(
-        "parallelism.pipeline_parallel_microbatch_size",
-        "a divisor of training.local_batch_size under pipeline parallelism",
-        lambda r: (
-            r.parallelism.pipeline_parallel_degree == 1
-            or r.training.local_batch_size == -1
-            or r.training.local_batch_size % r.parallelism.pipeline_parallel_microbatch_size == 0
-        ),
-    ),
-    Relation(
-        "loss.chunks",
-        '"auto", or a divisor of training.seq_len / parallelism.context_parallel_degree',
-        lambda r: (
-            r.loss.chunks == "auto"
-            or (r.training.seq_len // r.parallelism.context_parallel_degree) % r.loss.chunks == 0
-        ),
-    ),
-    # The rate would fall below zero after the end of the schedule.
-    Relation(
-        "lr_scheduler.total_steps",
-        "training.steps or more (or absent, which is training.steps)",
-        lambda r: scheduled_steps(r) >= r.training.steps,
-    ),
-    # TorchTitan would shorten both, so the rates would differ from the recipe's.
-    Relation(
-        "lr_scheduler.warmup_steps",
-        "at most the steps of the schedule (lr_scheduler.total_steps, or training.steps)",
-        lambda r: r.lr_scheduler.warmup_steps <= scheduled_steps(r),
-    ),
-    Relation(
-        "lr_scheduler.decay_ratio",
-        "a share that leaves room for lr_scheduler.warmup_steps in the schedule",
-        lambda r: (
-            r.lr_scheduler.decay_ratio is None
-            or round(scheduled_steps(r) * r.lr_scheduler.decay_ratio) + r.lr_scheduler.warmup_steps
-            <= scheduled_steps(r)
-        ),
-    ),
-    Relation(
-        "muon.ns_coefficients",
-        "as many [a, b, c] as muon.ns_steps, or one for all steps",
-        lambda r: isinstance(r.muon.ns_coefficients, str) or len(r.muon.ns_coefficients) in (1, r.muon.ns_steps),
-    ),
-    _overlaps('placement.muon = "owned", whose steps exchange nothing', lambda r: r.placement.muon != "owned"),
-    _overlaps('optimizer.clip = "all", which scales gradients', lambda r: r.optimizer.clip != "all", "backward"),
-    _overlaps('qk_clip.mode = "clip", which scales weights', lambda r: r.qk_clip.mode != "clip", "forward"),
-    _overlaps("pipeline parallelism", lambda r: r.parallelism.pipeline_parallel_degree == 1),
-    # A replayed graph calls no hooks.
-    _overlaps("training.disable_cuda_graphs = false", lambda r: r.training.disable_cuda_graphs),
-    Relation(
-        "adamw.betas",
-        f'each at most {SLOWEST_IN_BFLOAT16}, since bfloat16 stops slower averages (adamw.state_dtype = "bfloat16")',
-        lambda r: r.adamw.state_dtype != "bfloat16" or max(r.adamw.betas) <= SLOWEST_IN_BFLOAT16,
-    ),
-    _default_unless("data.num_workers", '0 only, unless data.source = "hf"', lambda r: r.data.source == "hf"),
-    _default_unless("data.prefetch_factor", "nothing, because data.num_workers = 0", lambda r: r.data.num_workers > 0),
-    _default_unless(
-        "data.persistent_workers", "false only, because data.num_workers = 0", lambda r: r.data.num_workers > 0
-    ),
-    _default_unless(
-        "data.pin_memory",
-        'false only, unless data.source = "hf": other sources pin by themselves',
-        lambda r: r.data.source == "hf",
-    ),
-    # TorchTitan asserts this without the key, after the model is built.
-    Relation(
-        "profiler.profile_freq",
-        "profiler_warmup + profiler_active or more, because profiler.enable_profiling = true",
-        lambda r: (
-            not r.profiler.enable_profiling
-            or r.profiler.profile_freq >= r.profiler.profiler_warmup + r.profiler.profiler_active
-        ),
-    ),
-    Relation(
-        "activation_checkpoint.mode",
-        'not "memory_budget", unless compile.enable = true and compile.components has "model"',
-        lambda r: r.activation_checkpoint.mode != "memory_budget" or _compiles_the_model(r),
-    ),
-    _default_unless(
-        "compile.enable_async_tensor_parallel",
-        'true only with compile.enable = true, "model" in compile.components and tensor parallelism',
-        lambda r: _compiles_the_model(r) and r.parallelism.tensor_parallel_degree > 1,
-    ),
-    # torch.compile does not support emulated products; experts have no emulation.
-    _default_unless(
-        "float8.emulate",
-        "true only with float8.linear = true, float8.experts = false and a model that is not compiled",
-        lambda r: r.float8.linear and not r.float8.experts and not _compiles_the_model(r),
-    ),
-    _default_unless(
-        "debug.deterministic_warn_only",
-        "false only, because debug.deterministic = false",
-        lambda r: r.debug.deterministic,
-    ),
-    _default_unless(
-        "checkpoint.enable_first_step_checkpoint",
-        "false only, because checkpoint.load_only = true",
-        lambda r: not r.checkpoint.load_only,
-    ),
-    _default_unless(
-        "checkpoint.initial_load_in_hf",
-        "true only with checkpoint.initial_load_path or model.hf_assets_path",
-        lambda r: r.checkpoint.initial_load_path is not None or r.model.hf_assets_path is not None,
-    ),
-    _default_unless(
-        "checkpoint.initial_load_in_hf_quantized",
-        "true only with checkpoint.initial_load_in_hf = true and checkpoint.initial_load_path",
-        lambda r: r.checkpoint.initial_load_in_hf and r.checkpoint.initial_load_path is not None,
-    ),
-    # TorchTitan's checks come later and do not name the file.
-    Relation(
-        "checkpoint.last_save_model_only",
-        "true only, because checkpoint.last_save_in_hf = true",
-        lambda r: not r.checkpoint.last_save_in_hf or r.checkpoint.last_save_model_only,
-    ),
-    _default_unless(
-        "checkpoint.initial_load_model_only",
-        "true only, because checkpoint.initial_load_in_hf = true",
-        lambda r: not r.checkpoint.initial_load_in_hf,
-    ),
-)
 
 
 def owns(recipe: Recipe) -> bool:
@@ -299,21 +246,16 @@ def _check_name(known: registry.Registry[Any], name: str, key: str, source: str)
 
 
 def _check_relations(recipe: Recipe, context: str, sources: Mapping[str, str], file: str) -> None:
-    for relation in RELATIONS:
-        if not relation.holds(recipe):
-            source, current = sources.get(relation.key, file), values(recipe)
-            accepted = relation.accepted + _others(relation, current, sources)
-            raise refuse(source, relation.key + context, current[relation.key], accepted)
-
-
-def _others(relation: Relation, current: Mapping[str, object], sources: Mapping[str, str]) -> str:
-    keys = [key for key in re.findall(r"[a-z_0-9]+\.[a-z_0-9]+", relation.accepted) if key in current]
-    values = [
-        f"{key} = {value_text(current[key])} ({sources.get(key, 'default')})"
-        for key in dict.fromkeys(keys)
-        if key != relation.key and current[key] is not None
-    ]
-    return f". Here {', '.join(values)}" if values and sources else ""
+    for violation in violations(recipe):
+        key, accepted, current = violation.key, violation.accepted, values(recipe)
+        others = [name for name in re.findall(r"[a-z_0-9]+\.[a-z_0-9]+", accepted) if name != key]
+        shown = [
+            f"{name} = {value_text(current[name])} ({sources.get(name, 'default')})"
+            for name in dict.fromkeys(others)
+            if current.get(name) is not None
+        ]
+        here = f". Here {', '.join(shown)}" if shown and sources else ""
+        raise refuse(sources.get(key, file), key + context, current[key], accepted + here)
 
 
 def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:
@@ -332,3 +274,12 @@ def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:
     sizes = re.compile(r"(?<=^= )\d+|\d+(?= bytes)")
     problem = sizes.sub(lambda size: f"{int(size[0]) / 2**30:.3g}", error.problem).replace(" bytes", " GiB")
     return RecipeError(f"muon.buffer_gib {problem}")
+
+
+@contextmanager
+def as_recipe_errors() -> Iterator[None]:
+    """Context in which an error of the library becomes an error of the recipe."""
+    try:
+        yield
+    except ValueError as error:
+        raise recipe_error(error) from error

@@ -39,6 +39,15 @@ TORCH_NEEDS = (
 )
 
 
+DEGREES = (
+    "data_parallel_replicate_degree",
+    "context_parallel_degree",
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+)
+"""Degrees besides the ranks per replica."""
+
+
 def check_degrees(recipe: Recipe, world_size: int) -> None:
     """Raise RecipeError as `check_layout`, and for a `batch_problem`."""
     check_layout(recipe, world_size)
@@ -48,11 +57,9 @@ def check_degrees(recipe: Recipe, world_size: int) -> None:
 
 def check_layout(recipe: Recipe, world_size: int) -> None:
     """Raise RecipeError unless torch and `world_size` ranks fit the degrees and the sequence length."""
-    parallelism, training = recipe.parallelism, recipe.training
     _check_torch(recipe)
-    shard = _shard_degree(parallelism, world_size)
-    _check_experts(parallelism, shard, world_size)
-    _check_sequence(training, parallelism)
+    _check_experts(recipe.parallelism, world_size)
+    _check_sequence(recipe.training, recipe.parallelism)
 
 
 def has_torch(*numbers: int) -> bool:
@@ -82,12 +89,7 @@ def _check_torch(recipe: Recipe) -> None:
 
 def _shard_degree(parallelism: Parallelism, world_size: int) -> int:
     """Ranks per replica, with -1 resolved."""
-    others = {
-        "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
-        "context_parallel_degree": parallelism.context_parallel_degree,
-        "tensor_parallel_degree": parallelism.tensor_parallel_degree,
-        "pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
-    }
+    others = {name: getattr(parallelism, name) for name in DEGREES}
     product = math.prod(others.values())
     shard = parallelism.data_parallel_shard_degree
     if world_size % product == 0 and shard in (-1, world_size // product):
@@ -103,8 +105,12 @@ def _shard_degree(parallelism: Parallelism, world_size: int) -> int:
     )
 
 
-def _check_experts(parallelism: Parallelism, shard: int, world_size: int) -> None:
-    context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+def _check_experts(parallelism: Parallelism, world_size: int) -> None:
+    shard, context, tensor = (
+        _shard_degree(parallelism, world_size),
+        parallelism.context_parallel_degree,
+        parallelism.tensor_parallel_degree,
+    )
     ranks, degree = shard * context * tensor, parallelism.expert_parallel_degree
     if ranks % degree:
         problem = f"parallelism.expert_parallel_degree = {degree} is not accepted on {plural(world_size, 'rank')}"

@@ -72,20 +72,18 @@ def _typed(rule: Rule, place: str, source: str) -> Rule:
 
 def to_toml(recipe: Recipe) -> str:
     """The recipe as TOML, equal when loaded. Raises RecipeError for values outside of TOML, such as NaN."""
-    kinds, defaults = keys(Recipe), values(Recipe())
-    plain = {key: _plain(value) for key, value in values(recipe).items()}
-    for key, value in plain.items():
-        if value is None and defaults[key] is not None:
+    kinds, defaults, written = keys(Recipe), values(Recipe()), written_values(recipe)
+    for key in kinds:
+        if key not in written and defaults[key] is not None:
             raise RecipeError(f"recipe: {key} = None cannot be written: TOML has no null, and absent means a default.")
-        if value is not None:
-            convert(kinds[key], value, key, "recipe")
-    return document_text({key: value for key, value in plain.items() if value is not None})
+    for key, value in written.items():
+        convert(kinds[key], value, key, "recipe")
+    return document_text(written)
 
 
 def written_values(recipe: Recipe) -> dict[str, object]:
     """Values of a resolved recipe file by dotted key, without absent keys."""
-    plain = {key: _plain(value) for key, value in values(recipe).items()}
-    return {key: value for key, value in plain.items() if value is not None}
+    return {key: _plain(value) for key, value in values(recipe).items() if value is not None}
 
 
 def keys_of_the_command_line(path: str | Path, recipe: Recipe) -> tuple[str, ...]:

@@ -6,26 +6,23 @@ Every flag takes any number of words, so that files and flags share error messag
 import dataclasses
 import re
 import types
-from collections.abc import Sequence
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 import tyro
 
 from titan_muon.titan.recipe.schema import describe, keys, unknown, values
 from titan_muon.titan.recipe.toml import Entry, RecipeError, parse_toml, value_text
 
-MOVED = {
-    "muon.lr_scale": "muon.adjust_lr_fn",
-    "link.bandwidth_gb": "machine.network_gb",
-    "link.latency_us": "machine.network_latency_us",
-    "link.tflops": "machine.tflops",
-}
+MOVED: Mapping[str, str] = {}
+"""The new key by the former key."""
 
 SOURCE = "command line"
 BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
 
 
-class Words(tuple[str, ...]):
+class ParsedFlags(tuple[str, ...]):
     """Words after a flag. The type marks keys that override the file, even with the default value."""
 
 
@@ -38,9 +35,8 @@ def read_flags(schema: type, default: Any, arguments: Sequence[str]) -> tuple[di
     if not arguments:
         return {}, []
     parsed, unknown_flags = _tyro(schema, default, arguments, return_unknown_args=True, add_help=False)
-    words = {key: value for key, value in values(parsed).items() if isinstance(value, Words)}
-    kinds = keys(schema)
-    return {key: Entry(_value(kinds[key], value, key), SOURCE) for key, value in words.items()}, unknown_flags
+    kinds, given = keys(schema), {k: v for k, v in values(parsed).items() if isinstance(v, ParsedFlags)}
+    return {key: Entry(_value(kinds[key], words, key), SOURCE) for key, words in given.items()}, unknown_flags
 
 
 def refuse_moved(key: str, source: str) -> None:
@@ -96,14 +92,16 @@ def _words_of(
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs="*",
         metavar=_metavar(info.type),
-        instance_from_str=lambda words: Words(words),
-        is_instance=lambda value: isinstance(value, Words),
+        instance_from_str=ParsedFlags,
+        is_instance=lambda value: isinstance(value, ParsedFlags),
         str_from_instance=lambda value: [*map(_help_text, value if isinstance(value, tuple) else (value,))],
     )
 
 
 def _metavar(kind: Any) -> str:
     origin, args = get_origin(kind), [arg for arg in get_args(kind) if arg is not type(None)]
+    if origin is Annotated:
+        return _metavar(args[0])
     if kind is bool:
         return "[{true,false}]"
     if origin is Literal:
@@ -128,9 +126,8 @@ def _value(kind: Any, words: tuple[str, ...], key: str) -> object:
     if get_origin(kind) in (Union, types.UnionType):
         # A single word may be a name or a list of one element in brackets.
         lists = [member for member in members if get_origin(member) is tuple]
-        if lists and (len(words) != 1 or words[0].startswith("[")):
-            return _value(lists[0], words, key)
-        return _value(members[0], words, key)
+        several = lists and (len(words) != 1 or words[0].startswith("["))
+        return _value(lists[0] if several else members[0], words, key)
     if get_origin(kind) is tuple:
         items = _toml(words[0]) if len(words) == 1 else None
         # A list in a single word is the whole value, or the only element of a list of lists.
@@ -140,12 +137,12 @@ def _value(kind: Any, words: tuple[str, ...], key: str) -> object:
         return [_word(members[0], word) for word in words]
     if kind is bool and not words:
         return True
-    if len(words) != 1:
-        problem = "no value" if not words else f"{len(words)} values ({' '.join(words)})"
-        bare = next((word for word in words if re.match(r"\w+\.\w+=", word)), None)
-        hint = f" Write --{bare} for another key." if bare else ""
-        raise RecipeError(f"{SOURCE}: {key} is given {problem}; it takes {describe(kind)}.{hint}")
-    return _word(kind, words[0])
+    if len(words) == 1:
+        return _word(kind, words[0])
+    problem = "no value" if not words else f"{len(words)} values ({' '.join(words)})"
+    bare = next((word for word in words if re.match(r"\w+\.\w+=", word)), None)
+    hint = f" Write --{bare} for another key." if bare else ""
+    raise RecipeError(f"{SOURCE}: {key} is given {problem}; it takes {describe(kind)}.{hint}")
 
 
 def _word(kind: Any, word: str) -> object:
@@ -153,15 +150,13 @@ def _word(kind: Any, word: str) -> object:
         return word
     if kind is bool:
         return BOOLEANS.get(word, word)
+    if kind not in (int, float):
+        return _toml(word)
     # int first: 3.0 is invalid for an integer key.
-    for number in (int, float) if kind in (int, float) else ():
-        try:
+    for number in (int, float):
+        with suppress(ValueError):
             return number(word)
-        except ValueError:
-            continue
-    if kind in (int, float):
-        return word
-    return _toml(word)
+    return word
 
 
 def _toml(word: str) -> object:

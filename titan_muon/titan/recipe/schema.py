@@ -6,7 +6,7 @@
 import dataclasses
 import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from titan_muon.titan.recipe.toml import Entry, RecipeError, nearest, value_text
@@ -15,7 +15,6 @@ T = TypeVar("T")
 NAMES = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
 SYNONYMS = {
     "learning_rate": "lr",
-    "lr_scale": "adjust_lr_fn",
     "wd": "weight_decay",
     "batch_size": "local_batch_size",
     "max_steps": "steps",
@@ -29,20 +28,20 @@ FREE_VALUE = bool | int | float | str
 
 def keys(schema: Any) -> dict[str, Any]:
     """Types of all keys by dotted path."""
-    kinds: dict[str, Any] = {}
-    for name, kind in get_type_hints(schema).items():
-        inner = keys(kind) if dataclasses.is_dataclass(kind) else None
-        kinds |= {name: kind} if inner is None else {f"{name}.{leaf}": k for leaf, k in inner.items()}
-    return kinds
+    return _flat(get_type_hints(schema), keys)
 
 
 def values(instance: Any) -> dict[str, Any]:
     """Values of all keys by dotted path."""
+    return _flat({field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}, values)
+
+
+def _flat(items: Mapping[str, Any], inner: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    """Items by name; those of a table by dotted path."""
     flat: dict[str, Any] = {}
-    for field in dataclasses.fields(instance):
-        value = getattr(instance, field.name)
-        inner = values(value) if dataclasses.is_dataclass(value) else None
-        flat |= {field.name: value} if inner is None else {f"{field.name}.{k}": v for k, v in inner.items()}
+    for name, item in items.items():
+        is_table = dataclasses.is_dataclass(item)
+        flat |= {f"{name}.{leaf}": part for leaf, part in inner(item).items()} if is_table else {name: item}
     return flat
 
 
@@ -107,8 +106,6 @@ def convert_items(kinds: Mapping[str, Any], items: Mapping[str, object], place: 
 
 
 def _convert_table(kind: Any, value: dict[str, Any], key: str, source: str) -> Any:
-    if problem := kind.outdated(value) if hasattr(kind, "outdated") else "":
-        raise RecipeError(f"{source}: {key} {problem}")
     converted = convert_items(get_type_hints(kind), value, key, source)
     for field in dataclasses.fields(kind):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

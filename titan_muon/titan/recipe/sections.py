@@ -1,14 +1,13 @@
-"""The recipe: a frozen dataclass of tables. `None` is an absent key, because TOML has no null."""
+"""The recipe: a frozen dataclass of tables. `None` is an absent key, because TOML has no null.
+
+The help shows a key's docstring, or the comment after the key.
+"""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from titan_muon.options import (
-    COUNT,
     FRACTION,
-    NOT_NEGATIVE,
-    POSITIVE,
-    TEXT,
     Constraint,
     Hyperparameters,
     Machine,
@@ -17,7 +16,6 @@ from titan_muon.options import (
     StateDtype,
     StepOptions,
     at_least,
-    from_to,
     list_of,
 )
 from titan_muon.titan.recipe.torchtitan_sections import (
@@ -25,11 +23,19 @@ from titan_muon.titan.recipe.torchtitan_sections import (
     Checkpoint,
     Comm,
     Compile,
+    Count,
     Debug,
+    Fraction,
     LrScheduler,
     Metrics,
+    Natural,
+    NotNegative,
     Parallelism,
+    Positive,
     Profiler,
+    Share,
+    Text,
+    Texts,
     Training,
     Validator,
 )
@@ -45,14 +51,9 @@ LOCAL_FOLDER = Constraint(
 class Model:
     """The model to train."""
 
-    name: Annotated[str, TEXT] = "qwen3"
-    """Model family: a module of `models/`."""
-
-    flavor: Annotated[str, TEXT] = "moe_tiny"
-    """Size of the family, by name in that module."""
-
-    vocab_size: Annotated[int | None, COUNT] = None
-    """Rows of embedding and head; absent: the tokenizer's, or the flavor's for `hf`."""
+    name: Text = "qwen3"  # Model family: a module of `models/`.
+    flavor: Text = "moe_tiny"  # Size of the family, by name in that module.
+    vocab_size: Count | None = None  # Rows of embedding and head; absent: the tokenizer's, or the flavor's for `hf`.
 
     hf_assets_path: str | None = None
     """Folder of Hugging Face files; last_save_in_hf writes the shards of its safetensors index."""
@@ -69,48 +70,24 @@ class Data:
     """`python`: the standard library's source code. `files`: `data.files`. `hf`: TorchTitan's loader. Absent: `files`
     with `data.files`, `hf` with `data.dataset` or `data.dataset_path`."""
 
-    files: Annotated[tuple[str, ...], list_of(TEXT)] = ()
-    """For source `files`: folders, and glob patterns of text, `.jsonl` and `.parquet` files."""
-
-    text_key: Annotated[str, TEXT] = "text"
-    """Field with the text in `.jsonl` and `.parquet` rows."""
-
-    dataset: Annotated[str, TEXT] = "c4"
-    """For source `hf`: TorchTitan's name of the dataset."""
-
-    dataset_path: str | None = None
-    """For source `hf`: local folder or hub name instead of the dataset's path."""
+    files: Texts = ()  # For source `files`: folders, and glob patterns of text, `.jsonl` and `.parquet` files.
+    text_key: Text = "text"  # Field with the text in `.jsonl` and `.parquet` rows.
+    dataset: Text = "c4"  # For source `hf`: TorchTitan's name of the dataset.
+    dataset_path: str | None = None  # For source `hf`: local folder or hub name instead of the dataset's path.
 
     tokenizer: Literal["bytes", "bpe", "hf"] = "bytes"
     """`bytes`: no download. `bpe`: trained once on the text and cached. `hf`: `data.tokenizer_path`."""
 
     # Less than 256 bytes and two special tokens cannot encode every text.
-    vocab_size: Annotated[int, at_least(258)] = 2048
-    """Vocabulary of `bpe`, special tokens included."""
-
-    tokenizer_path: str | None = None
-    """For tokenizer `hf`: folder with `tokenizer.json`."""
-
-    validation_fraction: Annotated[float, FRACTION] = 0.02
-    """Share of documents held out, by content, equal for every seed."""
-
-    seed: Annotated[int, NOT_NEGATIVE] = 0
-    """Seed of the documents' order."""
-
-    num_workers: Annotated[int, NOT_NEGATIVE] = 0
-    """For source `hf`: loader processes per rank; 0 loads between steps."""
-
-    prefetch_factor: Annotated[int | None, COUNT] = None
-    """Batches that a worker prefetches; absent: 2."""
-
-    persistent_workers: bool = False
-    """Keep workers between epochs."""
-
-    pin_memory: bool = False
-    """For source `hf`: pin batches, so that copies to the GPU do not block the host."""
-
-    cache: Annotated[str, LOCAL_FOLDER] = ".cache/titan_muon"
-    """Folder of tokenized text and trained tokenizers."""
+    vocab_size: Annotated[int, at_least(258)] = 2048  # Vocabulary of `bpe`, special tokens included.
+    tokenizer_path: str | None = None  # For tokenizer `hf`: folder with `tokenizer.json`.
+    validation_fraction: Fraction = 0.02  # Share of documents held out, by content, equal for every seed.
+    seed: Natural = 0  # Seed of the documents' order.
+    num_workers: Natural = 0  # For source `hf`: loader processes per rank; 0 loads between steps.
+    prefetch_factor: Count | None = None  # Batches that a worker prefetches; absent: 2.
+    persistent_workers: bool = False  # Keep workers between epochs.
+    pin_memory: bool = False  # For source `hf`: pin batches, so that copies to the GPU do not block the host.
+    cache: Annotated[str, LOCAL_FOLDER] = ".cache/titan_muon"  # Folder of tokenized text and trained tokenizers.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +95,7 @@ class Placement:
     """Placement of Muon's matrices between steps."""
 
     # Not a Literal: packages register placements.
-    muon: Annotated[str, TEXT] = "shard0"
-    """`shard0`: rows over the FSDP ranks. `owned`: whole on one rank. Or a registered name."""
+    muon: Text = "shard0"  # `shard0`: rows over the FSDP ranks. `owned`: whole on one rank. Or a registered name.
 
     replicas: Literal["each", "one"] | None = None
     """Owners under HSDP: `one`, or one in `each` replica. Absent: `each` for PP and owners by rank, else `one`."""
@@ -127,8 +103,7 @@ class Placement:
     tensor_parallel: Literal["peers", "whole"] = "peers"
     """With `owned` and TP: `peers` exchange pieces in the step. `whole`: one rank has all, and passes move pieces."""
 
-    rule: tuple[PlacementRule, ...] = ()
-    """Rules in order; the first match decides, else `placement.muon`."""
+    rule: tuple[PlacementRule, ...] = ()  # Rules in order; the first match decides, else `placement.muon`.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,22 +127,16 @@ class QKClip:
     mode: Literal["off", "log", "clip"] = "off"
     """`log`: report each layer's largest logit. `clip`: also scale query and key weights of heads above threshold."""
 
-    threshold: Annotated[float, POSITIVE] = 100.0
-    """Largest allowed logit of a head."""
-
-    alpha: Annotated[float, from_to(0, 1)] = 0.5
-    """Share of the factor for queries; keys take the rest."""
+    threshold: Positive = 100.0  # Largest allowed logit of a head.
+    alpha: Share = 0.5  # Share of the factor for queries; keys take the rest.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Monitor:
     """Measurements of weights, updates and states, for metrics.jsonl and TensorBoard."""
 
-    every: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps between measured steps; 0 measures nothing."""
-
-    matrices: Annotated[int, COUNT] = 2
-    """Matrices with measured singular values; every rank gathers each twice."""
+    every: Natural = 0  # Steps between measured steps; 0 measures nothing.
+    matrices: Count = 2  # Matrices with measured singular values; every rank gathers each twice.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +157,7 @@ class ActivationCheckpoint:
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
     """`selective`: keep matrix products and communication. `full`: block inputs. `memory_budget`: as many as fit."""
 
-    memory_budget: Annotated[float, from_to(0, 1)] = 0.5
-    """With `memory_budget`: from 0, as little as `full`, to 1, all; the compiler chooses."""
+    memory_budget: Share = 0.5  # With `memory_budget`: from 0, as little as `full`, to 1, all; the compiler chooses.
 
     visualize_memory_budget_pareto: bool = False
     """With `memory_budget`: plot time against memory in the run's memory_budget_pareto; slow."""
@@ -197,52 +165,39 @@ class ActivationCheckpoint:
     force_recompute_mm_shapes_by_fqns: tuple[str, ...] = ("moe.router.gate",)
     """With `selective`: recompute products with the shapes of these modules."""
 
-    preserve_rng_state: bool = True
-    """Recompute with the same random numbers."""
-
-    determinism_check: Literal["default", "none"] = "default"
-    """Compare shapes and dtypes of recomputed activations."""
-
-    debug: bool = False
-    """Record the origin of activations; slow."""
+    preserve_rng_state: bool = True  # Recompute with the same random numbers.
+    determinism_check: Literal["default", "none"] = "default"  # Compare shapes and dtypes of recomputed activations.
+    debug: bool = False  # Record the origin of activations; slow.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Float8:
     """Float8 matrix products in forward and backward (TorchTitan's converters; needs torchao and GPUs with float8)."""
 
-    linear: bool = False
-    """Linear layers with sizes in multiples of 16."""
-
-    experts: bool = False
-    """Grouped products of experts."""
+    linear: bool = False  # Linear layers with sizes in multiples of 16.
+    experts: bool = False  # Grouped products of experts.
 
     recipe_name: Literal["rowwise", "rowwise_with_gw_hp"] = "rowwise"
     """Scales per row, or also weight gradients in higher precision."""
 
-    filter_fqns: Annotated[tuple[str, ...], list_of(TEXT)] = ("lm_head", "router.gate")
+    filter_fqns: Texts = ("lm_head", "router.gate")
     """Excluded linear layers, by parts of their names; `auto_filter_small_kn` excludes slow sizes."""
 
-    emulate: bool = False
-    """Emulate linear layers, without float8 hardware."""
+    emulate: bool = False  # Emulate linear layers, without float8 hardware.
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
     """Hyperparameters of AdamW."""
 
-    lr: Annotated[float, NOT_NEGATIVE] = 1e-3
-    """Learning rate."""
+    lr: NotNegative = 1e-3  # Learning rate.
 
     betas: Annotated[tuple[float, float], list_of(FRACTION)] = (0.9, 0.95)
     """Decay of the averages of the gradient and of its square."""
 
     # 0 is allowed, unlike for Muon, which would divide a zero matrix by eps.
-    eps: Annotated[float, NOT_NEGATIVE] = 1e-8
-    """Added to the denominator."""
-
-    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
-    """Decoupled weight decay, times the learning rate."""
+    eps: NotNegative = 1e-8  # Added to the denominator.
+    weight_decay: NotNegative = 0.1  # Decoupled weight decay, times the learning rate.
 
     state_dtype: StateDtype = "parameter"
     """Dtype of both averages; `bfloat16` for betas up to 0.99, computed in float32."""
@@ -252,8 +207,7 @@ class AdamW:
 class Optimizer:
     """Assignment of optimizers to parameters."""
 
-    rule: tuple[Rule, ...] = ()
-    """Rules in order; the first match decides, else the defaults."""
+    rule: tuple[Rule, ...] = ()  # Rules in order; the first match decides, else the defaults.
 
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = "auto"
     """Implementation of AdamW. `auto`: `fused` on GPUs and `foreach` on the CPU."""
@@ -265,14 +219,9 @@ class Optimizer:
     clip: Literal["adamw", "all", "none"] = "adamw"
     """Gradients that training.max_norm clips. `adamw`: all but Muon's, because Muon's update has a fixed size."""
 
-    router: Literal["adamw", "muon"] = "adamw"
-    """Default optimizer of MoE router matrices."""
-
-    decay_vectors: bool = False
-    """Decay norms, biases and other vectors too. A rule's own `weight_decay` always holds."""
-
-    defaults: bool = True
-    """Apply the defaults to parameters without a rule; false: refuse these parameters."""
+    router: Literal["adamw", "muon"] = "adamw"  # Default optimizer of MoE router matrices.
+    decay_vectors: bool = False  # Decay norms, biases and other vectors too. A rule's own `weight_decay` always holds.
+    defaults: bool = True  # Apply the defaults to parameters without a rule; false: refuse these parameters.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,21 +144,16 @@ def _key_text(key: str) -> str:
 def document_text(values: Mapping[str, object]) -> str:
     """TOML document of values by dotted key. A list of dicts becomes an array of tables."""
     # A key after an array of tables would belong to the last element.
-    top: list[str] = []
-    tables: dict[str, list[str]] = {}
+    tables: dict[str, list[str]] = {"": []}
     arrays: list[str] = []
     for key, value in values.items():
         table, _, leaf = key.rpartition(".")
-        lines = tables.setdefault(table, []) if table else top
+        lines = tables.setdefault(table, [f"[{table}]"])
         if isinstance(value, list | tuple) and value and all(isinstance(item, dict) for item in value):
             arrays += [_table_text(f"[[{key}]]", item) for item in value]
         else:
             lines.append(f"{leaf} = {value_text(value)}")
-    blocks = [
-        "\n".join(top),
-        *("\n".join([f"[{table}]", *lines]) for table, lines in tables.items()),
-        *arrays,
-    ]
+    blocks = ["\n".join(lines) for lines in tables.values()] + arrays
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 

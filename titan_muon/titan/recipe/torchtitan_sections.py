@@ -1,10 +1,24 @@
-"""Tables with TorchTitan's names and keys (a test compares them)."""
+"""Tables with TorchTitan's names and keys (a test compares them).
+
+The help shows a key's docstring, or the comment after the key.
+"""
 
 import posixpath
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from titan_muon.options import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, Constraint, at_least, from_to, list_of, one_of
+from titan_muon.options import (
+    COUNT,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    TEXT,
+    Constraint,
+    at_least,
+    from_to,
+    list_of,
+    one_of,
+)
 
 FILE_NAME = Constraint(
     "a name that is not empty and has no slash and no line break",
@@ -20,109 +34,85 @@ def _is_inside(path: str) -> bool:
     return inside and path.isprintable() and not path.startswith(("/", "~")) and "://" not in path
 
 
-INSIDE_RUN = Constraint("a relative path inside the run's folder", _is_inside)
-INSIDE_DUMP = Constraint("a relative path inside dump_folder", _is_inside)
-STATES = list_of(one_of("optimizer", "lr_scheduler", "dataloader", "train_state"))
-PATH_FROM_ROOT = Constraint("an absolute path or a URL", lambda value: value.startswith("/") or "://" in value)
+Count = Annotated[int, COUNT]
+CountOrMinusOne = Annotated[int, at_least(1, but=-1)]
+Natural = Annotated[int, NOT_NEGATIVE]
+NotNegative = Annotated[float, NOT_NEGATIVE]
+Positive = Annotated[float, POSITIVE]
+Fraction = Annotated[float, FRACTION]
+Share = Annotated[float, from_to(0, 1)]
+Text = Annotated[str, TEXT]
+Texts = Annotated[tuple[str, ...], list_of(TEXT)]
+InsideRun = Annotated[str, Constraint("a relative path inside the run's folder", _is_inside)]
+InsideDump = Annotated[str, Constraint("a relative path inside dump_folder", _is_inside)]
+PathFromRoot = Annotated[
+    str, Constraint("an absolute path or a URL", lambda value: value.startswith("/") or "://" in value)
+]
+States = Annotated[tuple[str, ...], list_of(one_of("optimizer", "lr_scheduler", "dataloader", "train_state"))]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """Batch, length and precision of the run."""
 
-    local_batch_size: Annotated[int, at_least(1, but=-1)] = 8
+    local_batch_size: CountOrMinusOne = 8
     """Sequences per data-parallel rank in a pass; -1: a rank's share of global_batch_size."""
 
-    global_batch_size: Annotated[int, at_least(1, but=-1)] = -1
+    global_batch_size: CountOrMinusOne = -1
     """Sequences per step over all ranks, with gradient accumulation; -1: a local batch per rank."""
 
-    seq_len: Annotated[int, COUNT] = 2048
-    """Tokens per sequence."""
-
-    steps: Annotated[int, COUNT] = 1000
-    """Optimizer steps of the run."""
-
-    max_norm: Annotated[float, POSITIVE] = 1.0
-    """Largest gradient norm; larger ones are scaled down."""
-
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of parameters, gradients and optimizer states."""
+    seq_len: Count = 2048  # Tokens per sequence.
+    steps: Count = 1000  # Optimizer steps of the run.
+    max_norm: Positive = 1.0  # Largest gradient norm; larger ones are scaled down.
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Dtype of parameters, gradients and optimizer states.
 
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """FSDP's dtype of parameters in forward and backward."""
 
-    mixed_precision_reduce: Literal["float32"] = "float32"
-    """Dtype of FSDP's gradient reduction."""
-
-    enable_cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer states in host memory."""
-
+    mixed_precision_reduce: Literal["float32"] = "float32"  # Dtype of FSDP's gradient reduction.
+    enable_cpu_offload: bool = False  # Keep parameters, gradients and optimizer states in host memory.
     # TorchTitan's default fails with expert parallelism on GPUs.
-    disable_cuda_graphs: bool = True
-    """No CUDA graphs (they exclude expert parallelism's standard all-to-all)."""
-
-    gc_freq: Annotated[int, COUNT] = 50
-    """Steps between garbage collections."""
-
-    gc_debug: bool = False
-    """Collect garbage in every step and report cycles of tensors; slow."""
+    disable_cuda_graphs: bool = True  # No CUDA graphs (they exclude expert parallelism's standard all-to-all).
+    gc_freq: Count = 50  # Steps between garbage collections.
+    gc_debug: bool = False  # Collect garbage in every step and report cycles of tensors; slow.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
     """Parallel degrees. Their product is the world size."""
 
-    data_parallel_replicate_degree: Annotated[int, COUNT] = 1
-    """Replicas of the sharded model (HSDP)."""
-
-    data_parallel_shard_degree: Annotated[int, at_least(1, but=-1)] = -1
-    """Ranks per replica (FSDP); -1: all remaining ranks."""
-
-    tensor_parallel_degree: Annotated[int, COUNT] = 1
-    """Ranks that split each layer's matrix products (TP)."""
-
-    enable_sequence_parallel: bool = True
-    """Shard activations by sequence between TP layers."""
-
-    context_parallel_degree: Annotated[int, COUNT] = 1
-    """Ranks that split each sequence (CP)."""
+    data_parallel_replicate_degree: Count = 1  # Replicas of the sharded model (HSDP).
+    data_parallel_shard_degree: CountOrMinusOne = -1  # Ranks per replica (FSDP); -1: all remaining ranks.
+    tensor_parallel_degree: Count = 1  # Ranks that split each layer's matrix products (TP).
+    enable_sequence_parallel: bool = True  # Shard activations by sequence between TP layers.
+    context_parallel_degree: Count = 1  # Ranks that split each sequence (CP).
 
     context_parallel_load_balancer: Literal["headtail", "ptrr", "none"] = "headtail"
     """CP's split of the sequence, to balance attention."""
 
-    expert_parallel_degree: Annotated[int, COUNT] = 1
-    """Ranks that split the experts (EP): divides shard x CP x TP; needs torch 2.12."""
-
-    pipeline_parallel_degree: Annotated[int, COUNT] = 1
-    """Pipeline stages (PP); needs torch 2.14."""
-
+    expert_parallel_degree: Count = 1  # Ranks that split the experts (EP): divides shard x CP x TP; needs torch 2.12.
+    pipeline_parallel_degree: Count = 1  # Pipeline stages (PP); needs torch 2.14.
     # Not a Literal: PyTorch's list of schedules grows.
-    pipeline_parallel_schedule: Annotated[str, TEXT] = "1F1B"
-    """PyTorch's name of the pipeline schedule."""
+    pipeline_parallel_schedule: Text = "1F1B"  # PyTorch's name of the pipeline schedule.
 
-    pipeline_parallel_schedule_csv: Annotated[str | None, TEXT] = None
+    pipeline_parallel_schedule_csv: Text | None = None
     """File with a custom schedule, for pipeline_parallel_schedule = PipelineScheduleMulti."""
 
-    pipeline_parallel_layers_per_stage: Annotated[int | None, COUNT] = None
+    pipeline_parallel_layers_per_stage: Count | None = None
     """Layers per stage; absent: one stage per rank, or two under schedules with several."""
 
-    pipeline_parallel_first_stage_less_layers: Annotated[int, NOT_NEGATIVE] = 1
-    """Weight of the embedding in the split, in layers."""
-
-    pipeline_parallel_last_stage_less_layers: Annotated[int, NOT_NEGATIVE] = 1
-    """Weight of the head in the split, in layers."""
+    pipeline_parallel_first_stage_less_layers: Natural = 1  # Weight of the embedding in the split, in layers.
+    pipeline_parallel_last_stage_less_layers: Natural = 1  # Weight of the head in the split, in layers.
 
     module_fqns_per_model_part: tuple[tuple[str, ...], ...] | None = None
     """Modules of each stage, such as [["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]."""
 
-    pipeline_parallel_microbatch_size: Annotated[int, COUNT] = 1
-    """Sequences per pipeline microbatch."""
+    pipeline_parallel_microbatch_size: Count = 1  # Sequences per pipeline microbatch.
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether FSDP frees gathered parameters after forward."""
 
-    enable_fsdp_symm_mem: bool = False
-    """FSDP through symmetric memory; NVIDIA GPUs of compute capability 9.0 or newer."""
+    enable_fsdp_symm_mem: bool = False  # FSDP through symmetric memory; NVIDIA GPUs of compute capability 9.0 or newer.
 
     spmd_backend: Literal["auto", "partial_dtensor", "spmd_types"] = "auto"
     """TorchTitan's backend. `auto`: `partial_dtensor` before torch 2.14, then `spmd_types`."""
@@ -132,90 +122,54 @@ class Parallelism:
 class LrScheduler:
     """Learning-rate schedule: warm up, hold, decay."""
 
-    warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps of linear warm-up."""
-
-    total_steps: Annotated[int | None, COUNT] = None
-    """Length of the schedule; absent: training.steps."""
-
-    decay_ratio: Annotated[float | None, from_to(0, 1)] = None
-    """Share of decay steps at the end; absent: decay follows warm-up."""
-
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
-    """Shape of the decay."""
-
-    min_lr_factor: Annotated[float, from_to(0, 1)] = 0.0
-    """Factor at the end."""
+    warmup_steps: Natural = 0  # Steps of linear warm-up.
+    total_steps: Count | None = None  # Length of the schedule; absent: training.steps.
+    decay_ratio: Share | None = None  # Share of decay steps at the end; absent: decay follows warm-up.
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"  # Shape of the decay.
+    min_lr_factor: Share = 0.0  # Factor at the end.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validator:
     """Loss on the held-out documents."""
 
-    enable: bool = True
-    """Validate during the run."""
-
-    freq: Annotated[int, COUNT] = 100
-    """Steps between validations."""
-
-    steps: Annotated[int, at_least(1, but=-1)] = 10
-    """Global batches per validation, equal on every layout; -1: all of the text."""
+    enable: bool = True  # Validate during the run.
+    freq: Count = 100  # Steps between validations.
+    steps: CountOrMinusOne = 10  # Global batches per validation, equal on every layout; -1: all of the text.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """Saving and resuming (PyTorch's distributed checkpoints)."""
 
-    enable: bool = True
-    """Save checkpoints."""
+    enable: bool = True  # Save checkpoints.
+    folder: InsideRun = "checkpoint"  # Folder inside the run's folder.
+    interval: Count = 500  # Steps between checkpoints; the last step, Ctrl-C and SIGTERM save too.
+    enable_first_step_checkpoint: bool = False  # Also save after the first step.
+    load_only: bool = False  # Load checkpoints and never write.
 
-    folder: Annotated[str, INSIDE_RUN] = "checkpoint"
-    """Folder inside the run's folder."""
-
-    interval: Annotated[int, COUNT] = 500
-    """Steps between checkpoints; the last step, Ctrl-C and SIGTERM save too."""
-
-    enable_first_step_checkpoint: bool = False
-    """Also save after the first step."""
-
-    load_only: bool = False
-    """Load checkpoints and never write."""
-
-    load: Annotated[str, TEXT] = "none"
+    load: Text = "none"
     """`none`: new run. `latest`: continue this recipe's newest run with a whole checkpoint. Or a run's folder."""
 
-    load_step: Annotated[int, at_least(0, but=-1)] = -1
-    """Step to load; -1: the newest whole checkpoint."""
-
+    load_step: Annotated[int, at_least(0, but=-1)] = -1  # Step to load; -1: the newest whole checkpoint.
     # TorchTitan keeps the previous checkpoint, because the newest may not be on disk yet.
-    keep_latest_k: Annotated[int, at_least(2, but=0)] = 3
-    """Number of checkpoints to keep; 0: all."""
+    keep_latest_k: Annotated[int, at_least(2, but=0)] = 3  # Number of checkpoints to keep; 0: all.
 
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Synchronous or asynchronous writing."""
 
-    last_save_model_only: bool = False
-    """Write only the model at the last step; the run cannot continue."""
+    last_save_model_only: bool = False  # Write only the model at the last step; the run cannot continue.
+    last_save_in_hf: bool = False  # Write the last step as Hugging Face safetensors; needs last_save_model_only.
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"  # Dtype of a model-only checkpoint.
 
-    last_save_in_hf: bool = False
-    """Write the last step as Hugging Face safetensors; needs last_save_model_only."""
-
-    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    """Dtype of a model-only checkpoint."""
-
-    initial_load_path: Annotated[str | None, PATH_FROM_ROOT] = None
+    initial_load_path: PathFromRoot | None = None
     """Absolute path of a checkpoint for the start of a new run."""
 
-    initial_load_model_only: bool = True
-    """Load only the model from initial_load_path."""
+    initial_load_model_only: bool = True  # Load only the model from initial_load_path.
+    initial_load_in_hf: bool = False  # initial_load_path, or else model.hf_assets_path, has Hugging Face safetensors.
+    initial_load_in_hf_quantized: bool = False  # The safetensors are quantized, like DeepSeek-V3's.
 
-    initial_load_in_hf: bool = False
-    """initial_load_path, or else model.hf_assets_path, has Hugging Face safetensors."""
-
-    initial_load_in_hf_quantized: bool = False
-    """The safetensors are quantized, like DeepSeek-V3's."""
-
-    exclude_from_loading: Annotated[tuple[str, ...], STATES] = ()
+    exclude_from_loading: States = ()
     """States not to load: optimizer, lr_scheduler, dataloader, train_state."""
 
 
@@ -223,121 +177,63 @@ class Checkpoint:
 class Metrics:
     """Console, TensorBoard and the metrics file."""
 
-    log_freq: Annotated[int, COUNT] = 10
-    """Steps between log lines."""
-
-    enable_tensorboard: bool = True
-    """Write TensorBoard events."""
-
-    save_tb_folder: Annotated[str, INSIDE_RUN] = "tb"
-    """Folder inside the run's folder."""
-
-    enable_wandb: bool = False
-    """Write to Weights & Biases."""
-
-    disable_color_printing: bool = False
-    """Plain log lines."""
-
-    save_for_all_ranks: bool = False
-    """Write metrics of every rank."""
+    log_freq: Count = 10  # Steps between log lines.
+    enable_tensorboard: bool = True  # Write TensorBoard events.
+    save_tb_folder: InsideRun = "tb"  # Folder inside the run's folder.
+    enable_wandb: bool = False  # Write to Weights & Biases.
+    disable_color_printing: bool = False  # Plain log lines.
+    save_for_all_ranks: bool = False  # Write metrics of every rank.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compile:
     """torch.compile."""
 
-    enable: bool = False
-    """Compile the components."""
-
-    components: Annotated[tuple[str, ...], list_of(one_of("model", "loss"))] = ("model", "loss")
-    """Compiled components."""
-
-    backend: Annotated[str, TEXT] = "inductor"
-    """Compiler."""
-
-    enable_async_tensor_parallel: bool = False
-    """Overlap TP's collectives with matrix products; GPUs only."""
+    enable: bool = False  # Compile the components.
+    components: Annotated[tuple[str, ...], list_of(one_of("model", "loss"))] = ("model", "loss")  # Compiled components.
+    backend: Text = "inductor"  # Compiler.
+    enable_async_tensor_parallel: bool = False  # Overlap TP's collectives with matrix products; GPUs only.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comm:
     """Time-outs of collectives, in seconds."""
 
-    init_timeout_seconds: Annotated[int, COUNT] = 300
-    """Until the end of the first step."""
+    init_timeout_seconds: Count = 300  # Until the end of the first step.
+    train_timeout_seconds: Count = 100  # After the first step.
+    trace_buf_size: Natural = 0  # Entries of NCCL's flight recorder; 0: off.
 
-    train_timeout_seconds: Annotated[int, COUNT] = 100
-    """After the first step."""
-
-    trace_buf_size: Annotated[int, NOT_NEGATIVE] = 0
-    """Entries of NCCL's flight recorder; 0: off."""
-
-    save_traces_folder: Annotated[str, INSIDE_DUMP] = "comm_traces"
+    save_traces_folder: InsideDump = "comm_traces"
     """Folder inside dump_folder for the recorder's files, written when a collective hangs."""
 
-    save_traces_file_prefix: Annotated[str, FILE_NAME] = "rank_"
-    """Prefix of these files; the rank follows."""
+    save_traces_file_prefix: Annotated[str, FILE_NAME] = "rank_"  # Prefix of these files; the rank follows.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Debug:
     """Reproducibility."""
 
-    seed: Annotated[int, NOT_NEGATIVE] = 0
-    """Seed of the model's initialisation."""
-
-    deterministic: bool = False
-    """Deterministic kernels, or an error."""
-
-    deterministic_warn_only: bool = False
-    """With deterministic: warn instead."""
-
-    detect_anomaly: bool = False
-    """Name the forward operation in a failed backward; slow."""
-
-    moe_force_load_balance: bool = False
-    """Route tokens round robin, for speed measurements only."""
-
-    check_replicas: Annotated[int, NOT_NEGATIVE] = 100
-    """Steps between comparisons of replicas; 0 compares before each save only."""
+    seed: Natural = 0  # Seed of the model's initialisation.
+    deterministic: bool = False  # Deterministic kernels, or an error.
+    deterministic_warn_only: bool = False  # With deterministic: warn instead.
+    detect_anomaly: bool = False  # Name the forward operation in a failed backward; slow.
+    moe_force_load_balance: bool = False  # Route tokens round robin, for speed measurements only.
+    check_replicas: Natural = 100  # Steps between comparisons of replicas; 0 compares before each save only.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profiler:
     """PyTorch profiler traces and memory snapshots."""
 
-    enable_profiling: bool = False
-    """Write traces."""
-
-    save_traces_folder: Annotated[str, INSIDE_RUN] = "profile_traces"
-    """Folder inside the run's folder."""
-
-    profile_freq: Annotated[int, COUNT] = 10
-    """Steps per trace: wait, profiler_warmup, profiler_active."""
-
-    profiler_active: Annotated[int, COUNT] = 1
-    """Steps in a trace."""
-
-    profiler_warmup: Annotated[int, NOT_NEGATIVE] = 3
-    """Warm-up steps before a trace."""
-
-    profiler_repeat: Annotated[int | None, COUNT] = None
-    """Number of traces; absent: until the end of the run."""
-
-    profiler_skip_first: Annotated[int | None, NOT_NEGATIVE] = None
-    """Steps before the first profile_freq steps."""
-
-    profiler_skip_first_wait: Annotated[int | None, NOT_NEGATIVE] = None
-    """1: start the first trace without waiting."""
-
-    enable_memory_snapshot: bool = False
-    """Write memory snapshots; GPUs only."""
-
-    memory_snapshot_freq: Annotated[int | None, COUNT] = None
-    """Steps between memory snapshots; absent: profile_freq."""
-
-    save_memory_snapshot_folder: Annotated[str, INSIDE_RUN] = "memory_snapshots"
-    """Folder inside the run's folder."""
-
-    memory_snapshot_max_entries: Annotated[int, COUNT] = 1_000_000
-    """Latest allocations in a snapshot."""
+    enable_profiling: bool = False  # Write traces.
+    save_traces_folder: InsideRun = "profile_traces"  # Folder inside the run's folder.
+    profile_freq: Count = 10  # Steps per trace: wait, profiler_warmup, profiler_active.
+    profiler_active: Count = 1  # Steps in a trace.
+    profiler_warmup: Natural = 3  # Warm-up steps before a trace.
+    profiler_repeat: Count | None = None  # Number of traces; absent: until the end of the run.
+    profiler_skip_first: Natural | None = None  # Steps before the first profile_freq steps.
+    profiler_skip_first_wait: Natural | None = None  # 1: start the first trace without waiting.
+    enable_memory_snapshot: bool = False  # Write memory snapshots; GPUs only.
+    memory_snapshot_freq: Count | None = None  # Steps between memory snapshots; absent: profile_freq.
+    save_memory_snapshot_folder: InsideRun = "memory_snapshots"  # Folder inside the run's folder.
+    memory_snapshot_max_entries: Count = 1_000_000  # Latest allocations in a snapshot.

@@ -55,14 +55,13 @@ class SummingWriter(FileSystemWriter):
 
     def __init__(self, path: str | Path, step: int) -> None:
         super().__init__(path)
-        self._files = self.fs = _SummingFiles(step)
+        self._step = step
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items, then read the files again, mostly from the page cache."""
         results = super().write_data(plan, planner).wait()
-        folder = Path(self.path)
-        sums = {name: Checksum.of(folder / name) for name in {result.storage_data.relative_path for result in results}}
         names = [result.storage_data.relative_path for result in results]
+        sums = {name: Checksum.of(Path(self.path) / name) for name in set(names)}
         summed: Future[list[WriteResult]] = Future()
         summed.set_result(
             [
@@ -73,32 +72,25 @@ class SummingWriter(FileSystemWriter):
         return summed
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self._files.files = {r.file: r.checksum for rank in results for r in rank if isinstance(r, SummedResult)}
-        self._files.world = len(results)
-        self._files.save = self.save_id
+        files = {r.file: r.checksum for rank in results for r in rank if isinstance(r, SummedResult)}
+        facts = {"format": FORMAT, "step": self._step, "save": self.save_id, "world": len(results)}
+        self.fs = _SummedFiles(facts, files)
         super().finish(metadata, results)
 
 
-class _SummingFiles(FileSystem):
+class _SummedFiles(FileSystem):
     """Writes the checksums before PyTorch renames `.metadata`, the last step of a save."""
 
-    def __init__(self, step: int) -> None:
-        self.step, self.world, self.save = step, 0, ""
-        self.files: Mapping[str, Checksum] = {}
+    def __init__(self, facts: Mapping[str, object], files: Mapping[str, Checksum]) -> None:
+        self._facts, self._files = facts, files
 
     def rename(self, path: Any, new_path: Any) -> None:
         if Path(new_path).name == METADATA:
-            files = {**self.files, METADATA: Checksum.of(Path(path))}
-            document = {
-                "format": FORMAT,
-                "step": self.step,
-                "save": self.save,
-                "world": self.world,
-                "files": {name: {"bytes": s.bytes, "crc32": f"{s.crc32:08x}"} for name, s in sorted(files.items())},
-            }
+            sums = sorted({**self._files, METADATA: Checksum.of(Path(path))}.items())
+            entries = {name: {"bytes": s.bytes, "crc32": f"{s.crc32:08x}"} for name, s in sums}
             target = Path(new_path).with_name(CHECKSUMS)
             temporary = target.with_name(f"{CHECKSUMS}.tmp")
-            temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps({**self._facts, "files": entries}, indent=1) + "\n", encoding="utf-8")
             temporary.replace(target)
         super().rename(path, new_path)
 

@@ -3,7 +3,7 @@
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any
 
@@ -15,56 +15,56 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, Sto
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.serialization import _get_layout
 
-ALLOWED: dict[tuple[str, str], Any] = {
-    (kind.__module__, kind.__qualname__): kind
-    for kind in (
-        dcp_metadata.Metadata,
-        dcp_metadata.MetadataIndex,
-        dcp_metadata.StorageMeta,
-        dcp_metadata.TensorStorageMetadata,
-        dcp_metadata.BytesStorageMetadata,
-        dcp_metadata.ChunkStorageMetadata,
-        dcp_metadata.TensorProperties,
-        dcp_metadata._MEM_FORMAT_ENCODING,
-        _StorageInfo,
-        torch.Size,
-        OrderedDict,
-        PosixPath,
-        PurePosixPath,
-        WindowsPath,
-        PureWindowsPath,
-        _get_layout,
-    )
+Allowed = Mapping[tuple[str, str], Any]
+"""Objects that a pickle may name, by module and name."""
+PLAIN: Allowed = {("collections", "OrderedDict"): OrderedDict}
+METADATA: Allowed = {
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    **{
+        (kind.__module__, kind.__qualname__): kind
+        for kind in (
+            dcp_metadata.Metadata,
+            dcp_metadata.MetadataIndex,
+            dcp_metadata.StorageMeta,
+            dcp_metadata.TensorStorageMetadata,
+            dcp_metadata.BytesStorageMetadata,
+            dcp_metadata.ChunkStorageMetadata,
+            dcp_metadata.TensorProperties,
+            dcp_metadata._MEM_FORMAT_ENCODING,
+            _StorageInfo,
+            torch.Size,
+            OrderedDict,
+            PosixPath,
+            PurePosixPath,
+            WindowsPath,
+            PureWindowsPath,
+            _get_layout,
+        )
+    },
 }
-"""Allowed names in `.metadata`."""
+"""Allowed in `.metadata`."""
 
 
 class RefusedError(pickle.UnpicklingError):
     """A pickle names a class or function outside of the allow-list."""
 
 
-class _Metadata(pickle.Unpickler):
+class _SafeUnpickler(pickle.Unpickler):
+    def __init__(self, file: Any, allowed: Allowed) -> None:
+        super().__init__(file)
+        self._allowed = allowed
+
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) in ALLOWED:
-            return ALLOWED[module, name]
         # Path moved within the standard library in Python 3.13.
-        if module == "pathlib._local" and ("pathlib", name) in ALLOWED:
-            return ALLOWED["pathlib", name]
-        raise RefusedError(f"it names {module}.{name}, which no checkpoint needs")
-
-
-class _Plain(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        raise RefusedError(f"it names {module}.{name}, which no checkpoint needs")
+        key = ("pathlib" if module == "pathlib._local" else module, name)
+        if key not in self._allowed:
+            raise RefusedError(f"it names {module}.{name}, which no checkpoint needs")
+        return self._allowed[key]
 
 
 def plain_pickle(content: bytes) -> Any:
     """Numbers, texts and containers from a pickle. Raises RefusedError for any other class or function."""
-    return _Plain(io.BytesIO(content)).load()
+    return _SafeUnpickler(io.BytesIO(content), PLAIN).load()
 
 
 class SafeReader(FileSystemReader):
@@ -72,7 +72,7 @@ class SafeReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            metadata = _Metadata(file).load()
+            metadata = _SafeUnpickler(file, METADATA).load()
         assert isinstance(metadata, Metadata), f".metadata holds a {type(metadata).__name__}"
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()

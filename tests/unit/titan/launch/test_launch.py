@@ -26,7 +26,7 @@ from titan_muon.titan.launch.attempts import (
 )
 from titan_muon.titan.launch.environment import describe_world
 from titan_muon.titan.launch.folder_lock import LOCK_FILE, FolderLock
-from titan_muon.titan.launch.watchdog import Sign, Watchdog, is_sibling, late_ranks
+from titan_muon.titan.launch.watchdog import Heartbeat, Watchdog, is_sibling, late_ranks
 from titan_muon.titan.recipe import RecipeError
 
 LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
@@ -40,16 +40,14 @@ def test_a_single_process_gets_an_environment_and_listens_on_no_port(monkeypatch
     assert isinstance(store_of_ranks(SHORT), dist.HashStore)
 
 
-@pytest.mark.parametrize("more", [{}, {"SLURM_STEP_NUM_TASKS": "8"}])
-def test_a_launchers_environment_is_kept(monkeypatch: pytest.MonkeyPatch, more: dict[str, str]) -> None:
-    launched = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8"} | more
+def test_a_launchers_environment_is_kept_and_several_srun_tasks_without_a_launcher_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The error has the right command; a single task trains."""
+    launched = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "8"}
     monkeypatch.setattr(os, "environ", dict(launched))
     describe_world()
     assert os.environ == launched
-
-
-def test_several_srun_tasks_without_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the right command; a single task trains."""
     monkeypatch.setattr(os, "environ", {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"})
     with pytest.raises(RecipeError, match=r"srun started 8 tasks.*torchrun --nnodes"):
         describe_world()
@@ -69,23 +67,15 @@ def attempt(lasting: dist.Store, world_size: int) -> list[dist.Store]:
 
 
 def test_an_attempt_does_not_read_keys_of_an_earlier_attempt() -> None:
-    """All ranks of an attempt share a store without keys of an earlier attempt."""
+    """All ranks of an attempt share a store. Killed ranks of an attempt without rank 0 do not count."""
     lasting = dist.HashStore()
+    dist.PrefixStore("titan_muon/attempts", lasting).add("arrivals", 1)
     first, second = attempt(lasting, 3), attempt(lasting, 3)
     first[0].set("address", "dead")
     assert all(store.get("address") == b"dead" for store in first)
     assert not any(store.check(["address"]) for store in second)
     second[1].set("address", "new")
     assert all(store.get("address") == b"new" for store in second)
-
-
-def test_an_interrupted_attempt_does_not_mislead_the_next() -> None:
-    """Killed ranks without an arrived rank 0 do not count."""
-    lasting = dist.HashStore()
-    dist.PrefixStore("titan_muon/attempts", lasting).add("arrivals", 1)
-    stores = attempt(lasting, 2)
-    stores[0].set("key", "")
-    assert stores[1].check(["key"])
 
 
 def test_the_timeout_names_missing_ranks() -> None:
@@ -97,18 +87,15 @@ def test_the_timeout_names_missing_ranks() -> None:
         store_of_attempt(store, 1, 3, timedelta(seconds=0.1))
 
 
-def test_the_next_attempt_finds_the_run() -> None:
+def test_the_next_attempt_finds_the_run_in_an_agents_store(monkeypatch: pytest.MonkeyPatch) -> None:
     lasting = dist.HashStore()
     assert interrupted_run(lasting) is None
     remember_run(lasting, "/runs/tiny/1")
     assert interrupted_run(lasting) == "/runs/tiny/1"
     remember_run(None, "/runs")
     assert interrupted_run(None) is None
-
-
-def test_only_an_agents_store_outlasts_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
-    assert lasting_store(SHORT) is None
+    assert lasting_store(SHORT) is None, "no other store outlasts the job"
 
 
 def test_the_timeout_holds_for_a_silent_program_on_the_port_of_the_store(
@@ -134,24 +121,32 @@ def test_the_timeout_holds_for_a_silent_program_on_the_port_of_the_store(
     assert f"error: rank 1 ends: no answer from the job's store on localhost:{port}" in capsys.readouterr().err
 
 
-SIGN = Sign(host="node-a", pid=7, stage=5, beat=9)
+HEARTBEAT = Heartbeat(host="node-a", pid=7, stage=5, beat=9)
 
 
 @pytest.mark.parametrize(
-    ("signs", "silent", "expected"),
+    ("heartbeats", "silent", "expected"),
     [
-        ({0: SIGN, 1: SIGN}, {}, ""),
-        ({0: SIGN, 1: SIGN}, {1}, "rank 1 (process 7 on node-a) gives no sign of life"),
-        ({0: SIGN, 1: replace(SIGN, stage=4)}, {}, "rank 1 (process 7 on node-a) has not begun step 3 of this attempt"),
-        ({0: SIGN, 1: replace(SIGN, stage=3)}, {}, "rank 1 (process 7 on node-a) has not ended step 2 of this attempt"),
-        ({0: SIGN, 1: replace(SIGN, stage=3, ended=True)}, {}, ""),
-        ({0: SIGN}, {}, "rank 1 has not come up"),
+        ({0: HEARTBEAT, 1: HEARTBEAT}, {}, ""),
+        ({0: HEARTBEAT, 1: HEARTBEAT}, {1}, "rank 1 (process 7 on node-a) gives no sign of life"),
+        (
+            {0: HEARTBEAT, 1: replace(HEARTBEAT, stage=4)},
+            {},
+            "rank 1 (process 7 on node-a) has not begun step 3 of this attempt",
+        ),
+        (
+            {0: HEARTBEAT, 1: replace(HEARTBEAT, stage=3)},
+            {},
+            "rank 1 (process 7 on node-a) has not ended step 2 of this attempt",
+        ),
+        ({0: HEARTBEAT, 1: replace(HEARTBEAT, stage=3, ended=True)}, {}, ""),
+        ({0: HEARTBEAT}, {}, "rank 1 has not come up"),
     ],
 )
-def test_late_ranks_are_named(signs: dict[int, Sign], silent: set[int], expected: str) -> None:
+def test_late_ranks_are_named(heartbeats: dict[int, Heartbeat], silent: set[int], expected: str) -> None:
     """Ranks without a sign of life, or behind; no rank while all are at the same place, as in a long save."""
-    assert late_ranks(signs, silent, 2) == expected
-    assert all(Sign.decode(sign.encode()) == sign for sign in signs.values())
+    assert late_ranks(heartbeats, silent, 2) == expected
+    assert all(Heartbeat.decode(beat.encode().encode()) == beat for beat in heartbeats.values())
 
 
 def test_a_silent_rank_is_reported_once_and_killed(
@@ -162,10 +157,10 @@ def test_a_silent_rank_is_reported_once_and_killed(
     monkeypatch.setattr(watchdog_module.os, "kill", lambda pid, number: killed.append(pid))
     store = dist.HashStore()
     ranks = [Watchdog(store, rank, 3, first_timeout=2, timeout=2) for rank in range(3)]
-    monkeypatch.setattr(Watchdog, "_sign", lambda self: Sign("h", 100 + self._rank, self._stage, self._beat))
+    monkeypatch.setattr(Watchdog, "_heartbeat", lambda self: Heartbeat("h", 100 + self._rank, self._stage, self._beat))
     monkeypatch.setattr(watchdog_module.socket, "gethostname", lambda: "h")
     monkeypatch.setattr(watchdog_module, "is_sibling", lambda pid: True)
-    ranks[2]._tell()
+    ranks[2]._report()
     with pytest.raises(RuntimeError, match="timed out"), ranks[0], ranks[1]:  # noqa: PT012 (the test is about the wait)
         time.sleep(2.2)
         raise RuntimeError("a collective that timed out")
@@ -212,9 +207,9 @@ def test_a_follow_up_error_names_the_first_failed_rank(capfd: pytest.CaptureFixt
     """gloo says `Connection reset by peer` on rank 0 after rank 1's failure."""
     store = dist.TCPStore("localhost", 0, is_master=True)
     ranks = [Watchdog(store, rank, 2, first_timeout=9, timeout=9) for rank in range(2)]
-    ranks[1]._name_first_failure(ValueError("in the forward of rank 1"))
+    ranks[1]._name_first_failure(of_all_ranks=False)
     assert capfd.readouterr().err == ""
-    ranks[0]._name_first_failure(RuntimeError("Connection reset by peer"))
+    ranks[0]._name_first_failure(of_all_ranks=False)
     assert "error: rank 0 ends because rank 1 failed first; read the error of rank 1" in capfd.readouterr().err
 
 

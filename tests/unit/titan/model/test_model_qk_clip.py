@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,38 +81,24 @@ def exact_logits(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     handle.remove()
 
 
-def full_queries(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Latent attention with a single query projection, like Moonlight's."""
-    module = models._family("deepseek_v3")
-    monkeypatch.setitem(module.FLAVORS, "tiny", replace(module.FLAVORS["tiny"], q_rank=0))
-    return "deepseek_v3"
+def family_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Moonlight's latent attention has a single query projection. Llama may have a fused projection."""
+    if kind == "latent_full_queries":
+        flavors = models._family("deepseek_v3").FLAVORS
+        monkeypatch.setitem(flavors, "tiny", replace(flavors["tiny"], q_rank=0))
+    if kind == "fused":
+        llama = models._family("llama3")
+        make = llama.make_gqa_config
+        monkeypatch.setattr(llama, "make_gqa_config", lambda **options: make(**options | {"fuse_qkv": True}))
+    return "deepseek_v3" if kind.startswith("latent") else "llama3"
 
 
-def fused_projections(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Llama with a fused projection to queries, keys and values."""
-    module = models._family("llama3")
-    monkeypatch.setattr(module, "make_gqa_config", partial(_fused, module.make_gqa_config))
-    return "llama3"
-
-
-def _fused(make: Any, **options: Any) -> Any:
-    return make(**options | {"fuse_qkv": True})
-
-
-FAMILIES = {
-    "latent": lambda monkeypatch: "deepseek_v3",
-    "latent_full_queries": full_queries,
-    "grouped": lambda monkeypatch: "llama3",
-    "fused": fused_projections,
-}
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", ["latent", "latent_full_queries", "grouped", "fused"])
 def test_only_heads_above_the_threshold_are_clipped_to_the_threshold(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first layer, with an unclipped input: the same batch has the promised logits again."""
-    family = FAMILIES[kind](monkeypatch)
+    family = family_of(kind, monkeypatch)
     model, clip = build(family)
     with exact_logits(model) as largest:
         train(model)
@@ -177,13 +162,6 @@ def test_without_qk_clip_a_model_is_unchanged() -> None:
     assert build_qk_clip(sections.QKClip(), spec.model, [], ONE_RANK, torch.device("cpu")) is None
 
 
-def test_options_of_the_inner_attention_are_kept() -> None:
-    spec = model_spec("llama3", "tiny", attention="flex", on_cpu=False)
-    spec.model.layers[0].attention.inner_attention.kernel_options = {"BLOCK_M": 32}
-    observe_logits(spec.model, sections.QKClip(mode="log"))
-    assert spec.model.layers[0].attention.inner_attention.kernel_options == {"BLOCK_M": 32}
-
-
 def test_qk_norm_refuses_clipping_and_allows_logging() -> None:
     spec = model_spec("qwen3", "tiny")
     with pytest.raises(RecipeError, match=r'^qk_clip\.mode = "clip" is not possible: layers\.0 normalizes .* "log" or'):
@@ -191,11 +169,14 @@ def test_qk_norm_refuses_clipping_and_allows_logging() -> None:
     observe_logits(spec.model, sections.QKClip(mode="log"))
 
 
-def test_unknown_attention_is_refused() -> None:
-    spec = model_spec("llama3", "tiny")
-    spec.model.layers[1].attention.inner_attention = object()
+def test_options_of_the_inner_attention_are_kept_and_an_unknown_attention_is_refused() -> None:
+    spec = model_spec("llama3", "tiny", attention="flex", on_cpu=False)
+    first, second = (layer.attention for layer in spec.model.layers[:2])
+    first.inner_attention.kernel_options = {"BLOCK_M": 32}
+    second.inner_attention = object()
     with pytest.raises(RecipeError, match=r'"log" is not possible: layers\.1 has attention of another kind'):
         observe_logits(spec.model, sections.QKClip(mode="log"))
+    assert first.inner_attention.kernel_options == {"BLOCK_M": 32}
 
 
 def test_the_dry_run_describes_qk_clip_and_the_all_reduce() -> None:

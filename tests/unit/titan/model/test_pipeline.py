@@ -14,17 +14,16 @@ from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.recipe import Recipe, RecipeError, load
 from titan_muon.titan.recipe.sections import Parallelism
 
+from torchtitan.distributed.pipeline_parallel import _split_module  # isort: skip (after `compat.install()`)
+
 PARTS = (("tok_embeddings", "layers.0"), ("layers.1", "layers.2"), ("layers.3",), ("norm", "lm_head"))
 """Of a model with four layers."""
 SEED = 7
 
 
-def refused(model: str = "qwen3", **degrees: object) -> str:
+def placed(**degrees: object) -> object:
     recipe = Recipe(parallelism=Parallelism(**{"pipeline_parallel_degree": 2, **degrees}))
-    spec = model_spec(model, "tiny")
-    with pytest.raises(RecipeError) as caught:
-        with_placement(spec, recipe)
-    return str(caught.value)
+    return with_placement(model_spec("qwen3", "tiny"), recipe)
 
 
 def started(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -33,8 +32,6 @@ def started(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("family", "flavor"), [("llama3", "tiny"), ("qwen3", "moe_tiny"), ("deepseek_v3", "tiny")])
 def test_every_stage_starts_as_in_the_whole_model(family: str, flavor: str) -> None:
-    from torchtitan.distributed.pipeline_parallel import _split_module
-
     with torch.device("meta"):
         whole = model_spec(family, flavor).model.build()
     alone = copy.deepcopy(whole).to_empty(device="cpu")
@@ -63,16 +60,13 @@ def test_pipelining_gives_every_stage_the_values_of_the_whole_model() -> None:
     spec, parts = model_spec("llama3", "tiny"), []
 
     def cut(model: torch.nn.Module, **_: object) -> tuple[object, ...]:
-        from torchtitan.distributed.pipeline_parallel import _split_module
-
         parts.append(_split_module(model, ["norm", "lm_head"]).to_empty(device="cpu"))
         return None, parts, False, True
 
     recipe = Recipe(parallelism=Parallelism(pipeline_parallel_degree=2))
-    placed = with_placement(dataclasses.replace(spec, pipelining_fn=cut), recipe)
     with torch.device("meta"):
         whole = spec.model.build()
-    placed.pipelining_fn(whole)
+    with_placement(dataclasses.replace(spec, pipelining_fn=cut), recipe).pipelining_fn(whole)
     torch.manual_seed(1)
     with torch.no_grad():
         parts[0].init_weights(buffer_device=None)
@@ -82,50 +76,39 @@ def test_pipelining_gives_every_stage_the_values_of_the_whole_model() -> None:
     assert torch.equal(parts[0].lm_head.weight, alone.lm_head.weight)
 
 
+THREE = (PARTS[0], PARTS[1], PARTS[2] + PARTS[3])
+
+
 @pytest.mark.parametrize(
-    ("schedule", "message"),
+    ("schedule", "parts", "message"),
     [
-        ("1F1C", "schedule = '1F1C'.*valid options"),
-        ("PipelineScheduleMulti", "has no order of its own"),
-        ("zbvzerobubble", "write it 'ZBVZeroBubble'"),
-        ("DualPipeV", "'DualPipeV'.*use 'ZBVZeroBubble'"),
+        ("1F1C", None, "schedule = '1F1C'.*valid options"),
+        ("PipelineScheduleMulti", None, "has no order of its own"),
+        ("zbvzerobubble", None, "write it 'ZBVZeroBubble'"),
+        ("DualPipeV", None, "'DualPipeV'.*use 'ZBVZeroBubble'"),
+        ("1F1B", PARTS[:2], "it names 4 modules"),
+        ("1F1B", (PARTS[0], PARTS[2], PARTS[1], PARTS[3]), r"it has 'layers\.3' in the place of 'layers\.1'"),
+        ("1F1B", (*PARTS[:2], (*PARTS[2], "layers.3"), PARTS[3]), r"it has 'layers\.3' in the place of 'norm'"),
+        ("1F1B", PARTS, r"has 4 parts; 1F1B on parallelism\.pipeline_parallel_degree = 2 takes 2 parts"),
+        ("Interleaved1F1B", THREE, "takes a multiple of 2 parts"),
     ],
 )
-def test_an_impossible_schedule_is_refused(schedule: str, message: str) -> None:
-    import re
-
-    assert re.search(message, refused(pipeline_parallel_schedule=schedule))
+def test_an_impossible_schedule_or_cut_is_refused(
+    schedule: str, parts: tuple[tuple[str, ...], ...] | None, message: str
+) -> None:
+    """TorchTitan would drop unlisted modules, and run stages in the listed order."""
+    with pytest.raises(RecipeError, match=message):
+        placed(pipeline_parallel_schedule=schedule, module_fqns_per_model_part=parts)
 
 
 def test_a_schedule_file_must_exist() -> None:
-    assert "pipeline_parallel_schedule_csv = '/no/such.csv' is not a file" in refused(
-        pipeline_parallel_schedule="PipelineScheduleMulti", pipeline_parallel_schedule_csv="/no/such.csv"
-    )
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        (PARTS[:2], "it names 4 modules"),
-        ((PARTS[0], PARTS[2], PARTS[1], PARTS[3]), "it has 'layers.3' in the place of 'layers.1'"),
-        ((*PARTS[:2], (*PARTS[2], "layers.3"), PARTS[3]), "it has 'layers.3' in the place of 'norm'"),
-        (PARTS, "has 4 parts; 1F1B on parallelism.pipeline_parallel_degree = 2 takes 2 parts"),
-    ],
-)
-def test_dropped_or_reordered_modules_are_refused(parts: tuple[tuple[str, ...], ...], message: str) -> None:
-    assert message in refused(module_fqns_per_model_part=parts)
-
-
-def test_parts_must_be_dealt_out_evenly() -> None:
-    three = (PARTS[0], PARTS[1], PARTS[2] + PARTS[3])
-    message = refused(module_fqns_per_model_part=three, pipeline_parallel_schedule="Interleaved1F1B")
-    assert "takes a multiple of 2 parts" in message
+    with pytest.raises(RecipeError, match=r"pipeline_parallel_schedule_csv = '/no/such\.csv' is not a file"):
+        placed(pipeline_parallel_schedule="PipelineScheduleMulti", pipeline_parallel_schedule_csv="/no/such.csv")
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble"])
 def test_schedules_are_accepted(schedule: str) -> None:
-    recipe = Recipe(parallelism=Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule))
-    with_placement(model_spec("llama3", "tiny"), recipe)
+    placed(pipeline_parallel_schedule=schedule)
 
 
 def test_every_pipeline_option_reaches_torchtitan(tmp_path: Path) -> None:
