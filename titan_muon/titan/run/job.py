@@ -27,7 +27,6 @@ from titan_muon.titan.assign import explain
 from titan_muon.titan.checks.assignments import assigned_optimizers, changed_assignments
 from titan_muon.titan.checks.machine import check_machine
 from titan_muon.titan.checks.start import check_start, data_facts, start_facts
-from titan_muon.titan.data.cache import atomic
 from titan_muon.titan.data.loader import PackedDataLoader
 from titan_muon.titan.device import on_accelerator
 from titan_muon.titan.fault import RunFault
@@ -220,8 +219,8 @@ def _refuse_late_export(trainer: MuonTrainer, recipe: Recipe) -> None:
 def _traced(error: Exception, recipe: Recipe) -> str:
     """Where the error was raised, and the file of the last refusal's traceback, because the run has no folder."""
     file, where = Path(recipe.dump_folder, TRACEBACK_FILE), traceback.extract_tb(error.__traceback__)[-1]
-    with suppress(OSError), atomic(file) as temporary:
-        temporary.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+    with suppress(OSError):
+        runs.write_file(file, "".join(traceback.format_exception(error)))
     return f"{where.filename}:{where.lineno}; traceback in {file}"
 
 
@@ -338,6 +337,5 @@ def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[
     shown = "\n".join([counts, *(part.lines for part in parts if part.lines)])
     say(shown)
     text = "\n\n".join([*(part.full for part in parts), counts])
-    with atomic(Path(run.folder) / runs.OPTIMIZERS_FILE) as file:
-        file.write_text(text + "\n", encoding="utf-8")
+    runs.write_file(Path(run.folder) / runs.OPTIMIZERS_FILE, text + "\n")
     return shown

@@ -21,7 +21,7 @@ from titan_muon.titan.recipe import Recipe, to_toml  # noqa: E402
 from titan_muon.titan.run import checkpoints  # noqa: E402
 from titan_muon.titan.run.runs import (  # noqa: E402
     Run,
-    _open_again,
+    _opened,
     begin,
     changed_keys,
     earlier_optimizers,
@@ -98,7 +98,7 @@ def test_an_attempt_without_a_checkpoint_reuses_the_folder_in_the_next_attempt(r
     folder = tmp_path / "kept" / "first"
     (folder / "checkpoint" / "step-5").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0}) + "\n")
-    run = _open_again(recipe, (), str(folder), {})
+    run = _opened(recipe, (), str(folder), {})
     assert run == Run(str(folder))
     begin(run, recipe)
     assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == ["first"]
