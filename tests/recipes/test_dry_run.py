@@ -94,7 +94,7 @@ def test_a_dry_run_prints_a_verdict_and_writes_a_self_contained_page(
     assert rows >= {"tok_embeddings.weight", "norm.weight"}
     assert any(row.startswith("layers.*.") for row in rows), "equal parameters of all layers share a row"
     assert not any(row.startswith("layers.0.") for row in rows)
-    colors = re.findall(r'"(\w+)"', re.search(r"const MEMORY = \[(.*)\]", parsed.script).group(1))  # type: ignore[union-attr]
+    colors = re.findall(r'"(#\w+)"', parsed.script.split("const COLORS = ", 1)[1].split(";", 1)[0])
     assert len(set(colors)) == len(colors) >= len(part["memory"]), "each part of the memory has its own color"
     assert "seq_len = 128" in data["recipe"]
 

@@ -47,7 +47,8 @@ def cached(cache: str, name: str, rows: Rows, types: Mapping[str, str]) -> dict[
         if isinstance(cause, NotImplementedError | OSError):
             problem = f"data.cache = {cache!r} cannot be written or locked: {cause}"
             raise RecipeError(f"{problem}. Name another folder, on a local disk.") from error
-        raise error if cause is None else cause
+        # The error of `rows` itself.
+        raise (error if cause is None else cause) from None
 
 
 def _read(folder: Path, rows: Rows, types: Mapping[str, str]) -> dict[str, ChunkedArray]:

@@ -72,8 +72,8 @@ class CorpusSource:
                 lambda: _tokenize(self.documents, tokenizer, dtype),
                 _COLUMNS,
             )
-            numbers = (columns[name].to_numpy() for name in ("tokens", "text_bytes"))
-            self._opened = Corpus(columns["ids"], dtype, *numbers, name)
+            tokens, text_bytes = columns["tokens"].to_numpy(), columns["text_bytes"].to_numpy()
+            self._opened = Corpus(columns["ids"], dtype, tokens, text_bytes, name)
         return self._opened
 
 

@@ -186,18 +186,18 @@ class Documents:
         name = f"documents-{digest(_FORMAT, _INDEX, self.data.source, self.data.text_key, *times)}"
         columns = cached(self.data.cache, name, self._hashes, _COLUMNS)
         hashes = np.frombuffer(b"".join(columns["hash"].to_pylist()), dtype="<u8").reshape(-1, 2)
-        index = _Index(columns["file"].to_numpy(), hashes, columns["hardly_text"].to_numpy())
-        if len(index.file) == 0:
-            raise self._empty(len(self.all))
-        return index
+        return _Index(columns["file"].to_numpy(), hashes, columns["hardly_text"].to_numpy())
 
     def _hashes(self) -> Iterator[dict[str, Any]]:
+        hashed = b""
         for number, file in enumerate(self.all):
             for content in file.contents():
                 # The standard library has a few sources in other encodings, on purpose.
                 hardly_text = self.data.source == "files" and _is_hardly_text(content)
                 hashed = hashlib.blake2b(content, digest_size=16).digest()
                 yield {"file": number, "hash": hashed, "hardly_text": hardly_text}
+        if not hashed:
+            raise self._empty(len(self.all))
 
     @cached_property
     def _split(self) -> tuple[np.ndarray, np.ndarray]:

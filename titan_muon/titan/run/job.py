@@ -130,14 +130,13 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
             # Now, so that an early end leaves the folder to the next attempt.
             remember_run(lasting, run.folder)
         trainer = _prepare(recipe, run, group)
-        if dist.get_rank() == 0:
-            trainer.keep_folder = partial(runs.keep_folder, run, recipe, lock)
+        keep = partial(runs.keep_folder, run, recipe, lock) if dist.get_rank() == 0 else lambda: None
         # Groups of Muon and TorchTitan would keep PyTorch's 30 minutes.
         compat.set_timeouts(timeout)
         try:
             if trainer.step < trainer.config.training.steps:
                 with StopSignals(group, announce=dist.get_rank() == 0, on_progress=watchdog.advance) as stop:
-                    trainer.train(stop)
+                    trainer.train(stop, keep)
             watchdog.finish()
         except FloatingPointError:
             if dist.get_rank() == 0 and trainer.checkpointer.last_saved is None:

@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
-from titan_muon.titan.recipe.toml import read_file
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
 from titan_muon.titan.run.console import say
 from titan_muon.titan.run.metrics import METRICS_FILE, read_until
@@ -66,10 +65,11 @@ def agree(
         answer: list[Run | Exception | None] = [None]
         if dist.get_rank() == 0:
             try:
-                answer[0] = _opened(recipe, overrides, interrupted, flaws)
-                if not os.access(answer[0].folder, os.W_OK):
-                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), answer[0].folder)
-                lock.take(answer[0].folder)
+                opened = _opened(recipe, overrides, interrupted, flaws)
+                if not os.access(opened.folder, os.W_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), opened.folder)
+                lock.take(opened.folder)
+                answer[0] = opened
             except OSError as error:
                 answer[0] = unusable(recipe.dump_folder, error)
             except Exception as error:
@@ -136,7 +136,9 @@ def begin(run: Run, recipe: Recipe) -> None:
     folder = Path(run.folder)
     _write_recipe(run, recipe)
     source = folder if run.source is None else Path(run.source)
-    for file in source.rglob(METRICS_FILE):
+    for file in (source / METRICS_FILE, *source.glob(f"rank-*/{METRICS_FILE}")):
+        if not file.is_file():
+            continue
         lines, _ = read_until(file, run.step, say)
         target = folder / file.relative_to(source)
         target.parent.mkdir(exist_ok=True)
@@ -214,7 +216,7 @@ def changed_keys(run: Run, recipe: Recipe) -> list[str]:
 
 def changes_text(run: Run, recipe: Recipe) -> str:
     """Every key that differs from the continued run, or from the newest run before; empty without one."""
-    earlier = _earlier(run, lambda folder: (folder / RECIPE_FILE).is_file())
+    earlier = _earlier(run, recipe)
     if earlier is None:
         return ""
     try:
@@ -226,7 +228,7 @@ def changes_text(run: Run, recipe: Recipe) -> str:
 
 def earlier_optimizers(run: Run, recipe: Recipe) -> str | None:
     """`optimizers.txt` of the continued run, or of the newest run with the same model; None without one."""
-    earlier = _earlier(run, lambda folder: _has_model(folder, recipe))
+    earlier = _earlier(run, recipe, same_model=True)
     file = None if earlier is None else earlier / OPTIMIZERS_FILE
     if file is None or not file.is_file():
         return None
@@ -237,19 +239,17 @@ def earlier_optimizers(run: Run, recipe: Recipe) -> str | None:
         return None
 
 
-def _earlier(run: Run, matches: Callable[[Path], bool]) -> Path | None:
+def _earlier(run: Run, recipe: Recipe, *, same_model: bool = False) -> Path | None:
+    """The continued run, or the newest run before with a readable recipe."""
     if run.source is not None:
         return Path(run.source)
-    folder = Path(run.folder)
-    return next((other for other in run_folders(folder.parent) if other != folder and matches(other)), None)
-
-
-def _has_model(folder: Path, recipe: Recipe) -> bool:
-    try:
-        values = {key: entry.value for key, entry in read_file(folder / RECIPE_FILE).items()}
-    except RecipeError:
-        return False
-    return (values.get("model.name"), values.get("model.flavor")) == (recipe.model.name, recipe.model.flavor)
+    for folder in run_folders(Path(run.folder).parent):
+        with contextlib.suppress(RecipeError):
+            changed = changes(recipe, folder / RECIPE_FILE)
+            other_model = not changed.keys().isdisjoint(("model.name", "model.flavor"))
+            if folder != Path(run.folder) and not (same_model and other_model):
+                return folder
+    return None
 
 
 def discard(run: Run) -> None:
