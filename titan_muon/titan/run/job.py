@@ -164,27 +164,17 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
         check_start(data_facts(trainer.dataloader, trainer.tokenizer), group)
         trainer.checkpointer.load()
         _refuse_late_export(trainer, recipe)
-    # TorchTitan raises these for bad configurations, without a key.
-    except (ValueError, NotImplementedError) as error:
+    except Exception as error:
+        refusal = _refusal(error, recipe)
+        if refusal is None:
+            raise
         if trainer is not None:
             trainer.close()
         if dist.get_rank() == 0:
             runs.discard(run)
-        if isinstance(error, RecipeError):
+        if refusal is error:
             raise
-        raise RecipeError(f"{error} (refused at {_traced(error, recipe)})") from error
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
-            raise
-        if dist.get_rank() == 0:
-            runs.discard(run)
-        model = recipe.model
-        vocabulary = "" if model.vocab_size is None else f" with model.vocab_size = {model.vocab_size}"
-        raise RecipeError(
-            f"model.flavor = {model.flavor!r}{vocabulary} does not fit into the memory of rank {dist.get_rank()}: "
-            f"{str(error).splitlines()[0]}. Choose a smaller model or vocabulary, or more ranks; a dry run (--dry-run) "
-            f"lists the memory by purpose (refused at {_traced(error, recipe)})"
-        ) from error
+        raise refusal from error
     reports = _gather_parts(trainer, recipe, group)
     answer: list[dict[str, str] | RecipeError] = [{}]
     # A refused run writes no recipe and leaves `latest` unchanged.
@@ -203,6 +193,24 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
         raise texts
     trainer.metrics_processor.describe({tag: text for tag, text in texts.items() if text}, run.folder)
     return trainer
+
+
+def _refusal(error: Exception, recipe: Recipe) -> RecipeError | None:
+    """An error of the trainer's start as a refusal; None if the recipe is not its cause."""
+    if isinstance(error, RecipeError):
+        return error
+    # TorchTitan raises these for bad configurations, without a key.
+    if isinstance(error, ValueError | NotImplementedError):
+        return RecipeError(f"{error} (refused at {_traced(error, recipe)})")
+    if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+        return None
+    model = recipe.model
+    vocabulary = "" if model.vocab_size is None else f" with model.vocab_size = {model.vocab_size}"
+    return RecipeError(
+        f"model.flavor = {model.flavor!r}{vocabulary} does not fit into the memory of rank {dist.get_rank()}: "
+        f"{str(error).splitlines()[0]}. Choose a smaller model or vocabulary, or more ranks; a dry run (--dry-run) "
+        f"lists the memory by purpose (refused at {_traced(error, recipe)})"
+    )
 
 
 def _refuse_late_export(trainer: MuonTrainer, recipe: Recipe) -> None:

@@ -175,28 +175,20 @@ def test_validation_is_recorded_in_bits_per_byte(
     assert "0.7213 bits per byte" in capsys.readouterr().out
 
 
-def test_tensorboard_has_the_recipe_and_both_losses(tmp_path: Path) -> None:
-    board = metrics.TensorBoard(tmp_path, 1, "[muon]\nlr = 0.5\n")
-    board.log({"loss": 2.0, "lr": {"muon": 0.5}}, 1)
-    board.log({"val_loss": 3.0}, 1)
-    board.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert set(events.Tags()["scalars"]) == {"loss/train", "loss/validation", "lr/muon"}
-    assert text_of(events, "recipe") == "    [muon]\n    lr = 0.5\n"
-
-
 def test_tensorboard_has_sections_of_several_curves_with_the_losses_first(reporter: RunMetrics, tmp_path: Path) -> None:
     """A curve over itself is a straight line, and bits per byte are the loss in another unit."""
     reporter.report_step(REPORT)
     reporter.report_validation(10, 2.0, {}, tokens=5120, bytes_per_token=1.5)
-    board = metrics.TensorBoard(tmp_path / "tb", 1, "")
+    board = metrics.TensorBoard(tmp_path / "tb", 1, "[muon]\nlr = 0.5\n")
     for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)
         step = values.pop("step")
         board.log(values | {"mfu": 0.4}, step)
     board.close()
     sections: dict[str, list[str]] = {}
-    for tag in sorted(EventAccumulator(str(tmp_path / "tb")).Reload().Tags()["scalars"]):
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert text_of(events, "recipe") == "    [muon]\n    lr = 0.5\n"
+    for tag in sorted(events.Tags()["scalars"]):
         sections.setdefault(tag.partition("/")[0], []).append(tag.partition("/")[2])
     assert list(sections)[:3] == ["loss", "loss_by_seconds", "loss_by_tokens"]
     assert sections["loss"] == ["bits_per_byte", "train", "validation"]
@@ -232,43 +224,21 @@ def test_tensorboard_has_losses_over_tokens_and_seconds_after_a_resume(tmp_path:
     assert text_of(events, "plan") == "    8 matrices"
 
 
-def test_tensorboard_compares_hyperparameters_and_final_losses(tmp_path: Path) -> None:
-    """The tab HPARAMS has a line for each run: differing keys, the last losses, and whether the run ended."""
-    from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
-    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
-    from tensorboard.context import RequestContext
-    from tensorboard.plugins.base_plugin import TBContext
-    from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS, STATUS_UNKNOWN, ListSessionGroupsRequest
-    from tensorboard.plugins.hparams.backend_context import Context
-    from tensorboard.plugins.hparams.list_session_groups import Handler
+def test_tensorboard_compares_hyperparameters_and_ended_runs(tmp_path: Path) -> None:
+    """The tab HPARAMS has a line for each run: all keys, and whether the run ended."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    for name, lr in (("a", 0.5), ("b", 0.25)):
-        board = metrics.TensorBoard(tmp_path / name / "tb", 1, f"name = 'x'\n[muon]\nlr = {lr}\nnesterov = true\n")
-        board.log({"loss": 2.0}, 1)
-        board.log({"loss": lr}, 2)
-        if name == "a":
+    for name in ("ended", "killed"):
+        board = metrics.TensorBoard(tmp_path / name, 1, "name = 'x'\n[muon]\nlr = 0.25\nnesterov = true\n")
+        if name == "ended":
             board.conclude()
         board.close()
-    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
-    context = Context(TBContext(data_provider=MultiplexerDataProvider(multiplexer, str(tmp_path)), flags=None))
-    read = (RequestContext(), "", context.hparams_metadata(RequestContext(), ""))
-    table = context.experiment_from_metadata(read[0], "", True, read[2], [])
-    assert {info.name: info.differs for info in table.hparam_infos} == {
-        "muon.lr": True, "muon.nesterov": False, "name": False
-    }  # fmt: skip
-    assert "loss/train" in {info.name.tag for info in table.metric_infos}
-    wanted = ListSessionGroupsRequest(
-        start_index=0, slice_size=9, allowed_statuses=[STATUS_UNKNOWN, STATUS_SUCCESS], include_metrics=True
-    )
-    groups = Handler(RequestContext(), context, "", wanted).run().session_groups
-    rows = {
-        group.hparams["muon.lr"].number_value: (
-            {value.name.tag: value.value for value in group.metric_values}["loss/train"],
-            group.sessions[0].status == STATUS_SUCCESS,
-        )
-        for group in groups
-    }
-    assert rows == {0.5: (0.5, True), 0.25: (0.25, False)}
+        sent = EventAccumulator(str(tmp_path / name)).Reload().PluginTagToContent("hparams")
+        data = {tag.rpartition("/")[2]: HParamsPluginData.FromString(content) for tag, content in sent.items()}
+        keys = data["session_start_info"].session_start_info.hparams
+        assert (keys["muon.lr"].number_value, keys["muon.nesterov"].number_value) == (0.25, 1)
+        assert keys["name"].string_value == "x"
+        assert ("session_end_info" in data) == (name == "ended")
 
 
 def test_the_speed_excludes_pauses(reporter: RunMetrics) -> None:
@@ -381,38 +351,39 @@ class StubWandb(types.ModuleType):
         self.begun.append(arguments | {"resume": os.environ.get("WANDB_RESUME")})
 
 
-def test_wandb_gets_the_recipe_and_continues_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The resolved recipe is the run's config, a continued folder is the same run, and a new folder a new run."""
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> StubWandb:
     stub = StubWandb()
     monkeypatch.setitem(sys.modules, "wandb", stub)
+    monkeypatch.setattr(os, "environ", {})
+    return stub
+
+
+def test_wandb_gets_the_recipe_and_continues_the_run(tmp_path: Path, wandb: StubWandb) -> None:
+    """The resolved recipe is the run's config, a continued folder is the same run, and a new folder a new run."""
     for name in ("first", "first", "second"):
-        monkeypatch.setattr(os, "environ", {})
+        os.environ.clear()
         (tmp_path / name).mkdir(exist_ok=True)
         metrics.WandB(tmp_path / name, to_toml(Recipe(name="tiny")))
-    config, ids = stub.begun[0]["config"], [begun["id"] for begun in stub.begun]
-    assert config["name"] == "tiny"
-    assert config["muon"]["momentum"] == Recipe().muon.momentum
-    assert ids[0] == ids[1] != ids[2]
-    assert stub.begun[0]["resume"] == "allow"
-    assert stub.begun[2]["name"] == f"{tmp_path.name}/second"
-    monkeypatch.setattr(os, "environ", {"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"})
+    os.environ |= {"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"}
     metrics.WandB(tmp_path, "").describe({"plan": "8 matrices", "changes": "muon.lr"}, [])
-    assert (stub.begun[3]["id"], stub.begun[3]["resume"]) == ("mine", "must"), "the user's values win"
-    assert stub.run.summary == {"plan": "8 matrices", "changes": "muon.lr"}
+    first, again, second, mine = wandb.begun
+    assert (first["config"]["name"], first["config"]["muon"]["momentum"]) == ("tiny", Recipe().muon.momentum)
+    assert first["id"] == again["id"] != second["id"]
+    assert (first["resume"], second["name"]) == ("allow", f"{tmp_path.name}/second")
+    assert (mine["id"], mine["resume"]) == ("mine", "must"), "the user's values win"
+    assert wandb.run.summary == {"plan": "8 matrices", "changes": "muon.lr"}
 
 
-def test_a_refusal_of_wandb_is_an_error_with_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = StubWandb()
-
+def test_a_refusal_of_wandb_is_an_error_with_the_key(
+    tmp_path: Path, wandb: StubWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def init(**arguments: object) -> None:
-        raise stub.Error("No API key configured.\nmore")
+        raise wandb.Error("No API key configured.\nmore")
 
-    monkeypatch.setattr(stub, "init", init)
-    monkeypatch.setattr(os, "environ", {})
-    for module, problem in (
-        (stub, "No API key configured. Or set .* WANDB_MODE=offline"),
-        (None, "run pip install wandb"),
-    ):
+    monkeypatch.setattr(wandb, "init", init)
+    remedies = {"No API key configured. Or set .* WANDB_MODE=offline": wandb, "run pip install wandb": None}
+    for problem, module in remedies.items():
         monkeypatch.setitem(sys.modules, "wandb", module)
         with pytest.raises(RecipeError, match=f"^metrics.enable_wandb = true: {problem}"):
             metrics.WandB(tmp_path, "")
