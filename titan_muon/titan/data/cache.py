@@ -14,6 +14,8 @@ from torchtitan.tools.logging import logger
 
 from titan_muon.titan.recipe import RecipeError
 
+ROWS_IN_MEMORY = 100
+"""A row may be the tokens of a book."""
 Rows = Callable[[], Iterator[dict[str, Any]]]
 
 
@@ -54,7 +56,8 @@ def cached(cache: str, name: str, rows: Rows, types: Mapping[str, str]) -> dict[
 def _read(folder: Path, rows: Rows, types: Mapping[str, str]) -> dict[str, ChunkedArray]:
     features = Features({column: Value(kind) for column, kind in types.items()})
     disable_progress_bars()
-    table = Dataset.from_generator(rows, features=features, cache_dir=str(folder), fingerprint=folder.name).data
+    options: dict[str, Any] = {"fingerprint": folder.name, "writer_batch_size": ROWS_IN_MEMORY}
+    table = Dataset.from_generator(rows, features=features, cache_dir=str(folder), **options).data
     return {column: table.column(column) for column in types}
 
 
