@@ -13,45 +13,26 @@ from titan_muon.titan.recipe.toml import read_file, value_text
 LONGEST = 80
 """In characters: TensorBoard's column is narrow."""
 LONGEST_VALUE = 24
-COMPARED = 20
 
 IGNORED = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "checkpoint.load_step"})
-FORMER_DEFAULTS: Mapping[str, Sequence[object]] = {"muon.eps": (1e-7,)}
-"""Defaults of earlier versions are no difference to name."""
-OVERRIDES_FILE = "overrides.txt"
-"""Keys of the command line in a run's folder, one per line."""
-
-SAME_EXPERIMENT = frozenset(
-    {
-        *IGNORED,
-        *("training.steps", "training.enable_cpu_offload", "training.gc_freq", "training.gc_debug"),
-        *("data.num_workers", "data.prefetch_factor", "data.persistent_workers", "data.pin_memory"),
-        *("muon.exchange", "muon.owners", "muon.replicas", "muon.split_over", "muon.state", "muon.overlap"),
-        *("muon.buffer_gib", "optimizer.offload", "optimizer.implementation", "loss.chunks"),
-    }
-)
-"""Keys that may change within an experiment, like the tables below."""
-
-SAME_EXPERIMENT_TABLES = frozenset(
-    {"activation_checkpoint", "checkpoint", "comm", "compile", "machine", "metrics", "monitor", "parallelism"}
-    | {"placement", "profiler", "validator"}
-)
+SAME_EXPERIMENT = IGNORED | {
+    *("training.steps", "training.enable_cpu_offload", "training.gc_freq", "training.gc_debug"),
+    *("data.num_workers", "data.prefetch_factor", "data.persistent_workers", "data.pin_memory"),
+    *("muon.exchange", "muon.owners", "muon.replicas", "muon.split_over", "muon.state", "muon.overlap"),
+    *("muon.buffer_gib", "optimizer.offload", "optimizer.implementation", "loss.chunks"),
+    *("activation_checkpoint", "checkpoint", "comm", "compile", "machine", "metrics", "monitor", "parallelism"),
+    *("placement", "profiler", "validator"),
+}
+"""Keys and whole tables that may change within an experiment."""
 
 
-def distinguishing_keys(recipe: Recipe, earlier: Sequence[Path], overrides: Sequence[str]) -> str:
-    """`key=value` pairs that distinguish a run: `overrides`, the keys of the command line, then keys with another value
-    in `earlier` runs, the newest first. An earlier run's command line is not compared.
-    """
-    mine, defaults = written_values(recipe), written_values(Recipe())
-
-    def follows(key: str, other: Mapping[str, object]) -> bool:
-        return mine.get(key) == defaults.get(key) and other.get(key) in FORMER_DEFAULTS.get(key, ())
-
-    keys = [*overrides]
-    for file in earlier[:COMPARED]:
+def distinguishing_keys(recipe: Recipe, first: Path | None, overrides: Sequence[str]) -> str:
+    """`key=value` pairs that distinguish a run: `overrides`, the keys of the command line, then the differences from
+    `first`, the recipe of the first run of this name."""
+    mine, keys = written_values(recipe), [*overrides]
+    if first is not None:
         with suppress(RecipeError):
-            other, known = {key: entry.value for key, entry in read_file(file).items()}, _overrides_of(file)
-            keys += [key for key in _differing(mine, other, defaults) if key not in known and not follows(key, other)]
+            keys += changes(recipe, first)
     pairs = [f"{_short(key, mine)}={_value(mine.get(key))}" for key in dict.fromkeys(keys) if key not in IGNORED]
     name = ""
     for number, pair in enumerate(pairs):
@@ -64,19 +45,14 @@ def distinguishing_keys(recipe: Recipe, earlier: Sequence[Path], overrides: Sequ
 
 def other_experiment(recipe: Recipe, file: Path) -> list[str]:
     """`changes` from another experiment; empty within an experiment. Raises as `changes`."""
-    may_change = set(SAME_EXPERIMENT)
-    keys = changes(recipe, file)
+    keys, may_change = changes(recipe, file), set(SAME_EXPERIMENT)
     if "training.steps" in keys:
         # The schedule depends on the number of steps.
         may_change |= {"lr_scheduler.total_steps", "lr_scheduler.warmup_steps"}
     if recipe.training.global_batch_size != -1:
         # The global batch fixes the size of a step.
         may_change.add("training.local_batch_size")
-    return [
-        line
-        for key, line in keys.items()
-        if key not in may_change and key.partition(".")[0] not in SAME_EXPERIMENT_TABLES
-    ]
+    return [line for key, line in keys.items() if may_change.isdisjoint({key, key.partition(".")[0]})]
 
 
 def changes(recipe: Recipe, file: Path) -> dict[str, str]:
@@ -84,28 +60,18 @@ def changes(recipe: Recipe, file: Path) -> dict[str, str]:
 
     Raises RecipeError for a file that cannot be read.
     """
+    # A recipe of an older version lacks new keys: compare with their defaults.
     mine, defaults = written_values(recipe), written_values(Recipe())
-    other = {key: entry.value for key, entry in read_file(file).items()}
+    read = {key: entry.value for key, entry in read_file(file).items()}
     return {
-        key: f"{key} = {_text(other.get(key, defaults.get(key)))}, here {_text(mine.get(key))}"
-        for key in _differing(mine, other, defaults)
+        key: f"{key} = {_text(read.get(key, defaults.get(key)))}, here {_text(mine.get(key))}"
+        for key in {**mine, **read}
+        if mine.get(key) != read.get(key, defaults.get(key))
     }
 
 
 def _text(value: object) -> str:
     return "absent" if value is None else value_text(value)
-
-
-def _overrides_of(file: Path) -> frozenset[str]:
-    try:
-        return frozenset(file.with_name(OVERRIDES_FILE).read_text(encoding="utf-8").split())
-    except (OSError, UnicodeDecodeError):
-        return frozenset()
-
-
-def _differing(mine: Mapping[str, object], other: Mapping[str, object], defaults: Mapping[str, object]) -> list[str]:
-    # A recipe of an older version lacks new keys: compare with their defaults.
-    return [key for key in {**mine, **other} if mine.get(key) != other.get(key, defaults.get(key))]
 
 
 def _short(key: str, keys: Mapping[str, object]) -> str:

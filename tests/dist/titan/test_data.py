@@ -87,15 +87,15 @@ def _get_stuck(data: Data) -> None:
 
 
 def test_a_process_killed_during_the_build_leaves_no_lock(data):
-    """The next process finds the lock file and half a token file, and builds all the same."""
+    """The next process finds the lock file and half of the tokens, and builds all the same."""
     process = multiprocessing.get_context("forkserver").Process(target=_get_stuck, args=(data,), daemon=True)
     process.start()
-    while not list(Path(data.cache).glob("*.tokens.tmp")):
+    while not list(Path(data.cache).glob("corpus-*/**/*.arrow")):
         assert process.is_alive(), "the process ended before it wrote"
         time.sleep(0.02)
     process.kill()
     process.join()
-    assert list(Path(data.cache).glob("*.tokens.tmp"))
+    assert not list(Path(data.cache).glob("corpus-*/**/dataset_info.json"))
     assert _labels(_loader(data, 0, 1, 2), 3).shape == (3, 2, 32)
     assert not list(Path(data.cache).glob("*.tmp"))
 

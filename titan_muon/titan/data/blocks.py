@@ -56,14 +56,13 @@ class TokenBlocks:
 
     def _cut(self, epoch: _Epoch, first: int) -> TokenBlock:
         inputs, labels, positions = (np.empty(self.seq_len, dtype=np.int64) for _ in range(3))
-        tokens, starts = self._corpus.tokens, self._corpus.starts
         filled, i = 0, int(np.searchsorted(epoch.ends, first, side="right"))
         while filled < self.seq_len:
             at = first + filled
             length = min(int(epoch.ends[i]) - at, self.seq_len - filled)
-            document = epoch.documents[i]
+            tokens = self._corpus.document(int(epoch.documents[i]))
             # Count from the document's end: the last prediction belongs to the last token.
-            source = int(starts[document + 1]) - 1 - (int(epoch.ends[i]) - at)
+            source = len(tokens) - 1 - (int(epoch.ends[i]) - at)
             inputs[filled : filled + length] = tokens[source : source + length]
             labels[filled : filled + length] = tokens[source + 1 : source + 1 + length]
             positions[filled : filled + length] = np.arange(length)

@@ -1,16 +1,22 @@
-"""Files built by one process and read by every process. No collectives."""
+"""Rows that one process makes and all processes map into memory. `datasets` caches and locks. No collectives."""
 
-import fcntl
 import hashlib
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
+
+from datasets import Dataset, Features, Value, disable_progress_bars
+from datasets.exceptions import DatasetGenerationError
+from filelock import FileLock
+from pyarrow import ChunkedArray
+from torchtitan.tools.logging import logger
 
 from titan_muon.titan.recipe import RecipeError
 
-T = TypeVar("T")
+ROWS_IN_MEMORY = 100
+"""A row may be the tokens of a book."""
+Rows = Callable[[], Iterator[dict[str, Any]]]
 
 
 def digest(*parts: str) -> str:
@@ -23,52 +29,45 @@ def digest(*parts: str) -> str:
     return state.hexdigest()
 
 
-def build_once(path: Path, *, load: Callable[[], T | None], build: Callable[[], None]) -> T:
-    """Result of `load`; for None, an absent or damaged file, one process runs `build` first.
+def cached(cache: str, name: str, rows: Rows, types: Mapping[str, str]) -> dict[str, ChunkedArray]:
+    """Columns of `rows`, memory-mapped from the folder `cache`. `name` identifies their content, `types` their columns.
 
-    `path` names the lock. If `build` raises, the next process tries. Raises RecipeError if the folder cannot be written
-    or locked.
+    One process of each folder runs `rows`, and the others wait. If `rows` raises, the next process tries. Damaged files
+    are made again. Raises RecipeError if the folder cannot be written or locked.
     """
-    loaded = load()
-    if loaded is not None:
-        return loaded
-    # Unlike a barrier, a lock works with a folder per node, and ends with the process.
-    with _locked(path):
-        loaded = load()
-        if loaded is None:
-            build()
-            loaded = load()
-    assert loaded is not None, f"{path} cannot be read right after it was written"
-    return loaded
-
-
-@contextmanager
-def atomic(path: Path) -> Iterator[Path]:
-    """Temporary file, renamed to `path` at the end, or removed on an error."""
-    # os.replace is atomic within a file system only.
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    # In a shared folder another user may have planted a symbolic link of this name.
-    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    folder = Path(cache, name)
     try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    folder = f"data.cache = {str(path.parent)!r}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = open(path.with_name(path.name + ".lock"), "a")  # noqa: SIM115 (closed below)
-    except OSError as error:
-        raise RecipeError(f"{folder} cannot be written: {error}. Name another folder.") from error
-    # Never remove the lock file: processes with the old and with a new file would not exclude each other.
-    with handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError as error:
-            raise RecipeError(f"{folder} cannot be locked: {error}. Name a folder on a local disk.") from error
-        yield
+            return _read(folder, rows, types)
+        except DatasetGenerationError:
+            raise
+        except Exception:  # the libraries raise any error for a damaged file
+            with FileLock(f"{folder}.lock"):
+                return _repaired(folder, rows, types)
+    except (DatasetGenerationError, NotImplementedError, OSError) as error:
+        cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
+        if isinstance(cause, NotImplementedError | OSError):
+            problem = f"data.cache = {cache!r} cannot be written or locked: {cause}"
+            raise RecipeError(f"{problem}. Name another folder, on a local disk.") from error
+        # The error of `rows` itself.
+        raise (error if cause is None else cause) from None
+
+
+def _read(folder: Path, rows: Rows, types: Mapping[str, str]) -> dict[str, ChunkedArray]:
+    features = Features({column: Value(kind) for column, kind in types.items()})
+    disable_progress_bars()
+    options: dict[str, Any] = {"fingerprint": folder.name, "writer_batch_size": ROWS_IN_MEMORY}
+    table = Dataset.from_generator(rows, features=features, cache_dir=str(folder), **options).data
+    return {column: table.column(column) for column in types}
+
+
+def _repaired(folder: Path, rows: Rows, types: Mapping[str, str]) -> dict[str, ChunkedArray]:
+    try:
+        # Another process may have made the files again.
+        return _read(folder, rows, types)
+    except DatasetGenerationError:
+        raise
+    except Exception as error:
+        logger.warning("The cache at %s is damaged (%s) and is made again", folder, error)
+        shutil.rmtree(folder)
+        return _read(folder, rows, types)

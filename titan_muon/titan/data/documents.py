@@ -9,21 +9,20 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
-from zipfile import BadZipFile
+from typing import Any
 
 import numpy as np
-from torchtitan.tools.logging import logger
 
-from titan_muon.titan.data.cache import atomic, build_once, digest
+from titan_muon.titan.data.cache import cached, digest
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
 from titan_muon.titan.recipe.toml import plural
 
 _FORMAT = "2"
 """Increment when the digest or the split changes."""
-_INDEX = "3"
-"""Increment when the arrays of the index change."""
+_INDEX = "4"
+"""Increment when the columns of the index change."""
+_COLUMNS = {"file": "int64", "hash": "binary", "hardly_text": "bool"}
 MOST_REPLACED = 0.1
 MOST_NAMED = 5
 FORMATS = (".jsonl", ".md", ".parquet", ".txt")
@@ -101,10 +100,13 @@ class TextFile:
             raise RecipeError(f"data.files: {self.path} cannot be read: {error}") from error
 
 
-class _Index(NamedTuple):
-    digest: str  # of all names and contents, 32 hexadecimal digits
-    keys: np.ndarray  # uint64: hash of each document's content
-    hardly_text: np.ndarray  # int64: numbers of files with many bytes outside of UTF-8
+@dataclass(frozen=True)
+class _Index:
+    """Arrays with an entry for each document."""
+
+    file: np.ndarray  # int64: number of its file, ascending
+    hashes: np.ndarray  # uint64 (documents, 2): hash of its content
+    hardly_text: np.ndarray  # bool: many of its bytes are outside of UTF-8
 
 
 class Documents:
@@ -131,13 +133,20 @@ class Documents:
         where = "source = 'python'" if self.data.source == "python" else f"files = {list(self.data.files)}"
         return RecipeError(f"data.{where}: no text to train on; {plural(files, 'empty file')} found")
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        return self._index.digest
+        """32 hexadecimal digits for all names and contents."""
+        # Contents, not dates: a copy on another machine finds the cached tokens, an edited corpus does not.
+        state = hashlib.blake2b(_FORMAT.encode(), digest_size=16)
+        first = np.searchsorted(self._index.file, np.arange(len(self.all) + 1))
+        for number, file in enumerate(self.all):
+            state.update(f"\0{file.name}\0".encode(errors="surrogateescape"))
+            state.update(self._index.hashes[first[number] : first[number + 1]].tobytes())
+        return state.hexdigest()
 
     @property
     def count(self) -> int:
-        return len(self._index.keys)
+        return len(self._index.file)
 
     @property
     def training(self) -> np.ndarray:
@@ -155,7 +164,8 @@ class Documents:
     def warnings(self) -> list[str]:
         """Lines on files that are hardly text, and on files of a folder that are not read."""
         lines = []
-        if paths := [str(self.all[number].path) for number in self._index.hardly_text]:
+        doubtful = np.unique(self._index.file[self._index.hardly_text])
+        if paths := [str(self.all[number].path) for number in doubtful]:
             lines.append(f"data.files: many bytes are not UTF-8 in {_named(paths)}; is this text?")
         for folder in filter(os.path.isdir, map(os.path.expanduser, self.data.files)):
             if paths := [path for path in _below(folder) if not path.endswith(FORMATS)]:
@@ -173,34 +183,25 @@ class Documents:
     def _index(self) -> _Index:
         # Named by sizes and times, so that other ranks and later starts read no text.
         times = (f"{file.path}\0{file.size}\0{file.path.stat().st_mtime_ns}" for file in self.all)
-        path = Path(self.data.cache) / f"documents-{digest(_FORMAT, _INDEX, self.data.text_key, *times)}.npz"
-        index = build_once(path, load=lambda: _load_index(path), build=lambda: self._build_index(path))
-        if len(index.keys) == 0:
-            raise self._empty(len(self.all))
-        return index
+        name = f"documents-{digest(_FORMAT, _INDEX, self.data.source, self.data.text_key, *times)}"
+        columns = cached(self.data.cache, name, self._hashes, _COLUMNS)
+        hashes = np.frombuffer(b"".join(columns["hash"].to_pylist()), dtype="<u8").reshape(-1, 2)
+        return _Index(columns["file"].to_numpy(), hashes, columns["hardly_text"].to_numpy())
 
-    def _build_index(self, path: Path) -> None:
-        # Contents, not dates: a copy on another machine finds the cached tokens, an edited corpus does not.
-        state = hashlib.blake2b(_FORMAT.encode(), digest_size=16)
-        keys: list[int] = []
-        hardly_text: set[int] = set()
+    def _hashes(self) -> Iterator[dict[str, Any]]:
+        hashed = b""
         for number, file in enumerate(self.all):
-            state.update(f"\0{file.name}\0".encode(errors="surrogateescape"))
             for content in file.contents():
-                key = hashlib.blake2b(content, digest_size=16).digest()
-                state.update(key)
-                keys.append(int.from_bytes(key[:8], "little"))
                 # The standard library has a few sources in other encodings, on purpose.
-                if self.data.source == "files" and _is_hardly_text(content):
-                    hardly_text.add(number)
-        numbers = np.array(sorted(hardly_text), dtype=np.int64)
-        with atomic(path) as temporary, open(temporary, "wb") as stream:
-            hashes = np.array(keys, dtype=np.uint64)
-            np.savez(stream, digest=np.array(state.hexdigest()), keys=hashes, hardly_text=numbers)
+                hardly_text = self.data.source == "files" and _is_hardly_text(content)
+                hashed = hashlib.blake2b(content, digest_size=16).digest()
+                yield {"file": number, "hash": hashed, "hardly_text": hardly_text}
+        if not hashed:
+            raise self._empty(len(self.all))
 
     @cached_property
     def _split(self) -> tuple[np.ndarray, np.ndarray]:
-        fraction, keys = self.data.validation_fraction, self._index.keys
+        fraction, keys = self.data.validation_fraction, self._index.hashes[:, 0]
         # By content, so that a run on more text does not train on earlier held-out text.
         order = np.argsort(keys, kind="stable")
         held_out = 0
@@ -213,17 +214,6 @@ class Documents:
                 )
             held_out = min(max(int(np.count_nonzero(keys < fraction * 2.0**64)), 1), len(keys) - 1)
         return np.sort(order[held_out:]), order[:held_out]
-
-
-def _load_index(path: Path) -> _Index | None:
-    if not path.exists():
-        return None
-    try:
-        with np.load(path) as saved:
-            return _Index(str(saved["digest"]), saved["keys"], saved["hardly_text"])
-    except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
-        logger.warning("The index cached at %s is damaged (%s) and is built again", path, error)
-        return None
 
 
 def _is_hardly_text(content: bytes) -> bool:

@@ -2,7 +2,7 @@
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.tools.logging import logger
 
-from titan_muon.titan.data.cache import atomic, build_once, digest
+from titan_muon.titan.data.cache import cached, digest
 from titan_muon.titan.data.documents import Documents
 from titan_muon.titan.recipe import RecipeError
 
@@ -88,10 +88,13 @@ class BPETokenizer(_MarkedTokenizer):
         super().__init__(data.vocab_size)
         # Merges from held-out text would lower the validation loss.
         key = digest(config.documents.digest, repr(data.validation_fraction), str(data.vocab_size))
-        path = Path(data.cache) / f"bpe-{key}.json"
-        self._bpe = build_once(
-            path, load=lambda: _load_bpe(path), build=lambda: _build_bpe(path, config.documents, data.vocab_size)
+        columns = cached(
+            data.cache,
+            f"bpe-{key}",
+            lambda: _trained_bpe(config.documents, data.vocab_size),
+            {"tokenizer": "string"},
         )
+        self._bpe = Tokenizer.from_str(columns["tokenizer"][0].as_py())
         self.fingerprint = digest("bpe", self._bpe.to_str(), str(data.vocab_size))
 
     def _encode(self, text: str) -> list[int]:
@@ -145,23 +148,12 @@ class PretrainedTokenizer(HuggingFaceTokenizer):
         return max(self.get_vocab().values()) + 1
 
 
-def _load_bpe(path: Path) -> Tokenizer | None:
-    if not path.exists():
-        return None
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower for a file it cannot parse
-        logger.warning("The tokenizer cached at %s is damaged (%s) and is trained again", path, error)
-        return None
-
-
-def _build_bpe(path: Path, documents: Documents, vocab_size: int) -> None:
+def _trained_bpe(documents: Documents, vocab_size: int) -> Iterator[dict[str, str]]:
     logger.info("Training a BPE tokenizer of %d tokens on %d documents", vocab_size, len(documents.training))
     began = time.monotonic()
     bpe = _train_bpe(documents.training_texts(), vocab_size - MARKS)
-    with atomic(path) as temporary:
-        bpe.save(str(temporary))
-    logger.info("Trained in %.1f s, cached at %s", time.monotonic() - began, path)
+    yield {"tokenizer": bpe.to_str()}
+    logger.info("Trained in %.1f s, cached in %s", time.monotonic() - began, documents.data.cache)
     learned = bpe.get_vocab_size() + MARKS
     if learned < vocab_size:
         message = "data.vocab_size = %d: the text has only %d distinct tokens to learn; the other ids stay unused"

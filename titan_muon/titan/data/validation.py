@@ -1,11 +1,9 @@
 """Loss on held-out documents: the same sequences in every validation."""
 
-from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.validate import Validator
 from torchtitan.tools.logging import logger
@@ -28,10 +26,8 @@ class HeldOutValidator(Validator):
         limited = copy(config)
         limited.steps = max(config.steps, 1)
         super().__init__(limited, **kwargs)
-        self.last = self.stopped = False
-        """Last step of the run; stop requested. Set by the trainer."""
-        self.check: Callable[[int], None] = lambda step: None
-        """Raises FloatingPointError for a diverged model; set by the trainer."""
+        self.stopped = False
+        """Whether a stop was requested, so that no further validation begins."""
         at_once = self.dp_world_size * self.local_batch_size
         batch = at_once if config.global_batch_size == -1 else config.global_batch_size
         sequences = -1 if config.steps == -1 else config.steps * batch
@@ -58,9 +54,5 @@ class HeldOutValidator(Validator):
         return loader.batches
 
     def should_validate(self, step: int) -> bool:
-        return self.last or (step % self.config.freq == 0 and not self.stopped)
-
-    def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
-        with self.metrics_processor.paused():
-            super().validate(model_parts, step)
-            self.check(step)
+        last = step == self.metrics_processor.config.total_steps
+        return last or (step % self.config.freq == 0 and not self.stopped)

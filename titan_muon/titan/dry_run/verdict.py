@@ -122,43 +122,35 @@ def _groups_between_all(plan: Plan | None, rank: int) -> set[tuple[int, ...]]:
 
 def remedies(verdict: Verdict, meta: MetaModel, recipe: Recipe) -> Iterator[str]:
     """Recipe changes that make the model fit, each with the new peak."""
-    limit = verdict.capacity / (1 + MEMORY_ERROR)
 
-    def peak_with(changed: Recipe, world: int) -> int:
-        shrunk = world / meta.world_size
-        memory = replace(
-            verdict.memory,
-            parameters=int(verdict.memory.parameters / shrunk),
-            gradients=int(verdict.memory.gradients / shrunk),
-            optimizer_states=int(verdict.memory.optimizer_states / shrunk),
-        )
-        passes = replace(verdict.training, memory=pass_memory(changed, world, meta.size, meta.assigned))
-        return replace(verdict, memory=memory, training=passes).peak
+    def peak_with(changed: Recipe, factor: int = 1) -> int:
+        held = ("parameters", "gradients", "optimizer_states")
+        memory = replace(verdict.memory, **{name: getattr(verdict.memory, name) // factor for name in held})
+        passes = pass_memory(changed, factor * meta.world_size, meta.size, meta.assigned)
+        return replace(verdict, memory=memory, training=replace(verdict.training, memory=passes)).peak
 
+    peaks: dict[str, int] = {}
     local = local_batch_size(recipe, meta.world_size)
     full = replace(recipe, activation_checkpoint=replace(recipe.activation_checkpoint, mode="full"))
-    offloaded = verdict.peak - verdict.memory.optimizer_states - verdict.memory.parameters
-    changes: list[tuple[str, float]] = []
     if not reshards_after_forward(recipe):
         resharded = replace(recipe, parallelism=replace(recipe.parallelism, fsdp_reshard_after_forward="always"))
-        key = "parallelism.fsdp_reshard_after_forward"
-        changes.append((f'{key} = "always"', peak_with(resharded, meta.world_size)))
+        peaks['parallelism.fsdp_reshard_after_forward = "always"'] = peak_with(resharded)
     if recipe.activation_checkpoint.mode != "full":
-        changes.append(('activation_checkpoint.mode = "full"', peak_with(full, meta.world_size)))
+        peaks['activation_checkpoint.mode = "full"'] = peak_with(full)
     if local > 1:
         smaller = replace(recipe, training=replace(recipe.training, local_batch_size=local // 2))
-        changes.append((f"training.local_batch_size = {local // 2}", peak_with(smaller, meta.world_size)))
+        peaks[f"training.local_batch_size = {local // 2}"] = peak_with(smaller)
     if not recipe.training.enable_cpu_offload:
-        changes.append(("training.enable_cpu_offload = true", offloaded))
+        offloaded = verdict.memory.optimizer_states + verdict.memory.parameters
+        peaks["training.enable_cpu_offload = true"] = verdict.peak - offloaded
     for factor in (2, 4, 8):
-        world = factor * meta.world_size
-        changes.append((f"{world:,} ranks and full checkpointing", peak_with(full, world)))
-    enough = [(name, peak) for name, peak in changes if peak <= limit]
+        peaks[f"{factor * meta.world_size:,} ranks and full checkpointing"] = peak_with(full, factor)
+    enough = [(name, peak) for name, peak in peaks.items() if peak * (1 + MEMORY_ERROR) <= verdict.capacity]
     for name, peak in enough[:3]:
         yield f"    {name}: {_gib(peak)}"
     if not enough:
-        world = 8 * meta.world_size
-        yield f"    add tensor or pipeline parallelism: {world:,} ranks would still take {_gib(changes[-1][1])}"
+        name, peak = peaks.popitem()
+        yield f"    add tensor or pipeline parallelism: {name} would still take {_gib(peak)}"
 
 
 def verdict_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe, machine: MachineRates) -> Iterator[str]:

@@ -6,8 +6,7 @@ A checkpoint is whole if it has `.metadata`, written last, and every file of `.m
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -120,12 +119,9 @@ class RunCheckpoints(CheckpointManager):
         self._loaded = False
         self._dtypes: tuple[str, ...] = ()
         self.forced = False
-        self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Excludes saving from the training time; set by the trainer."""
-        self.check: Callable[[int], None] = lambda step: None
-        """Raises FloatingPointError for a diverged model; set by the trainer."""
+        """Whether the next step is saved because it is the last one before a stop."""
         self.protected_until: int | None = None
-        """The newest checkpoint up to this step stays; set by the trainer when training looks wrong."""
+        """The newest checkpoint up to this step stays, because training looks wrong since then."""
         self.last_saved: int | None = None
         """The newest step that this process saved."""
         self._missing: tuple[str, ...] = ()
@@ -137,22 +133,24 @@ class RunCheckpoints(CheckpointManager):
             # compat.time_out_all_groups leaves this group alone.
             self.pg._set_group_desc(compat.ASYNC_CHECKPOINT)
 
+    def will_save(self, step: int, *, last_step: bool) -> bool:
+        """Whether `save` of this step writes a checkpoint. The trainer checks the model before."""
+        return self.enable and self._should_save(step, last_step)
+
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         return (self.forced and not self.load_only) or super()._should_save(curr_step, last_step)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        with self.paused():
-            if not self._should_save(curr_step, last_step):
-                return False
-            self.check(curr_step)
-            self.maybe_wait_for_saving()
-            self._check_folder(curr_step)
-            try:
-                saved = bool(super()._save(curr_step, last_step))
-            except CheckpointException as error:
-                raise self._not_saved(curr_step, error) from error
-            self.last_saved = curr_step
-            return saved
+        if not self._should_save(curr_step, last_step):
+            return False
+        self.maybe_wait_for_saving()
+        self._check_folder(curr_step)
+        try:
+            saved = bool(super()._save(curr_step, last_step))
+        except CheckpointException as error:
+            raise self._not_saved(curr_step, error) from error
+        self.last_saved = curr_step
+        return saved
 
     def _wait_for_saving(self) -> None:
         try:

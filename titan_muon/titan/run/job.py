@@ -27,7 +27,6 @@ from titan_muon.titan.assign import explain
 from titan_muon.titan.checks.assignments import assigned_optimizers, changed_assignments
 from titan_muon.titan.checks.machine import check_machine
 from titan_muon.titan.checks.start import check_start, data_facts, start_facts
-from titan_muon.titan.data.cache import atomic
 from titan_muon.titan.data.loader import PackedDataLoader
 from titan_muon.titan.device import on_accelerator
 from titan_muon.titan.fault import RunFault
@@ -131,14 +130,13 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
             # Now, so that an early end leaves the folder to the next attempt.
             remember_run(lasting, run.folder)
         trainer = _prepare(recipe, run, group)
-        if dist.get_rank() == 0:
-            trainer.keep_folder = partial(runs.keep_folder, run, recipe, lock)
+        keep = partial(runs.keep_folder, run, recipe, lock) if dist.get_rank() == 0 else lambda: None
         # Groups of Muon and TorchTitan would keep PyTorch's 30 minutes.
         compat.set_timeouts(timeout)
         try:
             if trainer.step < trainer.config.training.steps:
                 with StopSignals(group, announce=dist.get_rank() == 0, on_progress=watchdog.advance) as stop:
-                    trainer.train(stop)
+                    trainer.train(stop, keep)
             watchdog.finish()
         except FloatingPointError:
             if dist.get_rank() == 0 and trainer.checkpointer.last_saved is None:
@@ -166,27 +164,17 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
         check_start(data_facts(trainer.dataloader, trainer.tokenizer), group)
         trainer.checkpointer.load()
         _refuse_late_export(trainer, recipe)
-    # TorchTitan raises these for bad configurations, without a key.
-    except (ValueError, NotImplementedError) as error:
+    except Exception as error:
+        refusal = _refusal(error, recipe)
+        if refusal is None:
+            raise
         if trainer is not None:
             trainer.close()
         if dist.get_rank() == 0:
             runs.discard(run)
-        if isinstance(error, RecipeError):
+        if refusal is error:
             raise
-        raise RecipeError(f"{error} (refused at {_traced(error, recipe)})") from error
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
-            raise
-        if dist.get_rank() == 0:
-            runs.discard(run)
-        model = recipe.model
-        vocabulary = "" if model.vocab_size is None else f" with model.vocab_size = {model.vocab_size}"
-        raise RecipeError(
-            f"model.flavor = {model.flavor!r}{vocabulary} does not fit into the memory of rank {dist.get_rank()}: "
-            f"{str(error).splitlines()[0]}. Choose a smaller model or vocabulary, or more ranks; a dry run (--dry-run) "
-            f"lists the memory by purpose (refused at {_traced(error, recipe)})"
-        ) from error
+        raise refusal from error
     reports = _gather_parts(trainer, recipe, group)
     answer: list[dict[str, str] | RecipeError] = [{}]
     # A refused run writes no recipe and leaves `latest` unchanged.
@@ -207,6 +195,24 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
     return trainer
 
 
+def _refusal(error: Exception, recipe: Recipe) -> RecipeError | None:
+    """An error of the trainer's start as a refusal; None if the recipe is not its cause."""
+    if isinstance(error, RecipeError):
+        return error
+    # TorchTitan raises these for bad configurations, without a key.
+    if isinstance(error, ValueError | NotImplementedError):
+        return RecipeError(f"{error} (refused at {_traced(error, recipe)})")
+    if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+        return None
+    model = recipe.model
+    vocabulary = "" if model.vocab_size is None else f" with model.vocab_size = {model.vocab_size}"
+    return RecipeError(
+        f"model.flavor = {model.flavor!r}{vocabulary} does not fit into the memory of rank {dist.get_rank()}: "
+        f"{str(error).splitlines()[0]}. Choose a smaller model or vocabulary, or more ranks; a dry run (--dry-run) "
+        f"lists the memory by purpose (refused at {_traced(error, recipe)})"
+    )
+
+
 def _refuse_late_export(trainer: MuonTrainer, recipe: Recipe) -> None:
     """Raise RecipeError if a finished run should be exported."""
     steps = trainer.config.training.steps
@@ -220,8 +226,8 @@ def _refuse_late_export(trainer: MuonTrainer, recipe: Recipe) -> None:
 def _traced(error: Exception, recipe: Recipe) -> str:
     """Where the error was raised, and the file of the last refusal's traceback, because the run has no folder."""
     file, where = Path(recipe.dump_folder, TRACEBACK_FILE), traceback.extract_tb(error.__traceback__)[-1]
-    with suppress(OSError), atomic(file) as temporary:
-        temporary.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+    with suppress(OSError):
+        runs.write_file(file, "".join(traceback.format_exception(error)))
     return f"{where.filename}:{where.lineno}; traceback in {file}"
 
 
@@ -338,6 +344,5 @@ def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[
     shown = "\n".join([counts, *(part.lines for part in parts if part.lines)])
     say(shown)
     text = "\n\n".join([*(part.full for part in parts), counts])
-    with atomic(Path(run.folder) / runs.OPTIMIZERS_FILE) as file:
-        file.write_text(text + "\n", encoding="utf-8")
+    runs.write_file(Path(run.folder) / runs.OPTIMIZERS_FILE, text + "\n")
     return shown

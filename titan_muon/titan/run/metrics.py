@@ -12,7 +12,7 @@ import time
 import tomllib
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -275,14 +275,14 @@ class RunMetrics(MetricsProcessor):
     logger: Board
     ntokens_since_last_log: int
     time_last_log: float
-    report_step: Callable[[float, float], None]
-    """Reports the step's loss and gradient norm; set by the trainer."""
-    bytes_per_token: float | None = None
+    logged: tuple[float, float] | None = None
+    """Loss and norm of a step that TorchTitan has logged and the trainer has not reported."""
+    validated: tuple[float, Mapping[str, Any]] | None = None
+    """Loss and other metrics of a validation that the trainer has not reported."""
     last_loss: float | None = None
     validation_loss: float | None = None
     """Loss of the last validation; under pipeline parallelism only on ranks of the last stage."""
     best_validation: tuple[float, int] | None = None
-    tokens: int | None = None
 
     def __init__(self, config: Config, *, parallel_dims: ParallelDims, **kwargs: Any) -> None:
         # super() calls `_build_metric_logger`. Under pipeline parallelism only the last stage has a loss.
@@ -294,6 +294,7 @@ class RunMetrics(MetricsProcessor):
         self._began = time.perf_counter() - config.seconds_before
         self._last_step = config.first_step - 1
         self._bar: tqdm[Any] | None = None
+        self._paused: tuple[float, int] | None = None
 
     def _build_metric_logger(self, *, config: Config, dump_folder: str, **_: Any) -> Board:
         if not (self.is_reporter or config.save_for_all_ranks):
@@ -318,14 +319,16 @@ class RunMetrics(MetricsProcessor):
     def should_log(self, step: int) -> bool:
         return step in (1, self.config.total_steps) or step % self.config.log_freq == 0
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude a block from the training's tokens and time."""
-        # The next report divides by the time since `time_last_log`.
-        start, tokens = time.perf_counter(), self.ntokens_since_last_log
-        yield
-        self.time_last_log += time.perf_counter() - start
-        self.ntokens_since_last_log = tokens
+    def pause(self) -> None:
+        """Exclude everything until `resume` from the training's tokens and time."""
+        self._paused = time.perf_counter(), self.ntokens_since_last_log
+
+    def resume(self) -> None:
+        if self._paused is not None:
+            began, self.ntokens_since_last_log = self._paused
+            # The next report divides by the time since `time_last_log`.
+            self.time_last_log += time.perf_counter() - began
+            self._paused = None
 
     def peak_memory(self) -> torch.Tensor:
         """(), float64: peak of reserved bytes on this rank's device since the last report."""
@@ -371,9 +374,13 @@ class RunMetrics(MetricsProcessor):
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
         # TorchTitan's other numbers are learning rates by class, and tokens of this process only.
-        self.report_step(global_avg_loss, grad_norm)
+        self.logged = global_avg_loss, grad_norm
 
-    def log_step(self, report: StepReport) -> None:
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        """Keep the held-out loss in nats per token; called on every rank."""
+        self.validated = loss, extra_metrics or {}
+
+    def report_step(self, report: StepReport) -> None:
         steps = report.step - self._last_step
         seconds = time.perf_counter() - self.time_last_log
         # The step ends with an all-reduce, so one rank's clock represents all ranks.
@@ -422,19 +429,19 @@ class RunMetrics(MetricsProcessor):
             held_out += f" (best {best:.4f} at step {best_step})"
         show(f"ended after step {step}: loss {self.last_loss:.4f}{held_out}, {took}; {folder}")
 
-    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        """Report the held-out loss in nats per token; called on every rank."""
+    def report_validation(
+        self, step: int, loss: float, others: Mapping[str, Any], *, tokens: int, bytes_per_token: float | None
+    ) -> None:
+        """Report the held-out loss, on every rank. `bytes_per_token`: of the held-out text, if known."""
         self.validation_loss = loss
         if self.best_validation is None or loss < self.best_validation[0]:
             self.best_validation = (loss, step)
-        record: dict[str, Any] = {"val_loss": loss}
-        if self.tokens is not None:
-            record["tokens"] = self.tokens
+        record: dict[str, Any] = {"val_loss": loss, "tokens": tokens}
         line = f"{self.color.yellow}validation  step {step}{self.color.reset}  loss {loss:.4f}"
-        if self.bytes_per_token is not None:
-            record["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
+        if bytes_per_token is not None:
+            record["bits_per_byte"] = loss / math.log(2) / bytes_per_token
             line += f"  {record['bits_per_byte']:.4f} bits per byte"
         record["seconds"] = time.perf_counter() - self._began
-        self.logger.log(record if extra_metrics is None else record | extra_metrics, step)
+        self.logger.log({**record, **others}, step)
         if self.is_reporter and not is_quiet():
             show(line)

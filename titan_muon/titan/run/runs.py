@@ -10,21 +10,19 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
 import torch.distributed as dist
 
-from titan_muon.titan.data.cache import atomic
 from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
-from titan_muon.titan.recipe.toml import read_file
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
 from titan_muon.titan.run.console import say
 from titan_muon.titan.run.metrics import METRICS_FILE, read_until
-from titan_muon.titan.run_name import OVERRIDES_FILE, changes, distinguishing_keys, other_experiment
+from titan_muon.titan.run_name import changes, distinguishing_keys, other_experiment
 from titan_muon.titan.storage.checksums import damage
 from titan_muon.titan.storage.space import unusable
 
@@ -33,6 +31,7 @@ RECIPE_FILE = "recipe.toml"
 LATEST_FILE = "latest"
 DIVERGED_FILE = "diverged"
 """In a checkpoint's folder: a line with a recipe's digest for each divergence."""
+DIVERGED = "training diverged twice"
 FORMAT = "%Y%m%d-%H%M%S"
 Flaws = Mapping[Path, str]
 
@@ -66,10 +65,7 @@ def agree(
         answer: list[Run | Exception | None] = [None]
         if dist.get_rank() == 0:
             try:
-                if interrupted is None:
-                    opened = open_run(recipe, overrides, flaws)
-                else:
-                    opened = _open_again(recipe, overrides, interrupted, flaws)
+                opened = _opened(recipe, overrides, interrupted, flaws)
                 if not os.access(opened.folder, os.W_OK):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), opened.folder)
                 lock.take(opened.folder)
@@ -84,15 +80,25 @@ def agree(
         if isinstance(run, Exception):
             raise run
         assert run is not None, "rank 0 always answers"
-        wrong = None if run.checkpoint is None else damage(Path(run.checkpoint), group)
-        if wrong is None:
+        if run.checkpoint is None or (wrong := damage(Path(run.checkpoint), group)) is None:
             return run
         # Rank 0 chooses among the other checkpoints.
-        assert run.checkpoint is not None, "only checkpoints are damaged"
         flaws[Path(run.checkpoint)] = wrong
         if dist.get_rank() == 0:
             say(f"warning: checkpoint {run.checkpoint} is passed over: {wrong}")
             discard(run)
+
+
+def _opened(recipe: Recipe, overrides: tuple[str, ...], interrupted: str | None, flaws: Flaws) -> Run:
+    """`open_run`, or the run in the folder of an earlier attempt, if it has a checkpoint."""
+    if interrupted is None:
+        return open_run(recipe, overrides, flaws)
+    own = replace(recipe.checkpoint, load=interrupted, load_step=-1, exclude_from_loading=())
+    if recipe.checkpoint.enable:
+        with contextlib.suppress(RecipeError):
+            return replace(open_run(replace(recipe, checkpoint=own), flaws=flaws), restarted=True)
+    say(f"the attempt before this one left no whole checkpoint in {interrupted}")
+    return open_run(recipe, overrides, flaws, Path(interrupted))
 
 
 def open_run(
@@ -117,24 +123,9 @@ def open_run(
     if "train_state" in recipe.checkpoint.exclude_from_loading:
         return Run(str(new_folder()), str(source), str(checkpoint))
     # A new folder, so that later results are not overwritten.
-    later = (checkpoint_path(checkpoints, other) for other in _later(checkpoints, step))
-    goes_back = any(_flaw(path, flaws) is None and not _diverged_twice(path, recipe) for path in later)
+    goes_back = any(_flaw(path, recipe, flaws) is None for path in _later(checkpoints, step))
     _, seconds = read_until(source / METRICS_FILE, step)
     return Run(str(new_folder() if goes_back else source), str(source), str(checkpoint), step, seconds)
-
-
-def _flaw(checkpoint: Path, flaws: Flaws) -> str | None:
-    return flaws[checkpoint] if checkpoint in flaws else flaw(checkpoint)
-
-
-def _open_again(recipe: Recipe, overrides: tuple[str, ...], folder: str, flaws: Flaws) -> Run:
-    """The run in `folder` of an earlier attempt; without a checkpoint as `open_run`."""
-    own = replace(recipe.checkpoint, load=folder, load_step=-1, exclude_from_loading=())
-    if recipe.checkpoint.enable:
-        with contextlib.suppress(RecipeError):
-            return replace(open_run(replace(recipe, checkpoint=own), flaws=flaws), restarted=True)
-    say(f"the attempt before this one left no whole checkpoint in {folder}")
-    return open_run(recipe, overrides, flaws, Path(folder))
 
 
 def begin(run: Run, recipe: Recipe) -> None:
@@ -145,19 +136,19 @@ def begin(run: Run, recipe: Recipe) -> None:
     folder = Path(run.folder)
     _write_recipe(run, recipe)
     source = folder if run.source is None else Path(run.source)
-    if source.joinpath(METRICS_FILE).is_file() or run.source is not None:
-        for file in (source / METRICS_FILE, *source.glob(f"rank-*/{METRICS_FILE}")):
-            lines, _ = read_until(file, run.step, say)
-            target = folder / file.relative_to(source)
-            target.parent.mkdir(exist_ok=True)
-            # A crash must not lose the record of the continued run.
-            _write_atomic(target, "".join(lines).encode())
+    for file in (source / METRICS_FILE, *source.glob(f"rank-*/{METRICS_FILE}")):
+        if not file.is_file():
+            continue
+        lines, _ = read_until(file, run.step, say)
+        target = folder / file.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        # A crash must not lose the record of the continued run.
+        write_file(target, "".join(lines))
     if source == folder:
         checkpoints = folder / recipe.checkpoint.folder
-        for step in _later(checkpoints, run.step):
-            checkpoint = checkpoint_path(checkpoints, step)
+        for checkpoint in _later(checkpoints, run.step):
             # PyTorch would save beside the old files.
-            numbered = _numbered(checkpoint.with_name(f"aside-{step}"))
+            numbered = _numbered(checkpoint.with_name(checkpoint.name.replace("step", "aside")))
             checkpoint.rename(next(path for path in numbered if not path.exists()))
 
 
@@ -170,11 +161,20 @@ def note_divergence(run: Run, recipe: Recipe) -> None:
                 file.write(_digest(recipe) + "\n")
 
 
-def _diverged_twice(checkpoint: Path, recipe: Recipe) -> bool:
-    """Whether two attempts of the recipe from a checkpoint diverged. Killed attempts do not count."""
+def _flaw(checkpoint: Path, recipe: Recipe, flaws: Flaws) -> str | None:
+    """Reason why a run should not continue from a checkpoint, or None."""
+    found = flaws[checkpoint] if checkpoint in flaws else flaw(checkpoint)
+    return _diverged_twice(checkpoint, recipe) if found is None else found
+
+
+def _diverged_twice(checkpoint: Path, recipe: Recipe) -> str | None:
+    """A line if two attempts of the recipe from a checkpoint diverged. Killed attempts do not count."""
     file = checkpoint / DIVERGED_FILE
     lines = file.read_text(encoding="utf-8", errors="replace").split() if file.is_file() else []
-    return lines.count(_digest(recipe)) >= 2
+    if lines.count(_digest(recipe)) < 2:
+        return None
+    step = checkpoint.name.removeprefix("step-")
+    return f"{DIVERGED} from there; checkpoint.load_step = {step} takes it nevertheless"
 
 
 def _digest(recipe: Recipe) -> str:
@@ -216,7 +216,7 @@ def changed_keys(run: Run, recipe: Recipe) -> list[str]:
 
 def changes_text(run: Run, recipe: Recipe) -> str:
     """Every key that differs from the continued run, or from the newest run before; empty without one."""
-    earlier = _earlier(run, lambda folder: (folder / RECIPE_FILE).is_file())
+    earlier = _earlier(run, recipe)
     if earlier is None:
         return ""
     try:
@@ -228,7 +228,7 @@ def changes_text(run: Run, recipe: Recipe) -> str:
 
 def earlier_optimizers(run: Run, recipe: Recipe) -> str | None:
     """`optimizers.txt` of the continued run, or of the newest run with the same model; None without one."""
-    earlier = _earlier(run, lambda folder: _has_model(folder, recipe))
+    earlier = _earlier(run, recipe, same_model=True)
     file = None if earlier is None else earlier / OPTIMIZERS_FILE
     if file is None or not file.is_file():
         return None
@@ -239,19 +239,17 @@ def earlier_optimizers(run: Run, recipe: Recipe) -> str | None:
         return None
 
 
-def _earlier(run: Run, matches: Callable[[Path], bool]) -> Path | None:
+def _earlier(run: Run, recipe: Recipe, *, same_model: bool = False) -> Path | None:
+    """The continued run, or the newest run before with a readable recipe."""
     if run.source is not None:
         return Path(run.source)
-    folder = Path(run.folder)
-    return next((other for other in run_folders(folder.parent) if other != folder and matches(other)), None)
-
-
-def _has_model(folder: Path, recipe: Recipe) -> bool:
-    try:
-        values = {key: entry.value for key, entry in read_file(folder / RECIPE_FILE).items()}
-    except RecipeError:
-        return False
-    return (values.get("model.name"), values.get("model.flavor")) == (recipe.model.name, recipe.model.flavor)
+    for folder in run_folders(Path(run.folder).parent):
+        with contextlib.suppress(RecipeError):
+            changed = changes(recipe, folder / RECIPE_FILE)
+            other_model = not changed.keys().isdisjoint(("model.name", "model.flavor"))
+            if folder != Path(run.folder) and not (same_model and other_model):
+                return folder
+    return None
 
 
 def discard(run: Run) -> None:
@@ -328,57 +326,51 @@ def _latest_run(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | 
 
 def _whole_step(recipe: Recipe, folder: Path, flaws: Flaws) -> int | None:
     """Step to continue from; None without a whole checkpoint. Prints the newer checkpoints that are passed over."""
-    checkpoints = folder / recipe.checkpoint.folder
-    asked = recipe.checkpoint.load_step
+    checkpoints, asked = folder / recipe.checkpoint.folder, recipe.checkpoint.load_step
+    steps = saved_steps(checkpoints)
     if asked != -1:
-        return _asked_step(checkpoints, asked, flaws, must_exist=recipe.checkpoint.load != "latest")
-    passed: dict[int, str] = {}
-    # A checkpoint from which training diverged is better than none.
-    usable: list[int] = []
-    for step in saved_steps(checkpoints):
-        path = checkpoint_path(checkpoints, step)
-        wrong = _flaw(path, flaws)
-        if wrong is None and _diverged_twice(path, recipe):
-            usable.append(step)
-            wrong = f"training diverged twice from there; checkpoint.load_step = {step} takes it nevertheless"
-        if wrong is None:
-            usable.insert(0, step)
+        return _asked_step(recipe, checkpoints, steps, flaws)
+    wrong = {}
+    for step in steps:
+        wrong[step] = _flaw(checkpoint_path(checkpoints, step), recipe, flaws)
+        if wrong[step] is None:
             break
-        if path not in flaws:
-            passed[step] = f"warning: checkpoint {path} is passed over: {wrong}"
-    whole = usable[0] if usable else None
-    for step, line in passed.items():
-        if whole is None or step > whole:
-            say(line if whole is None else f"{line}; using step {whole} instead")
+    # A checkpoint from which training diverged is better than none.
+    usable = [step for step, text in wrong.items() if text is None or text.startswith(DIVERGED)]
+    whole = next((step for step in usable if wrong[step] is None), usable[0] if usable else None)
+    for step, text in wrong.items():
+        path = checkpoint_path(checkpoints, step)
+        if (whole is None or step > whole) and path not in flaws:
+            instead = "" if whole is None else f"; using step {whole} instead"
+            say(f"warning: checkpoint {path} is passed over: {text}{instead}")
     return whole
 
 
-def _asked_step(checkpoints: Path, step: int, flaws: Flaws, *, must_exist: bool) -> int | None:
-    path, steps = checkpoint_path(checkpoints, step), saved_steps(checkpoints)
-    if step not in steps:
-        if must_exist:
-            saved = ", ".join(map(str, steps)) if steps else "none"
-            raise RecipeError(f"checkpoint.load_step = {step}: {path} does not exist; saved steps: {saved}")
-        return None
-    wrong = _flaw(path, flaws)
+def _asked_step(recipe: Recipe, checkpoints: Path, steps: list[int], flaws: Flaws) -> int | None:
+    asked = recipe.checkpoint.load_step
+    path = checkpoint_path(checkpoints, asked)
+    if asked not in steps:
+        if recipe.checkpoint.load == "latest":
+            return None
+        saved = ", ".join(map(str, steps)) if steps else "none"
+        raise RecipeError(f"checkpoint.load_step = {asked}: {path} does not exist; saved steps: {saved}")
+    wrong = flaws[path] if path in flaws else flaw(path)
     if wrong is not None:
-        raise RecipeError(f"checkpoint.load_step = {step}: {path} cannot be used: {wrong}; choose another step")
-    return step
+        raise RecipeError(f"checkpoint.load_step = {asked}: {path} cannot be used: {wrong}; choose another step")
+    return asked
 
 
 def _new_folder(runs: Path, recipe: Recipe, overrides: tuple[str, ...]) -> Path:
-    stamp, earlier = time.strftime(FORMAT), run_folders(runs)
-    differences = distinguishing_keys(recipe, [folder / RECIPE_FILE for folder in earlier], overrides)
+    earlier = run_folders(runs)
+    differences = distinguishing_keys(recipe, earlier[-1] / RECIPE_FILE if earlier else None, overrides)
     # Names sort by time, also of runs of the same second.
     stamps = {folder.name.partition("_")[0] for folder in earlier}
-    for path in _numbered(runs / stamp):
+    for path in _numbered(runs / time.strftime(FORMAT)):
         folder = path.with_name(f"{path.name}_{differences}" if differences else path.name)
         # mkdir decides, because two runs of the same second both see a free name.
         with contextlib.suppress(FileExistsError):
             if path.name not in stamps:
                 folder.mkdir(parents=True)
-                if overrides:
-                    (folder / OVERRIDES_FILE).write_text("\n".join(overrides) + "\n", encoding="utf-8")
                 return folder
     raise AssertionError("there is always another number")
 
@@ -394,21 +386,28 @@ def _numbered(path: Path) -> Iterator[Path]:
     yield from (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
 
 
-def _later(checkpoints: Path, step: int) -> list[int]:
-    return [other for other in saved_steps(checkpoints) if other > step]
+def _later(checkpoints: Path, step: int) -> list[Path]:
+    return [checkpoint_path(checkpoints, other) for other in saved_steps(checkpoints) if other > step]
 
 
 def _write_recipe(run: Run, recipe: Recipe) -> None:
     """Write the recipe, keep an earlier one, and name the run in the file `latest`."""
-    content, folder = to_toml(recipe).encode(), Path(run.folder)
-    file = folder / RECIPE_FILE
-    earlier = file.read_bytes() if file.is_file() else content
-    if earlier != content:
-        _write_atomic(folder / f"recipe-until-step-{run.step}.toml", earlier)
-    _write_atomic(file, content)
-    _write_atomic(folder.parent / LATEST_FILE, f"{folder.name}\n".encode())
+    content, file = to_toml(recipe), Path(run.folder, RECIPE_FILE)
+    if file.is_file() and file.read_bytes() != content.encode():
+        shutil.copyfile(file, file.with_name(f"recipe-until-step-{run.step}.toml"))
+    write_file(file, content)
+    write_file(file.parents[1] / LATEST_FILE, f"{file.parent.name}\n")
 
 
-def _write_atomic(file: Path, content: bytes) -> None:
-    with atomic(file) as temporary:
-        temporary.write_bytes(content)
+def write_file(file: Path, text: str) -> None:
+    """Write a file that no reader, and no crash, sees half written."""
+    # os.replace is atomic within a file system only.
+    temporary = file.with_name(f"{file.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        # Mode x, because in a shared folder another user may have planted a symbolic link of this name.
+        with temporary.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -70,7 +70,6 @@ class MuonTrainer(Trainer):
     counted: bool
     rates: dict[str, float]
     keep_folder: Callable[[], None]
-    """Restores removed files of the run's folder; set by the job."""
 
     def __init__(self, config: Config) -> None:
         # Not in a dry run, which may plan float8 on a machine without float8.
@@ -79,20 +78,16 @@ class MuonTrainer(Trainer):
             config.model_spec.model = converter.build().convert(config.model_spec.model)
         super().__init__(config)
         check_vocabulary(self.tokenizer.get_vocab_size(), decoder_vocab_size(config.model_spec))
+        self.bytes_per_token: float | None = None
         if config.validator.enable:
-            read = bytes_per_token(self.validator.dl_config, self.tokenizer, config.training.seq_len)
-            self.metrics_processor.bytes_per_token = read
-            self.validator.check = self._check_validation
-        self.metrics_processor.report_step = self._report
-        self.checkpointer.paused = self.metrics_processor.paused
-        self.checkpointer.check = self._check_weights
+            data = self.validator.dl_config
+            self.bytes_per_token = bytes_per_token(data, self.tokenizer, config.training.seq_len)
         self.timer = StepTimer(self.device)
         self._clip_logits()
         self.optimizers.register_step_post_hook(lambda *_: self.timer.end())
         self.tokens_before = 0
         self.data_start = 0
         """Token of the data stream where the run's first step began."""
-        self.keep_folder = lambda: None
         parameters = [p for part in self.model_parts for p in part.parameters()]
         self.clip = GradientClip(
             parameters,
@@ -151,8 +146,9 @@ class MuonTrainer(Trainer):
         self.step, self.tokens_before, self.ntokens_seen = state_dict["step"], state_dict["ntokens_seen"], 0
         self.data_start = state_dict["data_start"]
 
-    def train(self, stop: StopSignals) -> None:
-        self.stop, self.stopped, self.first_step = stop, False, True
+    def train(self, stop: StopSignals, keep_folder: Callable[[], None] = lambda: None) -> None:
+        """Train until the last step or a stop. `keep_folder` restores removed files of the run, at each report."""
+        self.stop, self.keep_folder, self.stopped, self.first_step = stop, keep_folder, False, True
         self.metrics_processor.start(self.step)
         self._begin_checks()
         try:
@@ -210,6 +206,10 @@ class MuonTrainer(Trainer):
                 show(f"warning: {line}")
 
     def should_continue_training(self) -> bool:
+        """Called before each step, after the last one was saved and validated."""
+        if self.metrics_processor.validated is not None:
+            self._report_validation(*self.metrics_processor.validated)
+        self.metrics_processor.resume()
         return super().should_continue_training() and not self.stopped
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
@@ -221,6 +221,8 @@ class MuonTrainer(Trainer):
         self.checks.begin_step(reported=self.reported, counted=self.counted, place=self._place())
         with compat.clipping_by(self._clip_gradients), compat.reporting_every_loss():
             super().train_step(data_iterator)
+        if self.metrics_processor.logged is not None:
+            self._report(*self.metrics_processor.logged)
         if self.first_step:
             # TorchTitan shortens only the time-outs of the mesh's groups here.
             self.first_step = False
@@ -235,9 +237,11 @@ class MuonTrainer(Trainer):
         # TorchTitan saves before the validation, so that a failed or interrupted validation loses no step.
         self.checkpointer.forced = self.stopped
         if self.config.validator.enable:
-            self.validator.stopped, self.validator.last = self.stopped, self.step == self.config.training.steps
-        self.metrics_processor.tokens = self.tokens
+            self.validator.stopped = self.stopped
         self.metrics_processor.advance(self.step)
+        self.metrics_processor.pause()
+        if self.checkpointer.will_save(self.step, last_step=self.step == self.config.training.steps):
+            self._check_weights(self.step)
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         batches = super().batch_generator(data_iterable)
@@ -310,19 +314,22 @@ class MuonTrainer(Trainer):
         except ValueError as error:
             raise RunFault(f"step {step}: {error}") from error
 
-    def _check_validation(self, step: int) -> None:
-        loss = self.metrics_processor.validation_loss
-        assert loss is not None, "a validation reports its loss"
+    def _report_validation(self, loss: float, others: Mapping[str, Any]) -> None:
+        """Report a validation, on every rank. Raises FloatingPointError for a loss that is not finite."""
+        self.metrics_processor.validated = None
+        read = self.bytes_per_token
+        self.metrics_processor.report_validation(self.step, loss, others, tokens=self.tokens, bytes_per_token=read)
         self._warn(self.checks.check_norm())
         broken = torch.tensor(0.0 if math.isfinite(loss) else 1.0, device=self.device)
         dist.all_reduce(broken, op=dist.ReduceOp.MAX)
         if broken.item():
             raise FloatingPointError(
-                f"step {step}: the loss on the held-out text is not finite; training cannot go on. {ADVICE}"
+                f"step {self.step}: the loss on the held-out text is not finite; training cannot go on. {ADVICE}"
             )
 
     def _report(self, loss: float, grad_norm: float) -> None:
         """Report a step, on every rank. Raises FloatingPointError for a non-finite loss or gradient norm."""
+        self.metrics_processor.logged = None
         peak = self.metrics_processor.peak_memory().to(self.device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         report = StepReport(
@@ -335,7 +342,7 @@ class MuonTrainer(Trainer):
             memory=int(peak.item()),
             qk=None if self.qk_clip is None else asdict(self.qk_clip.report()),
         )
-        self.metrics_processor.log_step(report)
+        self.metrics_processor.report_step(report)
         if math.isfinite(loss):
             self._warn(self.checks.check_norm())
         if not math.isfinite(loss + grad_norm):

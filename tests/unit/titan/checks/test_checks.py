@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from pyarrow import chunked_array, large_binary
 from torch import nn
 from torch.optim import Optimizer
 
@@ -94,8 +95,9 @@ def test_counters_follow_the_steps_of_training(fault: Callable[[AdamW, TrainingC
 
 
 def test_positions_and_labels_follow_the_inputs_of_packed_blocks() -> None:
-    documents = [np.arange(start, start + 10) for start in range(0, 100, 10)]
-    corpus = Corpus(np.concatenate(documents), np.arange(0, 101, 10), np.full(10, 10), "")
+    ids = [np.arange(start, start + 10, dtype=np.uint16).tobytes() for start in range(0, 100, 10)]
+    tens = np.full(10, 10)
+    corpus = Corpus(chunked_array([ids], type=large_binary()), np.dtype(np.uint16), tens, tens, "")
     blocks = [TokenBlocks(corpus, np.arange(10), 16, seed=0)[number] for number in range(3)]
     inputs, positions, labels = (
         torch.from_numpy(np.stack([getattr(block, name) for block in blocks]))

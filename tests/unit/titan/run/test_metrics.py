@@ -28,7 +28,7 @@ from tests import tiny  # noqa: E402
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml  # noqa: E402
 from titan_muon.titan.run import console, metrics  # noqa: E402
 from titan_muon.titan.run.console import _Useful, set_up_logging  # noqa: E402
-from titan_muon.titan.run.metrics import JsonLines, RunMetrics, StepReport, flatten, read_until, tagged  # noqa: E402
+from titan_muon.titan.run.metrics import JsonLines, RunMetrics, StepReport, read_until, tagged  # noqa: E402
 from titan_muon.titan.run.signals import SAME_PRESS_SECONDS, StopSignals  # noqa: E402
 from titan_muon.titan.run.step_timer import StepTimer  # noqa: E402
 
@@ -62,19 +62,9 @@ def record(folder: Path) -> dict:
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-def test_observed_attention_logits_are_recorded(reporter: RunMetrics, tmp_path: Path) -> None:
-    reporter.log_step(REPORT)
-    assert "qk" not in record(tmp_path)
-    logits = {"max_logit": {"layers.0": 12.5, "layers.1": 130.0}, "heads_above_threshold": 3}
-    reporter.log_step(replace(REPORT, step=11, qk=logits))
-    assert record(tmp_path)["qk"] == logits
-    tags = dict(tagged({"qk": logits}))
-    assert tags == {"qk/max_logit/layers.0": 12.5, "qk/max_logit/layers.1": 130.0, "qk/heads_above_threshold": 3}
-
-
 def test_step_is_recorded_and_shown(reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Averages must be over the steps since the last report, tokens over all data-parallel ranks."""
-    reporter.log_step(REPORT)
+    reporter.report_step(REPORT)
     entry = record(tmp_path)
     assert (entry["step"], entry["loss"], entry["grad_norm"], entry["tokens"]) == (10, 2.5, 1.25, 5120)
     assert entry["lr"] == {"muon": 2e-3, "adamw": 1e-3}
@@ -87,29 +77,37 @@ def test_step_is_recorded_and_shown(reporter: RunMetrics, tmp_path: Path, capsys
     assert line.startswith("step 10/20  loss 2.5000  grad 1.250  lr muon 2.00e-03 adamw 1.00e-03")
     assert "3.00 GiB" in line
     assert "0:00:20 left" in line
+    assert "qk" not in entry
 
 
-def test_mfu_is_shown_on_gpus(reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mfu_on_gpus_attention_logits_and_divergence_are_recorded(
+    reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """MFU: FLOPs over the possible FLOPs of all ranks."""
     reporter.gpu_peak_flops = 12_800.0
-    reporter.log_step(REPORT)
+    logits = {"max_logit": {"layers.0": 12.5, "layers.1": 130.0}, "heads_above_threshold": 3}
+    reporter.report_step(replace(REPORT, qk=logits))
     assert record(tmp_path)["mfu"] == pytest.approx(256 * 100 / (4 * 12_800), rel=0.02)
-    assert re.search(r"  mfu (49\.[5-9]|50\.\d) %  ", capsys.readouterr().out), (
-        "a busy machine counts a little more time"
-    )
+    assert re.search(r"  mfu (49\.[5-9]|50\.\d) %  ", capsys.readouterr().out), "a busy machine counts more time"
+    assert record(tmp_path)["qk"] == logits
+    tags = dict(tagged({"qk": logits}))
+    assert tags == {"qk/max_logit/layers.0": 12.5, "qk/max_logit/layers.1": 130.0, "qk/heads_above_threshold": 3}
+    reporter.logger.log({"diverged": "step 7: the loss is nan"}, 7)
+    assert record(tmp_path) == {"step": 7, "diverged": "step 7: the loss is nan"}
+    assert dict(tagged(record(tmp_path))) == {"step": 7}, "TensorBoard has no curve of texts"
 
 
 def test_the_end_of_a_run_is_a_single_line(reporter: RunMetrics, capsys: pytest.CaptureFixture[str]) -> None:
     """The user needs the folder and the last losses; both may be hundreds of lines above."""
     reporter.say_end(0, "runs/x")
     assert capsys.readouterr().out == "", "nothing was trained"
-    reporter.log_step(REPORT)
-    reporter.log_validation(2.25, 10)
+    reporter.report_step(REPORT)
+    reporter.report_validation(10, 2.25, {}, tokens=1, bytes_per_token=None)
     capsys.readouterr()
     reporter.say_end(10, "runs/x")
     shown = capsys.readouterr().out
     assert re.fullmatch(r"ended after step 10: loss 2\.5000, held out 2\.2500, \d+:\d\d:\d\d; runs/x\n", shown)
-    reporter.log_validation(2.75, 20)
+    reporter.report_validation(20, 2.75, {}, tokens=1, bytes_per_token=None)
     capsys.readouterr()
     reporter.say_end(20, "runs/x")
     assert "held out 2.7500 (best 2.2500 at step 10), " in capsys.readouterr().out
@@ -138,7 +136,7 @@ def test_only_a_terminal_has_a_progress_bar(
     stream = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     reporter.advance(6)
-    reporter.log_step(replace(REPORT, step=7))
+    reporter.report_step(replace(REPORT, step=7))
     reporter.advance(7)
     reporter.close()
     assert capsys.readouterr().out.startswith("step  7/20  loss 2.5000")
@@ -155,8 +153,8 @@ def test_quiet_prints_only_warnings_errors_and_the_end(
     console.say("warning: nothing is exported")
     logging.info("Tokenizing")
     logging.warning("hardly text")
-    reporter.log_step(REPORT)
-    reporter.log_validation(1.0, 10)
+    reporter.report_step(REPORT)
+    reporter.report_validation(10, 1.0, {}, tokens=1, bytes_per_token=None)
     reporter.advance(10)
     reporter.say_end(10, "runs/x")
     warned, library, end = capsys.readouterr().out.splitlines()
@@ -165,62 +163,32 @@ def test_quiet_prints_only_warnings_errors_and_the_end(
     assert sys.stderr.getvalue() == "", "no bar either"  # type: ignore[attr-defined]
 
 
-def test_a_divergence_is_recorded_with_the_reason(reporter: RunMetrics, tmp_path: Path) -> None:
-    reporter.logger.log({"diverged": "step 7: the loss is nan"}, 7)
-    assert record(tmp_path) == {"step": 7, "diverged": "step 7: the loss is nan"}
-    assert dict(tagged(record(tmp_path))) == {"step": 7}, "TensorBoard has no curve of texts"
-
-
-def test_lines_of_another_tool_are_kept(tmp_path: Path) -> None:
-    """A record without a step must not end a resume."""
-    lines = ['{"step": 1, "seconds": 2.0}', '{"event": "preempted"}', "[1, 2]", '{"step": 2}']
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    kept, seconds = read_until(tmp_path / "metrics.jsonl", 1)
-    assert ([line.strip() for line in kept], seconds) == (lines[:2], 2.0)
-
-
 def test_validation_is_recorded_in_bits_per_byte(
     reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nats per token become bits per byte; where bytes are not counted the number must be absent, not wrong."""
-    reporter.log_validation(1.0, 10)
+    reporter.report_validation(10, 1.0, {}, tokens=4096, bytes_per_token=None)
     assert "bits_per_byte" not in record(tmp_path)
-    reporter.bytes_per_token = 2.0
-    reporter.log_validation(1.0, 10)
+    reporter.report_validation(10, 1.0, {}, tokens=4096, bytes_per_token=2.0)
     assert record(tmp_path)["bits_per_byte"] == pytest.approx(0.7213475)
+    assert record(tmp_path)["tokens"] == 4096, "runs of different batches are compared by tokens"
     assert "0.7213 bits per byte" in capsys.readouterr().out
-
-
-def test_a_validation_is_recorded_with_the_tokens_trained_on(reporter: RunMetrics, tmp_path: Path) -> None:
-    """Runs of different batches are compared by tokens, in training and in validation alike."""
-    reporter.tokens = 4096
-    reporter.log_validation(1.0, 10)
-    assert record(tmp_path)["tokens"] == 4096
-
-
-def test_tensorboard_has_the_recipe_and_both_losses(tmp_path: Path) -> None:
-    board = metrics.TensorBoard(tmp_path, 1, "[muon]\nlr = 0.5\n")
-    board.log({"loss": 2.0, "lr": {"muon": 0.5}}, 1)
-    board.log({"val_loss": 3.0}, 1)
-    board.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert set(events.Tags()["scalars"]) == {"loss/train", "loss/validation", "lr/muon"}
-    assert text_of(events, "recipe") == "    [muon]\n    lr = 0.5\n"
 
 
 def test_tensorboard_has_sections_of_several_curves_with_the_losses_first(reporter: RunMetrics, tmp_path: Path) -> None:
     """A curve over itself is a straight line, and bits per byte are the loss in another unit."""
-    reporter.log_step(REPORT)
-    reporter.bytes_per_token, reporter.tokens = 1.5, 5120
-    reporter.log_validation(2.0, 10)
-    board = metrics.TensorBoard(tmp_path / "tb", 1, "")
+    reporter.report_step(REPORT)
+    reporter.report_validation(10, 2.0, {}, tokens=5120, bytes_per_token=1.5)
+    board = metrics.TensorBoard(tmp_path / "tb", 1, "[muon]\nlr = 0.5\n")
     for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)
         step = values.pop("step")
         board.log(values | {"mfu": 0.4}, step)
     board.close()
     sections: dict[str, list[str]] = {}
-    for tag in sorted(EventAccumulator(str(tmp_path / "tb")).Reload().Tags()["scalars"]):
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert text_of(events, "recipe") == "    [muon]\n    lr = 0.5\n"
+    for tag in sorted(events.Tags()["scalars"]):
         sections.setdefault(tag.partition("/")[0], []).append(tag.partition("/")[2])
     assert list(sections)[:3] == ["loss", "loss_by_seconds", "loss_by_tokens"]
     assert sections["loss"] == ["bits_per_byte", "train", "validation"]
@@ -256,66 +224,34 @@ def test_tensorboard_has_losses_over_tokens_and_seconds_after_a_resume(tmp_path:
     assert text_of(events, "plan") == "    8 matrices"
 
 
-def test_tensorboard_compares_hyperparameters_and_final_losses(tmp_path: Path) -> None:
-    """The tab HPARAMS has a line for each run: differing keys, the last losses, and whether the run ended."""
-    from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
-    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
-    from tensorboard.context import RequestContext
-    from tensorboard.plugins.base_plugin import TBContext
-    from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS, STATUS_UNKNOWN, ListSessionGroupsRequest
-    from tensorboard.plugins.hparams.backend_context import Context
-    from tensorboard.plugins.hparams.list_session_groups import Handler
+def test_tensorboard_compares_hyperparameters_and_ended_runs(tmp_path: Path) -> None:
+    """The tab HPARAMS has a line for each run: all keys, and whether the run ended."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    for name, lr in (("a", 0.5), ("b", 0.25)):
-        board = metrics.TensorBoard(tmp_path / name / "tb", 1, f"name = 'x'\n[muon]\nlr = {lr}\nnesterov = true\n")
-        board.log({"loss": 2.0}, 1)
-        board.log({"loss": lr}, 2)
-        if name == "a":
+    for name in ("ended", "killed"):
+        board = metrics.TensorBoard(tmp_path / name, 1, "name = 'x'\n[muon]\nlr = 0.25\nnesterov = true\n")
+        if name == "ended":
             board.conclude()
         board.close()
-    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
-    context = Context(TBContext(data_provider=MultiplexerDataProvider(multiplexer, str(tmp_path)), flags=None))
-    read = (RequestContext(), "", context.hparams_metadata(RequestContext(), ""))
-    table = context.experiment_from_metadata(read[0], "", True, read[2], [])
-    assert {info.name: info.differs for info in table.hparam_infos} == {
-        "muon.lr": True, "muon.nesterov": False, "name": False
-    }  # fmt: skip
-    assert "loss/train" in {info.name.tag for info in table.metric_infos}
-    wanted = ListSessionGroupsRequest(
-        start_index=0, slice_size=9, allowed_statuses=[STATUS_UNKNOWN, STATUS_SUCCESS], include_metrics=True
-    )
-    groups = Handler(RequestContext(), context, "", wanted).run().session_groups
-    rows = {
-        group.hparams["muon.lr"].number_value: (
-            {value.name.tag: value.value for value in group.metric_values}["loss/train"],
-            group.sessions[0].status == STATUS_SUCCESS,
-        )
-        for group in groups
-    }
-    assert rows == {0.5: (0.5, True), 0.25: (0.25, False)}
+        sent = EventAccumulator(str(tmp_path / name)).Reload().PluginTagToContent("hparams")
+        data = {tag.rpartition("/")[2]: HParamsPluginData.FromString(content) for tag, content in sent.items()}
+        keys = data["session_start_info"].session_start_info.hparams
+        assert (keys["muon.lr"].number_value, keys["muon.nesterov"].number_value) == (0.25, 1)
+        assert keys["name"].string_value == "x"
+        assert ("session_end_info" in data) == (name == "ended")
 
 
 def test_the_speed_excludes_pauses(reporter: RunMetrics) -> None:
     """Time and tokens of a validation must not count as training."""
     before = reporter.time_last_log
-    with reporter.paused():
-        reporter.ntokens_since_last_log += 999
-        time.sleep(0.05)
+    reporter.pause()
+    reporter.ntokens_since_last_log += 999
+    time.sleep(0.05)
+    reporter.resume()
+    reporter.resume()
     assert reporter.ntokens_since_last_log == 1280
     assert reporter.time_last_log - before >= 0.05
-
-
-def test_first_and_last_steps_are_always_reported(reporter: RunMetrics) -> None:
-    """A run shorter than `log_freq` still shows the loss at both ends."""
-    assert [step for step in range(1, 21) if reporter.should_log(step)] == [1, 10, 20]
-    reporter.config.total_steps = 13
-    assert reporter.should_log(13)
-
-
-def test_records_are_on_disk_at_once(tmp_path: Path) -> None:
-    """A dying process must lose no record."""
-    JsonLines(tmp_path / "metrics.jsonl").log({"loss": 1.0}, 7)
-    assert record(tmp_path) == {"step": 7, "loss": 1.0}
+    assert [step for step in range(1, 21) if reporter.should_log(step)] == [1, 10, 20], "both ends are shown"
 
 
 @pytest.mark.parametrize("fault", ["full disk", "dead link"])
@@ -329,7 +265,7 @@ def test_a_record_that_cannot_be_written_is_kept_and_ends_no_run(
         tmp_path.rmdir()
         tmp_path.symlink_to("/no/where")
     for step in (10, 11):
-        reporter.log_step(replace(REPORT, step=step))
+        reporter.report_step(replace(REPORT, step=step))
     reason = "No space left on device" if fault == "full disk" else "File exists"
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert line.startswith("warning: step 10: metrics are kept in memory until they can be written: [Errno ")
@@ -337,7 +273,7 @@ def test_a_record_that_cannot_be_written_is_kept_and_ends_no_run(
     reporter.close()
     assert f"warning: {file} lacks the last 2 records: " in capsys.readouterr().out
     (file if fault == "full disk" else tmp_path).unlink()
-    reporter.log_step(replace(REPORT, step=12))
+    reporter.report_step(replace(REPORT, step=12))
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [10, 11, 12]
     assert "warning" not in capsys.readouterr().out
 
@@ -383,11 +319,10 @@ def test_lines_until_a_step(tmp_path: Path) -> None:
     file.write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 4, "l')
     assert read_until(file, 2) == ([json.dumps(line) + "\n" for line in lines[:2]], 1.5)
     assert read_until(tmp_path / "absent", 2) == ([], 0.0)
-
-
-def test_flatten_joins_paths() -> None:
-    """Nested metrics must become TensorBoard's tags."""
-    assert dict(flatten({"loss": 1, "lr": {"muon": 2}})) == {"loss": 1, "lr/muon": 2}
+    # A record of another tool, without a step, must not end a resume.
+    others = ['{"step": 1, "seconds": 2.0}', '{"event": "preempted"}', "[1, 2]", '{"step": 2}']
+    file.write_text("\n".join(others) + "\n")
+    assert read_until(file, 1) == ([line + "\n" for line in others[:2]], 2.0)
 
 
 def test_the_timer_sums_every_phase_and_resets_on_drain() -> None:
@@ -416,70 +351,52 @@ class StubWandb(types.ModuleType):
         self.begun.append(arguments | {"resume": os.environ.get("WANDB_RESUME")})
 
 
-def test_wandb_gets_the_recipe_and_continues_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The resolved recipe is the run's config, a continued folder is the same run, and a new folder a new run."""
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> StubWandb:
     stub = StubWandb()
     monkeypatch.setitem(sys.modules, "wandb", stub)
+    monkeypatch.setattr(os, "environ", {})
+    return stub
+
+
+def test_wandb_gets_the_recipe_and_continues_the_run(tmp_path: Path, wandb: StubWandb) -> None:
+    """The resolved recipe is the run's config, a continued folder is the same run, and a new folder a new run."""
     for name in ("first", "first", "second"):
-        monkeypatch.setattr(os, "environ", {})
+        os.environ.clear()
         (tmp_path / name).mkdir(exist_ok=True)
         metrics.WandB(tmp_path / name, to_toml(Recipe(name="tiny")))
-    config, ids = stub.begun[0]["config"], [begun["id"] for begun in stub.begun]
-    assert config["name"] == "tiny"
-    assert config["muon"]["momentum"] == Recipe().muon.momentum
-    assert ids[0] == ids[1] != ids[2]
-    assert stub.begun[0]["resume"] == "allow"
-    assert stub.begun[2]["name"] == f"{tmp_path.name}/second"
+    os.environ |= {"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"}
+    metrics.WandB(tmp_path, "").describe({"plan": "8 matrices", "changes": "muon.lr"}, [])
+    first, again, second, mine = wandb.begun
+    assert (first["config"]["name"], first["config"]["muon"]["momentum"]) == ("tiny", Recipe().muon.momentum)
+    assert first["id"] == again["id"] != second["id"]
+    assert (first["resume"], second["name"]) == ("allow", f"{tmp_path.name}/second")
+    assert (mine["id"], mine["resume"]) == ("mine", "must"), "the user's values win"
+    assert wandb.run.summary == {"plan": "8 matrices", "changes": "muon.lr"}
 
 
-def test_a_refusal_of_wandb_is_an_error_with_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = StubWandb()
-
+def test_a_refusal_of_wandb_is_an_error_with_the_key(
+    tmp_path: Path, wandb: StubWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def init(**arguments: object) -> None:
-        raise stub.Error("No API key configured.\nmore")
+        raise wandb.Error("No API key configured.\nmore")
 
-    monkeypatch.setattr(stub, "init", init)
-    monkeypatch.setattr(os, "environ", {})
-    for module, problem in (
-        (stub, "No API key configured. Or set .* WANDB_MODE=offline"),
-        (None, "run pip install wandb"),
-    ):
+    monkeypatch.setattr(wandb, "init", init)
+    remedies = {"No API key configured. Or set .* WANDB_MODE=offline": wandb, "run pip install wandb": None}
+    for problem, module in remedies.items():
         monkeypatch.setitem(sys.modules, "wandb", module)
         with pytest.raises(RecipeError, match=f"^metrics.enable_wandb = true: {problem}"):
             metrics.WandB(tmp_path, "")
 
 
-def test_wandb_shows_the_plan_and_the_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = StubWandb()
-    monkeypatch.setitem(sys.modules, "wandb", stub)
-    monkeypatch.setattr(os, "environ", {})
-    metrics.WandB(tmp_path, "").describe({"plan": "8 matrices", "changes": "muon.lr"}, [])
-    assert stub.run.summary == {"plan": "8 matrices", "changes": "muon.lr"}
-
-
-def test_wandb_keeps_the_users_run_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = StubWandb()
-    monkeypatch.setitem(sys.modules, "wandb", stub)
-    monkeypatch.setattr(os, "environ", {"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"})
-    metrics.WandB(tmp_path, "")
-    assert (stub.begun[0]["id"], stub.begun[0]["resume"]) == ("mine", "must")
-
-
-@pytest.mark.parametrize(
-    ("level", "text", "shown"),
-    [
+def test_the_filter_hides_only_listed_lines_and_warnings() -> None:
+    for level, text, shown in (
         (logging.INFO, "Building a model", False),
-        (logging.INFO, "Applied FSDP to the model", False),
         (logging.WARNING, "Building failed", True),
-        (logging.WARNING, "Peak flops undefined for: X, fallback to A100", True),
         (logging.WARNING, "ENV[TORCH_FR_BUFFER_SIZE] = 5000 will be overridden to 9 based on job config", True),
         (logging.WARNING, "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING] = 1 will be overridden to 3", False),
-    ],
-)
-def test_the_filter_hides_only_listed_warnings(level: int, text: str, shown: bool) -> None:
-    """Only listed warnings are hidden."""
-    record = logging.LogRecord("torchtitan", level, "", 0, text, None, None)
-    assert _Useful().filter(record) == shown
+    ):
+        assert _Useful().filter(logging.LogRecord("torchtitan", level, "", 0, text, None, None)) == shown, text
 
 
 def test_a_warning_of_a_rank_is_printed_once_with_the_rank() -> None:

@@ -87,3 +87,28 @@ def test_impossible_weights_on_any_rank_are_not_saved(
         FloatingPointError, match=r"step 3: weights are not finite or larger than 1e\+06 .* nothing is saved"
     ):
         trainer._check_weights(3)
+
+
+def test_a_model_is_checked_before_every_save_and_not_saved_after_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchTitan's loop saves after the step, so that an error of the step is one before the save."""
+    monkeypatch.setattr(torchtitan.trainer.Trainer, "train_step", lambda self, batches: None)
+    checked: list[int] = []
+
+    def check(step: int) -> None:
+        checked.append(step)
+        if step == 4:
+            raise FloatingPointError("some weights are not finite")
+
+    trainer = MuonTrainer.__new__(MuonTrainer)
+    trainer.stop, trainer.metrics_processor, trainer.checks, trainer.dataloader = (mock.Mock() for _ in range(4))
+    trainer.config, trainer.checkpointer, trainer.validator, trainer.optimizers = (mock.Mock() for _ in range(4))
+    trainer.config.check_replicas, trainer.config.comm.train_timeout_seconds = 0, 1
+    trainer.metrics_processor.logged, trainer.monitor, trainer.first_step = None, None, False
+    trainer.checkpointer.will_save = lambda step, last_step: step % 2 == 0
+    monkeypatch.setattr(trainer, "_check_weights", check)
+    for trainer.step in (1, 2, 3):
+        trainer.train_step(iter(()))
+    trainer.step = 4
+    with pytest.raises(FloatingPointError, match="not finite"):
+        trainer.train_step(iter(()))
+    assert checked == [2, 4]
