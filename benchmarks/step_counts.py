@@ -94,9 +94,7 @@ def run(rank: int, store: str, listed: bool) -> None:
 def main() -> None:
     """Print the counts of rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--list", action="store_true", help="also print what is counted"
-    )
+    parser.add_argument("--list", action="store_true", help="also print what is counted")
     listed = parser.parse_args().list
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run, (f"{folder}/store", listed), RANKS)

@@ -27,21 +27,20 @@ def main(folder: Path) -> dict[str, list[str]]:
         from titan_muon.titan import compat
 
         compat.install()
-        from titan_muon.step.stages import RankStages
         from torchtitan.components.loss import ChunkedLossWrapper
 
         from benchmarks.rehearsal.checks import Expected, collective_faults, faults
         from benchmarks.rehearsal.training import rehearse
         from titan_muon.comm.exchange import Exchange
-        from titan_muon.step.stages import RankStages
+        from titan_muon.engine import Engine
         from titan_muon.titan.dry_run.report import report
 
         kept: list[torch.Tensor] = []
-        wait, gather, call, finish = Exchange.wait, Exchange.gather, ChunkedLossWrapper.__call__, RankStages.end
+        wait, gather, call, finish = Exchange.wait, Exchange.gather, ChunkedLossWrapper.__call__, Engine.run
 
-        def item(self: RankStages) -> None:
-            self.buffers.buckets[0].stored[0].view.sum().item()
-            finish(self)
+        def item(self: Engine, *args: Any) -> None:
+            finish(self, *args)
+            self.rank.report._codes.sum().item()
 
         def keeps(self: Exchange, index: int) -> None:
             wait(self, index)
@@ -91,7 +90,7 @@ def main(folder: Path) -> dict[str, list[str]]:
             "tensor parallel": right(**parallel),
             "clipped": right(model__name="deepseek_v3", model__flavor="tiny", qk_clip__mode="clip"),
             "same": list(collective_faults([first, seen(4)])),
-            "item": messages(mock.patch.object(RankStages, "end", item)),
+            "item": messages(mock.patch.object(Engine, "run", item)),
             "kept": messages(mock.patch.object(Exchange, "wait", keeps)),
             "skipped": list(collective_faults([first, seen(4, mock.patch.object(Exchange, "gather", skips))])),
             "mixed": messages(mock.patch.object(ChunkedLossWrapper, "__call__", mixes), **parallel),

@@ -21,9 +21,11 @@ from benchmarks.rehearsal.recorder import LiveMemory, Operations, storages
 from benchmarks.rehearsal.seen import UNEQUAL, Bytes, Collective, Seen
 from benchmarks.rehearsal.subject import build_trainer, without_files
 from titan_muon.comm.clip import GradientClip
+from titan_muon.features.offload import HostOffload
 from titan_muon.muon import Muon
 from titan_muon.owned import private
 from titan_muon.state.host import Transfer, Window
+from titan_muon.step.gradients import StepGradients
 from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.run.trainer import MuonTrainer
 
@@ -113,11 +115,15 @@ class _Rehearsal:
 
         def watched() -> None:
             held, window = self._held(), dict[object, int]()
-            begin = Window.begin
+            begin, offload = Window.begin, HostOffload.begin
 
             def begins(opened: Window, transfers: Sequence[Transfer]) -> None:
                 begin(opened, transfers)
                 window.update(storages(opened.slots))
+
+            def fetches(host: HostOffload, gradients: StepGradients) -> None:
+                offload(host, gradients)
+                window.update(storages(host.slots))
 
             self.training_peak = _bytes(self.memory.largest(), held)
             self.training = _collectives(self.counter)
@@ -126,7 +132,8 @@ class _Rehearsal:
             self.step_start = _bytes(self.memory.largest(), held)
             unwatched = self.trainer.config.training.enable_cpu_offload
             no_sync = _no_sync(self.gpu, unwatched=unwatched)
-            with mock.patch.object(Window, "begin", begins), no_sync, Operations() as operations:
+            patches = mock.patch.object(Window, "begin", begins), mock.patch.object(HostOffload, "begin", fetches)
+            with patches[0], patches[1], no_sync, Operations() as operations:
                 step()
             self.operations = operations.counts
             self.step = _collectives(self.counter)
@@ -145,10 +152,12 @@ class _Rehearsal:
             **self._states(),
         }
         if self.muon is not None:
-            rank = self.muon.engine.rank
+            engine = self.muon.engine
             # Buckets and batches share storages: count each storage once, at its largest.
-            by_purpose["exchange_buffers"] = _largest(rank.buffers.tensors)
-            by_purpose["orthogonalization"] = _largest(batch.whole for batch in rank.batches)
+            by_purpose["exchange_buffers"] = _largest(engine.rank.buffers.tensors)
+            by_purpose["orthogonalization"] = _largest(
+                batch.whole for views in engine.step.views for _, batch, _ in views.batches
+            )
         return by_purpose
 
     def _states(self) -> dict[str, Mapping[object, int]]:

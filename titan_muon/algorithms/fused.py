@@ -151,9 +151,7 @@ class Fused(Decorated):
 
     def __init__(self, inner: Algorithm, tables: Tables, scaling: Scaling | None = None) -> None:
         super().__init__(inner)
-        assert isinstance(inner, MuonAlgorithm), (
-            "`check` accepts algorithms with Muon's arithmetic"
-        )
+        assert isinstance(inner, MuonAlgorithm), "`check` accepts algorithms with Muon's arithmetic"
         self._muon, self._tables, self._scaling = inner, tables, scaling
 
     def scaled(self, scaling: Scaling) -> Fused:

@@ -82,16 +82,16 @@ class HostOffload:
         hosts = [[self._host(name, part) for name, part in place] for place in places]
         size = max((sum(map(slot_bytes, tensors)) for tensors in hosts), default=0)
         count = min(TRANSFERS_AT_ONCE, len(uses))
-        slots = [torch.empty(size, dtype=torch.uint8, device=rank.device) for _ in range(count)]
+        self.slots = [torch.empty(size, dtype=torch.uint8, device=rank.device) for _ in range(count)]
         self._transfers = [
-            Transfer(*use, parts, _slot(place, carved(slots[number % count], tensors)))
+            Transfer(*use, parts, _slot(place, carved(self.slots[number % count], tensors)))
             for number, (use, parts, place, tensors) in enumerate(zip(uses, rows, places, hosts, strict=True))
         ]
         made = list(views)
         for transfer in self._transfers:
             made[transfer.bucket] = self._in_slot(made[transfer.bucket], transfer)
         self.views = tuple(made)
-        self.memory = StepMemory(slots, kept=False)
+        self.memory = StepMemory(self.slots, kept=False)
         self._module: Any = torch.get_device_module(rank.device)
         self._arriving, self._leaving = self._module.Stream(), self._module.Stream()
         self._copies: list[list[tuple[Tensor, Tensor, bool]]] = []

@@ -1,7 +1,7 @@
 """The docs' generated tables agree with the code, their examples run, and quoted messages are those of the code."""
 
-import inspect
 import importlib.util
+import inspect
 import re
 import warnings
 from collections.abc import Callable
@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import titan_muon
-from titan_muon.titan.recipe import constraints
 from docs import make_api, make_coefficients, make_compatibility, make_memory, make_results, make_zoo
 from titan_muon import Muon
 from titan_muon.comm.faults import REMEDIES
 from titan_muon.titan import compat
 from titan_muon.titan.checks.ranks import NOT_ZERO
+from titan_muon.titan.recipe import constraints
 from titan_muon.titan.recipe.degrees import TORCH_NEEDS
 
 DOCS = Path(make_api.__file__).parent

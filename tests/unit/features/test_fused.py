@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.accuracy import relative_error
 from tests.dist.harness import run_ranks
-from titan_muon import Muon, features
+from titan_muon import Muon
 from titan_muon.algorithms import fused
 from titan_muon.algorithms.fused import BLOCK, Table, momentum_launch, rows_of, update_launch
 from titan_muon.algorithms.muon import Tensors

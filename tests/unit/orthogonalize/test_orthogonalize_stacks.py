@@ -150,7 +150,9 @@ def test_in_place_orthogonalization_uses_work_bytes(method: Method) -> None:
     rows, cols, new = 64, 1024, {}
     for out in (torch.float32, torch.bfloat16):
         stack = drawn(1, rows, cols).to(out)
-        _, new[out], _ = allocated(partial(orthogonalize, stack, iteration([(1.5, -0.5, 0.0)], 3, 1e-7), method, out=stack))
+        _, new[out], _ = allocated(
+            partial(orthogonalize, stack, iteration([(1.5, -0.5, 0.0)], 3, 1e-7), method, out=stack)
+        )
         assert new[out] <= 1.1 * method.work_bytes(rows, cols, "cpu", out.itemsize)
     assert new[torch.float32] <= new[torch.bfloat16] - rows * cols * 4
 

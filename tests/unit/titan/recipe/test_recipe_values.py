@@ -229,7 +229,11 @@ RELATED = [
 ]
 # Values of rules, and names of a registry.
 REFUSED = [
-    ("muon.algorithm = 'normoun'", 'muon.algorithm = "normoun"', 'one of "adamuon", "muon", "muonh", "normuon". Did you'),
+    (
+        "muon.algorithm = 'normoun'",
+        'muon.algorithm = "normoun"',
+        'one of "adamuon", "muon", "muonh", "normuon". Did you',
+    ),
     ("muon.exchange = 'gather'", 'muon.exchange = "gather"', 'one of "all_gather", "all_gather_reduce_scatter"'),
     ("placement.muon = 'own'", 'placement.muon = "own"', 'Did you mean "owned"?'),
     ("muon.ns_coefficients = 'polar_expres'", '= "polar_expres" is not', 'Did you mean "polar_express"?'),
