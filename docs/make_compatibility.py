@@ -31,7 +31,7 @@ from torch.distributed.tensor import Placement, Shard, distribute_tensor  # noqa
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from titan_muon import Muon, Owners, apply_in_forward, own  # noqa: E402
-from titan_muon.algorithms.scaling import GradScaling  # noqa: E402
+from titan_muon.algorithms.scaling import check_scaler  # noqa: E402
 from titan_muon.options import Machine, MuonOptions, PlacementRule, Split  # noqa: E402
 from titan_muon.titan import compat  # noqa: E402
 from titan_muon.titan.recipe import schema, toml  # noqa: E402
@@ -51,7 +51,7 @@ SAMPLES: Mapping[str, tuple[Any, ...]] = {
     "momentum_warmup_steps": (10,),
     "weight_decay": (0.0,),
     "adjust_lr_fn": ("original", "spectral_unclamped", 0.18),
-    "rule": ("normuon", "adamuon", "muonh"),
+    "algorithm": ("normuon", "adamuon", "muonh"),
     "beta2": (0.9,),
     "ns_coefficients": ("polar_express",),
     "split_over": (2, "auto"),
@@ -298,7 +298,7 @@ def library_layouts() -> str:
 def scaler_refusal(setting: Setting) -> str:
     """The error of a step under torch.amp.GradScaler for an option; empty if the step accepts the option."""
     try:
-        GradScaling.check(MuonOptions(**dict([setting])))
+        check_scaler(MuonOptions(**dict([setting])))
     except ValueError as error:
         return str(error)
     return ""

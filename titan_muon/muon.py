@@ -22,7 +22,7 @@ from .comm.exchange import Exchange
 from .comm.replicas import separate_layouts
 from .comm.report import Carried
 from .engine import Engine, engine_of, report_of
-from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, OptionError, Split, refuse_keywords
+from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refuse_keywords
 from .plan.terms.types import Plan
 from .planning import checked_plan, device_of
 from .state.groups import check_lr, check_params, checked, doubts_of, given_groups, named_group, rows_of
@@ -217,11 +217,9 @@ class Muon(SkipsSteps, Optimizer):
         """Of this step, by torch.amp.GradScaler or by `skip_unless_finite`. None for a plain step."""
         found_inf, skipped, device = getattr(self, "found_inf", None), self.take_skip(), self.engine.rank.device
         if found_inf is not None:
-            overlap = self.engine.overlap
-            if overlap is not None and not overlap.takes_scaled:
-                raise OptionError("overlap", "= 'backward' would send gradients with a GradScaler's scale; set 'none'")
-            from .algorithms.scaling import scaling_of
+            from .algorithms.scaling import check_scaler, scaling_of
 
+            check_scaler(self._options)
             return scaling_of(found_inf, getattr(self, "grad_scale", None), device)
         # Reading a flag on the CPU does not wait.
         return None if skipped is None or (skipped.device.type == "cpu" and not skipped) else Scaling(skipped)

@@ -27,7 +27,7 @@ def check_plan(context: PlanContext, algorithm: Algorithm) -> None:
 
 
 def _checks(options: MuonOptions) -> Iterator[Callable[[PlanContext], None]]:
-    yield lambda context: check_offload(context.plan.parameters, context.options)
+    yield lambda context: check_offload(context.parameters, context.options)
     yield check_eight_bit
     yield check_not_owned
     yield _check_prescaled

@@ -103,8 +103,6 @@ class BackwardGathers(Overlap):
         accumulated: parameters with a further gradient after they were packed.
     """
 
-    takes_scaled = False
-
     def __init__(self) -> None:
         self.launched = 0
         self.sent: dict[int, SentGradient] = {}

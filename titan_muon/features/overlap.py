@@ -15,12 +15,10 @@ from ..step.views import BucketViews
 class Overlap:
     """By default as without overlap.
 
-    `holds_memory`: whether buffers are in use between steps. `takes_scaled`: whether gradients may have a GradScaler's
-    scale.
+    `holds_memory`: whether buffers are in use between steps.
     """
 
     holds_memory = False
-    takes_scaled = True
 
     def attach(self, rank: Rank, views: Sequence[BucketViews]) -> None:
         """The tensors of the next steps: at the start, and after storage has moved."""

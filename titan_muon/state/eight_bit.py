@@ -38,7 +38,7 @@ def check_eight_bit(context: PlanContext) -> None:
     """Raise OptionError for int8 momentum of a parameter whose blocks would cross shards or matrices."""
     if context.options.state_dtype != "int8":
         return
-    for (_, tensor), planned in zip(context.named, context.plan.parameters, strict=True):
+    for (_, tensor), planned in zip(context.named, context.parameters, strict=True):
         if problem := _cut_blocks(tensor, planned):
             text = f"= 'int8' has a scale for {BLOCK} columns of a row, and {problem}; set 'bfloat16'"
             raise OptionError("state_dtype", text)
