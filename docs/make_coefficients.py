@@ -22,7 +22,7 @@ from titan_muon.orthogonalize import COEFFICIENTS, Method, iteration, orthogonal
 PAGE = ROOT / "docs" / "newton_schulz.md"
 BEGIN, END = "<!-- coefficients: written by docs/make_coefficients.py -->\n", "<!-- end of coefficients -->\n"
 SHAPE = (128, 256)
-LONGER = {"polar_express": (8,), "cubic": (12,)}
+LONGER = {"polar_express": (8,)}
 """Further numbers of steps."""
 
 

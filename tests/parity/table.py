@@ -151,6 +151,7 @@ def overlaps() -> list[Row]:
         "state owner": KEPT,
         "released and kept": {"release_grads": True, "keep_buffers": True},
         "skip": SKIP,
+        "offloaded state": {"offload": "state"},
     }
     network = {**FORWARD, "machine": SLOW_NETWORK}
     return [
@@ -266,6 +267,7 @@ def algorithms() -> list[Row]:
         ),
         row("int8 momentum, several buckets", layouts=LINES, options=SEVERAL, **eight),
         row("int8 momentum, forward", layouts=MODULES[:3], sharded=True, options=FORWARD, **eight),
+        row("int8 momentum, backward", layouts=MODULES[:3], sharded=True, options=BACKWARD, **eight),
         row("int8 momentum, reloaded", layouts=LINES, between={0: "reload", 1: "new_optimizer"}, **eight),
     ]
 
@@ -320,6 +322,7 @@ def actions() -> list[Row]:
         row("reload, state owner", options=KEPT, between={0: "reload", 1: "swap_data"}),
         row("reload, forward", options=FORWARD, between={0: "reload", 1: "check"}, **IN_MODULES),
         row("swap data, backward", layouts=SHARDED, options=BACKWARD, between={0: "swap_data", 1: "swap_and_rebuild"}),
+        *(row(f"scaler, forward, {how}", options=FORWARD, scaler=how, **IN_MODULES) for how in how_scaled),
         row("closure", closure=True),
         row("closure, forward", options=FORWARD, closure=True, **IN_MODULES),
         *(row(f"scaler, {layout}", layouts=(layout,), scaler="scaled") for layout in LINES),

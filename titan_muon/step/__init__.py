@@ -1,1 +1,1 @@
-"""Stages, features and arithmetic of a step."""
+"""A step: its buckets, and the tensors of their calls."""

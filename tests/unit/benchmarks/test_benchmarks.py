@@ -2,6 +2,9 @@
 
 import json
 import math
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,3 +156,14 @@ def test_allocated_memory_is_counted_to_the_byte() -> None:
     assert 2_000_000 <= most < 2_010_000
     assert 6000 <= left < 7000
     assert kept(work)[1] == 6000, "each living storage once"
+
+
+def test_a_step_without_options_runs_through_few_files_functions_and_classes() -> None:
+    """So that a reader can follow it."""
+    words = [sys.executable, "-m", "benchmarks.step_counts", "--list"]
+    shown = subprocess.run(words, cwd=BENCHMARKS.parent, capture_output=True, text=True, check=True).stdout
+    step = re.search(r"second step: (\d+) files, (\d+) functions, (\d+) classes", shown)
+    assert step is not None, shown
+    assert [int(count) <= most for count, most in zip(step.groups(), (14, 56, 14), strict=True)] == [True] * 3, shown
+    assert "  step/step.py MuonStep.bucket" in shown
+    assert "  build() plan/planner.py" in shown
