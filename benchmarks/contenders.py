@@ -184,5 +184,5 @@ OTHER_ARITHMETIC = ("all_to_all, auto", FUSED, "AdamW")
 
 def contenders(device: str) -> Mapping[str, Builder]:
     """Contenders of this machine: DistMuon needs torchtitan, and fused kernels need Triton on the device."""
-    runs = {"DistMuon": importlib.util.find_spec("torchtitan") is not None, FUSED: usable(torch.device(device))}
+    runs = {"DistMuon": importlib.util.find_spec("torchtitan") is not None, FUSED: usable(torch.device(device).type)}
     return {name: build for name, build in CONTENDERS.items() if runs.get(name, True)}

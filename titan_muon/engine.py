@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -16,18 +16,16 @@ from torch.optim import Optimizer
 
 from .algorithms import algorithm_of
 from .algorithms.muon import highest_rate
-from .comm.agreement import Agreement, PlanReport, digest_of
+from .comm.agreement import Agreement
 from .comm.buffers import Buffers, fragmentation
 from .comm.collectives import Collectives
 from .comm.exchange import Exchange
 from .comm.faults import STORAGE_FAULTS, Fault, check_faults, fault_of, names_with
 from .comm.report import Carried, FaultReport
-from .options import HYPERPARAMETERS, SHARED, MuonOptions
+from .options import MuonOptions
 from .orthogonalize import DTYPES
-from .plan.program import collective_ranks, make_program, replicated_plain
-from .plan.terms.groups import components
+from .plan.program import make_program, replicated_plain
 from .plan.terms.layout import Geometries
-from .plan.terms.slices import teams_in
 from .plan.terms.types import Plan
 from .planning import device_of, dispatch_of, methods_of
 from .state.groups import iteration_changed, iteration_of
@@ -38,26 +36,12 @@ from .step.gradients import StepGradients, grad_matrix
 from .step.ranges import trace_range
 from .step.rank import Rank
 from .step.step import Hook, MuonStep, UpdateMask
-from .tensors.dtensor import mesh_axes
 from .tensors.names import names_in
 from .tensors.storage import TrainedParam, storage_of, with_momentum
 from .tensors.warning import warn
 
 if TYPE_CHECKING:
     from .features.overlap import Overlap
-
-LOCAL_OPTIONS = (
-    "orthogonalize",
-    "ns_dtype",
-    "ns_kernel",
-    "release_grads",
-    "keep_buffers",
-    "split",
-    "buffer_bytes",
-    "machine",
-    "offload",
-)
-"""Options that may differ between ranks, for example `machine.file` between nodes."""
 
 
 def check_not_captured() -> None:
@@ -409,56 +393,3 @@ def engine_of(
     engine = Engine(Rank(plan, program, tuple(params), storage, *parts), algorithm_of(options), states, overlap)
     engine.allocate()
     return engine
-
-
-def report_of(
-    plan: Plan,
-    geometries: Geometries,
-    params: Sequence[TrainedParam],
-    options: MuonOptions,
-    groups: Sequence[Mapping[str, Any]],
-    carried: Mapping[str, Carried],
-    all_ranks: tuple[int, ...],
-    *,
-    optional: bool = False,
-) -> PlanReport:
-    """The part of a plan to agree on before the first step. `all_ranks`: of the process group."""
-    # A learning rate in a tensor prints its device, which differs between ranks.
-    hyperparameters = [
-        {key: group[key].item() if isinstance(group[key], Tensor) else group[key] for key in HYPERPARAMETERS}
-        for group in groups
-    ]
-    parts = {
-        "parameters": [(p.fqn, p.layout.shape, p.layout.placements, p.layout.mesh.ranks) for p in plan.parameters],
-        "hyperparameters": hyperparameters,
-        "options": {name: getattr(options, name) for name in SHARED if name not in LOCAL_OPTIONS},
-        "others": [(name, other.names(), len(other.param_groups)) for name, other in carried.items()],
-        "plan": plan.digest(),
-    }
-    teams = {team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()}
-    travelling, replica_groups = collective_ranks(plan, geometries)
-    exclusive = travelling if options.overlap == "backward" else set()
-    buckets = tuple(sorted({*(travelling - exclusive), *teams, *replica_groups}))
-    sharing = tuple(sorted(set(components(_sharing(plan, every=options.missing_grad == "skip")).values())))
-    # From layouts, because all ranks, also outside a mesh, must create equal groups.
-    existing = {all_ranks}
-    for trained, parameter in zip(params, plan.parameters, strict=True):
-        existing.update(mesh_axes(trained.param, parameter.layout))
-    return PlanReport(
-        ranks=tuple(sorted({rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks})),
-        buckets=buckets,
-        groups=tuple(sorted({*buckets, *sharing} - existing)),
-        exclusive=tuple(sorted(exclusive)),
-        sharing=sharing,
-        parts=tuple((name, digest_of(part)) for name, part in parts.items()),
-        optional=optional,
-    )
-
-
-def _sharing(plan: Plan, *, every: bool) -> Iterator[tuple[int, ...]]:
-    """Sets of ranks that decide together about missing gradients."""
-    yield from (bucket.group for bucket in plan.buckets)
-    # Replicas of a plain tensor may get a gradient only on some ranks. Replicas of a DTensor get all or none.
-    for index, ranks in enumerate(plan.local):
-        if len(ranks) > 1 and (every or plan.parameters[plan.matrices[index].parameter].plain):
-            yield ranks

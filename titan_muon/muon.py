@@ -21,10 +21,10 @@ from .comm.equality import check_equal
 from .comm.exchange import Exchange
 from .comm.replicas import separate_layouts
 from .comm.report import Carried
-from .engine import Engine, engine_of, report_of
+from .engine import Engine, engine_of
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refuse_keywords
 from .plan.terms.types import Plan
-from .planning import checked_plan, device_of
+from .planning import checked_plan, device_of, report_of
 from .state.groups import check_lr, check_params, checked, doubts_of, given_groups, named_group, rows_of
 from .state.host import moves, with_offload
 from .state.matrix_states import MatrixStates, with_matrix_states

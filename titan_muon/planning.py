@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .algorithms import algorithm_of
-from .context import PlanContext
+from .comm.agreement import PlanReport, digest_of
+from .comm.report import Carried
 from .features import check_plan
-from .options import Machine, MuonOptions, OptionError
+from .options import HYPERPARAMETERS, SHARED, Machine, MuonOptions, OptionError
 from .orthogonalize import Dispatch, Iteration, Method, kernels_for, measured_choices
 from .plan.planner import make_plan
+from .plan.program import collective_ranks
 from .plan.search.state import with_state_ranks
+from .plan.terms.groups import components
 from .plan.terms.layout import Geometries
 from .plan.terms.machine import MachineRates, machine_of
+from .plan.terms.slices import teams_in
 from .plan.terms.types import Layout, Plan
 from .plan.terms.work import FLOAT32_COST, ElementwiseCost, Work, WorkOf, traffic
 from .state.groups import iteration_of
 from .state.momentum import kept_by
+from .state.plan_context import PlanContext
 from .step.foreach import WIDE_BYTES, chunk_bytes
 from .step.rounding import BYTES as CHUNK_BYTES
-from .tensors.dtensor import step_device, storage_device
+from .tensors.dtensor import mesh_axes, step_device, storage_device
 from .tensors.matrices import planned
 from .tensors.storage import TrainedParam, storage_fault
 
@@ -207,3 +213,70 @@ def check_storage(params: Sequence[TrainedParam], geometries: Geometries, option
         fault = storage_fault(trained.fqn, trained.param, geometries[index], rank)
         if fault is not None:
             raise ValueError(fault)
+
+
+LOCAL_OPTIONS = (
+    "orthogonalize",
+    "ns_dtype",
+    "ns_kernel",
+    "release_grads",
+    "keep_buffers",
+    "split",
+    "buffer_bytes",
+    "machine",
+    "offload",
+)
+"""Options that may differ between ranks, for example `machine.file` between nodes."""
+
+
+def report_of(
+    plan: Plan,
+    geometries: Geometries,
+    params: Sequence[TrainedParam],
+    options: MuonOptions,
+    groups: Sequence[Mapping[str, Any]],
+    carried: Mapping[str, Carried],
+    all_ranks: tuple[int, ...],
+    *,
+    optional: bool = False,
+) -> PlanReport:
+    """The part of a plan to agree on before the first step. `all_ranks`: of the process group."""
+    # A learning rate in a tensor prints its device, which differs between ranks.
+    hyperparameters = [
+        {key: group[key].item() if isinstance(group[key], Tensor) else group[key] for key in HYPERPARAMETERS}
+        for group in groups
+    ]
+    parts = {
+        "parameters": [(p.fqn, p.layout.shape, p.layout.placements, p.layout.mesh.ranks) for p in plan.parameters],
+        "hyperparameters": hyperparameters,
+        "options": {name: getattr(options, name) for name in SHARED if name not in LOCAL_OPTIONS},
+        "others": [(name, other.names(), len(other.param_groups)) for name, other in carried.items()],
+        "plan": plan.digest(),
+    }
+    teams = {team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()}
+    travelling, replica_groups = collective_ranks(plan, geometries)
+    exclusive = travelling if options.overlap == "backward" else set()
+    buckets = tuple(sorted({*(travelling - exclusive), *teams, *replica_groups}))
+    sharing = tuple(sorted(set(components(_sharing(plan, every=options.missing_grad == "skip")).values())))
+    # From layouts, because all ranks, also outside a mesh, must create equal groups.
+    existing = {all_ranks}
+    for trained, parameter in zip(params, plan.parameters, strict=True):
+        existing.update(mesh_axes(trained.param, parameter.layout))
+    return PlanReport(
+        ranks=tuple(sorted({rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks})),
+        buckets=buckets,
+        groups=tuple(sorted({*buckets, *sharing} - existing)),
+        exclusive=tuple(sorted(exclusive)),
+        sharing=sharing,
+        parts=tuple((name, digest_of(part)) for name, part in parts.items()),
+        optional=optional,
+    )
+
+
+def _sharing(plan: Plan, *, every: bool) -> Iterator[tuple[int, ...]]:
+    """Sets of ranks that decide together about missing gradients."""
+    yield from (bucket.group for bucket in plan.buckets)
+    # Replicas of a plain tensor may get a gradient only on some ranks. Replicas of a DTensor get all or none.
+    for index, ranks in enumerate(plan.local):
+        if len(ranks) > 1 and (every or plan.parameters[plan.matrices[index].parameter].plain):
+            yield ranks

@@ -318,7 +318,7 @@ def steps(rank: Rank, gpu: str, source: str, repeats: int, save: Callable[[dict[
     variants = {
         "plain": False,
         "recipe": False,
-        **({"fused": True, "recipe, fused": True} if usable(rank.device) else {}),
+        **({"fused": True, "recipe, fused": True} if usable(rank.device.type) else {}),
     }
     muon, built = None, None
     for name, fused in variants.items():

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from titan_muon.step.stages import RankStages
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -20,7 +21,8 @@ from tests.dist.harness import run_ranks
 from tests.gpu import parity
 from tests.gpu.devices import needs_cuda_build
 from titan_muon import Muon
-from titan_muon.step.gradients import Step
+from titan_muon.engine import Engine
+from titan_muon.step.step import MuonStep
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -74,27 +76,24 @@ def test_every_exchange_steps_on_fake_gpus_without_a_sync(rank: int, world: int,
 
 @needs_cuda_build
 def test_a_sync_in_a_step_on_fake_gpus_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = RankStages.begin
+    run = Engine.run
 
-    def waiting(rank: RankStages, views: object) -> None:
-        begin(rank, views)
+    def waiting(engine: Engine, *args: Any) -> None:
+        run(engine, *args)
         torch.ones(1, device="cuda").item()
 
-    monkeypatch.setattr(RankStages, "begin", waiting)
+    monkeypatch.setattr(Engine, "run", waiting)
     with fake_gpu(), fake_rank(2, 0), pytest.raises(DeviceSync):
         parity.check_exchange("all_to_all", parity.FLOAT32, CUDA, has_values=False)
 
 
 def faults_of_a_lost_update(rank: int, world_size: int) -> tuple[str, ...]:
-    apply = RankStages.apply
+    bucket = MuonStep.bucket
 
-    def lost(stages: RankStages, bucket: int, step: Step) -> None:
-        if rank == 1:
-            stages.exchange.wait(bucket)
-        else:
-            apply(stages, bucket, step)
+    def lost(step: MuonStep, views: Any, gradients: Any, **options: Any) -> Any:
+        return bucket(step, replace(views, updates=()) if rank == 1 else views, gradients, **options)
 
-    RankStages.apply = lost  # type: ignore[method-assign]
+    MuonStep.bucket = lost  # type: ignore[method-assign]
     return parity.check_exchange("all_to_all", parity.FLOAT32, CPU).faults
 
 

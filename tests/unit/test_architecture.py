@@ -108,7 +108,8 @@ PRIVATE_FILES = ("owned/private.py", "fsdp/private.py", "tensors/mesh.py", "tens
 """Files for private names of PyTorch, which change without notice. Each has a test for new versions."""
 PRIVATE = {
     "titan_muon/assignment/roles.py": {"_ConvNd"},
-    "titan_muon/features/early.py": {"_version"},
+    "titan_muon/engine.py": {"_local_tensor"},
+    "titan_muon/features/backward.py": {"_version"},
     "titan_muon/hybrid.py": {"_optimizer_load_state_dict_post_hooks"},
     "titan_muon/owned/hooks.py": {"_pytree"},
     "titan_muon/owned/param_group.py": {"_version"},

@@ -13,7 +13,7 @@ import torch
 from titan_muon import Muon
 from titan_muon.options import CoefficientSet
 from titan_muon.orthogonalize import COEFFICIENTS
-from titan_muon.registry import Registry, optimizers, placements, rules, shared_options
+from titan_muon.registry import Registry, algorithms, optimizers, placements, shared_options
 from titan_muon.titan import compat
 
 compat.install()
@@ -103,6 +103,6 @@ def test_shared_options_belong_to_the_whole_optimizer() -> None:
 
 def test_a_recipe_is_checked_against_every_name_of_this_package_before_the_name_is_registered() -> None:
     assert {*optimizers.own} == {"muon", "adamw"} <= set(optimizers._values)
-    assert {*rules.own} == set(rules._values)
+    assert {*algorithms.own} == set(algorithms._values)
     assert {*placements.own, "shard0"} == set(placements._values)
     assert get_args(CoefficientSet) == tuple(COEFFICIENTS)

@@ -28,8 +28,8 @@ from . import algorithm_of
 from .muon import MuonAlgorithm
 
 if TYPE_CHECKING:
-    from ..context import PlanContext
     from ..orthogonalize.symmetric_kernel import Launch
+    from ..state.plan_context import PlanContext
     from ..step.foreach import MomentumCall, UpdateCall
     from ..step.gradients import StepGradients
     from ..step.rank import Rank
@@ -137,10 +137,10 @@ def _launch(kernel: Any, table: Table, numbers: tuple[Any, ...], options: dict[s
     return Launch(kernel, (len(table.tiles),), (table.tiles, table.tensors, *numbers), options)
 
 
-def usable(device: torch.device) -> bool:
-    """Whether Triton runs on a device. Triton's interpreter runs on the CPU alone."""
+def usable(kind: str) -> bool:
+    """Whether Triton runs on a type of device. Triton's interpreter runs on the CPU alone."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return find_spec("triton") is not None and device.type == ("cpu" if interpreted else "cuda")
+    return find_spec("triton") is not None and kind == ("cpu" if interpreted else "cuda")
 
 
 class Fused(Decorated):
@@ -209,12 +209,12 @@ def has_kernels(options: MuonOptions) -> bool:
 
 def check(context: PlanContext) -> None:
     """Raise OptionError for an algorithm with other arithmetic, wider weights, and a device without Triton."""
-    options, device = context.options, torch.device(context.device)
+    options, device = context.options, context.device
     if not has_kernels(options):
         problem = f"= True has kernels for algorithm = 'muon' and 'normuon', and not for {options.algorithm!r}"
         raise OptionError("fused", f"{problem}; set False")
     # A dry run may plan for GPUs that this machine lacks.
-    if not usable(device) and (device.type == "cpu" or torch.accelerator.is_available()):
+    if not usable(device) and (device == "cpu" or torch.accelerator.is_available()):
         remedy = "install Triton and train on a GPU, or set False (on CPUs, TRITON_INTERPRET=1 runs tests)"
         raise OptionError("fused", f"= True needs Triton, which does not run on {device}; {remedy}")
     wrong = [fqn for fqn, tensor in context.named if tensor.dtype not in DTYPES]
@@ -227,5 +227,5 @@ def with_fused(options: MuonOptions, device: torch.device, tensors: Iterable[Ten
     """The options with `fused = "auto"` decided: by the measurement of this GPU, if the kernels take the tensors."""
     if options.fused != "auto":
         return options
-    takes = has_kernels(options) and usable(device) and all(tensor.dtype in DTYPES for tensor in tensors)
+    takes = has_kernels(options) and usable(device.type) and all(tensor.dtype in DTYPES for tensor in tensors)
     return replace(options, fused=measured_choices(device).fused and takes)

@@ -20,7 +20,7 @@ from ..step.algorithm import WEIGHT_NORM, Group
 from .muon import MuonAlgorithm
 
 if TYPE_CHECKING:
-    from ..context import PlanContext
+    from ..state.plan_context import PlanContext
     from ..step.foreach import UpdateCall
 
 

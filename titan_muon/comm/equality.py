@@ -23,8 +23,7 @@ from ..tensors.dtensor import local
 from ..tensors.mesh import without_groups
 from ..tensors.names import named_parameters, names_in
 from .agreement import Agreement
-from .replicas import bit_sum
-from .report import hyperparameters
+from .replicas import bit_sum, hyperparameters
 
 LISTED = 5
 """Differences in an error text."""

@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,6 +109,15 @@ def _on_several_meshes(reports: Sequence[Mapping[Layout, Sequence[str]]]) -> Ite
                 None if first.tensor_parallel is None else first.tensor_parallel + 1,
             ),
         )
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Hashable]:
+    """Hyperparameters as text, without values on a device, because reading would wait."""
+    values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    on_host = {key: v.item() if isinstance(v, Tensor) and v.device.type == "cpu" else v for key, v in values.items()}
+    texts = {key: repr(value) for key, value in on_host.items() if not isinstance(value, Tensor)}
+    # The address of a framework's object in a group differs between ranks.
+    return {key: text for key, text in texts.items() if " at 0x" not in text}
 
 
 def contents(tensor: Tensor) -> tuple[tuple[int, ...], str, int]:

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from ..tensors.dtensor import on_device
 from ..tensors.storage import STEP
 from .agreement import Agreement
+from .equality import difference, group_label
 from .faults import Fault
-from .replicas import NO_SIZE, differ, sizes
+from .replicas import NO_SIZE, differ, hyperparameters, sizes
 
 PARAMETER_FAULTS = frozenset((Fault.HYPERPARAMETERS_DIFFER, Fault.STEPS_DIFFER))
 """Faults of all parameters, see `FaultReport.details`."""
@@ -34,15 +35,6 @@ class Carried(Protocol):
 
     def on_faults(self, faults: Sequence[Fault]) -> None:
         """Raise ValueError for faults of the last step, equal on all ranks with this report."""
-
-
-def hyperparameters(group: Mapping[str, Any]) -> dict[str, Hashable]:
-    """Hyperparameters as text, without values on a device, because reading would wait."""
-    values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    on_host = {key: v.item() if isinstance(v, Tensor) and v.device.type == "cpu" else v for key, v in values.items()}
-    texts = {key: repr(value) for key, value in on_host.items() if not isinstance(value, Tensor)}
-    # The address of a framework's object in a group differs between ranks.
-    return {key: text for key, text in texts.items() if " at 0x" not in text}
 
 
 class FaultReport:
@@ -239,9 +231,6 @@ class FaultReport:
 
     def details(self, faults: Sequence[Fault]) -> str:
         """The differing hyperparameters or numbers of steps, if any. Collective over the peers."""
-        # Here, because `equality` reads hyperparameters by this file.
-        from .equality import difference, group_label
-
         if PARAMETER_FAULTS.isdisjoint(faults):
             return ""
         values: dict[str, Hashable] = {"number of steps": self.steps}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ..context import PlanContext
 from ..options import MuonOptions, OptionError
 from ..plan.terms.blocks import blocks_reason
 from ..state.eight_bit import check_eight_bit
 from ..state.host import check_offload
 from ..state.momentum import check_not_owned
+from ..state.plan_context import PlanContext
 from ..step.algorithm import Algorithm
 from ..tensors.mesh import without_groups
 from ..tensors.warning import warn

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ..comm.faults import Fault
-from ..context import PlanContext
 from ..options import OptionError
 from ..plan.program import replicated_plain
+from ..state.plan_context import PlanContext
 from ..step.build_views import NO_COPIES
 from ..step.gradients import StepGradients, grad_matrix
 from ..step.ranges import trace_range

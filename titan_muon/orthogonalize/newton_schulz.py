@@ -1,6 +1,6 @@
 """Newton-Schulz iterations on stacks of matrices: torch.optim.Muon's arithmetic, the standard one, and Gram matrices.
 
-`orthogonalize` runs the iteration that a `Method` names.
+`iterate` runs the iteration that a `Method` names.
 """
 
 from __future__ import annotations
@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .coefficients import PRESCALED, Coefficients, coefficients
 from .dispatch import DTYPES, Method
-
-if TYPE_CHECKING:
-    from .sliced import TeamSlice
 
 
 class Products(Protocol):
@@ -76,20 +73,15 @@ def iteration(choice: str | Sequence[Sequence[float]], steps: int, eps: float) -
     return Iteration(choice if isinstance(choice, str) else str(rows), rows, eps)
 
 
-def orthogonalize(
+def iterate(
     stack: Tensor,
     iteration: Iteration,
     method: Method,
+    products: Products,
     norms: Tensor | None = None,
     out: Tensor | None = None,
-    of: TeamSlice | None = None,
 ) -> Tensor:
-    """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), which stays unchanged.
-
-    Returns a new tensor of the stack's shape and dtype (bfloat16 for the reference), or `out`, which may be `stack`.
-    `norms`: the stack's `frobenius_norms` for the method's dtype. `of`: the stack is a slice of a matrix, and `norms`
-    are `sliced_norms`.
-    """
+    """Approximately U Vᵀ of each matrix U S Vᵀ of `stack`, as `orthogonalize`. `products`: of the method."""
     steps, eps = iteration.steps, iteration.eps
     if method.algorithm == "reference":
         # Matrix by matrix, because a batched product may sum in a different order than torch.optim.Muon's.
@@ -97,18 +89,7 @@ def orthogonalize(
         for matrix, result in zip(stack, results, strict=True):
             result.copy_(reference(matrix, steps, eps))
         return results
-    dtype = DTYPES[method.dtype]
-    products: Products = PLAIN
-    if method.products != "plain":
-        from .symmetric import products_of
-
-        products = products_of(method.products)
-    if of is not None:
-        from .sliced import sliced, sliced_norms
-
-        norms = sliced_norms(stack, of.team) if norms is None else norms
-        return sliced(stack, steps, eps, dtype, method.runs(len(steps)), of, norms=norms, out=out)
-    prescale = iteration.name in PRESCALED
+    dtype, prescale = DTYPES[method.dtype], iteration.name in PRESCALED
     if method.algorithm == "gram":
         return gram(stack, steps, eps, dtype, method.restarts, products, norms=norms, out=out, prescale=prescale)
     return standard(stack, steps, eps, dtype, products, norms=norms, out=out, prescale=prescale)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from ..context import PlanContext
 from ..options import OptionError
 from ..plan.terms.types import Parameter
 from ..tensors.draws import hash_counts
 from ..tensors.dtensor import local, storage_device
+from .plan_context import PlanContext
 
 SCALES = "momentum_scale"
 BLOCK = 64

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..context import PlanContext
 from ..options import MuonOptions, Offload, OptionError
 from ..orthogonalize import DTYPES
 from ..plan.terms.layout import chunk
@@ -22,6 +21,7 @@ from ..tensors.names import named_parameters
 from ..tensors.storage import TrainedParam, placement_key, with_momentum
 from .eight_bit import BLOCK, SCALES, new_scales
 from .host import new_state, state_like
+from .plan_context import PlanContext
 
 
 def check_not_owned(context: PlanContext) -> None:

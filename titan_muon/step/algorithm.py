@@ -12,7 +12,7 @@ from ..options import MuonOptions
 from ..state.matrix_states import StateSpec
 
 if TYPE_CHECKING:
-    from ..context import PlanContext
+    from ..state.plan_context import PlanContext
     from .foreach import MomentumCall, UpdateCall
     from .views import Batch
 

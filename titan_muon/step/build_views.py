@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ..comm.buffers import BucketBuffers, StepMemory
-from ..orthogonalize import largest_value
+from ..orthogonalize import largest_value, products_of
 from ..plan.cost.batches import batches
 from ..plan.terms.layout import Span, spans
 from ..state.matrix_states import MatrixStates
 from .algorithm import Algorithm
-from .foreach import Copies, StoredPiece, momentum_calls, scratch_bytes, update_calls
+from .foreach import Copies, StoredPiece, momentum_calls, numbered, scratch_bytes, update_calls
 from .rank import Rank
 from .rounding import RandomBits
 from .views import Batch, BatchPart, BucketViews, UpdateBounds
@@ -68,6 +68,7 @@ class _Builder:
         self.rank, self.algorithm, self.states, self.batch_type = rank, algorithm, states, batch_type
         self.workspace, self.scratch, self.place = workspace, scratch, 0
         self.groups = tuple(trained.group for trained in rank.params)
+        self.numbers = numbered(self.groups)
         self.releases = _last_packed(rank) if rank.options.release_grads else [()] * len(rank.program.buckets)
 
     def bucket(self, index: int, run: Sequence[tuple[int, ...]]) -> BucketViews:
@@ -111,6 +112,7 @@ class _Builder:
             self.place,
             rank.iterations[first.parameter],
             method,
+            products_of(method.products),
             tuple(self.parts(matrices, whole)),
         )
         self.place += len(matrices)
@@ -121,7 +123,7 @@ class _Builder:
 
         def kind(matrix: int) -> tuple[int, bool]:
             parameter = planned.matrices[matrix].parameter
-            return id(self.groups[parameter]), planned.parameters[parameter].stack.transposed
+            return self.numbers[parameter], planned.parameters[parameter].stack.transposed
 
         for (_, transposed), same in groupby(matrices, key=kind):
             members = list(same)

@@ -192,7 +192,7 @@ def momentum_calls(
         for part, view, _ in _rectangles(piece, storage[piece.parameter], WIDE_BYTES, device)
     ]
     # By identity, because a scheduler may change hyperparameters.
-    numbers = _numbered(groups)
+    numbers = numbered(groups)
     calls = grouped(
         placed,
         lambda item: (numbers[item[0].parameter], item[1].dtype, len(item[2])),
@@ -228,7 +228,7 @@ def update_calls(
         for part, view, first in _rectangles(piece, stored, element_bytes, device):
             assert view is not None, "every stored piece is returned"
             placed.append(((part, piece.out_in, first), part.of(stored.param), view))
-    numbers = _numbered(groups)
+    numbers = numbered(groups)
 
     def size(item: PlacedUpdate) -> int:
         return memory_bytes(item[1]) if draws[item[0][0].parameter] else slot_bytes(item[1])
@@ -281,7 +281,8 @@ def _update_call(
     return replace(call, scratch=wide, scratch_bytes=sum(map(slot_bytes, wide)))
 
 
-def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+def numbered(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    """A number for the group of each parameter. Parameters of one group are neighbours."""
     numbers: list[int] = []
     for before, group in pairwise((None, *groups)):
         last = numbers[-1] if numbers else -1

@@ -73,7 +73,7 @@ def test_one_process_builds_the_cache_and_every_rank_reads_it(data):
     assert errors == ("the disk is full",) * 3
     assert sorted(calls) == [0, 0, 20]
     assert all(torch.equal(labels[0], others) for others in labels)
-    assert len(set(tokenizers)) == len(list(Path(data.cache).glob("bpe-*.json"))) == 1
+    assert len(set(tokenizers)) == len(list(Path(data.cache).glob("bpe-*/**/*.arrow"))) == 1
 
 
 class _Stuck(ByteTokenizer):

@@ -6,12 +6,12 @@ import runpy
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from titan_muon.algorithms import fused
-from titan_muon.algorithms.fused import Fused
 from titan_muon.options import MuonOptions
 from titan_muon.planning import missing_streams
 from titan_muon.titan import compat, device
@@ -70,7 +70,8 @@ def test_the_table_of_hardware_says_what_the_code_decides(row: list[str], monkey
         system.setattr(fused, "find_spec", importlib.util.find_spec)
         system.delenv("TRITON_INTERPRET", raising=False)
         recipe_errors = refusal(lambda: runpy.run_path(str(ROOT / "titan_muon" / "titan" / "__init__.py")))
-        fused_errors = refusal(lambda: Fused.check(MuonOptions(fused=True), where))
+        context: Any = SimpleNamespace(options=MuonOptions(fused=True), device=kind, named=())
+        fused_errors = refusal(lambda: fused.check(context))
     float8_errors = [
         refusal(lambda c=capability: check_float8(Float8(linear=True), c, amd=name.startswith("AMD"), torchao=True))
         for capability in capabilities(name)

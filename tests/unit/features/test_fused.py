@@ -8,6 +8,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -345,11 +346,15 @@ def test_a_kernel_moves_the_bytes_that_the_planner_counts(
     param = nn.Parameter(torch.randn(64, 96).to(dtype))
     muon = Muon([("w", param)], fused=True, **options)
     param.grad = torch.randn(64, 96).to(dtype)
-    rank, step, counts = muon.engine.rank, muon._checked(), muon.plan.passes.traffic
-    rank.begin(step)
+    engine, counts = muon.engine, muon.plan.passes.traffic
+    gradients, algorithm = engine.gradients(muon.param_groups, muon.state), engine.step.algorithm
+    engine.workspace.take()
     with torch.no_grad():
-        for stage in ("advance", "apply"):
-            getattr(rank, stage)(0, step)
+        for stage, views in product(("advance", "apply"), engine.step.views):
+            for call in views.gathers if stage == "advance" else ():
+                algorithm.before_gather(call, call.momentum, call.grads(gradients))
+            for call in views.updates if stage == "apply" else ():
+                algorithm.after_return(call, call.params)
     norm = muon.plan.wire_bytes
     traffic = {name: count / param.numel() for name, count in moved.items()}
     assert traffic == {"advance": counts.advance, "apply": counts.apply - norm}
@@ -448,5 +453,5 @@ def test_the_interpreter_does_not_read_the_memory_of_a_gpu(monkeypatch: pytest.M
     monkeypatch.setattr(fused, "find_spec", lambda name: True)
     for interpreted, device in (("1", "cpu"), ("0", "cuda")):
         monkeypatch.setenv("TRITON_INTERPRET", interpreted)
-        usable = {name for name in ("cpu", "cuda", "mps") if fused.usable(torch.device(name))}
+        usable = {name for name in ("cpu", "cuda", "mps") if fused.usable(name)}
         assert usable == {device}

@@ -232,9 +232,9 @@ REFUSED = [
     (
         "muon.algorithm = 'normoun'",
         'muon.algorithm = "normoun"',
-        'one of "adamuon", "muon", "muonh", "normuon". Did you',
+        'one of "adamuon", "muon", "muonh", "normuon"',
     ),
-    ("muon.exchange = 'gather'", 'muon.exchange = "gather"', 'one of "all_gather", "all_gather_reduce_scatter"'),
+    ("muon.exchange = 'gather'", 'muon.exchange = "gather"', 'one of "all_to_all", "all_gather"'),
     ("placement.muon = 'own'", 'placement.muon = "own"', 'Did you mean "owned"?'),
     ("muon.ns_coefficients = 'polar_expres'", '= "polar_expres" is not', 'Did you mean "polar_express"?'),
     (f"{OWNER_RULE}'each'", 'placement.rule[0].placement = "each"', '"shard0"'),

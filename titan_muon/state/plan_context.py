@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .options import MuonOptions
-from .orthogonalize import Iteration
-from .plan.terms.types import Parameter, Plan
+from ..options import MuonOptions
+from ..orthogonalize import Iteration
+from ..plan.terms.types import Parameter, Plan
 
 
 @dataclass(frozen=True)
