@@ -14,7 +14,7 @@ from torch import nn
 
 import titan_muon
 from docs import make_api, make_coefficients, make_compatibility, make_memory, make_results, make_zoo
-from titan_muon import Muon
+from titan_muon import Muon, registry
 from titan_muon.comm.faults import REMEDIES
 from titan_muon.titan import compat
 from titan_muon.titan.checks.ranks import NOT_ZERO
@@ -126,6 +126,8 @@ PAGES = [page for page in sorted(DOCS.glob("*.md")) if blocks(page) and page.nam
 def test_the_examples_of_a_page_run_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
     compat.install()
     monkeypatch.chdir(tmp_path)
+    # An example registers an algorithm.
+    monkeypatch.setattr(registry.algorithms, "_values", dict(registry.algorithms._values))
     names = {} if page.name == "frameworks.md" else namespace()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
