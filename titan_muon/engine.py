@@ -177,7 +177,7 @@ class Engine:
         # Asking the peers would block the host. So the step leaves out matrices with faults on every rank, and all
         # ranks raise in the next step.
         alone = rank.agreement.peers is None
-        if not alone and not dist.is_initialized():
+        if not dist.is_initialized():
             rank.agreement.check_alive()
         if overlap is not None:
             self.finish()
