@@ -38,6 +38,9 @@ REDUCED: Options = {"exchange": "all_gather_reduce_scatter"}
 FLOAT32: Options = {"ns_dtype": "float32", "wire_dtype": "float32", "orthogonalize": "auto"}
 SLICED: Options = {**FLOAT32, "split_over": 4, "machine": SLOW_COMPUTE}
 
+HURT_SLICE: Options = {"options": {**SLICED, **SKIP}, "gradients": {1: ("", torch.nan)}}
+"""A NaN in one slice of every matrix, which is then skipped whole."""
+
 ROWS_SMOOTHED: Options = {ALGORITHM: "normuon", "beta2": 0.9}
 ELEMENTS_SMOOTHED: Options = {ALGORITHM: "adamuon", "beta2": 0.9}
 SPHERE: Options = {ALGORITHM: "muonh", "weight_decay": 0.0}
@@ -126,6 +129,7 @@ def options() -> list[Row]:
             for name, options in exchanges.items()
         ),
         row("slices", layouts=MODULES[:3], shapes=(*BLOCKS,), options=SLICED, proof="slices", **CLOSE),
+        row("slices, nan skipped", layouts=MODULES[:3], shapes=(*BLOCKS,), proof="slices", **CLOSE, **HURT_SLICE),
         row("slices, columns", 2, ("tp columns",), shapes=(*BLOCKS,), options=SLICED, proof="slices", **CLOSE),
         *(
             row(f"distributed, {layout}", layouts=(layout,), shapes=EVEN, options=DISTRIBUTED, **CLOSE)
