@@ -1,10 +1,10 @@
 """`overlap="forward"`: each layer's next forward ends the last buckets of a step, before its weights are used."""
 
 # [Note: updates in forward]
-# - A step launches all returns, but leaves the updates of the last rounds to forward, because their buffers are free
-#   until the next step.
-# - A late update uses the hyperparameters of its step, even if a scheduler changes them after the step.
-# - Late updates run on a separate stream, because on the computing stream they would wait for all earlier layers.
+# - A step launches all returns, but leaves the updates of the last rounds to forward, because no round reuses the
+#   buffers before the next step.
+# - A late update uses the hyperparameters of the step, also after a change by a scheduler.
+# - Late updates run on a separate stream. On the computing stream an update would wait for all earlier layers.
 # - A late update launches no collective, so ranks may end buckets in any order.
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class ForwardUpdates(Overlap):
             )
 
     def _take_out_moved(self, suspended: Suspended) -> list[str]:
-        """Take out the updates of parameters with replaced storage. Returns their names."""
+        """Take out updates of parameters with replaced storage. Returns the names of these parameters."""
         params, storage = self._rank.params, self._rank.storage
         stored = {part.parameter for call in suspended.updates for part in call.parts}
         moved = [index for index in sorted(stored) if not storage[index].is_of_weights(params[index])]

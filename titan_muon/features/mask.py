@@ -3,8 +3,8 @@
 # [Note: matrices without an update]
 # - Each matrix has a code: no holder, a zero gradient, a gradient, or a missing or non-finite gradient. The maximum
 #   over the ranks that share matrices makes all ranks agree on the device, without a wait of the host.
-# - Skipped: a missing or non-finite gradient with `skip`. The matrix also keeps its momentum and its weights, so all
-#   holders must know before the momentum changes.
+# - Skipped: a missing or non-finite gradient with `skip`. Momentum and weights of the matrix stay too, so all holders
+#   must know before the momentum changes.
 # - Idle: a zero gradient with `hold`. Only the update is held, because Newton-Schulz normalizes the momentum: an expert
 #   without tokens would move at full speed, for hundreds of steps. The maximum hides behind the first gather.
 # - The whole gradient of a matrix counts. Shards of one name on several meshes count together, and the slices of a

@@ -1,9 +1,9 @@
-"""Frobenius norms of sharded weights, for algorithms that keep them (`Algorithm.sums_norms`)."""
+"""Frobenius norms of sharded weights, for algorithms with constant norms (`Algorithm.sums_norms`)."""
 
 # [Note: weight norms]
 # - A step begins and ends with an all-reduce of one float32 number for each matrix that travels.
-# - Weights with another norm after the step are multiplied by the ratio. An unchanged matrix has equal norms before and
-#   after, so its factor is exactly 1.
+# - At the end, weights are multiplied by the ratio of the norms before and after the step. The factor of an unchanged
+#   matrix is exactly 1.
 
 from __future__ import annotations
 
