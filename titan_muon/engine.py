@@ -21,7 +21,7 @@ from .comm.buffers import Buffers, fragmentation
 from .comm.collectives import Collectives
 from .comm.exchange import Exchange
 from .comm.faults import STORAGE_FAULTS, Fault, check_faults, fault_of, names_with
-from .comm.report import Carried, FaultReport
+from .comm.report import FaultReport, Reported
 from .options import MuonOptions
 from .orthogonalize import DTYPES
 from .plan.program import make_program, replicated_plain
@@ -287,7 +287,7 @@ class Engine:
         self._heal(own)
         names = report.names[: len(own)]
         check_faults(names, own, self._allowed, "" if alone else report.details(reported))
-        report.tell_carried(reported)
+        report.tell_others(reported)
         if broken := names_with(names, own, Fault.NOT_FINITE):
             warn(f"{broken}: not finite; the update of those matrices was zero in a step")
 
@@ -378,14 +378,14 @@ def engine_of(
     overlap: Overlap | None,
     *,
     muon: Optimizer,
-    carried: Mapping[str, Carried],
+    others: Mapping[str, Reported],
 ) -> Engine:
-    """The engine of a plan. `overlap`: of the engine before. `carried`: optimizers in Muon's report, by name."""
+    """The engine of a plan. `overlap`: of the engine before. `others`: optimizers in Muon's report, by name."""
     program = make_program(plan, agreement.rank, geometries)
     buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype], kept=options.keep_buffers)
     exchange = Exchange(program, buffers, collectives, agreement, exclusive=options.overlap == "backward")
     names = [trained.fqn for trained in params]
-    report = FaultReport(names, {"muon": muon}, carried, buffers.device, agreement, replicated_plain(plan))
+    report = FaultReport(names, {"muon": muon}, others, buffers.device, agreement, replicated_plain(plan))
     iterations = tuple(iteration_of(trained.group) for trained in params)
     methods = methods_of(plan, iterations, dispatch_of(buffers.device, options))
     storage = tuple(map(storage_of, params, plan.parameters))

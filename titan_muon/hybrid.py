@@ -90,13 +90,13 @@ class ForwardsToParts:
                 # Other optimizers cannot skip on the device, so the host waits.
                 optimizer.zero_grad()
 
-    def _carry(self) -> None:
+    def _share_report(self) -> None:
         order = list(self.parts.optimizers.values())
         # Rules may give all parameters to other optimizers.
         optional = all(a.rule is not None for a in self.parts.assignments)
         for muon in self._muons[:1]:
             others = {name: o for name, o in self.parts.optimizers.items() if isinstance(o, AdamW)}
-            muon.carry(others, optional=optional)
+            muon.report_for(others, optional=optional)
             for adamw in others.values():
                 adamw.gradient_faults.report_with(muon, follows=order.index(adamw) > order.index(muon))
 
@@ -199,7 +199,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
         super().__init__(self.param_groups, {**shared, "momentum": of_muon.get("momentum", MuonOptions.momentum)})
         for part in self._muons:
             part.process_group = self.process_group
-        self._carry()
+        self._share_report()
         self._follow_parts()
         splits = of_muon.get("split", ())
         for line in (*split_lines(self.assignments, splits), *doubts(self.assignments, splits)):
@@ -357,7 +357,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "process_group": group_named(state.get("process_group"))})
         self.state = next(iter(self.optimizers.values())).state
-        self._carry()
+        self._share_report()
         self._follow_parts()
 
     def _follow_parts(self) -> None:

@@ -20,7 +20,7 @@ from .comm.collectives import Collectives
 from .comm.equality import check_equal
 from .comm.exchange import Exchange
 from .comm.replicas import separate_layouts
-from .comm.report import Carried
+from .comm.report import Reported
 from .engine import Engine, engine_of
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refuse_keywords
 from .plan.terms.types import Plan
@@ -66,7 +66,7 @@ class Muon(SkipsSteps, Optimizer):
     _step_supports_amp_scaling = True
     _built_late = False
     _optional = False
-    _carried: Mapping[str, Carried] = MappingProxyType({})
+    _others: Mapping[str, Reported] = MappingProxyType({})
     transport: type[Collectives] = Collectives
     """Collectives of the exchange."""
 
@@ -261,13 +261,13 @@ class Muon(SkipsSteps, Optimizer):
                 self._engine.rank.report.send_late()
                 self._engine.raise_pending()
 
-    def carry(self, others: Mapping[str, Carried], *, optional: bool = False) -> None:
-        """Let reports carry the faults and hyperparameters of other optimizers, by name; before `build`.
+    def report_for(self, others: Mapping[str, Reported], *, optional: bool = False) -> None:
+        """Report also the faults and hyperparameters of other optimizers, by name; before `build`.
 
         `optional`: whether the other optimizers may have all parameters of all ranks.
         """
-        assert self._engine is None or dict(others) == dict(self._carried), "Muon was built without these optimizers"
-        self._carried, self._optional = dict(others), optional
+        assert self._engine is None or dict(others) == dict(self._others), "Muon was built without these optimizers"
+        self._others, self._optional = dict(others), optional
 
     def check_replicas(self, own: Iterable[str] = ()) -> None:
         """Raise ValueError on every rank if replicas of weights or states, or hyperparameters, differ between ranks.
@@ -427,13 +427,13 @@ class Muon(SkipsSteps, Optimizer):
         separate = separate_layouts(params, agreement)
         plan, geometries = together(lambda: checked_plan(params, self._options, separate, agreement.rank))
         params = together(lambda: with_states(params, plan.parameters, self.state, self._options))
-        of_plan = (plan, geometries, params, self._options, self.param_groups, self._carried, agreement.ranks)
+        of_plan = (plan, geometries, params, self._options, self.param_groups, self._others, agreement.ranks)
         report = report_of(*of_plan, optional=self._optional)
         known = {g: group for trained in params for g, group in mesh_groups(trained.param, agreement.rank).items()}
         agreement.open(report, known, device_of(params))
         overlap = None if self._engine is None else self._engine.overlap
         rest = (self._options, self.transport(), agreement, self._matrix_states(plan), overlap)
-        engine = together(lambda: engine_of(plan, geometries, params, *rest, muon=self, carried=self._carried))
+        engine = together(lambda: engine_of(plan, geometries, params, *rest, muon=self, others=self._others))
         engine.attach()
         engine.warm_up()
         return engine

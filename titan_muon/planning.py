@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .algorithms import algorithm_of
 from .comm.agreement import PlanReport, digest_of
-from .comm.report import Carried
+from .comm.report import Reported
 from .features import check_plan
 from .options import HYPERPARAMETERS, SHARED, Machine, MuonOptions, OptionError
 from .orthogonalize import Dispatch, Iteration, Method, kernels_for, measured_choices
@@ -235,7 +235,7 @@ def report_of(
     params: Sequence[TrainedParam],
     options: MuonOptions,
     groups: Sequence[Mapping[str, Any]],
-    carried: Mapping[str, Carried],
+    others: Mapping[str, Reported],
     all_ranks: tuple[int, ...],
     *,
     optional: bool = False,
@@ -250,7 +250,7 @@ def report_of(
         "parameters": [(p.fqn, p.layout.shape, p.layout.placements, p.layout.mesh.ranks) for p in plan.parameters],
         "hyperparameters": hyperparameters,
         "options": {name: getattr(options, name) for name in SHARED if name not in LOCAL_OPTIONS},
-        "others": [(name, other.names(), len(other.param_groups)) for name, other in carried.items()],
+        "others": [(name, other.names(), len(other.param_groups)) for name, other in others.items()],
         "plan": plan.digest(),
     }
     teams = {team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()}

@@ -58,7 +58,7 @@ class HybridOptimizers(ForwardsToParts, OptimizersContainer):
         with as_recipe_errors():
             self.parts = agreement.together(lambda: parts_of_config(config, model_parts, joined))
             self.optimizers = list(self.parts.optimizers.values())
-            self._carry()
+            self._share_report()
             for muon in self._muons:
                 # Now, so that errors come early.
                 muon.build()
