@@ -308,7 +308,9 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             for fqn, parameter, key in zip(names_in(group), group["params"], saved_group["params"], strict=True):
                 if key in state_dict["state"]:
                     current = dict(self.state.get(parameter) or self._new_state(parameter, group))
-                    states.append((parameter, current, checked_state(fqn, current, state_dict["state"][key])))
+                    states.append(
+                        (parameter, current, checked_state(fqn, current, state_dict["state"][key], parameter))
+                    )
         return states
 
     def offload(self) -> None:

@@ -26,8 +26,7 @@ from .comm.clip import NormCheck, SkipsSteps
 from .comm.equality import check_equal
 from .muon import Muon
 from .options import MissingGrad, MuonOptions, Nonfinite, OptionError, Rule
-from .state.by_name import of_adamw, regrouped
-from .state.saved import after_pre_hooks
+from .state.saved import after_pre_hooks, of_adamw, regrouped
 from .tensors.names import named_parameters
 from .tensors.process_groups import checked_group, group_name, group_named, ranks_of
 from .tensors.storage import placement_key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Never, Self
@@ -26,10 +26,11 @@ from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refu
 from .plan.terms.types import Plan
 from .planning import checked_plan, device_of, report_of
 from .state.groups import check_lr, check_params, checked, doubts_of, given_groups, named_group, rows_of
-from .state.host import moves, with_offload
+from .state.host import moves
 from .state.matrix_states import MatrixStates, with_matrix_states
-from .state.momentum import copy_momentum, followed, moved, unchanged_after_errors, with_states
-from .state.saved import after_pre_hooks, check_saved_groups, completed, saved_params, saved_states
+from .state.momentum import followed, moved, unchanged_after_errors, with_states
+from .state.plan_context import check_offload
+from .state.saved import after_pre_hooks, check_saved_groups, completed, copy_state, saved_states
 from .step.algorithm import Scaling
 from .step.gradients import check_first_gradients
 from .tensors.dtensor import mesh_groups
@@ -298,29 +299,25 @@ class Muon(SkipsSteps, Optimizer):
             return super().load_state_dict(state_dict)
         self.build()
         self._replanned()
-        current = {trained.param: trained.momentum for trained in self.engine.rank.params}
-        saved = self._agreed.together(lambda: dict(saved_params(self.param_groups, state_dict, current)))
-        loaded_states = {param: state_dict["state"][key] for key, param in saved.items()}
-        params = self.engine.rank.params
         # A state dict shares its dicts with the optimizer.
-        before = {param: {**self.state[param], "momentum_buffer": momentum} for param, momentum in current.items()}
-        of_rule = self._agreed.together(lambda: saved_states(params, before, loaded_states))
+        current = {p.param: {**self.state[p.param], "momentum_buffer": p.momentum} for p in self.engine.rank.params}
+        saved = self._agreed.together(lambda: list(saved_states(self.param_groups, state_dict, current)))
         self.synchronize()
         # Optimizer.load_state_dict rounds state to the parameter's dtype, and moves all state to the device at once.
-        others = {key: state for key, state in state_dict["state"].items() if key not in saved}
+        keys = {key for key, _, _ in saved}
+        others = {key: state for key, state in state_dict["state"].items() if key not in keys}
         super().load_state_dict({**state_dict, "state": others})
-        for param, loaded in loaded_states.items():
-            # In place, because memory may not suffice for two copies.
-            copy_momentum(loaded["momentum_buffer"], current[param], param)
-        for kept, loaded_state in of_rule:
-            kept.copy_(loaded_state)
-        self.state.update(before)
+        for _, param, tensors in saved:
+            for name, tensor in tensors.items():
+                # In place, because memory may not suffice for two copies.
+                copy_state(tensor, current[param][name], param)
+        self.state.update(current)
         if not self._replanned():
             states = self._matrix_states(self.plan)
             self.engine.rebuild(self._trained_params(), self._options, states)
 
     def _matrix_states(self, plan: Plan) -> MatrixStates:
-        return with_matrix_states(plan, self._trained_params(), self._algorithm, self.state)
+        return with_matrix_states(plan, self._trained_params(), self._algorithm.states, self.state)
 
     def _replanned(self) -> bool:
         """Plan again if the trained parameters or iterations changed on any rank, and return whether."""
@@ -352,8 +349,10 @@ class Muon(SkipsSteps, Optimizer):
         if not moves(self._options.offload, to):
             return
         self.synchronize()
-        self._options = with_offload(self.plan, self._options, to)
-        params = moved(self.engine.rank.params, self.plan.parameters, self.state, self._options)
+        options = replace(self._options, offload=to)
+        check_offload(self.plan.parameters, options)
+        self._options = options
+        params = moved(self.engine.rank.params, self.state, to)
         self.engine.rebuild(params, self._options)
 
     def synchronize(self) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from ..options import Split
-from ..state.groups import THINNEST
-from ..tensors.matrices import matrix_shapes, stack_of
+from ..tensors.matrices import THINNEST, is_thin
 from ..tensors.names import listed
 from .rules import EMBEDDING, HEAD, Assignment, splits_with
 
@@ -46,10 +45,7 @@ def doubts(assigned: Sequence[Assignment], splits: Sequence[Split]) -> Iterator[
             f"head; the largest of the rest: {_some([family(a.fqn) for a in left])}"
         )
     all_splits = splits_with(splits, assigned)
-    muon = [a for a in assigned if a.optimizer == "muon"]
-    shapes = {a.fqn: matrix_shapes(a.shape, stack_of(a.fqn, a.shape, all_splits)) for a in muon}
-    thin = [a for a in muon if any(min(shape) < THINNEST for shape in shapes[a.fqn])]
-    if thin:
+    if thin := [a for a in assigned if a.optimizer == "muon" and is_thin(a.fqn, a.shape, all_splits)]:
         sizes = [f"{family(a.fqn)} ({'x'.join(map(str, a.shape))})" for a in thin]
         yield f"warning: matrices with a side under {THINNEST}, with little effect of Muon: {_some(sizes)}"
     takers: dict[str, set[str]] = {}

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ..plan.terms.layout import Intervals, chunk, region
-from ..tensors.dtensor import layout_of, layout_on, local
+from ..tensors.dtensor import from_local, layout_of, layout_on, local
 from . import private
 from .private import OwnerMesh, joint_mesh, stored_tensor
 
@@ -47,11 +47,6 @@ class OriginalPlacement:
     def _region(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[Intervals, ...]:
         assert self.mesh is not None, "a plain tensor has no pieces"
         return region(layout_on("", shape, self.mesh, self.placements), coordinate)
-
-
-def from_local(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> DTensor:
-    """A DTensor with the shape of `like`, without communication."""
-    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 # [Note: owned tensors]

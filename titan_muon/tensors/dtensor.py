@@ -81,6 +81,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def from_local(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> DTensor:
+    """A DTensor with the shape of `like`, without communication."""
+    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
 def storage_device(tensor: Tensor) -> torch.device:
     """Device of a tensor's storage."""
     # Outside of the mesh the local tensor is empty, and maybe on the CPU.

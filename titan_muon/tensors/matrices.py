@@ -23,9 +23,11 @@ def stack_of(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> Ma
     """
     split = split_of(fqn, splits)
     if not has_matrices(fqn, shape, splits):
+        flat = ". FSDP1 and DeepSpeed ZeRO keep flat pieces of matrices: shard the model by fully_shard (FSDP2)"
         raise ValueError(
             f"{fqn}: Muon takes matrices (2D) and stacks of matrices (3D), not shape {tuple(shape)}; give it to "
             "another optimizer, as titan_muon.Hybrid(model) does, or describe its matrices by muon.split and dims"
+            f"{flat if len(shape) == 1 else ''}"
         )
     whole = "f d -> | f d" if len(shape) == 2 else "e f d -> e | f d"
     dims, lengths = (whole, {}) if split is None else (split.dims, split.lengths)
@@ -39,6 +41,15 @@ def matrix_shapes(shape: Sequence[int], stack: MatrixStack) -> list[tuple[int, i
     """Rows and columns of each matrix of a parameter, as (outputs, inputs)."""
     shapes = [matrix.shape(prod(shape[stack.row_dims :])) for matrix in stack.matrices]
     return [(cols, rows) for rows, cols in shapes] if stack.transposed else shapes
+
+
+THINNEST = 16
+"""Side of a matrix below which Newton-Schulz changes little."""
+
+
+def is_thin(fqn: str, shape: Sequence[int], splits: Sequence[Split]) -> bool:
+    """Whether a parameter has a matrix with a side under THINNEST."""
+    return any(min(sides) < THINNEST for sides in matrix_shapes(shape, stack_of(fqn, shape, splits)))
 
 
 def has_matrices(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> bool:

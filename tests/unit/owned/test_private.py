@@ -149,19 +149,3 @@ def test_hooks_of_a_gradient_are_the_hooks_of_autograd() -> None:
     handles[0].remove()
     param.sum().backward()
     assert len(called) == len(private.gradient_hooks(param)) == 1
-
-
-def test_fsdp1_marks_flattened_parameters() -> None:
-    """`tensors.mesh.flattened_by` refuses parameters with this mark."""
-    from torch.distributed.fsdp._common_utils import FSDP_FLATTENED
-    from torch.distributed.fsdp._flat_param import FlatParameter
-
-    from titan_muon.tensors.mesh import flattened_by
-
-    param = torch.nn.Parameter(torch.ones(4))
-    assert not flattened_by(param)
-    setattr(param, FSDP_FLATTENED, True)
-    assert flattened_by(param) == "FSDP1"
-    flat = torch.nn.Parameter(torch.ones(4))
-    flat._is_flat_param = True
-    assert isinstance(flat, FlatParameter)

@@ -108,7 +108,7 @@ def test_a_state_dict_of_a_different_dtype_is_refused_with_the_remedy(saved: str
     first, _ = trained(1, state_dtype=saved)
     second, _ = trained(1, state_dtype=loaded)
     with pytest.raises(
-        ValueError, match=r"0.weight: the state dict has a momentum in .*set state_dtype as it was saved"
+        ValueError, match=r"0.weight: the state dict has a momentum_buffer in .*set state_dtype as it was saved"
     ):
         second.load_state_dict(first.state_dict())
 
