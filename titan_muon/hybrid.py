@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .adam import AdamW
-from .assignment.doubts import doubts, split_lines
 from .assignment.groups import OPTIMIZER, modules_of
 from .assignment.optimizer_set import OptimizerSet, build_optimizers
-from .assignment.rules import Assignment, default_rules
-from .assignment.table import frozen_lines, parameter_table
+from .assignment.rules import Assignment
+from .assignment.table import decay_lines, doubts, frozen_lines, parameter_table, split_lines
 from .comm.agreement import Agreement
 from .comm.clip import NormCheck, SkipsSteps
 from .comm.equality import check_equal
@@ -185,7 +184,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
         self.parts = build_optimizers(
             modules_of(model),
             rules,
-            default_rules(router) if defaults else None,
+            router if defaults else None,
             tables,
             decay_vectors=decay_vectors,
             is_part=len(ranks_of(process_group)) > 1,
@@ -239,7 +238,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
     def table(self, *, full: bool = False) -> str:
         """The parameter table. Equal parameters of all layers share a line, unless `full`."""
         table = parameter_table(self.assignments, dict(named_parameters(self.param_groups)), None, full=full)
-        return "\n".join([table, *self.parts.decay_lines(), *frozen_lines(self.parts.frozen)])
+        return "\n".join([table, *decay_lines(self.parts.groups), *frozen_lines(self.parts.frozen)])
 
     def build(self) -> Self:
         for muon in self._muons:

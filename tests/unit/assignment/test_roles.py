@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from titan_muon.assignment.doubts import doubts, split_lines
 from titan_muon.assignment.roles import inspect_model
-from titan_muon.assignment.rules import Assignment, assign_parameters, default_rules, splits_with
+from titan_muon.assignment.rules import Assignment, assign_parameters, splits_with
+from titan_muon.assignment.table import doubts, split_lines
 from titan_muon.options import Split
 from titan_muon.titan.recipe.sections import Rule
 
@@ -42,7 +42,7 @@ def model(tied: bool = False, **layer: object) -> nn.Module:
 
 
 def assigned(made: nn.Module, **options: str) -> Mapping[str, Assignment]:
-    return {a.fqn: a for a in assign_parameters(inspect_model([made]), [], default_rules(**options))}
+    return {a.fqn: a for a in assign_parameters(inspect_model([made]), [], **options)}
 
 
 def test_the_vocabulary_size_identifies_an_output_head() -> None:
@@ -188,7 +188,7 @@ def test_thin_matrices_are_a_warning() -> None:
 def test_different_optimizers_for_matrices_of_a_family_cause_a_warning() -> None:
     made = model(up=linear(1280, 64))
     rules = [Rule(match="layers.1.up.*", optimizer="adamw")]
-    warnings = list(doubts(assign_parameters(inspect_model([made]), rules, default_rules()), ()))
+    warnings = list(doubts(assign_parameters(inspect_model([made]), rules), ()))
     assert warnings[-1] == "warning: matrices of one name go to different optimizers: layers.*.up.weight (adamw, muon)"
 
 

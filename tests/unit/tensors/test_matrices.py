@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from titan_muon.assignment.roles import ParameterInfo
-from titan_muon.assignment.rules import Assignment, assign_parameters, default_rules
+from titan_muon.assignment.rules import Assignment, assign_parameters
 from titan_muon.options import Split
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, Mesh, Replicate
 from titan_muon.tensors.matrices import check_splits, planned, stack_of
@@ -33,7 +33,7 @@ def rule(match: str, optimizer: str) -> Rule:
 
 
 def assigned(rules: list[Rule], defaults: bool = True, **options: bool) -> dict[str, Assignment]:
-    assignments = assign_parameters(SEEN, rules, default_rules() if defaults else None, **options)
+    assignments = assign_parameters(SEEN, rules, "adamw" if defaults else None, **options)
     assert [assignment.fqn for assignment in assignments] == list(MODEL), "in the order of the parameters"
     assert all(assignment.shape == MODEL[assignment.fqn] for assignment in assignments)
     return {assignment.fqn: assignment for assignment in assignments}
@@ -72,13 +72,13 @@ def test_defaults_by_name_and_shape(fqn: str, optimizer: str, reason: str) -> No
     ],
 )
 def test_adamw_gets_every_parameter_except_hidden_matrices(fqn: str, shape: tuple[int, ...], reason: str) -> None:
-    (assignment,) = assign_parameters({fqn: ParameterInfo(shape)}, [], default_rules())
+    (assignment,) = assign_parameters({fqn: ParameterInfo(shape)}, [])
     assert assignment.optimizer == "adamw"
     assert assignment.reason.startswith(reason)
 
 
 def test_the_recipe_selects_the_optimizer_of_routers() -> None:
-    assignments = assign_parameters(SEEN, [], default_rules(router="muon"))
+    assignments = assign_parameters(SEEN, [], "muon")
     assert ("layers.1.moe.router.gate.weight", "muon") in [(a.fqn, a.optimizer) for a in assignments]
 
 
