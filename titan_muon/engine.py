@@ -36,6 +36,7 @@ from .step.gradients import StepGradients, grad_matrix
 from .step.ranges import trace_range
 from .step.rank import Rank
 from .step.step import Hook, MuonStep, UpdateMask
+from .tensors.device import is_host
 from .tensors.names import names_in
 from .tensors.storage import TrainedParam, storage_of, with_momentum
 from .tensors.warning import warn
@@ -325,7 +326,7 @@ class Engine:
         """Allocate the buffers, because a rank without enough memory must fail before the others communicate."""
         if warning := fragmentation(self.rank.device.type, self.step_bytes, os.environ):
             warn(warning)
-        if self.rank.device.type != "cpu":
+        if not is_host(self.rank.device):
             self.rank.buffers.memory.take()
 
     @property
@@ -335,7 +336,7 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run the exchange once, without a step, in the allocated buffers. Collective."""
-        if self.rank.device.type != "cpu":
+        if not is_host(self.rank.device):
             self.rank.exchange.warm_up(self.rank.plan)
             self.rank.buffers.memory.free()
 

@@ -33,6 +33,7 @@ from .state.plan_context import check_offload
 from .state.saved import after_pre_hooks, check_saved_groups, completed, copy_state, saved_states
 from .step.algorithm import Scaling
 from .step.gradients import check_first_gradients
+from .tensors.device import may_be_true
 from .tensors.dtensor import mesh_groups
 from .tensors.process_groups import checked_group, group_name, group_named, ranks_of
 from .tensors.storage import STEP, TrainedParam, trained_params
@@ -222,8 +223,7 @@ class Muon(SkipsSteps, Optimizer):
 
             check_scaler(self._options)
             return scaling_of(found_inf, getattr(self, "grad_scale", None), device)
-        # Reading a flag on the CPU does not wait.
-        return None if skipped is None or (skipped.device.type == "cpu" and not skipped) else Scaling(skipped)
+        return Scaling(skipped) if skipped is not None and may_be_true(skipped) else None
 
     @contextmanager
     def overlap(self) -> Iterator[None]:

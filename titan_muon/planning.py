@@ -30,6 +30,7 @@ from .state.momentum import kept_by
 from .state.plan_context import PlanContext
 from .step.foreach import WIDE_BYTES, chunk_bytes
 from .step.rounding import BYTES as CHUNK_BYTES
+from .tensors.device import is_host
 from .tensors.dtensor import mesh_axes, step_device, storage_device
 from .tensors.matrices import planned
 from .tensors.storage import TrainedParam, storage_fault
@@ -205,7 +206,7 @@ def check_storage(params: Sequence[TrainedParam], geometries: Geometries, option
     """Raise ValueError if storage on this rank differs from the plan."""
     for index, trained in enumerate(params):
         device = storage_device(trained.param)
-        if options.offload == "parameters" and trained.on_mesh and device.type != "cpu":
+        if options.offload == "parameters" and trained.on_mesh and not is_host(device):
             raise ValueError(
                 f"{trained.fqn}: is on {device}, and offload = 'parameters' takes what is on the host; keep all of "
                 "Muon's parameters there, or none"

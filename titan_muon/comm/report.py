@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import Work
 from torch.optim import Optimizer
 
-from ..tensors.dtensor import on_device
+from ..tensors.device import host_zeros, is_host, on_device
 from ..tensors.storage import STEP
 from .agreement import Agreement
 from .equality import difference, group_label
@@ -77,9 +77,9 @@ class FaultReport:
         self._sent_values: list[dict[str, Hashable]] = []
         self._agreement, self.device = agreement, device
         self._work: Work | None = None
-        self._on_device = device.type != "cpu"
+        self._on_device = not is_host(device)
         shared = self._shared
-        self._on_host = torch.zeros_like(shared, device="cpu", pin_memory=True) if self._on_device else shared
+        self._on_host = host_zeros(shared) if self._on_device else shared
         self._hashes = torch.zeros(hashes, dtype=torch.int32, device="cpu", pin_memory=self._on_device)
         self._module: Any = torch.get_device_module(device)
         self._stream, self._sent = self._module.Stream(), self._module.Event()

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ..plan.terms.layout import Intervals, chunk, region
 from ..tensors.dtensor import from_local, layout_of, layout_on, local
 from . import private
-from .private import OwnerMesh, joint_mesh, stored_tensor
+from .private import OwnerMesh, joint_mesh
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class OwnedParam:
 
     def init_unsharded_param(self, view: Tensor) -> None:
         owned = self.owned_param
-        stored = stored_tensor(owned)
+        stored = local(owned)
         if stored.device != view.device:
             # Copies are asynchronous only from pinned memory. Pin late, because `to_empty` replaces memory.
             stored.data = stored.pin_memory()

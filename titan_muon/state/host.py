@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..options import Offload
+from ..tensors.device import is_host
 from ..tensors.dtensor import local, step_device, storage_device
 from ..tensors.mesh import StateMesh, refuse_reads_outside
 
@@ -149,7 +150,7 @@ def new_state(parameter: Tensor, dtype: torch.dtype, offload: Offload, like: Ten
         state = torch.zeros_like(like, dtype=dtype, device=storage_device(parameter))
     else:
         # Copies are asynchronous only from pinned memory, and pinning needs an accelerator.
-        pinned = step_device(parameter).type != "cpu"
+        pinned = not is_host(step_device(parameter))
         state = torch.zeros_like(like, dtype=dtype, device="cpu", pin_memory=pinned)
     if isinstance(state, DTensor) and isinstance(state.device_mesh, StateMesh):
         refuse_reads_outside(state, StateMesh.refusal)

@@ -15,16 +15,17 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from benchmarks.c10d_counter import CollectiveCounter
 from titan_muon.owned import is_owned, private
 from titan_muon.owned.param import held_elements, holders, place_on_owners
+from titan_muon.tensors.dtensor import local
 
 
 def test_replaced_data_of_a_stored_tensor_becomes_the_parameters_data(four_ranks: None) -> None:
     mesh = init_device_mesh("cpu", (4,))
     param = place_on_owners(torch.nn.Parameter(torch.zeros(2, 3)), mesh, [0])
-    stored = private.stored_tensor(param)
+    stored = local(param)
     stored.data = torch.ones(2, 3)
-    for local in (param.to_local(), param.detach().to_local()):  # type: ignore[attr-defined]
-        assert local.data_ptr() == stored.data_ptr()
-        assert local.tolist() == [[1.0] * 3] * 2
+    for read in (param.to_local(), param.detach().to_local()):  # type: ignore[attr-defined]
+        assert read.data_ptr() == stored.data_ptr()
+        assert read.tolist() == [[1.0] * 3] * 2
 
 
 def test_a_version_is_unchanged_by_later_writes() -> None:
