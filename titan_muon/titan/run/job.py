@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools import utils as device_utils
 
-from titan_muon.assignment.table import frozen_lines, parameter_table
+from titan_muon.assignment.table import decay_lines, frozen_lines, parameter_table
 from titan_muon.muon import Muon
 from titan_muon.plan import summarize
 from titan_muon.tensors.process_groups import default_store
@@ -338,7 +338,7 @@ def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[
     say(f"run {run.folder}")
     world = dist.get_world_size()
     optimizers = trainer.optimizers.parts
-    lines = [*explain.optimizer_lines(optimizers.whole, recipe.muon.split, world), *optimizers.decay_lines()]
+    lines = [*explain.optimizer_lines(optimizers.whole, recipe.muon.split, world), *decay_lines(optimizers.groups)]
     clips = qk_clip_lines(recipe.qk_clip, reduced_bytes(trainer.model_config), world)
     counts = "\n".join([*lines, *clips, *frozen_lines(optimizers.frozen)])
     shown = "\n".join([counts, *(part.lines for part in parts if part.lines)])
