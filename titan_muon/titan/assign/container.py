@@ -71,20 +71,20 @@ class HybridOptimizers(ForwardsToParts, OptimizersContainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load all states. Hyperparameters stay the recipe's; `changes` lists the differences."""
         recipe = {key: value for key, value in self.state_dict().items() if key.startswith("param_groups.")}
-        self.changes = tuple(dict.fromkeys(self._changes(state_dict, recipe)))
-        # Not `lr`: the schedule has changed the saved `lr`, and TorchTitan's scheduler does not set it on loading.
-        current = {key: value for key, value in recipe.items() if not key.endswith(".lr") or key not in state_dict}
-        # Muon plans for the loaded hyperparameters.
-        super().load_state_dict({**state_dict, **current})
-
-    def _changes(self, saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> Iterator[str]:
         tags = {name: group.tag for groups in self.parts.groups.values() for group in groups for name in group.names}
+        changes, current = {}, {}
         for key, value in recipe.items():
             fqn, _, option = key.removeprefix("param_groups.").rpartition(".")
-            # The schedule has changed `lr`; `initial_lr` is the recipe's.
-            old = saved.get(key, "not an option then")
+            old = state_dict.get(key, "not an option then")
+            # The schedule has changed `lr`, and TorchTitan's scheduler does not set it on loading; `initial_lr` is the
+            # recipe's.
+            if option != "lr" or key not in state_dict:
+                current[key] = value
             if option != "lr" and old != value:
-                yield f"{tags[fqn]}.{option.removeprefix('initial_')}: {old} -> {value}"
+                changes[f"{tags[fqn]}.{option.removeprefix('initial_')}: {old} -> {value}"] = None
+        self.changes = tuple(changes)
+        # Muon plans for the loaded hyperparameters.
+        super().load_state_dict({**state_dict, **current})
 
     def check_replicas(self, own: Iterable[str] = ()) -> None:
         """As `Hybrid.check_replicas`, and for the saved buffers of the model, such as the load-balancing bias."""
@@ -126,24 +126,27 @@ def _tables(config: HybridOptimizers.Config) -> Mapping[str, Mapping[str, Any]]:
 
     Raises ValueError for unread fields of TorchTitan's configuration.
     """
-    if config.param_groups:
-        raise ValueError(
-            "param_groups is not read by HybridOptimizers; write rules, such as rules=(Rule(match='*.bias', "
-            "optimizer='adamw', options={'lr': 1e-3}),): globs in place of regular expressions"
-        )
-    if config.optimizer_factory_kwargs_by_name:
-        names = ", ".join(config.optimizer_factory_kwargs_by_name)
-        raise ValueError(f"optimizer_factory_kwargs_by_name ({names}) is not read by HybridOptimizers; write tables")
-    if config.implementation == "fused_opt_states_bf16":
-        raise ValueError(
-            "implementation = 'fused_opt_states_bf16' is not read by HybridOptimizers; write "
-            "tables={'adamw': {'state_dtype': 'bfloat16'}}"
-        )
+    names = ", ".join(config.optimizer_factory_kwargs_by_name)
+    rules = "rules, such as rules=(Rule(match='*.bias', optimizer='adamw', options={'lr': 1e-3}),)"
+    for field_name, is_set, instead in (
+        ("param_groups", config.param_groups, f"{rules}: globs in place of regular expressions"),
+        (f"optimizer_factory_kwargs_by_name ({names})", names, "tables"),
+        (
+            "implementation = 'fused_opt_states_bf16'",
+            config.implementation == "fused_opt_states_bf16",
+            "tables={'adamw': {'state_dtype': 'bfloat16'}}",
+        ),
+    ):
+        if is_set:
+            raise ValueError(f"{field_name} is not read by HybridOptimizers; write {instead}")
     adamw = config.tables.get("adamw", {})
     if {"foreach", "fused", "state_dtype"} & adamw.keys():
         return config.tables
-    flags = {name: name == config.implementation for name in ("foreach", "fused")}
-    return {**config.tables, "adamw": {**adamw, **flags}}
+    return {**config.tables, "adamw": {**adamw, **_flags(config.implementation)}}
+
+
+def _flags(implementation: str) -> dict[str, bool]:
+    return {name: name == implementation for name in ("foreach", "fused")}
 
 
 def optimizer_config(recipe: Recipe, model: Mapping[str, ParameterInfo] | None = None) -> HybridOptimizers.Config:
@@ -152,8 +155,7 @@ def optimizer_config(recipe: Recipe, model: Mapping[str, ParameterInfo] | None =
     Raises RecipeError as `shared_options`.
     """
     section = recipe.optimizer
-    implementation = adamw_implementation(section.implementation)
-    flags = {name: name == implementation for name in ("foreach", "fused")}
+    flags = _flags(adamw_implementation(section.implementation))
     tables = {"muon": _muon_table(recipe), "adamw": asdict(recipe.adamw) | flags}
     return HybridOptimizers.Config(
         offload=offload_of(recipe),
