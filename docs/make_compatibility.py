@@ -315,19 +315,17 @@ RECIPE_SAMPLES: Mapping[str, tuple[Any, ...]] = {
     "lr_scheduler.decay_ratio": (0.5, 1.0),
     "loss.chunks": (3,),
     "validator.steps": (-1,),
-    "adamw.betas": ((0.9, 0.999),),
-    "muon.ns_coefficients": (((3.4445, -4.775, 2.0315),) * 2,),
-    "muon.ns_steps": (2,),
     "compile.components": (("loss",),),
     "profiler.profile_freq": (2,),
     "placement.muon": ("owned", "another"),
-    "placement.rule": ((PlacementRule(match="*.wq.weight", placement="owned"),),),
-    "parallelism.pipeline_parallel_microbatch_size": (3,),
+    "placement.rule": (
+        (PlacementRule(match="*.wq.weight", placement="owned"),),
+        (PlacementRule(match="*.wq.weight", placement="shard0", owner=1),),
+    ),
     "checkpoint.initial_load_path": ("/weights",),
     "model.hf_assets_path": ("weights",),
 }
 """Sample values of keys without choices, for the relations about them."""
-RECIPE_NAMES = {"placement.rule": "placement.rule (owned)", "muon.ns_coefficients": "muon.ns_coefficients (2 triples)"}
 
 
 def recipe_settings() -> Iterator[Setting]:
@@ -363,7 +361,7 @@ def with_keys(choices: Iterable[Setting]) -> Recipe:
 def recipe_setting(setting: Setting) -> str:
     """A key and its value as Markdown code."""
     key, value = setting
-    return f"`{RECIPE_NAMES[key] if key in RECIPE_NAMES else f'{key} = {toml.value_text(value)}'}`"
+    return f"`{key} ({value[0].placement})`" if key == "placement.rule" else f"`{key} = {toml.value_text(value)}`"
 
 
 def recipe_pairs() -> str:

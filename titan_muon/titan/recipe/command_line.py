@@ -13,7 +13,7 @@ import tyro
 from titan_muon.command import shipped
 from titan_muon.options import COUNT
 from titan_muon.titan.recipe.files import load
-from titan_muon.titan.recipe.flags import HELP, SOURCE, print_completion, print_help, read_flags, read_options
+from titan_muon.titan.recipe.flags import HELP, SOURCE, print_flags, read_flags, read_options
 from titan_muon.titan.recipe.schema import keys, unknown
 from titan_muon.titan.recipe.sections import Recipe
 from titan_muon.titan.recipe.toml import RecipeError, read_file
@@ -87,7 +87,7 @@ def parse(argv: Sequence[str]) -> Command:
     if options.config is not None:
         options = replace(options, config=_file(options.config))
     if options.completion is not None:
-        print_completion(Command, Command(), options.completion, prog="titan-muon")
+        print_flags(Command, Command(), "titan-muon", shell=options.completion)
     known = [*keys(Options), *keys(Recipe)]
     for key, entry in read_flags(overrides).items():
         if key not in known:
@@ -116,8 +116,8 @@ def _print_help(asked: Sequence[str], recipe: Recipe) -> None:
             raise unknown(SOURCE, word, (), known)
     if names:
         shown = make_dataclass("Tables", [(name, kinds[name], field(default=getattr(recipe, name))) for name in names])
-        print_help(shown, shown(), f"The keys of {', '.join(names)}.", prog="train.py")
-    print_help(Command, Command(recipe=recipe), inspect.getdoc(Options), prog="train.py")
+        print_flags(shown, shown(), "train.py", f"The keys of {', '.join(names)}.")
+    print_flags(Command, Command(recipe=recipe), "train.py", inspect.getdoc(Options))
 
 
 def alternatives(config: str, swept: Sequence[str], overrides: Sequence[str]) -> tuple[Alternative, ...]:

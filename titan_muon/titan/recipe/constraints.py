@@ -1,24 +1,17 @@
-"""Validation of a recipe's values beyond types and ranges: names, and relations between keys."""
+"""Relations between the keys of a recipe, and the library's errors in terms of the recipe.
+
+The library refuses combinations of its own options, and registries unknown names.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain
-from typing import Any
 
-from titan_muon import registry
-from titan_muon.options import SLOWEST_IN_BFLOAT16, OptionError
+from titan_muon.options import OptionError
 from titan_muon.titan.recipe.schema import refuse, values
 from titan_muon.titan.recipe.sections import Recipe
 from titan_muon.titan.recipe.toml import RecipeError, value_text
-
-REGISTRIES: Mapping[str, registry.Registry[Any]] = {
-    "muon.algorithm": registry.algorithms,
-    "placement.muon": registry.placements,
-}
-"""Registries with the names that a key takes."""
-
 
 Violations = Iterator[tuple[str, str]]
 """Keys that do not fit the other keys, each with the values that do."""
@@ -41,13 +34,8 @@ def _placement(r: Recipe) -> Violations:
     if placement.rule and placement.muon not in ("shard0", "owned"):
         # Another package's placement does not read these rules.
         yield "placement.rule", 'none, unless placement.muon is "shard0" or "owned"'
-    if r.muon.state != "replicated" and owns(r):
-        because = "because owned matrices have their momentum on their owner alone (placement)"
-        yield "muon.state", f'"replicated" only, {because}'
-    whole = owns(r) and placement.tensor_parallel != "peers"
-    if r.muon.tensor_parallel != "owner" and (degrees.tensor_parallel_degree == 1 or whole):
-        unless = "parallelism.tensor_parallel_degree is 2 or more, and with owned matrices placement.tensor_parallel"
-        yield "muon.tensor_parallel", f'"owner" only, unless {unless} = "peers"'
+    if any(rule.placement == "shard0" and rule.owner != "balanced" for rule in placement.rule):
+        yield "placement.rule", 'an owner only with placement = "owned"'
 
 
 def _data(r: Recipe) -> Violations:
@@ -78,12 +66,8 @@ def _data(r: Recipe) -> Violations:
 
 def _training(r: Recipe) -> Violations:
     training, degrees = r.training, r.parallelism
-    local, microbatch = training.local_batch_size, degrees.pipeline_parallel_microbatch_size
-    if local == training.global_batch_size == -1:
+    if training.local_batch_size == training.global_batch_size == -1:
         yield "training.local_batch_size", "1 or more, because training.global_batch_size = -1"
-    if degrees.pipeline_parallel_degree > 1 and local != -1 and local % microbatch:
-        accepted = "a divisor of training.local_batch_size under pipeline parallelism"
-        yield "parallelism.pipeline_parallel_microbatch_size", accepted
     if r.loss.chunks != "auto" and (training.seq_len // degrees.context_parallel_degree) % r.loss.chunks:
         yield "loss.chunks", '"auto", or a divisor of training.seq_len / parallelism.context_parallel_degree'
     if r.activation_checkpoint.mode == "memory_budget" and not _compiles_the_model(r):
@@ -120,14 +104,7 @@ def _schedule(r: Recipe) -> Violations:
 
 
 def _muon(r: Recipe) -> Violations:
-    table, key, overlap = r.muon.ns_coefficients, "muon.overlap", r.muon.overlap
-    if not isinstance(table, str) and len(table) not in (1, r.muon.ns_steps):
-        yield "muon.ns_coefficients", "as many [a, b, c] as muon.ns_steps, or one for all steps"
-    if r.adamw.state_dtype == "bfloat16" and max(r.adamw.betas) > SLOWEST_IN_BFLOAT16:
-        because = 'since bfloat16 stops slower averages (adamw.state_dtype = "bfloat16")'
-        yield "adamw.betas", f"each at most {SLOWEST_IN_BFLOAT16}, {because}"
-    if overlap != "none" and r.placement.muon == "owned":
-        yield key, '"none" with placement.muon = "owned", whose steps exchange nothing'
+    key, overlap = "muon.overlap", r.muon.overlap
     if overlap != "none" and r.parallelism.pipeline_parallel_degree > 1:
         yield key, '"none" with pipeline parallelism'
     if overlap != "none" and not r.training.disable_cuda_graphs:
@@ -172,46 +149,19 @@ def scheduled_steps(recipe: Recipe) -> int:
 
 
 def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:
-    """Raise RecipeError for the first unknown name or violation.
+    """Raise RecipeError for the first violation.
 
     `sources`: file or command line by key; `file`: source of the other keys.
     """
-    current, rules, placed = values(recipe), recipe.optimizer.rule, recipe.placement.rule
-    for key, known in REGISTRIES.items():
-        _check_name(known, current[key], key, sources.get(key, file))
-    _check_relations(recipe, "", sources, file)
-    source = sources.get("optimizer.rule", file)
-    for index, rule in enumerate(rules):
-        place = f"optimizer.rule[{index}]"
-        _check_name(registry.optimizers, rule.optimizer, f"{place}.optimizer", source)
-        if rule.optimizer in ("muon", "adamw"):
-            # A rule may set ns_steps and inherit ns_coefficients from [muon].
-            table: Any = replace(getattr(recipe, rule.optimizer), **rule.options)
-            _check_relations(replace(recipe, **{rule.optimizer: table}), f" under {place}.options", {}, source)
-    for index, placement in enumerate(placed):
-        if placement.placement == "shard0" and placement.owner != "balanced":
-            accepted, place = '"balanced", or an owner with placement = "owned"', f"placement.rule[{index}]"
-            raise refuse(sources.get("placement.rule", file), f"{place}.owner", placement.owner, accepted)
-
-
-def _check_name(known: registry.Registry[Any], name: str, key: str, source: str) -> None:
-    if name not in known:
-        names = known.names()
-        raise refuse(source, key, name, f"one of {', '.join(map(value_text, names))}", choices=names)
-
-
-def _check_relations(recipe: Recipe, context: str, sources: Mapping[str, str], file: str) -> None:
-    """Raise RecipeError for the first violation. `context`: follows the key. No `sources`: shows no other keys."""
+    current = values(recipe)
     for key, accepted in violations(recipe):
-        current = values(recipe)
         others = dict.fromkeys(re.findall(r"[a-z_0-9]+\.[a-z_0-9]+", accepted))
         shown = ", ".join(
             f"{name} = {value_text(current[name])} ({sources.get(name, 'default')})"
             for name in others
             if name != key and current.get(name) is not None
         )
-        here = f". Here {shown}" if shown and sources else ""
-        raise refuse(sources.get(key, file), key + context, current[key], accepted + here)
+        raise refuse(sources.get(key, file), key, current[key], f"{accepted}. Here {shown}" if shown else accepted)
 
 
 def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:

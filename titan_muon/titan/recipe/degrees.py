@@ -39,10 +39,25 @@ DEGREES = (
 
 
 def check_degrees(recipe: Recipe, world_size: int) -> None:
-    """Raise RecipeError as `check_layout`, and for a `batch_problem`."""
+    """Raise RecipeError as `check_layout`, and unless the ranks can share the global batch."""
     check_layout(recipe, world_size)
-    if problem := batch_problem(recipe, world_size):
-        raise RecipeError(problem)
+    training, ranks = recipe.training, data_ranks(recipe, world_size)
+    whole, local = training.global_batch_size, local_batch_size(recipe, world_size)
+    if whole != -1 and whole % (local * ranks):
+        product = f"training.local_batch_size x data-parallel ranks = {local} x {ranks} = {local * ranks}"
+        accepted = f"-1, or a multiple of {product}."
+        if whole % ranks == 0:
+            accepted += f" training.local_batch_size = {whole // ranks} (or -1) keeps it."
+        if training.local_batch_size == -1:
+            accepted = f"a multiple of the {ranks} data-parallel ranks."
+        where = f"is not accepted on {plural(world_size, 'rank')}"
+        raise RecipeError(f"training.global_batch_size = {whole} {where}; it takes {accepted}")
+    stages, size = recipe.parallelism.pipeline_parallel_degree, recipe.parallelism.pipeline_parallel_microbatch_size
+    if stages > 1 and local % size:
+        raise RecipeError(
+            f"parallelism.pipeline_parallel_microbatch_size = {size} is not accepted; it takes a divisor of the "
+            f"{local} sequences that a data-parallel rank has at a time."
+        )
 
 
 def check_layout(recipe: Recipe, world_size: int) -> None:
@@ -110,26 +125,6 @@ def _shard_degree(parallelism: Parallelism, world_size: int) -> int:
         f"{plural(world_size, 'process')}. Start {needed} by `torchrun --nproc-per-node={needed} train.py ...`, plan "
         f"them by --dry-run --world-size {needed}{fit}; or change the degrees."
     )
-
-
-def batch_problem(recipe: Recipe, world_size: int) -> str | None:
-    """Reason why `world_size` ranks cannot share the global batch, or None."""
-    training, ranks = recipe.training, data_ranks(recipe, world_size)
-    whole, local = training.global_batch_size, local_batch_size(recipe, world_size)
-    if whole != -1 and whole % (local * ranks):
-        problem = f"training.global_batch_size = {whole} is not accepted on {plural(world_size, 'rank')}; it takes"
-        if training.local_batch_size == -1:
-            return f"{problem} a multiple of the {ranks} data-parallel ranks."
-        keep = f" training.local_batch_size = {whole // ranks} (or -1) keeps it." if whole % ranks == 0 else ""
-        product = f"training.local_batch_size x data-parallel ranks = {local} x {ranks} = {local * ranks}"
-        return f"{problem} -1, or a multiple of {product}.{keep}"
-    stages, size = recipe.parallelism.pipeline_parallel_degree, recipe.parallelism.pipeline_parallel_microbatch_size
-    if stages > 1 and local % size:
-        return (
-            f"parallelism.pipeline_parallel_microbatch_size = {size} is not accepted; it takes a divisor of the "
-            f"{local} sequences that a data-parallel rank has at a time."
-        )
-    return None
 
 
 def local_batch_size(recipe: Recipe, world_size: int) -> int:

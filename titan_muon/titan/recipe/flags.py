@@ -2,7 +2,7 @@
 
 import dataclasses
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 import tyro
@@ -48,22 +48,26 @@ def _written(name: str, words: Any) -> list[str]:
     return [f"--{name}={words[0]}"] if len(words) == 1 else [f"--{name}", *words]
 
 
-def print_help(schema: type, default: Any, description: str | None, prog: str) -> NoReturn:
-    """Print the flags of `schema` with docstrings and the values of `default`, and exit."""
-    _tyro(schema, default, ["--help"], description=description, prog=prog)
+def print_flags(
+    schema: type, default: Any, prog: str, description: str | None = None, shell: str | None = None
+) -> NoReturn:
+    """Print the flags of `schema` with docstrings and the values of `default`, and exit.
 
-
-def print_completion(schema: type, default: Any, shell: str, prog: str) -> NoReturn:
-    """Print a completion script for the flags of `schema`, and exit."""
-    _tyro(schema, default, ["--tyro-print-completion", shell], prog=prog)
-
-
-def _tyro(schema: type, default: Any, arguments: Sequence[str], **options: Any) -> NoReturn:
+    `shell`: print a script instead that completes the flags in this shell.
+    """
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_flag)
-    # A boolean takes a value, as in a recipe file.
-    config = (tyro.conf.FlagConversionOff,)
-    tyro.cli(schema, args=arguments, default=default, use_underscores=True, config=config, registry=registry, **options)
+    tyro.cli(
+        schema,
+        args=["--help"] if shell is None else ["--tyro-print-completion", shell],
+        prog=prog,
+        description=description,
+        default=default,
+        use_underscores=True,
+        # A boolean takes a value, as in a recipe file.
+        config=(tyro.conf.FlagConversionOff,),
+        registry=registry,
+    )
     raise AssertionError("tyro exits once it has printed")
 
 

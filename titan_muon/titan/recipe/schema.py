@@ -4,8 +4,8 @@
 """
 
 import dataclasses
-import math
 import re
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -91,7 +91,8 @@ def convert(kind: Any, value: Any, key: str, source: str) -> Any:
         return {name: _convert_free(item, f"{key}.{name}", source) for name, item in value.items()}
     if origin is Literal and isinstance(value, str) and value in args:
         return value
-    if kind is float and type(value) in (int, float) and _is_finite(value):
+    # TOML's integers are unbounded.
+    if kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
         return float(value)
     # Not isinstance: True is an int, and `steps = true` would train one step.
     if kind in (bool, int, str) and type(value) is kind:
@@ -128,14 +129,6 @@ def _read(kind: Any, words: Words, key: str, source: str) -> object:
         with suppress(ValueError):
             return number(word)
     return word if kind in (int, float) else parse_value(word)
-
-
-def _is_finite(value: float) -> bool:
-    # TOML's integers are unbounded, and isfinite raises beyond a float's range.
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 def convert_items(table: type, items: Mapping[str, object], place: str, source: str) -> dict[str, Any]:
