@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 
-from titan_muon import options, registry
+from titan_muon import options
 from titan_muon.assignment.optimizer_set import OptimizerSet, build_optimizers
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.assignment.rules import Default, default_rules
@@ -21,7 +21,7 @@ from titan_muon.hybrid import ForwardsToParts
 from titan_muon.options import Rule
 from titan_muon.tensors.names import canonical_fqn
 from titan_muon.titan.device import adamw_implementation
-from titan_muon.titan.recipe import Recipe, RecipeError, as_recipe_errors
+from titan_muon.titan.recipe import Recipe, as_recipe_errors
 
 
 class HybridOptimizers(ForwardsToParts, OptimizersContainer):
@@ -150,19 +150,15 @@ def _flags(implementation: str) -> dict[str, bool]:
 
 
 def optimizer_config(recipe: Recipe, model: Mapping[str, ParameterInfo] | None = None) -> HybridOptimizers.Config:
-    """Container configuration of a recipe; `model`: all parameters under pipeline parallelism.
-
-    Raises RecipeError as `shared_options`.
-    """
+    """Container configuration of a recipe; `model`: all parameters under pipeline parallelism."""
     section = recipe.optimizer
-    flags = _flags(adamw_implementation(section.implementation))
-    tables = {"muon": _muon_table(recipe), "adamw": asdict(recipe.adamw) | flags}
+    adamw = asdict(recipe.adamw) | _flags(adamw_implementation(section.implementation))
     return HybridOptimizers.Config(
         offload=offload_of(recipe),
         decay_vectors=section.decay_vectors,
         rules=section.rule,
         defaults=default_rules(section.router) if section.defaults else None,
-        tables=tables | shared_options(section.rule, tables),
+        tables={"muon": _muon_table(recipe), "adamw": adamw},
         model=model,
     )
 
@@ -181,27 +177,3 @@ def _muon_table(recipe: Recipe) -> dict[str, Any]:
         owner_per_replica = recipe.placement.muon == "owned" and recipe.placement.replicas == "each"
         table["replicas"] = "redundant" if owner_per_replica else "split"
     return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "machine": recipe.machine}
-
-
-def shared_options(rules: tuple[Rule, ...], tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Shared options of each optimizer without a recipe table.
-
-    Raises RecipeError for an unregistered optimizer, and for rules that disagree or repeat a table's option.
-    """
-    agreed: dict[str, dict[str, Any]] = {}
-    for index, rule in enumerate(rules):
-        name, place = rule.optimizer, f"optimizer.rule[{index}]"
-        try:
-            shared = registry.optimizers.get(name).shared
-        except ValueError as error:
-            raise RecipeError(f"{place}.{error}") from error
-        for key, value in rule.options.items():
-            # The recipe's Muon table has `buffer_gib`, unknown to the registry.
-            if key not in shared and (name != "muon" or key != "buffer_gib"):
-                continue
-            problem = f"{place}.options.{key}: {key} holds for all of {name}"
-            if name in tables:
-                raise RecipeError(f"{problem}; set {name}.{key}")
-            if agreed.setdefault(name, {}).setdefault(key, value) != value:
-                raise RecipeError(f"{problem}, and an earlier rule says {agreed[name][key]!r}; make them equal")
-    return agreed
