@@ -9,7 +9,6 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -178,8 +177,7 @@ class Engine:
         # Asking the peers would block the host. So the step leaves out matrices with faults on every rank, and all
         # ranks raise in the next step.
         alone = rank.agreement.peers is None
-        if not dist.is_initialized():
-            rank.agreement.check_alive()
+        rank.agreement.check_alive()
         if overlap is not None:
             self.finish()
             overlap.ready(self.step)

@@ -82,7 +82,14 @@ def dispatch_of(device: torch.device, options: MuonOptions) -> Dispatch:
     """The choice of algorithms."""
     machine = planning_machine(options.machine, device.type)
     kernels, choices = kernels_for(options.ns_kernel, device), measured_choices(device)
-    return Dispatch.of(options, device.type, kernels, machine, float16=choices.float16)
+    return Dispatch(
+        options.orthogonalize,
+        options.ns_dtype,
+        device.type,
+        kernels,
+        machine=machine,
+        float16=choices.float16,
+    )
 
 
 def methods_of(plan: Plan, iterations: Sequence[Iteration], dispatch: Dispatch) -> tuple[Method, ...]:

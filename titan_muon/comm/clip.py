@@ -58,9 +58,8 @@ def clip_grad_norm_(
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type = {norm_type} is not accepted: it takes a positive number or inf")
-    all_parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     # As in torch, a frozen parameter with a gradient counts.
-    trained = [parameter for parameter in all_parameters if parameter.requires_grad or parameter.grad is not None]
+    trained = trained_of([parameters] if isinstance(parameters, Tensor) else parameters)
     if not trained:
         return torch.tensor(0.0)
     group = optimizer.process_group if process_group is None and optimizer is not None else process_group
@@ -68,7 +67,8 @@ def clip_grad_norm_(
     clip = GradientClip(
         trained, trained, max_norm=max_norm, stage_ranks=ranks, norm_type=norm_type, process_group=group
     )
-    norm = clip.norms(clip.gradients())[0]
+    gradients = clip.gradients()
+    norm = clip.norms(gradients)[0]
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped; set "
@@ -76,8 +76,13 @@ def clip_grad_norm_(
         )
     if optimizer is not None:
         optimizer.skip_unless_finite(NormCheck(norm, optimizer.names_of(clip.parameters), clip.local_norms, group))
-    clip.scale(clip.gradients(), norm)
+    clip.scale(gradients, norm)
     return norm.float()
+
+
+def trained_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters with a gradient, now or later."""
+    return [parameter for parameter in parameters if parameter.requires_grad or parameter.grad is not None]
 
 
 class HostCopy:
@@ -197,9 +202,7 @@ class GradientClip:
     ) -> None:
         self._group = process_group
         chosen = set(clipped)
-        self.parameters = [
-            parameter for parameter in parameters if parameter.requires_grad or parameter.grad is not None
-        ]
+        self.parameters = trained_of(parameters)
         self.clipped = [parameter in chosen for parameter in self.parameters]
         self.max_norm, self.norm_type = max_norm, norm_type
         device = self.parameters[0].device
@@ -221,7 +224,7 @@ class GradientClip:
         return norm
 
     def gradients(self) -> list[Tensor | None]:
-        return [None if p.grad is None else local_gradient(p) for p in self.parameters]
+        return [local_gradient(parameter) for parameter in self.parameters]
 
     def norms(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """(2,) float64: the norms over all ranks of all gradients and of the clipped gradients."""
@@ -264,10 +267,9 @@ def replica_count(parameter: Tensor, stage_ranks: int) -> int:
     return replicas if without_groups(parameter) else replicas * stage_ranks // mesh.size()
 
 
-def local_gradient(parameter: Tensor) -> Tensor:
+def local_gradient(parameter: Tensor) -> Tensor | None:
     """This rank's piece of a parameter's gradient, as a view."""
     gradient = parameter.grad
-    assert gradient is not None, "only parameters with a gradient are asked for it"
     if not isinstance(gradient, DTensor):
         return gradient
     assert isinstance(parameter, DTensor), "a distributed gradient belongs to a distributed parameter"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..comm.buffers import BucketBuffers, StepMemory
-from ..orthogonalize import largest_value, products_of
+from ..orthogonalize import largest_value
 from ..plan.cost.batches import batches
 from ..plan.terms.layout import Span, spans
 from ..state.matrix_states import MatrixStates
@@ -112,7 +112,6 @@ class _Builder:
             self.place,
             rank.iterations[first.parameter],
             method,
-            products_of(method.products),
             tuple(self.parts(matrices, whole)),
         )
         self.place += len(matrices)

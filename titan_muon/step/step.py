@@ -169,7 +169,7 @@ class MuonStep:
         norms = torch.stack(torch._foreach_norm(bounds.views, 2))
         # The comparison is false for NaN.
         broken = (norms <= bounds.norms).logical_not_()
-        self.report.add_too_large(bounds.parameters, broken, late=late)
+        self.report.add_where(bounds.parameters, broken, Fault.UPDATE_TOO_LARGE, late=late)
         any_broken: Tensor = broken.any()
         if may_be_true(any_broken):
             # The next step raises on all ranks. A mask for each view would take a launch for each.

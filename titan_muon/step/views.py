@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..orthogonalize import DTYPES, Iteration, Method, Products, frobenius_norms, iterate
+from ..orthogonalize import DTYPES, Iteration, Method, frobenius_norms, orthogonalize
 from .foreach import Copies, MomentumCall, UpdateCall
 
 
@@ -53,7 +53,6 @@ class Batch:
     place: int
     iteration: Iteration
     method: Method
-    products: Products
     parts: tuple[BatchPart, ...]
 
     def norms(self) -> Tensor:
@@ -61,7 +60,7 @@ class Batch:
 
     def orthogonalize(self, norms: Tensor) -> None:
         """Replace U S Vᵀ by approximately U Vᵀ. `norms`: (count,) Frobenius norms."""
-        iterate(self.whole, self.iteration, self.method, self.products, norms, out=self.whole)
+        orthogonalize(self.whole, self.iteration, self.method, norms, out=self.whole)
 
 
 @dataclass(frozen=True)

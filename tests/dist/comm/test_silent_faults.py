@@ -5,7 +5,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.dist.comm.test_equality import Model, local, message
+from tests.dist.comm.test_equality import Model
 from tests.dist.harness import run_ranks
-from tests.dist.small_params import SECONDS, named, parameters, set_gradients
+from tests.dist.small_params import SECONDS, named, parameters
+from tests.shared import local, message
 from titan_muon import Hybrid, Muon, clip_grad_norm_
 
 
@@ -57,10 +57,6 @@ def learning_rate(rank: int, training: Training) -> None:
     group(training, "muon")["lr"] = 0.02 * (1 + rank)
 
 
-def nesterov(rank: int, training: Training) -> None:
-    group(training, "muon")["nesterov"] = rank == 0
-
-
 def betas_of_adamw(rank: int, training: Training) -> None:
     group(training, "adamw")["betas"] = (0.9, 0.999 - 0.1 * rank)
 
@@ -81,17 +77,13 @@ def frozen_in_training(rank: int, training: Training) -> None:
 
 
 def nan_in_an_update(rank: int, training: Training) -> None:
-    """As after an overflow in float16."""
+    """As after a bit error in the network, or an overflow in float16."""
     change_updates(rank, training, lambda view: view.view(-1)[3].fill_(torch.nan))
 
 
 def nan_of_adamw(rank: int, training: Training) -> None:
     if rank == 1:
         spoil(training.model.embedding.weight.grad)
-
-
-def bit_of_an_update(rank: int, training: Training) -> None:
-    change_updates(rank, training, lambda view: view.view(torch.int16).view(-1)[3].bitwise_xor_(1 << 14))
 
 
 def updates_four_times_too_large(rank: int, training: Training) -> None:
@@ -122,14 +114,12 @@ def nothing(rank: int, training: Training) -> None:
 
 INJECTED: dict[Callable[..., None], tuple[str, ...]] = {
     learning_rate: ("lr of muon's group of layers.0.weight is 0.02 on ranks [0] and 0.04 on ranks [1]",),
-    nesterov: ("nesterov of muon's group of layers.0.weight is True on ranks [0] and False on ranks [1]",),
     betas_of_adamw: ("betas of adamw's group of embedding.weight is (0.9, 0.999) on ranks [0] and (0.9, 0.899",),
     one_step_more: ("number of steps is 2 on ranks [0] and 3 on ranks [1]",),
     nan_in_an_update: ("layers.", "is not finite or larger than an orthogonalized matrix can be"),
     no_gradient_of_adamw: ("no gradient for embedding.weight",),
     frozen_in_training: ("no gradient for norm.weight",),
     nan_of_adamw: ("embedding.weight: gradient or momentum was not finite",),
-    bit_of_an_update: ("layers.", "is not finite or larger than an orthogonalized matrix can be"),
     updates_four_times_too_large: ("layers.", "is not finite or larger than an orthogonalized matrix can be"),
     nothing: ("",),
 }
@@ -146,7 +136,7 @@ def inject(rank: int, world_size: int) -> dict[str, list[str]]:
             fault(rank, training)
         errors[fault.__name__].append(message(training.optimizer.step))
         learning_rates = [group(training, name) for name in ("muon", "adamw")]
-        learning_rates[0].update(lr=0.02, nesterov=True)
+        learning_rates[0].update(lr=0.02)
         learning_rates[1].update(betas=(0.9, 0.999))
         training.model.norm.weight.requires_grad_(True)
         training.backward()
@@ -161,19 +151,13 @@ def inject(rank: int, world_size: int) -> dict[str, list[str]]:
     return errors
 
 
-@cache
-def injected() -> list[dict[str, list[str]]]:
-    return run_ranks(inject, 2, timeout=SECONDS)
-
-
-@pytest.mark.parametrize("fault", INJECTED, ids=lambda fault: fault.__name__)
-def test_every_rank_names_a_silent_fault_at_the_next_step(fault: Callable[..., None]) -> None:
-    for errors in injected():
-        healthy, at_once, report, after = errors[fault.__name__]
-        assert healthy == at_once == after == ""
-        assert bool(report) == (fault is not nothing)
-        for text in INJECTED[fault]:
-            assert text in report
+def test_every_rank_names_a_silent_fault_at_the_next_step() -> None:
+    for errors in run_ranks(inject, 2, timeout=SECONDS):
+        for fault, texts in INJECTED.items():
+            healthy, at_once, report, after = errors[fault.__name__]
+            assert healthy == at_once == after == ""
+            assert bool(report) == (fault is not nothing)
+            assert all(text in report for text in texts)
 
 
 def not_finite(rank: int, world_size: int) -> dict[str, Any]:
@@ -277,19 +261,9 @@ def test_a_step_after_the_process_group_was_destroyed_is_refused() -> None:
 def healthy(rank: int, world_size: int) -> list[str]:
     """Errors and warnings of healthy steps with all checks."""
     errors = []
-    mesh = init_device_mesh("cpu", (world_size,))
-    params = parameters(mesh)
-    # Warns of a side under 16.
-    muon = Muon(named(params), orthogonalize="reference").build()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for options in (
-            {},
-            {"overlap": "backward", "idle": "hold"},
-            {"state": "owner", "idle": "hold"},
-            {"algorithm": "normuon"},
-            {"exchange": "all_gather"},
-        ):
+        for options in ({"overlap": "backward", "idle": "hold"}, {"state": "owner"}, {"algorithm": "normuon"}):
             training = Training(**options)
             for step in range(40):
                 for name in ("muon", "adamw"):
@@ -299,9 +273,6 @@ def healthy(rank: int, world_size: int) -> list[str]:
                 errors.append(message(training.optimizer.step))
                 training.backward()
             errors.append(message(training.optimizer.check_replicas))
-        for seed in range(1, 40):
-            set_gradients(params, mesh, seed)
-            errors.append(message(muon.step))
     return errors
 
 
