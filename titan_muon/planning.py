@@ -276,7 +276,7 @@ def report_of(
         groups=tuple(sorted({*buckets, *sharing} - existing)),
         exclusive=tuple(sorted(exclusive)),
         sharing=sharing,
-        parts=tuple((name, digest_of(part)) for name, part in parts.items()),
+        parts=tuple((name, digest_of(part).hex()[:16]) for name, part in parts.items()),
         optional=optional,
     )
 

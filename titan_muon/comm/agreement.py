@@ -83,9 +83,8 @@ class Agreement:
         # A mesh's group never replaces a group that all ranks make, because meshes differ.
         self._known = dict(known)
         for made, needed in ((self._groups, "groups"), (self._exclusive, "exclusive")):
-            for ranks in sorted(
-                {ranks for peer in set(reports.values()) for ranks in getattr(peer, needed)} - made.keys()
-            ):
+            anywhere = {ranks for peer in set(reports.values()) for ranks in getattr(peer, needed)}
+            for ranks in sorted(anywhere - made.keys()):
                 self._align_names(device)
                 made[ranks] = self._new_group(ranks, device)
         mine = next((ranks for ranks in report.sharing if self.rank in ranks), None)
@@ -155,7 +154,7 @@ class Agreement:
         if self._size == 1:
             return {self.rank: value}
         # 1,024 reports would take megabytes, so only the lowest rank with each digest broadcasts its value.
-        mine = torch.frombuffer(bytearray(_digest(value)), dtype=torch.uint8).to(self._device)
+        mine = torch.frombuffer(bytearray(digest_of(value)), dtype=torch.uint8).to(self._device)
         # The fake process group of dry runs leaves outputs unchanged.
         digests = [mine.clone() for _ in range(self._size)]
         dist.all_gather(digests, mine, group=self._all)
@@ -270,13 +269,9 @@ class Agreement:
             dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
 
 
-def _digest(report: object) -> bytes:
-    return hashlib.sha256(repr(report).encode()).digest()
-
-
-def digest_of(part: object) -> str:
-    """16 hexadecimal digits of a SHA-256."""
-    return _digest(part).hex()[:16]
+def digest_of(value: object) -> bytes:
+    """SHA-256 of the text."""
+    return hashlib.sha256(repr(value).encode()).digest()
 
 
 CAUSES: Mapping[str, str] = {

@@ -140,18 +140,6 @@ class NormCheck:
         where = "; ".join(f"{listed(names)} on rank {rank}" for rank, names in found if names)
         return where or "large values"
 
-    def check(self, *, skips: bool) -> None:
-        """Raise NotFiniteError on all ranks if the norm was not finite; warn if `skips`. Collective."""
-        causes = self.causes()
-        if causes is None:
-            return
-        text = f"the norm of the gradients was not finite ({causes}), and the step changed no weight"
-        if not skips:
-            raise NotFiniteError(
-                f"{text}; lower the learning rate, clip gradients, or go on after such steps (nonfinite = 'skip')"
-            )
-        warn(text)
-
 
 class SkipsSteps:
     """An optimizer whose next step the device may skip. `process_group`: its ranks, by default all."""
@@ -175,9 +163,17 @@ class SkipsSteps:
         return None if self._last_norm is None else self._last_norm.broken
 
     def check_norm(self, *, skips: bool) -> None:
+        """Raise NotFiniteError on all ranks if the last norm was not finite; warn if `skips`. Collective."""
         last, self._last_norm = self._last_norm, None
-        if last is not None:
-            last.check(skips=skips)
+        causes = None if last is None else last.causes()
+        if causes is None:
+            return
+        text = f"the norm of the gradients was not finite ({causes}), and the step changed no weight"
+        if not skips:
+            raise NotFiniteError(
+                f"{text}; lower the learning rate, clip gradients, or go on after such steps (nonfinite = 'skip')"
+            )
+        warn(text)
 
 
 class GradientClip:
@@ -230,21 +226,17 @@ class GradientClip:
         """(2,) float64: the norms over all ranks of all gradients and of the clipped gradients."""
         present = [gradient for gradient in gradients if gradient is not None and gradient.numel() > 0]
         norms = iter(torch._foreach_norm(present, self.norm_type, torch.float32) if present else ())
-        local_norms = torch.stack(
+        local_norms = self.local_norms = torch.stack(
             [self._zero if gradient is None or gradient.numel() == 0 else next(norms) for gradient in gradients]
         ).double()
-        self.local_norms = local_norms
         if math.isinf(self.norm_type):
-            largest = torch.where(self._weights > 0, local_norms, 0.0).amax(dim=1)
-            self._reduce(largest, dist.ReduceOp.MAX)
-            return largest
-        sums = self._weights @ local_norms.pow(self.norm_type)
-        self._reduce(sums, dist.ReduceOp.SUM)
-        return sums.pow(1 / self.norm_type)
-
-    def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+            values, operation, root = torch.where(self._weights > 0, local_norms, 0.0).amax(1), dist.ReduceOp.MAX, 1.0
+        else:
+            values, operation = self._weights @ local_norms.pow(self.norm_type), dist.ReduceOp.SUM
+            root = 1 / self.norm_type
         if len(ranks_of(self._group)) > 1:
             dist.all_reduce(values, operation, group=self._group)
+        return values.pow(root)
 
     def scale(self, gradients: Sequence[Tensor | None], norm: Tensor) -> None:
         pairs = zip(gradients, self.clipped, strict=True)

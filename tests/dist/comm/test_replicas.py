@@ -1,6 +1,6 @@
 """Plain tensors on every rank, as under DDP: replicas are orthogonalized once, and unequal tensors stay separate.
 
-The rows `plain` of tests/parity prove the bits, and the chains of checkpoints any number of replicas.
+The rows `plain` and `under DDP` of tests/parity prove the bits, and the chains of checkpoints any number of replicas.
 """
 
 import warnings
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.c10d_counter import CollectiveCounter
@@ -51,29 +50,6 @@ def test_replicas_are_orthogonalized_once_and_only_results_are_sent() -> None:
         assert sum(sent) == elements * BF16 * 3 // 4
         assert all(sent), "nothing is gathered, since the gradients are everywhere"
         assert planned
-
-
-def beside_torch(rank: int, world_size: int) -> bool:
-    """Whether DistributedDataParallel trains as torch.optim.Muon does on its reduced gradients."""
-    torch.manual_seed(rank)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 24, bias=False), nn.Linear(24, 8, bias=False)))
-    copies = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
-    ours = Muon(model.named_parameters(), **OPTIONS).build()
-    theirs = torch.optim.Muon(copies, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    for _ in range(3):
-        model(torch.randn(4, 16)).square().sum().backward()
-        for copy, param in zip(copies, model.parameters(), strict=True):
-            assert param.grad is not None
-            copy.grad = param.grad.clone()
-        ours.step()
-        theirs.step()
-        model.zero_grad()
-    assert any(bucket.owners for bucket in ours.plan.buckets)
-    return all(torch.equal(copy, param) for copy, param in zip(copies, model.parameters(), strict=True))
-
-
-def test_ddp_trains_as_torchs_muon() -> None:
-    assert run_ranks(beside_torch, 2, timeout=SECONDS) == [True, True]
 
 
 def rank_specific_tensor(rank: int, world_size: int) -> tuple[list[bool], str, list[str], str]:

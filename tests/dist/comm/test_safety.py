@@ -50,21 +50,14 @@ OTHER_POLYNOMIAL = [((1.5, -0.5, 0.0),) * 5, ((3.4445, -4.7750, 2.0315),) * 5]
 DIFFER = "ranks [1] planned another Muon step than rank 0: "
 REFUSED: dict[str, tuple[Callable[..., list[Any]], dict[str, Any], str]] = {
     # Refused by every rank.
-    "meta": (lambda rank, params, mesh: of(torch.empty(8, 24, device="meta"), mesh), {}, "on the meta device"),
     "frozen": (all_frozen, {}, "no parameter to train"),
     "no parameter": (lambda rank, params, mesh: [], {}, "no parameter to train"),
     "twice": (lambda rank, params, mesh: [("w", p) for p in params.values()], {}, "w: given to Muon twice"),
     "partial": (lambda rank, params, mesh: of(torch.ones(16, 24), mesh, Partial()), {}, "a parameter placed as P"),
-    "vector": (lambda rank, params, mesh: of(torch.ones(16), mesh), {}, "layers.0.weight: Muon takes matrices"),
     # Refused by one rank.
     "strided": (strided, {}, "layers.0.weight: its storage is not contiguous"),
     # Different on ranks.
     "order": (lambda rank, params, mesh: named(params)[:: 1 - 2 * rank], {}, f"{DIFFER}their parameters differ"),
-    "name": (
-        lambda rank, params, mesh: [(f"{name}.{rank}", param) for name, param in params.items()],
-        {},
-        f"{DIFFER}their parameters differ",
-    ),
     "shape": (another_shape, {}, f"{DIFFER}their parameters differ"),
     "one less": (lambda rank, params, mesh: named(params)[rank:], {}, f"{DIFFER}their parameters differ"),
     "one frozen": (one_frozen, {}, f"{DIFFER}their parameters differ"),
