@@ -82,14 +82,8 @@ def dispatch_of(device: torch.device, options: MuonOptions) -> Dispatch:
     """The choice of algorithms."""
     machine = planning_machine(options.machine, device.type)
     kernels, choices = kernels_for(options.ns_kernel, device), measured_choices(device)
-    return Dispatch(
-        options.orthogonalize,
-        options.ns_dtype,
-        device.type,
-        kernels,
-        machine=machine,
-        float16=choices.float16,
-    )
+    names = options.orthogonalize, options.ns_dtype, device.type
+    return Dispatch(*names, kernels, machine=machine, float16=choices.float16)
 
 
 def methods_of(plan: Plan, iterations: Sequence[Iteration], dispatch: Dispatch) -> tuple[Method, ...]:
