@@ -150,27 +150,34 @@ class Agreement:
         error.add_note(note)
 
     def gathered(self, value: T) -> dict[int, T]:
-        """The values of all ranks, by rank. Values of equal text are one object. Collective."""
+        """The values of all ranks, by rank. Collective."""
+        digests, values = self._exchange(value)
+        return {rank: values[digest] for rank, digest in digests.items()}
+
+    def distinct(self, value: T) -> list[T]:
+        """The different values of all ranks, in the order of ranks. Collective."""
+        digests, values = self._exchange(value)
+        return [values[digest] for digest in dict.fromkeys(digests.values())]
+
+    def _exchange(self, value: T) -> tuple[dict[int, bytes], dict[bytes, T]]:
+        """The digests of all ranks' values, and the values by digest."""
+        mine = digest_of(value)
         if self._size == 1:
-            return {self.rank: value}
+            return {self.rank: mine}, {mine: value}
         # 1,024 reports would take megabytes, so only the lowest rank with each digest broadcasts its value.
-        mine = torch.frombuffer(bytearray(digest_of(value)), dtype=torch.uint8).to(self._device)
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self._device)
         # The fake process group of dry runs leaves outputs unchanged.
-        digests = [mine.clone() for _ in range(self._size)]
-        dist.all_gather(digests, mine, group=self._all)
-        of_rank = {rank: bytes(digest.tolist()) for rank, digest in zip(self.ranks, digests, strict=True)}
-        values = {of_rank[self.rank]: value}
-        first = {digest: rank for rank, digest in reversed(of_rank.items())}
+        received = [sent.clone() for _ in self.ranks]
+        dist.all_gather(received, sent, group=self._all)
+        digests = {rank: bytes(digest.tolist()) for rank, digest in zip(self.ranks, received, strict=True)}
+        values = {mine: value}
+        first = {digest: rank for rank, digest in reversed(digests.items())}
         for digest, rank in sorted(first.items(), key=lambda item: item[1]) if len(first) > 1 else ():
             message = [value if rank == self.rank else None]
             dist.broadcast_object_list(message, src=rank, group=self._all)
             assert message[0] is not None, f"rank {rank} reported nothing"
             values[digest] = message[0]
-        return {rank: values[digest] for rank, digest in of_rank.items()}
-
-    def distinct(self, value: T) -> list[T]:
-        """The different values of all ranks, in the order of ranks. Collective."""
-        return list({id(other): other for other in self.gathered(value).values()}.values())
+        return digests, values
 
     def together(self, build: Callable[[], T]) -> T:
         """The result of `build` on this rank.

@@ -90,18 +90,9 @@ def _on_several_meshes(reports: Sequence[Mapping[Layout, Sequence[str]]]) -> Ite
                     f"{fqn}: has shape {first.shape} and placements {first.placements} on mesh {first.mesh}, but shape "
                     f"{other.shape} and placements {other.placements} on mesh {other.mesh}; build a Muon for each mesh"
                 )
-        yield (
-            fqn,
-            Layout(
-                first.shape,
-                Mesh(
-                    (len(layouts), *first.mesh.shape),
-                    tuple(r for layout in (first, *others) for r in layout.mesh.ranks),
-                ),
-                (Separate(), *first.placements),
-                None if first.tensor_parallel is None else first.tensor_parallel + 1,
-            ),
-        )
+        mesh = Mesh((len(layouts), *first.mesh.shape), tuple(r for of in (first, *others) for r in of.mesh.ranks))
+        axis = None if first.tensor_parallel is None else first.tensor_parallel + 1
+        yield fqn, replace(first, mesh=mesh, placements=(Separate(), *first.placements), tensor_parallel=axis)
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, str]:

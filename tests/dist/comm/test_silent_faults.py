@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.dist.comm.test_equality import Model
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS, named, parameters
-from tests.shared import fake_ranks, local, message
+from tests.shared import equal, fake_ranks, local, message
 from titan_muon import Hybrid, Muon, clip_grad_norm_
 
 
@@ -167,49 +167,43 @@ def test_every_rank_names_a_silent_fault_at_the_next_step() -> None:
             assert all(text in report for text in texts)
 
 
-def not_finite(rank: int, world_size: int) -> dict[str, Any]:
-    """A step after a nonfinite norm: changes of weights and states, and errors."""
-    report: dict[str, Any] = {}
-    for overlap in ("none", "backward"):
-        training = Training(overlap=overlap)
+NOT_FINITE: tuple[dict[str, str], ...] = ({"overlap": "none"}, {"overlap": "backward"}, {"nonfinite": "skip"})
+
+
+def not_finite(rank: int, world_size: int) -> list[tuple[bool, bool, list[str], str]]:
+    """A step after a nonfinite norm: whether it changes nothing and the next step weights, errors, and warnings."""
+    found = []
+    for options in NOT_FINITE:
+        training = Training(**options)
         training.optimizer.step()
         training.backward()
         if rank == 1:
             spoil(training.model.embedding.weight.grad)
         # Only AdamW's gradients are clipped: the gathers of backward have sent Muon's.
         of_adamw = [training.model.embedding.weight, *training.model.norm.parameters()]
-        before, states = training.weights(), training.states()
+        weights, states = training.weights(), training.states()
         clip_grad_norm_(of_adamw, 1.0, optimizer=training.optimizer)
         training.optimizer.step()
-        report[overlap, "weights"] = all(torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True))
-        report[overlap, "states"] = all(torch.equal(a, b) for a, b in zip(states, training.states(), strict=True))
-        report[overlap, "save"] = message(training.optimizer.check_last_step)
+        kept = equal(weights, training.weights()) and equal(states, training.states())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            errors = [message(training.optimizer.check_last_step)]
         training.backward()
-        report[overlap, "after"] = message(training.optimizer.step)
-        report[overlap, "moves"] = not any(torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True))
-    training = Training(nonfinite="skip")
-    if rank == 1:
-        spoil(training.model.embedding.weight.grad)
-    clip_grad_norm_(training.model.parameters(), 1.0, optimizer=training.optimizer)
-    training.optimizer.step()
-    training.backward()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        report["skip"] = message(training.optimizer.step)
-    report["warned"] = " ".join(str(warning.message) for warning in caught)
-    return report
+        errors.append(message(training.optimizer.step))
+        moves = not any(torch.equal(a, b) for a, b in zip(weights, training.weights(), strict=True))
+        found.append((kept, moves, errors, " ".join(str(warning.message) for warning in caught)))
+    return found
 
 
 def test_a_nonfinite_norm_skips_the_update_and_names_parameter_and_rank() -> None:
-    for report in run_ranks(not_finite, 2, timeout=SECONDS):
-        for overlap in ("none", "backward"):
-            assert report[overlap, "weights"]
-            assert report[overlap, "states"]
-            assert "the norm of the gradients was not finite (embedding.weight on rank 1)" in report[overlap, "save"]
-            assert report[overlap, "after"] == "", "told once"
-            assert report[overlap, "moves"]
-        assert report["skip"] == ""
-        assert "embedding.weight on rank 1" in report["warned"]
+    text = "the norm of the gradients was not finite (embedding.weight on rank 1)"
+    for found in run_ranks(not_finite, 2, timeout=SECONDS):
+        for options, (kept, moves, (error, after), warned) in zip(NOT_FINITE, found, strict=True):
+            assert kept
+            assert text in (warned if "nonfinite" in options else error)
+            assert bool(error) == ("nonfinite" not in options)
+            assert after == "", "told once"
+            assert moves
 
 
 def skip_a_step(rank: int, world_size: int, folder: str) -> None:
