@@ -4,7 +4,8 @@
 
 Several recipes may precede the swept keys, and keys of all runs follow: --training.steps 100. Each run is a process of
 train.py, or of torchrun, with an ordinary run folder. Runs are ordered by seed. A repeated command keeps finished runs,
-and continues an interrupted run from its checkpoint.
+also those that only sweep.json has, and continues an interrupted run from its checkpoint. The report is written after
+each run.
 """
 
 import fcntl
@@ -15,24 +16,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import takewhile
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from compare.run_folder import METRICS, RECIPE, RunError, read_records, read_series
-from compare.sweep_report import Header, Result, final_loss, has_seed, write_report
+from compare.sweep_report import Header, Result, final_loss, finished_results, has_seed, write_report
 
 import models  # noqa: F401 (registers the families)
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees, load
-from titan_muon.titan.recipe.command_line import HELP, SEEDS, Alternative, alternatives
-from titan_muon.titan.recipe.flags import print_help, read_flags
-from titan_muon.titan.recipe.schema import build, values
+from titan_muon.titan.recipe.command_line import SEEDS, Alternative, alternatives
+from titan_muon.titan.recipe.files import written_values
+from titan_muon.titan.recipe.flags import HELP, print_flags, read_options
+from titan_muon.titan.recipe.schema import values
 from titan_muon.titan.run_name import IGNORED, changes
 
 STEP = re.compile(r"step +(\d+)/(\d+) ")
@@ -66,6 +69,13 @@ class Run:
     @property
     def name(self) -> str:
         return f"{self.recipe.name} {self.choice.name}".strip()
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The keys of the recipe with another value than the default, except the place of the run."""
+        defaults = written_values(Recipe())
+        mine = {key: value for key, value in written_values(self.recipe).items() if key not in IGNORED}
+        return {key: value for key, value in mine.items() if value != defaults.get(key)} | {"processes": self.nproc}
 
     @property
     def folders(self) -> Path:
@@ -119,6 +129,7 @@ class Run:
         series = {} if folder is None or error is not None else read_series(folder / METRICS)
         return Result(
             recipe=self.recipe.name,
+            keys=self.keys,
             setting={key: value for key, value in swept.items() if not has_seed(key)},
             seed={key: value for key, value in swept.items() if has_seed(key)},
             error=error,
@@ -222,11 +233,17 @@ def train(run: Run, folder: Path | None, watch: Callable[[Run, str], None]) -> s
     return f"{last.removeprefix('error: ')} (exit code {process.returncode}; {run.log})"
 
 
-def sweep(runs: Sequence[Run]) -> tuple[list[Result], int]:
-    """Train the runs. Returns the results, and the exit code: 1 if a run failed, 130 after Ctrl+C."""
-    progress, results, code = Progress(runs), [], 0
+def sweep(runs: Sequence[Run], report: Callable[[list[Result]], object], kept: Sequence[Result]) -> int:
+    """Train the runs that `kept` lacks, and `report` the results after each. Returns the exit code: 1 if a run failed,
+    130 after Ctrl+C.
+    """
+    progress, code = Progress(runs), 0
+    by_run = {run.name: result for run in runs for result in kept if result.keys == run.keys}
     try:
         for run in runs:
+            if run.name in by_run:
+                progress.end(run, f"loss {final_loss(by_run[run.name]):.4f}, in the report before")
+                continue
             folder = run.folder()
             begin, ended, error = time.monotonic(), run.ended(folder), None
             took = "finished before"
@@ -241,27 +258,33 @@ def sweep(runs: Sequence[Run]) -> tuple[list[Result], int]:
                 progress.seconds.setdefault(run.recipe.name, []).append(time.monotonic() - begin)
             if ended != "finished":
                 code, error = 1, error or ended or "ended before its last step"
-            results.append(run.result(folder, error))
-            outcome = f"failed: {error}" if error is not None else f"loss {final_loss(results[-1]):.4f}, {took}"
-            progress.end(run, outcome)
+            result = by_run[run.name] = run.result(folder, error)
+            progress.end(run, f"failed: {error}" if error is not None else f"loss {final_loss(result):.4f}, {took}")
+            report(_ordered(runs, by_run))
     except KeyboardInterrupt:
         code = INTERRUPTED
         # Runs of an earlier command may be finished out of order.
-        folders = {run.name: run.folder() for run in progress.left}
-        results += [
-            run.result(folders[run.name], None) for run in progress.left if run.ended(folders[run.name]) == "finished"
-        ]
-    return results, code
+        folders = {run.name: run.folder() for run in progress.left if run.name not in by_run}
+        by_run |= {
+            run.name: run.result(folders[run.name], None)
+            for run in progress.left
+            if run.name in folders and run.ended(folders[run.name]) == "finished"
+        }
+    report(_ordered(runs, by_run))
+    return code
+
+
+def _ordered(runs: Sequence[Run], results: Mapping[str, Result]) -> list[Result]:
+    return [results[run.name] for run in runs if run.name in results]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Command line. Returns the exit code, 2 for a user error."""
     words = list(takewhile(lambda word: not word.startswith("-"), arguments))
     if HELP & set(arguments) or not words:
-        print_help(Options, Options(), __doc__, prog="sweep.py CONFIG ... KEY=VALUE,VALUE ...")
+        print_flags(Options, Options(), "sweep.py CONFIG ... KEY=VALUE,VALUE ...", __doc__)
     try:
-        entries, overrides = read_flags(Options, Options(), arguments[len(words) :])
-        options = build(Options, entries)
+        options, overrides = read_options(Options, arguments[len(words) :])
         configs = list(takewhile(lambda word: "=" not in word, words))
         if not configs or options.nproc < 1:
             raise RecipeError("name a recipe first, as in configs/qwen_moe_muon.toml, and --nproc of 1 or more")
@@ -273,9 +296,16 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join([*(run.name for run in runs), f"{len(runs)} runs of {options.nproc} process(es) each"]))
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    results, code = sweep(runs)
     command = shlex.join(["python", "scripts/sweep.py", *arguments])
-    print(write_report(Path(options.out), Header.now(command, len(runs), options.nproc), results))
+    folder, header = Path(options.out), Header.now(command, len(runs), options.nproc)
+    shown = ""
+
+    def report(results: Sequence[Result]) -> None:
+        nonlocal shown
+        shown = write_report(folder, header, results)
+
+    code = sweep(runs, report, finished_results(folder))
+    print(shown)
     return code
 
 

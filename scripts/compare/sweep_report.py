@@ -5,7 +5,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -54,9 +54,12 @@ def commit() -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a run. `setting` and `seed`: values by swept key. Losses by step, in nats per token."""
+    """Result of a run. `keys`: of the recipe, with another value than the default. `setting` and `seed`: values by
+    swept key. Losses by step, in nats per token.
+    """
 
     recipe: str
+    keys: dict[str, Any]
     setting: dict[str, str]
     seed: dict[str, str]
     error: str | None
@@ -127,6 +130,25 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     if not values:
         return "-"
     return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def finished_results(folder: Path) -> list[Result]:
+    """The results without an error of an earlier report in `folder`; none without a report."""
+    file = folder / f"{NAME}.json"
+    if not file.is_file():
+        return []
+    listed = json.loads(file.read_text(encoding="utf-8"))["results"]
+    results = [Result(**{"keys": {}} | result) for result in listed]
+    return [
+        replace(result, loss=_by_step(result.loss), val_loss=_by_step(result.val_loss))
+        for result in results
+        if result.error is None
+    ]
+
+
+def _by_step(losses: Series) -> Series:
+    # JSON has text keys alone.
+    return {int(step): loss for step, loss in losses.items()}
 
 
 def write_report(folder: Path, header: Header, results: Sequence[Result]) -> str:

@@ -64,6 +64,7 @@ def build_optimizers(
     parameters = {n: p for n, p in named_parameters_of(modules).items() if knows_frozen or n not in frozen}
     shared = {key: tables["muon"][key] for key in ("missing_grad", "nonfinite") if key in tables.get("muon", {})}
     tables = {**tables, "adamw": {**shared, **tables.get("adamw", {})}}
+    tables = {**tables, **_shared_options(rules, tables)}
     known = inspect_model(modules, frozen=knows_frozen) if model is None else model
     # From the whole model, because all ranks build Muon together: ranks would wait for a pipeline rank without Muon.
     assigned = assigned_model(known, rules, router, frozen, is_part=is_part)
@@ -97,6 +98,28 @@ def _splits(splits: Sequence[Split], whole: Sequence[Assignment], local: Collect
     # Muon refuses an unmatched split and does not know the remaining pipeline stages.
     mine = [a for a in muon if a.fqn in local]
     return tuple(s for s in splits_with(splits, mine) if any(fnmatchcase(a.fqn, s.match) for a in mine))
+
+
+def _shared_options(rules: Sequence[Rule], tables: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Options of a whole optimizer, from the rules of each optimizer without a table.
+
+    Raises OptionError for an unknown optimizer, rules that disagree, and an option that belongs into a table.
+    """
+    agreed: dict[str, dict[str, Any]] = {}
+    for index, rule in enumerate(rules):
+        try:
+            shared = registry.optimizers.get(rule.optimizer).shared
+        except ValueError as error:
+            raise OptionError(f"rules[{index}].optimizer", str(error).removeprefix("optimizer ")) from error
+        for key in [key for key in rule.options if key in shared]:
+            name, value = f"rules[{index}].options.{key}:", rule.options[key]
+            problem = f"{key} holds for all of {rule.optimizer}"
+            if rule.optimizer in tables:
+                raise OptionError(name, f"{problem}; set {rule.optimizer}.{key}")
+            earlier = agreed.setdefault(rule.optimizer, {}).setdefault(key, value)
+            if earlier != value:
+                raise OptionError(name, f"{problem}, and an earlier rule says {earlier!r}; make them equal")
+    return agreed
 
 
 def _check_offload(offload: Offload, optimizer: str) -> None:

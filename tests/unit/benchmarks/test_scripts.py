@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -105,7 +106,7 @@ def test_a_sweep_continues_after_a_divergence_and_resumes(
     train = sweep.train
     monkeypatch.setattr(sweep, "train", lambda run, *others: trained.append(run.name) or train(run, *others))
     assert sweep.main(arguments) == 1
-    assert (trained, capsys.readouterr().out.count("finished before")) == ([], 1)
+    assert (trained, capsys.readouterr().out.count("in the report before")) == ([], 1)
 
     # Cut off after the checkpoint of step 2.
     run = sweep.plan([DENSE], arguments[1:3], small, 1)[1]
@@ -114,12 +115,22 @@ def test_a_sweep_continues_after_a_divergence_and_resumes(
     metrics = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join(metrics[:2]) + "\n")
     os.rename(folder / "checkpoint/step-4", folder / "cut-off")
+    os.rename(tmp_path / "out", tmp_path / "before")
     assert sweep.main(arguments) == 1
     assert "was interrupted in" in capsys.readouterr().out
     assert trained == [run.name]
     assert run.folder() == folder
     assert (folder / "metrics.jsonl").read_text().count('"loss"') == 4
     assert json.loads((tmp_path / "out/sweep.json").read_text())["results"][1]["val_loss"] == finished["val_loss"]
+
+    # Data of a finished run is as good as its folder, but not for a recipe with another value.
+    shutil.rmtree(tmp_path / "runs")
+    trained.clear()
+    assert sweep.main([*arguments, "--dry-run"]) == 0
+    assert sweep.main([DENSE, "muon.lr=1e-3", "training.seed=1", *arguments[3:]]) == 0
+    assert trained == []
+    assert sweep.main([DENSE, "muon.lr=1e-3", "training.seed=2", *arguments[3:]]) == 0
+    assert len(trained) == 1
 
 
 def test_a_run_trained_by_a_second_sweep_is_skipped(
@@ -194,6 +205,7 @@ def results(recipe: str, best: float) -> list[Result]:
     return [
         Result(
             recipe,
+            {},
             {"muon.lr": str(rate)},
             {"training.seed": str(seed)},
             None,
