@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Never, Self
@@ -21,20 +21,21 @@ from .comm.equality import check_equal
 from .comm.exchange import Exchange
 from .comm.replicas import separate_layouts
 from .comm.report import Carried
-from .engine import Engine, engine_of
+from .engine import Engine, checked_plan, engine_of, report_of
+from .features import check_plan
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refuse_keywords
 from .plan.terms.types import Plan
-from .planning import checked_plan, device_of, report_of
-from .state.groups import check_lr, check_params, checked, doubts_of, given_groups, named_group, rows_of
-from .state.host import moves, with_offload
+from .state.groups import check_groups, check_lr, check_params, doubts_of, given_groups, named_group, rows_of
+from .state.host import moves, resolved
 from .state.matrix_states import MatrixStates, with_matrix_states
 from .state.momentum import copy_momentum, followed, moved, unchanged_after_errors, with_states
+from .state.plan_context import PlanContext
 from .state.saved import after_pre_hooks, check_saved_groups, completed, saved_params, saved_states
 from .step.algorithm import Scaling
 from .step.gradients import check_first_gradients
 from .tensors.dtensor import mesh_groups
 from .tensors.process_groups import checked_group, group_name, group_named, ranks_of
-from .tensors.storage import STEP, TrainedParam, trained_params
+from .tensors.storage import STEP, TrainedParam, device_of, trained_params
 from .tensors.warning import warn
 
 
@@ -352,8 +353,12 @@ class Muon(SkipsSteps, Optimizer):
         if not moves(self._options.offload, to):
             return
         self.synchronize()
-        self._options = with_offload(self.plan, self._options, to)
-        params = moved(self.engine.rank.params, self.plan.parameters, self.state, self._options)
+        rank, options = self.engine.rank, replace(self._options, offload=to)
+        named = [(trained.fqn, trained.param) for trained in rank.params]
+        context = PlanContext(options, self.plan.parameters, self.plan, named, rank.iterations, rank.device.type)
+        check_plan(context, self._algorithm)
+        self._options = options
+        params = moved(rank.params, self.plan.parameters, self.state, self._options)
         self.engine.rebuild(params, self._options)
 
     def synchronize(self) -> None:
@@ -418,7 +423,9 @@ class Muon(SkipsSteps, Optimizer):
 
     def _planned(self, agreement: Agreement) -> Engine:
         together = agreement.together
-        self._options = together(lambda: checked(self.param_groups, self._options, self._algorithm.check_group))
+        together(lambda: check_groups(self.param_groups, self._options.split, self._algorithm.check_group))
+        everything = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._options = replace(self._options, offload=resolved(self._options.offload, everything))
         params = together(self._trained_params)
         if self._options.fused == "auto":
             from .algorithms.fused import with_fused

@@ -35,9 +35,14 @@ def blocks(length: int) -> int:
 
 
 def check_eight_bit(context: PlanContext) -> None:
-    """Raise OptionError for int8 momentum of a parameter whose blocks would cross shards or matrices."""
+    """Raise OptionError for int8 momentum elsewhere than on each holder, or with blocks across shards or matrices."""
     if context.options.state_dtype != "int8":
         return
+    for name, needed in (("offload", "none"), ("state", "replicated")):
+        value = getattr(context.options, name)
+        if value != needed:
+            problem = f"= {value!r} does not take state_dtype = 'int8'; set {needed!r}, or 'bfloat16'"
+            raise OptionError(name, problem)
     for (_, tensor), planned in zip(context.named, context.parameters, strict=True):
         if problem := _cut_blocks(tensor, planned):
             text = f"= 'int8' has a scale for {BLOCK} columns of a row, and {problem}; set 'bfloat16'"

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..options import HYPERPARAMETERS, OTHER_NAMES, SHARED, Hyperparameters, MuonOptions, OptionError, Split, check
+from ..options import HYPERPARAMETERS, OTHER_NAMES, SHARED, Hyperparameters, OptionError, Split, check
 from ..orthogonalize import Iteration, iteration
 from ..tensors.matrices import check_splits, matrix_shapes, split_of, stack_of
 from ..tensors.mesh import flattened_by
 from ..tensors.names import LOOKED_UP, canonical_fqn, listed, named_parameters
 from ..tensors.storage import STEP
-from .host import resolved
 
 KEYS = (*HYPERPARAMETERS, "params", "param_names", "initial_lr", "optimizer", STEP)
 """Keys of a group that this package reads or writes."""
@@ -39,25 +37,20 @@ def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
         return True
 
 
-def checked(
-    groups: Sequence[Mapping[str, Any]], options: MuonOptions, check_by_rule: Callable[[Mapping[str, Any]], None]
-) -> MuonOptions:
-    """The options, with the groups' `offload`.
-
-    Raises ValueError as `check_group`, `check_splits` and the rule, and for flat pieces.
-    """
+def check_groups(
+    groups: Sequence[Mapping[str, Any]], splits: Sequence[Split], check_by_rule: Callable[[Mapping[str, Any]], None]
+) -> None:
+    """Raise ValueError as `check_group`, `check_splits` and the rule, and for flat pieces."""
     for group in groups:
         check_group(group)
         check_by_rule(group)
         for fqn, parameter in named_parameters([group]):
             # The constructor refuses vectors, so a wrapper has replaced the matrix since.
-            flat = parameter.ndim == 1 and split_of(fqn, options.split) is None
+            flat = parameter.ndim == 1 and split_of(fqn, splits) is None
             check_not_flat(fqn, parameter, "a wrapper such as FSDP1 or DeepSpeed ZeRO" if flat else "")
     # A pipeline stage may have no matrices at all.
     if names := [name for group in groups for name in group["param_names"]]:
-        check_splits(names, options.split)
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    return replace(options, offload=resolved(options.offload, parameters))
+        check_splits(names, splits)
 
 
 def check_group(group: Mapping[str, Any]) -> None:

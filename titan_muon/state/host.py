@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..options import MuonOptions, Offload, OptionError
-from ..plan.terms.types import Parameter, Plan
+from ..options import Offload, OptionError
 from ..tensors.dtensor import local, step_device, storage_device
+from .plan_context import PlanContext
 
 TRANSFERS_AT_ONCE = 2
 """One transfer is in use while the next arrives or the last leaves."""
@@ -160,22 +160,18 @@ def _pins(parameter: Tensor) -> bool:
     return step_device(parameter).type != "cpu"
 
 
-def check_offload(parameters: Iterable[Parameter], options: MuonOptions) -> None:
-    """Raise OptionError for an offload of matrices that share rows."""
+def check_offload(context: PlanContext) -> None:
+    """Raise OptionError for an overlap that needs the device, and for matrices that share rows."""
+    options = context.options
+    if options.offload == "none":
+        return
+    if options.overlap != "none" and (options.overlap, options.offload) != ("forward", "state"):
+        problem = f"= {options.overlap!r} needs momentum and parameters on the device; set 'none', or offload = 'none'"
+        raise OptionError("overlap", problem)
     # Transfers move whole rows, so two transfers would overwrite common rows.
-    shared = next((parameter.fqn for parameter in parameters if parameter.stack.interleaved), None)
-    if options.offload != "none" and shared is not None:
-        raise OptionError(
-            "offload",
-            f'= "{options.offload}" does not take {shared}, whose matrices share rows of its storage; set "none"',
-        )
-
-
-def with_offload(plan: Plan, options: MuonOptions, to: Offload) -> MuonOptions:
-    """The options with `offload` = `to`. Raises OptionError as `check_offload`."""
-    moved = replace(options, offload=to)
-    check_offload(plan.parameters, moved)
-    return moved
+    if shared := next((parameter.fqn for parameter in context.parameters if parameter.stack.interleaved), None):
+        problem = f'= "{options.offload}" does not take {shared}, whose matrices share rows of its storage; set "none"'
+        raise OptionError("offload", problem)
 
 
 def moved_state(state: Tensor, parameter: Tensor, offload: Offload) -> Tensor:

@@ -122,4 +122,4 @@ def test_the_conversion_to_torchs_muon_refuses_int8() -> None:
 @pytest.mark.parametrize("options", [{"offload": "state"}, {"state": "owner"}], ids=str)
 def test_options_unfit_for_int8_momentum_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="int8"):
-        Muon([("w", nn.Parameter(torch.eye(16)))], state_dtype="int8", **options)
+        Muon([("w", nn.Parameter(torch.eye(16)))], state_dtype="int8", **options).build()
