@@ -22,7 +22,7 @@ from .comm.buffers import Buffers, fragmentation
 from .comm.collectives import Collectives
 from .comm.exchange import Exchange
 from .comm.faults import STORAGE_FAULTS, Fault, allowed_faults, check_faults, names_with
-from .comm.report import Carried, FaultReport
+from .comm.report import FaultReport, Reported
 from .features import StepParts, check_plan, overlap_of
 from .options import HYPERPARAMETERS, SHARED, Machine, MuonOptions, OptionError
 from .orthogonalize import DTYPES, Dispatch, Iteration, Method, kernels_for, measured_choices
@@ -45,6 +45,7 @@ from .step.foreach import passes_of
 from .step.gradients import InputCheck, StepGradients
 from .step.rank import Rank
 from .step.step import Overlap, trace_range
+from .tensors.device import is_host
 from .tensors.dtensor import mesh_axes, storage_device
 from .tensors.matrices import planned
 from .tensors.storage import TrainedParam, check_devices, device_of, storage_fault, storage_of, with_momentum
@@ -71,7 +72,7 @@ def checked_plan(
     geometries = Geometries(plan.parameters)
     for index, trained in enumerate(params):
         device = storage_device(trained.param)
-        if options.offload == "parameters" and trained.on_mesh and device.type != "cpu":
+        if options.offload == "parameters" and trained.on_mesh and not is_host(device):
             raise ValueError(
                 f"{trained.fqn}: is on {device}, and offload = 'parameters' takes what is on the host; keep all of "
                 "Muon's parameters there, or none"
@@ -175,7 +176,7 @@ def report_of(
     params: Sequence[TrainedParam],
     options: MuonOptions,
     groups: Sequence[Mapping[str, Any]],
-    carried: Mapping[str, Carried],
+    others: Mapping[str, Reported],
     all_ranks: tuple[int, ...],
     *,
     optional: bool = False,
@@ -189,7 +190,7 @@ def report_of(
             for group in groups
         ],
         "options": {name: getattr(options, name) for name in SHARED if name not in LOCAL_OPTIONS},
-        "others": [(name, other.names(), len(other.param_groups)) for name, other in carried.items()],
+        "others": [(name, other.names(), len(other.param_groups)) for name, other in others.items()],
         "plan": plan.digest(),
     }
     teams = {team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()}
@@ -235,9 +236,9 @@ def engine_of(
     overlap: Overlap | None,
     *,
     muon: Optimizer,
-    carried: Mapping[str, Carried],
+    others: Mapping[str, Reported],
 ) -> Engine:
-    """The engine of a plan. `overlap`: of the engine before. `carried`: optimizers in Muon's report, by name."""
+    """The engine of a plan. `overlap`: of the engine before. `others`: optimizers in Muon's report, by name."""
     program = make_program(plan, agreement.rank, geometries)
     buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype], kept=options.keep_buffers)
     names = [trained.fqn for trained in params]
@@ -251,7 +252,7 @@ def engine_of(
         tuple(_methods_of(plan, iterations, dispatch_of(buffers.device, options))),
         buffers,
         Exchange(program, buffers, collectives, agreement, exclusive=options.overlap == "backward"),
-        FaultReport(names, {"muon": muon}, carried, buffers.device, agreement, replicated_plain(plan)),
+        FaultReport(names, {"muon": muon}, others, buffers.device, agreement, replicated_plain(plan)),
         agreement,
         options,
     )
@@ -370,7 +371,7 @@ class Engine:
                 storage.momentum.nan_to_num_(0.0, 0.0, 0.0)
         names = report.names[: len(own)]
         check_faults(names, own, self._allowed, "" if alone else report.details(reported))
-        report.tell_carried(reported)
+        report.tell_others(reported)
         if broken := names_with(names, own, Fault.NOT_FINITE):
             warn(f"{broken}: not finite; the update of those matrices was zero in a step")
 
@@ -402,7 +403,7 @@ class Engine:
         """Allocate the buffers, because a rank without enough memory must fail before the others communicate."""
         if warning := fragmentation(self.rank.device.type, self.step_bytes, os.environ):
             warn(warning)
-        if self.rank.device.type != "cpu":
+        if not is_host(self.rank.device):
             self.rank.buffers.memory.take()
 
     @property
@@ -412,7 +413,7 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run the exchange once, without a step, in the allocated buffers. Collective."""
-        if self.rank.device.type != "cpu":
+        if not is_host(self.rank.device):
             self.rank.exchange.warm_up(self.rank.plan)
             self.rank.buffers.memory.free()
 

@@ -10,11 +10,8 @@ from dataclasses import replace
 
 from ..comm.faults import Fault
 from ..options import MuonOptions, OptionError
-from ..state.eight_bit import check_eight_bit
-from ..state.host import check_offload
 from ..state.matrix_states import MatrixStates
-from ..state.momentum import check_not_owned
-from ..state.plan_context import PlanContext
+from ..state.plan_context import PlanContext, check_states
 from ..step.algorithm import Algorithm, Scaling
 from ..step.build_views import build_views
 from ..step.rank import Rank
@@ -128,9 +125,7 @@ def check_plan(context: PlanContext, algorithm: Algorithm) -> None:
 
 
 def _checks(options: MuonOptions, algorithm: Algorithm) -> Iterator[Callable[[PlanContext], None]]:
-    yield check_offload
-    yield check_eight_bit
-    yield check_not_owned
+    yield check_states
     yield _check_prescaled
     yield _check_travels
     if options.fused:

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from ..options import Offload, OptionError
+from ..options import Offload
+from ..tensors.device import is_host
 from ..tensors.dtensor import local, step_device, storage_device
-from .plan_context import PlanContext
+from ..tensors.mesh import StateMesh, refuse_reads_outside
 
 TRANSFERS_AT_ONCE = 2
 """One transfer is in use while the next arrives or the last leaves."""
@@ -141,41 +143,22 @@ def host_bytes(size: int, device: str) -> int:
     return 1 << (size - 1).bit_length() if size > 0 and device != "cpu" else size
 
 
-def new_state(parameter: Tensor, dtype: torch.dtype, offload: Offload) -> Tensor:
-    """A state of zeros, placed like the parameter; pinned if on the host."""
+def new_state(parameter: Tensor, dtype: torch.dtype, offload: Offload, like: Tensor | None = None) -> Tensor:
+    """A state of zeros, placed like the parameter or `like`; pinned if on the host."""
+    like = parameter if like is None else like
     if offload == "none":
-        return torch.zeros_like(parameter, dtype=dtype)
-    return torch.zeros_like(parameter, dtype=dtype, device="cpu", pin_memory=_pins(parameter))
-
-
-def state_like(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype, offload: Offload) -> Tensor:
-    """A plain tensor of zeros, on the device of `new_state`."""
-    if offload == "none":
-        return torch.zeros(shape, dtype=dtype, device=storage_device(parameter))
-    return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=_pins(parameter))
-
-
-def _pins(parameter: Tensor) -> bool:
-    # Copies are asynchronous only from pinned memory, and pinning needs an accelerator.
-    return step_device(parameter).type != "cpu"
-
-
-def check_offload(context: PlanContext) -> None:
-    """Raise OptionError for an overlap that needs the device, and for matrices that share rows."""
-    options = context.options
-    if options.offload == "none":
-        return
-    if options.overlap != "none" and (options.overlap, options.offload) != ("forward", "state"):
-        problem = f"= {options.overlap!r} needs momentum and parameters on the device; set 'none', or offload = 'none'"
-        raise OptionError("overlap", problem)
-    # Transfers move whole rows, so two transfers would overwrite common rows.
-    if shared := next((parameter.fqn for parameter in context.parameters if parameter.stack.interleaved), None):
-        problem = f'= "{options.offload}" does not take {shared}, whose matrices share rows of its storage; set "none"'
-        raise OptionError("offload", problem)
+        state = torch.zeros_like(like, dtype=dtype, device=storage_device(parameter))
+    else:
+        # Copies are asynchronous only from pinned memory, and pinning needs an accelerator.
+        pinned = not is_host(step_device(parameter))
+        state = torch.zeros_like(like, dtype=dtype, device="cpu", pin_memory=pinned)
+    if isinstance(state, DTensor) and isinstance(state.device_mesh, StateMesh):
+        refuse_reads_outside(state, StateMesh.refusal)
+    return state
 
 
 def moved_state(state: Tensor, parameter: Tensor, offload: Offload) -> Tensor:
-    """A copy of a state, placed like `new_state`."""
-    moved = new_state(parameter, state.dtype, offload)
+    """A copy of a state, on the device or the host as `new_state`."""
+    moved = new_state(parameter, state.dtype, offload, state)
     local(moved).copy_(local(state))
     return moved
