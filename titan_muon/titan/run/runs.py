@@ -188,7 +188,7 @@ def _source(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | None
         # Run folders have characters that shells treat specially, so the file holds a name.
         folder = folder.with_name(folder.read_text(encoding="utf-8", errors="replace").strip() or LATEST_FILE)
     if not folder.is_dir():
-        raise RecipeError(f'checkpoint.load = {load!r}: {folder} is no folder; it takes "none", "latest" or a run\'s')
+        raise RecipeError(f'checkpoint.load = {load!r}: no such folder; it takes "none", "latest" or a run\'s folder')
     if (whole := _whole_step(recipe, folder, flaws)) is None:
         raise RecipeError(
             f"checkpoint.load = {load!r}: {folder} has no whole checkpoint in {recipe.checkpoint.folder}/"

@@ -256,14 +256,14 @@ def test_the_file_latest_means_the_newest_run(tmp_path: Path) -> None:
     assert open_run(recipe).folder == str(run)
     for damage in (b"", b"\xff", b"a\0b"):
         latest.write_bytes(damage)
-        with pytest.raises(RecipeError, match=r"checkpoint\.load = '.*/latest': .* is no folder"):
+        with pytest.raises(RecipeError, match=r"checkpoint\.load = '.*/latest': no such folder"):
             open_run(recipe)
 
 
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"checkpoint__load": "nowhere"}, "nowhere is no folder"),
+        ({"checkpoint__load": "nowhere"}, "no such folder"),
         ({"checkpoint__load": "RUN", "checkpoint__load_step": 5}, "saved steps: 9, 6, 3"),
         ({"checkpoint__load": "RUN", "checkpoint__load_step": 9}, "step-9 cannot be used: __0_0.distcp is missing"),
         ({"checkpoint__load": "latest", "checkpoint__load_step": 5}, "no run in"),
