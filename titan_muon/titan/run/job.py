@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools import utils as device_utils
 
-from titan_muon.assignment.table import frozen_lines, parameter_table
+from titan_muon.assignment.table import decay_lines, frozen_lines, parameter_table
 from titan_muon.muon import Muon
 from titan_muon.plan import summarize
 from titan_muon.tensors.process_groups import default_store
@@ -249,7 +249,7 @@ def _print_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: lis
     """Write the table of parameters; print each optimizer's share and the cost of Muon's plan."""
     print_on_rank0(f"run {run.folder}")
     world, optimizers = dist.get_world_size(), trainer.optimizers.parts
-    lines = [*explain.optimizer_lines(optimizers.whole, recipe.muon.split, world), *optimizers.decay_lines()]
+    lines = [*explain.optimizer_lines(optimizers.whole, recipe.muon.split, world), *decay_lines(optimizers.groups)]
     clips = qk_clip_lines(recipe.qk_clip, reduced_bytes(trainer.model_config), world)
     counts = "\n".join([*lines, *clips, *frozen_lines(optimizers.frozen)])
     print_on_rank0("\n".join([counts, *(short for short, _ in parts if short)]))

@@ -148,14 +148,12 @@ def test_the_start_counts_the_whole_model_and_lists_every_pipeline_rank(
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     stack, bias = Assignment("layers.0.w", (2, 30, 40), "muon", "", None), Assignment("b", (80,), "adamw", "", None)
     whole = (stack, bias)
-    optimizers = SimpleNamespace(
-        parts=SimpleNamespace(whole=whole, frozen=(), decay_lines=lambda: ["no decay"]), assignments=whole[1:]
-    )
+    optimizers = SimpleNamespace(parts=SimpleNamespace(whole=whole, frozen=("c",), groups={}), assignments=whole[1:])
     trainer = SimpleNamespace(optimizers=optimizers, model_config=model_spec("qwen3", "moe_tiny").model)
     parts = [("plan of 0", "table of 0"), ("plan of 1", "table of 1")]
     job._print_optimizers(trainer, tiny.recipe(tmp_path), Run(str(tmp_path)), parts)  # type: ignore[arg-type]
     shares = "adamw: 1 tensor, 3.2 % of parameters\nmuon: 2 matrices, 96.8 % of parameters\n"
-    counts = f"2,480 parameters on 4 ranks\n{shares}no decay\n"
+    counts = f"2,480 parameters on 4 ranks\n{shares}not trained (requires_grad is False): c\n"
     assert capsys.readouterr().out == f"run {tmp_path}\n{counts}plan of 0\nplan of 1\n"
     assert (tmp_path / "optimizers.txt").read_text() == f"table of 0\n\ntable of 1\n\n{counts}"
 
