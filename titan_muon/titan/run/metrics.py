@@ -23,9 +23,9 @@ from torch.utils.tensorboard import SummaryWriter
 from torchtitan.components.metrics import BaseLogger, MetricsProcessor, WandBLogger, _get_metrics_rank
 from torchtitan.distributed import ParallelDims
 
+from titan_muon.titan.launch.folder_lock import unusable
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.run.console import is_quiet, show
-from titan_muon.titan.storage.space import unusable
 
 METRICS_FILE = "metrics.jsonl"
 STEP_KEYS = ("grad_norm", "tokens_per_second", "mfu", "memory_gib")

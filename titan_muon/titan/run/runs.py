@@ -17,14 +17,13 @@ from types import MappingProxyType
 
 import torch.distributed as dist
 
-from titan_muon.titan.launch.folder_lock import FolderLock
+from titan_muon.titan.launch.folder_lock import FolderLock, unusable
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
 from titan_muon.titan.run.console import print_on_rank0
 from titan_muon.titan.run.metrics import METRICS_FILE, read_until
 from titan_muon.titan.run_name import IGNORED, changes, other_experiment, overrides_text
 from titan_muon.titan.storage.checksums import damage
-from titan_muon.titan.storage.space import unusable
 
 OPTIMIZERS_FILE = "optimizers.txt"
 RECIPE_FILE = "recipe.toml"

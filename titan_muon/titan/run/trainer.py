@@ -23,7 +23,7 @@ from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers
 from titan_muon.titan.checks.curve import reports_of
 from titan_muon.titan.checks.ranks import UNKNOWN
-from titan_muon.titan.checks.training import ADVICE, Place, TrainingChecks
+from titan_muon.titan.checks.training import ADVICE, TrainingChecks
 from titan_muon.titan.data.loader import PackedDataLoader, bytes_per_token
 from titan_muon.titan.data.tokenizers import check_vocabulary
 from titan_muon.titan.data.validation import HeldOutValidator
@@ -185,12 +185,12 @@ class MuonTrainer(Trainer):
                 '["dataloader"] to start the data from its beginning.'
             )
 
-    def _place(self) -> Place:
+    def _place(self) -> tuple[int, int]:
         if not isinstance(self.dataloader, PackedDataLoader):
-            return Place(UNKNOWN, UNKNOWN)
+            return UNKNOWN, UNKNOWN
         first = (self.tokens + self.data_start) // self.config.training.seq_len
         batch = self.config.training.local_batch_size // self.num_pipeline_parallel_microbatches
-        return Place(self.dataloader.position, first + self.checks.data_rank * batch)
+        return self.dataloader.position, first + self.checks.data_rank * batch
 
     def _warn(self, lines: Iterable[str]) -> None:
         for line in lines:
