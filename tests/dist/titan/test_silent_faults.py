@@ -237,7 +237,6 @@ FAULTS: dict[str, tuple[Faulty, dict[str, object], tuple[str, ...]]] = {
 }
 # Each step's change of weights and states after a NaN in step 2. Only a run that goes on must leave them as they were.
 KEPT = {
-    "ended": ({"metrics__log_freq": 10}, NAN, [False, False]),
     "not saved": (RARE, NAN, [False, False]),
     "passed over": ({"metrics__log_freq": 10, "muon__nonfinite": "skip"}, "", [False, True, False]),
 }

@@ -75,7 +75,8 @@ def flaw(checkpoint: Path) -> str | None:
 class RunCheckpoints(CheckpointManager):
     """TorchTitan's checkpoint manager, with checksums. Loads the checkpoint of `runs.open_run`.
 
-    The state `train_state` is the run's trainer. `last_saved`: the newest step that this process saved.
+    The state `train_state` is the run's trainer, which checks the model before each save. `last_saved`: the newest step
+    that this process saved.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -91,10 +92,6 @@ class RunCheckpoints(CheckpointManager):
             # compat.time_out_all_groups leaves this group alone.
             self.pg._set_group_desc(compat.ASYNC_CHECKPOINT)
 
-    def will_save(self, step: int, *, last_step: bool) -> bool:
-        """Whether `save` of this step writes a checkpoint. The trainer checks the model before."""
-        return self.enable and self._should_save(step, last_step)
-
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         # A stop ends the run after this step.
         stopping = self.states["train_state"].stop.stopping and not self.load_only
@@ -103,6 +100,7 @@ class RunCheckpoints(CheckpointManager):
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self._should_save(curr_step, last_step):
             return False
+        self.states["train_state"].check_before_save()
         self.maybe_wait_for_saving()
         if self.last_saved is not None and not Path(self.folder).is_dir():
             print_on_rank0(f"warning: {self.folder} was removed; checkpoints up to step {self.last_saved} are gone")

@@ -251,7 +251,7 @@ def test_the_file_latest_means_the_newest_run(tmp_path: Path) -> None:
     latest = run.parent / "latest"
     recipe = tiny.recipe(tmp_path, checkpoint__load=str(latest))
     assert open_run(recipe).folder == str(run)
-    for damage in (b"", b"\xff", b"a\0b"):
+    for damage in (b"", b"\xff", b"a\0b", b"../a"):
         latest.write_bytes(damage)
         with pytest.raises(RecipeError, match=r"checkpoint\.load = '.*/latest': no such folder"):
             open_run(recipe)
