@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from titan_muon.titan import device
 
@@ -48,10 +47,3 @@ def test_auto_follows_the_device_and_explicit_values_follow_the_recipe(
     }
     monkeypatch.setattr(device, "has_torch_for", lambda key: key != "loss.chunks")
     assert device.loss_chunks("auto", 2048) == 1, "torch is too old"
-
-
-@pytest.mark.parametrize("gpu", [None, (9, 0)])
-def test_compute_capability_is_the_gpus_or_none(monkeypatch: pytest.MonkeyPatch, gpu: tuple[int, int] | None) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
-    assert device.compute_capability() == gpu
