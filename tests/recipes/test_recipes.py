@@ -157,12 +157,12 @@ def test_owners_of_whole_tensor_parallel_matrices_start_no_collective(
     assert plan["collectives_per_step"] == 0
     assert plan["orthogonalizations"] == plan["muon_matrices"]
     pattern = r"owned, whole across tensor parallelism \(.*\): (\d+) parameters take ([\d.]+) MiB from the busiest rank"
-    (numbers,) = re.findall(pattern, printed)
-    assert int(numbers[0]) == plan["muon_matrices"]
+    ((count, sent),) = re.findall(pattern, printed)
+    assert int(count) == plan["muon_matrices"]
     held = [owner["bytes"] for owner in plan["owners"]]
     assert max(held) <= 1.1 * sum(held) / 4
     # A piece of the two stays; all are computed with in bfloat16 and rest in float32.
-    assert float(numbers[1]) == pytest.approx(max(held) / 2 / 2 / 2**20, rel=0.1)
+    assert float(sent) == pytest.approx(max(held) / 2 / 2 / 2**20, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -242,12 +242,6 @@ def test_a_package_may_bring_another_model(tmp_path: Path, monkeypatch: pytest.M
         dry_run("llama_muon", 2, tmp_path, "--model.name", "their_lama")
 
 
-OFFLOADED = {
-    "state": ("--optimizer.offload", "state", "--adamw.state_dtype", "bfloat16"),
-    "parameters": ("--training.enable_cpu_offload", "true", "--muon.state_dtype", "bfloat16"),
-}
-
-
 def elements_of(plan: dict[str, Any]) -> Counter[str]:
     """Elements of the parameters of each optimizer."""
     elements: Counter[str] = Counter()
@@ -256,20 +250,12 @@ def elements_of(plan: dict[str, Any]) -> Counter[str]:
     return elements
 
 
-def test_momentum_kept_by_owners_is_counted_on_the_fullest_rank(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_momentum_kept_by_owners_is_counted_on_the_fullest_rank(tmp_path: Path) -> None:
     copies = ("--parallelism.data_parallel_replicate_degree", "4")
-    replicated, once = (
-        dry_run("llama_muon", 4, tmp_path, *copies, "--muon.state", state) for state in ("replicated", "owner")
-    )
-    elements = elements_of(once)
-    kept = [cost["state_elements"] for cost in once["ranks"]]
-    assert sum(kept) == elements["muon"]
-    assert max(kept) < elements["muon"] / 2
-    assert replicated["memory"]["optimizer_states"] == 4 * elements["muon"] + 8 * elements["adamw"]
+    once = dry_run("llama_muon", 4, tmp_path, *copies, "--muon.state", "owner")
+    kept, elements = [cost["state_elements"] for cost in once["ranks"]], elements_of(once)
+    assert sum(kept) == elements["muon"] > 2 * max(kept)
     assert once["memory"]["optimizer_states"] == 4 * max(kept) + 8 * elements["adamw"]
-    assert f"on their owners alone, {max(kept):,} elements on the fullest rank" in capsys.readouterr().out
 
 
 def test_memory_of_optimizer_states_follows_the_state_dtypes(tmp_path: Path) -> None:
@@ -284,28 +270,26 @@ def test_memory_of_optimizer_states_follows_the_state_dtypes(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_offloaded_states_count_on_the_host_and_two_loads_count_on_the_device(
-    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = dry_run("llama_muon", 1, tmp_path, *OFFLOADED["state"], device=device)
+def test_offloaded_states_count_on_the_host_and_two_loads_count_on_the_device(device: str, tmp_path: Path) -> None:
+    words = ("--optimizer.offload", "state", "--adamw.state_dtype", "bfloat16")
+    plan = dry_run("llama_muon", 1, tmp_path, *words, device=device)
     sizes = [4 * prod(a["shape"]) for a in plan["parameters"] if a["optimizer"] == "muon"]
     sizes += 2 * [2 * prod(a["shape"]) for a in plan["parameters"] if a["optimizer"] == "adamw"]
-    # Pinned memory is allocated in powers of two.
-    states = sum(2 ** math.ceil(math.log2(size)) if device == "cuda" else size for size in sizes)
     memory, (cost,) = plan["memory"], plan["ranks"]
-    assert memory["host_states"] == states
+    # Pinned memory is allocated in powers of two.
+    assert memory["host_states"] == sum(2 ** math.ceil(math.log2(s)) if device == "cuda" else s for s in sizes)
     # Local matrices: the largest batch of one shape decides.
     muon = Counter(tuple(a["shape"]) for a in plan["parameters"] if a["optimizer"] == "muon")
     assert cost["loads"] == len(muon)
     assert cost["load_elements"] == max(count * prod(shape) for shape, count in muon.items())
     assert memory["optimizer_states"] == max(8 * cost["load_elements"], 8 * elements_of(plan)["adamw"])
-    assert re.search(rf"host: states +{states / 2**20:,.1f} MiB", capsys.readouterr().out)
 
 
 def test_offloaded_parameters_count_on_the_host_and_two_loads_count_on_the_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = dry_run("llama_muon", 1, tmp_path, *OFFLOADED["parameters"], device="cpu")
+    words = ("--training.enable_cpu_offload", "true", "--muon.state_dtype", "bfloat16")
+    plan = dry_run("llama_muon", 1, tmp_path, *words, device="cpu")
     memory, (cost,), elements = plan["memory"], plan["ranks"], elements_of(plan)
     assert (memory["parameters"], memory["gradients"]) == (0, 0)
     assert memory["host_parameters"] == memory["host_gradients"] == 4 * elements.total()
@@ -364,8 +348,7 @@ def test_the_dry_run_of_a_cluster_plans_for_gpus_by_default(
     printed = capsys.readouterr().out
     assert f"planned for {planned}" in printed
     assert f"estimate for {'1 rank' if world is None else '64 ranks'} of " in printed
-    assert ("on h100x8" in printed) == (planned == "GPUs")
-    assert ("on cpu" in printed) == (planned == "CPUs")
+    assert f" on {'h100x8' if planned == 'GPUs' else 'cpu'}" in printed
 
 
 @pytest.mark.parametrize("placement", ["shard0", "owned"])
@@ -383,15 +366,14 @@ def test_every_pipeline_rank_has_a_separate_plan(
     printed = capsys.readouterr().out
     parts = plan["pipeline_ranks"]
     assert sum(part["muon_matrices"] for part in parts) == whole["muon_matrices"]
-    assert sorted(p["fqn"] for part in parts for p in part["parameters"]) == sorted(
-        p["fqn"] for p in whole["parameters"]
-    )
+    names = sorted(p["fqn"] for part in parts for p in part["parameters"])
+    assert names == sorted(p["fqn"] for p in whole["parameters"])
     assert [[cost["rank"] for cost in part["ranks"]] for part in parts] == [[0, 1], [2, 3]]
     owners = [[owner["rank"] for owner in part["owners"]] for part in parts]
     assert owners == ([[0, 1], [2, 3]] if placement == "owned" else [[], []])
     assert all(part["memory"]["total"] < whole["memory"]["total"] for part in parts)
-    counts = re.findall(r"^\w+: .* of parameters$", alone, re.MULTILINE)
-    assert counts == re.findall(r"^\w+: .* of parameters$", printed, re.MULTILINE)
+    counts = re.compile(r"^\w+: .* of parameters$", re.MULTILINE)
+    assert counts.findall(alone) == counts.findall(printed)
     for rank in range(2):
         # In the table, in the plan with the memory, and in the verdict.
         assert printed.count(f"pipeline rank {rank} of 2, ranks {2 * rank} to {2 * rank + 1}: ") == 3
