@@ -21,7 +21,8 @@ from .options import SLOWEST_IN_BFLOAT16, MissingGrad, Nonfinite, Offload, Optio
 from .state.host import Transfer, Window, moved_state, moves, new_state, resolved
 from .state.saved import after_pre_hooks, checked_state
 from .step.foreach import grouped
-from .tensors.dtensor import local, on_device, step_device
+from .tensors.device import is_host, on_device
+from .tensors.dtensor import local, step_device
 from .tensors.names import named_parameters, names_in
 from .tensors.storage import placement_key
 from .tensors.warning import warn
@@ -145,7 +146,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self.check_norm(skips=self._nonfinite == "skip")
         skipped = self.gradient_faults.check(self.take_skip(), scaled=getattr(self, "found_inf", None) is not None)
         # Reading a flag on the CPU does not wait.
-        if skipped is not None and skipped.device.type == "cpu":
+        if skipped is not None and is_host(skipped.device):
             if skipped:
                 return loss
             skipped = None
@@ -158,7 +159,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         elif batches:
             self._update_in_window(batches)
         if skipped is not None:
-            steps = {part.step for batch in batches for part in batch.parts if part.step.device.type == "cpu"}
+            steps = {part.step for batch in batches for part in batch.parts if is_host(part.step.device)}
             self._counted = HostCopy(skipped), tuple(steps)
         return loss
 
@@ -308,7 +309,9 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             for fqn, parameter, key in zip(names_in(group), group["params"], saved_group["params"], strict=True):
                 if key in state_dict["state"]:
                     current = dict(self.state.get(parameter) or self._new_state(parameter, group))
-                    states.append((parameter, current, checked_state(fqn, current, state_dict["state"][key])))
+                    states.append(
+                        (parameter, current, checked_state(fqn, current, state_dict["state"][key], parameter))
+                    )
         return states
 
     def offload(self) -> None:

@@ -21,7 +21,7 @@ from .comm.buffers import Buffers, fragmentation
 from .comm.collectives import Collectives
 from .comm.exchange import Exchange
 from .comm.faults import STORAGE_FAULTS, Fault, check_faults, fault_of, names_with
-from .comm.report import Carried, FaultReport
+from .comm.report import FaultReport, Reported
 from .options import MuonOptions
 from .orthogonalize import DTYPES
 from .plan.program import make_program, replicated_plain
@@ -36,6 +36,7 @@ from .step.gradients import StepGradients, grad_matrix
 from .step.ranges import trace_range
 from .step.rank import Rank
 from .step.step import Hook, MuonStep, UpdateMask
+from .tensors.device import is_host
 from .tensors.names import names_in
 from .tensors.storage import TrainedParam, storage_of, with_momentum
 from .tensors.warning import warn
@@ -287,7 +288,7 @@ class Engine:
         self._heal(own)
         names = report.names[: len(own)]
         check_faults(names, own, self._allowed, "" if alone else report.details(reported))
-        report.tell_carried(reported)
+        report.tell_others(reported)
         if broken := names_with(names, own, Fault.NOT_FINITE):
             warn(f"{broken}: not finite; the update of those matrices was zero in a step")
 
@@ -325,7 +326,7 @@ class Engine:
         """Allocate the buffers, because a rank without enough memory must fail before the others communicate."""
         if warning := fragmentation(self.rank.device.type, self.step_bytes, os.environ):
             warn(warning)
-        if self.rank.device.type != "cpu":
+        if not is_host(self.rank.device):
             self.rank.buffers.memory.take()
 
     @property
@@ -335,7 +336,7 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run the exchange once, without a step, in the allocated buffers. Collective."""
-        if self.rank.device.type != "cpu":
+        if not is_host(self.rank.device):
             self.rank.exchange.warm_up(self.rank.plan)
             self.rank.buffers.memory.free()
 
@@ -378,14 +379,14 @@ def engine_of(
     overlap: Overlap | None,
     *,
     muon: Optimizer,
-    carried: Mapping[str, Carried],
+    others: Mapping[str, Reported],
 ) -> Engine:
-    """The engine of a plan. `overlap`: of the engine before. `carried`: optimizers in Muon's report, by name."""
+    """The engine of a plan. `overlap`: of the engine before. `others`: optimizers in Muon's report, by name."""
     program = make_program(plan, agreement.rank, geometries)
     buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype], kept=options.keep_buffers)
     exchange = Exchange(program, buffers, collectives, agreement, exclusive=options.overlap == "backward")
     names = [trained.fqn for trained in params]
-    report = FaultReport(names, {"muon": muon}, carried, buffers.device, agreement, replicated_plain(plan))
+    report = FaultReport(names, {"muon": muon}, others, buffers.device, agreement, replicated_plain(plan))
     iterations = tuple(iteration_of(trained.group) for trained in params)
     methods = methods_of(plan, iterations, dispatch_of(buffers.device, options))
     storage = tuple(map(storage_of, params, plan.parameters))

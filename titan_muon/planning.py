@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .algorithms import algorithm_of
 from .comm.agreement import PlanReport, digest_of
-from .comm.report import Carried
+from .comm.report import Reported
 from .features import check_plan
 from .options import HYPERPARAMETERS, SHARED, Machine, MuonOptions, OptionError
 from .orthogonalize import Dispatch, Iteration, Method, kernels_for, measured_choices
@@ -30,6 +30,7 @@ from .state.momentum import kept_by
 from .state.plan_context import PlanContext
 from .step.foreach import WIDE_BYTES, chunk_bytes
 from .step.rounding import BYTES as CHUNK_BYTES
+from .tensors.device import is_host
 from .tensors.dtensor import mesh_axes, step_device, storage_device
 from .tensors.matrices import planned
 from .tensors.storage import TrainedParam, storage_fault
@@ -205,7 +206,7 @@ def check_storage(params: Sequence[TrainedParam], geometries: Geometries, option
     """Raise ValueError if storage on this rank differs from the plan."""
     for index, trained in enumerate(params):
         device = storage_device(trained.param)
-        if options.offload == "parameters" and trained.on_mesh and device.type != "cpu":
+        if options.offload == "parameters" and trained.on_mesh and not is_host(device):
             raise ValueError(
                 f"{trained.fqn}: is on {device}, and offload = 'parameters' takes what is on the host; keep all of "
                 "Muon's parameters there, or none"
@@ -235,7 +236,7 @@ def report_of(
     params: Sequence[TrainedParam],
     options: MuonOptions,
     groups: Sequence[Mapping[str, Any]],
-    carried: Mapping[str, Carried],
+    others: Mapping[str, Reported],
     all_ranks: tuple[int, ...],
     *,
     optional: bool = False,
@@ -250,7 +251,7 @@ def report_of(
         "parameters": [(p.fqn, p.layout.shape, p.layout.placements, p.layout.mesh.ranks) for p in plan.parameters],
         "hyperparameters": hyperparameters,
         "options": {name: getattr(options, name) for name in SHARED if name not in LOCAL_OPTIONS},
-        "others": [(name, other.names(), len(other.param_groups)) for name, other in carried.items()],
+        "others": [(name, other.names(), len(other.param_groups)) for name, other in others.items()],
         "plan": plan.digest(),
     }
     teams = {team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..options import OptionError
 from ..step.algorithm import Algorithm, Group, Limits, Tensors
+from ..tensors.device import is_host
 from ..tensors.storage import STEP
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def rate(lr: float | Tensor) -> float | Tensor:
     """The rate as a number, or as a scalar tensor of a device, because reading would wait."""
     if not isinstance(lr, Tensor):
         return lr
-    return lr.item() if lr.device.type == "cpu" else lr.reshape(())
+    return lr.item() if is_host(lr.device) else lr.reshape(())
 
 
 RATE_ROUNDING = 1e-3

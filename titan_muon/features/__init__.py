@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterator
 
 from ..options import MuonOptions, OptionError
 from ..plan.terms.blocks import blocks_reason
-from ..state.eight_bit import check_eight_bit
-from ..state.host import check_offload
-from ..state.momentum import check_not_owned
-from ..state.plan_context import PlanContext
+from ..state.plan_context import PlanContext, check_states
 from ..step.algorithm import Algorithm
 from ..tensors.mesh import without_groups
 from ..tensors.warning import warn
@@ -27,9 +24,7 @@ def check_plan(context: PlanContext, algorithm: Algorithm) -> None:
 
 
 def _checks(options: MuonOptions) -> Iterator[Callable[[PlanContext], None]]:
-    yield lambda context: check_offload(context.parameters, context.options)
-    yield check_eight_bit
-    yield check_not_owned
+    yield check_states
     yield _check_prescaled
     yield _check_travels
     if options.fused:

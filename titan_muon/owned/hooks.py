@@ -18,7 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from . import private
-from .param_group import CommContext, OwnedParamGroup, OwnedState
+from .comm import OwnerComm
+from .param_group import OwnedParamGroup, OwnedState
 from .reduction import Reductions
 
 
@@ -28,7 +29,7 @@ class HookContext:
     `reduce_grads`: whether a backward pass sends gradients to the owners, or adds them up on each rank.
     """
 
-    def __init__(self, comm: CommContext) -> None:
+    def __init__(self, comm: OwnerComm) -> None:
         self.reductions = Reductions(comm)
         self.reduce_grads = True
         self.hooks: list[ModuleHooks] = []

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..plan.terms.layout import chunk
 from ..tensors.dtensor import held_indices, local
-from ..tensors.mesh import refuse_reads
+from ..tensors.mesh import refuse_reads_outside
 from .param import OriginalPlacement, holders, is_owned
 from .param_group import OwnedParamGroup
 from .private import OwnerMesh
@@ -115,8 +115,8 @@ def _refuse_in_state_dict(
 
 
 def _refuse_empty_reads(tensor: Any, fqn: str) -> None:
-    if isinstance(tensor, DTensor) and is_owned(tensor) and tensor.device_mesh.get_coordinate() is None:
-        refuse_reads(
+    if isinstance(tensor, DTensor) and is_owned(tensor):
+        refuse_reads_outside(
             tensor,
             f"{fqn} is stored whole on rank {', '.join(map(str, holders(tensor)))} and this rank has no elements; read "
             "it on all ranks with titan_muon.owned.gather(tensor), and a whole model with "

@@ -17,6 +17,7 @@ from ..comm.report import FaultReport
 from ..orthogonalize import zero_nonfinite_
 from ..plan.program import Program
 from ..plan.terms.schedule import Act
+from ..tensors.device import may_be_true
 from .algorithm import Algorithm
 from .foreach import MomentumCall, without_parameters
 from .gradients import StepGradients
@@ -170,8 +171,7 @@ class MuonStep:
         broken = (norms <= bounds.norms).logical_not_()
         self.report.add_too_large(bounds.parameters, broken, late=late)
         any_broken: Tensor = broken.any()
-        # Reading a flag on the CPU does not wait.
-        if any_broken.device.type != "cpu" or any_broken:
+        if may_be_true(any_broken):
             # The next step raises on all ranks. A mask for each view would take a launch for each.
             bounds.memory.masked_fill_(any_broken, 0)
 

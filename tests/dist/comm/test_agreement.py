@@ -122,7 +122,7 @@ def load(rank: int, world_size: int, change: str) -> tuple[str, int, bool]:
 
 def test_a_wrong_state_on_a_rank_is_an_error_on_every_rank() -> None:
     for error, _, same_plan in run_ranks(load, 2, "momentum", timeout=SECONDS):
-        assert "no momentum with the parameter's mesh and placements; " in error
+        assert "has no momentum_buffer with this optimizer's shape, mesh and placements; " in error
         assert error.endswith("(on rank 1)")
         assert same_plan
 

@@ -318,8 +318,7 @@ def damaged_checkpoints(rank: int, world_size: int, folder: Path) -> dict[str, s
         if trainer.step == 5:
             trainer.model_parts[0].layers["1"].attention.wo.weight.detach().to_local()[0, 0] = 2.0**100
 
-    for attempt in ("poisoned", "again", "older"):
-        shown[attempt] = outcome(folder, "run", gradients(poison)(rank), **{**resumed, "training__steps": 5})
+    shown["poisoned"] = outcome(folder, "run", gradients(poison)(rank), **{**resumed, "training__steps": 5})
     assert not (steps / "step-5").exists()
     flipped = steps / "step-4" / ".metadata"
     damage(lambda: flipped.write_bytes(flipped.read_bytes()[:-9] + b"\1" + flipped.read_bytes()[-8:]))
@@ -345,7 +344,7 @@ def damaged_checkpoints(rank: int, world_size: int, folder: Path) -> dict[str, s
 def test_damaged_checkpoints_are_skipped_and_a_full_disk_is_named(tmp_path: Path) -> None:
     """Zeros, a file of another step and flipped metadata must not be loaded; the newest whole step is used.
 
-    A weight beyond all bounds is not saved, and after two divergences from a checkpoint the older checkpoint is used.
+    A weight beyond all bounds is not saved.
     """
     tiny.write_recipe(tmp_path)
     shown = run_ranks(damaged_checkpoints, 2, tmp_path)
@@ -355,16 +354,14 @@ def test_damaged_checkpoints_are_skipped_and_a_full_disk_is_named(tmp_path: Path
     assert "step-3 is passed over: __1_0.distcp has other bytes than were saved" in text
     assert "step-2 is passed over: __1_0.distcp has other bytes than were saved" in text
     assert "continuing after step 1" in text
-    for attempt, step in (("poisoned", 4), ("again", 4), ("older", 3)):
-        text = shown[0][attempt]
-        assert f"continuing after step {step}" in text
-        assert ("training diverged twice from there" in text) == (step == 3)
-        assert "step 5: weights are not finite or larger than 1e+06 (layers.1.attention.wo.weight on rank 1)" in text
+    text = shown[0]["poisoned"]
+    assert "continuing after step 4" in text
+    assert "step 5: weights are not finite or larger than 1e+06 (layers.1.attention.wo.weight on rank 1)" in text
     for rank in shown:
         assert "RecipeError: checkpoint.load_step = 4" in rank["flipped"]
         assert ".metadata has other bytes than were saved" in rank["flipped"]
-        assert "RunFault: step 1 is not saved: " in rank["full"]
-        assert "has 1,000 bytes free, and a checkpoint takes about " in rank["full"]
+        assert "RunFault: step 1 is not saved in " in rank["full"]
+        assert "1,000 bytes are free, and a checkpoint takes about " in rank["full"]
         assert "no whole checkpoint is left" in rank["full"]
-        assert "RunFault: step 1 is not saved: " in rank["async"]
+        assert "RunFault: step 1 is not saved in " in rank["async"]
         assert "No space left on device" in rank["async"]

@@ -165,8 +165,7 @@ def test_the_run_folder_has_every_file_of_a_run(tmp_path: Path) -> None:
     assert {"loss/train", "loss/validation", "loss/bits_per_byte"} <= tags
     assert {"step/tokens_per_second", "time/optimizer", "step/memory_gib"} <= tags
     assert any(tag.startswith("lr/") for tag in tags)
-    assert events.Scalars("loss_by_tokens/train")[-1].step == step["tokens"]
-    assert b"Muon step: " in events.Tensors("plan/text_summary")[0].tensor_proto.string_val[0]
+    assert (folder / "optimizers.txt").read_text().count("\nMuon step: ") == 1
     assert_ranges(folder / "profile_traces")
 
 

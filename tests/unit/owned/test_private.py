@@ -15,16 +15,17 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from benchmarks.c10d_counter import CollectiveCounter
 from titan_muon.owned import is_owned, private
 from titan_muon.owned.param import held_elements, holders, place_on_owners
+from titan_muon.tensors.dtensor import local
 
 
 def test_replaced_data_of_a_stored_tensor_becomes_the_parameters_data(four_ranks: None) -> None:
     mesh = init_device_mesh("cpu", (4,))
     param = place_on_owners(torch.nn.Parameter(torch.zeros(2, 3)), mesh, [0])
-    stored = private.stored_tensor(param)
+    stored = local(param)
     stored.data = torch.ones(2, 3)
-    for local in (param.to_local(), param.detach().to_local()):  # type: ignore[attr-defined]
-        assert local.data_ptr() == stored.data_ptr()
-        assert local.tolist() == [[1.0] * 3] * 2
+    for read in (param.to_local(), param.detach().to_local()):  # type: ignore[attr-defined]
+        assert read.data_ptr() == stored.data_ptr()
+        assert read.tolist() == [[1.0] * 3] * 2
 
 
 def test_a_version_is_unchanged_by_later_writes() -> None:
@@ -149,19 +150,3 @@ def test_hooks_of_a_gradient_are_the_hooks_of_autograd() -> None:
     handles[0].remove()
     param.sum().backward()
     assert len(called) == len(private.gradient_hooks(param)) == 1
-
-
-def test_fsdp1_marks_flattened_parameters() -> None:
-    """`tensors.mesh.flattened_by` refuses parameters with this mark."""
-    from torch.distributed.fsdp._common_utils import FSDP_FLATTENED
-    from torch.distributed.fsdp._flat_param import FlatParameter
-
-    from titan_muon.tensors.mesh import flattened_by
-
-    param = torch.nn.Parameter(torch.ones(4))
-    assert not flattened_by(param)
-    setattr(param, FSDP_FLATTENED, True)
-    assert flattened_by(param) == "FSDP1"
-    flat = torch.nn.Parameter(torch.ones(4))
-    flat._is_flat_param = True
-    assert isinstance(flat, FlatParameter)

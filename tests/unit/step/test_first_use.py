@@ -330,29 +330,10 @@ def test_a_refused_group_is_not_added(group: dict[str, Any], fault: str) -> None
     assert [group["param_names"] for group in muon.param_groups] == [["w"]]
 
 
-@pytest.mark.parametrize(
-    ("attribute", "library"),
-    [("_is_flat_param", "FSDP1"), ("_fsdp_flattened", "FSDP1"), ("ds_id", "DeepSpeed ZeRO")],
-)
-def test_the_refusal_of_flat_parameters_names_the_library(attribute: str, library: str) -> None:
-    param = nn.Parameter(torch.ones(64))
-    setattr(param, attribute, True)
-    with pytest.raises(ValueError, match=rf"w: {library} keeps flat pieces .* fully_shard \(FSDP2\)"):
-        Muon([("w", param)])
-
-
-@pytest.mark.parametrize(
-    ("attribute", "library"),
-    [("_fsdp_flattened", "FSDP1"), ("ds_id", "DeepSpeed ZeRO"), ("", "a wrapper such as FSDP1 or DeepSpeed ZeRO")],
-)
-def test_a_parameter_flattened_after_construction_is_refused_as_the_work_of_a_library(
-    attribute: str, library: str
-) -> None:
+def test_a_parameter_flattened_after_construction_is_refused_as_the_work_of_a_library() -> None:
     muon = Muon([("w", nn.Parameter(torch.ones(16, 16)))])
-    muon.param_groups[0]["params"] = [flat := nn.Parameter(torch.ones(256))]
-    if attribute:
-        setattr(flat, attribute, True)
-    with pytest.raises(ValueError, match=rf"w: {library} keeps flat pieces .* fully_shard \(FSDP2\)"):
+    muon.param_groups[0]["params"] = [nn.Parameter(torch.ones(256))]
+    with pytest.raises(ValueError, match=r"w: Muon takes matrices .*DeepSpeed ZeRO .* fully_shard \(FSDP2\)"):
         muon.build()
 
 

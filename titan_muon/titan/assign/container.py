@@ -13,7 +13,6 @@ from torchtitan.components.optimizer import OptimizersContainer
 from titan_muon import options
 from titan_muon.assignment.optimizer_set import OptimizerSet, build_optimizers
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
-from titan_muon.assignment.rules import Default, default_rules
 from titan_muon.comm.agreement import Agreement
 from titan_muon.comm.equality import check_equal
 from titan_muon.fsdp.forward_hooks import apply_in_forward, forward_updates
@@ -33,10 +32,11 @@ class HybridOptimizers(ForwardsToParts, OptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """Rules in order, the defaults or None, and each optimizer's options."""
+        """Rules in order, the defaults, and each optimizer's options; `rules`, `defaults`, `router` as in `Hybrid`."""
 
         rules: tuple[Rule, ...] = ()
-        defaults: tuple[Default, ...] | None = field(default_factory=default_rules)
+        defaults: bool = True
+        router: str = "adamw"
         tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
         decay_vectors: bool = False
         """Whether norms, biases and other vectors have weight decay."""
@@ -53,12 +53,12 @@ class HybridOptimizers(ForwardsToParts, OptimizersContainer):
         self.model_parts = model_parts
         agreement = Agreement()
         # A pipeline stage needs the names of all stages, and TorchTitan's own configuration has none.
-        stages = agreement.distinct(inspect_model(model_parts, canonical_fqn)) if config.model is None else []
+        stages = agreement.distinct(inspect_model(model_parts)) if config.model is None else []
         joined = {name: seen for stage in stages for name, seen in stage.items()} if len(stages) > 1 else config.model
         with as_recipe_errors():
             self.parts = agreement.together(lambda: parts_of_config(config, model_parts, joined))
             self.optimizers = list(self.parts.optimizers.values())
-            self._carry()
+            self._share_report()
             for muon in self._muons:
                 # Now, so that errors come early.
                 muon.build()
@@ -118,7 +118,12 @@ def parts_of_config(
 ) -> OptimizerSet:
     """The optimizers of a configuration. Raises ValueError as `build_optimizers`. `model`: as in `Config`."""
     options: dict[str, Any] = {"offload": config.offload, "decay_vectors": config.decay_vectors}
-    return build_optimizers(model_parts, config.rules, config.defaults, _tables(config), model=model, **options)
+    return build_optimizers(model_parts, config.rules, router_of(config), _tables(config), model=model, **options)
+
+
+def router_of(config: HybridOptimizers.Config) -> str | None:
+    """As in `assign_parameters`."""
+    return config.router if config.defaults else None
 
 
 def _tables(config: HybridOptimizers.Config) -> Mapping[str, Mapping[str, Any]]:
@@ -157,7 +162,8 @@ def optimizer_config(recipe: Recipe, model: Mapping[str, ParameterInfo] | None =
         offload=offload_of(recipe),
         decay_vectors=section.decay_vectors,
         rules=section.rule,
-        defaults=default_rules(section.router) if section.defaults else None,
+        defaults=section.defaults,
+        router=section.router,
         tables={"muon": _muon_table(recipe), "adamw": adamw},
         model=model,
     )

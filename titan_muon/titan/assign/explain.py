@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_muon.assignment.doubts import doubts, family, split_lines
 from titan_muon.assignment.rules import Assignment, splits_with
+from titan_muon.assignment.table import doubts, family, split_lines
 from titan_muon.options import Split
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements, peer_elements

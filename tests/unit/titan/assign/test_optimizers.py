@@ -10,6 +10,7 @@ from torch import nn
 from titan_muon import Muon, registry
 from titan_muon.adam import AdamW
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
+from titan_muon.assignment.table import decay_lines
 from titan_muon.options import Split
 from titan_muon.titan import compat
 from titan_muon.titan.recipe import Recipe, RecipeError, sections
@@ -76,7 +77,7 @@ def test_the_default_rules_make_a_group_per_optimizer_and_one_of_vectors_without
     optimizers = container(recipe(), model)
     assert names(optimizers) == {"muon": [HIDDEN], "adamw": [TABLES, NORMS]}
     assert [group["weight_decay"] for group in optimizers.optimizers[0].param_groups] == [0.1, 0.0]
-    assert optimizers.parts.decay_lines() == [
+    assert decay_lines(optimizers.parts.groups) == [
         "no weight decay: 2 norms, biases and other vectors (decay_vectors = false)"
     ]
     assert {type(optimizer) for optimizer in optimizers} == {Muon, AdamW}

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from titan_muon.adam import AdamW
 from titan_muon.comm.clip import NormCheck
 from titan_muon.titan.checks.experts import ExpertLoads
-from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, check_reports, twins
+from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, check_reports, ranks_with_same_data
 from titan_muon.titan.checks.start import check_start, differences, source_files, start_facts
 from titan_muon.titan.checks.training import Place, TrainingChecks, wrong_tokens
 from titan_muon.titan.data.blocks import TokenBlocks
@@ -159,9 +159,11 @@ def test_check_reports_names_differing_ranks(change: dict[str, int], text: str) 
 
 
 def test_twins_finds_two_data_ranks_with_equal_inputs() -> None:
-    assert twins(RANKS) is None
-    assert twins([RANKS[0], replace(RANKS[1], crc=11)]) == (0, 1)
-    assert twins([RANKS[0], replace(RANKS[0], position=8)]) is None, "tensor-parallel peers read the same"
+    assert ranks_with_same_data(RANKS) is None
+    assert ranks_with_same_data([RANKS[0], replace(RANKS[1], crc=11)]) == (0, 1)
+    assert ranks_with_same_data([RANKS[0], replace(RANKS[0], position=8)]) is None, (
+        "tensor-parallel peers read the same"
+    )
 
 
 class Layer(nn.Module):

@@ -146,7 +146,6 @@ HEARTBEAT = Heartbeat(host="node-a", pid=7, stage=5, beat=9)
 def test_late_ranks_are_named(heartbeats: dict[int, Heartbeat], silent: set[int], expected: str) -> None:
     """Ranks without a sign of life, or behind; no rank while all are at the same place, as in a long save."""
     assert late_ranks(heartbeats, silent, 2) == expected
-    assert all(Heartbeat.decode(beat.encode().encode()) == beat for beat in heartbeats.values())
 
 
 def test_a_silent_rank_is_reported_once_and_killed(

@@ -66,7 +66,7 @@ def test_a_fault_of_muon_ends_a_run_as_a_recorded_divergence(monkeypatch: pytest
     trainer = MuonTrainer.__new__(MuonTrainer)
     trainer.metrics_processor, trainer.step = mock.Mock(), 3
     with pytest.raises(FloatingPointError, match=r"^w: gradient or momentum .* \(muon\.nonfinite = 'skip'\)") as caught:
-        trainer.train(mock.Mock())
+        trainer.train()
     trainer.metrics_processor.logger.log.assert_called_once_with({"diverged": str(caught.value)}, 3)
 
 
@@ -103,7 +103,8 @@ def test_a_model_is_checked_before_every_save_and_not_saved_after_divergence(mon
     trainer.stop, trainer.metrics_processor, trainer.checks, trainer.dataloader = (mock.Mock() for _ in range(4))
     trainer.config, trainer.checkpointer, trainer.validator, trainer.optimizers = (mock.Mock() for _ in range(4))
     trainer.config.check_replicas, trainer.config.comm.train_timeout_seconds = 0, 1
-    trainer.metrics_processor.logged, trainer.monitor, trainer.first_step = None, None, False
+    trainer.metrics_processor.take_step.return_value = None
+    trainer.monitor, trainer.is_first_step = None, False
     trainer.checkpointer.will_save = lambda step, last_step: step % 2 == 0
     monkeypatch.setattr(trainer, "_check_weights", check)
     for trainer.step in (1, 2, 3):
