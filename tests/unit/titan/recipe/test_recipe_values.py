@@ -46,16 +46,15 @@ def test_a_value_out_of_range_is_refused(tmp_path: Path, key: str) -> None:
     for value in refused:
         message = error_of(lambda value=value: load(write(tmp_path, f"{key} = {schema.value_text(value)}")))
         assert f"run.toml: {key} = " in message
-        assert f"; it takes {schema.ranges(Recipe)[key].accepted}." in message
-        assert accepted in message
+        assert accepted in message.split("; it takes ")[1]
     for value in taken:
         load(write(tmp_path, f"{key} = {schema.value_text(value)}"))
 
 
 def test_every_number_has_a_range() -> None:
     numbers = {float, int, int | None, float | None, float | Literal["auto"], int | Literal["auto"]}
-    kinds = schema.keys(Recipe)
-    assert {key for key, kind in kinds.items() if kind in numbers} <= set(schema.ranges(Recipe)) <= set(kinds)
+    kinds, ranged = schema.keys(Recipe), schema.keys(Recipe, ranges=True)
+    assert [key for key, kind in kinds.items() if kind in numbers and kind == ranged[key]] == []
 
 
 PLACED = "[[placement.rule]]\nmatch = '*'\nplacement = "
