@@ -28,7 +28,7 @@ class _Layer:
         self._count = 0
 
     def update(self, *_: Any) -> None:
-        if self._count == self._deferred.count and not self._deferred.left:
+        if self._count == self._deferred.count and not self._deferred.holds_memory:
             return
         self._count = self._deferred.count
         own = own_groups(self._module)
