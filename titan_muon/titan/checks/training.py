@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from titan_muon.comm.clip import NormCheck
+from titan_muon.tensors.device import is_host
 from titan_muon.tensors.names import canonical_fqn, listed
 from titan_muon.titan.checks.curve import Curve, Report
 from titan_muon.titan.checks.experts import ExpertLoads
 from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, check_reports, gather, ranks_with_same_data
 from titan_muon.titan.data.loader import NOT_COUNTED
-from titan_muon.titan.device import arrives_late
 
 
 def wrong_tokens(inputs: Tensor, positions: Tensor, labels: Tensor) -> int:
@@ -52,7 +52,7 @@ class TrainingChecks:
         token_group: dist.ProcessGroup | None,
         tolerates_nonfinite: bool,
     ) -> None:
-        self.names, self._late = names, arrives_late(device)
+        self.names, self._late = names, not is_host(device)
         self._norm: tuple[int, NormCheck] | None = None
         self._trained = [(name, p, p.requires_grad) for part in parts for name, p in part.named_parameters()]
         self.experts = ExpertLoads(parts, token_group, device)
