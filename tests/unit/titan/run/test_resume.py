@@ -23,7 +23,7 @@ from titan_muon.titan.run.checkpoints import RunCheckpoints, check_data_ranks  #
 from titan_muon.titan.run.signals import StopSignals  # noqa: E402
 
 OTHER = {
-    "muon": {"lr": 0.5, "nesterov": False, "ns_coefficients": ((3.0, -4.0, 2.0),) * 5},
+    "muon": {"lr": 0.5, "ns_steps": 3, "ns_coefficients": ((3.0, -4.0, 2.0),) * 3},
     "adamw": {"lr": 0.5, "betas": (0.5, 0.75)},
 }
 STEPS = 4
