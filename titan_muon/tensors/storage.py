@@ -79,11 +79,10 @@ def trained_params(
             if rounds or options.momentum_warmup_steps or options.state_dtype == "int8":
                 # Only where steps count, so that other checkpoints keep their keys.
                 group.setdefault(STEP, 0)
-            on_mesh = rank in layout_of(fqn, parameter).mesh.ranks
-            shard, key = local(parameter), placement_key(parameter)
-            trained = TrainedParam(fqn, parameter, None, group, key, on_mesh, (shard.dtype, shard.device))
+            on_mesh, shard = rank in layout_of(fqn, parameter).mesh.ranks, local(parameter)
             momentum, scales = (state.get(parameter, {}).get(key) for key in ("momentum_buffer", "momentum_scale"))
-            trained = replace(trained, scales=scales)
+            placed = placement_key(parameter), on_mesh, (shard.dtype, shard.device)
+            trained = TrainedParam(fqn, parameter, None, group, *placed, scales=scales)
             yield trained if momentum is None else with_momentum(trained, momentum)
 
 

@@ -60,7 +60,7 @@ class ExpertLoads:
         return lines
 
     def _counts(self) -> list[Tensor]:
-        counts: list[Tensor] = [layer.tokens_per_expert_E for layer in self._layers.values()]  # type: ignore[misc]
+        counts: list[Tensor] = [layer.tokens_per_expert_E for layer in self._layers.values()]
         return [local(tokens).detach().to(self._device, copy=True) for tokens in counts]
 
 

@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,12 +9,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from titan_muon.comm.clip import NormCheck
+from titan_muon.tensors.device import is_host
 from titan_muon.tensors.names import canonical_fqn, listed
 from titan_muon.titan.checks.curve import Curve, Report
 from titan_muon.titan.checks.experts import ExpertLoads
 from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, check_reports, gather, ranks_with_same_data
 from titan_muon.titan.data.loader import NOT_COUNTED
-from titan_muon.titan.device import arrives_late
 
 
 def wrong_tokens(inputs: Tensor, positions: Tensor, labels: Tensor) -> int:
@@ -28,14 +27,6 @@ def wrong_tokens(inputs: Tensor, positions: Tensor, labels: Tensor) -> int:
 
 
 ADVICE = "Lower the learning rates, warm up for longer, or continue from an earlier checkpoint."
-
-
-@dataclass(frozen=True)
-class Place:
-    """First block of this rank in a step, or UNKNOWN."""
-
-    position: int  # by the loader
-    expected: int  # the right one
 
 
 class TrainingChecks:
@@ -61,14 +52,14 @@ class TrainingChecks:
         token_group: dist.ProcessGroup | None,
         tolerates_nonfinite: bool,
     ) -> None:
-        self.names, self._late = names, arrives_late(device)
+        self.names, self._late = names, not is_host(device)
         self._norm: tuple[int, NormCheck] | None = None
         self._trained = [(name, p, p.requires_grad) for part in parts for name, p in part.named_parameters()]
         self.experts = ExpertLoads(parts, token_group, device)
         self.data_rank, self.tolerates_nonfinite = data_rank, tolerates_nonfinite
         self._optimizers = list(optimizers)
         self.begin(None, [], 0)
-        self._place, self._stale, self._crc, self._wrong_tokens = Place(UNKNOWN, UNKNOWN), 0, 0, 0
+        self._place, self._stale, self._crc, self._wrong_tokens = (UNKNOWN, UNKNOWN), 0, 0, 0
         self._same_data_named = False
         self.tokens: dict[str, list[int]] = {}
         self.sound_until: int | None = None
@@ -99,8 +90,10 @@ class TrainingChecks:
         self._begin_report(step)
         self._counters = self._adamw_counters()
 
-    def begin_step(self, *, reported: bool, counted: bool, place: Place) -> None:
+    def begin_step(self, *, reported: bool, counted: bool, place: tuple[int, int]) -> None:
         """Start a step. `reported`: compare ranks. `counted`: count experts' tokens.
+
+        `place`: number of this rank's first block in the step, by the loader and as it should be, or UNKNOWN.
 
         Raises ValueError on this rank for a frozen or thawed parameter.
         """
@@ -157,8 +150,8 @@ class TrainingChecks:
         sound_until, before, self._counters = self._curve.sound_until, self._counters, self._adamw_counters()
         report = RankReport(
             data_rank=self.data_rank,
-            position=self._place.position,
-            expected=self._place.expected,
+            position=self._place[0],
+            expected=self._place[1],
             crc=self._crc,
             max_norm=zlib.crc32(repr(max_norm).encode()),
             wrong_tokens=self._wrong_tokens,

@@ -1,7 +1,7 @@
 """Save, load and validate the checkpoints of a run.
 
-A checkpoint is whole if it has `.metadata`, written last, and every file of `.metadata` at full length.
-`checksums.json` also verifies the content.
+A checkpoint is whole if it has `.metadata`, written last, and every file of `.metadata` at full length. `damage` in
+`storage/checksums.py` verifies the content.
 """
 
 import re
@@ -11,8 +11,6 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
@@ -26,9 +24,8 @@ from titan_muon.titan.assign.container import HybridOptimizers
 from titan_muon.titan.fault import RunFault
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.run.console import print_on_rank0
-from titan_muon.titan.storage.checksums import CHECKSUMS, METADATA, SummingWriter, check_names, damaged, read_checksums
+from titan_muon.titan.storage.checksums import METADATA, SummingWriter, check_names
 from titan_muon.titan.storage.reader import SafePlanner, SafeReader
-from titan_muon.titan.storage.space import MARGIN, folder_bytes, free_bytes
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
 ASIDE_FOLDER = re.compile(r"aside-(\d+)(-\d+)?")
@@ -55,13 +52,6 @@ def flaw(checkpoint: Path) -> str | None:
     """Reason why a run cannot continue from a checkpoint; None for a whole checkpoint. Reads no tensors."""
     if not (checkpoint / METADATA).is_file():
         return f"{METADATA} is missing: the save was cut off, or the model was exported"
-    try:
-        sums = read_checksums(checkpoint)
-        # Before unpickling.
-        if sums is not None and (problem := damaged(checkpoint, [METADATA], sums)):
-            return problem
-    except ValueError as error:
-        return str(error)
     lengths: dict[str, int] = {}
     try:
         metadata = SafeReader(checkpoint).read_metadata()
@@ -69,8 +59,6 @@ def flaw(checkpoint: Path) -> str | None:
             lengths[entry.relative_path] = max(lengths.get(entry.relative_path, 0), entry.offset + entry.length)
         check_names(METADATA, lengths)
         for name, length in lengths.items():
-            if sums is not None and name not in sums:
-                return f"{CHECKSUMS} has no entry for {name}"
             file = checkpoint / name
             if not file.is_file():
                 return f"{name} is missing"
@@ -87,7 +75,8 @@ def flaw(checkpoint: Path) -> str | None:
 class RunCheckpoints(CheckpointManager):
     """TorchTitan's checkpoint manager, with checksums. Loads the checkpoint of `runs.open_run`.
 
-    The state `train_state` is the run's trainer. `last_saved`: the newest step that this process saved.
+    The state `train_state` is the run's trainer, which checks the model before each save. `last_saved`: the newest step
+    that this process saved.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -103,10 +92,6 @@ class RunCheckpoints(CheckpointManager):
             # compat.time_out_all_groups leaves this group alone.
             self.pg._set_group_desc(compat.ASYNC_CHECKPOINT)
 
-    def will_save(self, step: int, *, last_step: bool) -> bool:
-        """Whether `save` of this step writes a checkpoint. The trainer checks the model before."""
-        return self.enable and self._should_save(step, last_step)
-
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         # A stop ends the run after this step.
         stopping = self.states["train_state"].stop.stopping and not self.load_only
@@ -115,12 +100,14 @@ class RunCheckpoints(CheckpointManager):
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self._should_save(curr_step, last_step):
             return False
+        self.states["train_state"].check_before_save()
         self.maybe_wait_for_saving()
-        self._check_space(curr_step)
+        if self.last_saved is not None and not Path(self.folder).is_dir():
+            print_on_rank0(f"warning: {self.folder} was removed; checkpoints up to step {self.last_saved} are gone")
         try:
             saved = bool(super()._save(curr_step, last_step))
         except CheckpointException as error:
-            raise RunFault(self._not_saved(curr_step, _first_failure(error))) from error
+            raise self._not_saved(curr_step, error) from error
         self.last_saved = curr_step
         return saved
 
@@ -129,40 +116,15 @@ class RunCheckpoints(CheckpointManager):
             super()._wait_for_saving()
         except CheckpointException as error:
             assert self.last_saved is not None, "a save that is waited for has begun"
-            raise RunFault(self._not_saved(self.last_saved, _first_failure(error))) from error
+            raise self._not_saved(self.last_saved, error) from error
 
-    def _check_space(self, step: int) -> None:
-        """Raise RunFault on every rank if the disk is too full for a checkpoint. Warn if the folder was removed."""
-        message: list[str | None] = [None]
-        if dist.get_rank() == 0:
-            folder = Path(self.folder)
-            if self.last_saved is not None and not folder.is_dir():
-                print_on_rank0(f"warning: {folder} was removed; checkpoints up to step {self.last_saved} are gone")
-            needed = self._bytes_needed()
-            if (free := free_bytes(folder)) < needed:
-                message[0] = self._not_saved(step, f"{free:,} bytes are free, and a checkpoint takes about {needed:,}")
-        dist.broadcast_object_list(message, src=0)
-        if message[0] is not None:
-            raise RunFault(message[0])
-
-    def _bytes_needed(self) -> int:
-        if (newest := self._newest_whole()) is not None:
-            return int(folder_bytes(checkpoint_path(Path(self.folder), newest)) * MARGIN)
-        states = (state for optimizer in self.states["optimizer"] for state in optimizer.state.values())
-        values = [*self.states[MODEL].state_dict().values(), *(value for state in states for value in state.values())]
-        sizes = (value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
-        return int(sum(sizes) * MARGIN)
-
-    def _newest_whole(self) -> int | None:
+    def _not_saved(self, step: int, error: CheckpointException) -> RunFault:
         folder = Path(self.folder)
-        return next((step for step in saved_steps(folder) if flaw(checkpoint_path(folder, step)) is None), None)
-
-    def _not_saved(self, step: int, reason: str) -> str:
-        newest = self._newest_whole()
+        newest = next((other for other in saved_steps(folder) if flaw(checkpoint_path(folder, other)) is None), None)
         left = "no whole checkpoint is left" if newest is None else f"the newest whole checkpoint is step {newest}"
-        return (
-            f"step {step} is not saved in {self.folder}: {reason}; {left}. Mend the disk, free space or lower "
-            "checkpoint.keep_latest_k, then continue the run with checkpoint.load."
+        return RunFault(
+            f"step {step} is not saved in {folder} ({_first_failure(error)}); {left}. Free space or lower "
+            "checkpoint.keep_latest_k if the disk is full, then continue the run with checkpoint.load."
         )
 
     def dcp_save(

@@ -6,6 +6,7 @@ import sys
 import warnings
 
 import torch.distributed as dist
+from tqdm import tqdm
 
 from titan_muon.tensors.process_groups import default_store
 from titan_muon.titan.launch.endings import record_end
@@ -36,8 +37,9 @@ def is_quiet() -> bool:
 
 
 def show(text: str) -> None:
-    """Print a line at once."""
-    print(text, flush=True)
+    """Print a line at once, above a progress bar."""
+    tqdm.write(text)
+    sys.stdout.flush()
 
 
 def print_on_rank0(text: str) -> None:

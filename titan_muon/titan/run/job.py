@@ -27,14 +27,14 @@ from titan_muon.titan.data.loader import PackedDataLoader
 from titan_muon.titan.device import on_accelerator
 from titan_muon.titan.fault import RunFault
 from titan_muon.titan.launch.attempts import (
+    describe_world,
     interrupted_run,
     lasting_store,
     remember_run,
     store_of_attempt,
     store_of_ranks,
 )
-from titan_muon.titan.launch.environment import describe_world
-from titan_muon.titan.launch.folder_lock import FolderLock
+from titan_muon.titan.launch.folder_lock import FolderLock, unusable
 from titan_muon.titan.launch.watchdog import Watchdog
 from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
@@ -47,7 +47,6 @@ from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import comm_config, trainer_config
-from titan_muon.titan.storage.space import unusable
 
 MOST_FILES = 65536
 SECONDS_TO_EXIT = 3

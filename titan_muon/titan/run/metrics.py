@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 from torchtitan.components.metrics import BaseLogger, MetricsProcessor, WandBLogger, _get_metrics_rank
 from torchtitan.distributed import ParallelDims
+from tqdm import tqdm
 
+from titan_muon.titan.launch.folder_lock import unusable
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.run.console import is_quiet, show
-from titan_muon.titan.storage.space import unusable
 
 METRICS_FILE = "metrics.jsonl"
 STEP_KEYS = ("grad_norm", "tokens_per_second", "mfu", "memory_gib")
@@ -195,6 +196,7 @@ class RunMetrics(MetricsProcessor):
         self._validated: tuple[float, Mapping[str, Any]] | None = None
         self._began = time.perf_counter() - config.seconds_before
         self._last_step = config.first_step - 1
+        self._bar: tqdm[Any] | None = None
         self._paused: tuple[float, int] | None = None
 
     def _build_metric_logger(self, *, config: Config, dump_folder: str, **_: Any) -> BaseLogger:
@@ -237,6 +239,20 @@ class RunMetrics(MetricsProcessor):
         self.data_loading_times.clear()
         self.device_memory_monitor.reset_peak_stats()
         self.time_last_log = time.perf_counter()
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar of a terminal."""
+        if self._bar is None:
+            hidden = True if is_quiet() or not self.is_reporter else None
+            self._bar = tqdm(total=self.config.total_steps, initial=step - 1, unit="step", leave=False, disable=hidden)
+        if self.last_loss is not None:
+            self._bar.set_postfix_str(f"loss {self.last_loss:.4f}", refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        super().close()
 
     def log(
         self,

@@ -17,14 +17,13 @@ from types import MappingProxyType
 
 import torch.distributed as dist
 
-from titan_muon.titan.launch.folder_lock import FolderLock
+from titan_muon.titan.launch.folder_lock import FolderLock, unusable
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
 from titan_muon.titan.run.console import print_on_rank0
 from titan_muon.titan.run.metrics import METRICS_FILE, read_until
 from titan_muon.titan.run_name import IGNORED, changes, other_experiment, overrides_text
 from titan_muon.titan.storage.checksums import damage
-from titan_muon.titan.storage.space import unusable
 
 OPTIMIZERS_FILE = "optimizers.txt"
 RECIPE_FILE = "recipe.toml"
@@ -186,9 +185,9 @@ def _source(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | None
     folder = Path(load).resolve()
     if folder.name == LATEST_FILE and folder.is_file():
         # Run folders have characters that shells treat specially, so the file holds a name.
-        folder = folder.with_name(folder.read_text(encoding="utf-8", errors="replace").strip() or LATEST_FILE)
+        folder = folder.parent / (folder.read_text(encoding="utf-8", errors="replace").strip() or LATEST_FILE)
     if not folder.is_dir():
-        raise RecipeError(f'checkpoint.load = {load!r}: {folder} is no folder; it takes "none", "latest" or a run\'s')
+        raise RecipeError(f'checkpoint.load = {load!r}: no such folder; it takes "none", "latest" or a run\'s folder')
     if (whole := _whole_step(recipe, folder, flaws)) is None:
         raise RecipeError(
             f"checkpoint.load = {load!r}: {folder} has no whole checkpoint in {recipe.checkpoint.folder}/"

@@ -23,7 +23,7 @@ from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers
 from titan_muon.titan.checks.curve import reports_of
 from titan_muon.titan.checks.ranks import UNKNOWN
-from titan_muon.titan.checks.training import ADVICE, Place, TrainingChecks
+from titan_muon.titan.checks.training import ADVICE, TrainingChecks
 from titan_muon.titan.data.loader import PackedDataLoader, bytes_per_token
 from titan_muon.titan.data.tokenizers import check_vocabulary
 from titan_muon.titan.data.validation import HeldOutValidator
@@ -185,12 +185,12 @@ class MuonTrainer(Trainer):
                 '["dataloader"] to start the data from its beginning.'
             )
 
-    def _place(self) -> Place:
+    def _place(self) -> tuple[int, int]:
         if not isinstance(self.dataloader, PackedDataLoader):
-            return Place(UNKNOWN, UNKNOWN)
+            return UNKNOWN, UNKNOWN
         first = (self.tokens + self.data_start) // self.config.training.seq_len
         batch = self.config.training.local_batch_size // self.num_pipeline_parallel_microbatches
-        return Place(self.dataloader.position, first + self.checks.data_rank * batch)
+        return self.dataloader.position, first + self.checks.data_rank * batch
 
     def _warn(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -221,12 +221,11 @@ class MuonTrainer(Trainer):
             measured = self.monitor.after_step(self.checks.tokens)
             self.metrics_processor.logger.log({"monitor": measured}, self.step)
         if self.config.check_replicas > 0 and self.step % self.config.check_replicas == 0:
-            self._check_replicas(self.step)
+            self._check_replicas()
         # TorchTitan saves before the validation, so that a failed or interrupted validation loses no step.
         self.stop.end_step()
+        self.metrics_processor.advance(self.step)
         self.metrics_processor.pause()
-        if self.checkpointer.will_save(self.step, last_step=self.step == self.config.training.steps):
-            self._check_weights(self.step)
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         batches = super().batch_generator(data_iterable)
@@ -265,12 +264,12 @@ class MuonTrainer(Trainer):
         return grad_norm
 
     @torch.no_grad()
-    def _check_weights(self, step: int) -> None:
-        """Raise FloatingPointError on all ranks, before a save, for a gradient of Muon that is not finite, or a weight
-        that is not finite or above LARGEST_WEIGHT."""
+    def check_before_save(self) -> None:
+        """Raise FloatingPointError on all ranks for a gradient of Muon that is not finite, or a weight that is not
+        finite or above LARGEST_WEIGHT; RunFault for replicas that differ."""
         self._warn(self.checks.check_norm())
         self.optimizers.check_last_step()
-        self._check_replicas(step)
+        self._check_replicas()
         named = ((name, local(p)) for part in self.model_parts for name, p in part.named_parameters())
         shards = {canonical_fqn(name): shard for name, shard in named if shard.numel() > 0}
         # A rank may have empty shards alone.
@@ -283,21 +282,21 @@ class MuonTrainer(Trainer):
         causes = NormCheck(everywhere, [*shards], largest[1:]).causes()
         if causes is not None:
             raise FloatingPointError(
-                f"step {step}: weights are not finite or larger than {LARGEST_WEIGHT:g} ({causes}), and nothing is "
-                f"saved from this step. {ADVICE} If a rank is named again, test its memory."
+                f"step {self.step}: weights are not finite or larger than {LARGEST_WEIGHT:g} ({causes}), and nothing "
+                f"is saved from this step. {ADVICE} If a rank is named again, test its memory."
             )
 
-    def _check_replicas(self, step: int) -> None:
+    def _check_replicas(self) -> None:
         """Raise RunFault on all ranks if replicas of weights, states or hyperparameters differ."""
-        if step == self.compared:
+        if self.step == self.compared:
             return
-        self.compared = step
+        self.compared = self.step
         # The cause comes before its consequences.
         self._warn(self.checks.check_norm())
         try:
             self.optimizers.check_replicas()
         except ValueError as error:
-            raise RunFault(f"step {step}: {error}") from error
+            raise RunFault(f"step {self.step}: {error}") from error
 
     def _max_over_ranks(self, value: float) -> float:
         largest = torch.tensor(value, dtype=torch.float64, device=self.device)

@@ -122,33 +122,18 @@ def check_names(source: str, names: Iterable[str]) -> None:
             raise ValueError(f"{source} names {name} outside of the checkpoint")
 
 
-def damaged(checkpoint: Path, names: Iterable[str], sums: Mapping[str, Checksum]) -> str | None:
-    """Problem of the first named file with another checksum, or None."""
-    for name in names:
-        file = checkpoint / name
-        try:
-            # A device or a pipe would be read for ever.
-            if not S_ISREG((status := file.stat()).st_mode):
-                return f"{name} cannot be read (no regular file)"
-            if status.st_size != sums[name].bytes:
-                return f"{name} has {status.st_size} of {sums[name].bytes} bytes"
-            current = Checksum.of(file)
-        except OSError as error:
-            return f"{name} cannot be read ({error})"
-        if current != sums[name]:
-            return f"{name} has other bytes than were saved (CRC-32 {current.crc32:08x}, not {sums[name].crc32:08x})"
-    return None
-
-
 def damage(checkpoint: Path, group: dist.ProcessGroup | None) -> str | None:
     """Problem of a checkpoint's files on every rank, or None. Each rank reads a share of the files.
 
     Collective over `group` (None: a single process).
     """
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    problem = None
     try:
-        sums = read_checksums(checkpoint)
-        problem = None if sums is None else damaged(checkpoint, sorted(sums)[rank::world], sums)
+        sums = read_checksums(checkpoint) or {}
+        for name in sorted(sums)[rank::world]:
+            if problem is None:
+                problem = _difference(checkpoint / name, sums[name])
     except ValueError as error:
         problem = str(error)
     problems: list[str | None] = [problem]
@@ -156,3 +141,19 @@ def damage(checkpoint: Path, group: dist.ProcessGroup | None) -> str | None:
         problems = [None] * world
         dist.all_gather_object(problems, problem, group=group)
     return next((text for text in problems if text is not None), None)
+
+
+def _difference(file: Path, saved: Checksum) -> str | None:
+    """Problem of a file with another checksum, or None."""
+    try:
+        # A device or a pipe would be read for ever.
+        if not S_ISREG((status := file.stat()).st_mode):
+            return f"{file.name} cannot be read (no regular file)"
+        if status.st_size != saved.bytes:
+            return f"{file.name} has {status.st_size} of {saved.bytes} bytes"
+        current = Checksum.of(file)
+    except OSError as error:
+        return f"{file.name} cannot be read ({error})"
+    if current == saved:
+        return None
+    return f"{file.name} has other bytes than were saved (CRC-32 {current.crc32:08x}, not {saved.crc32:08x})"

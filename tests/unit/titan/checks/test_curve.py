@@ -50,14 +50,6 @@ def test_a_lasting_jump_is_reported_after_ten_reports_and_at_the_end() -> None:
     assert curve.sound_until is None
 
 
-def test_an_outlier_batch_causes_no_warning() -> None:
-    """Several steps in a row read a long document, as in a recipe with small batches."""
-    curve = Curve(healthy(100))
-    odd = [Report(step, 4.0, 4.0) for step in range(101, 106)]
-    assert warnings(curve, [*odd, Report(106, 1.9, 1.0)]) == []
-    assert curve.sound_until is None
-
-
 def test_losses_far_from_losses_before_a_checkpoint_are_named() -> None:
     """Missing weights: the loss is a new model's."""
     curve = Curve(healthy(60))

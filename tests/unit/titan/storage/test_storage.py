@@ -5,7 +5,7 @@ import os
 import pickle
 import random
 import shutil
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,6 @@ from titan_muon.titan.storage.checksums import (  # noqa: E402
     read_checksums,
 )
 from titan_muon.titan.storage.reader import RefusedError, SafePlanner, SafeReader  # noqa: E402
-from titan_muon.titan.storage.space import folder_bytes, free_bytes  # noqa: E402
 
 DATA = "__0_0.distcp"
 STATE = {
@@ -96,7 +95,6 @@ def test_no_flipped_bit_of_any_file_passes(checkpoint: Path) -> None:
         for _ in range(300):
             (checkpoint / name).write_bytes(flipped(good, draw))
             assert name in str(damage(checkpoint, None))
-            assert name != METADATA or flaw(checkpoint) is not None
         (checkpoint / name).write_bytes(good)
     assert damage(checkpoint, None) is None
     # Without checksums a pickle of garbage raises MemoryError, TypeError and more, and none may escape.
@@ -117,7 +115,6 @@ def beside(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     [
         ("files", lambda files: {}, "has no entry for .metadata"),
         ("files", lambda files: {METADATA: {"bytes": "x", "crc32": "00000000"}}, "cannot be read"),
-        ("files", lambda files: {METADATA: files[METADATA]}, f"{CHECKSUMS} has no entry for {DATA}"),
         ("files", lambda files: {DATA: files[DATA]}, f"{CHECKSUMS} has no entry for {METADATA}"),
         ("files", beside("../../../dev/zero"), "names ../../../dev/zero outside of the checkpoint"),
         ("files", beside(".."), "names .. outside of the checkpoint"),
@@ -131,9 +128,9 @@ def test_wrong_checksums_are_reported_and_vouch_for_no_file(
     file = checkpoint / CHECKSUMS
     document = json.loads(file.read_text())
     file.write_text(json.dumps({**document, key: change(document[key])}))
-    assert reason in str(flaw(checkpoint))
+    assert reason in str(damage(checkpoint, None))
     file.write_text("[]")
-    assert "cannot be read" in str(flaw(checkpoint))
+    assert "cannot be read" in str(damage(checkpoint, None))
 
 
 def test_files_outside_of_the_folder_and_devices_are_not_read(checkpoint: Path) -> None:
@@ -199,33 +196,18 @@ def hf_loader() -> Any:
         yield lambda: HFTextLoader.Config(dataset="tiny").build(tokenizer=tokenizer, **shape)
 
 
-CARRIERS: dict[str, Callable[[bytes], Any]] = {
-    "bytes": bytes,
-    "str": lambda content: content.decode("latin1"),
-    "dict": lambda content: {"a": content},
-    "OrderedDict": lambda content: OrderedDict(a=content),
-    "Counter": Counter,
-    "Size": torch.Size,
-    "tensor": lambda content: torch.tensor(list(content), dtype=torch.uint8),
-    "int": lambda content: 1,
-    "None": lambda content: None,
-    "device": lambda content: torch.device("cpu"),
-}
-"""Kinds of types that PyTorch's weights-only load can return, around a pickle."""
-
-
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_no_type_of_a_saved_value_carries_a_pickle_into_the_data_loader(
-    carrier: str, hf_loader: Any, tmp_path: Path
-) -> None:
+def test_no_saved_value_carries_a_pickle_into_the_data_loader(hf_loader: Any, tmp_path: Path) -> None:
+    """Of the types that PyTorch's weights-only load can return."""
     sign, file = tmp_path / "ran", tmp_path / "file"
-    torch.save(CARRIERS[carrier](pickle.dumps(Bomb(sign))), file)
-    content = torch.load(file, weights_only=True)
-    with (
-        mock.patch.object(pickle, "loads", side_effect=AssertionError("pickle.loads was called")),
-        pytest.raises(ValueError, match=r"state of the data loader cannot be read.*exclude_from_loading"),
-    ):
-        hf_loader().load_state_dict({"dp_rank_0": content, "world_size": 1})
+    content = pickle.dumps(Bomb(sign))
+    tensor = torch.tensor(list(content), dtype=torch.uint8)
+    for carrier in (content, content.decode("latin1"), {"a": content}, Counter(content), tensor, 1, None):
+        torch.save(carrier, file)
+        with (
+            mock.patch.object(pickle, "loads", side_effect=AssertionError("pickle.loads was called")),
+            pytest.raises(ValueError, match=r"state of the data loader cannot be read.*exclude_from_loading"),
+        ):
+            hf_loader().load_state_dict({"dp_rank_0": torch.load(file, weights_only=True), "world_size": 1})
     assert not sign.exists()
 
 
@@ -250,12 +232,6 @@ def test_missing_optional_values_stay_and_missing_required_values_are_an_error(c
     assert loaded == {"train_state": {"step": 3, "new": 7}}
     with pytest.raises(CheckpointException, match="other"):
         load(checkpoint, {"train_state": {"step": 0, "other": 7}})
-
-
-def test_the_space_of_a_folder_that_is_not_made_yet(tmp_path: Path) -> None:
-    assert free_bytes(tmp_path / "not" / "yet") > 0
-    (tmp_path / "file").write_bytes(b"12345")
-    assert folder_bytes(tmp_path) == 5
 
 
 def test_dtypes_of_every_state_can_be_read(tmp_path: Path) -> None:
