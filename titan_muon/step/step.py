@@ -18,7 +18,6 @@ from ..comm.report import FaultReport
 from ..orthogonalize import zero_nonfinite_
 from ..plan.program import Program
 from ..plan.terms.schedule import Act
-from ..tensors.device import may_be_true
 from .algorithm import Algorithm
 from .foreach import MomentumCall, without_parameters
 from .gradients import StepGradients
@@ -220,7 +219,8 @@ class MuonStep:
         broken = (norms <= bounds.norms).logical_not_()
         self.report.add_too_large(bounds.parameters, broken, late=late)
         any_broken: Tensor = broken.any()
-        if may_be_true(any_broken):
+        # Reading a flag on the CPU does not wait.
+        if not any_broken.is_cpu or any_broken:
             # The next step raises on all ranks. A mask for each view would take a launch for each.
             bounds.memory.masked_fill_(any_broken, 0)
 
