@@ -19,11 +19,10 @@ from .orthogonalize import Dispatch, Iteration, Method, kernels_for, measured_ch
 from .plan.planner import make_plan
 from .plan.program import collective_ranks
 from .plan.search.state import with_state_ranks
-from .plan.terms.groups import components
 from .plan.terms.layout import Geometries
 from .plan.terms.machine import MachineRates, machine_of
-from .plan.terms.slices import teams_in
-from .plan.terms.types import Layout, Plan
+from .plan.terms.pieces import components
+from .plan.terms.types import Layout, Plan, teams_in
 from .plan.terms.work import FLOAT32_COST, ElementwiseCost, Work, WorkOf, traffic
 from .state.groups import iteration_of
 from .state.momentum import kept_by

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..options import MuonOptions, OptionError
-from ..plan.terms.blocks import blocks_reason
+from ..plan.search.tensor_parallel import blocks_reason
 from ..state.eight_bit import check_eight_bit
 from ..state.host import check_offload
 from ..state.momentum import check_not_owned

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.unit.plans import MODES, elements_of, examples, parameter_lists, plan_of
 from titan_muon.options import OptionError
-from titan_muon.plan.terms.blocks import in_blocks
+from titan_muon.plan.search.tensor_parallel import in_blocks
 from titan_muon.plan.terms.layout import Geometries
 from titan_muon.plan.terms.types import (
     Interval,

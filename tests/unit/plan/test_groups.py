@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 
 from tests.unit.plans import examples, parameter_lists
-from titan_muon.plan.terms.groups import Assembly, assemblies
 from titan_muon.plan.terms.layout import Geometry
+from titan_muon.plan.terms.pieces import Assembly, assemblies
 from titan_muon.plan.terms.types import (
     Interval,
     Layout,

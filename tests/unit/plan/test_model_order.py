@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.unit.plan.test_timeline import parameters
 from tests.unit.plans import examples, plan_of, plans
 from titan_muon.options import Overlap
-from titan_muon.plan.search.model_order import in_model_order
 from titan_muon.plan.search.owners import Task
+from titan_muon.plan.search.rounds import in_model_order
 from titan_muon.plan.terms.layout import Geometries
 from titan_muon.plan.terms.pieces import Pieces
 from titan_muon.plan.terms.schedule import EARLY, ordered_rounds

@@ -18,7 +18,6 @@ from titan_muon.plan.search.owners import (
     OwnerOf,
     Task,
     balanced,
-    balanced_small_first,
 )
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Shard
 
@@ -105,7 +104,7 @@ def test_a_large_group_evens_out_a_small_group() -> None:
     """Ranks 0 and 1 alone can own the experts; the dense matrices then go to ranks 2 and 3."""
     groups = ((0, 1, 2, 3), (0, 1))
     tasks = [*(Task(i, 0, 10, 10, "d") for i in range(4)), *(Task(i, 1, 10, 10, "e") for i in range(4, 8))]
-    owners = balanced_small_first(tasks, groups, {})
+    owners = balanced(tasks, groups, {})
     assert max(loads(owners, tasks).values()) == 20
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from tests.unit.plans import plan_of
 from titan_muon import Muon
 from titan_muon.plan import Plan
-from titan_muon.plan.exchange.all_gather import PATTERNS
+from titan_muon.plan.exchange.patterns import PATTERNS
 from titan_muon.plan.program import make_program
 from titan_muon.plan.terms.layout import Geometries
 from titan_muon.plan.terms.pieces import Pieces

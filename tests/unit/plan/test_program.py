@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.unit.plans import EXCHANGES, coordinates, elements_of, examples, plan_of, plans, ranks_of, recut, torch_local
 from titan_muon.comm.buffers import BufferSet, bucket_buffers, make_buffer_sets
-from titan_muon.plan.cost.batches import batches
+from titan_muon.plan.cost.walk import batches
 from titan_muon.plan.program import BucketProgram, Collective, Phase, make_program
 from titan_muon.plan.terms.layout import Geometries, Span, spans
 from titan_muon.plan.terms.schedule import Act

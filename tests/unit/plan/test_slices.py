@@ -8,13 +8,11 @@ import pytest
 from tests.unit.plan.test_timeline import FREE
 from tests.unit.plans import SLICING, plan_of
 from titan_muon.options import Machine, OptionError
-from titan_muon.plan.cost.batches import batches
-from titan_muon.plan.cost.timeline import simulate, timeline
-from titan_muon.plan.cost.walk import PlanCost
+from titan_muon.plan.cost.timeline import Clock, timeline
+from titan_muon.plan.cost.walk import PlanCost, batches
 from titan_muon.plan.program import make_program
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.machine import Link, machine_of
-from titan_muon.plan.terms.slices import teams_in
 from titan_muon.plan.terms.types import (
     Interval,
     Layout,
@@ -27,6 +25,7 @@ from titan_muon.plan.terms.types import (
     Replicate,
     Shard,
     Slice,
+    teams_in,
 )
 from titan_muon.plan.terms.work import Work
 
@@ -193,7 +192,7 @@ def test_slices_start_when_the_last_owner_is_ready() -> None:
     cost.local = [share._replace(pack=seconds) for share, seconds in zip(cost.local, (0.0, 1.0), strict=True)]
     for teams, ends in (((), [1.5, 2.0]), ((((0, 1), 1.0),), [2.5, 2.0])):
         cost.buckets = [bucket._replace(shares=tuple(shares), teams=teams)]
-        assert simulate(cost, 1).now == pytest.approx(ends)
+        assert Clock(cost, 1).now == pytest.approx(ends)
 
 
 def test_owners_compute_slices_first_and_in_the_same_order() -> None:

@@ -17,7 +17,7 @@ from scripts.bounds import least_flops, least_sent
 from tests.unit.plans import BATCH, examples, parameter_lists, plan_of, plans, ranks_of
 from titan_muon.comm.buffers import make_buffer_sets
 from titan_muon.options import OptionError
-from titan_muon.plan.cost.batches import batches
+from titan_muon.plan.cost.walk import batches
 from titan_muon.plan.program import BucketProgram, Program, make_program
 from titan_muon.plan.summary import RankCost, summarize
 from titan_muon.plan.terms.types import (

@@ -9,7 +9,6 @@ from tests.unit.plans import plan_of
 from titan_muon.options import Machine, OptionError
 from titan_muon.plan.program import make_program
 from titan_muon.plan.summary import summarize
-from titan_muon.plan.terms.slices import teams_in
 from titan_muon.plan.terms.types import (
     Interval,
     Layout,
@@ -21,6 +20,7 @@ from titan_muon.plan.terms.types import (
     Plan,
     Replicate,
     Shard,
+    teams_in,
 )
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from scripts.bounds import Chain, chains, least_seconds, least_whole
 from tests.unit.plans import examples, plan_of, plans
 from titan_muon.options import Machine, MuonOptions, OptionError, Overlap
-from titan_muon.plan.cost.costs import Costs
 from titan_muon.plan.cost.timeline import timeline
+from titan_muon.plan.cost.walk import Costs
 from titan_muon.plan.search.search import CandidatePlan
 from titan_muon.plan.terms.machine import COLLECTIVE_LAUNCHES, LAUNCHES, MACHINES, Link, MachineRates, machine_of
 from titan_muon.plan.terms.schedule import ordered_rounds
