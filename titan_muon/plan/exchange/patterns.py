@@ -136,8 +136,9 @@ class AllToAll(Pattern):
         return pieces.geometry(matrix).replica.__getitem__ if direction == GATHER else lambda rank: 0
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
+        owners = _owners_by_kind(bucket, pieces)
         gather, back = (
-            self.phase(bucket, rank, pieces, way, travels=_travels(self._flows(bucket, pieces, way)))
+            self.phase(bucket, rank, pieces, way, travels=_travels(self._flows(bucket, owners, pieces, way)))
             for way in (GATHER, RETURN)
         )
         pairs = zip(bucket.matrices, bucket.owners, strict=True)
@@ -169,10 +170,10 @@ class AllToAll(Pattern):
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
         owners = _owners_by_kind(bucket, pieces)
-        flows = [self._flows(bucket, pieces, way) for way in (GATHER, RETURN)]
+        flows = [self._flows(bucket, owners, pieces, way) for way in (GATHER, RETURN)]
         calls, mine, stored = sum(map(_travels, flows)), _counts(owners), Counter[int]()
         for kind, counts in owners.items():
-            stored.update(dict.fromkeys(pieces.holders(kind, bucket.group), counts.total()))
+            stored.update(dict.fromkeys(pieces.holders(kind, bucket.group), sum(counts.values())))
         result = {}
         for rank, gather, back in zip(bucket.group, *(flow.values() for flow in flows), strict=True):
             homes, inbox, outbox = [flow.home[0] + flow.kept for flow in (gather, back)], gather.owned[0], back.owned[0]
@@ -189,11 +190,13 @@ class AllToAll(Pattern):
             )
         return result
 
-    def _flows(self, bucket: Bucket, pieces: Pieces, direction: int) -> dict[int, _Flow]:
+    def _flows(
+        self, bucket: Bucket, owners_by_kind: Mapping[int, Mapping[int, int]], pieces: Pieces, direction: int
+    ) -> dict[int, _Flow]:
         """By rank, in the order of the group."""
         flows = {rank: _Flow() for rank in bucket.group}
         owners_at: dict[Place, set[int]] = {}
-        for kind, owners in _owners_by_kind(bucket, pieces).items():
+        for kind, owners in owners_by_kind.items():
             key = self.key(pieces.examples[kind], direction, pieces)
             stored = pieces.holders(kind, bucket.group)
             places, elements, ranks = pieces.by_key(kind, bucket.group, (self.name, direction), key)
@@ -222,11 +225,12 @@ def _travels(flows: Mapping[int, _Flow]) -> bool:
     return any(flow.owned[0] for flow in flows.values())
 
 
-def _owners_by_kind(bucket: Bucket, pieces: Pieces) -> dict[int, Counter[int]]:
+def _owners_by_kind(bucket: Bucket, pieces: Pieces) -> dict[int, dict[int, int]]:
     """The number of matrices by kind and owner."""
-    by_kind: dict[int, Counter[int]] = {}
-    for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
-        by_kind.setdefault(pieces.kinds[matrix], Counter())[owner] += 1
+    by_kind: dict[int, dict[int, int]] = {}
+    kinds = (pieces.kinds[matrix] for matrix in bucket.matrices)
+    for (kind, owner), count in Counter(zip(kinds, bucket.owners, strict=True)).items():
+        by_kind.setdefault(kind, {})[owner] = count
     return by_kind
 
 

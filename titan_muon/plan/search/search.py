@@ -35,7 +35,7 @@ BUFFER_SETS = (3, 4)
 """Buffer sets to overlap gather, compute and return; the fourth gathers further ahead."""
 FEWER_SETS = (1, 2)
 """Further numbers of buffer sets, if `buffer_bytes` asks to save memory."""
-MOST_TURNS = 100_000
+MOST_TURNS = 200_000
 """Most simulated turns of single ranks."""
 
 
@@ -90,6 +90,7 @@ class _Search:
     def __init__(self, problem: Problem) -> None:
         self._problem, self._overlap = problem, problem.options.overlap
         self._local = problem.costs.local(problem.local)
+        self._sliced = any(matrix.slice is not None for matrix in problem.costs.pieces.matrices)
         self._candidates: list[CandidatePlan] = []
         self._simulated: dict[Strategy, CandidatePlan] = {}
         self._owners: dict[int, OwnerOf] = {}
@@ -187,7 +188,8 @@ class _Search:
 
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> CandidatePlan:
         """The best candidate over all numbers of buffer sets."""
-        grouped = together(grouped, self._problem.costs.pieces.matrices)
+        if self._sliced:
+            grouped = together(grouped, self._problem.costs.pieces.matrices)
         buckets = self._buckets(grouped, owners)
         cost, ordered = PlanCost(buckets, self._local, self._problem.costs), ordered_rounds(buckets, self._overlap)
         # A pass of the model can hide every round with a buffer set.
