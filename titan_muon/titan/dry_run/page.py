@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple
 from pathlib import Path
 
 from titan_muon.assignment.table import HEADER, parameter_rows
@@ -24,7 +23,7 @@ def page_text(parts: Sequence[StageReport], recipe: Recipe) -> str:
     data = {
         "recipe": to_toml(recipe),
         "name": recipe.name,
-        "columns": astuple(HEADER),
+        "columns": HEADER,
         "parts": [_part(part, recipe) for part in parts],
     }
     # "</script>" would end the page's script element, and "<!--<script>" would hide its end.
@@ -55,7 +54,7 @@ def _part(part: StageReport, recipe: Recipe) -> dict[str, object]:
         "peak": part.verdict.peak,
         "capacity": part.verdict.capacity,
         # A line for equal parameters of all layers.
-        "parameters": [astuple(row) for row in parameter_rows(meta.assigned, meta.parameters, plan, full=False)],
+        "parameters": parameter_rows(meta.assigned, meta.parameters, plan, full=False),
     }
 
 

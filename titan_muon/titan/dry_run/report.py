@@ -45,7 +45,7 @@ def report(
         print(_headed(part, parameter_table(part.meta.assigned, part.meta.parameters, part.meta.plan, full=full)))
     counts = [
         *explain.optimizer_lines(parts[0].meta.whole, recipe.muon.split, world),
-        *decay_lines([group for part in parts for groups in part.meta.groups.values() for group in groups]),
+        *decay_lines(*(part.meta.groups for part in parts)),
     ]
     dtypes = {parameter.dtype for part in parts for parameter in part.meta.parameters.values()}
     weights = explain.weight_lines(parts[0].meta.whole, dtypes, recipe.muon.rounding)

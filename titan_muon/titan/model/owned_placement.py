@@ -12,21 +12,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.assignment.rules import Assignment, assign_parameters, splits_with
+from titan_muon.engine import planning_machine
 from titan_muon.options import Owner, Split
 from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
 from titan_muon.owned.owners import check_rules, placed
 from titan_muon.owned.private import flattened
-from titan_muon.planning import planning_machine
 from titan_muon.registry import Parallelize
 from titan_muon.tensors.matrices import split_of
+from titan_muon.tensors.names import canonical_fqn
 from titan_muon.titan import compat
-from titan_muon.titan.assign.container import optimizer_config
+from titan_muon.titan.assign.container import optimizer_config, router_of
 from titan_muon.titan.device import planned_device
 from titan_muon.titan.recipe import Recipe, RecipeError, as_recipe_errors
 
@@ -163,7 +163,7 @@ def _choice(
     config = optimizer_config(recipe)
     # A pipeline stage may match no rule; the container checks the whole model.
     whole = recipe.parallelism.pipeline_parallel_degree == 1
-    assigned = assign_parameters(inspect_model([model], canonical_fqn), config.rules, config.defaults, all_rules=whole)
+    assigned = assign_parameters(inspect_model([model]), config.rules, router_of(config), all_rules=whole)
     muon = {a.fqn for a in assigned if a.optimizer == "muon"}
     by_default = recipe.placement.muon == "owned"
 
