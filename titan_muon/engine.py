@@ -29,12 +29,11 @@ from .orthogonalize import DTYPES, Dispatch, Iteration, Method, kernels_for, mea
 from .plan.planner import make_plan
 from .plan.program import collective_ranks, make_program, replicated_plain
 from .plan.search.state import with_state_ranks
-from .plan.terms.blocks import blocks_reason
-from .plan.terms.groups import components
+from .plan.search.tensor_parallel import blocks_reason
 from .plan.terms.layout import Geometries
 from .plan.terms.machine import MachineRates, machine_of
-from .plan.terms.slices import teams_in
-from .plan.terms.types import Layout, Plan
+from .plan.terms.pieces import components
+from .plan.terms.types import Layout, Plan, teams_in
 from .plan.terms.work import Work, WorkOf
 from .state.groups import iteration_changed, iteration_of
 from .state.matrix_states import MatrixStates

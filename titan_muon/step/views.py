@@ -22,7 +22,7 @@ from ..orthogonalize import (
     largest_value,
     products_of,
 )
-from ..plan.cost.batches import batches
+from ..plan.cost.walk import batches
 from ..plan.terms.layout import Span, spans
 from ..state.matrix_states import MatrixStates
 from .foreach import (
