@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -85,7 +84,8 @@ def dispatch_of(device: torch.device, options: MuonOptions) -> Dispatch:
     """The choice of Newton-Schulz methods."""
     machine = planning_machine(options.machine, device.type)
     kernels, choices = kernels_for(options.ns_kernel, device), measured_choices(device)
-    return Dispatch.of(options, device.type, kernels, machine, float16=choices.float16)
+    names = options.orthogonalize, options.ns_dtype, device.type
+    return Dispatch(*names, kernels, machine=machine, float16=choices.float16)
 
 
 def planning_machine(options: Machine, device: str) -> MachineRates:
@@ -207,7 +207,7 @@ def report_of(
         groups=tuple(sorted({*buckets, *sharing} - existing)),
         exclusive=tuple(sorted(exclusive)),
         sharing=sharing,
-        parts=tuple((name, digest_of(part)) for name, part in parts.items()),
+        parts=tuple((name, digest_of(part).hex()[:16]) for name, part in parts.items()),
         optional=optional,
     )
 
@@ -299,8 +299,7 @@ class Engine:
         # Asking the peers would block the host. So the step leaves out matrices with faults on every rank, and all
         # ranks raise in the next step.
         alone = rank.agreement.peers is None
-        if not dist.is_initialized():
-            rank.agreement.check_alive()
+        rank.agreement.check_alive()
         if overlap is not None:
             self.finish()
             overlap.ready(self.step)
