@@ -63,17 +63,14 @@ class CorpusSource:
 
     def open(self, tokenizer: DocumentTokenizer) -> Corpus:
         """Corpus under `tokenizer`. Raises RecipeError for bad `[data]`."""
-        name = digest(_FORMAT, self.documents.digest, tokenizer.fingerprint)
+        documents = self.documents
+        name = digest(_FORMAT, documents.digest, tokenizer.fingerprint)
         if self._opened is None or self._opened.digest != name:
             dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32)
-            columns = cached(
-                self.documents.data.cache,
-                f"corpus-{name}",
-                lambda: _tokenize(self.documents, tokenizer, dtype),
-                _COLUMNS,
-            )
-            tokens, text_bytes = columns["tokens"].to_numpy(), columns["text_bytes"].to_numpy()
-            self._opened = Corpus(columns["ids"], dtype, tokens, text_bytes, name)
+            rows = _tokenize(documents, tokenizer, dtype)
+            table = cached(documents.data.cache, f"corpus-{name}", rows, _COLUMNS)
+            tokens, text_bytes = table["tokens"].to_numpy(), table["text_bytes"].to_numpy()
+            self._opened = Corpus(table["ids"], dtype, tokens, text_bytes, name)
         return self._opened
 
 
