@@ -31,8 +31,9 @@ def digest(*parts: str) -> str:
 def cached(cache: str, name: str, rows: Rows, types: Mapping[str, str]) -> pyarrow.Table:
     """Table of `rows`, memory-mapped from the folder `cache`. `name` identifies the content, `types` the columns.
 
-    One process reads `rows`, a generator, and the others wait. If `rows` raises, the next process tries. A damaged file
-    is made again. A complete file is read without writing. Raises RecipeError if the folder cannot be written or locked.
+    One process reads `rows`, a generator, and the others wait. If `rows` raises, the next process tries. A damaged
+    file is made again, and a complete file needs no writable folder. Raises RecipeError if the folder cannot be
+    written or locked.
     """
     file = Path(cache, f"{name}.arrow")
     if (table := _mapped(file)) is not None:
