@@ -1,7 +1,6 @@
 """Each program in benchmarks/ runs on a small case, prints its table, and refuses wrong arguments at once."""
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -79,12 +78,9 @@ def test_a_program_prints_a_table_and_writes_figures(program: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("program", "words", "says"),
     [
-        ("bench_orthogonalize", "--repeats 0", "--repeats must be at least 1"),
         ("bench_orthogonalize", "--share qwen3_8b:64:64", "with RANK below WORLD"),
         ("bench_orthogonalize", "--json /no/such/folder/json", "there is no folder /no/such/folder"),
-        ("bench_step", "--nproc 0", "--nproc must be at least 1"),
         ("bench_step", "--device cuda --nproc 99", "--device cuda --nproc 99: PyTorch finds"),
-        ("bench_training", "--steps 1", "--steps must be at least 2"),
         ("bench_training", "--nproc 2 --muon.lrr 1", "lrr"),
     ],
 )
@@ -95,17 +91,12 @@ def test_a_wrong_argument_is_refused_before_the_first_measurement(program: str, 
     assert "Traceback" not in shown
 
 
-def test_host_cost_measures_both_optimizers_on_finite_values() -> None:
+def test_host_cost_measures_both_optimizers() -> None:
     case = host_cost.Case("llama_muon", 1, 4)
     cost = host_cost.measured(case, repeats=2, profile=False)
     assert min(cost.muon, cost.adamw) > 0
     row = host_cost.table({"dense_560": cost}).splitlines()[-1]
     assert row.startswith(f"| dense_560 @ 64 | {cost.parameters} | {cost.pieces} |")
-    with host_cost.optimizers(case) as (muon, _):
-        for _ in range(4):
-            muon.step()
-        params = [param for group in muon.param_groups for param in group["params"]]
-        assert all(math.isfinite(torch.linalg.vector_norm(param.to_local()).item()) for param in params)
 
 
 def test_our_plan_is_the_fastest_strategy_in_the_picture_of_timelines(tmp_path: Path) -> None:
