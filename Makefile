@@ -51,7 +51,7 @@ CALL ?=
 DEVICE ?=
 # What an image with PyTorch often lacks, and the Python of that image.
 WHEELS := .cache/wheels
-WHEEL_NAMES := torchtitan|datasets|tomli|tyro|multiprocess|spmd_types|dill|torchdata|docstring_parser|typeguard|einops
+WHEEL_NAMES := torchtitan|datasets|tyro|multiprocess|spmd_types|dill|torchdata|docstring_parser|typeguard|einops
 WHEEL_PYTHON ?= 3.12
 
 # An environment: $(call create,version,folder)
@@ -115,7 +115,7 @@ newest: $(NEWEST_STAMP)
 # Without the extra `titan`, which pins the release that recipes need.
 main-titan:
 	$(PYTHON) -m venv $(TITAN_ENV)
-	$(TITAN_ENV)/bin/pip install --quiet --disable-pip-version-check --upgrade 'torchtitan$(TITAN)' tyro tomli einops numpy pytest hypothesis
+	$(TITAN_ENV)/bin/pip install --quiet --disable-pip-version-check --upgrade 'torchtitan$(TITAN)' tyro einops numpy pytest hypothesis
 	$(TITAN_ENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	$(TITAN_ENV)/bin/pip show torchtitan | sed -n 2p
 	OMP_NUM_THREADS=1 $(TITAN_ENV)/bin/python -m pytest tests/unit/titan/assign/test_torchtitan_slot.py tests/unit/titan/assign/test_other_torchtitan.py $(ARGS)

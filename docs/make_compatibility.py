@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +35,7 @@ from titan_muon.algorithms.scaling import check_scaler  # noqa: E402
 from titan_muon.options import Machine, MuonOptions, PlacementRule, Split  # noqa: E402
 from titan_muon.titan import compat  # noqa: E402
 from titan_muon.titan.recipe import schema, toml  # noqa: E402
-from titan_muon.titan.recipe.constraints import CONSTRAINTS, Violation, violations  # noqa: E402
+from titan_muon.titan.recipe.constraints import violations  # noqa: E402
 from titan_muon.titan.recipe.sections import Recipe  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -315,28 +315,31 @@ RECIPE_SAMPLES: Mapping[str, tuple[Any, ...]] = {
     "lr_scheduler.decay_ratio": (0.5, 1.0),
     "loss.chunks": (3,),
     "validator.steps": (-1,),
-    "adamw.betas": ((0.9, 0.999),),
-    "muon.ns_coefficients": (((3.4445, -4.775, 2.0315),) * 2,),
-    "muon.ns_steps": (2,),
     "compile.components": (("loss",),),
     "profiler.profile_freq": (2,),
     "placement.muon": ("owned", "another"),
-    "placement.rule": ((PlacementRule(match="*.wq.weight", placement="owned"),),),
-    "parallelism.pipeline_parallel_microbatch_size": (3,),
+    "placement.rule": (
+        (PlacementRule(match="*.wq.weight", placement="owned"),),
+        (PlacementRule(match="*.wq.weight", placement="shard0", owner=1),),
+    ),
     "checkpoint.initial_load_path": ("/weights",),
     "model.hf_assets_path": ("weights",),
 }
 """Sample values of keys without choices, for the relations about them."""
-RECIPE_NAMES = {"placement.rule": "placement.rule (owned)", "muon.ns_coefficients": "muon.ns_coefficients (2 triples)"}
 
 
 def recipe_settings() -> Iterator[Setting]:
     """Every key of a recipe with each of its other choices, or with sample values."""
-    default = schema.values(Recipe())
+    default, ranges = schema.values(Recipe()), schema.keys(Recipe, ranges=True)
     for key, kind in schema.keys(Recipe).items():
         for value in RECIPE_SAMPLES.get(key) or _others(kind, default[key]):
-            if value != default[key] and (key not in CONSTRAINTS or CONSTRAINTS[key].holds(value)):
+            if value != default[key] and _in_range(ranges[key], value):
                 yield key, value
+
+
+def _in_range(kind: Any, value: Any) -> bool:
+    ranges = (part for part in (kind, *get_args(kind)) if get_origin(part) is Annotated)
+    return all(part.__metadata__[0].holds(value) for part in ranges)
 
 
 def _others(kind: Any, value: Any) -> tuple[Any, ...]:
@@ -363,14 +366,14 @@ def with_keys(choices: Iterable[Setting]) -> Recipe:
 def recipe_setting(setting: Setting) -> str:
     """A key and its value as Markdown code."""
     key, value = setting
-    return f"`{RECIPE_NAMES[key] if key in RECIPE_NAMES else f'{key} = {toml.value_text(value)}'}`"
+    return f"`{key} ({value[0].placement})`" if key == "placement.rule" else f"`{key} = {toml.value_text(value)}`"
 
 
 def recipe_pairs() -> str:
     """Each check of related keys with the keys that violate it, alone or in pairs."""
     every = list(recipe_settings())
     alone = {setting: broken_by([setting]) for setting in every}
-    breaking_keys: dict[Violation, list[str]] = {}
+    breaking_keys: dict[tuple[str, str], list[str]] = {}
     for setting, broken in alone.items():
         for violation in broken:
             breaking_keys.setdefault(violation, []).append(recipe_setting(setting))
@@ -380,12 +383,12 @@ def recipe_pairs() -> str:
                 shown = f"{recipe_setting(first)} with {recipe_setting(second)}"
                 breaking_keys.setdefault(violation, []).append(shown)
     order = list(schema.keys(Recipe))
-    found = sorted(breaking_keys, key=lambda violation: (order.index(violation.key), violation.accepted))
-    rows = ((f"`{v.key}`", "; ".join(breaking_keys[v]), v.accepted) for v in found)
+    found = sorted(breaking_keys, key=lambda violation: (order.index(violation[0]), violation[1]))
+    rows = ((f"`{key}`", "; ".join(breaking_keys[key, accepted]), accepted) for key, accepted in found)
     return table(("key", "refused", "it takes"), rows)
 
 
-def broken_by(choices: Sequence[Setting]) -> set[Violation]:
+def broken_by(choices: Sequence[Setting]) -> set[tuple[str, str]]:
     """The violations of the default recipe with some keys changed."""
     return set(violations(with_keys(choices)))
 

@@ -24,9 +24,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from titan_muon.assignment.doubts import OUTSIDE  # noqa: E402
 from titan_muon.assignment.roles import inspect_model  # noqa: E402
-from titan_muon.assignment.rules import EMBEDDING, HEAD, Assignment, assign_parameters, default_rules, splits_with  # noqa: E402
+from titan_muon.assignment.rules import EMBEDDING, HEAD, Assignment, assign_parameters, splits_with  # noqa: E402
+from titan_muon.assignment.table import OUTSIDE  # noqa: E402
 from titan_muon.tensors.matrices import matrix_shapes, stack_of  # noqa: E402
 from titan_muon.titan import compat  # noqa: E402
 
@@ -172,7 +172,7 @@ def hugging_face_model(architecture: str) -> nn.Module:
 
 def row(name: str, model: nn.Module) -> str:
     """A model's line of the table."""
-    assigned = assign_parameters(inspect_model([model]), [], default_rules())
+    assigned = assign_parameters(inspect_model([model]), [])
     splits = splits_with((), assigned)
     inside = [a for a in assigned if a.role not in OUTSIDE and a.reason not in (EMBEDDING, HEAD)]
     matrices = [a for a in assigned if a.optimizer == "muon"]

@@ -32,10 +32,10 @@ from compare.sweep_report import Header, Result, final_loss, finished_results, h
 
 import models  # noqa: F401 (registers the families)
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees, load
-from titan_muon.titan.recipe.command_line import HELP, SEEDS, Alternative, alternatives
+from titan_muon.titan.recipe.command_line import SEEDS, Alternative, alternatives
 from titan_muon.titan.recipe.files import written_values
-from titan_muon.titan.recipe.flags import print_help, read_flags
-from titan_muon.titan.recipe.schema import build, values
+from titan_muon.titan.recipe.flags import HELP, print_flags, read_options
+from titan_muon.titan.recipe.schema import values
 from titan_muon.titan.run_name import IGNORED, changes
 
 STEP = re.compile(r"step +(\d+)/(\d+) ")
@@ -282,10 +282,9 @@ def main(arguments: Sequence[str]) -> int:
     """Command line. Returns the exit code, 2 for a user error."""
     words = list(takewhile(lambda word: not word.startswith("-"), arguments))
     if HELP & set(arguments) or not words:
-        print_help(Options, Options(), __doc__, prog="sweep.py CONFIG ... KEY=VALUE,VALUE ...")
+        print_flags(Options, Options(), "sweep.py CONFIG ... KEY=VALUE,VALUE ...", __doc__)
     try:
-        entries, overrides = read_flags(Options, Options(), arguments[len(words) :])
-        options = build(Options, entries)
+        options, overrides = read_options(Options, arguments[len(words) :])
         configs = list(takewhile(lambda word: "=" not in word, words))
         if not configs or options.nproc < 1:
             raise RecipeError("name a recipe first, as in configs/qwen_moe_muon.toml, and --nproc of 1 or more")

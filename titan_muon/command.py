@@ -27,7 +27,7 @@ SCRIPTS: Mapping[str, str] = {
     "sample": "scripts/sample.py",
     "evaluate": "scripts/evaluate.py",
 }
-NEEDED = ("torchtitan", "tomli", "tyro", "matplotlib")
+NEEDED = ("torchtitan", "tyro", "matplotlib")
 """Modules of the extra `titan`, required by every command."""
 
 

@@ -16,18 +16,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .adam import AdamW
-from .assignment.doubts import doubts, split_lines
 from .assignment.groups import OPTIMIZER, modules_of
 from .assignment.optimizer_set import OptimizerSet, build_optimizers
-from .assignment.rules import Assignment, default_rules
-from .assignment.table import frozen_lines, parameter_table
+from .assignment.rules import Assignment
+from .assignment.table import decay_lines, doubts, frozen_lines, parameter_table, split_lines
 from .comm.agreement import Agreement
 from .comm.clip import NormCheck, SkipsSteps
 from .comm.equality import check_equal
 from .muon import Muon
 from .options import MissingGrad, MuonOptions, Nonfinite, OptionError, Rule
-from .state.by_name import of_adamw, regrouped
-from .state.saved import after_pre_hooks
+from .state.saved import after_pre_hooks, of_adamw, regrouped
 from .tensors.names import named_parameters
 from .tensors.process_groups import checked_group, group_name, group_named, ranks_of
 from .tensors.storage import placement_key
@@ -90,13 +88,13 @@ class ForwardsToParts:
                 # Other optimizers cannot skip on the device, so the host waits.
                 optimizer.zero_grad()
 
-    def _carry(self) -> None:
+    def _share_report(self) -> None:
         order = list(self.parts.optimizers.values())
         # Rules may give all parameters to other optimizers.
         optional = all(a.rule is not None for a in self.parts.assignments)
         for muon in self._muons[:1]:
             others = {name: o for name, o in self.parts.optimizers.items() if isinstance(o, AdamW)}
-            muon.carry(others, optional=optional)
+            muon.report_for(others, optional=optional)
             for adamw in others.values():
                 adamw.gradient_faults.report_with(muon, follows=order.index(adamw) > order.index(muon))
 
@@ -186,7 +184,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
         self.parts = build_optimizers(
             modules_of(model),
             rules,
-            default_rules(router) if defaults else None,
+            router if defaults else None,
             tables,
             decay_vectors=decay_vectors,
             is_part=len(ranks_of(process_group)) > 1,
@@ -199,7 +197,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
         super().__init__(self.param_groups, {**shared, "momentum": of_muon.get("momentum", MuonOptions.momentum)})
         for part in self._muons:
             part.process_group = self.process_group
-        self._carry()
+        self._share_report()
         self._follow_parts()
         splits = of_muon.get("split", ())
         for line in (*split_lines(self.assignments, splits), *doubts(self.assignments, splits)):
@@ -240,7 +238,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
     def table(self, *, full: bool = False) -> str:
         """The parameter table. Equal parameters of all layers share a line, unless `full`."""
         table = parameter_table(self.assignments, dict(named_parameters(self.param_groups)), None, full=full)
-        return "\n".join([table, *self.parts.decay_lines(), *frozen_lines(self.parts.frozen)])
+        return "\n".join([table, *decay_lines(self.parts.groups), *frozen_lines(self.parts.frozen)])
 
     def build(self) -> Self:
         for muon in self._muons:
@@ -357,7 +355,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "process_group": group_named(state.get("process_group"))})
         self.state = next(iter(self.optimizers.values())).state
-        self._carry()
+        self._share_report()
         self._follow_parts()
 
     def _follow_parts(self) -> None:

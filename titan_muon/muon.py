@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Never, Self
@@ -20,21 +20,23 @@ from .comm.collectives import Collectives
 from .comm.equality import check_equal
 from .comm.exchange import Exchange
 from .comm.replicas import separate_layouts
-from .comm.report import Carried
-from .engine import Engine, engine_of
+from .comm.report import Reported
+from .engine import Engine, checked_plan, engine_of, report_of
+from .features import check_plan
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refuse_keywords
 from .plan.terms.types import Plan
-from .planning import checked_plan, device_of, report_of
-from .state.groups import check_lr, check_params, checked, doubts_of, given_groups, named_group, rows_of
-from .state.host import moves, with_offload
+from .state.groups import check_groups, check_lr, check_params, doubts_of, given_groups, named_group, rows_of
+from .state.host import moves, resolved
 from .state.matrix_states import MatrixStates, with_matrix_states
-from .state.momentum import copy_momentum, followed, moved, unchanged_after_errors, with_states
-from .state.saved import after_pre_hooks, check_saved_groups, completed, saved_params, saved_states
+from .state.momentum import followed, moved, unchanged_after_errors, with_states
+from .state.plan_context import PlanContext
+from .state.saved import after_pre_hooks, check_saved_groups, completed, copy_state, saved_states
 from .step.algorithm import Scaling
 from .step.gradients import check_first_gradients
+from .tensors.device import may_be_true
 from .tensors.dtensor import mesh_groups
 from .tensors.process_groups import checked_group, group_name, group_named, ranks_of
-from .tensors.storage import STEP, TrainedParam, trained_params
+from .tensors.storage import STEP, TrainedParam, device_of, trained_params
 from .tensors.warning import warn
 
 
@@ -66,7 +68,7 @@ class Muon(SkipsSteps, Optimizer):
     _step_supports_amp_scaling = True
     _built_late = False
     _optional = False
-    _carried: Mapping[str, Carried] = MappingProxyType({})
+    _others: Mapping[str, Reported] = MappingProxyType({})
     transport: type[Collectives] = Collectives
     """Collectives of the exchange."""
 
@@ -221,8 +223,7 @@ class Muon(SkipsSteps, Optimizer):
 
             check_scaler(self._options)
             return scaling_of(found_inf, getattr(self, "grad_scale", None), device)
-        # Reading a flag on the CPU does not wait.
-        return None if skipped is None or (skipped.device.type == "cpu" and not skipped) else Scaling(skipped)
+        return Scaling(skipped) if skipped is not None and may_be_true(skipped) else None
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
@@ -261,13 +262,13 @@ class Muon(SkipsSteps, Optimizer):
                 self._engine.rank.report.send_late()
                 self._engine.raise_pending()
 
-    def carry(self, others: Mapping[str, Carried], *, optional: bool = False) -> None:
-        """Let reports carry the faults and hyperparameters of other optimizers, by name; before `build`.
+    def report_for(self, others: Mapping[str, Reported], *, optional: bool = False) -> None:
+        """Report also the faults and hyperparameters of other optimizers, by name; before `build`.
 
         `optional`: whether the other optimizers may have all parameters of all ranks.
         """
-        assert self._engine is None or dict(others) == dict(self._carried), "Muon was built without these optimizers"
-        self._carried, self._optional = dict(others), optional
+        assert self._engine is None or dict(others) == dict(self._others), "Muon was built without these optimizers"
+        self._others, self._optional = dict(others), optional
 
     def check_replicas(self, own: Iterable[str] = ()) -> None:
         """Raise ValueError on every rank if replicas of weights or states, or hyperparameters, differ between ranks.
@@ -298,29 +299,25 @@ class Muon(SkipsSteps, Optimizer):
             return super().load_state_dict(state_dict)
         self.build()
         self._replanned()
-        current = {trained.param: trained.momentum for trained in self.engine.rank.params}
-        saved = self._agreed.together(lambda: dict(saved_params(self.param_groups, state_dict, current)))
-        loaded_states = {param: state_dict["state"][key] for key, param in saved.items()}
-        params = self.engine.rank.params
         # A state dict shares its dicts with the optimizer.
-        before = {param: {**self.state[param], "momentum_buffer": momentum} for param, momentum in current.items()}
-        of_rule = self._agreed.together(lambda: saved_states(params, before, loaded_states))
+        current = {p.param: {**self.state[p.param], "momentum_buffer": p.momentum} for p in self.engine.rank.params}
+        saved = self._agreed.together(lambda: list(saved_states(self.param_groups, state_dict, current)))
         self.synchronize()
         # Optimizer.load_state_dict rounds state to the parameter's dtype, and moves all state to the device at once.
-        others = {key: state for key, state in state_dict["state"].items() if key not in saved}
+        keys = {key for key, _, _ in saved}
+        others = {key: state for key, state in state_dict["state"].items() if key not in keys}
         super().load_state_dict({**state_dict, "state": others})
-        for param, loaded in loaded_states.items():
-            # In place, because memory may not suffice for two copies.
-            copy_momentum(loaded["momentum_buffer"], current[param], param)
-        for kept, loaded_state in of_rule:
-            kept.copy_(loaded_state)
-        self.state.update(before)
+        for _, param, tensors in saved:
+            for name, tensor in tensors.items():
+                # In place, because memory may not suffice for two copies.
+                copy_state(tensor, current[param][name], param)
+        self.state.update(current)
         if not self._replanned():
             states = self._matrix_states(self.plan)
             self.engine.rebuild(self._trained_params(), self._options, states)
 
     def _matrix_states(self, plan: Plan) -> MatrixStates:
-        return with_matrix_states(plan, self._trained_params(), self._algorithm, self.state)
+        return with_matrix_states(plan, self._trained_params(), self._algorithm.states, self.state)
 
     def _replanned(self) -> bool:
         """Plan again if the trained parameters or iterations changed on any rank, and return whether."""
@@ -352,8 +349,12 @@ class Muon(SkipsSteps, Optimizer):
         if not moves(self._options.offload, to):
             return
         self.synchronize()
-        self._options = with_offload(self.plan, self._options, to)
-        params = moved(self.engine.rank.params, self.plan.parameters, self.state, self._options)
+        rank, options = self.engine.rank, replace(self._options, offload=to)
+        named = [(trained.fqn, trained.param) for trained in rank.params]
+        context = PlanContext(options, self.plan.parameters, self.plan, named, rank.iterations, rank.device.type)
+        check_plan(context, self._algorithm)
+        self._options = options
+        params = moved(rank.params, self.state, to)
         self.engine.rebuild(params, self._options)
 
     def synchronize(self) -> None:
@@ -418,7 +419,9 @@ class Muon(SkipsSteps, Optimizer):
 
     def _planned(self, agreement: Agreement) -> Engine:
         together = agreement.together
-        self._options = together(lambda: checked(self.param_groups, self._options, self._algorithm.check_group))
+        together(lambda: check_groups(self.param_groups, self._options.split, self._algorithm.check_group))
+        everything = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._options = replace(self._options, offload=resolved(self._options.offload, everything))
         params = together(self._trained_params)
         if self._options.fused == "auto":
             from .algorithms.fused import with_fused
@@ -427,13 +430,13 @@ class Muon(SkipsSteps, Optimizer):
         separate = separate_layouts(params, agreement)
         plan, geometries = together(lambda: checked_plan(params, self._options, separate, agreement.rank))
         params = together(lambda: with_states(params, plan.parameters, self.state, self._options))
-        of_plan = (plan, geometries, params, self._options, self.param_groups, self._carried, agreement.ranks)
+        of_plan = (plan, geometries, params, self._options, self.param_groups, self._others, agreement.ranks)
         report = report_of(*of_plan, optional=self._optional)
         known = {g: group for trained in params for g, group in mesh_groups(trained.param, agreement.rank).items()}
         agreement.open(report, known, device_of(params))
         overlap = None if self._engine is None else self._engine.overlap
         rest = (self._options, self.transport(), agreement, self._matrix_states(plan), overlap)
-        engine = together(lambda: engine_of(plan, geometries, params, *rest, muon=self, carried=self._carried))
+        engine = together(lambda: engine_of(plan, geometries, params, *rest, muon=self, others=self._others))
         engine.attach()
         engine.warm_up()
         return engine

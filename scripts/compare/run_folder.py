@@ -4,14 +4,13 @@ import json
 import math
 import os
 import sys
+import tomllib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
-
-import tomli
 
 RECIPE, METRICS, LATEST = "recipe.toml", "metrics.jsonl", "latest"
 PLACE = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "checkpoint.load_step"})
@@ -140,7 +139,7 @@ def flatten(document: object, prefix: str = "") -> dict[str, object]:
 def read_recipe(file: Path) -> dict[str, str]:
     """A recipe's values by dotted key, as JSON text, to distinguish 1, 1.0 and true."""
     try:
-        document = tomli.loads(file.read_text(encoding="utf-8"))
+        document = tomllib.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RunError(f"{file}: not TOML: {error}") from error
     return {key: json.dumps(value, default=str) for key, value in flatten(document).items()}

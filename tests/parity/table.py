@@ -41,6 +41,8 @@ SLICED: Options = {**FLOAT32, "split_over": 4, "machine": SLOW_COMPUTE}
 HURT_SLICE: Options = {"options": {**SLICED, **SKIP}, "gradients": {1: ("", torch.nan)}}
 """A NaN in one slice of every matrix, which is then skipped whole."""
 
+HELD_SLICES: Options = {"options": SLICED, "math": {"idle": "hold"}, "gradients": {1: ("a", 0.0)}}
+
 ROWS_SMOOTHED: Options = {ALGORITHM: "normuon", "beta2": 0.9}
 ELEMENTS_SMOOTHED: Options = {ALGORITHM: "adamuon", "beta2": 0.9}
 SPHERE: Options = {ALGORITHM: "muonh", "weight_decay": 0.0}
@@ -130,6 +132,7 @@ def options() -> list[Row]:
         ),
         row("slices", layouts=MODULES[:3], shapes=(*BLOCKS,), options=SLICED, proof="slices", **CLOSE),
         row("slices, nan skipped", layouts=MODULES[:3], shapes=(*BLOCKS,), proof="slices", **CLOSE, **HURT_SLICE),
+        row("slices held", layouts=MODULES[:3], shapes=(*BLOCKS,), proof="slices", **CLOSE, **HELD_SLICES),
         row("slices, columns", 2, ("tp columns",), shapes=(*BLOCKS,), options=SLICED, proof="slices", **CLOSE),
         *(
             row(f"distributed, {layout}", layouts=(layout,), shapes=EVEN, options=DISTRIBUTED, **CLOSE)

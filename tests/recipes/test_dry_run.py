@@ -74,11 +74,9 @@ def test_a_dry_run_prints_a_verdict_and_writes_a_self_contained_page(
     ("words", "problem"),
     [
         ("--muon.algorithm muonh", r"muon\.weight_decay = 0\.1: algorithm = 'muonh' keeps the norm"),
-        ("--muon.fused", r"muon\.fused = True needs Triton, which does not run on cpu"),
         ("--model.vocab_size 10", r"data\.tokenizer has 258 tokens and the model embeds 10"),
         ("--training.disable_cuda_graphs false --parallelism.expert_parallel_degree 2", "disable_cuda_graphs"),
         ("--training.global_batch_size 7 --world-size 2", r"training\.global_batch_size = 7 is not accepted on 2"),
-        ("--data.source files --data.files absent/*.txt", r"data\.files"),
         (
             "--data.tokenizer hf --data.tokenizer_path absent --model.vocab_size 9",
             r"data\.tokenizer_path = 'absent' has",
@@ -122,24 +120,17 @@ def test_the_dry_run_prints_the_time_of_repeated_and_shared_work_of_replicas(
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (("--compare", "placement.moun=owned"), "Did you mean"),
-        (("--compare", "placement.muon"), "write KEY=VALUE,VALUE"),
-        (("--machine", "h200"), "machine.name"),
+        ("--compare placement.moun=owned", "Did you mean"),
+        ("--compare placement.muon", "write KEY=VALUE,VALUE"),
+        ("--machine h200", "machine.name"),
     ],
 )
-def test_a_wrong_dry_run_argument_is_a_recipe_error(words: tuple[str, ...], part: str, tmp_path: Path) -> None:
+def test_a_wrong_dry_run_argument_is_a_recipe_error(words: str, part: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=re.escape(part)):
-        command(tmp_path, *words)
+        command(tmp_path, *words.split())
 
 
 def test_a_pattern_without_a_match_is_an_error_with_the_source(tmp_path: Path) -> None:
     asked = command(tmp_path, "--world-size", "2", "--optimizer.rule", '{match = "layer.0.*", optimizer = "adamw"}')
     with pytest.raises(RecipeError, match=r"^command line: optimizer\.rule\[0\]: 'layer\.0\.\*' takes no parameter"):
         train.main(asked)
-
-
-def test_dry_run_arguments_are_refused_without_dry_run(tmp_path: Path) -> None:
-    command(tmp_path)
-    for word in ("--verbose", "--html=plan.html", "--compare=muon.lr=1", "--machine=h100x8"):
-        with pytest.raises(RecipeError, match="is only for --dry-run"):
-            parse(["--config", str(tmp_path / "small.toml"), word])

@@ -16,6 +16,7 @@ from ..options import MuonOptions, OptionError
 from ..step.algorithm import Algorithm, Decorated, Scaling, Tensors
 from ..step.gradients import StepGradients
 from ..step.step import UpdateMask
+from ..tensors.device import may_be_true
 from .keeping import Keeping
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ class Unscaled(Decorated):
         super().__init__(inner)
         self._inverse = inverse
 
-    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors, *, ahead: bool = False) -> None:
-        super().before_gather(call, momentum, torch._foreach_mul(grads, self._inverse), ahead=ahead)
+    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
+        super().before_gather(call, momentum, torch._foreach_mul(grads, self._inverse))
 
 
 class SkippedStepMask(UpdateMask):
@@ -63,7 +64,6 @@ class SkippedStepMask(UpdateMask):
         self._inner, self._skipped = inner, skipped
 
     def zero_(self, batch: Batch, gradients: StepGradients) -> Tensor:
-        # Reading a flag on the CPU does not wait.
-        if self._skipped.device.type != "cpu" or self._skipped:
+        if may_be_true(self._skipped):
             batch.whole.masked_fill_(self._skipped, 0)
         return self._inner.zero_(batch, gradients)

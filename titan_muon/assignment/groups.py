@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,10 @@ from .. import options, registry
 from ..adam import AdamW
 from ..muon import Muon
 from ..options import OptionError, Rule
-from ..tensors.names import canonical_fqn
+from ..tensors.names import canonical_fqn, listed
 from ..tensors.warning import warn
 from .roles import ParameterInfo, inspect_model
-from .rules import Assignment, Default, assign_parameters, default_rules
+from .rules import Assignment, assign_parameters
 
 registry.optimizers.register("muon", registry.OptimizerEntry(Muon, options.SHARED))
 registry.optimizers.register(
@@ -64,7 +65,9 @@ def assign(
     """
     modules = modules_of(model)
     frozen = frozen_in(modules)
-    return tuple(a for a in _assigned(modules, frozen, rules, defaults, router) if a.fqn not in frozen)
+    parameters = inspect_model(modules, frozen=True)
+    assigned = assigned_model(parameters, rules, router if defaults else None, frozen)
+    return tuple(a for a in assigned if a.fqn not in frozen)
 
 
 def parameter_groups(
@@ -87,22 +90,15 @@ def parameter_groups(
     Arguments and errors as in `Hybrid`.
     """
     modules = modules_of(model)
-    assigned = _assigned(modules, frozen_in(modules), rules, defaults, router)
-    parameters = named_parameters_of(modules)
+    seen, parameters = inspect_model(modules, frozen=True), named_parameters_of(modules)
+    assigned = assigned_model(seen, rules, router if defaults else None, frozen_in(modules))
     if fused := [a.fqn for a in assigned if a.optimizer == "muon" and a.split is not None]:
         warn(
-            f"{fused[0]}{f' and {len(fused) - 1} more' if len(fused) > 1 else ''}: several matrices in a weight; pass "
+            f"{listed(fused, 1)}: several matrices in a weight; pass "
             "Muon split=[a.split for a in assign(model, rules) if a.split and a.optimizer == 'muon']"
         )
     groups = grouped(rules, {}, assigned, decay_vectors=decay_vectors)
     return {name: [group.of_torch(parameters) | {OPTIMIZER: name} for group in groups[name]] for name in groups}
-
-
-def _assigned(
-    modules: Sequence[nn.Module], frozen: Collection[str], rules: Sequence[Rule], defaults: bool, router: str
-) -> tuple[Assignment, ...]:
-    parameters = inspect_model(modules, canonical_fqn, frozen=True)
-    return assigned_model(parameters, rules, default_rules(router) if defaults else None, frozen)
 
 
 def named_parameters_of(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
@@ -118,7 +114,7 @@ def frozen_in(parts: Iterable[nn.Module]) -> frozenset[str]:
 def assigned_model(
     parameters: Mapping[str, ParameterInfo],
     rules: Sequence[Rule],
-    defaults: Sequence[Default] | None,
+    router: str | None,
     frozen: Collection[str] = (),
     *,
     is_part: bool = False,
@@ -128,14 +124,12 @@ def assigned_model(
     Raises OptionError also if Muon trains no parameter although defaults apply to some, unless other ranks may hold
     further parts of the model (`is_part`).
     """
-    assigned = assign_parameters(parameters, rules, defaults)
+    assigned = assign_parameters(parameters, rules, router)
     trained = [a for a in assigned if a.fqn not in frozen]
     by_default = [a for a in trained if a.rule is None]
     # A model with unknown names or shapes would otherwise train with AdamW alone.
     if (by_default or not trained) and not any(a.optimizer == "muon" for a in trained) and not is_part:
-        roles: dict[str, int] = {}
-        for a in trained:
-            roles[a.role or a.reason] = roles.get(a.role or a.reason, 0) + 1
+        roles = Counter(a.role or a.reason for a in trained)
         counts = ", ".join(f"{count} {role}" for role, count in roles.items()) or "none needs a gradient"
         match = "(match = '*lora_*', optimizer = 'muon')" if "lora" in roles else "with optimizer = 'muon'"
         raise OptionError(
@@ -157,26 +151,21 @@ def grouped(
 
     Unless `decay_vectors`, vectors have a group without weight decay, except where a rule sets `weight_decay`.
     """
-    names: dict[str, dict[tuple[int | None, bool], list[str]]] = {}
+    names: dict[tuple[str, int | None, bool], list[str]] = {}
     for a in assigned:
         # Each further group would cost foreach calls in a step.
         rule = a.rule if a.rule is not None and rules[a.rule].options else None
-        of_rule = {} if rule is None else rules[rule].options
+        decides = rule is not None and "weight_decay" in rules[rule].options
         # parameter_groups() has no tables, and AdamW's default decays.
         decays = a.optimizer == "adamw" or "weight_decay" in tables.get(a.optimizer, {})
-        spared = (
-            decays and a.optimizer != "muon" and a.is_vector and not decay_vectors and "weight_decay" not in of_rule
-        )
-        names.setdefault(a.optimizer, {}).setdefault((rule, spared), []).append(a.fqn)
+        spared = decays and a.optimizer != "muon" and a.is_vector and not decay_vectors and not decides
+        names.setdefault((a.optimizer, rule, spared), []).append(a.fqn)
     groups: dict[str, list[ParamGroup]] = {}
-    for optimizer, by_rule in names.items():
+    for (optimizer, rule, spared), fqns in names.items():
         shared = registry.optimizers.get(optimizer).shared
-        for (rule, spared), fqns in by_rule.items():
-            merged = {**tables.get(optimizer, {}), **({} if rule is None else rules[rule].options)}
-            if spared:
-                merged["weight_decay"] = 0.0
-            hyperparameters = {key: value for key, value in merged.items() if key not in shared}
-            tag = optimizer if rule is None else f"{optimizer}/{rules[rule].match}"
-            group = ParamGroup(optimizer, rule, tag, tuple(fqns), hyperparameters, spared)
-            groups.setdefault(optimizer, []).append(group)
+        options = {**tables.get(optimizer, {}), **({} if rule is None else rules[rule].options)}
+        options |= {"weight_decay": 0.0} if spared else {}
+        of_group = {key: value for key, value in options.items() if key not in shared}
+        tag = optimizer if rule is None else f"{optimizer}/{rules[rule].match}"
+        groups.setdefault(optimizer, []).append(ParamGroup(optimizer, rule, tag, tuple(fqns), of_group, spared))
     return groups

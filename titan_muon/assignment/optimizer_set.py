@@ -14,11 +14,9 @@ from torch.optim import Optimizer
 from .. import registry
 from ..options import Offload, OptionError, Rule, Split
 from ..tensors.matrices import check_splits, has_matrices
-from ..tensors.names import canonical_fqn
 from .groups import ParamGroup, assigned_model, frozen_in, grouped, named_parameters_of
 from .roles import ParameterInfo, inspect_model
-from .rules import Assignment, Default, splits_with
-from .table import decay_lines
+from .rules import Assignment, splits_with
 
 
 @dataclass(frozen=True)
@@ -36,14 +34,11 @@ class OptimizerSet:
     order: tuple[str, ...]
     frozen: tuple[str, ...]
 
-    def decay_lines(self) -> list[str]:
-        return decay_lines(group for groups in self.groups.values() for group in groups)
-
 
 def build_optimizers(
     modules: Sequence[nn.Module],
     rules: Sequence[Rule],
-    defaults: Sequence[Default] | None,
+    router: str | None,
     tables: Mapping[str, Mapping[str, Any]],
     *,
     offload: Offload = "none",
@@ -55,7 +50,7 @@ def build_optimizers(
     """Assign every trained parameter of `modules` to an optimizer, and make the optimizers.
 
     Args:
-        defaults: None if rules decide for every parameter.
+        router: as in `assign_parameters`.
         tables: options by optimizer.
         model: all trained parameters of the model, if this process holds a pipeline stage.
         is_part: as in `assigned_model`.
@@ -69,9 +64,10 @@ def build_optimizers(
     parameters = {n: p for n, p in named_parameters_of(modules).items() if knows_frozen or n not in frozen}
     shared = {key: tables["muon"][key] for key in ("missing_grad", "nonfinite") if key in tables.get("muon", {})}
     tables = {**tables, "adamw": {**shared, **tables.get("adamw", {})}}
-    known = inspect_model(modules, canonical_fqn, frozen=knows_frozen) if model is None else model
+    tables = {**tables, **_shared_options(rules, tables)}
+    known = inspect_model(modules, frozen=knows_frozen) if model is None else model
     # From the whole model, because all ranks build Muon together: ranks would wait for a pipeline rank without Muon.
-    assigned = assigned_model(known, rules, defaults, frozen, is_part=is_part)
+    assigned = assigned_model(known, rules, router, frozen, is_part=is_part)
     _check_matrices(assigned, rules, tables.get("muon", {}).get("split", ()))
     groups: dict[str, tuple[ParamGroup, ...]] = {}
     for name, whole_groups in grouped(rules, tables, assigned, decay_vectors=decay_vectors).items():
@@ -80,7 +76,8 @@ def build_optimizers(
     if is_part:
         # Every rank builds Muon, also a rank without matrices.
         groups.setdefault("muon", (ParamGroup("muon", None, "muon", (), {}),))
-    tables = _with_known_splits(tables, assigned, parameters, is_stage=model is not None)
+    splits = _splits(tables.get("muon", {}).get("split", ()), assigned, parameters)
+    tables = {**tables, "muon": {**tables.get("muon", {}), "split": splits}}
     optimizers = {
         name: build_optimizer(name, groups[name], {"offload": offload, **tables.get(name, {})}, parameters)
         for name in groups
@@ -90,41 +87,51 @@ def build_optimizers(
     return OptimizerSet(assignments, whole, groups, optimizers, tuple(parameters), tuple(sorted(frozen)))
 
 
-def _with_known_splits(
-    tables: Mapping[str, Mapping[str, Any]],
-    whole: Sequence[Assignment],
-    parameters: Collection[str],
-    *,
-    is_stage: bool,
-) -> Mapping[str, Mapping[str, Any]]:
-    """The optimizers' tables, with the splits of known fused layouts in Muon's table.
+def _splits(splits: Sequence[Split], whole: Sequence[Assignment], local: Collection[str]) -> tuple[Split, ...]:
+    """The splits of local parameters, also those of known fused layouts.
 
-    `parameters`: of this process. `is_stage`: leaves out splits of remote pipeline stages. Raises ValueError for a
-    split without a Muon parameter in the model.
+    Raises ValueError for a split without a Muon parameter in the model.
     """
-    splits: tuple[Split, ...] = tuple(tables.get("muon", {}).get("split", ()))
     muon = [a for a in whole if a.optimizer == "muon"]
-    local = [a for a in muon if a.fqn in parameters]
-    all_splits = splits_with(splits, local)
-    if is_stage:
-        # Muon refuses an unmatched split and does not know the remaining stages.
+    if muon:
         check_splits([a.fqn for a in muon], splits)
-        all_splits = tuple(s for s in all_splits if any(fnmatchcase(a.fqn, s.match) for a in local))
-    if all_splits == splits:
-        return tables
-    return {**tables, "muon": {**tables.get("muon", {}), "split": all_splits}}
+    # Muon refuses an unmatched split and does not know the remaining pipeline stages.
+    mine = [a for a in muon if a.fqn in local]
+    return tuple(s for s in splits_with(splits, mine) if any(fnmatchcase(a.fqn, s.match) for a in mine))
+
+
+def _shared_options(rules: Sequence[Rule], tables: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Options of a whole optimizer, from the rules of each optimizer without a table.
+
+    Raises OptionError for an unknown optimizer, rules that disagree, and an option that belongs into a table.
+    """
+    agreed: dict[str, dict[str, Any]] = {}
+    for index, rule in enumerate(rules):
+        try:
+            shared = registry.optimizers.get(rule.optimizer).shared
+        except ValueError as error:
+            raise OptionError(f"rules[{index}].optimizer", str(error).removeprefix("optimizer ")) from error
+        for key in [key for key in rule.options if key in shared]:
+            name, value = f"rules[{index}].options.{key}:", rule.options[key]
+            problem = f"{key} holds for all of {rule.optimizer}"
+            if rule.optimizer in tables:
+                raise OptionError(name, f"{problem}; set {rule.optimizer}.{key}")
+            earlier = agreed.setdefault(rule.optimizer, {}).setdefault(key, value)
+            if earlier != value:
+                raise OptionError(name, f"{problem}, and an earlier rule says {earlier!r}; make them equal")
+    return agreed
 
 
 def _check_offload(offload: Offload, optimizer: str) -> None:
     """Raise OptionError if `offload` asks for host states from an optimizer with device states."""
-    if offload != "state" or "offload" in registry.optimizers.get(optimizer).shared:
-        return
-    offloading = [n for n in registry.optimizers.names() if "offload" in registry.optimizers.get(n).shared]
-    raise OptionError(
-        "offload",
-        f'= "{offload}": {optimizer} keeps its states on the device; set "none", or give its parameters to one of '
-        f"{', '.join(offloading)}",
-    )
+    entries = registry.optimizers
+    if offload == "state" and "offload" not in entries.get(optimizer).shared:
+        offloading = ", ".join(name for name in entries.names() if "offload" in entries.get(name).shared)
+        raise OptionError(
+            "offload",
+            f'= "{offload}": {optimizer} keeps its states on the device; set "none", or give its parameters to one of '
+            f"{offloading}",
+        )
 
 
 def _check_matrices(assigned: Iterable[Assignment], rules: Sequence[Rule], splits: Sequence[Split]) -> None:

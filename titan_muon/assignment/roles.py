@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from ..options import Split
+from ..tensors.names import canonical_fqn
 from .fused import class_names, fused_split
 
 Role = Literal[
@@ -50,58 +51,43 @@ class ParameterInfo:
     split: Split | None = None
 
 
-def inspect_model(
-    parts: Iterable[nn.Module], canonical: Callable[[str], str] = str, *, frozen: bool = False
-) -> dict[str, ParameterInfo]:
+def inspect_model(parts: Iterable[nn.Module], *, frozen: bool = False) -> dict[str, ParameterInfo]:
     """Every trained parameter of a model's parts, by canonical name. `frozen`: frozen parameters too."""
     result = {}
     for part in parts:
-        known = _known(part)
+        tables = [module for module in part.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+        vocabulary = max((module.num_embeddings for module in tables), default=0)
+        # A tied head is the embedding.
+        by_place: dict[Tensor, Role] = dict.fromkeys(_routers(part), "router")
+        by_place |= dict.fromkeys(_heads(part, vocabulary), "head")
+        by_place |= {module.weight: "embedding" for module in tables}
         for name, parameter in part.named_parameters():
             if frozen or parameter.requires_grad:
-                fqn, (path, _, _) = canonical(name), name.rpartition(".")
+                fqn, (path, _, _) = canonical_fqn(name), name.rpartition(".")
                 owner = part.get_submodule(path)
                 split = fused_split(fqn, parameter, owner, part.get_submodule(path.rpartition(".")[0]))
-                role = known.role(fqn, parameter, owner)
+                role = by_place.get(parameter) or _role(fqn, parameter, owner, knows_vocabulary=vocabulary > 0)
                 result[fqn] = ParameterInfo(tuple(parameter.shape), role, None if role in PLAIN else split)
     return result
 
 
+def _role(fqn: str, parameter: Tensor, owner: nn.Module, *, knows_vocabulary: bool) -> Role:
+    """The role of a parameter by its module's type and its name."""
+    kinds = class_names(owner)
+    if isinstance(owner, _ConvNd) and parameter.ndim > 2:
+        return "convolution"
+    if parameter.ndim > 1 and any(name.endswith("Norm") for name in kinds):
+        return "norm"
+    named: Role = next((role for role, pattern in NAMES if re.search(pattern, fqn)), "")
+    if parameter.ndim > 1 and named and not (named == "table" and isinstance(owner, nn.Linear)):
+        return named
+    if isinstance(owner, nn.Linear) and knows_vocabulary:
+        return "linear"
+    return "experts" if parameter.ndim > 2 and any(EXPERTS.search(name) for name in kinds) else ""
+
+
 PLAIN = ("embedding", "head", "router", "lora", "bias")
 """Roles without fused layouts."""
-
-
-@dataclass(frozen=True)
-class _Known:
-    embeddings: frozenset[Tensor]
-    heads: frozenset[Tensor]
-    routers: frozenset[Tensor]
-    knows_vocabulary: bool
-
-    def role(self, fqn: str, parameter: Tensor, owner: nn.Module) -> Role:
-        for role, members in (("embedding", self.embeddings), ("head", self.heads), ("router", self.routers)):
-            if parameter in members:
-                return role  # type: ignore[return-value]
-        if isinstance(owner, _ConvNd) and parameter.ndim > 2:
-            return "convolution"
-        if parameter.ndim > 1 and any(name.endswith("Norm") for name in class_names(owner)):
-            return "norm"
-        named = next((role for role, pattern in NAMES if re.search(pattern, fqn)), "")
-        if parameter.ndim > 1 and named and not (named == "table" and isinstance(owner, nn.Linear)):
-            return named  # type: ignore[return-value]
-        if isinstance(owner, nn.Linear) and self.knows_vocabulary:
-            return "linear"
-        if parameter.ndim > 2 and any(EXPERTS.search(name) for name in class_names(owner)):
-            return "experts"
-        return ""
-
-
-def _known(part: nn.Module) -> _Known:
-    tables = [module for module in part.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    embeddings = frozenset(module.weight for module in tables)
-    vocabulary = max((module.num_embeddings for module in tables), default=0)
-    heads, routers = _heads(part, vocabulary), _routers(part)
-    return _Known(embeddings, frozenset(heads), frozenset(routers), vocabulary > 0)
 
 
 def _heads(part: nn.Module, vocabulary: int) -> Iterator[Tensor]:

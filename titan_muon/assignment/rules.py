@@ -6,21 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 from ..options import OptionError, Rule, Split
 from ..tensors.matrices import split_of
 from ..tensors.names import LOOKED_UP
 from .roles import ParameterInfo, Role
-
-
-@dataclass(frozen=True)
-class Default:
-    """Default for parameters without a matching rule: by role, or without a role by the glob `match`."""
-
-    match: str
-    optimizer: str
-    reason: str
-    role: Role = ""
 
 
 @dataclass(frozen=True)
@@ -43,24 +34,25 @@ class Assignment:
 
 EMBEDDING, HEAD = "embedding: its rows are looked up, not multiplied", "output head"
 # Shapes do not distinguish these matrices, which Muon is not meant for (Keller Jordan, 2024).
-BY_ROLE = (
-    Default("", "adamw", EMBEDDING, "embedding"),
-    Default("", "adamw", HEAD, "head"),
-    Default("", "adamw", "factor of LoRA: of low rank", "lora"),
-    Default("", "adamw", "convolution: a rule and a split in dims give it to Muon", "convolution"),
-    Default("", "adamw", "scale of a norm", "norm"),
-    Default("", "adamw", "biases, one vector beside the other", "bias"),
-    Default("", "adamw", "table: its rows are added or looked up, not multiplied", "table"),
-    Default("", "adamw", "acts element by element, and is no matrix", "elementwise"),
+REASONS: Mapping[Role, str] = MappingProxyType(
+    {
+        "embedding": EMBEDDING,
+        "head": HEAD,
+        "router": "router of a mixture of experts (router)",
+        "lora": "factor of LoRA: of low rank",
+        "convolution": "convolution: a rule and a split in dims give it to Muon",
+        "norm": "scale of a norm",
+        "bias": "biases, one vector beside the other",
+        "table": "table: its rows are added or looked up, not multiplied",
+        "elementwise": "acts element by element, and is no matrix",
+    }
 )
-BY_NAME = (*(Default(name, "adamw", EMBEDDING if "embed" in name else HEAD) for name in LOOKED_UP),)
-
-
-def default_rules(router: str = "adamw") -> tuple[Default, ...]:
-    """The defaults before shapes decide. `router`: optimizer of the gates of mixtures of experts."""
-    reason = "router of a mixture of experts (router)"
-    routers = Default("", router, reason, "router"), Default("*.router.*weight", router, reason)
-    return (*BY_ROLE, *BY_NAME, *routers)
+"""Roles that AdamW trains, or the optimizer of routers."""
+BY_NAME: tuple[tuple[str, Role], ...] = (
+    *((name, "embedding" if "embed" in name else "head") for name in LOOKED_UP),
+    ("*.router.*weight", "router"),
+)
+"""Roles by the name of a parameter without one."""
 
 
 def splits_with(known: Sequence[Split], assigned: Iterable[Assignment]) -> tuple[Split, ...]:
@@ -72,20 +64,23 @@ def splits_with(known: Sequence[Split], assigned: Iterable[Assignment]) -> tuple
 def assign_parameters(
     parameters: Mapping[str, ParameterInfo],
     rules: Sequence[Rule],
-    defaults: Sequence[Default] | None,
+    router: str | None = "adamw",
     *,
     all_rules: bool = True,
 ) -> tuple[Assignment, ...]:
     """An optimizer for each parameter, from the first matching rule.
 
-    Without a rule, `defaults` decide by role and then by name, and then shapes: Muon takes matrices, stacks of experts
-    and known fused layouts, AdamW the rest. Raises OptionError for undecided parameters if `defaults` is None and, with
-    `all_rules`, for rules without parameters.
+    Without a rule, the role decides, by module or else by name, and then the shape: Muon takes matrices, stacks of
+    experts and known fused layouts, AdamW the rest. Raises OptionError for rules without parameters, if `all_rules`.
+
+    Args:
+        router: optimizer of the gates of mixtures of experts. None: rules decide for every parameter, and OptionError
+            for an undecided one.
     """
-    assigned = tuple(_assign_one(fqn, seen, rules, defaults or ()) for fqn, seen in parameters.items())
+    assigned = tuple(_assign_one(fqn, seen, rules, router) for fqn, seen in parameters.items())
     if all_rules:
         _refuse_unused(rules, assigned)
-    undecided = [a.fqn for a in assigned if a.rule is None] if defaults is None else []
+    undecided = [a.fqn for a in assigned if a.rule is None] if router is None else []
     if undecided:
         raise OptionError(
             "rules:",
@@ -110,7 +105,7 @@ def _refuse_unused(rules: Sequence[Rule], assigned: Sequence[Assignment]) -> Non
         )
 
 
-def _assign_one(fqn: str, seen: ParameterInfo, rules: Sequence[Rule], defaults: Sequence[Default]) -> Assignment:
+def _assign_one(fqn: str, seen: ParameterInfo, rules: Sequence[Rule], router: str | None) -> Assignment:
     def to(optimizer: str, reason: str, rule: int | None = None) -> Assignment:
         return Assignment(fqn, seen.shape, optimizer, reason, rule, seen.role, seen.split)
 
@@ -118,10 +113,10 @@ def _assign_one(fqn: str, seen: ParameterInfo, rules: Sequence[Rule], defaults: 
     for index, rule in enumerate(rules):
         if fnmatchcase(fqn, rule.match):
             return to(rule.optimizer, f"optimizer.rule[{index}] {rule.match!r}", index)
-    # Vectors ignore defaults, and names decide only without a role.
-    for default in defaults if len(seen.shape) > 1 else ():
-        if default.role == seen.role if seen.role else fnmatchcase(fqn, default.match):
-            return to(default.optimizer, default.reason)
+    role = seen.role or next((role for pattern, role in BY_NAME if fnmatchcase(fqn, pattern)), "")
+    # A vector is a vector, in any role.
+    if len(seen.shape) > 1 and role in REASONS:
+        return to(router or "adamw" if role == "router" else "adamw", REASONS[role])
     return to(*_by_shape(fqn, seen))
 
 

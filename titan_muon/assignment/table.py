@@ -1,27 +1,28 @@
-"""The parameter table: optimizer, matrices, placement and reason of each parameter."""
+"""The parameter table, and notes and warnings about assignments."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..options import Split
 from ..owned import is_owned
 from ..owned.param import holders
 from ..plan import Plan
 from ..plan.terms.types import MatrixStack
-from ..tensors.matrices import matrix_shapes
+from ..tensors.matrices import THINNEST, is_thin, matrix_shapes
 from ..tensors.names import listed
-from .doubts import family
 from .groups import ParamGroup
-from .rules import Assignment
+from .rules import EMBEDDING, HEAD, Assignment, splits_with
 
 
-@dataclass(frozen=True)
-class ParameterRow:
+class ParameterRow(NamedTuple):
     """A line of the parameter table."""
 
     name: str
@@ -32,6 +33,11 @@ class ParameterRow:
     reason: str
 
 
+LEAST_SHARE = 0.9
+"""Least share of Muon without a warning."""
+OUTSIDE = ("embedding", "head", "table")
+SHOWN = 3
+
 HEADER = ParameterRow("parameter", "shape", "optimizer", "matrices", "placement", "why")
 
 
@@ -39,7 +45,7 @@ def parameter_table(
     assigned: Sequence[Assignment], parameters: Mapping[str, Tensor], plan: Plan | None, *, full: bool
 ) -> str:
     """The table. Without `full`, equal parameters of all layers share a line."""
-    lines = [astuple(row) for row in (HEADER, *parameter_rows(assigned, parameters, plan, full=full))]
+    lines = [HEADER, *parameter_rows(assigned, parameters, plan, full=full)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
@@ -54,12 +60,13 @@ def parameter_rows(
         name = a.fqn if full else family(a.fqn)
         shape, placement = "x".join(map(str, a.shape)), _placement(parameters[a.fqn], full)
         counts[ParameterRow(name, shape, a.optimizer, _matrices(a, blocks.get(a.fqn)), placement, a.reason)] += 1
-    return [replace(row, name=f"{row.name}  ({n})" if n > 1 else row.name) for row, n in counts.items()]
+    return [row._replace(name=f"{row.name}  ({n})" if n > 1 else row.name) for row, n in counts.items()]
 
 
-def decay_lines(groups: Iterable[ParamGroup]) -> list[str]:
-    """A line for the vectors without weight decay, if any."""
-    count = sum(len(group.names) for group in groups if group.spared)
+def decay_lines(*optimizers: Mapping[str, Iterable[ParamGroup]]) -> list[str]:
+    """A line for the vectors without weight decay, if any; from the groups by optimizer."""
+    every = (group for groups in optimizers for of_optimizer in groups.values() for group in of_optimizer)
+    count = sum(len(group.names) for group in every if group.spared)
     return [f"no weight decay: {count} norms, biases and other vectors (decay_vectors = false)"] if count else []
 
 
@@ -86,3 +93,45 @@ def _placement(parameter: Tensor, full: bool) -> str:
         # Ranks only with `full`, because owners differ between layers.
         parts.insert(0, f"owned by rank {', '.join(map(str, holders(parameter)))}" if full else "owned")
     return ", ".join(parts) if parts else "whole"
+
+
+def family(fqn: str) -> str:
+    """A parameter's name with * for layer numbers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", fqn)
+
+
+def split_lines(assigned: Sequence[Assignment], splits: Sequence[Split]) -> Iterator[str]:
+    """Automatically split parameters, a line for each layout."""
+    known = {split.match: split for split in splits_with(splits, assigned)[len(splits) :]}
+    by_layout: dict[str, list[str]] = {}
+    for fqn, split in known.items():
+        lengths = ", ".join(f"{axis} = {length}" for axis, length in split.lengths.items())
+        by_layout.setdefault(f"{split.dims}{f' with {lengths}' if lengths else ''}", []).append(family(fqn))
+    for layout, names in by_layout.items():
+        yield f"split, as its layout is known: {_some(names)} as {layout}"
+
+
+def doubts(assigned: Sequence[Assignment], splits: Sequence[Split]) -> Iterator[str]:
+    """Warnings if Muon takes few parameters, thin matrices, or only some matrices of a family."""
+    inside = [a for a in assigned if a.role not in OUTSIDE and a.reason not in (EMBEDDING, HEAD)]
+    muon_elements = sum(prod(a.shape) for a in inside if a.optimizer == "muon")
+    total = sum(prod(a.shape) for a in inside)
+    if total and muon_elements < LEAST_SHARE * total:
+        left = sorted((a for a in inside if a.optimizer != "muon"), key=lambda a: -prod(a.shape))
+        yield (
+            f"warning: Muon takes {100 * muon_elements / total:.1f} % of the parameters besides embeddings and output "
+            f"head; the largest of the rest: {_some([family(a.fqn) for a in left])}"
+        )
+    all_splits = splits_with(splits, assigned)
+    if thin := [a for a in assigned if a.optimizer == "muon" and is_thin(a.fqn, a.shape, all_splits)]:
+        sizes = [f"{family(a.fqn)} ({'x'.join(map(str, a.shape))})" for a in thin]
+        yield f"warning: matrices with a side under {THINNEST}, with little effect of Muon: {_some(sizes)}"
+    takers: dict[str, set[str]] = {}
+    for a in assigned:
+        takers.setdefault(family(a.fqn), set()).add(a.optimizer)
+    if divided := [f"{name} ({', '.join(sorted(names))})" for name, names in takers.items() if len(names) > 1]:
+        yield f"warning: matrices of one name go to different optimizers: {_some(divided)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return listed(list(dict.fromkeys(names)), SHOWN)

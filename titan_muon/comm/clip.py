@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..tensors.dtensor import on_device
+from ..tensors.device import host_zeros, is_host, on_device
 from ..tensors.mesh import without_groups
 from ..tensors.names import listed, named_parameters
 from ..tensors.process_groups import ranks_of
@@ -84,11 +84,10 @@ class HostCopy:
     """A copy of a tensor to the host, which waits only when `value` is read."""
 
     def __init__(self, tensor: Tensor) -> None:
-        pinned = tensor.device.type != "cpu"
-        self._on_host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        self._on_host = host_zeros(tensor.detach())
         self._on_host.copy_(tensor.detach(), non_blocking=True)
         module: Any = torch.get_device_module(tensor.device)
-        self._copied = module.Event() if pinned else None
+        self._copied = None if is_host(tensor.device) else module.Event()
         if self._copied is not None:
             self._copied.record()
 

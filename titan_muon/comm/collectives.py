@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
+from ..tensors.device import is_host
+
 # PyTorch 2.13 renamed two functions, and the old names warn.
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -55,7 +57,7 @@ class Collectives:
             self.traffic.add(sent)
             return [_gather_equal(output[: sum(splits)], input, group=group, async_op=True)]
         parts = list(output[: sum(splits)].split(list(splits)))
-        if input.device.type != "cpu":
+        if not is_host(input.device):
             return self.all_gather_uneven(parts, input, group)
         # gloo's all-gather takes only equal parts.
         me = dist.get_rank(group)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..plan.terms.groups import components
 from ..plan.terms.types import Layout, Mesh, Separate
+from ..tensors.device import is_host
 from ..tensors.dtensor import layout_of
 from ..tensors.storage import TrainedParam
 from ..tensors.warning import warn
@@ -114,7 +115,7 @@ def _on_several_meshes(reports: Sequence[Mapping[Layout, Sequence[str]]]) -> Ite
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Hashable]:
     """Hyperparameters as text, without values on a device, because reading would wait."""
     values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    on_host = {key: v.item() if isinstance(v, Tensor) and v.device.type == "cpu" else v for key, v in values.items()}
+    on_host = {key: v.item() if isinstance(v, Tensor) and is_host(v.device) else v for key, v in values.items()}
     texts = {key: repr(value) for key, value in on_host.items() if not isinstance(value, Tensor)}
     # The address of a framework's object in a group differs between ranks.
     return {key: text for key, text in texts.items() if " at 0x" not in text}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import Work
 from torch.optim import Optimizer
 
-from ..tensors.dtensor import on_device
+from ..tensors.device import host_zeros, is_host, on_device
 from ..tensors.storage import STEP
 from .agreement import Agreement
 from .equality import difference, group_label
@@ -25,8 +25,8 @@ PARAMETER_FAULTS = frozenset((Fault.HYPERPARAMETERS_DIFFER, Fault.STEPS_DIFFER))
 """Faults of all parameters, see `FaultReport.details`."""
 
 
-class Carried(Protocol):
-    """An optimizer whose faults Muon's report carries."""
+class Reported(Protocol):
+    """An optimizer with a place in the report of a Muon."""
 
     param_groups: list[dict[str, Any]]
 
@@ -43,23 +43,23 @@ class FaultReport:
     A step adds faults on the device. `send` starts a maximum over the ranks, and the next step reads the result. The
     same maximum compares hyperparameters and the number of steps: each rank sends a hash and its negative.
 
-    `optimizer`, `carried`: by name. `replicas`: parameters with a result from one rank's gradient for all replicas.
+    `optimizer`, `others`: by name. `replicas`: parameters with a result from one rank's gradient for all replicas.
     """
 
     def __init__(
         self,
         names: Sequence[str],
         optimizer: Mapping[str, Optimizer],
-        carried: Mapping[str, Carried],
+        others: Mapping[str, Reported],
         device: torch.device,
         agreement: Agreement,
         replicas: Sequence[int] = (),
     ) -> None:
-        self._carried = tuple(carried.values())
+        self._others = tuple(others.values())
         # Weak, because hooks of the model keep the report for a late update.
-        self._optimizers = weakref.WeakValueDictionary[str, Any]({**optimizer, **carried})
-        self.names = (*names, *(name for other in self._carried for name in other.names()))
-        self._first = list(accumulate((len(other.names()) for other in self._carried), initial=len(names)))
+        self._optimizers = weakref.WeakValueDictionary[str, Any]({**optimizer, **others})
+        self.names = (*names, *(name for other in self._others for name in other.names()))
+        self._first = list(accumulate((len(other.names()) for other in self._others), initial=len(names)))
         self._replicas, self._scaled, self.steps = tuple(replicas), False, 0
         groups = sum(len(optimizer.param_groups) for optimizer in self._optimizers.values())
         # One int32 for each of, in this order:
@@ -77,9 +77,9 @@ class FaultReport:
         self._sent_values: list[dict[str, Hashable]] = []
         self._agreement, self.device = agreement, device
         self._work: Work | None = None
-        self._on_device = device.type != "cpu"
+        self._on_device = not is_host(device)
         shared = self._shared
-        self._on_host = torch.zeros_like(shared, device="cpu", pin_memory=True) if self._on_device else shared
+        self._on_host = host_zeros(shared) if self._on_device else shared
         self._hashes = torch.zeros(hashes, dtype=torch.int32, device="cpu", pin_memory=self._on_device)
         self._module: Any = torch.get_device_module(device)
         self._stream, self._sent = self._module.Stream(), self._module.Event()
@@ -88,11 +88,11 @@ class FaultReport:
     def is_shared(self) -> bool:
         return self._agreement.peers is not None
 
-    def start_of(self, other: Carried) -> int:
-        return self._first[self._carried.index(other)]
+    def start_of(self, other: Reported) -> int:
+        return self._first[self._others.index(other)]
 
-    def tell_carried(self, faults: Sequence[Fault]) -> None:
-        for other, (start, stop) in zip(self._carried, pairwise(self._first), strict=True):
+    def tell_others(self, faults: Sequence[Fault]) -> None:
+        for other, (start, stop) in zip(self._others, pairwise(self._first), strict=True):
             other.on_faults(faults[start:stop])
 
     def add_where(self, parameters: Tensor, faulty: Tensor, fault: Fault) -> None:

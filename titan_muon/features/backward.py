@@ -27,12 +27,10 @@ from ..plan.program import replicated_plain
 from ..state.plan_context import PlanContext
 from ..step.build_views import NO_COPIES
 from ..step.gradients import StepGradients, grad_matrix
-from ..step.ranges import trace_range
 from ..step.rank import Rank
-from ..step.step import Bucket, MuonStep, with_gradients
+from ..step.step import Bucket, MuonStep, Overlap, trace_range, with_gradients
 from ..step.views import BucketViews
 from ..tensors.storage import TrainedParam, placement_key
-from .overlap import Overlap
 
 
 class SentGradient(NamedTuple):
@@ -55,7 +53,10 @@ class SentGradient(NamedTuple):
 
 
 def check(context: PlanContext) -> None:
-    """Raise OptionError for plain tensors, which have no hook after the reduction, and for an unsafe order."""
+    """Raise OptionError for momentum on one replica, for plain tensors, and for an unsafe order of launches."""
+    if context.options.state != "replicated":
+        problem = "= 'backward' needs the momentum on each replica; set 'none', or state = 'replicated'"
+        raise OptionError("overlap", problem)
     plain = [context.plan.parameters[index].fqn for index in replicated_plain(context.plan)]
     if plain:
         raise OptionError(
@@ -168,7 +169,10 @@ class BackwardGathers(Overlap):
         self.stream.wait_stream(self.module.current_stream())
         with trace_range("gather", index), self.module.stream(self.stream):
             for call in with_gradients([call for call in views.gathers if call.packed], gradients):
-                muon.algorithm.before_gather(call, call.momentum, call.grads(gradients), ahead=True)
+                # Copies, because the backward that sends the input may still fail.
+                copies = [torch.empty_like(momentum) for momentum in call.momentum]
+                torch._foreach_copy_(copies, call.momentum)
+                muon.algorithm.before_gather(call, copies, call.grads(gradients))
             views.repeats.run()
             muon.exchange.gather(index)
             self._rows.append(_first_rows(gradients.grads, self.needed[self.launched]))
@@ -245,6 +249,7 @@ class _Backward:
         if not self._off:
             with self._gathers.module.stream(self._computing):
                 self._rank.buffers.memory.take()
+                self._muon.mask.reset()
             self._gathers.stream.wait_stream(self._computing)
 
     def _launch(self, parameters: Sequence[int]) -> None:

@@ -27,6 +27,7 @@ from ..step.gradients import StepGradients
 from ..step.rank import Rank
 from ..step.step import UpdateMask
 from ..step.views import Batch, BucketViews
+from ..tensors.device import is_host, may_be_true
 from ..tensors.names import listed
 from ..tensors.warning import warn
 
@@ -42,7 +43,7 @@ class IdleSteps:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._plan = plan
         count = len(plan.matrices)
-        self.on_host = torch.zeros(count, dtype=torch.bool, device="cpu", pin_memory=device.type != "cpu")
+        self.on_host = torch.zeros(count, dtype=torch.bool, device="cpu", pin_memory=not is_host(device))
         self._steps = self._named = torch.zeros(count, dtype=torch.int32, device="cpu")
 
     def warn(self) -> None:
@@ -165,11 +166,13 @@ class GradientMask(UpdateMask):
             self._held.copy_(self.skipped)
         torch.index_select(self._held, 0, self._in_order, out=self._flags)
 
+    def reset(self) -> None:
+        self.skipped.zero_()
+
     def zero_(self, batch: Batch, gradients: StepGradients) -> Tensor:
         self._agree()
         flags = self._flags[batch.place : batch.place + len(batch.matrices)]
-        # Reading a flag on the CPU does not wait.
-        if flags.device.type != "cpu" or flags.any():
+        if may_be_true(flags):
             batch.whole.masked_fill_(flags[:, None, None], 0)
         return super().zero_(batch, gradients)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.exchange import Traffic
+from ..tensors.device import current_device
 from ..tensors.dtensor import local
 from . import private
 from .param import OwnedParam, OwnedPart
@@ -49,27 +51,15 @@ class Streams:
         return self._device.stream(stream)
 
 
-@dataclass(frozen=True)
 class TensorParallelPeers:
-    """The ranks of a tensor-parallel group, and point-to-point messages between them."""
+    """The ranks of a tensor-parallel group, and point-to-point messages between them. Collective over the peers."""
 
-    group: dist.ProcessGroup
-    traffic: Traffic
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh, traffic: Traffic) -> TensorParallelPeers:
-        """Collective over the peers."""
+    def __init__(self, mesh: DeviceMesh, traffic: Traffic) -> None:
         # Not the mesh's own group, because messages would queue behind the model's collectives.
         ranks = dist.get_process_group_ranks(mesh.get_group())
-        return cls(dist.new_group(ranks, use_local_synchronization=True), traffic)
-
-    @property
-    def size(self) -> int:
-        return self.group.size()
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank()
+        self._group, self._traffic = dist.new_group(ranks, use_local_synchronization=True), traffic
+        self.rank: int = self._group.rank()
+        self.size: int = self._group.size()
 
     def scatter(self, parts: Iterable[OwnedPart], unsharded: Mapping[OwnedParam, Tensor]) -> None:
         """Fill this rank's pieces in `unsharded`, and send held pieces to the peers."""
@@ -109,8 +99,8 @@ class TensorParallelPeers:
         return [peer for peer in range(self.size) if peer != self.rank]
 
     def _message(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
-        self.traffic.add(tensor.nbytes if operation is dist.isend else 0)
-        return dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
+        self._traffic.add(tensor.nbytes if operation is dist.isend else 0)
+        return dist.P2POp(operation, tensor, group=self._group, group_peer=peer)
 
     def _exchange(self, messages: Iterable[dist.P2POp]) -> None:
         # After an uneven division both ends skip empty pieces.
@@ -119,23 +109,51 @@ class TensorParallelPeers:
             work.wait()
 
 
-@dataclass(frozen=True)
-class OwnerCollectives:
-    """Collectives of parameters and gradients in a group.
+class OwnerComm:
+    """The data-parallel ranks of a model with owned parameters, and the collectives between them.
 
-    Parts are contiguous tensors, each with an owner, a rank of the group. All ranks pass equal owners in equal order.
-    Methods return the works to wait for: none if the operations run `in_stream`.
+    Parts are contiguous tensors, each with an owner, a rank of the shard axis. All ranks pass equal owners in equal
+    order. Collectives return the works to wait for: none if the operations run in the current stream.
+
+    Args:
+        mesh: (shard,) or (replicate, shard).
+        tensor: tensor-parallel mesh with holders, or None.
+
+    Attributes:
+        replicate_group: the owners of the same parameters in each replica, or None.
+        shard_rank, shard_size: this rank among the owners, and their number.
+        peers: the tensor-parallel ranks with holders among them, or None.
+
+    Raises ValueError for an invalid mesh.
     """
 
-    group: dist.ProcessGroup
-    in_stream: bool
-    traffic: Traffic = field(default_factory=Traffic)
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup, device: torch.device) -> OwnerCollectives:
+    def __init__(self, mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> None:
+        if mesh.ndim not in (1, 2):
+            raise ValueError(f"mesh has {mesh.ndim} axes; give (shard,) or (replicate, shard), as to fully_shard")
+        if mesh.get_coordinate() is None:
+            ranks = mesh.mesh.flatten().tolist()
+            raise ValueError(f"this rank is not in the mesh {ranks}: it can neither own nor use its parameters")
+        self.mesh, self.traffic = mesh, Traffic()
+        self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
+        self._group = mesh.get_group(mesh.ndim - 1)
+        self.shard_rank, self.shard_size = self._group.rank(), self._group.size()
+        self.peers = None if tensor is None else TensorParallelPeers(tensor, self.traffic)
+        self.peer_rank = 0 if self.peers is None else self.peers.rank
+        self.peer_size = 1 if self.peers is None else self.peers.size
         # NCCL launches coalesced operations as a single kernel in the current stream. gloo does not: after a refused
         # coalescing later collectives silently do nothing, and a synchronous operation blocks the host.
-        return cls(group, private.coalesces(group, device))
+        self._in_stream = private.coalesces(self._group, torch.device(mesh.device_type))
+
+    # Both on first use, because a dry run builds models without the device.
+
+    @cached_property
+    def streams(self) -> Streams:
+        return Streams(self.mesh.device_type)
+
+    @property
+    def device(self) -> torch.device:
+        """Not the parameters' device, which may be meta or the host."""
+        return current_device(self.mesh.device_type)
 
     def gather(self, owners: Sequence[int], parts: Sequence[Tensor]) -> list[dist.Work]:
         return self._start(self._broadcast, owners, parts)
@@ -145,7 +163,7 @@ class OwnerCollectives:
         return self._start(self._reduce, owners, parts)
 
     def all_reduce(self, part: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-        work = dist.all_reduce(part, group=group, async_op=not self.in_stream)
+        work = dist.all_reduce(part, group=group, async_op=not self._in_stream)
         return [] if work is None else [work]
 
     def _start(
@@ -153,18 +171,15 @@ class OwnerCollectives:
     ) -> list[dist.Work]:
         # An exception within a coalesced group leaves the group open forever.
         owned = [(part, owner) for owner, part in zip(owners, parts, strict=True) if part.numel() > 0]
-        if self.in_stream and owned:
-            with private.coalesced(self.group, owned[0][0].device):
-                for part, owner in owned:
-                    operation(part, owner)
-            return []
-        works = [operation(part, owner) for part, owner in owned]
-        return [work for work in works if work is not None]
+        joined = self._in_stream and bool(owned)
+        with private.coalesced(self._group, owned[0][0].device) if joined else nullcontext():
+            works = [operation(part, owner) for part, owner in owned]
+        return [] if self._in_stream else [work for work in works if work is not None]
 
     def _broadcast(self, part: Tensor, owner: int) -> dist.Work | None:
-        self.traffic.add(part.nbytes * (self.group.size() - 1) if owner == self.group.rank() else 0)
-        return dist.broadcast(part, group_src=owner, group=self.group, async_op=not self.in_stream)
+        self.traffic.add(part.nbytes * (self.shard_size - 1) if owner == self.shard_rank else 0)
+        return dist.broadcast(part, group_src=owner, group=self._group, async_op=not self._in_stream)
 
     def _reduce(self, part: Tensor, owner: int) -> dist.Work | None:
-        self.traffic.add(0 if owner == self.group.rank() else part.nbytes)
-        return dist.reduce(part, group_dst=owner, group=self.group, async_op=not self.in_stream)
+        self.traffic.add(0 if owner == self.shard_rank else part.nbytes)
+        return dist.reduce(part, group_dst=owner, group=self._group, async_op=not self._in_stream)

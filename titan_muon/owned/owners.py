@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -18,72 +18,16 @@ from ..options import OptionError, Owner, PlacementRule, Split, check
 from ..plan.owned.ownership import OwnedItem, Ownership, assign_owners, load_lines
 from ..plan.terms.work import standard_flops
 from ..tensors.dtensor import layer_of
-from ..tensors.matrices import stack_of
+from ..tensors.matrices import split_of, stack_of
 from ..tensors.names import unwrapped
+from .comm import OwnerComm
 from .hooks import HookContext
 from .param import OriginalPlacement, ParamModuleInfo, is_owned, owner_mesh
-from .param_group import CommContext
 
 FlopCount = Callable[[int, int], int]
 """FLOPs to orthogonalize a (rows, columns) matrix."""
 
 FIVE_STANDARD_STEPS: FlopCount = partial(standard_flops, steps=5)
-
-
-def cut_by_peers(parameters: Mapping[str, Tensor]) -> dict[str, DeviceMesh]:
-    """The meshes of parameters cut by tensor parallelism. Raises ValueError for different meshes or placements."""
-    meshes: dict[str, DeviceMesh] = {}
-    for fqn, parameter in parameters.items():
-        inner = OriginalPlacement.of(parameter)
-        if inner.mesh is None or all(placement.is_replicate() for placement in inner.placements):
-            continue
-        common = next(iter(meshes.values()), inner.mesh)
-        if inner.mesh.ndim > 1 or type(inner.placements[0]) is not Shard or inner.mesh != common:
-            raise ValueError(
-                f"{fqn}: is placed as {inner.placements} on {inner.mesh}; tensor_parallel = 'whole' needs a Shard "
-                "placement on a common mesh of one axis: leave it to 'peers'"
-            )
-        meshes[fqn] = inner.mesh
-    return meshes
-
-
-def owned_items(
-    parameters: Mapping[str, Tensor],
-    owners: Mapping[str, Owner],
-    *,
-    gathered: Mapping[str, DeviceMesh],
-    split: Sequence[Split],
-    flops: FlopCount,
-    elementwise: Collection[Tensor],
-) -> list[OwnedItem]:
-    """The loads of parameters. A single peer holds a `gathered` parameter; all peers hold the rest."""
-    peers = next((mesh.size() for mesh in gathered.values()), 1)
-    items = []
-    for fqn, parameter in parameters.items():
-        counted = None if parameter in elementwise or parameter.ndim < 2 else flops
-        item = _item(fqn, parameter, owners[fqn], split, counted, whole=fqn in gathered)
-        items.append(item if fqn in gathered else replace(item, replicas=peers))
-    return items
-
-
-def _item(
-    fqn: str, parameter: Tensor, owner: Owner, split: Sequence[Split], flops: FlopCount | None, *, whole: bool
-) -> OwnedItem:
-    """`whole`: with all pieces. Without `flops` only bytes count."""
-    inner = OriginalPlacement.of(parameter)
-    held = parameter.shape if whole else inner.size(parameter.shape)
-    size = held.numel() * parameter.element_size()
-    if flops is None:
-        return OwnedItem(fqn, layer_of(fqn), 0, size, owner=owner)
-    stack = stack_of(fqn, parameter.shape, split)
-    columns = prod(parameter.shape[stack.row_dims :])
-    cost = sum(flops(*matrix.shape(columns)) for matrix in stack.matrices)
-    # If gathered along dim 0, a piece's rows would match no owner's part.
-    is_stack = stack.row_dims > 1 and stack.is_separable(parameter.shape)
-    if not is_stack or (whole and inner.placements[0].is_shard(0)):
-        return OwnedItem(fqn, layer_of(fqn), cost, size, owner=owner)
-    # This rank and its expert-parallel peers divide only the local experts.
-    return OwnedItem(fqn, layer_of(fqn), cost * held[0] // len(parameter), size, held[0], owner)
 
 
 def placed(names: Iterable[str], chosen: Collection[str], rules: Sequence[PlacementRule]) -> dict[str, Owner]:
@@ -175,24 +119,30 @@ class Owners:
             raise ValueError(
                 f"tensor_parallel = {tensor_parallel!r} is not one of {', '.join(get_args(TensorParallel))}"
             )
-        places = _places(model)
-        choices = _choices(places, params, rules)
-        by_name = {fqn: places_of for places_of in places.values() for fqn, _ in places_of}
-        self.infos: Mapping[str, ParamModuleInfo] = {fqn: _only_place(by_name[fqn]) for fqn in choices}
+        every = _named_infos(model)
+        choices = _choices(every, params, rules)
+        self.infos = {fqn: every[fqn] for fqn in choices}
         named = choices.keys() if isinstance(params, Mapping) else placed(choices, (), rules).keys()
+        names = defaultdict[nn.Parameter, list[str]](list)
+        for fqn, info in every.items():
+            names[info.param].append(fqn)
         for fqn, info in self.infos.items():
+            if len(tied := names[info.param]) > 1:
+                raise ValueError(
+                    f"{', '.join(tied)} are one tied parameter, which cannot be owned; leave it to fully_shard"
+                )
             _check_ownable(fqn, info.param, mesh, split, named=fqn in named)
-        parameters = {fqn: info.param for fqn, info in self.infos.items()}
-        self._gathered = cut_by_peers(parameters) if tensor_parallel == "whole" else {}
-        self.comm = CommContext.of(mesh, next(iter(self._gathered.values()), None))
-        self.traffic = self.comm.collectives.traffic
-        self.context = HookContext(self.comm)
-        # Module by module, the first ranks would get most of each module.
-        items = owned_items(
-            parameters, choices, gathered=self._gathered, split=split, flops=flops, elementwise=set(elementwise)
-        )
-        if not items:
+        if not choices:
             raise ValueError("nothing to own: the model has no matrix; pass params, or use fully_shard alone")
+        self._gathered = _cut_by_peers(self.infos) if tensor_parallel == "whole" else {}
+        self.comm = OwnerComm(mesh, next(iter(self._gathered.values()), None))
+        self.traffic, self.context = self.comm.traffic, HookContext(self.comm)
+        bytes_alone = set(elementwise)
+        # For the whole model, because module by module the first ranks would get most of each module.
+        items = [
+            _item(fqn, info.param, choices[fqn], split, None if info.param in bytes_alone else flops, self._gathered)
+            for fqn, info in self.infos.items()
+        ]
         self.ownership = assign_owners(items, self.comm.shard_size * self.comm.peer_size)
 
     def owners(self, fqn: str) -> tuple[int, ...]:
@@ -218,41 +168,79 @@ class Owners:
         return "\n".join(load_lines(dict(enumerate(self.ownership.loads()))))
 
 
-Places = Mapping[nn.Parameter, Sequence[tuple[str, ParamModuleInfo]]]
-"""Names and modules; several for a tied parameter."""
+Infos = Mapping[str, ParamModuleInfo]
+"""The place of each parameter, by name. A tied parameter has several names."""
 
 
-def _places(model: nn.Module) -> Places:
-    places: dict[nn.Parameter, list[tuple[str, ParamModuleInfo]]] = {}
+def _named_infos(model: nn.Module) -> Infos:
     # With duplicates, because a tied parameter would be unsharded in only one of its modules.
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            fqn = unwrapped(f"{prefix}.{name}" if prefix else name)
-            places.setdefault(parameter, []).append((fqn, ParamModuleInfo(module, name)))
-    return places
+    return {
+        unwrapped(f"{prefix}.{name}" if prefix else name): ParamModuleInfo(module, name)
+        for prefix, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
 
 
 def _choices(
-    places: Places,
+    every: Infos,
     params: Iterable[nn.Parameter] | Mapping[nn.Parameter, Owner] | None,
     rules: Sequence[PlacementRule],
 ) -> dict[str, Owner]:
-    chosen = {p for p in places if p.ndim == 2} if params is None else set(params)
-    strangers = [tuple(parameter.shape) for parameter in chosen if parameter not in places]
-    if strangers:
+    """The owner setting of each parameter to own."""
+    inside = {info.param for info in every.values()}
+    chosen = {parameter for parameter in inside if parameter.ndim == 2} if params is None else set(params)
+    if strangers := [tuple(parameter.shape) for parameter in chosen - inside]:
         raise ValueError(f"params has parameters that the model does not have, of shapes {strangers}")
-    names = {fqn: parameter for parameter, places_of in places.items() for fqn, _ in places_of}
     settings = params if isinstance(params, Mapping) else {}
-    check_rules(names, rules)
-    owners = placed(names, {fqn for fqn, parameter in names.items() if parameter in chosen}, rules)
-    return {fqn: settings.get(names[fqn], owner) for fqn, owner in owners.items()}
+    check_rules(every, rules)
+    owners = placed(every, {fqn for fqn, info in every.items() if info.param in chosen}, rules)
+    return {fqn: settings.get(every[fqn].param, owner) for fqn, owner in owners.items()}
 
 
-def _only_place(places: Sequence[tuple[str, ParamModuleInfo]]) -> ParamModuleInfo:
-    if len(places) > 1:
-        names = ", ".join(name for name, _ in places)
-        raise ValueError(f"{names} are one tied parameter, which cannot be owned; leave it to fully_shard")
-    return places[0][1]
+def _cut_by_peers(infos: Infos) -> dict[str, DeviceMesh]:
+    """The meshes of parameters cut by tensor parallelism. Raises ValueError for different meshes or placements."""
+    meshes: dict[str, DeviceMesh] = {}
+    for fqn, info in infos.items():
+        inner = OriginalPlacement.of(info.param)
+        if inner.mesh is None or all(placement.is_replicate() for placement in inner.placements):
+            continue
+        common = next(iter(meshes.values()), inner.mesh)
+        if inner.mesh.ndim > 1 or type(inner.placements[0]) is not Shard or inner.mesh != common:
+            raise ValueError(
+                f"{fqn}: is placed as {inner.placements} on {inner.mesh}; tensor_parallel = 'whole' needs a Shard "
+                "placement on a common mesh of one axis: leave it to 'peers'"
+            )
+        meshes[fqn] = inner.mesh
+    return meshes
+
+
+def _item(
+    fqn: str,
+    parameter: Tensor,
+    owner: Owner,
+    split: Sequence[Split],
+    flops: FlopCount | None,
+    gathered: Mapping[str, DeviceMesh],
+) -> OwnedItem:
+    """The load of a parameter. A single peer holds a `gathered` parameter; all peers hold the rest.
+
+    Without `flops` only bytes count.
+    """
+    inner, whole = OriginalPlacement.of(parameter), fqn in gathered
+    held = parameter.shape if whole else inner.size(parameter.shape)
+    peers = 1 if whole else next((mesh.size() for mesh in gathered.values()), 1)
+    item = OwnedItem(fqn, layer_of(fqn), 0, held.numel() * parameter.element_size(), owner=owner, replicas=peers)
+    if flops is None or parameter.ndim < 2:
+        return item
+    stack = stack_of(fqn, parameter.shape, split)
+    columns = prod(parameter.shape[stack.row_dims :])
+    cost = sum(flops(*matrix.shape(columns)) for matrix in stack.matrices)
+    # If gathered along dim 0, a piece's rows would match no owner's part.
+    is_stack = stack.row_dims > 1 and stack.is_separable(parameter.shape)
+    if not is_stack or (whole and inner.placements[0].is_shard(0)):
+        return replace(item, flops=cost)
+    # This rank and its expert-parallel peers divide only the local experts.
+    return replace(item, flops=cost * held[0] // len(parameter), units=held[0])
 
 
 def _check_ownable(fqn: str, parameter: Tensor, mesh: DeviceMesh, split: Sequence[Split], *, named: bool) -> None:
@@ -261,7 +249,7 @@ def _check_ownable(fqn: str, parameter: Tensor, mesh: DeviceMesh, split: Sequenc
         raise ValueError(f"{fqn}: owned already; call own once for every module")
     if parameter.ndim == 0:
         raise ValueError(f"{fqn}: a scalar has nothing to divide; leave it to fully_shard")
-    if not named and parameter.ndim not in (2, 3) and not any(fnmatch.fnmatchcase(fqn, s.match) for s in split):
+    if not named and parameter.ndim not in (2, 3) and split_of(fqn, split) is None:
         raise ValueError(
             f"{fqn}: shape {tuple(parameter.shape)} is no matrix; leave it to fully_shard, describe its matrices with "
             "split, or name it in a placement rule"

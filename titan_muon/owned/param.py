@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ..plan.terms.layout import Intervals, chunk, region
-from ..tensors.dtensor import layout_of, layout_on, local
+from ..tensors.dtensor import from_local, layout_of, layout_on, local
 from . import private
-from .private import OwnerMesh, joint_mesh, stored_tensor
+from .private import OwnerMesh, joint_mesh
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,6 @@ class OriginalPlacement:
     def _region(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[Intervals, ...]:
         assert self.mesh is not None, "a plain tensor has no pieces"
         return region(layout_on("", shape, self.mesh, self.placements), coordinate)
-
-
-def from_local(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> DTensor:
-    """A DTensor with the shape of `like`, without communication."""
-    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 # [Note: owned tensors]
@@ -145,7 +140,7 @@ class OwnedParam:
 
     def init_unsharded_param(self, view: Tensor) -> None:
         owned = self.owned_param
-        stored = stored_tensor(owned)
+        stored = local(owned)
         if stored.device != view.device:
             # Copies are asynchronous only from pinned memory. Pin late, because `to_empty` replaces memory.
             stored.data = stored.pin_memory()

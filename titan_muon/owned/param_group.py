@@ -4,82 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..tensors.dtensor import local
 from . import private
-from .comm import OwnerCollectives, Streams, TensorParallelPeers
+from .comm import OwnerComm
 from .param import OwnedParam, OwnedPart
 
 # [Note: a permanent buffer]
 # Autograd saves views of unsharded parameters for backward. So the buffer and its parameters are created once,
 # resharding resizes the storage to zero, and refilled storage makes saved views valid again. The content equals the
 # content in forward, so the buffer's autograd version counter is restored.
-
-
-@dataclass(frozen=True)
-class CommContext:
-    """The data-parallel ranks of a model with owned parameters, and the collectives between them.
-
-    Attributes:
-        mesh: (shard,) or (replicate, shard).
-        replicate_group: the owners of the same parameters in each replica, or None.
-        shard_rank: this rank among the owners.
-        peers: the tensor-parallel ranks with holders among them, or None.
-    """
-
-    mesh: DeviceMesh
-    collectives: OwnerCollectives
-    replicate_group: dist.ProcessGroup | None
-    shard_rank: int
-    peers: TensorParallelPeers | None
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> CommContext:
-        """The context of a mesh. `tensor`: tensor-parallel mesh with holders. Raises ValueError for an invalid mesh."""
-        if mesh.ndim not in (1, 2):
-            raise ValueError(f"mesh has {mesh.ndim} axes; give (shard,) or (replicate, shard), as to fully_shard")
-        if mesh.get_coordinate() is None:
-            ranks = mesh.mesh.flatten().tolist()
-            raise ValueError(f"this rank is not in the mesh {ranks}: it can neither own nor use its parameters")
-        axis = mesh.ndim - 1
-        replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
-        collectives = OwnerCollectives.of(mesh.get_group(axis), torch.device(mesh.device_type))
-        peers = None if tensor is None else TensorParallelPeers.of(tensor, collectives.traffic)
-        return cls(mesh, collectives, replicate_group, mesh.get_local_rank(axis), peers)
-
-    @property
-    def shard_size(self) -> int:
-        return self.collectives.group.size()
-
-    @property
-    def peer_rank(self) -> int:
-        return 0 if self.peers is None else self.peers.rank
-
-    @property
-    def peer_size(self) -> int:
-        return 1 if self.peers is None else self.peers.size
-
-    # Created on first use, because a dry run builds models without the device.
-    @cached_property
-    def streams(self) -> Streams:
-        return Streams(self.mesh.device_type)
-
-    @property
-    def device(self) -> torch.device:
-        # Not the parameters' device, which may be meta or the host.
-        if self.mesh.device_type == "cpu":
-            return torch.device("cpu")
-        return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
 
 
 class OwnedState(Enum):
@@ -94,7 +35,7 @@ class OwnedParamGroup:
     """Owned parameters of a module. `param_dtype`: of the unsharded parameters, or None to keep the dtype."""
 
     def __init__(
-        self, name: str, params: Sequence[OwnedParam], comm: CommContext, param_dtype: torch.dtype | None
+        self, name: str, params: Sequence[OwnedParam], comm: OwnerComm, param_dtype: torch.dtype | None
     ) -> None:
         self.name, self.state = name, OwnedState.OWNED
         # So that each owner's elements are a single run, see [Note: owned tensors].
@@ -134,7 +75,7 @@ class OwnedParamGroup:
             if self._comm.peers is not None:
                 self._comm.peers.scatter(self._mine, self._views)
             owners, sizes = self._runs
-            self._works = self._comm.collectives.gather(owners, buffer.split(sizes))
+            self._works = self._comm.gather(owners, buffer.split(sizes))
             self._gathered = streams.gather.record_event()
         self._versions = self._owned_versions()
         self.state = OwnedState.UNSHARDING

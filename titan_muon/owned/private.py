@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from ..tensors.mesh import MeshWithoutGroups
 
@@ -66,12 +65,6 @@ def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
     """All ranks on a single axis, with a process group; collective over the root mesh."""
     return mesh._flatten()
-
-
-def stored_tensor(tensor: Tensor) -> Tensor:
-    """The local tensor with replaceable memory; `to_local` may return a new tensor."""
-    assert isinstance(tensor, DTensor), "an owned parameter is a DTensor"
-    return tensor._local_tensor
 
 
 def unchanged_version(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .comm import OwnerComm
 from .param import OwnedParam, OwnedPart
-from .param_group import CommContext, OwnedParamGroup, numel, owned_by, parts_of, runs, views
+from .param_group import OwnedParamGroup, numel, owned_by, parts_of, runs, views
 
 
 class Reduction:
@@ -19,9 +20,7 @@ class Reduction:
     `params`: trained, at least one, in the order of owners. `dtype`: of the sum and in transit.
     """
 
-    def __init__(
-        self, params: Sequence[OwnedParam], comm: CommContext, dtype: torch.dtype, divide_factor: float
-    ) -> None:
+    def __init__(self, params: Sequence[OwnedParam], comm: OwnerComm, dtype: torch.dtype, divide_factor: float) -> None:
         self._comm, self._divide_factor = comm, divide_factor
         parts = parts_of(params)
         self._mine = owned_by(comm.shard_rank, params)
@@ -44,7 +43,7 @@ class Reduction:
                 mine: iter(flat.split([size for size, of_mine in zip(sizes, own, strict=True) if of_mine == mine]))
                 for mine, flat in ((True, self._sum), (False, self._input))
             }
-            self._works = comm.collectives.reduce(owners, [next(pieces[mine]) for mine in own])
+            self._works = comm.reduce(owners, [next(pieces[mine]) for mine in own])
         if self._copied is None:
             self._gradients = {}
 
@@ -67,7 +66,7 @@ class Reduction:
         if group is not None and self._sum.numel() > 0:
             streams.all_reduce.wait_stream(streams.reduce)
             with streams.within(streams.all_reduce):
-                self._works = self._comm.collectives.all_reduce(self._sum, group)
+                self._works = self._comm.all_reduce(self._sum, group)
                 self._summed = streams.all_reduce.record_event()
 
     def finish(self) -> None:
@@ -102,7 +101,7 @@ class Reduction:
 class Reductions:
     """The pending reductions of a backward pass, oldest first: one, or with replicas two."""
 
-    def __init__(self, comm: CommContext) -> None:
+    def __init__(self, comm: OwnerComm) -> None:
         self._comm = comm
         self.pending: deque[Reduction] = deque()
 

@@ -14,13 +14,10 @@ import zlib
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from ..options import OptionError
-from ..plan.terms.types import Parameter
 from ..tensors.draws import hash_counts
-from ..tensors.dtensor import local, storage_device
-from .plan_context import PlanContext
+from ..tensors.dtensor import from_local, local, storage_device
 
 SCALES = "momentum_scale"
 BLOCK = 64
@@ -29,45 +26,17 @@ MARGIN = 2.0**-10
 """Draws are from MARGIN to 1 - MARGIN, so that encoding does not change a decoded number."""
 
 
-def blocks(length: int) -> int:
-    """Blocks of a row."""
-    return -(-length // BLOCK)
-
-
-def check_eight_bit(context: PlanContext) -> None:
-    """Raise OptionError for int8 momentum of a parameter whose blocks would cross shards or matrices."""
-    if context.options.state_dtype != "int8":
-        return
-    for (_, tensor), planned in zip(context.named, context.parameters, strict=True):
-        if problem := _cut_blocks(tensor, planned):
-            text = f"= 'int8' has a scale for {BLOCK} columns of a row, and {problem}; set 'bfloat16'"
-            raise OptionError("state_dtype", text)
-
-
-def _cut_blocks(tensor: Tensor, planned: Parameter) -> str:
-    """Why the blocks of a parameter cross shards or matrices; empty if not."""
-    cut = 1
-    if isinstance(tensor, DTensor):
-        for placement, size in zip(tensor.placements, tensor.device_mesh.mesh.shape, strict=True):
-            cut *= size if isinstance(placement, Shard) and placement.dim == tensor.ndim - 1 else 1
-    columns = tensor.shape[-1]
-    if planned.stack.interleaved:
-        return f"{planned.fqn} has matrices that share rows"
-    if (cut > 1 or planned.stack.row_dims < tensor.ndim - 1) and columns % (BLOCK * cut):
-        return f"{planned.fqn} has {columns} columns on {cut} ranks, which cut blocks"
-    return ""
-
-
 def new_scales(parameter: Tensor) -> Tensor:
-    """Scales of zeros, placed like the parameter."""
-    stored = local(parameter)
-    shape = (*stored.shape[:-1], blocks(stored.shape[-1]))
-    scales = torch.zeros(shape, dtype=torch.float32, device=storage_device(parameter))
+    """Scales of zeros, placed like the parameter: a scale for each block of a row."""
+    stored, whole = (torch.empty(_in_blocks(t.shape), device="meta") for t in (local(parameter), parameter))
+    scales = torch.zeros(stored.shape, dtype=torch.float32, device=storage_device(parameter))
     if not isinstance(parameter, DTensor):
         return scales
-    whole = torch.empty((*parameter.shape[:-1], blocks(parameter.shape[-1])), device="meta")
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(scales, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    return from_local(scales, parameter.device_mesh, parameter.placements, whole)
+
+
+def _in_blocks(shape: torch.Size) -> tuple[int, ...]:
+    return *shape[:-1], -(-shape[-1] // BLOCK)
 
 
 def decoded(numbers: Tensor, scales: Tensor) -> Tensor:

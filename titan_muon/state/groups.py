@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..options import HYPERPARAMETERS, OTHER_NAMES, SHARED, Hyperparameters, MuonOptions, OptionError, Split, check
+from ..options import HYPERPARAMETERS, OTHER_NAMES, SHARED, Hyperparameters, OptionError, Split, check
 from ..orthogonalize import Iteration, iteration
-from ..tensors.matrices import check_splits, matrix_shapes, split_of, stack_of
-from ..tensors.mesh import flattened_by
+from ..tensors.matrices import THINNEST, check_splits, is_thin, stack_of
 from ..tensors.names import LOOKED_UP, canonical_fqn, listed, named_parameters
 from ..tensors.storage import STEP
-from .host import resolved
 
 KEYS = (*HYPERPARAMETERS, "params", "param_names", "initial_lr", "optimizer", STEP)
 """Keys of a group that this package reads or writes."""
@@ -39,25 +36,16 @@ def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
         return True
 
 
-def checked(
-    groups: Sequence[Mapping[str, Any]], options: MuonOptions, check_by_rule: Callable[[Mapping[str, Any]], None]
-) -> MuonOptions:
-    """The options, with the groups' `offload`.
-
-    Raises ValueError as `check_group`, `check_splits` and the rule, and for flat pieces.
-    """
+def check_groups(
+    groups: Sequence[Mapping[str, Any]], splits: Sequence[Split], check_by_rule: Callable[[Mapping[str, Any]], None]
+) -> None:
+    """Raise ValueError as `check_group`, `check_splits` and the rule."""
     for group in groups:
         check_group(group)
         check_by_rule(group)
-        for fqn, parameter in named_parameters([group]):
-            # The constructor refuses vectors, so a wrapper has replaced the matrix since.
-            flat = parameter.ndim == 1 and split_of(fqn, options.split) is None
-            check_not_flat(fqn, parameter, "a wrapper such as FSDP1 or DeepSpeed ZeRO" if flat else "")
     # A pipeline stage may have no matrices at all.
-    if names := [name for group in groups for name in group["param_names"]]:
-        check_splits(names, options.split)
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    return replace(options, offload=resolved(options.offload, parameters))
+    if names := [name for name, _ in named_parameters(groups)]:
+        check_splits(names, splits)
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -100,25 +88,23 @@ def named_group(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *
 
     `others`: earlier groups. `alone`: whether a single process may name parameters `number.index`.
     """
-    result = dict(group)
-    check_keys(result)
-    if isinstance(result["params"], Tensor):
-        result["params"] = [result["params"]]
-    params = result["params"] = list(result["params"])
+    check_keys(group)
+    result, params = dict(group), group["params"]
+    params = [params] if isinstance(params, Tensor) else list(params)
+    numbered = alone and all(other["param_names"] == _numbers(i, other["params"]) for i, other in enumerate(others))
     pairs = bool(params) and not isinstance(params[0], Tensor)
-    if pairs:
-        result["params"] = [(canonical_fqn(name), parameter) for name, parameter in params]
-    elif "param_names" in result:
-        result["param_names"] = [canonical_fqn(name) for name in result["param_names"]]
-    numbered = all(other["param_names"] == _numbers(i, other["params"]) for i, other in enumerate(others))
     if not pairs and "param_names" not in result:
-        if alone and numbered:
+        if numbered:
             result["param_names"] = _numbers(len(others), params)
-    elif others and alone and numbered:
+    elif others and numbered:
         raise ValueError("this group has names, and the groups before it have none; give every parameter its name")
+    elif pairs:
+        params = [(canonical_fqn(name), parameter) for name, parameter in params]
+    else:
+        result["param_names"] = [canonical_fqn(name) for name in result["param_names"]]
     if "ns_coefficients" in result:
         result["ns_coefficients"] = rows_of(result["ns_coefficients"])
-    return result
+    return {**result, "params": params}
 
 
 NUMBERS = re.compile(r"\d+\.\d+")
@@ -168,15 +154,6 @@ def other_algorithm(group: Mapping[str, Any]) -> str | None:
     return "algorithm" if group.get("algorithm", "muon") != "muon" else None
 
 
-def check_not_flat(fqn: str, parameter: Tensor, wrapper: str = "") -> None:
-    """Raise ValueError for a trained flat piece: of FSDP1 or DeepSpeed by its marks, or of `wrapper`."""
-    if parameter.requires_grad and (library := flattened_by(parameter) or wrapper):
-        raise ValueError(
-            f"{fqn}: {library} keeps flat pieces of parameters, and Muon needs their matrices; shard the model by "
-            "fully_shard (FSDP2)"
-        )
-
-
 def check_params(group: Mapping[str, Any], splits: Sequence[Split]) -> None:
     """Raise ValueError for parameters of a new group without names or without matrices."""
     check_group(group)
@@ -193,12 +170,7 @@ def check_params(group: Mapping[str, Any], splits: Sequence[Split]) -> None:
                 f"{fqn}: has dtype {parameter.dtype}, and Muon trains real floating-point matrices; train a complex "
                 "parameter by torch.view_as_real, or give it to another optimizer"
             )
-        check_not_flat(fqn, parameter)
         stack_of(fqn, parameter.shape, splits)
-
-
-THINNEST = 16
-"""Side of a matrix below which Newton-Schulz changes little."""
 
 
 def doubts_of(group: Mapping[str, Any], splits: Sequence[Split]) -> Iterator[str]:
@@ -210,10 +182,5 @@ def doubts_of(group: Mapping[str, Any], splits: Sequence[Split]) -> Iterator[str
             f"{listed(looked_up, 3)}: an embedding or output head by its name, which Muon is not meant for; give it to "
             "AdamW, or give the model to titan_muon.Hybrid"
         )
-    thin = [
-        f"{fqn} ({'x'.join(map(str, p.shape))})"
-        for fqn, p in trained
-        if any(min(sides) < THINNEST for sides in matrix_shapes(p.shape, stack_of(fqn, p.shape, splits)))
-    ]
-    if thin:
+    if thin := [f"{fqn} ({'x'.join(map(str, p.shape))})" for fqn, p in trained if is_thin(fqn, p.shape, splits)]:
         yield f"{listed(thin, 3)}: a side under {THINNEST}, so that Muon does little for it"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from ..options import MuonOptions, Offload, OptionError
-from ..plan.terms.types import Parameter, Plan
+from ..options import Offload
+from ..tensors.device import is_host
 from ..tensors.dtensor import local, step_device, storage_device
+from ..tensors.mesh import StateMesh, refuse_reads_outside
 
 TRANSFERS_AT_ONCE = 2
 """One transfer is in use while the next arrives or the last leaves."""
@@ -141,45 +143,22 @@ def host_bytes(size: int, device: str) -> int:
     return 1 << (size - 1).bit_length() if size > 0 and device != "cpu" else size
 
 
-def new_state(parameter: Tensor, dtype: torch.dtype, offload: Offload) -> Tensor:
-    """A state of zeros, placed like the parameter; pinned if on the host."""
+def new_state(parameter: Tensor, dtype: torch.dtype, offload: Offload, like: Tensor | None = None) -> Tensor:
+    """A state of zeros, placed like the parameter or `like`; pinned if on the host."""
+    like = parameter if like is None else like
     if offload == "none":
-        return torch.zeros_like(parameter, dtype=dtype)
-    return torch.zeros_like(parameter, dtype=dtype, device="cpu", pin_memory=_pins(parameter))
-
-
-def state_like(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype, offload: Offload) -> Tensor:
-    """A plain tensor of zeros, on the device of `new_state`."""
-    if offload == "none":
-        return torch.zeros(shape, dtype=dtype, device=storage_device(parameter))
-    return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=_pins(parameter))
-
-
-def _pins(parameter: Tensor) -> bool:
-    # Copies are asynchronous only from pinned memory, and pinning needs an accelerator.
-    return step_device(parameter).type != "cpu"
-
-
-def check_offload(parameters: Iterable[Parameter], options: MuonOptions) -> None:
-    """Raise OptionError for an offload of matrices that share rows."""
-    # Transfers move whole rows, so two transfers would overwrite common rows.
-    shared = next((parameter.fqn for parameter in parameters if parameter.stack.interleaved), None)
-    if options.offload != "none" and shared is not None:
-        raise OptionError(
-            "offload",
-            f'= "{options.offload}" does not take {shared}, whose matrices share rows of its storage; set "none"',
-        )
-
-
-def with_offload(plan: Plan, options: MuonOptions, to: Offload) -> MuonOptions:
-    """The options with `offload` = `to`. Raises OptionError as `check_offload`."""
-    moved = replace(options, offload=to)
-    check_offload(plan.parameters, moved)
-    return moved
+        state = torch.zeros_like(like, dtype=dtype, device=storage_device(parameter))
+    else:
+        # Copies are asynchronous only from pinned memory, and pinning needs an accelerator.
+        pinned = not is_host(step_device(parameter))
+        state = torch.zeros_like(like, dtype=dtype, device="cpu", pin_memory=pinned)
+    if isinstance(state, DTensor) and isinstance(state.device_mesh, StateMesh):
+        refuse_reads_outside(state, StateMesh.refusal)
+    return state
 
 
 def moved_state(state: Tensor, parameter: Tensor, offload: Offload) -> Tensor:
-    """A copy of a state, placed like `new_state`."""
-    moved = new_state(parameter, state.dtype, offload)
+    """A copy of a state, on the device or the host as `new_state`."""
+    moved = new_state(parameter, state.dtype, offload, state)
     local(moved).copy_(local(state))
     return moved

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from ..comm.collectives import move
 from ..plan.program import orthogonalizing_ranks
 from ..plan.terms.layout import Geometries
 from ..plan.terms.types import Plan
-from ..tensors.dtensor import local, step_device
-from ..tensors.mesh import StateMesh, refuse_reads
+from ..tensors.dtensor import from_local, local, step_device
+from ..tensors.mesh import StateMesh, refuse_reads_outside
 from ..tensors.storage import TrainedParam, placement_key
 
 
@@ -32,19 +32,8 @@ class StateSpec:
     saved: bool = True
 
 
-class HasStates(Protocol):
-    """An algorithm: see `algorithms.algorithm.Algorithm.states`."""
-
-    def states(self, rows: int, cols: int, *, transposed: bool) -> tuple[StateSpec, ...]: ...
-
-
-def saved_specs(plan: Plan, algorithm: HasStates, number: int) -> list[StateSpec]:
-    """The saved states of a matrix."""
-    matrix = plan.matrices[number]
-    transposed = plan.parameters[matrix.parameter].stack.transposed
-    return [spec for spec in algorithm.states(matrix.rows, matrix.cols, transposed=transposed) if spec.saved]
-
-
+StatesOf = Callable[..., tuple[StateSpec, ...]]
+"""`step.algorithm.Algorithm.states`."""
 MatrixStates = Mapping[int, Mapping[str, Tensor]]
 """This rank's states, by matrix and name."""
 
@@ -52,7 +41,7 @@ MatrixStates = Mapping[int, Mapping[str, Tensor]]
 def with_matrix_states(
     plan: Plan,
     params: Sequence[TrainedParam],
-    algorithm: HasStates,
+    states_of: StatesOf,
     state: Mapping[Tensor, dict[str, Any]],
 ) -> MatrixStates:
     """The states of the plan's matrices, created or moved from another plan's ranks in the optimizer's `state`.
@@ -61,7 +50,7 @@ def with_matrix_states(
     torch.distributed.checkpoint can load the state to another owner.
     """
     states: dict[int, dict[str, Tensor]] = {}
-    for number, specs, ranks in _stateful(plan, algorithm):
+    for number, specs, ranks in _stateful(plan, states_of):
         matrix = plan.matrices[number]
         param, holders = params[matrix.parameter].param, plan.parameters[matrix.parameter].layout.mesh.ranks
         for spec in specs:
@@ -77,40 +66,42 @@ def with_matrix_states(
     return states
 
 
-def state_bytes(plan: Plan, algorithm: HasStates) -> Mapping[int, int]:
+def state_bytes(plan: Plan, states_of: StatesOf) -> Mapping[int, int]:
     """Bytes of the saved states on each rank with states."""
     by_rank: dict[int, int] = {}
-    for _, specs, ranks in _stateful(plan, algorithm):
+    for _, specs, ranks in _stateful(plan, states_of):
         size = 4 * sum(prod(spec.shape) for spec in specs)
         for rank in ranks:
             by_rank[rank] = by_rank.get(rank, 0) + size
     return by_rank
 
 
-def _stateful(plan: Plan, algorithm: HasStates) -> Iterator[tuple[int, list[StateSpec], tuple[int, ...]]]:
+def _stateful(plan: Plan, states_of: StatesOf) -> Iterator[tuple[int, list[StateSpec], tuple[int, ...]]]:
     """(matrix, saved states, ranks that orthogonalize it) of each matrix with saved states."""
-    specs = [saved_specs(plan, algorithm, number) for number in range(len(plan.matrices))]
-    for number, ranks in enumerate(orthogonalizing_ranks(plan, Geometries(plan.parameters)) if any(specs) else ()):
-        if specs[number]:
-            yield number, specs[number], ranks
+    specs: dict[int, list[StateSpec]] = {}
+    for number, matrix in enumerate(plan.matrices):
+        transposed = plan.parameters[matrix.parameter].stack.transposed
+        saved = [spec for spec in states_of(matrix.rows, matrix.cols, transposed=transposed) if spec.saved]
+        specs |= {number: saved} if saved else {}
+    ranks = orthogonalizing_ranks(plan, Geometries(plan.parameters)) if specs else ()
+    for number in specs:
+        yield number, specs[number], ranks[number]
 
 
 def _zeros(param: Tensor, shape: tuple[int, ...], ranks: tuple[int, ...], holders: tuple[int, ...]) -> Tensor:
-    device = step_device(param)
+    device, whole = step_device(param), torch.empty(shape, device="meta")
     if not isinstance(param, DTensor) and ranks == tuple(sorted(holders)):
         return torch.zeros(shape, dtype=torch.float32, device=device)
     # A DTensor for replicated plain tensors too, because checkpoints must save the owner's state.
     mesh = StateMesh(device.type, torch.tensor(ranks, device="cpu"))
-    stored = mesh.get_coordinate() is not None
-    zeros = torch.zeros(shape if stored else (0, *shape[1:]), dtype=torch.float32, device=device)
-    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    state = DTensor.from_local(zeros, mesh, [Replicate()], run_check=False, shape=torch.Size(shape), stride=stride)
-    if not stored:
-        refuse_reads(
-            state,
-            "this rank has no part of a state of muon.algorithm, which is only on the ranks that orthogonalize the "
-            "matrix; save and load the state with torch.distributed.checkpoint, which moves states between ranks",
-        )
+    stored = shape if mesh.get_coordinate() is not None else (0, *shape[1:])
+    zeros = torch.zeros(stored, dtype=torch.float32, device=device)
+    state = from_local(zeros, mesh, [Replicate()], whole)
+    refuse_reads_outside(
+        state,
+        "this rank has no part of a state of muon.algorithm, which is only on the ranks that orthogonalize the matrix; "
+        "save and load the state with torch.distributed.checkpoint, which moves states between ranks",
+    )
     return state
 
 

@@ -73,11 +73,10 @@ class Algorithm:
         """
         return None
 
-    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors, *, ahead: bool = False) -> None:
+    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
         """Update the momentum in place, and write the owner's input to `call.packed`.
 
-        `call.packed` is empty where another rank packs equal shards. `ahead`: only pack, and keep the momentum, because
-        the backward that sends the input may still fail.
+        `momentum`: of the parts of the call, or copies. `call.packed` is empty where another rank packs equal shards.
         """
         raise NotImplementedError(f"{type(self).__name__}.before_gather")
 
@@ -118,8 +117,8 @@ class Decorated(Algorithm):
         super().__init__(inner.options)
         self.inner = inner
 
-    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors, *, ahead: bool = False) -> None:
-        self.inner.before_gather(call, momentum, grads, ahead=ahead)
+    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
+        self.inner.before_gather(call, momentum, grads)
 
     def update(self, batch: Batch, norms: Tensor) -> None:
         self.inner.update(batch, norms)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -16,9 +15,9 @@ from ..plan.cost.batches import batches
 from ..plan.terms.layout import Span, spans
 from ..state.matrix_states import MatrixStates
 from .algorithm import Algorithm
-from .foreach import Copies, StoredPiece, momentum_calls, numbered, scratch_bytes, update_calls
+from .foreach import Copies, StoredPiece, group_numbers, momentum_calls, scratch_bytes, update_calls
 from .rank import Rank
-from .rounding import RandomBits
+from .rounding import draw_key
 from .views import Batch, BatchPart, BucketViews, UpdateBounds
 
 FINITE = torch.finfo(torch.float32).max
@@ -29,63 +28,51 @@ NO_COPIES = Copies((), ())
 BatchType = Callable[[Batch], Batch]
 
 
-@dataclass(frozen=True)
-class StepViews:
-    """The views of each bucket, and the memory that assembled matrices share."""
-
-    buckets: tuple[BucketViews, ...]
-    workspace: StepMemory
-
-
-def build_views(rank: Rank, algorithm: Algorithm, states: MatrixStates, batch_type: BatchType | None) -> StepViews:
-    """The views of a rank's buckets.
+def build_views(
+    rank: Rank, algorithm: Algorithm, states: MatrixStates, batch_type: BatchType | None
+) -> tuple[tuple[BucketViews, ...], StepMemory]:
+    """The views of a rank's buckets, and the memory that assembled matrices share.
 
     `states`: of the algorithm, by matrix and name. `batch_type`: changes batches of sliced matrices, None without any.
     """
-    buffers, matrices = rank.buffers, rank.plan.matrices
-    by_bucket = [batches(run.matrices, matrices, rank.plan.works) for run in rank.program.buckets]
-    sizes = [len(batch) * matrices[batch[0]].numel for run in by_bucket for batch in run]
-    workspace = torch.empty(max(sizes, default=0), dtype=buffers.dtype, device=buffers.device)
-    size = scratch_bytes(rank.storage, buffers.device.type)
-    scratch = torch.empty(size, dtype=torch.uint8, device=buffers.device)
-    builder = _Builder(rank, algorithm, states, workspace, scratch, batch_type)
-    with buffers.memory.held():
-        buckets = tuple(builder.bucket(index, run) for index, run in enumerate(by_bucket))
-    scratch.untyped_storage().resize_(0)
-    return StepViews(buckets, StepMemory((workspace,), kept=rank.options.keep_buffers))
+    builder = _Builder(rank, algorithm, states, batch_type)
+    with rank.buffers.memory.held():
+        buckets = tuple(builder.bucket(index, run) for index, run in enumerate(builder.batches))
+    builder.scratch.untyped_storage().resize_(0)
+    return buckets, StepMemory((builder.workspace,), kept=rank.options.keep_buffers)
 
 
 class _Builder:
-    def __init__(
-        self,
-        rank: Rank,
-        algorithm: Algorithm,
-        states: MatrixStates,
-        workspace: Tensor,
-        scratch: Tensor,
-        batch_type: BatchType | None,
-    ) -> None:
+    """`batches`: the matrices of each batch, by bucket."""
+
+    def __init__(self, rank: Rank, algorithm: Algorithm, states: MatrixStates, batch_type: BatchType | None) -> None:
         self.rank, self.algorithm, self.states, self.batch_type = rank, algorithm, states, batch_type
-        self.workspace, self.scratch, self.place = workspace, scratch, 0
-        self.groups = tuple(trained.group for trained in rank.params)
-        self.numbers = numbered(self.groups)
+        matrices, device = rank.plan.matrices, rank.device
+        self.batches = [batches(run.matrices, matrices, rank.plan.works) for run in rank.program.buckets]
+        sizes = [len(batch) * matrices[batch[0]].numel for run in self.batches for batch in run]
+        self.workspace = torch.empty(max(sizes, default=0), dtype=rank.buffers.dtype, device=device)
+        self.scratch = torch.empty(scratch_bytes(rank.storage, device.type), dtype=torch.uint8, device=device)
+        self.place, self.numbers = 0, group_numbers(rank)
         self.releases = _last_packed(rank) if rank.options.release_grads else [()] * len(rank.program.buckets)
 
     def bucket(self, index: int, run: Sequence[tuple[int, ...]]) -> BucketViews:
-        """`run`: the matrices of each batch."""
-        made, buffers = [self.batch(matrices) for matrices in run], self.rank.buffers.buckets[index]
-        if buffers is not None:
-            return self.travelling(index, buffers, made)
-        # Local matrices are packed straight into the workspace.
-        (batch,) = made
-        stored = self.rank.program.buckets[index].stored
-        pieces = [self.piece(p.matrix, spans(p.piece), view) for p, view in zip(stored, batch.whole, strict=True)]
-        bounds = self.bounds(batch.whole, [(p.matrix, view) for p, view in zip(stored, batch.whole, strict=True)])
-        calls = self.gathers(pieces), NO_COPIES, ((NO_COPIES, batch, NO_COPIES),), self.updates(pieces)
-        return BucketViews(index, *calls, None, self.releases[index], bounds)
-
-    def travelling(self, index: int, buffers: BucketBuffers, made: Sequence[Batch]) -> BucketViews:
-        parameters = self.rank.plan.parameters
+        rank, made = self.rank, [self.batch(matrices) for matrices in run]
+        buffers, parameters = rank.buffers.buckets[index], rank.plan.parameters
+        if buffers is None:
+            # Local matrices are packed straight into the workspace.
+            (batch,) = made
+            stored = zip(rank.program.buckets[index].stored, batch.whole, strict=True)
+            pieces = [self.piece(parcel.matrix, spans(parcel.piece), view) for parcel, view in stored]
+            return BucketViews(
+                index,
+                momentum_calls(pieces, rank),
+                NO_COPIES,
+                ((NO_COPIES, batch, NO_COPIES),),
+                update_calls(pieces, rank, self.scratch),
+                None,
+                self.releases[index],
+                self.bounds(batch.whole, pieces),
+            )
         pieces = [self.piece(piece.matrix, piece.spans, piece.view) for piece in buffers.stored]
         packed = [
             piece._replace(view=view)
@@ -93,10 +80,16 @@ class _Builder:
             # Replicas that do not send still update their momentum, unless state = "owner".
             if (view := buffers.packed.get(piece.matrix)) is not None or not parameters[piece.parameter].state_ranks
         ]
-        steps = tuple((_assembling(batch, buffers), batch, _splitting(batch, buffers)) for batch in made)
-        bounds = self.bounds(buffers.arrived, [(piece.matrix, piece.view) for piece in buffers.stored])
-        calls = self.gathers(packed), Copies.of(buffers.repeated), steps, self.updates(pieces)
-        return BucketViews(index, *calls, buffers.cleared, self.releases[index], bounds)
+        return BucketViews(
+            index,
+            momentum_calls(packed, rank),
+            Copies.of(buffers.repeated),
+            tuple((_assembling(batch, buffers), batch, _splitting(batch, buffers)) for batch in made),
+            update_calls(pieces, rank, self.scratch),
+            buffers.cleared,
+            self.releases[index],
+            self.bounds(buffers.arrived, pieces),
+        )
 
     def batch(self, matrices: tuple[int, ...]) -> Batch:
         rank, planned = self.rank, self.rank.plan.matrices
@@ -130,35 +123,28 @@ class _Builder:
             held = [self.states[matrix] for matrix in members if matrix in self.states]
             if held:
                 states = {name: [state[name] for state in held] for name in held[0]}
-                group = self.groups[planned.matrices[members[0]].parameter]
+                group = self.rank.params[planned.matrices[members[0]].parameter].group
                 yield BatchPart(whole[start : start + len(members)], group, transposed, states)
             start += len(members)
 
     def piece(self, number: int, places: tuple[Span, ...], view: Tensor) -> StoredPiece:
         plan = self.rank.plan
         matrix = plan.matrices[number]
-        draws = RandomBits.of(plan.parameters[matrix.parameter].fqn, matrix.index, matrix.cols)
-        return StoredPiece(number, matrix.parameter, plan.out_in(number), places, view, draws)
+        key = draw_key(plan.parameters[matrix.parameter].fqn, matrix.index)
+        return StoredPiece(number, matrix.parameter, plan.out_in(number), matrix.cols, key, places, view)
 
-    def gathers(self, pieces: Sequence[StoredPiece]):  # type: ignore[no-untyped-def]
-        return momentum_calls(pieces, self.groups, self.rank.storage, self.rank.device.type)
-
-    def updates(self, pieces: Sequence[StoredPiece]):  # type: ignore[no-untyped-def]
-        stochastic = self.rank.options.rounding == "stochastic"
-        device = self.rank.device.type
-        return update_calls(pieces, self.groups, self.rank.storage, device, self.scratch, stochastic=stochastic)
-
-    def bounds(self, memory: Tensor, pieces: Sequence[tuple[int, Tensor]]) -> UpdateBounds:
-        norms, parameters, limits = list[float](), list[int](), self.algorithm.limits
-        for number, view in pieces:
-            matrix = self.rank.plan.matrices[number]
+    def bounds(self, memory: Tensor, pieces: Sequence[StoredPiece]) -> UpdateBounds:
+        norms, limits = list[float](), self.algorithm.limits
+        views = tuple(piece.view for piece in pieces if piece.view is not None)
+        for piece, view in zip(pieces, views, strict=True):
             # A part has at most the singular values of the whole matrix.
-            rank = min(view.shape) if limits == "spectrum" else min(matrix.whole_shape)
-            largest = MARGIN * largest_value(self.rank.iterations[matrix.parameter].steps) * math.sqrt(rank)
+            sides = view.shape if limits == "spectrum" else self.rank.plan.matrices[piece.matrix].whole_shape
+            steps = self.rank.iterations[piece.parameter].steps
+            largest = MARGIN * largest_value(steps) * math.sqrt(min(sides))
             norms.append(min(largest, FINITE) if limits != "nothing" else FINITE)
-            parameters.append(matrix.parameter)
         largest_norms = self.rank.on_device(torch.tensor(norms, dtype=torch.float32, device="cpu"))
-        return UpdateBounds(memory, tuple(view for _, view in pieces), self.rank.numbers(parameters), largest_norms)
+        parameters = self.rank.numbers([piece.parameter for piece in pieces])
+        return UpdateBounds(memory, views, parameters, largest_norms)
 
 
 def _assembling(batch: Batch, buffers: BucketBuffers) -> Copies:

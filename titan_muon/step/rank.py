@@ -15,7 +15,7 @@ from ..options import MuonOptions
 from ..orthogonalize import Iteration, Method
 from ..plan.program import Program
 from ..plan.terms.types import Plan
-from ..tensors.dtensor import on_device
+from ..tensors.device import on_device
 from ..tensors.storage import Storage, TrainedParam
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ..plan.terms import types
 from ..plan.terms.layout import region
+from .device import current_device, is_host
 from .process_groups import ranks_of
 
 TENSOR_PARALLEL = "tp"
@@ -81,28 +82,25 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def from_local(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> DTensor:
+    """A DTensor with the shape of `like`, without communication."""
+    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
 def storage_device(tensor: Tensor) -> torch.device:
     """Device of a tensor's storage."""
     # Outside of the mesh the local tensor is empty, and maybe on the CPU.
     if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
-        return _mesh_device(tensor)
+        return current_device(tensor.device_mesh.device_type)
     return local(tensor).device
 
 
 def step_device(tensor: Tensor) -> torch.device:
     """Device that updates a parameter: the storage's, or the mesh's if FSDP keeps the storage on the host."""
     stored = storage_device(tensor)
-    return _mesh_device(tensor) if isinstance(tensor, DTensor) and stored.type == "cpu" else stored
-
-
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on a device, without a wait of the host."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-def _mesh_device(tensor: DTensor) -> torch.device:
-    kind = tensor.device_mesh.device_type
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    if isinstance(tensor, DTensor) and is_host(stored):
+        return current_device(tensor.device_mesh.device_type)
+    return stored
 
 
 def held_indices(tensor: Tensor) -> tuple[Tensor, ...]:

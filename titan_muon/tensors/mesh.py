@@ -36,22 +36,16 @@ def without_groups(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and isinstance(tensor.device_mesh, MeshWithoutGroups)
 
 
-def refuse_reads(tensor: Tensor, message: str) -> None:
-    """Make `full_tensor` and `redistribute` raise ValueError. Outside of the mesh both would return an empty tensor."""
-    for read in ("full_tensor", "redistribute"):
-        # Not a closure, because the tensor may be pickled.
-        setattr(tensor, read, partial(_refuse, message))
+def refuse_reads_outside(tensor: DTensor, message: str) -> None:
+    """Make `full_tensor` and `redistribute` raise ValueError outside of the mesh, where both return an empty tensor."""
+    if tensor.device_mesh.get_coordinate() is None:
+        for read in ("full_tensor", "redistribute"):
+            # Not a closure, because the tensor may be pickled.
+            setattr(tensor, read, partial(_refuse, message))
 
 
 def _refuse(message: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(message)
-
-
-def flattened_by(parameter: Tensor) -> str:
-    """The library with a flat piece of this parameter: FSDP1 or DeepSpeed; empty for other parameters."""
-    if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
-        return "FSDP1"
-    return "DeepSpeed ZeRO" if hasattr(parameter, "ds_id") else ""
 
 
 class StateMesh(MeshWithoutGroups):

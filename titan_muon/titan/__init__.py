@@ -4,7 +4,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-if missing := [name for name in ("torchtitan", "tomli") if find_spec(name) is None]:
+if missing := [name for name in ("torchtitan", "tyro") if find_spec(name) is None]:
     raise ModuleNotFoundError(
         f"titan_muon.titan needs {' and '.join(missing)}; install them by pip install 'titan-muon[titan]'"
     )

@@ -38,27 +38,25 @@ RECIPE_MODULES = ("torchtitan.components.dataloader", "torchtitan.components.val
 
 _DECODER_SHARDING = ("apply_fsdp_to_decoder", "apply_fsdp_to_mtp_decoder")
 _TRITON_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
+_ATTENTION = "torchtitan.models.common.attention"
 
 
 def require_recipes() -> None:
     """Raise RecipeError if the installed torchtitan lacks RECIPE_MODULES."""
-    missing = [name for name in RECIPE_MODULES if not _exists(name)]
-    if missing:
-        spec, version = importlib.util.find_spec("torchtitan"), importlib.metadata.version("torchtitan")
-        folder = "" if spec is None else ", ".join(spec.submodule_search_locations or ())
-        raise RecipeError(
-            f"recipes need torchtitan's release {TORCHTITAN_VERSION}, and the torchtitan in {folder} (version "
-            f"{version}) has no {missing[0]}: `pip install --force-reinstall torchtitan=={TORCHTITAN_VERSION}`, or "
-            "train with torchtitan's own configuration, whose slot `optimizer` takes "
-            "titan_muon.titan.HybridOptimizers.Config() in either version"
-        )
-
-
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+    for name in RECIPE_MODULES:
+        try:
+            missing = importlib.util.find_spec(name) is None
+        except ModuleNotFoundError:
+            missing = True
+        if missing:
+            spec, version = importlib.util.find_spec("torchtitan"), importlib.metadata.version("torchtitan")
+            folder = "" if spec is None else ", ".join(spec.submodule_search_locations or ())
+            raise RecipeError(
+                f"recipes need torchtitan's release {TORCHTITAN_VERSION}, and the torchtitan in {folder} (version "
+                f"{version}) has no {name}: `pip install --force-reinstall torchtitan=={TORCHTITAN_VERSION}`, or train "
+                "with torchtitan's own configuration, whose slot `optimizer` takes "
+                "titan_muon.titan.HybridOptimizers.Config() in either version"
+            )
 
 
 def install() -> bool:
@@ -74,7 +72,6 @@ def install() -> bool:
         use_cpu_device()
     time_out_all_groups()
     if on_cpu:
-        skip_peak_flops()
         make_masks_without_compiler()
         hush_warnings()
         exchange_pieces_of_any_size()
@@ -89,18 +86,19 @@ def stub_triton_kernels() -> None:
     Remove when torchtitan imports its expert-parallel Triton kernels on use.
     """
     if importlib.util.find_spec("triton") is None and _TRITON_KERNELS not in sys.modules:
-        sys.modules[_TRITON_KERNELS] = _MissingKernels(_TRITON_KERNELS)
+        kernels: Any = types.ModuleType(_TRITON_KERNELS)
+        kernels.__getattr__ = _missing_kernel
+        sys.modules[_TRITON_KERNELS] = kernels
 
 
-class _MissingKernels(types.ModuleType):
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
+def _missing_kernel(name: str) -> Callable[..., None]:
+    if name.startswith("__"):
+        raise AttributeError(name)
 
-        def missing(*args: object, **kwargs: object) -> None:
-            raise RuntimeError(f"{self.__name__}.{name} needs triton, which is not installed")
+    def missing(*args: object, **kwargs: object) -> None:
+        raise RuntimeError(f"{_TRITON_KERNELS}.{name} needs triton, which is not installed")
 
-        return missing
+    return missing
 
 
 def backfill_mesh_dims() -> None:
@@ -135,6 +133,8 @@ def use_cpu_device() -> None:
         raise RuntimeError(f"compat.install() must run before {late[0]} is imported: it has taken {utils.device_type}")
     utils.device_type = "cpu"
     utils.device_module = _cpu_device()
+    # MFU is 0, because torchtitan would assume an A100.
+    utils.get_peak_flops = lambda device_name: float("inf")
 
 
 def _cpu_device() -> types.SimpleNamespace:
@@ -157,25 +157,17 @@ def _cpu_device() -> types.SimpleNamespace:
     return types.SimpleNamespace(**{**vars(torch.cpu), **functions})
 
 
-def skip_peak_flops() -> None:
-    """Make MFU 0 on the CPU: torchtitan would assume an A100. Remove when torchtitan supports the CPU."""
-    utils: Any = importlib.import_module("torchtitan.tools.utils")
-    utils.get_peak_flops = lambda device_name: float("inf")
-
-
 def make_masks_without_compiler() -> None:
     """Build attention masks without a C++ compiler. Remove when torchtitan and torch accept an uncompiled mask."""
-    attention: Any = importlib.import_module("torchtitan.models.common.attention")
-    attention._compiled_create_block_mask = create_block_mask
-    module = "torch.distributed.tensor.experimental._context_parallel._attention"
-    context_parallel: Any = importlib.import_module(module)
-    context_parallel._compiled_create_block_mask = create_block_mask
+    for name in (_ATTENTION, "torch.distributed.tensor.experimental._context_parallel._attention"):
+        module: Any = importlib.import_module(name)
+        module._compiled_create_block_mask = create_block_mask
 
 
 def drop_unknown_mask_options() -> None:
     """Call `create_block_mask` without arguments that torch 2.11 and 2.12 lack. Remove with torch 2.13."""
     known = inspect.signature(create_block_mask).parameters
-    attention: Any = importlib.import_module("torchtitan.models.common.attention")
+    attention: Any = importlib.import_module(_ATTENTION)
     create = attention._compiled_create_block_mask
     if "separate_full_blocks" not in known and not hasattr(create, "known"):
 
@@ -208,23 +200,18 @@ def exchange_pieces_of_any_size() -> None:
     """
     reference: Any = importlib.import_module("spmd_types._dist")
     if reference.dist is dist:
-        reference.set_dist(_AnySize("titan_muon.any_size"))
+        reference.set_dist(types.SimpleNamespace(**{**vars(dist), "all_to_all": _all_to_all}))
 
 
-class _AnySize(types.ModuleType):
-    def __getattr__(self, name: str) -> object:
-        return getattr(dist, name)
-
-    @staticmethod
-    def all_to_all(
-        outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup | None = None
-    ) -> None:
-        sizes = [output.numel() for output in outputs]
-        received = outputs[0].new_empty(sum(sizes))
-        sent = torch.cat([piece.flatten() for piece in inputs])
-        dist.all_to_all_single(received, sent, sizes, [piece.numel() for piece in inputs], group)
-        for output, piece in zip(outputs, received.split(sizes), strict=True):
-            output.copy_(piece.view_as(output))
+def _all_to_all(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    sizes = [output.numel() for output in outputs]
+    received = outputs[0].new_empty(sum(sizes))
+    sent = torch.cat([piece.flatten() for piece in inputs])
+    dist.all_to_all_single(received, sent, sizes, [piece.numel() for piece in inputs], group)
+    for output, piece in zip(outputs, received.split(sizes), strict=True):
+        output.copy_(piece.view_as(output))
 
 
 def offload_without_pinning() -> None:

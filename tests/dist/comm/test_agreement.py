@@ -16,8 +16,8 @@ from tests.dist.small_params import SECONDS, named, parameters, placed, set_grad
 from tests.reference_muon import ReferenceMuon
 from titan_muon import Muon
 from titan_muon.comm.agreement import PlanReport, check_reports
+from titan_muon.engine import report_of
 from titan_muon.plan.terms.layout import Geometries
-from titan_muon.planning import report_of
 
 
 def some_without_matrices(rank: int, world_size: int) -> tuple[bool, int]:
@@ -122,7 +122,7 @@ def load(rank: int, world_size: int, change: str) -> tuple[str, int, bool]:
 
 def test_a_wrong_state_on_a_rank_is_an_error_on_every_rank() -> None:
     for error, _, same_plan in run_ranks(load, 2, "momentum", timeout=SECONDS):
-        assert "no momentum with the parameter's mesh and placements; " in error
+        assert "has no momentum_buffer with this optimizer's shape, mesh and placements; " in error
         assert error.endswith("(on rank 1)")
         assert same_plan
 

@@ -22,10 +22,8 @@ LAYOUTS = {
     "more ranks than experts": (4, {"parallelism__expert_parallel_degree": 2, "model__flavor": "two_experts"}, 1e-3),
     "replicas": (4, {**DENSE, "parallelism__data_parallel_replicate_degree": 2}, 1e-4),
     "tensor parallel": (4, {**DENSE, "parallelism__tensor_parallel_degree": 2}, 1e-4),
-    "recomputed": (2, {"activation_checkpoint__mode": "full"}, 1e-3),
     "recomputed selectively": (2, {"activation_checkpoint__mode": "selective"}, 1e-3),
     "compiled": (2, {**DENSE, "compile__enable": "true", "compile__backend": "aot_eager"}, 1e-4),
-    "kept": (2, {"parallelism__fsdp_reshard_after_forward": "never"}, 1e-3),
 }
 
 
@@ -61,7 +59,6 @@ MARKS = {
     "experts": tiny.needs_torch_for("parallelism.expert_parallel_degree"),
     "more ranks than experts": tiny.needs_torch_for("parallelism.expert_parallel_degree"),
     "tensor parallel": pytest.mark.slow,
-    "recomputed": pytest.mark.slow,
 }
 
 

@@ -7,15 +7,70 @@ import pytest
 import torch
 from torch import nn
 
-from titan_muon.assignment.doubts import doubts, split_lines
-from titan_muon.assignment.roles import inspect_model
-from titan_muon.assignment.rules import Assignment, assign_parameters, default_rules, splits_with
+from titan_muon.assignment.roles import ParameterInfo, inspect_model
+from titan_muon.assignment.rules import Assignment, assign_parameters, splits_with
+from titan_muon.assignment.table import doubts, split_lines
 from titan_muon.options import Split
 from titan_muon.titan.recipe.sections import Rule
 
 
 def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, device="meta"))
+
+
+MODEL: Mapping[str, tuple[tuple[int, ...], str, str]] = {
+    "tok_embeddings.weight": ((512, 64), "adamw", "embedding"),
+    "layers.0.attention.wo.weight": ((64, 64), "muon", "hidden matrix"),
+    "layers.0.attention.q_norm.weight": ((16,), "adamw", "vector"),
+    "layers.1.moe.router.gate.weight": ((8, 64), "adamw", "router of a mixture of experts"),
+    "layers.1.moe.experts.w1_EFD": ((8, 32, 64), "muon", "stack of expert matrices"),
+    "patch.weight": ((32, 3, 4, 4), "adamw", "4D and not a stack of experts"),
+    "mixer.conv1d.weight": ((64, 1, 4), "adamw", "3D and not a stack of experts"),
+    "scale": ((), "adamw", "vector"),
+    "lm_head.weight": ((512, 64), "adamw", "output head"),
+    "output.weight": ((512, 64), "adamw", "output head"),
+}
+"""Shape, optimizer and reason of parameters without a known module."""
+
+
+def ruled(*rules: tuple[str, str], router: str | None = "adamw", all_rules: bool = True) -> Mapping[str, Assignment]:
+    seen = {fqn: ParameterInfo(shape) for fqn, (shape, _, _) in MODEL.items()}
+    given = [Rule(match=match, optimizer=optimizer) for match, optimizer in rules]
+    assignments = assign_parameters(seen, given, router, all_rules=all_rules)
+    assert [assignment.fqn for assignment in assignments] == list(MODEL), "in the order of the parameters"
+    return {assignment.fqn: assignment for assignment in assignments}
+
+
+def test_without_modules_names_and_shapes_decide() -> None:
+    for fqn, assignment in ruled().items():
+        _, optimizer, reason = MODEL[fqn]
+        assert (assignment.optimizer, assignment.rule) == (optimizer, None)
+        assert assignment.reason.startswith(reason)
+    assert ruled(router="muon")["layers.1.moe.router.gate.weight"].optimizer == "muon"
+
+
+def test_the_first_matching_rule_decides_before_defaults() -> None:
+    roles = ruled(("*.wo.weight", "adamw"), ("layers.*", "muon"), ("tok_embeddings.*", "muon"))
+    wo = roles["layers.0.attention.wo.weight"]
+    assert (wo.optimizer, wo.rule, wo.reason) == ("adamw", 0, "optimizer.rule[0] '*.wo.weight'")
+    assert roles["layers.0.attention.q_norm.weight"].rule == 1
+    assert roles["tok_embeddings.weight"].optimizer == "muon"
+    assert roles["scale"].rule is None
+
+
+@pytest.mark.parametrize("match", ["layers.*.wz.weight", "WO", "*.wo.weight"])
+def test_a_rule_that_takes_no_parameter_is_an_error_except_on_a_pipeline_stage(match: str) -> None:
+    """Without a match, or behind a rule with all matches."""
+    rules = ("layers.*", "muon"), (match, "adamw")
+    with pytest.raises(ValueError, match=r"rules\[1\]: .* takes no parameter.*move it up or remove it"):
+        ruled(*rules)
+    assert ruled(*rules, all_rules=False)["scale"].optimizer == "adamw"
+
+
+def test_without_defaults_every_parameter_needs_a_rule() -> None:
+    with pytest.raises(ValueError, match=r"no rule matches tok_embeddings.* \.\.\. \(6 parameters\).*defaults"):
+        ruled(("layers.*", "muon"), router=None)
+    assert {a.optimizer for a in ruled(("*", "adamw"), router=None).values()} == {"adamw"}
 
 
 def module(kind: str = "Module", *, of: type[nn.Module] = nn.Module, **members: object) -> nn.Module:
@@ -42,7 +97,7 @@ def model(tied: bool = False, **layer: object) -> nn.Module:
 
 
 def assigned(made: nn.Module, **options: str) -> Mapping[str, Assignment]:
-    return {a.fqn: a for a in assign_parameters(inspect_model([made]), [], default_rules(**options))}
+    return {a.fqn: a for a in assign_parameters(inspect_model([made]), [], **options)}
 
 
 def test_the_vocabulary_size_identifies_an_output_head() -> None:
@@ -188,7 +243,7 @@ def test_thin_matrices_are_a_warning() -> None:
 def test_different_optimizers_for_matrices_of_a_family_cause_a_warning() -> None:
     made = model(up=linear(1280, 64))
     rules = [Rule(match="layers.1.up.*", optimizer="adamw")]
-    warnings = list(doubts(assign_parameters(inspect_model([made]), rules, default_rules()), ()))
+    warnings = list(doubts(assign_parameters(inspect_model([made]), rules), ()))
     assert warnings[-1] == "warning: matrices of one name go to different optimizers: layers.*.up.weight (adamw, muon)"
 
 
@@ -198,7 +253,7 @@ def test_the_roles_ignore_frozen_parameters() -> None:
     assert "layers.0.up.weight" not in inspect_model([made])
 
 
-@pytest.mark.parametrize("name", ["classifier", "cls", "score", "head", "value_head", "mtp_head", "lm_head"])
+@pytest.mark.parametrize("name", ["classifier", "value_head", "lm_head"])
 def test_the_name_identifies_a_classification_head(name: str) -> None:
     """A classifier on a language model has no row for each token."""
     made = model()

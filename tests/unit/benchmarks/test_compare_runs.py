@@ -15,7 +15,7 @@ SCRIPTS = Path(__file__).parents[3] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import compare_runs  # noqa: E402
-from compare import run_folder, run_picture  # noqa: E402
+from compare import run_folder  # noqa: E402
 
 RECIPE = """
 [muon]
@@ -110,7 +110,6 @@ def test_runs_with_different_seeds_are_a_mean_curve_with_a_band(
     mean, single = run_folder.read_runs(paths, "loss")
     assert (mean.label, mean.seeds, single.label) == ("muon.lr=0.01 (3 seeds)", 3, "muon.lr=0.1")
     assert (mean.of("loss")[100], mean.spread["loss"][100]) == (3.0, 1.0)
-    assert len(run_picture.picture([mean, single], "loss", 1, None, "step").axes[0].collections) == 1
     assert cells(sections(capsys, *paths)["Training loss"])["± over seeds"] == ["1.0000", "-"]
 
 
@@ -128,22 +127,16 @@ def test_a_picture_and_a_page_are_single_files(
     assert "src=" not in text, "nothing is loaded from elsewhere"
 
 
-def test_a_glob_over_the_runs_of_a_recipe_is_accepted(
+def test_runs_without_a_step_are_passed_over_and_a_torn_line_is_skipped(
     pair: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Files and runs without a finished step are passed over, and so is a torn last line."""
     with (pair[0] / "metrics.jsonl").open("a") as file:
         file.write('{"step": 101, "lo')
-    folder = pair[0].parent
-    write_run(folder / "t0", end=2.5)
-    (folder / "t2").mkdir()
-    (folder / "latest").write_text("t1")
-    assert run_folder.find_run(folder) == pair[0], "the newest run with metrics"
-    paths = map(str, sorted(folder.iterdir()))
-    assert compare_runs.main([*paths, "--output", str(tmp_path / "c.png")]) == 0
+    (pair[0].parent / "t2").mkdir()
+    assert compare_runs.main([*map(str, pair), str(pair[0].parent / "t2"), "--output", str(tmp_path / "c.png")]) == 0
     error = capsys.readouterr().err
     assert "t2: passed over" in error
-    assert error.count("metrics.jsonl: skipped what is not a whole record: line 103") == 1
+    assert "metrics.jsonl: skipped what is not a whole record: line 103" in error
 
 
 REFUSALS = {

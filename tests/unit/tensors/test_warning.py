@@ -14,10 +14,6 @@ def thin() -> Muon:
     return Muon([("w", nn.Parameter(torch.ones(4, 64)))], nonfinite="skip")
 
 
-def thin_in_a_new_group() -> None:
-    thin().add_param_group({"params": [("v", nn.Parameter(torch.ones(4, 64)))]})
-
-
 def not_finite(*, clip: bool) -> None:
     muon = thin()
     (param,) = muon.param_groups[0]["params"]
@@ -40,12 +36,11 @@ def load_without_keys() -> None:
     ("act", "text"),
     [
         (thin, "a side under 16"),
-        (thin_in_a_new_group, "a side under 16"),
         (lambda: not_finite(clip=False), "the update of those matrices was zero"),
         (lambda: not_finite(clip=True), "the norm of the gradients was not finite"),
         (load_without_keys, "the present values stay"),
     ],
-    ids=["construction", "new group", "gradient", "norm", "load"],
+    ids=["construction", "gradient", "norm", "load"],
 )
 def test_a_warning_has_the_line_of_the_users_call(act: Callable[[], object], text: str) -> None:
     with warnings.catch_warnings(record=True) as caught:

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 
-from titan_muon import options, registry
+from titan_muon import options
 from titan_muon.assignment.optimizer_set import OptimizerSet, build_optimizers
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
-from titan_muon.assignment.rules import Default, default_rules
 from titan_muon.comm.agreement import Agreement
 from titan_muon.comm.equality import check_equal
 from titan_muon.fsdp.forward_hooks import apply_in_forward, forward_updates
@@ -21,7 +20,7 @@ from titan_muon.hybrid import ForwardsToParts
 from titan_muon.options import Rule
 from titan_muon.tensors.names import canonical_fqn
 from titan_muon.titan.device import adamw_implementation
-from titan_muon.titan.recipe import Recipe, RecipeError, as_recipe_errors
+from titan_muon.titan.recipe import Recipe, as_recipe_errors
 
 
 class HybridOptimizers(ForwardsToParts, OptimizersContainer):
@@ -33,10 +32,11 @@ class HybridOptimizers(ForwardsToParts, OptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """Rules in order, the defaults or None, and each optimizer's options."""
+        """Rules in order, the defaults, and each optimizer's options; `rules`, `defaults`, `router` as in `Hybrid`."""
 
         rules: tuple[Rule, ...] = ()
-        defaults: tuple[Default, ...] | None = field(default_factory=default_rules)
+        defaults: bool = True
+        router: str = "adamw"
         tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
         decay_vectors: bool = False
         """Whether norms, biases and other vectors have weight decay."""
@@ -53,12 +53,12 @@ class HybridOptimizers(ForwardsToParts, OptimizersContainer):
         self.model_parts = model_parts
         agreement = Agreement()
         # A pipeline stage needs the names of all stages, and TorchTitan's own configuration has none.
-        stages = agreement.distinct(inspect_model(model_parts, canonical_fqn)) if config.model is None else []
+        stages = agreement.distinct(inspect_model(model_parts)) if config.model is None else []
         joined = {name: seen for stage in stages for name, seen in stage.items()} if len(stages) > 1 else config.model
         with as_recipe_errors():
             self.parts = agreement.together(lambda: parts_of_config(config, model_parts, joined))
             self.optimizers = list(self.parts.optimizers.values())
-            self._carry()
+            self._share_report()
             for muon in self._muons:
                 # Now, so that errors come early.
                 muon.build()
@@ -71,20 +71,20 @@ class HybridOptimizers(ForwardsToParts, OptimizersContainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load all states. Hyperparameters stay the recipe's; `changes` lists the differences."""
         recipe = {key: value for key, value in self.state_dict().items() if key.startswith("param_groups.")}
-        self.changes = tuple(dict.fromkeys(self._changes(state_dict, recipe)))
-        # Not `lr`: the schedule has changed the saved `lr`, and TorchTitan's scheduler does not set it on loading.
-        current = {key: value for key, value in recipe.items() if not key.endswith(".lr") or key not in state_dict}
-        # Muon plans for the loaded hyperparameters.
-        super().load_state_dict({**state_dict, **current})
-
-    def _changes(self, saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> Iterator[str]:
         tags = {name: group.tag for groups in self.parts.groups.values() for group in groups for name in group.names}
+        changes, current = dict[str, None](), dict[str, Any]()
         for key, value in recipe.items():
             fqn, _, option = key.removeprefix("param_groups.").rpartition(".")
-            # The schedule has changed `lr`; `initial_lr` is the recipe's.
-            old = saved.get(key, "not an option then")
+            old = state_dict.get(key, "not an option then")
+            # The schedule has changed `lr`, and TorchTitan's scheduler does not set it on loading; `initial_lr` is the
+            # recipe's.
+            if option != "lr" or key not in state_dict:
+                current[key] = value
             if option != "lr" and old != value:
-                yield f"{tags[fqn]}.{option.removeprefix('initial_')}: {old} -> {value}"
+                changes[f"{tags[fqn]}.{option.removeprefix('initial_')}: {old} -> {value}"] = None
+        self.changes = tuple(changes)
+        # Muon plans for the loaded hyperparameters.
+        super().load_state_dict({**state_dict, **current})
 
     def check_replicas(self, own: Iterable[str] = ()) -> None:
         """As `Hybrid.check_replicas`, and for the saved buffers of the model, such as the load-balancing bias."""
@@ -118,7 +118,12 @@ def parts_of_config(
 ) -> OptimizerSet:
     """The optimizers of a configuration. Raises ValueError as `build_optimizers`. `model`: as in `Config`."""
     options: dict[str, Any] = {"offload": config.offload, "decay_vectors": config.decay_vectors}
-    return build_optimizers(model_parts, config.rules, config.defaults, _tables(config), model=model, **options)
+    return build_optimizers(model_parts, config.rules, router_of(config), _tables(config), model=model, **options)
+
+
+def router_of(config: HybridOptimizers.Config) -> str | None:
+    """As in `assign_parameters`."""
+    return config.router if config.defaults else None
 
 
 def _tables(config: HybridOptimizers.Config) -> Mapping[str, Mapping[str, Any]]:
@@ -126,41 +131,40 @@ def _tables(config: HybridOptimizers.Config) -> Mapping[str, Mapping[str, Any]]:
 
     Raises ValueError for unread fields of TorchTitan's configuration.
     """
-    if config.param_groups:
-        raise ValueError(
-            "param_groups is not read by HybridOptimizers; write rules, such as rules=(Rule(match='*.bias', "
-            "optimizer='adamw', options={'lr': 1e-3}),): globs in place of regular expressions"
-        )
-    if config.optimizer_factory_kwargs_by_name:
-        names = ", ".join(config.optimizer_factory_kwargs_by_name)
-        raise ValueError(f"optimizer_factory_kwargs_by_name ({names}) is not read by HybridOptimizers; write tables")
-    if config.implementation == "fused_opt_states_bf16":
-        raise ValueError(
-            "implementation = 'fused_opt_states_bf16' is not read by HybridOptimizers; write "
-            "tables={'adamw': {'state_dtype': 'bfloat16'}}"
-        )
+    names = ", ".join(config.optimizer_factory_kwargs_by_name)
+    rules = "rules, such as rules=(Rule(match='*.bias', optimizer='adamw', options={'lr': 1e-3}),)"
+    for field_name, is_set, instead in (
+        ("param_groups", config.param_groups, f"{rules}: globs in place of regular expressions"),
+        (f"optimizer_factory_kwargs_by_name ({names})", names, "tables"),
+        (
+            "implementation = 'fused_opt_states_bf16'",
+            config.implementation == "fused_opt_states_bf16",
+            "tables={'adamw': {'state_dtype': 'bfloat16'}}",
+        ),
+    ):
+        if is_set:
+            raise ValueError(f"{field_name} is not read by HybridOptimizers; write {instead}")
     adamw = config.tables.get("adamw", {})
     if {"foreach", "fused", "state_dtype"} & adamw.keys():
         return config.tables
-    flags = {name: name == config.implementation for name in ("foreach", "fused")}
-    return {**config.tables, "adamw": {**adamw, **flags}}
+    return {**config.tables, "adamw": {**adamw, **_flags(config.implementation)}}
+
+
+def _flags(implementation: str) -> dict[str, bool]:
+    return {name: name == implementation for name in ("foreach", "fused")}
 
 
 def optimizer_config(recipe: Recipe, model: Mapping[str, ParameterInfo] | None = None) -> HybridOptimizers.Config:
-    """Container configuration of a recipe; `model`: all parameters under pipeline parallelism.
-
-    Raises RecipeError as `shared_options`.
-    """
+    """Container configuration of a recipe; `model`: all parameters under pipeline parallelism."""
     section = recipe.optimizer
-    implementation = adamw_implementation(section.implementation)
-    flags = {name: name == implementation for name in ("foreach", "fused")}
-    tables = {"muon": _muon_table(recipe), "adamw": asdict(recipe.adamw) | flags}
+    adamw = asdict(recipe.adamw) | _flags(adamw_implementation(section.implementation))
     return HybridOptimizers.Config(
         offload=offload_of(recipe),
         decay_vectors=section.decay_vectors,
         rules=section.rule,
-        defaults=default_rules(section.router) if section.defaults else None,
-        tables=tables | shared_options(section.rule, tables),
+        defaults=section.defaults,
+        router=section.router,
+        tables={"muon": _muon_table(recipe), "adamw": adamw},
         model=model,
     )
 
@@ -179,27 +183,3 @@ def _muon_table(recipe: Recipe) -> dict[str, Any]:
         owner_per_replica = recipe.placement.muon == "owned" and recipe.placement.replicas == "each"
         table["replicas"] = "redundant" if owner_per_replica else "split"
     return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "machine": recipe.machine}
-
-
-def shared_options(rules: tuple[Rule, ...], tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Shared options of each optimizer without a recipe table.
-
-    Raises RecipeError for an unregistered optimizer, and for rules that disagree or repeat a table's option.
-    """
-    agreed: dict[str, dict[str, Any]] = {}
-    for index, rule in enumerate(rules):
-        name, place = rule.optimizer, f"optimizer.rule[{index}]"
-        try:
-            shared = registry.optimizers.get(name).shared
-        except ValueError as error:
-            raise RecipeError(f"{place}.{error}") from error
-        for key, value in rule.options.items():
-            # The recipe's Muon table has `buffer_gib`, unknown to the registry.
-            if key not in shared and (name != "muon" or key != "buffer_gib"):
-                continue
-            problem = f"{place}.options.{key}: {key} holds for all of {name}"
-            if name in tables:
-                raise RecipeError(f"{problem}; set {name}.{key}")
-            if agreed.setdefault(name, {}).setdefault(key, value) != value:
-                raise RecipeError(f"{problem}, and an earlier rule says {agreed[name][key]!r}; make them equal")
-    return agreed

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_muon.assignment.doubts import doubts, family, split_lines
 from titan_muon.assignment.rules import Assignment, splits_with
+from titan_muon.assignment.table import doubts, family, split_lines
 from titan_muon.options import Split
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements, peer_elements
@@ -98,18 +98,17 @@ def plan_lines(
     if idle := sum(1 for cost in summary.ranks if cost.matrices == 0):
         yield f"  idle ranks      {idle} of {len(summary.ranks)} orthogonalize nothing: fewer matrices than ranks"
     if summary.orthogonalizations > MOST_REPEATS * summary.muon_matrices:
-        repeated = repeats(plan, summary)
-        work = f"  repeated        {summary.orthogonalizations / summary.muon_matrices:.1f} x the least work: "
-        if not repeated:
-            yield f'{work}every rank of a bucket orthogonalizes its matrices; muon.exchange = "all_to_all" does not'
-        else:
-            yield (
-                f"{work}{len(repeated):,} matrices are whole on up to {max(repeated)} replicas, and each replica "
+        replicas = repeats(plan, summary)
+        reason = 'every rank of a bucket orthogonalizes its matrices; muon.exchange = "all_to_all" does not'
+        if replicas:
+            reason = (
+                f"{len(replicas):,} matrices are whole on up to {max(replicas)} replicas, and each replica "
                 'orthogonalizes them (muon.replicas = "redundant"). parallelism.data_parallel_replicate_degree = 1 '
                 'orthogonalizes each matrix once; muon.replicas = "split" too, and sends the results to the others'
             )
-            if split is not None and timeline is not None:
-                yield f"                  split: modelled {_ms(split)} instead of {_ms(timeline.last.seconds)}"
+        yield f"  repeated        {summary.orthogonalizations / summary.muon_matrices:.1f} x the least work: {reason}"
+        if replicas and split is not None and timeline is not None:
+            yield f"                  split: modelled {_ms(split)} instead of {_ms(timeline.last.seconds)}"
     yield from _method_lines(plan, reasons=timeline is not None)
     if exchanges:
         in_flight = f"{plural(plan.buffer_sets, 'bucket')} in flight"
@@ -132,12 +131,13 @@ def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, ski
     """
     if plan is None or not any(map(is_owned, parameters.values())):
         return
-    causes = Counter(_causes(plan, parameters))
+    causes: dict[str, Counter[str]] = {}
+    for reason, name in _causes(plan, parameters):
+        causes.setdefault(reason, Counter())[name] += 1
     lines = []
-    for reason in dict.fromkeys(reason for reason, _ in causes):
-        named = {name: count for (because, name), count in causes.items() if because == reason}
-        names = f" ({', '.join(filter(None, named))})" if any(named) else ""
-        lines.append(f"  {sum(named.values()):,} matrices{names}: {reason}")
+    for reason, families in causes.items():
+        names = ", ".join(filter(None, families))
+        lines.append(f"  {families.total():,} matrices{f' ({names})' if names else ''}: {reason}")
     if skips and any(len(ranks) > 1 for ranks in plan.local):
         lines.append('  muon.missing_grad = "skip": replicas compare their gradients; "error" would not')
     if lines:
@@ -189,13 +189,13 @@ def _time_lines(timeline: Timeline) -> Iterable[str]:
     parts = f"Newton-Schulz {_ms(last.orthogonalize)}, momentum and apply {_ms(last.passes)}, waits {_ms(last.waits)}"
     yield f"  modelled time   {_ms(last.seconds)} on {timeline.machine}, rank {last.rank}: {parts}"
     yield f"  limit           Newton-Schulz {_ms(timeline.least)}, busiest link {_ms(timeline.link)}"
-    hidden = {
-        "none": "",
-        "backward": "  in backward     {} of gathers are hidden before the step if backward is as long; ",
-        "forward": "  in forward      {} of results and updates are hidden behind the step if forward is as long; ",
-    }[timeline.overlap]
     if timeline.hidden is not None:
-        yield hidden.format(_ms(timeline.hidden)) + f"in the step {_ms(timeline.exposed)} of the exchange stay exposed"
+        what = {"backward": "gathers are hidden before", "forward": "results and updates are hidden behind"}
+        over = timeline.overlap
+        yield (
+            f"  {f'in {over}':<15} {_ms(timeline.hidden)} of {what[over]} the step if {over} is as long; in the step "
+            f"{_ms(timeline.exposed)} of the exchange stay exposed"
+        )
     elif timeline.tail > LONG_TAIL * last.seconds:
         yield f"  way back        {_ms(timeline.tail)} of results and updates behind all Newton-Schulz (muon.overlap)"
 

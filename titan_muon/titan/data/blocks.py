@@ -34,7 +34,7 @@ class TokenBlocks:
         self._documents = documents
         self.seq_len = seq_len
         self._seed = seed
-        self._predictions = corpus.predictions[documents]
+        self._predictions = corpus.tokens[documents] - 1  # all tokens of a document but the first
         self.tokens = int(self._predictions.sum())
         self.per_epoch = self.tokens // seq_len
         self._epoch = self._read_order(0)

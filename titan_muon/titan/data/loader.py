@@ -12,7 +12,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from titan_muon.titan.data.blocks import TokenBlock, TokenBlocks
 from titan_muon.titan.data.cache import digest
-from titan_muon.titan.data.corpus import CorpusSource, DocumentTokenizer
+from titan_muon.titan.data.corpus import DocumentTokenizer, open_corpus
 from titan_muon.titan.data.documents import Documents
 from titan_muon.titan.data.tokenizers import BYTES, MARKS, BPETokenizer, ByteTokenizer, PretrainedTokenizer
 from titan_muon.titan.device import pins_batches
@@ -29,7 +29,7 @@ class PackedDataLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        corpus: CorpusSource
+        documents: Documents
         validation: bool = False
         """Read the held-out documents once, in order, from the start in every iteration."""
         sequences: int = -1
@@ -51,7 +51,7 @@ class PackedDataLoader(BaseDataLoader):
         snapshot_every_n_steps: int | None = None,
     ) -> None:
         """Raises RecipeError if the text is shorter than a block."""
-        documents, corpus = config.corpus.documents, config.corpus.open(tokenizer)
+        documents, corpus = config.documents, open_corpus(config.documents, tokenizer)
         data, held_out = documents.data, config.validation
         numbers = documents.validation if held_out else documents.training
         self._blocks = TokenBlocks(corpus, numbers, seq_len, seed=None if held_out else data.seed)
@@ -162,7 +162,7 @@ def dataloader_config(data: Data, *, validation: bool = False) -> BaseDataLoader
         return loader_config(data, validation=validation)
     if validation and data.validation_fraction == 0:
         raise RecipeError("data.validation_fraction = 0 holds nothing out; raise it, or set validator.enable = false")
-    return PackedDataLoader.Config(dataset=data.source, corpus=CorpusSource(Documents(data)), validation=validation)
+    return PackedDataLoader.Config(dataset=data.source, documents=Documents(data), validation=validation)
 
 
 def vocab_size(data: Data) -> int | None:
@@ -174,10 +174,10 @@ def bytes_per_token(config: BaseDataLoader.Config, tokenizer: DocumentTokenizer,
     """UTF-8 bytes per predicted token in a loader's sequences; None for source `hf`."""
     if not isinstance(config, PackedDataLoader.Config):
         return None
-    documents, corpus = config.corpus.documents, config.corpus.open(tokenizer)
+    documents, corpus = config.documents, open_corpus(config.documents, tokenizer)
     side = documents.validation if config.validation else documents.training
     # The loss counts closing marks, which have no bytes. A cut document counts in proportion to its tokens.
-    ends = np.cumsum(corpus.predictions[side])
+    ends = np.cumsum(corpus.tokens[side] - 1)
     sequences = ends[-1] // seq_len if config.sequences == -1 else config.sequences
     predicted = min(sequences * seq_len, ends[-1])
     read = np.interp(predicted, [0, *ends], [0, *np.cumsum(corpus.text_bytes[side])])

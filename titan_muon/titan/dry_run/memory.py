@@ -74,7 +74,7 @@ def memory_per_rank(
         on_device, pinned_parameters = 0, sum(host_bytes(size, device) for size in parameters)
     if meta.plan is not None:
         algorithm = algorithm_of(MuonOptions(algorithm=recipe.muon.algorithm))
-        states_on_device += max(state_bytes(meta.plan, algorithm).values(), default=0)
+        states_on_device += max(state_bytes(meta.plan, algorithm.states).values(), default=0)
     return Memory(
         parameters=on_device,
         # FSDP2's gradients have the dtype and the shards of the parameters.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import astuple
 from pathlib import Path
 
 from titan_muon.assignment.table import HEADER, parameter_rows
@@ -22,7 +21,7 @@ def page_text(parts: Sequence[StageReport], recipe: Recipe) -> str:
     data = {
         "recipe": to_toml(recipe),
         "name": recipe.name,
-        "columns": astuple(HEADER),
+        "columns": HEADER,
         "stages": STAGES,
         "parts": [_part(part, recipe) for part in parts],
     }
@@ -43,5 +42,5 @@ def _part(part: StageReport, recipe: Recipe) -> dict[str, object]:
             for s in steps
         ],
         # A line for equal parameters of all layers.
-        "parameters": [astuple(row) for row in parameter_rows(meta.assigned, meta.parameters, plan, full=False)],
+        "parameters": parameter_rows(meta.assigned, meta.parameters, plan, full=False),
     }

@@ -44,7 +44,7 @@ def report(
     dtypes = {parameter.dtype for part in parts for parameter in part.meta.parameters.values()}
     counts = [
         *explain.optimizer_lines(first.whole, recipe.muon.split, first.world_size),
-        *decay_lines([group for part in parts for groups in part.meta.groups.values() for group in groups]),
+        *decay_lines(*(part.meta.groups for part in parts)),
         *explain.weight_lines(first.whole, dtypes, recipe.muon.rounding),
         *qk_clip_lines(recipe.qk_clip, first.logit_bytes, first.world_size),
         f"planned for {KINDS.get(kind, kind)}",

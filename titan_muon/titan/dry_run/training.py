@@ -87,7 +87,8 @@ class Passes:
         self.all_tokens = local * data * self.passes * training.seq_len
         self.tokens = local * training.seq_len // context  # of a rank in a pass
         self.microbatches = max(1, local // degrees.pipeline_parallel_microbatch_size) if self.stages > 1 else 1
-        self.reshards = reshards_after_forward(recipe)
+        # Whether FSDP frees gathered parameters between forward and backward.
+        self.reshards = get_fsdp_reshard_after_forward_policy(degrees.fsdp_reshard_after_forward, self.stages > 1)
         self.gathered_bytes = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
         self.reduced_bytes = TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize
         layers: dict[str, list[Assignment]] = {}
@@ -193,14 +194,6 @@ class Passes:
         """Seconds in which `ranks` neighbours exchange `elements` of each token in bfloat16."""
         sent = 2 * self.tokens * self.passes * elements * (ranks - 1) / ranks
         return sent / _bandwidth(machine, ranks)
-
-
-def reshards_after_forward(recipe: Recipe) -> bool:
-    """Whether FSDP frees gathered parameters between forward and backward."""
-    degrees = recipe.parallelism
-    return get_fsdp_reshard_after_forward_policy(
-        degrees.fsdp_reshard_after_forward, degrees.pipeline_parallel_degree > 1
-    )
 
 
 def _width(layer: Sequence[Assignment]) -> int:

@@ -9,10 +9,9 @@ from titan_muon.plan.cost.timeline import Timeline
 from titan_muon.plan.terms.machine import ERROR, MachineRates
 from titan_muon.titan.dry_run.memory import Memory, mean_elements
 from titan_muon.titan.dry_run.meta_model import MetaModel
-from titan_muon.titan.dry_run.training import TRAINING_SHARE, Passes, Training, reshards_after_forward
+from titan_muon.titan.dry_run.training import TRAINING_SHARE, Passes, Training
 from titan_muon.titan.recipe import Recipe
-from titan_muon.titan.recipe.degrees import local_batch_size
-from titan_muon.titan.recipe.toml import plural
+from titan_muon.titan.recipe.toml import plural, value_text
 
 ADAMW_BYTES = 28
 """Bytes per float32 element in a fused step: reads weight, gradient and two averages, writes all but the gradient."""
@@ -111,30 +110,28 @@ def _communicator_bytes(meta: MetaModel, recipe: Recipe, machine: MachineRates) 
     return sizes.context + groups * sizes.group + peers * sizes.near_peer
 
 
+REMEDIES = (
+    ("parallelism", "fsdp_reshard_after_forward", "always"),
+    ("activation_checkpoint", "mode", "full"),
+    ("training", "local_batch_size", 1),
+    ("training", "enable_cpu_offload", True),
+)
+
+
 def remedies(verdict: Verdict, meta: MetaModel, recipe: Recipe) -> Iterator[str]:
-    """Recipe changes that make the model fit, each with the new peak."""
-    local = local_batch_size(recipe, meta.world_size)
-    changed: dict[str, Recipe] = {}
-    if not reshards_after_forward(recipe):
-        resharded = replace(recipe.parallelism, fsdp_reshard_after_forward="always")
-        changed['parallelism.fsdp_reshard_after_forward = "always"'] = replace(recipe, parallelism=resharded)
-    if recipe.activation_checkpoint.mode != "full":
-        full = replace(recipe.activation_checkpoint, mode="full")
-        changed['activation_checkpoint.mode = "full"'] = replace(recipe, activation_checkpoint=full)
-    if local > 1:
-        smaller = replace(recipe.training, local_batch_size=local // 2)
-        changed[f"training.local_batch_size = {local // 2}"] = replace(recipe, training=smaller)
-    peaks: dict[str, int] = {}
-    for name, other in changed.items():
-        memory = Passes(other, meta.world_size, meta.size, meta.assigned).memory()
-        peaks[name] = replace(verdict, training=replace(verdict.training, memory=memory)).peak
-    if not recipe.training.enable_cpu_offload:
-        offloaded = verdict.memory.optimizer_states + verdict.memory.parameters
-        peaks["training.enable_cpu_offload = true"] = verdict.peak - offloaded
-    enough = [(name, peak) for name, peak in peaks.items() if peak * (1 + MEMORY_ERROR) <= verdict.capacity]
-    for name, peak in enough:
-        yield f"    {name}: {_gib(peak)}"
-    if not enough:
+    """Keys that alone make the model fit, each with the new peak."""
+    found = False
+    for table, key, value in REMEDIES:
+        changed = replace(recipe, **{table: replace(getattr(recipe, table), **{key: value})})
+        passes = Passes(changed, meta.world_size, meta.size, meta.assigned).memory()
+        memory = verdict.memory
+        if key == "enable_cpu_offload":
+            memory = replace(memory, parameters=0, optimizer_states=0)
+        peak = replace(verdict, memory=memory, training=replace(verdict.training, memory=passes)).peak
+        if peak < verdict.peak and peak * (1 + MEMORY_ERROR) <= verdict.capacity:
+            found = True
+            yield f"    {table}.{key} = {value_text(value)}: {_gib(peak)}"
+    if not found:
         yield "    no single key suffices: combine them, add ranks, or add tensor or pipeline parallelism"
 
 
@@ -149,14 +146,9 @@ def verdict_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe, machine: Ma
         f"{training.tokens:,} tokens in {plural(training.passes, 'pass')}: products {_ms(training.compute)} "
         f"at {100 * TRAINING_SHARE:.0f} % of {machine.flops['bfloat16'] / 1e12:,.0f} TFLOP/s"
     )
-    behind = "behind the products" if training.fsdp <= training.compute else "longer than the products"
-    for name, seconds, note in (
-        ("FSDP", training.fsdp, behind),
-        ("tensor parallelism", training.tensor, "exposed"),
-        ("expert parallelism", training.experts, "exposed"),
-    ):
-        if seconds:
-            yield f"                  {name} {_ms(seconds)}, {note}"
+    parts = {"FSDP": training.fsdp, "tensor parallelism": training.tensor, "expert parallelism": training.experts}
+    if text := ", ".join(f"{name} {_ms(seconds)}" for name, seconds in parts.items() if seconds):
+        yield f"                  {text}; FSDP runs beside the products"
     if verdict.capacity == 0:
         # A CPU orthogonalizes slowly beside its memory, so the percentage says nothing about GPUs.
         yield (
@@ -165,9 +157,9 @@ def verdict_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe, machine: Ma
         )
         return
     percent = 100 * verdict.overhead
-    band = f"{_digits(low * percent)} to {_digits(high * percent)} %" if percent > 0 else "within the error"
+    band = f"{low * percent:,.1f} to {high * percent:,.1f} %" if percent > 0 else "within the error"
     yield (
-        f"  Muon            {_digits(percent)} % of the step over AdamW ({band}): {_ms(verdict.muon + verdict.others)} "
+        f"  Muon            {percent:,.1f} % of the step over AdamW ({band}): {_ms(verdict.muon + verdict.others)} "
         f"instead of {_ms(verdict.adamw)}"
     )
 
@@ -188,25 +180,18 @@ def memory_parts(verdict: Verdict) -> dict[str, int]:
 
 
 def _memory_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe) -> Iterable[str]:
-    peak = f"{_gib(verdict.peak)} at the peak"
+    peak = _gib(verdict.peak)
     if verdict.capacity:
         state = "fits" if verdict.fits else "does not fit" if verdict.peak > verdict.capacity else "may not fit"
-        peak = (
-            f"{state}: {_gib(verdict.peak)} of {_gib(verdict.capacity)} at the peak, within {100 * MEMORY_ERROR:.0f} %"
-        )
+        peak = f"{state}: {peak} of {_gib(verdict.capacity)}, within {100 * MEMORY_ERROR:.0f} %,"
     where = "in backward" if verdict.in_passes >= verdict.in_step else "in the optimizer's step"
-    yield f"  memory          {peak}, {where}"
+    yield f"  memory          {peak} at the peak, {where}"
     shown = (f"{name} {size / 2**30:,.1f}" for name, size in memory_parts(verdict).items() if size >= 0.05 * 2**30)
     if text := ", ".join(shown):
         yield f"                  GiB: {text}"
     if not verdict.fits:
         yield "  to make it fit:"
         yield from remedies(verdict, meta, recipe)
-
-
-def _digits(percent: float) -> str:
-    """Two digits, without an exponent from 100 on."""
-    return f"{percent:,.0f}" if percent >= 99.5 else f"{percent:.2g}"
 
 
 def _gib(size: float) -> str:

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titan_muon import registry
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
@@ -34,7 +33,7 @@ def model_spec(
 
 def whole_model(spec: "ModelSpec") -> dict[str, ParameterInfo]:
     """All trained parameters of a model, by name."""
-    return inspect_model([_on_meta(spec)], canonical_fqn)
+    return inspect_model([_on_meta(spec)])
 
 
 def check_modules(spec: "ModelSpec", name: str) -> None:

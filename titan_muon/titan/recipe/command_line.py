@@ -3,21 +3,21 @@
 import inspect
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Annotated, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
 from titan_muon.command import shipped
+from titan_muon.options import COUNT
 from titan_muon.titan.recipe.files import load
-from titan_muon.titan.recipe.flags import SOURCE, print_completion, print_help, read_flags
-from titan_muon.titan.recipe.schema import build, keys, refuse, unknown
+from titan_muon.titan.recipe.flags import HELP, SOURCE, print_flags, read_flags, read_options
+from titan_muon.titan.recipe.schema import keys, unknown
 from titan_muon.titan.recipe.sections import Recipe
-from titan_muon.titan.recipe.toml import RecipeError, nearest, read_file
+from titan_muon.titan.recipe.toml import RecipeError, read_file
 
-HELP = {"-h", "--help"}
 FOR_TRAINING = ("config", "dry_run", "quiet", "completion")
 SEED, SEEDS = "training.seed", ("debug.seed", "data.seed")
 """`--compare training.seed=...` sets both seeds."""
@@ -33,7 +33,9 @@ class Options:
     config: str | None = None  # Recipe to run: a TOML file, or the name of a recipe of this package. Required.
     dry_run: bool = False  # Print the resolved recipe and the plan, and stop. Needs neither torchrun nor a GPU.
     full: bool = False  # With dry_run: list every parameter instead of one line for all layers.
-    world_size: int | None = None  # With dry_run: number of ranks to plan for, GPUs unless `device` is set.
+
+    world_size: Annotated[int, COUNT] | None = None
+    """With dry_run: number of ranks to plan for, GPUs unless `device` is set."""
 
     device: Literal["cpu", "cuda"] | None = None
     """With dry_run: device to plan for. Absent: `cuda` with world_size, else this machine's device."""
@@ -80,27 +82,21 @@ def parse(argv: Sequence[str]) -> Command:
 
     Raises RecipeError for any mistake in the flags or the recipe.
     """
-    wants_help = bool(HELP & set(argv))
-    after = [word for before, word in pairwise(argv) if before in HELP and not word.startswith("-")]
-    entries, overrides = read_flags(Options, Options(), [word for word in argv if word not in {*HELP, *after}])
-    options = build(Options, entries)
+    asked = [word for before, word in pairwise(argv) if before in HELP and not word.startswith("-")]
+    options, overrides = read_options(Options, [word for word in argv if word not in {*HELP, *asked}])
     if options.config is not None:
         options = replace(options, config=_file(options.config))
     if options.completion is not None:
-        print_completion(Command, Command(), options.completion, prog="titan-muon")
-    _refuse_misspelt(overrides)
-    if wants_help:
+        print_flags(Command, Command(), "titan-muon", shell=options.completion)
+    known = [*keys(Options), *keys(Recipe)]
+    for key, entry in read_flags(overrides).items():
+        if key not in known:
+            raise unknown(SOURCE, key, entry.value, known)
+    if HELP & set(argv):
         # The help shows the recipe's values, so its errors come first.
-        recipe = Recipe() if options.config is None else load(options.config, overrides)
-        kinds = get_type_hints(Recipe)
-        if asked := [_table(word) for word in after]:
-            tables = [(name, kinds[name], field(default=getattr(recipe, name))) for name in asked]
-            shown = make_dataclass("Tables", tables)
-            print_help(shown, shown(), f"The keys of {', '.join(asked)}.", prog="train.py")
-        print_help(Command, Command(recipe=recipe), inspect.getdoc(Options), prog="train.py")
+        _print_help(asked, Recipe() if options.config is None else load(options.config, overrides))
     if options.config is None:
-        example = next((word for word in overrides if word.endswith(".toml")), "configs/NAME.toml")
-        raise RecipeError(f"command line: --config FILE is missing; name a recipe, as in --config {example}.")
+        raise RecipeError("command line: --config FILE is missing; name a recipe, as in --config configs/NAME.toml.")
     _check(options)
     if options.machine is not None:
         overrides = [*overrides, "--machine.name", options.machine]
@@ -111,6 +107,21 @@ def parse(argv: Sequence[str]) -> Command:
     return Command(recipe=recipe, alternatives=choices, **vars(options))
 
 
+def _print_help(asked: Sequence[str], recipe: Recipe) -> None:
+    """Print the flags of the asked tables, or of the tables of asked keys, or all flags, and exit."""
+    kinds, known = get_type_hints(Recipe), list(keys(Recipe))
+    tables: dict[str, Any] = {}
+    for word in asked:
+        table = word.partition(".")[0]
+        if word not in known and not (word == table and is_dataclass(kinds.get(word))):
+            raise unknown(SOURCE, word, (), known)
+        tables[table] = getattr(recipe, table)
+    if tables:
+        shown = make_dataclass("Tables", [(name, kinds[name], field(default=tables[name])) for name in tables])
+        print_flags(shown, shown(), "train.py", f"The keys of {', '.join(tables)}.")
+    print_flags(Command, Command(recipe=recipe), "train.py", inspect.getdoc(Options))
+
+
 def alternatives(config: str, swept: Sequence[str], overrides: Sequence[str]) -> tuple[Alternative, ...]:
     """Every combination of the values in `swept`, the first word varying slowest.
 
@@ -118,7 +129,7 @@ def alternatives(config: str, swept: Sequence[str], overrides: Sequence[str]) ->
     key, an absent value, and a key that is set twice.
     """
     choices: list[list[tuple[str, str]]] = []
-    known, fixed = list(keys(Recipe)), list(read_flags(Recipe, Recipe(), overrides)[0])
+    known, fixed = list(keys(Recipe)), list(read_flags(overrides))
     for word in swept:
         names, _, listed = word.partition("=")
         values = listed.split(",")
@@ -152,37 +163,15 @@ def _file(config: str) -> str:
     return str(packaged) if packaged.exists() and not Path(config).exists() else config
 
 
-def _table(word: str) -> str:
-    """The table of a table's name or a key, for the help. Raises RecipeError for an unknown word."""
-    known, (table, _, leaf) = list(keys(Recipe)), word.partition(".")
-    if word not in known and (leaf or not any(key.startswith(f"{table}.") for key in known)):
-        raise unknown(SOURCE, word, None, known)
-    return table
-
-
 def _notice(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(line, flush=True)
 
 
 def _check(options: Options) -> None:
-    if options.world_size is not None and options.world_size < 1:
-        raise refuse(SOURCE, "world_size", options.world_size, "1 or more")
     for option in fields(Options) if not options.dry_run else ():
         if option.name not in FOR_TRAINING and getattr(options, option.name) != option.default:
             flag = option.name.replace("_", "-")
             raise RecipeError(f"command line: --{flag} is only for --dry-run; add --dry-run or leave it out.")
     if options.quiet and options.dry_run:
         raise RecipeError("command line: --quiet is for training; a dry run only prints. Leave one of them out.")
-
-
-def _refuse_misspelt(overrides: Sequence[str]) -> None:
-    """Raise RecipeError with the most similar flag of `Options`."""
-    known = ["--" + option.name.replace("_", "-") for option in fields(Options)]
-    # Such as --name.
-    recipe_flags = {"--" + key.replace("_", "-") for key in keys(Recipe)}
-    for word in overrides:
-        flag = word.partition("=")[0].replace("_", "-")
-        suggestion = nearest(flag, known) if flag.startswith("--") and "." not in flag else None
-        if suggestion and flag not in recipe_flags:
-            raise RecipeError(f"command line: unknown flag {word}. Did you mean {suggestion}?")

@@ -1,52 +1,29 @@
-"""Validation of a recipe's values: ranges of fields, and relations between keys."""
+"""Relations between the keys of a recipe, and the library's errors in terms of the recipe.
+
+The library refuses combinations of its own options, and registries unknown names.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass, replace
-from typing import Any, get_type_hints
+from itertools import chain
 
-from titan_muon import registry
-from titan_muon.options import SLOWEST_IN_BFLOAT16, Constraint, OptionError, PlacementRule, constraints
+from titan_muon.options import OptionError
 from titan_muon.titan.recipe.schema import refuse, values
-from titan_muon.titan.recipe.sections import Recipe, Rule
+from titan_muon.titan.recipe.sections import Recipe
 from titan_muon.titan.recipe.toml import RecipeError, value_text
 
-CONSTRAINTS: Mapping[str, Constraint] = dict(constraints(Recipe)) | {
-    f"{table}.{key}": constraint
-    for table, kind in get_type_hints(Recipe).items()
-    if isinstance(kind, type) and is_dataclass(kind)
-    for key, constraint in constraints(kind)
-}
-
-REGISTRIES: Mapping[str, registry.Registry[Any]] = {
-    "muon.algorithm": registry.algorithms,
-    "placement.muon": registry.placements,
-}
-"""Registries with the names that a key takes."""
+Violations = Iterator[tuple[str, str]]
+"""Keys that do not fit the other keys, each with the values that do."""
 
 
-@dataclass(frozen=True)
-class Violation:
-    """A key that does not fit the other keys. `accepted`: the values that do, with these keys."""
-
-    key: str
-    accepted: str
-
-
-def violations(recipe: Recipe) -> Iterator[Violation]:
+def violations(recipe: Recipe) -> Violations:
     """Every key that does not fit the other keys."""
-    checks = (_placement, _data, _training, _schedule, _muon, _overlap, _tools, _checkpoint)
-    for check_tables in checks:
-        for key, accepted in check_tables(recipe):
-            yield Violation(key, accepted)
+    checks = (_placement, _data, _training, _schedule, _muon, _checkpoint)
+    return chain.from_iterable(check_tables(recipe) for check_tables in checks)
 
 
-Keys = Iterator[tuple[str, str]]
-"""Refused keys, and the accepted values."""
-
-
-def _placement(r: Recipe) -> Keys:
+def _placement(r: Recipe) -> Violations:
     placement, degrees = r.placement, r.parallelism
     if placement.replicas == "one" and not (owns(r) and degrees.data_parallel_replicate_degree > 1):
         needed = 'placement.muon = "owned" and parallelism.data_parallel_replicate_degree of 2 or more'
@@ -57,16 +34,11 @@ def _placement(r: Recipe) -> Keys:
     if placement.rule and placement.muon not in ("shard0", "owned"):
         # Another package's placement does not read these rules.
         yield "placement.rule", 'none, unless placement.muon is "shard0" or "owned"'
-    if r.muon.state != "replicated" and owns(r):
-        because = "because owned matrices have their momentum on their owner alone (placement)"
-        yield "muon.state", f'"replicated" only, {because}'
-    whole = owns(r) and placement.tensor_parallel != "peers"
-    if r.muon.tensor_parallel != "owner" and (degrees.tensor_parallel_degree == 1 or whole):
-        unless = "parallelism.tensor_parallel_degree is 2 or more, and with owned matrices placement.tensor_parallel"
-        yield "muon.tensor_parallel", f'"owner" only, unless {unless} = "peers"'
+    if any(rule.placement == "shard0" and rule.owner != "balanced" for rule in placement.rule):
+        yield "placement.rule", 'an owner only with placement = "owned"'
 
 
-def _data(r: Recipe) -> Keys:
+def _data(r: Recipe) -> Violations:
     data = r.data
     if data.source == "files" and not data.files:
         yield "data.files", 'at least one glob pattern, because data.source = "files"'
@@ -92,14 +64,10 @@ def _data(r: Recipe) -> Keys:
         yield "validator.steps", '1 or more, because data.source = "hf"'
 
 
-def _training(r: Recipe) -> Keys:
+def _training(r: Recipe) -> Violations:
     training, degrees = r.training, r.parallelism
-    local, microbatch = training.local_batch_size, degrees.pipeline_parallel_microbatch_size
-    if local == training.global_batch_size == -1:
+    if training.local_batch_size == training.global_batch_size == -1:
         yield "training.local_batch_size", "1 or more, because training.global_batch_size = -1"
-    if degrees.pipeline_parallel_degree > 1 and local != -1 and local % microbatch:
-        accepted = "a divisor of training.local_batch_size under pipeline parallelism"
-        yield "parallelism.pipeline_parallel_microbatch_size", accepted
     if r.loss.chunks != "auto" and (training.seq_len // degrees.context_parallel_degree) % r.loss.chunks:
         yield "loss.chunks", '"auto", or a divisor of training.seq_len / parallelism.context_parallel_degree'
     if r.activation_checkpoint.mode == "memory_budget" and not _compiles_the_model(r):
@@ -113,9 +81,16 @@ def _training(r: Recipe) -> Keys:
         # torch.compile does not support emulated products; experts have no emulation.
         needed = "float8.linear = true, float8.experts = false and a model that is not compiled"
         yield "float8.emulate", f"true only with {needed}"
+    profiler = r.profiler
+    if profiler.enable_profiling and profiler.profile_freq < profiler.profiler_warmup + profiler.profiler_active:
+        # TorchTitan asserts this without the key, after the model is built.
+        because = "because profiler.enable_profiling = true"
+        yield "profiler.profile_freq", f"profiler_warmup + profiler_active or more, {because}"
+    if r.debug.deterministic_warn_only and not r.debug.deterministic:
+        yield "debug.deterministic_warn_only", "false only, because debug.deterministic = false"
 
 
-def _schedule(r: Recipe) -> Keys:
+def _schedule(r: Recipe) -> Violations:
     schedule, total = r.lr_scheduler, scheduled_steps(r)
     if total < r.training.steps:
         # The rate would fall below zero after the end of the schedule.
@@ -128,24 +103,11 @@ def _schedule(r: Recipe) -> Keys:
         yield "lr_scheduler.decay_ratio", "a share that leaves room for lr_scheduler.warmup_steps in the schedule"
 
 
-def _muon(r: Recipe) -> Keys:
-    table = r.muon.ns_coefficients
-    if not isinstance(table, str) and len(table) not in (1, r.muon.ns_steps):
-        yield "muon.ns_coefficients", "as many [a, b, c] as muon.ns_steps, or one for all steps"
-    if r.adamw.state_dtype == "bfloat16" and max(r.adamw.betas) > SLOWEST_IN_BFLOAT16:
-        because = 'since bfloat16 stops slower averages (adamw.state_dtype = "bfloat16")'
-        yield "adamw.betas", f"each at most {SLOWEST_IN_BFLOAT16}, {because}"
-
-
-def _overlap(r: Recipe) -> Keys:
+def _muon(r: Recipe) -> Violations:
     key, overlap = "muon.overlap", r.muon.overlap
-    if overlap == "none":
-        return
-    if r.placement.muon == "owned":
-        yield key, '"none" with placement.muon = "owned", whose steps exchange nothing'
-    if r.parallelism.pipeline_parallel_degree > 1:
+    if overlap != "none" and r.parallelism.pipeline_parallel_degree > 1:
         yield key, '"none" with pipeline parallelism'
-    if not r.training.disable_cuda_graphs:
+    if overlap != "none" and not r.training.disable_cuda_graphs:
         # A replayed graph calls no hooks.
         yield key, '"none" with training.disable_cuda_graphs = false'
     if overlap == "backward" and r.optimizer.clip == "all":
@@ -154,26 +116,15 @@ def _overlap(r: Recipe) -> Keys:
         yield key, '"none" or "backward" with qk_clip.mode = "clip", which scales weights'
 
 
-def _tools(r: Recipe) -> Keys:
-    profiler = r.profiler
-    if profiler.enable_profiling and profiler.profile_freq < profiler.profiler_warmup + profiler.profiler_active:
-        # TorchTitan asserts this without the key, after the model is built.
-        because = "because profiler.enable_profiling = true"
-        yield "profiler.profile_freq", f"profiler_warmup + profiler_active or more, {because}"
-    if r.debug.deterministic_warn_only and not r.debug.deterministic:
-        yield "debug.deterministic_warn_only", "false only, because debug.deterministic = false"
-
-
-def _checkpoint(r: Recipe) -> Keys:
+def _checkpoint(r: Recipe) -> Violations:
     # TorchTitan's checks come later and do not name the file.
-    checkpoint = r.checkpoint
+    checkpoint, path = r.checkpoint, r.checkpoint.initial_load_path
     if checkpoint.enable_first_step_checkpoint and checkpoint.load_only:
         yield "checkpoint.enable_first_step_checkpoint", "false only, because checkpoint.load_only = true"
-    if checkpoint.initial_load_in_hf and checkpoint.initial_load_path is None and r.model.hf_assets_path is None:
+    if checkpoint.initial_load_in_hf and path is None and r.model.hf_assets_path is None:
         needed = "checkpoint.initial_load_path or model.hf_assets_path"
         yield "checkpoint.initial_load_in_hf", f"true only with {needed}"
-    loads_from_path = checkpoint.initial_load_in_hf and checkpoint.initial_load_path is not None
-    if checkpoint.initial_load_in_hf_quantized and not loads_from_path:
+    if checkpoint.initial_load_in_hf_quantized and not (checkpoint.initial_load_in_hf and path is not None):
         needed = "checkpoint.initial_load_in_hf = true and checkpoint.initial_load_path"
         yield "checkpoint.initial_load_in_hf_quantized", f"true only with {needed}"
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
@@ -202,60 +153,15 @@ def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:
 
     `sources`: file or command line by key; `file`: source of the other keys.
     """
-    for key, value in values(recipe).items():
-        _check_value(CONSTRAINTS.get(key), value, key, sources.get(key, file))
-        if key in REGISTRIES:
-            _check_name(REGISTRIES[key], value, key, sources.get(key, file))
-    _check_relations(recipe, "", sources, file)
-    for index, rule in enumerate(recipe.optimizer.rule):
-        _check_rule(recipe, rule, f"optimizer.rule[{index}]", sources.get("optimizer.rule", file))
-    for index, placed in enumerate(recipe.placement.rule):
-        _check_placement(placed, f"placement.rule[{index}]", sources.get("placement.rule", file))
-
-
-def _check_placement(rule: PlacementRule, place: str, source: str) -> None:
-    for name, constraint in constraints(PlacementRule):
-        _check_value(constraint, getattr(rule, name), f"{place}.{name}", source)
-    if rule.placement == "shard0" and rule.owner != "balanced":
-        raise refuse(source, f"{place}.owner", rule.owner, '"balanced", or an owner with placement = "owned"')
-
-
-def _check_rule(recipe: Recipe, rule: Rule, place: str, source: str) -> None:
-    for name, constraint in constraints(Rule):
-        _check_value(constraint, getattr(rule, name), f"{place}.{name}", source)
-    _check_name(registry.optimizers, rule.optimizer, f"{place}.optimizer", source)
-    for name, value in rule.options.items():
-        _check_value(CONSTRAINTS.get(f"{rule.optimizer}.{name}"), value, f"{place}.options.{name}", source)
-    if rule.optimizer in ("muon", "adamw"):
-        # A rule may set ns_steps and inherit ns_coefficients from [muon].
-        table: Any = getattr(recipe, rule.optimizer)
-        tables: dict[str, Any] = {rule.optimizer: replace(table, **rule.options)}
-        changed = replace(recipe, **tables)
-        _check_relations(changed, f" under {place}.options", {}, source)
-
-
-def _check_value(constraint: Constraint | None, value: object, key: str, source: str) -> None:
-    if constraint is not None and value is not None and not constraint.holds(value):
-        raise refuse(source, key, value, constraint.accepted)
-
-
-def _check_name(known: registry.Registry[Any], name: str, key: str, source: str) -> None:
-    if name not in known:
-        names = known.names()
-        raise refuse(source, key, name, f"one of {', '.join(map(value_text, names))}", choices=names)
-
-
-def _check_relations(recipe: Recipe, context: str, sources: Mapping[str, str], file: str) -> None:
-    for violation in violations(recipe):
-        key, accepted, current = violation.key, violation.accepted, values(recipe)
-        others = [name for name in re.findall(r"[a-z_0-9]+\.[a-z_0-9]+", accepted) if name != key]
-        shown = [
+    current = values(recipe)
+    for key, accepted in violations(recipe):
+        others = dict.fromkeys(re.findall(r"[a-z_0-9]+\.[a-z_0-9]+", accepted))
+        shown = ", ".join(
             f"{name} = {value_text(current[name])} ({sources.get(name, 'default')})"
-            for name in dict.fromkeys(others)
-            if current.get(name) is not None
-        ]
-        here = f". Here {', '.join(shown)}" if shown and sources else ""
-        raise refuse(sources.get(key, file), key + context, current[key], accepted + here)
+            for name in others
+            if name != key and current.get(name) is not None
+        )
+        raise refuse(sources.get(key, file), key, current[key], f"{accepted}. Here {shown}" if shown else accepted)
 
 
 def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:

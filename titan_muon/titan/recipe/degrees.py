@@ -3,41 +3,31 @@
 import importlib.metadata
 import math
 import re
-from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
-from titan_muon.titan.recipe.sections import Parallelism, Recipe, Training
+from titan_muon.titan.recipe.sections import Parallelism, Recipe
 from titan_muon.titan.recipe.toml import RecipeError, plural, value_text
 
 
-@dataclass(frozen=True)
-class TorchNeed:
+class TorchNeed(NamedTuple):
     """The oldest torch for the values of a key besides `older`, and the cause."""
 
     key: str
     torch: tuple[int, int]
+    older: tuple[object, ...]
     cause: str
-    older: tuple[object, ...] = (1,)
 
 
+NO_LISTS = "earlier schedules do not take torchtitan's lists of microbatches"
+ONE_MESH = "earlier FSDP2 has a single mesh for all parameters of a module"
+NO_PLAIN_TENSORS = "earlier FSDP2 cannot shard plain tensors on its mesh"
 TORCH_NEEDS = (
-    TorchNeed(
-        "parallelism.pipeline_parallel_degree",
-        (2, 14),
-        "earlier schedules do not take torchtitan's lists of microbatches",
-    ),
-    TorchNeed(
-        "parallelism.expert_parallel_degree", (2, 12), "earlier FSDP2 has a single mesh for all parameters of a module"
-    ),
-    TorchNeed(
-        "parallelism.spmd_backend",
-        (2, 14),
-        "earlier FSDP2 cannot shard plain tensors on its mesh",
-        ("auto", "partial_dtensor"),
-    ),
-    TorchNeed("loss.chunks", (2, 13), "earlier FSDP2 cannot reduce the head's gradients by chunk", ("auto", 1)),
+    TorchNeed("parallelism.pipeline_parallel_degree", (2, 14), (1,), NO_LISTS),
+    TorchNeed("parallelism.expert_parallel_degree", (2, 12), (1,), ONE_MESH),
+    TorchNeed("parallelism.spmd_backend", (2, 14), ("auto", "partial_dtensor"), NO_PLAIN_TENSORS),
+    TorchNeed("loss.chunks", (2, 13), ("auto", 1), "earlier FSDP2 cannot reduce the head's gradients by chunk"),
 )
-
 
 DEGREES = (
     "data_parallel_replicate_degree",
@@ -49,17 +39,49 @@ DEGREES = (
 
 
 def check_degrees(recipe: Recipe, world_size: int) -> None:
-    """Raise RecipeError as `check_layout`, and for a `batch_problem`."""
+    """Raise RecipeError as `check_layout`, and unless the ranks can share the global batch."""
     check_layout(recipe, world_size)
-    if problem := batch_problem(recipe, world_size):
-        raise RecipeError(problem)
+    training, ranks = recipe.training, data_ranks(recipe, world_size)
+    whole, local = training.global_batch_size, local_batch_size(recipe, world_size)
+    if whole != -1 and whole % (local * ranks):
+        product = f"training.local_batch_size x data-parallel ranks = {local} x {ranks} = {local * ranks}"
+        accepted = f"-1, or a multiple of {product}."
+        if whole % ranks == 0:
+            accepted += f" training.local_batch_size = {whole // ranks} (or -1) keeps it."
+        if training.local_batch_size == -1:
+            accepted = f"a multiple of the {ranks} data-parallel ranks."
+        where = f"is not accepted on {plural(world_size, 'rank')}"
+        raise RecipeError(f"training.global_batch_size = {whole} {where}; it takes {accepted}")
+    stages, size = recipe.parallelism.pipeline_parallel_degree, recipe.parallelism.pipeline_parallel_microbatch_size
+    if stages > 1 and local % size:
+        raise RecipeError(
+            f"parallelism.pipeline_parallel_microbatch_size = {size} is not accepted; it takes a divisor of the "
+            f"{local} sequences that a data-parallel rank has at a time."
+        )
 
 
 def check_layout(recipe: Recipe, world_size: int) -> None:
     """Raise RecipeError unless torch and `world_size` ranks fit the degrees and the sequence length."""
     _check_torch(recipe)
-    _check_experts(recipe.parallelism, world_size)
-    _check_sequence(recipe.training, recipe.parallelism)
+    parallelism, length = recipe.parallelism, recipe.training.seq_len
+    shard, expert = _shard_degree(parallelism, world_size), parallelism.expert_parallel_degree
+    context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    if (ranks := shard * context * tensor) % expert:
+        product = f"shard x context x tensor = {shard} x {context} x {tensor} = {ranks}"
+        raise RecipeError(
+            f"parallelism.expert_parallel_degree = {expert} is not accepted on {plural(world_size, 'rank')}; it takes "
+            f"a divisor of {product}."
+        )
+    # The load balancer gives each context-parallel rank two chunks.
+    divisor = (tensor if parallelism.enable_sequence_parallel else 1) * (2 * context if context > 1 else 1)
+    if length % divisor:
+        degrees = [f"parallelism.tensor_parallel_degree = {tensor}"] if parallelism.enable_sequence_parallel else []
+        degrees += [f"parallelism.context_parallel_degree = {context}"] if context > 1 else []
+        raise RecipeError(
+            f"{' and '.join(degrees)} cannot cut training.seq_len = {length}, which is no multiple of {divisor} (the "
+            "tensor parallel degree under sequence parallel, times twice the context degree above 1). Change the "
+            "degree or the length; the degree must also divide the model's attention heads."
+        )
 
 
 def has_torch(*numbers: int) -> bool:
@@ -105,39 +127,6 @@ def _shard_degree(parallelism: Parallelism, world_size: int) -> int:
     )
 
 
-def _check_experts(parallelism: Parallelism, world_size: int) -> None:
-    shard, context, tensor = (
-        _shard_degree(parallelism, world_size),
-        parallelism.context_parallel_degree,
-        parallelism.tensor_parallel_degree,
-    )
-    ranks, degree = shard * context * tensor, parallelism.expert_parallel_degree
-    if ranks % degree:
-        problem = f"parallelism.expert_parallel_degree = {degree} is not accepted on {plural(world_size, 'rank')}"
-        product = f"shard x context x tensor = {shard} x {context} x {tensor} = {ranks}"
-        raise RecipeError(f"{problem}; it takes a divisor of {product}.")
-
-
-def batch_problem(recipe: Recipe, world_size: int) -> str | None:
-    """Reason why `world_size` ranks cannot share the global batch, or None."""
-    training, ranks = recipe.training, data_ranks(recipe, world_size)
-    whole, local = training.global_batch_size, local_batch_size(recipe, world_size)
-    if whole != -1 and whole % (local * ranks):
-        problem = f"training.global_batch_size = {whole} is not accepted on {plural(world_size, 'rank')}; it takes"
-        if training.local_batch_size == -1:
-            return f"{problem} a multiple of the {ranks} data-parallel ranks."
-        keep = f" training.local_batch_size = {whole // ranks} (or -1) keeps it." if whole % ranks == 0 else ""
-        product = f"training.local_batch_size x data-parallel ranks = {local} x {ranks} = {local * ranks}"
-        return f"{problem} -1, or a multiple of {product}.{keep}"
-    stages, size = recipe.parallelism.pipeline_parallel_degree, recipe.parallelism.pipeline_parallel_microbatch_size
-    if stages > 1 and local % size:
-        return (
-            f"parallelism.pipeline_parallel_microbatch_size = {size} is not accepted; it takes a divisor of the "
-            f"{local} sequences that a data-parallel rank has at a time."
-        )
-    return None
-
-
 def local_batch_size(recipe: Recipe, world_size: int) -> int:
     """Sequences per data-parallel rank in a forward and backward, with -1 resolved."""
     training = recipe.training
@@ -149,17 +138,3 @@ def local_batch_size(recipe: Recipe, world_size: int) -> int:
 def data_ranks(recipe: Recipe, world_size: int) -> int:
     """Number of data-parallel ranks."""
     return recipe.parallelism.data_parallel_replicate_degree * _shard_degree(recipe.parallelism, world_size)
-
-
-def _check_sequence(training: Training, parallelism: Parallelism) -> None:
-    tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
-    # The load balancer gives each context-parallel rank two chunks.
-    divisor = (tensor if parallelism.enable_sequence_parallel else 1) * (2 * context if context > 1 else 1)
-    if training.seq_len % divisor:
-        degrees = [f"parallelism.tensor_parallel_degree = {tensor}"] if parallelism.enable_sequence_parallel else []
-        degrees += [f"parallelism.context_parallel_degree = {context}"] if context > 1 else []
-        raise RecipeError(
-            f"{' and '.join(degrees)} cannot cut training.seq_len = {training.seq_len}, which is no multiple of "
-            f"{divisor} (the tensor parallel degree under sequence parallel, times twice the context degree above 1). "
-            "Change the degree or the length; the degree must also divide the model's attention heads."
-        )

@@ -1,13 +1,13 @@
 """Loads a recipe from defaults, bases, a file and the command line; writes a recipe as TOML."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from titan_muon.titan.recipe.constraints import check
-from titan_muon.titan.recipe.flags import read_flags, refuse_moved, refuse_unknown
+from titan_muon.titan.recipe.flags import read_flags
 from titan_muon.titan.recipe.schema import build, convert, convert_items, keys, values
 from titan_muon.titan.recipe.sections import AdamW, Muon, Recipe, Rule
 from titan_muon.titan.recipe.toml import Entry, RecipeError, document_text, read_file, with_data_source
@@ -21,61 +21,52 @@ def load(path: str | Path, overrides: Sequence[str] = (), notice: Callable[[str]
     `notice` gets a line for each adjusted value. Raises RecipeError for an invalid recipe.
     """
     file = Path(path)
-    written = read_file(file)
-    flags, unknown = read_flags(Recipe, Recipe(), overrides)
-    for flag in unknown:
-        refuse_moved(flag.removeprefix("--").partition("=")[0], "command line")
-    for key, entry in written.items():
-        refuse_moved(key, entry.source)
-    refuse_unknown(unknown, list(keys(Recipe)))
-    flags = with_data_source(flags)
-    shorter = _shorter_warmup(written, flags)
-    for key, entry in shorter.items():
-        notice(f"{key} = {entry.value}: {entry.source}")
-    entries = {"name": Entry(file.stem, str(file))} | written | shorter | flags
+    written, flags = read_file(file), with_data_source(read_flags(overrides))
+    entries = {"name": Entry(file.stem, str(file))} | written | flags
     sources = {key: entry.source for key, entry in entries.items()}
-    recipe = _with_typed_options(build(Recipe, entries), sources.get("optimizer.rule", str(file)))
+    recipe = _build(entries, str(file))
+    alone = build(Recipe, {key: entry for key, entry in written.items() if key == "training.steps"})
+    recipe = _with_shorter_warmup(recipe, alone.training.steps, flags, notice)
     # Not before: a base may be valid only together with a file.
     check(recipe, sources, str(file))
     return recipe
 
 
-def _shorter_warmup(written: Mapping[str, Entry], flags: Mapping[str, Entry]) -> dict[str, Entry]:
-    """A proportional warm-up, if the command line sets fewer steps than the file's warm-up and decay."""
-    fixed = ("lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "lr_scheduler.decay_ratio")
-    if "training.steps" not in flags or any(key in flags for key in fixed):
-        return {}
-    known: dict[str, Any] = {**values(Recipe()), **{key: entry.value for key, entry in written.items()}}
-    steps: Any = flags["training.steps"].value
-    before, warmup, total, decay = (known[key] for key in ("training.steps", *fixed))
-    if total is not None or not all(isinstance(count, int) and count > 0 for count in (steps, before, warmup)):
-        return {}
-    if warmup + round(steps * (decay or 0)) <= steps:
-        return {}
-    shorter = min(max(1, warmup * steps // before), steps - round(steps * (decay or 0)))
-    source = f"shortened from {warmup}, in proportion to training.steps = {steps} instead of {before}"
-    return {"lr_scheduler.warmup_steps": Entry(shorter, source)}
-
-
-def _with_typed_options(recipe: Recipe, source: str) -> Recipe:
-    rules = (_typed(rule, f"optimizer.rule[{i}].options", source) for i, rule in enumerate(recipe.optimizer.rule))
+def _build(entries: Mapping[str, Entry], file: str) -> Recipe:
+    """The recipe of `entries`. Options of its rules have the types of the optimizer's table."""
+    recipe = build(Recipe, entries)
+    source = entries["optimizer.rule"].source if "optimizer.rule" in entries else file
+    rules = [_typed(rule, f"optimizer.rule[{i}].options", source) for i, rule in enumerate(recipe.optimizer.rule)]
     return replace(recipe, optimizer=replace(recipe.optimizer, rule=tuple(rules)))
 
 
 def _typed(rule: Rule, place: str, source: str) -> Rule:
     # Other packages' optimizers validate options when built.
-    if rule.optimizer not in TYPED_OPTIMIZERS:
-        return rule
-    kinds = get_type_hints(TYPED_OPTIMIZERS[rule.optimizer])
-    return replace(rule, options=convert_items(kinds, rule.options, place, source))
+    table = TYPED_OPTIMIZERS.get(rule.optimizer)
+    return rule if table is None else replace(rule, options=convert_items(table, rule.options, place, source))
+
+
+def _with_shorter_warmup(recipe: Recipe, before: int, flags: Collection[str], notice: Callable[[str], None]) -> Recipe:
+    """A proportional warm-up, if the command line sets fewer steps than the warm-up and decay of the file.
+
+    `before`: steps of the file.
+    """
+    schedule, steps = recipe.lr_scheduler, recipe.training.steps
+    fixed = ("lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "lr_scheduler.decay_ratio")
+    warmup, decay = schedule.warmup_steps, round(steps * (schedule.decay_ratio or 0))
+    if "training.steps" not in flags or any(key in flags for key in fixed) or schedule.total_steps is not None:
+        return recipe
+    if warmup == 0 or warmup + decay <= steps:
+        return recipe
+    shorter = min(max(1, warmup * steps // before), steps - decay)
+    because = f"shortened from {warmup}, in proportion to training.steps = {steps} instead of {before}"
+    notice(f"lr_scheduler.warmup_steps = {shorter}: {because}")
+    return replace(recipe, lr_scheduler=replace(schedule, warmup_steps=shorter))
 
 
 def to_toml(recipe: Recipe) -> str:
     """The recipe as TOML, equal when loaded. Raises RecipeError for values outside of TOML, such as NaN."""
-    kinds, defaults, written = keys(Recipe), values(Recipe()), written_values(recipe)
-    for key in kinds:
-        if key not in written and defaults[key] is not None:
-            raise RecipeError(f"recipe: {key} = None cannot be written: TOML has no null, and absent means a default.")
+    kinds, written = keys(Recipe), written_values(recipe)
     for key, value in written.items():
         convert(kinds[key], value, key, "recipe")
     return document_text(written)
@@ -89,8 +80,7 @@ def written_values(recipe: Recipe) -> dict[str, object]:
 def keys_of_the_command_line(path: str | Path, recipe: Recipe) -> tuple[str, ...]:
     """Keys with other values in `recipe` than in the file."""
     # Not `load`: the file may be valid only with the command line.
-    alone = _with_typed_options(build(Recipe, read_file(Path(path))), str(path))
-    written = values(alone)
+    written = values(_build(read_file(Path(path)), str(path)))
     return tuple(key for key, value in values(recipe).items() if value != written[key] and key != "name")
 
 

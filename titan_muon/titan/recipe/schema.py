@@ -1,34 +1,30 @@
 """Strict schemas from dataclasses: entries with dotted keys become a frozen instance, or an error.
 
-`X | None` is an absent key. The only conversion is from int to float.
+`X | None` is an absent key. The only conversion of TOML's values is from int to float.
 """
 
 import dataclasses
-import math
+import re
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from contextlib import suppress
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from titan_muon.titan.recipe.toml import Entry, RecipeError, nearest, value_text
+from titan_muon.options import OTHER_NAMES
+from titan_muon.titan.recipe.toml import Entry, RecipeError, Words, nearest, parse_value, value_text
 
 T = TypeVar("T")
 NAMES = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
-SYNONYMS = {
-    "learning_rate": "lr",
-    "wd": "weight_decay",
-    "batch_size": "local_batch_size",
-    "max_steps": "steps",
-    "num_steps": "steps",
-    "sequence_length": "seq_len",
-    "tp": "tensor_parallel_degree",
-}
+BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
 # In this order, so that 1 stays an int.
 FREE_VALUE = bool | int | float | str
 
 
-def keys(schema: Any) -> dict[str, Any]:
-    """Types of all keys by dotted path."""
-    return _flat(get_type_hints(schema), keys)
+def keys(schema: Any, *, ranges: bool = False) -> dict[str, Any]:
+    """Types of all keys by dotted path; with `ranges`, annotated with their constraints."""
+    return _flat(get_type_hints(schema, include_extras=ranges), partial(keys, ranges=ranges))
 
 
 def values(instance: Any) -> dict[str, Any]:
@@ -46,40 +42,49 @@ def _flat(items: Mapping[str, Any], inner: Callable[[Any], dict[str, Any]]) -> d
 
 
 def build(schema: type[T], entries: Mapping[str, Entry]) -> T:
-    """Instance of `schema` from entries by dotted key. Raises RecipeError for an unknown key and for a wrong type."""
-    kinds = keys(schema)
-    tables = {key.partition(".")[0] for key in kinds if "." in key}
-    arguments: dict[str, dict[str, Any]] = {table: {} for table in tables}
-    top: dict[str, Any] = {}
+    """Instance of `schema` from entries by dotted key.
+
+    Raises RecipeError for an unknown key, a wrong type, and a value out of range.
+    """
+    kinds, hints = keys(schema, ranges=True), get_type_hints(schema)
+    arguments: dict[str, dict[str, Any]] = {"": {}}
     for key, entry in entries.items():
-        if key in tables and entry.value == {}:
-            continue
-        if key in tables:
-            raise refuse(entry.source, key, entry.value, f"a table: [{key}]")
-        if key not in kinds:
-            raise unknown(entry.source, key, entry.value, list(kinds))
         table, _, leaf = key.rpartition(".")
-        (arguments[table] if table else top)[leaf] = convert(kinds[key], entry.value, key, entry.source)
-    hints = get_type_hints(schema)
+        if key in kinds:
+            arguments.setdefault(table, {})[leaf] = convert(kinds[key], entry.value, key, entry.source)
+        elif key not in hints:
+            raise unknown(entry.source, key, entry.value, list(kinds))
+        elif entry.value != {}:
+            raise refuse(entry.source, key, entry.value, f"a table: [{key}]")
+    top = arguments.pop("")
     return schema(**top, **{table: hints[table](**leaves) for table, leaves in arguments.items()})
 
 
 def convert(kind: Any, value: Any, key: str, source: str) -> Any:
     """`value` as the type `kind`; lists become tuples. Raises RecipeError with the innermost wrong key."""
-    # Not isinstance: True is an int, and `steps = true` would train one step.
     origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        converted, constraint = convert(args[0], value, key, source), args[1]
+        if not constraint.holds(converted):
+            raise refuse(source, key, converted, constraint.accepted)
+        return converted
+    if origin in (Union, types.UnionType):
+        return _convert_union(kind, value, key, source)
+    if isinstance(value, Words):
+        value = _read(kind, value, key, source)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         return _convert_table(kind, value, key, source)
-    if origin is tuple and isinstance(value, list | tuple):
-        return _convert_list(args, value, key, source, describe(kind))
+    if origin is tuple and isinstance(value, list | tuple) and (args[-1] is Ellipsis or len(value) == len(args)):
+        pairs = enumerate(zip(args[:1] * len(value) if args[-1] is Ellipsis else args, value, strict=True))
+        return tuple(convert(element, item, f"{key}[{index}]", source) for index, (element, item) in pairs)
     if origin is dict and isinstance(value, dict):
         return {name: _convert_free(item, f"{key}.{name}", source) for name, item in value.items()}
-    if origin in (Union, types.UnionType):
-        return _convert_union(args, value, key, source, describe(kind))
     if origin is Literal and isinstance(value, str) and value in args:
         return value
-    if kind is float and type(value) in (int, float) and _is_finite(value):
+    # TOML's integers are unbounded.
+    if kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
         return float(value)
+    # Not isinstance: True is an int, and `steps = true` would train one step.
     if kind in (bool, int, str) and type(value) is kind:
         return value
     accepted = describe(kind)
@@ -88,16 +93,37 @@ def convert(kind: Any, value: Any, key: str, source: str) -> Any:
     raise refuse(source, key, value, accepted, choices=args if origin is Literal else ())
 
 
-def _is_finite(value: float) -> bool:
-    # TOML's integers are unbounded, and isfinite raises beyond a float's range.
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
+def _read(kind: Any, words: Words, key: str, source: str) -> object:
+    """TOML value of the words after a flag; text if the type will refuse the words."""
+    if get_origin(kind) is tuple:
+        items = parse_value(words[0]) if len(words) == 1 else None
+        # A list in a single word is the whole value, or the only element of a list of lists.
+        nested = get_origin(get_args(kind)[0]) is tuple
+        if isinstance(items, list) and (not nested or (items and all(isinstance(item, list) for item in items))):
+            return items
+        return [Words((word,)) for word in words]
+    if kind is bool and not words:
+        return True
+    if len(words) != 1:
+        problem = f"{len(words)} values ({' '.join(words)})" if words else "no value"
+        bare = next((word for word in words if re.match(r"\w+\.\w+=", word)), None)
+        hint = f" Write --{bare} for another key." if bare else ""
+        raise RecipeError(f"{source}: {key} is given {problem}; it takes {describe(kind)}.{hint}")
+    (word,) = words
+    if kind is str or get_origin(kind) is Literal:
+        return word
+    if kind is bool:
+        return BOOLEANS.get(word, word)
+    # int first: 3.0 is invalid for an integer key.
+    for number in (int, float) if kind in (int, float) else ():
+        with suppress(ValueError):
+            return number(word)
+    return word if kind in (int, float) else parse_value(word)
 
 
-def convert_items(kinds: Mapping[str, Any], items: Mapping[str, object], place: str, source: str) -> dict[str, Any]:
-    """The items of the table at `place`, converted to `kinds`. Raises RecipeError as `build`."""
+def convert_items(table: type, items: Mapping[str, object], place: str, source: str) -> dict[str, Any]:
+    """The items of the table at `place`, as the fields of `table`. Raises RecipeError as `build`."""
+    kinds = get_type_hints(table, include_extras=True)
     # A suggestion for a misspelt key helps more than a type error.
     for name, item in items.items():
         if name not in kinds:
@@ -106,7 +132,7 @@ def convert_items(kinds: Mapping[str, Any], items: Mapping[str, object], place: 
 
 
 def _convert_table(kind: Any, value: dict[str, Any], key: str, source: str) -> Any:
-    converted = convert_items(get_type_hints(kind), value, key, source)
+    converted = convert_items(kind, value, key, source)
     for field in dataclasses.fields(kind):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in value:
@@ -114,16 +140,8 @@ def _convert_table(kind: Any, value: dict[str, Any], key: str, source: str) -> A
     return kind(**converted)
 
 
-def _convert_list(args: tuple[Any, ...], value: Any, key: str, source: str, accepted: str) -> tuple[Any, ...]:
-    element_kinds = args[:1] * len(value) if args[-1] is Ellipsis else args
-    if len(value) != len(element_kinds):
-        raise refuse(source, key, value, accepted)
-    pairs = enumerate(zip(element_kinds, value, strict=True))
-    return tuple(convert(kind, item, f"{key}[{index}]", source) for index, (kind, item) in pairs)
-
-
-def _convert_union(args: tuple[Any, ...], value: Any, key: str, source: str, accepted: str) -> Any:
-    kinds = [kind for kind in args if kind is not type(None)]
+def _convert_union(union: Any, value: Any, key: str, source: str) -> Any:
+    kinds = [kind for kind in get_args(union) if kind is not type(None)]
     for kind in kinds:
         try:
             return convert(kind, value, key, source)
@@ -132,7 +150,7 @@ def _convert_union(args: tuple[Any, ...], value: Any, key: str, source: str, acc
             if len(kinds) == 1:
                 raise
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-    raise refuse(source, key, value, accepted, choices=choices)
+    raise refuse(source, key, value, describe(union), choices=choices)
 
 
 def _convert_free(value: Any, key: str, source: str) -> Any:
@@ -144,6 +162,8 @@ def _convert_free(value: Any, key: str, source: str) -> Any:
 def describe(kind: Any) -> str:
     """Accepted values of a type, as text."""
     origin, args = get_origin(kind), [arg for arg in get_args(kind) if arg is not type(None)]
+    if origin is Annotated:
+        return describe(args[0])
     if origin is Literal:
         return ("one of " if len(args) > 1 else "") + ", ".join(map(value_text, args))
     if origin is tuple and args[-1] is Ellipsis:
@@ -160,31 +180,29 @@ def describe(kind: Any) -> str:
 
 def refuse(source: str, key: str, value: object, accepted: str, choices: Sequence[str] = ()) -> RecipeError:
     """Error for a refused value; None is an absent key."""
-    choice = nearest(value, list(choices)) if isinstance(value, str) else None
+    choice = nearest(str(value[0] if isinstance(value, Words) else value), choices) if value else None
     hint = f" Did you mean {value_text(choice)}?" if choice else ""
     problem = f"{key} is missing" if value is None else f"{key} = {_shown(value)} is not accepted"
     return RecipeError(f"{source}: {problem}; it takes {accepted}.{hint}")
 
 
-def unknown(source: str, key: str, value: object, known: list[str]) -> RecipeError:
-    """Error for an unknown key, with a suggestion. None is a flag without a value."""
+def unknown(source: str, key: str, value: object, known: Sequence[str]) -> RecipeError:
+    """Error for an unknown key, with a suggestion."""
     table, _, _ = key.rpartition(".")
     tables = list(dict.fromkeys(name.partition(".")[0] for name in known if "." in name))
     leaves = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == table]
     suggestion = _nearest_key(key, known, leaves, tables)
     hint = f" Did you mean {suggestion}?" if suggestion else ""
-    setting = key if value is None else f"{key} = {_shown(value)}"
+    setting = key if value == () else f"{key} = {_shown(value)}"
     if table and leaves:
         return RecipeError(f"{source}: unknown key {setting}.{hint} {table} takes {', '.join(leaves)}.")
     noun = f"table [{table or key}]" if table or isinstance(value, dict) else "key"
     return RecipeError(f"{source}: unknown {noun}: {setting}.{hint} The tables are {', '.join(tables)}.")
 
 
-def _nearest_key(key: str, known: list[str], leaves: list[str], tables: list[str]) -> str | None:
+def _nearest_key(key: str, known: Sequence[str], leaves: Sequence[str], tables: Sequence[str]) -> str | None:
     table, _, leaf = key.rpartition(".")
-    if SYNONYMS.get(leaf) in leaves:
-        return f"{table}.{SYNONYMS[leaf]}"
-    if suggestion := nearest(leaf, leaves):
+    if suggestion := nearest(OTHER_NAMES.get(leaf, leaf), leaves):
         return f"{table}.{suggestion}" if table else suggestion
     if suggestion := nearest(table or key, tables if not (table and leaves) else []):
         return f"[{suggestion}]"

@@ -54,9 +54,7 @@ class Model:
     name: Text = "qwen3"  # Model family: a module of `models/`.
     flavor: Text = "moe_tiny"  # Size of the family, by name in that module.
     vocab_size: Count | None = None  # Rows of embedding and head; absent: the tokenizer's, or the flavor's for `hf`.
-
-    hf_assets_path: str | None = None
-    """Folder of Hugging Face files; last_save_in_hf writes the shards of its safetensors index."""
+    hf_assets_path: str | None = None  # Hugging Face folder; last_save_in_hf writes its safetensors index's shards.
 
     attention: Literal["auto", "flex", "varlen", "dense"] = "auto"
     """Inner attention. `auto`: `flex` on GPUs, `dense` (SDPA with a mask) on the CPU."""
@@ -158,9 +156,7 @@ class ActivationCheckpoint:
     """`selective`: keep matrix products and communication. `full`: block inputs. `memory_budget`: as many as fit."""
 
     memory_budget: Share = 0.5  # With `memory_budget`: from 0, as little as `full`, to 1, all; the compiler chooses.
-
-    visualize_memory_budget_pareto: bool = False
-    """With `memory_budget`: plot time against memory in the run's memory_budget_pareto; slow."""
+    visualize_memory_budget_pareto: bool = False  # Plot time against memory in the run's memory_budget_pareto; slow.
 
     force_recompute_mm_shapes_by_fqns: tuple[str, ...] = ("moe.router.gate",)
     """With `selective`: recompute products with the shapes of these modules."""
@@ -198,9 +194,7 @@ class AdamW:
     # 0 is allowed, unlike for Muon, which would divide a zero matrix by eps.
     eps: NotNegative = 1e-8  # Added to the denominator.
     weight_decay: NotNegative = 0.1  # Decoupled weight decay, times the learning rate.
-
-    state_dtype: StateDtype = "parameter"
-    """Dtype of both averages; `bfloat16` for betas up to 0.99, computed in float32."""
+    state_dtype: StateDtype = "parameter"  # Dtype of both averages; `bfloat16` for betas to 0.99, computed in float32.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,9 +206,7 @@ class Optimizer:
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = "auto"
     """Implementation of AdamW. `auto`: `fused` on GPUs and `foreach` on the CPU."""
 
-    offload: Literal["none", "state"] = "none"
-    """`state`: all optimizer states in pinned host memory; a step copies a part at a time to the device."""
-
+    offload: Literal["none", "state"] = "none"  # `state`: optimizer states in pinned host memory, copied part by part.
     # "adamw" means all but Muon, so that other packages' optimizers are clipped by default.
     clip: Literal["adamw", "all", "none"] = "adamw"
     """Gradients that training.max_norm clips. `adamw`: all but Muon's, because Muon's update has a fixed size."""

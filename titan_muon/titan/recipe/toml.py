@@ -3,18 +3,13 @@
 import difflib
 import json
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tomli
-
 DATA_SOURCES: Mapping[str, str] = {"data.files": "files", "data.dataset": "hf", "data.dataset_path": "hf"}
 """Value of `data.source` by a key that no other source reads."""
-MOST_NEIGHBOURS = 8
-"""Recipes that the error of a missing file lists."""
-DEEPEST = 32
-"""Levels of lists and tables; recursion would end in an error without a place."""
 
 
 class RecipeError(ValueError):
@@ -29,7 +24,11 @@ class Entry:
     source: str
 
 
-def nearest(word: str, known: list[str]) -> str | None:
+class Words(tuple[str, ...]):
+    """Words after a flag, to be read as the type of the key."""
+
+
+def nearest(word: str, known: Sequence[str]) -> str | None:
     """The most similar known word."""
     return next(iter(difflib.get_close_matches(word, known, n=1)), None)
 
@@ -57,47 +56,27 @@ def read_file(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Entry]:
     return read_file(path.parent / base, (*chain, path)) | _flatten(document, str(path))
 
 
-def parse_toml(text: str) -> dict[str, object]:
-    """The document of a TOML text. Raises ValueError for invalid TOML, and for deeply nested values."""
+def parse_value(word: str) -> object:
+    """A word as a TOML value, or as text."""
     try:
-        document = tomli.loads(text)
-    except RecursionError:
-        document = None
-    if document is None or _is_deeper(document, DEEPEST):
-        raise ValueError("lists or tables are nested too deeply")
-    return document
-
-
-def _is_deeper(value: object, levels: int) -> bool:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return any(levels == 0 or _is_deeper(item, levels - 1) for item in items)
+        return tomllib.loads(f"value = {word}")["value"]
+    except (ValueError, RecursionError):
+        return word
 
 
 def _parse(path: Path, context: str) -> dict[str, object]:
-    text = ""
     try:
-        text = path.read_text(encoding="utf-8")
-        return parse_toml(text)
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RecipeError(f"{path}: no such file{context}.{_neighbours(path)}") from None
+        recipes = {file.stem: file for folder in (Path("configs"), path.parent) for file in folder.glob("*.toml")}
+        name = nearest(path.stem, list(recipes))
+        hint = f" Did you mean {recipes[name]}?" if name else ""
+        raise RecipeError(f"{path}: no such file{context}.{hint}") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}{context}.") from None
-    # tomli's errors, bytes outside of UTF-8, and integers of more than 4,300 digits.
-    except ValueError as error:
-        # tomli names the line, and not the key of a duplicate.
-        number = getattr(error, "lineno", 0)
-        line = "".join(text.splitlines()[number - 1 : number]).strip()
-        quote = f": {line}" if line else ""
-        raise RecipeError(f"{path}: not valid TOML{context}: {error}{quote}.") from None
-
-
-def _neighbours(path: Path) -> str:
-    files = [file for folder in (Path("configs"), path.parent) for file in sorted(folder.glob("*.toml"))]
-    recipes = {file.stem: str(file) for file in files if file.name != "pyproject.toml"}
-    if name := nearest(path.stem, list(recipes)):
-        return f" Did you mean {recipes[name]}?"
-    shown = list(recipes.values())[-MOST_NEIGHBOURS:]
-    return f" Recipes here: {', '.join(shown)}{', ...' if len(recipes) > len(shown) else '.'}" if recipes else ""
+    # Also bytes outside of UTF-8, integers of more than 4,300 digits, and deeply nested values.
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"{path}: not valid TOML{context}: {error}.") from None
 
 
 def _flatten(document: Mapping[str, object], source: str) -> dict[str, Entry]:
@@ -125,6 +104,8 @@ def with_data_source(entries: dict[str, Entry]) -> dict[str, Entry]:
 
 def value_text(value: object) -> str:
     """A value as inline TOML, with every digit. Dates, invalid in recipes, become text."""
+    if isinstance(value, Words) and len(value) == 1:
+        return value_text(value[0])
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -133,29 +114,26 @@ def value_text(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(value_text, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_key_text(key)} = {value_text(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(_assignments(value))}}}"
     return str(value)
 
 
-def _key_text(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else value_text(key)
+def _assignments(values: Mapping[str, object]) -> list[str]:
+    plain = re.compile(r"[A-Za-z0-9_-]+")
+    return [f"{k if plain.fullmatch(k) else value_text(k)} = {value_text(v)}" for k, v in values.items()]
 
 
 def document_text(values: Mapping[str, object]) -> str:
     """TOML document of values by dotted key. A list of dicts becomes an array of tables."""
     # A key after an array of tables would belong to the last element.
-    tables: dict[str, list[str]] = {"": []}
+    tables: dict[str, dict[str, object]] = {"": {}}
     arrays: list[str] = []
     for key, value in values.items():
         table, _, leaf = key.rpartition(".")
-        lines = tables.setdefault(table, [f"[{table}]"])
+        tables.setdefault(table, {})
         if isinstance(value, list | tuple) and value and all(isinstance(item, dict) for item in value):
-            arrays += [_table_text(f"[[{key}]]", item) for item in value]
+            arrays += ["\n".join([f"[[{key}]]", *_assignments(item)]) for item in value]
         else:
-            lines.append(f"{leaf} = {value_text(value)}")
-    blocks = ["\n".join(lines) for lines in tables.values()] + arrays
-    return "\n\n".join(block for block in blocks if block) + "\n"
-
-
-def _table_text(header: str, values: Mapping[str, object]) -> str:
-    return "\n".join([header, *(f"{_key_text(key)} = {value_text(value)}" for key, value in values.items())])
+            tables[table][leaf] = value
+    blocks = ["\n".join([f"[{table}]"] * bool(table) + _assignments(keys)) for table, keys in tables.items()]
+    return "\n\n".join(block for block in blocks + arrays if block) + "\n"

@@ -55,20 +55,13 @@ States = Annotated[tuple[str, ...], list_of(one_of("optimizer", "lr_scheduler", 
 class Training:
     """Batch, length and precision of the run."""
 
-    local_batch_size: CountOrMinusOne = 8
-    """Sequences per data-parallel rank in a pass; -1: a rank's share of global_batch_size."""
-
-    global_batch_size: CountOrMinusOne = -1
-    """Sequences per step over all ranks, with gradient accumulation; -1: a local batch per rank."""
-
+    local_batch_size: CountOrMinusOne = 8  # Sequences per data-parallel rank and pass; -1: share of global_batch_size.
+    global_batch_size: CountOrMinusOne = -1  # Sequences per step, accumulated over passes; -1: a local batch per rank.
     seq_len: Count = 2048  # Tokens per sequence.
     steps: Count = 1000  # Optimizer steps of the run.
     max_norm: Positive = 1.0  # Largest gradient norm; larger ones are scaled down.
     dtype: Literal["float32", "bfloat16"] = "float32"  # Dtype of parameters, gradients and optimizer states.
-
-    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """FSDP's dtype of parameters in forward and backward."""
-
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"  # FSDP's dtype of parameters in passes.
     mixed_precision_reduce: Literal["float32"] = "float32"  # Dtype of FSDP's gradient reduction.
     enable_cpu_offload: bool = False  # Keep parameters, gradients and optimizer states in host memory.
     # TorchTitan's default fails with expert parallelism on GPUs.
@@ -86,21 +79,13 @@ class Parallelism:
     tensor_parallel_degree: Count = 1  # Ranks that split each layer's matrix products (TP).
     enable_sequence_parallel: bool = True  # Shard activations by sequence between TP layers.
     context_parallel_degree: Count = 1  # Ranks that split each sequence (CP).
-
-    context_parallel_load_balancer: Literal["headtail", "ptrr", "none"] = "headtail"
-    """CP's split of the sequence, to balance attention."""
-
+    context_parallel_load_balancer: Literal["headtail", "ptrr", "none"] = "headtail"  # CP's split of the sequence.
     expert_parallel_degree: Count = 1  # Ranks that split the experts (EP): divides shard x CP x TP; needs torch 2.12.
     pipeline_parallel_degree: Count = 1  # Pipeline stages (PP); needs torch 2.14.
     # Not a Literal: PyTorch's list of schedules grows.
     pipeline_parallel_schedule: Text = "1F1B"  # PyTorch's name of the pipeline schedule.
-
-    pipeline_parallel_schedule_csv: Text | None = None
-    """File with a custom schedule, for pipeline_parallel_schedule = PipelineScheduleMulti."""
-
-    pipeline_parallel_layers_per_stage: Count | None = None
-    """Layers per stage; absent: one stage per rank, or two under schedules with several."""
-
+    pipeline_parallel_schedule_csv: Text | None = None  # File of the schedule PipelineScheduleMulti.
+    pipeline_parallel_layers_per_stage: Count | None = None  # Absent: one stage per rank, two by some schedules.
     pipeline_parallel_first_stage_less_layers: Natural = 1  # Weight of the embedding in the split, in layers.
     pipeline_parallel_last_stage_less_layers: Natural = 1  # Weight of the head in the split, in layers.
 
@@ -108,10 +93,7 @@ class Parallelism:
     """Modules of each stage, such as [["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]."""
 
     pipeline_parallel_microbatch_size: Count = 1  # Sequences per pipeline microbatch.
-
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether FSDP frees gathered parameters after forward."""
-
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"  # When FSDP frees gathered weights.
     enable_fsdp_symm_mem: bool = False  # FSDP through symmetric memory; NVIDIA GPUs of compute capability 9.0 or newer.
 
     spmd_backend: Literal["auto", "partial_dtensor", "spmd_types"] = "auto"
@@ -154,23 +136,15 @@ class Checkpoint:
     load_step: Annotated[int, at_least(0, but=-1)] = -1  # Step to load; -1: the newest whole checkpoint.
     # TorchTitan keeps the previous checkpoint, because the newest may not be on disk yet.
     keep_latest_k: Annotated[int, at_least(2, but=0)] = 3  # Number of checkpoints to keep; 0: all.
-
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Synchronous or asynchronous writing."""
-
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"  # How to write beside training.
     last_save_model_only: bool = False  # Write only the model at the last step; the run cannot continue.
     last_save_in_hf: bool = False  # Write the last step as Hugging Face safetensors; needs last_save_model_only.
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"  # Dtype of a model-only checkpoint.
-
-    initial_load_path: PathFromRoot | None = None
-    """Absolute path of a checkpoint for the start of a new run."""
-
+    initial_load_path: PathFromRoot | None = None  # Absolute path of a checkpoint for the start of a new run.
     initial_load_model_only: bool = True  # Load only the model from initial_load_path.
     initial_load_in_hf: bool = False  # initial_load_path, or else model.hf_assets_path, has Hugging Face safetensors.
     initial_load_in_hf_quantized: bool = False  # The safetensors are quantized, like DeepSeek-V3's.
-
-    exclude_from_loading: States = ()
-    """States not to load: optimizer, lr_scheduler, dataloader, train_state."""
+    exclude_from_loading: States = ()  # States not to load: optimizer, lr_scheduler, dataloader, train_state.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,10 +176,7 @@ class Comm:
     init_timeout_seconds: Count = 300  # Until the end of the first step.
     train_timeout_seconds: Count = 100  # After the first step.
     trace_buf_size: Natural = 0  # Entries of NCCL's flight recorder; 0: off.
-
-    save_traces_folder: InsideDump = "comm_traces"
-    """Folder inside dump_folder for the recorder's files, written when a collective hangs."""
-
+    save_traces_folder: InsideDump = "comm_traces"  # Folder inside dump_folder for the recorder's files of a hang.
     save_traces_file_prefix: Annotated[str, FILE_NAME] = "rank_"  # Prefix of these files; the rank follows.
 
 

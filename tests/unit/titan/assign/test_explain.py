@@ -1,5 +1,7 @@
 """The report on a plan before training."""
 
+import re
+
 from tests.unit.plans import plan_of
 from titan_muon.plan import summarize
 from titan_muon.plan.terms.types import Layout, Mesh, Parameter, Replicate, Shard
@@ -22,14 +24,10 @@ def reason_of(replicas: int, shards: int, *, replicas_of: str) -> str:
 def test_a_plan_with_repeated_work_has_a_reason_and_a_remedy() -> None:
     """Local experts on each of 8 replicas are orthogonalized 8 times."""
     text = reason_of(8, 2, replicas_of="redundant")
-    assert "2 matrices are whole on up to 8 replicas" in text or "4 matrices are whole on up to 8 replicas" in text
-    for remedy in ("data_parallel_replicate_degree = 1", 'muon.replicas = "split"'):
-        assert remedy in text
-
-
-def test_a_plan_without_repeated_work_reports_none() -> None:
-    assert "repeated" not in reason_of(8, 2, replicas_of="split")
-    assert "repeated" not in reason_of(1, 4, replicas_of="redundant")
+    assert re.search(r"[24] matrices are whole on up to 8 replicas", text)
+    assert "data_parallel_replicate_degree = 1" in text
+    assert 'muon.replicas = "split"' in text
+    assert "repeated" not in reason_of(8, 2, replicas_of="split") + reason_of(1, 4, replicas_of="redundant")
 
 
 def test_state_owner_without_replicas_reports_no_effect() -> None:

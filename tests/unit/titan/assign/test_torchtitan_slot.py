@@ -46,11 +46,12 @@ def test_torchtitans_configuration_trains_and_resumes_with_equal_bits() -> None:
     assert {a.optimizer for a in optimizers.assignments} == {"muon", "adamw"}
     train(model, optimizers, scheduler, range(2))
     assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    state = optimizers.state_dict()
+    assert not any(isinstance(value, dict) for value in state.values())
+    assert {"state.tok_embeddings.weight.exp_avg_sq", "param_groups.tok_embeddings.weight.lr"} < set(state)
     other, resumed, its_scheduler = built(config)
     other.load_state_dict(model.state_dict())
-    resumed.load_state_dict(
-        {key: torch.clone(v) if isinstance(v, torch.Tensor) else v for key, v in optimizers.state_dict().items()}
-    )
+    resumed.load_state_dict({key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in state.items()})
     its_scheduler.load_state_dict(scheduler.state_dict())
     train(model, optimizers, scheduler, range(2, 4))
     train(other, resumed, its_scheduler, range(2, 4))

@@ -18,7 +18,7 @@ from titan_muon.titan.data import cache as cache_module
 from titan_muon.titan.data import corpus as corpus_module
 from titan_muon.titan.data import documents as documents_module
 from titan_muon.titan.data.blocks import TokenBlocks
-from titan_muon.titan.data.corpus import Corpus, CorpusSource
+from titan_muon.titan.data.corpus import Corpus, open_corpus
 from titan_muon.titan.data.documents import Documents
 from titan_muon.titan.data.loader import (
     PackedDataLoader,
@@ -70,7 +70,7 @@ def take(loader, count: int) -> list[torch.Tensor]:
 
 def opened(data: Data) -> tuple[Documents, Corpus]:
     documents = Documents(data)
-    return documents, CorpusSource(documents).open(ByteTokenizer.Config().build())
+    return documents, open_corpus(documents, ByteTokenizer.Config().build())
 
 
 def pairs(rows) -> list[tuple[int, int]]:

@@ -30,11 +30,9 @@ from titan_muon.titan.recipe.command_line import Command, parse
         (["--training.steps=3"], "training.steps", 3),
         (["--training.steps", "3", "--training.steps", "4"], "training.steps", 4),
         (["--training.global_batch_size", "-1"], "training.global_batch_size", -1),
-        (["--muon.lr", "1"], "muon.lr", 1.0),
         (["--muon.lr", ".5"], "muon.lr", 0.5),
         (["--muon.lr", "3e-4"], "muon.lr", 3e-4),
         (["--compile.enable"], "compile.enable", True),
-        (["--compile.enable", "true"], "compile.enable", True),
         (["--checkpoint.enable", "False"], "checkpoint.enable", False),
         (["--compile.components", "loss"], "compile.components", ("loss",)),
         (["--compile.components"], "compile.components", ()),
@@ -43,7 +41,7 @@ from titan_muon.titan.recipe.command_line import Command, parse
         (["--data.files", "[ab]*"], "data.files", ("[ab]*",)),
         (["--adamw.betas", "[0.1, 0]"], "adamw.betas", (0.1, 0.0)),
         (["--adamw.betas", "0.1", "0"], "adamw.betas", (0.1, 0.0)),
-        (["--lr_scheduler.total_steps", "500"], "lr_scheduler.total_steps", 500),
+        (["--muon.split_over", "4"], "muon.split_over", 4),
         (["--muon.ns_coefficients", "cans"], "muon.ns_coefficients", "cans"),
         (
             ["--muon.ns_steps", "2", "--muon.ns_coefficients", "[1, 2, 3]", "[4, 5, 6]"],
@@ -56,7 +54,6 @@ from titan_muon.titan.recipe.command_line import Command, parse
             ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0)),
         ),
         (["--muon.ns_coefficients", "[1, 2, 3]"], "muon.ns_coefficients", ((1.0, 2.0, 3.0),)),
-        (["--name", "other"], "name", "other"),
         (["--model.flavor", "8"], "model.flavor", "8"),
     ],
 )
@@ -80,13 +77,10 @@ def test_an_override_wins_over_the_file(tmp_path: Path, arguments: list[str], ke
     [
         ("", "files = ['a']", "", "files"),
         ("source = 'python'", "files = ['a']", "", "files"),
-        ("", "source = 'python'", "--data.files my/*.txt", "files"),
         ("", "source = 'hf'\ntokenizer = 'hf'\ntokenizer_path = 'x'", "--data.files my/*.txt", "files"),
-        ("files = ['a']", "source = 'python'\nfiles = []", "", "python"),
         ("", "files = ['a']", "--data.files --data.source python", "python"),
         ("", "tokenizer = 'hf'\ntokenizer_path = 'x'", "--data.dataset c4_test", "hf"),
         ("", "files = ['a']", "--data.source python", "refused"),
-        ("", "", "--data.files a --data.source python", "refused"),
         ("files = ['a']", "source = 'python'", "", "refused"),
     ],
 )
@@ -130,33 +124,36 @@ def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path, brackets: s
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["--muon.momentun", "1"], ['unknown key muon.momentun = "1"', "Did you mean muon.momentum?"]),
         (["--muon.momentun=1"], ['unknown key muon.momentun = "1"', "Did you mean muon.momentum?"]),
-        (["--muno.lr", "1"], ["unknown table [muno]", "Did you mean [muon]?"]),
-        (["--compile.no_enable"], ["unknown key compile.no_enable.", "Did you mean compile.enable?"]),
         (["--base", "x.toml"], ["unknown key: base"]),
-        (["stray"], ["'stray' belongs to no flag"]),
-        (["-x"], ["'-x' belongs to no flag"]),
         (["--muon.lr"], ["muon.lr is given no value", "a finite number"]),
         (["--muon.lr", "1", "2"], ["muon.lr is given 2 values (1 2)", "a finite number"]),
-        (["--muon.lr", "fast"], ['muon.lr = "fast"', "a finite number"]),
-        (["--muon.lr", "nan"], ["muon.lr = nan", "a finite number"]),
-        (["--muon.lr", "-1"], ["muon.lr = -1.0", "0 or more"]),
+        (["--muon.lr", "1", "--muon.lr", "fast"], ['muon.lr = "fast"', "a finite number"]),
         (["--training.steps", "3.5"], ["training.steps = 3.5", "an integer"]),
         (["--training.steps", "true"], ['training.steps = "true"', "an integer"]),
         (["--compile.enable", "1"], ['compile.enable = "1"', "true or false"]),
         (["--data.tokenizer", "bits"], ['data.tokenizer = "bits"', 'Did you mean "bytes"?']),
-        (["--adamw.betas", "0.9"], ["adamw.betas = [0.9]", "a list of 2"]),
+        (["--adamw.betas", "0.9"], ['adamw.betas = ["0.9"]', "a list of 2"]),
         (["--adamw.betas", "0.9", "x"], ['adamw.betas[1] = "x"', "a finite number"]),
-        (["--optimizer.rule", "nonsense"], ['optimizer.rule[0] = "nonsense"', "a table with the keys"]),
-        (["--optimizer.rule", '[{"match": "*"}]'], ["a table with the keys match, ", ", as in {match = ...}"]),
-        (["--muon.ns_coefficients", "[1, 2"], ['muon.ns_coefficients = ["[1, 2"]', '" or a list']),
+        (["--optimizer.rule", "nonsense"], ['optimizer.rule[0] = "nonsense"', "a table with the keys match, "]),
+        (["--muon.ns_coefficients", "[1, 2"], ['muon.ns_coefficients = "[1, 2"', '" or a list']),
+        (["--full"], ["--full is only for --dry-run"]),
+        (["--dry-run", "false", "--world-size", "2"], ["--world-size is only for --dry-run"]),
+        (["--quiet", "--dry-run"], ["--quiet is for training"]),
+        (["muon.lr=1e-3"], ["config is given 2 values", "Write --muon.lr=1e-3 for another key."]),
+        (["--help", "muonn"], ["unknown key: muonn. Did you mean [muon]?"]),
+        (["-h", "muon.lrr"], ["unknown key muon.lrr. Did you mean muon.lr?"]),
+        (["--dry-run", "--device", "tpu"], ['device = "tpu"', "cpu", "cuda"]),
+        (["--dry-run", "--world-size", "0"], ["world_size = 0", "1 or more"]),
+        (["--dry-run", "--json"], ["json is given no value"]),
+        (["--wordl-size=3"], ['unknown key: wordl_size = "3".', "Did you mean world_size?"]),
+        (["--muon.lrr", "3"], ["unknown key muon.lrr", "Did you mean muon.lr?"]),
     ],
 )
-def test_a_bad_override_is_a_recipe_error_without_output(
+def test_a_bad_command_is_a_recipe_error_without_output(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], parts: list[str]
 ) -> None:
-    message = error_of(lambda: load(write(tmp_path, ""), arguments))
+    message = error_of(lambda: parse(["--config", write(tmp_path, ""), *arguments]))
     assert message.startswith("command line: ")
     assert [part for part in parts if part not in message] == []
     assert capfd.readouterr() == ("", "")
@@ -182,37 +179,11 @@ def test_the_command_line_names_the_recipe_and_the_action(tmp_path: Path) -> Non
     assert parse(["--config", path, "--dry_run"]).dry_run
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["--full"], ["--full is only for --dry-run"]),
-        (["--quiet", "--full"], ["--full is only for --dry-run"]),
-        (["--quiet", "--dry-run"], ["--quiet is for training"]),
-        (["muon.lr=1e-3"], ["config is given 2 values", "Write --muon.lr=1e-3 for another key."]),
-        (["--help", "muonn"], ["unknown key: muonn. Did you mean [muon]?"]),
-        (["-h", "muon.lrr"], ["unknown key muon.lrr. Did you mean muon.lr?"]),
-        (["--world-size", "2"], ["--world-size is only for --dry-run"]),
-        (["--device", "cpu"], ["--device is only for --dry-run"]),
-        (["--dry-run", "--device", "tpu"], ['device = "tpu"', "cpu", "cuda"]),
-        (["--json", "x"], ["--json is only for --dry-run"]),
-        (["--dry-run", "--world-size", "0"], ["world_size = 0", "1 or more"]),
-        (["--dry-run", "--world-size", "two"], ['world_size = "two"', "an integer"]),
-        (["--dry-run", "--json"], ["json is given no value"]),
-        (["--dryrun"], ["unknown flag --dryrun", "Did you mean --dry-run?"]),
-        (["--wordl-size=3"], ["unknown flag --wordl-size=3", "Did you mean --world-size?"]),
-        (["--dry-run", "false", "--full"], ["--full is only for --dry-run"]),
-        (["--muon.lrr", "3"], ["unknown key muon.lrr", "Did you mean muon.lr?"]),
-    ],
-)
-def test_a_bad_command_is_a_recipe_error(tmp_path: Path, arguments: list[str], parts: list[str]) -> None:
-    message = error_of(lambda: parse(["--config", write(tmp_path, ""), *arguments]))
-    assert message.startswith("command line: ")
-    assert [part for part in parts if part not in message] == []
-
-
 def test_a_command_without_a_recipe_is_an_error() -> None:
     assert "--config FILE is missing" in error_of(lambda: parse(["--dry-run"]))
-    assert "as in --config my/run.toml" in error_of(lambda: parse(["my/run.toml", "--dry-run"]))
+    message = error_of(lambda: parse(["my/run.toml", "--dry-run"]))
+    assert message.startswith("command line: 'my/run.toml' belongs to no flag")
+    assert message.endswith("Name a recipe by --config my/run.toml.")
 
 
 def test_a_recipe_of_this_package_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

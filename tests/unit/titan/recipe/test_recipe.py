@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.recipe_files import RULE, error_of, write
-from titan_muon.titan.recipe import Recipe, RecipeError, flags, load, schema, sections
+from titan_muon.titan.recipe import Recipe, RecipeError, load, sections
 from titan_muon.titan.recipe.files import with_source
 
 # Files
@@ -14,25 +14,6 @@ from titan_muon.titan.recipe.files import with_source
 
 def test_an_empty_file_is_the_default_recipe_named_after_the_file(tmp_path: Path) -> None:
     assert load(write(tmp_path, "", "small.toml")) == Recipe(name="small")
-
-
-def test_values_of_every_kind_reach_the_recipe(tmp_path: Path) -> None:
-    lines = {
-        "dump_folder": "out",
-        "training.steps": 7,
-        "data.files": ("a/*.txt", "b"),
-        "data.dataset_path": "there",
-        "muon.lr": 1.0,
-        "muon.nesterov": False,
-        "muon.ns_steps": 2,
-        "muon.ns_coefficients": ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0)),
-        "adamw.betas": (0.5, 0.0),
-        "lr_scheduler.total_steps": 9,
-    }
-    text = "".join(f"{key} = {schema.value_text(value)}\n" for key, value in lines.items())
-    values = schema.values(load(write(tmp_path, f"data.source = 'files'\n{text}".replace("lr = 1.0", "lr = 1"))))
-    assert {key: values[key] for key in lines} == lines
-    assert type(values["muon.lr"]) is float
 
 
 def test_false_and_zero_replace_true_and_nonzero(tmp_path: Path) -> None:
@@ -55,20 +36,14 @@ def test_an_empty_table_keeps_the_defaults_of_a_frozen_recipe(tmp_path: Path) ->
 # Bases
 
 
-def test_a_recipe_overrides_the_base_and_tables_merge(tmp_path: Path) -> None:
-    write(tmp_path, "[muon]\nlr = 0.1\nmomentum = 0.1\neps = 0.1", "far.toml")
+def test_a_recipe_overrides_the_base_tables_merge_and_lists_do_not(tmp_path: Path) -> None:
+    write(tmp_path, f"[muon]\nlr = 0.1\nmomentum = 0.1\neps = 0.1\n{RULE}'x'\n{RULE}'y'", "far.toml")
     write(tmp_path, 'base = "../far.toml"\n[muon]\nlr = 0.2\nmomentum = 0.2', "sub/near.toml")
-    recipe = load(write(tmp_path, 'base = "sub/near.toml"\n[muon]\nlr = 0.3'), ["--muon.momentum=0.4"])
+    file = write(tmp_path, f'base = "sub/near.toml"\n[muon]\nlr = 0.3\n{RULE}"z"')
+    recipe = load(file, ["--muon.momentum=0.4"])
     assert (recipe.muon.lr, recipe.muon.momentum, recipe.muon.eps) == (0.3, 0.4, 0.1)
     assert recipe.muon.weight_decay == sections.Muon().weight_decay
-
-
-def test_lists_replace_the_lists_of_the_base(tmp_path: Path) -> None:
-    rule = '[[optimizer.rule]]\nmatch = "{}"\noptimizer = "adamw"\n'
-    write(tmp_path, '[data]\nfiles = ["a", "b"]\n' + rule.format("x") + rule.format("y"), "base.toml")
-    recipe = load(write(tmp_path, 'base = "base.toml"\n[data]\nfiles = ["c"]\n' + rule.format("z")))
-    assert recipe.data.files == ("c",)
-    assert [rule.match for rule in recipe.optimizer.rule] == ["z"]
+    assert [rule.optimizer for rule in recipe.optimizer.rule] == ["z"]
 
 
 @pytest.mark.parametrize(
@@ -85,12 +60,6 @@ def test_a_bad_base_names_the_chain(tmp_path: Path, base: str, own: str, parts: 
     assert [part for part in parts if part not in message] == []
 
 
-def test_an_error_names_the_base_file_of_the_value(tmp_path: Path) -> None:
-    write(tmp_path, "[muon]\nlr = -1.0", "base.toml")
-    message = error_of(lambda: load(write(tmp_path, 'base = "base.toml"\n[muon]\nmomentum = 0.5')))
-    assert "base.toml: muon.lr = -1.0" in message
-
-
 # Errors
 
 
@@ -98,11 +67,11 @@ def test_an_error_names_the_base_file_of_the_value(tmp_path: Path) -> None:
     ("text", "parts"),
     [
         ("[muon]\nmomentun = 0.9", ["unknown key muon.momentun = 0.9", "Did you mean muon.momentum?", "ns_steps"]),
+        ("[muon]\nlearning_rate = 1", ["unknown key muon.learning_rate", "Did you mean muon.lr?"]),
         ("[training]\nlr = 0.9", ["unknown key training.lr", "Did you mean muon.lr?", "seq_len"]),
         ("[optimiser]\nclip = 1", ["unknown table [optimiser]", "Did you mean [optimizer]?", "adamw"]),
         ("[optimiser]", ["unknown table [optimiser]", "Did you mean [optimizer]?"]),
         ("steps = 3", ["unknown key: steps = 3", "Did you mean training.steps?"]),
-        ("nam = 'x'", ["unknown key: nam", "Did you mean name?"]),
         ("muon = 3", ["muon = 3", "it takes a table: [muon]"]),
         ("[muon.lr]\nx = 1", ["muon.lr = {x = 1}", "a finite number"]),
         ("[training]\nsteps = '3'", ['training.steps = "3"', "an integer"]),
@@ -110,26 +79,17 @@ def test_an_error_names_the_base_file_of_the_value(tmp_path: Path) -> None:
         ("[training]\nsteps = true", ["training.steps = true", "an integer"]),
         ("[muon]\nlr = true", ["muon.lr = true", "a finite number"]),
         ("[muon]\nlr = nan", ["muon.lr = nan", "a finite number"]),
-        ("[muon]\nlr = inf", ["muon.lr = inf", "a finite number"]),
         ("[muon]\nnesterov = 1", ["muon.nesterov = 1", "true or false"]),
         ("[muon]\nlr = 2024-01-01", ["muon.lr = 2024-01-01", "a finite number"]),
-        ("[model]\nname = 3", ["model.name = 3", "a string"]),
         ("[data]\nfiles = 'a'", ['data.files = "a"', "a list, each element a string"]),
         ("[data]\nfiles = ['a', 3]", ["data.files[1] = 3", "a string"]),
         ("[adamw]\nbetas = [0.9]", ["adamw.betas = [0.9]", "a list of 2"]),
-        ("[lr_scheduler]\ntotal_steps = 'all'", ['lr_scheduler.total_steps = "all"', "an integer"]),
         ("[muon]\nns_coefficients = [[1, 2]]", ["muon.ns_coefficients = [[1, 2]]", "a list of 3"]),
-        ("[muon]\nns_coefficients = 3", ["muon.ns_coefficients = 3", '" or a list']),
         ("[data]\ntokenizer = 'bits'", ['data.tokenizer = "bits"', '"bytes", "bpe", "hf"', 'mean "bytes"?']),
-        ("[data]\ntokenizer = 3", ["data.tokenizer = 3", '"bytes", "bpe", "hf"']),
-        ("[muon]\nlearning_rate = 1", ["unknown key muon.learning_rate", "Did you mean muon.lr?"]),
         ("[optimizer.rule]\nmatch = '*'\noptimizer = 'adamw'", ["optimizer.rule = ", "write [[optimizer.rule]]"]),
         ("[optimizer]\nrule = 3", ["optimizer.rule = 3", "a table with the keys match, optimizer, options"]),
         ("[[optimizer.rule]]\nmatch = '*'", ["optimizer.rule[0] = ", "a table that has `optimizer`"]),
-        (
-            "[[optimizer.rule]]\nmatch = '*'\noptimizer = 'muon'\nlr = 3",
-            ["unknown key optimizer.rule[0].lr = 3", "takes match, optimizer, options"],
-        ),
+        (f"{RULE}'muon'\nlr = 3", ["unknown key optimizer.rule[0].lr = 3", "takes match, optimizer, options"]),
     ],
 )
 def test_a_mistake_names_file_key_value_and_accepted_values(tmp_path: Path, text: str, parts: list[str]) -> None:
@@ -141,22 +101,13 @@ def test_a_mistake_names_file_key_value_and_accepted_values(tmp_path: Path, text
     assert [part for part in parts if part not in message] == []
 
 
-def test_the_error_of_a_renamed_key_has_the_new_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flags, "MOVED", {"old.name": "muon.lr"})
-    path = write(tmp_path, "old.name = 1.0")
-    problem = "old.name is muon.lr now; write `lr` under [muon]."
-    assert error_of(lambda: load(path)) == f"{path}: {problem}"
-    assert error_of(lambda: load(write(tmp_path, ""), ["--old.name", "1.0"])) == f"command line: {problem}"
-
-
 def test_invalid_toml_shows_the_line(tmp_path: Path) -> None:
     message = error_of(lambda: load(write(tmp_path, "[muon]\nlr = 1\nlr = 2\n")))
     assert "run.toml: not valid TOML" in message
     assert "line 3" in message
-    assert message.endswith(": lr = 2."), "tomli does not name a key that is written twice"
 
 
-@pytest.mark.parametrize("value", ["[" * 500 + "]" * 500, "[" * 5000, "[" * 40 + "]" * 40, "9" * 5000, "\udcff"])
+@pytest.mark.parametrize("value", ["[" * 500 + "]" * 500, "[" * 5000, "9" * 5000, "\udcff"])
 def test_a_value_beyond_a_parser_is_a_recipe_error(tmp_path: Path, value: str) -> None:
     """Too deep, too long, or bytes that are not text."""
     path = tmp_path / "run.toml"
@@ -165,9 +116,7 @@ def test_a_value_beyond_a_parser_is_a_recipe_error(tmp_path: Path, value: str) -
     assert "cannot be read" in error_of(lambda: load(tmp_path))
 
 
-def test_the_error_of_a_missing_file_names_a_similar_file_or_a_few(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_of_a_missing_file_names_a_similar_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "", "llama_muon.toml")
     write(tmp_path, "", "qwen_moe_muon.toml")
     message = error_of(lambda: load(tmp_path / "qwen_mo_muon.toml"))
@@ -175,14 +124,9 @@ def test_the_error_of_a_missing_file_names_a_similar_file_or_a_few(
     assert f"Did you mean {tmp_path / 'qwen_moe_muon.toml'}?" in message
     assert "llama" not in message
     monkeypatch.chdir(tmp_path)
-    write(tmp_path, "", "pyproject.toml")
     write(tmp_path, "", "configs/qwen.toml")
     assert "Did you mean configs/qwen.toml?" in error_of(lambda: load("qwen"))
-    beside = "Recipes here: configs/qwen.toml, llama_muon.toml, qwen_moe_muon.toml."
-    assert error_of(lambda: load("nothere.toml")).endswith(f"no such file. {beside}")
-    for number in range(30):
-        write(tmp_path, "", f"{number}.toml")
-    assert error_of(lambda: load("nothere.toml")).count(".toml") == 9
+    assert error_of(lambda: load("nothere.toml")) == "nothere.toml: no such file."
 
 
 # Rules

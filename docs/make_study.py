@@ -1,0 +1,221 @@
+"""Writes docs/results/study.md and its picture from the sweeps in docs/results/study.
+
+    python docs/make_study.py
+
+Each sweep's page has the command that trains it. A repeated command trains nothing that `sweep.json` has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+FOLDER = Path(__file__).parent / "results" / "study"
+PAGE, PICTURE = FOLDER.with_suffix(".md"), FOLDER / "study.png"
+MODELS = {"llama": "dense", "qwen_moe": "mixture of experts"}
+COLORS = {"muon": "#0072B2", "adamw": "#D55E00", "normuon": "#009E73"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run. `rate`: of Muon, or of AdamW alone. `vectors`: AdamW's rate. `curve`: held-out loss by million tokens."""
+
+    model: str
+    optimizer: str
+    rate: float
+    vectors: float
+    seed: int
+    curve: dict[float, float]
+    seconds_per_step: float
+
+    @property
+    def tokens(self) -> float:
+        return max(self.curve)
+
+    @property
+    def loss(self) -> float:
+        return self.curve[self.tokens]
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        return self.model, self.optimizer, self.rate, self.vectors, round(self.tokens)
+
+
+def read_runs() -> list[Run]:
+    """The finished runs of all sweeps, each once."""
+    runs: dict[tuple[Any, ...], Run] = {}
+    for file in sorted(FOLDER.glob("*/sweep.json")):
+        for result in json.loads(file.read_text(encoding="utf-8"))["results"]:
+            if result["error"] is not None:
+                continue
+            keys, last = result["keys"], max(map(int, result["loss"]))
+            model, is_adamw = result["recipe"].rsplit("_", 1)[0], result["recipe"].endswith("adamw")
+            vectors = keys["adamw.lr"]
+            run = Run(
+                model,
+                "adamw" if is_adamw else keys.get("muon.algorithm", "muon"),
+                vectors if is_adamw else keys["muon.lr"],
+                vectors,
+                keys.get("training.seed", 0),
+                {int(step) / last * result["tokens"] / 1e6: loss for step, loss in result["val_loss"].items()},
+                result["step_seconds"],
+            )
+            runs[run.setting, run.seed] = run
+    return list(runs.values())
+
+
+def by_setting(runs: Iterable[Run]) -> list[list[Run]]:
+    """The runs of each setting, which differ by their seeds."""
+    groups: dict[tuple[Any, ...], list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.setting, []).append(run)
+    return list(groups.values())
+
+
+def spread(losses: Sequence[float]) -> str:
+    """Mean ± standard deviation."""
+    return f"{mean(losses):.3f}" + (f" ± {stdev(losses):.3f}" if len(losses) > 1 else "")
+
+
+def final(group: Sequence[Run]) -> float:
+    """The mean last loss."""
+    return mean(run.loss for run in group)
+
+
+def tokens_to(group: Sequence[Run], loss: float) -> float | None:
+    """Millions of tokens after which the mean curve first is at most `loss`, between two validations; None: never."""
+    points = [(tokens, mean(run.curve[tokens] for run in group)) for tokens in group[0].curve]
+    for (before, high), (after, low) in pairwise(points):
+        if low <= loss < high:
+            return before + (after - before) * (high - loss) / (high - low)
+    return None
+
+
+def table(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """A line for each setting, the best of each optimizer and length bold."""
+    best: dict[tuple[str, int], float] = {}
+    for group in groups:
+        key = group[0].optimizer, round(group[0].tokens)
+        best[key] = min(best.get(key, final(group)), final(group))
+    lines = ["| optimizer | tokens | its rate | AdamW's rate | seeds | held-out loss | s a step |", "|---" * 7 + "|"]
+    for group in sorted(groups, key=lambda group: (group[0].setting[4], *group[0].setting[1:4])):
+        run, loss = group[0], spread([run.loss for run in group])
+        if final(group) == best[run.optimizer, round(run.tokens)]:
+            loss = f"**{loss}**"
+        seconds = mean(run.seconds_per_step for run in group)
+        cells = run.optimizer, f"{run.tokens:.2f} M", f"{run.rate:g}", f"{run.vectors:g}", len(group), loss
+        lines.append(f"| {' | '.join(map(str, cells))} | {seconds:.2f} |")
+    return lines
+
+
+def found(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """What the longest runs of Muon and AdamW show."""
+    longest = {
+        name: min(
+            (group for group in groups if group[0].optimizer == name),
+            key=lambda group: (-round(group[0].tokens), final(group)),
+            default=None,
+        )
+        for name in ("muon", "adamw")
+    }
+    muon, adamw = longest["muon"], longest["adamw"]
+    if muon is None or adamw is None or round(muon[0].tokens) != round(adamw[0].tokens):
+        return []
+    difference = final(adamw) - final(muon)
+    better = "lower" if difference > 0 else "higher"
+    lines = [
+        f"After {muon[0].tokens:.1f} M tokens and at the best rate of each, Muon's held-out loss is "
+        f"{abs(difference):.3f} nats {better} than AdamW's ({len(muon)} and {len(adamw)} seeds)."
+    ]
+    needed = tokens_to(muon, final(adamw)) if difference > 0 else tokens_to(adamw, final(muon))
+    if needed is not None:
+        first, other = ("Muon", "AdamW") if difference > 0 else ("AdamW", "Muon")
+        seconds = {name: mean(run.seconds_per_step for run in group) for name, group in longest.items() if group}
+        ratio = seconds["muon"] / seconds["adamw"]
+        time = needed / muon[0].tokens * (ratio if difference > 0 else 1 / ratio)
+        lines.append(
+            f"{first} is at {other}'s last loss after {needed:.2f} M tokens, {needed / muon[0].tokens:.0%} of them and "
+            f"{time:.0%} of the seconds: a step of Muon takes {ratio:.2f} times as long on this CPU."
+        )
+    return lines
+
+
+def picture(runs: Sequence[Run]) -> Figure:
+    """By model: the loss by tokens of the best setting of each optimizer and length, and the last loss by rate."""
+    models = [model for model in MODELS if any(run.model == model for run in runs)]
+    figure = Figure(figsize=(12, 4.5 * len(models)), dpi=100, layout="constrained")
+    for (curves, rates), model in zip(figure.subplots(len(models), 2, squeeze=False), models, strict=True):
+        groups = by_setting(run for run in runs if run.model == model)
+        draw_curves(curves, groups)
+        draw_rates(rates, groups)
+        curves.set_title(f"{MODELS[model]}: held-out loss, best rates")
+        rates.set_title(f"{MODELS[model]}: last held-out loss by rate")
+    return figure
+
+
+def draw_curves(axes: Axes, groups: Sequence[Sequence[Run]]) -> None:
+    """The best setting of each optimizer among the longest runs, with a band over seeds."""
+    longest = max(round(group[0].tokens) for group in groups)
+    for name, color in COLORS.items():
+        mine = [group for group in groups if group[0].optimizer == name and round(group[0].tokens) == longest]
+        if not mine:
+            continue
+        best = min(mine, key=final)
+        tokens = sorted(best[0].curve)
+        losses = [[run.curve[place] for run in best] for place in tokens]
+        axes.plot(tokens, [mean(at) for at in losses], color=color, marker=".", label=f"{name}, {len(best)} seed(s)")
+        if len(best) > 1:
+            low, high = ([mean(at) + sign * stdev(at) for at in losses] for sign in (-1, 1))
+            axes.fill_between(tokens, low, high, color=color, alpha=0.2, linewidth=0)
+    # The first losses would hide the differences of the last.
+    axes.set(xlabel="tokens (millions)", ylabel="loss (nats per token)", yscale="log")
+    axes.legend()
+    axes.grid(alpha=0.3, which="both")
+
+
+def draw_rates(axes: Axes, groups: Sequence[Sequence[Run]]) -> None:
+    """The last loss by rate, at the rate of AdamW's vectors that most runs of Muon share."""
+    shortest = min(round(group[0].tokens) for group in groups)
+    for name, color in COLORS.items():
+        mine = [group for group in groups if group[0].optimizer == name and round(group[0].tokens) == shortest]
+        vectors = [group[0].vectors for group in mine]
+        shared = max(set(vectors), key=vectors.count, default=None)
+        points = sorted((g[0].rate, final(g)) for g in mine if name == "adamw" or g[0].vectors == shared)
+        axes.plot([rate for rate, _ in points], [loss for _, loss in points], color=color, marker="o", label=name)
+    axes.set(xscale="log", xlabel="learning rate", ylabel="loss (nats per token)")
+    axes.legend()
+    axes.grid(alpha=0.3, which="both")
+
+
+HEAD = """# Muon beside AdamW
+
+Measured on a CPU by training the two small recipes with 32 sequences of 128 bytes of text of Python's standard library
+a step. Losses are held-out losses in nats per token, mean ± standard deviation over seeds. `docs/make_study.py` writes
+this page from the sweeps below; each has its command, its commit and its data.
+"""
+
+
+def written(runs: Sequence[Run]) -> str:
+    """The page."""
+    parts = [HEAD, "![Held-out loss by tokens and by rate](study/study.png)\n"]
+    for model, title in MODELS.items():
+        groups = by_setting(run for run in runs if run.model == model)
+        if groups:
+            parts += [f"## {title.capitalize()}\n", "\n\n".join(found(groups)) + "\n", "\n".join(table(groups)) + "\n"]
+    sweeps = sorted(file.parent.name for file in FOLDER.glob("*/sweep.md"))
+    parts.append("Sweeps: " + ", ".join(f"[{name}](study/{name}/sweep.md)" for name in sweeps) + ".\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    finished = read_runs()
+    picture(finished).savefig(PICTURE)
+    PAGE.write_text(written(finished), encoding="utf-8")
