@@ -84,12 +84,11 @@ class Trainee:
     def __init__(self, recipe: Recipe, folder: str) -> None:
         from titan_muon.titan import compat
         from titan_muon.titan.run.runs import Run
-        from titan_muon.titan.run.signals import StopSignals
         from titan_muon.titan.run.trainer_config import trainer_config
 
         compat.forget_meshes()
         trainer = trainer_config(recipe, Run(folder), dist.get_world_size()).build()
-        trainer.stop, trainer.stopped, trainer.first_step = StopSignals(None), False, False
+        trainer.is_first_step = False
         # A reported step reads the loss and writes.
         trainer.metrics_processor.should_log = lambda step: False
         self.trainer = trainer

@@ -245,7 +245,7 @@ class PassCase:
         table = Table(tiles, words, self.flat, self.aligned)
         lists = [[torch.empty(1, dtype=getattr(torch, name), device="meta")] for name in self.dtypes]
         if self.kernel == "momentum":
-            return momentum_launch(table, lists, 0.95, None, nesterov=True, ahead=False)
+            return momentum_launch(table, lists, 0.95, None, nesterov=True)
         seed = 1 if self.dtypes[0] == "bfloat16" else None
         return update_launch(table, lists, 0.99, -0.02, seed, None, cautious=self.cautious)
 

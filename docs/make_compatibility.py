@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -330,11 +330,16 @@ RECIPE_SAMPLES: Mapping[str, tuple[Any, ...]] = {
 
 def recipe_settings() -> Iterator[Setting]:
     """Every key of a recipe with each of its other choices, or with sample values."""
-    default, ranges = schema.values(Recipe()), schema.ranges(Recipe)
+    default, ranges = schema.values(Recipe()), schema.keys(Recipe, ranges=True)
     for key, kind in schema.keys(Recipe).items():
         for value in RECIPE_SAMPLES.get(key) or _others(kind, default[key]):
-            if value != default[key] and (key not in ranges or ranges[key].holds(value)):
+            if value != default[key] and _in_range(ranges[key], value):
                 yield key, value
+
+
+def _in_range(kind: Any, value: Any) -> bool:
+    ranges = (part for part in (kind, *get_args(kind)) if get_origin(part) is Annotated)
+    return all(part.__metadata__[0].holds(value) for part in ranges)
 
 
 def _others(kind: Any, value: Any) -> tuple[Any, ...]:

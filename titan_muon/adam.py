@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.optim.adam import adam
 
 from .comm.agreement import Agreement
 from .comm.clip import HostCopy, SkipsSteps
-from .comm.faults import Fault, check_faults, names_with
+from .comm.faults import Fault, allowed_faults, check_faults, names_with
 from .comm.report import FaultReport
 from .muon import Muon
 from .options import SLOWEST_IN_BFLOAT16, MissingGrad, Nonfinite, Offload, OptionError, StateDtype
@@ -35,46 +35,33 @@ VECTOR = 64
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
 
-CHANGED: Mapping[Offload, tuple[str, ...]] = {
-    "none": (),
-    "state": ("average", "square_average"),
-    "parameters": ("average", "square_average", "param"),
+ON_HOST: Mapping[Offload, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "none": ((), ()),
+    "state": (AVERAGES, ()),
+    "parameters": ((*AVERAGES, "param"), ("grad",)),
 }
-"""Fields of Elements that move to the device and back."""
-
-READ: Mapping[Offload, tuple[str, ...]] = {"none": (), "state": (), "parameters": ("grad",)}
-"""Fields that only move to the device."""
+"""Fields of Elements that move to the device and back, and fields that only move to the device."""
 
 
-@dataclass(frozen=True)
-class Elements:
+class Elements(NamedTuple):
     """Some or all of a parameter's elements on this rank."""
 
     param: Tensor
     grad: Tensor
-    average: Tensor
-    square_average: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
     step: Tensor
 
     def element_bytes(self, names: Iterable[str]) -> int:
         return sum(getattr(self, name).element_size() for name in names)
 
 
-@dataclass(frozen=True)
-class ElementBatch:
-    """Parts with one group and one dtype, updated together."""
+Batch = tuple[Mapping[str, Any], list[Elements]]
+"""A group, and parts with one dtype, updated together."""
 
-    group: Mapping[str, Any]
-    parts: tuple[Elements, ...]
 
-    def tensors(self, names: Iterable[str]) -> list[Tensor]:
-        return [getattr(part, name) for name in names for part in self.parts]
-
-    def with_tensors(self, names: Sequence[str], tensors: Sequence[Tensor]) -> ElementBatch:
-        """Replace tensors, in the order of `self.tensors(names)`."""
-        count = len(self.parts)
-        parts = (replace(part, **dict(zip(names, tensors[i::count], strict=True))) for i, part in enumerate(self.parts))
-        return replace(self, parts=tuple(parts))
+def _tensors(parts: Sequence[Elements], names: Iterable[str]) -> list[Tensor]:
+    return [getattr(part, name) for name in names for part in parts]
 
 
 class AdamW(SkipsSteps, torch.optim.AdamW):
@@ -154,12 +141,12 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self._skipped = skipped
         batches = tuple(self._batches())
         if self._offload == "none":
-            for batch in batches:
-                self._update(batch)
+            for group, parts in batches:
+                self._update(group, parts)
         elif batches:
             self._update_in_window(batches)
         if skipped is not None:
-            steps = {part.step for batch in batches for part in batch.parts if is_host(part.step.device)}
+            steps = {part.step for _, parts in batches for part in parts if is_host(part.step.device)}
             self._counted = HostCopy(skipped), tuple(steps)
         return loss
 
@@ -184,44 +171,44 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         return [name for name, _ in named_parameters(self.param_groups)]
 
     def on_faults(self, faults: Sequence[Fault]) -> None:
-        chosen = {Fault.NOT_FINITE: self._nonfinite, Fault.NO_GRADIENT: self._missing_grad}
-        check_faults(self.names(), faults, [fault for fault, choice in chosen.items() if choice == "skip"])
+        check_faults(self.names(), faults, allowed_faults(self._missing_grad, self._nonfinite))
         if names := names_with(self.names(), faults, Fault.NOT_FINITE):
             warn(f"{names}: a gradient was not finite, and AdamW changed nothing in that step")
 
-    def _update_in_window(self, batches: Sequence[ElementBatch]) -> None:
-        changed, read = CHANGED[self._offload], READ[self._offload]
+    def _update_in_window(self, batches: Sequence[Batch]) -> None:
+        changed, read = ON_HOST[self._offload]
         if self._window is None:
             first = next(p for group in self.param_groups for p in group["params"] if p.grad is not None)
             self._window = Window(step_device(first))
-        self._window.begin([Transfer(batch.tensors(changed), batch.tensors(read)) for batch in batches])
-        for batch in batches:
-            self._update(batch.with_tensors((*changed, *read), self._window.take()))
+        self._window.begin([Transfer(_tensors(parts, changed), _tensors(parts, read)) for _, parts in batches])
+        for group, parts in batches:
+            tensors = self._window.take()
+            by_part = (dict(zip((*changed, *read), tensors[i :: len(parts)], strict=True)) for i in range(len(parts)))
+            self._update(group, [part._replace(**moved) for part, moved in zip(parts, by_part, strict=True)])
             self._window.give_back()
         self._window.end()
         if "param" in changed:
             self._window.synchronize()
 
-    def _batches(self) -> Iterator[ElementBatch]:
-        bounded = self._offload != "none" or self._state_dtype == "bfloat16" or self._skipped is not None
-        moved = (*CHANGED[self._offload], *READ[self._offload]) if self._offload != "none" else CHANGED["state"]
-        limit = BATCH_BYTES if bounded else math.inf
+    def _batches(self) -> Iterator[Batch]:
+        """Parts of at most BATCH_BYTES in the fields that move or are converted, or else whole parameters."""
+        moved = [*chain(*ON_HOST[self._offload])]
+        if self._state_dtype == "bfloat16" or self._skipped is not None:
+            moved = moved or [*AVERAGES]
+        limit = BATCH_BYTES if moved else math.inf
         for group in self.param_groups:
-            parts = self._parts(group, moved if bounded else ())
+            parts = (part for whole in self._elements(group) for part in (_cut(whole, moved) if moved else (whole,)))
             batches = grouped(
                 parts, lambda part: part.param.dtype, limit, lambda part: part.param.numel() * part.element_bytes(moved)
             )
-            yield from (ElementBatch(group, tuple(batch)) for batch in batches)
+            yield from ((group, batch) for batch in batches)
 
-    def _parts(self, group: Mapping[str, Any], bounded: Sequence[str]) -> Iterator[Elements]:
-        """Parts with at most BATCH_BYTES each in the fields `bounded`."""
+    def _elements(self, group: Mapping[str, Any]) -> Iterator[Elements]:
         for fqn, parameter in named_parameters([group]):
-            if parameter.grad is None:
-                continue
-            state = self._state_of(parameter, group)
-            average, square = (local(state[name]) for name in AVERAGES)
-            whole = Elements(local(parameter), _grad_of(fqn, parameter), average, square, state["step"])
-            yield from _cut(whole, whole.element_bytes(bounded)) if bounded else [whole]
+            if parameter.grad is not None:
+                state = self._state_of(parameter, group)
+                average, square = (local(state[name]) for name in AVERAGES)
+                yield Elements(local(parameter), _grad_of(fqn, parameter), average, square, state["step"])
 
     def _state_of(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
@@ -236,22 +223,22 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         step = torch.zeros((), dtype=torch.float32, device=device)
         return {"step": step, **{name: new_state(parameter, dtype, self._offload) for name in AVERAGES}}
 
-    def _update(self, batch: ElementBatch) -> None:
-        group, parts, states = batch.group, batch.parts, batch.tensors(CHANGED["state"])
+    def _update(self, group: Mapping[str, Any], parts: Sequence[Elements]) -> None:
+        states = _tensors(parts, AVERAGES)
         wide = [state.to(parts[0].param.dtype) for state in states]
         found_inf, kept = getattr(self, "found_inf", None), list[Tensor]()
-        changed = [*(part.param for part in parts), *wide]
+        changed = [*_tensors(parts, ["param"]), *wide]
         if self._skipped is not None:
             # The fused kernel skips. Tensors changed by other kernels get their old values back.
             found_inf = self._skipped.float() if group["fused"] else None
             kept = [] if group["fused"] else [tensor.clone() for tensor in changed]
         adam(
-            [part.param for part in parts],
-            [part.grad for part in parts],
+            _tensors(parts, ["param"]),
+            _tensors(parts, ["grad"]),
             wide[: len(parts)],
             wide[len(parts) :],
             [],
-            [part.step for part in parts],
+            _tensors(parts, ["step"]),
             foreach=group["foreach"],
             fused=group["fused"],
             grad_scale=getattr(self, "grad_scale", None),
@@ -424,14 +411,15 @@ class GradientFaults:
         return broken.any() if skipped is None else broken.any() | skipped
 
 
-def _cut(whole: Elements, element_bytes: int) -> Iterator[Elements]:
+def _cut(whole: Elements, moved: Sequence[str]) -> Iterator[Elements]:
+    """Parts with at most BATCH_BYTES each in the fields `moved`."""
     numel = whole.param.numel()
-    size = max(VECTOR, BATCH_BYTES // element_bytes // VECTOR * VECTOR)
+    size = max(VECTOR, BATCH_BYTES // whole.element_bytes(moved) // VECTOR * VECTOR)
     if size >= numel:
         yield whole
         return
     # view() never copies: an update of a copy would be lost.
-    param, average, square = (tensor.view(-1) for tensor in (whole.param, whole.average, whole.square_average))
+    param, average, square = (tensor.view(-1) for tensor in (whole.param, whole.exp_avg, whole.exp_avg_sq))
     grad = whole.grad.reshape(-1)
     for start in range(0, numel, size):
         part = slice(start, start + size)

@@ -1,62 +1,264 @@
-"""The engine: from tensors to a plan, the parts of its step, and the checks before each step."""
+"""The engine: from tensors to a plan, and this rank's steps of the plan."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .algorithms import algorithm_of
 from .algorithms.muon import highest_rate
-from .comm.agreement import Agreement
+from .comm.agreement import Agreement, PlanReport, digest_of
 from .comm.buffers import Buffers, fragmentation
 from .comm.collectives import Collectives
 from .comm.exchange import Exchange
-from .comm.faults import STORAGE_FAULTS, Fault, check_faults, fault_of, names_with
+from .comm.faults import STORAGE_FAULTS, Fault, allowed_faults, check_faults, names_with
 from .comm.report import FaultReport, Reported
-from .options import MuonOptions
-from .orthogonalize import DTYPES
-from .plan.program import make_program, replicated_plain
+from .features import StepParts, check_plan, overlap_of
+from .options import HYPERPARAMETERS, SHARED, Machine, MuonOptions, OptionError
+from .orthogonalize import DTYPES, Dispatch, Iteration, Method, kernels_for, measured_choices
+from .plan.planner import make_plan
+from .plan.program import collective_ranks, make_program, replicated_plain
+from .plan.search.state import with_state_ranks
+from .plan.search.tensor_parallel import blocks_reason
 from .plan.terms.layout import Geometries
-from .plan.terms.types import Plan
-from .planning import device_of, dispatch_of, methods_of
+from .plan.terms.machine import MachineRates, machine_of
+from .plan.terms.pieces import components
+from .plan.terms.types import Layout, Plan, teams_in
+from .plan.terms.work import Work, WorkOf
 from .state.groups import iteration_changed, iteration_of
 from .state.matrix_states import MatrixStates
+from .state.momentum import kept_by
+from .state.plan_context import PlanContext
 from .step.algorithm import Algorithm, Scaling
-from .step.build_views import build_views
-from .step.gradients import StepGradients, grad_matrix
-from .step.ranges import trace_range
+from .step.foreach import passes_of
+from .step.gradients import StepGradients, checked_inputs
 from .step.rank import Rank
-from .step.step import Hook, MuonStep, UpdateMask
+from .step.step import Overlap, trace_range
 from .tensors.device import is_host
-from .tensors.names import names_in
-from .tensors.storage import TrainedParam, storage_of, with_momentum
+from .tensors.dtensor import mesh_axes, storage_device
+from .tensors.matrices import planned
+from .tensors.storage import TrainedParam, check_devices, device_of, storage_fault, storage_of, with_momentum
 from .tensors.warning import warn
 
-if TYPE_CHECKING:
-    from .features.overlap import Overlap
+# --- from tensors to a plan ---
 
 
-def check_not_captured() -> None:
-    """Raise ValueError if a CUDA graph is being captured on the current stream."""
-    if torch.cuda.is_current_stream_capturing():
-        raise ValueError(
-            "Muon.step cannot be captured in a CUDA graph, because the host reads the faults of the last step; capture "
-            "forward and backward alone, and call step() after the replay"
+def checked_plan(
+    params: Sequence[TrainedParam], options: MuonOptions, separate: Mapping[str, Layout], rank: int
+) -> tuple[Plan, Geometries]:
+    """The plan of a step, and the pieces of the parameters. `separate`: from `separate_layouts`.
+
+    Raises ValueError as `check_devices` and `plan_step`, and if storage on this rank differs from the plan.
+    """
+    if not params:
+        # For example a pipeline stage with the embedding alone.
+        return Plan((), (), (), (), 1, options.wire_bytes, ()), Geometries(())
+    check_devices(params)
+    iterations = tuple(iteration_of(trained.group) for trained in params)
+    named = [(trained.fqn, trained.param) for trained in params]
+    kept = {trained.fqn: ranks for trained in params if (ranks := kept_by(trained))}
+    plan = plan_step(named, iterations, dispatch_of(device_of(params), options), options, separate, kept)
+    geometries = Geometries(plan.parameters)
+    for index, trained in enumerate(params):
+        device = storage_device(trained.param)
+        if options.offload == "parameters" and trained.on_mesh and not is_host(device):
+            raise ValueError(
+                f"{trained.fqn}: is on {device}, and offload = 'parameters' takes what is on the host; keep all of "
+                "Muon's parameters there, or none"
+            )
+        if fault := storage_fault(trained.fqn, trained.param, geometries[index], rank):
+            raise ValueError(fault)
+    return plan, geometries
+
+
+def dispatch_of(device: torch.device, options: MuonOptions) -> Dispatch:
+    """The choice of Newton-Schulz methods."""
+    machine = planning_machine(options.machine, device.type)
+    kernels, choices = kernels_for(options.ns_kernel, device), measured_choices(device)
+    names = options.orthogonalize, options.ns_dtype, device.type
+    return Dispatch(*names, kernels, machine=machine, float16=choices.float16)
+
+
+def planning_machine(options: Machine, device: str) -> MachineRates:
+    """The rates for a device type. Raises OptionError for an unreadable or invalid file."""
+    measured = None
+    if options.file is not None:
+        try:
+            measured = Path(options.file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            problem = f"= {options.file!r} cannot be read ({error}); name the machine.json that `make gpu` wrote"
+            raise OptionError("machine.file", problem) from error
+    return machine_of(options, device, measured)
+
+
+def plan_step(
+    named: Sequence[tuple[str, Tensor]],
+    iterations: Sequence[Iteration],
+    dispatch: Dispatch,
+    options: MuonOptions,
+    separate: Mapping[str, Layout] = MappingProxyType({}),
+    kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> Plan:
+    """The plan of a step on (name, parameter) pairs, each with a Newton-Schulz iteration.
+
+    `separate`: from `separate_layouts`. `kept`: present state ranks by name, if not all holders. Never communicates:
+    parameters may be on the meta device and the fake process group. Raises ValueError for a parameter without matrices,
+    and for a split with a mismatched shape.
+    """
+    if options.fused == "auto":
+        from .algorithms.fused import with_fused
+
+        options = with_fused(options, torch.device(dispatch.device), [tensor for _, tensor in named])
+    parameters = [planned(fqn, tensor, options.split, separate.get(fqn)) for fqn, tensor in named]
+    algorithm, work_of = algorithm_of(options), _work_of(iterations, dispatch, options.wire_bytes)
+    passes = passes_of({tensor.dtype for _, tensor in named}, options, dispatch.device, algorithm.temporary_bytes)
+    parameters_with_keepers = with_state_ranks(parameters, options, work_of, kept)
+    plan = make_plan(parameters_with_keepers, work_of, options, dispatch.machine, passes)
+    check_plan(PlanContext(options, parameters, plan, named, iterations, dispatch.device), algorithm)
+    if note := blocks_reason(options, parameters, plan.parameters):
+        warn(f"{note}; the other modes are exact")
+    return plan
+
+
+def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: int) -> WorkOf:
+    def work(index: int, rows: int, cols: int, slices: int = 1, /) -> Work:
+        steps = iterations[index].steps
+        method = dispatch.choose(rows, cols, steps, slices)
+        # So that equal digests imply equal computations.
+        return Work(
+            method=f"{method}; {iterations[index]}",
+            flops=method.flops(rows, cols, steps),
+            reason=method.reason,
+            batch=method.batch,
+            bytes=method.work_bytes(rows, cols, dispatch.device, wire_bytes),
+            dtype=method.dtype,
+            team=method.team(rows, cols, steps),
         )
 
+    return work
 
-def allowed_faults(options: MuonOptions) -> tuple[Fault, ...]:
-    """Faults that skip a matrix instead of raising."""
-    chosen = {Fault.NOT_FINITE: options.nonfinite, Fault.NO_GRADIENT: options.missing_grad}
-    return tuple(fault for fault, choice in chosen.items() if choice == "skip")
+
+def _methods_of(plan: Plan, iterations: Sequence[Iteration], dispatch: Dispatch) -> Iterator[Method]:
+    """The Newton-Schulz method of each work."""
+    first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
+    for matrix in (first[work] for work in range(len(plan.works))):
+        count = 1 if matrix.slice is None else matrix.slice.count
+        yield dispatch.choose(*matrix.whole_shape, iterations[matrix.parameter].steps, count)
+
+
+LOCAL_OPTIONS = (
+    "orthogonalize",
+    "ns_dtype",
+    "ns_kernel",
+    "release_grads",
+    "keep_buffers",
+    "split",
+    "buffer_bytes",
+    "machine",
+    "offload",
+)
+"""Options that may differ between ranks, for example `machine.file` between nodes."""
+
+
+def report_of(
+    plan: Plan,
+    geometries: Geometries,
+    params: Sequence[TrainedParam],
+    options: MuonOptions,
+    groups: Sequence[Mapping[str, Any]],
+    others: Mapping[str, Reported],
+    all_ranks: tuple[int, ...],
+    *,
+    optional: bool = False,
+) -> PlanReport:
+    """The part of a plan to agree on before the first step. `all_ranks`: of the process group."""
+    parts = {
+        "parameters": [(p.fqn, p.layout.shape, p.layout.placements, p.layout.mesh.ranks) for p in plan.parameters],
+        # A learning rate in a tensor prints its device, which differs between ranks.
+        "hyperparameters": [
+            {key: group[key].item() if isinstance(group[key], Tensor) else group[key] for key in HYPERPARAMETERS}
+            for group in groups
+        ],
+        "options": {name: getattr(options, name) for name in SHARED if name not in LOCAL_OPTIONS},
+        "others": [(name, other.names(), len(other.param_groups)) for name, other in others.items()],
+        "plan": plan.digest(),
+    }
+    teams = {team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()}
+    travelling, replica_groups = collective_ranks(plan, geometries)
+    exclusive = travelling if options.overlap == "backward" else set()
+    buckets = tuple(sorted({*(travelling - exclusive), *teams, *replica_groups}))
+    sharing = tuple(sorted(set(components(_sharing(plan, every=options.missing_grad == "skip")).values())))
+    # From layouts, because all ranks, also outside a mesh, must create equal groups.
+    existing = {all_ranks}
+    for trained, parameter in zip(params, plan.parameters, strict=True):
+        existing.update(mesh_axes(trained.param, parameter.layout))
+    return PlanReport(
+        ranks=tuple(sorted({rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks})),
+        buckets=buckets,
+        groups=tuple(sorted({*buckets, *sharing} - existing)),
+        exclusive=tuple(sorted(exclusive)),
+        sharing=sharing,
+        parts=tuple((name, digest_of(part).hex()[:16]) for name, part in parts.items()),
+        optional=optional,
+    )
+
+
+def _sharing(plan: Plan, *, every: bool) -> Iterator[tuple[int, ...]]:
+    """Sets of ranks that decide together about missing gradients."""
+    yield from (bucket.group for bucket in plan.buckets)
+    # Replicas of a plain tensor may get a gradient only on some ranks. Replicas of a DTensor get all or none.
+    for index, ranks in enumerate(plan.local):
+        if len(ranks) > 1 and (every or plan.parameters[plan.matrices[index].parameter].plain):
+            yield ranks
+
+
+# --- the steps of a plan ---
+
+
+def engine_of(
+    plan: Plan,
+    geometries: Geometries,
+    params: Sequence[TrainedParam],
+    options: MuonOptions,
+    collectives: Collectives,
+    agreement: Agreement,
+    states: MatrixStates,
+    overlap: Overlap | None,
+    *,
+    muon: Optimizer,
+    others: Mapping[str, Reported],
+) -> Engine:
+    """The engine of a plan. `overlap`: of the engine before. `others`: optimizers in Muon's report, by name."""
+    program = make_program(plan, agreement.rank, geometries)
+    buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype], kept=options.keep_buffers)
+    names = [trained.fqn for trained in params]
+    iterations = tuple(iteration_of(trained.group) for trained in params)
+    rank = Rank(
+        plan,
+        program,
+        tuple(params),
+        tuple(map(storage_of, params, plan.parameters)),
+        iterations,
+        tuple(_methods_of(plan, iterations, dispatch_of(buffers.device, options))),
+        buffers,
+        Exchange(program, buffers, collectives, agreement, exclusive=options.overlap == "backward"),
+        FaultReport(names, {"muon": muon}, others, buffers.device, agreement, replicated_plain(plan)),
+        agreement,
+        options,
+    )
+    # The overlap of the engine before, because hooks in the model hold it.
+    engine = Engine(rank, algorithm_of(options), states, overlap_of(options) if overlap is None else overlap)
+    engine.allocate()
+    return engine
 
 
 class Engine:
@@ -69,111 +271,31 @@ class Engine:
         orthogonalized: number of matrices that a step orthogonalizes on this rank.
     """
 
-    def __init__(self, rank: Rank, algorithm: Algorithm, states: MatrixStates, overlap: Overlap | None = None) -> None:
-        # The overlap of the engine before, because hooks in the model hold it.
-        self.overlap = _overlap(rank.options) if overlap is None else overlap
-        self._algorithm = algorithm
-        self._allowed = allowed_faults(rank.options)
-        self._idle: Any = None
-        self._make(rank, states)
+    def __init__(self, rank: Rank, algorithm: Algorithm, states: MatrixStates, overlap: Overlap | None) -> None:
+        self._algorithm, self.overlap = algorithm, overlap
+        self._allowed = allowed_faults(rank.options.missing_grad, rank.options.nonfinite)
+        self._make(rank, states, None)
 
-    def _make(self, rank: Rank, states: MatrixStates) -> None:
-        """Make the step for `rank`: its seams, and the stack of decorators."""
-        options, algorithm = rank.options, self._algorithm
+    def _make(self, rank: Rank, states: MatrixStates, before: StepParts | None) -> None:
         self.rank, self._states = rank, states
-        self._names = frozenset(trained.fqn for trained in rank.params)
         # Attributes of groups that a step compares by value.
         keys = ("ns_coefficients", "ns_steps", "eps")
         self._iterations = [tuple(trained.group[key] for key in keys) for trained in rank.params]
-        hooks, batch_type = list[Hook](), None
-        if options.fused:
-            from .algorithms.fused import Fused, Tables
-
-            tables = Tables(rank)
-            algorithm = Fused(algorithm, tables)
-            hooks.append(tables)
-        if algorithm.sums_norms:
-            from .features.weight_norms import WeightNorms, WithWeightNorms
-
-            norms = WeightNorms(rank)
-            algorithm = WithWeightNorms(algorithm, norms)
-            states = {number: {**states.get(number, {}), **norm} for number, norm in norms.states.items()}
-            hooks.append(norms)
-        if any(matrix.slice is not None for matrix in rank.plan.matrices):
-            from .features.slices import SliceBatches
-
-            batch_type = SliceBatches(rank)
-        made = build_views(rank, self._algorithm, states, batch_type)
-        views, self.workspace, self.offload = made.buckets, made.workspace, None
-        if options.offload != "none":
-            from .features.offload import HostOffload
-
-            self.offload = HostOffload(rank, views, options.offload)
-            views = self.offload.views
-            hooks.append(self.offload)
-        self._mask, skipped = UpdateMask(rank.report), None
-        if self._allowed or options.idle == "hold":
-            from .features.mask import GradientMask, IdleSteps
-
-            self._idle = self._idle or IdleSteps(rank.plan, rank.device)
-            self._mask = GradientMask(rank, views, self._allowed, self._idle)
-            hooks.append(self._mask)
-            skipped = self._mask.skipped if self._allowed else None
-        if self.overlap is not None:
-            hooks.append(self.overlap)
-        self.orthogonalized = sum(len(batch.matrices) for of in views for _, batch, _ in of.batches)
-        self._undecorated, self._skipped = algorithm, skipped
-        seams = self._decorated(), self._mask, self.overlap, self.offload, hooks
-        self.step = MuonStep(rank.program, views, rank.exchange, rank.report, *seams)
-
-    def _decorated(self, scaling: Scaling | None = None) -> Algorithm:
-        """The stack of decorators, innermost first: keeping, unscaling, and the format of the momentum."""
-        algorithm = self._undecorated
-        if self._skipped is not None:
-            from .algorithms.keeping import Keeping
-
-            algorithm = Keeping(algorithm, self._skipped)
-        if scaling is not None:
-            from .algorithms.scaling import scaled
-
-            algorithm = algorithm.scaled(scaling) or scaled(algorithm, scaling)
-        if self.rank.options.state_dtype == "int8":
-            from .algorithms.eight_bit import EightBit
-
-            # Outermost, because restored numbers would not fit restored scales.
-            algorithm = EightBit(algorithm, self.rank)
-        return algorithm
-
-    def run(self, gradients: StepGradients, scaling: Scaling | None = None) -> None:
-        """Run a step. `scaling`: of this step alone."""
-        rank, step = self.rank, self.step
-        rank.buffers.memory.take()
-        self.workspace.take()
-        rank.report.begin(gradients.grads)
-        if scaling is not None:
-            from .algorithms.scaling import SkippedStepMask
-
-            rank.report.add_skipped(scaling.skipped)
-            mask = SkippedStepMask(self._mask, scaling.skipped)
-            step = replace(step, algorithm=self._decorated(scaling), mask=mask)
-        try:
-            step.run(gradients)
-        except RuntimeError as error:
-            rank.agreement.locate(error, rank.report.steps)
-            raise
-        with trace_range("tell"):
-            rank.report.send()
-        self.workspace.free()
-        if self.overlap is None or not self.overlap.holds_memory:
-            rank.buffers.memory.free()
+        self._names = frozenset(trained.fqn for trained in rank.params)
+        self._parts = parts = StepParts(rank, self._algorithm, states, self.overlap, self._allowed, before)
+        self.step, self.workspace, self.offload = parts.step, parts.workspace, parts.offload
+        self.orthogonalized = sum(len(batch.matrices) for of in self.step.views for _, batch, _ in of.batches)
 
     def gradients(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
     ) -> StepGradients:
         """The gradients of the next step. Raises ValueError on all ranks together, before anything changes."""
         rank, overlap = self.rank, self.overlap
-        if rank.buffers.device.type == "cuda":
-            check_not_captured()
+        if rank.buffers.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "Muon.step cannot be captured in a CUDA graph, because the host reads the faults of the last step; "
+                "capture forward and backward alone, and call step() after the replay"
+            )
         # Asking the peers would block the host. So the step leaves out matrices with faults on every rank, and all
         # ranks raise in the next step.
         alone = rank.agreement.peers is None
@@ -182,7 +304,13 @@ class Engine:
             self.finish()
             overlap.ready(self.step)
         with trace_range("check"):
-            faults, grads, moved = self._faults(groups, state)
+            faults, grads, moved = checked_inputs(rank, self._iterations, self._names, groups, state)
+            if rank.options.decay_follows_lr:
+                unknown = (highest_rate(trained.group) is None for trained in rank.params)
+                pairs = zip(unknown, faults, strict=True)
+                faults = [Fault.HIGHEST_RATE_UNKNOWN if is_unknown else fault for is_unknown, fault in pairs]
+            if overlap is not None:
+                faults = overlap.faults(faults)
         if any(faults) or not rank.report.quiet():
             self.raise_pending(faults if alone else ())
         excluded = frozenset[int]()
@@ -198,66 +326,22 @@ class Engine:
         dtypes = {None if g is None else g.dtype for g, p in zip(grads, rank.params, strict=True) if p.on_mesh}
         return StepGradients(grads, excluded, None not in dtypes and len(dtypes) <= 1, rank.params)
 
-    def _faults(
-        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
-    ) -> tuple[list[Fault], list[Tensor | None], bool]:
-        """The fault and (rows, cols) gradient of each parameter before a step, and whether any storage has moved."""
-        rank, current, moved = self.rank, dict[str, Tensor](), False
-        for group in groups:
-            if len(group["param_names"]) != len(group["params"]):
-                names_in(group)
-            current.update(zip(group["param_names"], group["params"], strict=True))
-        faults, grads = [Fault.NONE] * len(rank.params), list[Tensor | None]()
-        for index, trained in enumerate(rank.params):
-            momentum = state.get(trained.param, {}).get("momentum_buffer")
-            if not self._is_unchanged(index, trained, current.get(trained.fqn), momentum):
-                in_place = rank.storage[index].is_of(trained)
-                faults[index] = fault_of(trained, current.get(trained.fqn), momentum, in_place=in_place)
-                moved = moved or not in_place or momentum is not trained.momentum_buffer
-                if iteration_changed(trained.group, rank.iterations[index]):
-                    faults[index] = Fault.NEWTON_SCHULZ_CHANGED
-            if rank.options.decay_follows_lr and highest_rate(trained.group) is None:
-                faults[index] = Fault.HIGHEST_RATE_UNKNOWN
-            grad = trained.param.grad
-            if grad is not None and (not trained.on_mesh or faults[index] is not Fault.NONE):
-                grad = None
-            elif isinstance(grad, DTensor):
-                grad = grad._local_tensor
-            if grad is not None and grad.ndim != 2:
-                grad = grad_matrix(grad, rank.plan.parameters[index])
-            grads.append(grad)
-        if faults and any(current[name].requires_grad for name in current.keys() - self._names):
-            # A thawed parameter has no place in the report.
-            faults[0] = Fault.THAWED
-        return (faults if self.overlap is None else self.overlap.faults(faults)), grads, moved
-
-    def _is_unchanged(self, index: int, trained: TrainedParam, param: Tensor | None, momentum: Tensor | None) -> bool:
-        """Whether parameter, momentum and iteration are as planned, and the gradient is placed like the parameter.
-
-        A fast test of the common case. `fault_of` finds what has changed.
-        """
-        storage, group = self.rank.storage[index], trained.group
-        if (
-            momentum is None
-            or momentum is not trained.momentum_buffer
-            or param is not trained.param
-            or not trained.on_mesh
-        ):
-            return False
-        if (group["ns_coefficients"], group["ns_steps"], group["eps"]) != self._iterations[index]:
-            return False
-        grad, stored, place = param.grad, param, None
-        if isinstance(param, DTensor):
-            stored, place = param._local_tensor, (param.device_mesh, param.placements)
-        if isinstance(momentum, DTensor):
-            momentum = momentum._local_tensor
-        if stored is not storage.local or stored.untyped_storage() is not storage.param_storage:
-            return False
-        if momentum.untyped_storage() is not storage.momentum_storage or grad is None or grad.layout != torch.strided:
-            return False
-        if isinstance(grad, DTensor):
-            return ((grad.device_mesh, grad.placements), tuple(grad._local_tensor.shape)) == trained.key
-        return (place, tuple(grad.shape)) == trained.key
+    def run(self, gradients: StepGradients, scaling: Scaling | None = None) -> None:
+        """Run a step. `scaling`: of this step alone."""
+        rank = self.rank
+        rank.buffers.memory.take()
+        self.workspace.take()
+        rank.report.begin(gradients.grads)
+        try:
+            (self.step if scaling is None else self._parts.scaled(scaling)).run(gradients)
+        except RuntimeError as error:
+            rank.agreement.locate(error, rank.report.steps)
+            raise
+        with trace_range("tell"):
+            rank.report.send()
+        self.workspace.free()
+        if self.overlap is None or not self.overlap.holds_memory:
+            rank.buffers.memory.free()
 
     def raise_pending(self, faults: Sequence[Fault] = (), *, alone: bool = False) -> None:
         """Raise ValueError for the last report and `faults`, and warn of faults that the options allow.
@@ -283,18 +367,15 @@ class Engine:
         if self.offload is not None:
             # Momentum on the host is healed next.
             self.offload.synchronize()
-        self._heal(own)
+        # Non-finite momentum would keep later updates zero.
+        for fault, storage in zip(own, self.rank.storage, strict=True):
+            if fault in (Fault.NOT_FINITE, Fault.NO_GRADIENT):
+                storage.momentum.nan_to_num_(0.0, 0.0, 0.0)
         names = report.names[: len(own)]
         check_faults(names, own, self._allowed, "" if alone else report.details(reported))
         report.tell_others(reported)
         if broken := names_with(names, own, Fault.NOT_FINITE):
             warn(f"{broken}: not finite; the update of those matrices was zero in a step")
-
-    def _heal(self, faults: Sequence[Fault]) -> None:
-        """Zero non-finite momentum of faulty parameters, because later updates would stay zero."""
-        for fault, storage in zip(faults, self.rank.storage, strict=True):
-            if fault in (Fault.NOT_FINITE, Fault.NO_GRADIENT):
-                storage.momentum.nan_to_num_(0.0, 0.0, 0.0)
 
     def finish(self) -> None:
         """End what the last step left to a forward."""
@@ -350,45 +431,5 @@ class Engine:
         """The same plan and buffers for new storage, momentum, `offload` or states of matrices."""
         storage = tuple(map(storage_of, params, self.rank.plan.parameters))
         rank = replace(self.rank, params=tuple(params), storage=storage, options=options)
-        self._make(rank, self._states if states is None else states)
+        self._make(rank, self._states if states is None else states, self._parts)
         self.attach()
-
-
-def _overlap(options: MuonOptions) -> Overlap | None:
-    if options.overlap == "backward":
-        from .features.backward import BackwardGathers
-
-        return BackwardGathers()
-    if options.overlap == "forward":
-        from .features.forward import ForwardUpdates
-
-        return ForwardUpdates()
-    return None
-
-
-def engine_of(
-    plan: Plan,
-    geometries: Geometries,
-    params: Sequence[TrainedParam],
-    options: MuonOptions,
-    collectives: Collectives,
-    agreement: Agreement,
-    states: MatrixStates,
-    overlap: Overlap | None,
-    *,
-    muon: Optimizer,
-    others: Mapping[str, Reported],
-) -> Engine:
-    """The engine of a plan. `overlap`: of the engine before. `others`: optimizers in Muon's report, by name."""
-    program = make_program(plan, agreement.rank, geometries)
-    buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype], kept=options.keep_buffers)
-    exchange = Exchange(program, buffers, collectives, agreement, exclusive=options.overlap == "backward")
-    names = [trained.fqn for trained in params]
-    report = FaultReport(names, {"muon": muon}, others, buffers.device, agreement, replicated_plain(plan))
-    iterations = tuple(iteration_of(trained.group) for trained in params)
-    methods = methods_of(plan, iterations, dispatch_of(buffers.device, options))
-    storage = tuple(map(storage_of, params, plan.parameters))
-    parts = iterations, methods, buffers, exchange, report, agreement, options
-    engine = Engine(Rank(plan, program, tuple(params), storage, *parts), algorithm_of(options), states, overlap)
-    engine.allocate()
-    return engine

@@ -21,22 +21,22 @@ from .comm.equality import check_equal
 from .comm.exchange import Exchange
 from .comm.replicas import separate_layouts
 from .comm.report import Reported
-from .engine import Engine, engine_of
+from .engine import Engine, checked_plan, engine_of, report_of
+from .features import check_plan
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refuse_keywords
 from .plan.terms.types import Plan
-from .planning import checked_plan, device_of, report_of
-from .state.groups import check_lr, check_params, checked, doubts_of, given_groups, named_group, rows_of
-from .state.host import moves
+from .state.groups import check_groups, check_lr, check_params, doubts_of, given_groups, named_group, rows_of
+from .state.host import moves, resolved
 from .state.matrix_states import MatrixStates, with_matrix_states
 from .state.momentum import followed, moved, unchanged_after_errors, with_states
-from .state.plan_context import check_offload
+from .state.plan_context import PlanContext
 from .state.saved import after_pre_hooks, check_saved_groups, completed, copy_state, saved_states
 from .step.algorithm import Scaling
 from .step.gradients import check_first_gradients
 from .tensors.device import may_be_true
 from .tensors.dtensor import mesh_groups
 from .tensors.process_groups import checked_group, group_name, group_named, ranks_of
-from .tensors.storage import STEP, TrainedParam, trained_params
+from .tensors.storage import STEP, TrainedParam, device_of, trained_params
 from .tensors.warning import warn
 
 
@@ -350,10 +350,12 @@ class Muon(SkipsSteps, Optimizer):
         if not moves(self._options.offload, to):
             return
         self.synchronize()
-        options = replace(self._options, offload=to)
-        check_offload(self.plan.parameters, options)
+        rank, options = self.engine.rank, replace(self._options, offload=to)
+        named = [(trained.fqn, trained.param) for trained in rank.params]
+        context = PlanContext(options, self.plan.parameters, self.plan, named, rank.iterations, rank.device.type)
+        check_plan(context, self._algorithm)
         self._options = options
-        params = moved(self.engine.rank.params, self.state, to)
+        params = moved(rank.params, self.state, to)
         self.engine.rebuild(params, self._options)
 
     def synchronize(self) -> None:
@@ -418,7 +420,9 @@ class Muon(SkipsSteps, Optimizer):
 
     def _planned(self, agreement: Agreement) -> Engine:
         together = agreement.together
-        self._options = together(lambda: checked(self.param_groups, self._options, self._algorithm.check_group))
+        together(lambda: check_groups(self.param_groups, self._options.split, self._algorithm.check_group))
+        everything = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._options = replace(self._options, offload=resolved(self._options.offload, everything))
         params = together(self._trained_params)
         if self._options.fused == "auto":
             from .algorithms.fused import with_fused

@@ -330,22 +330,6 @@ class MuonOptions(StepOptions, Hyperparameters):
     def __post_init__(self) -> None:
         check(type(self), vars(self))
         check(Machine, vars(self.machine), "machine.")
-        for name, needed, is_used in (
-            ("beta2", "algorithm = 'normuon' or 'adamuon'", self.algorithm not in ("muon", "muonh")),
-            ("momentum_start", "momentum_warmup_steps", self.momentum_warmup_steps > 0),
-        ):
-            if not is_used and getattr(self, name) != getattr(StepOptions, name):
-                raise OptionError(name, f"= {getattr(self, name)} has no effect without {needed}; set both, or neither")
-        if self.overlap != "none" and self.offload != "none" and (self.overlap, self.offload) != ("forward", "state"):
-            problem = f"= {self.overlap!r} needs momentum and parameters on the device; set 'none', or offload = 'none'"
-            raise OptionError("overlap", problem)
-        for name, needed in (("offload", "none"), ("state", "replicated")):
-            if self.state_dtype == "int8" and getattr(self, name) != needed:
-                problem = f"= {getattr(self, name)!r} does not take state_dtype = 'int8'; set {needed!r}, or 'bfloat16'"
-                raise OptionError(name, problem)
-        if self.overlap == "backward" and self.state != "replicated":
-            problem = "= 'backward' needs the momentum on each replica; set 'none', or state = 'replicated'"
-            raise OptionError("overlap", problem)
 
     @property
     def skips(self) -> bool:

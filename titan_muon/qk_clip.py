@@ -7,7 +7,7 @@ rows into updates in other directions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -135,8 +135,13 @@ class QKClip:
         if not (threshold > 0 and 0 <= alpha <= 1):
             raise ValueError(f"threshold = {threshold} must be more than 0, and alpha = {alpha} from 0 to 1")
         self.threshold, self.alpha, self.group = threshold, alpha, group
-        self._places = dict(_places(self.layers))
-        heads = sum(layer.heads for layer in self.layers)
+        # By layer, the index of the first head, and the number of heads.
+        self._places, heads = dict[str, tuple[int, int]](), 0
+        for layer in self.layers:
+            if layer.name in self._places:
+                raise ValueError(f"{layer.name}: given twice; give every layer once")
+            self._places[layer.name] = heads, layer.heads
+            heads += layer.heads
         weights = [weight for layer in self.layers for weight in layer.weights]
         if device is None:
             device = storage_device(weights[0].tensor) if weights else torch.device("cpu")
@@ -198,17 +203,6 @@ class QKClip:
         self._above.zero_()
         largest = {name: max(values[start : start + heads]) for name, (start, heads) in self._places.items()}
         return LogitReport({name: value for name, value in largest.items() if value != -torch.inf}, above)
-
-
-def _places(layers: Sequence[AttentionLayer]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """(index of the first head, number of heads) by layer."""
-    start, names = 0, set()
-    for layer in layers:
-        if layer.name in names:
-            raise ValueError(f"{layer.name}: given twice; give every layer once")
-        names.add(layer.name)
-        yield layer.name, (start, layer.heads)
-        start += layer.heads
 
 
 class _ScaledRows:

@@ -43,17 +43,6 @@ class NoData:
             yield {"input": zeros, "positions": positions}, zeros.clone()
 
 
-class _NeverStops:
-    """Replaces the signals of a run."""
-
-    def begin_step(self) -> None:
-        """No request."""
-
-    def stop_after_step(self) -> bool:
-        """Always false."""
-        return False
-
-
 def without_files(recipe: Recipe) -> Recipe:
     """The recipe without files beside the training step, and with one gradient pass per step."""
     return replace(
@@ -72,7 +61,7 @@ def build_trainer(recipe: Recipe, world_size: int, gpu: FakeGpu, folder: str) ->
     gpu.has_meta_tensors = True
     trainer = config.build()
     gpu.has_meta_tensors = False
-    trainer.stop, trainer.stopped, trainer.first_step = _NeverStops(), False, False
+    trainer.is_first_step = False
     # Reporting a step reads the loss: TorchTitan's wait, at the end of logged steps.
     trainer.metrics_processor.should_log = lambda step: False
     gpu.size = tokens_for_each_rank(trainer)

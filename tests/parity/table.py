@@ -41,6 +41,8 @@ SLICED: Options = {**FLOAT32, "split_over": 4, "machine": SLOW_COMPUTE}
 HURT_SLICE: Options = {"options": {**SLICED, **SKIP}, "gradients": {1: ("", torch.nan)}}
 """A NaN in one slice of every matrix, which is then skipped whole."""
 
+HELD_SLICES: Options = {"options": SLICED, "math": {"idle": "hold"}, "gradients": {1: ("a", 0.0)}}
+
 ROWS_SMOOTHED: Options = {ALGORITHM: "normuon", "beta2": 0.9}
 ELEMENTS_SMOOTHED: Options = {ALGORITHM: "adamuon", "beta2": 0.9}
 SPHERE: Options = {ALGORITHM: "muonh", "weight_decay": 0.0}
@@ -130,6 +132,7 @@ def options() -> list[Row]:
         ),
         row("slices", layouts=MODULES[:3], shapes=(*BLOCKS,), options=SLICED, proof="slices", **CLOSE),
         row("slices, nan skipped", layouts=MODULES[:3], shapes=(*BLOCKS,), proof="slices", **CLOSE, **HURT_SLICE),
+        row("slices held", layouts=MODULES[:3], shapes=(*BLOCKS,), proof="slices", **CLOSE, **HELD_SLICES),
         row("slices, columns", 2, ("tp columns",), shapes=(*BLOCKS,), options=SLICED, proof="slices", **CLOSE),
         *(
             row(f"distributed, {layout}", layouts=(layout,), shapes=EVEN, options=DISTRIBUTED, **CLOSE)
@@ -157,7 +160,7 @@ def overlaps() -> list[Row]:
         "skip": SKIP,
         "offloaded state": {"offload": "state"},
     }
-    network = {**FORWARD, "machine": SLOW_NETWORK}
+    network, backward_network = ({**overlap, "machine": SLOW_NETWORK} for overlap in (FORWARD, BACKWARD))
     return [
         row("modules", **IN_MODULES),
         row("modules, 2 ranks", 2, ("fsdp", "owned"), sharded=True),
@@ -169,6 +172,7 @@ def overlaps() -> list[Row]:
         row("backward beside owned", 2, ("fsdp", "owned"), options=BACKWARD, sharded=True),
         row("backward without modules", layouts=SHARDED, options=BACKWARD, proof="several buckets"),
         *(row(f"backward, {name}", options={**BACKWARD, **more}, **IN_MODULES) for name, more in backward.items()),
+        row("backward, hierarchical", layouts=("hsdp",), sharded=True, options=backward_network, proof="hierarchical"),
         row("forward", options=FORWARD, proof="several buckets", **IN_MODULES),
         row("forward, 2 ranks", 2, options={**FORWARD, "buffer_bytes": 8_000}, **small),
         *(row(f"forward, {name}", options={**FORWARD, **more}, **IN_MODULES) for name, more in forward.items()),

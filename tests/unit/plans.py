@@ -200,6 +200,16 @@ def parameter_lists(draw: st.DrawFn) -> list[Parameter]:
     return parameters
 
 
+def mesh_of(*shape: int) -> Mesh:
+    """The first ranks."""
+    return Mesh(shape, tuple(range(prod(shape))))
+
+
+def parameter_of(name: str, shape: tuple[int, ...], mesh: Mesh, *placements: Placement) -> Parameter:
+    """A matrix, or a stack of experts."""
+    return Parameter(name, name.rpartition(".")[0], Layout(shape, mesh, placements), stack_of(name, shape))
+
+
 BATCH = 3
 
 

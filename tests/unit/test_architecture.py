@@ -108,13 +108,13 @@ PRIVATE_FILES = ("owned/private.py", "fsdp/private.py", "tensors/mesh.py", "tens
 """Files for private names of PyTorch, which change without notice. Each has a test for new versions."""
 PRIVATE = {
     "titan_muon/assignment/roles.py": {"_ConvNd"},
-    "titan_muon/engine.py": {"_local_tensor"},
     "titan_muon/features/backward.py": {"_version"},
     "titan_muon/hybrid.py": {"_optimizer_load_state_dict_post_hooks"},
     "titan_muon/owned/hooks.py": {"_pytree"},
     "titan_muon/owned/param_group.py": {"_version"},
     "titan_muon/state/saved.py": {"_optimizer_load_state_dict_pre_hooks"},
-    "titan_muon/step/ranges.py": {"_profiler_enabled"},
+    "titan_muon/step/gradients.py": {"_local_tensor"},
+    "titan_muon/step/step.py": {"_profiler_enabled"},
     "titan_muon/tensors/dtensor.py": {"_local_tensor", "_StridedShard"},
 }
 """Private names in further files, by file. Tests of the file's behaviour fail without the name."""

@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -85,9 +84,15 @@ def test_hybrid_equals_separate_muon_and_adamw() -> None:
 
 
 def test_parameter_groups_have_the_rules_options() -> None:
-    rules = [Rule(match="layers.1.up.weight", optimizer="muon", options={"lr": 0.5})]
+    rules = [
+        Rule(match="layers.1.up.weight", optimizer="muon", options={"lr": 0.5}),
+        Rule(match="layers.0.*", optimizer="adamw"),
+    ]
     model, reference = Decoder(), Decoder()
-    train(model, Hybrid(model, rules=rules, **OPTIONS), range(3))
+    hybrid = Hybrid(model, rules=rules, **OPTIONS)
+    lrs = {name: g["lr"] for g in hybrid.param_groups for name in g["param_names"] if g["optimizer"] == "muon"}
+    assert lrs == {"layers.1.up.weight": 0.5, "layers.1.down.weight": 0.02}, "rules come before roles"
+    train(model, hybrid, range(3))
     train(reference, pair(reference, rules=rules), range(3))
     assert equal(model, reference)
     with pytest.raises(ValueError, match=r"^rules\[0\]: 'nothing' takes no parameter"):
@@ -120,10 +125,6 @@ def test_groups_and_state_are_shared_with_the_parts() -> None:
     }
 
 
-def plainly(hybrid: Hybrid, model: nn.Module, other: Hybrid, other_model: nn.Module) -> None:
-    other.load_state_dict(hybrid.state_dict())
-
-
 def through_a_file(hybrid: Hybrid, model: nn.Module, other: Hybrid, other_model: nn.Module) -> None:
     file = io.BytesIO()
     torch.save(hybrid.state_dict(), file)
@@ -142,7 +143,7 @@ def by_dcp(flat: bool) -> Callable[..., None]:
     return load
 
 
-@pytest.mark.parametrize("load", [plainly, through_a_file, by_dcp(False), by_dcp(True)])
+@pytest.mark.parametrize("load", [through_a_file, by_dcp(False), by_dcp(True)])
 def test_a_resume_is_bitwise(load: Callable[..., None]) -> None:
     model, other = Decoder(), Decoder(1)
     hybrid, resumed = Hybrid(model, **OPTIONS), Hybrid(other, **OPTIONS)
@@ -205,17 +206,6 @@ def test_inf_in_a_grad_scaler_skips_the_step_of_both_parts(name: str, fused: boo
     assert scaler.get_scale() == 2.0
 
 
-def test_rules_come_before_defaults_and_have_options() -> None:
-    model = Decoder()
-    rules = [
-        Rule(match="layers.1.up.weight", optimizer="muon", options={"lr": 0.5}),
-        Rule(match="layers.0.*", optimizer="adamw"),
-    ]
-    hybrid = Hybrid(model, rules=rules, **OPTIONS)
-    lrs = {name: g["lr"] for g in hybrid.param_groups for name in g["param_names"] if g["optimizer"] == "muon"}
-    assert lrs == {"layers.1.up.weight": 0.5, "layers.1.down.weight": 0.02}
-
-
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
@@ -229,7 +219,6 @@ def test_rules_come_before_defaults_and_have_options() -> None:
             {"rules": [Rule(match="*.up.weight", optimizer="muon", options={"lrr": 1})]},
             r"^rules\[0\].options.lrr: muon has no",
         ),
-        ({"muon": {"momentun": 0.9}}, "^momentun is no key"),
         ({"muon": {"momentum": 2.0}}, "^momentum = 2.0 is not accepted"),
         ({"adamw": {"state_dtype": "bfloat16", "betas": (0.9, 0.9999)}}, r"^adamw.betas = \[0.9, 0.9999\]"),
     ],
@@ -264,20 +253,11 @@ def test_names_do_not_depend_on_wrappers() -> None:
     assert [g["param_names"] for g in compiled.param_groups] == [g["param_names"] for g in hybrid.param_groups]
 
 
-def test_a_group_cannot_be_added() -> None:
-    with pytest.raises(ValueError, match="Hybrid takes the parameters of its model"):
-        Hybrid(Decoder(), **OPTIONS).add_param_group({"params": [nn.Parameter(torch.ones(4, 4))]})
-
-
 def test_suspicious_assignments_cause_warnings() -> None:
     model = Decoder()
-    model.layers[0].up = nn.Linear(16, 8)
-    model.layers[0].down = nn.Linear(8, 16, bias=False)
+    model.layers[0].up, model.layers[0].down = nn.Linear(16, 8), nn.Linear(8, 16, bias=False)
     with pytest.warns(UserWarning, match=r"matrices with a side under 16.*layers.*.up.weight \(8x16\)"):
         Hybrid(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Hybrid(Decoder())
 
 
 def test_the_table_has_optimizer_and_reason_of_every_parameter() -> None:

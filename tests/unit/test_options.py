@@ -37,8 +37,6 @@ def test_the_signature_of_muon_has_every_option_and_default() -> None:
     ("keyword", "named"),
     [
         ("learning_rate", "Did you mean lr"),
-        ("lr_scale", "Did you mean adjust_lr_fn"),
-        ("betas", "beta2"),
         ("momentun", "Did you mean momentum"),
         ("zzz", "It takes"),
     ],
@@ -50,10 +48,9 @@ def test_the_error_of_an_unknown_keyword_lists_the_options(keyword: str, named: 
     assert named in str(error.value)
 
 
-@pytest.mark.parametrize("option", ["lr", "momentum", "ns_steps"])
-def test_a_text_for_a_number_is_refused_by_name(option: str) -> None:
-    text: dict[str, Any] = {option: "1e-3"}
-    with pytest.raises(OptionError, match=f"^{option} = '1e-3' is not accepted"):
+def test_a_text_for_a_number_is_refused_by_name() -> None:
+    text: dict[str, Any] = {"lr": "1e-3"}
+    with pytest.raises(OptionError, match=r"^lr = '1e-3' is not accepted"):
         Muon([("w", Parameter(torch.zeros(4, 4)))], **text)
 
 
@@ -97,18 +94,13 @@ def test_every_number_has_a_range(table: type) -> None:
 WRONG = [
     ("lr", -1e-3, "it takes 0 or more"),
     ("lr", math.nan, "it takes 0 or more"),
-    ("lr", math.inf, "it takes 0 or more"),
     ("momentum", 1.0, "it takes a number from 0 to less than 1"),
-    ("weight_decay", -0.1, "it takes 0 or more"),
     ("ns_steps", 0, "it takes 1 or more"),
     ("ns_coefficients", (), "aol, or a list that is not empty"),
     ("eps", 0.0, "it takes more than 0"),
     ("adjust_lr_fn", "adam", "it takes match_rms_adamw, original, spectral_unclamped, or a number above 0"),
-    ("wire_dtype", "int8", "is not one of bfloat16, float32"),
+    ("exchange", "all_to_al", "is not one of all_to_all, all_gather, all_gather_reduce_scatter"),
     ("missing_grad", None, "is not one of error, skip"),
-    ("owners", "me", "is not one of balanced, everyone"),
-    ("replicas", "", "is not one of split, redundant"),
-    ("buffer_bytes", 0, "it takes more than 0"),
 ]
 
 
@@ -120,12 +112,7 @@ def test_a_wrong_value_is_refused_by_the_users_option_name(option: str, value: A
     assert caught.value.option == option
 
 
-def test_an_unknown_exchange_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"exchange = 'all_to_al' is not one of all_to_all, all_gather, all_gather"):
-        Muon([("w", Parameter(torch.zeros(4, 4)))], exchange="all_to_al")
-
-
-@pytest.mark.parametrize("group", [{"lr": -1.0}, {"momentum": 1.0}, {"adjust_lr_fn": "adam"}, {"ns_steps": 0}])
+@pytest.mark.parametrize("group", [{"lr": -1.0}, {"adjust_lr_fn": "adam"}])
 def test_the_value_of_a_group_is_checked(group: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=rf"^{next(iter(group))} = "):
         Muon([{"params": [Parameter(torch.zeros(4, 4))], "param_names": ["w"], **group}])

@@ -1,5 +1,6 @@
 """The wheel has the library, types, recipes, and a command for use outside of the checkout."""
 
+import contextlib
 import importlib
 import os
 import re
@@ -7,7 +8,6 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,42 +18,28 @@ from titan_muon import command
 ROOT = Path(__file__).parents[2]
 
 
-@cache
-def distributions(folder: Path) -> tuple[Path, Path]:
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The wheel and the sdist of this checkout."""
     from hatchling import build
 
-    before = Path.cwd()
-    os.chdir(ROOT)
-    try:
+    folder = tmp_path_factory.mktemp("dist")
+    with contextlib.chdir(ROOT):
         return folder / build.build_wheel(str(folder)), folder / build.build_sdist(str(folder))
-    finally:
-        os.chdir(before)
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return distributions(tmp_path_factory.mktemp("dist"))
 
 
 @pytest.mark.slow
-def test_the_wheel_has_types_models_and_recipes(built: tuple[Path, Path]) -> None:
+def test_the_wheel_has_types_models_and_recipes_and_the_sdist_tests_and_docs(built: tuple[Path, Path]) -> None:
     names = set(zipfile.ZipFile(built[0]).namelist())
     assert {
         "titan_muon/py.typed",
-        "titan_muon/hybrid.py",
         "titan_muon/shipped/train.py",
         "titan_muon/shipped/models/qwen3.py",
         "titan_muon/shipped/configs/qwen_moe_muon.toml",
         "titan_muon/shipped/scripts/compare_runs.py",
-        "titan_muon/shipped/scripts/sample.py",
         "titan_muon/shipped/scripts/saved/saved_model.py",
     } <= names
     assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
-
-
-@pytest.mark.slow
-def test_the_sdist_has_tests_and_docs(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[1]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"tests/unit/test_packaging.py", "docs/frameworks.md", "README.md", "LICENSE", "Makefile"} <= names

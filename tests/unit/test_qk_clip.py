@@ -46,15 +46,14 @@ def test_a_clipped_head_computes_logits_at_the_threshold() -> None:
 def test_the_maximum_of_several_passes_counts_and_resets_every_step() -> None:
     """Gradient accumulation, and forwards recomputed by activation checkpointing."""
     weights = whole_weights()
-    clip = QKClip([layer(weights)])
-    expected = weights
+    clip, expected = QKClip([layer(weights)]), weights
     for passes, largest in (([50.0, 200.0, 120.0], 200.0), ([60.0], 60.0), ([130.0], 130.0)):
         for logit in passes:
             clip.observe("layers.0", torch.full((HEADS,), logit))
         expected = clipped(expected, [largest] * HEADS, 100.0, 0.5)
         clip.apply()
-        for name, weight in weights.items():
-            torch.testing.assert_close(weight, expected[name], msg=lambda message, name=name: f"{name}: {message}")
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("logit", [math.inf, math.nan, 100.0])
@@ -103,15 +102,10 @@ def test_an_unobserved_layer_is_an_error_in_the_first_step() -> None:
     ("call", "message"),
     [
         (lambda: QKClip([], threshold=0.0), r"threshold = 0\.0 must be more than 0"),
-        (lambda: QKClip([], alpha=1.5), r"alpha = 1\.5 from 0 to 1"),
         (lambda: QKClip([AttentionLayer("a", 2), AttentionLayer("a", 2)]), "a: given twice"),
         (
             lambda: QKClip([AttentionLayer("a", 3, (HeadWeight("wq", torch.ones(8, 2), query_rows(4)),))]),
             "wq: 8 rows are no repeats of 4 rows for 3 heads",
-        ),
-        (
-            lambda: QKClip([AttentionLayer("a", 2, (HeadWeight("wq", torch.ones(9, 2), query_rows(4)),))]),
-            "wq: 9 rows are no repeats of 4 rows",
         ),
         (
             lambda: QKClip([AttentionLayer("a", 2, (HeadWeight("w", torch.ones(8, 2), (HeadRows(4, "query", 1),)),))]),

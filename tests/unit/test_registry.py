@@ -39,15 +39,10 @@ def test_a_registered_value_is_found_by_name(registry: Registry[int]) -> None:
     assert registry.get("one") == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [("thre", "did you mean 'three'? choose from: one, three, zero"), ("xyz", "choose from: one, three, zero")],
-)
-def test_an_unknown_name_suggests_a_similar_name_and_lists_every_name(
-    registry: Registry[int], name: str, hint: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"some.key = {name!r} is unknown; {hint}")):
-        registry.get(name)
+def test_an_unknown_name_suggests_a_similar_name_and_lists_every_name(registry: Registry[int]) -> None:
+    hint = "some.key = 'thre' is unknown; did you mean 'three'? choose from: one, three, zero"
+    with pytest.raises(ValueError, match=re.escape(hint)):
+        registry.get("thre")
 
 
 @pytest.fixture

@@ -10,13 +10,19 @@ from .. import registry
 from ..options import MuonOptions, OptionError
 from ..step.algorithm import Algorithm
 
-ALGORITHMS: Mapping[str, str] = {"muon": "MuonAlgorithm", "normuon": "NorMuon", "muonh": "MuonH", "adamuon": "AdaMuon"}
-"""The class of each algorithm, in the file with the algorithm's name."""
+ALGORITHMS: Mapping[str, tuple[str, str]] = {
+    "muon": ("muon", "MuonAlgorithm"),
+    "normuon": ("second_moment", "NorMuon"),
+    "adamuon": ("second_moment", "AdaMuon"),
+    "muonh": ("muonh", "MuonH"),
+}
+"""File and class of each algorithm."""
 
 
 def _made(name: str, options: MuonOptions) -> Algorithm:
     """Imports the algorithm's file at the first use."""
-    algorithm: Algorithm = getattr(import_module(f".{name}", __package__), ALGORITHMS[name])(options)
+    file, cls = ALGORITHMS[name]
+    algorithm: Algorithm = getattr(import_module(f".{file}", __package__), cls)(options)
     return algorithm
 
 

@@ -30,11 +30,12 @@ class EightBit(Decorated):
             scales, rows = local(trained.scales), storage.param.size(0)
             self._scales.append(scales.view(rows, scales.numel() // rows if rows else 0))
 
-    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors, *, ahead: bool = False) -> None:
+    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
         scales = [part.of(self._scales[part.parameter]) for part in call.parts]
         wide = [decoded(*pair) for pair in zip(momentum, scales, strict=True)]
-        super().before_gather(call, wide, grads, ahead=ahead)
-        if ahead:
+        super().before_gather(call, wide, grads)
+        if momentum is not call.momentum:
+            # A copy of the numbers, and the scales are not to change.
             return
         for part, new, numbers, factors in zip(call.parts, wide, momentum, scales, strict=True):
             key = self._keys[part.parameter] + part.start * self._storage[part.parameter].param.size(1)

@@ -88,13 +88,13 @@ def rows_of(lists: Sequence[Tensors], firsts: Sequence[int]) -> tuple[Row, ...]:
 
 
 def momentum_launch(
-    table: Table, lists: Sequence[Tensors], decay: float, scaling: Scaling | None, *, nesterov: bool, ahead: bool
+    table: Table, lists: Sequence[Tensors], decay: float, scaling: Scaling | None, *, nesterov: bool
 ) -> Launch:
     """`lists`: momentum, gradients and packed tensors, or no packed tensors."""
     from .fused_kernels import momentum
 
     dtypes = _dtypes(("MOMENTUM", "GRAD", "PACKED"), (*lists, lists[0])[:3])
-    flags = {"UPDATES": not ahead, "PACKS": len(lists) == 3, "NESTEROV": nesterov}
+    flags = {"PACKS": len(lists) == 3, "NESTEROV": nesterov}
     inverse = None if scaling is None else scaling.inverse
     flags |= {"SKIPS": scaling is not None, "SCALED": inverse is not None}
     skipped = None if scaling is None else scaling.skipped
@@ -158,12 +158,12 @@ class Fused(Decorated):
         """The same kernels for one step with scaled gradients, or one that the device may skip."""
         return Fused(self._muon, self._tables, scaling)
 
-    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors, *, ahead: bool = False) -> None:
+    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
         decay, nesterov = self._muon.decay(call.group), call.group["nesterov"]
         lists = [momentum, grads, call.packed] if call.packed else [momentum, grads]
         # A kernel has one layout of rows, so that the place of an absent tensor is filled.
         table = self._tables.on_device([momentum, grads, call.packed or momentum], [0] * len(momentum))
-        momentum_launch(table, lists, decay, self._scaling, nesterov=nesterov, ahead=ahead).run()
+        momentum_launch(table, lists, decay, self._scaling, nesterov=nesterov).run()
 
     def after_return(self, call: UpdateCall, params: Tensors) -> None:
         lr, decay = self._muon.rates(call.group)

@@ -69,7 +69,7 @@ def _rounded(wide, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 def momentum(  # type: ignore[no-untyped-def]
     tiles, table, weight, decay, skipped, inverse,
     MOMENTUM: tl.constexpr, GRAD: tl.constexpr, PACKED: tl.constexpr,
-    UPDATES: tl.constexpr, PACKS: tl.constexpr, NESTEROV: tl.constexpr, SKIPS: tl.constexpr, SCALED: tl.constexpr,
+    PACKS: tl.constexpr, NESTEROV: tl.constexpr, SKIPS: tl.constexpr, SCALED: tl.constexpr,
     FLAT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`update_momentum` of muon.py: the average moves by `weight` towards the gradient, and `packed` gets the blend.
@@ -86,8 +86,7 @@ def momentum(  # type: ignore[no-untyped-def]
     if SKIPS:
         grad = tl.where(tl.load(skipped), average, grad)
     average = _lerp(average, grad, weight, decay)
-    if UPDATES:
-        tl.store(momenta, _rounded(average, MOMENTUM), mask=inside)
+    tl.store(momenta, _rounded(average, MOMENTUM), mask=inside)
     if PACKS:
         blend = _lerp(grad, average, decay, weight) if NESTEROV else average
         packed = _pointers(words, 2, index, cols, PACKED, FLAT, ALIGNED)

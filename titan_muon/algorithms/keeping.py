@@ -24,12 +24,10 @@ class Keeping(Decorated):
         self._skipped = skipped
         self._by_matrix = skipped.unbind() if skipped.dim() else ()
 
-    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors, *, ahead: bool = False) -> None:
-        if not ahead:
-            # With the momentum as its gradient, the momentum does not change.
-            parts = zip(call.parts, momentum, grads, strict=True)
-            grads = [torch.where(self._flag(part), old, new) for part, old, new in parts]
-        super().before_gather(call, momentum, grads, ahead=ahead)
+    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
+        # With the momentum as its gradient, the momentum does not change.
+        parts = zip(call.parts, momentum, grads, strict=True)
+        super().before_gather(call, momentum, [torch.where(self._flag(part), old, new) for part, old, new in parts])
 
     def after_return(self, call: UpdateCall, params: Tensors) -> None:
         before = [torch.empty_like(param) for param in params]

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..options import OptionError
-from ..step.algorithm import Algorithm, Group, Limits, Tensors
+from ..options import MuonOptions, OptionError
+from ..step.algorithm import Algorithm, Group, Tensors
 from ..tensors.device import is_host
 from ..tensors.storage import STEP
 
 if TYPE_CHECKING:
+    from ..state.plan_context import PlanContext
     from ..step.foreach import MomentumCall, UpdateCall
+    from ..step.views import Limits
 
 
 class MuonAlgorithm(Algorithm):
@@ -24,8 +26,17 @@ class MuonAlgorithm(Algorithm):
 
     limits: Limits = "spectrum"
 
-    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors, *, ahead: bool = False) -> None:
-        update_momentum(momentum, grads, call.packed, self.decay(call.group), call.group["nesterov"], ahead=ahead)
+    def check(self, context: PlanContext) -> None:
+        for name, needed, is_used in (
+            ("beta2", "algorithm = 'normuon' or 'adamuon'", self.options.algorithm not in ("muon", "muonh")),
+            ("momentum_start", "momentum_warmup_steps", self.options.momentum_warmup_steps > 0),
+        ):
+            value = getattr(self.options, name)
+            if not is_used and value != getattr(MuonOptions, name):
+                raise OptionError(name, f"= {value} has no effect without {needed}; set both, or neither")
+
+    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
+        update_momentum(momentum, grads, call.packed, self.decay(call.group), call.group["nesterov"])
 
     def decay(self, group: Group) -> float:
         """The decay of the momentum in this step, which rises linearly from `momentum_start`."""
@@ -89,24 +100,18 @@ def lr_factor(adjust_lr_fn: float | str | None, rows: int, cols: int) -> float:
     return factors[adjust_lr_fn]
 
 
-def update_momentum(
-    momentum: Tensors, grads: Tensors, packed: Tensors, decay: float, nesterov: bool, *, ahead: bool = False
-) -> None:
+def update_momentum(momentum: Tensors, grads: Tensors, packed: Tensors, decay: float, nesterov: bool) -> None:
     """Update exponential moving averages in place and write the input of Newton-Schulz to `packed`, if not empty.
 
     The input is the average, or with `nesterov` the gradient blended with the average. Gradients have weight 1 - decay,
-    as in torch.optim.Muon. Averages share a dtype, and so do gradients; the arithmetic runs in the wider dtype. `ahead`
-    leaves the momentum as it is.
+    as in torch.optim.Muon. Averages share a dtype, and so do gradients; the arithmetic runs in the wider dtype.
     """
     wide = torch.promote_types(momentum[0].dtype, grads[0].dtype)
     wide_grads = grads if grads[0].dtype == wide else converted(grads, wide)
     updated = momentum if momentum[0].dtype == wide else converted(momentum, wide)
-    if ahead and updated is momentum:
-        updated = torch._foreach_lerp(momentum, wide_grads, 1 - decay)
-    else:
-        torch._foreach_lerp_(updated, wide_grads, 1 - decay)
-        if not ahead and updated is not momentum:
-            torch._foreach_copy_(momentum, updated)
+    torch._foreach_lerp_(updated, wide_grads, 1 - decay)
+    if updated is not momentum:
+        torch._foreach_copy_(momentum, updated)
     if not packed:
         return
     if nesterov and wide_grads is grads:

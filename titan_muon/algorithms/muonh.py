@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..options import MuonOptions, OptionError
+from ..options import OptionError
 from ..state.matrix_states import StateSpec
 from ..step.algorithm import WEIGHT_NORM, Group
 from .muon import MuonAlgorithm
@@ -42,19 +42,11 @@ class MuonH(MuonAlgorithm):
             problem = f"= {group['weight_decay']}: algorithm = 'muonh' keeps the norm of each matrix instead"
             raise OptionError("weight_decay", f"{problem}; set 0")
 
-    def __init__(self, options: MuonOptions) -> None:
-        super().__init__(options)
-        for name in ("cautious", "decay_follows_lr"):
-            if getattr(options, name):
-                raise OptionError(name, "= True changes weight decay, and algorithm = 'muonh' has none; set False")
-        if options.overlap == "forward":
-            problem = "= 'forward' applies updates in forward, before algorithm = 'muonh' can project the weights"
-            raise OptionError("overlap", f"{problem}; set 'none' or 'backward'")
-        if options.offload == "parameters":
-            problem = "= 'parameters': algorithm = 'muonh' projects weights on the device"
-            raise OptionError("offload", f"{problem}; set 'state'")
-
     def check(self, context: PlanContext) -> None:
+        super().check(context)
+        for name in ("cautious", "decay_follows_lr"):
+            if getattr(self.options, name):
+                raise OptionError(name, "= True changes weight decay, and algorithm = 'muonh' has none; set False")
         narrow = [fqn for fqn, tensor in context.named if tensor.dtype.itemsize < 4]
         if narrow:
             problem = f"= 'muonh' needs float32 weights, because 16 bits lose the projection: {', '.join(narrow[:5])}"

@@ -52,8 +52,8 @@ class Unscaled(Decorated):
         super().__init__(inner)
         self._inverse = inverse
 
-    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors, *, ahead: bool = False) -> None:
-        super().before_gather(call, momentum, torch._foreach_mul(grads, self._inverse), ahead=ahead)
+    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
+        super().before_gather(call, momentum, torch._foreach_mul(grads, self._inverse))
 
 
 class SkippedStepMask(UpdateMask):

@@ -136,6 +136,12 @@ def check_faults(names: Sequence[str], faults: Sequence[Fault], allowed: Collect
             raise kind(remedy.format(names=faulty, details=details))
 
 
+def allowed_faults(missing_grad: str, nonfinite: str) -> tuple[Fault, ...]:
+    """Faults that skip a parameter instead of raising, by the options of an optimizer."""
+    chosen = {Fault.NOT_FINITE: nonfinite, Fault.NO_GRADIENT: missing_grad}
+    return tuple(fault for fault, choice in chosen.items() if choice == "skip")
+
+
 def names_with(names: Sequence[str], faults: Sequence[Fault], fault: Fault) -> str:
     """The first five names with this fault, and the number of further names."""
     return listed([name for name, current in zip(names, faults, strict=True) if current == fault])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..plan.terms.groups import components
+from ..plan.terms.pieces import components
 from ..plan.terms.types import Layout, Mesh, Separate
 from ..tensors.device import is_host
 from ..tensors.dtensor import layout_of, local

@@ -1,29 +1,130 @@
-"""Optional features of a step. To delete an option, delete its file and its lines here and in `engine.py`."""
+"""Optional features of a step: their checks, and the seams of the step where they enter.
+
+To delete an option, delete its file and its lines here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
+from ..comm.faults import Fault
 from ..options import MuonOptions, OptionError
-from ..plan.terms.blocks import blocks_reason
+from ..state.matrix_states import MatrixStates
 from ..state.plan_context import PlanContext, check_states
-from ..step.algorithm import Algorithm
+from ..step.algorithm import Algorithm, Scaling
+from ..step.rank import Rank
+from ..step.step import Hook, MuonStep, Overlap, UpdateMask
+from ..step.views import build_views
 from ..tensors.mesh import without_groups
-from ..tensors.warning import warn
 
 # Imports are local, so that a step without an option imports none of the option's code.
 
 
+def overlap_of(options: MuonOptions) -> Overlap | None:
+    """Who starts and ends buckets. None: the step alone."""
+    if options.overlap == "backward":
+        from .backward import BackwardGathers
+
+        return BackwardGathers()
+    if options.overlap == "forward":
+        from .forward import ForwardUpdates
+
+        return ForwardUpdates()
+    return None
+
+
+class StepParts:
+    """A rank's step with the features of its options.
+
+    `workspace`, `offload`: memory of assembled matrices, and the transfers of tensors on the host, if any.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        algorithm: Algorithm,
+        states: MatrixStates,
+        overlap: Overlap | None,
+        allowed: Sequence[Fault],
+        before: StepParts | None,
+    ) -> None:
+        """`before`: the parts for earlier storage of the same plan."""
+        options, hooks, batch_type, limits = rank.options, list[Hook](), None, algorithm.limits
+        if options.fused:
+            from ..algorithms.fused import Fused, Tables
+
+            tables = Tables(rank)
+            algorithm = Fused(algorithm, tables)
+            hooks.append(tables)
+        if algorithm.sums_norms:
+            from .weight_norms import WeightNorms
+
+            algorithm = weight_norms = WeightNorms(algorithm, rank)
+            states = {number: {**states.get(number, {}), **norm} for number, norm in weight_norms.norms.items()}
+            hooks.append(weight_norms)
+        if any(matrix.slice is not None for matrix in rank.plan.matrices):
+            from .slices import SliceBatches
+
+            batch_type = SliceBatches(rank)
+        views, self.workspace = build_views(rank, limits, states, batch_type)
+        self.offload = None
+        if options.offload != "none":
+            from .offload import HostOffload
+
+            self.offload = HostOffload(rank, views, options.offload)
+            views = self.offload.views
+            hooks.append(self.offload)
+        mask, self.idle, self._skipped = UpdateMask(rank.report), None, None
+        if allowed or options.idle == "hold":
+            from .mask import GradientMask, IdleSteps
+
+            counted = None if before is None else before.idle
+            self.idle = counted or IdleSteps(rank.plan, rank.device)
+            mask = GradientMask(rank, views, allowed, self.idle)
+            hooks.append(mask)
+            self._skipped = mask.skipped if allowed else None
+        if overlap is not None:
+            hooks.append(overlap)
+        self._rank, self._algorithm = rank, algorithm
+        seams = self._decorated(), mask, overlap, self.offload, hooks
+        self.step = MuonStep(rank.program, views, rank.exchange, rank.report, *seams)
+
+    def _decorated(self, scaling: Scaling | None = None) -> Algorithm:
+        """The stack of decorators, innermost first: keeping, unscaling, and the format of the momentum."""
+        algorithm = self._algorithm
+        if self._skipped is not None:
+            from ..algorithms.keeping import Keeping
+
+            algorithm = Keeping(algorithm, self._skipped)
+        if scaling is not None:
+            from ..algorithms.scaling import scaled
+
+            algorithm = algorithm.scaled(scaling) or scaled(algorithm, scaling)
+        if self._rank.options.state_dtype == "int8":
+            from ..algorithms.eight_bit import EightBit
+
+            # Outermost, because restored numbers would not fit restored scales.
+            algorithm = EightBit(algorithm, self._rank)
+        return algorithm
+
+    def scaled(self, scaling: Scaling) -> MuonStep:
+        """The step for gradients with a scale, or one that the device may skip."""
+        from ..algorithms.scaling import SkippedStepMask
+
+        self._rank.report.add_skipped(scaling.skipped)
+        mask = SkippedStepMask(self.step.mask, scaling.skipped)
+        return replace(self.step, algorithm=self._decorated(scaling), mask=mask)
+
+
 def check_plan(context: PlanContext, algorithm: Algorithm) -> None:
     """Raise OptionError if an algorithm or an option cannot run a plan. Equal on all ranks."""
-    for check in (*_checks(context.options), algorithm.check):
+    for check in (*_checks(context.options, algorithm), algorithm.check):
         check(context)
     _check_whole(context, algorithm)
-    if note := blocks_reason(context.options, context.parameters, context.plan.parameters):
-        warn(f"{note}; the other modes are exact")
 
 
-def _checks(options: MuonOptions) -> Iterator[Callable[[PlanContext], None]]:
+def _checks(options: MuonOptions, algorithm: Algorithm) -> Iterator[Callable[[PlanContext], None]]:
     yield check_states
     yield _check_prescaled
     yield _check_travels
@@ -35,6 +136,10 @@ def _checks(options: MuonOptions) -> Iterator[Callable[[PlanContext], None]]:
         from . import backward
 
         yield backward.check
+    if algorithm.sums_norms:
+        from . import weight_norms
+
+        yield weight_norms.check
 
 
 def _check_travels(context: PlanContext) -> None:

@@ -25,14 +25,11 @@ from ..comm.faults import Fault
 from ..options import OptionError
 from ..plan.program import replicated_plain
 from ..state.plan_context import PlanContext
-from ..step.build_views import NO_COPIES
 from ..step.gradients import StepGradients, grad_matrix
-from ..step.ranges import trace_range
 from ..step.rank import Rank
-from ..step.step import Bucket, MuonStep, with_gradients
-from ..step.views import BucketViews
+from ..step.step import Bucket, MuonStep, Overlap, trace_range, with_gradients
+from ..step.views import NO_COPIES, BucketViews
 from ..tensors.storage import TrainedParam, placement_key
-from .overlap import Overlap
 
 
 class SentGradient(NamedTuple):
@@ -55,7 +52,10 @@ class SentGradient(NamedTuple):
 
 
 def check(context: PlanContext) -> None:
-    """Raise OptionError for plain tensors, which have no hook after the reduction, and for an unsafe order."""
+    """Raise OptionError for momentum on one replica, for plain tensors, and for an unsafe order of launches."""
+    if context.options.state != "replicated":
+        problem = "= 'backward' needs the momentum on each replica; set 'none', or state = 'replicated'"
+        raise OptionError("overlap", problem)
     plain = [context.plan.parameters[index].fqn for index in replicated_plain(context.plan)]
     if plain:
         raise OptionError(
@@ -161,18 +161,27 @@ class BackwardGathers(Overlap):
                 # The user may now free gradients during packing.
                 current.wait_stream(self.stream)
 
-    def launch(self, muon: MuonStep, gradients: StepGradients) -> None:
+    def launch(self, muon: MuonStep) -> None:
         """Pack and send the next bucket."""
-        index = self.first[self.launched]
-        views = muon.views[index]
+        index, parameters, params = self.first[self.launched], self.needed[self.launched], self.rank.params
+        views, grads = muon.views[index], list[Tensor | None]([None]) * len(params)
+        for number in parameters:
+            grads[number] = grad_matrix(params[number].param.grad, self.rank.plan.parameters[number])
+        uniform = len({grad.dtype for grad in grads if grad is not None}) <= 1
+        gradients = StepGradients(grads, frozenset(), uniform)
         self.stream.wait_stream(self.module.current_stream())
         with trace_range("gather", index), self.module.stream(self.stream):
             for call in with_gradients([call for call in views.gathers if call.packed], gradients):
-                muon.algorithm.before_gather(call, call.momentum, call.grads(gradients), ahead=True)
+                # Copies, because the backward that sends the input may still fail.
+                copies = [torch.empty_like(momentum) for momentum in call.momentum]
+                torch._foreach_copy_(copies, call.momentum)
+                muon.algorithm.before_gather(call, copies, call.grads(gradients))
             views.repeats.run()
             muon.exchange.gather(index)
-            self._rows.append(_first_rows(gradients.grads, self.needed[self.launched]))
+            self._rows.append(_first_rows(grads, parameters))
         self.launched += 1
+        records = {number: sent for number in parameters if (sent := SentGradient.of(params[number])) is not None}
+        self.sent = records | self.sent
 
     def ready(self, muon: MuonStep) -> None:
         """Complete abandoned gathers. Collective."""
@@ -235,7 +244,7 @@ class _Backward:
         for missing in self._missing:
             missing.discard(index)
         while gathers.launched < len(gathers.first) and not self._missing[gathers.launched]:
-            self._launch(gathers.needed[gathers.launched])
+            gathers.launch(self._muon)
 
     def _begin(self) -> None:
         # Not earlier, because reading the report waits for the last step, and buffers add to the peak memory.
@@ -245,14 +254,5 @@ class _Backward:
         if not self._off:
             with self._gathers.module.stream(self._computing):
                 self._rank.buffers.memory.take()
+                self._muon.mask.reset()
             self._gathers.stream.wait_stream(self._computing)
-
-    def _launch(self, parameters: Sequence[int]) -> None:
-        gathers, params, planned = self._gathers, self._rank.params, self._rank.plan.parameters
-        grads: list[Tensor | None] = [None] * len(params)
-        for index in parameters:
-            grads[index] = grad_matrix(params[index].param.grad, planned[index])
-        uniform = len({grad.dtype for grad in grads if grad is not None}) <= 1
-        records = {index: sent for index in parameters if (sent := SentGradient.of(params[index])) is not None}
-        gathers.launch(self._muon, StepGradients(grads, frozenset(), uniform))
-        gathers.sent = records | gathers.sent

@@ -20,9 +20,8 @@ from ..options import OptionError
 from ..step.foreach import without_parameters
 from ..step.gradients import StepGradients
 from ..step.rank import Rank
-from ..step.step import Bucket, MuonStep
+from ..step.step import Bucket, MuonStep, Overlap
 from ..step.views import BucketViews
-from .overlap import Overlap
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +46,6 @@ class ForwardUpdates(Overlap):
         self._suspended: list[Suspended] = []
         self._stream: Any = None
         self._computing: Any = None
-
-    @property
-    def left(self) -> bool:
-        return bool(self._suspended)
 
     @property
     def holds_memory(self) -> bool:  # type: ignore[override]

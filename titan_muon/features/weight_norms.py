@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ..comm.collectives import wait_all
 from ..comm.faults import Fault
+from ..options import OptionError
 from ..plan.terms.layout import Geometries, spans
+from ..state.plan_context import PlanContext
 from ..step.algorithm import WEIGHT_NORM, Algorithm, Decorated
 from ..step.foreach import rectangle_of
 from ..step.gradients import StepGradients
@@ -23,10 +25,24 @@ from ..step.rank import Rank
 from ..step.views import Batch
 
 
-class WeightNorms:
-    """A hook of the step. `states`: by matrix, the state `WEIGHT_NORM`, a view of the norms before the step."""
+def check(context: PlanContext) -> None:
+    """Raise OptionError for updates after the step, and for weights on the host."""
+    algorithm = f"algorithm = {context.options.algorithm!r}"
+    if context.options.overlap == "forward":
+        problem = f"= 'forward' applies updates in forward, before {algorithm} can project the weights"
+        raise OptionError("overlap", f"{problem}; set 'none' or 'backward'")
+    if context.options.offload == "parameters":
+        raise OptionError("offload", f"= 'parameters': {algorithm} projects weights on the device; set 'state'")
 
-    def __init__(self, rank: Rank) -> None:
+
+class WeightNorms(Decorated):
+    """A hook of the step, and a decorator that waits for the norms before the first matrix needs its state.
+
+    `norms`: by matrix, the state `WEIGHT_NORM`, a view of the norms before the step.
+    """
+
+    def __init__(self, inner: Algorithm, rank: Rank) -> None:
+        super().__init__(inner)
         self._rank, plan, geometries = rank, rank.plan, Geometries(rank.plan.parameters)
         group = rank.agreement.peers
         peers = {rank.program.rank} if group is None else set(dist.get_process_group_ranks(group))
@@ -50,10 +66,14 @@ class WeightNorms:
         self._before = torch.zeros(len(plan.matrices), device=device)
         self._works: Sequence[dist.Work] = ()
         self._waiting = False
-        self.states = {number: {WEIGHT_NORM: norm} for number, norm in enumerate(self._before.split(1))}
+        self.norms = {number: {WEIGHT_NORM: norm} for number, norm in enumerate(self._before.split(1))}
 
     def begin(self, gradients: StepGradients) -> None:
         self._works, self._waiting = self._start(self._before), True
+
+    def update(self, batch: Batch, norms: Tensor) -> None:
+        self.wait()
+        super().update(batch, norms)
 
     def wait(self) -> None:
         """Wait for the norms before the step, once."""
@@ -88,15 +108,3 @@ class WeightNorms:
         if works:
             sums.add_(self._local)
         sums.sqrt_()
-
-
-class WithWeightNorms(Decorated):
-    """Waits for the norms before the first matrix needs its state."""
-
-    def __init__(self, inner: Algorithm, norms: WeightNorms) -> None:
-        super().__init__(inner)
-        self._norms = norms
-
-    def update(self, batch: Batch, norms: Tensor) -> None:
-        self._norms.wait()
-        super().update(batch, norms)

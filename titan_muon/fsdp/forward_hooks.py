@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..features.forward import ForwardUpdates
 from ..muon import Muon
 from ..options import OptionError
-from ..tensors.names import named_parameters
+from ..tensors.names import listed, named_parameters
 from .private import GatheredGroup, own_groups, prefetched_groups
 
 
@@ -28,26 +28,22 @@ class _Layer:
         self._count = 0
 
     def update(self, *_: Any) -> None:
-        if self._count == self._deferred.count and not self._deferred.left:
+        if self._count == self._deferred.count and not self._deferred.holds_memory:
             return
         self._count = self._deferred.count
         own = own_groups(self._module)
-        for module in (self._module, *self._outer):
-            self._check(own_groups(module))
-        # The computing stream would wait for the updates anyway.
-        streams = [stream for group in own for stream in (group.computing_stream(), group.reading_stream())]
-        self._deferred.end_for(_params(own), streams)
-        for group in prefetched_groups(self._module):
-            self._deferred.end_for(group.params(), [group.reading_stream()])
-
-    def _check(self, groups: Iterable[GatheredGroup]) -> None:
-        for group in groups:
+        for group in (group for module in (self._module, *self._outer) for group in own_groups(module)):
             if group.is_gathered and self._deferred.waits(group.params()):
                 raise ValueError(
                     f"{group.name}: was all-gathered before the update was applied, by unshard() or a method of "
                     "register_fsdp_forward_method; call finish_step() of Muon before the all-gather, and reshard() of "
                     "the module now, or set overlap = 'none'"
                 )
+        # The computing stream would wait for the updates anyway.
+        streams = [stream for group in own for stream in (group.computing_stream(), group.reading_stream())]
+        self._deferred.end_for(_params(own), streams)
+        for group in prefetched_groups(self._module):
+            self._deferred.end_for(group.params(), [group.reading_stream()])
 
 
 def _params(groups: Iterable[GatheredGroup]) -> list[Tensor]:
@@ -75,9 +71,14 @@ def apply_in_forward(model: nn.Module, muon: Muon) -> None:
     if deferred.attached:
         raise ValueError("apply_in_forward: was called for this Muon before; call it only once")
     trained = {parameter: fqn for fqn, parameter in named_parameters(muon.param_groups)}
-    if muon.plan.buckets:
-        _check_gathered(model, trained)
-    modules = _sharded(model)
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    gathered = {param for module in modules.values() for param in _params(own_groups(module))}
+    if muon.plan.buckets and (outside := [fqn for param, fqn in trained.items() if param not in gathered]):
+        raise OptionError(
+            "overlap",
+            f"= 'forward' takes parameters that FSDP2 all-gathers, and {listed(outside)} are in no module of "
+            "fully_shard; shard the model by fully_shard, or set 'none'",
+        )
     for name, module in modules.items():
         outer = [modules[other] for other in modules if other != name and (not other or name.startswith(f"{other}."))]
         assert isinstance(module, nn.Module), "fully_shard makes only modules an FSDPModule"
@@ -95,17 +96,3 @@ def forward_updates(muon: Muon) -> ForwardUpdates | None:
     """The late updates of Muon, if any."""
     overlap = muon.engine.overlap
     return overlap if isinstance(overlap, ForwardUpdates) else None
-
-
-def _check_gathered(model: nn.Module, trained: Mapping[Tensor, str]) -> None:
-    gathered = {param for module in _sharded(model).values() for param in _params(own_groups(module))}
-    if outside := [fqn for param, fqn in trained.items() if param not in gathered]:
-        raise OptionError(
-            "overlap",
-            f"= 'forward' takes parameters that FSDP2 all-gathers, and {', '.join(outside[:5])} are in no module of "
-            "fully_shard; shard the model by fully_shard, or set 'none'",
-        )
-
-
-def _sharded(model: nn.Module) -> dict[str, FSDPModule]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}

@@ -58,7 +58,8 @@ class TensorParallelPeers:
         # Not the mesh's own group, because messages would queue behind the model's collectives.
         ranks = dist.get_process_group_ranks(mesh.get_group())
         self._group, self._traffic = dist.new_group(ranks, use_local_synchronization=True), traffic
-        self.rank, self.size = self._group.rank(), self._group.size()
+        self.rank: int = self._group.rank()
+        self.size: int = self._group.size()
 
     def scatter(self, parts: Iterable[OwnedPart], unsharded: Mapping[OwnedParam, Tensor]) -> None:
         """Fill this rank's pieces in `unsharded`, and send held pieces to the peers."""
@@ -137,7 +138,8 @@ class OwnerComm:
         self._group = mesh.get_group(mesh.ndim - 1)
         self.shard_rank, self.shard_size = self._group.rank(), self._group.size()
         self.peers = None if tensor is None else TensorParallelPeers(tensor, self.traffic)
-        self.peer_rank, self.peer_size = (0, 1) if self.peers is None else (self.peers.rank, self.peers.size)
+        self.peer_rank = 0 if self.peers is None else self.peers.rank
+        self.peer_size = 1 if self.peers is None else self.peers.size
         # NCCL launches coalesced operations as a single kernel in the current stream. gloo does not: after a refused
         # coalescing later collectives silently do nothing, and a synchronous operation blocks the host.
         self._in_stream = private.coalesces(self._group, torch.device(mesh.device_type))

@@ -59,14 +59,6 @@ class HookContext:
             # A kept group may be older than an update in between.
             hooks.group.reshard()
 
-    def prefetch_forward(self, index: int) -> None:
-        if index + 1 < len(self.hooks):
-            self.hooks[index + 1].group.unshard()
-
-    def prefetch_backward(self, index: int) -> None:
-        if index > 0 and self.hooks[index - 1].awaits_backward:
-            self.hooks[index - 1].group.unshard()
-
     def enter_backward(self) -> None:
         """Register the cleanup at the end of the current backward pass, once per pass."""
         # By number, because a pass that raised would leave a flag set.
@@ -132,7 +124,8 @@ class ModuleHooks:
         self.group.wait_for_unshard()
         # Within backward (activation checkpointing), backward has passed the next module already.
         if private.backward_pass() is None:
-            self._context.prefetch_forward(self.index)
+            for following in self._context.hooks[self.index + 1 : self.index + 2]:
+                following.group.unshard()
         if self._policy.cast_forward_inputs:
             args, kwargs = _cast((args, kwargs), self._policy.param_dtype)
         if not torch.is_grad_enabled():
@@ -154,18 +147,13 @@ class ModuleHooks:
                 # The first output gradient already needs the weights, and some may never come.
                 register_multi_grad_hook(differentiable, self._pre_backward, mode="any")
                 self.awaits_backward = True
-            if self._reshard_after_forward or not differentiable:
+            reshard, is_last = self._reshard_after_forward, self.index + 1 == len(self._context.hooks)
+            if reshard is None and is_last and differentiable:
+                # The last module's backward is next, and a new gather would not overlap.
+                self.group.keep()
+            elif reshard is None or reshard or not differentiable:
                 self.group.reshard()
-            elif self._reshard_after_forward is None:
-                self._leave_for_backward()
         return _cast(output, self._policy.output_dtype)
-
-    def _leave_for_backward(self) -> None:
-        # The last module's backward is next, and a new gather would not overlap.
-        if self.index + 1 == len(self._context.hooks):
-            self.group.keep()
-        else:
-            self.group.reshard()
 
     @torch.compiler.disable
     def _pre_backward(self, gradient: Tensor) -> None:
@@ -173,7 +161,8 @@ class ModuleHooks:
         self.in_backward = True
         self.group.unshard()
         self.group.wait_for_unshard()
-        self._context.prefetch_backward(self.index)
+        if self.index > 0 and (previous := self._context.hooks[self.index - 1]).awaits_backward:
+            previous.group.unshard()
 
     @torch.no_grad()
     def post_backward(self) -> None:

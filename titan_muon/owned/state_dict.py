@@ -33,11 +33,8 @@ def gather(tensor: Tensor) -> Tensor:
     if mesh.holders is not None:
         return _from_owners(tensor, mesh, tensor.shape)
     # Data-parallel ranks first, so that each tensor-parallel rank has its piece.
-    inner = (
-        OriginalPlacement()
-        if mesh.inner is None
-        else OriginalPlacement(mesh.inner, tensor.placements[-1 - mesh.inner.ndim : -1])
-    )
+    axes = 0 if mesh.inner is None else mesh.inner.ndim
+    inner = OriginalPlacement(mesh.inner, tuple(tensor.placements[-1 - axes : -1]))
     whole = inner.wrap(_from_owners(tensor, mesh, inner.size(tensor.shape)), tensor)
     return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
@@ -107,18 +104,13 @@ def _refuse_in_state_dict(
     group: OwnedParamGroup, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
     # PyTorch's full_state_dict does not read through the entries of the state dict.
-    for param in group.params:
-        _refuse_empty_reads(param.owned_param, param.fqn)
-    for name, _ in module.named_parameters(recurse=False):
-        if prefix + name in state_dict:
-            _refuse_empty_reads(state_dict[prefix + name], prefix + name)
-
-
-def _refuse_empty_reads(tensor: Any, fqn: str) -> None:
-    if isinstance(tensor, DTensor) and is_owned(tensor):
-        refuse_reads_outside(
-            tensor,
-            f"{fqn} is stored whole on rank {', '.join(map(str, holders(tensor)))} and this rank has no elements; read "
-            "it on all ranks with titan_muon.owned.gather(tensor), and a whole model with "
-            "titan_muon.owned.full_state_dict(model)",
-        )
+    read: list[tuple[str, Any]] = [(param.fqn, param.owned_param) for param in group.params]
+    names = [prefix + name for name, _ in module.named_parameters(recurse=False)]
+    for fqn, tensor in (*read, *((name, state_dict.get(name)) for name in names)):
+        if isinstance(tensor, DTensor) and is_owned(tensor):
+            refuse_reads_outside(
+                tensor,
+                f"{fqn} is stored whole on rank {', '.join(map(str, holders(tensor)))} and this rank has no elements; "
+                "read it on all ranks with titan_muon.owned.gather(tensor), and a whole model with "
+                "titan_muon.owned.full_state_dict(model)",
+            )

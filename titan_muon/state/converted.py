@@ -48,8 +48,11 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
     """
     if source not in get_args(Source):
         raise OptionError("source", f"= {source!r} is not one of {', '.join(get_args(Source))}")
-    groups, state = [], {}
-    for group in _muon_groups(state_dict):
+    given, groups, state = state_dict["param_groups"], [], {}
+    if names := list(state_dict.get("dedicated", ())):
+        # dmuon scales updates by 0.2 sqrt(max(m, n)), and its second group is AdamW's.
+        given = [{"adjust_lr_fn": "match_rms_adamw", **given[0], "params": names, "param_names": names}]
+    for group in (group for group in given if other_algorithm(group) is None):
         values = _hyperparameters({**group, **hyperparameters})
         copied = {key: group[key] for key in ("params", "param_names", "initial_lr") if key in group}
         groups.append({**values, **copied})
@@ -64,28 +67,19 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
     return {"state": state, "param_groups": groups}
 
 
-def _muon_groups(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    if names := list(state_dict.get("dedicated", ())):
-        # dmuon scales updates by 0.2 sqrt(max(m, n)), and its second group is AdamW's.
-        return [
-            {"adjust_lr_fn": "match_rms_adamw", **state_dict["param_groups"][0], "params": names, "param_names": names}
-        ]
-    return [group for group in state_dict["param_groups"] if other_algorithm(group) is None]
-
-
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """From a group of another optimizer. Muon's own names win."""
     values = {field.name: field.default for field in fields(Hyperparameters)}
     values["adjust_lr_fn"] = "original"
     spellings = {"momentum": group.get("mu"), "eps": group.get("epsilon")}
     values |= {key: value for key, value in spellings.items() if value is not None}
-    values |= {key: group[key] for key in HYPERPARAMETERS if key in group}
-    values["ns_coefficients"] = rows_of(values["ns_coefficients"])
     if "adjust_lr" in group and "adjust_lr_fn" not in group:
         if (adjust_lr := group["adjust_lr"]) not in ADJUST_LR:
             problem = f"= {adjust_lr!r} has no adjust_lr_fn here; pass adjust_lr_fn=... to converted"
             raise OptionError("adjust_lr", problem)
         values["adjust_lr_fn"] = ADJUST_LR[adjust_lr]
+    values |= {key: group[key] for key in HYPERPARAMETERS if key in group}
+    values["ns_coefficients"] = rows_of(values["ns_coefficients"])
     check(Hyperparameters, values)
     return values
 
@@ -114,17 +108,13 @@ def as_torch(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         steps = coefficients(group["ns_coefficients"], group["ns_steps"])
         if len(set(steps)) > 1:
             raise OptionError("ns_coefficients", "differ between steps, and torch.optim.Muon repeats one (a, b, c)")
-        _check_torch_adjusts(group["adjust_lr_fn"])
+        try:
+            # Muon.load_state_dict checks nothing, and its step takes a factor of 1 for unknown names.
+            torch.optim.Muon([torch.empty(1, 1)], adjust_lr_fn=group["adjust_lr_fn"])
+        except ValueError as error:
+            problem = f"= {group['adjust_lr_fn']!r} is unknown to torch.optim.Muon of PyTorch {torch.__version__}"
+            raise OptionError("adjust_lr_fn", problem) from error
         converted_group = {key: value for key, value in group.items() if key not in (STEP, "optimizer")}
         groups.append({**converted_group, "ns_coefficients": steps[0]})
     state = {key: {"momentum_buffer": value["momentum_buffer"]} for key, value in state_dict["state"].items()}
     return {"state": state, "param_groups": groups}
-
-
-def _check_torch_adjusts(adjust_lr_fn: Any) -> None:
-    # Muon.load_state_dict checks nothing, and its step takes a factor of 1 for unknown names.
-    try:
-        torch.optim.Muon([torch.empty(1, 1)], adjust_lr_fn=adjust_lr_fn)
-    except ValueError as error:
-        problem = f"= {adjust_lr_fn!r} is unknown to torch.optim.Muon of PyTorch {torch.__version__}"
-        raise OptionError("adjust_lr_fn", problem) from error

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..options import HYPERPARAMETERS, OTHER_NAMES, SHARED, Hyperparameters, MuonOptions, OptionError, Split, check
+from ..options import HYPERPARAMETERS, OTHER_NAMES, SHARED, Hyperparameters, OptionError, Split, check
 from ..orthogonalize import Iteration, iteration
 from ..tensors.matrices import THINNEST, check_splits, is_thin, stack_of
 from ..tensors.names import LOOKED_UP, canonical_fqn, listed, named_parameters
 from ..tensors.storage import STEP
-from .host import resolved
 
 KEYS = (*HYPERPARAMETERS, "params", "param_names", "initial_lr", "optimizer", STEP)
 """Keys of a group that this package reads or writes."""
@@ -38,18 +36,16 @@ def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
         return True
 
 
-def checked(
-    groups: Sequence[Mapping[str, Any]], options: MuonOptions, check_by_rule: Callable[[Mapping[str, Any]], None]
-) -> MuonOptions:
-    """The options, with the groups' `offload`. Raises ValueError as `check_group`, `check_splits` and the rule."""
+def check_groups(
+    groups: Sequence[Mapping[str, Any]], splits: Sequence[Split], check_by_rule: Callable[[Mapping[str, Any]], None]
+) -> None:
+    """Raise ValueError as `check_group`, `check_splits` and the rule."""
     for group in groups:
         check_group(group)
         check_by_rule(group)
     # A pipeline stage may have no matrices at all.
     if names := [name for name, _ in named_parameters(groups)]:
-        check_splits(names, options.split)
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    return replace(options, offload=resolved(options.offload, parameters))
+        check_splits(names, splits)
 
 
 def check_group(group: Mapping[str, Any]) -> None:

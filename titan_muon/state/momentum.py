@@ -109,9 +109,8 @@ def followed(
 @contextmanager
 def unchanged_after_errors(groups: Iterable[dict[str, Any]], state: dict[Tensor, dict[str, Any]]) -> Iterator[None]:
     """Give an optimizer's groups and state back the present values after an error. Tensors are not copied."""
-    kept: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
-        (values, dict(values)) for values in (*groups, *state.values(), state)
-    ]
+    dicts: list[dict[Any, Any]] = [*groups, *state.values(), state]
+    kept = [(values, dict(values)) for values in dicts]
     try:
         yield
     except BaseException:

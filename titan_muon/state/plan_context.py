@@ -43,7 +43,13 @@ class PlanContext:
 def check_states(context: PlanContext) -> None:
     """Raise OptionError if states cannot be on the host, in 8 bits, or on the owner alone, as the options say."""
     options = context.options
-    check_offload(context.parameters, options)
+    if options.offload != "none":
+        _check_offload(context.parameters, options)
+    for name, needed in (("offload", "none"), ("state", "replicated")) if options.state_dtype == "int8" else ():
+        value = getattr(options, name)
+        if value != needed:
+            problem = f"= {value!r} does not take state_dtype = 'int8'; set {needed!r}, or 'bfloat16'"
+            raise OptionError(name, problem)
     for (fqn, tensor), planned in zip(context.named, context.parameters, strict=True):
         if options.state_dtype == "int8" and (problem := _cut_blocks(tensor, planned)):
             text = f"= 'int8' has a scale for {BLOCK} columns of a row, and {problem}; set 'bfloat16'"
@@ -53,15 +59,14 @@ def check_states(context: PlanContext) -> None:
             raise OptionError("state", f'= "owner": {problem}; set "replicated"')
 
 
-def check_offload(parameters: Iterable[Parameter], options: MuonOptions) -> None:
-    """Raise OptionError for an offload of matrices that share rows."""
+def _check_offload(parameters: Iterable[Parameter], options: MuonOptions) -> None:
+    if options.overlap != "none" and (options.overlap, options.offload) != ("forward", "state"):
+        problem = f"= {options.overlap!r} needs momentum and parameters on the device; set 'none', or offload = 'none'"
+        raise OptionError("overlap", problem)
     # Transfers move whole rows, so two transfers would overwrite common rows.
-    shared = next((parameter.fqn for parameter in parameters if parameter.stack.interleaved), None)
-    if options.offload != "none" and shared is not None:
-        raise OptionError(
-            "offload",
-            f'= "{options.offload}" does not take {shared}, whose matrices share rows of its storage; set "none"',
-        )
+    if shared := next((parameter.fqn for parameter in parameters if parameter.stack.interleaved), None):
+        problem = f'= "{options.offload}" does not take {shared}, whose matrices share rows of its storage; set "none"'
+        raise OptionError("offload", problem)
 
 
 def _cut_blocks(tensor: Tensor, planned: Parameter) -> str:

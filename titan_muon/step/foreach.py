@@ -10,11 +10,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, UntypedStorage
 
+from ..options import MuonOptions
 from ..plan.terms.layout import Span
+from ..plan.terms.work import FLOAT32_COST, ElementwiseCost, Traffic, traffic
 from ..state.host import ALIGNMENT, carved, slot_bytes
 from ..tensors.storage import Storage
 from .gradients import StepGradients
-from .rounding import BYTES, RandomBits, RoundedTogether, chunk_of, memory_bytes
+from .rank import Rank
+from .rounding import BYTES, RoundedTogether, chunk_of, memory_bytes
 
 ACCELERATOR_BYTES = 2**25
 """Limit on the wide elements of a call."""
@@ -36,6 +39,42 @@ def chunk_bytes(device: str) -> int:
 
 WIDE_BYTES = 4
 """Bytes of an element in the arithmetic of the momentum."""
+
+
+def passes_of(
+    dtypes: Collection[torch.dtype], options: MuonOptions, device: str, temporary_bytes: int
+) -> ElementwiseCost:
+    """Temporary memory and traffic of the element-wise stages. Gradients have the dtypes of the weights.
+
+    `temporary_bytes`: of the algorithm's `rescale`.
+    """
+    state_bytes, traffics = 2 if options.state_dtype == "bfloat16" else 4, list[Traffic]()
+    advance, apply, drawn = [0], [0], False
+    # A step on an accelerator may have to keep the values, because its norm is not finite.
+    undone = options.skips + (device != "cpu" and not options.fused)
+    for dtype in dtypes:
+        size, wide = dtype.itemsize, max(state_bytes, dtype.itemsize)
+        stochastic = options.rounding == "stochastic" and dtype == torch.bfloat16
+        drawn = drawn or stochastic
+        kept, temporary = options.skips * state_bytes, 0
+        if not options.fused:
+            # The nesterov blend (or the wide gradient that becomes the blend), and the wide momentum.
+            kept += wide * (1 + (state_bytes < wide) + (device != "cpu"))
+            temporary = BYTES if stochastic else size if size > options.wire_bytes else 0
+            temporary += max(WIDE_BYTES, size) if options.cautious else 0
+        advance.append(kept)
+        apply.append(temporary + undone * size)
+        flags = {"stochastic": stochastic, "cautious": options.cautious, "fused": options.fused is True}
+        traffics.append(traffic(size, state_bytes, options.wire_bytes, **flags))
+    limit = chunk_bytes(device)
+    return ElementwiseCost(
+        advance_elements=limit // WIDE_BYTES,
+        advance_bytes=max(advance),
+        apply_elements=limit // (BYTES if drawn else WIDE_BYTES),
+        apply_bytes=max(apply),
+        finish_bytes=temporary_bytes,
+        traffic=max(traffics, key=lambda moved: moved.advance + moved.apply, default=FLOAT32_COST.traffic),
+    )
 
 
 class Rectangle(NamedTuple):
@@ -171,72 +210,73 @@ class Copies:
 class StoredPiece(NamedTuple):
     """A piece of a matrix on this rank: rectangles `spans` of the parameter, and a tensor `view`.
 
-    `out_in`: of the whole matrix. `draws`: see [Note: draws].
+    `out_in`: of the whole matrix. `key`: see [Note: draws].
     """
 
     matrix: int
     parameter: int
     out_in: tuple[int, int]
+    cols: int
+    key: int
     spans: tuple[Span, ...]
     view: Tensor | None
-    draws: RandomBits
 
 
-def momentum_calls(
-    pieces: Iterable[StoredPiece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], device: str
-) -> tuple[MomentumCall, ...]:
-    """The momentum calls of these pieces. `groups` and `storage`: by parameter."""
+class Placed(NamedTuple):
+    """A rectangle of a piece, and its part of the piece's `view`. `first`: count of the first draw."""
+
+    part: Rectangle
+    view: Tensor | None
+    first: int
+    out_in: tuple[int, int]
+
+
+def momentum_calls(pieces: Iterable[StoredPiece], rank: Rank) -> tuple[MomentumCall, ...]:
+    """The momentum calls of these pieces."""
+    numbers, device = group_numbers(rank), rank.device.type
     placed = [
-        (part, part.of_momentum(storage[piece.parameter]), () if view is None else (view,))
+        (item, item.part.of_momentum(rank.storage[piece.parameter]))
         for piece in pieces
-        for part, view, _ in _rectangles(piece, storage[piece.parameter], WIDE_BYTES, device)
+        for item in _rectangles(piece, rank.storage[piece.parameter], WIDE_BYTES, device)
     ]
-    # By identity, because a scheduler may change hyperparameters.
-    numbers = numbered(groups)
     calls = grouped(
         placed,
-        lambda item: (numbers[item[0].parameter], item[1].dtype, len(item[2])),
+        lambda item: (numbers[item[0].part.parameter], item[1].dtype, item[0].view is None),
         call_bytes(device),
-        lambda i: WIDE_BYTES * i[1].numel(),
+        lambda item: WIDE_BYTES * item[1].numel(),
     )
     return tuple(
         MomentumCall(
-            groups[items[0][0].parameter],
-            tuple(part for part, _, _ in items),
-            tuple(momentum for _, momentum, _ in items),
-            tuple(view for _, _, packed in items for view in packed),
+            rank.params[items[0][0].part.parameter].group,
+            tuple(item.part for item, _ in items),
+            tuple(momentum for _, momentum in items),
+            tuple(item.view for item, _ in items if item.view is not None),
         )
         for items in calls
     )
 
 
-def update_calls(
-    pieces: Iterable[StoredPiece],
-    groups: Sequence[Mapping[str, Any]],
-    storage: Sequence[Storage],
-    device: str,
-    scratch: Tensor,
-    *,
-    stochastic: bool,
-) -> tuple[UpdateCall, ...]:
-    """The update calls of these pieces. `scratch`: memory of all calls. `stochastic`: rounding of bfloat16."""
-    draws = [stochastic and stored.param.dtype == torch.bfloat16 for stored in storage]
-    placed = []
-    for piece in pieces:
-        stored = storage[piece.parameter]
-        element_bytes = BYTES if draws[piece.parameter] else stored.param.element_size()
-        for part, view, first in _rectangles(piece, stored, element_bytes, device):
-            assert view is not None, "every stored piece is returned"
-            placed.append(((part, piece.out_in, first), part.of(stored.param), view))
-    numbers = numbered(groups)
-
-    def size(item: PlacedUpdate) -> int:
-        return memory_bytes(item[1]) if draws[item[0][0].parameter] else slot_bytes(item[1])
-
+def update_calls(pieces: Iterable[StoredPiece], rank: Rank, scratch: Tensor) -> tuple[UpdateCall, ...]:
+    """The update calls of these pieces. `scratch`: memory of all calls."""
+    numbers, device, storage = group_numbers(rank), rank.device.type, rank.storage
+    draws = [rank.options.rounding == "stochastic" and stored.param.dtype == torch.bfloat16 for stored in storage]
+    placed = [
+        (item, item.part.of(storage[piece.parameter].param))
+        for piece in pieces
+        for item in _rectangles(
+            piece,
+            storage[piece.parameter],
+            BYTES if draws[piece.parameter] else storage[piece.parameter].param.element_size(),
+            device,
+        )
+    ]
     calls = grouped(
-        placed, lambda item: (numbers[item[0][0].parameter], item[0][1], item[1].dtype), call_bytes(device), size
+        placed,
+        lambda item: (numbers[item[0].part.parameter], item[0].out_in, item[1].dtype),
+        call_bytes(device),
+        lambda item: memory_bytes(item[1]) if draws[item[0].part.parameter] else slot_bytes(item[1]),
     )
-    return tuple(_update_call(groups, items, scratch, draws=draws[items[0][0][0].parameter]) for items in calls)
+    return tuple(_update_call(rank, items, scratch, draws=draws[items[0][0].part.parameter]) for items in calls)
 
 
 def scratch_bytes(storage: Sequence[Storage], device: str) -> int:
@@ -244,35 +284,27 @@ def scratch_bytes(storage: Sequence[Storage], device: str) -> int:
     return max([call_bytes(device), chunk_bytes(device), *(memory_bytes(stored.param[:1]) for stored in storage)])
 
 
-def _rectangles(
-    piece: StoredPiece, storage: Storage, element_bytes: int, device: str
-) -> Iterator[tuple[Rectangle, Tensor | None, int]]:
-    """Cuts a piece into rectangles of at most `chunk_bytes`.
-
-    Yields the rectangle, its part of the piece's `view`, and how many random numbers come before it.
-    """
+def _rectangles(piece: StoredPiece, storage: Storage, element_bytes: int, device: str) -> Iterator[Placed]:
+    """Cuts a piece into rectangles of at most `chunk_bytes`."""
     # Rectangles with the same rows get the same height.
     most = max(1, (chunk_bytes(device) // element_bytes - ALIGNMENT) // max(1, storage.param.size(1)))
     for span in piece.spans:
         whole = rectangle_of(piece.parameter, span, storage.param)._replace(matrix=piece.matrix)
-        view, first = None if piece.view is None else piece.view[span.piece], piece.draws.first(span)
+        view = None if piece.view is None else piece.view[span.piece]
+        first = piece.key + span.whole[0].start * piece.cols + span.whole[1].start
         height, width = (side.stop - side.start for side in span.piece)
         for part, rows in whole.in_rows(height, most):
-            yield part, None if view is None else view[rows], first + (rows.start or 0) * width
+            yield Placed(part, None if view is None else view[rows], first + (rows.start or 0) * width, piece.out_in)
 
 
-PlacedUpdate = tuple[tuple[Rectangle, tuple[int, int], int], Tensor, Tensor]
-"""(rectangle, `out_in` of the matrix, count of the first draw), view of the parameter, view of the update."""
-
-
-def _update_call(
-    groups: Sequence[Mapping[str, Any]], items: Sequence[PlacedUpdate], scratch: Tensor, *, draws: bool
-) -> UpdateCall:
-    places, params, updates = zip(*items, strict=True)
-    parts, sizes, firsts = zip(*places, strict=True)
-    call = UpdateCall(groups[parts[0].parameter], sizes[0], parts, params, updates, scratch.untyped_storage())
+def _update_call(rank: Rank, items: Sequence[tuple[Placed, Tensor]], scratch: Tensor, *, draws: bool) -> UpdateCall:
+    places, params = zip(*items, strict=True)
+    updates = tuple(place.view for place in places if place.view is not None)
+    assert len(updates) == len(params), "every stored piece is returned"
+    parts, group = tuple(place.part for place in places), rank.params[places[0].part.parameter].group
+    call = UpdateCall(group, places[0].out_in, parts, params, updates, scratch.untyped_storage())
     if draws:
-        chunk = chunk_of([param.shape for param in params], firsts, scratch)
+        chunk = chunk_of([param.shape for param in params], [place.first for place in places], scratch)
         return replace(call, scratch_bytes=chunk.memory.nbytes, chunk=chunk)
     dtype, update_dtype = params[0].dtype, updates[0].dtype
     # Wider updates need no conversion: the sum is rounded once.
@@ -281,10 +313,11 @@ def _update_call(
     return replace(call, scratch=wide, scratch_bytes=sum(map(slot_bytes, wide)))
 
 
-def numbered(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+def group_numbers(rank: Rank) -> list[int]:
     """A number for the group of each parameter. Parameters of one group are neighbours."""
+    # By identity, because a scheduler may change hyperparameters.
     numbers: list[int] = []
-    for before, group in pairwise((None, *groups)):
+    for before, group in pairwise((None, *(trained.group for trained in rank.params))):
         last = numbers[-1] if numbers else -1
         numbers.append(last if group is before else last + 1)
     return numbers

@@ -18,7 +18,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..plan.terms.layout import Span
 from ..tensors.draws import hash_counts, wrapped
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
@@ -31,19 +30,9 @@ BYTES = 12
 UPPER_HALF = -(2**16)
 
 
-@dataclass(frozen=True)
-class RandomBits:
-    """Elements of a matrix have consecutive counts from `key` on."""
-
-    key: int
-    cols: int
-
-    @classmethod
-    def of(cls, fqn: str, index: int, cols: int) -> RandomBits:
-        return cls(zlib.crc32(f"{fqn} {index}".encode()), cols)
-
-    def first(self, span: Span) -> int:
-        return self.key + span.whole[0].start * self.cols + span.whole[1].start
+def draw_key(fqn: str, index: int) -> int:
+    """The count of the first element of a matrix. Further elements, in row-major order, have the next counts."""
+    return zlib.crc32(f"{fqn} {index}".encode())
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..options import MuonOptions
 from ..plan.terms.layout import Geometry
 from ..plan.terms.types import Parameter
-from .dtensor import held_indices, layout_of, local
+from .dtensor import held_indices, layout_of, local, step_device
 from .names import named_parameters
 
 STEP = "step"
@@ -79,11 +79,10 @@ def trained_params(
             if rounds or options.momentum_warmup_steps or options.state_dtype == "int8":
                 # Only where steps count, so that other checkpoints keep their keys.
                 group.setdefault(STEP, 0)
-            on_mesh = rank in layout_of(fqn, parameter).mesh.ranks
-            shard, key = local(parameter), placement_key(parameter)
-            trained = TrainedParam(fqn, parameter, None, group, key, on_mesh, (shard.dtype, shard.device))
+            on_mesh, shard = rank in layout_of(fqn, parameter).mesh.ranks, local(parameter)
             momentum, scales = (state.get(parameter, {}).get(key) for key in ("momentum_buffer", "momentum_scale"))
-            trained = replace(trained, scales=scales)
+            placed = placement_key(parameter), on_mesh, (shard.dtype, shard.device)
+            trained = TrainedParam(fqn, parameter, None, group, *placed, scales=scales)
             yield trained if momentum is None else with_momentum(trained, momentum)
 
 
@@ -147,3 +146,32 @@ def storage_fault(fqn: str, parameter: Tensor, geometry: Geometry, rank: int) ->
     if not stored.is_contiguous():
         return f"{fqn}: its storage is not contiguous; call contiguous() before building Muon"
     return None
+
+
+def check_devices(params: Sequence[TrainedParam]) -> None:
+    """Raise ValueError for parameters on several devices, or on a device without streams."""
+    first = params[0]
+    if problem := missing_streams(device_of(params).type):
+        raise ValueError(f"{first.fqn}: {problem}")
+    for trained in params:
+        if step_device(trained.param) != step_device(first.param):
+            raise ValueError(
+                f"{trained.fqn}: is on {step_device(trained.param)}, and {first.fqn} on {step_device(first.param)}; "
+                "move all parameters of a Muon to one device, or build a Muon for each device"
+            )
+
+
+def missing_streams(kind: str) -> str:
+    """The problem of a device type without streams, and a remedy; empty for other types."""
+    # PyTorch has no module for `meta`, where nothing runs.
+    if hasattr(getattr(torch, kind, torch), "Stream"):
+        return ""
+    return (
+        f"PyTorch {torch.__version__} has no streams on {kind}, and a step needs them; install PyTorch 2.15 or newer, "
+        "or move the model to the CPU"
+    )
+
+
+def device_of(params: Sequence[TrainedParam]) -> torch.device:
+    """The device for orthogonalization."""
+    return step_device(params[0].param) if params else torch.device("cpu")

@@ -72,7 +72,6 @@ def install() -> bool:
         use_cpu_device()
     time_out_all_groups()
     if on_cpu:
-        skip_peak_flops()
         make_masks_without_compiler()
         hush_warnings()
         exchange_pieces_of_any_size()
@@ -134,6 +133,8 @@ def use_cpu_device() -> None:
         raise RuntimeError(f"compat.install() must run before {late[0]} is imported: it has taken {utils.device_type}")
     utils.device_type = "cpu"
     utils.device_module = _cpu_device()
+    # MFU is 0, because torchtitan would assume an A100.
+    utils.get_peak_flops = lambda device_name: float("inf")
 
 
 def _cpu_device() -> types.SimpleNamespace:
@@ -154,12 +155,6 @@ def _cpu_device() -> types.SimpleNamespace:
         "empty_cache": lambda: None,
     }
     return types.SimpleNamespace(**{**vars(torch.cpu), **functions})
-
-
-def skip_peak_flops() -> None:
-    """Make MFU 0 on the CPU: torchtitan would assume an A100. Remove when torchtitan supports the CPU."""
-    utils: Any = importlib.import_module("torchtitan.tools.utils")
-    utils.get_peak_flops = lambda device_name: float("inf")
 
 
 def make_masks_without_compiler() -> None:

@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from titan_muon.tensors.device import is_host
 from titan_muon.titan.recipe.degrees import has_torch_for
 
 _planned: ContextVar[str | None] = ContextVar("planned device", default=None)
@@ -32,11 +33,6 @@ def on_accelerator() -> bool:
 def compute_capability() -> tuple[int, int] | None:
     """Compute capability of a GPU, or None."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-
-
-def arrives_late(device: torch.device) -> bool:
-    """Whether a host read of the device waits."""
-    return device.type != "cpu"
 
 
 @contextmanager
@@ -79,23 +75,19 @@ def pins_batches() -> bool:
 def forked_rng(device: torch.device) -> AbstractContextManager[None]:
     """Context that restores the random state of the host and of `device`."""
     # torch always forks the host's state.
-    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+    return torch.random.fork_rng([] if is_host(device) else [device], device_type=device.type)
 
 
 def now(device: torch.device) -> torch.Event | float:
     """Point in time in the work of `device`, for `seconds_between`."""
     # The host runs ahead of an accelerator, so a clock would measure launches.
-    if device.type == "cpu":
+    if is_host(device):
         return time.perf_counter()
     event = torch.Event(device=device, enable_timing=True)
     event.record()
     return event
 
 
-def seconds_between(start: torch.Event | float, end: torch.Event | float) -> float:
-    """Seconds between two past values of `now`."""
-    if isinstance(start, torch.Event) and isinstance(end, torch.Event):
-        return float(start.elapsed_time(end)) / 1e3
-    assert isinstance(start, float), "two moments of one device are of one kind"
-    assert isinstance(end, float), "two moments of one device are of one kind"
-    return end - start
+def seconds_between(start: Any, end: Any) -> float:
+    """Seconds between two past values of `now`, of one device."""
+    return float(start.elapsed_time(end)) / 1e3 if isinstance(start, torch.Event) else float(end - start)

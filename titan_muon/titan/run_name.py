@@ -1,18 +1,15 @@
-"""Differences between the recipes of two runs, for a run's name and for a resume."""
+"""Differences between the recipes of two runs: the name of a run, and whether a run may be continued."""
 
-import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
-from titan_muon.titan.recipe import Recipe, RecipeError
+from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.recipe.files import written_values
 from titan_muon.titan.recipe.toml import read_file, value_text
 
 LONGEST = 80
 """In characters: TensorBoard's column is narrow."""
-LONGEST_VALUE = 24
 
 IGNORED = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "checkpoint.load_step"})
 SAME_EXPERIMENT = IGNORED | {
@@ -26,21 +23,12 @@ SAME_EXPERIMENT = IGNORED | {
 """Keys and whole tables that may change within an experiment."""
 
 
-def distinguishing_keys(recipe: Recipe, first: Path | None, overrides: Sequence[str]) -> str:
-    """`key=value` pairs that distinguish a run: `overrides`, the keys of the command line, then the differences from
-    `first`, the recipe of the first run of this name."""
-    mine, keys = written_values(recipe), [*overrides]
-    if first is not None:
-        with suppress(RecipeError):
-            keys += changes(recipe, first)
-    pairs = [f"{_short(key, mine)}={_value(mine.get(key))}" for key in dict.fromkeys(keys) if key not in IGNORED]
-    name = ""
-    for number, pair in enumerate(pairs):
-        longer = f"{name},{pair}" if name else pair
-        if len(longer) > LONGEST:
-            return f"{name},+{len(pairs) - number}"
-        name = longer
-    return name
+def overrides_text(recipe: Recipe, keys: Sequence[str]) -> str:
+    """`key=value` pairs of a run's name, in plain characters. `keys`: of the command line."""
+    mine = written_values(recipe)
+    values = {key: mine.get(key) for key in keys if key not in IGNORED}
+    pairs = (f"{key}={value if isinstance(value, str) else _text(value)}" for key, value in values.items())
+    return re.sub(r"[^A-Za-z0-9_.,=+-]+", "-", ",".join(pairs))[:LONGEST]
 
 
 def other_experiment(recipe: Recipe, file: Path) -> list[str]:
@@ -72,20 +60,3 @@ def changes(recipe: Recipe, file: Path) -> dict[str, str]:
 
 def _text(value: object) -> str:
     return "absent" if value is None else value_text(value)
-
-
-def _short(key: str, keys: Mapping[str, object]) -> str:
-    """Last word of a key if unique; its table's name if the word is a table's name; else the full key."""
-    table, _, leaf = key.rpartition(".")
-    if any(other.partition(".")[0] == leaf for other in keys):
-        return table
-    unique = sum(other.rpartition(".")[2] == leaf for other in keys) == 1
-    return leaf if unique else key
-
-
-def _value(value: object) -> str:
-    text = value if isinstance(value, str) else _text(value)
-    # Without brackets and quotes, but with a minus: -1 is not 1.
-    plain = re.sub(r"[^A-Za-z0-9_.+-]+", "-", re.sub(r"^[^A-Za-z0-9_.+-]+|[^A-Za-z0-9_.+-]+$", "", text))
-    # A digest distinguishes long values with the same beginning.
-    return plain if len(plain) <= LONGEST_VALUE else hashlib.sha256(text.encode()).hexdigest()[:6]

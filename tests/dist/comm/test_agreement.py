@@ -18,8 +18,8 @@ from tests.dist.small_params import SECONDS, named, parameters, placed, set_grad
 from tests.shared import message
 from titan_muon import Muon
 from titan_muon.comm.agreement import PlanReport, check_reports
+from titan_muon.engine import report_of
 from titan_muon.plan.terms.layout import Geometries
-from titan_muon.planning import report_of
 
 
 def some_without_matrices(rank: int, world_size: int) -> int:

@@ -1,17 +1,16 @@
 """Updates in the next forward: the same numbers as updates in the step, applied before each layer's gather."""
 
 import gc
-import io
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -63,7 +62,6 @@ class Sharding:
     prefetches: bool = False
     mixed: bool = False
     compiled: bool = False
-    dtype: torch.dtype = torch.float32
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -74,13 +72,9 @@ CASES: dict[str, Sharding] = {
     "shards": Sharding(),
     "prefetched": Sharding(prefetches=True),
     "kept after forward": Sharding(reshards=False),
-    "by themselves": Sharding(separate=True),
     "one module": Sharding(layers=0),
     "compiled": Sharding(compiled=True),
-    "bfloat16": Sharding(dtype=torch.bfloat16),
-    "copies": Sharding((2, 1), prefetches=True),
     "tensor parallelism alone": Sharding((1, 1, 2)),
-    "shards and copies": Sharding(separate=True, mixed=True),
     "shards and copies, prefetched": Sharding(separate=True, mixed=True, prefetches=True),
 }
 """How a model is sharded; rows of tests/parity have the options."""
@@ -93,7 +87,7 @@ class Run:
         self.sharding = sharding
         self.mesh = init_device_mesh("cpu", sharding.mesh, mesh_dim_names=sharding.axes)
         torch.manual_seed(0)
-        self.net = Net().to(sharding.dtype)
+        self.net = Net()
         self._shard(self.mesh[tuple(axis for axis in sharding.axes if axis != "tp")])
         self.named = [(name, param) for name, param in self.net.named_parameters() if isinstance(param, DTensor)]
         self.muon = Muon(self.named, **(FORWARD | options))
@@ -140,8 +134,8 @@ class Run:
         places = list(self.mesh.get_coordinate() or ())
         data = places[: 2 if len(places) > 1 else 1]
         generator = torch.Generator().manual_seed(100 * step + sum(3**i * place for i, place in enumerate(data)))
-        output: Tensor = self.net(torch.randn(4, DIM, generator=generator).to(self.sharding.dtype))
-        return output.float().square().mean()
+        output: Tensor = self.net(torch.randn(4, DIM, generator=generator))
+        return output.square().mean()
 
     def step(self, step: int, microbatches: int = 2) -> None:
         for _ in range(microbatches):
@@ -168,8 +162,17 @@ def same(a: Run, b: Run) -> bool:
     return all(map(torch.equal, a.tensors(), b.tensors()))
 
 
-def digits(rank: int, world_size: int) -> dict[str, tuple[bool, int, bool, list[int], int, int]]:
-    """Whether the bits equal a run without `overlap`, and the number of pending updates after each step."""
+@dataclass(frozen=True)
+class Digits:
+    """Whether a run has the bits of a run without `overlap`, pending updates, and bytes sent by both."""
+
+    equal: bool
+    pending: int
+    pending_by_layer: list[int]
+    sent: tuple[int, int]
+
+
+def digits(rank: int, world_size: int) -> dict[str, Digits]:
     results = {}
     for name, sharding in CASES.items():
         ours, theirs = (Run(sharding, overlap=overlap) for overlap in ("forward", "none"))
@@ -177,172 +180,95 @@ def digits(rank: int, world_size: int) -> dict[str, tuple[bool, int, bool, list[
             ours.step(step)
             theirs.step(step)
         # Each of a step's two passes comes to a layer in forward, and again in backward.
-        left, sent = ours.left[-4 * LAYERS :], ours.muon.exchange.traffic.bytes_sent
-        begun = updates_left(ours.muon)
-        bytes_sent = sent, theirs.muon.exchange.traffic.bytes_sent
-        results[name] = (same(ours, theirs), begun, (updates_left(ours.muon) > 0), left, *bytes_sent)
+        by_layer, pending = ours.left[-4 * LAYERS :], updates_left(ours.muon)
+        sent = ours.muon.exchange.traffic.bytes_sent, theirs.muon.exchange.traffic.bytes_sent
+        results[name] = Digits(same(ours, theirs), pending, by_layer, sent)
+        assert updates_left(ours.muon) == 0
     return results
 
 
-@cache
-def cases_on_ranks() -> list[dict[str, tuple[bool, int, bool, list[int], int, int]]]:
-    return run_ranks(digits, 2)
-
-
-def test_digits_equal_steps_without_forward_overlap() -> None:
-    for cases in cases_on_ranks():
-        for name, (equal, begun, after, _, ours, theirs) in cases.items():
-            assert begun > 0, name
-            assert not after, name
-            assert equal, name
-            assert ours == theirs, f"{name}: what is left is no more bytes"
-
-
-def test_every_layer_applies_only_the_updates_of_that_layer_in_forward() -> None:
-    for cases in cases_on_ranks():
-        _, begun, _, left, _, _ = cases["shards"]
-        first, others = left[:LAYERS], left[LAYERS:]
-        assert begun > first[0] > first[-1] == 0, "the first layer's are applied, and others wait"
+def test_every_layer_applies_only_its_updates_in_forward_with_the_bits_of_a_step_without_overlap() -> None:
+    for cases in run_ranks(digits, 2):
+        for name, case in cases.items():
+            assert case.equal, name
+            assert case.pending > 0, name
+            assert case.sent[0] == case.sent[1], f"{name}: what is left is no more bytes"
+        shards = cases["shards"]
+        first, others = shards.pending_by_layer[:LAYERS], shards.pending_by_layer[LAYERS:]
+        assert shards.pending > first[0] > first[-1] == 0, "the first layer's are applied, and others wait"
         assert first == sorted(first, reverse=True)
         assert not any(others)
-        prefetching = cases["prefetched"][3][:LAYERS]
-        assert prefetching[0] <= first[0]
-        assert cases["one module"][3][0] == 0
+        assert cases["prefetched"].pending_by_layer[0] <= first[0]
+        assert cases["one module"].pending_by_layer[0] == 0
 
 
 # --- who else reads or writes weights ---
 
 
-def evaluate(run: Run) -> object:
+def evaluate(run: Run) -> list[Tensor]:
     with torch.no_grad():
-        return run.loss(7)
+        return [run.loss(7)]
 
 
-def infer(run: Run) -> object:
+def infer(run: Run) -> list[Tensor]:
     with torch.inference_mode():
-        return run.loss(7).item()
+        return [run.loss(7).clone()]
 
 
-def local(values: Mapping[str, object]) -> dict[str, Tensor]:
-    return {name: value.to_local().clone() for name, value in values.items() if isinstance(value, DTensor)}
+def state_dict(values: Mapping[str, Any]) -> list[Tensor]:
+    """This rank's parts of the weights in a state dict."""
+    return [value.to_local().clone() for value in values.values() if isinstance(value, DTensor)]
 
 
-def state_dict(run: Run) -> object:
-    return local(run.net.state_dict())
-
-
-def layer_state_dict(run: Run) -> object:
-    return local(run.net.layers[LAYERS - 1].state_dict())
-
-
-def checkpoint(run: Run) -> object:
-    return local(get_model_state_dict(run.net))
-
-
-def optimizer_state(run: Run) -> object:
-    run.muon.state_dict()
-    return run.weights()
-
-
-def check(run: Run) -> object:
-    run.muon.check_last_step()
-    return run.weights()
-
-
-def finish(run: Run) -> object:
-    run.muon.finish_step()
-    return run.weights()
-
-
-def averaged(run: Run) -> object:
-    """The read of an average of weights after finish_step()."""
-    run.muon.finish_step()
-    averages = [torch.zeros_like(param).lerp_(param.detach(), 0.5) for _, param in run.named]
-    return [average.full_tensor() for average in averages]
-
-
-def load(run: Run) -> object:
+def load(run: Run) -> list[Tensor]:
     weights = {name: torch.full_like(value, 0.25) for name, value in run.net.state_dict().items()}
     run.step(6)
-    return run.net.load_state_dict(weights)
-
-
-def load_checkpoint(run: Run) -> object:
-    weights: dict[str, Any] = {name: torch.full_like(param, 0.25) for name, param in run.named}
-    run.step(6)
-    return set_model_state_dict(run.net, weights)
-
-
-def load_optimizer(run: Run) -> object:
-    """Load another step with momentum in new tensors."""
-    saved = io.BytesIO()
-    torch.save(run.muon.state_dict(), saved)
-    run.step(6)
-    saved.seek(0)
-    run.muon.load_state_dict(torch.load(saved, weights_only=False))
+    run.net.load_state_dict(weights)
     return run.weights()
 
 
-def step_again(run: Run) -> object:
+def step_again(run: Run) -> list[Tensor]:
     """A step on gradients without a forward before."""
     for index, (_, param) in enumerate(run.named):
         param.grad = torch.full_like(param, 0.1 + index).detach()
-    return run.muon.step()
+    run.muon.step()
+    return []
 
 
-def by_closure(run: Run) -> object:
-    def closure() -> float:
-        run.muon.zero_grad()
-        loss = run.loss(8)
-        loss.backward()
-        return loss.item()
-
-    return run.muon.step(closure)
-
-
-def close(run: Run) -> object:
-    run.muon.close()
-    return run.weights()
-
-
-READ = (evaluate, infer, state_dict, layer_state_dict, checkpoint, optimizer_state, check, finish, averaged)
-WRITE = (load, load_checkpoint, load_optimizer, step_again, by_closure)
-BETWEEN: dict[str, Callable[[Run], object]] = {act.__name__: act for act in (*READ, *WRITE)}
+BETWEEN: dict[str, Callable[[Run], list[Tensor]]] = {
+    "evaluate": evaluate,
+    "infer": infer,
+    "state dict of a layer": lambda run: state_dict(run.net.layers[LAYERS - 1].state_dict()),
+    "checkpoint": lambda run: state_dict(get_model_state_dict(run.net)),
+    "state dict of the optimizer": lambda run: bool(run.muon.state_dict()) and run.weights(),
+    "check_last_step": lambda run: run.muon.check_last_step() or run.weights(),
+    "finish_step": lambda run: run.muon.finish_step() or run.weights(),
+    "load": load,
+    "step_again": step_again,
+    "close": lambda run: run.muon.close() or run.weights(),
+}
+"""Reads and writes of weights between two steps. After `close` no step follows."""
 
 
-def equal_values(a: object, b: object) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(equal_values(a[key], b[key]) for key in a)
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(equal_values, a, b))
-    return a == b or (a is None) == (b is None)
-
-
-def after_a_step(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
-    """Whether reads between two steps, and later training, equal a run without `overlap`."""
-    results = {}
+def after_a_step(rank: int, world_size: int) -> list[str]:
+    """The acts that see weights other than in a run without `overlap`, or after which training differs."""
+    differing = []
     for name, act in BETWEEN.items():
         ours, theirs = (Run(Sharding(), overlap=overlap) for overlap in ("forward", "none"))
         for step in range(2):
             ours.step(step)
             theirs.step(step)
         assert updates_left(ours.muon) > 0
-        seen = equal_values(act(ours), act(theirs))
-        ours.step(3)
-        theirs.step(3)
-        results[name] = seen, same(ours, theirs)
-    ours, theirs = (Run(Sharding(), overlap=overlap) for overlap in ("forward", "none"))
-    for run in (ours, theirs):
-        run.step(0)
-    return results | {"close": (equal_values(close(ours), close(theirs)), True)}
+        equal = all(map(torch.equal, act(ours), act(theirs)))
+        for run in (ours, theirs) if name != "close" else ():
+            run.step(3)
+        if not equal or (name != "close" and not same(ours, theirs)):
+            differing.append(name)
+    return differing
 
 
 def test_reads_and_writes_of_weights_apply_pending_updates_first() -> None:
-    for results in run_ranks(after_a_step, 2):
-        assert set(results) == {*BETWEEN, "close"}
-        assert results == dict.fromkeys(results, (True, True))
+    assert run_ranks(after_a_step, 2) == [[], []]
 
 
 def buffers(run: Run) -> int:
@@ -370,79 +296,58 @@ def test_buffers_live_until_the_last_layer_is_updated() -> None:
 # --- faults and refusals ---
 
 
-def unsharded_early(run: Run) -> None:
+def unshard_early(run: Run) -> None:
     run.sharded()[-1].unshard()
     run.loss(5)
 
 
-def by_another_method(run: Run) -> None:
+def call_another_method(run: Run) -> None:
     """The root's method, without a hook."""
+    run.net.other = partial(Net.forward, run.net)  # type: ignore[assignment]
     register_fsdp_forward_method(run.net, "other")
     run.net.other(torch.zeros(4, DIM))  # type: ignore[operator]
 
 
-def by_another_method_in_order(run: Run) -> None:
-    run.muon.finish_step()
-    by_another_method(run)
-
-
-def replaced(run: Run) -> None:
+def replace_storage(run: Run) -> None:
     run.net._apply(torch.clone)
     run.loss(5)
 
 
-def replaced_and_stepped(run: Run) -> None:
+def replace_storage_and_step(run: Run) -> None:
     run.net._apply(torch.clone)
     step_again(run)
 
 
-def replaced_after_finish(run: Run) -> None:
+def replace_storage_in_order(run: Run) -> None:
     run.muon.finish_step()
-    replaced(run)
-
-
-def in_order(run: Run) -> None:
-    run.muon.finish_step()
-    unsharded_early(run)
+    replace_storage(run)
 
 
 GATHERED, REPLACED = "was all-gathered before the update was applied", "storage was replaced before the update"
-MISUSE: dict[str, tuple[Callable[[Run], None], Sharding, str]] = {
-    "unsharded": (unsharded_early, Sharding(), f"layers.3: {GATHERED}"),
-    "method": (
-        by_another_method,
-        Sharding(layers=2),
-        f"the root module: {GATHERED}",
-    ),
-    "method in order": (by_another_method_in_order, Sharding(layers=2), ""),
-    "replaced": (replaced, Sharding(), REPLACED),
-    "replaced, then a step": (
-        replaced_and_stepped,
-        Sharding(),
-        REPLACED,
-    ),
-    "replaced in order": (replaced_after_finish, Sharding(), ""),
-    "unsharded in order": (in_order, Sharding(), ""),
-}
+MISUSE: tuple[tuple[Callable[[Run], None], Sharding, str], ...] = (
+    (unshard_early, Sharding(), f"layers.3: {GATHERED}"),
+    (call_another_method, Sharding(layers=2), f"the root module: {GATHERED}"),
+    (replace_storage, Sharding(), REPLACED),
+    (replace_storage_and_step, Sharding(), REPLACED),
+    (replace_storage_in_order, Sharding(), ""),
+)
 
 
-def misuse(rank: int, world_size: int) -> dict[str, str]:
-    messages = {}
-    for name, (act, sharding, _) in MISUSE.items():
+def misuse(rank: int, world_size: int) -> list[str]:
+    messages = []
+    for act, sharding, _ in MISUSE:
         run = Run(sharding)
-        run.net.other = partial(Net.forward, run.net)  # type: ignore[assignment]
         run.step(0)
         assert updates_left(run.muon) > 0
-        messages[name] = raised(lambda act=act, run=run: act(run))  # type: ignore[misc]
+        messages.append(raised(lambda act=act, run=run: act(run)))  # type: ignore[misc]
     return messages
 
 
 def test_misuse_of_weights_with_a_pending_update_is_an_error() -> None:
     for messages in run_ranks(misuse, 2):
-        for name, message in messages.items():
-            expected = MISUSE[name][2]
-            assert expected in message, name
-            assert bool(message) == bool(expected), name
+        for message, (act, _, expected) in zip(messages, MISUSE, strict=True):
+            assert expected in message, act.__name__
+            assert bool(message) == bool(expected), act.__name__
             assert not message or "finish_step()" in message
 
 
@@ -450,9 +355,9 @@ def refuse(*_: Any, **__: Any) -> None:
     raise ValueError("no memory for the new plan")
 
 
-def part_replaced(rank: int, world_size: int) -> tuple[str, bool, int, bool]:
-    """After a refused `rebuild` and the replacement of a weight: the error, whether the remaining weights are right,
-    held bytes, and pending updates."""
+def part_replaced(rank: int, world_size: int) -> tuple[str, bool]:
+    """After a refused `rebuild` and the replacement of a weight: the error, and whether the remaining weights are
+    right."""
     ours, theirs = (Run(Sharding(), overlap=overlap) for overlap in ("forward", "none"))
     engine_of = muon.engine_of
     muon.engine_of = refuse if rank == 1 else engine_of
@@ -462,15 +367,15 @@ def part_replaced(rank: int, world_size: int) -> tuple[str, bool, int, bool]:
         run.step(0)
     next(ours.net.layers[1].children())._apply(torch.clone)
     message = raised(ours.muon.finish_step)
+    assert (buffers(ours), updates_left(ours.muon)) == (0, 0)
     pairs = zip(ours.named, ours.weights(), theirs.weights(), strict=True)
-    others = all(torch.equal(a, b) for (name, _), a, b in pairs if name != "layers.1.up.weight")
-    return message, others, buffers(ours), (updates_left(ours.muon) > 0)
+    return message, all(torch.equal(a, b) for (name, _), a, b in pairs if name != "layers.1.up.weight")
 
 
 def test_unreplaced_parameters_keep_the_pending_update() -> None:
-    for message, others, held, left in run_ranks(part_replaced, 2):
+    for message, others in run_ranks(part_replaced, 2):
         assert message.startswith("layers.1.up.weight: storage was replaced")
-        assert (others, held, left) == (True, 0, False)
+        assert others
 
 
 def forgotten(rank: int, world_size: int) -> bool:

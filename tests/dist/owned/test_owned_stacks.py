@@ -258,53 +258,21 @@ def test_a_step_of_owned_experts_starts_no_collective(world_size: int, ranks: tu
     assert len({frozenset(owners) for owners in by_rank[0].held_by}) > 1 or world_size < 32, "layers have other owners"
 
 
-def test_more_experts_than_ranks_are_divided_in_runs() -> None:
-    """Three of 4 ranks store 5 experts in pairs; over all layers the ranks hold equal numbers."""
+def test_matrices_of_one_parameter_have_separate_owners() -> None:
+    """Three of 4 ranks store 5 experts in pairs, and two a gate with up, (2, F, D); ranks hold about equally much."""
     rules = (PlacementRule(match="*", placement="owned"),)
+    gated = nn.ModuleList(nn.ParameterDict({"w13": torch.empty(2, HIDDEN, DIM)}) for _ in range(LAYERS))
+    kernel = nn.ParameterDict({"kernel": torch.empty(32, 3, 4, 4)})
     with fake_ranks(4):
-        owners = place(make(5), Layout(5, rules=rules), 4)[0]
-    stacks = [
-        ranks for item, ranks in zip(owners.ownership.items, owners.ownership.owners, strict=True) if item.units > 1
-    ]
-    assert all(len(set(ranks)) == 3 for ranks in stacks)
-    held = [load.bytes for load in owners.ownership.loads()]
-    assert max(held) <= 1.1 * sum(held) / 4
-
-
-class Gated(nn.Module):
-    """Gate and up as a parameter [2, F, D], as on TorchTitan's main branch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w13 = nn.Parameter(torch.empty(2, HIDDEN, DIM))
-        self.w2 = nn.Linear(HIDDEN, DIM, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.w13.unbind()
-        return x + self.w2((x @ gate.T).relu() * (x @ up.T))
-
-
-def gated(rank: int, world_size: int, placement: str) -> Trained:
-    """Training of layers with owned or row-sharded w13."""
-    net = filled(nn.Sequential(*(Gated() for _ in range(LAYERS))))
-    mesh, splits = init_device_mesh("cpu", (world_size,)), [Split(match="*.w13", dims="g f d -> g | f d")]
-    if placement == "owned":
-        owners = Owners(net, mesh=mesh, params=list(net.parameters()), split=splits)
-        for layer in net:
-            own(layer, owners=owners)
-            assert len(set(holders(layer.w13))) == 2, "its two matrices have an owner each"
-    else:
-        for layer in net:
-            fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 2))
-        fully_shard(net, mesh=mesh)
-        summed_plainly(net)
-    optimizer = Muon(list(net.named_parameters()), lr=0.01, orthogonalize="reference", split=splits).build()
-    return trained(net, optimizer, rank, world_size)
-
-
-def test_the_matrices_of_a_joint_gate_up_parameter_have_separate_owners() -> None:
-    """On 4 ranks the two matrices of a w13 have an owner each, and over the layers all ranks hold equally much."""
-    owned, sharded = run_ranks(gated, 4, "owned"), run_ranks(gated, 4, "sharded")
-    assert [result.calls for result in owned] == [0] * 4
-    assert differ(owned[0].values, sharded[0].values) < 1e-4
-    assert [result.held for result in owned] == [3 * HIDDEN * DIM] * 4
+        experts = place(make(5), Layout(5, rules=rules), 4)[0]
+        mesh = init_device_mesh("cpu", (4,))
+        joint = Owners(gated, mesh=mesh, rules=rules, split=[Split(match="*.w13", dims="g f d -> g | f d")])
+        split = [Split(match="kernel", dims="o i h w -> | o (i h w)")]
+        own(kernel, owners=Owners(kernel, mesh=mesh, params=list(kernel.parameters()), split=split))
+        assert len(holders(kernel["kernel"])) == 1
+    for owners, count in ((experts, 3), (joint, 2)):
+        ownership = owners.ownership
+        stacks = [ranks for item, ranks in zip(ownership.items, ownership.owners, strict=True) if item.units > 1]
+        assert [len(set(ranks)) for ranks in stacks] == [count] * len(stacks)
+        held = [load.bytes for load in ownership.loads()]
+        assert max(held) <= 1.1 * sum(held) / 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from functools import partial
@@ -16,12 +15,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from benchmarks.owned_model import DIM, Block, Net, Setup, data_mesh, loss_of, make, place, whole
 from tests.dist.harness import run_ranks
+from tests.shared import fake_ranks
 from titan_muon import Muon, Owners, own
-from titan_muon.options import Split
 from titan_muon.owned import full_state_dict, gather, is_owned, load_full_state_dict
 from titan_muon.plan.terms.work import standard_flops
 
@@ -195,17 +194,10 @@ class Tied(Net):
         self.layers[2].wq.weight = self.layers[0].wv.weight
 
 
-class Stacked(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.Parameter(torch.ones(3, 4, 5))
-        self.kernel = nn.Parameter(torch.ones(3, 4, 5, 2))
-
-
 def wrong_calls(mesh: DeviceMesh) -> dict[str, Callable[[], object]]:
     """Refused calls by name."""
-    rank, stacked = torch.distributed.get_rank(), Stacked()
-    other = DeviceMesh("cpu", [1 - rank], _init_backend=False)
+    other_block = Block()
+    other = DeviceMesh("cpu", [1 - torch.distributed.get_rank()], _init_backend=False)
 
     def changed(change: Callable[[Block], object], **options: Any) -> Callable[[], object]:
         """A call for a changed block."""
@@ -227,21 +219,14 @@ def wrong_calls(mesh: DeviceMesh) -> dict[str, Callable[[], object]]:
 
         return call
 
-    def overridden() -> object:
-        block, policy = Block(), MixedPrecisionPolicy(torch.bfloat16)
-        # A field of the frozen policy from PyTorch 2.15 on.
-        object.__setattr__(policy, "param_dtype_override_fn", lambda p: p.dtype if p is block.wq.weight else None)
-        return own(block, mesh=mesh, mp_policy=policy)
-
     def both() -> object:
         block = Block()
         return own(block, mesh=mesh, owners=Owners(block, mesh=mesh))
 
     return {
         "tied": lambda: Owners(Tied(), mesh=mesh),
-        "4D": lambda: own(stacked, mesh=mesh, params=[stacked.kernel]),
-        "vector": lambda: own(stacked, mesh=mesh, params=[stacked.norm1.weight]),
-        "stranger": lambda: own(Block(), mesh=mesh, params=[stacked.wq.weight]),
+        "vector": lambda: own(other_block, mesh=mesh, params=[other_block.norm1.weight]),
+        "stranger": lambda: own(Block(), mesh=mesh, params=[other_block.wq.weight]),
         "nothing": lambda: own(nn.LayerNorm(4), mesh=mesh),
         "not in the mesh": lambda: own(Block(), mesh=other),
         "three axes": lambda: own(Block(), mesh=init_device_mesh("cpu", (1, 2, 1))),
@@ -250,7 +235,6 @@ def wrong_calls(mesh: DeviceMesh) -> dict[str, Callable[[], object]]:
         "twice": owned(lambda block: own(block, mesh=mesh)),
         "outside": owned(lambda block: block.wq(torch.ones(1, DIM))),
         "mixed": changed(lambda block: block.wq.bfloat16()),
-        "overridden": overridden,
         "grad_dtype": changed(lambda block: setattr(block.wq.weight, "grad_dtype", None)),
         "neither": lambda: own(Block()),
         "both": both,
@@ -260,8 +244,7 @@ def wrong_calls(mesh: DeviceMesh) -> dict[str, Callable[[], object]]:
 
 REFUSALS = {
     "tied": r"layers\.0\.wv\.weight, layers\.2\.wq\.weight are one tied parameter.*fully_shard",
-    "4D": r"kernel: shape \(3, 4, 5, 2\) is no matrix; leave it to fully_shard.*split",
-    "vector": r"norm1\.weight: shape \(32,\) is no matrix",
+    "vector": r"norm1\.weight: shape \(32,\) is no matrix; leave it to fully_shard.*split",
     "stranger": r"the model does not have, of shapes \[\(32, 32\)\]",
     "nothing": r"nothing to own",
     "not in the mesh": r"this rank is not in the mesh",
@@ -271,7 +254,6 @@ REFUSALS = {
     "twice": r"wq\.weight: owned already",
     "outside": r"Linear: its owned parameters are unsharded only within the forward of Block",
     "mixed": r"wq\.weight is torch\.bfloat16.*mp_policy\.param_dtype",
-    "overridden": r"wq\.weight is torch\.float32, .* is torch\.bfloat16.*param_dtype_override_fn.*leave some to",
     "grad_dtype": r"wq\.weight: has grad_dtype None, which own\(\) cannot keep",
     "neither": r"own needs a mesh, or the owners",
     "both": r"own takes mesh, params, rules and tensor_parallel, or owners",
@@ -293,33 +275,12 @@ def test_impossible_calls_are_refused() -> None:
             assert re.search(REFUSALS[name], text), text
 
 
-def stacks(rank: int, world_size: int) -> tuple[bool, bool]:
-    """A stack with a split is owned; so is a copy of a module with owned parameters."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    block = Stacked()
-    owners = Owners(
-        block, mesh=mesh, params=[block.kernel], split=[Split(match="kernel", dims="o i h w -> | o (i h w)")]
-    )
-    own(block, owners=owners)
-    return is_owned(block.kernel), is_owned(copy.deepcopy(block.kernel))
-
-
-def test_a_rule_makes_matrices_of_further_shapes() -> None:
-    assert run_ranks(stacks, 2) == [(True, True)] * 2
-
-
-def chosen(rank: int, world_size: int) -> tuple[set[str], tuple[int, ...], tuple[int, ...]]:
-    """Default owned parameters, and the FLOPs of the items by default and by another count."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    model = make()
-    plain = Owners(model, mesh=mesh)
-    counted = Owners(model, mesh=mesh, flops=lambda rows, cols: rows)
-    return set(plain.infos), *(tuple(i.flops for i in o.ownership.items) for o in (plain, counted))
-
-
 def test_only_matrices_are_owned_by_default_with_the_users_weights() -> None:
-    names, plain, counted = run_ranks(chosen, 1)[0]
-    matrices_of_all = {name: tuple(p.shape) for name, p in make().named_parameters() if p.ndim == 2}
-    assert names == matrices_of_all.keys()
-    assert plain == tuple(standard_flops(*shape, 5) for shape in matrices_of_all.values())
-    assert counted == tuple(rows for rows, _ in matrices_of_all.values())
+    model = make()
+    with fake_ranks(1):
+        mesh = init_device_mesh("cpu", (1,))
+        plain, counted = Owners(model, mesh=mesh), Owners(model, mesh=mesh, flops=lambda rows, cols: rows)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.ndim == 2}
+    assert set(plain.infos) == shapes.keys()
+    assert [item.flops for item in plain.ownership.items] == [standard_flops(*shape, 5) for shape in shapes.values()]
+    assert [item.flops for item in counted.ownership.items] == [rows for rows, _ in shapes.values()]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -124,12 +124,9 @@ HALF, WHOLE = Setup("owned", policy=BF16), Setup("owned", tensor=2, tensor_paral
 SETUPS = {
     "plain": PLAIN,
     "freed": Setup("owned", reshard=True),
-    "kept": Setup("owned", reshard=False),
     "sharded first": Setup("owned", shard_first=True),
-    "checkpointed": Setup("owned", prepare=checkpointed),
     "checkpointed and kept": Setup("owned", prepare=checkpointed, reshard=False),
     "recomputed within": Setup("owned", prepare=recomputed_within),
-    "recomputed around": Setup("owned", prepare=recomputed_around),
     "recomputed around and kept": Setup("owned", prepare=recomputed_around, reshard=False),
     "frozen input": Setup("owned", prepare=frozen_input),
     "compiled": Setup("owned", prepare=compiled),
@@ -174,107 +171,67 @@ def fail(*_: object) -> None:
     raise OutOfMemory
 
 
-def disturb(model: Net, kind: str, rank: int, world_size: int) -> None:
-    """A forward without gradients: complete, or failing on every rank, in a layer or between two."""
-    if kind == "evaluate":
-        handle = None
-    elif kind == "failed within a layer":
-        handle = model.layers[1].w1.register_forward_hook(fail)
-    else:
-        handle = model.layers[1].register_forward_pre_hook(fail, prepend=True)
-    try:
-        with torch.no_grad():
-            loss_of(model, rank, world_size, 9)
-    except OutOfMemory:
-        pass
+EVENTS: dict[str, tuple[str, str, str]] = {
+    "evaluation": ("before the update", "forward", ""),
+    "forward fails in a layer": ("before the update", "forward", "layers.1.w1"),
+    "forward fails between layers": ("before the update", "forward", "layers.1"),
+    **{f"backward fails at {p}": ("before", "backward", p) for p in ("out", "layers.2.w2", "layers.1", "layers.0.wq")},
+    "backward fails between forward and backward": ("between", "backward", "layers.1"),
+}
+"""When in a step, in which pass, and at which module a pass fails on every rank; an evaluation does not fail."""
+
+
+def disturb(model: Net, rank: int, world_size: int, kind: str, place: str) -> None:
+    module = model.get_submodule(place)
+    hook = partial(module.register_forward_pre_hook, prepend=True) if kind == "forward" else None
+    handle = (hook or module.register_full_backward_pre_hook)(fail) if place else None
+    with suppress(OutOfMemory), torch.set_grad_enabled(kind == "backward"):
+        loss = loss_of(model, rank, world_size, 9)
+        if kind == "backward":
+            loss.backward()
     if handle is not None:
         handle.remove()
 
 
-def disturbed_losses(rank: int, world_size: int, kind: str) -> tuple[list[float], int]:
-    """Losses of a few steps with a disturbance before an update, and the bytes left unsharded at the end."""
+def disturbed(rank: int, world_size: int, reshard: bool | None, event: str) -> list[list[float]]:
+    """Losses of a few steps and the last gradients, with an event in the second step; and what is left at the end."""
     model = make()
     owners = Owners(model, mesh=data_mesh(world_size, PLAIN, model), params=matrices(model))
     for layer in model.layers:
         # FSDP2 is not compared: without a reshard it continues with stale weights after an evaluation.
-        own(layer, owners=owners, reshard_after_forward=False)
+        own(layer, owners=owners, reshard_after_forward=reshard)
     optimizer = torch.optim.SGD(matrices(model), lr=0.2)
-    losses = []
+    losses, (moment, kind, place) = [], EVENTS.get(event, ("", "", ""))
     for step in range(3):
+        model.zero_grad()
+        if step == 1 and moment == "before":
+            disturb(model, rank, world_size, kind, place)
+            model.zero_grad()
         loss = loss_of(model, rank, world_size, step)
         losses.append(loss.item())
+        if step == 1 and moment == "between":
+            disturb(model, rank, world_size, kind, place)
+            model.zero_grad()
         loss.backward()
-        if step == 1 and kind:
-            disturb(model, kind, rank, world_size)
+        if step == 1 and moment == "before the update":
+            disturb(model, rank, world_size, kind, place)
         optimizer.step()
-        optimizer.zero_grad()
-    return losses, owners.context.unsharded_bytes
+    left = owners.context.unsharded_bytes + len(owners.context.reductions.pending)
+    gradients = [local(p.grad).flatten().tolist() for p in matrices(model) if p.grad is not None]
+    return [[float(left)], losses, *gradients]
 
 
-def after_disturbances(rank: int, world_size: int) -> list[tuple[list[float], int]]:
-    kinds = ("", "evaluate", "failed within a layer", "failed between layers")
-    return [disturbed_losses(rank, world_size, kind) for kind in kinds]
+def after_events(rank: int, world_size: int) -> list[list[list[list[float]]]]:
+    return [[disturbed(rank, world_size, reshard, event) for event in ("", *EVENTS)] for reshard in (None, False)]
 
 
 def test_an_interruption_leaves_the_training_unchanged() -> None:
-    """After an evaluation before an update, whole or failed, nothing is stale or left over."""
-    for undisturbed, *disturbed in run_ranks(after_disturbances, 2):
-        assert undisturbed[1] == 0
-        assert disturbed == [undisturbed] * 3
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A backward with an error at a module, before or after the forward of the compared pass."""
-
-    place: str
-    after_forward: bool = False
-
-
-FAILURES = [
-    None,
-    Failure("out"),
-    Failure("layers.2.w2"),
-    Failure("layers.1"),
-    Failure("layers.0.wq"),
-    Failure("layers.1", after_forward=True),
-]
-
-
-def gradients_after_failure(rank: int, world_size: int, failure: Failure | None) -> list[list[float]]:
-    """Gradients of a pass after a failed backward on every rank, or after none; and leftovers."""
-    model = make()
-    owners = Owners(model, mesh=data_mesh(world_size, Setup("owned"), model), params=matrices(model))
-    for layer in model.layers:
-        own(layer, owners=owners)
-    loss = loss_of(model, rank, world_size, 1)
-    if failure is not None:
-        handle = model.get_submodule(failure.place).register_full_backward_pre_hook(fail)
-        # A full hook is part of a forward.
-        failing = loss_of(model, rank, world_size, 0)
-        with pytest.raises(OutOfMemory):
-            failing.backward()
-        handle.remove()
-        model.zero_grad()
-        if not failure.after_forward:
-            loss = loss_of(model, rank, world_size, 1)
-    loss.backward()
-    left = owners.context.unsharded_bytes + len(owners.context.reductions.pending)
-    return [[float(left)], *(local(p.grad).flatten().tolist() for p in matrices(model) if p.grad is not None)]
-
-
-def after_failures(rank: int, world_size: int) -> list[list[list[float]]]:
-    return [gradients_after_failure(rank, world_size, failure) for failure in FAILURES]
-
-
-def test_a_failed_backward_leaves_the_next_gradients_unchanged() -> None:
-    """The next gradients have the bits of a pass without a failure before."""
-    results = run_ranks(after_failures, 2)
-    assert sum(len(alone) for alone, *_ in results) == 2 + len(matrices(make()))
-    for alone, *failed in results:
-        assert alone[0] == [0.0]
-        for failure, gradients in zip(FAILURES[1:], failed, strict=True):
-            assert gradients == alone, failure
+    """After an evaluation before an update, or a failed pass, nothing is stale or left over."""
+    for results in run_ranks(after_events, 2):
+        for undisturbed, *others in results:
+            assert undisturbed[0] == [0.0]
+            for event, result in zip(EVENTS, others, strict=True):
+                assert result == undisturbed, event
 
 
 def stale(rank: int, world_size: int) -> str:

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -79,33 +78,13 @@ def read_elsewhere(world_size: int) -> list[str]:
     return [message(moment.full_tensor) for moment in moments if not local(moment).numel()]
 
 
-def spoil(rank: int, world_size: int) -> dict[str, set[str]]:
-    """Unchanged local second moments after a step, by kind of bad gradient."""
-    results = {}
-    for choice in ("error", "skip"):
-        training = made(world_size, "fsdp", ROWS_SMOOTHED, missing_grad=choice, nonfinite=choice)
-        step(training, 1)
-        grads = {name: drawn(name, 2) for name in training.params}
-        grads["layers.0.experts"][2, 3, 4] = math.nan
-        grads["layers.0.tall"][-1, 0] = math.inf
-        before = {name: state.clone() for name, state in states(training, "second_moment").items()}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            # Missing everywhere, or on a rank where missing_grad reports an error in the next step.
-            missing = choice == "skip" or rank == world_size - 1
-            training.step(0, grads, {"layers.0.wide"} if missing else set())
-        after = states(training, "second_moment")
-        results[choice] = {name for name, state in before.items() if torch.equal(after[name], state)}
-    return results
-
-
 def on_ranks(rank: int, world_size: int) -> tuple[Any, ...]:
     loaded = {layout: resume(world_size, layout) for layout in ("fsdp", "owned", "plain")}
-    return place(rank, world_size), loaded, read_elsewhere(world_size), spoil(rank, world_size)
+    return place(rank, world_size), loaded, read_elsewhere(world_size)
 
 
 def test_the_states_of_an_algorithm_are_on_the_owner_alone() -> None:
-    places, loads, reads, spoiled = zip(*run_ranks(on_ranks, 2, timeout=2 * SECONDS), strict=True)
+    places, loads, reads = zip(*run_ranks(on_ranks, 2, timeout=2 * SECONDS), strict=True)
     for key in places[0]:
         assert sum(result[key][0] for result in places) == (0 if key.endswith("muonh") else MATRICES), key
         assert key.startswith("plain") or all(result[key][1] == 0 for result in places), (
@@ -119,9 +98,6 @@ def test_the_states_of_an_algorithm_are_on_the_owner_alone() -> None:
     for texts in reads:
         assert texts
         assert all("load the state with torch.distributed.checkpoint" in text for text in texts)
-    for choice in ("error", "skip"):
-        stood = set.union(*(result[choice] for result in spoiled))
-        assert stood == {"wide.second_moment.0", "tall.second_moment.0", "experts.second_moment.2"}, "others advance"
 
 
 @pytest.mark.parametrize("math_", ALGORITHMS.values(), ids=ALGORITHMS)

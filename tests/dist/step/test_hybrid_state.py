@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.dist.harness import run_ranks
-from tests.dist.step.test_hybrid import message, shard
+from tests.dist.step.test_hybrid import shard
+from tests.shared import message
 from tests.unit.test_hybrid import OPTIONS, train
 from tests.unit.test_hybrid_state import MOMENTS, SAME, problems_of, run_of, torch_adam
 from titan_muon import Hybrid

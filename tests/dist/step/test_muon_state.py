@@ -66,18 +66,47 @@ def frozen_rank(rank: int, world_size: int) -> str:
     return message(Muon(named(params)).build)
 
 
-def all_on_ranks(
-    rank: int, world_size: int
-) -> tuple[tuple[bool, bool, bool], list[tuple[torch.dtype, float, bool]], str]:
-    return replan(rank, world_size), precision(rank, world_size), frozen_rank(rank, world_size)
+def replaced_momentum(rank: int, world_size: int) -> str:
+    """The error after rank 1 replaced a momentum."""
+    params = parameters(init_device_mesh("cpu", (world_size,)))
+    muon = Muon(named(params), offload="state").build()
+    muon.step()
+    if rank == 1:
+        state = muon.state[params["layers.0.weight"]]
+        state["momentum_buffer"] = state["momentum_buffer"].double()
+    muon.step()
+    return message(muon.step)
 
 
-def test_the_state_of_an_optimizer_on_two_ranks() -> None:
-    for replanned, momenta, refused in run_ranks(all_on_ranks, 2, timeout=SECONDS):
+def skipped_by_one_scaler(rank: int, world_size: int) -> str:
+    """The error after a step that a scaler with only rank 1's gradients skips, which changes nothing on this rank."""
+    params = parameters(init_device_mesh("cpu", (world_size,)))
+    muon = Muon(named(params)).build()
+    tensors = [*params.values(), *(muon.state[param]["momentum_buffer"] for param in params.values())]
+    before = [local(tensor).clone() for tensor in tensors]
+    muon.grad_scale, muon.found_inf = None, torch.tensor([float(rank == 1)])  # type: ignore[attr-defined]
+    muon.step()
+    del muon.grad_scale, muon.found_inf  # type: ignore[attr-defined]
+    assert equal(before, [local(tensor) for tensor in tensors]) == (rank == 1)
+    return message(muon.step)
+
+
+Results = tuple[tuple[bool, bool, bool], list[tuple[torch.dtype, float, bool]], list[str]]
+
+
+def all_on_ranks(rank: int, world_size: int) -> Results:
+    errors = [act(rank, world_size) for act in (frozen_rank, replaced_momentum, skipped_by_one_scaler)]
+    return replan(rank, world_size), precision(rank, world_size), errors
+
+
+def test_the_state_of_an_optimizer_on_two_ranks_and_faults_of_one() -> None:
+    for replanned, momenta, (frozen, replaced, skipped) in run_ranks(all_on_ranks, 2, timeout=SECONDS):
         assert replanned == (True, True, True), "loading other hyperparameters plans again and keeps the momentum"
         (wide, error, wide_saved), (narrow, _, narrow_saved) = momenta
         assert (wide, narrow) == (torch.float32, torch.bfloat16)
         assert error < 1e-5, "in bfloat16 an average of ones stalls at 0.96"
         assert wide_saved
         assert narrow_saved
-        assert "no parameter to train on ranks [1]" in refused
+        assert "no parameter to train on ranks [1]" in frozen
+        assert replaced.startswith("layers.0.weight: the momentum was replaced")
+        assert "only some ranks skipped a step" in skipped

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.dist.harness import run_ranks
+from tests.shared import message, whole
 from tests.unit.test_hybrid import MATRICES, OPTIONS, Decoder
 from titan_muon import Hybrid, Muon, clip_grad_norm_
 
@@ -39,12 +40,8 @@ def backward(model: nn.Module, mesh: DeviceMesh, step: int) -> None:
     loss.backward()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(param) for name, param in model.named_parameters()}
+    return {name: whole(param).detach().clone() for name, param in model.named_parameters()}
 
 
 def differing(mine: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
@@ -61,10 +58,10 @@ def trained(rank: int, world_size: int, shape: tuple[int, ...], folder: str) -> 
     norms = []
     for step in range(4):
         backward(model, mesh, step)
-        grads = {name: whole(param.grad) for name, param in named.items() if param.grad is not None}
+        grads = {name: whole(param.grad).clone() for name, param in named.items() if param.grad is not None}
         norms.append((float(clip_grad_norm_(named.values(), 0.5)), float(nn.utils.get_total_norm(grads.values()))))
         for name, copy in copies.items():
-            copy.grad = whole(named[name].grad)
+            copy.grad = whole(named[name].grad).clone()
         hybrid.step()
         theirs.step()
         hybrid.zero_grad()
@@ -94,7 +91,7 @@ def trained(rank: int, world_size: int, shape: tuple[int, ...], folder: str) -> 
     }
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=str)
 def test_an_optimizer_trains_layers_on_several_meshes(shape: tuple[int, ...], tmp_path: Path) -> None:
     ranks = prod(shape)
     for result in run_ranks(trained, ranks, shape, str(tmp_path)):
@@ -113,16 +110,10 @@ def refused(rank: int, world_size: int) -> str:
         "a": distribute_tensor(torch.ones(16, 16), mesh, [Shard(0), Shard(0)]),
         "b": distribute_tensor(torch.ones(16, 16), mesh["dp"], [placement]),
     }
-    try:
-        Muon([(name, nn.Parameter(param)) for name, param in params.items()]).build()
-    except ValueError as error:
-        return str(error)
-    return ""
+    return message(Muon([(name, nn.Parameter(param)) for name, param in params.items()]).build)
 
 
 def test_a_parameter_placed_differently_on_two_meshes_is_refused_on_every_rank() -> None:
-    for message in run_ranks(refused, 4):
-        assert message.startswith(
-            "b: has shape (16, 16) and placements (Shard(dim=0),) on mesh Mesh(shape=(2,), ranks=(0"
-        )
-        assert "placements (Replicate(),) on mesh Mesh(shape=(2,), ranks=(1, 3)); build a Muon for each mesh" in message
+    for text in run_ranks(refused, 4):
+        assert text.startswith("b: has shape (16, 16) and placements (Shard(dim=0),) on mesh Mesh(shape=(2,), ranks=(0")
+        assert "placements (Replicate(),) on mesh Mesh(shape=(2,), ranks=(1, 3)); build a Muon for each mesh" in text

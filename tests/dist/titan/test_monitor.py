@@ -31,7 +31,7 @@ def monitored(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         record = measure(self, tokens)
         whole = {name: gather(parameter).float() for name, parameter in self._parameters.items()}
         for role in set(self._roles):
-            parts = [whole[a.fqn] for a in self._optimizers.parts.whole if self._roles[self._whole[a.fqn]] == role]
+            parts = [whole[a.fqn] for a, other in zip(self._whole, self._roles, strict=True) if other == role]
             exact[role] = float(torch.cat([part.flatten() for part in parts]).square().mean().sqrt())
         name = self._sampled[0].name
         exact[name] = float(torch.linalg.matrix_norm(whole[name], 2))

@@ -39,7 +39,7 @@ def trained(rank: int, world_size: int, folder: Path) -> str:
 def finished(rank: int, world_size: int, folder: Path, run: str) -> list[str]:
     """Printed lines of a continued finished run, and the error of the export."""
     lines: list[str] = []
-    job.say = lines.append
+    job.print_on_rank0 = lines.append
     keys = {**SHORT, "checkpoint__load": run}
     assert train(tiny.recipe(folder, **keys, checkpoint__load_only=True)) == run
     export = {"checkpoint__last_save_model_only": True, "checkpoint__last_save_in_hf": True}

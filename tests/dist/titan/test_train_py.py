@@ -93,9 +93,7 @@ def test_ctrl_c_without_checkpoints_names_the_lost_work(tmp_path: Path) -> None:
     [
         (("--training.stepz=3",), "training.steps"),
         (("--checkpoint.load=no/such/folder",), "no such folder"),
-        (("--parallelism.tensor_parallel_degree=3",), "tensor_parallel_degree"),
         (("--data.files=no/such/*.txt",), "error: command line: data.files"),
-        (("--training.seq_len=60000",), "training.seq_len = 60000 exceeds the 40960 positions"),
     ],
 )
 def test_a_mistake_prints_a_single_line_and_exits_with_2(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
@@ -110,35 +108,19 @@ def test_a_mistake_prints_a_single_line_and_exits_with_2(words: tuple[str, ...],
     assert not [path for path in tmp_path.glob("runs/*") if path.is_dir()], "a run that never began leaves no folder"
 
 
-def test_divergence_prints_a_single_error_and_exits_with_1(tmp_path: Path) -> None:
-    """A non-finite loss ends the run with a remedy, after the record of the step."""
-    words = ("--adamw.lr=1e30", "--muon.lr=1e30", "--validator.enable=false", "--lr_scheduler.warmup_steps=0")
-    code, shown = run_program("train.py", "--config", str(tiny.write_recipe(tmp_path)), *words)
-    assert code == 1, shown
-    assert "documents of data.files with " in shown, "each start says what it reads"
-    assert "Lower the learning rates" in shown
-    assert shown.count("error: ") == 1
-    assert "Traceback" not in shown
-    assert max(tiny.records(run_folder(tmp_path), "loss")) < 6
-
-
-ADAMW_ALONE = '[[optimizer.rule]]\nmatch = "*"\noptimizer = "adamw"\n'
-
-
-@pytest.mark.parametrize("rules", [ADAMW_ALONE, ""], ids=["adamw", "muon and adamw"])
-def test_a_diverged_model_is_never_saved(rules: str, tmp_path: Path) -> None:
+def test_a_diverged_model_is_never_saved(tmp_path: Path) -> None:
     """Between two reports of the loss, the checkpoints of a run have finite weights alone."""
     often = ("--metrics.log_freq=9", "--checkpoint.enable=true", "--checkpoint.interval=1", "--training.steps=6")
     words = ("--adamw.lr=1e30", *often, "--validator.enable=false", "--lr_scheduler.warmup_steps=0")
-    file = tiny.write_recipe(tmp_path)
-    file.write_text(file.read_text() + rules)
-    code, shown = run_program("train.py", "--config", str(file), *words)
+    code, shown = run_program("train.py", "--config", str(tiny.write_recipe(tmp_path)), *words)
     assert code == 1, shown
     assert shown.count("error: ") == 1
     assert "Traceback" not in shown
     (reason,) = tiny.records(run_folder(tmp_path), "diverged").values()
     assert str(reason) in shown, "one record, and one error in the same words"
     assert "weights are not finite or larger than 1e+06" in shown
+    assert "Lower the learning rates" in shown
+    assert "documents of data.files with " in shown, "each start says what it reads"
     for checkpoint in (run_folder(tmp_path) / "checkpoint").glob("step-*"):
         metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
         kinds = {key: value for key, value in metadata.items() if isinstance(value, TensorStorageMetadata)}

@@ -1,8 +1,6 @@
 """A continued run equals an uninterrupted run, and validation does not change training."""
 
-import contextlib
 import gzip
-import io
 import json
 from pathlib import Path
 from unittest import mock
@@ -103,36 +101,22 @@ def test_validation_does_not_influence_training_and_accumulation_equals_a_large_
     assert tiny.records(runs["accumulated"], "tokens") == tiny.records(runs["at_once"], "tokens")
 
 
-def torn_then_garbled(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
-    run = Path(train(tiny.recipe(folder, training__steps=6, validator__enable="false")))
-    newest = run / "checkpoint" / "step-6"
-    data = next(newest.glob("*.distcp"))
-    data.write_bytes(data.read_bytes()[:-100])
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
-        again = train(tiny.recipe(folder, training__steps=5, validator__enable="false", checkpoint__load="latest"))
-    assert again == str(run)
-
-    damaged = next((run / "checkpoint" / "step-5").glob("*.distcp"))
+def garbled(rank: int, world_size: int, folder: Path) -> str:
+    run = Path(train(tiny.recipe(folder, training__steps=3, validator__enable="false")))
+    damaged = next((run / "checkpoint" / "step-3").glob("*.distcp"))
     damaged.write_bytes(b"\0" * damaged.stat().st_size)
     # Like a checkpoint of a version without checksums; checksums would show the damage before the load.
     damaged.with_name("checksums.json").unlink()
     with pytest.raises(RecipeError) as error:
         train(tiny.recipe(folder, checkpoint__load=str(run)))
-    return shown.getvalue(), str(error.value)
+    return str(error.value)
 
 
-def test_a_torn_checkpoint_is_skipped_and_a_garbled_checkpoint_is_named(tmp_path: Path) -> None:
-    """`latest` falls back over a cut-off checkpoint with a notice; zeros for data are a single clear error."""
+def test_a_garbled_checkpoint_of_an_earlier_version_is_named(tmp_path: Path) -> None:
     tiny.write_recipe(tmp_path)
-    shown, message = run_ranks(torn_then_garbled, 1, tmp_path)[0]
-    assert "step-6 is passed over: __0_0.distcp has" in shown
-    assert "using step 3 instead" in shown
-    run = next(path for path in (tmp_path / "runs" / "tiny").iterdir() if path.is_dir())
-    assert (run / "checkpoint" / "aside-6").is_dir(), "a torn checkpoint must be kept"
-    assert list(tiny.records(run, "loss")) == [1, 2, 3, 4, 5]
-    assert "step-5" in message
-    assert "cannot be loaded" in message
-    assert "checkpoint.load_step" in message
+    message = run_ranks(garbled, 1, tmp_path)[0]
+    for part in ("step-3", "cannot be loaded", "checkpoint.load_step"):
+        assert part in message
 
 
 SHORT = {"training__steps": 2, "metrics__log_freq": 2}
@@ -165,8 +149,7 @@ def test_the_run_folder_has_every_file_of_a_run(tmp_path: Path) -> None:
     assert {"loss/train", "loss/validation", "loss/bits_per_byte"} <= tags
     assert {"step/tokens_per_second", "time/optimizer", "step/memory_gib"} <= tags
     assert any(tag.startswith("lr/") for tag in tags)
-    assert events.Scalars("loss_by_tokens/train")[-1].step == step["tokens"]
-    assert b"Muon step: " in events.Tensors("plan/text_summary")[0].tensor_proto.string_val[0]
+    assert (folder / "optimizers.txt").read_text().count("\nMuon step: ") == 1
     assert_ranges(folder / "profile_traces")
 
 

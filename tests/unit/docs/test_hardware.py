@@ -13,7 +13,7 @@ import torch
 
 from titan_muon.algorithms import fused
 from titan_muon.options import MuonOptions
-from titan_muon.planning import missing_streams
+from titan_muon.tensors.storage import missing_streams
 from titan_muon.titan import compat, device
 from titan_muon.titan.recipe.sections import Float8
 

@@ -50,8 +50,8 @@ def test_a_step_without_features_loads_no_file_of_a_feature() -> None:
     ("kept", "options", "found_inf"),
     [
         (("features.offload",), "offload='state'", "None"),
-        (("features.backward", "features.overlap"), "overlap='backward'", "None"),
-        (("features.forward", "features.overlap"), "overlap='forward'", "None"),
+        (("features.backward",), "overlap='backward'", "None"),
+        (("features.forward",), "overlap='forward'", "None"),
         (("algorithms.eight_bit",), "state_dtype='int8'", "None"),
         (("algorithms.keeping", "algorithms.scaling"), "", "torch.zeros(())"),
         (("features.mask",), "idle='hold'", "None"),
@@ -82,5 +82,4 @@ def test_no_feature_imports_a_second_feature(name: str) -> None:
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module
     }
-    # The interface of the two overlaps.
-    assert imported.isdisjoint(set(FEATURES) - {"features.overlap"})
+    assert imported.isdisjoint(FEATURES)

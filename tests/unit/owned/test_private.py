@@ -1,4 +1,7 @@
-"""PyTorch's private names for owned placement exist and work."""
+"""Meshes of owned parameters and coalesced operations, by private names of PyTorch.
+
+Other private names of `titan_muon/owned/private.py` have the training tests: tests/dist/owned/test_owned_training.py.
+"""
 
 from __future__ import annotations
 
@@ -15,62 +18,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from benchmarks.c10d_counter import CollectiveCounter
 from titan_muon.owned import is_owned, private
 from titan_muon.owned.param import held_elements, holders, place_on_owners
-from titan_muon.tensors.dtensor import local
-
-
-def test_replaced_data_of_a_stored_tensor_becomes_the_parameters_data(four_ranks: None) -> None:
-    mesh = init_device_mesh("cpu", (4,))
-    param = place_on_owners(torch.nn.Parameter(torch.zeros(2, 3)), mesh, [0])
-    stored = local(param)
-    stored.data = torch.ones(2, 3)
-    for read in (param.to_local(), param.detach().to_local()):  # type: ignore[attr-defined]
-        assert read.data_ptr() == stored.data_ptr()
-        assert read.tolist() == [[1.0] * 3] * 2
-
-
-def test_a_version_is_unchanged_by_later_writes() -> None:
-    flat = torch.zeros(6)
-    weight = torch.nn.Parameter(flat[2:6].view(2, 2))
-    inputs = torch.ones(1, 2, requires_grad=True)
-    output = torch.nn.functional.linear(inputs, weight)
-    unchanged = private.unchanged_version(flat)
-    with torch.no_grad():
-        flat.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.sum().backward(retain_graph=True)
-    with unchanged:
-        pass
-    output.sum().backward()
-    assert inputs.grad is not None
-    assert inputs.grad.tolist() == [[2.0, 2.0]], "backward sees what was written"
-
-
-def test_a_backward_pass_has_a_number_and_an_end() -> None:
-    seen: list[object] = []
-    x = torch.ones(2, requires_grad=True)
-    y = x * 2
-
-    def hook(gradient: torch.Tensor) -> None:
-        seen.append(private.backward_pass())
-        private.at_end_of_backward(lambda: seen.append("end"))
-
-    y.register_hook(hook)
-    assert private.backward_pass() is None
-    y.sum().backward(retain_graph=True)
-    y.sum().backward()
-    numbers = [number for number in seen if number != "end"]
-    assert seen == [numbers[0], "end", numbers[1], "end"]
-    assert numbers[0] != numbers[1]
-    assert private.backward_pass() is None
-
-
-@pytest.mark.usefixtures("four_ranks")
-def test_meshes_of_two_slices_are_joined_and_flattened() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    assert private.joint_mesh(mesh["data"], mesh["tensor"]).mesh.tolist() == [[0, 1], [2, 3]]
-    flat = private.flattened(mesh)
-    assert flat.mesh.tolist() == [0, 1, 2, 3]
-    assert flat.get_group().size() == 4
 
 
 @pytest.mark.usefixtures("four_ranks")
@@ -140,13 +87,3 @@ def test_gloo_does_not_coalesce(tmp_path: Path) -> None:
     assert group is not None
     assert not private.coalesces(group, torch.device("cpu"))
     dist.destroy_process_group()
-
-
-def test_hooks_of_a_gradient_are_the_hooks_of_autograd() -> None:
-    param, called = torch.nn.Parameter(torch.ones(2)), []
-    assert private.gradient_hooks(param) == []
-    handles = [param.register_post_accumulate_grad_hook(called.append) for _ in range(2)]
-    assert private.gradient_hooks(param) == [called.append] * 2
-    handles[0].remove()
-    param.sum().backward()
-    assert len(called) == len(private.gradient_hooks(param)) == 1

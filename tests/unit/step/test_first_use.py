@@ -2,7 +2,6 @@
 
 import copy
 import io
-import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -91,18 +90,14 @@ def test_a_state_dict_from_before_the_first_step_is_loaded() -> None:
     assert not muon.state
 
 
-def by_pickle(things: Any) -> Any:
-    return pickle.loads(pickle.dumps(things))
-
-
-def by_torch_save(things: Any) -> Any:
+def through_a_file(things: Any) -> Any:
     file = io.BytesIO()
     torch.save(things, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_torch_save])
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_a_file])
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_a_copy_trains_as_the_original(copied: Callable[[Any], Any], rule: str) -> None:
     params = parameters()
@@ -115,39 +110,24 @@ def test_a_copy_trains_as_the_original(copied: Callable[[Any], Any], rule: str) 
     assert equal(params, others)
 
 
-def test_a_thawed_parameter_is_an_error_until_rebuild() -> None:
-    params, reference = parameters(), parameters()
-    params["layers.1.w"].requires_grad_(False)
+def test_a_parameter_thawed_or_frozen_after_the_first_step_is_an_error_until_rebuild() -> None:
+    """Training after `rebuild`: rows of tests/parity."""
+    params = parameters()
+    late = params["layers.1.w"].requires_grad_(False)
     muon = Muon(list(params.items()), **OPTIONS)
     train(muon, params, range(2))
-    params["layers.1.w"].requires_grad_(True)
+    late.requires_grad_(True)
     with pytest.raises(ValueError, match=r"frozen when the optimizer was built .* rebuild\(\)"):
         train(muon, params, range(2, 3))
     muon.rebuild()
-    train(muon, params, range(2, 4))
-    first = {"layers.0.w": reference["layers.0.w"]}
-    separate = Muon(list(first.items()), **OPTIONS)
-    train(separate, first, range(2))
-    late = {"layers.1.w": reference["layers.1.w"]}
-    both = Muon(list((first | late).items()), **OPTIONS)
-    both.build()
-    both.state[first["layers.0.w"]]["momentum_buffer"].copy_(separate.state[first["layers.0.w"]]["momentum_buffer"])
-    train(both, reference, range(2, 4))
-    assert equal(params, reference)
-
-
-def test_a_parameter_frozen_after_the_first_step_is_an_error_until_rebuild() -> None:
-    params = parameters()
-    muon = Muon(list(params.items()), **OPTIONS)
-    train(muon, params, range(2))
-    frozen = params["layers.1.w"].requires_grad_(False)
-    frozen.grad = None
+    train(muon, params, range(2, 3))
+    late.requires_grad_(False)
+    late.grad = None
     with pytest.raises(ValueError, match=r"for layers\.1\.w: .* frozen after Muon was built, call rebuild\(\)"):
-        train(muon, params, range(2, 3))
+        train(muon, params, range(3, 4))
     muon.rebuild()
-    train(muon, params, range(2, 4))
+    train(muon, params, range(3, 4))
     assert torch.equal(params["layers.0.w"], trained(range(4))["layers.0.w"])
-    assert torch.equal(frozen, trained(range(2))["layers.1.w"])
 
 
 def test_a_model_converted_after_the_first_step_is_an_error_until_rebuild() -> None:
@@ -157,18 +137,14 @@ def test_a_model_converted_after_the_first_step_is_an_error_until_rebuild() -> N
     train(muon, params, range(2))
     averages = [muon.state[param]["momentum_buffer"].clone() for param in params.values()]
     model.to(torch.bfloat16)
-    before = {name: param.clone() for name, param in params.items()}
     with pytest.raises(ValueError, match=r"a.weight, b.weight: its dtype or its device changed .* rebuild\(\)"):
         train(muon, params, range(2, 3))
-    assert all(torch.equal(before[name], param) for name, param in params.items())
     muon.rebuild()
-    now = [muon.state[param]["momentum_buffer"] for param in params.values()]
-    assert all(torch.equal(first, second) for first, second in zip(averages, now, strict=True))
+    assert all(map(torch.equal, averages, (muon.state[param]["momentum_buffer"] for param in params.values())))
     train(muon, params, range(2, 4))
-    assert all(not torch.equal(before[name], param) for name, param in params.items())
 
 
-def test_rebuild_keeps_momentum_of_replaced_parameters_by_name() -> None:
+def test_rebuild_lets_go_of_replaced_parameters() -> None:
     params = parameters()
     muon = Muon(list(params.items()), **OPTIONS)
     train(muon, params, range(2))
@@ -177,9 +153,7 @@ def test_rebuild_keeps_momentum_of_replaced_parameters_by_name() -> None:
     with pytest.raises(ValueError, match=r"another tensor took its place .* rebuild\(\)"):
         train(muon, others, range(2, 3))
     muon.rebuild()
-    assert set(muon.state) == set(others.values()), "the old tensors are let go"
-    train(muon, others, range(2, 4))
-    assert equal(others, trained(range(4)))
+    assert set(muon.state) == set(others.values())
 
 
 def test_rebuild_refuses_a_different_shape_and_keeps_the_state() -> None:
@@ -228,29 +202,13 @@ def refuse(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("param", "fault"),
-    [
-        (torch.ones(4, 6, dtype=torch.complex64), r"w: has dtype torch.complex64, and Muon trains real"),
-        (torch.ones(4), "w: Muon takes matrices"),
-    ],
-)
-def test_a_parameter_without_real_matrices_is_refused_at_construction(param: torch.Tensor, fault: str) -> None:
-    with pytest.raises(ValueError, match=fault):
-        Muon([("w", nn.Parameter(param))])
-
-
-@pytest.mark.parametrize(
     ("key", "value", "fault"),
     [
         ("maximize", True, "^maximize is no key of a Muon group; negate the loss"),
-        ("learning_rate", 0.1, "^learning_rate is no key of a Muon group; did you mean lr"),
         ("momentun", 0.9, "^momentun is no key of a Muon group; did you mean momentum"),
-        ("weightdecay", 0.1, "^weightdecay is no key of a Muon group; did you mean weight_decay"),
-        ("param_name", ["w"], "^param_name is no key of a Muon group; did you mean param_names"),
         ("lr_scale", "original", "^lr_scale is no key of a Muon group; did you mean adjust_lr_fn"),
         ("exchange", "all_gather", "^exchange holds for all parameters of a Muon; pass it to Muon"),
         ("use_muon", False, r"^use_muon = False marks .* titan_muon\.adam\.AdamW, .* titan_muon\.Hybrid"),
-        ("algorithm", "adamw", r"^algorithm = 'adamw' marks .* titan_muon\.adam\.AdamW, .* titan_muon\.Hybrid"),
     ],
 )
 def test_a_misplaced_or_misspelt_key_of_a_group_is_refused(key: str, value: Any, fault: str) -> None:
@@ -263,50 +221,11 @@ def test_a_misplaced_or_misspelt_key_of_a_group_is_refused(key: str, value: Any,
     assert len(muon.param_groups) == 1
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("lr_scale", 0.65),
-        ("name", "layers.0"),
-        ("lr_mult", 0.5),
-        ("no_decay", False),
-        ("max_momentum", 0.95),
-        ("base_momentum", 0.85),
-        ("max_lr", 0.1),
-        ("maximize", False),
-        ("differentiable", False),
-        ("use_muon", True),
-        ("algorithm", "muon"),
-    ],
-)
-def test_a_key_of_another_library_passes_through_untouched(key: str, value: Any) -> None:
-    """Keys of timm, Lightning, mmengine, fairseq, and of torch's schedulers and optimizers."""
-    muon = Muon([{"params": [nn.Parameter(torch.ones(4, 6))], "param_names": ["w"], key: value}])
-    assert muon.param_groups[0][key] == value
-
-
-COPIES: dict[str, Callable[[Muon], Muon]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda muon: pickle.loads(pickle.dumps(muon)),
-    "load": lambda muon: muon.load_state_dict(muon.state_dict()) or muon,  # type: ignore[func-returns-value]
-}
-
-
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
-@pytest.mark.parametrize("steps", [0, 1])
-def test_a_group_can_be_added_after_a_copy_or_a_load(copied: Callable[[Muon], Muon], steps: int) -> None:
-    first = nn.Parameter(torch.ones(16, 16))
-    muon = Muon([("first", first)])
-    for _ in range(steps):
-        first.grad = torch.ones_like(first)
-        muon.step()
-    muon = copied(muon)
-    second = nn.Parameter(torch.ones(16, 32))
-    muon.add_param_group({"params": [second], "param_names": ["second"]})
-    for group in muon.param_groups:
-        group["params"][0].grad = torch.ones_like(group["params"][0])
-    muon.step()
-    assert not torch.equal(second, torch.ones(16, 32))
+def test_keys_of_other_libraries_pass_through_untouched() -> None:
+    """Keys of timm, mmengine, fairseq, torch's schedulers and optimizers, and of other Muons."""
+    keys = {"lr_scale": 0.65, "lr_mult": 0.5, "max_momentum": 0.95, "differentiable": False, "use_muon": True}
+    muon = Muon([{"params": [nn.Parameter(torch.ones(4, 6))], "param_names": ["w"], **keys}])
+    assert muon.param_groups[0].items() >= keys.items()
 
 
 @pytest.mark.parametrize(
@@ -315,10 +234,6 @@ def test_a_group_can_be_added_after_a_copy_or_a_load(copied: Callable[[Muon], Mu
         ({"params": [nn.Parameter(torch.ones(16))], "param_names": ["v"]}, "v: Muon takes matrices"),
         ({"params": [nn.Parameter(torch.ones(16, 16, device="meta"))], "param_names": ["v"]}, "v: .*meta"),
         ({"params": [nn.Parameter(torch.ones(16, 16))], "param_names": ["v"], "ns_steps": 0}, "ns_steps = 0"),
-        (
-            {"params": [nn.Parameter(torch.ones(16, 16))], "param_names": ["v"], "ns_coefficients": 3},
-            "ns_coefficients = 3 is not accepted",
-        ),
     ],
 )
 def test_a_refused_group_is_not_added(group: dict[str, Any], fault: str) -> None:
@@ -344,18 +259,23 @@ def test_a_flat_tensor_in_place_of_two_parameters_is_refused_as_the_work_of_deep
         muon.build()
 
 
-@pytest.mark.parametrize("given", [lambda m: m, nn.Module.parameters, nn.Module.named_parameters])
-def test_the_refusal_of_a_whole_model_names_hybrid(given: Callable[[nn.Module], Any]) -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
-    with pytest.raises(ValueError, match=r"titan_muon\.Hybrid\(model\)"):
-        Muon(given(model))
+MODEL = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
 
 
-def test_a_group_with_fewer_names_than_parameters_is_refused() -> None:
-    """Like ZeroRedundancyOptimizer's groups."""
-    params = list(parameters().values())
-    with pytest.raises(ValueError, match=r"2 parameters and 1 names.*ZeroRedundancyOptimizer"):
-        Muon([{"params": params, "param_names": ["w"]}])
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        (MODEL, r"titan_muon\.Hybrid\(model\)"),
+        (MODEL.parameters, r"titan_muon\.Hybrid\(model\)"),
+        # Like ZeroRedundancyOptimizer's groups.
+        ([{"params": list(parameters().values()), "param_names": ["w"]}], "2 parameters and 1 names.*ZeroRedundancy"),
+        ([("w", nn.Parameter(torch.ones(4, 6, dtype=torch.complex64)))], "w: has dtype torch.complex64, and Muon"),
+        ([("w", nn.Parameter(torch.ones(4)))], "w: Muon takes matrices"),
+    ],
+)
+def test_unfit_parameters_are_refused_at_construction(given: Any, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        Muon(given() if callable(given) and not isinstance(given, nn.Module) else given)
 
 
 def test_a_tensor_with_two_names_is_refused() -> None:

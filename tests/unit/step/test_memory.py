@@ -16,15 +16,13 @@ from titan_muon.algorithms.muon import MuonAlgorithm
 from titan_muon.algorithms.scaling import scaled
 from titan_muon.comm.buffers import fragmentation
 from titan_muon.options import MuonOptions, PlacementRule
-from titan_muon.plan.cost.costs import Costs
-from titan_muon.plan.cost.walk import PlanCost
+from titan_muon.plan.cost.walk import Costs, PlanCost
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.layout import Geometries, Geometry
 from titan_muon.plan.terms.pieces import Pieces
-from titan_muon.planning import check_devices, passes_of
 from titan_muon.step.algorithm import Scaling
-from titan_muon.step.foreach import CPU_CHUNK_BYTES, MomentumCall, Rectangle, UpdateCall
-from titan_muon.tensors.storage import trained_params
+from titan_muon.step.foreach import CPU_CHUNK_BYTES, MomentumCall, Rectangle, UpdateCall, passes_of
+from titan_muon.tensors.storage import check_devices, trained_params
 
 MIB = 2**20
 # One Newton-Schulz step in the dtype of the workspace, because the tests are about the remaining stages.
@@ -80,7 +78,7 @@ def test_the_plan_of_an_accelerator_counts_the_copies_of_a_revocable_step(dtype:
     call = UpdateCall(group, (count, 1), parts, (param,), (update,), no_memory, scratch)
     _, advance, _ = allocated(lambda: algorithm.before_gather(gather, gather.momentum, [grad]))
     _, apply, _ = allocated(lambda: algorithm.after_return(call, call.params))
-    passes = passes_of([dtype], options, "cuda")
+    passes = passes_of([dtype], options, "cuda", 0)
     assert 0 <= advance - count * passes.advance_bytes < MIB / 100
     assert 0 <= apply + sum(part.nbytes for part in scratch) - count * passes.apply_bytes < MIB / 100
 
@@ -154,7 +152,6 @@ def test_buffers_and_workspace_stay_allocated_with_keep_buffers(kept: bool) -> N
         ("cuda", 1024, {}, True),
         ("cuda", 1024, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128, expandable_segments:False"}, True),
         ("cuda", 1024, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments: True"}, False),
-        ("cuda", 1024, {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, False),
         ("cuda", 16, {}, False),
         ("cpu", 1024, {}, False),
     ],
@@ -180,12 +177,6 @@ def test_exchange_buffers_stay_allocated_with_keep_buffers(kept: bool) -> None:
     buffers = Muon([("w", nn.Parameter(shard))], keep_buffers=kept).engine.rank.buffers
     assert [tensor.untyped_storage().nbytes() for tensor in buffers.tensors] == [buffers.memory.nbytes * kept]
     assert buffers.memory.nbytes > 0
-
-
-def test_keep_buffers_moves_the_allocation_out_of_the_step() -> None:
-    for kept in (False, True):
-        muon = Muon([("w", nn.Parameter(torch.zeros(512, 64)))], keep_buffers=kept)
-        assert muon.engine.step_bytes == (0 if kept else 512 * 64 * 2)
 
 
 def test_planning_data_is_dropped_after_construction() -> None:
@@ -219,6 +210,6 @@ def test_parameters_on_several_devices_or_without_streams_are_refused(monkeypatc
         check_devices([*trained, other])
     # As in PyTorch before 2.15.
     monkeypatch.setattr(torch, "mps", object())
-    monkeypatch.setattr("titan_muon.planning.device_of", lambda params: torch.device("mps"))
+    monkeypatch.setattr("titan_muon.tensors.storage.device_of", lambda params: torch.device("mps"))
     with pytest.raises(ValueError, match=r"^a: PyTorch .* has no streams on mps, .* move the model to the CPU$"):
         check_devices(trained)

@@ -5,7 +5,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from titan_muon import Muon
-from titan_muon.step import ranges
+from titan_muon.step import step
 
 
 def optimizer() -> Muon:
@@ -31,5 +31,5 @@ def test_a_step_makes_no_range_unless_a_profiler_records(monkeypatch) -> None:
     def fail(name: str) -> None:
         raise AssertionError(f"{name} was recorded")
 
-    monkeypatch.setattr(ranges, "record_function", fail)
+    monkeypatch.setattr(step, "record_function", fail)
     optimizer().step()

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from titan_muon.titan import device
 
@@ -40,18 +39,6 @@ def test_auto_follows_the_device_and_explicit_values_follow_the_recipe(
     assert device.loss_chunks("auto", 2050) == 1, "8 does not divide it"
     assert device.adamw_implementation("auto") == ("fused" if gpu else "foreach")
     assert device.loss_chunks(4, 2048) == 4
-    assert device.loss_chunks(1, 2048) == 1
-    assert {device.adamw_implementation(name) for name in ("fused", "foreach", "for-loop")} == {
-        "fused",
-        "foreach",
-        "for-loop",
-    }
+    assert device.adamw_implementation("for-loop") == "for-loop"
     monkeypatch.setattr(device, "has_torch_for", lambda key: key != "loss.chunks")
     assert device.loss_chunks("auto", 2048) == 1, "torch is too old"
-
-
-@pytest.mark.parametrize("gpu", [None, (9, 0)])
-def test_compute_capability_is_the_gpus_or_none(monkeypatch: pytest.MonkeyPatch, gpu: tuple[int, int] | None) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
-    assert device.compute_capability() == gpu

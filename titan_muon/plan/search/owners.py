@@ -1,4 +1,4 @@
-"""The owner of each task."""
+"""The matrices to assign to owners, and the owner of each."""
 
 # Every rank computes the owners: deterministic, with ties to the lowest rank.
 
@@ -6,13 +6,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import NamedTuple
 
-from ..terms.pieces import Ranks
-
-BYTES_OVER_MEAN = 1.3
-"""Most bytes of a rank, relative to the mean."""
+from ...options import MuonOptions
+from ..cost.walk import Costs
+from ..exchange.patterns import PATTERNS, Pattern
+from ..terms.layout import Geometries
+from ..terms.pieces import Ranks, assemblies
+from ..terms.types import Matrix, Parameter
+from .state import BYTES_OVER_MEAN, momentum_ranks
 
 
 class Task(NamedTuple):
@@ -31,6 +36,76 @@ OwnerOf = dict[tuple[int, int], int]
 Assign = Callable[[Sequence[Task], Groups, Mapping[int, int]], OwnerOf]
 Heap = list[tuple[int, int, int]]
 """(FLOPs, bytes, rank) of the ranks of a group, least loaded first."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Matrices to assign to owners, and costs to judge a plan.
+
+    Attributes:
+        local: for each matrix, the ranks that store and orthogonalize all of the matrix.
+        tasks: for each remaining matrix, one for each assembling group.
+        load: local FLOPs of each rank.
+        eligible: possible owners of a matrix, if fewer than the group.
+        owners: fixed, for slices and tensor-parallel groups.
+    """
+
+    parameters: tuple[Parameter, ...]
+    options: MuonOptions
+    pattern: Pattern
+    costs: Costs
+    local: tuple[Ranks, ...]
+    tasks: tuple[Task, ...]
+    groups: tuple[Ranks, ...]
+    load: Mapping[int, int]
+    eligible: Mapping[int, Ranks]
+    owners: OwnerOf | None = None
+
+
+def make_problem(
+    parameters: Sequence[Parameter], geometries: Geometries, options: MuonOptions, costs: Costs
+) -> Problem:
+    """The problem of whole matrices."""
+    groups: dict[Ranks, int] = {}
+
+    @cache
+    def placed(geometry: int, split: bool) -> list[tuple[Ranks, list[int]]]:
+        """By matrix: local ranks, and numbers of the assembling groups."""
+        assembled = assemblies(geometries.shared[geometry], split)
+        return [(a.local, [groups.setdefault(ranks, len(groups)) for ranks in a.groups]) for a in assembled]
+
+    pattern, matrices = PATTERNS[options.exchange], costs.pieces.matrices
+    local: list[Ranks] = []
+    tasks: list[Task] = []
+    load: dict[int, int] = {}
+    for number, matrix in enumerate(matrices):
+        parameter = parameters[matrix.parameter]
+        split = pattern.has_owners and options.replicas != "redundant"
+        ranks, assembled_by = placed(geometries.index[matrix.parameter], split)[matrix.index]
+        local.append(ranks)
+        for rank in ranks:
+            load[rank] = load.get(rank, 0) + matrix.flops
+        for group in assembled_by:
+            tasks.append(Task(number, group, matrix.flops, matrix.numel * options.wire_bytes, parameter.layer))
+    eligible = _eligible(parameters, matrices, tasks, tuple(groups))
+    return Problem(
+        tuple(parameters), options, pattern, costs, tuple(local), tuple(tasks), tuple(groups), load, eligible
+    )
+
+
+def _eligible(
+    parameters: Sequence[Parameter], matrices: Sequence[Matrix], tasks: Sequence[Task], groups: Sequence[Ranks]
+) -> dict[int, Ranks]:
+    @cache
+    def inside(ranks: Ranks, group: int) -> Ranks:
+        return tuple(sorted({*ranks} & {*groups[group]}))
+
+    eligible = {}
+    for task in tasks:
+        matrix = matrices[task.matrix]
+        if ranks := momentum_ranks(parameters[matrix.parameter], matrix.index):
+            eligible[task.matrix] = inside(ranks, task.group)
+    return eligible
 
 
 class Balancer:
@@ -92,24 +167,17 @@ def _pop(heap: Heap, most: int, barred: Collection[int]) -> tuple[int, int, int]
     return entry
 
 
-def balanced(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], *, small_first: bool = False) -> OwnerOf:
-    """Assign longest first, on top of each rank's local FLOPs; groups of many ranks first.
+def balanced(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int]) -> OwnerOf:
+    """Assign longest first, on top of each rank's local FLOPs; groups of few ranks first.
 
     For a single group of all ranks, the busiest rank is within 4/3 of the optimum (Graham, 1969).
     """
-    # The search tries both orders, because large matrices of the last groups may not even out the load.
     balancer = Balancer(tasks, (rank for group in groups for rank in group), load)
     owners: OwnerOf = {}
-    grouped = by_group(tasks, groups)
-    for index in reversed(grouped) if small_first else grouped:
+    for index, group_tasks in by_group(tasks, groups):
         heap = balancer.heap(groups[index])
-        owners |= {(task.matrix, index): balancer.assign(task, heap) for task in spread(grouped[index])}
+        owners |= {(task.matrix, index): balancer.assign(task, heap) for task in spread(group_tasks)}
     return owners
-
-
-def balanced_small_first(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int]) -> OwnerOf:
-    """Like `balanced`, with groups of few ranks first."""
-    return balanced(tasks, groups, load, small_first=True)
 
 
 def balanced_bytes(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int]) -> OwnerOf:
@@ -141,12 +209,12 @@ def spread(tasks: Sequence[Task]) -> Iterator[Task]:
         yield from same[start:] + same[:start]
 
 
-def by_group(tasks: Sequence[Task], groups: Groups) -> dict[int, list[Task]]:
-    """Tasks by group, large groups first, so that small groups even out the load."""
+def by_group(tasks: Sequence[Task], groups: Groups) -> list[tuple[int, list[Task]]]:
+    """Tasks by group, small groups first, so that large matrices of large groups even out the load."""
     by_index: dict[int, list[Task]] = {}
     for task in tasks:
         by_index.setdefault(task.group, []).append(task)
-    return dict(sorted(by_index.items(), key=lambda item: (-len(groups[item[0]]), item[0])))
+    return sorted(by_index.items(), key=lambda item: (len(groups[item[0]]), -item[0]))
 
 
-STRATEGIES: tuple[Assign, ...] = (balanced, balanced_small_first, balanced_bytes)
+STRATEGIES: tuple[Assign, ...] = (balanced, balanced_bytes)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import accumulate, groupby, pairwise
 
+from ...options import Overlap
+from ..terms.pieces import Pieces, Ranks
 from ..terms.types import Matrix
 from .owners import Groups, OwnerOf, Task
 
@@ -25,71 +27,50 @@ def rounds(tasks: Sequence[Task], count: int, *, backward: bool = False) -> list
 
 
 class Order(Enum):
-    """The order of a rank's matrices. Small matrices cost least in the first gather and the last return, because no
-    computation hides these."""
+    """The order of a rank's matrices, and where they are cut into rounds.
 
-    PEAKED = "small matrices first and last"
-    ASCENDING = "small matrices first"
-    DESCENDING = "small matrices last"
+    Small matrices cost least in the first gather and the last return, because no computation hides these.
+    """
 
-
-class Cut(Enum):
-    """Where a rank's matrices are cut into rounds."""
-
-    TIME = "all ranks end a round at about the same time"
-    COUNT = "a rank has about as many matrices of a group in each round"
+    PEAKED = "small matrices first and last, and about as many of a group in each round"
+    ASCENDING = "small matrices first, and all ranks end a round at about the same time"
+    DESCENDING = "small matrices last, and all ranks end a round at about the same time"
+    MODEL = "consecutive matrices, in the order of a pass of the model"
 
 
-class Dealer:
-    """Each rank has a queue of matrices to orthogonalize. `Dealer` cuts the queues into rounds."""
-
+def dealt(tasks: Sequence[Task], groups: Groups, owners: OwnerOf, count: int, order: Order) -> list[list[Task]]:
+    """At most `count` rounds: each rank has a queue of matrices to orthogonalize, cut into rounds."""
     # A round ends at the slowest owner.
-
-    def __init__(self, tasks: Sequence[Task], groups: Groups) -> None:
-        self._share = [0.0] * len(groups)
-        for task in tasks:
-            self._share[task.group] += task.bytes / len(groups[task.group])
-        self._most = max(self._share, default=0.0)
-        # Groups with few bytes come first, in a single round, because of each call's latency.
-        share = self._share
-        self._ascending = sorted(tasks, key=lambda t: (share[t.group], t.group, t.bytes, t.matrix))
-        self._descending = sorted(tasks, key=lambda t: (share[t.group], t.group, -t.bytes, t.matrix))
-
-    def rounds(self, owners: OwnerOf, count: int, order: Order, cut: Cut) -> list[list[Task]]:
-        queues = self._queues(owners, order)
-        result: list[list[Task]] = [[] for _ in range(count)]
-        if cut is Cut.COUNT:
-            for queue in queues:
-                self._deal(queue, result)
-        else:
-            middles = _typical_times(queues, count)
-            for queue in queues:
-                for task, end in zip(queue, accumulate(task.flops for task in queue), strict=True):
-                    result[bisect_left(middles, end)].append(task)
-        return [round_tasks for round_tasks in result if round_tasks]
-
-    def _deal(self, queue: Sequence[Task], result: Sequence[list[Task]]) -> None:
-        for group, tasks in groupby(queue, key=lambda task: task.group):
-            count = max(1, round(len(result) * self._share[group] / self._most))
-            mine = list(tasks)
-            for index, task in enumerate(mine):
-                result[count * (2 * index + 1) // (2 * len(mine))].append(task)
-
-    def _queues(self, owners: OwnerOf, order: Order) -> list[list[Task]]:
-        by_owner: dict[int, list[Task]] = {}
-        for task in self._descending if order is Order.DESCENDING else self._ascending:
-            by_owner.setdefault(owners[task.matrix, task.group], []).append(task)
+    share = [0.0] * len(groups)
+    for task in tasks:
+        share[task.group] += task.bytes / len(groups[task.group])
+    most, sign = max(share, default=0.0), -1 if order is Order.DESCENDING else 1
+    by_owner: dict[int, list[Task]] = {}
+    # Groups with few bytes come first, in a single round, because of each call's latency.
+    for task in sorted(tasks, key=lambda t: (share[t.group], t.group, sign * t.bytes, t.matrix)):
+        by_owner.setdefault(owners[task.matrix, task.group], []).append(task)
+    result: list[list[Task]] = [[] for _ in range(count)]
+    middles = () if order is Order.PEAKED else _typical_times(by_owner.values(), count)
+    for queue in by_owner.values():
         if order is not Order.PEAKED:
-            return list(by_owner.values())
-        queues = []
-        for queue in by_owner.values():
-            start = next((i for i, task in enumerate(queue) if self._share[task.group] == self._most), len(queue))
-            last = queue[start:]
-            queues.append([*queue[:start], *last[::2], *reversed(last[1::2])])
-        return queues
+            for task, end in zip(queue, accumulate(task.flops for task in queue), strict=True):
+                result[bisect_left(middles, end)].append(task)
+            continue
+        for group, group_tasks in groupby(_peaked(queue, share, most), key=lambda task: task.group):
+            parts, mine = max(1, round(count * share[group] / most)), list(group_tasks)
+            for index, task in enumerate(mine):
+                result[parts * (2 * index + 1) // (2 * len(mine))].append(task)
+    return [round_tasks for round_tasks in result if round_tasks]
 
 
-def _typical_times(queues: Sequence[Sequence[Task]], count: int) -> list[float]:
+def _peaked(queue: Sequence[Task], share: Sequence[float], most: float) -> list[Task]:
+    """The queue with small matrices first and last within the groups with most bytes."""
+    start = next((index for index, task in enumerate(queue) if share[task.group] == most), len(queue))
+    last = queue[start:]
+    return [*queue[:start], *last[::2], *reversed(last[1::2])]
+
+
+def _typical_times(queues: Iterable[Sequence[Task]], count: int) -> list[float]:
     """Where to cut queues: the FLOPs in the middle between the ends of two rounds.
 
     Measured on the queue that most ranks have.
@@ -114,3 +95,38 @@ def together(rounds: Sequence[Sequence[Task]], matrices: Sequence[Matrix]) -> li
             first = task.matrix if matrix_slice is None else task.matrix - matrix_slice.place
             result[place[first, task.group]].append(task)
     return [round_tasks for round_tasks in result if round_tasks]
+
+
+def in_model_order(
+    rounds: Sequence[Sequence[Task]],
+    owners: OwnerOf,
+    overlap: Overlap,
+    pieces: Pieces,
+    eligible: Mapping[int, Ranks],
+) -> tuple[list[list[Task]], OwnerOf]:
+    """The same rounds, nearly in order: tasks of equal cost change rounds and owners.
+
+    Backward reaches the last parameters first, forward the first. `eligible`: the possible owners of a matrix, if fewer
+    than the group.
+    """
+
+    def kind(task: Task) -> Hashable:
+        # Slices keep their owners, because a team of ranks orthogonalizes the matrix together.
+        sliced = task.matrix if pieces.matrices[task.matrix].slice is not None else None
+        return task.group, pieces.kinds[task.matrix], task.flops, eligible.get(task.matrix), sliced
+
+    # Backward launches a round at the last of its gradients; forward waits for a round at the first of its parameters.
+    sign = -1 if overlap == "backward" else 1
+    # Layers are equal, so rounds balanced over ranks can also be in the model's order, kind by kind.
+    places: dict[Hashable, list[tuple[int, int]]] = {}
+    for number, tasks in enumerate(rounds):
+        for place, task in enumerate(tasks):
+            places.setdefault(kind(task), []).append((number, place))
+    exchanged, owned = [list(tasks) for tasks in rounds], dict(owners)
+    for positions in places.values():
+        before = [rounds[number][place] for number, place in positions]
+        after = sorted(before, key=lambda task: sign * task.matrix)
+        for (number, place), old, new in zip(positions, before, after, strict=True):
+            exchanged[number][place] = new
+            owned[new.matrix, new.group] = owners[old.matrix, old.group]
+    return exchanged, owned

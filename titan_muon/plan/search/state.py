@@ -1,26 +1,29 @@
 """With `state = "owner"`: which ranks keep the momentum of a matrix, and which of them may orthogonalize it."""
 
-from __future__ import annotations
-
-import heapq
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from math import prod
-
-from ...options import MuonOptions, OptionError
-from ..exchange.all_gather import PATTERNS
-from ..terms.layout import Geometries, Geometry, chunk
-from ..terms.pieces import Ranks
-from ..terms.types import Parameter, Plan, Replicate
-from ..terms.work import WorkOf
-from .owners import BYTES_OVER_MEAN
-
 # [Note: state ranks]
 # - A single replica (a rank, or under HSDP all ranks that shard the parameter) keeps the momentum, placed like the
 #   parameter, so that a checkpoint contains the momentum once and loads under any placement.
 # - The owner of a matrix is a rank of this replica, because the owner needs all of the matrix's momentum.
 # - Several ranks keep the momentum of a stack of experts whole on each rank, in chunks of experts like torch.chunk, to
 #   balance memory.
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from ...options import MuonOptions, OptionError
+from ..exchange.patterns import PATTERNS
+from ..terms.layout import Geometries, Geometry, chunk
+from ..terms.pieces import Ranks
+from ..terms.types import Parameter, Plan, Replicate
+from ..terms.work import WorkOf
+
+BYTES_OVER_MEAN = 1.3
+"""Most bytes of a rank, relative to the mean."""
 
 
 def check_state(options: MuonOptions) -> None:
@@ -48,8 +51,11 @@ def with_state_ranks(
         return list(parameters)
     geometries = Geometries(parameters)
     shared = [n for n, p in enumerate(parameters) if not p.separate and len(_replicas(geometries[n])) > 1]
-    flops = {number: _flops(number, geometries[number], work_of) for number in shared}
     sizes = {number: prod(parameters[number].layout.shape) for number in shared}
+    flops = dict[int, int]()
+    for number in shared:
+        shapes = Counter(map(geometries[number].shape, range(len(parameters[number].stack.matrices))))
+        flops[number] = sum(count * work_of(number, *shape).flops for shape, count in shapes.items())
     chooser = _Chooser(geometries, sum(sizes.values()))
     result = list(parameters)
     for number in sorted(shared, key=lambda n: (parameters[n].fqn not in kept, -flops[n], -sizes[n], n)):
@@ -57,12 +63,6 @@ def with_state_ranks(
         ranks = chooser.choose(parameter, geometries[number], flops[number], sizes[number], kept.get(parameter.fqn))
         result[number] = replace(parameter, state_ranks=ranks)
     return result
-
-
-def _flops(number: int, geometry: Geometry, work_of: WorkOf) -> int:
-    shapes = [geometry.shape(index) for index in range(len(geometry.stack.matrices))]
-    by_shape = {shape: work_of(number, *shape).flops for shape in set(shapes)}
-    return sum(by_shape[shape] for shape in shapes)
 
 
 class _Chooser:
@@ -74,14 +74,14 @@ class _Chooser:
         self._most = BYTES_OVER_MEAN * elements / max(1, len(ranks))
 
     def choose(self, parameter: Parameter, geometry: Geometry, flops: int, size: int, kept: Ranks | None) -> Ranks:
-        replicas, units = _replicas(geometry), units_of(parameter)
-        count = min(units, len(replicas)) if is_whole(parameter) else 1
+        replicas, units = _replicas(geometry), _units_of(parameter)
+        count = min(units, len(replicas)) if _is_whole(parameter) else 1
         shares = [stop - start for start, stop in (chunk(units, count, n) for n in range(count)) if stop > start]
         if kept is None:
             share = size * shares[0] // units
             chosen = heapq.nsmallest(len(shares), replicas, key=lambda ranks: self._load(ranks, share))
         else:
-            chosen = [(rank,) for rank in kept] if is_whole(parameter) else [kept]
+            chosen = [(rank,) for rank in kept] if _is_whole(parameter) else [kept]
         for ranks, share in zip(chosen, shares, strict=True):
             for rank in ranks:
                 self._flops[rank] += flops * share // (units * len(ranks))
@@ -98,28 +98,25 @@ def _replicas(geometry: Geometry) -> tuple[Ranks, ...]:
     return geometry.by_replica(geometry.layout.mesh.ranks)
 
 
-def is_whole(parameter: Parameter) -> bool:
+def _is_whole(parameter: Parameter) -> bool:
     """Whether every rank of the mesh has all of the parameter."""
     return all(isinstance(placement, Replicate) for placement in parameter.layout.placements)
 
 
-def units_of(parameter: Parameter) -> int:
+def _units_of(parameter: Parameter) -> int:
     """Number of separable parts along dim 0."""
     shape = parameter.layout.shape
     return shape[0] if parameter.stack.is_separable(shape) else 1
 
 
-def _unit_rows(parameter: Parameter) -> int:
-    return prod(parameter.layout.shape[1 : parameter.stack.row_dims])
-
-
 def momentum_ranks(parameter: Parameter, index: int) -> Ranks:
     """The possible owners of matrix number `index` by its momentum; empty if every holder keeps momentum."""
     kept = parameter.state_ranks
-    if len(kept) < 2 or not is_whole(parameter):
+    if len(kept) < 2 or not _is_whole(parameter):
         return kept
-    unit = parameter.stack.matrices[index].rows[0].start // _unit_rows(parameter)
-    return (kept[unit // chunk(parameter.layout.shape[0], len(kept), 0).stop],)
+    shape, stack = parameter.layout.shape, parameter.stack
+    unit = stack.matrices[index].rows[0].start // prod(shape[1 : stack.row_dims])
+    return (kept[unit // chunk(shape[0], len(kept), 0).stop],)
 
 
 def state_elements(plan: Plan) -> dict[int, dict[int, int]]:
@@ -134,7 +131,7 @@ def state_elements(plan: Plan) -> dict[int, dict[int, int]]:
 
 def _kept_elements(parameter: Parameter, rank: int, stored: int) -> int:
     kept = parameter.state_ranks
-    if not kept or not is_whole(parameter):
+    if not kept or not _is_whole(parameter):
         return stored if not kept or rank in kept else 0
     if rank not in kept:
         return 0

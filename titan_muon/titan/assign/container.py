@@ -72,7 +72,7 @@ class HybridOptimizers(ForwardsToParts, OptimizersContainer):
         """Load all states. Hyperparameters stay the recipe's; `changes` lists the differences."""
         recipe = {key: value for key, value in self.state_dict().items() if key.startswith("param_groups.")}
         tags = {name: group.tag for groups in self.parts.groups.values() for group in groups for name in group.names}
-        changes, current = {}, {}
+        changes, current = dict[str, None](), dict[str, Any]()
         for key, value in recipe.items():
             fqn, _, option = key.removeprefix("param_groups.").rpartition(".")
             old = state_dict.get(key, "not an option then")

@@ -22,21 +22,20 @@ class ExpertLoads:
         self._group, self._device = group, device
         self._before: list[Tensor] = []
         self._silent: dict[tuple[str, int], list[int]] = {}
-        self._named: set[tuple[str, int]] = set()
 
     def begin_step(self) -> None:
-        self._before = [self._counts(layer) for layer in self._layers.values()]
+        self._before = self._counts()
 
     def of_step(self) -> dict[str, list[int]]:
         """Tokens of each expert since `begin_step`, by layer. Collective over the group; the host waits."""
         if not self._layers:
             return {}
-        own = [self._counts(layer) - before for layer, before in zip(self._layers.values(), self._before, strict=True)]
+        own = [now - before for now, before in zip(self._counts(), self._before, strict=True)]
         counts = torch.cat(own)
         if self._group is not None:
             dist.all_reduce(counts, group=self._group)
-        rows = counts.split([tokens.numel() for tokens in own])
-        return {name: [int(n) for n in row.tolist()] for name, row in zip(self._layers, rows, strict=True)}
+        rows = counts.long().split([tokens.numel() for tokens in own])
+        return {name: row.tolist() for name, row in zip(self._layers, rows, strict=True)}
 
     def dead(self, step: int, tokens: Mapping[str, Sequence[int]]) -> list[str]:
         """A line for each layer with newly dead experts. `tokens`: counts by layer."""
@@ -44,15 +43,13 @@ class ExpertLoads:
         for layer, counts in tokens.items():
             new = []
             for expert, count in enumerate(counts):
-                key = (layer, expert)
+                steps = self._silent.setdefault((layer, expert), [])
+                was_dead = _is_dead(steps)
                 if count:
-                    self._silent.pop(key, None)
-                    self._named.discard(key)
-                    continue
-                steps = self._silent.setdefault(key, [])
-                steps.append(step)
-                if step - steps[0] >= DEAD_STEPS and len(steps) >= DEAD_REPORTS and key not in self._named:
-                    self._named.add(key)
+                    steps.clear()
+                else:
+                    steps.append(step)
+                if _is_dead(steps) and not was_dead:
                     new.append(expert)
             if new:
                 shown = ", ".join(map(str, new[:8]))
@@ -62,7 +59,10 @@ class ExpertLoads:
                 )
         return lines
 
-    def _counts(self, layer: nn.Module) -> Tensor:
-        counts = layer.tokens_per_expert_E
-        assert isinstance(counts, Tensor), "TorchTitan counts tokens in a tensor"
-        return local(counts).detach().to(self._device, copy=True)
+    def _counts(self) -> list[Tensor]:
+        counts: list[Tensor] = [layer.tokens_per_expert_E for layer in self._layers.values()]
+        return [local(tokens).detach().to(self._device, copy=True) for tokens in counts]
+
+
+def _is_dead(steps: Sequence[int]) -> bool:
+    return len(steps) >= DEAD_REPORTS and steps[-1] - steps[0] >= DEAD_STEPS

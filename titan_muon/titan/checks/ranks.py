@@ -49,7 +49,7 @@ def gather(report: RankReport, group: dist.ProcessGroup | None) -> list[RankRepo
     mine = torch.tensor(astuple(report), dtype=torch.int64)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, mine, group=group)
-    return [RankReport(*(int(number) for number in row)) for row in rows]
+    return [RankReport(*row.tolist()) for row in rows]
 
 
 def check_reports(step: int, reports: Sequence[RankReport]) -> None:
@@ -68,17 +68,16 @@ def check_reports(step: int, reports: Sequence[RankReport]) -> None:
     if others := [rank for rank, r in enumerate(reports) if r.max_norm != reports[0].max_norm]:
         raise RunFault(f"step {step}: training.max_norm on ranks {others[:4]} is not that of rank 0; {RESUME}")
     for field, text in NOT_ZERO.items():
-        if bad := [(rank, count) for rank, r in enumerate(reports) if (count := getattr(r, field))]:
-            counts = ", ".join(f"{count:+} on rank {rank}" for rank, count in bad[:4])
-            ranks = f"ranks {[rank for rank, _ in bad[:4]]}"
-            raise RunFault(f"step {step}: {text.format(counts=counts, ranks=ranks)}")
+        if bad := {rank: count for rank, r in enumerate(reports) if (count := getattr(r, field))}:
+            counts = ", ".join(f"{count:+} on rank {rank}" for rank, count in [*bad.items()][:4])
+            raise RunFault(f"step {step}: {text.format(counts=counts, ranks=f'ranks {[*bad][:4]}')}")
 
 
-def twins(reports: Sequence[RankReport]) -> tuple[int, int] | None:
+def ranks_with_same_data(reports: Sequence[RankReport]) -> tuple[int, int] | None:
     """Two ranks with equal inputs and different data-parallel places, or None."""
-    first: dict[int, tuple[int, int]] = {}
+    first: dict[int, int] = {}
     for rank, report in enumerate(reports):
-        peer, place = first.setdefault(report.crc, (rank, report.data_rank))
-        if place != report.data_rank:
+        peer = first.setdefault(report.crc, rank)
+        if reports[peer].data_rank != report.data_rank:
             return peer, rank
     return None

@@ -3,7 +3,9 @@
 import hashlib
 import platform
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -26,39 +28,39 @@ PATHS = ("data.files", "data.tokenizer_path", "data.dataset_path", "data.cache",
 
 def start_facts(recipe: Recipe) -> dict[str, str]:
     """Recipe keys, versions and digests of source files on this rank, as text by name."""
-    facts = {key: value_text(value) for key, value in written_values(recipe).items() if key not in PATHS}
-    facts["version of Python"] = platform.python_version()
-    facts["version of torch"] = torch.__version__
-    facts["version of titan_muon"] = titan_muon.__version__
-    try:
-        facts["version of torchtitan"] = version("torchtitan")
-    except PackageNotFoundError:
-        facts["version of torchtitan"] = "not installed"
-    for file in source_files(recipe):
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-        facts[f"source file {'/'.join(file.parts[-3:])}"] = digest
-    return facts
+    keys = {key: value_text(value) for key, value in written_values(recipe).items() if key not in PATHS}
+    versions = {
+        "version of Python": platform.python_version(),
+        "version of torch": torch.__version__,
+        "version of titan_muon": titan_muon.__version__,
+    }
+    with suppress(PackageNotFoundError):
+        versions["version of torchtitan"] = version("torchtitan")
+    sources = {
+        f"source file {'/'.join(file.parts[-3:])}": hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+        for file in source_files(recipe)
+    }
+    return {**keys, **versions, **sources}
 
 
 def data_facts(loader: BaseDataLoader, tokenizer: BaseTokenizer) -> dict[str, str]:
     """Digests of the text and of the tokenizer on this rank. Source `hf` has no digest of its text."""
-    facts = {"tokenizer": getattr(tokenizer, "fingerprint", "unknown")}
+    facts = {"digest of the tokenizer": getattr(tokenizer, "fingerprint", "unknown")}
     if isinstance(loader, PackedDataLoader):
-        facts["text of data.files"] = loader.fingerprint
-    return {f"digest of the {name}": value for name, value in facts.items()}
+        facts["digest of the text of data.files"] = loader.fingerprint
+    return facts
 
 
 def source_files(recipe: Recipe) -> list[Path]:
     """Python files of this package and of the model's package."""
-    files = [*Path(titan_muon.__file__).parent.rglob("*.py")]
-    if recipe.model.name not in registry.models.names():
-        return sorted(files)
-    build = registry.models.get(recipe.model.name).build
-    module = sys.modules[getattr(build, "func", build).__module__]
-    if module.__file__ is not None:
-        file = Path(module.__file__)
-        files += file.parent.rglob("*.py") if file.name == "__init__.py" else [file]
-    return sorted(set(files))
+    files = {*Path(titan_muon.__file__).parent.rglob("*.py")}
+    if recipe.model.name in registry.models.names():
+        build = registry.models.get(recipe.model.name).build
+        module = sys.modules[getattr(build, "func", build).__module__]
+        if module.__file__ is not None:
+            file = Path(module.__file__)
+            files |= {*file.parent.rglob("*.py")} if file.name == "__init__.py" else {file}
+    return sorted(files)
 
 
 def check_start(facts: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
@@ -88,9 +90,9 @@ def differences(reports: Sequence[Mapping[str, str]]) -> list[str]:
     """A line for each name with unequal values; reports in rank order."""
     lines = []
     for name in dict.fromkeys(name for report in reports for name in report):
-        ranks: dict[str, list[int]] = {}
+        ranks: dict[str, list[int]] = defaultdict(list)
         for rank, report in enumerate(reports):
-            ranks.setdefault(report.get(name, "absent"), []).append(rank)
+            ranks[report.get(name, "absent")].append(rank)
         if len(ranks) > 1:
             lines.append(f"{name} is " + " and ".join(f"{value} on {_ranks(where)}" for value, where in ranks.items()))
     return lines

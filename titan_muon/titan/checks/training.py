@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,12 +9,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from titan_muon.comm.clip import NormCheck
+from titan_muon.tensors.device import is_host
 from titan_muon.tensors.names import canonical_fqn, listed
 from titan_muon.titan.checks.curve import Curve, Report
 from titan_muon.titan.checks.experts import ExpertLoads
-from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, check_reports, gather, twins
+from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, check_reports, gather, ranks_with_same_data
 from titan_muon.titan.data.loader import NOT_COUNTED
-from titan_muon.titan.device import arrives_late
 
 
 def wrong_tokens(inputs: Tensor, positions: Tensor, labels: Tensor) -> int:
@@ -30,16 +29,10 @@ def wrong_tokens(inputs: Tensor, positions: Tensor, labels: Tensor) -> int:
 ADVICE = "Lower the learning rates, warm up for longer, or continue from an earlier checkpoint."
 
 
-@dataclass(frozen=True)
-class Place:
-    """First block of this rank in a step, or UNKNOWN."""
-
-    position: int  # by the loader
-    expected: int  # the right one
-
-
 class TrainingChecks:
     """Compares ranks and watches norms, the curve and experts. Returns warnings, raises faults on all ranks.
+
+    `sound_until`: last step before training began to look wrong on a rank; None while training looks right.
 
     Args:
         names: this rank's parameters, in the order of the local norms.
@@ -59,20 +52,17 @@ class TrainingChecks:
         token_group: dist.ProcessGroup | None,
         tolerates_nonfinite: bool,
     ) -> None:
-        self.names, self._late = names, arrives_late(device)
+        self.names, self._late = names, not is_host(device)
         self._norm: tuple[int, NormCheck] | None = None
         self._trained = [(name, p, p.requires_grad) for part in parts for name, p in part.named_parameters()]
         self.experts = ExpertLoads(parts, token_group, device)
         self.data_rank, self.tolerates_nonfinite = data_rank, tolerates_nonfinite
         self._optimizers = list(optimizers)
-        self._crc = 0
-        self._group: dist.ProcessGroup | None = None
-        self._curve = Curve()
-        self._place = Place(UNKNOWN, UNKNOWN)
-        self._optimizer_steps = [0] * len(self._optimizers)
-        self._steps, self._stale, self._wrong_tokens, self._twins_named = 0, 0, 0, False
-        self._reported, self._counters = 0, dict[Tensor, float]()
+        self.begin(None, [], 0)
+        self._place, self._stale, self._crc, self._wrong_tokens = (UNKNOWN, UNKNOWN), 0, 0, 0
+        self._same_data_named = False
         self.tokens: dict[str, list[int]] = {}
+        self.sound_until: int | None = None
         for index, optimizer in enumerate(self._optimizers):
             optimizer.register_step_post_hook(lambda *_, index=index: self._count(index))
 
@@ -86,9 +76,8 @@ class TrainingChecks:
             # States of other optimizers may have any `step`.
             if isinstance(optimizer, torch.optim.AdamW) and optimizer.state:
                 steps = [state["step"] for state in optimizer.state.values()]
-                counters |= zip(
-                    optimizer.state, torch.stack([s.to(steps[0].device) for s in steps]).tolist(), strict=True
-                )
+                values = torch.stack([step.to(steps[0].device) for step in steps]).tolist()
+                counters |= zip(optimizer.state, values, strict=True)
         return counters
 
     def begin(self, group: dist.ProcessGroup | None, earlier: Iterable[Report], step: int) -> None:
@@ -97,12 +86,14 @@ class TrainingChecks:
         `step`: last step before training.
         """
         self._group, self._curve = group, Curve(earlier)
-        # PyTorch takes a step to create optimizer states before a checkpoint is loaded.
-        self._steps, self._optimizer_steps = 0, [0] * len(self._optimizers)
-        self._reported, self._counters = step, self._adamw_counters()
+        # Now, because PyTorch takes a step to create optimizer states before a checkpoint is loaded.
+        self._begin_report(step)
+        self._counters = self._adamw_counters()
 
-    def begin_step(self, *, reported: bool, counted: bool, place: Place) -> None:
+    def begin_step(self, *, reported: bool, counted: bool, place: tuple[int, int]) -> None:
         """Start a step. `reported`: compare ranks. `counted`: count experts' tokens.
+
+        `place`: number of this rank's first block in the step, by the loader and as it should be, or UNKNOWN.
 
         Raises ValueError on this rank for a frozen or thawed parameter.
         """
@@ -153,14 +144,14 @@ class TrainingChecks:
             return [fault]
         raise FloatingPointError(f"{fault}; nothing is saved from this step. {ADVICE}")
 
-    def report(self, step: int, loss: float, grad_norm: float, *, max_norm: float) -> tuple[list[str], int | None]:
-        """Warnings of a reported step, and `sound_until` of all ranks. Collective. Raises as `check_reports`."""
+    def report(self, step: int, loss: float, grad_norm: float, *, max_norm: float) -> list[str]:
+        """Warnings of a reported step. Sets `sound_until`. Collective. Raises as `check_reports`."""
         lines = self._curve.add(Report(step, loss, grad_norm))
         sound_until, before, self._counters = self._curve.sound_until, self._counters, self._adamw_counters()
         report = RankReport(
             data_rank=self.data_rank,
-            position=self._place.position,
-            expected=self._place.expected,
+            position=self._place[0],
+            expected=self._place[1],
             crc=self._crc,
             max_norm=zlib.crc32(repr(max_norm).encode()),
             wrong_tokens=self._wrong_tokens,
@@ -170,12 +161,15 @@ class TrainingChecks:
             stale_gradients=self._stale,
             sound_until=UNKNOWN if sound_until is None else sound_until,
         )
-        self._reported, self._steps, self._optimizer_steps = step, 0, [0] * len(self._optimizers)
+        self._begin_report(step)
         reports = gather(report, self._group)
         check_reports(step, reports)
-        if not self._twins_named and (pair := twins(reports)) is not None:
-            self._twins_named = True
+        if not self._same_data_named and (pair := ranks_with_same_data(reports)) is not None:
+            self._same_data_named = True
             lines.append(f"step {step}: ranks {pair[0]} and {pair[1]} trained on the same tokens")
-        lines += self.experts.dead(step, self.tokens)
         latest = max(r.sound_until for r in reports)
-        return lines, None if latest == UNKNOWN else latest
+        self.sound_until = None if latest == UNKNOWN else latest
+        return [*lines, *self.experts.dead(step, self.tokens)]
+
+    def _begin_report(self, step: int) -> None:
+        self._reported, self._steps, self._optimizer_steps = step, 0, [0] * len(self._optimizers)

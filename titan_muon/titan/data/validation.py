@@ -1,5 +1,6 @@
 """Loss on held-out documents: the same sequences in every validation."""
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,8 @@ class HeldOutValidator(Validator):
     class Config(Validator.Config):
         global_batch_size: int = -1
         """Sequences per optimizer step over all ranks, the unit of `steps`; -1: a local batch per rank."""
+        is_stopping: Callable[[], bool] = lambda: False
+        """Whether a stop was requested, so that no further validation begins."""
 
     dl_config: BaseDataLoader.Config
 
@@ -26,8 +29,6 @@ class HeldOutValidator(Validator):
         limited = copy(config)
         limited.steps = max(config.steps, 1)
         super().__init__(limited, **kwargs)
-        self.stopped = False
-        """Whether a stop was requested, so that no further validation begins."""
         at_once = self.dp_world_size * self.local_batch_size
         batch = at_once if config.global_batch_size == -1 else config.global_batch_size
         sequences = -1 if config.steps == -1 else config.steps * batch
@@ -55,4 +56,4 @@ class HeldOutValidator(Validator):
 
     def should_validate(self, step: int) -> bool:
         last = step == self.metrics_processor.config.total_steps
-        return last or (step % self.config.freq == 0 and not self.stopped)
+        return last or (step % self.config.freq == 0 and not self.config.is_stopping())

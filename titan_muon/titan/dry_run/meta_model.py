@@ -20,9 +20,9 @@ from torchtitan.tools import utils as device_utils
 from titan_muon.assignment.groups import ParamGroup
 from titan_muon.assignment.optimizer_set import OptimizerSet
 from titan_muon.assignment.rules import Assignment
+from titan_muon.engine import dispatch_of, plan_step
 from titan_muon.muon import Muon
 from titan_muon.plan import Plan
-from titan_muon.planning import dispatch_of, plan_step
 from titan_muon.state.groups import iteration_of
 from titan_muon.tensors.matrices import check_splits
 from titan_muon.titan import compat

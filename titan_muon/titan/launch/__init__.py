@@ -1,1 +1,1 @@
-"""Start of a job's processes: environment, store, watchdog and lock of the run folder."""
+"""Start of a job's processes: environment, stores, watchdog and lock of the run folder."""

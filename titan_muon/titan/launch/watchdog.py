@@ -1,5 +1,6 @@
 """Names late ranks and ends hanging processes. A thread of every rank reports progress to the store."""
 
+import json
 import math
 import os
 import signal
@@ -9,7 +10,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -36,14 +37,6 @@ class Heartbeat:
     stage: int  # number of advances, two per step
     beat: int  # number of heartbeats
     ended: bool = False
-
-    def encode(self) -> str:
-        return f"{self.host} {self.pid} {self.stage} {self.beat} {int(self.ended)}"
-
-    @classmethod
-    def decode(cls, text: bytes) -> "Heartbeat":
-        host, pid, stage, beat, ended = text.decode().split()
-        return cls(host, int(pid), int(stage), int(beat), ended == "1")
 
 
 class Watchdog:
@@ -78,19 +71,19 @@ class Watchdog:
             return
         # Raised by every rank.
         of_all_ranks = isinstance(error, RecipeError | FloatingPointError | RunFault)
-        with suppress(RuntimeError):
-            if error is not None:
-                self._failing = True
+        if error is not None:
+            self._failing = True
+            with suppress(RuntimeError):
                 self._name_first_failure(of_all_ranks)
-            if error is not None and not of_all_ranks:
-                self._end_silent()
-        if error is not None and not of_all_ranks:
-            return
+                if not of_all_ranks:
+                    self._end_silent()
+            if not of_all_ranks:
+                return
         self._closed.set()
         self._thread.join()
         self._guard.join()
         with suppress(RuntimeError):
-            self._store.set(_key(self._rank), replace(self._heartbeat(), ended=True).encode())
+            self._send(replace(self._heartbeat(), ended=True))
 
     def advance(self) -> None:
         """Report progress; called by every rank at the beginning and end of a step."""
@@ -115,9 +108,12 @@ class Watchdog:
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(socket.gethostname(), os.getpid(), self._stage, self._beat)
 
+    def _send(self, heartbeat: Heartbeat) -> None:
+        self._store.set(f"rank-{self._rank}", json.dumps(astuple(heartbeat)))
+
     def _report(self) -> None:
         self._beat += 1
-        self._store.set(_key(self._rank), self._heartbeat().encode())
+        self._send(self._heartbeat())
         self._reported = time.monotonic()
 
     def _watch(self) -> None:
@@ -143,10 +139,9 @@ class Watchdog:
 
         Otherwise the store belongs to a rank, and collectives would wait in vain.
         """
-        under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
         if self._closed.wait(GRACE_SECONDS) or self._done or self._failing:
             return
-        if under_torchrun:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
             who = "its launcher" if os.getppid() != self._parent else "the launcher of the job's first node"
             print_error(f"rank {self._rank}: {who} is gone; training ends after this step")
             os.kill(os.getpid(), signal.SIGTERM)
@@ -161,34 +156,28 @@ class Watchdog:
             late = self._is_overdue(self._reported) and self._is_overdue(self._advanced)
             if late and self._thread.is_alive() and not self._done:
                 store = f"{os.environ.get('MASTER_ADDR', 'unknown')}:{os.environ.get('MASTER_PORT', 'unknown')}"
-                seconds = self.timeout + GRACE_SECONDS
-                self._end(
-                    f"no answer from the job's store on {store} for {seconds:.0f} s; its process is stopped, or the "
-                    "network is cut"
-                )
+                waited = f"for {self.timeout + GRACE_SECONDS:.0f} s; its process is stopped, or the network is cut"
+                self._end(f"no answer from the job's store on {store} {waited}")
 
     def _name_first_failure(self, of_all_ranks: bool) -> None:
-        try:
-            first = self._store.compare_set(FAILED, "", str(self._rank)).decode()
-        except RuntimeError:
-            # A store in a file cannot compare.
+        if self._store.add("failures", 1) == 1:
             self._store.set(FAILED, str(self._rank))
-            return
-        if int(first) != self._rank and not of_all_ranks:
+        elif not of_all_ranks:
+            first = self._store.get(FAILED).decode()
             print_error(f"rank {self._rank} ends because rank {first} failed first; read the error of rank {first}")
 
     def _name_late_ranks(self) -> None:
         # 1,000 readers of 1,000 heartbeats would block the store.
         if self._store.add(f"looks-{self._stage}", 1) > 1:
             return
-        before = self._heartbeats()
+        before = self._heartbeats(range(self._world_size))
         for _ in range(BEATS_TO_BE_SILENT):
             self._closed.wait(self._interval)
             # Other ranks must see this rank alive.
             self._report()
-        now = self._heartbeats()
-        silent = [rank for rank, heartbeat in before.items() if heartbeat == now[rank] and not heartbeat.ended]
-        self._store.set(self._silent_key, " ".join(f"{rank}:{now[rank].beat}" for rank in silent))
+        now = self._heartbeats(range(self._world_size))
+        silent = {rank: now[rank].beat for rank, beat in before.items() if beat == now[rank] and not beat.ended}
+        self._store.set(self._silent_key, json.dumps([*silent.items()]))
         late = late_ranks(now, silent, self._world_size)
         # A late but living rank looks too, at its own stage.
         if late and self._store.add(f"named-{late}", 1) == 1:
@@ -210,8 +199,7 @@ class Watchdog:
         """Kill this host's silent processes. Returns whether any host has silent ranks."""
         if not self._store.check([self._silent_key]):
             return False
-        entries = self._store.get(self._silent_key).decode().split()
-        beats = {int(rank): int(beat) for rank, beat in (entry.split(":") for entry in entries)}
+        beats = dict(json.loads(self._store.get(self._silent_key)))
         silent = [heartbeat for rank, heartbeat in self._heartbeats(beats).items() if heartbeat.beat == beats[rank]]
         for heartbeat in silent:
             # A stopped process ignores SIGTERM.
@@ -220,9 +208,10 @@ class Watchdog:
                     os.kill(heartbeat.pid, signal.SIGKILL)
         return bool(silent)
 
-    def _heartbeats(self, ranks: Iterable[int] | None = None) -> dict[int, Heartbeat]:
-        keys = {rank: _key(rank) for rank in (range(self._world_size) if ranks is None else ranks)}
-        return {rank: Heartbeat.decode(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+    def _heartbeats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
+        keys = {rank: f"rank-{rank}" for rank in ranks}
+        sent = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
+        return {rank: Heartbeat(*json.loads(heartbeat)) for rank, heartbeat in sent.items()}
 
 
 def is_sibling(pid: int) -> bool:
@@ -252,7 +241,3 @@ def late_ranks(heartbeats: Mapping[int, Heartbeat], silent: Collection[int], wor
 def print_error(text: str) -> None:
     """Print an error of this rank, also from a thread."""
     print(f"error: {text}", file=sys.stderr, flush=True)
-
-
-def _key(rank: int) -> str:
-    return f"rank-{rank}"

@@ -3,10 +3,10 @@
 import inspect
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Annotated, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
@@ -52,7 +52,7 @@ class Options:
     completion: Literal["bash", "zsh", "tcsh"] | None = None
     """Print a script that completes flags of `titan-muon` in this shell, and stop."""
 
-    html: str | None = None  # With dry_run: file for a page with timeline, balance, memory and parameters.
+    html: str | None = None  # With dry_run: file for a page with verdict, timeline, parameters and recipe.
 
 
 @dataclass(frozen=True)
@@ -108,15 +108,17 @@ def parse(argv: Sequence[str]) -> Command:
 
 
 def _print_help(asked: Sequence[str], recipe: Recipe) -> None:
-    """Print the flags of the asked tables or keys' tables, or all flags, and exit."""
+    """Print the flags of the asked tables, or of the tables of asked keys, or all flags, and exit."""
     kinds, known = get_type_hints(Recipe), list(keys(Recipe))
-    names = [word.partition(".")[0] for word in asked]
-    for word, name in zip(asked, names, strict=True):
-        if word not in known and (word != name or f"{name}." not in "".join(known)):
+    tables: dict[str, Any] = {}
+    for word in asked:
+        table = word.partition(".")[0]
+        if word not in known and not (word == table and is_dataclass(kinds.get(word))):
             raise unknown(SOURCE, word, (), known)
-    if names:
-        shown = make_dataclass("Tables", [(name, kinds[name], field(default=getattr(recipe, name))) for name in names])
-        print_flags(shown, shown(), "train.py", f"The keys of {', '.join(names)}.")
+        tables[table] = getattr(recipe, table)
+    if tables:
+        shown = make_dataclass("Tables", [(name, kinds[name], field(default=tables[name])) for name in tables])
+        print_flags(shown, shown(), "train.py", f"The keys of {', '.join(tables)}.")
     print_flags(Command, Command(recipe=recipe), "train.py", inspect.getdoc(Options))
 
 

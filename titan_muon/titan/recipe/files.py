@@ -66,10 +66,7 @@ def _with_shorter_warmup(recipe: Recipe, before: int, flags: Collection[str], no
 
 def to_toml(recipe: Recipe) -> str:
     """The recipe as TOML, equal when loaded. Raises RecipeError for values outside of TOML, such as NaN."""
-    kinds, defaults, written = keys(Recipe), values(Recipe()), written_values(recipe)
-    for key in kinds:
-        if key not in written and defaults[key] is not None:
-            raise RecipeError(f"recipe: {key} = None cannot be written: TOML has no null, and absent means a default.")
+    kinds, written = keys(Recipe), written_values(recipe)
     for key, value in written.items():
         convert(kinds[key], value, key, "recipe")
     return document_text(written)

@@ -9,9 +9,10 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from titan_muon.options import OTHER_NAMES, Constraint, constraints
+from titan_muon.options import OTHER_NAMES
 from titan_muon.titan.recipe.toml import Entry, RecipeError, Words, nearest, parse_value, value_text
 
 T = TypeVar("T")
@@ -21,23 +22,14 @@ BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
 FREE_VALUE = bool | int | float | str
 
 
-def keys(schema: Any) -> dict[str, Any]:
-    """Types of all keys by dotted path."""
-    return _flat(get_type_hints(schema), keys)
+def keys(schema: Any, *, ranges: bool = False) -> dict[str, Any]:
+    """Types of all keys by dotted path; with `ranges`, annotated with their constraints."""
+    return _flat(get_type_hints(schema, include_extras=ranges), partial(keys, ranges=ranges))
 
 
 def values(instance: Any) -> dict[str, Any]:
     """Values of all keys by dotted path."""
     return _flat({field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}, values)
-
-
-def ranges(schema: Any) -> dict[str, Constraint]:
-    """Constraints on values by dotted path."""
-    found = dict(constraints(schema))
-    for table, kind in get_type_hints(schema).items():
-        if dataclasses.is_dataclass(kind):
-            found |= {f"{table}.{leaf}": constraint for leaf, constraint in ranges(kind).items()}
-    return found
 
 
 def _flat(items: Mapping[str, Any], inner: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
@@ -54,12 +46,12 @@ def build(schema: type[T], entries: Mapping[str, Entry]) -> T:
 
     Raises RecipeError for an unknown key, a wrong type, and a value out of range.
     """
-    kinds, accepted, hints = keys(schema), ranges(schema), get_type_hints(schema)
+    kinds, hints = keys(schema, ranges=True), get_type_hints(schema)
     arguments: dict[str, dict[str, Any]] = {"": {}}
     for key, entry in entries.items():
         table, _, leaf = key.rpartition(".")
         if key in kinds:
-            arguments.setdefault(table, {})[leaf] = _checked(accepted.get(key), kinds[key], entry, key)
+            arguments.setdefault(table, {})[leaf] = convert(kinds[key], entry.value, key, entry.source)
         elif key not in hints:
             raise unknown(entry.source, key, entry.value, list(kinds))
         elif entry.value != {}:
@@ -68,16 +60,14 @@ def build(schema: type[T], entries: Mapping[str, Entry]) -> T:
     return schema(**top, **{table: hints[table](**leaves) for table, leaves in arguments.items()})
 
 
-def _checked(accepted: Constraint | None, kind: Any, entry: Entry, key: str) -> Any:
-    converted = convert(kind, entry.value, key, entry.source)
-    if accepted is not None and not accepted.holds(converted):
-        raise refuse(entry.source, key, converted, accepted.accepted)
-    return converted
-
-
 def convert(kind: Any, value: Any, key: str, source: str) -> Any:
     """`value` as the type `kind`; lists become tuples. Raises RecipeError with the innermost wrong key."""
     origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        converted, constraint = convert(args[0], value, key, source), args[1]
+        if not constraint.holds(converted):
+            raise refuse(source, key, converted, constraint.accepted)
+        return converted
     if origin in (Union, types.UnionType):
         return _convert_union(kind, value, key, source)
     if isinstance(value, Words):
@@ -133,15 +123,12 @@ def _read(kind: Any, words: Words, key: str, source: str) -> object:
 
 def convert_items(table: type, items: Mapping[str, object], place: str, source: str) -> dict[str, Any]:
     """The items of the table at `place`, as the fields of `table`. Raises RecipeError as `build`."""
-    kinds, accepted = get_type_hints(table), ranges(table)
+    kinds = get_type_hints(table, include_extras=True)
     # A suggestion for a misspelt key helps more than a type error.
     for name, item in items.items():
         if name not in kinds:
             raise unknown(source, f"{place}.{name}", item, [f"{place}.{known}" for known in kinds])
-    return {
-        name: _checked(accepted.get(name), kinds[name], Entry(item, source), f"{place}.{name}")
-        for name, item in items.items()
-    }
+    return {name: convert(kinds[name], item, f"{place}.{name}", source) for name, item in items.items()}
 
 
 def _convert_table(kind: Any, value: dict[str, Any], key: str, source: str) -> Any:
@@ -175,6 +162,8 @@ def _convert_free(value: Any, key: str, source: str) -> Any:
 def describe(kind: Any) -> str:
     """Accepted values of a type, as text."""
     origin, args = get_origin(kind), [arg for arg in get_args(kind) if arg is not type(None)]
+    if origin is Annotated:
+        return describe(args[0])
     if origin is Literal:
         return ("one of " if len(args) > 1 else "") + ", ".join(map(value_text, args))
     if origin is tuple and args[-1] is Ellipsis:

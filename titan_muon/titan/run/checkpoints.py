@@ -1,19 +1,16 @@
 """Save, load and validate the checkpoints of a run.
 
-A checkpoint is whole if it has `.metadata`, written last, and every file of `.metadata` at full length.
-`checksums.json` also verifies the content.
+A checkpoint is whole if it has `.metadata`, written last, and every file of `.metadata` at full length. `damage` in
+`storage/checksums.py` verifies the content.
 """
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
@@ -26,15 +23,13 @@ from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers
 from titan_muon.titan.fault import RunFault
 from titan_muon.titan.recipe import RecipeError
-from titan_muon.titan.run.console import say
-from titan_muon.titan.storage.checksums import CHECKSUMS, METADATA, SummingWriter, check_names, damaged, read_checksums
+from titan_muon.titan.run.console import print_on_rank0
+from titan_muon.titan.storage.checksums import METADATA, SummingWriter, check_names
 from titan_muon.titan.storage.reader import SafePlanner, SafeReader
-from titan_muon.titan.storage.space import MARGIN, folder_bytes, free_bytes, full_disk, is_disk_full
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
 ASIDE_FOLDER = re.compile(r"aside-(\d+)(-\d+)?")
 TRAINER_STEP, DATA_START = "train_state.step", "train_state.data_start"
-SCHEDULE = "schedule"
 NOT_PLAIN = re.compile(r"^(Trying to load|Unsupported).*$", re.MULTILINE)
 """The reason in the error of PyTorch's weights-only load."""
 DATA_RANK = re.compile(r"dataloader\.dp_rank_\d+")
@@ -57,28 +52,19 @@ def flaw(checkpoint: Path) -> str | None:
     """Reason why a run cannot continue from a checkpoint; None for a whole checkpoint. Reads no tensors."""
     if not (checkpoint / METADATA).is_file():
         return f"{METADATA} is missing: the save was cut off, or the model was exported"
-    try:
-        sums = read_checksums(checkpoint)
-        if sums is not None and (problem := damaged(checkpoint, [METADATA], sums)):
-            return problem
-    except ValueError as error:
-        return str(error)
     lengths: dict[str, int] = {}
     try:
         metadata = SafeReader(checkpoint).read_metadata()
-        keys = metadata.state_dict_metadata.keys()
         for entry in metadata.storage_data.values():
             lengths[entry.relative_path] = max(lengths.get(entry.relative_path, 0), entry.offset + entry.length)
         check_names(METADATA, lengths)
         for name, length in lengths.items():
-            if sums is not None and name not in sums:
-                return f"{CHECKSUMS} has no entry for {name}"
             file = checkpoint / name
             if not file.is_file():
                 return f"{name} is missing"
             if file.stat().st_size < length:
                 return f"{name} has {file.stat().st_size} of {length} bytes"
-        if TRAINER_STEP not in keys:
+        if TRAINER_STEP not in metadata.state_dict_metadata:
             return "only the model was saved (checkpoint.last_save_model_only)"
     # Damaged bytes raise any error, such as MemoryError for a length.
     except Exception as error:
@@ -86,65 +72,38 @@ def flaw(checkpoint: Path) -> str | None:
     return None
 
 
-class Schedule:
-    """The recipe's `[lr_scheduler]` in the checkpoint. A continued run reports its changes."""
-
-    def __init__(self, recipe: Mapping[str, Any]) -> None:
-        self._recipe = recipe
-        self.changes: tuple[str, ...] = ()
-
-    def state_dict(self) -> dict[str, Any]:
-        # A single entry also loads under a version with an additional key.
-        return {"recipe": json.dumps(dict(self._recipe))}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = json.loads(state_dict["recipe"])
-        self.changes = tuple(
-            f"lr_scheduler.{key}: {saved[key]} -> {value}"
-            for key, value in self._recipe.items()
-            if key in saved and saved[key] != value
-        )
-
-
 class RunCheckpoints(CheckpointManager):
-    """TorchTitan's checkpoint manager, with checksums. Loads the checkpoint of `runs.open_run`."""
+    """TorchTitan's checkpoint manager, with checksums. Loads the checkpoint of `runs.open_run`.
+
+    The state `train_state` is the run's trainer, which checks the model before each save. `last_saved`: the newest step
+    that this process saved.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         resume: str | None = None
-        schedule: Mapping[str, Any] = field(default_factory=dict)
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         self.resume = config.resume
-        self._loaded = False
-        self._dtypes: tuple[str, ...] = ()
-        self.forced = False
-        """Whether the next step is saved because it is the last one before a stop."""
-        self.protected_until: int | None = None
-        """The newest checkpoint up to this step stays, because training looks wrong since then."""
         self.last_saved: int | None = None
-        """The newest step that this process saved."""
-        self._missing: tuple[str, ...] = ()
+        self._loaded = False
         super().__init__(config, **kwargs)
-        self.schedule = Schedule(config.schedule)
-        if config.enable:
-            self.states[SCHEDULE] = self.schedule
         if config.enable and config.async_mode != "disabled":
             # compat.time_out_all_groups leaves this group alone.
             self.pg._set_group_desc(compat.ASYNC_CHECKPOINT)
 
-    def will_save(self, step: int, *, last_step: bool) -> bool:
-        """Whether `save` of this step writes a checkpoint. The trainer checks the model before."""
-        return self.enable and self._should_save(step, last_step)
-
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        return (self.forced and not self.load_only) or super()._should_save(curr_step, last_step)
+        # A stop ends the run after this step.
+        stopping = self.states["train_state"].stop.stopping and not self.load_only
+        return stopping or super()._should_save(curr_step, last_step)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self._should_save(curr_step, last_step):
             return False
+        self.states["train_state"].check_before_save()
         self.maybe_wait_for_saving()
-        self._check_folder(curr_step)
+        if self.last_saved is not None and not Path(self.folder).is_dir():
+            print_on_rank0(f"warning: {self.folder} was removed; checkpoints up to step {self.last_saved} are gone")
         try:
             saved = bool(super()._save(curr_step, last_step))
         except CheckpointException as error:
@@ -159,42 +118,14 @@ class RunCheckpoints(CheckpointManager):
             assert self.last_saved is not None, "a save that is waited for has begun"
             raise self._not_saved(self.last_saved, error) from error
 
-    def _check_folder(self, step: int) -> None:
-        """Raise RunFault on every rank if the disk is too full for a checkpoint. Warn if the folder was removed."""
-        message: list[str | None] = [None]
-        if dist.get_rank() == 0:
-            folder = Path(self.folder)
-            if self.last_saved is not None and not folder.is_dir():
-                say(f"warning: {folder} was removed; checkpoints up to step {self.last_saved} are gone")
-            needed, free = self._bytes_needed(), free_bytes(folder)
-            if free < needed:
-                message[0] = full_disk(folder, step, needed, free, self._newest_whole())
-        dist.broadcast_object_list(message, src=0)
-        if message[0] is not None:
-            raise RunFault(message[0])
-
-    def _bytes_needed(self) -> int:
-        folder = Path(self.folder)
-        newest = self._newest_whole()
-        if newest is not None:
-            return int(folder_bytes(checkpoint_path(folder, newest)) * MARGIN)
-        states = (state for optimizer in self.states["optimizer"] for state in optimizer.state.values())
-        tensors = [*self.states[MODEL].state_dict().values(), *(value for state in states for value in state.values())]
-        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, torch.Tensor))
-        return int(total * MARGIN)
-
-    def _newest_whole(self) -> int | None:
-        folder = Path(self.folder)
-        return next((step for step in saved_steps(folder) if flaw(checkpoint_path(folder, step)) is None), None)
-
     def _not_saved(self, step: int, error: CheckpointException) -> RunFault:
-        reason, folder, newest = _first_failure(error), Path(self.folder), self._newest_whole()
-        needed, free = self._bytes_needed(), free_bytes(folder)
-        # A full disk may cause any error of the writer.
-        if free < needed or is_disk_full(error):
-            return RunFault(f"{full_disk(folder, step, needed, free, newest)} ({reason})")
+        folder = Path(self.folder)
+        newest = next((other for other in saved_steps(folder) if flaw(checkpoint_path(folder, other)) is None), None)
         left = "no whole checkpoint is left" if newest is None else f"the newest whole checkpoint is step {newest}"
-        return RunFault(f"step {step} is not saved in {folder} ({reason}); {left}")
+        return RunFault(
+            f"step {step} is not saved in {folder} ({_first_failure(error)}); {left}. Free space or lower "
+            "checkpoint.keep_latest_k if the disk is full, then continue the run with checkpoint.load."
+        )
 
     def dcp_save(
         self,
@@ -222,28 +153,18 @@ class RunCheckpoints(CheckpointManager):
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return result
 
-    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """TorchTitan's load, without running code of the checkpoint."""
-        if from_hf:
-            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
-            return
-        # Hyperparameters of a newer version keep the recipe's values.
-        planner = SafePlanner(optional=lambda key: key.startswith("optimizer.param_groups.") or key == DATA_START)
-        dcp.load(state_dict, storage_reader=SafeReader(checkpoint_id), planner=planner)
-        self._missing = tuple(key for key in planner.missing if key != DATA_START)
-        self.states[MODEL].load_state_dict(state_dict)
-
     def _purge_stale_checkpoints(self) -> None:
         if not self._should_purge():
             return
         folder = Path(self.folder)
         steps = saved_steps(folder)
-        newest = set(steps[: self.keep_latest_k])
-        if self.protected_until is not None:
-            newest.update([step for step in steps if step <= self.protected_until][:1])
-        stale = [checkpoint_path(folder, step) for step in steps if step not in newest]
+        kept = set(steps[: self.keep_latest_k])
+        sound_until = self.states["train_state"].checks.sound_until
+        if sound_until is not None:
+            kept.update([step for step in steps if step <= sound_until][:1])
+        stale = [checkpoint_path(folder, step) for step in steps if step not in kept]
         asides = ((path, ASIDE_FOLDER.fullmatch(path.name)) for path in folder.iterdir())
-        stale += [path for path, name in asides if name is not None and int(name[1]) < min(newest)]
+        stale += [path for path, name in asides if name is not None and int(name[1]) < min(kept)]
         for path in stale:
             self.purge_queue.put(str(path))
 
@@ -252,9 +173,9 @@ class RunCheckpoints(CheckpointManager):
         if self._loaded:
             return False
         self._loaded = True
-        if self.resume is None and self.initial_load_path is None and not self.initial_load_in_hf:
-            return False
         source = self.resume if self.resume is not None else self.initial_load_path
+        if source is None and not self.initial_load_in_hf:
+            return False
         try:
             if self.resume is None:
                 super()._load(step)
@@ -270,63 +191,53 @@ class RunCheckpoints(CheckpointManager):
         for scheduler in self.states["lr_scheduler"]:
             for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
-        for change in (*self.states["optimizer"].changes, *self._dtypes, *self.schedule.changes):
-            say(f"changed since the checkpoint: {change}")
-        for value in missing_values(self.states["optimizer"], self._missing):
-            say(f"not in the checkpoint, so that the recipe's value counts: {value}")
         return True
 
-    def _states_to_load(self, model_only: bool) -> dict[str, Any]:
-        # `_continue_from` adds the key; earlier versions did not save it.
-        states: dict[str, Any] = super()._states_to_load(model_only)
-        return {name: state for name, state in states.items() if name != SCHEDULE}
-
     def _continue_from(self, checkpoint: str) -> None:
+        """Load a run's checkpoint, and print each difference from the recipe, which decides."""
         states = self._states_to_load(model_only=False)
         saved = SafeReader(checkpoint).read_metadata().state_dict_metadata
-        if "optimizer" in states:
-            check_optimizers(states["optimizer"], saved)
-            self._dtypes = tuple(dict.fromkeys(changed_dtypes(states["optimizer"], saved)))
+        optimizers: HybridOptimizers = self.states["optimizer"]
+        lines = dict.fromkeys(differences(optimizers, saved) if "optimizer" in states else ())
         if "dataloader" in states:
             check_data_ranks(states["dataloader"], saved)
-        if f"{SCHEDULE}.recipe" in saved:
-            states[SCHEDULE] = self.schedule
         self.dcp_load(states, checkpoint, from_hf=False, from_quantized=False)
+        for change in optimizers.changes:
+            print_on_rank0(f"changed since the checkpoint: {change}")
+        for line in lines:
+            print_on_rank0(line)
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """TorchTitan's load, without running code of the checkpoint."""
+        if from_hf:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        # Hyperparameters of a newer version keep the recipe's values.
+        planner = SafePlanner(optional=lambda key: key.startswith("optimizer.param_groups.") or key == DATA_START)
+        dcp.load(state_dict, storage_reader=SafeReader(checkpoint_id), planner=planner)
+        self.states[MODEL].load_state_dict(state_dict)
 
 
-def check_optimizers(optimizers: HybridOptimizers, saved: Collection[str]) -> None:
-    """Raise RecipeError for a parameter with another optimizer; `saved`: keys of the checkpoint."""
-    takers = {assignment.fqn: assignment.optimizer for assignment in optimizers.assignments}
-    for key in optimizers.state_dict():
-        fqn, _, state = key.removeprefix("state.").rpartition(".")
-        if key.startswith("state.") and fqn in saved and f"optimizer.{key}" not in saved:
-            raise RecipeError(
-                f"optimizer.rule: {takers[fqn]} trains {fqn}, and another optimizer trained {fqn} in the checkpoint, "
-                f"which has no {state}. Restore the rules of the saved recipe, or set "
-                'checkpoint.exclude_from_loading = ["optimizer"] to begin with new optimizer states.'
-            )
+def differences(optimizers: HybridOptimizers, saved: Mapping[str, STORAGE_TYPES]) -> Iterator[str]:
+    """Lines about states with another dtype in the checkpoint, and about hyperparameters without a value.
 
-
-def changed_dtypes(optimizers: HybridOptimizers, saved: Mapping[str, STORAGE_TYPES]) -> Iterator[str]:
-    """Optimizer states with another dtype in the checkpoint, as `muon momentum_buffer: old -> new`."""
+    `saved`: entries of the checkpoint. Raises RecipeError for a parameter with another optimizer.
+    """
     takers = {assignment.fqn: assignment.optimizer for assignment in optimizers.assignments}
     for key, value in optimizers.state_dict().items():
+        table, _, name = key.partition(".")
+        fqn, _, entry = name.rpartition(".")
         stored = saved.get(f"optimizer.{key}")
         if isinstance(stored, TensorStorageMetadata) and stored.properties.dtype != value.dtype:
-            fqn, _, state = key.removeprefix("state.").rpartition(".")
-            yield f"{takers[fqn]} {state}: {stored.properties.dtype} -> {value.dtype}"
-
-
-def missing_values(optimizers: HybridOptimizers, missing: Collection[str]) -> list[str]:
-    """Hyperparameters without a value in the checkpoint, as `muon.ns_steps = 5`."""
-    takers = {assignment.fqn: assignment.optimizer for assignment in optimizers.assignments}
-    current = optimizers.state_dict() if missing else {}
-    lines: dict[str, None] = {}
-    for key in missing:
-        name = key.removeprefix("optimizer.")
-        fqn, _, option = name.removeprefix("param_groups.").rpartition(".")
-        lines[f"{takers[fqn]}.{option} = {current[name]}"] = None
-    return list(lines)
+            yield f"changed since the checkpoint: {takers[fqn]} {entry}: {stored.properties.dtype} -> {value.dtype}"
+        elif stored is None and table == "param_groups":
+            yield f"not in the checkpoint, so that the recipe's value counts: {takers[fqn]}.{entry} = {value}"
+        elif stored is None and fqn in saved:
+            raise RecipeError(
+                f"optimizer.rule: {takers[fqn]} trains {fqn}, and another optimizer trained {fqn} in the checkpoint, "
+                f"which has no {entry}. Restore the rules of the saved recipe, or set "
+                'checkpoint.exclude_from_loading = ["optimizer"] to begin with new optimizer states.'
+            )
 
 
 def check_data_ranks(loader: BaseDataLoader, saved: Collection[str]) -> None:

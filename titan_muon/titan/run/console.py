@@ -12,31 +12,13 @@ from titan_muon.tensors.process_groups import default_store
 from titan_muon.titan.launch.endings import record_end
 
 NOISE = (
-    "[GC]",
-    "Peak FLOPS",
-    "CPU capacity",
-    "CPU memory usage",
-    "Building ",
-    "Optimizer ",
-    "TensorBoard logging enabled",
-    "Trainer is initialized",
-    "Checkpointing active",
-    "Destroying the purge thread",
-    "Loading the checkpoint",
-    "Finished loading",
-    "Finished saving",
-    "Last step checkpoint completed",
-    "Saving a full checkpoint at last step",
-    "Synchronizing and adjusting timeout",
-    "Sleeping 2 seconds",
-    "Successfully created meshes",
-    "Total parameter count",
-    "Model ",
-    "Applied ",
-    "Training starts at step",
-    "Training completed",
+    *("[GC]", "Peak FLOPS", "CPU capacity", "CPU memory usage", "Building ", "Optimizer ", "Model ", "Applied "),
+    *("TensorBoard logging enabled", "Trainer is initialized", "Checkpointing active", "Destroying the purge thread"),
+    *("Loading the checkpoint", "Finished loading", "Finished saving", "Last step checkpoint completed"),
+    *("Saving a full checkpoint at last step", "Synchronizing and adjusting timeout", "Sleeping 2 seconds"),
+    *("Successfully created meshes", "Total parameter count", "Training starts at step", "Training completed"),
 )
-
+"""Beginnings of lines of TorchTitan that repeat ours, or say nothing to a user."""
 NOISY_WARNINGS = (
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",
     "Error running lspci",
@@ -60,23 +42,18 @@ def show(text: str) -> None:
     sys.stdout.flush()
 
 
-def say(text: str) -> None:
+def print_on_rank0(text: str) -> None:
     """Print a line at once, on rank 0 only; under --quiet warnings only."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0 and (text.startswith("warning: ") or not is_quiet()):
         show(text)
 
 
-def say_fault(error: Exception) -> None:
-    """Print an error of every rank once. torchrun may restart the job."""
-    if _is_first("errors"):
-        print(f"error: {error}", file=sys.stderr, flush=True)
-
-
-def say_error(error: Exception, code: int) -> None:
-    """Print a user's error once, and in torchrun's summary. `code`: exit code of this process."""
+def print_error_once(error: Exception, *, final_code: int | None = None) -> None:
+    """Print an error of every rank once. `final_code`: exit code of an ending that torchrun must not restart."""
     first = _is_first("errors")
-    record_end(str(error), code, first=first)
+    if final_code is not None:
+        record_end(str(error), final_code, first=first)
     if first:
         print(f"error: {error}", file=sys.stderr, flush=True)
 
@@ -107,17 +84,12 @@ class _Useful(logging.Filter):
         return True
 
 
-class _Formatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
-
-
 class _Console(logging.Handler):
-    """Prints records above a progress bar."""
+    """Prints records like the lines of a run."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        show(self.format(record))
+        text = self.format(record)
+        show(f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text)
 
 
 def set_up_logging(*, quiet: bool = False) -> None:
@@ -129,5 +101,6 @@ def set_up_logging(*, quiet: bool = False) -> None:
     warnings.filterwarnings("ignore", message="To get the last learning rate", category=UserWarning)
     handler = _Console()
     handler.addFilter(_Useful())
-    handler.setFormatter(_Formatter("%(message)s"))
-    logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, handlers=[handler], force=True)
+    logging.basicConfig(
+        level=logging.WARNING if quiet else logging.INFO, handlers=[handler], format="%(message)s", force=True
+    )

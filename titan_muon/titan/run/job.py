@@ -6,11 +6,8 @@ import os
 import resource
 import shlex
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,20 +21,19 @@ from titan_muon.plan import summarize
 from titan_muon.tensors.process_groups import default_store
 from titan_muon.titan import compat
 from titan_muon.titan.assign import explain
-from titan_muon.titan.checks.assignments import assigned_optimizers, changed_assignments
 from titan_muon.titan.checks.machine import check_machine
 from titan_muon.titan.checks.start import check_start, data_facts, start_facts
 from titan_muon.titan.data.loader import PackedDataLoader
 from titan_muon.titan.device import on_accelerator
-from titan_muon.titan.fault import RunFault
+from titan_muon.titan.fault import RunFault, unusable
 from titan_muon.titan.launch.attempts import (
+    describe_world,
     interrupted_run,
     lasting_store,
     remember_run,
     store_of_attempt,
     store_of_ranks,
 )
-from titan_muon.titan.launch.environment import describe_world
 from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.launch.watchdog import Watchdog
 from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
@@ -46,14 +42,12 @@ from titan_muon.titan.recipe.constraints import owns
 from titan_muon.titan.recipe.files import keys_of_the_command_line, with_source
 from titan_muon.titan.recipe.toml import plural
 from titan_muon.titan.run import runs
-from titan_muon.titan.run.console import say, say_error, say_fault, set_up_logging
+from titan_muon.titan.run.console import print_error_once, print_on_rank0, set_up_logging
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import comm_config, trainer_config
-from titan_muon.titan.storage.space import unusable
 
-TRACEBACK_FILE = "traceback.txt"
 MOST_FILES = 65536
 SECONDS_TO_EXIT = 3
 """With two for the launcher, a job ends within five seconds after a time-out."""
@@ -74,13 +68,13 @@ def run(recipe: Recipe, config: str, *, quiet: bool = False) -> int:
         train(recipe, keys_of_the_command_line(config, recipe), lasting)
     except RecipeError as error:
         code = 2
-        say_error(with_source(error, config, recipe), code)
+        print_error_once(with_source(error, config, recipe), final_code=code)
     except FloatingPointError as error:
         code = 1
-        say_error(error, code)
+        print_error_once(error, final_code=code)
     except RunFault as error:
         code = 1
-        say_fault(error)
+        print_error_once(error)
     except Exception:
         # The exit may wait for collectives without peers, and the launcher waits for the exit.
         faulthandler.dump_traceback_later(SECONDS_TO_EXIT, exit=True, file=os.open(os.devnull, os.O_WRONLY))
@@ -129,19 +123,15 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
         if dist.get_rank() == 0:
             # Now, so that an early end leaves the folder to the next attempt.
             remember_run(lasting, run.folder)
-        trainer = _prepare(recipe, run, group)
-        keep = partial(runs.keep_folder, run, recipe, lock) if dist.get_rank() == 0 else lambda: None
+        stop = StopSignals(group, watchdog.advance)
+        trainer = _prepare(recipe, run, stop)
         # Groups of Muon and TorchTitan would keep PyTorch's 30 minutes.
         compat.set_timeouts(timeout)
         try:
             if trainer.step < trainer.config.training.steps:
-                with StopSignals(group, announce=dist.get_rank() == 0, on_progress=watchdog.advance) as stop:
-                    trainer.train(stop, keep)
+                with stop:
+                    trainer.train()
             watchdog.finish()
-        except FloatingPointError:
-            if dist.get_rank() == 0 and trainer.checkpointer.last_saved is None:
-                runs.note_divergence(run, recipe)
-            raise
         finally:
             trainer.close()
     return run.folder
@@ -156,14 +146,16 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
-def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonTrainer:
+def _prepare(recipe: Recipe, run: Run, stop: StopSignals) -> MuonTrainer:
+    """The trainer with the run's checkpoint, and the files of the run's start. Leaves no folder of a refused run."""
     trainer: MuonTrainer | None = None
     try:
-        trainer = trainer_config(recipe, run, dist.get_world_size()).build()
+        trainer = trainer_config(recipe, run, dist.get_world_size(), stop).build()
         assert trainer is not None, "a configuration builds its trainer"
-        check_start(data_facts(trainer.dataloader, trainer.tokenizer), group)
+        check_start(data_facts(trainer.dataloader, trainer.tokenizer), stop.group)
         trainer.checkpointer.load()
         _refuse_late_export(trainer, recipe)
+        _begin_run(trainer, recipe, run, stop.group)
     except Exception as error:
         refusal = _refusal(error, recipe)
         if refusal is None:
@@ -175,23 +167,6 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
         if refusal is error:
             raise
         raise refusal from error
-    reports = _gather_parts(trainer, recipe, group)
-    answer: list[dict[str, str] | RecipeError] = [{}]
-    # A refused run writes no recipe and leaves `latest` unchanged.
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = _begin_run(trainer, recipe, run, reports)
-        except OSError as error:
-            runs.discard(run)
-            answer[0] = unusable(recipe.dump_folder, error)
-    if group is not None:
-        # Under pipeline parallelism another rank than 0 reports.
-        dist.broadcast_object_list(answer, src=0, group=group)
-    texts = answer[0]
-    if isinstance(texts, RecipeError):
-        trainer.close()
-        raise texts
-    trainer.metrics_processor.describe({tag: text for tag, text in texts.items() if text}, run.folder)
     return trainer
 
 
@@ -199,9 +174,11 @@ def _refusal(error: Exception, recipe: Recipe) -> RecipeError | None:
     """An error of the trainer's start as a refusal; None if the recipe is not its cause."""
     if isinstance(error, RecipeError):
         return error
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    refused = f"(refused at {where.filename}:{where.lineno})"
     # TorchTitan raises these for bad configurations, without a key.
     if isinstance(error, ValueError | NotImplementedError):
-        return RecipeError(f"{error} (refused at {_traced(error, recipe)})")
+        return RecipeError(f"{error} {refused}")
     if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
         return None
     model = recipe.model
@@ -209,7 +186,7 @@ def _refusal(error: Exception, recipe: Recipe) -> RecipeError | None:
     return RecipeError(
         f"model.flavor = {model.flavor!r}{vocabulary} does not fit into the memory of rank {dist.get_rank()}: "
         f"{str(error).splitlines()[0]}. Choose a smaller model or vocabulary, or more ranks; a dry run (--dry-run) "
-        f"lists the memory by purpose (refused at {_traced(error, recipe)})"
+        f"lists the memory by purpose {refused}"
     )
 
 
@@ -223,77 +200,33 @@ def _refuse_late_export(trainer: MuonTrainer, recipe: Recipe) -> None:
         )
 
 
-def _traced(error: Exception, recipe: Recipe) -> str:
-    """Where the error was raised, and the file of the last refusal's traceback, because the run has no folder."""
-    file, where = Path(recipe.dump_folder, TRACEBACK_FILE), traceback.extract_tb(error.__traceback__)[-1]
-    with suppress(OSError):
-        runs.write_file(file, "".join(traceback.format_exception(error)))
-    return f"{where.filename}:{where.lineno}; traceback in {file}"
-
-
-def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
-    if note := compat.spmd_note(recipe.parallelism.spmd_backend, owned=owns(recipe)):
-        say(note)
-    steps, dims = trainer.config.training.steps, trainer.parallel_dims
-    if run.checkpoint is not None:
-        say(f"continuing after step {trainer.step}, from {run.checkpoint}")
-    if trainer.step >= steps:
-        folder = shlex.quote(run.source or run.folder)
-        say(
-            f"nothing to do: step {trainer.step} of {steps} is done. Raise training.steps to go on; "
-            f"titan-muon evaluate {folder} gives the held-out loss, titan-muon sample writes text"
-        )
-    else:
-        sizes = {"pp": dims.pp, "hsdp": dims.dp_replicate, "fsdp": dims.dp_shard, "cp": dims.cp, "tp": dims.tp}
-        meshes = ", ".join(f"{axis} {size}" for axis, size in (sizes | {"ep": dims.ep}).items() if size > 1)
-        ranks = plural(dist.get_world_size(), "rank") + (f" ({meshes})" if meshes else "")
-        left = plural(steps - trainer.step, "step")
-        for line in _data_lines(trainer, recipe):
-            say(line)
-        say(f"training {left} of {_batch(trainer)} on {ranks}; the first one takes longest")
-
-
-def _sequences(trainer: MuonTrainer) -> int:
-    """Sequences of a step, over all ranks."""
-    dims = trainer.parallel_dims
-    ranks = dims.dp_replicate * dims.dp_shard
-    return trainer.config.training.local_batch_size * ranks * trainer.gradient_accumulation_steps
-
-
-def _batch(trainer: MuonTrainer) -> str:
-    sequences, passes = _sequences(trainer), trainer.gradient_accumulation_steps
-    tokens = sequences * trainer.config.training.seq_len
-    return f"{plural(sequences, 'sequence')} ({tokens:,} tokens{f', in {passes} passes' if passes > 1 else ''})"
-
-
-def _data_lines(trainer: MuonTrainer, recipe: Recipe) -> list[str]:
-    steps, sequences = trainer.config.training.steps - trainer.step, _sequences(trainer)
-    if isinstance(trainer.dataloader, PackedDataLoader):
-        return trainer.dataloader.describe(steps, sequences)
-    tokens = steps * sequences * recipe.training.seq_len
-    return [f"data: {recipe.data.dataset} by TorchTitan's loader, which counts no passes; {tokens:,} tokens are read"]
-
-
-@dataclass(frozen=True)
-class StageText:
-    """Report on a pipeline rank's optimizers, for the console (`lines`) and the file (`full`)."""
-
-    lines: str
-    full: str
-
-
-def _gather_parts(trainer: MuonTrainer, recipe: Recipe, group: dist.ProcessGroup | None) -> list[StageText]:
+def _begin_run(trainer: MuonTrainer, recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> None:
+    """Print the run's start and write its files, on rank 0. Raises RecipeError on every rank if rank 0 cannot write."""
     world, rank, stages = dist.get_world_size(), dist.get_rank(), trainer.parallel_dims.pp
     ranks = explain.stage_ranks(world, stages, rank * stages // world)
-    own = _in_words(trainer, recipe, ranks) if rank == ranks[0] else None
+    own = _stage_texts(trainer, recipe, ranks) if rank == ranks[0] else None
     parts = [own]
     if stages > 1:
         parts = [None] * world
         dist.gather_object(own, parts if rank == 0 else None, group=group)
-    return [part for part in parts if part is not None]
+    answer: list[RecipeError | None] = [None]
+    if rank == 0:
+        try:
+            for change in runs.changed_keys(run, recipe):
+                print_on_rank0(f"changed since the checkpoint: {change}")
+            runs.begin(run, recipe)
+            _print_optimizers(trainer, recipe, run, [part for part in parts if part is not None])
+            _print_start(trainer, recipe, run)
+        except OSError as error:
+            answer[0] = unusable(recipe.dump_folder, error)
+    if group is not None:
+        dist.broadcast_object_list(answer, src=0, group=group)
+    if answer[0] is not None:
+        raise answer[0]
 
 
-def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> StageText:
+def _stage_texts(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> tuple[str, str]:
+    """Report on a pipeline stage's optimizers, for the console and for OPTIMIZERS_FILE."""
     assigned, world = trainer.optimizers.assignments, dist.get_world_size()
     plans = (optimizer.plan for optimizer in trainer.optimizers if isinstance(optimizer, Muon))
     # A stage without matrices has a Muon too, for agreements among all ranks.
@@ -308,41 +241,51 @@ def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> StageText:
     ]
     table = parameter_table(assigned, named, plan, full=True)
     full = [*head, table, "", *lines, "", *explain.owner_lines(loads, full=True)]
-    return StageText("\n".join([*head, *lines, *explain.owner_summary(loads)]), "\n".join(full))
+    return "\n".join([*head, *lines, *explain.owner_summary(loads)]), "\n".join(full)
 
 
-def _begin_run(trainer: MuonTrainer, recipe: Recipe, run: Run, reports: list[StageText]) -> dict[str, str]:
-    """Print the run's start and write its files, on rank 0. Returns texts for TensorBoard and W&B by tag."""
-    # Before `begin`, which replaces the recipe of a continued run.
-    changes = runs.changes_text(run, recipe)
-    for change in runs.changed_keys(run, recipe):
-        say(f"changed since the checkpoint: {change}")
-    for line in _changed_assignments(reports, run, recipe):
-        say(f"warning: {line}")
-    runs.begin(run, recipe)
-    plan = _say_optimizers(trainer, recipe, run, reports)
-    _say_start(trainer, recipe, run)
-    return {"plan": plan, "changes": changes}
-
-
-def _changed_assignments(parts: Sequence[StageText], run: Run, recipe: Recipe) -> list[str]:
-    earlier = runs.earlier_optimizers(run, recipe)
-    if earlier is None:
-        return []
-    after = assigned_optimizers("\n".join(part.full for part in parts))
-    return changed_assignments(assigned_optimizers(earlier), after)
-
-
-def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[StageText]) -> str:
-    """Write the table of parameters; print and return each optimizer's share and the cost of Muon's plan."""
-    say(f"run {run.folder}")
-    world = dist.get_world_size()
-    optimizers = trainer.optimizers.parts
+def _print_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[tuple[str, str]]) -> None:
+    """Write the table of parameters; print each optimizer's share and the cost of Muon's plan."""
+    print_on_rank0(f"run {run.folder}")
+    world, optimizers = dist.get_world_size(), trainer.optimizers.parts
     lines = [*explain.optimizer_lines(optimizers.whole, recipe.muon.split, world), *decay_lines(optimizers.groups)]
     clips = qk_clip_lines(recipe.qk_clip, reduced_bytes(trainer.model_config), world)
     counts = "\n".join([*lines, *clips, *frozen_lines(optimizers.frozen)])
-    shown = "\n".join([counts, *(part.lines for part in parts if part.lines)])
-    say(shown)
-    text = "\n\n".join([*(part.full for part in parts), counts])
-    runs.write_file(Path(run.folder) / runs.OPTIMIZERS_FILE, text + "\n")
-    return shown
+    print_on_rank0("\n".join([counts, *(short for short, _ in parts if short)]))
+    runs.write_file(Path(run.folder, runs.OPTIMIZERS_FILE), "\n\n".join([*(full for _, full in parts), counts]) + "\n")
+
+
+def _print_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
+    if note := compat.spmd_note(recipe.parallelism.spmd_backend, owned=owns(recipe)):
+        print_on_rank0(note)
+    training, dims, passes = trainer.config.training, trainer.parallel_dims, trainer.gradient_accumulation_steps
+    if run.checkpoint is not None:
+        print_on_rank0(f"continuing after step {trainer.step}, from {run.checkpoint}")
+    left = training.steps - trainer.step
+    if left <= 0:
+        folder = shlex.quote(run.source or run.folder)
+        print_on_rank0(
+            f"nothing to do: step {trainer.step} of {training.steps} is done. Raise training.steps to go on; "
+            f"titan-muon evaluate {folder} gives the held-out loss, titan-muon sample writes text"
+        )
+        return
+    sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard * passes
+    tokens = sequences * training.seq_len
+    if isinstance(trainer.dataloader, PackedDataLoader):
+        for line in trainer.dataloader.describe(left, sequences):
+            print_on_rank0(line)
+    else:
+        read = f"which counts no passes; {left * tokens:,} tokens are read"
+        print_on_rank0(f"data: {recipe.data.dataset} by TorchTitan's loader, {read}")
+    batch = f"{plural(sequences, 'sequence')} ({tokens:,} tokens{f', in {passes} passes' if passes > 1 else ''})"
+    axes = {
+        "pp": dims.pp,
+        "hsdp": dims.dp_replicate,
+        "fsdp": dims.dp_shard,
+        "cp": dims.cp,
+        "tp": dims.tp,
+        "ep": dims.ep,
+    }
+    meshes = ", ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+    ranks = plural(dist.get_world_size(), "rank") + (f" ({meshes})" if meshes else "")
+    print_on_rank0(f"training {plural(left, 'step')} of {batch} on {ranks}; the first one takes longest")

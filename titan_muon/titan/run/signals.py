@@ -21,29 +21,22 @@ SAME_PRESS_SECONDS = 2.0
 class StopSignals:
     """Context in which Ctrl-C or SIGTERM requests a stop. A second, later signal ends the process at once.
 
-    `group`: all ranks, gloo; None for a single process. `announce`: print the signal. `on_progress`: called at the
-    beginning and at the end of a step.
+    `group`: all ranks, gloo; None for a single process. `on_progress`: called at the beginning and end of a step.
+    `stopping`: whether a rank had a request when the last step began; equal on all ranks.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        *,
-        announce: bool = True,
-        on_progress: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, on_progress: Callable[[], None] = lambda: None) -> None:
+        self.stopping = False
         self.group = group
-        self.announce = announce
         self._on_progress = on_progress
-        self.name = ""
+        self._name = ""
         self._first = 0.0
         self._flag = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._receive)
+        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -51,11 +44,11 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if not self.name:
-            self.name, self._first = signal.Signals(number).name, time.monotonic()
-            if self.announce:
+        if not self._name:
+            self._name, self._first = signal.Signals(number).name, time.monotonic()
+            if self.group is None or dist.get_rank(self.group) == 0:
                 # Not print(): the signal may have interrupted another print().
-                line = f"{self.name}: the run ends after this step or the next; a second signal ends the run at once\n"
+                line = f"{self._name}: the run ends after this step or the next; a second signal ends the run at once\n"
                 os.write(1, line.encode())
         elif time.monotonic() - self._first > SAME_PRESS_SECONDS:
             self._end_now(number)
@@ -67,15 +60,15 @@ class StopSignals:
 
     def begin_step(self) -> None:
         self._on_progress()
-        self._flag.fill_(bool(self.name))
         if self.group is not None:
+            self._flag.fill_(bool(self._name))
             self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
 
-    def stop_after_step(self) -> bool:
-        """Whether any rank had a stop request when this step began."""
-        if self._work is not None:
+    def end_step(self) -> None:
+        """Set `stopping`."""
+        if self._work is None:
+            self.stopping = bool(self._name)
+        else:
             self._work.wait()
-        elif self.group is None:
-            self._flag.fill_(bool(self.name))
+            self.stopping = bool(self._flag.item())
         self._on_progress()
-        return bool(self._flag.item())

@@ -1,8 +1,7 @@
 """TorchTitan's trainer with the step of a recipe. Import after `compat.install()`."""
 
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -24,7 +23,7 @@ from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers
 from titan_muon.titan.checks.curve import reports_of
 from titan_muon.titan.checks.ranks import UNKNOWN
-from titan_muon.titan.checks.training import ADVICE, Place, TrainingChecks
+from titan_muon.titan.checks.training import ADVICE, TrainingChecks
 from titan_muon.titan.data.loader import PackedDataLoader, bytes_per_token
 from titan_muon.titan.data.tokenizers import check_vocabulary
 from titan_muon.titan.data.validation import HeldOutValidator
@@ -34,8 +33,8 @@ from titan_muon.titan.monitor.monitor import Monitor
 from titan_muon.titan.recipe.sections import Monitor as MonitorSection
 from titan_muon.titan.recipe.sections import QKClip as QKClipSection
 from titan_muon.titan.run.checkpoints import RunCheckpoints
-from titan_muon.titan.run.console import say, show
-from titan_muon.titan.run.metrics import METRICS_FILE, RunMetrics, StepReport, read_until
+from titan_muon.titan.run.console import print_on_rank0, show
+from titan_muon.titan.run.metrics import METRICS_FILE, RunMetrics, read_until
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.step_timer import StepTimer
 
@@ -56,20 +55,13 @@ class MuonTrainer(Trainer):
         monitor: MonitorSection = field(default_factory=MonitorSection)
         converters: tuple[ModelConfigConverter.Config, ...] = ()
         check_replicas: int = 0
+        stop: StopSignals = field(default_factory=StopSignals)
 
     config: Config
     optimizers: HybridOptimizers
     checkpointer: RunCheckpoints
     metrics_processor: RunMetrics
     validator: HeldOutValidator
-    stop: StopSignals
-    stopped: bool
-    first_step: bool
-    passes: int
-    reported: bool
-    counted: bool
-    rates: dict[str, float]
-    keep_folder: Callable[[], None]
 
     def __init__(self, config: Config) -> None:
         # Not in a dry run, which may plan float8 on a machine without float8.
@@ -77,23 +69,29 @@ class MuonTrainer(Trainer):
             assert config.model_spec is not None, "the recipe names a model"
             config.model_spec.model = converter.build().convert(config.model_spec.model)
         super().__init__(config)
+        self.stop = config.stop
         check_vocabulary(self.tokenizer.get_vocab_size(), decoder_vocab_size(config.model_spec))
         self.bytes_per_token: float | None = None
         if config.validator.enable:
             data = self.validator.dl_config
             self.bytes_per_token = bytes_per_token(data, self.tokenizer, config.training.seq_len)
         self.timer = StepTimer(self.device)
-        self._clip_logits()
+        self.qk_clip = build_qk_clip(
+            config.qk_clip, self.model_config, self.model_parts, self.parallel_dims, self.device
+        )
+        if (qk_clip := self.qk_clip) is not None:
+            self.optimizers.register_step_pre_hook(lambda *_: qk_clip.start_reduce())
+            self.optimizers.register_step_post_hook(lambda *_: qk_clip.apply())
         self.optimizers.register_step_post_hook(lambda *_: self.timer.end())
         self.tokens_before = 0
         self.data_start = 0
         """Token of the data stream where the run's first step began."""
-        parameters = [p for part in self.model_parts for p in part.parameters()]
+        stage_ranks = dist.get_world_size() // self.parallel_dims.pp
         self.clip = GradientClip(
-            parameters,
+            [p for part in self.model_parts for p in part.parameters()],
             self.optimizers.clipped_parameters(config.clip),
             max_norm=config.training.max_norm,
-            stage_ranks=dist.get_world_size() // self.parallel_dims.pp,
+            stage_ranks=stage_ranks,
         )
         self.checks = self._new_checks()
         self.monitor: Monitor | None = None
@@ -102,11 +100,12 @@ class MuonTrainer(Trainer):
                 self.model_parts,
                 self.optimizers,
                 self.device,
-                stage_ranks=dist.get_world_size() // self.parallel_dims.pp,
-                every=config.monitor.every,
+                stage_ranks=stage_ranks,
                 matrices=config.monitor.matrices,
             )
+        self.is_first_step = True
         self.compared = 0
+        """The last step with a comparison of replicas."""
 
     def _new_checks(self) -> TrainingChecks:
         dims = self.parallel_dims
@@ -121,13 +120,6 @@ class MuonTrainer(Trainer):
             token_group=None if token_mesh is None else token_mesh.get_group(),
             tolerates_nonfinite=self.config.optimizer.tables["muon"]["nonfinite"] != "error",
         )
-
-    def _clip_logits(self) -> None:
-        model, section = self.model_config, self.config.qk_clip
-        self.qk_clip = build_qk_clip(section, model, self.model_parts, self.parallel_dims, self.device)
-        if (clip := self.qk_clip) is not None:
-            self.optimizers.register_step_pre_hook(lambda *_: clip.start_reduce())
-            self.optimizers.register_step_post_hook(lambda *_: clip.apply())
 
     def init_distributed(self) -> ParallelDims:
         # The run has a process group already.
@@ -146,9 +138,8 @@ class MuonTrainer(Trainer):
         self.step, self.tokens_before, self.ntokens_seen = state_dict["step"], state_dict["ntokens_seen"], 0
         self.data_start = state_dict["data_start"]
 
-    def train(self, stop: StopSignals, keep_folder: Callable[[], None] = lambda: None) -> None:
-        """Train until the last step or a stop. `keep_folder` restores removed files of the run, at each report."""
-        self.stop, self.keep_folder, self.stopped, self.first_step = stop, keep_folder, False, True
+    def train(self) -> None:
+        """Train until the last step or a stop."""
         self.metrics_processor.start(self.step)
         self._begin_checks()
         try:
@@ -162,20 +153,21 @@ class MuonTrainer(Trainer):
             self.metrics_processor.logger.log({"diverged": reason}, self.step)
             raise FloatingPointError(reason) from error
         self.checkpointer.maybe_wait_for_saving()
-        self.metrics_processor.say_end(self.step, self.config.dump_folder)
+        self.metrics_processor.show_end(self.step, self.config.dump_folder)
         checkpoint = self.config.checkpoint
         saves = checkpoint.enable and not checkpoint.load_only
-        if self.stopped and self.step < self.config.training.steps:
+        if self.step < self.config.training.steps and self.stop.stopping:
             off = "load_only = true" if checkpoint.enable else "enable = false"
             saved = "saved; the same command with --checkpoint.load latest continues"
             outcome = saved if saves else f"nothing is saved (checkpoint.{off})"
-            say(f"stopped after step {self.step} of {self.config.training.steps}: {outcome}")
+            print_on_rank0(f"stopped after step {self.step} of {self.config.training.steps}: {outcome}")
         elif saves and not checkpoint.last_save_in_hf:
-            say(f"next: titan-muon sample {quote(self.config.dump_folder)} (write text), or titan-muon evaluate (loss)")
+            run = quote(self.config.dump_folder)
+            print_on_rank0(f"next: titan-muon sample {run} (write text), or titan-muon evaluate (loss)")
 
     def _begin_checks(self) -> None:
-        lines, _ = read_until(Path(self.config.dump_folder, METRICS_FILE), self.step)
-        self.checks.begin(self.stop.group, reports_of(map(json.loads, lines)), self.step)
+        records = read_until(Path(self.config.dump_folder, METRICS_FILE), self.step)
+        self.checks.begin(self.stop.group, reports_of(records), self.step)
         counts = [int(state["step"]) for o in self.optimizers for state in o.state.values() if "step" in state]
         is_loaded = self.step > 0 and "optimizer" not in self.config.checkpoint.exclude_from_loading
         if is_loaded and counts and max(counts) == 0:
@@ -193,12 +185,12 @@ class MuonTrainer(Trainer):
                 '["dataloader"] to start the data from its beginning.'
             )
 
-    def _place(self) -> Place:
+    def _place(self) -> tuple[int, int]:
         if not isinstance(self.dataloader, PackedDataLoader):
-            return Place(UNKNOWN, UNKNOWN)
+            return UNKNOWN, UNKNOWN
         first = (self.tokens + self.data_start) // self.config.training.seq_len
         batch = self.config.training.local_batch_size // self.num_pipeline_parallel_microbatches
-        return Place(self.dataloader.position, first + self.checks.data_rank * batch)
+        return self.dataloader.position, first + self.checks.data_rank * batch
 
     def _warn(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -207,41 +199,33 @@ class MuonTrainer(Trainer):
 
     def should_continue_training(self) -> bool:
         """Called before each step, after the last one was saved and validated."""
-        if self.metrics_processor.validated is not None:
-            self._report_validation(*self.metrics_processor.validated)
+        self._report_validation()
         self.metrics_processor.resume()
-        return super().should_continue_training() and not self.stopped
+        return super().should_continue_training() and not self.stop.stopping
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         self.stop.begin_step()
         self.passes = 0
         self.reported = self.metrics_processor.should_log(self.step)
-        monitored = self.monitor is not None and self.monitor.is_due(self.step)
-        self.counted = self.reported or monitored
-        self.checks.begin_step(reported=self.reported, counted=self.counted, place=self._place())
+        self.monitored = self.monitor is not None and self.step % self.config.monitor.every == 0
+        self.checks.begin_step(reported=self.reported, counted=self.reported or self.monitored, place=self._place())
         with compat.clipping_by(self._clip_gradients), compat.reporting_every_loss():
             super().train_step(data_iterator)
-        if self.metrics_processor.logged is not None:
-            self._report(*self.metrics_processor.logged)
-        if self.first_step:
+        self._report()
+        if self.is_first_step:
             # TorchTitan shortens only the time-outs of the mesh's groups here.
-            self.first_step = False
+            self.is_first_step = False
             self.optimizers.set_timeout(timedelta(seconds=self.config.comm.train_timeout_seconds))
-        if monitored:
+        if self.monitored:
             assert self.monitor is not None
             measured = self.monitor.after_step(self.checks.tokens)
             self.metrics_processor.logger.log({"monitor": measured}, self.step)
         if self.config.check_replicas > 0 and self.step % self.config.check_replicas == 0:
-            self._check_replicas(self.step)
-        self.stopped = self.stop.stop_after_step()
+            self._check_replicas()
         # TorchTitan saves before the validation, so that a failed or interrupted validation loses no step.
-        self.checkpointer.forced = self.stopped
-        if self.config.validator.enable:
-            self.validator.stopped = self.stopped
+        self.stop.end_step()
         self.metrics_processor.advance(self.step)
         self.metrics_processor.pause()
-        if self.checkpointer.will_save(self.step, last_step=self.step == self.config.training.steps):
-            self._check_weights(self.step)
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         batches = super().batch_generator(data_iterable)
@@ -270,8 +254,8 @@ class MuonTrainer(Trainer):
             # undone, which would take a launch for each piece of a matrix.
             if self.checks.tolerates_nonfinite:
                 self.optimizers.skip_unless_finite(norm)
-            self._warn(self.checks.after_clip(self.step, norm, counted=self.counted))
-        if self.monitor is not None and self.monitor.is_due(self.step):
+            self._warn(self.checks.after_clip(self.step, norm, counted=self.reported or self.monitored))
+        if self.monitor is not None and self.monitored:
             self.monitor.before_step()
         # The schedule changes the rates before the report.
         self.rates = self.optimizers.learning_rates()
@@ -280,12 +264,12 @@ class MuonTrainer(Trainer):
         return grad_norm
 
     @torch.no_grad()
-    def _check_weights(self, step: int) -> None:
-        """Raise FloatingPointError on all ranks, before a save, for a gradient of Muon that is not finite, or a weight
-        that is not finite or above LARGEST_WEIGHT."""
+    def check_before_save(self) -> None:
+        """Raise FloatingPointError on all ranks for a gradient of Muon that is not finite, or a weight that is not
+        finite or above LARGEST_WEIGHT; RunFault for replicas that differ."""
         self._warn(self.checks.check_norm())
         self.optimizers.check_last_step()
-        self._check_replicas(step)
+        self._check_replicas()
         named = ((name, local(p)) for part in self.model_parts for name, p in part.named_parameters())
         shards = {canonical_fqn(name): shard for name, shard in named if shard.numel() > 0}
         # A rank may have empty shards alone.
@@ -298,51 +282,50 @@ class MuonTrainer(Trainer):
         causes = NormCheck(everywhere, [*shards], largest[1:]).causes()
         if causes is not None:
             raise FloatingPointError(
-                f"step {step}: weights are not finite or larger than {LARGEST_WEIGHT:g} ({causes}), and nothing is "
-                f"saved from this step. {ADVICE} If a rank is named again, test its memory."
+                f"step {self.step}: weights are not finite or larger than {LARGEST_WEIGHT:g} ({causes}), and nothing "
+                f"is saved from this step. {ADVICE} If a rank is named again, test its memory."
             )
 
-    def _check_replicas(self, step: int) -> None:
+    def _check_replicas(self) -> None:
         """Raise RunFault on all ranks if replicas of weights, states or hyperparameters differ."""
-        if step == self.compared:
+        if self.step == self.compared:
             return
-        self.compared = step
+        self.compared = self.step
         # The cause comes before its consequences.
         self._warn(self.checks.check_norm())
         try:
             self.optimizers.check_replicas()
         except ValueError as error:
-            raise RunFault(f"step {step}: {error}") from error
+            raise RunFault(f"step {self.step}: {error}") from error
 
-    def _report_validation(self, loss: float, others: Mapping[str, Any]) -> None:
-        """Report a validation, on every rank. Raises FloatingPointError for a loss that is not finite."""
-        self.metrics_processor.validated = None
+    def _max_over_ranks(self, value: float) -> float:
+        largest = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return float(largest.item())
+
+    def _report_validation(self) -> None:
+        """Report a new validation, on every rank. Raises FloatingPointError for a loss that is not finite."""
+        if (validation := self.metrics_processor.take_validation()) is None:
+            return
+        loss, others = validation
         read = self.bytes_per_token
         self.metrics_processor.report_validation(self.step, loss, others, tokens=self.tokens, bytes_per_token=read)
         self._warn(self.checks.check_norm())
-        broken = torch.tensor(0.0 if math.isfinite(loss) else 1.0, device=self.device)
-        dist.all_reduce(broken, op=dist.ReduceOp.MAX)
-        if broken.item():
+        if self._max_over_ranks(not math.isfinite(loss)) > 0:
             raise FloatingPointError(
                 f"step {self.step}: the loss on the held-out text is not finite; training cannot go on. {ADVICE}"
             )
 
-    def _report(self, loss: float, grad_norm: float) -> None:
-        """Report a step, on every rank. Raises FloatingPointError for a non-finite loss or gradient norm."""
-        self.metrics_processor.logged = None
-        peak = self.metrics_processor.peak_memory().to(self.device)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        report = StepReport(
-            step=self.step,
-            loss=loss,
-            grad_norm=grad_norm,
-            tokens=self.tokens,
-            lr=self.rates,
-            seconds=self.timer.drain(),
-            memory=int(peak.item()),
-            qk=None if self.qk_clip is None else asdict(self.qk_clip.report()),
-        )
-        self.metrics_processor.report_step(report)
+    def _report(self) -> None:
+        """Report a logged step, on every rank. Raises FloatingPointError for a non-finite loss or gradient norm."""
+        if (logged := self.metrics_processor.take_step()) is None:
+            return
+        loss, grad_norm = logged
+        record: dict[str, Any] = {"loss": loss, "grad_norm": grad_norm, "tokens": self.tokens, "lr": self.rates}
+        if self.qk_clip is not None:
+            record["qk"] = asdict(self.qk_clip.report())
+        memory = self._max_over_ranks(self.metrics_processor.peak_memory())
+        self.metrics_processor.report_step(self.step, record, phases=self.timer.drain(), memory=memory)
         if math.isfinite(loss):
             self._warn(self.checks.check_norm())
         if not math.isfinite(loss + grad_norm):
@@ -350,8 +333,4 @@ class MuonTrainer(Trainer):
                 f"step {self.step}: the loss is {loss} and the norm of the gradients {grad_norm}; training cannot go "
                 f"on. {ADVICE}"
             )
-        lines, self.checkpointer.protected_until = self.checks.report(
-            self.step, loss, grad_norm, max_norm=self.clip.max_norm
-        )
-        self._warn(lines)
-        self.keep_folder()
+        self._warn(self.checks.report(self.step, loss, grad_norm, max_norm=self.clip.max_norm))

@@ -24,18 +24,23 @@ from titan_muon.titan.model.qk_clip import observe_logits
 from titan_muon.titan.model.quantization import float8_converters
 from titan_muon.titan.model.spec import check_modules, model_spec, whole_model
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
-from titan_muon.titan.recipe.constraints import owns, scheduled_steps
+from titan_muon.titan.recipe.constraints import owns
 from titan_muon.titan.recipe.degrees import local_batch_size
 from titan_muon.titan.recipe.sections import ActivationCheckpoint
 from titan_muon.titan.run.checkpoints import RunCheckpoints
 from titan_muon.titan.run.metrics import RunMetrics
 from titan_muon.titan.run.runs import Run
+from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.trainer import MuonTrainer
 
 
-def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Config:
-    """TorchTitan's configuration of a recipe. Raises ValueError for an impossible model, data or optimizer."""
+def trainer_config(recipe: Recipe, run: Run, world_size: int, stop: StopSignals | None = None) -> MuonTrainer.Config:
+    """TorchTitan's configuration of a recipe. Raises ValueError for an impossible model, data or optimizer.
+
+    `stop`: requests to end the run; None without any.
+    """
     model, degrees = recipe.model, recipe.parallelism
+    stop = StopSignals() if stop is None else stop
     tokens = vocab_size(recipe.data)
     vocabulary = tokens if model.vocab_size is None else model.vocab_size
     if tokens is not None and vocabulary is not None:
@@ -46,6 +51,7 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
     _check_sequences(recipe, spec.model)
     _check_backend(recipe)
     return MuonTrainer.Config(
+        stop=stop,
         clip=recipe.optimizer.clip,
         qk_clip=recipe.qk_clip,
         monitor=recipe.monitor,
@@ -64,12 +70,23 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
         compile=_same_keys(CompileConfig, recipe.compile, components=list(recipe.compile.components)),
         comm=comm_config(recipe),
         metrics=_metrics_config(recipe, run),
-        validator=_validator_config(recipe),
+        validator=_validator_config(recipe, stop),
         profiler=_same_keys(Profiler.Config, recipe.profiler),
-        debug=_debug_config(recipe),
+        debug=_same_keys(DebugConfig, recipe.debug, without=["check_replicas"], enable_structured_logging=False),
         check_replicas=recipe.debug.check_replicas,
         loss=_loss_config(recipe, decoder_vocab_size(spec)),
     )
+
+
+def _same_keys(config: type[Any], section: Any, *, without: list[str] | None = None, **others: Any) -> Any:
+    """TorchTitan's `config` with the values of a recipe's table. Raises TypeError for a key renamed by TorchTitan."""
+    values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    return config(**({key: value for key, value in values.items() if key not in (without or [])} | others))
+
+
+def comm_config(recipe: Recipe) -> CommConfig:
+    """Time-outs of collectives."""
+    return _same_keys(CommConfig, recipe.comm)
 
 
 def _parallelism_config(recipe: Recipe, vocabulary: int) -> ParallelismConfig:
@@ -90,41 +107,27 @@ def _parallelism_config(recipe: Recipe, vocabulary: int) -> ParallelismConfig:
     )
 
 
-def comm_config(recipe: Recipe) -> CommConfig:
-    """Time-outs of collectives."""
-    return _same_keys(CommConfig, recipe.comm)
-
-
-def _same_keys(config: type[Any], section: Any, **others: Any) -> Any:
-    # Raises TypeError for a key renamed by TorchTitan.
-    return config(**(_values(section) | others))
-
-
-def _debug_config(recipe: Recipe) -> DebugConfig:
-    values = _values(recipe.debug)
-    del values["check_replicas"]
-    return DebugConfig(**values, enable_structured_logging=False)
-
-
-def _values(section: Any) -> dict[str, Any]:
-    return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
-
-
 def _checkpoint_config(recipe: Recipe, run: Run) -> RunCheckpoints.Config:
-    values = _values(recipe.checkpoint)
-    # Rank 0 has resolved these keys to `run.checkpoint`.
-    del values["load"], values["load_step"]
+    section = recipe.checkpoint
+    # A continued run ignores this path, which may be gone by then.
     if run.checkpoint is None:
-        # A continued run ignores this path, which may be gone by then.
-        path = _folder("checkpoint.initial_load_path", values["initial_load_path"], "the folder of a checkpoint's step")
-        if path is not None and not recipe.checkpoint.initial_load_in_hf and "://" not in path:
-            _check_metadata(Path(path))
-    values["exclude_from_loading"] = [] if run.restarted else list(recipe.checkpoint.exclude_from_loading)
-    # TorchTitan warns about the default if there is nothing to load.
-    values["initial_load_model_only"] &= recipe.checkpoint.initial_load_path is not None
-    # With an absent length, an extended run decays differently.
-    schedule = _values(recipe.lr_scheduler) | {"total_steps": scheduled_steps(recipe)}
-    return RunCheckpoints.Config(**values, resume=run.checkpoint, schedule=schedule)
+        path = _folder("checkpoint.initial_load_path", section.initial_load_path, "the folder of a checkpoint's step")
+        is_local = path is not None and not section.initial_load_in_hf and "://" not in path
+        if path is not None and is_local and not Path(path, ".metadata").is_file():
+            raise RecipeError(
+                f"checkpoint.initial_load_path = {path!r} has no .metadata, so it is no whole checkpoint; name a "
+                "folder such as RUN/checkpoint/step-100"
+            )
+    return _same_keys(
+        RunCheckpoints.Config,
+        section,
+        # Rank 0 has resolved these keys to `run.checkpoint`.
+        without=["load", "load_step"],
+        resume=run.checkpoint,
+        exclude_from_loading=[] if run.restarted else list(section.exclude_from_loading),
+        # TorchTitan warns about the default if there is nothing to load.
+        initial_load_model_only=section.initial_load_model_only and section.initial_load_path is not None,
+    )
 
 
 def _activation_checkpoint(section: ActivationCheckpoint) -> ActivationCheckpointing.Config | None:
@@ -135,10 +138,10 @@ def _activation_checkpoint(section: ActivationCheckpoint) -> ActivationCheckpoin
     }
     if section.mode == "none":
         return None
-    kind, values = kinds[section.mode], _values(section)
-    known = {field.name for field in dataclasses.fields(kind)}
+    known = {field.name for field in dataclasses.fields(kinds[section.mode])}
+    values = dataclasses.asdict(section)
     values["force_recompute_mm_shapes_by_fqns"] = list(section.force_recompute_mm_shapes_by_fqns)
-    return kind(**{key: value for key, value in values.items() if key in known})
+    return kinds[section.mode](**{key: value for key, value in values.items() if key in known})
 
 
 def _folder(key: str, path: str | None, takes: str) -> str | None:
@@ -146,14 +149,6 @@ def _folder(key: str, path: str | None, takes: str) -> str | None:
     if path is not None and "://" not in path and not Path(path).is_dir():
         raise RecipeError(f"{key} = {path!r}: no such folder; it takes {takes}")
     return path
-
-
-def _check_metadata(folder: Path) -> None:
-    if not (folder / ".metadata").is_file():
-        raise RecipeError(
-            f"checkpoint.initial_load_path = {str(folder)!r} has no .metadata, so it is no whole checkpoint; name a "
-            "folder such as RUN/checkpoint/step-100"
-        )
 
 
 def _check_sequences(recipe: Recipe, model: Any) -> None:
@@ -167,13 +162,12 @@ def _check_sequences(recipe: Recipe, model: Any) -> None:
 
 
 def _check_backend(recipe: Recipe) -> None:
-    if not recipe.compile.enable:
-        return
-    backend = recipe.compile.backend
     # No tag excluded, because "eager" has the tag "debug".
-    if backend not in torch.compiler.list_backends(exclude_tags=()):
+    if recipe.compile.enable and recipe.compile.backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join([*torch.compiler.list_backends(), "eager", "aot_eager"])
-        raise RecipeError(f"compile.backend = {backend!r}: torch.compile has no such backend; it has {known}")
+        raise RecipeError(
+            f"compile.backend = {recipe.compile.backend!r}: torch.compile has no such backend; it has {known}"
+        )
 
 
 def _metrics_config(recipe: Recipe, run: Run) -> RunMetrics.Config:
@@ -189,7 +183,7 @@ def _metrics_config(recipe: Recipe, run: Run) -> RunMetrics.Config:
     )
 
 
-def _validator_config(recipe: Recipe) -> HeldOutValidator.Config:
+def _validator_config(recipe: Recipe, stop: StopSignals) -> HeldOutValidator.Config:
     if not recipe.validator.enable:
         return HeldOutValidator.Config(enable=False, steps=recipe.validator.steps)
     return _same_keys(
@@ -197,6 +191,7 @@ def _validator_config(recipe: Recipe) -> HeldOutValidator.Config:
         recipe.validator,
         dataloader=dataloader_config(recipe.data, validation=True),
         global_batch_size=recipe.training.global_batch_size,
+        is_stopping=lambda: stop.stopping,
     )
 
 

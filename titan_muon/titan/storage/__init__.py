@@ -1,1 +1,1 @@
-"""Checkpoint files: checksums, a reader without code execution, and free space."""
+"""Checkpoint files: checksums, and a reader without code execution."""

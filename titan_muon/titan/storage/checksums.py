@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
@@ -26,8 +26,7 @@ FORMAT = 1
 CHUNK = 2**20
 
 
-@dataclass(frozen=True)
-class Checksum:
+class Checksum(NamedTuple):
     """Length and CRC-32 of a file."""
 
     bytes: int
@@ -46,7 +45,6 @@ class Checksum:
 class SummedResult(WriteResult):
     """PyTorch's record of a written item, with the file's checksum."""
 
-    file: str
     checksum: Checksum
 
 
@@ -60,37 +58,38 @@ class SummingWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items, then read the files again, mostly from the page cache."""
         results = super().write_data(plan, planner).wait()
-        names = [result.storage_data.relative_path for result in results]
-        sums = {name: Checksum.of(Path(self.path) / name) for name in set(names)}
+        names = {result.storage_data.relative_path for result in results}
+        sums = {name: Checksum.of(Path(self.path) / name) for name in names}
         summed: Future[list[WriteResult]] = Future()
         summed.set_result(
             [
-                SummedResult(result.index, result.size_in_bytes, result.storage_data, name, sums[name])
-                for result, name in zip(results, names, strict=True)
+                SummedResult(r.index, r.size_in_bytes, r.storage_data, sums[r.storage_data.relative_path])
+                for r in results
             ]
         )
         return summed
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        files = {r.file: r.checksum for rank in results for r in rank if isinstance(r, SummedResult)}
+        written = (result for rank in results for result in rank if isinstance(result, SummedResult))
+        sums = {result.storage_data.relative_path: result.checksum for result in written}
         facts = {"format": FORMAT, "step": self._step, "save": self.save_id, "world": len(results)}
-        self.fs = _SummedFiles(facts, files)
+        self.fs = _SummedFiles(facts, sums)
         super().finish(metadata, results)
 
 
 class _SummedFiles(FileSystem):
     """Writes the checksums before PyTorch renames `.metadata`, the last step of a save."""
 
-    def __init__(self, facts: Mapping[str, object], files: Mapping[str, Checksum]) -> None:
-        self._facts, self._files = facts, files
+    def __init__(self, facts: Mapping[str, object], sums: Mapping[str, Checksum]) -> None:
+        self._facts, self._sums = facts, sums
 
     def rename(self, path: Any, new_path: Any) -> None:
         if Path(new_path).name == METADATA:
-            sums = sorted({**self._files, METADATA: Checksum.of(Path(path))}.items())
-            entries = {name: {"bytes": s.bytes, "crc32": f"{s.crc32:08x}"} for name, s in sums}
+            sums = sorted({**self._sums, METADATA: Checksum.of(Path(path))}.items())
+            files = {name: {"bytes": checksum.bytes, "crc32": f"{checksum.crc32:08x}"} for name, checksum in sums}
             target = Path(new_path).with_name(CHECKSUMS)
             temporary = target.with_name(f"{CHECKSUMS}.tmp")
-            temporary.write_text(json.dumps({**self._facts, "files": entries}, indent=1) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps({**self._facts, "files": files}, indent=1) + "\n", encoding="utf-8")
             temporary.replace(target)
         super().rename(path, new_path)
 
@@ -123,33 +122,18 @@ def check_names(source: str, names: Iterable[str]) -> None:
             raise ValueError(f"{source} names {name} outside of the checkpoint")
 
 
-def damaged(checkpoint: Path, names: Iterable[str], sums: Mapping[str, Checksum]) -> str | None:
-    """Problem of the first named file with another checksum, or None."""
-    for name in names:
-        file = checkpoint / name
-        try:
-            # A device or a pipe would be read for ever.
-            if not S_ISREG((status := file.stat()).st_mode):
-                return f"{name} cannot be read (no regular file)"
-            if status.st_size != sums[name].bytes:
-                return f"{name} has {status.st_size} of {sums[name].bytes} bytes"
-            current = Checksum.of(file)
-        except OSError as error:
-            return f"{name} cannot be read ({error})"
-        if current != sums[name]:
-            return f"{name} has other bytes than were saved (CRC-32 {current.crc32:08x}, not {sums[name].crc32:08x})"
-    return None
-
-
 def damage(checkpoint: Path, group: dist.ProcessGroup | None) -> str | None:
     """Problem of a checkpoint's files on every rank, or None. Each rank reads a share of the files.
 
     Collective over `group` (None: a single process).
     """
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    problem = None
     try:
-        sums = read_checksums(checkpoint)
-        problem = None if sums is None else damaged(checkpoint, sorted(sums)[rank::world], sums)
+        sums = read_checksums(checkpoint) or {}
+        for name in sorted(sums)[rank::world]:
+            if problem is None:
+                problem = _difference(checkpoint / name, sums[name])
     except ValueError as error:
         problem = str(error)
     problems: list[str | None] = [problem]
@@ -157,3 +141,19 @@ def damage(checkpoint: Path, group: dist.ProcessGroup | None) -> str | None:
         problems = [None] * world
         dist.all_gather_object(problems, problem, group=group)
     return next((text for text in problems if text is not None), None)
+
+
+def _difference(file: Path, saved: Checksum) -> str | None:
+    """Problem of a file with another checksum, or None."""
+    try:
+        # A device or a pipe would be read for ever.
+        if not S_ISREG((status := file.stat()).st_mode):
+            return f"{file.name} cannot be read (no regular file)"
+        if status.st_size != saved.bytes:
+            return f"{file.name} has {status.st_size} of {saved.bytes} bytes"
+        current = Checksum.of(file)
+    except OSError as error:
+        return f"{file.name} cannot be read ({error})"
+    if current == saved:
+        return None
+    return f"{file.name} has other bytes than were saved (CRC-32 {current.crc32:08x}, not {saved.crc32:08x})"

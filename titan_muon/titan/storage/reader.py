@@ -82,24 +82,18 @@ class SafeReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """PyTorch's planner, for plain data and optional keys, which keep the current value.
-
-    Attributes:
-        missing: optional keys without a saved value.
-    """
+    """PyTorch's planner, for plain data. Optional keys without a saved value keep the current value."""
 
     def __init__(self, optional: Callable[[str], bool] = lambda key: False) -> None:
         super().__init__()
         self._optional = optional
-        self.missing: tuple[str, ...] = ()
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
         saved = {} if metadata is None else metadata.state_dict_metadata
-        self.missing = tuple(key for key in self.state_dict if key not in saved and self._optional(key))
-        self.state_dict = {key: value for key, value in self.state_dict.items() if key not in self.missing}
+        self.state_dict = {k: value for k, value in self.state_dict.items() if k in saved or not self._optional(k)}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.dist.harness import run_program
 from titan_muon.titan.launch.endings import earlier_end, is_first, record_end
@@ -20,20 +19,6 @@ def attempt(folder: Path, number: int, local_rank: int, monkeypatch: pytest.Monk
     file.parent.mkdir(parents=True, exist_ok=True)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     return file
-
-
-def test_the_first_error_is_the_root_cause_of_torchruns_summary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The summary ends with the root cause, and has the message once."""
-    failures = {}
-    for rank in range(3):
-        file = attempt(tmp_path, 0, rank, monkeypatch)
-        record_end("muon.lr = -1 is not accepted", 2, first=rank == 1)
-        failures[rank] = ProcessFailure(local_rank=rank, pid=rank, exitcode=2, error_file=str(file))
-    shown = str(ChildFailedError("train.py", failures))
-    assert shown.count("muon.lr = -1 is not accepted") == 1
-    assert shown.splitlines()[-2].endswith("muon.lr = -1 is not accepted")
 
 
 def test_a_later_attempt_ends_with_the_earlier_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,9 +37,6 @@ def test_a_restart_after_a_crash_has_no_earlier_end(tmp_path: Path, monkeypatch:
     attempt(tmp_path, 0, 1, monkeypatch).write_text("{")
     attempt(tmp_path, 1, 0, monkeypatch)
     assert earlier_end() is None
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
-    record_end("diverged", 1, first=True)
-    assert earlier_end() is None, "without torchrun there is no file"
 
 
 def test_a_later_attempt_ends_without_loading_torch() -> None:

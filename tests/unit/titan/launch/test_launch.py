@@ -18,13 +18,13 @@ import torch.distributed as dist
 from titan_muon.titan.launch import attempts
 from titan_muon.titan.launch import watchdog as watchdog_module
 from titan_muon.titan.launch.attempts import (
+    describe_world,
     interrupted_run,
     lasting_store,
     remember_run,
     store_of_attempt,
     store_of_ranks,
 )
-from titan_muon.titan.launch.environment import describe_world
 from titan_muon.titan.launch.folder_lock import LOCK_FILE, FolderLock
 from titan_muon.titan.launch.watchdog import Heartbeat, Watchdog, is_sibling, late_ranks
 from titan_muon.titan.recipe import RecipeError
@@ -92,8 +92,6 @@ def test_the_next_attempt_finds_the_run_in_an_agents_store(monkeypatch: pytest.M
     assert interrupted_run(lasting) is None
     remember_run(lasting, "/runs/tiny/1")
     assert interrupted_run(lasting) == "/runs/tiny/1"
-    remember_run(None, "/runs")
-    assert interrupted_run(None) is None
     monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
     assert lasting_store(SHORT) is None, "no other store outlasts the job"
 
@@ -146,7 +144,6 @@ HEARTBEAT = Heartbeat(host="node-a", pid=7, stage=5, beat=9)
 def test_late_ranks_are_named(heartbeats: dict[int, Heartbeat], silent: set[int], expected: str) -> None:
     """Ranks without a sign of life, or behind; no rank while all are at the same place, as in a long save."""
     assert late_ranks(heartbeats, silent, 2) == expected
-    assert all(Heartbeat.decode(beat.encode().encode()) == beat for beat in heartbeats.values())
 
 
 def test_a_silent_rank_is_reported_once_and_killed(
@@ -213,10 +210,12 @@ def test_a_follow_up_error_names_the_first_failed_rank(capfd: pytest.CaptureFixt
     assert "error: rank 0 ends because rank 1 failed first; read the error of rank 1" in capfd.readouterr().err
 
 
-def test_a_late_live_rank_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
-    """The late rank also looks for late ranks, at another stage than the waiting ranks."""
+def test_a_late_live_rank_is_named_once_and_no_rank_while_all_wait(capfd: pytest.CaptureFixture[str]) -> None:
+    """As in a save longer than the timeout. The late rank also looks for late ranks, at another stage."""
     store = dist.HashStore()
     with Watchdog(store, 0, 2, first_timeout=1, timeout=1) as ahead, Watchdog(store, 1, 2, first_timeout=1, timeout=1):
+        time.sleep(1.5)
+        assert capfd.readouterr().err == ""
         ahead.advance()
         time.sleep(1.5)
     assert capfd.readouterr().err.count("rank 1 (") == 1
@@ -229,14 +228,6 @@ def test_the_first_timeout_lasts_until_the_end_of_the_first_step() -> None:
         watchdog.advance()
         limits.append(watchdog.timeout)
     assert limits == [9, 9, 2, 2], "before, in and after the first step, and in the second"
-
-
-def test_jointly_waiting_ranks_cause_no_report(capfd: pytest.CaptureFixture[str]) -> None:
-    """In a save longer than the timeout, with all ranks alive."""
-    store = dist.HashStore()
-    with Watchdog(store, 0, 2, first_timeout=1, timeout=1), Watchdog(store, 1, 2, first_timeout=1, timeout=1):
-        time.sleep(2)
-    assert capfd.readouterr().err == ""
 
 
 HOLD = """
