@@ -26,8 +26,8 @@ from titan_muon.plan.planner import make_plan
 from titan_muon.plan.program import BucketProgram, make_program
 from titan_muon.plan.summary import Summary, summarize
 from titan_muon.plan.terms import types
+from titan_muon.plan.terms.machine import Work
 from titan_muon.plan.terms.types import Plan
-from titan_muon.plan.terms.work import Work
 from titan_muon.step.views import Batch
 
 BF16, FP32 = 2, 4
