@@ -37,9 +37,9 @@ from titan_muon.orthogonalize import (
     Iteration,
     Kernel,
     Method,
+    iterate,
     iteration,
     orthogonalize,
-    standard,
 )
 from titan_muon.orthogonalize.dispatch import restarts
 from titan_muon.orthogonalize.symmetric import cache_file, kernels_for
@@ -236,7 +236,7 @@ def errors(bench: Bench, shapes: Sequence[tuple[int, int]] = ERROR_SHAPES) -> It
             for name, table in COEFFICIENTS.items():
                 computed = iteration(name, 5 if len(table) == 1 else len(table), 1e-7)
                 exact, prescale = stack.double(), computed.prescaled
-                expected = standard(exact, computed.steps, computed.eps, torch.float64, prescale=prescale)
+                expected = iterate(exact, computed.steps, computed.eps, torch.float64, prescale=prescale)
                 gram = restarts(len(computed.steps))
                 methods = [Method("standard", dtype) for dtype in DTYPES]
                 methods += [Method("gram", dtype, gram) for dtype in ("float16", "float32")]

@@ -160,7 +160,7 @@ def test_a_step_makes_fewer_views_than_matrices() -> None:
     """No views of contiguous gradients, and a few views of buffers for each collective."""
     case = fsdp(128, 0)
     # Unfilled buffers hold arbitrary values, and a step would report them.
-    with fake_world(case), mock.patch.object(FaultReport, "add_too_large"):
+    with fake_world(case), mock.patch.object(FaultReport, "add_where"):
         optimizer = build(case, "all_to_all")
         with FakeTransport():
             optimizer.step()
