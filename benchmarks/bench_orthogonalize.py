@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.accuracy import relative_error
-from benchmarks.measure_kernels import measure_kernels, save_kernels
+from benchmarks.measure_kernels import measure_kernels
 from titan_muon.orthogonalize import (
     COEFFICIENTS,
     DTYPES,
@@ -42,7 +42,6 @@ from titan_muon.orthogonalize import (
     orthogonalize,
 )
 from titan_muon.orthogonalize.dispatch import restarts
-from titan_muon.orthogonalize.symmetric import cache_file, kernels_for
 
 JORDAN = iteration("keller_jordan", 5, 1e-7)
 TORCH = "torch.optim.Muon's loop"
@@ -321,7 +320,7 @@ class Arguments:
     """Compare ways to orthogonalize matrices."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device. CUDA measures the symmetric kernels first, and keeps the result for later runs of Muon."""
+    """Device. CUDA measures the symmetric kernels first."""
     repeats: int = 11
     """Timed turns."""
     share: str | None = None
@@ -363,9 +362,8 @@ def main(arguments: Arguments) -> None:
     device = torch.device(arguments.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    elif arguments.share is None:
-        save_kernels(list(measure_kernels(device)), cache_file(device))
-    bench = Bench(device, arguments.repeats, matmul_rate(device), kernels_for("auto", device))
+    measured = measure_kernels(device) if device.type == "cuda" else ()
+    bench = Bench(device, arguments.repeats, matmul_rate(device), tuple(measured))
     print(json.dumps(machine(bench)), flush=True)
     if arguments.share is not None:
         rows, wrong = list(share(arguments.share, bench)), []

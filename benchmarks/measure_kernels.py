@@ -1,12 +1,8 @@
-"""Measures the fastest kernel for symmetric products on this GPU, and keeps the result for later runs of Muon."""
+"""Measures the fastest kernel for symmetric products on this GPU."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -20,14 +16,6 @@ MARGIN = 1.05
 TOLERANCES: Mapping[str, float] = {"float16": 4e-3, "bfloat16": 3e-2}
 """Largest accepted difference from a plain product, relative."""
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
-
-
-def save_kernels(kernels: Sequence[Kernel], file: Path) -> None:
-    """Save a measurement atomically."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps([asdict(kernel) for kernel in kernels], indent=1) + "\n", encoding="utf-8")
-    part.replace(file)
 
 
 def measure_kernels(device: torch.device, sizes: Sequence[int] = SIZES) -> Iterator[Kernel]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -59,10 +56,10 @@ def product_of(name: str) -> Product:
 
 def kernels_for(choice: str, device: torch.device) -> tuple[Kernel, ...]:
     """The kernels for the option `ns_kernel`. Raises OptionError for a kernel without support."""
-    if choice == "auto" and device.type == "cuda" and torch.cuda.is_available():
-        file = cache_file(device)
-        return known_kernels(file) if file.exists() else shipped_kernels(measured_choices(device))
-    if choice in ("auto", "plain"):
+    if choice == "auto":
+        kernels = (Kernel(**entry) for entry in measured_choices(device).kernels)
+        return tuple(kernel for kernel in kernels if kernel.products in ("plain", *installed()))
+    if choice == "plain":
         return ()
     if device.type != "cuda" or choice not in installed():
         problem = f"= {choice!r} needs CUDA and the package {PACKAGES[choice]}; install it or choose 'auto'"
@@ -76,12 +73,6 @@ def measured_choices(device: torch.device) -> Choices:
     return choices_of(torch.cuda.get_device_name(device) if has_gpu else "")
 
 
-def shipped_kernels(choices: Choices) -> tuple[Kernel, ...]:
-    """The measured kernels of a type of GPU whose packages are installed."""
-    kernels = (Kernel(**entry) for entry in choices.kernels)
-    return tuple(kernel for kernel in kernels if kernel.products in ("plain", *installed()))
-
-
 def installed() -> dict[str, str]:
     """Versions of kernel packages."""
     versions = {}
@@ -91,28 +82,3 @@ def installed() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return versions
-
-
-def cache_file(device: torch.device) -> Path:
-    """File of the measurement for this GPU and these versions."""
-    root = Path(os.environ["XDG_CACHE_HOME"]) if os.environ.get("XDG_CACHE_HOME") else Path.home() / ".cache"
-    gpu = torch.cuda.get_device_name(device)
-    versions = "-".join(f"{kernel}{number}" for kernel, number in sorted(installed().items()))
-    name = f"{gpu}-torch{torch.__version__}-{versions}".replace(" ", "_").replace("/", "_")
-    return root / "titan_muon" / "symmetric" / f"{name}.json"
-
-
-def known_kernels(file: Path) -> tuple[Kernel, ...]:
-    """The measured kernels. Raises ValueError for an invalid file."""
-    try:
-        kernels = tuple(Kernel(**entry) for entry in json.loads(file.read_text(encoding="utf-8")))
-        for kernel in kernels:
-            if (
-                kernel.products not in ("plain", *PACKAGES)
-                or kernel.dtype not in HALVES
-                or type(kernel.rows) is not int
-            ):
-                raise ValueError(f"unknown {kernel}")
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{file}: not a measurement of kernels ({error}); delete it and measure again") from error
-    return kernels

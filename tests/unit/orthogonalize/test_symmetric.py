@@ -1,4 +1,4 @@
-"""The symmetric kernel under Triton's interpreter, and the file of the GPU measurement."""
+"""The symmetric kernel under Triton's interpreter, and the choice of kernels."""
 
 import importlib.util
 import json
@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.measure_kernels import save_kernels
-from titan_muon.orthogonalize import Kernel
-from titan_muon.orthogonalize.symmetric import PACKAGES, kernels_for, known_kernels, measured_choices, shipped_kernels
+from titan_muon.orthogonalize.symmetric import PACKAGES, kernels_for, measured_choices
 from titan_muon.plan.terms.machine import MEASURED, Choices, choices_of
 
 ROOT = Path(__file__).parents[3]
@@ -124,31 +122,6 @@ def test_unfit_shapes_are_refused() -> None:
     assert ["multiples of 16" in problem for problem in messages] == [False] * 2 + [True] * 5
 
 
-def test_a_measurement_is_read_back(tmp_path: Path) -> None:
-    file = tmp_path / "cache" / "gpu.json"
-    kernels = (Kernel("float16", 2048, "triton"), Kernel("bfloat16", 4096, "plain"))
-    save_kernels(kernels, file)
-    assert known_kernels(file) == kernels
-    assert [path.name for path in file.parent.iterdir()] == ["gpu.json"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        '[{"dtype": "float16"}]',
-        '[{"dtype": "float16", "rows": 1, "products": "magic"}]',
-        '[{"dtype": "float32", "rows": 1, "products": "triton"}]',
-        '[{"dtype": "float16", "rows": "a", "products": "plain"}]',
-    ],
-)
-def test_an_invalid_measurement_file_is_named(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "gpu.json"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=r"gpu.json: not a measurement of kernels .*; delete it and measure again"):
-        known_kernels(file)
-
-
 def test_shipped_choices_are_of_the_named_gpu_and_need_the_kernels_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,20 +131,21 @@ def test_shipped_choices_are_of_the_named_gpu_and_need_the_kernels_package(
     choices = choices_of("GPU X", file)
     assert (choices.fused, choices.float16) == (True, True)
     monkeypatch.setattr("titan_muon.orthogonalize.symmetric.installed", lambda: {"triton": "3.6"})
-    assert [kernel.products for kernel in shipped_kernels(choices)] == ["plain", "triton"]
+    monkeypatch.setattr("titan_muon.orthogonalize.symmetric.measured_choices", lambda device: choices)
+    assert [kernel.products for kernel in kernels_for("auto", torch.device("cuda"))] == ["plain", "triton"]
     assert choices_of("GPU Y", file) == Choices()
-    assert measured_choices(torch.device("cpu")) == Choices()
 
 
-def test_the_shipped_file_has_measured_entries_alone() -> None:
+def test_the_shipped_file_has_measured_entries_of_known_kernels_alone() -> None:
     document = json.loads(MEASURED.read_text())
     assert all(entry["source"] == "measured" for entry in document.values())
-    for gpu in document:
-        assert all(kernel.products in ("plain", *PACKAGES) for kernel in shipped_kernels(choices_of(gpu)))
+    products = [kernel["products"] for gpu in document for kernel in choices_of(gpu).kernels]
+    assert {*products} <= {"plain", *PACKAGES}
 
 
 def test_the_cpu_has_plain_products_and_refuses_kernels() -> None:
     assert kernels_for("auto", torch.device("cpu")) == kernels_for("plain", torch.device("cpu")) == ()
+    assert measured_choices(torch.device("cpu")) == Choices()
     for choice, package in PACKAGES.items():
         with pytest.raises(ValueError, match=f"^ns_kernel = '{choice}' needs CUDA and the package {package}"):
             kernels_for(choice, torch.device("cpu"))
