@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,14 +27,12 @@ from .options import HYPERPARAMETERS, SHARED, Machine, MuonOptions, OptionError
 from .orthogonalize import DTYPES, Dispatch, Iteration, Method, kernels_for, measured_choices
 from .plan.planner import make_plan
 from .plan.program import collective_ranks, make_program, replicated_plain
-from .plan.search.state import with_state_ranks
-from .plan.terms.blocks import blocks_reason
-from .plan.terms.groups import components
+from .plan.search.owners import with_state_ranks
+from .plan.search.tensor_parallel import blocks_reason
 from .plan.terms.layout import Geometries
-from .plan.terms.machine import MachineRates, machine_of
-from .plan.terms.slices import teams_in
-from .plan.terms.types import Layout, Plan
-from .plan.terms.work import Work, WorkOf
+from .plan.terms.machine import MachineRates, Work, WorkOf, machine_of
+from .plan.terms.pieces import components
+from .plan.terms.types import Layout, Plan, teams_in
 from .state.groups import iteration_changed, iteration_of
 from .state.matrix_states import MatrixStates
 from .state.momentum import kept_by
@@ -86,7 +83,8 @@ def dispatch_of(device: torch.device, options: MuonOptions) -> Dispatch:
     """The choice of Newton-Schulz methods."""
     machine = planning_machine(options.machine, device.type)
     kernels, choices = kernels_for(options.ns_kernel, device), measured_choices(device)
-    return Dispatch.of(options, device.type, kernels, machine, float16=choices.float16)
+    names = options.orthogonalize, options.ns_dtype, device.type
+    return Dispatch(*names, kernels, machine=machine, float16=choices.float16)
 
 
 def planning_machine(options: Machine, device: str) -> MachineRates:
@@ -208,7 +206,7 @@ def report_of(
         groups=tuple(sorted({*buckets, *sharing} - existing)),
         exclusive=tuple(sorted(exclusive)),
         sharing=sharing,
-        parts=tuple((name, digest_of(part)) for name, part in parts.items()),
+        parts=tuple((name, digest_of(part).hex()[:16]) for name, part in parts.items()),
         optional=optional,
     )
 
@@ -305,8 +303,7 @@ class Engine:
         # Asking the peers would block the host. So the step leaves out matrices with faults on every rank, and all
         # ranks raise in the next step.
         alone = rank.agreement.peers is None
-        if not dist.is_initialized():
-            rank.agreement.check_alive()
+        rank.agreement.check_alive()
         if overlap is not None:
             self.finish()
             overlap.ready(self.step)

@@ -16,8 +16,8 @@ from ..comm.exchange import Exchange
 from ..comm.faults import Fault
 from ..comm.report import FaultReport
 from ..orthogonalize import zero_nonfinite_
+from ..plan.exchange.phases import Act
 from ..plan.program import Program
-from ..plan.terms.schedule import Act
 from .algorithm import Algorithm
 from .foreach import MomentumCall, without_parameters
 from .gradients import StepGradients
@@ -217,7 +217,7 @@ class MuonStep:
         norms = torch.stack(torch._foreach_norm(bounds.views, 2))
         # The comparison is false for NaN.
         broken = (norms <= bounds.norms).logical_not_()
-        self.report.add_too_large(bounds.parameters, broken, late=late)
+        self.report.add_where(bounds.parameters, broken, Fault.UPDATE_TOO_LARGE, late=late)
         any_broken: Tensor = broken.any()
         # Reading a flag on the CPU does not wait.
         if not any_broken.is_cpu or any_broken:

@@ -12,17 +12,8 @@ import torch
 from torch import Tensor
 
 from ..comm.buffers import BucketBuffers, StepMemory
-from ..orthogonalize import (
-    DTYPES,
-    Iteration,
-    Method,
-    Products,
-    frobenius_norms,
-    iterate,
-    largest_value,
-    products_of,
-)
-from ..plan.cost.batches import batches
+from ..orthogonalize import DTYPES, Iteration, Method, frobenius_norms, largest_value, orthogonalize
+from ..plan.cost.walk import batches
 from ..plan.terms.layout import Span, spans
 from ..state.matrix_states import MatrixStates
 from .foreach import (
@@ -87,7 +78,6 @@ class Batch:
     place: int
     iteration: Iteration
     method: Method
-    products: Products
     parts: tuple[BatchPart, ...]
 
     def norms(self) -> Tensor:
@@ -95,7 +85,7 @@ class Batch:
 
     def orthogonalize(self, norms: Tensor) -> None:
         """Replace U S Vᵀ by approximately U Vᵀ. `norms`: (count,) Frobenius norms."""
-        iterate(self.whole, self.iteration, self.method, self.products, norms, out=self.whole)
+        orthogonalize(self.whole, self.iteration, self.method, norms, out=self.whole)
 
 
 @dataclass(frozen=True)
@@ -217,7 +207,6 @@ class _Builder:
             self.place,
             rank.iterations[first.parameter],
             method,
-            products_of(method.products),
             tuple(self.parts(matrices, whole)),
         )
         self.place += len(matrices)

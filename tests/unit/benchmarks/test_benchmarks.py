@@ -1,7 +1,6 @@
 """Each program in benchmarks/ runs on a small case, prints its table, and refuses wrong arguments at once."""
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -79,12 +78,9 @@ def test_a_program_prints_a_table_and_writes_figures(program: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("program", "words", "says"),
     [
-        ("bench_orthogonalize", "--repeats 0", "--repeats must be at least 1"),
         ("bench_orthogonalize", "--share qwen3_8b:64:64", "with RANK below WORLD"),
         ("bench_orthogonalize", "--json /no/such/folder/json", "there is no folder /no/such/folder"),
-        ("bench_step", "--nproc 0", "--nproc must be at least 1"),
         ("bench_step", "--device cuda --nproc 99", "--device cuda --nproc 99: PyTorch finds"),
-        ("bench_training", "--steps 1", "--steps must be at least 2"),
         ("bench_training", "--nproc 2 --muon.lrr 1", "lrr"),
     ],
 )
@@ -95,17 +91,12 @@ def test_a_wrong_argument_is_refused_before_the_first_measurement(program: str, 
     assert "Traceback" not in shown
 
 
-def test_host_cost_measures_both_optimizers_on_finite_values() -> None:
+def test_host_cost_measures_both_optimizers() -> None:
     case = host_cost.Case("llama_muon", 1, 4)
     cost = host_cost.measured(case, repeats=2, profile=False)
     assert min(cost.muon, cost.adamw) > 0
     row = host_cost.table({"dense_560": cost}).splitlines()[-1]
     assert row.startswith(f"| dense_560 @ 64 | {cost.parameters} | {cost.pieces} |")
-    with host_cost.optimizers(case) as (muon, _):
-        for _ in range(4):
-            muon.step()
-        params = [param for group in muon.param_groups for param in group["params"]]
-        assert all(math.isfinite(torch.linalg.vector_norm(param.to_local()).item()) for param in params)
 
 
 def test_our_plan_is_the_fastest_strategy_in_the_picture_of_timelines(tmp_path: Path) -> None:
@@ -124,23 +115,12 @@ def test_times_of_ranks_are_combined_and_ratios_are_medians_of_pairs() -> None:
     # The machine was slow in the middle, for both: medians, 6 and 2, would have 3.
     ratio = bench_training.ratio([1.0, 6.0, 40.0, 9.0, 4.0], [2.0, 2.0, 20.0, 10.0, 1.0])
     assert (ratio.lower, ratio.median, ratio.upper) == pytest.approx((0.9, 2.0, 3.0))
-    assert not bench_training.same_bits([torch.ones(1)], [torch.tensor([1.0 + 2**-23])])
 
 
-@pytest.mark.parametrize("flops", [(1e9, 4e9), (5e9, 5e9), (5e9, 1e9)], ids=["slower when small", "equal", "faster"])
-def test_the_timeline_is_modelled_with_the_measured_rates(flops: tuple[float, float]) -> None:
-    machine = bench_timeline.machine_of(bench_timeline.Rates((64, 512), flops, 1e10, 2e9, 1e-4, 5e-6))
-    assert machine.rate("float32", 512) == pytest.approx(flops[1])
-    assert machine.rate("float32", 64) == pytest.approx(min(flops), rel=0.02)
+def test_the_timeline_is_modelled_with_the_measured_rates() -> None:
+    machine = bench_timeline.machine_of(bench_timeline.Rates((64, 512), (1e9, 4e9), 1e10, 2e9, 1e-4, 5e-6))
+    assert (machine.rate("float32", 512), machine.rate("float32", 64)) == (pytest.approx(4e9), pytest.approx(1e9, 0.02))
     assert (machine.network.bandwidth, machine.node.latency, machine.memory, machine.launch) == (2e9, 1e-4, 1e10, 5e-6)
-
-
-def test_errors_are_measured_on_matrices_with_the_named_spectra() -> None:
-    values = torch.linalg.svdvals(bench_orthogonalize.hard_matrix("log 1 to 1e-4", 20, 30))
-    assert torch.allclose(values, torch.logspace(0, -4, 20, dtype=torch.float64))
-    machine = bench_orthogonalize.Bench(torch.device("cpu"), 1, 1e12, ())
-    rows = list(bench_orthogonalize.errors(machine, [(24, 24)]))
-    assert all(0 < row.error < 2 for row in rows)
 
 
 def test_allocated_memory_is_counted_to_the_byte() -> None:

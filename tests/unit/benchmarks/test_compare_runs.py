@@ -15,7 +15,7 @@ SCRIPTS = Path(__file__).parents[3] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import compare_runs  # noqa: E402
-from compare import run_folder, run_picture  # noqa: E402
+from compare import run_folder  # noqa: E402
 
 RECIPE = """
 [muon]
@@ -78,32 +78,16 @@ def test_the_report_compares_recipe_losses_and_speed_with_the_first_run(
     pair: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = sections(capsys, *pair)
-    recipe = {"muon.lr": ["0.01", "0.02"], "optimizer.rule.0.optimizer": ['"muon"', '"adamw"']}
-    assert {key: value for key, value in cells(found["Recipe"]).items() if key in recipe} == recipe
+    assert cells(found["Recipe"])["muon.lr"] == ["0.01", "0.02"]
     assert "debug.seed" not in found["Recipe"], "an equal key"
-    losses = cells(found["Training loss"])
-    assert losses["100"] == ["2.0000", "2.5000 (+0.5000)"]
-    assert len([step for step in losses if step.isdigit()]) == 11
+    assert cells(found["Training loss"])["100"] == ["2.0000", "2.5000 (+0.5000)"]
     assert cells(found["Validation loss"])["50"] == ["5.0000", "5.2500 (+0.2500)"]
     assert cells(found["Bits per byte"])["100"] == ["4.3281", "5.0494 (+0.7213)"]
     steps, seconds = found["Training loss to reach"].split("\n\n")[1:]
     # The mean of five steps reaches a loss two steps later.
     assert cells(steps)["2.5700 (last of slow)"] == ["88", "100 (1.14x)"]
     assert cells(seconds)["2.5700 (last of slow)"] == ["3.5", "4.0 (1.14x)"]
-    assert cells(steps)["2.0800 (last of fast)"] == ["100", "-"]
-    speed = cells(found["Speed"])
-    assert (speed["tokens/s"], speed["step, ms"]) == (["50", "40 (0.80x)"], ["40.0", "40.0 (1.00x)"])
-    assert (speed["clip, ms"][0], speed["peak memory, GiB"][0], speed["MFU, %"][0]) == ("4.0", "1.50", "40.0")
-
-
-def test_runs_of_other_lengths_are_compared_at_common_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = write_run(tmp_path / "a/t", steps=range(10, 101, 10)), write_run(tmp_path / "b/t", steps=range(15, 61, 15))
-    found = sections(capsys, *runs)
-    assert "The recipes are the same." in found["Recipe"]
-    losses = cells(found["Training loss"])
-    assert [step for step in losses if step.isdigit()] == ["30", "60"]
-    assert losses["end"][0].startswith("step 100: 2.000")
-    assert found["Validation loss"] == "Not recorded by b."
+    assert cells(found["Speed"])["tokens/s"] == ["50", "40 (0.80x)"]
 
 
 def test_runs_of_other_batch_sizes_are_compared_by_tokens_and_by_seconds(
@@ -116,8 +100,6 @@ def test_runs_of_other_batch_sizes_are_compared_by_tokens_and_by_seconds(
     assert "Warning: the runs do not train on the same tokens in a step" in found["Recipe"]
     assert cells(found["Training loss"])["102,400"] == ["5.0000", "5.0000 (+0.0000)"]
     assert cells(sections(capsys, *runs, "--x", "seconds")["Training loss"])["4.0"] == ["4.0000", "5.5000 (+1.5000)"]
-    same = sections(capsys, runs[0], write_run(tmp_path / "c/t", 4.0))
-    assert "Warning" not in same["Recipe"]
 
 
 def test_runs_with_different_seeds_are_a_mean_curve_with_a_band(
@@ -128,54 +110,40 @@ def test_runs_with_different_seeds_are_a_mean_curve_with_a_band(
     mean, single = run_folder.read_runs(paths, "loss")
     assert (mean.label, mean.seeds, single.label) == ("muon.lr=0.01 (3 seeds)", 3, "muon.lr=0.1")
     assert (mean.of("loss")[100], mean.spread["loss"][100]) == (3.0, 1.0)
-    assert len(run_picture.picture([mean, single], "loss", 1, None, "step").axes[0].collections) == 1
     assert cells(sections(capsys, *paths)["Training loss"])["± over seeds"] == ["1.0000", "-"]
 
 
-@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG\r\n\x1a\n"), (".svg", b"<?xml")])
 def test_a_picture_and_a_page_are_single_files(
-    pair: list[Path], tmp_path: Path, suffix: str, magic: bytes, capsys: pytest.CaptureFixture[str]
+    pair: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    picture, page = tmp_path / f"curves{suffix}", tmp_path / "page.html"
+    picture, page = tmp_path / "curves.svg", tmp_path / "page.html"
     words = ["--output", str(picture), "--html", str(page), "--title", "a < b", "--metric", "bits_per_byte"]
     assert compare_runs.main([*map(str, pair), *words]) == 0
-    assert picture.read_bytes().startswith(magic)
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"- fast: {pair[0]}, to step 100\n")
-    assert f"Picture: {picture}\n" in printed
+    assert picture.read_text().startswith("<?xml")
+    assert f"Picture: {picture}\n" in capsys.readouterr().out
     text = page.read_text()
     assert "<h1>a &lt; b</h1>" in text
     assert "<svg" in text
-    assert "<th>fast<th>slow" in text
     assert "src=" not in text, "nothing is loaded from elsewhere"
 
 
-def test_a_glob_over_the_runs_of_a_recipe_is_accepted(
+def test_runs_without_a_step_are_passed_over_and_a_torn_line_is_skipped(
     pair: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Files and runs without a finished step are passed over, and so is a torn last line."""
     with (pair[0] / "metrics.jsonl").open("a") as file:
         file.write('{"step": 101, "lo')
-    folder = pair[0].parent
-    write_run(folder / "t0", end=2.5)
-    (folder / "t2").mkdir()
-    (folder / "latest").write_text("t1")
-    assert run_folder.find_run(folder) == pair[0], "the newest run with metrics"
-    paths = map(str, sorted(folder.iterdir()))
-    assert compare_runs.main([*paths, "--output", str(tmp_path / "c.png")]) == 0
+    (pair[0].parent / "t2").mkdir()
+    assert compare_runs.main([*map(str, pair), str(pair[0].parent / "t2"), "--output", str(tmp_path / "c.png")]) == 0
     error = capsys.readouterr().err
     assert "t2: passed over" in error
-    assert error.count("metrics.jsonl: skipped what is not a whole record: line 103") == 1
+    assert "metrics.jsonl: skipped what is not a whole record: line 103" in error
 
 
 REFUSALS = {
     "one run": ("{0}", "a comparison takes two or more runs, not 1"),
-    "the same run": ("{0} {0}", "the same run is given twice"),
     "absent folder": ("{0} {root}/absent", "absent: no such folder"),
-    "a recipe without a run": ("{0} {root}/runs/llama_adamw", "train the recipe first: python"),
     "no TOML": ("{0} {broken}", "recipe.toml: not TOML"),
     "no common step": ("{0} {odd}", "no step at which each of them recorded `loss`"),
-    "metric": ("{0} {odd} --metric val_loss", "`val_loss` was not recorded"),
     "suffix": ("{0} {1} --output {root}/c.pdf", "the suffix must be .png or .svg"),
 }
 
@@ -185,15 +153,14 @@ def test_a_wrong_comparison_is_refused_in_one_line(
     case: str, pair: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words, says = REFUSALS[case]
-    named = {name: write_run(tmp_path / name / "t") for name in ("broken",)}
-    (named["broken"] / "recipe.toml").write_text("[muon\n")
-    named |= {"odd": write_run(tmp_path / "odd/t", steps=[201, 203]), "root": tmp_path}
+    broken, odd = write_run(tmp_path / "broken/t"), write_run(tmp_path / "odd/t", steps=[201, 203])
+    (broken / "recipe.toml").write_text("[muon\n")
+    named = {"broken": broken, "odd": odd, "root": tmp_path}
     assert compare_runs.main(words.format(*pair, **named).split()) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("compare_runs: ")
-    assert says in captured.err
-    assert captured.err.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("compare_runs: ")
+    assert says in error
+    assert error.count("\n") == 1
 
 
 def test_the_script_runs_by_path_without_torch(pair: list[Path], tmp_path: Path) -> None:

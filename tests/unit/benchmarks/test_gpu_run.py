@@ -2,7 +2,6 @@
 
 import json
 import tarfile
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from benchmarks.gpu.environment import Environment
 from benchmarks.gpu.links import MeasuredMachine, Row
 from benchmarks.gpu.parts import CALLS, PARTS, Part
 from benchmarks.gpu.results import Outcome, Result
-from benchmarks.gpu.training import Run
 from titan_muon.options import Machine, OptionError, check
 from titan_muon.plan.terms.machine import machine_of
 
@@ -32,12 +30,8 @@ def part(name: str, code: str = WRITES, **values: object) -> Part:
 
 
 def counting(name: str, folder: Path) -> Part:
-    """A part that appends a line to a file in each run."""
+    """A part that appends its name to a file in each run."""
     return part(name, f"open({str(folder / 'ran')!r}, 'a').write('{name} ')")
-
-
-def ran(folder: Path) -> list[str]:
-    return (folder / "ran").read_text().split()
 
 
 def go(folder: Path, *selected: Part, environment: Environment | None = ONE_GPU, words: tuple[str, ...] = ()) -> int:
@@ -52,32 +46,24 @@ def test_a_second_run_skips_the_parts_that_passed_with_this_machine_and_code(tmp
     both = counting("a", tmp_path), counting("b", tmp_path)
     assert go(tmp_path, *both, words=("--parts", "a")) == 0
     assert go(tmp_path, *both) == 0
-    assert ran(tmp_path) == ["a", "b"]
     assert go(tmp_path, *both, words=("--again", "--parts", "b")) == 0
-    for other in ({"gpus": ("GPU Y",)}, {"torch": "2.16.0"}, {"commit": ""}, {"commit": ""}):
-        go(tmp_path, both[0], environment=replace(ONE_GPU, **other))  # type: ignore[arg-type]
-    assert ran(tmp_path) == ["a", "b", "b", *"aaaa"], "an unknown commit skips nothing"
-    for torn in ("{", '{"a": {"part": "a"}}'):
-        (tmp_path / results.FILE).write_text(torn)
-        assert go(tmp_path, both[0]) == 0
-    assert ran(tmp_path)[-2:] == ["a", "a"]
+    go(tmp_path, both[0], environment=replace(ONE_GPU, gpus=("GPU Y",)))
+    assert (tmp_path / "ran").read_text().split() == ["a", "b", "b", "a"]
+    (tmp_path / results.FILE).write_text("{")
+    assert go(tmp_path, both[0]) == 0, "a torn file of results"
 
 
 def test_a_failed_part_stops_no_later_part_and_sets_the_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert go(tmp_path, part("bad")) == 0
     torn = part("torn", "import sys; open(sys.argv[1], 'w').write('{')")
-    words = ("--again",)
-    assert go(tmp_path, part("bad", FAILS), torn, part("large", least_gpus=2), part("good"), words=words) == 1
+    assert go(tmp_path, part("bad", FAILS), torn, part("large", least_gpus=2), part("good")) == 1
     bad = outcome(tmp_path, "bad")
     assert (bad.outcome, bad.figures, "exit code 3" in bad.reason) == (Outcome.FAILED, None, True)
     assert "is not JSON" in outcome(tmp_path, "torn").reason
     assert outcome(tmp_path, "large").reason == "needs 2 GPUs, and there is 1"
     assert outcome(tmp_path, "good").figures == FIGURES
-    printed = capsys.readouterr().out
-    assert "what went wrong" in printed
-    assert "[4/4] good" in printed
+    assert "what went wrong" in capsys.readouterr().out
 
 
 SLEEPS = """
@@ -96,24 +82,12 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_a_part_over_its_limit_is_killed_with_its_children(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_over_its_limit_is_killed_with_its_children(tmp_path: Path) -> None:
     slow = part("slow", SLEEPS.format(file=str(tmp_path / "child")), seconds=2)
     assert go(tmp_path, slow, part("good")) == 1
     assert outcome(tmp_path, "slow").outcome is Outcome.OUT_OF_TIME
-    assert "slow  out of time: did not end in 2 s" in capsys.readouterr().out
     assert outcome(tmp_path, "good").outcome is Outcome.PASSED
     assert gone(int((tmp_path / "child").read_text()))
-
-
-def test_a_call_ends_at_its_limit_and_names_the_parts_without_time(tmp_path: Path) -> None:
-    slow, late = part("slow", "import time; time.sleep(60)", call=1, seconds=100), part("late", call=1)
-    begin = time.monotonic()
-    assert go(tmp_path, slow, late, part("other", call=2), words=("--call", "1", "--limit", "6")) == 1
-    assert time.monotonic() - begin < 15
-    kept = results.read(tmp_path / results.FILE)
-    assert kept["slow"].outcome is Outcome.OUT_OF_TIME
-    assert (kept["late"].outcome, kept["late"].reason) == (Outcome.NOT_RUN, "no time left in this call")
-    assert list(kept) == ["slow", "late"]
 
 
 def test_the_files_are_renewed_after_each_part_and_the_archive_has_every_log(tmp_path: Path) -> None:
@@ -121,15 +95,11 @@ def test_the_files_are_renewed_after_each_part_and_the_archive_has_every_log(tmp
     seen = f"import os; open({str(tmp_path / 'seen')!r}, 'w').write(' '.join(sorted(os.listdir({str(folder)!r}))))"
     go(folder, part("parity"), part("float16", seen), part("links", "raise SystemExit(1)"))
     assert (tmp_path / "seen").read_text().split() == names, "complete before the second part"
-    assert sorted(file.name for file in folder.iterdir()) == names
     with tarfile.open(folder / report.ARCHIVE) as archive:
-        logs = ["float16.log", "links.log", "parity.log", "parity.figures", "report.md", "results.json"]
-        assert sorted(archive.getnames()) == sorted(logs)
+        assert {"float16.log", "links.log", "parity.log", "parity.figures"} < {*archive.getnames()}
     page = (folder / report.PAGE).read_text()
     assert "| parity | 1 | passed |" in page
     assert "| links | 1 | failed exit code 1, see links.log in results.tgz |" in page
-    assert "| sweep | 2 | not run |" in page
-    assert "| a | 1.5 |" in page
 
 
 def test_without_a_gpu_the_rehearsals_run_and_the_last_line_reports_it(
@@ -137,73 +107,45 @@ def test_without_a_gpu_the_rehearsals_run_and_the_last_line_reports_it(
 ) -> None:
     real = part("a", FAILS, rehearsal=("{python}", "-c", "pass"))
     assert go(tmp_path, real, part("b", least_gpus=2), environment=NO_GPU) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "no GPU: rehearsed on the CPU and on fake tensors, nothing was measured"
-    assert all(any(line.startswith(f"{name}  passed") for line in lines) for name in "ab"), "on any number of ranks"
+    assert capsys.readouterr().out.splitlines()[-1].startswith("no GPU: rehearsed on the CPU and on fake tensors")
     assert outcome(tmp_path, "a").source == "rehearsed"
     assert go(tmp_path, part("c", FAILS), environment=NO_GPU) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "no GPU, and the rehearsal failed"
 
 
-@pytest.mark.parametrize(
-    ("words", "environment", "says"),
-    [
-        (("--parts", "a", "nosuch"), ONE_GPU, "there is no part nosuch; the parts are a"),
-        (("--call", "2", "--parts", "a"), ONE_GPU, "call 2 has no part a; leave out --call, or --parts"),
-        (("--out", "/proc/nothing"), ONE_GPU, "--out /proc/nothing: cannot be written to"),
-        (("--python", "/no/python"), None, "/no/python does not run: "),
-        (("--python", "/bin/false"), None, "/bin/false cannot run PyTorch"),
-    ],
-)
-def test_bad_input_is_refused_before_the_first_part(
-    words: tuple[str, ...],
-    environment: Environment | None,
-    says: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert go(tmp_path, counting("a", tmp_path), environment=environment, words=words) == 2
-    assert says in capsys.readouterr().err
+def test_bad_input_is_refused_before_the_first_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert go(tmp_path, counting("a", tmp_path), words=("--parts", "a", "nosuch")) == 2
+    assert "there is no part nosuch; the parts are a" in capsys.readouterr().err
+    assert go(tmp_path, counting("a", tmp_path), environment=None, words=("--python", "/bin/false")) == 2
+    assert "/bin/false cannot run PyTorch" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("item", PARTS, ids=lambda item: item.name)
 @pytest.mark.parametrize("environment", [ONE_GPU, NO_GPU], ids=["gpu", "rehearsal"])
-def test_every_command_is_complete_and_names_existing_files(
-    item: Part, environment: Environment, tmp_path: Path
-) -> None:
-    words = run.command_of(item, environment, run.Place(tmp_path, tmp_path))
-    assert words
-    assert not any("{" in word for word in words)
-    assert item.seconds < run.LIMIT
-    assert item.call in CALLS or item.least_gpus > 1
-    for word in words:
-        if word.startswith(("benchmarks.", "tests.")):
-            assert (environments.ROOT / f"{word.replace('.', '/')}.py").is_file()
-        elif word.endswith(".py") or word == "tests/gpu":
-            assert (environments.ROOT / word).exists()
+def test_every_command_is_complete_and_names_existing_files(environment: Environment, tmp_path: Path) -> None:
+    for item in PARTS:
+        words = run.command_of(item, environment, run.Place(tmp_path, tmp_path))
+        assert words
+        assert not any("{" in word for word in words)
+        assert item.seconds < run.LIMIT
+        assert item.call in CALLS or item.least_gpus > 1
+        for word in words:
+            if word.startswith(("benchmarks.", "tests.")):
+                assert (environments.ROOT / f"{word.replace('.', '/')}.py").is_file()
+            elif word.endswith(".py") or word == "tests/gpu":
+                assert (environments.ROOT / word).exists()
 
 
 # Figures
 
 
-def row(size: int) -> Row:
-    """An all-to-all of 8 ranks on links of 40 GB/s and 12 us."""
-    sent = size * 7 / 8
-    seconds = 12e-6 + sent / 40e9
-    return Row("all_to_all", size, seconds * 1e6, sent / seconds / 1e9)
-
-
 def test_the_measured_machine_is_one_for_the_planner() -> None:
-    """Latency comes from the smallest size, and bandwidth leaves it out."""
-    bandwidth, latency = links.link_of([row(2**power) for power in (28, 26, 10)])
-    assert (bandwidth, latency) == (pytest.approx(40e9, rel=1e-6), pytest.approx(12e-6, rel=0.01))
+    """Latency comes from the smallest size, and bandwidth leaves it out: links of 40 GB/s and 12 us for 8 ranks."""
+    sizes = {2**power: 12e-6 + 2**power * 7 / 8 / 40e9 for power in (28, 26, 10)}
+    rows = [Row("all_to_all", n, seconds * 1e6, n * 7 / 8 / seconds / 1e9) for n, seconds in sizes.items()]
+    assert links.link_of(rows) == (pytest.approx(40e9, rel=1e-6), pytest.approx(12e-6, rel=0.01))
     flops = {"bfloat16": 7e14, "float16": 6.5e14, "float32": 5e13}
     measured = MeasuredMachine("GPU X", 16, 8, 41.3e9, 12.34e-6, flops, 3e12)
-    table = links.recipe_table(measured)
-    assert table.items() >= {"tflops": 650.0, "tflops_float32": 50.0, "memory_gb": 3000.0, "network_gb": 41.3}.items()
-    assert "node_gb" in links.recipe_table(replace(measured, ranks=8))
-    check(Machine, table)
+    check(Machine, links.recipe_table(measured))
     machine = machine_of(Machine(name="a100x8", file="machine.json"), "cuda", json.dumps(asdict(measured)))
     assert (machine.flops, machine.memory, machine.network.bandwidth) == (flops, 3e12, 41.3e9)
     assert machine.node == machine_of(Machine(name="a100x8")).node, "nothing was measured within a node"
@@ -214,38 +156,26 @@ def test_the_measured_machine_is_one_for_the_planner() -> None:
 PART_FIGURES = {
     "links": {"machine": {"gpu": "GPU X", "memory_bandwidth": 3e12}},
     "newton_schulz": {"kernels": [{"dtype": "float16", "rows": 256, "products": "triton"}], "rows": []},
-    "float16": {"is_safe": False, "rows": []},
-    "rank_qwen3_8b": {"fused_is_faster": True, "rows": [{"source": "model", "step": "h100x8", "device ms": 1.5}]},
     "rank_kimi_k2": {"fused_is_faster": True, "rows": [{"source": "measured", "step": "plain", "device ms": 2.5}]},
 }
 
 
-def parts_on(*gpus: str) -> dict[str, Result]:
-    environment = replace(ONE_GPU, gpus=gpus)
-    return {name: Result(name, Outcome.PASSED, "", 1.0, (), environment, f) for name, f in PART_FIGURES.items()}
-
-
+@pytest.mark.parametrize(("gpus", "known"), [((), ["GPU Y"]), (("GPU X",), ["GPU X", "GPU Y"])])
 def test_measured_results_are_published_and_rehearsed_ones_leave_the_model_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: tuple[str, ...], known: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = PART_FIGURES["newton_schulz"]["kernels"]
-    found = {"source": "measured", "torch": ONE_GPU.torch, "kernels": kernels, "fused": True, "float16": False}
-    assert report.choices(parts_on("GPU X")) == {"GPU X": found}
-    shipped = tmp_path / "shipped.json"
+    environment, shipped = replace(ONE_GPU, gpus=gpus), tmp_path / "shipped.json"
     shipped.write_text('{"GPU Y": {"source": "measured"}}')
     monkeypatch.setattr(report, "DOCS", tmp_path)
     monkeypatch.setattr(report, "SHIPPED", shipped)
-    for gpus, says, known in (
-        ((), ("| model | h100x8 | 1.5 |", "No GPU has run the parts"), ["GPU Y"]),
-        (("GPU X",), ("| measured | plain | 2.5 |", f"- GPU X; torch {ONE_GPU.torch};"), ["GPU X", "GPU Y"]),
-    ):
-        results.write(parts_on(*gpus).values(), tmp_path)
-        file = (tmp_path / results.FILE).rename(tmp_path / "of_a_run.json")
-        assert report.main([str(file)]) == 0
-        page = (tmp_path / "gpu.md").read_text()
-        assert all(text in page for text in says)
-        assert ("2.5" in page) == bool(gpus)
-        assert list(json.loads(shipped.read_text())) == known
+    parts = [Result(name, Outcome.PASSED, "", 1.0, (), environment, f) for name, f in PART_FIGURES.items()]
+    results.write(parts, tmp_path)
+    file = (tmp_path / results.FILE).rename(tmp_path / "of_a_run.json")
+    assert report.main([str(file)]) == 0
+    page = (tmp_path / "gpu.md").read_text()
+    assert ("| measured | plain | 2.5 |" in page) == bool(gpus)
+    assert ("No GPU has run the parts" in page) == (not gpus)
+    assert list(json.loads(shipped.read_text())) == known
 
 
 def test_the_page_of_results_is_of_its_data() -> None:
@@ -254,23 +184,11 @@ def test_the_page_of_results_is_of_its_data() -> None:
     assert (report.DOCS / "gpu.md").read_text() == report.page(kept, link="../gpu.md")
 
 
-def losses(*values: float, **fields: str) -> Run:
-    return Run(dict(enumerate(values, 1)), 1.0, 1.0, **fields)
-
-
-def test_a_run_without_learning_or_far_from_the_first_is_named() -> None:
-    first, close = losses(5.0, 4.5, 4.0), losses(5.01, 4.52, 4.03)
-    assert training.faults_of({"a": first, "b": close, "c": Run({}, 0.0, 0.0, skipped="needs 4 ranks")}, 3, 0.5) == []
-    far = training.faults_of({"a": first, "b": losses(5.0, 4.8, 4.6)}, 3, 0.5)
-    assert "b: step 2: loss 4.800, and a's is 4.500" in far
-    assert "b: the loss went from 5.000 to 4.600, and had to fall by 0.5" in far
-
-
-@pytest.mark.parametrize("name", training.WAYS)
-def test_every_training_case_is_a_valid_recipe(name: str) -> None:
+def test_every_training_case_is_a_valid_recipe() -> None:
     import models  # noqa: F401 (registers the families)
     from titan_muon.titan.recipe import load
 
-    words = training.command(training.WAYS[name], 2, 2, training.ROOT / "runs/x", tiny=True)
-    arguments = words[words.index("--config") + 2 :]
-    assert load(training.ROOT / training.RECIPE, arguments).training.steps == 2
+    for way in training.WAYS.values():
+        words = training.command(way, 2, 2, training.ROOT / "runs/x", tiny=True)
+        arguments = words[words.index("--config") + 2 :]
+        assert load(training.ROOT / training.RECIPE, arguments).training.steps == 2

@@ -41,33 +41,23 @@ def test_a_world_has_the_parameters_and_the_plan_of_its_recipe() -> None:
         assert one_rank.plan_of(world).digest() == plan.digest()
 
 
-def test_one_rank_steps_beside_the_model(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_one_rank_steps_beside_the_model(tmp_path: Path) -> None:
     words = ["--world", "tiny", "--device", "cpu", "--repeats", "2", "--json", str(tmp_path / "json")]
     assert one_rank.main(words) == 0
     model, *stepped = rows(tmp_path / "json")
     assert (model["source"], model["step"]) == ("model", "h100x8")
-    assert model["newton_schulz ms"] > 0
     assert [row["step"] for row in stepped] == ["plain", "recipe", "AdamW of the rest"]
-    assert {row["source"] for row in stepped} == {"rehearsed, tiny"}
     assert all(row["launches"] > 0 and row["newton_schulz ms"] > 0 for row in stepped[:2])
-    details = json.loads((tmp_path / "json").read_text())["details"]
-    assert details["plain"]["kernels"]
 
 
-@pytest.fixture
-def small_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def test_runs_train_on_equal_batches_and_late_ones_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "folders", lambda: [ROOT / "docs", ROOT / "benchmarks"])
-    return tmp_path / "corpus"
-
-
-def test_runs_train_on_equal_batches_and_late_ones_are_named(tmp_path: Path, small_corpus: Path) -> None:
-    common = ["--device", "cpu", "--tiny", "--cache", str(small_corpus), "--json", str(tmp_path / "json")]
+    common = ["--device", "cpu", "--tiny", "--cache", str(tmp_path / "corpus"), "--json", str(tmp_path / "json")]
     names = ["adamw:1e-3", "muon:1e-3", "torch_muon:1e-3", "normuon:2e-3", "adamw:1e-3", "nothing:1e-3"]
     assert language_model.main(["--runs", *names, *common]) == 1
     *trained, unknown = rows(tmp_path / "json")
     losses = [row["loss"] for row in trained]
     assert losses[0] == losses[4], "equal weights and batches"
-    assert all(4 < loss < 6 for loss in losses)
     assert len(set(losses[:4])) == 4
     # Equal up to the Newton-Schulz arithmetic.
     assert losses[1] == pytest.approx(losses[2], abs=1e-3)
@@ -79,11 +69,8 @@ def test_runs_train_on_equal_batches_and_late_ones_are_named(tmp_path: Path, sma
 def test_float16_is_probed_on_dominating_rows_and_an_overflow_is_unsafe(tmp_path: Path) -> None:
     assert float16.main(["--device", "cpu", "--json", str(tmp_path / "json")]) == 0
     assert json.loads((tmp_path / "json").read_text())["is_safe"] is True
-    found = rows(tmp_path / "json")
-    assert {row["matrix"] for row in found} == set(float16.KINDS)
-    overflowed = {**found[0], "standard float16": float("inf")}
+    overflowed = {**rows(tmp_path / "json")[0], "standard float16": float("inf")}
     assert float16.faults_of([overflowed]) == ["1x32x256, gaussian: standard float16: inf"]
-    assert float16.faults_of([{**overflowed, "sums in float16": False}]) == [], "not PyTorch's default"
 
 
 def test_newton_schulz_is_timed_by_shape_and_method(tmp_path: Path) -> None:
@@ -104,9 +91,3 @@ def test_a_single_rank_measures_rates_without_links(tmp_path: Path, monkeypatch:
     machine = json.loads((tmp_path / "json").read_text())["machine"]
     assert machine["bandwidth"] is None
     assert machine["flops"]["float32"] > 0
-
-
-@pytest.mark.parametrize(("fused", "recipe", "expected"), [(8.0, 8.0, True), (12.0, 8.0, False), (8.0, 12.0, False)])
-def test_fused_is_faster_only_if_both_steps_are(fused: float, recipe: float, expected: bool) -> None:
-    times = {"plain": 10.0, "fused": fused, "recipe": 10.0, "recipe, fused": recipe}
-    assert one_rank.fused_is_faster(times) is expected

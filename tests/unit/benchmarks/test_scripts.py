@@ -1,6 +1,7 @@
 """Scripts on small cases: sweeps, a soak test, finetuning, and a job of SLURM."""
 
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -60,17 +61,14 @@ def test_a_grid_has_every_recipe_and_value_seed_by_seed(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([DENSE, "muon.lr="], "write KEY=VALUE,VALUE"),
         ([DENSE, "muon.lrr=1"], "Did you mean muon.lr?"),
         ([DENSE, "muon.lr=1e-3,0.001"], "the same run as llama_muon muon.lr=1e-3"),
-        ([DENSE, "muon.lr=1", "muon.lr=2"], "muon.lr is set twice"),
         (
             [DENSE, "parallelism.tensor_parallel_degree=1,2", "--nproc", "1"],
             "takes a multiple of 2 processes, and this is 1 process",
         ),
-        (["muon.lr=1"], "name a recipe first"),
     ],
-    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
+    ids=["key", "twice", "ranks"],
 )
 def test_a_bad_sweep_is_refused_before_the_first_run(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
@@ -88,19 +86,13 @@ def test_a_sweep_continues_after_a_divergence_and_resumes(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     arguments = [DENSE, "muon.lr=1e30,1e-3", "training.seed=1", "--out", str(tmp_path / "out"), *small]
     assert sweep.main(arguments) == 1
-    printed = capsys.readouterr().out
-    assert "[1/2] llama_muon muon.lr=1e30 training.seed=1: failed: " in printed
-    assert "[2/2] llama_muon muon.lr=1e-3 training.seed=1: loss " in printed
+    assert "[1/2] llama_muon muon.lr=1e30 training.seed=1: failed: " in capsys.readouterr().out
     diverged, finished = json.loads((tmp_path / "out/sweep.json").read_text())["results"]
     assert "Lower the learning rates" in diverged["error"]
     assert (finished["error"], finished["tokens"], list(finished["val_loss"])) == (None, 256, ["4"])
     page = (tmp_path / "out/sweep.md").read_text()
     assert "| llama_muon | 1e30 | 0, 1 failed | - | - | - |" in page
     assert f"| llama_muon | 1e-3 | 1 | **{finished['val_loss']['4']:.3f}** |" in page
-    assert (tmp_path / "out/sweep.png").stat().st_size > 10_000
-    assert [path.name for path in (tmp_path / "runs/llama_muon").glob("*.log")] == [
-        "llama_muon_muon.lr=1e30_training.seed=1.log"
-    ]
 
     trained: list[str] = []
     train = sweep.train
@@ -119,14 +111,12 @@ def test_a_sweep_continues_after_a_divergence_and_resumes(
     assert sweep.main(arguments) == 1
     assert "was interrupted in" in capsys.readouterr().out
     assert trained == [run.name]
-    assert run.folder() == folder
     assert (folder / "metrics.jsonl").read_text().count('"loss"') == 4
     assert json.loads((tmp_path / "out/sweep.json").read_text())["results"][1]["val_loss"] == finished["val_loss"]
 
     # Data of a finished run is as good as its folder, but not for a recipe with another value.
     shutil.rmtree(tmp_path / "runs")
     trained.clear()
-    assert sweep.main([*arguments, "--dry-run"]) == 0
     assert sweep.main([DENSE, "muon.lr=1e-3", "training.seed=1", *arguments[3:]]) == 0
     assert trained == []
     assert sweep.main([DENSE, "muon.lr=1e-3", "training.seed=2", *arguments[3:]]) == 0
@@ -134,89 +124,24 @@ def test_a_sweep_continues_after_a_divergence_and_resumes(
 
 
 def test_a_run_trained_by_a_second_sweep_is_skipped(
-    tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also after the other sweep was killed, while its process goes on."""
     (run,) = sweep.plan([DENSE], ["muon.lr=1"], small, 1)
-    goes_on = tmp_path / "goes on"
-    goes_on.touch()
-    # At most four seconds, if the sweep waits for its end.
-    wait = f"for _ in range(200): time.sleep(0.02 * os.path.exists({str(goes_on)!r}))"
-    code = f"import os, time\nprint('ready', flush=True)\n{wait}"
-    monkeypatch.setattr(sweep.Run, "command", lambda run, folder: [sys.executable, "-c", code])
-    if (other := os.fork()) == 0:
-        sweep.train(run, None, lambda *of: os._exit(0))
-    os.waitpid(other, 0)
-    arguments = [DENSE, "muon.lr=1", "--out", str(tmp_path / "out"), *small]
-    try:
-        assert sweep.main(arguments) == 1
-        assert f"muon.lr=1: failed: another process trains this run ({run.log})" in capsys.readouterr().out
-    finally:
-        goes_on.unlink()
-    # The kernel releases the lock at the end of the process.
-    with run.log.open() as log:
+    run.log.parent.mkdir(parents=True)
+    with run.log.open("w") as log:
         fcntl.flock(log, fcntl.LOCK_EX)
-    assert sweep.main(arguments) == 1
-    assert "ended before its last step" in capsys.readouterr().out
-
-
-FAKE_TRAIN = """
-import json, os, sys
-from pathlib import Path
-from titan_muon.titan.recipe import load, to_toml
-
-recipe = load(sys.argv[2], sys.argv[3:])
-folder = Path(recipe.dump_folder, recipe.name, "20260101-000000")
-if os.environ["RANK"] == "0":
-    folder.mkdir(parents=True)
-    (folder / "recipe.toml").write_text(to_toml(recipe))
-    (folder / "optimizers.txt").write_text(f"parameters on {os.environ['WORLD_SIZE']} ranks")
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "loss": 2.5, "val_loss": 2.25, "tokens": 256}))
-print("rank", os.environ["RANK"])
-"""
-
-
-@pytest.mark.slow
-def test_runs_of_several_processes_are_started_by_torchrun(
-    tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "train.py").write_text(FAKE_TRAIN)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(sweep, "ROOT", tmp_path)
-    monkeypatch.setattr(sweep, "write_report", lambda folder, header, results: f"{header.processes} processes")
-    small[small.index("--training.global_batch_size") + 1] = "2"
-    watched: list[str] = []
-    monkeypatch.setattr(sweep.Progress, "watch", lambda self, run, line: watched.append(line))
-    assert sweep.main([DENSE, "muon.lr=1e-3", "--nproc", "2", *small]) == 0, watched
-    assert sorted(line for line in watched if line.startswith("rank")) == ["rank 0\n", "rank 1\n"]
-    assert "muon.lr=1e-3: loss 2.2500" in capsys.readouterr().out
-    # A run on two processes is no run on one.
-    alone, both = (sweep.plan([DENSE], ["muon.lr=1e-3"], small, nproc)[0].folder() for nproc in (1, 2))
-    assert alone is None
-    assert both is not None
+        assert sweep.main([DENSE, "muon.lr=1", "--out", str(tmp_path / "out"), *small]) == 1
+    assert f"muon.lr=1: failed: another process trains this run ({run.log})" in capsys.readouterr().out
 
 
 def results(recipe: str, best: float) -> list[Result]:
     """Two seeds at three rates; the loss is least at the rate `best`."""
-
-    def curve(rate: float, seed: int, steps: range) -> dict[float, float]:
-        return {step: 3 / step + abs(math.log10(rate / best)) + 0.1 * seed for step in steps}
-
-    return [
-        Result(
-            recipe,
-            {},
-            {"muon.lr": str(rate)},
-            {"training.seed": str(seed)},
-            None,
-            8,
-            0.1 + 0.02 * seed,
-            curve(rate, seed, range(1, 21)),
-            curve(rate, seed, range(5, 21, 5)),
-        )
-        for seed in (0, 1)
-        for rate in (1e-3, 1e-2, 1e-1)
-    ]
+    found = []
+    for rate, seed in itertools.product((1e-3, 1e-2, 1e-1), (0, 1)):
+        losses = {step: 3 / step + abs(math.log10(rate / best)) + 0.1 * seed for step in range(5, 21, 5)}
+        keys = {"muon.lr": str(rate)}, {"training.seed": str(seed)}
+        found.append(Result(recipe, {}, *keys, None, 8, 0.1 + 0.02 * seed, losses, losses))
+    return found
 
 
 def test_a_report_has_means_over_seeds_and_the_best_rate_of_every_recipe(tmp_path: Path) -> None:
@@ -225,14 +150,7 @@ def test_a_report_has_means_over_seeds_and_the_best_rate_of_every_recipe(tmp_pat
     assert "| a | 0.01 | 2 | **0.200 ± 0.071** | 0.200 ± 0.071 | 0.110 ± 0.014 |" in text
     assert "| b | 0.1 | 2 | **0.200 ± 0.071** |" in text
     assert text.count("**") == 4
-    groups = sweep_report.settings([*results("a", 1e-2), *results("b", 1e-1)])
-    curves, rates = sweep_report.picture(groups).axes
-    assert [text.get_text() for text in curves.get_legend().get_texts()] == [
-        "a muon.lr=0.01 (2 seeds)",
-        "b muon.lr=0.1 (2 seeds)",
-    ]
-    assert len(curves.collections) == 2, "a band for each curve"
-    assert rates.get_xscale() == "log"
+    assert (tmp_path / "sweep.png").is_file()
 
 
 @pytest.mark.slow
@@ -250,16 +168,12 @@ def test_a_killed_run_has_the_losses_of_an_undisturbed_run(tmp_path: Path, capsy
     assert len(list(killed.rglob("metrics.jsonl"))) == 1, "a restart continues in the folder of the run"
 
 
-def observed(steps: int, growth: float = 0.0) -> soak.Soak:
-    memory = {step: [1000 * (1 + growth * step / steps)] * 2 for step in range(1, steps + 1)}
-    return soak.Soak(losses={step: 1 / step for step in range(1, steps + 1)}, memory=memory, code=0)
-
-
 def test_different_losses_memory_growth_and_exit_codes_are_problems_of_a_soak() -> None:
-    assert soak.problems(observed(400), observed(300), 100) == []
-    other = observed(400)
-    other.losses, other.code = {**other.losses, 7: 0.5}, 1
-    ended, differ, grows = soak.problems(observed(400, 0.1), other, 100)
+    losses = {step: 1 / step for step in range(1, 401)}
+    sound = soak.Soak(losses, {step: [1000.0] * 2 for step in losses}, 0)
+    assert soak.problems(sound, sound, 100) == []
+    growing = soak.Soak(losses, {step: [1000 + step / 4] * 2 for step in losses}, 0)
+    ended, differ, grows = soak.problems(growing, soak.Soak(losses | {7: 0.5}, sound.memory, 1), 100)
     assert ended == "the killed run ended with exit code 1"
     assert differ.startswith("1 of 400 losses differ, the first in step 7")
     assert grows.startswith("memory grows by")
@@ -293,6 +207,4 @@ def test_slurm_starts_a_torchrun_per_node_and_continues_a_named_run(tmp_path: Pa
     trained = ["train.py", "--config", "recipe.toml", "--name", "recipe-20003", "--checkpoint.load", "latest"]
     assert words[-9:] == [*trained, "--training.steps", "5"]
     assert "recipe-17" in slurm(tmp_path, "folder/recipe.toml", RUN="17").stdout.split()
-    without = slurm(tmp_path)
-    assert without.returncode == 2
-    assert "usage: sbatch" in without.stderr
+    assert slurm(tmp_path).returncode == 2, "without a recipe"

@@ -1,14 +1,13 @@
 """Documents packed back to back into blocks of equal length."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from titan_muon.titan.data.corpus import Corpus
 
 
-@dataclass(frozen=True)
-class TokenBlock:
+class TokenBlock(NamedTuple):
     """Three int64 arrays of shape (seq_len,)."""
 
     inputs: np.ndarray
@@ -16,8 +15,7 @@ class TokenBlock:
     positions: np.ndarray  # from 0 in the block and in every document, which marks documents for attention
 
 
-@dataclass(frozen=True)
-class _Epoch:
+class _Epoch(NamedTuple):
     number: int
     documents: np.ndarray  # in reading order
     ends: np.ndarray  # of each document's predictions, in the epoch's stream
@@ -36,7 +34,7 @@ class TokenBlocks:
         self._documents = documents
         self.seq_len = seq_len
         self._seed = seed
-        self._predictions = corpus.predictions[documents]
+        self._predictions = corpus.tokens[documents] - 1  # all tokens of a document but the first
         self.tokens = int(self._predictions.sum())
         self.per_epoch = self.tokens // seq_len
         self._epoch = self._read_order(0)

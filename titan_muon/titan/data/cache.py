@@ -1,22 +1,21 @@
-"""Rows that one process makes and all processes map into memory. `datasets` caches and locks. No collectives."""
+"""Rows that one process makes and all processes map into memory. No collectives."""
 
 import hashlib
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, Features, Value, disable_progress_bars
-from datasets.exceptions import DatasetGenerationError
+import pyarrow
 from filelock import FileLock
-from pyarrow import ChunkedArray
 from torchtitan.tools.logging import logger
 
 from titan_muon.titan.recipe import RecipeError
 
 ROWS_IN_MEMORY = 100
 """A row may be the tokens of a book."""
-Rows = Callable[[], Iterator[dict[str, Any]]]
+Rows = Iterator[dict[str, Any]]
 
 
 def digest(*parts: str) -> str:
@@ -29,45 +28,42 @@ def digest(*parts: str) -> str:
     return state.hexdigest()
 
 
-def cached(cache: str, name: str, rows: Rows, types: Mapping[str, str]) -> dict[str, ChunkedArray]:
-    """Columns of `rows`, memory-mapped from the folder `cache`. `name` identifies their content, `types` their columns.
+def cached(cache: str, name: str, rows: Rows, types: Mapping[str, str]) -> pyarrow.Table:
+    """Table of `rows`, memory-mapped from the folder `cache`. `name` identifies the content, `types` the columns.
 
-    One process of each folder runs `rows`, and the others wait. If `rows` raises, the next process tries. Damaged files
-    are made again. Raises RecipeError if the folder cannot be written or locked.
+    One process reads `rows`, a generator, and the others wait. If `rows` raises, the next process tries. A damaged
+    file is made again, and a complete file needs no writable folder. Raises RecipeError if the folder cannot be
+    written or locked.
     """
-    folder = Path(cache, name)
+    file = Path(cache, f"{name}.arrow")
+    if (table := _mapped(file)) is not None:
+        return table
     try:
-        try:
-            return _read(folder, rows, types)
-        except DatasetGenerationError:
-            raise
-        except Exception:  # the libraries raise any error for a damaged file
-            with FileLock(f"{folder}.lock"):
-                return _repaired(folder, rows, types)
-    except (DatasetGenerationError, NotImplementedError, OSError) as error:
-        cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
-        if isinstance(cause, NotImplementedError | OSError):
-            problem = f"data.cache = {cache!r} cannot be written or locked: {cause}"
-            raise RecipeError(f"{problem}. Name another folder, on a local disk.") from error
-        # The error of `rows` itself.
-        raise (error if cause is None else cause) from None
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{file}.lock"):
+            # Another process may have made the file.
+            if (table := _mapped(file)) is None:
+                _write(file.with_suffix(".partial"), rows, pyarrow.schema(types))
+                os.replace(file.with_suffix(".partial"), file)
+                table = _mapped(file)
+    except (NotImplementedError, OSError) as error:
+        problem = f"data.cache = {cache!r} cannot be written or locked: {error}"
+        raise RecipeError(f"{problem}. Name another folder, on a local disk.") from error
+    return table
 
 
-def _read(folder: Path, rows: Rows, types: Mapping[str, str]) -> dict[str, ChunkedArray]:
-    features = Features({column: Value(kind) for column, kind in types.items()})
-    disable_progress_bars()
-    options: dict[str, Any] = {"fingerprint": folder.name, "writer_batch_size": ROWS_IN_MEMORY}
-    table = Dataset.from_generator(rows, features=features, cache_dir=str(folder), **options).data
-    return {column: table.column(column) for column in types}
-
-
-def _repaired(folder: Path, rows: Rows, types: Mapping[str, str]) -> dict[str, ChunkedArray]:
+def _mapped(file: Path) -> pyarrow.Table | None:
+    """The table of a complete file, or None."""
+    if not file.exists():
+        return None
     try:
-        # Another process may have made the files again.
-        return _read(folder, rows, types)
-    except DatasetGenerationError:
-        raise
-    except Exception as error:
-        logger.warning("The cache at %s is damaged (%s) and is made again", folder, error)
-        shutil.rmtree(folder)
-        return _read(folder, rows, types)
+        return pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).read_all()
+    except (pyarrow.ArrowException, OSError) as error:
+        logger.warning("The cache at %s is damaged (%s) and is made again", file, error)
+        return None
+
+
+def _write(file: Path, rows: Rows, schema: pyarrow.Schema) -> None:
+    with pyarrow.ipc.new_file(file, schema) as writer:
+        while batch := list(islice(rows, ROWS_IN_MEMORY)):
+            writer.write(pyarrow.RecordBatch.from_pylist(batch, schema))

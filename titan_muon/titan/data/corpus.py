@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +30,8 @@ class DocumentTokenizer(Protocol):
 
     def get_vocab_size(self) -> int: ...
 
+    def __hash__(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -44,37 +47,15 @@ class Corpus:
         """Tokens of a document, read-only."""
         return np.frombuffer(self.ids[number].as_buffer(), dtype=self.dtype)
 
-    @property
-    def predictions(self) -> np.ndarray:
-        """int64: predicted tokens per document, all but the first."""
-        return self.tokens - 1
 
-
-class CorpusSource:
-    """Opens the corpus of documents at first use."""
-
-    def __init__(self, documents: Documents) -> None:
-        self.documents = documents
-        # TorchTitan's validator builds a loader for each validation.
-        self._opened: Corpus | None = None
-
-    def to_dict(self) -> dict[str, object]:
-        return self.documents.to_dict()
-
-    def open(self, tokenizer: DocumentTokenizer) -> Corpus:
-        """Corpus under `tokenizer`. Raises RecipeError for bad `[data]`."""
-        name = digest(_FORMAT, self.documents.digest, tokenizer.fingerprint)
-        if self._opened is None or self._opened.digest != name:
-            dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32)
-            columns = cached(
-                self.documents.data.cache,
-                f"corpus-{name}",
-                lambda: _tokenize(self.documents, tokenizer, dtype),
-                _COLUMNS,
-            )
-            tokens, text_bytes = columns["tokens"].to_numpy(), columns["text_bytes"].to_numpy()
-            self._opened = Corpus(columns["ids"], dtype, tokens, text_bytes, name)
-        return self._opened
+@lru_cache(maxsize=2)  # TorchTitan's validator builds a loader for each validation
+def open_corpus(documents: Documents, tokenizer: DocumentTokenizer) -> Corpus:
+    """Corpus of documents under `tokenizer`. Raises RecipeError for bad `[data]`."""
+    name = digest(_FORMAT, documents.digest, tokenizer.fingerprint)
+    dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32)
+    rows = _tokenize(documents, tokenizer, dtype)
+    table = cached(documents.data.cache, f"corpus-{name}", rows, _COLUMNS)
+    return Corpus(table["ids"], dtype, table["tokens"].to_numpy(), table["text_bytes"].to_numpy(), name)
 
 
 def _tokenize(documents: Documents, tokenizer: DocumentTokenizer, dtype: np.dtype) -> Iterator[dict[str, Any]]:

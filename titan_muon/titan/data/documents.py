@@ -5,13 +5,15 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pyarrow import ArrowException
+from pyarrow.parquet import ParquetFile
 
 from titan_muon.titan.data.cache import cached, digest
 from titan_muon.titan.recipe import RecipeError
@@ -43,20 +45,21 @@ class TextFile:
         """UTF-8 bytes of each non-empty document. Raises RecipeError for an unreadable file."""
         if self.path.suffix in COMPRESSED:
             raise RecipeError(f"data.files: {self.path} is compressed; decompress it, and name the text file")
-        read = {".jsonl": self._json_rows, ".parquet": self._parquet_rows}.get(self.path.suffix, self._whole)
         try:
-            yield from filter(None, read())
-        except OSError as error:
-            raise RecipeError(f"data.files: {str(self.path)!r} cannot be read: {error.strerror or error}") from error
+            if self.path.suffix in (".jsonl", ".parquet"):
+                rows = self._json_rows() if self.path.suffix == ".jsonl" else self._parquet_rows()
+                yield from (text.encode("utf-8", errors="replace") for text in rows if text)
+            elif content := self.path.read_bytes():
+                yield content
+        except (OSError, ArrowException) as error:
+            problem = getattr(error, "strerror", None) or error
+            raise RecipeError(f"data.files: {str(self.path)!r} cannot be read: {problem}") from error
 
     def texts(self) -> Iterator[str]:
         """Text of each document; bytes outside of UTF-8 become U+FFFD."""
         return (content.decode("utf-8", errors="replace") for content in self.contents())
 
-    def _whole(self) -> Iterator[bytes]:
-        yield self.path.read_bytes()
-
-    def _json_rows(self) -> Iterator[bytes]:
+    def _json_rows(self) -> Iterator[str]:
         with self.path.open(encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
@@ -70,34 +73,21 @@ class TextFile:
                     raise RecipeError(f"{place}: not JSON: {error}") from error
                 if not isinstance(row, dict):
                     raise RecipeError(f"{place} is of type {type(row).__name__}; a row is an object with text")
-                if self.key not in row:
-                    raise RecipeError(f"{place} has no field data.text_key = {self.key!r}; it has {', '.join(row)}")
-                if not isinstance(row[self.key], str):
-                    value = json.dumps(row[self.key])
-                    raise RecipeError(
-                        f"{place}: {self.key!r} (data.text_key) is {value[:40]}, not text; remove the row"
-                    )
-                yield row[self.key].encode("utf-8", errors="replace")
+                self._check_field(place, row)
+                if not isinstance(text := row[self.key], str):
+                    problem = f"{self.key!r} (data.text_key) is {json.dumps(text)[:40]}, not text; remove the row"
+                    raise RecipeError(f"{place}: {problem}")
+                yield text
 
-    def _parquet_rows(self) -> Iterator[bytes]:
-        try:
-            from pyarrow import ArrowException
-            from pyarrow.parquet import ParquetFile
-        except ImportError as error:
-            raise RecipeError(f"data.files: {self.path} needs pyarrow, which is not installed") from error
-        try:
-            table = ParquetFile(self.path)
-            names = table.schema_arrow.names
-            if self.key not in names:
-                fields = ", ".join(names)
-                raise RecipeError(
-                    f"data.files: {self.path} has no column data.text_key = {self.key!r}; it has {fields}"
-                )
-            for batch in table.iter_batches(columns=[self.key]):
-                for text in batch.column(0).to_pylist():
-                    yield b"" if text is None else str(text).encode("utf-8", errors="replace")
-        except ArrowException as error:
-            raise RecipeError(f"data.files: {self.path} cannot be read: {error}") from error
+    def _parquet_rows(self) -> Iterator[str]:
+        table = ParquetFile(self.path)
+        self._check_field(f"data.files: {self.path}", table.schema_arrow.names)
+        for batch in table.iter_batches(columns=[self.key]):
+            yield from (str(text) for text in batch.column(0).to_pylist() if text is not None)
+
+    def _check_field(self, place: str, names: Collection[str]) -> None:
+        if self.key not in names:
+            raise RecipeError(f"{place} has no field data.text_key = {self.key!r}; it has {', '.join(names)}")
 
 
 @dataclass(frozen=True)
@@ -184,9 +174,9 @@ class Documents:
         # Named by sizes and times, so that other ranks and later starts read no text.
         times = (f"{file.path}\0{file.size}\0{file.path.stat().st_mtime_ns}" for file in self.all)
         name = f"documents-{digest(_FORMAT, _INDEX, self.data.source, self.data.text_key, *times)}"
-        columns = cached(self.data.cache, name, self._hashes, _COLUMNS)
-        hashes = np.frombuffer(b"".join(columns["hash"].to_pylist()), dtype="<u8").reshape(-1, 2)
-        return _Index(columns["file"].to_numpy(), hashes, columns["hardly_text"].to_numpy())
+        table = cached(self.data.cache, name, self._hashes(), _COLUMNS)
+        hashes = np.frombuffer(b"".join(table["hash"].to_pylist()), dtype="<u8").reshape(-1, 2)
+        return _Index(table["file"].to_numpy(), hashes, table["hardly_text"].to_numpy())
 
     def _hashes(self) -> Iterator[dict[str, Any]]:
         hashed = b""
@@ -225,11 +215,9 @@ def _python_files() -> dict[str, Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     sources: dict[str, Path] = {}
     for folder, folders, files in os.walk(root):
-        folders[:] = [f for f in folders if f not in ("site-packages", "dist-packages", "__pycache__")]
-        for file in files:
-            path = Path(folder, file)
-            if path.suffix == ".py" and path.is_file():
-                sources[path.relative_to(root).as_posix()] = path
+        folders[:] = set(folders) - {"site-packages", "dist-packages", "__pycache__"}
+        paths = (Path(folder, file) for file in files if file.endswith(".py"))
+        sources |= {path.relative_to(root).as_posix(): path for path in paths if path.is_file()}
     if not sources:
         raise RecipeError(f"data.source = 'python': no .py file in {root}; use data.source = 'files' and data.files")
     return sources
@@ -244,10 +232,13 @@ def _matched_files(patterns: tuple[str, ...]) -> dict[str, Path]:
         expanded = os.path.expanduser(pattern)
         if os.path.isdir(expanded):
             matches = [path for path in _below(expanded) if path.endswith(FORMATS)]
+            problem = f"the folder {pattern!r} has no file of {', '.join(FORMATS)}"
+            remedy = f". Name other files by a pattern, as {os.path.join(pattern, '**', '*.py')!r}"
         else:
             matches = [path for path in glob.glob(expanded, recursive=True) if os.path.isfile(path)]
+            problem, remedy = f"{pattern!r} matches no file", f" (seen from {os.getcwd()})"
         if not matches:
-            raise RecipeError(f"data.files: {_unmatched(pattern)}")
+            raise RecipeError(f"data.files: {problem}{remedy}")
         # Patterns or links may match a file twice, to be trained on and held out.
         files.update(Path(match).resolve() for match in matches)
     root = Path(os.path.commonpath([path.parent for path in files]))
@@ -258,16 +249,6 @@ def _below(folder: str) -> list[str]:
     """Files of a folder and its folders, in order, without hidden ones."""
     paths = glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True)
     return sorted(path for path in paths if os.path.isfile(path))
-
-
-def _unmatched(pattern: str) -> str:
-    if not os.path.isdir(folder := os.path.expanduser(pattern)):
-        return f"{pattern!r} matches no file (seen from {os.getcwd()})"
-    known = ", ".join(FORMATS)
-    if not (paths := _below(folder)):
-        return f"the folder {pattern!r} has no file; it takes files of {known}"
-    every = os.path.join(pattern, "**", f"*{Path(paths[0]).suffix}")
-    return f"the folder {pattern!r} has no file of {known}. Write {every!r} to read each such file as a document"
 
 
 def _named(paths: list[str]) -> str:

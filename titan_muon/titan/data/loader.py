@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from titan_muon.titan.data.blocks import TokenBlock, TokenBlocks
 from titan_muon.titan.data.cache import digest
-from titan_muon.titan.data.corpus import CorpusSource, DocumentTokenizer
+from titan_muon.titan.data.corpus import DocumentTokenizer, open_corpus
 from titan_muon.titan.data.documents import Documents
 from titan_muon.titan.data.tokenizers import BYTES, MARKS, BPETokenizer, ByteTokenizer, PretrainedTokenizer
 from titan_muon.titan.device import pins_batches
@@ -29,7 +29,7 @@ class PackedDataLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        corpus: CorpusSource
+        documents: Documents
         validation: bool = False
         """Read the held-out documents once, in order, from the start in every iteration."""
         sequences: int = -1
@@ -51,27 +51,32 @@ class PackedDataLoader(BaseDataLoader):
         snapshot_every_n_steps: int | None = None,
     ) -> None:
         """Raises RecipeError if the text is shorter than a block."""
-        documents, corpus = config.corpus.documents, config.corpus.open(tokenizer)
-        data, side = documents.data, documents.validation if config.validation else documents.training
-        self._blocks = TokenBlocks(corpus, side, seq_len, seed=None if config.validation else data.seed)
+        documents, corpus = config.documents, open_corpus(config.documents, tokenizer)
+        data, held_out = documents.data, config.validation
+        numbers = documents.validation if held_out else documents.training
+        self._blocks = TokenBlocks(corpus, numbers, seq_len, seed=None if held_out else data.seed)
+        self.available = self._blocks.per_epoch
+        if self.available < 1:
+            side, remedy = "training", "Add text or lower training.seq_len."
+            if held_out:
+                side = "held-out"
+                remedy = "Raise data.validation_fraction, lower training.seq_len, or set validator.enable = false."
+            raise RecipeError(f"The {side} text has no block of training.seq_len = {seq_len} tokens. {remedy}")
         # Ranks read a single stream in turns, so that a run resumes on any number of ranks.
         self._batch = local_batch_size
         self._first = dp_rank * local_batch_size
         self._stride = dp_world_size * local_batch_size
         self._read = 0
-        self._rewinds = config.validation
-        self.available = self._blocks.per_epoch
+        self._rewinds = held_out
         self._documents = documents
         # End of the single pass; None: endless epochs.
         self._end: int | None = None
-        if config.validation or not config.infinite:
+        if held_out or not config.infinite:
             self._end = self.available if config.sequences == -1 else min(config.sequences, self.available)
         # Equal on every rank, so that none waits in a collective for ever. Filler blocks pad the last batches.
         whole = math.lcm(self._stride, config.multiple)
         self.batches = None if self._end is None else -(-self._end // whole) * (whole // self._stride)
         self.fingerprint = digest(corpus.digest, str(data.validation_fraction), str(data.seed), str(seq_len))
-        if self.available < 1:
-            raise RecipeError(_too_short(config.validation, self._blocks))
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """({"input", "positions"}, labels), each int64 (local_batch_size, seq_len); pinned with CUDA."""
@@ -122,19 +127,17 @@ class PackedDataLoader(BaseDataLoader):
 
     def _make_batch(self, numbers: range) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         blocks = [self._block(number) for number in numbers]
-        inputs, positions, labels = (
-            torch.from_numpy(np.stack([getattr(block, name) for block in blocks]))
-            for name in ("inputs", "positions", "labels")
-        )
+        arrays = (np.stack(part) for part in zip(*blocks, strict=True))
+        inputs, labels, positions = map(torch.from_numpy, arrays)
         if pins_batches():
-            inputs, positions, labels = (tensor.pin_memory() for tensor in (inputs, positions, labels))
+            inputs, labels, positions = (tensor.pin_memory() for tensor in (inputs, labels, positions))
         return {"input": inputs, "positions": positions}, labels
 
     def _block(self, number: int) -> TokenBlock:
         if self._end is None or number < self._end:
             return self._blocks[number]
         filler = self._blocks[0]
-        return replace(filler, labels=np.full_like(filler.labels, NOT_COUNTED))
+        return filler._replace(labels=np.full_like(filler.labels, NOT_COUNTED))
 
 
 def tokenizer_config(data: Data) -> BaseTokenizer.Config:
@@ -153,10 +156,13 @@ def dataloader_config(data: Data, *, validation: bool = False) -> BaseDataLoader
     Raises RecipeError for an unknown `data.dataset`, and for validation without held-out text.
     """
     if data.source == "hf":
-        return _hf_dataloader_config(data, validation)
+        # The dataset library takes seconds to import.
+        from titan_muon.titan.data.hf import loader_config
+
+        return loader_config(data, validation=validation)
     if validation and data.validation_fraction == 0:
         raise RecipeError("data.validation_fraction = 0 holds nothing out; raise it, or set validator.enable = false")
-    return PackedDataLoader.Config(dataset=data.source, corpus=CorpusSource(Documents(data)), validation=validation)
+    return PackedDataLoader.Config(dataset=data.source, documents=Documents(data), validation=validation)
 
 
 def vocab_size(data: Data) -> int | None:
@@ -168,42 +174,11 @@ def bytes_per_token(config: BaseDataLoader.Config, tokenizer: DocumentTokenizer,
     """UTF-8 bytes per predicted token in a loader's sequences; None for source `hf`."""
     if not isinstance(config, PackedDataLoader.Config):
         return None
-    documents, corpus = config.corpus.documents, config.corpus.open(tokenizer)
+    documents, corpus = config.documents, open_corpus(config.documents, tokenizer)
     side = documents.validation if config.validation else documents.training
     # The loss counts closing marks, which have no bytes. A cut document counts in proportion to its tokens.
-    ends = np.cumsum(corpus.predictions[side])
+    ends = np.cumsum(corpus.tokens[side] - 1)
     sequences = ends[-1] // seq_len if config.sequences == -1 else config.sequences
     predicted = min(sequences * seq_len, ends[-1])
     read = np.interp(predicted, [0, *ends], [0, *np.cumsum(corpus.text_bytes[side])])
     return float(read / predicted)
-
-
-def _too_short(validation: bool, blocks: TokenBlocks) -> str:
-    has = f"text has {blocks.per_epoch} blocks of training.seq_len = {blocks.seq_len},"
-    if not validation:
-        return f"The training {has} too few. Add text or lower training.seq_len."
-    return (
-        f"The held-out {has} too few for a validation. Raise data.validation_fraction, lower training.seq_len, or set "
-        "validator.enable = false."
-    )
-
-
-def _hf_dataloader_config(data: Data, validation: bool) -> BaseDataLoader.Config:
-    # The dataset library takes seconds to import.
-    from titan_muon.titan.data.hf import DATASETS, HFTextLoader
-
-    name = f"{data.dataset}_validation" if validation else data.dataset
-    if data.dataset not in DATASETS:
-        raise RecipeError(f"data.dataset = {data.dataset!r}: TorchTitan knows {', '.join(sorted(DATASETS))}")
-    if name not in DATASETS:
-        raise RecipeError(
-            f"data.dataset = {data.dataset!r}: TorchTitan has no {name!r} to validate on; set validator.enable = false"
-        )
-    return HFTextLoader.Config(
-        dataset=name,
-        dataset_path=data.dataset_path,
-        num_workers=data.num_workers,
-        prefetch_factor=data.prefetch_factor,
-        persistent_workers=data.persistent_workers,
-        pin_memory=data.pin_memory,
-    )

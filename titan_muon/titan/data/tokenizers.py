@@ -88,13 +88,9 @@ class BPETokenizer(_MarkedTokenizer):
         super().__init__(data.vocab_size)
         # Merges from held-out text would lower the validation loss.
         key = digest(config.documents.digest, repr(data.validation_fraction), str(data.vocab_size))
-        columns = cached(
-            data.cache,
-            f"bpe-{key}",
-            lambda: _trained_bpe(config.documents, data.vocab_size),
-            {"tokenizer": "string"},
-        )
-        self._bpe = Tokenizer.from_str(columns["tokenizer"][0].as_py())
+        rows = _train_bpe(config.documents, data.vocab_size)
+        table = cached(data.cache, f"bpe-{key}", rows, {"tokenizer": "string"})
+        self._bpe = Tokenizer.from_str(table["tokenizer"][0].as_py())
         self.fingerprint = digest("bpe", self._bpe.to_str(), str(data.vocab_size))
 
     def _encode(self, text: str) -> list[int]:
@@ -148,25 +144,19 @@ class PretrainedTokenizer(HuggingFaceTokenizer):
         return max(self.get_vocab().values()) + 1
 
 
-def _trained_bpe(documents: Documents, vocab_size: int) -> Iterator[dict[str, str]]:
+def _train_bpe(documents: Documents, vocab_size: int) -> Iterator[dict[str, str]]:
     logger.info("Training a BPE tokenizer of %d tokens on %d documents", vocab_size, len(documents.training))
     began = time.monotonic()
-    bpe = _train_bpe(documents.training_texts(), vocab_size - MARKS)
-    yield {"tokenizer": bpe.to_str()}
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    # The alphabet has every byte, so every text can be encoded.
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - MARKS, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(documents.training_texts(), trainer)
     logger.info("Trained in %.1f s, cached in %s", time.monotonic() - began, documents.data.cache)
     learned = bpe.get_vocab_size() + MARKS
     if learned < vocab_size:
         message = "data.vocab_size = %d: the text has only %d distinct tokens to learn; the other ids stay unused"
         logger.warning(message, vocab_size, learned)
-
-
-def _train_bpe(texts: Iterable[str], tokens: int) -> Tokenizer:
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    # The alphabet has every byte, so every text can be encoded.
-    trainer = trainers.BpeTrainer(
-        vocab_size=tokens, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[], show_progress=False
-    )
-    bpe.train_from_iterator(texts, trainer)
-    return bpe
+    yield {"tokenizer": bpe.to_str()}

@@ -25,15 +25,11 @@ def compare(alternatives: Sequence[Alternative], world_size: int | None, device:
         machine = parts[0].machine.name
         fits, seconds = all(part.verdict.fits for part in parts), max(part.verdict.seconds for part in parts)
         rows.append((not fits, seconds, _row(alternative.name, parts)))
-    cells = [list(COLUMNS), *(row for *_, row in sorted(rows, key=lambda item: item[:2]))]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(COLUMNS))]
     yield f"alternatives on {machine}, modelled; the fastest that fits first"
-    for row in cells if rows else ():
-        first, *others = (
-            cell.ljust(width) if not i else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join([first, *others])
+    cells = [list(COLUMNS), *(row for *_, row in sorted(rows, key=lambda item: item[:2]))] if rows else []
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for name, *numbers in cells:
+        yield "  ".join([name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])])
     yield from refused
 
 

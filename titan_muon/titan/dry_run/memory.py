@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from titan_muon.adam import AVERAGES, BATCH_BYTES
 from titan_muon.algorithms import algorithm_of
-from titan_muon.options import MuonOptions, Offload
+from titan_muon.options import MuonOptions
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary
-from titan_muon.plan.owned.ownership import OwnedTotals
-from titan_muon.plan.search.state import state_elements
+from titan_muon.plan.search.owners import state_elements
+from titan_muon.plan.search.ownership import OwnedTotals
 from titan_muon.state.host import TRANSFERS_AT_ONCE, host_bytes
 from titan_muon.state.matrix_states import state_bytes
 from titan_muon.state.momentum import momentum_bytes
@@ -51,53 +51,52 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A parameter on a rank."""
+class OffloadedParameter:
+    """Bytes of a parameter on a rank, in host memory if the recipe offloads."""
 
     optimizer: str
     bytes: int
     itemsize: int
-    states: tuple[int, ...]  # bytes of each
-
-    def moved(self, offload: Offload) -> int:
-        return sum(self.states) + (2 * self.bytes if offload == "parameters" else 0)
+    states: tuple[int, ...]
 
 
 def memory_per_rank(
     meta: MetaModel, summary: Summary | None, loads: Mapping[int, OwnedTotals], recipe: Recipe, device: str
 ) -> Memory:
     """Upper bound of the fullest rank's memory. `device`: type of device to plan for."""
-    # The fullest owner may be another rank than the first, with the largest shards.
-    fullest = max(loads, key=lambda rank: loads[rank].bytes, default=0)
-    elements = {name: _elements(parameter, fullest) for name, parameter in meta.parameters.items()}
-    items = list(_held(meta, elements, _kept(meta, elements, recipe), recipe))
-    offload = offload_of(recipe)
+    items, offload = list(_parameters(meta, loads, recipe)), offload_of(recipe)
     parameters, states = [item.bytes for item in items], [size for item in items for size in item.states]
-    on_device, pinned_parameters = sum(parameters), 0
-    states_on_device, pinned_states = sum(states), 0
+    on_device, states_on_device, pinned_parameters, pinned_states = sum(parameters), sum(states), 0, 0
     if offload != "none":
-        pinned_states = sum(host_bytes(size, device) for size in states)
         states_on_device = _window_bytes(items, summary, recipe)
+        pinned_states = sum(host_bytes(size, device) for size in states)
     if offload == "parameters":
         on_device, pinned_parameters = 0, sum(host_bytes(size, device) for size in parameters)
     if meta.plan is not None:
         algorithm = algorithm_of(MuonOptions(algorithm=recipe.muon.algorithm))
         states_on_device += max(state_bytes(meta.plan, algorithm.states).values(), default=0)
-    uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", "adamw"})
-    step = (0, 0) if summary is None else (summary.buffer_bytes_max, summary.work_bytes_max)
-    # FSDP2's gradients have the dtype and the shards of the parameters.
-    host = (pinned_parameters, pinned_parameters, pinned_states)
-    return Memory(on_device, on_device, states_on_device, *step, *host, tuple(uncounted))
+    return Memory(
+        parameters=on_device,
+        # FSDP2's gradients have the dtype and the shards of the parameters.
+        gradients=on_device,
+        optimizer_states=states_on_device,
+        exchange_buffers=0 if summary is None else summary.buffer_bytes_max,
+        orthogonalization=0 if summary is None else summary.work_bytes_max,
+        host_parameters=pinned_parameters,
+        host_gradients=pinned_parameters,
+        host_states=pinned_states,
+        uncounted=tuple(sorted({a.optimizer for a in meta.assigned} - {"muon", "adamw"})),
+    )
 
 
-def _kept(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe) -> Mapping[str, int]:
-    if meta.plan is None or recipe.muon.state == "replicated":
-        return elements
-    most = max(state_elements(meta.plan).values(), key=lambda held: sum(held.values()))
-    return {meta.plan.parameters[number].fqn: size for number, size in most.items()}
-
-
-def _held(meta: MetaModel, elements: Mapping[str, int], momentum: Mapping[str, int], recipe: Recipe) -> Iterator[Held]:
+def _parameters(meta: MetaModel, loads: Mapping[int, OwnedTotals], recipe: Recipe) -> Iterator[OffloadedParameter]:
+    # The fullest owner may be another rank than the first, with the largest shards.
+    fullest = max(loads, key=lambda rank: loads[rank].bytes, default=0)
+    elements = {name: _elements(parameter, fullest) for name, parameter in meta.parameters.items()}
+    momentum: Mapping[str, int] = elements
+    if meta.plan is not None and recipe.muon.state != "replicated":
+        most = max(state_elements(meta.plan).values(), key=lambda held: sum(held.values()))
+        momentum = {meta.plan.parameters[number].fqn: size for number, size in most.items()}
     for a in meta.assigned:
         size, itemsize = elements[a.fqn], meta.parameters[a.fqn].element_size()
         states: tuple[int, ...] = ()
@@ -105,18 +104,19 @@ def _held(meta: MetaModel, elements: Mapping[str, int], momentum: Mapping[str, i
             states = (momentum_bytes(momentum[a.fqn], recipe.muon.state_dtype),)
         elif a.optimizer == "adamw":
             states = (size * (2 if recipe.adamw.state_dtype == "bfloat16" else itemsize),) * len(AVERAGES)
-        yield Held(a.optimizer, size * itemsize, itemsize, states)
+        yield OffloadedParameter(a.optimizer, size * itemsize, itemsize, states)
 
 
-def _window_bytes(items: list[Held], summary: Summary | None, recipe: Recipe) -> int:
+def _window_bytes(items: list[OffloadedParameter], summary: Summary | None, recipe: Recipe) -> int:
     """Peak of offloaded bytes on the device; optimizers step in turn."""
-    offload = offload_of(recipe)
-    batched = sum(item.moved(offload) for item in items if item.optimizer == "adamw")
-    most = TRANSFERS_AT_ONCE * min(BATCH_BYTES, batched)
+    all_offloaded = offload_of(recipe) == "parameters"
+    # AdamW also moves a parameter and its gradient.
+    moved = (sum(item.states) + 2 * item.bytes * all_offloaded for item in items if item.optimizer == "adamw")
+    most = TRANSFERS_AT_ONCE * min(BATCH_BYTES, sum(moved))
     if summary is None:
         return most
     element_bytes, stages = momentum_bytes(1, recipe.muon.state_dtype), 1
-    if offload == "parameters":
+    if all_offloaded:
         # Momentum and gradient share a transfer; the parameter's is smaller.
         element_bytes += max(item.itemsize for item in items if item.optimizer == "muon")
         stages = 2

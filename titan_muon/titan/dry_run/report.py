@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,10 +12,9 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from titan_muon.assignment.table import decay_lines, parameter_table
 from titan_muon.titan.assign import explain
 from titan_muon.titan.checks.machine import data_problems
-from titan_muon.titan.dry_run.memory import Memory
 from titan_muon.titan.dry_run.page import page_text
 from titan_muon.titan.dry_run.stages import StageReport, dry_run, is_for_this_machine
-from titan_muon.titan.dry_run.verdict import Verdict, verdict_lines
+from titan_muon.titan.dry_run.verdict import verdict_lines
 from titan_muon.titan.model.qk_clip import qk_clip_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 
@@ -38,23 +37,21 @@ def report(
     """
     # A refused recipe shows only its error.
     parts = dry_run(recipe, world_size, device)
-    world, kind = parts[0].meta.world_size, parts[0].kind
+    first, kind = parts[0].meta, parts[0].kind
     if verbose:
         print(to_toml(recipe))
-    for part in parts:
-        print(_headed(part, parameter_table(part.meta.assigned, part.meta.parameters, part.meta.plan, full=full)))
-    counts = [
-        *explain.optimizer_lines(parts[0].meta.whole, recipe.muon.split, world),
-        *decay_lines(*(part.meta.groups for part in parts)),
-    ]
+    _print(parts, lambda part: [parameter_table(part.meta.assigned, part.meta.parameters, part.meta.plan, full=full)])
     dtypes = {parameter.dtype for part in parts for parameter in part.meta.parameters.values()}
-    weights = explain.weight_lines(parts[0].meta.whole, dtypes, recipe.muon.rounding)
-    clips = qk_clip_lines(recipe.qk_clip, parts[0].meta.logit_bytes, world)
-    print("\n".join(["", *counts, *weights, *clips, f"planned for {KINDS.get(kind, kind)}"]))
-    for part in parts:
-        print("\n" + _headed(part, "\n".join(_lines(part, recipe, full=full))))
-    for part in parts:
-        print("\n" + _headed(part, "\n".join(verdict_lines(part.verdict, part.meta, recipe, part.machine))))
+    counts = [
+        *explain.optimizer_lines(first.whole, recipe.muon.split, first.world_size),
+        *decay_lines(*(part.meta.groups for part in parts)),
+        *explain.weight_lines(first.whole, dtypes, recipe.muon.rounding),
+        *qk_clip_lines(recipe.qk_clip, first.logit_bytes, first.world_size),
+        f"planned for {KINDS.get(kind, kind)}",
+    ]
+    print("\n".join(["", *counts]))
+    _print(parts, lambda part: _plan_lines(part, recipe, full=full))
+    _print(parts, lambda part: verdict_lines(part.verdict, part.meta, recipe, part.machine))
     for problem in () if is_for_this_machine(world_size, device) else data_problems(recipe):
         print(f"\nwarning: training on this machine would be refused: {problem}")
     if json is not None:
@@ -63,35 +60,30 @@ def report(
         _write("--html", html, page_text(parts, recipe))
 
 
-def _lines(part: StageReport, recipe: Recipe, *, full: bool) -> Iterable[str]:
-    yield from explain.plan_lines(part.meta.plan, part.summary, part.timeline, part.split)
-    yield from explain.owned_step_lines(part.meta.plan, part.meta.parameters, skips=recipe.muon.missing_grad == "skip")
-    gathered = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
-    reduced = TORCH_DTYPE_MAP[recipe.training.mixed_precision_reduce].itemsize
-    yield from explain.peer_lines(part.meta.parameters, gathered, reduced)
-    yield ""
-    yield from _memory_lines(part.memory)
+def _print(parts: Sequence[StageReport], lines: Callable[[StageReport], Iterable[str]]) -> None:
+    """Print the lines of each pipeline stage, below a heading if there are several."""
+    for part in parts:
+        meta = part.meta
+        heading = [explain.pipeline_line(meta.ranks, meta.world_size, meta.assigned)] if len(parts) > 1 else []
+        print("\n".join(["", *heading, *lines(part)]))
+
+
+def _plan_lines(part: StageReport, recipe: Recipe, *, full: bool) -> Iterable[str]:
+    meta, training = part.meta, recipe.training
+    yield from explain.plan_lines(meta.plan, part.summary, part.timeline, part.split)
+    yield from explain.owned_step_lines(meta.plan, meta.parameters, skips=recipe.muon.missing_grad == "skip")
+    gathered = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
+    reduced = TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize
+    yield from explain.peer_lines(meta.parameters, gathered, reduced)
+    yield "\nmemory per rank, without activations"
+    host = {name: size for name, size in part.memory.host_sizes.items() if size > 0}
+    for name, size in (part.memory.sizes | host).items():
+        yield f"  {name.replace('_', ' '):<18}{size / 2**20:>12,.1f} MiB"
+    for name in part.memory.uncounted:
+        yield f"  the states of {name} are not counted: only the package that registered it knows their size"
     if part.loads:
         yield ""
         yield from explain.owner_lines(part.loads, full=full)
-
-
-def _headed(part: StageReport, text: str) -> str:
-    meta = part.meta
-    if len(meta.ranks) == meta.world_size:
-        return text
-    return f"{explain.pipeline_line(meta.ranks, meta.world_size, meta.assigned)}\n{text}"
-
-
-def _memory_lines(memory: Memory) -> Iterable[str]:
-    yield "memory per rank, without activations"
-    for name, size in memory.sizes.items():
-        yield f"  {name.replace('_', ' '):<18}{size / 2**20:>12,.1f} MiB"
-    for name, size in memory.host_sizes.items():
-        if size > 0:
-            yield f"  {name.replace('_', ': '):<18}{size / 2**20:>12,.1f} MiB"
-    for name in memory.uncounted:
-        yield f"  the states of {name} are not counted: only the package that registered it knows their size"
 
 
 def _write(flag: str, path: str, text: str) -> None:
@@ -111,25 +103,22 @@ def _json_text(parts: Sequence[StageReport]) -> str:
 
 
 def _document(part: StageReport) -> dict[str, object]:
+    verdict = part.verdict
     return {
         "world_size": part.meta.world_size,
         "parameters": [asdict(assignment) for assignment in part.meta.assigned],
         "memory": part.memory.sizes | part.memory.host_sizes | {"uncounted_optimizers": part.memory.uncounted},
-        "verdict": _verdict_document(part.verdict, part.machine.name),
+        "verdict": {
+            "machine": part.machine.name,
+            "fits": verdict.fits,
+            "peak_bytes": verdict.peak,
+            "capacity_bytes": verdict.capacity,
+            "modelled_step_seconds": verdict.seconds,
+            "modelled_muon_seconds": verdict.muon + verdict.others,
+            "modelled_adamw_seconds": verdict.adamw,
+            "overhead_over_adamw": verdict.overhead,
+            "training": asdict(verdict.training),
+        },
         "owners": [{"rank": rank, **asdict(load)} for rank, load in part.loads.items()],
         **({} if part.summary is None else asdict(part.summary)),
-    }
-
-
-def _verdict_document(verdict: Verdict, machine: str) -> dict[str, object]:
-    return {
-        "machine": machine,
-        "fits": verdict.fits,
-        "peak_bytes": verdict.peak,
-        "capacity_bytes": verdict.capacity,
-        "modelled_step_seconds": verdict.seconds,
-        "modelled_muon_seconds": verdict.muon + verdict.others,
-        "modelled_adamw_seconds": verdict.adamw,
-        "overhead_over_adamw": verdict.overhead,
-        "training": asdict(verdict.training),
     }

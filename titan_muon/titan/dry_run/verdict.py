@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from titan_muon.plan import Plan
 from titan_muon.plan.cost.timeline import Timeline
 from titan_muon.plan.terms.machine import ERROR, MachineRates
 from titan_muon.titan.dry_run.memory import Memory, mean_elements
 from titan_muon.titan.dry_run.meta_model import MetaModel
-from titan_muon.titan.dry_run.training import TRAINING_SHARE, Training, pass_memory, reshards_after_forward, training_of
+from titan_muon.titan.dry_run.training import TRAINING_SHARE, Passes, Training
 from titan_muon.titan.recipe import Recipe
-from titan_muon.titan.recipe.degrees import local_batch_size
-from titan_muon.titan.recipe.toml import plural
+from titan_muon.titan.recipe.toml import plural, value_text
 
 ADAMW_BYTES = 28
 """Bytes per float32 element in a fused step: reads weight, gradient and two averages, writes all but the gradient."""
@@ -57,8 +55,7 @@ class Verdict:
 
     @property
     def in_step(self) -> int:
-        step = self.memory.exchange_buffers + self.memory.orthogonalization
-        return self._rest + self.memory.gradients + step
+        return self._rest + self.memory.gradients + self.memory.exchange_buffers + self.memory.orthogonalization
 
     @property
     def _rest(self) -> int:
@@ -77,15 +74,13 @@ def verdict_of(
     meta: MetaModel, timeline: Timeline | None, memory: Memory, recipe: Recipe, machine: MachineRates
 ) -> Verdict:
     """Verdict for a pipeline stage."""
-    training = training_of(recipe, meta.world_size, meta.size, meta.assigned, machine)
     itemsize = max((parameter.element_size() for parameter in meta.parameters.values()), default=4)
-    elements = {a.fqn: mean_elements(meta.parameters[a.fqn], len(meta.ranks)) for a in meta.assigned}
     adam_bytes = ADAMW_BYTES_BFLOAT16 if recipe.adamw.state_dtype == "bfloat16" else ADAMW_BYTES * itemsize // 4
+    elements = {a.fqn: mean_elements(meta.parameters[a.fqn], len(meta.ranks)) for a in meta.assigned}
     rest = sum(elements[a.fqn] for a in meta.assigned if a.optimizer != "muon")
-    muon = 0.0 if timeline is None else max(timeline.last.seconds, timeline.host)
     return Verdict(
-        training=training,
-        muon=muon,
+        training=Passes(recipe, meta.world_size, meta.size, meta.assigned).estimate(machine),
+        muon=0.0 if timeline is None else max(timeline.last.seconds, timeline.host),
         others=machine.pass_seconds(rest * adam_bytes),
         adamw=machine.pass_seconds(sum(elements.values()) * adam_bytes),
         memory=memory,
@@ -96,61 +91,48 @@ def verdict_of(
 
 def _communicator_bytes(meta: MetaModel, recipe: Recipe, machine: MachineRates) -> int:
     """Bytes of CUDA and NCCL, more for all-to-alls."""
+    sizes, degrees = machine.communicators, recipe.parallelism
     if meta.world_size == 1:
-        return machine.communicators.context
-    degrees = recipe.parallelism
-    axes = [
+        return sizes.context
+    axes = (
         degrees.data_parallel_replicate_degree,
         degrees.context_parallel_degree,
         degrees.tensor_parallel_degree,
         degrees.expert_parallel_degree,
         degrees.pipeline_parallel_degree,
-    ]
-    between_all = _groups_between_all(meta.plan, meta.ranks[0])
+    )
+    buckets = () if meta.plan is None else meta.plan.buckets
+    between_all = {b.group for b in buckets if b.exchange in EXCHANGES_BETWEEN_ALL and meta.ranks[0] in b.group}
     if degrees.expert_parallel_degree > 1:
         between_all.add(tuple(range(degrees.expert_parallel_degree)))
     peers = sum(min(machine.ranks_per_node, len(group)) - 1 for group in between_all)
-    groups = sum(axis > 1 for axis in axes) + len(between_all)
-    sizes = machine.communicators
+    groups = sum(axis > 1 for axis in axes) + sum(len(group) > 1 for group in between_all)
     return sizes.context + groups * sizes.group + peers * sizes.near_peer
 
 
-def _groups_between_all(plan: Plan | None, rank: int) -> set[tuple[int, ...]]:
-    buckets = () if plan is None else plan.buckets
-    return {b.group for b in buckets if b.exchange in EXCHANGES_BETWEEN_ALL and rank in b.group and len(b.group) > 1}
+REMEDIES = (
+    ("parallelism", "fsdp_reshard_after_forward", "always"),
+    ("activation_checkpoint", "mode", "full"),
+    ("training", "local_batch_size", 1),
+    ("training", "enable_cpu_offload", True),
+)
 
 
 def remedies(verdict: Verdict, meta: MetaModel, recipe: Recipe) -> Iterator[str]:
-    """Recipe changes that make the model fit, each with the new peak."""
-
-    def peak_with(changed: Recipe, factor: int = 1) -> int:
-        held = ("parameters", "gradients", "optimizer_states")
-        memory = replace(verdict.memory, **{name: getattr(verdict.memory, name) // factor for name in held})
-        passes = pass_memory(changed, factor * meta.world_size, meta.size, meta.assigned)
-        return replace(verdict, memory=memory, training=replace(verdict.training, memory=passes)).peak
-
-    peaks: dict[str, int] = {}
-    local = local_batch_size(recipe, meta.world_size)
-    full = replace(recipe, activation_checkpoint=replace(recipe.activation_checkpoint, mode="full"))
-    if not reshards_after_forward(recipe):
-        resharded = replace(recipe, parallelism=replace(recipe.parallelism, fsdp_reshard_after_forward="always"))
-        peaks['parallelism.fsdp_reshard_after_forward = "always"'] = peak_with(resharded)
-    if recipe.activation_checkpoint.mode != "full":
-        peaks['activation_checkpoint.mode = "full"'] = peak_with(full)
-    if local > 1:
-        smaller = replace(recipe, training=replace(recipe.training, local_batch_size=local // 2))
-        peaks[f"training.local_batch_size = {local // 2}"] = peak_with(smaller)
-    if not recipe.training.enable_cpu_offload:
-        offloaded = verdict.memory.optimizer_states + verdict.memory.parameters
-        peaks["training.enable_cpu_offload = true"] = verdict.peak - offloaded
-    for factor in (2, 4, 8):
-        peaks[f"{factor * meta.world_size:,} ranks and full checkpointing"] = peak_with(full, factor)
-    enough = [(name, peak) for name, peak in peaks.items() if peak * (1 + MEMORY_ERROR) <= verdict.capacity]
-    for name, peak in enough[:3]:
-        yield f"    {name}: {_gib(peak)}"
-    if not enough:
-        name, peak = peaks.popitem()
-        yield f"    add tensor or pipeline parallelism: {name} would still take {_gib(peak)}"
+    """Keys that alone make the model fit, each with the new peak."""
+    found = False
+    for table, key, value in REMEDIES:
+        changed = replace(recipe, **{table: replace(getattr(recipe, table), **{key: value})})
+        passes = Passes(changed, meta.world_size, meta.size, meta.assigned).memory()
+        memory = verdict.memory
+        if key == "enable_cpu_offload":
+            memory = replace(memory, parameters=0, optimizer_states=0)
+        peak = replace(verdict, memory=memory, training=replace(verdict.training, memory=passes)).peak
+        if peak < verdict.peak and peak * (1 + MEMORY_ERROR) <= verdict.capacity:
+            found = True
+            yield f"    {table}.{key} = {value_text(value)}: {_gib(peak)}"
+    if not found:
+        yield "    no single key suffices: combine them, add ranks, or add tensor or pipeline parallelism"
 
 
 def verdict_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe, machine: MachineRates) -> Iterator[str]:
@@ -159,35 +141,25 @@ def verdict_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe, machine: Ma
     yield f"estimate for {plural(meta.world_size, 'rank')} of {machine.name}: modelled, not measured"
     yield from _memory_lines(verdict, meta, recipe)
     training = verdict.training
-    flops = machine.flops["bfloat16"] / 1e12
-    once = "in 1 pass" if training.passes == 1 else f"in {training.passes:,} passes"
-    rate = f"{100 * TRAINING_SHARE:.0f} % of {flops:,.0f} TFLOP/s"
     yield (
         f"  training step   {_ms(verdict.seconds)} ({_ms(low * verdict.seconds)} to {_ms(high * verdict.seconds)}) for "
-        f"{training.tokens:,} tokens {once}: products {_ms(training.compute)} at {rate}"
+        f"{training.tokens:,} tokens in {plural(training.passes, 'pass')}: products {_ms(training.compute)} "
+        f"at {100 * TRAINING_SHARE:.0f} % of {machine.flops['bfloat16'] / 1e12:,.0f} TFLOP/s"
     )
-    behind = "behind the products" if training.fsdp <= training.compute else "longer than the products"
-    for name, seconds, note in (
-        ("FSDP", training.fsdp, behind),
-        ("tensor parallelism", training.tensor, "exposed"),
-        ("expert parallelism", training.experts, "exposed"),
-    ):
-        if seconds:
-            yield f"                  {name} {_ms(seconds)}, {note}"
-    yield _comparison(verdict)
-
-
-def _comparison(verdict: Verdict) -> str:
-    """Line on the cost of Muon over AdamW."""
-    low, high = ERROR
+    parts = {"FSDP": training.fsdp, "tensor parallelism": training.tensor, "expert parallelism": training.experts}
+    if text := ", ".join(f"{name} {_ms(seconds)}" for name, seconds in parts.items() if seconds):
+        yield f"                  {text}; FSDP runs beside the products"
     if verdict.capacity == 0:
         # A CPU orthogonalizes slowly beside its memory, so the percentage says nothing about GPUs.
-        whole = f"a step takes {_ms(verdict.seconds)} with Muon, {_ms(verdict.adamw_seconds)} with AdamW"
-        return f"  Muon            {whole} (modelled on a CPU; --device cuda compares GPUs)"
+        yield (
+            f"  Muon            a step takes {_ms(verdict.seconds)} with Muon, {_ms(verdict.adamw_seconds)} with AdamW "
+            "(modelled on a CPU; --device cuda compares GPUs)"
+        )
+        return
     percent = 100 * verdict.overhead
-    band = f"{_digits(low * percent)} to {_digits(high * percent)} %" if percent > 0 else "within the error"
-    return (
-        f"  Muon            {_digits(percent)} % of the step over AdamW ({band}): {_ms(verdict.muon + verdict.others)} "
+    band = f"{low * percent:,.1f} to {high * percent:,.1f} %" if percent > 0 else "within the error"
+    yield (
+        f"  Muon            {percent:,.1f} % of the step over AdamW ({band}): {_ms(verdict.muon + verdict.others)} "
         f"instead of {_ms(verdict.adamw)}"
     )
 
@@ -208,28 +180,18 @@ def memory_parts(verdict: Verdict) -> dict[str, int]:
 
 
 def _memory_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe) -> Iterable[str]:
-    where = "in backward" if verdict.in_passes >= verdict.in_step else "in the optimizer's step"
-    shown = ", ".join(
-        f"{name} {size / 2**30:,.1f}" for name, size in memory_parts(verdict).items() if size >= 0.05 * 2**30
-    )
-    if verdict.capacity == 0:
-        yield f"  memory          {_gib(verdict.peak)} at the peak, {where}"
-    else:
+    peak = _gib(verdict.peak)
+    if verdict.capacity:
         state = "fits" if verdict.fits else "does not fit" if verdict.peak > verdict.capacity else "may not fit"
-        yield (
-            f"  memory          {state}: {_gib(verdict.peak)} of {_gib(verdict.capacity)} at the peak, {where}, "
-            f"within {100 * MEMORY_ERROR:.0f} %"
-        )
-    if shown:
-        yield f"                  GiB: {shown}"
+        peak = f"{state}: {peak} of {_gib(verdict.capacity)}, within {100 * MEMORY_ERROR:.0f} %,"
+    where = "in backward" if verdict.in_passes >= verdict.in_step else "in the optimizer's step"
+    yield f"  memory          {peak} at the peak, {where}"
+    shown = (f"{name} {size / 2**30:,.1f}" for name, size in memory_parts(verdict).items() if size >= 0.05 * 2**30)
+    if text := ", ".join(shown):
+        yield f"                  GiB: {text}"
     if not verdict.fits:
         yield "  to make it fit:"
         yield from remedies(verdict, meta, recipe)
-
-
-def _digits(percent: float) -> str:
-    """Two digits, without an exponent from 100 on."""
-    return f"{percent:,.0f}" if percent >= 99.5 else f"{percent:.2g}"
 
 
 def _gib(size: float) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.assignment.rules import Assignment, assign_parameters, splits_with
 from titan_muon.engine import planning_machine
-from titan_muon.options import Owner, Split
 from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
 from titan_muon.owned.owners import check_rules, placed
@@ -83,22 +81,35 @@ def _owner_mesh(recipe: Recipe, mesh: DeviceMesh) -> DeviceMesh:
 def _own_layers(
     recipe: Recipe, model: nn.Module, layers: list[nn.Module], dp_mesh: DeviceMesh, options: dict[str, Any]
 ) -> None:
-    choice = _choice(recipe, model, layers, _cuts_experts(dp_mesh, options))
+    named = {canonical_fqn(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    config = optimizer_config(recipe)
+    # A pipeline stage may match no rule; the container checks the whole model.
+    whole = recipe.parallelism.pipeline_parallel_degree == 1
+    assigned = assign_parameters(inspect_model([model]), config.rules, router_of(config), all_rules=whole)
+    muon = {a.fqn for a in assigned if a.optimizer == "muon"}
+    names: set[str] = set()
+    if recipe.placement.muon == "owned":
+        # `own` gathers layer by layer, so other parameters stay sharded.
+        inside = {parameter for layer in layers for parameter in layer.parameters()}
+        ownable = (a for a in assigned if a.fqn in muon and named[a.fqn] in inside)
+        names = {a.fqn for a in ownable if _is_matrix(recipe, a) or _cuts(recipe, a, named[a.fqn], dp_mesh, options)}
+        if not names and whole and not recipe.placement.rule:
+            raise ValueError("Muon takes no matrix of the model's layers; use 'shard0'")
+    chosen = {named[name]: owner for name, owner in placed(named, names, recipe.placement.rule).items()}
     for expert_parallel in (False, True):
-        params = {p: owner for p, owner in choice.owners.items() if _is_expert_parallel(p) == expert_parallel}
+        params = {p: owner for p, owner in chosen.items() if _is_expert_parallel(p) == expert_parallel}
         if not params:
             continue
         mesh = options["edp_mesh"] if expert_parallel else dp_mesh
-        # Expert parallelism replaces tensor parallelism in experts.
-        whole = recipe.placement.tensor_parallel == "whole" and not expert_parallel
         owners = Owners(
             model,
             mesh=_owner_mesh(recipe, mesh),
             params=params,
-            split=choice.split,
+            split=splits_with(recipe.muon.split, assigned),
             flops=_flops(recipe, planned_device(mesh.device_type)),
-            elementwise=choice.elementwise,
-            tensor_parallel="whole" if whole else "peers",
+            elementwise={parameter for name, parameter in named.items() if name not in muon},
+            # Expert parallelism replaces tensor parallelism in experts.
+            tensor_parallel="peers" if expert_parallel else recipe.placement.tensor_parallel,
         )
         for layer in layers:
             if owners.within(layer):
@@ -124,18 +135,20 @@ def _is_expert_parallel(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def _is_gathered(recipe: Recipe, parameter: nn.Parameter) -> bool:
-    """Whether tensor parallelism shards a stack of experts under "whole", because FSDP2 would leave it sharded."""
+def _cuts(
+    recipe: Recipe, stack: Assignment, parameter: nn.Parameter, dp_mesh: DeviceMesh, options: dict[str, Any]
+) -> bool:
+    """Whether FSDP2 would shard each expert of a stack. Whole experts it stores in equal numbers on all ranks."""
+    if _unread_stacks(recipe) is not None:
+        return False
+    degree = options["ep_degree"]
+    # TorchTitan's count includes the replicas, unless experts are parallel.
+    ranks = options["edp_mesh"]["efsdp"].size() * degree if degree > 1 else dp_mesh.size()
+    if ranks > stack.shape[0]:
+        return True
+    # Under "whole", FSDP2 would leave a tensor-parallel stack sharded.
     whole = recipe.placement.tensor_parallel == "whole" and not _is_expert_parallel(parameter)
     return whole and isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
-
-
-def _cuts_experts(dp_mesh: DeviceMesh, options: dict[str, Any]) -> Callable[[int], bool]:
-    """Whether FSDP2 shards each expert of a stack, because there are more ranks than experts."""
-    edp_mesh, degree = options["edp_mesh"], options["ep_degree"]
-    # TorchTitan's count includes the replicas, unless experts are parallel.
-    ranks = edp_mesh["efsdp"].size() * degree if degree > 1 else dp_mesh.size()
-    return lambda experts: ranks > experts
 
 
 def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
@@ -145,42 +158,6 @@ def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
     machine = planning_machine(recipe.machine, device)
     dispatch = Dispatch(muon.orthogonalize, muon.ns_dtype, device, machine=machine)
     return lambda rows, cols: dispatch.choose(rows, cols, steps).flops(rows, cols, steps)
-
-
-@dataclass(frozen=True)
-class _Choice:
-    owners: Mapping[nn.Parameter, Owner]
-    elementwise: Collection[nn.Parameter]
-    split: Sequence[Split]
-
-
-def _choice(
-    recipe: Recipe, model: nn.Module, layers: Iterable[nn.Module], cuts_experts: Callable[[int], bool]
-) -> _Choice:
-    # `own` gathers layer by layer, so other parameters stay sharded.
-    inside = {parameter for layer in layers for parameter in layer.parameters()}
-    named = {canonical_fqn(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    config = optimizer_config(recipe)
-    # A pipeline stage may match no rule; the container checks the whole model.
-    whole = recipe.parallelism.pipeline_parallel_degree == 1
-    assigned = assign_parameters(inspect_model([model]), config.rules, router_of(config), all_rules=whole)
-    muon = {a.fqn for a in assigned if a.optimizer == "muon"}
-    by_default = recipe.placement.muon == "owned"
-
-    def owned_by_default(a: Assignment) -> bool:
-        if not by_default or a.fqn not in muon or named[a.fqn] not in inside:
-            return False
-        # FSDP2 also stores whole experts, in equal numbers on all ranks.
-        cut = cuts_experts(a.shape[0]) or _is_gathered(recipe, named[a.fqn])
-        return _is_matrix(recipe, a) or (_unread_stacks(recipe) is None and cut)
-
-    names = {a.fqn for a in assigned if owned_by_default(a)}
-    if not names and whole and by_default and not recipe.placement.rule:
-        raise ValueError("Muon takes no matrix of the model's layers; use 'shard0'")
-    owners = placed(named, names, recipe.placement.rule)
-    elementwise = {parameter for name, parameter in named.items() if name not in muon}
-    split = splits_with(recipe.muon.split, assigned)
-    return _Choice({named[name]: owner for name, owner in owners.items()}, elementwise, split)
 
 
 def check_placement_rules(recipe: Recipe, parameters: Mapping[str, ParameterInfo]) -> None:

@@ -25,34 +25,9 @@ def check_pipeline(model: Any, degrees: Parallelism) -> None:
     """Raise RecipeError for an unusable schedule and for stages unfit for the model."""
     if degrees.pipeline_parallel_degree == 1:
         return
-    schedule = _schedule(degrees)
-    if degrees.module_fqns_per_model_part is not None:
-        _check_parts(model, degrees.module_fqns_per_model_part)
-        _check_stages(len(degrees.module_fqns_per_model_part), degrees, schedule)
-
-
-def _schedule(degrees: Parallelism) -> type:
-    name, csv = degrees.pipeline_parallel_schedule, degrees.pipeline_parallel_schedule_csv
-    try:
-        schedule: type = get_schedule_class(name)
-    except ValueError as error:
-        raise RecipeError(f"parallelism.pipeline_parallel_schedule = {name!r}: {error}") from error
-    problem = ""
-    if schedule is ScheduleZBVZeroBubble and name != "ZBVZeroBubble":
-        # TorchTitan finds the rank with the loss by this spelling only.
-        problem = ": write it 'ZBVZeroBubble'"
-    elif schedule is ScheduleDualPipeV:
-        problem = ": TorchTitan would report the loss of a rank that has none; use 'ZBVZeroBubble'"
-    elif csv is None and schedule in (PipelineScheduleSingle, PipelineScheduleMulti):
-        problem = " has no order of its own; name another, or a file in parallelism.pipeline_parallel_schedule_csv"
-    if problem:
-        raise RecipeError(f"parallelism.pipeline_parallel_schedule = {name!r}{problem}")
-    if csv is not None and not os.path.isfile(csv):
-        raise RecipeError(f"parallelism.pipeline_parallel_schedule_csv = {csv!r} is not a file")
-    return schedule
-
-
-def _check_parts(model: Any, parts: tuple[tuple[str, ...], ...]) -> None:
+    schedule, parts = _schedule(degrees), degrees.module_fqns_per_model_part
+    if parts is None:
+        return
     # TorchTitan silently drops unlisted modules, and runs stages in the listed order.
     expected = ["tok_embeddings", *(f"layers.{index}" for index in range(len(model.layers))), "norm", "lm_head"]
     named = [name for part in parts for name in part]
@@ -63,17 +38,33 @@ def _check_parts(model: Any, parts: tuple[tuple[str, ...], ...]) -> None:
             f"parallelism.module_fqns_per_model_part must name the model's {len(expected)} modules once each and in "
             f"order, from 'tok_embeddings' over 'layers.0' to 'norm' and 'lm_head'; {problem}"
         )
-
-
-def _check_stages(stages: int, degrees: Parallelism, schedule: type) -> None:
-    ranks = degrees.pipeline_parallel_degree
-    single = issubclass(schedule, PipelineScheduleSingle)
-    if stages % ranks or (single and stages != ranks):
+    ranks, single = degrees.pipeline_parallel_degree, issubclass(schedule, PipelineScheduleSingle)
+    if len(parts) % ranks or (single and len(parts) != ranks):
         fit = f"{ranks} parts" if single else f"a multiple of {ranks} parts"
         raise RecipeError(
-            f"parallelism.module_fqns_per_model_part has {stages} parts; {degrees.pipeline_parallel_schedule} on "
+            f"parallelism.module_fqns_per_model_part has {len(parts)} parts; {degrees.pipeline_parallel_schedule} on "
             f"parallelism.pipeline_parallel_degree = {ranks} takes {fit}"
         )
+
+
+def _schedule(degrees: Parallelism) -> type:
+    key, name = "parallelism.pipeline_parallel_schedule", degrees.pipeline_parallel_schedule
+    csv = degrees.pipeline_parallel_schedule_csv
+    try:
+        schedule: type = get_schedule_class(name)
+    except ValueError as error:
+        raise RecipeError(f"{key} = {name!r}: {error}") from error
+    if schedule is ScheduleZBVZeroBubble and name != "ZBVZeroBubble":
+        # TorchTitan finds the rank with the loss by this spelling only.
+        raise RecipeError(f"{key} = {name!r}: write it 'ZBVZeroBubble'")
+    if schedule is ScheduleDualPipeV:
+        problem = "TorchTitan would report the loss of a rank that has none; use 'ZBVZeroBubble'"
+        raise RecipeError(f"{key} = {name!r}: {problem}")
+    if csv is None and schedule in (PipelineScheduleSingle, PipelineScheduleMulti):
+        raise RecipeError(f"{key} = {name!r} has no order of its own; name another, or a file in {key}_csv")
+    if csv is not None and not os.path.isfile(csv):
+        raise RecipeError(f"{key}_csv = {csv!r} is not a file")
+    return schedule
 
 
 def wrap_pipelining(pipelining_fn: Callable[..., Any], recipe: Recipe) -> Callable[..., Any]:

@@ -52,7 +52,7 @@ class Options:
     completion: Literal["bash", "zsh", "tcsh"] | None = None
     """Print a script that completes flags of `titan-muon` in this shell, and stop."""
 
-    html: str | None = None  # With dry_run: file for a page with timeline, balance, memory and parameters.
+    html: str | None = None  # With dry_run: file for a page with verdict, timeline, parameters and recipe.
 
 
 @dataclass(frozen=True)

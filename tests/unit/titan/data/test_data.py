@@ -14,10 +14,11 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from titan_muon.titan.checks.start import data_facts
+from titan_muon.titan.data import cache as cache_module
 from titan_muon.titan.data import corpus as corpus_module
 from titan_muon.titan.data import documents as documents_module
 from titan_muon.titan.data.blocks import TokenBlocks
-from titan_muon.titan.data.corpus import Corpus, CorpusSource
+from titan_muon.titan.data.corpus import Corpus, open_corpus
 from titan_muon.titan.data.documents import Documents
 from titan_muon.titan.data.loader import (
     PackedDataLoader,
@@ -49,16 +50,15 @@ def data(tmp_path: Path) -> Data:
     )
 
 
-def build(data: Data, *, dp: int = 1, rank: int = 0, batch: int = 2, validation: bool = False, seq_len: int = SEQ_LEN):
-    tokenizer = tokenizer_config(data).build(tokenizer_path="unused")
-    config = dataloader_config(data, validation=validation)
+def build(data: Data, *, dp=1, rank=0, batch=2, validation=False, seq_len=SEQ_LEN, **changes):
+    """The loader of a rank, with changes of its configuration."""
+    config = dataclasses.replace(dataloader_config(data, validation=validation), **changes)
     return config.build(
         dp_world_size=dp,
         dp_rank=rank,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer_config(data).build(tokenizer_path="unused"),
         seq_len=seq_len,
         local_batch_size=batch,
-        snapshot_every_n_steps=1,
     )
 
 
@@ -70,7 +70,7 @@ def take(loader, count: int) -> list[torch.Tensor]:
 
 def opened(data: Data) -> tuple[Documents, Corpus]:
     documents = Documents(data)
-    return documents, CorpusSource(documents).open(ByteTokenizer.Config().build())
+    return documents, open_corpus(documents, ByteTokenizer.Config().build())
 
 
 def pairs(rows) -> list[tuple[int, int]]:
@@ -140,7 +140,7 @@ def test_a_global_batch_is_the_same_under_any_number_of_ranks(data):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize(("dp", "batch"), [(1, 4), (2, 2), (4, 1), (1, 1), (2, 8)])
+@pytest.mark.parametrize(("dp", "batch"), [(1, 1), (4, 1), (2, 8)])
 def test_a_checkpoint_resumes_at_the_next_block_under_any_layout(data, tmp_path, dp, batch):
     """Through DCP, like TorchTitan. Saved by a rank with batch 4 after 10 batches, in the second epoch."""
     stream = torch.cat(take(build(data, batch=4), 30))
@@ -207,6 +207,7 @@ def test_a_warm_cache_needs_no_text(data, monkeypatch, tokenizer):
     monkeypatch.setattr(documents_module.TextFile, "contents", lambda self: pytest.fail("read the text again"))
     monkeypatch.setattr(ByteTokenizer, "document", lambda self, text: pytest.fail("tokenized again"))
     monkeypatch.setattr(Documents, "training_texts", lambda self: pytest.fail("trained again"))
+    monkeypatch.setattr(cache_module, "FileLock", lambda path: pytest.fail("wrote to a complete cache"))
     assert torch.equal(torch.cat(take(build(some), 5)), expected)
     build(some, validation=True)
 
@@ -294,18 +295,13 @@ def test_validation_reads_the_same_held_out_text_in_every_pass(data):
 
 def held_out_blocks(data: Data, dp: int, batch: int, sequences: int) -> list[bytes]:
     """The inputs of every counted sequence in a validation on `dp` ranks, in no order."""
-    tokenizer = tokenizer_config(data).build(tokenizer_path="unused")
-    config = dataclasses.replace(dataloader_config(data, validation=True), sequences=sequences)
-    read, lengths = [], set()
-    for rank in range(dp):
-        kwargs = {"dp_world_size": dp, "dp_rank": rank, "tokenizer": tokenizer, "seq_len": SEQ_LEN}
-        batches = list(config.build(local_batch_size=batch, **kwargs))
-        lengths.add(len(batches))
-        for inputs, labels in batches:
-            counted = (labels != -100).any(dim=1)
-            assert torch.equal(counted, (labels != -100).all(dim=1)), "a filler counts no token at all"
-            read += [row.numpy().tobytes() for row in inputs["input"][counted]]
-    assert len(lengths) == 1, "an uneven rest would leave some ranks waiting in a collective"
+    ranks = [list(build(data, dp=dp, rank=r, batch=batch, validation=True, sequences=sequences)) for r in range(dp)]
+    assert len({len(batches) for batches in ranks}) == 1, "an uneven rest leaves some ranks waiting in a collective"
+    read = []
+    for inputs, labels in itertools.chain(*ranks):
+        counted = (labels != -100).any(dim=1)
+        assert torch.equal(counted, (labels != -100).all(dim=1)), "a filler counts no token at all"
+        read += [row.numpy().tobytes() for row in inputs["input"][counted]]
     return sorted(read)
 
 
@@ -322,9 +318,7 @@ def test_a_validation_reads_the_same_sequences_on_every_layout(data, sequences):
 
 def test_a_validation_in_microbatches_ends_with_a_whole_batch(data):
     """TorchTitan drops a pipeline batch with missing last microbatches."""
-    tokenizer = tokenizer_config(data).build(tokenizer_path="unused")
-    config = dataclasses.replace(dataloader_config(data, validation=True), sequences=5, multiple=8)
-    loader = config.build(dp_world_size=2, dp_rank=0, tokenizer=tokenizer, seq_len=SEQ_LEN, local_batch_size=1)
+    loader = build(data, dp=2, batch=1, validation=True, sequences=5, multiple=8)
     assert len(list(loader)) == loader.batches == 4
 
 
@@ -339,7 +333,7 @@ def test_torchtitan_can_replace_infinite_and_share_the_corpus(data, monkeypatch)
     second = take(dataclasses.replace(config, infinite=False).build(**kwargs), 100)
     assert torch.equal(torch.cat(first), torch.cat(second))
     monkeypatch.undo()
-    training = dataclasses.replace(dataloader_config(data), infinite=False).build(**kwargs)
+    training = build(data, infinite=False)
     assert len(take(training, 1000)) == training.batches < 1000
 
 
@@ -399,15 +393,13 @@ def test_invalid_utf8_is_replaced(data, tmp_path):
     assert corpus.text_bytes[broken] == len("caf� �".encode())
 
 
-def test_bpe_is_trained_once_on_the_training_side(data, monkeypatch):
+def test_bpe_is_trained_on_the_training_side(data):
     bpe = dataclasses.replace(data, tokenizer="bpe", vocab_size=290)
-    first = tokenizer_config(bpe).build(tokenizer_path="unused")
-    assert first.get_vocab_size() == vocab_size(bpe) == 290
+    tokenizer = tokenizer_config(bpe).build(tokenizer_path="unused")
+    assert tokenizer.get_vocab_size() == vocab_size(bpe) == 290
     texts = list(Documents(bpe).training_texts())
     assert len(texts) < 40
-    assert sum(len(first.encode(text)) for text in texts) < 0.9 * sum(map(len, texts))
-    monkeypatch.setattr(Documents, "training_texts", lambda self: pytest.fail("trained again"))
-    assert tokenizer_config(bpe).build().fingerprint == first.fingerprint
+    assert sum(len(tokenizer.encode(text)) for text in texts) < 0.9 * sum(map(len, texts))
 
 
 def test_changed_text_is_tokenized_again(data, tmp_path):
@@ -416,27 +408,12 @@ def test_changed_text_is_tokenized_again(data, tmp_path):
     assert build(data).fingerprint != before
 
 
-@pytest.mark.parametrize(
-    ("kind", "damage"),
-    [
-        ("documents", "truncated"),
-        ("bpe", "truncated"),
-        ("corpus", "truncated"),
-        ("corpus", "empty"),
-        ("corpus", "absent"),
-        ("corpus", "no description"),
-    ],
-)
-def test_a_damaged_cache_is_made_again(data, caplog, kind, damage):
+@pytest.mark.parametrize(("kind", "share"), [("documents", 0.9), ("bpe", 0.5), ("corpus", 0)])
+def test_a_damaged_cache_is_made_again(data, caplog, kind, share):
     some = dataclasses.replace(data, tokenizer="bpe", vocab_size=290)
     expected = torch.cat(take(build(some), 5))
-    [file] = Path(data.cache).glob(f"{kind}-*/**/*.arrow")
-    if damage == "absent":
-        file.unlink()
-    elif damage == "no description":
-        file.with_name("dataset_info.json").write_text("")
-    else:
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2 if damage == "truncated" else 0])
+    [file] = Path(data.cache).glob(f"{kind}-*.arrow")
+    file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
     assert torch.equal(torch.cat(take(build(some), 5)), expected)
     assert "is damaged" in caplog.text
 
@@ -450,7 +427,7 @@ def test_a_failed_build_leaves_no_corpus(data, monkeypatch):
     monkeypatch.setattr(ByteTokenizer, "document", fail)
     with pytest.raises(RuntimeError, match="out of order"):
         build(data)
-    assert not list(Path(data.cache).glob("corpus-*/**/*.arrow"))
+    assert not list(Path(data.cache).glob("corpus-*.arrow"))
     monkeypatch.undo()
     assert len(take(build(data), 2)) == 2
 
@@ -471,24 +448,19 @@ def test_the_tokens_and_their_order_never_change(data, tokenizer, validation, di
     assert loader.fingerprint[:8] == {"bytes": "76147bc2", "bpe": "da397853"}[tokenizer]
 
 
-def test_globs_recurse_and_list_a_file_once(tmp_path, monkeypatch):
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    for name in ("top.txt", "a/one.txt", "a/b/two.txt"):
-        (tmp_path / name).write_text(name)
-    monkeypatch.chdir(tmp_path)
-    documents = Documents(Data(source="files", files=("**/*.txt", "a/*.txt", str(tmp_path / "top.txt"))))
-    assert [d.name for d in documents.all] == ["a/b/two.txt", "a/one.txt", "top.txt"]
-
-
 def test_order_and_split_depend_on_files_not_on_patterns(data, tmp_path, monkeypatch):
-    """Absolute or relative, from any folder, one pattern or two: the same files train and are held out."""
+    """Absolute or relative, from any folder, once or twice matched: the same files train and are held out."""
+    (tmp_path / "text" / "deep").mkdir()
+    for number in range(5):
+        (tmp_path / "text" / f"{number:02}.txt").rename(tmp_path / "text" / "deep" / f"{number:02}.txt")
     monkeypatch.chdir(tmp_path / "text")
     digests = []
-    for files in (data.files, ("*.txt",), ("../text/[0-1]*.txt", "./[2-9]*.txt")):
+    for files in ((f"{tmp_path}/**/*.txt",), ("**/*.txt", "0*.txt"), ("../text/[0-1]*.txt", "./[2-9]*.txt", "deep/*")):
         documents = Documents(dataclasses.replace(data, files=files))
         names = [document.name for document in documents.all]
         digests.append((names, documents.digest, documents.training.tolist(), documents.validation.tolist()))
     assert digests[0] == digests[1] == digests[2]
+    assert digests[0][0][-5:] == [f"deep/{number:02}.txt" for number in range(5)]
 
 
 # Files of the folder, changed keys, and the start of the error.
@@ -503,11 +475,11 @@ REFUSED = {
     "no object": ({"a.jsonl": "[1]\n"}, {}, r".*a\.jsonl:1 is of type list; a row is an object"),
     "deep": ({"a.jsonl": '{"text": "one"}\n' + "[" * 100_000}, {}, r".*a\.jsonl:2: .* nested too deeply"),
     "compressed": ({"a.jsonl.gz": "x"}, {}, r".*a\.jsonl\.gz is compressed; decompress it"),
-    "not parquet": ({"a.parquet": "not parquet"}, {}, r".*a\.parquet cannot be read"),
+    "not parquet": ({"a.parquet": "not parquet"}, {}, r".*a\.parquet' cannot be read"),
     "empty": ({"a.txt": ""}, {}, r"data\.files.*no text to train on; 1 empty file found"),
     "empty rows": ({"a.jsonl": '{"text": ""}\n'}, {}, r"data\.files.*no text to train on"),
     "single": ({"a.txt": "word " * 100}, {}, r"data\.validation_fraction = 0.25 needs at least 2 documents"),
-    "short": ({"a.txt": "a", "b.txt": "b"}, {}, r"The training text .* too few.*training\.seq_len"),
+    "short": ({"a.txt": "a", "b.txt": "b"}, {}, r"The training text has no block of training\.seq_len"),
     "no match": ({}, {"files": ("/nowhere/**/*.md",)}, r"data\.files: '/nowhere/\*\*/\*\.md' matches no file"),
     "no pattern": ({}, {"files": ()}, r"data\.files is empty"),
     "cache": ({"a.txt": "a"}, {"cache": "/dev/null/cache"}, r"data\.cache = '/dev/null/cache' cannot be written"),
@@ -528,27 +500,19 @@ def test_data_that_cannot_be_trained_on_is_refused_by_name(tmp_path, case):
 def test_validation_needs_held_out_text(data):
     with pytest.raises(RecipeError, match=r"data\.validation_fraction = 0.*validator\.enable"):
         dataloader_config(dataclasses.replace(data, validation_fraction=0.0), validation=True)
-    with pytest.raises(RecipeError, match=r"held-out text has 0 blocks.*validation_fraction"):
+    with pytest.raises(RecipeError, match=r"held-out text has no block .*validation_fraction"):
         build(data, validation=True, seq_len=10_000)
 
 
-@pytest.mark.parametrize(
-    ("names", "problem"),
-    [
-        ((), "the folder '{folder}' has no file; it takes files of .jsonl, .md, .parquet, .txt"),
-        (("a.py",), "has no file of .jsonl, .md, .parquet, .txt. Write '{folder}/**/*.py' to read each such file"),
-    ],
-)
-def test_a_folder_without_text_is_refused_with_a_pattern(data, tmp_path, names, problem):
+def test_a_folder_without_text_is_refused_with_a_pattern(data, tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
-    for name in names:
-        (folder / name).write_text("text")
-    with pytest.raises(RecipeError, match=re.escape(problem.format(folder=folder))):
+    (folder / "a.py").write_text("text")
+    pattern = f"{folder}/**/*.py"
+    problem = f"the folder '{folder}' has no file of .jsonl, .md, .parquet, .txt. Name other files by a pattern, as "
+    with pytest.raises(RecipeError, match=re.escape(f"{problem}{pattern!r}")):
         build(dataclasses.replace(data, files=(str(folder),)))
-    if names:
-        found = Documents(dataclasses.replace(data, files=(f"{folder}/**/*.py",))).all
-        assert [file.path.name for file in found] == ["a.py"]
+    assert [file.path.name for file in Documents(dataclasses.replace(data, files=(pattern,))).all] == ["a.py"]
 
 
 def save_hf_tokenizer(data: Data, folder: Path, marks: dict[str, str]) -> Data:

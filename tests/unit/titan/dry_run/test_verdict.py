@@ -13,7 +13,7 @@ compat.install()
 
 from titan_muon.titan.dry_run.memory import Memory  # noqa: E402
 from titan_muon.titan.dry_run.meta_model import MetaModel  # noqa: E402
-from titan_muon.titan.dry_run.training import ModelSize, PassMemory, Training, pass_memory, training_of  # noqa: E402
+from titan_muon.titan.dry_run.training import ModelSize, Passes, PassMemory, Training  # noqa: E402
 from titan_muon.titan.dry_run.verdict import Verdict, memory_parts, remedies, verdict_lines  # noqa: E402
 from titan_muon.titan.recipe import Recipe  # noqa: E402
 from titan_muon.titan.recipe.sections import ActivationCheckpoint  # noqa: E402
@@ -53,14 +53,14 @@ def recipe(mode: str = "selective", **parallelism: object) -> Recipe:
 
 def test_modelled_activations_of_llama_match_a_rehearsal() -> None:
     """14.4 GiB beside parameters and states: `make rehearse` of llama3_8b on 1,024 ranks, docs/rehearsal.md."""
-    memory = pass_memory(recipe(), 1024, SIZE, llama3_8b())
+    memory = Passes(recipe(), 1024, SIZE, llama3_8b()).memory()
     assert memory.total / GIB == pytest.approx(14.83 - 0.22 - 0.23, rel=0.1)
 
 
 def test_checkpointing_and_parallelism_lower_the_activations() -> None:
-    kept = {mode: pass_memory(recipe(mode), 64, SIZE, llama3_8b()) for mode in ("none", "selective", "full")}
+    kept = {mode: Passes(recipe(mode), 64, SIZE, llama3_8b()).memory() for mode in ("none", "selective", "full")}
     assert kept["none"].activations > 2 * kept["selective"].activations > 4 * kept["full"].activations
-    split = pass_memory(recipe(tensor_parallel_degree=8), 64, SIZE, llama3_8b())
+    split = Passes(recipe(tensor_parallel_degree=8), 64, SIZE, llama3_8b()).memory()
     assert split.logits == kept["selective"].logits // 8
     assert split.activations < kept["selective"].activations / 2
 
@@ -77,27 +77,27 @@ def test_parameters_that_stay_gathered_count_in_memory_and_time(
     asked = replace(asked, training=replace(asked.training, local_batch_size=4))
     matrices = llama3_8b()
     elements = sum(prod(a.shape) for a in matrices)
-    gathered = pass_memory(asked, 64, SIZE, matrices).gathered
-    layers = pass_memory(recipe(), 64, SIZE, matrices).gathered
+    gathered = Passes(asked, 64, SIZE, matrices).memory().gathered
+    layers = Passes(recipe(), 64, SIZE, matrices).memory().gathered
     assert gathered == bytes_of_an_element * elements + (layers if policy == "always" else 0)
     shards = 64 // stages
     sent = elements * (shards - 1) / shards * (2 * gathers + 4)
-    assert training_of(asked, 64, SIZE, matrices, H100).fsdp == pytest.approx(sent / H100.network.bandwidth)
+    assert Passes(asked, 64, SIZE, matrices).estimate(H100).fsdp == pytest.approx(sent / H100.network.bandwidth)
 
 
 def test_a_modelled_step_grows_with_tokens_and_waits_for_slow_fsdp_links() -> None:
     whole = recipe()
-    step = training_of(whole, 64, SIZE, llama3_8b(), H100)
+    step = Passes(whole, 64, SIZE, llama3_8b()).estimate(H100)
     batch = replace(whole, training=replace(whole.training, global_batch_size=256))
-    four = training_of(batch, 64, SIZE, llama3_8b(), H100)
+    four = Passes(batch, 64, SIZE, llama3_8b()).estimate(H100)
     assert (step.passes, four.passes) == (1, 4)
     assert four.compute == pytest.approx(4 * step.compute)
     assert four.tokens == 4 * step.tokens == 256 * 4096
-    node = training_of(whole, 8, SIZE, llama3_8b(), H100)
+    node = Passes(whole, 8, SIZE, llama3_8b()).estimate(H100)
     assert node.fsdp < node.compute < step.fsdp, "eight GPUs share NVLink"
     assert node.seconds == node.compute
     assert step.tensor == step.experts == 0
-    assert training_of(recipe(tensor_parallel_degree=8), 64, SIZE, llama3_8b(), H100).tensor > 0
+    assert Passes(recipe(tensor_parallel_degree=8), 64, SIZE, llama3_8b()).estimate(H100).tensor > 0
 
 
 def test_expert_parallel_traffic_counts_tokens_to_every_expert_and_back() -> None:
@@ -106,7 +106,7 @@ def test_expert_parallel_traffic_counts_tokens_to_every_expert_and_back() -> Non
         Assignment("layers.0.moe.w1", (128, 768, 2048), "muon", "", None),
     ]
     size = ModelSize(6 * 10**9, 1000, 8 / 128)
-    training = training_of(recipe(expert_parallel_degree=8), 64, size, experts, H100)
+    training = Passes(recipe(expert_parallel_degree=8), 64, size, experts).estimate(H100)
     # 4,096 tokens go to 8 experts each: there and back, forward and backward, 2,048 bfloat16 numbers.
     sent = 4 * 4096 * 8 * 2048 * 2 * 7 / 8
     assert training.experts == pytest.approx(sent / H100.node.bandwidth)
@@ -149,6 +149,6 @@ def test_a_cpu_shows_two_step_times_and_a_gpu_the_overhead() -> None:
 def test_resharding_is_a_remedy_for_parameters_that_stay_gathered() -> None:
     whole = tuple(llama3_8b())
     meta = MetaModel(8, range(8), {}, whole, whole, {}, None, 0, SIZE)
-    kept = replace(verdict(30 * GIB), training=training_of(recipe(), 8, SIZE, whole, H100), capacity=79 * GIB)
+    kept = replace(verdict(30 * GIB), training=Passes(recipe(), 8, SIZE, whole).estimate(H100), capacity=79 * GIB)
     assert not any("reshard" in line for line in remedies(kept, meta, recipe()))
     assert any("reshard" in line for line in remedies(kept, meta, recipe(fsdp_reshard_after_forward="never")))

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import models  # noqa: F401 (registers the families)
-from benchmarks.owned_model import DIM, Block, Net, make, matrices
+from benchmarks.owned_model import DIM, Block, make, matrices
 from tests import tiny
 from titan_muon import Owners, own
 from titan_muon.options import PlacementRule
@@ -36,7 +36,7 @@ def owned(match: str, owner: object = "balanced") -> PlacementRule:
 
 
 def shard0(match: str, owner: object = "balanced") -> PlacementRule:
-    return PlacementRule(match=match, placement="shard0", owner=owner)  # type: ignore[arg-type]
+    return replace(owned(match, owner), placement="shard0")
 
 
 def test_the_first_matching_rule_decides_and_unmatched_parameters_use_the_default() -> None:
@@ -52,7 +52,6 @@ def test_the_first_matching_rule_decides_and_unmatched_parameters_use_the_defaul
         ([owned("layers.2.*")], r"placement\.rule\[0\]\.match = 'layers\.2\.\*' matches no parameter"),
         ([owned("*"), shard0("head")], r"placement\.rule\[1\]\.match = 'head' matches no parameter.*move it up"),
         ([owned("*", "first")], r"placement\.rule\[0\]\.owner = 'first' is not accepted; it takes \"balanced\""),
-        ([owned("*", -1)], r"placement\.rule\[0\]\.owner = -1 is not accepted"),
         ([replace(owned("*"), placement="own")], r"placement\.rule\[0\]\.placement = 'own' is not one of owned"),
         ([shard0("head", 1)], r"placement\.rule\[0\]\.owner = 1: sharded parameters have no owner"),
     ],
@@ -62,16 +61,11 @@ def test_a_rule_without_effect_is_refused(rules: list[PlacementRule], message: s
         check_rules(NAMES, rules)
 
 
-def owners_of(net: Net, *rules: PlacementRule) -> Owners:
-    return Owners(net, mesh=init_device_mesh("cpu", (4,)), params=matrices(net), rules=rules)
-
-
 @pytest.mark.usefixtures("four_ranks")
 def test_library_rules_place_any_parameter() -> None:
     net = make()
-    owners = owners_of(
-        net, shard0("layers.0.wq.*"), owned("*.norm1.*", 3), owned("layers.1.*", "layer"), owned("*.wv.weight", 2)
-    )
+    rules = shard0("layers.0.wq.*"), owned("*.norm1.*", 3), owned("layers.1.*", "layer"), owned("*.wv.weight", 2)
+    owners = Owners(net, mesh=init_device_mesh("cpu", (4,)), params=matrices(net), rules=rules)
     assert "layers.0.wq.weight" not in owners.infos
     assert {owners.owners(f"layers.{i}.norm1.weight") for i in range(3)} == {(3,)}
     assert len({owners.owners(name) for name in owners.infos if name.startswith("layers.1.w")}) == 1
@@ -90,12 +84,6 @@ def test_parameters_outside_muon_are_balanced_by_bytes() -> None:
     assert {item.flops for item in owners.ownership.items} == {0}
     held = [load.bytes for load in owners.ownership.loads()]
     assert max(held) <= 1.2 * sum(held) / 4
-
-
-@pytest.mark.usefixtures("four_ranks")
-def test_an_owner_outside_the_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"placement\.rule: layers\.0\.wq\.weight cannot have owner = 4; 0 to 3 can"):
-        owners_of(make(), owned("layers.0.wq.*", 4))
 
 
 @contextmanager
@@ -146,13 +134,6 @@ def test_matrices_unfit_for_whole_tensor_parallel_placement_are_refused() -> Non
             own(block, **whole)  # type: ignore[arg-type]
 
 
-RULES = [
-    {"match": "*.wo.weight", "placement": "owned", "owner": 1},
-    {"match": "*_norm.weight", "placement": "owned", "owner": "layer"},
-    {"match": "*.experts.*", "placement": "shard0"},
-]
-
-
 def model_of(folder: Path, ranks: int, rules: list[dict[str, object]], **values: object) -> dict[str, object]:
     """A recipe's parameters on rank 0 of `world`."""
     # After `titan.model`, because this module prepares TorchTitan for the CPU.
@@ -166,14 +147,17 @@ def model_of(folder: Path, ranks: int, rules: list[dict[str, object]], **values:
 
 def test_the_rules_of_a_recipe_place_the_matching_parameters(tmp_path: Path) -> None:
     """For any `placement.muon`, and also norms of AdamW."""
-    params = model_of(tmp_path, 2, RULES[:2])
+    rules = [
+        {"match": "*.wo.weight", "placement": "owned", "owner": 1},
+        {"match": "*_norm.weight", "placement": "owned", "owner": "layer"},
+    ]
+    params = model_of(tmp_path, 2, rules)
     names = {name for name, p in params.items() if is_owned(p)}  # type: ignore[arg-type]
     assert names == {n for n in params if n.startswith("layers") and n.endswith((".wo.weight", "_norm.weight"))}
     assert len(names) > 8
 
 
 REFUSED = {
-    "nothing": ([{"match": "*.wqkv.*", "placement": "owned"}], {}, r"placement\.rule\[0\]\.match = '\*\.wqkv\.\*'"),
     "embedding": (
         [{"match": "*embed*", "placement": "owned"}],
         {},

@@ -3,7 +3,6 @@
 import sys
 import types
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -36,16 +35,13 @@ NO_TORCHAO = r" = true needs the package torchao"
     ("keys", "capability", "amd", "torchao", "refused"),
     [
         ("linear", HOPPER, False, False, rf"float8\.linear{NO_TORCHAO}"),
-        ("linear emulate", None, False, False, rf"float8\.linear{NO_TORCHAO}"),
         ("experts", HOPPER, False, False, rf"float8\.experts{NO_TORCHAO}"),
         ("linear", None, False, True, r"float8\.linear = true is not .* without CUDA GPUs; .*float8\.emulate"),
         ("linear", AMPERE, False, True, r"float8\.linear = true is not accepted on .* capability 8\.0; "),
         ("linear", MI200, True, True, r"float8\.linear = true is not accepted on .* capability 9\.0; "),
         ("experts", None, False, True, r"float8\.experts = true is not .* without CUDA GPUs; .* false\.$"),
-        ("linear experts", AMPERE, False, True, r"float8\.linear = true is not .* false\.$"),
         ("", None, False, False, ""),
-        ("linear", ADA, False, True, ""),
-        ("linear experts", HOPPER, False, True, ""),
+        ("linear experts", ADA, False, True, ""),
         ("linear", MI300, True, True, ""),
         ("linear emulate", None, False, True, ""),
     ],
@@ -97,33 +93,20 @@ def test_float8_without_a_matching_layer_is_refused(tmp_path: Path) -> None:
         converters(tmp_path, float8__linear=True, float8__filter_fqns="layers")
 
 
-class Renamed(ModelConfigConverter):
-    """Puts a word in the model configuration's place."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(ModelConfigConverter.Config):
-        """Has no options."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    def convert(self, model_config: object) -> object:
-        return "converted" if model_config != "converted" else "converted twice"
-
-
 def test_the_converters_run_before_the_trainer_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = trainer_config(tiny.recipe(tmp_path), Run(str(tmp_path)), 1)
-    config.converters = (Renamed.Config(), Renamed.Config())
-    seen = []
+    config, seen = trainer_config(tiny.recipe(tmp_path), Run(str(tmp_path)), 1), []
+    converter = types.SimpleNamespace(convert=lambda model: [model])
+    config.converters = (types.SimpleNamespace(build=lambda: converter),) * 2
 
     def init(trainer: object, config: Trainer.Config) -> None:
         seen.append(config.model_spec.model)
         raise NotImplementedError
 
+    model = config.model_spec.model
     monkeypatch.setattr(Trainer, "__init__", init)
     with pytest.raises(NotImplementedError):
         config.build()
-    assert seen == ["converted twice"]
+    assert seen == [[[model]]]
 
 
 @pytest.mark.usefixtures("world_of_one")
