@@ -27,13 +27,12 @@ from .options import HYPERPARAMETERS, SHARED, Machine, MuonOptions, OptionError
 from .orthogonalize import DTYPES, Dispatch, Iteration, Method, kernels_for, measured_choices
 from .plan.planner import make_plan
 from .plan.program import collective_ranks, make_program, replicated_plain
-from .plan.search.state import with_state_ranks
+from .plan.search.owners import with_state_ranks
 from .plan.search.tensor_parallel import blocks_reason
 from .plan.terms.layout import Geometries
-from .plan.terms.machine import MachineRates, machine_of
+from .plan.terms.machine import MachineRates, Work, WorkOf, machine_of
 from .plan.terms.pieces import components
 from .plan.terms.types import Layout, Plan, teams_in
-from .plan.terms.work import Work, WorkOf
 from .state.groups import iteration_changed, iteration_of
 from .state.matrix_states import MatrixStates
 from .state.momentum import kept_by

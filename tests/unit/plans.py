@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_muon.options import Machine, MuonOptions, Overlap, Split
 from titan_muon.plan.planner import make_plan
+from titan_muon.plan.terms.machine import Work, sliced_elements, standard_elements, standard_flops, team_cost
 from titan_muon.plan.terms.types import (
     Bucket,
     Cut,
@@ -33,7 +34,6 @@ from titan_muon.plan.terms.types import (
     Shard,
     StridedShard,
 )
-from titan_muon.plan.terms.work import Work, sliced_elements, standard_elements, standard_flops, team_cost
 from titan_muon.tensors.matrices import stack_of
 
 LONG = int(os.environ.get("TITAN_MUON_LONG", "1"))

@@ -9,11 +9,13 @@ from itertools import pairwise
 import torch
 
 from titan_muon.options import Machine, OptionError
-from titan_muon.plan.terms.machine import MACHINES, MachineRates, machine_of
-from titan_muon.plan.terms.work import (
+from titan_muon.plan.terms.machine import (
+    MACHINES,
+    MachineRates,
     TeamCost,
     gram_elements,
     gram_flops,
+    machine_of,
     sliced_elements,
     standard_elements,
     team_cost,

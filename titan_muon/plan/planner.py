@@ -13,10 +13,9 @@ from .search.search import CandidatePlan, fastest
 from .search.slices import MUST_SAVE, check_split_over, slices_reason, with_slices
 from .search.tensor_parallel import blocks_reason, read_in_mode, with_peers
 from .terms.layout import Geometries
-from .terms.machine import MachineRates, machine_of
+from .terms.machine import FLOAT32_COST, ElementwiseCost, MachineRates, Work, WorkOf, machine_of
 from .terms.pieces import Pieces
 from .terms.types import Matrix, Parameter, Plan
-from .terms.work import FLOAT32_COST, ElementwiseCost, Work, WorkOf
 
 
 def make_plan(

@@ -9,10 +9,9 @@ from itertools import takewhile
 
 from .cost.walk import batches
 from .exchange.patterns import PATTERNS
-from .exchange.phases import BucketProgram, Collective, Parcel, Phase, parcels
+from .exchange.phases import ACTS, Act, BucketProgram, Collective, Parcel, Phase, late_rounds, parcels, schedule
 from .terms.layout import Geometries
 from .terms.pieces import Pieces, Ranks
-from .terms.schedule import ACTS, Act, late_rounds, schedule
 from .terms.types import Bucket, Plan, teams_in
 
 __all__ = ["BucketProgram", "Collective", "Parcel", "Phase", "Program", "make_program"]

@@ -16,8 +16,8 @@ from ..comm.exchange import Exchange
 from ..comm.faults import Fault
 from ..comm.report import FaultReport
 from ..orthogonalize import zero_nonfinite_
+from ..plan.exchange.phases import Act
 from ..plan.program import Program
-from ..plan.terms.schedule import Act
 from .algorithm import Algorithm
 from .foreach import MomentumCall, without_parameters
 from .gradients import StepGradients

@@ -27,9 +27,9 @@ from tests.unit.plans import (
 )
 from titan_muon.comm.buffers import BufferSet, bucket_buffers, make_buffer_sets
 from titan_muon.plan.cost.walk import batches
+from titan_muon.plan.exchange.phases import Act
 from titan_muon.plan.program import BucketProgram, Collective, Phase, make_program
 from titan_muon.plan.terms.layout import Geometries, Span, spans
-from titan_muon.plan.terms.schedule import Act
 from titan_muon.plan.terms.types import (
     Mesh,
     Parameter,

@@ -11,7 +11,7 @@ from titan_muon.plan.cost.timeline import Clock, timeline
 from titan_muon.plan.cost.walk import PlanCost, batches
 from titan_muon.plan.program import make_program
 from titan_muon.plan.summary import summarize
-from titan_muon.plan.terms.machine import Link
+from titan_muon.plan.terms.machine import Link, Work
 from titan_muon.plan.terms.types import (
     Layout,
     Matrix,
@@ -23,7 +23,6 @@ from titan_muon.plan.terms.types import (
     Slice,
     teams_in,
 )
-from titan_muon.plan.terms.work import Work
 
 """Slow links between nodes."""
 

@@ -28,6 +28,7 @@ from titan_muon.options import OptionError
 from titan_muon.plan.cost.walk import batches
 from titan_muon.plan.program import BucketProgram, Program, make_program
 from titan_muon.plan.summary import RankCost, summarize
+from titan_muon.plan.terms.machine import standard_flops
 from titan_muon.plan.terms.types import (
     Layout,
     Matrix,
@@ -39,7 +40,6 @@ from titan_muon.plan.terms.types import (
     Shard,
     StridedShard,
 )
-from titan_muon.plan.terms.work import standard_flops
 
 FLAT, SQUARE = mesh_of(4), mesh_of(2, 2)
 

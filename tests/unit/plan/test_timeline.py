@@ -14,9 +14,9 @@ from tests.unit.plans import examples, mesh_of, parameter_of, plan_of, plans
 from titan_muon.options import Machine, OptionError, Overlap
 from titan_muon.plan.cost.timeline import LOCAL, spans, timeline
 from titan_muon.plan.cost.walk import Costs
+from titan_muon.plan.exchange.phases import ordered_rounds
 from titan_muon.plan.search.search import CandidatePlan
 from titan_muon.plan.terms.machine import COLLECTIVE_LAUNCHES, LAUNCHES, MACHINES, Link, MachineRates, machine_of
-from titan_muon.plan.terms.schedule import ordered_rounds
 from titan_muon.plan.terms.types import Parameter, Plan, Shard
 
 # A single resource takes time, so that expected times are simple.

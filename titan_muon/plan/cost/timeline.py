@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from ...options import Overlap
 from ..exchange.patterns import NO_TRAFFIC, LinkTraffic
+from ..exchange.phases import NO_OVERLAP, Act, OverlappedRounds, ordered_rounds, overlapped_rounds, schedule
 from ..terms.machine import MachineRates
-from ..terms.schedule import NO_OVERLAP, Act, OverlappedRounds, ordered_rounds, overlapped_rounds, schedule
 from ..terms.types import Plan
 from .walk import LOCAL, Costs, PlanCost
 

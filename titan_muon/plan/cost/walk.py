@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from ..exchange.patterns import PATTERNS, BucketTotals, KindCounts
 from ..exchange.phases import aligned
-from ..terms.machine import MachineRates
+from ..terms.machine import FLOAT32_COST, NORMALIZING_BYTES, ElementwiseCost, MachineRates, Work
 from ..terms.pieces import Pieces, Ranks
 from ..terms.types import Bucket, Matrix, Plan, teams_in
-from ..terms.work import FLOAT32_COST, NORMALIZING_BYTES, ElementwiseCost, Work
 
 LOCAL = -1
 """Bucket and round of local matrices."""

@@ -13,9 +13,9 @@ from ...options import MuonOptions, OptionError
 from ..cost.walk import Costs
 from ..exchange.patterns import PATTERNS
 from ..terms.layout import Geometries, select
+from ..terms.machine import Work, WorkOf
 from ..terms.pieces import Pieces, Ranks
 from ..terms.types import Interval, Matrix, MatrixRows, Parameter, Slice
-from ..terms.work import Work, WorkOf
 from .owners import Balancer, OwnerOf, Problem, Task, by_group, spread
 
 LIMITS = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5)

@@ -8,8 +8,8 @@ from itertools import product
 
 from ...options import MuonOptions, OptionError
 from ..terms.layout import Geometries, Geometry, Intervals, flattened, merged, region
+from ..terms.machine import WorkOf
 from ..terms.types import Cut, Interval, Layout, MatrixRows, MatrixStack, Parameter
-from ..terms.work import WorkOf
 from .owners import Problem, Task
 from .slices import ALWAYS, SliceOption, balance, cut, divides, in_picoseconds, options_of, slice_option, slices_fault
 

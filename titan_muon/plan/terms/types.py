@@ -20,7 +20,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from .work import FLOAT32_COST, ElementwiseCost, Work
+from .machine import FLOAT32_COST, ElementwiseCost, Work
 
 
 class Interval(NamedTuple):
