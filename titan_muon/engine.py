@@ -18,8 +18,7 @@ from .algorithms import algorithm_of
 from .algorithms.muon import highest_rate
 from .comm.agreement import Agreement, PlanReport, digest_of
 from .comm.buffers import Buffers, fragmentation
-from .comm.collectives import Collectives
-from .comm.exchange import Exchange
+from .comm.exchange import Collectives, Exchange
 from .comm.faults import STORAGE_FAULTS, Fault, allowed_faults, check_faults, names_with
 from .comm.report import FaultReport, Reported
 from .features import StepParts, check_plan, overlap_of

@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from .algorithms import algorithm_of
 from .comm.agreement import Agreement
 from .comm.clip import SkipsSteps
-from .comm.collectives import Collectives
 from .comm.equality import check_equal
-from .comm.exchange import Exchange
+from .comm.exchange import Collectives, Exchange
 from .comm.replicas import separate_layouts
 from .comm.report import Reported
 from .engine import Engine, checked_plan, engine_of, report_of

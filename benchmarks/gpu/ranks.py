@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from titan_muon.comm.collectives import Collectives
+from titan_muon.comm.exchange import Collectives
 
 
 def begin(device: str) -> torch.device:

@@ -33,7 +33,7 @@ from titan_muon import Muon
 from titan_muon.adam import AdamW
 from titan_muon.algorithms.fused import usable
 from titan_muon.comm.clip import NormCheck
-from titan_muon.comm.collectives import Collectives
+from titan_muon.comm.exchange import Collectives
 from titan_muon.engine import dispatch_of, plan_step, planning_machine
 from titan_muon.options import Machine, MuonOptions, Split
 from titan_muon.plan import Plan, summarize

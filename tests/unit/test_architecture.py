@@ -230,7 +230,7 @@ def test_no_folders_import_in_a_circle() -> None:
 
 def test_the_searches_find_collectives_and_circles() -> None:
     """Guards the tests against a moved folder."""
-    assert len(list(called(PACKAGE / "comm" / "collectives.py", COLLECTIVES))) >= 5
+    assert len(list(called(PACKAGE / "comm" / "exchange.py", COLLECTIVES))) >= 5
     assert {"plan", "titan", "orthogonalize", "comm", "owned"} <= {part(path) for path in files("titan_muon")}
     assert "titan_muon/plan/terms" in {folder_of(other) for other in imported_files(PACKAGE / "comm" / "buffers.py")}
     assert ROOT / "scripts/compare/run_folder.py" in imported_files(ROOT / "scripts/compare_runs.py")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.collectives import Collectives, wait_all
+from ..comm.exchange import Collectives, wait_all
 from ..orthogonalize import TeamSlice, orthogonalize, sliced_norms
 from ..step.rank import Rank
 from ..step.views import Batch

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.collectives import wait_all
+from ..comm.exchange import wait_all
 from ..comm.faults import Fault
 from ..options import OptionError
 from ..plan.terms.layout import Geometries, spans

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..comm.collectives import move
+from ..comm.exchange import move
 from ..plan.program import orthogonalizing_ranks
 from ..plan.terms.layout import Geometries
 from ..plan.terms.types import Plan

@@ -72,48 +72,30 @@ def test_equal_reports_of_a_thousand_ranks_are_compared_once() -> None:
         check_reports(reports | {70: reports[0]})
 
 
-def fewer_iterations(rank: int, state: dict[str, Any]) -> None:
-    state["param_groups"][0]["ns_steps"] = 3
-
-
-def another_rate(rank: int, state: dict[str, Any]) -> None:
-    state["param_groups"][0]["lr"] = 0.5
-
-
-def of_torch(rank: int, state: dict[str, Any]) -> None:
-    for name in ("adjust_lr_fn", "ns_coefficients"):
-        state["param_groups"][0].pop(name)
-
-
-def out_of_range(rank: int, state: dict[str, Any]) -> None:
-    if rank == 1:
-        state["param_groups"][0]["momentum"] = 1.5
-
-
-def no_momentum(rank: int, state: dict[str, Any]) -> None:
-    if rank == 1:
-        del state["state"][0]["momentum_buffer"]
-
-
-LOADED: dict[Callable[..., None], tuple[str, bool]] = {
-    another_rate: ("", True),
-    fewer_iterations: ("", False),
-    of_torch: ("of another optimizer: its groups have no ns_coefficients, adjust_lr_fn", True),
-    out_of_range: ("momentum = 1.5 is not accepted", True),
-    no_momentum: ("has no momentum_buffer with this optimizer's shape, mesh and placements; ", True),
+NO_MOMENTUM = "has no momentum_buffer with this optimizer's shape, mesh and placements; "
+LOADED: dict[str, tuple[Callable[[int, dict[str, Any], dict[str, Any]], object], str, bool]] = {
+    "another rate": (lambda rank, group, states: group.update(lr=0.5), "", True),
+    "fewer iterations": (lambda rank, group, states: group.update(ns_steps=3), "", False),
+    "of torch": (lambda rank, group, states: group.pop("adjust_lr_fn"), "its groups have no adjust_lr_fn", True),
+    "out of range": (
+        lambda rank, group, states: group.update(momentum=(0.9, 1.5)[rank]),
+        "momentum = 1.5 is not",
+        True,
+    ),
+    "no momentum": (lambda rank, group, states: rank == 0 or states.pop("momentum_buffer"), NO_MOMENTUM, True),
 }
-"""Changes of a state dict: the error, and whether the plan stays."""
+"""Changes of a group and of a parameter's states: the error, and whether the plan stays."""
 
 
 def load_each(rank: int, world_size: int) -> dict[str, tuple[str, bool]]:
     mesh, found = init_device_mesh("cpu", (world_size,)), {}
-    for change in LOADED:
+    for name, (change, _, _) in LOADED.items():
         params = parameters(mesh)
         muon = Muon(named(params)).build()
         muon.step()
         plan, state = muon.plan, muon.state_dict()
-        change(rank, state)
-        found[change.__name__] = message(partial(muon.load_state_dict, state)), muon.plan is plan
+        change(rank, state["param_groups"][0], state["state"][0])
+        found[name] = message(partial(muon.load_state_dict, state)), muon.plan is plan
         set_gradients(params, mesh, 2)
         muon.step()
     return found
@@ -121,12 +103,12 @@ def load_each(rank: int, world_size: int) -> dict[str, tuple[str, bool]]:
 
 def test_a_wrong_state_on_a_rank_is_an_error_on_every_rank_and_a_step_can_follow() -> None:
     for found in run_ranks(load_each, 2, timeout=SECONDS):
-        for change, (text, same_plan) in LOADED.items():
-            error, stayed = found[change.__name__]
+        for name, (_, text, same_plan) in LOADED.items():
+            error, stayed = found[name]
             assert text in error
             assert bool(error) == bool(text)
             assert stayed == same_plan, "only another Newton-Schulz iteration needs a new plan"
-        assert found["no_momentum"][0].endswith("(on rank 1)")
+        assert found["no momentum"][0].endswith("(on rank 1)")
 
 
 def timeouts(muon: Muon) -> set[timedelta]:

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import Mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,37 +53,28 @@ def flip_a_bit(tensor: Tensor) -> None:
     local(tensor).view(torch.int32).view(-1)[3] ^= 1
 
 
-def weight_of_muon(model: Model, optimizer: Hybrid) -> None:
-    flip_a_bit(model.layers[1].weight)
-
-
-def weight_of_adamw(model: Model, optimizer: Hybrid) -> None:
-    local(model.embedding.weight).mul_(1.01)
-
-
-def momentum(model: Model, optimizer: Hybrid) -> None:
-    flip_a_bit(optimizer.state[model.layers[0].weight]["momentum_buffer"])
-
-
-def counter_of_adamw(model: Model, optimizer: Hybrid) -> None:
-    optimizer.state[model.norm.bias]["step"].add_(1)
-
-
-def betas(model: Model, optimizer: Hybrid) -> None:
-    optimizer.optimizers["adamw"].param_groups[0]["betas"] = (0.9, 0.95)
-
-
-def nothing(model: Model, optimizer: Hybrid) -> None:
-    pass
-
-
-INJECTED: dict[Callable[..., None], str] = {
-    weight_of_muon: "layers.1.weight: ranks [1] differ from ranks [0]",
-    weight_of_adamw: "embedding.weight: ranks [1] differ from ranks [0]",
-    momentum: "layers.0.weight (momentum_buffer): ranks [1] differ from ranks [0]",
-    counter_of_adamw: "norm.bias (step): ranks [1] differ from ranks [0]",
-    betas: "betas of adamw's group of embedding.weight is (0.9, 0.999) on ranks [0] and (0.9, 0.95) on ranks [1]",
-    nothing: "",
+INJECTED: dict[str, tuple[Callable[[Model, Hybrid], object], str]] = {
+    "weight of Muon": (
+        lambda model, optimizer: flip_a_bit(model.layers[1].weight),
+        "layers.1.weight: ranks [1] differ from ranks [0]",
+    ),
+    "weight of AdamW": (
+        lambda model, optimizer: local(model.embedding.weight).mul_(1.01),
+        "embedding.weight: ranks [1] differ from ranks [0]",
+    ),
+    "momentum": (
+        lambda model, optimizer: flip_a_bit(optimizer.state[model.layers[0].weight]["momentum_buffer"]),
+        "layers.0.weight (momentum_buffer): ranks [1] differ from ranks [0]",
+    ),
+    "counter of AdamW": (
+        lambda model, optimizer: optimizer.state[model.norm.bias]["step"].add_(1),
+        "norm.bias (step): ranks [1] differ from ranks [0]",
+    ),
+    "betas": (
+        lambda model, optimizer: optimizer.optimizers["adamw"].param_groups[0].update(betas=(0.9, 0.95)),
+        "betas of adamw's group of embedding.weight is (0.9, 0.999) on ranks [0] and (0.9, 0.95) on ranks [1]",
+    ),
+    "nothing": (lambda model, optimizer: None, ""),
 }
 """Faults of rank 1, and the errors of all ranks."""
 
@@ -92,13 +85,13 @@ def inject(rank: int, world_size: int) -> dict[tuple[str, bool], str]:
         model, optimizer = trained((2, 1) if sharded else None)
         tensors = [tensor for _, _, tensor in tensors_of(optimizer.optimizers)]
         kept = [local(tensor).clone() for tensor in tensors]
-        for fault in INJECTED:
+        for name, (fault, _) in INJECTED.items():
             groups = [dict(group) for group in optimizer.param_groups]
             if rank == 1:
                 with torch.no_grad():
                     fault(model, optimizer)
-            errors[fault.__name__, sharded] = message(optimizer.check_replicas)
-            if fault is weight_of_adamw and not sharded:
+            errors[name, sharded] = message(optimizer.check_replicas)
+            if name == "weight of AdamW" and not sharded:
                 errors["own", False] = message(partial(optimizer.check_replicas, own=["embed*"]))
             with torch.no_grad():
                 for tensor, before in zip(tensors, kept, strict=True):
@@ -112,24 +105,18 @@ def inject(rank: int, world_size: int) -> dict[tuple[str, bool], str]:
 def out_of_memory(rank: int, optimizer: Hybrid) -> str:
     """The error of a comparison in which rank 1 runs out of memory."""
     if rank == 1:
-        replicas.bit_sum = raise_out_of_memory
-    try:
+        replicas.bit_sum = Mock(side_effect=torch.OutOfMemoryError("no memory for the sums"))
+    with pytest.raises(RuntimeError) as error:
         optimizer.check_replicas()
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def raise_out_of_memory(tensor: Tensor) -> Tensor:
-    raise torch.OutOfMemoryError("no memory for the sums")
+    return f"{error.type.__name__}: {error.value}"
 
 
 def test_every_rank_names_a_difference_and_the_differing_ranks() -> None:
     for rank, errors in enumerate(run_ranks(inject, 2, timeout=SECONDS)):
-        for fault, text in INJECTED.items():
+        for name, (_, text) in INJECTED.items():
             for sharded in (True, False):
-                assert text in errors[fault.__name__, sharded]
-                assert bool(errors[fault.__name__, sharded]) == bool(text)
+                assert text in errors[name, sharded]
+                assert bool(errors[name, sharded]) == bool(text)
         assert errors["own", False] == "", "tensors of a single rank may differ"
         ends = {0: "RuntimeError: OutOfMemoryError: no memory for the sums (on rank 1)"}
         assert errors["out of memory", False] == ends.get(rank, "OutOfMemoryError: no memory for the sums")
@@ -140,7 +127,7 @@ def on_four_ranks(rank: int, world_size: int) -> list[str]:
     model, optimizer = trained((2, 2), state="owner")
     errors = [message(optimizer.check_replicas)]
     if rank == 3:
-        weight_of_muon(model, optimizer)
+        flip_a_bit(model.layers[1].weight)
     return [*errors, message(optimizer.check_replicas)]
 
 

@@ -83,27 +83,14 @@ def test_a_rank_orthogonalizes_a_plain_tensor_with_rank_specific_values() -> Non
         assert "a parameter that only some ranks have must be a DTensor on their mesh" in alone
 
 
-def other_gradient(rank: int, grad: Tensor) -> Tensor | None:
-    return grad * (1 + 0.02 * rank)
-
-
-def nan_on_one(rank: int, grad: Tensor) -> Tensor | None:
-    return torch.where(torch.arange(grad.numel()).view_as(grad) == 5, torch.nan, grad) if rank == 1 else grad
-
-
-def missing_on_one(rank: int, grad: Tensor) -> Tensor | None:
-    return grad if rank == 0 else None
-
-
-def rounded_otherwise(rank: int, grad: Tensor) -> Tensor | None:
-    return grad * (1 + 1e-5 * rank)
-
-
-CHANGES: dict[Callable[..., Tensor | None], str] = {
-    other_gradient: "layers.3.weight: these plain tensors were equal on all ranks when Muon was built, but their",
-    nan_on_one: "layers.3.weight: ",
-    missing_on_one: "no gradient for layers.3.weight",
-    rounded_otherwise: "",
+CHANGES: dict[str, tuple[Callable[[int, Tensor], Tensor | None], str]] = {
+    "other": (
+        lambda rank, grad: grad * (1 + 0.02 * rank),
+        "layers.3.weight: these plain tensors were equal on all ranks when Muon was built, but their",
+    ),
+    "nan": (lambda rank, grad: grad * (torch.nan if rank == 1 else 1), "layers.3.weight: "),
+    "missing": (lambda rank, grad: grad if rank == 0 else None, "no gradient for layers.3.weight"),
+    "rounded": (lambda rank, grad: grad * (1 + 1e-5 * rank), ""),
 }
 """Change of one replica's gradient, and the expected error."""
 
@@ -111,25 +98,23 @@ CHANGES: dict[Callable[..., Tensor | None], str] = {
 def spoil_each(rank: int, world_size: int) -> dict[str, tuple[list[str], bytes]]:
     """Errors of a step with a changed gradient and of the next two steps; and the weights."""
     found = {}
-    for change in CHANGES:
+    for kind, (change, _) in CHANGES.items():
         params, errors = plain(), []
         muon = Muon(list(params.items()), **OPTIONS).build()
         for seed in range(1, 4):
             for name, grad in drawn(EVEN, seed).items():
                 params[name].grad = change(rank, grad) if seed == 1 and name == "layers.3.weight" else grad
             errors.append(message(muon.step))
-        found[change.__name__] = errors, torch.stack([p.detach() for p in params.values()]).numpy().tobytes()
+        found[kind] = errors, torch.stack([p.detach() for p in params.values()]).numpy().tobytes()
     return found
 
 
 def test_different_gradients_of_replicas_are_an_error_on_every_rank() -> None:
     results = run_ranks(spoil_each, 2, timeout=SECONDS)
-    for change, text in CHANGES.items():
-        assert len({rank[change.__name__][1] for rank in results}) == 1, (
-            "copies are equal whatever their gradients were"
-        )
+    for kind, (_, text) in CHANGES.items():
+        assert len({rank[kind][1] for rank in results}) == 1, "copies are equal whatever their gradients were"
         for rank in results:
-            first, second, third = rank[change.__name__][0]
+            first, second, third = rank[kind][0]
             assert first == "", "a rank that raised alone would leave the others waiting"
             assert second.startswith(text)
             assert bool(second) == bool(text)

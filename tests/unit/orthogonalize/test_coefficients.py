@@ -75,12 +75,9 @@ def test_a_cubic_iteration_converges_to_the_polar_factor() -> None:
     assert relative_error(result, u @ vh).max() < 1e-10
     assert orthogonality_error(result).max() < 1e-10
     assert all(torch.allclose(value, torch.ones(2).double(), atol=1e-10) for value in singular_band(result))
-
-
-def test_orthogonality_error_and_band_detect_a_nonorthogonal_matrix() -> None:
-    matrix = torch.diag(torch.tensor([1.0, 2.0]))
-    assert orthogonality_error(matrix).item() == pytest.approx(3 / math.sqrt(2))
-    assert [value.item() for value in singular_band(matrix)] == pytest.approx([1, 2])
+    # Both figures see a matrix that is not orthogonal.
+    assert orthogonality_error(2 * result).min() > 1
+    assert singular_band(2 * result)[1].min() > 1
 
 
 @pytest.mark.parametrize("name", list(COEFFICIENTS))
