@@ -30,6 +30,8 @@ class DocumentTokenizer(Protocol):
 
     def get_vocab_size(self) -> int: ...
 
+    def __hash__(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class Corpus:
