@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.accuracy import relative_error
-from benchmarks.measure_kernels import measure_kernels, save_kernels
+from benchmarks.measure_kernels import measure_kernels
 from titan_muon.orthogonalize import (
     COEFFICIENTS,
     DTYPES,
@@ -37,12 +37,11 @@ from titan_muon.orthogonalize import (
     Iteration,
     Kernel,
     Method,
+    iterate,
     iteration,
     orthogonalize,
-    standard,
 )
 from titan_muon.orthogonalize.dispatch import restarts
-from titan_muon.orthogonalize.symmetric import cache_file, kernels_for
 
 JORDAN = iteration("keller_jordan", 5, 1e-7)
 TORCH = "torch.optim.Muon's loop"
@@ -236,7 +235,7 @@ def errors(bench: Bench, shapes: Sequence[tuple[int, int]] = ERROR_SHAPES) -> It
             for name, table in COEFFICIENTS.items():
                 computed = iteration(name, 5 if len(table) == 1 else len(table), 1e-7)
                 exact, prescale = stack.double(), computed.prescaled
-                expected = standard(exact, computed.steps, computed.eps, torch.float64, prescale=prescale)
+                expected = iterate(exact, computed.steps, computed.eps, torch.float64, prescale=prescale)
                 gram = restarts(len(computed.steps))
                 methods = [Method("standard", dtype) for dtype in DTYPES]
                 methods += [Method("gram", dtype, gram) for dtype in ("float16", "float32")]
@@ -258,7 +257,7 @@ def share(what: str, bench: Bench) -> Iterator[Row]:
     from titan_muon.titan import compat
 
     compat.install()
-    from titan_muon.plan.cost.batches import batches
+    from titan_muon.plan.cost.walk import batches
     from titan_muon.plan.program import make_program
     from titan_muon.titan.dry_run.meta_model import build_meta_model
     from titan_muon.titan.recipe import load
@@ -321,7 +320,7 @@ class Arguments:
     """Compare ways to orthogonalize matrices."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device. CUDA measures the symmetric kernels first, and keeps the result for later runs of Muon."""
+    """Device. CUDA measures the symmetric kernels first."""
     repeats: int = 11
     """Timed turns."""
     share: str | None = None
@@ -363,9 +362,8 @@ def main(arguments: Arguments) -> None:
     device = torch.device(arguments.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    elif arguments.share is None:
-        save_kernels(list(measure_kernels(device)), cache_file(device))
-    bench = Bench(device, arguments.repeats, matmul_rate(device), kernels_for("auto", device))
+    measured = measure_kernels(device) if device.type == "cuda" else ()
+    bench = Bench(device, arguments.repeats, matmul_rate(device), tuple(measured))
     print(json.dumps(machine(bench)), flush=True)
     if arguments.share is not None:
         rows, wrong = list(share(arguments.share, bench)), []

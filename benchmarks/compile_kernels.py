@@ -85,9 +85,10 @@ class Case:
             return torch.empty(2, *shape, dtype=DTYPES[self.dtype], device="meta")
 
         if self.variant == "polynomial":
-            return launch_of(*(stack(rows, rows) for _ in range(4)), alpha=2.0, beta=-5.0, delta=3.0, tile=self.tile)
+            a, b, c, out = (stack(rows, rows) for _ in range(4))
+            return launch_of(a, b, c, out, 2.0, -5.0, self.tile)
         x = stack(rows, cols) if self.variant == "X Xᵀ" else stack(cols, rows).mT
-        return launch_of(x, x.mT, None, stack(rows, rows), tile=self.tile)
+        return launch_of(x, x.mT, None, stack(rows, rows), 1.0, 0.0, self.tile)
 
 
 @dataclass(frozen=True)

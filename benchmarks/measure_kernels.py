@@ -1,20 +1,15 @@
-"""Measures the fastest kernel for symmetric products on this GPU, and keeps the result for later runs of Muon."""
+"""Measures the fastest kernel for symmetric products on this GPU."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from titan_muon.orthogonalize import DTYPES, Kernel
-from titan_muon.orthogonalize.newton_schulz import PLAIN, Products
-from titan_muon.orthogonalize.symmetric import KERNELS, installed
+from titan_muon.orthogonalize.symmetric import Product, installed, plain, product_of
 
 MARGIN = 1.05
 """Minimum speedup of a kernel."""
@@ -23,56 +18,48 @@ TOLERANCES: Mapping[str, float] = {"float16": 4e-3, "bfloat16": 3e-2}
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 
 
-def save_kernels(kernels: Sequence[Kernel], file: Path) -> None:
-    """Save a measurement atomically."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps([asdict(kernel) for kernel in kernels], indent=1) + "\n", encoding="utf-8")
-    part.replace(file)
-
-
 def measure_kernels(device: torch.device, sizes: Sequence[int] = SIZES) -> Iterator[Kernel]:
     """Fastest products on a CUDA device by dtype and smaller side; waits for the device."""
     for dtype in TOLERANCES:
         for size in sizes:
             count = max(1, (2048 // size) ** 2)
             x = torch.randn(count, size, 2 * size, device=device).div_(size).to(DTYPES[dtype])
-            seconds = {"plain": _seconds(PLAIN, x)}
+            seconds = {"plain": _seconds(plain, x)}
             for name in installed():
-                if _agrees(KERNELS[name], x, TOLERANCES[dtype]):
-                    seconds[name] = MARGIN * _seconds(KERNELS[name], x)
+                if _agrees(name, x, TOLERANCES[dtype]):
+                    seconds[name] = MARGIN * _seconds(product_of(name), x)
             best = min(seconds, key=lambda name: seconds[name])
             yield Kernel(dtype, size, best)
 
 
-def _products(products: Products, x: Tensor) -> tuple[Tensor, Tensor]:
+def _products(product: Product, x: Tensor) -> tuple[Tensor, Tensor]:
     """The two products of an iteration: X Xᵀ, and a polynomial in X Xᵀ."""
     gram = x.new_empty(x.size(0), x.size(1), x.size(1))
     polynomial = torch.empty_like(gram)
-    products.gram(x, out=gram)
-    products.symmetric(gram, gram, gram, alpha=2.0, beta=-5.0, delta=3.0, out=polynomial)
+    product(x, x.mT, out=gram)
+    product(gram, gram, gram, alpha=2.0, beta=-5.0, out=polynomial)
     return gram, polynomial
 
 
-def _agrees(products: Products, x: Tensor, tolerance: float) -> bool:
+def _agrees(name: str, x: Tensor, tolerance: float) -> bool:
     """Whether a kernel runs on this device and agrees with plain products."""
     try:
-        results = _products(products, x)
+        results = _products(product_of(name), x)
     except Exception:
         # A kernel's package may raise any error on an unknown GPU.
         return False
-    pairs = zip(results, _products(PLAIN, x), strict=True)
+    pairs = zip(results, _products(plain, x), strict=True)
     return all(bool((f.float() - e.float()).norm() <= tolerance * e.float().norm()) for f, e in pairs)
 
 
-def _seconds(products: Products, x: Tensor, repeats: int = 10) -> float:
+def _seconds(product: Product, x: Tensor, repeats: int = 10) -> float:
     """Median time of both products."""
-    _products(products, x)
+    _products(product, x)
     times = []
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        _products(products, x)
+        _products(product, x)
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)

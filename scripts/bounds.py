@@ -9,11 +9,9 @@ from typing import NamedTuple
 
 from titan_muon.options import Overlap
 from titan_muon.plan import Plan
-from titan_muon.plan.cost.costs import Costs
 from titan_muon.plan.cost.timeline import Timeline
-from titan_muon.plan.cost.walk import PlanCost
-from titan_muon.plan.exchange.all_gather import PATTERNS
-from titan_muon.plan.exchange.pattern import LinkTraffic
+from titan_muon.plan.cost.walk import Costs, PlanCost
+from titan_muon.plan.exchange.patterns import PATTERNS, LinkTraffic
 from titan_muon.plan.terms.machine import MachineRates
 from titan_muon.plan.terms.pieces import Pieces
 from titan_muon.plan.terms.types import Bucket
@@ -37,10 +35,10 @@ def least_sent(plan: Plan) -> int:
     for bucket in plan.buckets:
         for kind, count in Counter(pieces.kinds[matrix] for matrix in bucket.matrices).items():
             holders = pieces.holders(kind, bucket.group)
-            most = max(holders.on_rank.values())
+            most = max(holders.values())
             # The owner gathers the rest of one replica, and returns to every replica all pieces but its own.
             lacking = plan.matrices[pieces.examples[kind]].numel - most
-            total += count * (lacking + sum(holders.on_rank.values()) - most)
+            total += count * (lacking + sum(holders.values()) - most)
     return total * plan.wire_bytes // len(pieces.ranks())
 
 
@@ -87,16 +85,18 @@ def _chain(kind: int, group: tuple[int, ...], costs: Costs, *, spreads: bool) ->
     pieces, machine, wire = costs.pieces, costs.machine, costs.wire_bytes
     matrix, holders = pieces.matrices[pieces.examples[kind]], pieces.holders(kind, group)
     gather, scatter = [], []
-    replica = pieces.geometry(pieces.examples[kind]).replica
-    parts, whole = holders.sums("replica", 0, replica.__getitem__), holders.sums("all", 0, lambda rank: 0)
-    for rank, mine, node in holders.holders:
-        part, total = parts.elements_near[replica[rank], node], whole.elements_near[0, node]
-        way = LinkTraffic(0, 0, part - mine, parts.elements[replica[rank]] - part).seconds(wire, machine)
+    replica = pieces.geometry(pieces.examples[kind]).replica.__getitem__
+    parts, whole = pieces.by_key(kind, group, "replica", replica), pieces.by_key(kind, group, "all", lambda rank: 0)
+    for rank, mine in holders.items():
+        (part, part_near), (total, total_near) = (
+            [keyed.elements[place] for place in keyed.places[rank]] for keyed in (parts, whole)
+        )
+        way = LinkTraffic(0, 0, part_near - mine, part - part_near).seconds(wire, machine)
         gather.append(way)
         # Replicas share results, so the owner sends only what it received. The replicas' own traffic depends on other
         # decisions and is left out.
         scatter.append(
-            way if spreads else LinkTraffic(total - mine, whole.elements[0] - total, 0, 0).seconds(wire, machine)
+            way if spreads else LinkTraffic(total_near - mine, total - total_near, 0, 0).seconds(wire, machine)
         )
     work = costs.alone(matrix) + costs.copied_bytes(matrix.numel) / machine.memory
     return Chain(work, min(gather), min(scatter))

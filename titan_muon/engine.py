@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,21 +27,19 @@ from .options import HYPERPARAMETERS, SHARED, Machine, MuonOptions, OptionError
 from .orthogonalize import DTYPES, Dispatch, Iteration, Method, kernels_for, measured_choices
 from .plan.planner import make_plan
 from .plan.program import collective_ranks, make_program, replicated_plain
-from .plan.search.state import with_state_ranks
-from .plan.terms.blocks import blocks_reason
-from .plan.terms.groups import components
+from .plan.search.owners import with_state_ranks
+from .plan.search.tensor_parallel import blocks_reason
 from .plan.terms.layout import Geometries
-from .plan.terms.machine import MachineRates, machine_of
-from .plan.terms.slices import teams_in
-from .plan.terms.types import Layout, Plan
-from .plan.terms.work import Work, WorkOf
+from .plan.terms.machine import MachineRates, Work, WorkOf, machine_of
+from .plan.terms.pieces import components
+from .plan.terms.types import Layout, Plan, teams_in
 from .state.groups import iteration_changed, iteration_of
 from .state.matrix_states import MatrixStates
 from .state.momentum import kept_by
 from .state.plan_context import PlanContext
 from .step.algorithm import Algorithm, Scaling
 from .step.foreach import passes_of
-from .step.gradients import InputCheck, StepGradients
+from .step.gradients import StepGradients, checked_inputs
 from .step.rank import Rank
 from .step.step import Overlap, trace_range
 from .tensors.device import is_host
@@ -86,7 +83,8 @@ def dispatch_of(device: torch.device, options: MuonOptions) -> Dispatch:
     """The choice of Newton-Schulz methods."""
     machine = planning_machine(options.machine, device.type)
     kernels, choices = kernels_for(options.ns_kernel, device), measured_choices(device)
-    return Dispatch.of(options, device.type, kernels, machine, float16=choices.float16)
+    names = options.orthogonalize, options.ns_dtype, device.type
+    return Dispatch(*names, kernels, machine=machine, float16=choices.float16)
 
 
 def planning_machine(options: Machine, device: str) -> MachineRates:
@@ -208,7 +206,7 @@ def report_of(
         groups=tuple(sorted({*buckets, *sharing} - existing)),
         exclusive=tuple(sorted(exclusive)),
         sharing=sharing,
-        parts=tuple((name, digest_of(part)) for name, part in parts.items()),
+        parts=tuple((name, digest_of(part).hex()[:16]) for name, part in parts.items()),
         optional=optional,
     )
 
@@ -278,7 +276,11 @@ class Engine:
         self._make(rank, states, None)
 
     def _make(self, rank: Rank, states: MatrixStates, before: StepParts | None) -> None:
-        self.rank, self._states, self._check = rank, states, InputCheck(rank)
+        self.rank, self._states = rank, states
+        # Attributes of groups that a step compares by value.
+        keys = ("ns_coefficients", "ns_steps", "eps")
+        self._iterations = [tuple(trained.group[key] for key in keys) for trained in rank.params]
+        self._names = frozenset(trained.fqn for trained in rank.params)
         self._parts = parts = StepParts(rank, self._algorithm, states, self.overlap, self._allowed, before)
         self.step, self.workspace, self.offload = parts.step, parts.workspace, parts.offload
         self.orthogonalized = sum(len(batch.matrices) for of in self.step.views for _, batch, _ in of.batches)
@@ -288,7 +290,7 @@ class Engine:
     ) -> StepGradients:
         """The gradients of the next step. Raises ValueError on all ranks together, before anything changes."""
         rank, overlap = self.rank, self.overlap
-        if rank.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if rank.buffers.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 "Muon.step cannot be captured in a CUDA graph, because the host reads the faults of the last step; "
                 "capture forward and backward alone, and call step() after the replay"
@@ -296,13 +298,12 @@ class Engine:
         # Asking the peers would block the host. So the step leaves out matrices with faults on every rank, and all
         # ranks raise in the next step.
         alone = rank.agreement.peers is None
-        if not dist.is_initialized():
-            rank.agreement.check_alive()
+        rank.agreement.check_alive()
         if overlap is not None:
             self.finish()
             overlap.ready(self.step)
         with trace_range("check"):
-            faults, grads, moved = self._check(groups, state)
+            faults, grads, moved = checked_inputs(rank, self._iterations, self._names, groups, state)
             if rank.options.decay_follows_lr:
                 unknown = (highest_rate(trained.group) is None for trained in rank.params)
                 pairs = zip(unknown, faults, strict=True)

@@ -259,7 +259,8 @@ class Muon(SkipsSteps, Optimizer):
             self._engine.raise_pending(alone=alone)
             if not alone:
                 # Faults from late updates, and from optimizers that step after Muon.
-                self._engine.rank.report.send_late()
+                self._engine.rank.report.add_late()
+                self._engine.rank.report.send()
                 self._engine.raise_pending()
 
     def report_for(self, others: Mapping[str, Reported], *, optional: bool = False) -> None:

@@ -244,7 +244,7 @@ class StepOptions:
     """Dtype of Newton-Schulz. `auto`: float16 on GPUs, bfloat16 on CPUs with instructions for it, else float32."""
 
     ns_kernel: Literal["auto", "plain", "triton", "quack"] = "auto"
-    """Kernel of symmetric products on GPUs if 16 divides both sides. `auto`: the fastest in bench_orthogonalize.py."""
+    """Kernel of symmetric products on GPUs if 16 divides both sides. `auto`: the fastest measured on this GPU."""
 
     exchange: Literal["all_to_all", "all_gather", "all_gather_reduce_scatter"] = "all_to_all"
     """Collective to assemble a sharded matrix: `all_to_all` (hierarchical over replicas if faster), `all_gather` or

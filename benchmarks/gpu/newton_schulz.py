@@ -21,11 +21,11 @@ import torch
 
 from benchmarks.bench_orthogonalize import JORDAN, MODELS, torch_loop
 from benchmarks.gpu.links import matmul_rate, seconds, wait
-from benchmarks.measure_kernels import measure_kernels, save_kernels
+from benchmarks.measure_kernels import measure_kernels
 from titan_muon.options import Machine
-from titan_muon.orthogonalize import Dispatch, Method, orthogonalize
+from titan_muon.orthogonalize import Dispatch, Kernel, Method, orthogonalize
 from titan_muon.orthogonalize.dispatch import GRAM_ASPECT, KERNEL_SIDES, restarts
-from titan_muon.orthogonalize.symmetric import HALVES, cache_file, installed, kernels_for
+from titan_muon.orthogonalize.symmetric import HALVES, installed
 from titan_muon.plan.terms.machine import LAUNCHES, MachineRates, machine_of
 
 Shape = tuple[int, int, int]
@@ -87,9 +87,9 @@ def modelled(method: Method, shape: Shape, rates: MachineRates) -> float:
     return 1e3 * max(flops / rates.rate(method.dtype, min(rows, cols)), LAUNCHES * rates.launch)
 
 
-def compared(device: torch.device, rate: float) -> Iterator[dict[str, Any]]:
+def compared(device: torch.device, rate: float, kernels: Sequence[Kernel]) -> Iterator[dict[str, Any]]:
     """A row for each shape and method, and for torch.optim.Muon's loop over the matrices."""
-    dispatch = Dispatch("auto", "auto", device.type, kernels_for("auto", device))
+    dispatch = Dispatch("auto", "auto", device.type, tuple(kernels))
     rates = machine_of(Machine(), device.type)
     for model, shapes in SHAPES[device.type].items():
         for shape in shapes:
@@ -119,12 +119,10 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     device = torch.device(options.device)
     kernels = list(measure_kernels(device)) if device.type == "cuda" else []
-    if kernels:
-        save_kernels(kernels, cache_file(device))
     rate = matmul_rate("bfloat16", device)
     document: dict[str, Any] = {"matmul TFLOP/s": rate / 1e12, "kernels": [asdict(kernel) for kernel in kernels]}
     rows = []
-    for row in compared(device, rate):
+    for row in compared(device, rate, kernels):
         rows.append(row)
         print({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
         options.json.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n", encoding="utf-8")

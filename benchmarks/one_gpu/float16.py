@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.accuracy import relative_error
-from titan_muon.orthogonalize import Method, iteration, orthogonalize, standard
+from titan_muon.orthogonalize import Method, iterate, iteration, orthogonalize
 from titan_muon.orthogonalize.dispatch import restarts
 
 JORDAN = iteration("keller_jordan", 5, 1e-7)
@@ -66,7 +66,7 @@ def rows(device: torch.device) -> Iterator[dict[str, Any]]:
             changed(x)
             x = x.bfloat16()
             # In float64 on the device: seconds on a CPU for the larger shapes.
-            exact = standard(x.to(device).double(), JORDAN.steps, JORDAN.eps, torch.float64)
+            exact = iterate(x.to(device).double(), JORDAN.steps, JORDAN.eps, torch.float64)
             for reduced in (True, False):
                 torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = reduced
                 errors = {str(method): _error(x.to(device), method, exact) for method in methods}

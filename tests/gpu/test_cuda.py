@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from benchmarks.accuracy import relative_error
 from tests.gpu.devices import CPU, CUDA, CUDA_PARAM, FAKE, Target, needs_cuda_build, on_every_device
 from titan_muon import Muon
-from titan_muon.orthogonalize import Method, frobenius_norms, iteration, orthogonalize, standard, zero_nonfinite_
-from titan_muon.orthogonalize.newton_schulz import PLAIN
-from titan_muon.orthogonalize.symmetric import TritonProducts
+from titan_muon.orthogonalize import Method, frobenius_norms, iterate, iteration, orthogonalize, zero_nonfinite_
+from titan_muon.orthogonalize.symmetric import plain, product_of
 
 JORDAN = iteration("keller_jordan", 5, 1e-7)
 SHAPES = [(1, 256, 256), (3, 128, 512), (2, 512, 128), (1, 33, 70)]
@@ -48,7 +47,7 @@ def test_orthogonalization_approximates_float64_on_the_cpu(
     dtype = torch.bfloat16 if method.algorithm == "reference" else torch.float32
     assert (result.device.type, result.dtype, result.shape) == (target.device.type, dtype, shape)
     if not target.fake:
-        expected = standard(stack.double(), JORDAN.steps, JORDAN.eps, torch.float64)
+        expected = iterate(stack.double(), JORDAN.steps, JORDAN.eps, torch.float64)
         assert relative_error(result.cpu(), expected).max() < TOLERANCES[method.dtype]
 
 
@@ -78,8 +77,8 @@ def test_the_triton_kernel_makes_the_products_of_the_matrix_library(
     count, rows, cols = shape
     x = random(count, rows, cols).to(target.device, dtype) / cols**0.5
     product, expected = (torch.empty(count, rows, rows, dtype=dtype, device=target.device) for _ in range(2))
-    TritonProducts().gram(x, product)
-    PLAIN.gram(x, expected)
+    product_of("triton")(x, x.mT, out=product)
+    plain(x, x.mT, out=expected)
     assert relative_error(product, expected).max() < 0.01
     assert torch.equal(product, product.mT)
 

@@ -160,7 +160,7 @@ def overlaps() -> list[Row]:
         "skip": SKIP,
         "offloaded state": {"offload": "state"},
     }
-    network = {**FORWARD, "machine": SLOW_NETWORK}
+    network, backward_network = ({**overlap, "machine": SLOW_NETWORK} for overlap in (FORWARD, BACKWARD))
     return [
         row("modules", **IN_MODULES),
         row("modules, 2 ranks", 2, ("fsdp", "owned"), sharded=True),
@@ -168,12 +168,13 @@ def overlaps() -> list[Row]:
         row("modules under DDP", 2, ("plain",), sharded=True),
         row("tensor parallelism alone", 2, ("tp rows", "tp columns"), sharded=True),
         row("backward", options=BACKWARD, proof="several buckets", **IN_MODULES),
-        row("backward, 2 ranks", 2, options={**BACKWARD, "buffer_bytes": 8_000}, **small),
+        row("backward, 2 ranks", 2, options={**BACKWARD, "buffer_bytes": 4_000}, **small),
         row("backward beside owned", 2, ("fsdp", "owned"), options=BACKWARD, sharded=True),
         row("backward without modules", layouts=SHARDED, options=BACKWARD, proof="several buckets"),
         *(row(f"backward, {name}", options={**BACKWARD, **more}, **IN_MODULES) for name, more in backward.items()),
+        row("backward, hierarchical", layouts=("hsdp",), sharded=True, options=backward_network, proof="hierarchical"),
         row("forward", options=FORWARD, proof="several buckets", **IN_MODULES),
-        row("forward, 2 ranks", 2, options={**FORWARD, "buffer_bytes": 8_000}, **small),
+        row("forward, 2 ranks", 2, options={**FORWARD, "buffer_bytes": 4_000}, **small),
         *(row(f"forward, {name}", options={**FORWARD, **more}, **IN_MODULES) for name, more in forward.items()),
         row("forward, hierarchical", layouts=("hsdp",), sharded=True, options=network, proof="hierarchical"),
         row("forward, original", options=FORWARD, math={"adjust_lr_fn": "original"}, **IN_MODULES),

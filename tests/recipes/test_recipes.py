@@ -375,30 +375,6 @@ def test_full_lists_every_parameter(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "layers.*" not in printed
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--muon.orthogonalize gram --muon.ns_dtype bfloat16", r"muon\.ns_dtype = 'bfloat16'.* diverges"),
-        ("--muon.ns_kernel quack", r"muon\.ns_kernel = 'quack' needs CUDA and the package quack-kernels"),
-        ("--muon.buffer_gib 1e-6", r"muon\.buffer_gib = .* is too small"),
-        ("--muon.algorithm normoun", r"muon\.algorithm = 'normoun' is unknown; did you mean 'normuon'\?"),
-        ("--placement.muon own", r"placement\.muon = 'own' is unknown; did you mean 'owned'\?"),
-        ("--model.flavor tinny", r"^model\.flavor = 'tinny' is unknown; did you mean 'tiny'\? choose from: tiny, 8B"),
-        (
-            "--optimizer.rule {match='*norm*',optimizer='muon'}",
-            r"^optimizer\.rule\[0\] .* gives Muon \S+norm.weight of",
-        ),
-        ("--optimizer.rule {match='layers.*',optimizer='adamw'} --placement.muon owned", "Muon takes no"),
-        ("--optimizer.rule {match='*wq*',optimizer='muon'} --optimizer.defaults false", "no rule matches"),
-        ("--muon.split {match='*.wq.weight',dims='(hf)d->h|fd',lengths={f=7}}", r"muon\.split: dims = "),
-        ("--parallelism.tensor_parallel_degree 3", "takes a multiple of 3 processes, and this is 2"),
-    ],
-)
-def test_impossible_recipes_are_refused_before_any_process_starts(words: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=message):
-        dry_run("llama_muon", 2, tmp_path, *words.split())
-
-
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 def test_the_dry_run_prints_the_rounding_of_bfloat16_weights(
     rounding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

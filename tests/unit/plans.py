@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_muon.options import Machine, MuonOptions, Overlap, Split
 from titan_muon.plan.planner import make_plan
+from titan_muon.plan.terms.machine import Work, sliced_elements, standard_elements, standard_flops, team_cost
 from titan_muon.plan.terms.types import (
     Bucket,
     Cut,
@@ -33,7 +34,6 @@ from titan_muon.plan.terms.types import (
     Shard,
     StridedShard,
 )
-from titan_muon.plan.terms.work import Work, sliced_elements, standard_elements, standard_flops, team_cost
 from titan_muon.tensors.matrices import stack_of
 
 LONG = int(os.environ.get("TITAN_MUON_LONG", "1"))
@@ -198,6 +198,16 @@ def parameter_lists(draw: st.DrawFn) -> list[Parameter]:
             layout = draw(layouts(shape, draw(meshes(world)) if draw(st.booleans()) else shared))
         parameters.append(Parameter(fqn, f"layers.{index // 2}", layout, stack, plain))
     return parameters
+
+
+def mesh_of(*shape: int) -> Mesh:
+    """The first ranks."""
+    return Mesh(shape, tuple(range(prod(shape))))
+
+
+def parameter_of(name: str, shape: tuple[int, ...], mesh: Mesh, *placements: Placement) -> Parameter:
+    """A matrix, or a stack of experts."""
+    return Parameter(name, name.rpartition(".")[0], Layout(shape, mesh, placements), stack_of(name, shape))
 
 
 BATCH = 3

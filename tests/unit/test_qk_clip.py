@@ -50,8 +50,8 @@ def test_the_maximum_of_several_passes_counts_and_resets_every_step() -> None:
     for passes, largest in (([50.0, 200.0, 120.0], 200.0), ([60.0], 60.0), ([130.0], 130.0)):
         for logit in passes:
             clip.observe("layers.0", torch.full((HEADS,), logit))
-        clip.apply()
         expected = clipped(expected, [largest] * HEADS, 100.0, 0.5)
+        clip.apply()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=0)
 

@@ -53,9 +53,6 @@ class PlanReport:
     parts: tuple[tuple[str, str], ...] = ()
     optional: bool = False
 
-    def digest(self) -> bytes:
-        return _digest(self)
-
 
 class Agreement:
     """Collective checks and process groups over the ranks of `process_group`, with or without matrices.
@@ -79,14 +76,15 @@ class Agreement:
 
         Raises ValueError on every rank if plans differ.
         """
-        digests, reports = self._exchange(report)
-        check_reports(dict(zip(self.ranks, digests, strict=True)), reports)
+        reports = self.gathered(report)
+        check_reports(reports)
         if self._size == 1:
             return
         # A mesh's group never replaces a group that all ranks make, because meshes differ.
         self._known = dict(known)
         for made, needed in ((self._groups, "groups"), (self._exclusive, "exclusive")):
-            for ranks in sorted({ranks for peer in reports.values() for ranks in getattr(peer, needed)} - made.keys()):
+            anywhere = {ranks for peer in set(reports.values()) for ranks in getattr(peer, needed)}
+            for ranks in sorted(anywhere - made.keys()):
                 self._align_names(device)
                 made[ranks] = self._new_group(ranks, device)
         mine = next((ranks for ranks in report.sharing if self.rank in ranks), None)
@@ -108,9 +106,9 @@ class Agreement:
 
     def differing(self, values: Mapping[str, Hashable]) -> frozenset[str]:
         """The keys with another value on some rank with the key. Collective."""
-        _, reports = self._exchange(dict(sorted(values.items())))
+        others = self.distinct(dict(sorted(values.items())))
         return frozenset(
-            key for key, value in values.items() if any(key in r and r[key] != value for r in reports.values())
+            key for key, value in values.items() if any(other.get(key, value) != value for other in others)
         )
 
     def gathered_from_peers(self, value: T) -> dict[int, T]:
@@ -130,14 +128,11 @@ class Agreement:
 
     def locate(self, error: RuntimeError, steps: int) -> None:
         """Add each answering rank's step to a collective's error. `steps`: number of this step."""
-        if self.peers is not None and dist.is_initialized():
-            error.add_note(self._places(steps))
-
-    def _places(self, steps: int) -> str:
+        if self.peers is None or not dist.is_initialized():
+            return
         # Through the store, because collectives have failed.
         store, prefix = default_store(), "titan_muon/step_of_rank"
-        ranks = dist.get_process_group_ranks(self.peers)
-        known: dict[int, int] = {}
+        ranks, known = dist.get_process_group_ranks(self.peers), {self.rank: steps}
         try:
             store.set(f"{prefix}/{self.rank}", str(steps))
             deadline = time.monotonic() + PATIENCE
@@ -145,44 +140,44 @@ class Agreement:
                 known |= {r: int(store.get(key)) for r in ranks if store.check([key := f"{prefix}/{r}"])}
                 time.sleep(0.05)
         except (RuntimeError, ValueError):
-            known[self.rank] = steps
+            # The store may be gone too.
+            pass
         silent = [rank for rank in ranks if rank not in known]
         places = ", ".join(f"rank {rank} in step {known[rank]}" for rank in sorted(known))
-        return f"Muon's step {steps} on rank {self.rank} did not end. Since Muon was built: {places}" + (
-            f"; ranks {silent} do not answer, because they ended, or wait outside of step()" if silent else ""
-        )
+        note = f"Muon's step {steps} on rank {self.rank} did not end. Since Muon was built: {places}"
+        if silent:
+            note += f"; ranks {silent} do not answer, because they ended, or wait outside of step()"
+        error.add_note(note)
 
     def gathered(self, value: T) -> dict[int, T]:
         """The values of all ranks, by rank. Collective."""
-        if self._size == 1:
-            return {self.rank: value}
-        values: list[Any] = [None] * self._size
-        dist.all_gather_object(values, value, group=self._all)
-        return dict(zip(self.ranks, values, strict=True))
-
-    def _exchange(self, report: T) -> tuple[list[bytes], dict[bytes, T]]:
-        digest = _digest(report)
-        if self._size == 1:
-            return [digest], {digest: report}
-        # 1,024 reports would take megabytes, so only the lowest rank with each digest broadcasts a report.
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self._device)
-        # The fake process group of dry runs leaves outputs unchanged.
-        gathered = [mine.clone() for _ in range(self._size)]
-        dist.all_gather(gathered, mine, group=self._all)
-        digests = [bytes(tensor.tolist()) for tensor in gathered]
-        first = {other: rank for rank, other in reversed(list(zip(self.ranks, digests, strict=True)))}
-        reports = {digest: report}
-        for other, rank in sorted(first.items(), key=lambda item: item[1]) if len(first) > 1 else ():
-            message = [report if rank == self.rank else None]
-            dist.broadcast_object_list(message, src=rank, group=self._all)
-            assert message[0] is not None, f"rank {rank} reported nothing"
-            reports[other] = message[0]
-        return digests, reports
+        digests, values = self._exchange(value)
+        return {rank: values[digest] for rank, digest in digests.items()}
 
     def distinct(self, value: T) -> list[T]:
         """The different values of all ranks, in the order of ranks. Collective."""
         digests, values = self._exchange(value)
-        return [values[digest] for digest in dict.fromkeys(digests)]
+        return [values[digest] for digest in dict.fromkeys(digests.values())]
+
+    def _exchange(self, value: T) -> tuple[dict[int, bytes], dict[bytes, T]]:
+        """The digests of all ranks' values, and the values by digest."""
+        mine = digest_of(value)
+        if self._size == 1:
+            return {self.rank: mine}, {mine: value}
+        # 1,024 reports would take megabytes, so only the lowest rank with each digest broadcasts its value.
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self._device)
+        # The fake process group of dry runs leaves outputs unchanged.
+        received = [sent.clone() for _ in self.ranks]
+        dist.all_gather(received, sent, group=self._all)
+        digests = {rank: bytes(digest.tolist()) for rank, digest in zip(self.ranks, received, strict=True)}
+        values = {mine: value}
+        first = {digest: rank for rank, digest in reversed(digests.items())}
+        for digest, rank in sorted(first.items(), key=lambda item: item[1]) if len(first) > 1 else ():
+            message = [value if rank == self.rank else None]
+            dist.broadcast_object_list(message, src=rank, group=self._all)
+            assert message[0] is not None, f"rank {rank} reported nothing"
+            values[digest] = message[0]
+        return digests, values
 
     def together(self, build: Callable[[], T]) -> T:
         """The result of `build` on this rank.
@@ -196,21 +191,13 @@ class Agreement:
             results.append(build())
         except Exception as error:
             fault = error
-        self._raise_together(fault)
-        return results[0]
-
-    def _raise_together(self, fault: Exception | None) -> None:
-        if self._size == 1:
-            if fault is not None:
-                raise fault
-            return
         nobody = self.ranks[-1] + 1
-        lowest = torch.tensor([nobody if fault is None else self.rank], device=self._device)
-        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self._all)
-        rank = int(lowest.item())
+        rank = self._reduced(nobody if fault is None else self.rank, dist.ReduceOp.MIN)
         if rank == nobody:
-            return
+            return results[0]
         refused = isinstance(fault, ValueError)
+        if fault is not None and self._size == 1:
+            raise fault
         message = [None if fault is None else (refused, str(fault) if refused else f"{type(fault).__name__}: {fault}")]
         dist.broadcast_object_list(message, src=rank, group=self._all)
         if fault is not None and not refused:
@@ -220,11 +207,15 @@ class Agreement:
         raise (ValueError if is_refusal else RuntimeError)(f"{text} (on rank {rank})") from fault
 
     def any_rank(self, value: bool) -> bool:
+        return bool(self._reduced(int(value), dist.ReduceOp.MAX))
+
+    def _reduced(self, number: int, operation: dist.ReduceOp.RedOpType) -> int:
+        """The minimum or maximum over all ranks."""
         if self._size == 1:
-            return value
-        flag = torch.tensor([int(value)], device=self._device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._all)
-        return bool(flag.item())
+            return number
+        tensor = torch.tensor([number], device=self._device)
+        dist.all_reduce(tensor, operation, group=self._all)
+        return int(tensor.item())
 
     def group(self, ranks: Ranks) -> dist.ProcessGroup:
         if len(ranks) == self._size:
@@ -285,37 +276,9 @@ class Agreement:
             dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
 
 
-def _digest(report: object) -> bytes:
-    return hashlib.sha256(repr(report).encode()).digest()
-
-
-def digest_of(part: object) -> str:
-    """16 hexadecimal digits of a SHA-256."""
-    return _digest(part).hex()[:16]
-
-
-def check_reports(digests: Mapping[int, bytes], reports: Mapping[bytes, PlanReport]) -> None:
-    """Raise ValueError for different plans of the same parameters, and without any parameter. `digests`: by rank."""
-    # Pipeline stages and towers may have different plans.
-    first = {digest: rank for rank, digest in reversed([*digests.items()])}
-    for digest in dict.fromkeys(digests.values()):
-        differing = [peer for peer in reports[digest].ranks if digests.get(peer, digest) != digest]
-        empty = [peer for peer in differing if not reports[digests[peer]].ranks]
-        if empty:
-            raise ValueError(
-                f"Muon has no parameter to train on ranks {empty}, which hold parameters that rank "
-                f"{first[digest]} trains: pass the parameters to Muon there, and do not freeze them"
-            )
-        if differing:
-            raise ValueError(
-                f"ranks {differing} planned another Muon step than rank {first[digest]}: "
-                f"{_difference(reports[digest], reports[digests[differing[0]]])}"
-            )
-    if not any(report.ranks or report.optional for report in reports.values()):
-        raise ValueError(
-            "Muon has no parameter to train: pass parameters that are not frozen; in a Hybrid, add a rule with "
-            "optimizer = 'muon', or confirm with a last rule (match = '*', optimizer = 'adamw')"
-        )
+def digest_of(value: object) -> bytes:
+    """SHA-256 of the text."""
+    return hashlib.sha256(repr(value).encode()).digest()
 
 
 CAUSES: Mapping[str, str] = {
@@ -331,10 +294,29 @@ CAUSES: Mapping[str, str] = {
 """Error text by the first differing part of two reports."""
 
 
-def _difference(report: PlanReport, other: PlanReport) -> str:
-    parts = dict(other.parts)
-    different = next((name for name, digest in report.parts if parts.get(name) != digest), "plan")
-    return CAUSES[different]
+def check_reports(reports: Mapping[int, PlanReport]) -> None:
+    """Raise ValueError for different plans of the same parameters, and without any parameter. `reports`: by rank."""
+    # Pipeline stages and towers may have different plans.
+    first: dict[PlanReport, int] = {}
+    for rank, report in reports.items():
+        first.setdefault(report, rank)
+    for report, rank in first.items():
+        differing = [peer for peer in report.ranks if reports.get(peer, report) != report]
+        empty = [peer for peer in differing if not reports[peer].ranks]
+        if empty:
+            raise ValueError(
+                f"Muon has no parameter to train on ranks {empty}, which hold parameters that rank "
+                f"{rank} trains: pass the parameters to Muon there, and do not freeze them"
+            )
+        if differing:
+            parts = dict(reports[differing[0]].parts)
+            cause = next((name for name, digest in report.parts if parts.get(name) != digest), "plan")
+            raise ValueError(f"ranks {differing} planned another Muon step than rank {rank}: {CAUSES[cause]}")
+    if not any(report.ranks or report.optional for report in first):
+        raise ValueError(
+            "Muon has no parameter to train: pass parameters that are not frozen; in a Hybrid, add a rule with "
+            "optimizer = 'muon', or confirm with a last rule (match = '*', optimizer = 'adamw')"
+        )
 
 
 def start_max(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:

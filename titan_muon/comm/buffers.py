@@ -189,23 +189,21 @@ class Buffers:
 def make_buffer_sets(program: Program, device: torch.device, dtype: torch.dtype) -> tuple[BufferSet, ...]:
     """The buffer set of each bucket. Rounds share sets. Local buckets get empty buffers."""
     places = [None if run.local else program.buffer_set(index) for index, run in enumerate(program.buckets)]
-    sharing: dict[tuple[int, int], list[BucketProgram]] = {}
+    sharing: dict[tuple[int, int] | None, list[BucketProgram]] = {}
     for place, run in zip(places, program.buckets, strict=True):
-        if place is not None:
-            sharing.setdefault(place, []).append(run)
-    sets = {place: _buffer_set(runs, device, dtype) for place, runs in sharing.items()}
-    empty = BufferSet(*[torch.empty(0, device=device, dtype=dtype)] * 5)
-    return tuple(empty if place is None else sets[place] for place in places)
+        sharing.setdefault(place, []).append(run)
+    sets = {place: _buffer_set(runs if place else (), device, dtype) for place, runs in sharing.items()}
+    return tuple(sets[place] for place in places)
 
 
 def _buffer_set(runs: Sequence[BucketProgram], device: torch.device, dtype: torch.dtype) -> BufferSet:
-    home = max(max(run.gathering.home_numel, run.returning.home_numel if run.returning else 0) for run in runs)
-    inbox = max(run.gathering.owned_numel for run in runs)
+    homes = [phase.home_numel for run in runs for phase in (run.gathering, run.returning) if phase is not None]
+    inboxes = [run.gathering.owned_numel for run in runs]
     # A mirrored return overwrites the received pieces: no second buffer.
-    outbox = max(0 if run.returning is None or run.mirrored else run.returning.owned_numel for run in runs)
-    shared = max(0 if run.replica_gather is None else run.replica_gather.owned_numel for run in runs)
+    outboxes = [run.returning.owned_numel for run in runs if run.returning is not None and not run.mirrored]
+    spread = [run.replica_gather.owned_numel for run in runs if run.replica_gather is not None]
     # A single block is easier to allocate than four.
-    sizes = (home, inbox, outbox, shared)
+    sizes = [max(numels, default=0) for numels in (homes, inboxes, outboxes, spread)]
     block = torch.empty(sum(map(aligned, sizes)), device=device, dtype=dtype)
     parts = [part[:size] for part, size in zip(block.split([*map(aligned, sizes)]), sizes, strict=True)]
     return BufferSet(block, *parts)

@@ -58,9 +58,8 @@ def clip_grad_norm_(
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type = {norm_type} is not accepted: it takes a positive number or inf")
-    all_parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     # As in torch, a frozen parameter with a gradient counts.
-    trained = [parameter for parameter in all_parameters if parameter.requires_grad or parameter.grad is not None]
+    trained = trained_of([parameters] if isinstance(parameters, Tensor) else parameters)
     if not trained:
         return torch.tensor(0.0)
     group = optimizer.process_group if process_group is None and optimizer is not None else process_group
@@ -68,7 +67,8 @@ def clip_grad_norm_(
     clip = GradientClip(
         trained, trained, max_norm=max_norm, stage_ranks=ranks, norm_type=norm_type, process_group=group
     )
-    norm = clip.norms(clip.gradients())[0]
+    gradients = clip.gradients()
+    norm = clip.norms(gradients)[0]
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped; set "
@@ -76,8 +76,13 @@ def clip_grad_norm_(
         )
     if optimizer is not None:
         optimizer.skip_unless_finite(NormCheck(norm, optimizer.names_of(clip.parameters), clip.local_norms, group))
-    clip.scale(clip.gradients(), norm)
+    clip.scale(gradients, norm)
     return norm.float()
+
+
+def trained_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters with a gradient, now or later."""
+    return [parameter for parameter in parameters if parameter.requires_grad or parameter.grad is not None]
 
 
 class HostCopy:
@@ -135,18 +140,6 @@ class NormCheck:
         where = "; ".join(f"{listed(names)} on rank {rank}" for rank, names in found if names)
         return where or "large values"
 
-    def check(self, *, skips: bool) -> None:
-        """Raise NotFiniteError on all ranks if the norm was not finite; warn if `skips`. Collective."""
-        causes = self.causes()
-        if causes is None:
-            return
-        text = f"the norm of the gradients was not finite ({causes}), and the step changed no weight"
-        if not skips:
-            raise NotFiniteError(
-                f"{text}; lower the learning rate, clip gradients, or go on after such steps (nonfinite = 'skip')"
-            )
-        warn(text)
-
 
 class SkipsSteps:
     """An optimizer whose next step the device may skip. `process_group`: its ranks, by default all."""
@@ -170,9 +163,17 @@ class SkipsSteps:
         return None if self._last_norm is None else self._last_norm.broken
 
     def check_norm(self, *, skips: bool) -> None:
+        """Raise NotFiniteError on all ranks if the last norm was not finite; warn if `skips`. Collective."""
         last, self._last_norm = self._last_norm, None
-        if last is not None:
-            last.check(skips=skips)
+        causes = None if last is None else last.causes()
+        if causes is None:
+            return
+        text = f"the norm of the gradients was not finite ({causes}), and the step changed no weight"
+        if not skips:
+            raise NotFiniteError(
+                f"{text}; lower the learning rate, clip gradients, or go on after such steps (nonfinite = 'skip')"
+            )
+        warn(text)
 
 
 class GradientClip:
@@ -197,9 +198,7 @@ class GradientClip:
     ) -> None:
         self._group = process_group
         chosen = set(clipped)
-        self.parameters = [
-            parameter for parameter in parameters if parameter.requires_grad or parameter.grad is not None
-        ]
+        self.parameters = trained_of(parameters)
         self.clipped = [parameter in chosen for parameter in self.parameters]
         self.max_norm, self.norm_type = max_norm, norm_type
         device = self.parameters[0].device
@@ -221,27 +220,23 @@ class GradientClip:
         return norm
 
     def gradients(self) -> list[Tensor | None]:
-        return [None if p.grad is None else local_gradient(p) for p in self.parameters]
+        return [local_gradient(parameter) for parameter in self.parameters]
 
     def norms(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """(2,) float64: the norms over all ranks of all gradients and of the clipped gradients."""
         present = [gradient for gradient in gradients if gradient is not None and gradient.numel() > 0]
         norms = iter(torch._foreach_norm(present, self.norm_type, torch.float32) if present else ())
-        local_norms = torch.stack(
+        local_norms = self.local_norms = torch.stack(
             [self._zero if gradient is None or gradient.numel() == 0 else next(norms) for gradient in gradients]
         ).double()
-        self.local_norms = local_norms
         if math.isinf(self.norm_type):
-            largest = torch.where(self._weights > 0, local_norms, 0.0).amax(dim=1)
-            self._reduce(largest, dist.ReduceOp.MAX)
-            return largest
-        sums = self._weights @ local_norms.pow(self.norm_type)
-        self._reduce(sums, dist.ReduceOp.SUM)
-        return sums.pow(1 / self.norm_type)
-
-    def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+            values, operation, root = torch.where(self._weights > 0, local_norms, 0.0).amax(1), dist.ReduceOp.MAX, 1.0
+        else:
+            values, operation = self._weights @ local_norms.pow(self.norm_type), dist.ReduceOp.SUM
+            root = 1 / self.norm_type
         if len(ranks_of(self._group)) > 1:
             dist.all_reduce(values, operation, group=self._group)
+        return values.pow(root)
 
     def scale(self, gradients: Sequence[Tensor | None], norm: Tensor) -> None:
         pairs = zip(gradients, self.clipped, strict=True)
@@ -264,10 +259,9 @@ def replica_count(parameter: Tensor, stage_ranks: int) -> int:
     return replicas if without_groups(parameter) else replicas * stage_ranks // mesh.size()
 
 
-def local_gradient(parameter: Tensor) -> Tensor:
+def local_gradient(parameter: Tensor) -> Tensor | None:
     """This rank's piece of a parameter's gradient, as a view."""
     gradient = parameter.grad
-    assert gradient is not None, "only parameters with a gradient are asked for it"
     if not isinstance(gradient, DTensor):
         return gradient
     assert isinstance(parameter, DTensor), "a distributed gradient belongs to a distributed parameter"

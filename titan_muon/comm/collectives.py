@@ -45,10 +45,9 @@ class Collectives:
     ) -> list[dist.Work]:
         """Send part i of `input` to rank i, and fill `output` with the received parts."""
         output, input = output[: sum(output_splits)], input[: sum(input_splits)]
-        self.traffic.calls += 1
-        self.traffic.bytes_sent += input.nbytes
-        received, sent = list(output_splits), list(input_splits)
-        return [dist.all_to_all_single(output, input, received, sent, group=group, async_op=True)]
+        self.traffic.add(input.nbytes)
+        splits = list(output_splits), list(input_splits)
+        return [dist.all_to_all_single(output, input, *splits, group=group, async_op=True)]
 
     def all_gather(self, output: Tensor, splits: Splits, input: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
         """Fill `output` with the inputs of all ranks."""

@@ -19,22 +19,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..tensors.dtensor import local
 from ..tensors.mesh import without_groups
 from ..tensors.names import named_parameters, names_in
 from .agreement import Agreement
-from .replicas import bit_sum, hyperparameters
+from .replicas import bit_sums, hyperparameters
 
 LISTED = 5
 """Differences in an error text."""
 
 
 class LocalValue(NamedTuple):
-    """A value on this rank. `shard`: coordinates; only equal shards can be compared."""
+    """A value on this rank: text, or the bit sum of a tensor. `shard`: coordinates; only equal shards are compared."""
 
     value: Hashable
     shard: tuple[int, ...] = ()
-    is_tensor: bool = True
 
 
 def tensors_of(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, str, Tensor]]:
@@ -50,16 +48,6 @@ def tensors_of(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, str, 
 def group_label(name: str, group: Mapping[str, Any]) -> str:
     """Text for errors."""
     return f"{name}'s group of {names_in(group)[0]}" if group["params"] else f"{name}'s empty group"
-
-
-def labeled(optimizers: Mapping[str, Optimizer]) -> dict[str, Hashable]:
-    """The hyperparameters of every group."""
-    return {
-        f"{key} of {group_label(name, group)}": value
-        for name, optimizer in optimizers.items()
-        for group in optimizer.param_groups
-        for key, value in hyperparameters(group).items()
-    }
 
 
 def check_equal(
@@ -79,10 +67,9 @@ def check_equal(
     differing = {label: values[label] for label in sorted(agreement.differing(values))}
     for (mesh, axes), sums in shards.items():
         differing |= _differing_shards(mesh, axes, sums)
-    if agreement.any_rank(bool(differing)):
-        lines = _lines(agreement.gathered(differing))
+    if text := differences(agreement.gathered(differing)):
         raise ValueError(
-            f"values that must be equal on ranks differ: {lines}. Each rank would train on from its own: continue from "
+            f"values that must be equal on ranks differ: {text}. Each rank would train on from its own: continue from "
             "a checkpoint from before, with the same options, gradients and number of steps on every rank"
         )
 
@@ -99,25 +86,14 @@ def _held(
                 plain[label] = tensor
         elif not without_groups(tensor) and (axes := _replica_axes(tensor)):
             shards.setdefault((tensor.device_mesh, axes), {})[label] = tensor
-    values: dict[str, LocalValue] = {
-        label: LocalValue(text, is_tensor=False) for label, text in labeled(optimizers).items()
+    values = {
+        f"{key} of {group_label(name, group)}": LocalValue(text)
+        for name, optimizer in optimizers.items()
+        for group in optimizer.param_groups
+        for key, text in hyperparameters(group).items()
     }
-    values |= {label: LocalValue((tuple(plain[label].shape), number)) for label, number in _sums(plain).items()}
-    return values, {axes: _sums(held) for axes, held in shards.items()}
-
-
-def difference(everywhere: Mapping[int, Mapping[str, Hashable]]) -> str:
-    """The values that differ between ranks as text."""
-    labels = dict.fromkeys(label for values in everywhere.values() for label in values)
-    differing = {
-        label for label in labels if len({values[label] for values in everywhere.values() if label in values}) > 1
-    }
-    return _lines(
-        {
-            rank: {label: LocalValue(value, is_tensor=False) for label, value in values.items() if label in differing}
-            for rank, values in everywhere.items()
-        }
-    )
+    values |= {label: LocalValue((tuple(plain[label].shape), number)) for label, number in bit_sums(plain).items()}
+    return values, {axes: bit_sums(held) for axes, held in shards.items()}
 
 
 def _replica_axes(tensor: DTensor) -> tuple[int, ...]:
@@ -125,16 +101,6 @@ def _replica_axes(tensor: DTensor) -> tuple[int, ...]:
     if mesh.get_coordinate() is None:
         return ()
     return tuple(a for a, placement in enumerate(tensor.placements) if placement.is_replicate() and mesh.size(a) > 1)
-
-
-def _sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Bit sums, with one transfer per device."""
-    sums: dict[str, Tensor] = {label: bit_sum(local(tensor)) for label, tensor in tensors.items()}
-    numbers: dict[str, int] = {}
-    for device in dict.fromkeys(total.device for total in sums.values()):
-        labels = [label for label, total in sums.items() if total.device == device]
-        numbers |= zip(labels, torch.stack([sums[label] for label in labels]).tolist(), strict=True)
-    return {label: numbers[label] for label in tensors}
 
 
 def _differing_shards(mesh: DeviceMesh, axes: Sequence[int], sums: Mapping[str, int]) -> dict[str, LocalValue]:
@@ -152,25 +118,25 @@ def _differing_shards(mesh: DeviceMesh, axes: Sequence[int], sums: Mapping[str, 
     return {label: LocalValue(total, shard) for (label, total), d in zip(sums.items(), differs, strict=True) if d}
 
 
-def _lines(everywhere: Mapping[int, Mapping[str, LocalValue]]) -> str:
-    labels = list(dict.fromkeys(label for held in everywhere.values() for label in held))
-    more = f"; and {len(labels) - LISTED} more" if len(labels) > LISTED else ""
-    return "; ".join(_line(label, everywhere) for label in labels[:LISTED]) + more
+def differences(everywhere: Mapping[int, Mapping[str, LocalValue]]) -> str:
+    """The values by rank and label that differ between ranks, as text; empty without a difference."""
+    labels = dict.fromkeys(label for held in everywhere.values() for label in held)
+    texts = [text for label in labels if (text := _difference(label, everywhere))]
+    more = f"; and {len(texts) - LISTED} more" if len(texts) > LISTED else ""
+    return "; ".join(texts[:LISTED]) + more
 
 
-def _line(label: str, everywhere: Mapping[int, Mapping[str, LocalValue]]) -> str:
-    ranks: dict[tuple[int, ...], dict[Hashable, list[int]]] = {}
-    is_tensor = True
+def _difference(label: str, everywhere: Mapping[int, Mapping[str, LocalValue]]) -> str:
+    by_shard: dict[tuple[int, ...], dict[Hashable, list[int]]] = {}
     for rank, held in everywhere.items():
         if label in held:
-            is_tensor = held[label].is_tensor
-            ranks.setdefault(held[label].shard, {}).setdefault(held[label].value, []).append(rank)
-    if not is_tensor:
-        (values,) = ranks.values()
-        return f"{label} is " + " and ".join(f"{value} on ranks {where}" for value, where in values.items())
-    # The majority is right most likely.
+            by_shard.setdefault(held[label].shard, {}).setdefault(held[label].value, []).append(rank)
     texts = []
-    for values in ranks.values():
-        first, *others = sorted(values.values(), key=lambda where: (-len(where), where))
-        texts.append(f"ranks {sorted(rank for other in others for rank in other)} differ from ranks {first}")
-    return f"{label}: {', '.join(texts)}"
+    for ranks in by_shard.values():
+        if isinstance(next(iter(ranks)), str) and len(ranks) > 1:
+            return f"{label} is " + " and ".join(f"{value} on ranks {where}" for value, where in ranks.items())
+        # The majority is right most likely.
+        first, *others = sorted(ranks.values(), key=lambda where: (-len(where), where))
+        if others:
+            texts.append(f"ranks {sorted(chain(*others))} differ from ranks {first}")
+    return f"{label}: {', '.join(texts)}" if texts else ""

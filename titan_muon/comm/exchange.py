@@ -74,14 +74,13 @@ class Exchange:
         run = self._runs[index]
         buffer_set, phase, works = self._buffer_sets[index], run.returning, list[dist.Work]()
         if phase is not None and phase.travels:
-            group = self._groups[phase.group]
+            group, results = self._groups[phase.group], buffer_set.leaving(run)
             if phase.collective is Collective.ALL_TO_ALL:
-                results = buffer_set.inbox if run.mirrored else buffer_set.outbox
                 received = buffer_set.home[phase.kept :]
                 works = self.collectives.all_to_all(received, phase.home_splits, results, phase.owned_splits, group)
             else:
                 received = buffer_set.home[: phase.home_numel]
-                works = self.collectives.reduce_scatter(received, phase.owned_splits, buffer_set.outbox, group)
+                works = self.collectives.reduce_scatter(received, phase.owned_splits, results, group)
         if run.replica_gather is not None and run.replica_gather.travels:
             works = self._spread(run.replica_gather, buffer_set, works)
         if works:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,24 +17,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..plan.terms.groups import components
+from ..plan.terms.pieces import components
 from ..plan.terms.types import Layout, Mesh, Separate
 from ..tensors.device import is_host
-from ..tensors.dtensor import layout_of
+from ..tensors.dtensor import layout_of, local
 from ..tensors.storage import TrainedParam
 from ..tensors.warning import warn
 from .agreement import Agreement
 
 INTEGERS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-
-NO_SIZE = -(2**30)
-"""Size of a missing gradient."""
-UNIT = 2**16
-"""Sizes are base-2 logarithms, times this factor."""
-LARGEST = 1000
-"""Logarithm of a non-finite norm."""
-TOLERANCE = 2**6
-"""Largest size difference from rounding: 0.07 %. Different data gives several per cent."""
 
 
 def separate_layouts(params: Sequence[TrainedParam], agreement: Agreement) -> Mapping[str, Layout]:
@@ -43,12 +34,13 @@ def separate_layouts(params: Sequence[TrainedParam], agreement: Agreement) -> Ma
     By name. Collective. Raises ValueError on all ranks for meshes that cannot share a plan, or with other ranks.
     """
     agreement.together(lambda: _check_meshes(params, agreement.ranks))
-    plain = {t.fqn: contents(t.param) for t in params if not isinstance(t.param, DTensor)}
+    plain = {t.fqn: t.param for t in params if not isinstance(t.param, DTensor)}
+    contents = {fqn: (tuple(plain[fqn].shape), str(plain[fqn].dtype), total) for fqn, total in bit_sums(plain).items()}
     placed: dict[Layout, list[str]] = {}
     for trained in params:
         placed.setdefault(layout_of(trained.fqn, trained.param, agreement.ranks), []).append(trained.fqn)
-    reports = agreement.distinct((plain, placed))
-    own = [fqn for fqn, value in plain.items() if any(values.get(fqn) != value for values, _ in reports)]
+    reports = agreement.distinct((contents, placed))
+    own = [fqn for fqn, value in contents.items() if any(values.get(fqn) != value for values, _ in reports)]
     if own:
         warn(
             f"{', '.join(sorted(own)[:5])}: plain tensors whose values differ between ranks; each rank orthogonalizes "
@@ -98,21 +90,12 @@ def _on_several_meshes(reports: Sequence[Mapping[Layout, Sequence[str]]]) -> Ite
                     f"{fqn}: has shape {first.shape} and placements {first.placements} on mesh {first.mesh}, but shape "
                     f"{other.shape} and placements {other.placements} on mesh {other.mesh}; build a Muon for each mesh"
                 )
-        yield (
-            fqn,
-            Layout(
-                first.shape,
-                Mesh(
-                    (len(layouts), *first.mesh.shape),
-                    tuple(r for layout in (first, *others) for r in layout.mesh.ranks),
-                ),
-                (Separate(), *first.placements),
-                None if first.tensor_parallel is None else first.tensor_parallel + 1,
-            ),
-        )
+        mesh = Mesh((len(layouts), *first.mesh.shape), tuple(r for of in (first, *others) for r in of.mesh.ranks))
+        axis = None if first.tensor_parallel is None else first.tensor_parallel + 1
+        yield fqn, replace(first, mesh=mesh, placements=(Separate(), *first.placements), tensor_parallel=axis)
 
 
-def hyperparameters(group: Mapping[str, Any]) -> dict[str, Hashable]:
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, str]:
     """Hyperparameters as text, without values on a device, because reading would wait."""
     values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     on_host = {key: v.item() if isinstance(v, Tensor) and is_host(v.device) else v for key, v in values.items()}
@@ -121,9 +104,14 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Hashable]:
     return {key: text for key, text in texts.items() if " at 0x" not in text}
 
 
-def contents(tensor: Tensor) -> tuple[tuple[int, ...], str, int]:
-    """Shape, dtype, and `bit_sum`."""
-    return tuple(tensor.shape), str(tensor.dtype), int(bit_sum(tensor).item())
+def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The `bit_sum` of each tensor's local part, with one transfer per device."""
+    sums = {label: bit_sum(local(tensor)) for label, tensor in tensors.items()}
+    numbers: dict[str, int] = {}
+    for device in dict.fromkeys(total.device for total in sums.values()):
+        labels = [label for label, total in sums.items() if total.device == device]
+        numbers |= zip(labels, torch.stack([sums[label] for label in labels]).tolist(), strict=True)
+    return {label: numbers[label] for label in tensors}
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
@@ -133,16 +121,3 @@ def bit_sum(tensor: Tensor) -> Tensor:
     rows = bits.sum(-1, dtype=torch.int64)
     weights = torch.arange(1, 2 * rows.numel() + 1, 2, device=rows.device).view(rows.shape)
     return (rows * weights).sum()
-
-
-def sizes(grads: Sequence[Tensor]) -> Tensor:
-    """(2, count) int32: scaled logarithms of the gradients' norms, and their negatives, for one maximum over ranks."""
-    # Neighbouring bfloat16 norms differ by more than the tolerance.
-    norms = torch.stack(torch._foreach_norm(list(grads), 2, dtype=torch.float32))
-    logarithms = norms.log2().nan_to_num(LARGEST, LARGEST, -LARGEST).mul(UNIT).round().int()
-    return torch.stack((logarithms, -logarithms))
-
-
-def differ(largest: int, negative_smallest: int) -> bool:
-    """Whether gradients differ, from the maximum over ranks of both rows of `sizes`."""
-    return largest + negative_smallest > TOLERANCE

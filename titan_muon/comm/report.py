@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -17,12 +17,18 @@ from torch.optim import Optimizer
 from ..tensors.device import host_zeros, is_host, on_device
 from ..tensors.storage import STEP
 from .agreement import Agreement
-from .equality import difference, group_label
+from .equality import LocalValue, differences, group_label
 from .faults import Fault
-from .replicas import NO_SIZE, differ, hyperparameters, sizes
+from .replicas import hyperparameters
 
-PARAMETER_FAULTS = frozenset((Fault.HYPERPARAMETERS_DIFFER, Fault.STEPS_DIFFER))
-"""Faults of all parameters, see `FaultReport.details`."""
+NO_SIZE = -(2**30)
+"""Size of a missing gradient."""
+UNIT = 2**16
+"""Sizes are base-2 logarithms, times this factor."""
+LARGEST = 1000
+"""Logarithm of a non-finite norm."""
+TOLERANCE = 2**6
+"""Largest size difference from rounding: 0.07 %. Different data gives several per cent."""
 
 
 class Reported(Protocol):
@@ -41,7 +47,8 @@ class FaultReport:
     """Shares the faults of a step among all ranks without blocking the host.
 
     A step adds faults on the device. `send` starts a maximum over the ranks, and the next step reads the result. The
-    same maximum compares hyperparameters and the number of steps: each rank sends a hash and its negative.
+    same maximum compares values that must be equal: each rank sends a value and its negative, whose maxima add up to
+    the spread.
 
     `optimizer`, `others`: by name. `replicas`: parameters with a result from one rank's gradient for all replicas.
     """
@@ -60,27 +67,25 @@ class FaultReport:
         self._optimizers = weakref.WeakValueDictionary[str, Any]({**optimizer, **others})
         self.names = (*names, *(name for other in self._others for name in other.names()))
         self._first = list(accumulate((len(other.names()) for other in self._others), initial=len(names)))
-        self._replicas, self._scaled, self.steps = tuple(replicas), False, 0
-        groups = sum(len(optimizer.param_groups) for optimizer in self._optimizers.values())
+        self._replicas, self.steps, self._told_steps = tuple(replicas), 0, 0
         # One int32 for each of, in this order:
         #   each name: the code of its fault;
-        #   each replica: its gradient's size, then the negatives of these;
-        #   each group, and the number of steps: a hash, then the negatives of these;
+        #   each replica: its gradient's size; all hyperparameters: a hash; the number of steps;
+        #   the negatives of these;
         #   two flags: this rank skipped the step, this rank took it.
-        size, hashes = len(self.names) + 2 * len(self._replicas), 2 * (groups + 1)
-        self._codes = torch.zeros(size + hashes + 2, dtype=torch.int32, device=device)
-        self._sizes = self._codes[len(self.names) : size].view(2, -1)
-        self._sizes.fill_(NO_SIZE)
-        self._late = torch.zeros(len(self.names), dtype=torch.int32, device=device)
+        self._parts = [len(self.names), 2 * (len(self._replicas) + 2), 2]
+        self._codes = torch.zeros(sum(self._parts), dtype=torch.int32, device=device)
+        self._faults, compared, self._flags = self._codes.split(self._parts)
+        self._sizes = compared.view(2, -1)[:, : len(self._replicas)].fill_(NO_SIZE)
+        self._late = torch.zeros_like(self._faults)
         self._shared = torch.zeros_like(self._codes)
-        self._told_steps = 0
-        self._sent_values: list[dict[str, Hashable]] = []
+        self._shared_hashes = self._shared.split(self._parts)[1].view(2, -1)[:, len(self._replicas) :]
+        self._sent_values: list[dict[str, str]] = []
         self._agreement, self.device = agreement, device
         self._work: Work | None = None
         self._on_device = not is_host(device)
-        shared = self._shared
-        self._on_host = host_zeros(shared) if self._on_device else shared
-        self._hashes = torch.zeros(hashes, dtype=torch.int32, device="cpu", pin_memory=self._on_device)
+        self._on_host = host_zeros(self._shared) if self._on_device else self._shared
+        self._hashes = torch.zeros(2, 2, dtype=torch.int32, device="cpu", pin_memory=self._on_device)
         self._module: Any = torch.get_device_module(device)
         self._stream, self._sent = self._module.Stream(), self._module.Event()
 
@@ -95,155 +100,130 @@ class FaultReport:
         for other, (start, stop) in zip(self._others, pairwise(self._first), strict=True):
             other.on_faults(faults[start:stop])
 
-    def add_where(self, parameters: Tensor, faulty: Tensor, fault: Fault) -> None:
-        """Add a fault of `parameters` (count,) int64 where `faulty` (count,) bool, on the device."""
-        self._codes.scatter_reduce_(0, parameters, faulty.to(torch.int32) * fault, "amax")
+    def add_where(self, parameters: Tensor, faulty: Tensor, fault: Fault, *, late: bool = False) -> None:
+        """Add a fault of `parameters` (count,) int64 where `faulty` (count,) bool, on the device.
 
-    def add_too_large(self, parameters: Tensor, broken: Tensor, *, late: bool) -> None:
-        """Add impossible updates. `late` updates run on another stream after `send`."""
-        codes = self._late if late else self._codes
-        codes.scatter_reduce_(0, parameters, broken.to(torch.int32) * Fault.UPDATE_TOO_LARGE, "amax")
+        `late`: found by an update that runs on another stream after `send`.
+        """
+        faults = self._late if late else self._faults
+        faults.scatter_reduce_(0, parameters, faulty.to(torch.int32) * fault, "amax")
 
     def add_late(self) -> None:
         """Add faults of late updates. The current stream has waited for these updates."""
-        torch.maximum(self._codes[: len(self.names)], self._late, out=self._codes[: len(self.names)])
+        torch.maximum(self._faults, self._late, out=self._faults)
         self._late.zero_()
 
     def add(self, faults: Sequence[Fault], start: int = 0) -> None:
         if any(faults):
-            new = on_device(torch.tensor(faults, dtype=torch.int32, device="cpu"), self._codes.device)
-            codes = self._codes[start : start + len(faults)]
-            torch.maximum(codes, new, out=codes)
+            new = on_device(torch.tensor(faults, dtype=torch.int32, device="cpu"), self._faults.device)
+            of_these = self._faults[start : start + len(faults)]
+            torch.maximum(of_these, new, out=of_these)
 
     def add_skipped(self, skipped: Tensor) -> None:
         """Add () bool: whether this rank skips the step. Either all ranks call this or none."""
-        self._codes[-2:] = torch.stack((skipped, skipped.logical_not()))
-        self._scaled = True
+        self._flags.copy_(torch.stack((skipped, skipped.logical_not())))
 
-    def _add_sizes(self, stored: Sequence[Tensor | None]) -> None:
-        grads = {place: grad for place, p in enumerate(self._replicas) if (grad := stored[p]) is not None}
-        if not grads:
+    def _add_sizes(self, grads: Sequence[Tensor | None]) -> None:
+        present = [place for place, parameter in enumerate(self._replicas) if grads[parameter] is not None]
+        if not present:
             return
-        new = sizes(list(grads.values()))
-        if len(grads) == len(self._replicas):
-            self._sizes.copy_(new)
+        held = [grad for parameter in self._replicas if (grad := grads[parameter]) is not None]
+        # Neighbouring bfloat16 norms differ by more than the tolerance.
+        norms = torch.stack(torch._foreach_norm(held, 2, dtype=torch.float32))
+        sizes = norms.log2().nan_to_num(LARGEST, LARGEST, -LARGEST).mul(UNIT).round().int()
+        pairs = torch.stack((sizes, -sizes))
+        if len(present) == len(self._replicas):
+            self._sizes.copy_(pairs)
         else:
-            # Indexing by a list would block the host.
-            for place, size in zip(grads, new.unbind(1), strict=True):
-                self._sizes[:, place].copy_(size)
+            self._sizes.index_copy_(1, on_device(torch.tensor(present, device="cpu"), self.device), pairs)
 
     def begin(self, grads: Sequence[Tensor | None]) -> None:
         """Begin a step with these gradients, by parameter."""
         self.steps += 1
-        if self._replicas:
-            self._add_sizes(grads)
+        self._add_sizes(grads)
         if self._agreement.peers is None:
             return
         # A scheduler changes the groups after the step.
         self._sent_values = [hyperparameters(group) for o in self._optimizers.values() for group in o.param_groups]
-        hashes = [zlib.crc32(repr(values).encode()) & 0x7FFFFFFF for values in self._sent_values]
-        hashes.append((self.steps - self._told_steps) & 0x7FFFFFFF)
-        self._hashes.copy_(torch.tensor([*hashes, *(-h for h in hashes)], dtype=torch.int32, device="cpu"))
+        hashes = zlib.crc32(repr(self._sent_values).encode()) & 0x7FFFFFFF, self.steps - self._told_steps
+        self._hashes.copy_(torch.tensor([hashes, [-h for h in hashes]], dtype=torch.int32, device="cpu"))
 
     def send(self) -> None:
         """Start to share the faults of a step."""
         self._shared.copy_(self._codes)
-        first = len(self.names) + 2 * len(self._replicas)
-        self._shared[first:-2].copy_(self._hashes, non_blocking=True)
+        self._shared_hashes.copy_(self._hashes, non_blocking=True)
         self._codes.zero_()
         self._sizes.fill_(NO_SIZE)
-        shared = self._shared[: self._shared.numel() - (0 if self._scaled else 2)]
-        self._scaled = False
         peers = self._agreement.peers
-        self._work = None if peers is None else dist.all_reduce(shared, dist.ReduceOp.MAX, group=peers, async_op=True)
+        if peers is not None:
+            self._work = dist.all_reduce(self._shared, dist.ReduceOp.MAX, group=peers, async_op=True)
         if self._on_device:
-            self._send_to_host()
+            # The computing stream must not wait for late ranks.
+            self._stream.wait_stream(self._module.current_stream())
+            with self._module.stream(self._stream):
+                if self._work is not None:
+                    self._work.wait()
+                self._on_host.copy_(self._shared, non_blocking=True)
+                self._sent.record()
 
-    def _send_to_host(self) -> None:
-        # The computing stream must not wait for late ranks.
-        self._stream.wait_stream(self._module.current_stream())
-        with self._module.stream(self._stream):
-            if self._work is not None:
-                self._work.wait()
-            self._on_host.copy_(self._shared, non_blocking=True)
-            self._sent.record()
-
-    def quiet(self) -> bool:
-        """Whether no rank reports a fault, a difference or a skip for the last step. The host waits for the report."""
-        if self._replicas:
-            return False
+    def _read(self) -> tuple[list[int], list[int], int, int, list[int]]:
+        """Codes of faults, spreads of sizes, of hyperparameters and of steps, and the flags. The host waits."""
         if self._on_device:
             self._sent.synchronize()
         elif self._work is not None:
             self._work.wait()
         self._work = None
-        *codes, skipped, _ = self._on_host.tolist()
-        count, half = len(self.names), (len(codes) - len(self.names)) // 2
-        differing = [-number for number in codes[count + half :]] != codes[count : count + half]
-        return not (any(codes[:count]) or differing or skipped)
+        codes, compared, flags = self._on_host.split(self._parts)
+        *sizes, values, steps = compared.view(2, -1).sum(0).tolist()
+        return codes.tolist(), sizes, values, steps, flags.tolist()
 
-    def send_late(self) -> None:
-        """Share the faults since the last `send`. Collective over the peers."""
-        self.add_late()
-        self.send()
+    def quiet(self) -> bool:
+        """Whether no rank reports a fault, a difference or a skip for the last step. The host waits for the report."""
+        codes, sizes, values, steps, (skipped, _) = self._read()
+        return not (any(codes) or values or steps or skipped or max(sizes, default=0) > TOLERANCE)
 
     def late(self) -> list[Fault]:
         """This rank's faults since the last `send`, by parameter, also for the next report."""
         self.add_late()
-        return [Fault(code) for code in self._codes[: len(self.names)].tolist()]
+        return [Fault(code) for code in self._faults.tolist()]
 
     def uncount_skipped(self) -> None:
         """Take the last step back from the counts of Muon's groups, once, if all ranks skipped it. The host waits."""
-        self._wait()
-        skipped, stepped = self._on_host[-2:].tolist()
+        *_, (skipped, stepped) = self._read()
         if skipped and not stepped:
             self._on_host[-2] = 0
             for group in self._optimizers["muon"].param_groups:
                 if STEP in group:
                     group[STEP] -= 1
 
-    def _wait(self) -> None:
-        if self._on_device:
-            self._sent.synchronize()
-        elif self._work is not None:
-            self._work.wait()
-        self._work = None
-
     def read(self) -> list[Fault]:
         """By parameter, the maximum fault over all ranks in the last step."""
-        self._wait()
-        *codes, skipped, stepped = self._on_host.tolist()
-        count, replicas = len(self.names), len(self._replicas)
+        codes, sizes, values, steps, (skipped, stepped) = self._read()
         if skipped and stepped:
-            return [Fault.SKIPPED] * count
-        hashes = codes[count + 2 * replicas :]
-        differing = [a != -b for a, b in zip(hashes[: len(hashes) // 2], hashes[len(hashes) // 2 :], strict=True)]
+            return [Fault.SKIPPED] * len(codes)
         # Members of an enum take time, and most steps have no fault.
-        faults = [Fault(code) for code in codes[:count]] if any(codes[:count]) else [Fault.NONE] * count
-        if any(differing):
-            fault = Fault.STEPS_DIFFER if differing[-1] else Fault.HYPERPARAMETERS_DIFFER
+        faults = [Fault(code) for code in codes] if any(codes) else [Fault.NONE] * len(codes)
+        if steps or values:
+            fault = Fault.STEPS_DIFFER if steps else Fault.HYPERPARAMETERS_DIFFER
             faults = [fault if code is Fault.NONE else code for code in faults]
-        both = codes[count : count + 2 * replicas]
-        for parameter, largest, negative_smallest in zip(self._replicas, both[:replicas], both[replicas:], strict=True):
-            if differ(largest, negative_smallest):
+        for parameter, spread in zip(self._replicas, sizes, strict=True):
+            if spread > TOLERANCE:
                 faults[parameter] = Fault.REPLICAS_DIFFER
         return faults
 
     def details(self, faults: Sequence[Fault]) -> str:
         """The differing hyperparameters or numbers of steps, if any. Collective over the peers."""
-        if PARAMETER_FAULTS.isdisjoint(faults):
-            return ""
-        values: dict[str, Hashable] = {"number of steps": self.steps}
         if Fault.HYPERPARAMETERS_DIFFER in faults:
             labels = [group_label(n, group) for n, o in self._optimizers.items() for group in o.param_groups]
-            values = {
-                f"{key} of {label}": value
-                for label, group in zip(labels, self._sent_values, strict=True)
-                for key, value in group.items()
-            }
+            pairs = zip(labels, self._sent_values, strict=True)
+            values = {f"{key} of {label}": LocalValue(text) for label, sent in pairs for key, text in sent.items()}
+        elif Fault.STEPS_DIFFER in faults:
+            values = {"number of steps": LocalValue(str(self.steps))}
+        else:
+            return ""
         # Once: later steps are compared from here on.
         self._told_steps = self.steps
-        return difference(self._agreement.gathered_from_peers(values))
+        return differences(self._agreement.gathered_from_peers(values))
 
     def clear(self) -> None:
         self._on_host.zero_()

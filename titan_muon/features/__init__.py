@@ -13,9 +13,9 @@ from ..options import MuonOptions, OptionError
 from ..state.matrix_states import MatrixStates
 from ..state.plan_context import PlanContext, check_states
 from ..step.algorithm import Algorithm, Scaling
-from ..step.build_views import build_views
 from ..step.rank import Rank
 from ..step.step import Hook, MuonStep, Overlap, UpdateMask
+from ..step.views import build_views
 from ..tensors.mesh import without_groups
 
 # Imports are local, so that a step without an option imports none of the option's code.
@@ -50,7 +50,7 @@ class StepParts:
         before: StepParts | None,
     ) -> None:
         """`before`: the parts for earlier storage of the same plan."""
-        options, hooks, batch_type, arithmetic = rank.options, list[Hook](), None, algorithm
+        options, hooks, batch_type, limits = rank.options, list[Hook](), None, algorithm.limits
         if options.fused:
             from ..algorithms.fused import Fused, Tables
 
@@ -67,7 +67,7 @@ class StepParts:
             from .slices import SliceBatches
 
             batch_type = SliceBatches(rank)
-        views, self.workspace = build_views(rank, arithmetic, states, batch_type)
+        views, self.workspace = build_views(rank, limits, states, batch_type)
         self.offload = None
         if options.offload != "none":
             from .offload import HostOffload

@@ -25,11 +25,10 @@ from ..comm.faults import Fault
 from ..options import OptionError
 from ..plan.program import replicated_plain
 from ..state.plan_context import PlanContext
-from ..step.build_views import NO_COPIES
 from ..step.gradients import StepGradients, grad_matrix
 from ..step.rank import Rank
 from ..step.step import Bucket, MuonStep, Overlap, trace_range, with_gradients
-from ..step.views import BucketViews
+from ..step.views import NO_COPIES, BucketViews
 from ..tensors.storage import TrainedParam, placement_key
 
 
@@ -162,10 +161,14 @@ class BackwardGathers(Overlap):
                 # The user may now free gradients during packing.
                 current.wait_stream(self.stream)
 
-    def launch(self, muon: MuonStep, gradients: StepGradients) -> None:
+    def launch(self, muon: MuonStep) -> None:
         """Pack and send the next bucket."""
-        index = self.first[self.launched]
-        views = muon.views[index]
+        index, parameters, params = self.first[self.launched], self.needed[self.launched], self.rank.params
+        views, grads = muon.views[index], list[Tensor | None]([None]) * len(params)
+        for number in parameters:
+            grads[number] = grad_matrix(params[number].param.grad, self.rank.plan.parameters[number])
+        uniform = len({grad.dtype for grad in grads if grad is not None}) <= 1
+        gradients = StepGradients(grads, frozenset(), uniform)
         self.stream.wait_stream(self.module.current_stream())
         with trace_range("gather", index), self.module.stream(self.stream):
             for call in with_gradients([call for call in views.gathers if call.packed], gradients):
@@ -175,8 +178,10 @@ class BackwardGathers(Overlap):
                 muon.algorithm.before_gather(call, copies, call.grads(gradients))
             views.repeats.run()
             muon.exchange.gather(index)
-            self._rows.append(_first_rows(gradients.grads, self.needed[self.launched]))
+            self._rows.append(_first_rows(grads, parameters))
         self.launched += 1
+        records = {number: sent for number in parameters if (sent := SentGradient.of(params[number])) is not None}
+        self.sent = records | self.sent
 
     def ready(self, muon: MuonStep) -> None:
         """Complete abandoned gathers. Collective."""
@@ -239,7 +244,7 @@ class _Backward:
         for missing in self._missing:
             missing.discard(index)
         while gathers.launched < len(gathers.first) and not self._missing[gathers.launched]:
-            self._launch(gathers.needed[gathers.launched])
+            gathers.launch(self._muon)
 
     def _begin(self) -> None:
         # Not earlier, because reading the report waits for the last step, and buffers add to the peak memory.
@@ -251,13 +256,3 @@ class _Backward:
                 self._rank.buffers.memory.take()
                 self._muon.mask.reset()
             self._gathers.stream.wait_stream(self._computing)
-
-    def _launch(self, parameters: Sequence[int]) -> None:
-        gathers, params, planned = self._gathers, self._rank.params, self._rank.plan.parameters
-        grads: list[Tensor | None] = [None] * len(params)
-        for index in parameters:
-            grads[index] = grad_matrix(params[index].param.grad, planned[index])
-        uniform = len({grad.dtype for grad in grads if grad is not None}) <= 1
-        records = {index: sent for index in parameters if (sent := SentGradient.of(params[index])) is not None}
-        gathers.launch(self._muon, StepGradients(grads, frozenset(), uniform))
-        gathers.sent = records | gathers.sent

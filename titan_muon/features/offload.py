@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..comm.buffers import StepMemory
 from ..options import Offload
-from ..plan.terms.schedule import Act
+from ..plan.exchange.phases import Act
 from ..state.host import TRANSFERS_AT_ONCE, carved, slot_bytes
 from ..step.foreach import MomentumCall, Rectangle, UpdateCall
 from ..step.gradients import StepGradients

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 from titan_muon.options import OptionError
@@ -12,14 +13,14 @@ from titan_muon.options import OptionError
 Coefficients = tuple[tuple[float, float, float], ...]
 """(a, b, c) of each step."""
 
-GRID = 4000
-"""Number of singular values that `largest_value` follows."""
+LARGEST, DIVERGED = 4.0, 1e30
+"""Limit of singular values during the iteration, and a value whose powers overflow."""
 
-LARGEST = 4.0
-"""Limit of singular values during the iteration."""
 
-POLAR_EXPRESS_NORM = CANS_SAFETY = 1.02
-"""Factors on the Frobenius norm, and on the singular values before each step of CANS except the last."""
+def scaled(factor: float, *steps: tuple[float, float, float]) -> Coefficients:
+    """Steps for singular values of `factor` times the size."""
+    return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in steps)
+
 
 COEFFICIENTS: Mapping[str, Coefficients] = {
     # Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); torch.optim.Muon's default.
@@ -43,11 +44,7 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
     ),
     # The same with "safety 2e-2, cushion 2", as in modded-nanogpt, nanochat and dion; the first step divides by 1.02.
     "polar_express_cushion": (
-        (
-            8.156554524902461 / POLAR_EXPRESS_NORM,
-            -22.48329292557795 / POLAR_EXPRESS_NORM**3,
-            15.878769915207462 / POLAR_EXPRESS_NORM**5,
-        ),
+        *scaled(1.02, (8.156554524902461, -22.48329292557795, 15.878769915207462)),
         (4.042929935166739, -2.808917465908714, 0.5000178451051316),
         (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
@@ -59,13 +56,16 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
     # (CANS, arXiv:2506.10935), as in Emerging-Optimizers. Each step ends where the next begins to diverge. So all but
     # the last get a safety factor s, (a / s, b / s^3, c / s^5), as in section 4 of The Polar Express (2505.16932).
     "cans": (
-        (8.4703 / CANS_SAFETY, -25.1081 / CANS_SAFETY**3, 18.6293 / CANS_SAFETY**5),
-        (4.1828 / CANS_SAFETY, -3.1087 / CANS_SAFETY**3, 0.5806 / CANS_SAFETY**5),
-        (3.9619 / CANS_SAFETY, -2.9541 / CANS_SAFETY**3, 0.5630 / CANS_SAFETY**5),
-        (3.2866 / CANS_SAFETY, -2.4647 / CANS_SAFETY**3, 0.5074 / CANS_SAFETY**5),
+        *scaled(
+            1.02,
+            (8.4703, -25.1081, 18.6293),
+            (4.1828, -3.1087, 0.5806),
+            (3.9619, -2.9541, 0.5630),
+            (3.2866, -2.4647, 0.5074),
+        ),
         (2.2737, -1.6447, 0.4162),
     ),
-    # Boissin et al., "Turbo-Muon" (arXiv:2512.04632): `standard.almost_orthogonal_` instead of a first step, here of
+    # Boissin et al., "Turbo-Muon" (arXiv:2512.04632): `almost_orthogonal_` instead of a first step, here of
     # you_jiacheng's, because the steps in flash-newton-schulz turn singular values above 0.88 negative.
     "aol": (
         (3.9505, -6.3029, 2.6377),
@@ -78,19 +78,13 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
 
 PRESCALED = ("aol",)
 
-POLAR_EXPRESS_SAFETY = 1.05
 CONTINUED: Mapping[str, Coefficients] = {
     # The paper's steps 6 and 7, with the same safety, and all later steps, which need no safety.
     "polar_express": (
-        (
-            1.891301407787398 / POLAR_EXPRESS_SAFETY,
-            -1.2679958271945868 / POLAR_EXPRESS_SAFETY**3,
-            0.37680408948524835 / POLAR_EXPRESS_SAFETY**5,
-        ),
-        (
-            1.8750014808534479 / POLAR_EXPRESS_SAFETY,
-            -1.2500016453999487 / POLAR_EXPRESS_SAFETY**3,
-            0.3750001645474248 / POLAR_EXPRESS_SAFETY**5,
+        *scaled(
+            1.05,
+            (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+            (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
         ),
         (1.875, -1.25, 0.375),
     ),
@@ -131,33 +125,53 @@ def _triple(row: object) -> tuple[float, float, float]:
     return float(a), float(b), float(c)
 
 
-@cache
+@dataclass(frozen=True)
+class Iteration:
+    """Name of the coefficients, (a, b, c) of each step, and the least norm."""
+
+    name: str
+    steps: Coefficients
+    eps: float
+
+    @property
+    def prescaled(self) -> bool:
+        """Whether `almost_orthogonal_` comes first."""
+        return self.name in PRESCALED
+
+    def __str__(self) -> str:
+        return f"{self.name} x {len(self.steps)}, eps {self.eps:g}"
+
+
+def iteration(choice: str | Sequence[Sequence[float]], steps: int, eps: float) -> Iteration:
+    """A named set of coefficients or custom triples. Raises OptionError like `coefficients`."""
+    rows = coefficients(choice, steps)
+    return Iteration(choice if isinstance(choice, str) else str(rows), rows, eps)
+
+
 def largest_value(steps: Coefficients) -> float:
     """The largest singular value after the steps, for values from 0 to 1 before; inf if the steps diverge."""
-    largest = 0.0
-    for index in range(GRID + 1):
-        # A little above 1, because the norm that divides a matrix is rounded.
-        value = 1.01 * index / GRID
-        for a, b, c in steps:
-            square = value * value
-            value *= a + square * (b + c * square)
-        largest = max(largest, abs(value)) if abs(value) < math.inf else math.inf
-    return largest
+    # A little above 1, because the norm that divides a matrix is rounded.
+    return _largest_values(steps, 1.01)[-1]
+
+
+def has_margin(steps: Coefficients, rounding: float) -> bool:
+    """Whether singular values up to 1 stay below LARGEST if each step gets them larger by a factor 1 + `rounding`."""
+    return max(_largest_values(steps, 1.0, rounding)) < LARGEST
 
 
 @cache
-def has_margin(steps: Coefficients, rounding: float) -> bool:
-    """Whether singular values up to 1 stay below LARGEST if each step gets them larger by a factor 1 + `rounding`."""
-    largest = 1.0
+def _largest_values(steps: Coefficients, largest: float, rounding: float = 0.0) -> tuple[float, ...]:
+    """The largest singular value after each step, for values from 0 to `largest` before."""
+    after = list[float]()
     for a, b, c in steps:
         largest *= 1 + rounding
+        if largest > DIVERGED:
+            return (*after, math.inf)
         # A polynomial is largest at the end of the interval, or where its derivative a + 3 b x^2 + 5 c x^4 is 0.
         squares = [largest**2, *_roots(5 * c, 3 * b, a)]
-        values = (math.sqrt(x) * abs(a + x * (b + c * x)) for x in squares if 0 <= x <= largest**2)
-        largest = max(values)
-        if not largest < LARGEST:
-            return False
-    return True
+        largest = max(math.sqrt(x) * abs(a + x * (b + c * x)) for x in squares if 0 <= x <= largest**2)
+        after.append(largest)
+    return tuple(after)
 
 
 def _roots(a: float, b: float, c: float) -> tuple[float, ...]:

@@ -8,15 +8,16 @@ from itertools import pairwise
 
 import torch
 
-from titan_muon.options import Machine, OptionError, StepOptions, check
-from titan_muon.plan.terms.machine import MACHINES, MachineRates, machine_of
-from titan_muon.plan.terms.work import (
+from titan_muon.options import Machine, OptionError
+from titan_muon.plan.terms.machine import (
+    MACHINES,
+    MachineRates,
     TeamCost,
     gram_elements,
     gram_flops,
+    machine_of,
     sliced_elements,
     standard_elements,
-    standard_flops,
     team_cost,
 )
 
@@ -64,7 +65,7 @@ class Method:
         algorithm: `standard`, `gram` or `reference`.
         dtype: of the iteration, a name in DTYPES.
         restarts: the Gram iteration restarts before these steps.
-        products: `plain` or a name in `symmetric.KERNELS`.
+        products: `plain` or a name in `symmetric.PACKAGES`.
         reason: of the choice by `auto`, else empty.
     """
 
@@ -86,13 +87,11 @@ class Method:
         """FLOPs for a matrix or slice, with symmetric products counted in full."""
         # The reference computes all three products even for c = 0.
         cubic = sum(c == 0 for _, _, c in steps) if self.algorithm != "reference" else 0
-        if self.algorithm == "gram":
-            return gram_flops(rows, cols, len(steps), len(self.restarts), cubic) // self.slices
-        return standard_flops(rows, cols, len(steps), cubic) // self.slices
+        return gram_flops(rows, cols, len(steps), len(self.runs(len(steps))) - 1, cubic) // self.slices
 
     def runs(self, steps: int) -> tuple[int, ...]:
-        """Steps between restarts; the standard iteration restarts in each step."""
-        restarts = range(1, steps) if self.algorithm == "standard" else self.restarts
+        """Steps between restarts; all but the Gram iteration restart in each step."""
+        restarts = self.restarts if self.algorithm == "gram" else range(1, steps)
         return tuple(last - first for first, last in pairwise((0, *restarts, steps)))
 
     def team(self, rows: int, cols: int, steps: Coefficients) -> TeamCost | None:
@@ -121,7 +120,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The options on a device type. Raises OptionError for unknown names and unsafe combinations.
+    """The options on a device type. Raises OptionError for unsafe combinations.
 
     Attributes:
         algorithm: `auto` takes the cheapest safe algorithm for each shape.
@@ -141,7 +140,6 @@ class Dispatch:
     float16: bool = True
 
     def __post_init__(self) -> None:
-        check(StepOptions, {"orthogonalize": self.algorithm, "ns_dtype": self.dtype})
         if self.algorithm == "reference" and self.dtype not in ("auto", "bfloat16"):
             problem = "is torch.optim.Muon's arithmetic, which is bfloat16; choose 'standard' or 'auto'"
         elif self.algorithm == "gram" and self.dtype == "bfloat16":
@@ -149,18 +147,6 @@ class Dispatch:
         else:
             return
         raise OptionError("ns_dtype", f"= {self.dtype!r}: orthogonalize = {self.algorithm!r} {problem}")
-
-    @classmethod
-    def of(
-        cls,
-        options: StepOptions,
-        device: str,
-        kernels: tuple[Kernel, ...] = (),
-        machine: MachineRates | None = None,
-        *,
-        float16: bool = True,
-    ) -> Dispatch:
-        return cls(options.orthogonalize, options.ns_dtype, device, kernels, machine=machine, float16=float16)
 
     def choose(self, rows: int, cols: int, steps: Coefficients, slices: int = 1) -> Method:
         """The method for a matrix. Raises OptionError as `with_margin`."""

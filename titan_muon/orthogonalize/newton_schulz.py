@@ -1,87 +1,34 @@
-"""Newton-Schulz iterations on stacks of matrices: torch.optim.Muon's arithmetic, the standard one, and Gram matrices.
-
-`iterate` runs the iteration that a `Method` names.
-"""
+"""Newton-Schulz iterations on stacks of matrices: torch.optim.Muon's, the standard one, of Gram matrices, in slices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .coefficients import PRESCALED, Coefficients, coefficients
+from .coefficients import Coefficients, Iteration
 from .dispatch import DTYPES, Method
+from .symmetric import Product, plain, product_of
 
 
-class Products(Protocol):
-    """Symmetric products of an iteration. X is (count, m, n), all further matrices are (count, m, m)."""
-
-    def gram(self, x: Tensor, out: Tensor, alpha: float = 1.0) -> None:
-        """Fill `out` with alpha X Xᵀ."""
-
-    def symmetric(
-        self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float, delta: float = 0.0, out: Tensor
-    ) -> None:
-        """Fill `out` with alpha A B + beta C + delta I. A, B and C are symmetric, A and B commute."""
-
-
-class PlainProducts:
-    """Products of the device's matrix library."""
-
-    def gram(self, x: Tensor, out: Tensor, alpha: float = 1.0) -> None:
-        if alpha == 1:
-            torch.bmm(x, x.mT, out=out)
-        else:
-            torch.baddbmm(out, x, x.mT, beta=0, alpha=alpha, out=out)
-
-    def symmetric(
-        self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float, delta: float = 0.0, out: Tensor
-    ) -> None:
-        # PyTorch copies C to `out` first: up to 2 % of the product on a CPU. C is a factor too, so not in place.
-        torch.baddbmm(c, a, b, beta=beta, alpha=alpha, out=out)
-        if delta != 0:
-            out.diagonal(dim1=1, dim2=2).add_(delta)
-
-
-PLAIN = PlainProducts()
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """Name of the coefficients, (a, b, c) of each step, and the least norm."""
-
-    name: str
-    steps: Coefficients
-    eps: float
-
-    @property
-    def prescaled(self) -> bool:
-        """Whether `almost_orthogonal_` comes first."""
-        return self.name in PRESCALED
-
-    def __str__(self) -> str:
-        return f"{self.name} x {len(self.steps)}, eps {self.eps:g}"
-
-
-def iteration(choice: str | Sequence[Sequence[float]], steps: int, eps: float) -> Iteration:
-    """A named set of coefficients or custom triples. Raises OptionError like `coefficients`."""
-    rows = coefficients(choice, steps)
-    return Iteration(choice if isinstance(choice, str) else str(rows), rows, eps)
-
-
-def iterate(
+def orthogonalize(
     stack: Tensor,
     iteration: Iteration,
     method: Method,
-    products: Products,
     norms: Tensor | None = None,
     out: Tensor | None = None,
+    of: TeamSlice | None = None,
 ) -> Tensor:
-    """Approximately U Vᵀ of each matrix U S Vᵀ of `stack`, as `orthogonalize`. `products`: of the method."""
+    """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), which stays unchanged.
+
+    Returns a new tensor of the stack's shape and dtype (bfloat16 for the reference), or `out`, which may be `stack`.
+    `norms`: the stack's `frobenius_norms` for the method's dtype. `of`: the stack is a slice of a matrix, and `norms`
+    are `sliced_norms`.
+    """
     steps, eps = iteration.steps, iteration.eps
     if method.algorithm == "reference":
         # Matrix by matrix, because a batched product may sum in a different order than torch.optim.Muon's.
@@ -89,10 +36,11 @@ def iterate(
         for matrix, result in zip(stack, results, strict=True):
             result.copy_(reference(matrix, steps, eps))
         return results
-    dtype, prescale = DTYPES[method.dtype], iteration.name in PRESCALED
-    if method.algorithm == "gram":
-        return gram(stack, steps, eps, dtype, method.restarts, products, norms=norms, out=out, prescale=prescale)
-    return standard(stack, steps, eps, dtype, products, norms=norms, out=out, prescale=prescale)
+    dtype, runs = DTYPES[method.dtype], method.runs(len(steps))
+    if of is not None:
+        return sliced(stack, steps, eps, dtype, runs, of, norms=norms, out=out)
+    product = product_of(method.products)
+    return iterate(stack, steps, eps, dtype, runs, product, norms=norms, out=out, prescale=iteration.prescaled)
 
 
 def zero_nonfinite_(stack: Tensor, norms: Tensor) -> Tensor:
@@ -125,12 +73,13 @@ def reference(matrix: Tensor, steps: Coefficients, eps: float) -> Tensor:
     return x.T if tall else x
 
 
-def standard(
+def iterate(
     stack: Tensor,
     steps: Coefficients,
     eps: float,
     dtype: torch.dtype,
-    products: Products = PLAIN,
+    runs: Sequence[int] = (),
+    product: Product = plain,
     *,
     norms: Tensor | None = None,
     out: Tensor | None = None,
@@ -138,33 +87,67 @@ def standard(
 ) -> Tensor:
     """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), in its shape and dtype.
 
-    X <- a X + (b A + c A A) X with A = X Xᵀ, from X = matrix / max(norm, eps), on the smaller side, in `dtype`. Source
-    as of `reference`. The result is a new tensor or `out`, which may be `stack`. `norms`: `frobenius_norms(stack,
-    dtype)`. `prescale`: begin with `almost_orthogonal_`.
+    X <- a X + (b R + c R R) X with R = X Xᵀ, from X = matrix / max(norm, eps), on the smaller side, in `dtype`. Source
+    as of `reference`. `runs`: numbers of steps with a single R, by default one each (the standard iteration). Longer
+    runs are the Gram iteration: the steps multiply X by polynomials in R, which commute. So a run iterates on the small
+    R, accumulates the product Q of all polynomials, and multiplies X by Q. Source: Zhang et al., "Gram Newton-Schulz"
+    (2026). Rounding errors in small eigenvalues of R grow with each step, and the next run computes R from X.
+
+    The result is a new tensor or `out`, which may be `stack`. `norms`: `frobenius_norms(stack, dtype)`. `prescale`:
+    begin with `almost_orthogonal_`.
     """
-    x = normalized(stack, eps, dtype, norms)
-    spare = next_buffer(x, out)
-    result = _standard_steps(x, spare, steps, products, prescale)
-    return delivered(result, stack.dtype, out, in_place=result is spare)
-
-
-def _standard_steps(x: Tensor, spare: Tensor, steps: Coefficients, products: Products, prescale: bool) -> Tensor:
-    gram = x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2)
-    p = torch.empty_like(gram)
-    inverse = 1 / start_norm(x.dtype)
-    for index, (a, b, c) in enumerate(steps):
-        if prescale and index == 0:
-            almost_orthogonal_(x, gram, products)
+    x, runs = normalized(stack, eps, dtype, norms), runs or (1,) * len(steps)
+    buffer = spare = next_buffer(x, out)
+    side = min(x.size(1), x.size(2))
+    squares = [x.new_empty(x.size(0), side, side) for _ in range(2 if max(runs) == 1 else 4)]
+    for first, last in pairwise(accumulate(runs, initial=0)):
+        if prescale and first == 0:
+            almost_orthogonal_(x, squares[0], product)
         else:
-            products.gram(smaller_first(x), out=gram, alpha=inverse**2)
-        polynomial(products, gram, b, c, out=p)
-        scale = inverse if index + 1 == len(steps) else 1.0
-        multiply(p, x, alpha=scale, beta=a * scale, out=spare)
+            wide = smaller_first(x)
+            product(wide, wide.mT, alpha=start_norm(dtype) ** -2, out=squares[0])
+        beta, q = _polynomial(steps[first:last], squares, product)
+        scale = 1 / start_norm(dtype) if last == len(steps) else 1.0
+        multiply(q, x, alpha=scale, beta=beta * scale, out=spare)
         x, spare = spare, x
-    return x
+    if out is None:
+        return x.to(stack.dtype)
+    return out if x is buffer and x.dtype == out.dtype else out.copy_(x)
 
 
-def almost_orthogonal_(x: Tensor, gram: Tensor, products: Products) -> None:
+def _polynomial(steps: Coefficients, squares: Sequence[Tensor], product: Product) -> tuple[float, Tensor]:
+    """(beta, Q) of steps X <- Q X + beta X, from R, the first of `squares`, which all are overwritten."""
+    r, q, *rest = squares
+    if len(steps) == 1:
+        a, b, c = steps[0]
+        _quadratic(product, r, b, c, out=q)
+        return a, q
+    z, spare = rest
+    for index, (a, b, c) in enumerate(steps):
+        # Z omits a I, added below as `beta`, because adding a (about 4) would lose the last digits of a small diagonal.
+        _quadratic(product, r, b, c, out=z)
+        if index == 0:
+            q.copy_(z).diagonal(dim1=1, dim2=2).add_(a)
+        else:
+            product(q, z, q, beta=a, out=spare)
+            q, spare = spare, q
+        if index + 1 < len(steps):
+            # R (Z + a I)² is the next X Xᵀ, because all factors commute.
+            product(r, z, r, beta=a, out=spare)
+            product(spare, z, spare, beta=a, out=r)
+    return 0.0, q
+
+
+def _quadratic(product: Product, r: Tensor, b: float, c: float, *, out: Tensor) -> None:
+    """Fill `out` with b R + c R R for symmetric R (count, m, m)."""
+    if c != 0:
+        product(r, r, r, alpha=c, beta=b, out=out)
+    else:
+        # PyTorch 2.13 ignores alpha = 0 of a product in float16 on CPUs.
+        torch.mul(r, b, out=out)
+
+
+def almost_orthogonal_(x: Tensor, gram: Tensor, product: Product) -> None:
     """Scale X to S X in place, with S = diag(1 / sqrt(row sums of |X Xᵀ|)), and fill `gram` with the new X Xᵀ.
 
     The spectral norm of S X is at most 1, and closer to 1 than after a division by the Frobenius norm (Prach and
@@ -172,14 +155,15 @@ def almost_orthogonal_(x: Tensor, gram: Tensor, products: Products) -> None:
     factor if rows of X have unequal norms.
     """
     # With the scale of X, because float16 would round the squares of rows below 2^-12 of the norm to zero.
-    products.gram(smaller_first(x), out=gram)
+    rows = smaller_first(x)
+    product(rows, rows.mT, out=gram)
     wide = gram.to(torch.promote_types(gram.dtype, torch.float32))
     # Rows are scaled by at most 2^12 in float16.
     norm = start_norm(x.dtype)
     sums = wide.abs().sum(dim=-1).clamp_(min=norm**2 * 2.0**-24 if x.dtype == torch.float16 else 1e-20)
     scales = sums.rsqrt_().to(x.dtype)
     gram.mul_(scales[:, :, None]).mul_(scales[:, None, :])
-    smaller_first(x).mul_(scales.mul_(norm)[:, :, None])
+    rows.mul_(scales.mul_(norm)[:, :, None])
 
 
 FLOAT16_NORM = 2.0**6
@@ -203,13 +187,6 @@ def next_buffer(x: Tensor, out: Tensor | None) -> Tensor:
     return torch.empty_like(x)
 
 
-def delivered(x: Tensor, dtype: torch.dtype, out: Tensor | None, *, in_place: bool = False) -> Tensor:
-    """The result, copied to `out` or cast to `dtype`. `in_place`: whether x is the `next_buffer`."""
-    if out is None:
-        return x.to(dtype)
-    return out if in_place and x.dtype == out.dtype else out.copy_(x)
-
-
 def frobenius_norms(stack: Tensor, dtype: torch.dtype) -> Tensor:
     """The Frobenius norm of each matrix of `stack` (count, rows, cols), for an iteration in `dtype`."""
     # In float32, because float16 overflows above 65,504 and underflows. Between bfloat16 tensors the norm is bfloat16,
@@ -229,68 +206,6 @@ def normalized(stack: Tensor, eps: float, dtype: torch.dtype, norms: Tensor | No
     return torch.mul(stack, scale, out=torch.empty(stack.shape, dtype=dtype, device=stack.device))
 
 
-def gram(
-    stack: Tensor,
-    steps: Coefficients,
-    eps: float,
-    dtype: torch.dtype,
-    restarts: Sequence[int] = (),
-    products: Products = PLAIN,
-    *,
-    norms: Tensor | None = None,
-    out: Tensor | None = None,
-    prescale: bool = False,
-) -> Tensor:
-    """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), in its shape and dtype.
-
-    The standard iteration multiplies X by polynomials in R = X Xᵀ, which commute. So iterate on the small R, accumulate
-    the product Q of all polynomials, and multiply X by Q before each step of `restarts` and at the end.
-    Source: Zhang et al., "Gram Newton-Schulz" (2026). Result, `norms`, `out` and `prescale` as in `standard`.
-    """
-    x = normalized(stack, eps, dtype, norms)
-    spare = next_buffer(x, out)
-    result = _gram_steps(x, spare, steps, restarts, products, prescale)
-    return delivered(result, stack.dtype, out, in_place=result is spare)
-
-
-def _gram_steps(
-    x: Tensor, spare: Tensor, steps: Coefficients, restarts: Sequence[int], products: Products, prescale: bool
-) -> Tensor:
-    work = tuple(x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2) for _ in range(4))
-    # Rounding errors in small eigenvalues of R grow with each step. A restart recomputes R from X.
-    starts = (0, *restarts, len(steps))
-    for first, last in pairwise(starts):
-        q = _accumulated(x, steps[first:last], work, products, prescale and first == 0)
-        multiply(q, x, alpha=1 / start_norm(x.dtype) if last == len(steps) else 1.0, out=spare)
-        x, spare = spare, x
-    return x
-
-
-def _accumulated(x: Tensor, steps: Coefficients, work: Sequence[Tensor], products: Products, prescale: bool) -> Tensor:
-    """The product of the steps' polynomials a I + b R + c R R, in one of `work`."""
-    r, q, z, spare = work
-    if prescale:
-        almost_orthogonal_(x, r, products)
-    else:
-        products.gram(smaller_first(x), out=r, alpha=start_norm(x.dtype) ** -2)
-    for index, (a, b, c) in enumerate(steps):
-        if len(steps) == 1:
-            polynomial(products, r, b, c, delta=a, out=q)
-            break
-        # Z omits a I, added below as `beta`, because adding a (about 4) would lose the last digits of a small diagonal.
-        polynomial(products, r, b, c, out=z)
-        if index == 0:
-            q.copy_(z).diagonal(dim1=1, dim2=2).add_(a)
-        else:
-            products.symmetric(q, z, q, alpha=1.0, beta=a, out=spare)
-            q, spare = spare, q
-        if index + 1 < len(steps):
-            # R (Z + a I)² is the next X Xᵀ, because all factors commute.
-            products.symmetric(r, z, r, alpha=1.0, beta=a, out=spare)
-            products.symmetric(spare, z, spare, alpha=1.0, beta=a, out=r)
-    return q
-
-
 def smaller_first(x: Tensor) -> Tensor:
     """A transposed view for tall matrices."""
     return x.mT if x.size(1) > x.size(2) else x
@@ -305,17 +220,6 @@ def wide_gram(x: Tensor) -> Tensor:
     return torch.mm(x, x.mT, out_dtype=torch.float32)
 
 
-def polynomial(products: Products, r: Tensor, b: float, c: float, *, delta: float = 0.0, out: Tensor) -> None:
-    """Fill `out` with delta I + b R + c R R for symmetric R (count, m, m)."""
-    if c != 0:
-        products.symmetric(r, r, r, alpha=c, beta=b, delta=delta, out=out)
-        return
-    # PyTorch 2.13 ignores alpha = 0 of a product in float16 on CPUs.
-    torch.mul(r, b, out=out)
-    if delta != 0:
-        out.diagonal(dim1=1, dim2=2).add_(delta)
-
-
 def multiply(p: Tensor, x: Tensor, *, alpha: float = 1.0, beta: float = 0.0, out: Tensor) -> None:
     """Fill `out` with alpha P X + beta X for each matrix on the smaller side; P (count, m, m) is symmetric."""
     # From the right for tall matrices, because on CPUs writing to transposed memory is a thousand times slower.
@@ -324,3 +228,88 @@ def multiply(p: Tensor, x: Tensor, *, alpha: float = 1.0, beta: float = 0.0, out
         torch.bmm(left, right, out=out)
     else:
         torch.baddbmm(x, left, right, alpha=alpha, beta=beta, out=out)
+
+
+class Team(Protocol):
+    """The ranks of a matrix's slices; `place`: index of this rank. Methods are collective."""
+
+    place: int
+
+    def summed(self, whole: Tensor) -> Tensor:
+        """This rank's rows of the sum of `whole` (rows, cols) over the team: block number `place` of k."""
+
+    def gathered(self, part: Tensor) -> Tensor:
+        """The tensors of all ranks, in order, concatenated along dim 0."""
+
+
+@dataclass(frozen=True)
+class TeamSlice:
+    """A slice of a matrix, of rows if `cuts_rows`, else of columns."""
+
+    team: Team
+    cuts_rows: bool
+
+
+def sliced_norms(stack: Tensor, team: Team) -> Tensor:
+    """The Frobenius norm of the matrix with slice `stack` (1, rows, cols), (1,) float32; equal on all ranks."""
+    norms = torch.linalg.vector_norm(stack.flatten(1), dim=1, dtype=torch.float32)
+    return torch.linalg.vector_norm(team.gathered(norms), dim=0, keepdim=True)
+
+
+def sliced(
+    stack: Tensor,
+    steps: Coefficients,
+    eps: float,
+    dtype: torch.dtype,
+    runs: Sequence[int],
+    of: TeamSlice,
+    *,
+    norms: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """The slice of U Vᵀ for slice `stack` (1, rows, cols) of a matrix U S Vᵀ, in the stack's shape and dtype.
+
+    Like `iterate`, but no rank assembles the matrix. The longer side is cut, so that each slice X_i has the whole
+    smaller side m, and R is the sum of all X_i X_iᵀ. Each of k ranks computes m / k rows of every m x m matrix, so 1/k
+    of all FLOPs. `norms` are `sliced_norms`. `out` as in `iterate`.
+    """
+    x = normalized(stack, eps, dtype, sliced_norms(stack, of.team) if norms is None else norms)[0]
+    spare, count = torch.empty_like(x), sum(runs)
+    for first, last in pairwise(accumulate(runs, initial=0)):
+        beta, part = _rows_of_polynomial(_gram(x, of), steps[first:last], of.team)
+        q = of.team.gathered(part)
+        # From the right for row slices, as in `multiply`.
+        left, right = (x, q) if of.cuts_rows else (q, x)
+        scale = 1 / start_norm(dtype) if last == count else 1.0
+        if beta == 0 and scale == 1:
+            torch.mm(left, right, out=spare)
+        else:
+            torch.addmm(x, left, right, alpha=scale, beta=beta * scale, out=spare)
+        x, spare = spare, x
+    return x[None].to(stack.dtype) if out is None else out.copy_(x[None])
+
+
+def _gram(x: Tensor, of: TeamSlice) -> Tensor:
+    # 16-bit partial sums would add a quarter to the error of the result.
+    wide = of.team.summed(wide_gram(x.mT if of.cuts_rows else x))
+    return wide.mul_(start_norm(x.dtype) ** -2).to(x.dtype)
+
+
+def _rows_of_polynomial(r: Tensor, steps: Coefficients, team: Team) -> tuple[float, Tensor]:
+    """As `_polynomial`, this rank's rows of Q from this rank's rows of R."""
+    q, whole = r, team.gathered(r)
+    for index, (a, b, c) in enumerate(steps):
+        z = r * b if c == 0 else torch.addmm(r, r, whole, beta=b, alpha=c)
+        if len(steps) == 1:
+            return a, z
+        whole_z = team.gathered(z)
+        if index == 0:
+            q = z
+            q.diagonal(offset=team.place * q.size(0)).add_(a)
+        else:
+            q = torch.addmm(q, q, whole_z, beta=a)
+        if index + 1 < len(steps):
+            r = torch.addmm(r, r, whole_z, beta=a)
+            r = torch.addmm(r, r, whole_z, beta=a)
+            whole = team.gathered(r)
+    return 0.0, q

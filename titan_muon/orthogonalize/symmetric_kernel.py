@@ -79,31 +79,24 @@ def _symmetric(rounded, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _diagonal(delta, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    index = tl.arange(0, SIDE)
-    return tl.where(index[:, None] == index[None, :], delta, 0.0)
-
-
-@triton.jit
 def _store(  # type: ignore[no-untyped-def]
-    sums, c, d, batch, row, col, alpha, beta, delta, HAS_C: tl.constexpr, SIDE: tl.constexpr
+    sums, c, d, batch, row, col, alpha, beta, HAS_C: tl.constexpr, SIDE: tl.constexpr
 ):  # fmt: skip
     result = alpha * sums
     if HAS_C:
         result += beta * c.load([batch, row * SIDE, col * SIDE]).reshape(SIDE, SIDE).to(tl.float32)
     # A second sum could differ in order, and the iteration relies on symmetry to the last bit.
+    rounded = result.to(d.dtype)
     if row == col:
-        rounded = _symmetric((result + _diagonal(delta, SIDE)).to(d.dtype), SIDE)
-        d.store([batch, row * SIDE, col * SIDE], rounded.reshape(1, SIDE, SIDE))
+        d.store([batch, row * SIDE, col * SIDE], _symmetric(rounded, SIDE).reshape(1, SIDE, SIDE))
     elif row > col:
-        rounded = result.to(d.dtype)
         d.store([batch, row * SIDE, col * SIDE], rounded.reshape(1, SIDE, SIDE))
         d.store([batch, col * SIDE, row * SIDE], tl.trans(rounded).reshape(1, SIDE, SIDE))
 
 
 @triton.jit
 def by_descriptors(  # type: ignore[no-untyped-def]
-    a, b, c, d, depth, alpha, beta, delta,
+    a, b, c, d, depth, alpha, beta,
     A_TURNED: tl.constexpr, B_TURNED: tl.constexpr, HAS_C: tl.constexpr,
     SIDE: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
@@ -124,17 +117,17 @@ def by_descriptors(  # type: ignore[no-untyped-def]
         # Full float32 for float32 operands, because TF32 would round like float16.
         sums = tl.dot(left, right, sums, input_precision="ieee")
     if WIDE == 1:
-        _store(sums, c, d, batch, row, col, alpha, beta, delta, HAS_C, SIDE)
+        _store(sums, c, d, batch, row, col, alpha, beta, HAS_C, SIDE)
     else:
         # Square by square, because both squares with their mirrors exceed the registers.
         first, second = tl.split(sums.reshape(SIDE, 2, SIDE).permute(0, 2, 1))
-        _store(first, c, d, batch, row, col, alpha, beta, delta, HAS_C, SIDE)
-        _store(second, c, d, batch, row, col + 1, alpha, beta, delta, HAS_C, SIDE)
+        _store(first, c, d, batch, row, col, alpha, beta, HAS_C, SIDE)
+        _store(second, c, d, batch, row, col + 1, alpha, beta, HAS_C, SIDE)
 
 
 @triton.jit
 def by_pointers(  # type: ignore[no-untyped-def]
-    a, b, c, d, size, depth, alpha, beta, delta,
+    a, b, c, d, size, depth, alpha, beta,
     a_batch, a_row, a_col, b_batch, b_row, b_col, c_batch, c_row, d_batch, d_row,
     HAS_C: tl.constexpr, WHOLE: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -169,11 +162,10 @@ def by_pointers(  # type: ignore[no-untyped-def]
         result += beta * tl.load(added, mask=inside, other=0.0).to(tl.float32)
     d += batch * d_batch
     square = d + rows[:, None] * d_row + cols[None, :]
+    rounded = result.to(d.dtype.element_ty)
     if row == col:
-        rounded = _symmetric((result + _diagonal(delta, SIDE)).to(d.dtype.element_ty), SIDE)
-        tl.store(square, rounded, mask=inside)
+        tl.store(square, _symmetric(rounded, SIDE), mask=inside)
     else:
-        rounded = result.to(d.dtype.element_ty)
         tl.store(square, rounded, mask=inside)
         mirror = d + cols[:, None] * d_row + rows[None, :]
         tl.store(mirror, tl.trans(rounded), mask=(cols[:, None] < size) & (rows[None, :] < size))
@@ -193,17 +185,7 @@ class Launch:
             self.kernel[self.grid](*self.args, **self.options)
 
 
-def launch_of(
-    a: Tensor,
-    b: Tensor,
-    c: Tensor | None,
-    out: Tensor,
-    *,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    delta: float = 0.0,
-    tile: Tile,
-) -> Launch:
+def launch_of(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, alpha: float, beta: float, tile: Tile) -> Launch:
     """The launch for valid operands."""
     size, inner = a.shape[1:]
     added = out if c is None else c
@@ -214,7 +196,7 @@ def launch_of(
     if not tile.tma:
         strides = (*a.stride(), *b.stride(), *added.stride()[:2], *out.stride()[:2])
         options["WHOLE"] = size % tile.side == 0 and inner % tile.depth == 0
-        return Launch(by_pointers, grid, (a, b, added, out, size, inner, alpha, beta, delta, *strides), options)
+        return Launch(by_pointers, grid, (a, b, added, out, size, inner, alpha, beta, *strides), options)
     described = (
         _described(a, tile.side, tile.depth),
         _described(b, tile.depth, tile.side * tile.wide),
@@ -223,7 +205,7 @@ def launch_of(
     )
     options |= {"A_TURNED": a.stride(2) != 1, "B_TURNED": b.stride(2) != 1}
     options |= {"WIDE": tile.wide, "SPECIALIZED": tile.specialized}
-    return Launch(by_descriptors, grid, (*described, inner, alpha, beta, delta), options)
+    return Launch(by_descriptors, grid, (*described, inner, alpha, beta), options)
 
 
 def _described(matrices: Tensor, rows: int, cols: int) -> TensorDescriptor:
@@ -264,15 +246,14 @@ def tile_on(device: torch.device, size: int, count: int) -> Tile:
 def symmetric_product(
     a: Tensor,
     b: Tensor,
-    c: Tensor | None,
-    out: Tensor,
+    c: Tensor | None = None,
     *,
     alpha: float = 1.0,
     beta: float = 0.0,
-    delta: float = 0.0,
+    out: Tensor,
     tile: Tile | None = None,
 ) -> None:
-    """Fill out (count, m, m) with alpha A B + beta C + delta I, computing only the lower triangle.
+    """Fill out (count, m, m) with alpha A B + beta C, computing only the lower triangle.
 
     a (count, m, k) and b (count, k, m) of equal dtype, contiguous or transposed, with symmetric A B; c (count, m, m),
     contiguous and symmetric, or None; m and k multiples of 16. Sums are float32. `out` is contiguous and no operand.
@@ -287,5 +268,4 @@ def symmetric_product(
     if not (all(map(_is_aligned, operands)) and all(t.stride(2) == 1 for t in operands[2:])):
         layouts = [(tuple(t.shape), t.stride()) for t in operands]
         raise ValueError(f"sides and strides must be multiples of {KERNEL_SIDES}, or 1 within a row, not {layouts}")
-    chosen = tile_on(a.device, size, count) if tile is None else tile
-    launch_of(a, b, c, out, alpha=alpha, beta=beta, delta=delta, tile=chosen).run()
+    launch_of(a, b, c, out, alpha, beta, tile_on(a.device, size, count) if tile is None else tile).run()

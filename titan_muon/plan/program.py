@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 
-from .cost.batches import batches
-from .exchange.all_gather import PATTERNS
-from .exchange.phases import BucketProgram, Collective, Parcel, Phase, parcels
+from .cost.walk import batches
+from .exchange.patterns import PATTERNS
+from .exchange.phases import ACTS, Act, BucketProgram, Collective, Parcel, Phase, late_rounds, parcels, schedule
 from .terms.layout import Geometries
 from .terms.pieces import Pieces, Ranks
-from .terms.schedule import ACTS, Act, late_rounds, schedule
-from .terms.slices import teams_in
-from .terms.types import Bucket, Plan
+from .terms.types import Bucket, Plan, teams_in
 
 __all__ = ["BucketProgram", "Collective", "Parcel", "Phase", "Program", "make_program"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..options import Machine
 from .cost.walk import PlanCost, Share, StepBytes
-from .search.state import state_elements
+from .search.owners import state_elements
 from .terms.machine import machine_of
 from .terms.types import Plan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,11 +14,10 @@ from ..state.matrix_states import StateSpec
 if TYPE_CHECKING:
     from ..state.plan_context import PlanContext
     from .foreach import MomentumCall, UpdateCall
-    from .views import Batch
+    from .views import Batch, Limits
 
 Group = Mapping[str, Any]
 Tensors = tuple[Tensor, ...] | list[Tensor]
-Limits = Literal["spectrum", "norm", "nothing"]
 
 WEIGHT_NORM = "weight_norm"
 """Name of the state of `Algorithm.sums_norms`."""
@@ -43,7 +42,7 @@ class Algorithm:
     matrices: `prepare`, `orthogonalize`, then `rescale` for each parameter group.
 
     Attributes:
-        limits: bound on updates: the singular values of an orthogonalized matrix, its norm, or none.
+        limits: bound on updates.
         temporary_bytes: of `rescale`, for an element of a matrix.
         sums_norms: whether the engine keeps the Frobenius norm of each matrix's weights in the state `WEIGHT_NORM`, and
             restores the norm after the step.

@@ -12,7 +12,7 @@ from torch import Tensor, UntypedStorage
 
 from ..options import MuonOptions
 from ..plan.terms.layout import Span
-from ..plan.terms.work import FLOAT32_COST, ElementwiseCost, Traffic, traffic
+from ..plan.terms.machine import FLOAT32_COST, ElementwiseCost, Traffic, traffic
 from ..state.host import ALIGNMENT, carved, slot_bytes
 from ..tensors.storage import Storage
 from .gradients import StepGradients

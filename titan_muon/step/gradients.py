@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..plan.terms.types import Parameter
 from ..state.groups import iteration_changed
 from ..tensors.dtensor import local
 from ..tensors.names import names_in
-from ..tensors.storage import TrainedParam, matrix_size
+from ..tensors.storage import Storage, TrainedParam, matrix_size
 from .rank import Rank
 
 
@@ -67,68 +67,70 @@ def grad_matrix(grad: Tensor | None, planned: Parameter) -> Tensor | None:
     return stored if stored.ndim == 2 else stored.reshape(matrix_size(stored, planned))
 
 
-class InputCheck:
-    """Finds the faults of a rank's parameters before each step."""
+def checked_inputs(
+    rank: Rank,
+    iterations: Sequence[tuple[Any, ...]],
+    names: Set[str],
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Tensor, Mapping[str, Any]],
+) -> tuple[list[Fault], list[Tensor | None], bool]:
+    """The fault and (rows, cols) gradient of each parameter before a step, and whether any storage has moved.
 
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
-        self._names = frozenset(trained.fqn for trained in rank.params)
-        # Attributes of groups that a step compares by value.
-        keys = ("ns_coefficients", "ns_steps", "eps")
-        self._iterations = [tuple(trained.group[key] for key in keys) for trained in rank.params]
+    `iterations`: coefficients, steps and eps of each parameter's group when the step was planned. `names`: of these
+    parameters.
+    """
+    current, moved = dict[str, Tensor](), False
+    for group in groups:
+        if len(group["param_names"]) != len(group["params"]):
+            names_in(group)
+        current.update(zip(group["param_names"], group["params"], strict=True))
+    faults, grads = [Fault.NONE] * len(rank.params), list[Tensor | None]()
+    for index, trained in enumerate(rank.params):
+        momentum = state.get(trained.param, {}).get("momentum_buffer")
+        storage = rank.storage[index]
+        if not _is_unchanged(trained, storage, iterations[index], current.get(trained.fqn), momentum):
+            in_place = storage.is_of(trained)
+            faults[index] = fault_of(trained, current.get(trained.fqn), momentum, in_place=in_place)
+            moved = moved or not in_place or momentum is not trained.momentum_buffer
+            if iteration_changed(trained.group, rank.iterations[index]):
+                faults[index] = Fault.NEWTON_SCHULZ_CHANGED
+        grad = trained.param.grad
+        if grad is not None and (not trained.on_mesh or faults[index] is not Fault.NONE):
+            grad = None
+        elif isinstance(grad, DTensor):
+            grad = grad._local_tensor
+        if grad is not None and grad.ndim != 2:
+            grad = grad_matrix(grad, rank.plan.parameters[index])
+        grads.append(grad)
+    if faults and any(current[name].requires_grad for name in current.keys() - names):
+        # A thawed parameter has no place in the report.
+        faults[0] = Fault.THAWED
+    return faults, grads, moved
 
-    def __call__(
-        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
-    ) -> tuple[list[Fault], list[Tensor | None], bool]:
-        """The fault and (rows, cols) gradient of each parameter, and whether any storage has moved."""
-        rank, current, moved = self._rank, dict[str, Tensor](), False
-        for group in groups:
-            if len(group["param_names"]) != len(group["params"]):
-                names_in(group)
-            current.update(zip(group["param_names"], group["params"], strict=True))
-        faults, grads = [Fault.NONE] * len(rank.params), list[Tensor | None]()
-        for index, trained in enumerate(rank.params):
-            momentum = state.get(trained.param, {}).get("momentum_buffer")
-            if not self._is_unchanged(index, trained, current.get(trained.fqn), momentum):
-                in_place = rank.storage[index].is_of(trained)
-                faults[index] = fault_of(trained, current.get(trained.fqn), momentum, in_place=in_place)
-                moved = moved or not in_place or momentum is not trained.momentum_buffer
-                if iteration_changed(trained.group, rank.iterations[index]):
-                    faults[index] = Fault.NEWTON_SCHULZ_CHANGED
-            grad = trained.param.grad
-            if grad is not None and (not trained.on_mesh or faults[index] is not Fault.NONE):
-                grad = None
-            elif isinstance(grad, DTensor):
-                grad = grad._local_tensor
-            if grad is not None and grad.ndim != 2:
-                grad = grad_matrix(grad, rank.plan.parameters[index])
-            grads.append(grad)
-        if faults and any(current[name].requires_grad for name in current.keys() - self._names):
-            # A thawed parameter has no place in the report.
-            faults[0] = Fault.THAWED
-        return faults, grads, moved
 
-    def _is_unchanged(self, index: int, trained: TrainedParam, param: Tensor | None, momentum: Tensor | None) -> bool:
-        """Whether parameter, momentum and iteration are as planned, and the gradient is placed like the parameter.
+def _is_unchanged(
+    trained: TrainedParam, storage: Storage, iteration: tuple[Any, ...], param: Tensor | None, momentum: Tensor | None
+) -> bool:
+    """Whether parameter, momentum and iteration are as planned, and the gradient is placed like the parameter.
 
-        A fast test of the common case. `fault_of` finds what has changed.
-        """
-        storage, group = self._rank.storage[index], trained.group
-        if momentum is None or momentum is not trained.momentum_buffer:
-            return False
-        if param is not trained.param or not trained.on_mesh:
-            return False
-        if (group["ns_coefficients"], group["ns_steps"], group["eps"]) != self._iterations[index]:
-            return False
-        grad, stored, place = param.grad, param, None
-        if isinstance(param, DTensor):
-            stored, place = param._local_tensor, (param.device_mesh, param.placements)
-        if isinstance(momentum, DTensor):
-            momentum = momentum._local_tensor
-        if stored is not storage.local or stored.untyped_storage() is not storage.param_storage:
-            return False
-        if momentum.untyped_storage() is not storage.momentum_storage or grad is None or grad.layout != torch.strided:
-            return False
-        if isinstance(grad, DTensor):
-            return ((grad.device_mesh, grad.placements), tuple(grad._local_tensor.shape)) == trained.key
-        return (place, tuple(grad.shape)) == trained.key
+    A fast test of the common case. `fault_of` finds what has changed.
+    """
+    group = trained.group
+    if momentum is None or momentum is not trained.momentum_buffer:
+        return False
+    if param is not trained.param or not trained.on_mesh:
+        return False
+    if (group["ns_coefficients"], group["ns_steps"], group["eps"]) != iteration:
+        return False
+    grad, stored, place = param.grad, param, None
+    if isinstance(param, DTensor):
+        stored, place = param._local_tensor, (param.device_mesh, param.placements)
+    if isinstance(momentum, DTensor):
+        momentum = momentum._local_tensor
+    if stored is not storage.local or stored.untyped_storage() is not storage.param_storage:
+        return False
+    if momentum.untyped_storage() is not storage.momentum_storage or grad is None or grad.layout != torch.strided:
+        return False
+    if isinstance(grad, DTensor):
+        return ((grad.device_mesh, grad.placements), tuple(grad._local_tensor.shape)) == trained.key
+    return (place, tuple(grad.shape)) == trained.key

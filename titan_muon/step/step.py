@@ -16,9 +16,8 @@ from ..comm.exchange import Exchange
 from ..comm.faults import Fault
 from ..comm.report import FaultReport
 from ..orthogonalize import zero_nonfinite_
+from ..plan.exchange.phases import Act
 from ..plan.program import Program
-from ..plan.terms.schedule import Act
-from ..tensors.device import may_be_true
 from .algorithm import Algorithm
 from .foreach import MomentumCall, without_parameters
 from .gradients import StepGradients
@@ -218,9 +217,10 @@ class MuonStep:
         norms = torch.stack(torch._foreach_norm(bounds.views, 2))
         # The comparison is false for NaN.
         broken = (norms <= bounds.norms).logical_not_()
-        self.report.add_too_large(bounds.parameters, broken, late=late)
+        self.report.add_where(bounds.parameters, broken, Fault.UPDATE_TOO_LARGE, late=late)
         any_broken: Tensor = broken.any()
-        if may_be_true(any_broken):
+        # Reading a flag on the CPU does not wait.
+        if not any_broken.is_cpu or any_broken:
             # The next step raises on all ranks. A mask for each view would take a launch for each.
             bounds.memory.masked_fill_(any_broken, 0)
 

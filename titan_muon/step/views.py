@@ -1,16 +1,41 @@
-"""The tensors of a bucket's calls, as a step uses them."""
+"""The tensors of a bucket's calls: every tensor of a step except gradients, as views that are made once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..orthogonalize import DTYPES, Iteration, Method, Products, frobenius_norms, iterate
-from .foreach import Copies, MomentumCall, UpdateCall
+from ..comm.buffers import BucketBuffers, StepMemory
+from ..orthogonalize import DTYPES, Iteration, Method, frobenius_norms, largest_value, orthogonalize
+from ..plan.cost.walk import batches
+from ..plan.terms.layout import Span, spans
+from ..state.matrix_states import MatrixStates
+from .foreach import (
+    Copies,
+    MomentumCall,
+    StoredPiece,
+    UpdateCall,
+    group_numbers,
+    momentum_calls,
+    scratch_bytes,
+    update_calls,
+)
+from .rank import Rank
+from .rounding import draw_key
+
+FINITE = torch.finfo(torch.float32).max
+MARGIN = 1.5
+"""Factor on the largest norm of an update, for rounding in bfloat16."""
+NO_COPIES = Copies((), ())
+
+Limits = Literal["spectrum", "norm", "nothing"]
+"""Bound on updates: the singular values of an orthogonalized matrix, its norm, or none."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +78,6 @@ class Batch:
     place: int
     iteration: Iteration
     method: Method
-    products: Products
     parts: tuple[BatchPart, ...]
 
     def norms(self) -> Tensor:
@@ -61,7 +85,7 @@ class Batch:
 
     def orthogonalize(self, norms: Tensor) -> None:
         """Replace U S Vᵀ by approximately U Vᵀ. `norms`: (count,) Frobenius norms."""
-        iterate(self.whole, self.iteration, self.method, self.products, norms, out=self.whole)
+        orthogonalize(self.whole, self.iteration, self.method, norms, out=self.whole)
 
 
 @dataclass(frozen=True)
@@ -101,3 +125,155 @@ class BucketViews:
     releases: tuple[int, ...]
     bounds: UpdateBounds
     late: bool = False
+
+
+BatchType = Callable[[Batch], Batch]
+
+
+def build_views(
+    rank: Rank, limits: Limits, states: MatrixStates, batch_type: BatchType | None
+) -> tuple[tuple[BucketViews, ...], StepMemory]:
+    """The views of a rank's buckets, and the memory that assembled matrices share.
+
+    `limits`, `states`: of the algorithm; states by matrix and name. `batch_type`: changes batches of sliced matrices.
+    """
+    builder = _Builder(rank, limits, states, batch_type)
+    with rank.buffers.memory.held():
+        buckets = tuple(builder.bucket(index, run) for index, run in enumerate(builder.batches))
+    builder.scratch.untyped_storage().resize_(0)
+    return buckets, StepMemory((builder.workspace,), kept=rank.options.keep_buffers)
+
+
+class _Builder:
+    """`batches`: the matrices of each batch, by bucket."""
+
+    def __init__(self, rank: Rank, limits: Limits, states: MatrixStates, batch_type: BatchType | None) -> None:
+        self.rank, self.limits, self.states, self.batch_type = rank, limits, states, batch_type
+        matrices, device = rank.plan.matrices, rank.device
+        self.batches = [batches(run.matrices, matrices, rank.plan.works) for run in rank.program.buckets]
+        sizes = [len(batch) * matrices[batch[0]].numel for run in self.batches for batch in run]
+        self.workspace = torch.empty(max(sizes, default=0), dtype=rank.buffers.dtype, device=device)
+        self.scratch = torch.empty(scratch_bytes(rank.storage, device.type), dtype=torch.uint8, device=device)
+        self.place, self.numbers = 0, group_numbers(rank)
+        self.releases = _last_packed(rank) if rank.options.release_grads else [()] * len(rank.program.buckets)
+
+    def bucket(self, index: int, run: Sequence[tuple[int, ...]]) -> BucketViews:
+        rank, made = self.rank, [self.batch(matrices) for matrices in run]
+        buffers, parameters = rank.buffers.buckets[index], rank.plan.parameters
+        if buffers is None:
+            # Local matrices are packed straight into the workspace.
+            (batch,) = made
+            stored = zip(rank.program.buckets[index].stored, batch.whole, strict=True)
+            pieces = [self.piece(parcel.matrix, spans(parcel.piece), view) for parcel, view in stored]
+            return BucketViews(
+                index,
+                momentum_calls(pieces, rank),
+                NO_COPIES,
+                ((NO_COPIES, batch, NO_COPIES),),
+                update_calls(pieces, rank, self.scratch),
+                None,
+                self.releases[index],
+                self.bounds(batch.whole, pieces),
+            )
+        pieces = [self.piece(piece.matrix, piece.spans, piece.view) for piece in buffers.stored]
+        packed = [
+            piece._replace(view=view)
+            for piece in pieces
+            # Replicas that do not send still update their momentum, unless state = "owner".
+            if (view := buffers.packed.get(piece.matrix)) is not None or not parameters[piece.parameter].state_ranks
+        ]
+        return BucketViews(
+            index,
+            momentum_calls(packed, rank),
+            Copies.of(buffers.repeated),
+            tuple((_assembling(batch, buffers), batch, _splitting(batch, buffers)) for batch in made),
+            update_calls(pieces, rank, self.scratch),
+            buffers.cleared,
+            self.releases[index],
+            self.bounds(buffers.arrived, pieces),
+        )
+
+    def batch(self, matrices: tuple[int, ...]) -> Batch:
+        rank, planned = self.rank, self.rank.plan.matrices
+        first = planned[matrices[0]]
+        whole = self.workspace[: len(matrices) * first.numel].view(len(matrices), first.rows, first.cols)
+        parameters = [planned[matrix].parameter for matrix in matrices]
+        method = rank.methods[first.work]
+        batch = Batch(
+            matrices,
+            whole,
+            tuple(parameters),
+            rank.numbers(parameters),
+            self.place,
+            rank.iterations[first.parameter],
+            method,
+            tuple(self.parts(matrices, whole)),
+        )
+        self.place += len(matrices)
+        return batch if self.batch_type is None else self.batch_type(batch)
+
+    def parts(self, matrices: tuple[int, ...], whole: Tensor) -> Iterator[BatchPart]:
+        planned, start = self.rank.plan, 0
+
+        def kind(matrix: int) -> tuple[int, bool]:
+            parameter = planned.matrices[matrix].parameter
+            return self.numbers[parameter], planned.parameters[parameter].stack.transposed
+
+        for (_, transposed), same in groupby(matrices, key=kind):
+            members = list(same)
+            held = [self.states[matrix] for matrix in members if matrix in self.states]
+            if held:
+                states = {name: [state[name] for state in held] for name in held[0]}
+                group = self.rank.params[planned.matrices[members[0]].parameter].group
+                yield BatchPart(whole[start : start + len(members)], group, transposed, states)
+            start += len(members)
+
+    def piece(self, number: int, places: tuple[Span, ...], view: Tensor) -> StoredPiece:
+        plan = self.rank.plan
+        matrix = plan.matrices[number]
+        key = draw_key(plan.parameters[matrix.parameter].fqn, matrix.index)
+        return StoredPiece(number, matrix.parameter, plan.out_in(number), matrix.cols, key, places, view)
+
+    def bounds(self, memory: Tensor, pieces: Sequence[StoredPiece]) -> UpdateBounds:
+        norms, limits = list[float](), self.limits
+        views = tuple(piece.view for piece in pieces if piece.view is not None)
+        for piece, view in zip(pieces, views, strict=True):
+            # A part has at most the singular values of the whole matrix.
+            sides = view.shape if limits == "spectrum" else self.rank.plan.matrices[piece.matrix].whole_shape
+            steps = self.rank.iterations[piece.parameter].steps
+            largest = MARGIN * largest_value(steps) * math.sqrt(min(sides))
+            norms.append(min(largest, FINITE) if limits != "nothing" else FINITE)
+        largest_norms = self.rank.on_device(torch.tensor(norms, dtype=torch.float32, device="cpu"))
+        parameters = self.rank.numbers([piece.parameter for piece in pieces])
+        return UpdateBounds(memory, views, parameters, largest_norms)
+
+
+def _assembling(batch: Batch, buffers: BucketBuffers) -> Copies:
+    """Gathered pieces into whole matrices."""
+    return Copies.of(
+        (batch.whole[place][span.whole], source.view[span.piece])
+        for place, matrix in enumerate(batch.matrices)
+        for source in buffers.sources[matrix]
+        for span in source.spans
+    )
+
+
+def _splitting(batch: Batch, buffers: BucketBuffers) -> Copies:
+    """Orthogonalized matrices into the pieces to return."""
+    return Copies.of(
+        (target.view[span.piece], batch.whole[place][span.whole])
+        for place, matrix in enumerate(batch.matrices)
+        for target in buffers.targets[matrix]
+        for span in target.spans
+    )
+
+
+def _last_packed(rank: Rank) -> list[tuple[int, ...]]:
+    """By bucket, the parameters whose last piece the bucket packs."""
+    last: dict[int, int] = {}
+    for bucket in dict.fromkeys(bucket for _, bucket in rank.program.acts):
+        last.update(dict.fromkeys(sorted(rank.parameters_of(bucket)), bucket))
+    by_bucket: list[list[int]] = [[] for _ in rank.program.buckets]
+    for parameter, bucket in last.items():
+        by_bucket[bucket].append(parameter)
+    return [tuple(parameters) for parameters in by_bucket]

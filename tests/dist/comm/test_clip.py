@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -16,36 +15,32 @@ from titan_muon.owned import gather
 from titan_muon.owned.param import owned_like, place_on_owners
 
 SHAPES = ((7, 5), (16, 6), (4, 3, 5), (9,), (8, 8), (6, 5), (5, 6), (7, 3), (6, 3))
+ALL = list(range(len(SHAPES)))
+CASES = [
+    (ALL, 0.5, 2.0),
+    (ALL, 0.5, 3.0),
+    (ALL, 0.5, math.inf),
+    ([0, 3, 5, 7], 0.5, 2.0),
+    ([1], 1e6, 2.0),
+    ([], 0.5, 2.0),
+]
+"""Clipped parameters, the largest norm, and the order of the norm."""
 
 
-def whole_gradients() -> list[torch.Tensor]:
+def whole_gradients() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def expected(clipped: list[int], max_norm: float) -> tuple[float, list[torch.Tensor]]:
-    """In one process: the norm of all gradients, and the gradients after torch's clipping of `clipped`."""
-    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    for parameter, gradient in zip(parameters, whole_gradients(), strict=True):
-        parameter.grad = gradient.clone()
-    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in whole_gradients()))
-    if clipped:
-        nn.utils.clip_grad_norm_([parameters[i] for i in clipped], max_norm)
-    return norm, [parameter.grad for parameter in parameters]
-
-
-def laid_out(mesh: DeviceMesh | None, placements: tuple[Placement, ...], gradient: torch.Tensor) -> nn.Parameter:
-    if mesh is None:
-        parameter = nn.Parameter(torch.zeros_like(gradient))
-        parameter.grad = gradient.clone()
-        return parameter
-    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, placements))
-    parameter.grad = distribute_tensor(gradient, mesh, placements)
+def laid_out(mesh: DeviceMesh | None, placements: tuple[Placement, ...], gradient: Tensor) -> nn.Parameter:
+    placed = gradient.clone() if mesh is None else distribute_tensor(gradient, mesh, placements)
+    parameter = nn.Parameter(torch.zeros_like(placed))
+    parameter.grad = placed
     return parameter
 
 
 def owned(
-    data: DeviceMesh, tensor: DeviceMesh | None, owner: int, gradient: torch.Tensor, holder: int | None = None
+    data: DeviceMesh, tensor: DeviceMesh | None, owner: int, gradient: Tensor, holder: int | None = None
 ) -> nn.Parameter:
     whole = gradient if tensor is None else distribute_tensor(gradient, tensor, [Shard(0)], src_data_rank=None)
     parameter = place_on_owners(whole, data, [owner], None if holder is None else [holder]).requires_grad_()
@@ -54,70 +49,47 @@ def owned(
     return parameter
 
 
-def on_four_ranks() -> list[nn.Parameter]:
-    """Dense, strided, expert, plain, replicated and owned parameters with their gradients."""
+def on_four_ranks(rank: int, world_size: int) -> list[tuple[float, list[Tensor]]]:
+    """The norm and the gradients after clipping of dense, strided, expert, plain, replicated and owned parameters."""
     dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp"))
     experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    layouts = [
-        (dense["tp"], (Shard(1),)),
-        (dense, (_StridedShard(0, split_factor=2), Shard(0))),
-        (experts, (Shard(1), Shard(0))),
-        (None, ()),
-        (replicated, (Replicate(), Shard(0))),
-    ]
-    parameters = [
-        laid_out(mesh, placements, gradient)
-        for (mesh, placements), gradient in zip(layouts, whole_gradients(), strict=False)
-    ]
     flat = init_device_mesh("cpu", (4,))
-    parameters += [
-        owned(flat, None, 2, whole_gradients()[5]),
-        owned(replicated, None, 1, whole_gradients()[6]),
-        owned(dense["fsdp"], dense["tp"], 1, whole_gradients()[7]),
-        owned(dense["fsdp"], dense["tp"], 1, whole_gradients()[8], holder=0),
-    ]
-    return parameters
+    results = []
+    for clipped, max_norm, norm_type in CASES:
+        g = whole_gradients()
+        parameters = [
+            laid_out(dense["tp"], (Shard(1),), g[0]),
+            laid_out(dense, (_StridedShard(0, split_factor=2), Shard(0)), g[1]),
+            laid_out(experts, (Shard(1), Shard(0)), g[2]),
+            laid_out(None, (), g[3]),
+            laid_out(replicated, (Replicate(), Shard(0)), g[4]),
+            owned(flat, None, 2, g[5]),
+            owned(replicated, None, 1, g[6]),
+            owned(dense["fsdp"], dense["tp"], 1, g[7]),
+            owned(dense["fsdp"], dense["tp"], 1, g[8], holder=0),
+        ]
+        if clipped == ALL:
+            norm = clip_grad_norm_(iter(parameters), max_norm, norm_type)
+        else:
+            norm = GradientClip(
+                parameters, [parameters[i] for i in clipped], max_norm=max_norm, stage_ranks=world_size
+            )()
+        grads = [gather(p.grad if p.grad is not None else owned_like(p.to_local(), p)) for p in parameters]
+        results.append((float(norm), grads))
+    return results
 
 
-def clip_on_four_ranks(rank: int, world_size: int, clipped: list[int], max_norm: float) -> tuple[float, list]:
-    parameters = on_four_ranks()
-    clip = GradientClip(parameters, [parameters[i] for i in clipped], max_norm=max_norm, stage_ranks=world_size)
-    return float(clip()), whole(parameters)
-
-
-def clip_all_on_four_ranks(rank: int, world_size: int, max_norm: float, norm_type: float) -> tuple[float, list]:
-    parameters = on_four_ranks()
-    return float(clip_grad_norm_(iter(parameters), max_norm, norm_type)), whole(parameters)
-
-
-def whole(parameters: list[nn.Parameter]) -> list:
-    gradients = [gather(p.grad if p.grad is not None else owned_like(p.to_local(), p)) for p in parameters]
-    return [gradient.numpy() for gradient in gradients]
-
-
-@pytest.mark.parametrize(
-    ("clipped", "max_norm"), [(list(range(len(SHAPES))), 0.5), ([0, 3, 5, 7], 0.5), ([1], 1e6), ([], 0.5)]
-)
-def test_clip_equals_single_process(clipped: list[int], max_norm: float) -> None:
-    norm, gradients = expected(clipped, max_norm)
-    for found_norm, grads in run_ranks(clip_on_four_ranks, 4, clipped, max_norm):
-        assert found_norm == pytest.approx(norm, rel=1e-6)
-        for got, want in zip(grads, gradients, strict=True):
-            torch.testing.assert_close(torch.from_numpy(got), want, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
-def test_clip_grad_norm_is_torchs_on_any_mixture_of_meshes(norm_type: float) -> None:
-    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    for parameter, gradient in zip(parameters, whole_gradients(), strict=True):
-        parameter.grad = gradient.clone()
-    norm = nn.utils.clip_grad_norm_(parameters, 0.5, norm_type)
-    for found_norm, grads in run_ranks(clip_all_on_four_ranks, 4, 0.5, norm_type):
-        assert found_norm == pytest.approx(float(norm), rel=1e-5)
-        for got, parameter in zip(grads, parameters, strict=True):
-            assert parameter.grad is not None
-            torch.testing.assert_close(torch.from_numpy(got), parameter.grad, rtol=1e-5, atol=1e-7)
+def test_any_mixture_of_layouts_is_clipped_as_by_torch_in_one_process() -> None:
+    results = run_ranks(on_four_ranks, 4)
+    for case, (clipped, max_norm, norm_type) in enumerate(CASES):
+        parameters = [laid_out(None, (), gradient) for gradient in whole_gradients()]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], norm_type)
+        nn.utils.clip_grad_norm_([parameters[i] for i in clipped], max_norm, norm_type)
+        for result in results:
+            assert result[case][0] == pytest.approx(float(norm), rel=1e-5)
+            for found, parameter in zip(result[case][1], parameters, strict=True):
+                torch.testing.assert_close(found, parameter.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_clip_grad_norm_needs_no_process_group() -> None:
@@ -133,29 +105,23 @@ def test_clip_grad_norm_needs_no_process_group() -> None:
     assert float(clip_grad_norm_([], 1.0)) == 0.0
 
 
-def clip_two_stages(rank: int, world_size: int) -> float:
+def on_two_stages(rank: int, world_size: int) -> tuple[float, float]:
+    """Norms over pipeline stages with different parameters, some without a gradient, and of bfloat16 gradients."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))["fsdp"]
     held = whole_gradients()[:2] if rank < 2 else whole_gradients()[2:]
-    parameters = [laid_out(mesh, (Shard(0),), gradient) for gradient in held]
-    parameters.append(nn.Parameter(torch.zeros(3)))
-    return float(GradientClip(parameters, parameters, max_norm=1.0, stage_ranks=world_size // 2)())
+    parameters = [*(laid_out(mesh, (Shard(0),), gradient) for gradient in held), nn.Parameter(torch.zeros(3))]
+    half = laid_out(None, (), torch.full((4128,), 1.0, dtype=torch.bfloat16))
+    norms = [
+        GradientClip(clipped, clipped, max_norm=1.0, stage_ranks=ranks)()
+        for clipped, ranks in ((parameters, world_size // 2), ([half], world_size))
+    ]
+    assert float(half.grad.double().norm()) == pytest.approx(1.0, rel=4e-3)
+    return float(norms[0]), float(norms[1])
 
 
-def test_norm_sums_over_pipeline_stages() -> None:
-    """Stages hold different parameters, some without a gradient; the norm on every rank must be the whole model's."""
-    norm, _ = expected([], 1.0)
-    assert run_ranks(clip_two_stages, 4) == pytest.approx([norm] * 4, rel=1e-6)
-
-
-def clip_half_precision(rank: int, world_size: int) -> tuple[float, float]:
-    parameter = nn.Parameter(torch.zeros(4128, dtype=torch.bfloat16))
-    parameter.grad = torch.full((4128,), 1.0, dtype=torch.bfloat16)
-    norm = GradientClip([parameter], [parameter], max_norm=1.0, stage_ranks=dist.get_world_size())()
-    return float(norm), float(parameter.grad.double().norm())
-
-
-def test_the_norm_of_bfloat16_gradients_is_computed_in_float32() -> None:
+def test_the_norm_sums_over_pipeline_stages_and_is_computed_in_float32() -> None:
     """The steps of bfloat16 are 0.4 %."""
-    norm, clipped = run_ranks(clip_half_precision, 2)[0]
-    assert norm == pytest.approx(4128**0.5, rel=1e-6)
-    assert clipped == pytest.approx(1.0, rel=4e-3)
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in whole_gradients()))
+    for summed, half in run_ranks(on_two_stages, 4):
+        assert summed == pytest.approx(norm, rel=1e-6)
+        assert half == pytest.approx(4128**0.5, rel=1e-6)

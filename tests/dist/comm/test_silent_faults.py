@@ -5,20 +5,20 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.dist.comm.test_equality import Model, local, message
+from tests.dist.comm.test_equality import Model
 from tests.dist.harness import run_ranks
-from tests.dist.small_params import SECONDS, named, parameters, set_gradients
+from tests.dist.small_params import SECONDS, named, parameters
+from tests.shared import equal, fake_ranks, local, message
 from titan_muon import Hybrid, Muon, clip_grad_norm_
 
 
@@ -57,10 +57,6 @@ def learning_rate(rank: int, training: Training) -> None:
     group(training, "muon")["lr"] = 0.02 * (1 + rank)
 
 
-def nesterov(rank: int, training: Training) -> None:
-    group(training, "muon")["nesterov"] = rank == 0
-
-
 def betas_of_adamw(rank: int, training: Training) -> None:
     group(training, "adamw")["betas"] = (0.9, 0.999 - 0.1 * rank)
 
@@ -81,17 +77,13 @@ def frozen_in_training(rank: int, training: Training) -> None:
 
 
 def nan_in_an_update(rank: int, training: Training) -> None:
-    """As after an overflow in float16."""
+    """As after a bit error in the network, or an overflow in float16."""
     change_updates(rank, training, lambda view: view.view(-1)[3].fill_(torch.nan))
 
 
 def nan_of_adamw(rank: int, training: Training) -> None:
     if rank == 1:
         spoil(training.model.embedding.weight.grad)
-
-
-def bit_of_an_update(rank: int, training: Training) -> None:
-    change_updates(rank, training, lambda view: view.view(torch.int16).view(-1)[3].bitwise_xor_(1 << 14))
 
 
 def updates_four_times_too_large(rank: int, training: Training) -> None:
@@ -116,37 +108,42 @@ def change_updates(rank: int, training: Training, change: Callable[[Tensor], obj
     step.exchange.wait = receive
 
 
+def gradient_removed_after_the_gather(rank: int, training: Training) -> None:
+    if rank == 1:
+        training.model.layers[1].weight.grad = None
+
+
 def nothing(rank: int, training: Training) -> None:
     pass
 
 
 INJECTED: dict[Callable[..., None], tuple[str, ...]] = {
     learning_rate: ("lr of muon's group of layers.0.weight is 0.02 on ranks [0] and 0.04 on ranks [1]",),
-    nesterov: ("nesterov of muon's group of layers.0.weight is True on ranks [0] and False on ranks [1]",),
     betas_of_adamw: ("betas of adamw's group of embedding.weight is (0.9, 0.999) on ranks [0] and (0.9, 0.899",),
     one_step_more: ("number of steps is 2 on ranks [0] and 3 on ranks [1]",),
     nan_in_an_update: ("layers.", "is not finite or larger than an orthogonalized matrix can be"),
     no_gradient_of_adamw: ("no gradient for embedding.weight",),
     frozen_in_training: ("no gradient for norm.weight",),
     nan_of_adamw: ("embedding.weight: gradient or momentum was not finite",),
-    bit_of_an_update: ("layers.", "is not finite or larger than an orthogonalized matrix can be"),
     updates_four_times_too_large: ("layers.", "is not finite or larger than an orthogonalized matrix can be"),
+    gradient_removed_after_the_gather: ("no gradient for layers.1.weight: it was removed after backward had sent it",),
     nothing: ("",),
 }
+"""Faults of a step, and texts in the errors of the next one."""
 
 
 def inject(rank: int, world_size: int) -> dict[str, list[str]]:
     """By fault: errors of a healthy step, of the faulty step, and of two more steps."""
     errors = {}
     for fault in INJECTED:
-        training = Training()
+        training = Training(overlap="backward" if fault is gradient_removed_after_the_gather else "none")
         errors[fault.__name__] = [message(training.optimizer.step)]
         training.backward()
         with torch.no_grad():
             fault(rank, training)
         errors[fault.__name__].append(message(training.optimizer.step))
         learning_rates = [group(training, name) for name in ("muon", "adamw")]
-        learning_rates[0].update(lr=0.02, nesterov=True)
+        learning_rates[0].update(lr=0.02)
         learning_rates[1].update(betas=(0.9, 0.999))
         training.model.norm.weight.requires_grad_(True)
         training.backward()
@@ -161,78 +158,52 @@ def inject(rank: int, world_size: int) -> dict[str, list[str]]:
     return errors
 
 
-@cache
-def injected() -> list[dict[str, list[str]]]:
-    return run_ranks(inject, 2, timeout=SECONDS)
+def test_every_rank_names_a_silent_fault_at_the_next_step() -> None:
+    for errors in run_ranks(inject, 2, timeout=SECONDS):
+        for fault, texts in INJECTED.items():
+            healthy, at_once, report, after = errors[fault.__name__]
+            assert healthy == at_once == after == ""
+            assert bool(report) == (fault is not nothing)
+            assert all(text in report for text in texts)
 
 
-@pytest.mark.parametrize("fault", INJECTED, ids=lambda fault: fault.__name__)
-def test_every_rank_names_a_silent_fault_at_the_next_step(fault: Callable[..., None]) -> None:
-    for errors in injected():
-        healthy, at_once, report, after = errors[fault.__name__]
-        assert healthy == at_once == after == ""
-        assert bool(report) == (fault is not nothing)
-        for text in INJECTED[fault]:
-            assert text in report
+NOT_FINITE: tuple[dict[str, str], ...] = ({"overlap": "none"}, {"overlap": "backward"}, {"nonfinite": "skip"})
 
 
-def not_finite(rank: int, world_size: int) -> dict[str, Any]:
-    """A step after a nonfinite norm: changes of weights and states, and errors."""
-    report: dict[str, Any] = {}
-    for overlap in ("none", "backward"):
-        training = Training(overlap=overlap)
+def not_finite(rank: int, world_size: int) -> list[tuple[bool, bool, list[str], str]]:
+    """A step after a nonfinite norm: whether it changes nothing and the next step weights, errors, and warnings."""
+    found = []
+    for options in NOT_FINITE:
+        training = Training(**options)
         training.optimizer.step()
         training.backward()
         if rank == 1:
             spoil(training.model.embedding.weight.grad)
         # Only AdamW's gradients are clipped: the gathers of backward have sent Muon's.
         of_adamw = [training.model.embedding.weight, *training.model.norm.parameters()]
-        before, states = training.weights(), training.states()
+        weights, states = training.weights(), training.states()
         clip_grad_norm_(of_adamw, 1.0, optimizer=training.optimizer)
         training.optimizer.step()
-        report[overlap, "weights"] = all(torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True))
-        report[overlap, "states"] = all(torch.equal(a, b) for a, b in zip(states, training.states(), strict=True))
-        report[overlap, "save"] = message(training.optimizer.check_last_step)
+        kept = equal(weights, training.weights()) and equal(states, training.states())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            errors = [message(training.optimizer.check_last_step)]
         training.backward()
-        report[overlap, "after"] = message(training.optimizer.step)
-        report[overlap, "moves"] = not any(torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True))
-    training = Training(nonfinite="skip")
-    if rank == 1:
-        spoil(training.model.embedding.weight.grad)
-    clip_grad_norm_(training.model.parameters(), 1.0, optimizer=training.optimizer)
-    training.optimizer.step()
-    training.backward()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        report["skip"] = message(training.optimizer.step)
-    report["warned"] = " ".join(str(warning.message) for warning in caught)
-    return report
+        errors.append(message(training.optimizer.step))
+        moves = not any(torch.equal(a, b) for a, b in zip(weights, training.weights(), strict=True))
+        found.append((kept, moves, errors, " ".join(str(warning.message) for warning in caught)))
+    return found
 
 
 def test_a_nonfinite_norm_skips_the_update_and_names_parameter_and_rank() -> None:
-    for report in run_ranks(not_finite, 2, timeout=SECONDS):
-        for overlap in ("none", "backward"):
-            assert report[overlap, "weights"]
-            assert report[overlap, "states"]
-            assert "the norm of the gradients was not finite (embedding.weight on rank 1)" in report[overlap, "save"]
-            assert report[overlap, "after"] == "", "told once"
-            assert report[overlap, "moves"]
-        assert report["skip"] == ""
-        assert "embedding.weight on rank 1" in report["warned"]
-
-
-def removed(rank: int, world_size: int) -> list[str]:
-    """Errors after the removal of a gradient sent in backward."""
-    training = Training(overlap="backward")
-    if rank == 1:
-        training.model.layers[1].weight.grad = None
-    return [message(training.optimizer.step), message(training.optimizer.step)]
-
-
-def test_a_gradient_removed_after_the_gather_is_reported_as_missing() -> None:
-    for at_once, report in run_ranks(removed, 2, timeout=SECONDS):
-        assert at_once == ""
-        assert "no gradient for layers.1.weight" in report
+    text = "the norm of the gradients was not finite (embedding.weight on rank 1)"
+    for found in run_ranks(not_finite, 2, timeout=SECONDS):
+        for options, (kept, moves, (error, after), warned) in zip(NOT_FINITE, found, strict=True):
+            assert kept
+            assert text in (warned if "nonfinite" in options else error)
+            assert bool(error) == ("nonfinite" not in options)
+            assert after == "", "told once"
+            assert moves
 
 
 def skip_a_step(rank: int, world_size: int, folder: str) -> None:
@@ -260,36 +231,20 @@ def test_the_timeout_names_a_rank_without_the_step(tmp_path: Path) -> None:
     assert "ranks [1] do not answer" in note
 
 
-def step_without_groups(rank: int, world_size: int) -> str:
-    """The error of a step after the process group was destroyed."""
-    muon = Muon(named(parameters(init_device_mesh("cpu", (world_size,))))).build()
-    muon.step()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(dist, "is_initialized", lambda: False)
-        return message(muon.step)
-
-
 def test_a_step_after_the_process_group_was_destroyed_is_refused() -> None:
-    for text in run_ranks(step_without_groups, 2, timeout=SECONDS):
-        assert "the process group of Muon was destroyed" in text
+    param = nn.Parameter(torch.ones(16, 24))
+    param.grad = torch.ones(16, 24)
+    with fake_ranks(2):
+        muon = Muon([("w", param)]).build()
+    assert "the process group of Muon was destroyed" in message(muon.step)
 
 
 def healthy(rank: int, world_size: int) -> list[str]:
     """Errors and warnings of healthy steps with all checks."""
     errors = []
-    mesh = init_device_mesh("cpu", (world_size,))
-    params = parameters(mesh)
-    # Warns of a side under 16.
-    muon = Muon(named(params), orthogonalize="reference").build()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for options in (
-            {},
-            {"overlap": "backward", "idle": "hold"},
-            {"state": "owner", "idle": "hold"},
-            {"algorithm": "normuon"},
-            {"exchange": "all_gather"},
-        ):
+        for options in ({"overlap": "backward", "idle": "hold"}, {"state": "owner"}, {"algorithm": "normuon"}):
             training = Training(**options)
             for step in range(40):
                 for name in ("muon", "adamw"):
@@ -299,9 +254,6 @@ def healthy(rank: int, world_size: int) -> list[str]:
                 errors.append(message(training.optimizer.step))
                 training.backward()
             errors.append(message(training.optimizer.check_replicas))
-        for seed in range(1, 40):
-            set_gradients(params, mesh, seed)
-            errors.append(message(muon.step))
     return errors
 
 

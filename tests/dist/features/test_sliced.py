@@ -10,8 +10,7 @@ from tests.dist.comm.test_traffic import Case, Counted, build, count
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SLICED
 from titan_muon.plan.summary import summarize
-from titan_muon.plan.terms.slices import teams_in
-from titan_muon.plan.terms.types import Plan
+from titan_muon.plan.terms.types import Plan, teams_in
 
 # On four ranks some matrices have two owners and some four, so teams overlap; the last matrix is not sliced.
 SHAPES = {"a": (96, 32), "b": (128, 32), "c": (96, 32), "d": (64, 16), "e": (64, 16), "odd": (5, 6)}

@@ -22,7 +22,7 @@ from tests.dist.harness import run_ranks
 from tests.shared import fake_ranks
 from titan_muon import Muon, Owners, own
 from titan_muon.owned import full_state_dict, gather, is_owned, load_full_state_dict
-from titan_muon.plan.terms.work import standard_flops
+from titan_muon.plan.terms.machine import standard_flops
 
 LAYOUTS = {
     "owned": Setup("owned"),

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from tests.dist.harness import run_ranks
-from titan_muon.plan.terms.layout import Geometry, region
-from titan_muon.plan.terms.types import Interval, MatrixRows, MatrixStack
+from titan_muon.plan.terms.layout import region
 from titan_muon.tensors.dtensor import layout_of
 
 CASES = 60
@@ -95,19 +94,3 @@ def test_regions_equal_the_storage_of_fsdp_over_tensor_parallelism(shape: tuple[
     """On 2 x 2, also where rows are uneven or fewer than ranks."""
     for stored, expected in run_ranks(check_fsdp, 4, shape, 2, dim):
         assert stored == expected
-
-
-def check_sub_mesh(rank: int, world_size: int) -> bool:
-    """A mesh of some ranks in another order than the world's."""
-    mesh = DeviceMesh("cpu", [3, 1])
-    if rank not in (1, 3):
-        return True
-    full = torch.arange(35).view(7, 5)
-    tensor = distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
-    geometry = Geometry(layout_of("w", tensor), MatrixStack(1, (MatrixRows("", (Interval(0, 7),)),)))
-    assert list(geometry.pieces) == [3, 1]
-    return torch.equal(tensor.to_local(), predicted(tensor, full, rank))
-
-
-def test_regions_equal_the_storage_of_dtensor_on_a_sub_mesh() -> None:
-    assert run_ranks(check_sub_mesh, 4) == [True] * 4

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from benchmarks.accuracy import relative_error
 from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS
@@ -41,14 +39,11 @@ class Case:
 
 
 CASES = {
-    2: {"rows": Case((2,), (Shard(0),)), "columns": Case((2,), (Shard(1),))},
-    4: {
-        "rows": Case((4,), (Shard(0),)),
-        "columns": Case((4,), (Shard(1),)),
-        "fsdp_rows": Case((2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
-        "fsdp_columns": Case((2, 2), (Shard(0), Shard(1))),
-        "replicated_rows": Case((2, 2), (Replicate(), Shard(0))),
-    },
+    "rows": Case((4,), (Shard(0),)),
+    "columns": Case((4,), (Shard(1),)),
+    "fsdp_rows": Case((2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
+    "fsdp_columns": Case((2, 2), (Shard(0), Shard(1))),
+    "replicated_rows": Case((2, 2), (Replicate(), Shard(0))),
 }
 SHAPES = {"wide": (24, 40), "tall": (40, 24)}
 
@@ -68,9 +63,9 @@ class Trained:
 
 
 def train(rank: int, world_size: int, **options: Any) -> Trained:
-    shapes = {f"{case}.{name}": shape for case in CASES[world_size] for name, shape in SHAPES.items()}
+    shapes = {f"{case}.{name}": shape for case in CASES for name, shape in SHAPES.items()}
     meshes = {}
-    for name, case in CASES[world_size].items():
+    for name, case in CASES.items():
         names = ("fsdp", "tp")[-len(case.mesh) :]
         meshes[name] = init_device_mesh("cpu", case.mesh, mesh_dim_names=names), case.placements
 
@@ -88,11 +83,11 @@ def train(rank: int, world_size: int, **options: Any) -> Trained:
     return Trained(dict(params), sent, summarize(optimizer.plan).ranks[rank].bytes_sent)
 
 
-def not_blocks(trained: Trained, world_size: int) -> list[str]:
+def not_blocks(trained: Trained) -> list[str]:
     """Parameters with a difference from the reference of the blocks."""
     different = []
     for key, param in trained.params.items():
-        dim, count = CASES[world_size][key.partition(".")[0]].cut
+        dim, count = CASES[key.partition(".")[0]].cut
         full = [drawn({k: SHAPES[k.partition(".")[2]] for k in trained.params}, seed)[key] for seed in range(STEPS + 1)]
         initial, *grads = [{str(place): block for place, block in enumerate(t.chunk(count, dim))} for t in full]
         reference = ReferenceMuon({place: block.clone() for place, block in initial.items()})
@@ -103,59 +98,23 @@ def not_blocks(trained: Trained, world_size: int) -> list[str]:
     return different
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Results of a rank in all modes. `differences`: errors of `distributed` relative to `owner`."""
-
-    not_blocks: list[str]
-    warnings: list[str]
-    differences: list[float]
-    sent: dict[str, tuple[int, int]]
-
-
-def compare(rank: int, world_size: int) -> Comparison:
+def compare(rank: int, world_size: int) -> tuple[list[str], list[str], list[tuple[int, int]]]:
+    """Parameters unlike Muon on the blocks, warnings, and bytes sent and planned in all modes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         blocks = train(rank, world_size, tensor_parallel="blockwise", orthogonalize="reference")
-    exact, slices = (train(rank, world_size, tensor_parallel=mode, **FLOAT32) for mode in ("owner", "distributed"))
-    differences = [
-        float(relative_error(slices.params[key].full_tensor(), param.full_tensor()))
-        for key, param in exact.params.items()
-    ]
-    counted = {"blocks": blocks, "owner": exact, "distributed": slices}
-    return Comparison(
-        not_blocks(blocks, world_size),
-        [str(warning.message) for warning in caught if "blockwise" in str(warning.message)],
-        differences,
-        {mode: (counts.sent, counts.planned) for mode, counts in counted.items()},
-    )
+    modes = [blocks, *(train(rank, world_size, tensor_parallel=mode, **FLOAT32) for mode in ("owner", "distributed"))]
+    texts = [str(warning.message) for warning in caught if "blockwise" in str(warning.message)]
+    return not_blocks(blocks), texts, [(mode.sent, mode.planned) for mode in modes]
 
 
-@cache
-def results_of(world_size: int) -> list[Comparison]:
-    return run_ranks(compare, world_size, timeout=2 * SECONDS)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_blockwise_equals_muon_on_the_blocks_and_muon_warns(world_size: int) -> None:
-    for result in results_of(world_size):
-        assert result.not_blocks == []
-        assert len(result.warnings) == 1
-        count = len(SHAPES) * len(CASES[world_size])
-        assert f"'blockwise' is inexact: of {count} matrices that tensor parallelism cuts" in result.warnings[0]
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_distributed_mode_equals_owner_mode_up_to_rounding(world_size: int) -> None:
-    assert max(max(result.differences) for result in results_of(world_size)) < 1e-5
-
-
-@pytest.mark.parametrize("mode", ["blocks", "owner", "distributed"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_the_sent_bytes_equal_the_plan(world_size: int, mode: str) -> None:
-    for result in results_of(world_size):
-        sent, planned = result.sent[mode]
-        assert sent == planned
+def test_blockwise_equals_muon_on_the_blocks_and_all_modes_send_the_planned_bytes() -> None:
+    for different, texts, traffic in run_ranks(compare, 4, timeout=2 * SECONDS):
+        assert different == []
+        assert len(texts) == 1
+        count = len(SHAPES) * len(CASES)
+        assert f"'blockwise' is inexact: of {count} matrices that tensor parallelism cuts" in texts[0]
+        assert all(sent == planned for sent, planned in traffic)
 
 
 # The published tolerances of Emerging-Optimizers for Newton-Schulz under tensor parallelism. None: the tolerances of

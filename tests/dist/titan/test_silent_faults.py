@@ -256,7 +256,7 @@ def with_unchanged_steps(folder: Path, rank: int, **values: object) -> tuple[str
         unchanged.append(all(torch.equal(*pair) for pair in zip(before, tensors(optimizers), strict=False)))
 
     # As on a GPU, where the host reads the norm after the step.
-    late = mock.patch("titan_muon.titan.checks.training.arrives_late", return_value=True)
+    late = mock.patch("titan_muon.titan.checks.training.is_host", return_value=False)
     with late, patched(HybridOptimizers, "step", step)(rank):
         return outcome(folder, "kept", gradients(nan)(rank), **values), unchanged
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.shared import fake_ranks
 from titan_muon.comm import agreement
 from titan_muon.comm.agreement import Agreement, PlanReport
 
@@ -17,10 +17,8 @@ BACKENDS = {"cuda": timedelta(minutes=10), "cpu": timedelta(minutes=30)}
 
 @pytest.fixture
 def four_ranks() -> Iterator[None]:
-    """Rank 0 of a world of four. Collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
+    with fake_ranks(4):
+        yield
 
 
 @pytest.mark.usefixtures("four_ranks")
@@ -42,8 +40,8 @@ def test_a_rank_makes_a_known_group_needed_by_a_second_rank(monkeypatch: pytest.
     """All ranks make a group together, and the meshes of ranks differ, for example after a parameter was frozen."""
     agreed, made = Agreement(), list[Any]()
     mine, peers = PlanReport(ranks=(0,)), PlanReport(ranks=(1,), groups=((0, 1),), exclusive=((0, 1, 2),))
-    monkeypatch.setattr(agreed, "_exchange", lambda report: ([b"a", b"b", b"b", b"b"], {b"a": mine, b"b": peers}))
-    monkeypatch.setattr(agreement, "check_reports", lambda *reports: None)
+    monkeypatch.setattr(agreed, "gathered", lambda report: {0: mine, 1: peers})
+    monkeypatch.setattr(agreement, "check_reports", lambda reports: None)
     monkeypatch.setattr(agreed, "_new_group", lambda ranks, device: made.append(ranks) or object())
     agreed.open(mine, {(0, 1): dist.group.WORLD}, torch.device("cpu"))
     assert made == [(0, 1), (0, 1, 2)]

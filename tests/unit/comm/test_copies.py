@@ -31,7 +31,7 @@ def clip() -> None:
 
 
 def report_a_fault() -> None:
-    FaultReport.add(SimpleNamespace(_codes=torch.zeros(2, device="meta")), [Fault.NONE, Fault.NO_GRADIENT])  # type: ignore[arg-type]
+    FaultReport.add(SimpleNamespace(_faults=torch.zeros(2, device="meta")), [Fault.NONE, Fault.NO_GRADIENT])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("act", [clip, report_a_fault])

@@ -5,21 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from titan_muon.options import MuonOptions
 from titan_muon.orthogonalize import COEFFICIENTS, Dispatch, Kernel, Method, coefficients
 from titan_muon.plan.terms.machine import MACHINES
 
 JORDAN = coefficients("keller_jordan", 5)
-SHAPES = [
-    (4096, 4096),
-    (1024, 4096),
-    (12288, 4096),
-    (768, 2048),
-    (28672, 8192),
-    (2048, 7168),
-    (7168, 18432),
-    (128, 4096),
-]
+SHAPES = [(4096, 4096), (1024, 4096), (12288, 4096), (768, 2048), (7168, 18432), (128, 4096)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -31,18 +21,6 @@ def test_auto_selects_gram_neither_in_bfloat16_nor_for_squares(shape: tuple[int,
         assert method.dtype != "bfloat16"
         assert max(shape) >= 1.5 * min(shape)
     assert Dispatch("auto", dtype, device).choose(*reversed(shape), JORDAN) == method
-
-
-def test_auto_avoids_a_float16_that_was_measured_as_unsafe() -> None:
-    dispatch = Dispatch(device="cuda", float16=False)
-    assert str(dispatch.choose(1024, 4096, JORDAN)) == "standard bfloat16"
-    assert Dispatch("auto", "float16", "cuda", float16=False).choose(1024, 4096, JORDAN).dtype == "float16", "asked for"
-
-
-@pytest.mark.parametrize(("rows", "cols", "offered"), [(64, 95, False), (64, 96, True), (31, 310, False)])
-def test_gram_is_a_candidate_only_for_large_wide_matrices(rows: int, cols: int, offered: bool) -> None:
-    candidates = Dispatch(device="cuda")._candidates(rows, cols, 5)
-    assert any(method.algorithm == "gram" for method in candidates) == offered
 
 
 @pytest.mark.parametrize(
@@ -59,24 +37,30 @@ def test_gpus_use_gram_for_high_aspect_ratios(rows: int, cols: int, expected: st
     assert str(Dispatch(device="cuda").choose(rows, cols, JORDAN)) == expected
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bfloat16_instructions_save_more_than_gram_on_a_cpu(shape: tuple[int, int]) -> None:
-    assert str(Dispatch(device="cpu", cpu_bfloat16=True).choose(*shape, JORDAN)) == "standard bfloat16"
+def test_auto_avoids_a_float16_that_was_measured_as_unsafe_or_as_much_slower() -> None:
+    dispatch = Dispatch(device="cuda", float16=False)
+    assert str(dispatch.choose(1024, 4096, JORDAN)) == "standard bfloat16"
+    assert Dispatch("auto", "float16", "cuda", float16=False).choose(1024, 4096, JORDAN).dtype == "float16", "asked for"
+    # Two measurements are never equal; float16 is the more exact of the two.
+    for part, expected in ((0.95, "float16"), (0.5, "bfloat16")):
+        machine = replace(MACHINES["h100x8"], flops={"bfloat16": 700e12, "float16": part * 700e12, "float32": 50e12})
+        assert Dispatch(device="cuda", machine=machine).choose(4096, 4096, JORDAN).dtype == expected
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_cpu_without_bfloat16_instructions_computes_in_float32(shape: tuple[int, int]) -> None:
-    assert Dispatch(device="cpu", cpu_bfloat16=False).choose(*shape, JORDAN).dtype == "float32"
+def test_the_dtype_on_a_cpu_follows_the_instructions(shape: tuple[int, int]) -> None:
+    assert str(Dispatch(cpu_bfloat16=True).choose(*shape, JORDAN)) == "standard bfloat16"
+    assert Dispatch(cpu_bfloat16=False).choose(*shape, JORDAN).dtype == "float32"
 
 
 @pytest.mark.parametrize(
     ("capabilities", "has"),
     [
-        ({"avx2": True, "avx512_bf16": False, "amx_bf16": False}, False),
-        ({"avx512_bf16": True, "amx_bf16": False}, True),
+        ({"avx2": True, "avx512_bf16": False}, False),
+        ({"avx512_bf16": True}, True),
         ({"neon": True, "bf16": True}, True),
-        ({}, False),
     ],
+    ids=str,
 )
 def test_the_features_of_the_cpu_agree_with_pytorch(
     capabilities: dict[str, bool], has: bool, monkeypatch: pytest.MonkeyPatch
@@ -87,20 +71,14 @@ def test_the_features_of_the_cpu_agree_with_pytorch(
 
 @pytest.mark.parametrize(
     ("rows", "cols", "steps", "expected"),
-    [
-        (256, 1024, 5, ()),
-        (128, 4096, 5, ()),
-        (257, 1028, 5, (2,)),
-        (256, 1023, 5, (2,)),
-        (128, 4096, 10, (2, 4, 6, 8)),
-    ],
+    [(256, 1024, 5, ()), (257, 1028, 5, (2,)), (256, 1023, 5, (2,)), (128, 4096, 10, (2, 4, 6, 8))],
 )
 def test_float32_gram_omits_safe_restarts(rows: int, cols: int, steps: int, expected: tuple[int, ...]) -> None:
     method = Dispatch("auto", "float32", "cpu").choose(rows, cols, coefficients("keller_jordan", steps))
     assert (method.algorithm, method.restarts) == ("gram", expected)
 
 
-@pytest.mark.parametrize("name", list(COEFFICIENTS))
+@pytest.mark.parametrize("name", ["keller_jordan", "polar_express", "deepseek_v4"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_auto_is_never_slower_by_the_model_than_a_choice_by_hand(shape: tuple[int, int], name: str) -> None:
     steps = coefficients(name, 5 if len(COEFFICIENTS[name]) == 1 else len(COEFFICIENTS[name]))
@@ -127,13 +105,6 @@ def test_rates_belong_to_the_planned_machine_and_on_cpus_to_the_cpu() -> None:
         assert Dispatch(device="cpu", cpu_bfloat16=bfloat16, machine=machine).rates == MACHINES[name]
 
 
-def test_float16_is_preferred_if_measured_slightly_slower() -> None:
-    """Two measurements are never equal; float16 is the more exact of the two."""
-    for part, expected in ((0.95, "float16"), (0.5, "bfloat16")):
-        machine = replace(MACHINES["h100x8"], flops={"bfloat16": 700e12, "float16": part * 700e12, "float32": 50e12})
-        assert Dispatch(device="cuda", machine=machine).choose(4096, 4096, JORDAN).dtype == expected
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_batches_are_bounded_and_large_matrices_are_separate(device: str) -> None:
     auto = Dispatch(device=device, cpu_bfloat16=True)
@@ -146,38 +117,22 @@ def test_batches_are_bounded_and_large_matrices_are_separate(device: str) -> Non
     assert Dispatch("reference", device=device).choose(64, 64, JORDAN) == Method("reference", "bfloat16")
 
 
-def test_a_kernel_is_used_from_the_measured_size() -> None:
+def test_a_kernel_is_used_from_the_measured_size_for_fitting_sides() -> None:
     kernels = (Kernel("float16", 512, "plain"), Kernel("float16", 2048, "triton"), Kernel("bfloat16", 256, "quack"))
     auto = Dispatch(device="cuda", kernels=kernels)
     products = [auto.choose(rows, 4 * rows, JORDAN).products for rows in (256, 1024, 2048, 4096)]
     assert products == ["plain", "plain", "triton", "triton"]
+    assert [auto.choose(*sides, JORDAN).products for sides in ((4096, 4104), (4104, 4096))] == ["plain", "plain"]
     assert str(auto.choose(4096, 4096, JORDAN)) == "standard float16 triton"
-
-
-def test_sides_unfit_for_a_kernel_have_plain_products() -> None:
-    triton = Dispatch(device="cuda", kernels=(Kernel("float16", 1, "triton"),))
-    products = [triton.choose(*sides, JORDAN).products for sides in ((4096, 4112), (4096, 4104), (4104, 4096))]
-    assert products == ["triton", "plain", "plain"]
-
-
-def test_dispatch_is_made_from_muons_options() -> None:
-    options = MuonOptions(orthogonalize="gram", ns_dtype="float16")
-    kernels = (Kernel("float16", 512, "triton"),)
-    assert Dispatch.of(options, "cuda", kernels) == Dispatch("gram", "float16", "cuda", kernels)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"algorithm": "newton"},
-            "orthogonalize = 'newton' is not one of auto, standard, gram, reference",
-        ),
-        ({"dtype": "float64"}, "ns_dtype = 'float64' is not one of auto, bfloat16, float16, float32"),
         ({"algorithm": "gram", "dtype": "bfloat16"}, "'gram' diverges in it; choose 'float16' or 'float32'"),
         ({"algorithm": "reference", "dtype": "float32"}, "'reference' is torch.optim.Muon's arithmetic"),
     ],
 )
-def test_unknown_and_unsafe_options_are_refused(options: dict[str, str], message: str) -> None:
+def test_unsafe_options_are_refused(options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Dispatch(**options)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.accuracy import relative_error
-from tests.unit.orthogonalize.test_orthogonalize_stacks import STEPS, TOLERANCES, drawn, exact, hard
+from tests.unit.orthogonalize.test_newton_schulz import STEPS, TOLERANCES, drawn, exact, hard, tolerance
 from titan_muon.orthogonalize import (
     COEFFICIENTS,
     Dispatch,
@@ -82,14 +82,11 @@ METHODS = [("standard", dtype) for dtype in TOLERANCES] + [("gram", "float16"), 
 
 @pytest.mark.parametrize(("algorithm", "dtype"), METHODS)
 @pytest.mark.parametrize("name", sorted(set(COEFFICIENTS) - set(PRESCALED)))
-@pytest.mark.parametrize(("shape", "slices"), [((24, 64), 2), ((64, 24), 8), ((32, 32), 4)], ids=str)
-def test_the_iteration_on_slices_approximates_float64(
-    shape: tuple[int, int], name: str, algorithm: str, dtype: str, slices: int
-) -> None:
-    stack = drawn(1, *shape)
-    method = method_for(algorithm, dtype, slices, shape, name)
-    result = run_sliced(stack[0].float(), iteration(name, STEPS[name], 1e-7), method)
-    assert relative_error(result, exact(stack, name)[0]) < (3 if name == "cans" else 1) * TOLERANCES[dtype]
+def test_the_iteration_on_slices_approximates_float64(name: str, algorithm: str, dtype: str) -> None:
+    for shape, slices in (((24, 64), 2), ((64, 24), 8), ((32, 32), 4)):
+        stack, method = drawn(1, *shape), method_for(algorithm, dtype, slices, shape, name)
+        result = run_sliced(stack[0].float(), iteration(name, STEPS[name], 1e-7), method)
+        assert relative_error(result, exact(stack, name)[0]) < tolerance(name, dtype)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -135,19 +132,13 @@ def test_flops_bytes_and_calls_equal_the_plan(
     assert [(team.sent, team.calls) for team in teams] == [(planned.sent, planned.calls)] * slices
 
 
-@pytest.mark.parametrize("scale", [1e-20, 1e-3, 1e15])
+@pytest.mark.parametrize("scale", [1e-20, 1e15])
 def test_every_rank_has_the_norm_of_the_whole_matrix(scale: float) -> None:
     stack = drawn(1, 64, 16).float() * scale
     norms, _ = on_each(4, lambda team: sliced_norms(stack.chunk(4, 1)[team.place], team))
     assert all(torch.equal(norm, norms[0]) for norm in norms)
     torch.testing.assert_close(norms[0], torch.linalg.vector_norm(stack.double()).float()[None])
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
-def test_a_nonfinite_slice_makes_the_norm_nonfinite_on_every_rank(bad: float) -> None:
-    stack = drawn(1, 64, 16).float()
-    stack[0, 20, 3] = bad
-    stack[0, 60, 3] = bad
+    stack[0, 20, 3] = stack[0, 60, 3] = 1e30
     norms, _ = on_each(4, lambda team: sliced_norms(stack.chunk(4, 1)[team.place], team))
     assert not any(norm.isfinite() for norm in norms)
 

@@ -1,4 +1,4 @@
-"""The symmetric kernel under Triton's interpreter, and the file of the GPU measurement."""
+"""The symmetric kernel under Triton's interpreter, and the choice of kernels."""
 
 import importlib.util
 import json
@@ -11,16 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.measure_kernels import save_kernels
-from titan_muon.orthogonalize import Kernel
-from titan_muon.orthogonalize.symmetric import (
-    KERNELS,
-    kernels_for,
-    known_kernels,
-    measured_choices,
-    products_of,
-    shipped_kernels,
-)
+from titan_muon.orthogonalize.symmetric import PACKAGES, kernels_for, measured_choices
 from titan_muon.plan.terms.machine import MEASURED, Choices, choices_of
 
 ROOT = Path(__file__).parents[3]
@@ -31,8 +22,8 @@ needs_triton = pytest.mark.skipif(
 PROGRAM = """
 import json, torch
 from benchmarks.accuracy import relative_error
-from titan_muon.orthogonalize import coefficients, gram, standard
-from titan_muon.orthogonalize.symmetric import TritonProducts
+from titan_muon.orthogonalize import coefficients, iterate
+from titan_muon.orthogonalize.symmetric import product_of
 from titan_muon.orthogonalize.symmetric_kernel import Tile, symmetric_product
 
 TILES = {
@@ -50,8 +41,8 @@ def error(count, size, inner, dtype, added, tall, tile):
     c = drawn(count, size, size, seed=1).to(dtype)
     c = (c + c.mT) if added else None
     out = torch.full((count, size, size), float("nan"), dtype=dtype)
-    symmetric_product(x, x.mT, c, out, alpha=0.5, beta=-2.0, delta=3.0, tile=tile)
-    exact = 0.5 * x.double() @ x.double().mT + 3 * torch.eye(size)
+    symmetric_product(x, x.mT, c, alpha=0.5, beta=-2.0, out=out, tile=tile)
+    exact = 0.5 * x.double() @ x.double().mT
     exact = exact - 2 * c.double() if added else exact
     return relative_error(out, exact).max().item(), torch.equal(out, out.mT)
 
@@ -60,7 +51,7 @@ def commuting(dtype, tile):
     r = (r @ r.mT / 48).to(dtype)
     out = torch.empty_like(r)
     q = (r.double() @ r.double() - r.double()).to(dtype)
-    symmetric_product(q, r, q, out, beta=1.5, tile=tile)
+    symmetric_product(q, r, q, beta=1.5, out=out, tile=tile)
     error = relative_error(out, q.double() @ r.double() + 1.5 * q.double()).max().item()
     return error, torch.equal(out, out.mT)
 
@@ -73,12 +64,12 @@ for dtype in (torch.float32, torch.float16):
                     case = f"{dtype} {name} {shape} {added} {tall}"
                     results["product"][case] = error(*shape, dtype, added, tall, tile)
         results["commuting"][f"{dtype} {name}"] = commuting(dtype, tile)
-    stack, steps = drawn(2, 48, 80), coefficients("you_jiacheng", 5)
-    exact = standard(stack.double(), steps, 1e-7, torch.float64)
+    stack, steps, triton = drawn(2, 48, 80), coefficients("you_jiacheng", 5), product_of("triton")
+    exact = iterate(stack.double(), steps, 1e-7, torch.float64)
     for name, found in (
-        ("standard", standard(stack, steps, 1e-7, dtype, TritonProducts())),
-        ("tall", standard(stack.mT.contiguous(), steps, 1e-7, dtype, TritonProducts()).mT),
-        ("gram", gram(stack, steps, 1e-7, dtype, (2,), TritonProducts())),
+        ("standard", iterate(stack, steps, 1e-7, dtype, (), triton)),
+        ("tall", iterate(stack.mT.contiguous(), steps, 1e-7, dtype, (), triton).mT),
+        ("gram", iterate(stack, steps, 1e-7, dtype, (2, 3), triton)),
     ):
         results["iteration"][f"{dtype} {name}"] = relative_error(found, exact).max().item()
 refused = []
@@ -93,7 +84,7 @@ for a, b, c, out in (
     (one, one, one, square.mT),
 ):
     try:
-        symmetric_product(a, b, c, out)
+        symmetric_product(a, b, c, out=out)
     except ValueError as problem:
         refused.append(str(problem))
 print(json.dumps({**results, "refused": refused}))
@@ -114,29 +105,14 @@ def interpreted() -> dict:
 
 @needs_triton
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_the_kernel_makes_symmetric_products_of_any_shape(dtype: str) -> None:
-    results = {case: result for case, result in interpreted()["product"].items() if case.startswith(dtype)}
-    assert len(results) == 36
+def test_products_of_the_kernel_approximate_float64_and_are_symmetric_bit_for_bit(dtype: str) -> None:
+    results = {k: r for kind in ("product", "commuting") for k, r in interpreted()[kind].items() if k.startswith(dtype)}
+    assert len(results) == 36 + 3
     for case, (error, symmetric) in results.items():
         assert error < TOLERANCES[dtype], case
-        assert symmetric, f"{case}: the mirror tiles are the tiles, bit for bit"
-
-
-@needs_triton
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_the_kernel_multiplies_commuting_matrices(dtype: str) -> None:
-    results = {case: result for case, result in interpreted()["commuting"].items() if case.startswith(dtype)}
-    assert len(results) == 3
-    for case, (error, symmetric) in results.items():
-        assert error < TOLERANCES[dtype], case
-        assert symmetric, f"{case}: the lower triangle of a diagonal square is mirrored, whatever the order of its sums"
-
-
-@needs_triton
-@pytest.mark.parametrize("algorithm", ["standard", "tall", "gram"])
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_iterations_on_the_kernel_approximate_float64(dtype: str, algorithm: str) -> None:
-    assert interpreted()["iteration"][f"{dtype} {algorithm}"] < 2 * TOLERANCES[dtype]
+        assert symmetric, f"{case}: the mirror tiles are the tiles, also those of a diagonal square"
+    for algorithm in ("standard", "tall", "gram"):
+        assert interpreted()["iteration"][f"{dtype} {algorithm}"] < 2 * TOLERANCES[dtype], algorithm
 
 
 @needs_triton
@@ -144,29 +120,6 @@ def test_unfit_shapes_are_refused() -> None:
     messages = interpreted()["refused"]
     assert ["(count, m, k)" in problem for problem in messages] == [True] * 2 + [False] * 5
     assert ["multiples of 16" in problem for problem in messages] == [False] * 2 + [True] * 5
-
-
-def test_a_measurement_is_read_back(tmp_path: Path) -> None:
-    file = tmp_path / "cache" / "gpu.json"
-    assert known_kernels(file) == ()
-    kernels = (Kernel("float16", 2048, "triton"), Kernel("bfloat16", 4096, "plain"))
-    save_kernels(kernels, file)
-    assert known_kernels(file) == kernels
-    assert [path.name for path in file.parent.iterdir()] == ["gpu.json"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[1]", '[{"dtype": "float16"}]', '[{"dtype": "float16", "rows": 1, "products": "magic"}]',
-     '[{"dtype": "int8", "rows": 1, "products": "plain"}]',
-     '[{"dtype": "float32", "rows": 1, "products": "triton"}]',
-     '[{"dtype": "float16", "rows": "a", "products": "plain"}]'],
-)  # fmt: skip
-def test_an_invalid_measurement_file_is_named(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "gpu.json"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=r"gpu.json: not a measurement of kernels .*; delete it and measure again"):
-        known_kernels(file)
 
 
 def test_shipped_choices_are_of_the_named_gpu_and_need_the_kernels_package(
@@ -178,35 +131,21 @@ def test_shipped_choices_are_of_the_named_gpu_and_need_the_kernels_package(
     choices = choices_of("GPU X", file)
     assert (choices.fused, choices.float16) == (True, True)
     monkeypatch.setattr("titan_muon.orthogonalize.symmetric.installed", lambda: {"triton": "3.6"})
-    assert [kernel.products for kernel in shipped_kernels(choices)] == ["plain", "triton"]
+    monkeypatch.setattr("titan_muon.orthogonalize.symmetric.measured_choices", lambda device: choices)
+    assert [kernel.products for kernel in kernels_for("auto", torch.device("cuda"))] == ["plain", "triton"]
     assert choices_of("GPU Y", file) == Choices()
-    assert measured_choices(torch.device("cpu")) == Choices()
 
 
-def test_the_shipped_file_has_measured_entries_alone() -> None:
+def test_the_shipped_file_has_measured_entries_of_known_kernels_alone() -> None:
     document = json.loads(MEASURED.read_text())
     assert all(entry["source"] == "measured" for entry in document.values())
-    for gpu in document:
-        assert all(kernel.products in ("plain", *KERNELS) for kernel in shipped_kernels(choices_of(gpu)))
+    products = [kernel["products"] for gpu in document for kernel in choices_of(gpu).kernels]
+    assert {*products} <= {"plain", *PACKAGES}
 
 
-@pytest.mark.parametrize("choice", ["auto", "plain"])
-def test_the_cpu_has_plain_products(choice: str) -> None:
-    assert kernels_for(choice, torch.device("cpu")) == ()
-
-
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        ("triton", "^ns_kernel = 'triton' needs CUDA and the package triton"),
-        ("quack", "^ns_kernel = 'quack' needs CUDA and the package quack-kernels"),
-        ("cutlass", "^ns_kernel = 'cutlass' is not one of auto, plain, triton, quack"),
-    ],
-)
-def test_an_unavailable_kernel_is_refused(choice: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        kernels_for(choice, torch.device("cpu"))
-
-
-def test_every_kernel_has_products() -> None:
-    assert [products_of(name) for name in KERNELS] == list(KERNELS.values())
+def test_the_cpu_has_plain_products_and_refuses_kernels() -> None:
+    assert kernels_for("auto", torch.device("cpu")) == kernels_for("plain", torch.device("cpu")) == ()
+    assert measured_choices(torch.device("cpu")) == Choices()
+    for choice, package in PACKAGES.items():
+        with pytest.raises(ValueError, match=f"^ns_kernel = '{choice}' needs CUDA and the package {package}"):
+            kernels_for(choice, torch.device("cpu"))

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.unit.plans import MODES, elements_of, examples, parameter_lists, plan_of
 from titan_muon.options import OptionError
-from titan_muon.plan.terms.blocks import in_blocks
+from titan_muon.plan.search.tensor_parallel import in_blocks
 from titan_muon.plan.terms.layout import Geometries
 from titan_muon.plan.terms.types import (
     Interval,
@@ -25,7 +25,6 @@ from titan_muon.plan.terms.types import (
     Mesh,
     Parameter,
     Placement,
-    Replicate,
     Shard,
 )
 from titan_muon.tensors.dtensor import layout_on
@@ -72,20 +71,6 @@ def test_blocks_tile_the_matrix_by_tensor_parallel_place(parameters: list[Parame
         assert left == []
 
 
-def test_rows_sharded_by_fsdp_within_a_place_are_a_single_block() -> None:
-    """FSDP before TP along the same rows, as two plain Shards: a place has separate row ranges."""
-    [first, second] = blocks(matrix((8, 6), Shard(0), Shard(0)))
-    assert first.rows == (Interval(0, 2), Interval(4, 6))
-    assert second.rows == (Interval(2, 4), Interval(6, 8))
-
-
-def test_blocks_follow_the_column_shards_of_tensor_parallelism() -> None:
-    assert [block.cols for block in blocks(matrix((8, 6), Shard(0), Shard(1)))] == [
-        (Interval(0, 3),),
-        (Interval(3, 6),),
-    ]
-
-
 def test_whole_blocks_stay_unchanged() -> None:
     """Three heads over two places: the middle head is on both."""
     result = blocks(matrix((12, 6), Shard(1), Shard(0), heights=(4, 4, 4)))
@@ -129,11 +114,3 @@ def test_the_tensor_parallel_axis_is_the_sharding_axis_named_tp() -> None:
     assert axis_of((4, 1), ("fsdp", "tp"), rows, rows) is None
     assert axis_of((2, 2), ("fsdp", "ep"), rows, rows) is None
     assert axis_of((2, 2), None, rows, rows) is None
-
-
-def test_blocks_stored_whole_on_peers_are_local() -> None:
-    mesh = Mesh((2, 1), (0, 1))
-    layout = Layout((8, 6), mesh, (Shard(1), Replicate()), tensor_parallel=0)
-    whole = MatrixStack(1, (MatrixRows("", (Interval(0, 8),)),))
-    plan = plan_of([Parameter("w", "w", layout, whole)], tensor_parallel="blockwise")
-    assert (plan.local, plan.buckets) == (((0,), (1,)), ())

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 
 from tests.unit.plans import examples, parameter_lists
-from titan_muon.plan.terms.groups import Assembly, assemblies
 from titan_muon.plan.terms.layout import Geometry
+from titan_muon.plan.terms.pieces import Assembly, assemblies
 from titan_muon.plan.terms.types import (
     Interval,
     Layout,
@@ -65,18 +65,6 @@ def check_assembly(geometry: Geometry, index: int, assembly: Assembly, split: bo
     taking_part = [rank for group in assembly.groups for rank in group]
     assert len(taking_part) == len(set(taking_part)), "no rank assembles a matrix twice"
     assert set(elements) <= {*taking_part, *assembly.local}, "every holder takes part"
-
-
-@examples(75)
-@given(parameter_lists())
-def test_matrices_of_common_ranks_share_a_group(parameters: list[Parameter]) -> None:
-    """Groups of a parameter are equal or disjoint, so a bucket can hold the matrices."""
-    for parameter in parameters:
-        geometry = Geometry(parameter.layout, parameter.stack)
-        for split in (True, False):
-            groups = {group for assembly in assemblies(geometry, split) for group in assembly.groups}
-            ranks = [rank for group in groups for rank in group]
-            assert len(ranks) == len(set(ranks))
 
 
 HEADS = MatrixStack(1, (MatrixRows("0", (Interval(0, 4),)), MatrixRows("1", (Interval(4, 8),))))

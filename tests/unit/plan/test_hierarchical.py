@@ -4,15 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.plans import plan_of, ranks_of
+from tests.unit.plans import mesh_of, parameter_of, plan_of, ranks_of
 from titan_muon.options import Machine
 from titan_muon.plan.cost.walk import PlanCost
 from titan_muon.plan.program import collective_ranks, make_program
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.layout import Geometries
 from titan_muon.plan.terms.machine import machine_of
-from titan_muon.plan.terms.types import Layout, Mesh, Parameter, Placement, Plan, Replicate, Shard
-from titan_muon.tensors.matrices import stack_of
+from titan_muon.plan.terms.types import Parameter, Plan, Replicate, Shard
 
 HSDP = (Replicate(), Shard(0))
 SLOW_LINKS = Machine(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
@@ -21,20 +20,16 @@ FAST_LINKS = Machine(ranks_per_node=1, network_gb=1e4, network_latency_us=0.0, n
 SLOW_CALLS = Machine(network_gb=1e6, node_gb=1e6, network_latency_us=1e6, node_latency_us=1e6)
 
 
-def parameter(index: int, mesh: Mesh, *placements: Placement) -> Parameter:
-    name = f"layers.{index}.w"
-    return Parameter(name, f"layers.{index}", Layout((8, 4), mesh, placements), stack_of(name, (8, 4)))
-
-
-def mesh(*shape: int) -> Mesh:
-    size = 1
-    for length in shape:
-        size *= length
-    return Mesh(shape, tuple(range(size)))
+def matrices(count: int, *shape: int) -> list[Parameter]:
+    return [parameter_of(f"layers.{i}.w", (8, 4), mesh_of(*shape), *HSDP) for i in range(count)]
 
 
 def hsdp(count: int, *shape: int, machine: Machine = SLOW_LINKS) -> Plan:
-    return plan_of([parameter(i, mesh(*shape), *HSDP) for i in range(count)], wire_dtype="bfloat16", machine=machine)
+    return plan_of(
+        [parameter_of(f"layers.{i}.w", (8, 4), mesh_of(*shape), *HSDP) for i in range(count)],
+        wire_dtype="bfloat16",
+        machine=machine,
+    )
 
 
 def by(plan: Plan, chosen: str) -> Plan:
@@ -81,12 +76,6 @@ def test_collectives_run_within_replicas_and_over_replica_groups() -> None:
             ]
 
 
-def test_a_replica_on_a_single_rank_needs_no_gather_group() -> None:
-    plan = by(hsdp(4, 4, 1), "hierarchical")
-    assert collective_ranks(plan, Geometries(plan.parameters)) == (set(), {(0, 1, 2, 3)})
-    assert all(run.phases[0].travels is False for run in make_program(plan, 0).buckets)
-
-
 @pytest.mark.parametrize(
     ("machine", "exchange"), [(SLOW_LINKS, "hierarchical"), (FAST_LINKS, "hierarchical"), (SLOW_CALLS, "all_to_all")]
 )
@@ -99,20 +88,17 @@ def test_the_planner_takes_the_faster_exchange_and_prints_the_reason(machine: Ma
 
 @pytest.mark.parametrize("options", [{"replicas": "redundant"}, {"exchange": "all_gather_reduce_scatter"}])
 def test_auto_avoids_hierarchical_for_redundant_replicas_and_explicit_exchanges(options: dict[str, str]) -> None:
-    plan = plan_of([parameter(i, mesh(4, 2), *HSDP) for i in range(3)], machine=SLOW_LINKS, **options)
+    plan = plan_of(
+        [parameter_of(f"layers.{i}.w", (8, 4), mesh_of(4, 2), *HSDP) for i in range(3)], machine=SLOW_LINKS, **options
+    )
     assert "hierarchical" not in {bucket.exchange for bucket in plan.buckets}
 
 
 def test_matrices_with_different_replica_ranks_fall_back_to_all_to_all() -> None:
     """Two replicas have two ranks and four have one: they share no replica groups."""
-    parameters = [parameter(0, mesh(2, 2), *HSDP), parameter(1, mesh(4, 1), *HSDP)]
+    parameters = [parameter_of(f"{i}", (8, 4), mesh, *HSDP) for i, mesh in enumerate((mesh_of(2, 2), mesh_of(4, 1)))]
     plan = by(plan_of(parameters, machine=SLOW_CALLS), "hierarchical")
     (bucket,) = plan.buckets
     assert set(bucket.matrices) == {0, 1}, "the case this test is for"
     assert all(run.replica_gather is None for rank in ranks_of(plan) for run in make_program(plan, rank).buckets)
     assert summarize(plan).ranks == summarize(by(plan, "all_to_all")).ranks
-
-
-def test_a_matrix_without_replicas_uses_all_to_all() -> None:
-    plan = plan_of([parameter(i, mesh(4), Shard(0)) for i in range(3)], machine=SLOW_LINKS)
-    assert {bucket.exchange for bucket in plan.buckets} == {"all_to_all"}

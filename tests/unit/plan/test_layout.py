@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.plans import LARGE_MESHES, coordinates, elements_of, examples, layouts, stacks, torch_local
-from titan_muon.plan.terms.layout import Geometry, chunk, flattened, intersect, merged, region, select, spans, stored_as
+from titan_muon.plan.terms.layout import Geometry, chunk, region, spans
 from titan_muon.plan.terms.types import (
-    Cut,
     Interval,
     Layout,
     MatrixRows,
     MatrixStack,
     Mesh,
-    Segment,
     Shard,
     StridedShard,
 )
@@ -52,19 +50,6 @@ def test_a_rank_stores_the_shards_of_torch(layout: Layout) -> None:
         assert torch.equal(at(full, region(layout, coordinate)), torch_local(layout, coordinate, full))
 
 
-@examples(75)
-@given(cases())
-def test_the_ranks_of_a_replica_store_every_element_once(layout: Layout) -> None:
-    full = indices(layout.shape)
-    stored: dict[tuple[int, ...], list[Tensor]] = {}
-    for _, coordinate in coordinates(layout.mesh):
-        axes = zip(layout.placements, coordinate, strict=True)
-        copy = tuple(index for placement, index in axes if not isinstance(placement, Cut))
-        stored.setdefault(copy, []).append(at(full, region(layout, coordinate)).flatten())
-    for pieces in stored.values():
-        assert torch.equal(torch.cat(pieces).sort().values, full.flatten())
-
-
 @examples(150)
 @given(st.data())
 def test_a_piece_maps_local_storage_to_matrix_elements(data: st.DataObject) -> None:
@@ -88,40 +73,12 @@ def test_a_piece_maps_local_storage_to_matrix_elements(data: st.DataObject) -> N
         assert seen == local.numel()
 
 
-@examples(50)
-@given(st.data())
-def test_several_dims_flatten_to_rows_and_columns(data: st.DataObject) -> None:
-    layout = data.draw(cases())
-    full = indices(layout.shape)
-    split = data.draw(st.integers(0, len(layout.shape)))
-    rows, cols = layout.shape[:split], layout.shape[split:]
-    for _, coordinate in coordinates(layout.mesh):
-        dims = region(layout, coordinate)
-        two = (flattened(dims[:split], rows), flattened(dims[split:], cols))
-        flat = at(full.reshape(prod(rows), prod(cols)), two)
-        assert torch.equal(flat.flatten(), at(full, dims).flatten())
-
-
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 7, 30])
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_chunk_equals_torchs_chunk(length: int, count: int) -> None:
     parts = [list(range(*chunk(length, count, index))) for index in range(count)]
     expected = [part.tolist() for part in torch.arange(length).chunk(count)] if length else []
     assert parts == expected + [[]] * (count - len(expected))
-
-
-def test_merged_joins_touching_intervals_and_drops_empty_ones() -> None:
-    pieces = [Interval(0, 2), Interval(2, 2), Interval(2, 5), Interval(7, 8)]
-    assert merged(pieces) == (Interval(0, 5), Interval(7, 8))
-
-
-def test_select_counts_the_listed_indices() -> None:
-    assert select((Interval(2, 5), Interval(8, 12)), 2, 5) == (Interval(4, 5), Interval(8, 10))
-
-
-def test_intersect_counts_both_sides_in_separate_orders() -> None:
-    stored, wanted = (Interval(2, 5), Interval(8, 12)), (Interval(4, 9), Interval(11, 20))
-    assert intersect(stored_as(stored), wanted) == (Segment(2, 0, 1), Segment(3, 4, 1), Segment(6, 5, 1))
 
 
 def test_fsdp_over_tensor_parallel_rows_interleaves() -> None:
@@ -136,13 +93,3 @@ def test_matrices_in_reverse_storage_order_have_the_right_ranks() -> None:
     stack = MatrixStack(1, (MatrixRows("b", (Interval(4, 8),)), MatrixRows("a", (Interval(0, 4),))))
     geometry = Geometry(Layout((8, 3), Mesh((4,), (0, 1, 2, 3)), (Shard(0),)), stack)
     assert [list(geometry.pieces[rank]) for rank in range(4)] == [[1], [1], [0], [0]]
-
-
-def test_a_mesh_needs_a_rank_per_place() -> None:
-    with pytest.raises(AssertionError, match="cannot hold 3 ranks"):
-        Mesh((2, 2), (0, 1, 2))
-
-
-def test_a_layout_needs_a_placement_per_axis() -> None:
-    with pytest.raises(AssertionError, match="1 placements for a mesh of 2 axes"):
-        Layout((4, 4), Mesh((2, 2), (0, 1, 2, 3)), (Shard(0),))

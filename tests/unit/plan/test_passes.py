@@ -11,14 +11,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.unit.plans import plan_of
+from tests.unit.plans import mesh_of, parameter_of, plan_of
 from titan_muon import Muon
 from titan_muon.plan import Plan
-from titan_muon.plan.exchange.all_gather import PATTERNS
+from titan_muon.plan.exchange.patterns import PATTERNS
 from titan_muon.plan.program import make_program
 from titan_muon.plan.terms.layout import Geometries
 from titan_muon.plan.terms.pieces import Pieces
-from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Replicate, Shard
+from titan_muon.plan.terms.types import Mesh, Replicate, Shard
 
 SIDE = 256
 WRITES_ALONE = ("copy_", "_foreach_copy_", "fill_", "zero_")
@@ -86,9 +86,7 @@ def test_a_pass_moves_the_planned_bytes(dtype: torch.dtype, options: dict[str, A
 
 
 def planned(mesh: Mesh, rows: int, placements: tuple[Any, ...], exchange: str, count: int = 5) -> Plan:
-    stack = MatrixStack(1, (MatrixRows("", (Interval(0, rows),)),))
-    layout = Layout((rows, 16), mesh, placements)
-    parameters = [Parameter(f"layers.{i}.w", f"layers.{i}", layout, stack) for i in range(count)]
+    parameters = [parameter_of(f"layers.{i}.w", (rows, 16), mesh, *placements) for i in range(count)]
     return plan_of(parameters, exchange=exchange)
 
 
@@ -96,10 +94,10 @@ def planned(mesh: Mesh, rows: int, placements: tuple[Any, ...], exchange: str, c
 @pytest.mark.parametrize(
     ("mesh", "rows", "placements"),
     [
-        (Mesh((4,), (0, 1, 2, 3)), 16, (Shard(0),)),
-        (Mesh((16,), tuple(range(16))), 10, (Shard(0),)),
-        (Mesh((2, 4), tuple(range(8))), 16, (Replicate(), Shard(0))),
-        (Mesh((2, 8), tuple(range(16))), 16, (Shard(1), Shard(0))),
+        (mesh_of(4), 16, (Shard(0),)),
+        (mesh_of(16), 10, (Shard(0),)),
+        (mesh_of(2, 4), 16, (Replicate(), Shard(0))),
+        (mesh_of(2, 8), 16, (Shard(1), Shard(0))),
     ],
     ids=str,
 )

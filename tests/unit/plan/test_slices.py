@@ -1,44 +1,36 @@
 """Matrices with several owners: choice, owners and cost."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from tests.unit.plan.test_timeline import FREE
-from tests.unit.plans import SLICING, plan_of
+from tests.unit.plans import SLICING, mesh_of, parameter_of, plan_of
 from titan_muon.options import Machine, OptionError
-from titan_muon.plan.cost.batches import batches
-from titan_muon.plan.cost.timeline import simulate, timeline
-from titan_muon.plan.cost.walk import PlanCost
+from titan_muon.plan.cost.timeline import Clock, timeline
+from titan_muon.plan.cost.walk import PlanCost, batches
 from titan_muon.plan.program import make_program
 from titan_muon.plan.summary import summarize
-from titan_muon.plan.terms.machine import Link, machine_of
-from titan_muon.plan.terms.slices import teams_in
+from titan_muon.plan.terms.machine import Link, Work
 from titan_muon.plan.terms.types import (
-    Interval,
     Layout,
     Matrix,
-    MatrixRows,
-    MatrixStack,
     Mesh,
     Parameter,
     Plan,
     Replicate,
     Shard,
     Slice,
+    teams_in,
 )
-from titan_muon.plan.terms.work import Work
 
-SLOW = replace(SLICING, ranks_per_node=2, network_gb=1e-12)
 """Slow links between nodes."""
 
 
 def parameters(count: int, ranks: int, shape: tuple[int, int] = (64, 32), transposed: bool = False) -> list[Parameter]:
     """Matrices of one shape, in rows over all ranks."""
-    layout = Layout(shape, Mesh((ranks,), tuple(range(ranks))), (Shard(0),))
-    stack = MatrixStack(1, (MatrixRows("", (Interval(0, shape[0]),)),), transposed)
-    return [Parameter(f"layers.{index}.w", f"layers.{index}", layout, stack) for index in range(count)]
+    entries = [parameter_of(f"layers.{index}.w", shape, mesh_of(ranks), Shard(0)) for index in range(count)]
+    return [replace(entry, stack=replace(entry.stack, transposed=transposed)) for entry in entries]
 
 
 def teams(plan: Plan) -> list[tuple[int, ...]]:
@@ -77,14 +69,6 @@ def test_slices_divide_the_longer_side_and_keep_the_learning_rate_of_the_whole()
             assert {plan.out_in(number) for number in (0, 1)} == {shape[::-1] if transposed else shape}
 
 
-def test_uneven_numbers_of_matrices_are_sliced_evenly() -> None:
-    """Three equal matrices over two ranks: a rank has two, unless the third is shared."""
-    alone, shared = (plan_of(parameters(3, 2), machine=SLICING, split_over=over) for over in (1, 2))
-    assert summarize(alone).ns_flops_max * 3 == 4 * summarize(shared).ns_flops_max
-    assert teams(shared) == [(0, 1)]
-    assert shared.whole_matrices == 3
-
-
 @pytest.mark.parametrize(
     ("machine", "shape"),
     [
@@ -111,8 +95,8 @@ def test_split_over_limits_the_ranks_of_a_sliced_matrix() -> None:
 
 def test_redundant_replicas_have_whole_matrices() -> None:
     layout = Layout((64, 32), Mesh((2, 2), (0, 1, 2, 3)), (Replicate(), Shard(0)))
-    [parameter] = parameters(1, 4)
-    plan = plan_of([replace(parameter, layout=layout)], machine=SLICING, split_over=4, replicas="redundant")
+    [entry] = parameters(1, 4)
+    plan = plan_of([replace(entry, layout=layout)], machine=SLICING, split_over=4, replicas="redundant")
     assert teams(plan) == []
 
 
@@ -143,32 +127,6 @@ def test_automatic_slices_must_save_3_percent_of_the_step(beside: int, cut: bool
     assert ("none would save 3% of the step" in plan.reason) != cut
 
 
-def overlapping() -> list[Parameter]:
-    """On two nodes of two ranks: two matrices over all ranks, and twelve small matrices over each pair of ranks across
-    nodes."""
-    small = [
-        replace(parameter, fqn=f"{parameter.fqn}.{pair[0]}", layout=replace(parameter.layout, mesh=Mesh((2,), pair)))
-        for pair in ((0, 2), (1, 3))
-        for parameter in parameters(12, 2)
-    ]
-    return parameters(2, 4, (128, 64)) + small
-
-
-def test_slices_of_large_matrices_balance_small_groups_on_slow_links() -> None:
-    """Without slices, the small matrices of a pair must balance each large matrix, and one rank gathers most."""
-    whole, shared = (plan_of(overlapping(), machine=SLOW, split_over=over) for over in (1, 2))
-    played = machine_of(SLOW)
-    assert sorted(teams(shared)) == [(0, 1), (2, 3)]
-    small = Counter(
-        owner
-        for bucket in shared.buckets
-        for number, owner in zip(bucket.matrices, bucket.owners, strict=True)
-        if shared.matrices[number].slice is None
-    )
-    assert small == dict.fromkeys(range(4), 6)
-    assert timeline(shared, played).last.seconds < timeline(whole, played).last.seconds
-
-
 def test_modelled_slices_count_flops_and_node_traffic() -> None:
     plan = plan_of(parameters(1, 2), machine=SLICING, split_over=2)
     [work] = plan.works
@@ -193,7 +151,7 @@ def test_slices_start_when_the_last_owner_is_ready() -> None:
     cost.local = [share._replace(pack=seconds) for share, seconds in zip(cost.local, (0.0, 1.0), strict=True)]
     for teams, ends in (((), [1.5, 2.0]), ((((0, 1), 1.0),), [2.5, 2.0])):
         cost.buckets = [bucket._replace(shares=tuple(shares), teams=teams)]
-        assert simulate(cost, 1).now == pytest.approx(ends)
+        assert Clock(cost, 1).now == pytest.approx(ends)
 
 
 def test_owners_compute_slices_first_and_in_the_same_order() -> None:

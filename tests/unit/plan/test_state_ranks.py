@@ -2,25 +2,21 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 
-from tests.unit.plans import examples, parameter_lists, ranks_of, work
+from tests.unit.plans import examples, mesh_of, parameter_lists, parameter_of, ranks_of, work
 from titan_muon.options import MuonOptions
 from titan_muon.plan.planner import make_plan
 from titan_muon.plan.program import make_program
-from titan_muon.plan.search.state import momentum_ranks, state_elements, with_state_ranks
-from titan_muon.plan.terms.types import Layout, Mesh, Parameter, Placement, Plan, Replicate, Separate, Shard
-from titan_muon.tensors.matrices import stack_of
+from titan_muon.plan.search.owners import momentum_ranks, state_elements, with_state_ranks
+from titan_muon.plan.terms.types import Parameter, Plan, Replicate, Separate, Shard
 
 OWNER = MuonOptions(state="owner", wire_dtype="float32")
-DDP = Mesh((4,), (0, 1, 2, 3)), (Replicate(),)
-HSDP = Mesh((2, 2), (0, 1, 2, 3)), (Replicate(), Shard(0))
-
-
-def parameter(name: str, shape: tuple[int, ...], placed: tuple[Mesh, tuple[Placement, ...]]) -> Parameter:
-    return Parameter(name, name, Layout(shape, *placed), stack_of(name, shape))
+DDP = mesh_of(4), Replicate()
+HSDP = mesh_of(2, 2), Replicate(), Shard(0)
 
 
 def kept_on_owners(parameters: list[Parameter]) -> Plan:
@@ -53,22 +49,22 @@ def test_every_momentum_is_kept_once_on_the_advancing_rank(parameters: list[Para
 
 
 @pytest.mark.parametrize("placed", [DDP, HSDP], ids=["ddp", "hsdp"])
-def test_momentum_is_divided_as_evenly_as_matrices_can_be(placed: tuple[Mesh, tuple[Placement, ...]]) -> None:
-    plan = kept_on_owners([parameter(f"layers.{index}.w", (8, 16), placed) for index in range(12)])
+def test_momentum_is_divided_as_evenly_as_matrices_can_be(placed: tuple[Any, ...]) -> None:
+    plan = kept_on_owners([parameter_of(f"layers.{index}.w", (8, 16), *placed) for index in range(12)])
     assert {sum(held.values()) for held in state_elements(plan).values()} == {12 * 8 * 16 // 4}
 
 
 def test_small_cheap_matrices_are_balanced_by_bytes() -> None:
     """By FLOPs alone, none would be on the large matrix's rank."""
     shapes = [(64, 64), *[(1, 256)] * 32]
-    plan = kept_on_owners([parameter(f"layers.{i}.w", shape, DDP) for i, shape in enumerate(shapes)])
+    plan = kept_on_owners([parameter_of(f"layers.{i}.w", shape, *DDP) for i, shape in enumerate(shapes)])
     held = [sum(elements.values()) for elements in state_elements(plan).values()]
     assert max(held) <= 1.5 * sum(held) / len(held)
 
 
 @pytest.mark.parametrize(("experts", "parts"), [(8, [2, 2, 2, 2]), (10, [3, 3, 3, 1]), (5, [2, 2, 1]), (2, [1, 1])])
 def test_a_stack_is_kept_in_chunks_of_whole_experts_on_the_owners(experts: int, parts: list[int]) -> None:
-    plan = kept_on_owners([parameter("experts", (experts, 4, 6), DDP)])
+    plan = kept_on_owners([parameter_of("experts", (experts, 4, 6), *DDP)])
     ranks, kept = plan.parameters[0].state_ranks, state_elements(plan)
     assert len(set(ranks)) == len(parts)
     assert [kept[rank][0] // 24 for rank in ranks] == parts
@@ -77,16 +73,16 @@ def test_a_stack_is_kept_in_chunks_of_whole_experts_on_the_owners(experts: int, 
 
 
 def test_keepers_stay_when_the_step_is_planned_again() -> None:
-    planned = with_state_ranks([parameter(name, (8, 8), DDP) for name in "abcd"], OWNER, work, {})
+    planned = with_state_ranks([parameter_of(name, (8, 8), *DDP) for name in "abcd"], OWNER, work, {})
     kept = {entry.fqn: entry.state_ranks for entry in planned}
-    more = [parameter("z", (16, 16), DDP), *(replace(entry, state_ranks=()) for entry in planned)]
+    more = [parameter_of("z", (16, 16), *DDP), *(replace(entry, state_ranks=()) for entry in planned)]
     again = {entry.fqn: entry.state_ranks for entry in with_state_ranks(more, OWNER, work, kept)}
     assert {name: again[name] for name in kept} == kept
     assert len(again["z"]) == 1
 
 
 def test_a_rank_keeps_the_momentum_of_rank_specific_matrices() -> None:
-    own = parameter("own", (8, 8), (DDP[0], (Separate(),)))
-    plan = kept_on_owners([own, parameter("copy", (8, 8), DDP)])
+    own = parameter_of("own", (8, 8), DDP[0], Separate())
+    plan = kept_on_owners([own, parameter_of("copy", (8, 8), *DDP)])
     assert plan.parameters[0].state_ranks == ()
     assert [held[0] for held in state_elements(plan).values()] == [64] * 4

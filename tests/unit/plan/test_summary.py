@@ -3,9 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -14,18 +12,26 @@ from hypothesis import strategies as st
 
 from benchmarks.owners import Choose, owned_by, per_layer, round_robin
 from scripts.bounds import least_flops, least_sent
-from tests.unit.plans import BATCH, examples, parameter_lists, plan_of, plans, ranks_of
+from tests.unit.plans import (
+    BATCH,
+    EXCHANGES,
+    examples,
+    mesh_of,
+    parameter_lists,
+    parameter_of,
+    plan_of,
+    plans,
+    ranks_of,
+)
 from titan_muon.comm.buffers import make_buffer_sets
 from titan_muon.options import OptionError
-from titan_muon.plan.cost.batches import batches
+from titan_muon.plan.cost.walk import batches
 from titan_muon.plan.program import BucketProgram, Program, make_program
 from titan_muon.plan.summary import RankCost, summarize
+from titan_muon.plan.terms.machine import standard_flops
 from titan_muon.plan.terms.types import (
-    Interval,
     Layout,
     Matrix,
-    MatrixRows,
-    MatrixStack,
     Mesh,
     Parameter,
     Placement,
@@ -34,17 +40,12 @@ from titan_muon.plan.terms.types import (
     Shard,
     StridedShard,
 )
-from titan_muon.plan.terms.work import standard_flops
 
-FLAT = Mesh((4,), (0, 1, 2, 3))
-SQUARE = Mesh((2, 2), (0, 1, 2, 3))
+FLAT, SQUARE = mesh_of(4), mesh_of(2, 2)
 
 
 def matrix(index: int, rows: int, cols: int, mesh: Mesh = FLAT, *placements: Placement) -> Parameter:
-    layout = Layout((rows, cols), mesh, placements or (Shard(0),))
-    return Parameter(
-        f"layers.{index}.w", f"layers.{index}", layout, MatrixStack(1, (MatrixRows("", (Interval(0, rows),)),))
-    )
+    return parameter_of(f"layers.{index}.w", (rows, cols), mesh, *(placements or (Shard(0),)))
 
 
 def counted(plan: Plan, rank: int) -> RankCost:
@@ -148,7 +149,7 @@ def test_lower_bounds_are_below_the_plan(plan: Plan) -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_shard_0_sends_every_element_once_in_both_directions(choose: Choose | None, ranks: int) -> None:
     """Mean bytes sent of even Shard(0): exactly 2 (N-1)/N x P b / N, for any owners; the lower bound."""
-    mesh = Mesh((ranks,), tuple(range(ranks)))
+    mesh = mesh_of(ranks)
     shapes = [(16, 24), (8, 40), (32, 8), (24, 24), (8, 8)]
     plan = plan_of([matrix(i, rows, cols, mesh) for i, (rows, cols) in enumerate(shapes)])
     plan = plan if choose is None else owned_by(plan, choose)
@@ -165,80 +166,35 @@ def test_replicas_with_shared_work_orthogonalize_every_matrix_once() -> None:
     assert summarize(plan_of(parameters, replicas="redundant")).orthogonalizations == 12
 
 
-def test_a_plan_without_buckets_sends_no_byte() -> None:
-    summary = summarize(plan_of([matrix(i, 4, 4, Mesh((1,), (0,))) for i in range(3)]))
-    assert (summary.bytes_sent_max, summary.buffer_bytes_max, summary.collectives_per_step) == (0, 0, 0)
-    assert summary.ns_flops_max == 3 * standard_flops(4, 4, 5)
-
-
 def test_standard_flops_counts_three_products_a_step() -> None:
     """Wide 2 x 5: X Xᵀ and B X take 2 x 2 x 2 x 5 = 40 each, A A takes 2 x 2 x 2 x 2 = 16."""
     assert standard_flops(2, 5, 1) == standard_flops(5, 2, 1) == 96
     assert standard_flops(2, 5, 3) == 288
 
 
-def test_the_lower_bound_of_bytes_holds_for_redundant_replicas() -> None:
-    """9 rows over 2 ranks, twice: each replica gathers 4 rows and returns 4 rows, 16 in all, over 4 ranks."""
-    plan = plan_of([matrix(0, 9, 4, SQUARE, Shard(0), Replicate())], replicas="redundant")
-    summary = summarize(plan)
-    assert sum(cost.bytes_sent for cost in summary.ranks) == 2 * 2 * 4 * 4 * 2
-    assert least_sent(plan) <= sum(cost.bytes_sent for cost in summary.ranks) / 4
-
-
-@pytest.mark.parametrize("ranks", [100, 1024])
-def test_a_matrix_of_a_few_bytes_can_be_planned_over_any_ranks(ranks: int) -> None:
-    mesh = Mesh((ranks,), tuple(range(ranks)))
+def test_a_matrix_of_a_few_bytes_can_be_planned_over_a_thousand_ranks() -> None:
+    mesh = mesh_of(1024)
     assert summarize(plan_of([matrix(0, 2, 1, mesh)])).orthogonalizations == 1
 
 
-@pytest.mark.parametrize(
-    "exchange",
-    ["all_to_all", "all_gather", "all_gather_reduce_scatter"],
-)
-@pytest.mark.parametrize("budget", [6_000, 9_000])
-def test_buffers_stay_within_the_users_limit(exchange: str, budget: int) -> None:
-    parameters = [matrix(i, 16 + 4 * (i % 3), 12) for i in range(24)]
-    assert summarize(plan_of(parameters, exchange=exchange, buffer_bytes=budget)).buffer_bytes_max <= budget
-
-
-@examples(50)
-@given(parameter_lists(), st.sampled_from([128, 256, 512, 1024]))
-def test_the_users_buffer_limit_bounds_every_plan(parameters: list[Parameter], budget: int) -> None:
+@examples(75)
+@given(parameter_lists(), st.sampled_from([128, 256, 512, 1024]), st.sampled_from(EXCHANGES))
+def test_the_users_buffer_limit_bounds_every_plan(parameters: list[Parameter], budget: int, exchange: str) -> None:
     try:
-        plan = plan_of(parameters, buffer_bytes=budget, wire_dtype="float32")
-    except ValueError:
+        plan = plan_of(parameters, buffer_bytes=budget, wire_dtype="float32", exchange=exchange)
+    except OptionError:
         return
     assert summarize(plan).buffer_bytes_max <= budget
 
 
-@pytest.mark.parametrize(
-    "exchange",
-    ["all_to_all", "all_gather_reduce_scatter", "all_gather"],
-)
-@pytest.mark.parametrize(
-    ("budget", "problem"),
-    [
-        (0, r"= 0 .* more than 0"),
-        (-1, r"= -1 .* more than 0"),
-        (1, r"= 1 is too small: .* at least \d+ bytes"),
-    ],
-)
-def test_buffers_too_small_for_a_matrix_are_refused(exchange: str, budget: int, problem: str) -> None:
-    with pytest.raises(OptionError, match=rf"^buffer_bytes {problem}"):
-        plan_of([matrix(i, 16, 12) for i in range(4)], exchange=exchange, buffer_bytes=budget)
+def test_buffers_too_small_for_a_matrix_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"^buffer_bytes = 1 is too small: .* at least \d+ bytes"):
+        plan_of([matrix(i, 16, 12) for i in range(4)], buffer_bytes=1)
 
 
-@pytest.mark.parametrize("key", ["exchange", "owners", "replicas"])
-@pytest.mark.parametrize("value", ["nonsense", "round_robin"])
-def test_unknown_options_name_the_key_and_the_choices(key: str, value: str) -> None:
-    with pytest.raises(OptionError, match=rf"^{key} = '{value}' is not one of .*, "):
-        plan_of([matrix(0, 4, 4)], **{key: value})
-
-
-@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather_reduce_scatter"])
-def test_owners_everyone_requires_all_gather(exchange: str) -> None:
+def test_owners_everyone_requires_all_gather() -> None:
     with pytest.raises(OptionError, match=r"^owners = 'everyone' .* exchange = 'all_gather'"):
-        plan_of([matrix(0, 4, 4)], exchange=exchange, owners="everyone")
+        plan_of([matrix(0, 4, 4)], owners="everyone")
 
 
 @examples(50)
@@ -249,48 +205,6 @@ def test_json_survives_a_round_trip(plan: Plan) -> None:
     assert [bucket["matrices"] for bucket in data["buckets"]] == [list(bucket.matrices) for bucket in plan.buckets]
     assert len(data["parameters"]) == len(plan.parameters)
     assert plan.to_json() == replace(plan).to_json()
-
-
-def changed(value: Any) -> Iterator[Any]:
-    """Every variant of the value with one changed leaf."""
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        for i, item in enumerate(value):
-            yield from ((*value[:i], other, *value[i + 1 :]) for other in changed(item))
-        yield (*value, value[-1] if value else 7)
-    elif isinstance(value, tuple):
-        yield from (type(value)(*other) for i in range(len(value)) for other in bumped(tuple(value), i))
-    elif is_dataclass(value):
-        yield from (replace_unchecked(value, f.name, o) for f in fields(value) for o in changed(getattr(value, f.name)))
-    elif value is None:
-        yield 7
-    else:
-        yield value + "x" if isinstance(value, str) else (not value if isinstance(value, bool) else value + 1)
-
-
-def bumped(value: tuple[Any, ...], i: int) -> Iterator[tuple[Any, ...]]:
-    yield (*value[:i], value[i] + 1, *value[i + 1 :])
-
-
-def replace_unchecked(value: Any, name: str, other: Any) -> Any:
-    """dataclasses.replace without __post_init__, which would refuse most changes."""
-    new = object.__new__(type(value))
-    for field in fields(value):
-        object.__setattr__(new, field.name, other if field.name == name else getattr(value, field.name))
-    return new
-
-
-def test_only_equal_plans_have_equal_digests() -> None:
-    parameters = [
-        matrix(0, 8, 6, SQUARE, StridedShard(0, 2), Shard(0)),
-        matrix(1, 5, 7, SQUARE, Replicate(), Shard(1)),
-        matrix(2, 5, 7, Mesh((1,), (0,))),
-    ]
-    plan = plan_of(parameters)
-    assert plan.digest() == plan_of(parameters).digest()
-    others = list(changed(plan))
-    assert len(others) > 50
-    assert plan.digest() not in {other.digest() for other in others}
-    assert len({other.digest() for other in others}) == len(set(others))
 
 
 @pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (StridedShard(0, 2), Shard(0)), (Replicate(), Shard(0))])

@@ -1,15 +1,13 @@
 """Plans for matrices under tensor parallelism: owners and refusals."""
 
-from math import prod
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.unit.plans import plan_of
+from tests.unit.plans import mesh_of, parameter_of, plan_of
 from titan_muon.options import Machine, OptionError
-from titan_muon.plan.program import make_program
 from titan_muon.plan.summary import summarize
-from titan_muon.plan.terms.slices import teams_in
 from titan_muon.plan.terms.types import (
     Interval,
     Layout,
@@ -21,14 +19,15 @@ from titan_muon.plan.terms.types import (
     Plan,
     Replicate,
     Shard,
+    teams_in,
 )
 
 
 def matrix(name: str, shape: tuple[int, int], mesh: tuple[int, ...], *placements: Placement) -> Parameter:
     """A matrix on a mesh with tensor parallelism as the last axis."""
     cut = None if isinstance(placements[-1], Replicate) else len(mesh) - 1
-    layout = Layout(shape, Mesh(mesh, tuple(range(prod(mesh)))), placements, cut)
-    return Parameter(name, name, layout, MatrixStack(1, (MatrixRows("", (Interval(0, shape[0]),)),)))
+    whole = parameter_of(name, shape, mesh_of(*mesh), *placements)
+    return replace(whole, layout=replace(whole.layout, tensor_parallel=cut))
 
 
 def teams(plan: Plan) -> list[tuple[int, ...]]:
@@ -51,15 +50,6 @@ def test_matrices_are_balanced_over_the_tensor_parallel_groups() -> None:
     assert sorted(teams(plan)) == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert {cost.ns_flops for cost in summarize(plan).ranks} == {sum(m.flops for m in plan.matrices) // 4}
     assert "matrices in slices: 4" in plan.reason
-
-
-def test_replicated_matrices_have_a_single_owner_under_tensor_parallelism() -> None:
-    """A replicated router, beside a tensor-parallel matrix."""
-    matrices = [matrix("w", (64, 32), (2, 2), Shard(1), Shard(0)), matrix("r", (8, 32), (2, 2), Shard(1), Replicate())]
-    plan = plan_of(matrices, tensor_parallel="distributed")
-    done = [number for rank in range(4) for run in make_program(plan, rank).buckets for number in run.matrices]
-    assert len(done) == 3
-    assert done.count(max(done)) == 1
 
 
 SQUARE = ((2, 2), Shard(1), Shard(0))

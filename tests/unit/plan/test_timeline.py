@@ -1,33 +1,33 @@
 """Simulated plans: durations, hidden time, and the choice of faster plans."""
 
 import re
+from collections import defaultdict
 from dataclasses import replace
-from typing import get_args, get_type_hints
+from itertools import pairwise
+from typing import get_args
 
 import pytest
 from hypothesis import given
 
-from scripts.bounds import Chain, chains, least_seconds, least_whole
-from tests.unit.plans import examples, plan_of, plans
-from titan_muon.options import Machine, MuonOptions, OptionError, Overlap
-from titan_muon.plan.cost.costs import Costs
-from titan_muon.plan.cost.timeline import timeline
+from scripts.bounds import chains, least_seconds, least_whole
+from tests.unit.plans import examples, mesh_of, parameter_of, plan_of, plans
+from titan_muon.options import Machine, OptionError, Overlap
+from titan_muon.plan.cost.timeline import LOCAL, spans, timeline
+from titan_muon.plan.cost.walk import Costs
+from titan_muon.plan.exchange.phases import ordered_rounds
 from titan_muon.plan.search.search import CandidatePlan
 from titan_muon.plan.terms.machine import COLLECTIVE_LAUNCHES, LAUNCHES, MACHINES, Link, MachineRates, machine_of
-from titan_muon.plan.terms.schedule import ordered_rounds
-from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
+from titan_muon.plan.terms.types import Parameter, Plan, Shard
 
 # A single resource takes time, so that expected times are simple.
 FREE = MachineRates(
     "free", 8, dict.fromkeys(("bfloat16", "float16", "float32"), 1e30), 0, 1e30, Link(1e30, 0), Link(1e30, 0), 0
 )
-STACK = MatrixStack(1, (MatrixRows("", (Interval(0, 64),)),))
 
 
 def parameters(count: int, ranks: int) -> list[Parameter]:
     """64 x 64 matrices cut into rows over all ranks."""
-    layout = Layout((64, 64), Mesh((ranks,), tuple(range(ranks))), (Shard(0),))
-    return [Parameter(f"layers.{index}.w", f"layers.{index}", layout, STACK) for index in range(count)]
+    return [parameter_of(f"layers.{index}.w", (64, 64), mesh_of(ranks), Shard(0)) for index in range(count)]
 
 
 def seconds(plan: Plan, machine: MachineRates) -> float:
@@ -60,14 +60,6 @@ def test_host_time_is_a_separate_bound(plan: Plan) -> None:
     played = timeline(plan, replace(FREE, host=1, host_piece=100))
     assert played.host == 4 * 100 + LAUNCHES + 2 * COLLECTIVE_LAUNCHES
     assert played.last.seconds == pytest.approx(0, abs=1e-12)
-
-
-def test_no_modelled_wait_is_negative() -> None:
-    """A rank without a wait computes until the end, and sums of seconds are rounded."""
-    for machine in ("h100x8", "b200x8"):
-        for ranks in (1, 2, 4):
-            played = timeline(plan_of(parameters(7, ranks)), MACHINES[machine])
-            assert all(rank.waits >= 0 for rank in played.ranks)
 
 
 def test_the_network_link_carries_only_bytes_between_nodes(plan: Plan) -> None:
@@ -143,13 +135,6 @@ def test_the_tail_is_the_last_return_and_apply(buffer_sets: int, tail: float) ->
     assert played.tail == pytest.approx(tail)
 
 
-def test_a_rank_with_whole_matrices_has_no_tail() -> None:
-    plan = plan_of(parameters(2, 1))
-    played = timeline(plan, replace(FREE, memory=64 * 64))
-    assert not plan.buckets
-    assert (played.tail, played.last.seconds > 0) == (0, True)
-
-
 def test_waits_between_ranks_are_not_exposed_exchange() -> None:
     """Two ranks orthogonalize in turn, in the same buffers, and nobody waits for a link."""
     plan = plan_of(parameters(2, 2), machine=Machine(node_latency_us=1e6))
@@ -195,28 +180,6 @@ def test_no_step_beats_the_least_for_whole_matrices(plan: Plan) -> None:
             assert bound >= max(played.least, played.link)
 
 
-# Each of 240 large matrices needs a separate rank, so 144 ranks have a middle matrix too, and wait for a gather and a
-# return.
-LARGE, MIDDLE = Chain(44.0, 10.0, 10.0), Chain(23.5, 3.0, 3.0)
-
-
-@pytest.mark.parametrize(
-    ("matrices", "ranks", "beside", "expected"),
-    [
-        ({LARGE: 240, MIDDLE: 160}, 256, 0.0, 44 + 23.5 + 3 + 10),
-        ({LARGE: 240, MIDDLE: 160}, 256, 20.0, 44 + 23.5 + 20),
-        ({LARGE: 1}, 256, 0.0, 10 + 44 + 10),
-        ({LARGE: 512}, 256, 0.0, 10 + 2 * 44 + 10),
-        ({Chain(1.0, 0.0, 0.0): 8}, 4, 0.5, 2.5),
-        ({}, 4, 0.5, 0.5),
-    ],
-)
-def test_the_lower_bound_for_whole_matrices_has_the_expected_seconds(
-    matrices: dict[Chain, int], ranks: int, beside: float, expected: float
-) -> None:
-    assert least_whole(matrices, [beside] * ranks, 1000.0) == pytest.approx(expected, rel=1e-3)
-
-
 def test_a_plan_overlaps_equal_link_and_compute_times() -> None:
     """By FLOPs, one round suffices; on this machine a single round takes nearly twice as long as several."""
     tasks = parameters(64, 4)
@@ -231,21 +194,11 @@ def test_a_plan_overlaps_equal_link_and_compute_times() -> None:
 def test_memory_beyond_2_gib_must_save_more_time_and_is_reported() -> None:
     """Matrices of 1 GiB, with four times as much memory for Newton-Schulz."""
     side = 2**14 * 3 // 2
-    stack = MatrixStack(1, (MatrixRows("", (Interval(0, side),)),))
-    layout = Layout((side, side), Mesh((4,), tuple(range(4))), (Shard(0),))
-    plan = plan_of([Parameter(f"layers.{i}.w", f"layers.{i}", layout, stack) for i in range(16)])
+    plan = plan_of([parameter_of(f"layers.{i}.w", (side, side), mesh_of(4), Shard(0)) for i in range(16)])
     assert re.search(r"(^|; )\d+\.\d GiB of buffers and workspace, since with \d+\.\d GiB a step would", plan.reason)
     assert not plan_of(parameters(4, 4)).reason
     prices = [CandidatePlan((), 3, 1.0, 0, gib * 2**30, 0.0).price for gib in (1, 2, 3)]
     assert prices == pytest.approx([1, 1.03, 1.13])
-
-
-@pytest.mark.parametrize("name", ["h100x8", "h200x8", "b200x8", "a100x8", "cpu"])
-def test_large_products_reach_the_rate_and_small_products_are_slower(name: str) -> None:
-    machine = machine_of(Machine(name=name))  # type: ignore[arg-type]
-    rates = [machine.rate("bfloat16", side) for side in (32, 256, 2048, 8192)]
-    assert rates == sorted(set(rates))
-    assert rates[-1] == pytest.approx(machine.flops["bfloat16"])
 
 
 def test_an_option_overrides_the_named_machine() -> None:
@@ -254,19 +207,27 @@ def test_an_option_overrides_the_named_machine() -> None:
     assert machine.node == MACHINES["a100x8"].node
 
 
-def test_the_option_names_every_machine() -> None:
-    assert set(get_args(get_type_hints(Machine)["name"])) == {"auto", *MACHINES}
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("name", "h100"), ("node_gb", 0.0), ("ranks_per_node", 0), ("launch_us", -1)]
-)
-def test_an_impossible_machine_value_is_refused_by_key(key: str, value: object) -> None:
-    with pytest.raises(OptionError, match=rf"^machine\.{key} = "):
-        MuonOptions(machine=Machine(**{key: value}))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": {"flops": {}}}'])
 def test_an_invalid_machine_file_is_refused_by_name(text: str) -> None:
     with pytest.raises(OptionError, match=r"^machine.file = 'x.json' is not a machine"):
         machine_of(Machine(file="x.json"), "cuda", text)
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 16])
+def test_spans_end_with_the_step_and_computing_spans_do_not_overlap(ranks: int) -> None:
+    plan = plan_of(parameters(7, ranks), machine=Machine())
+    drawn, played = spans(plan, MACHINES["h100x8"]), timeline(plan, MACHINES["h100x8"])
+    computing: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    newton: dict[int, float] = defaultdict(float)
+    for span in drawn:
+        if span.stage in ("advance", "copy", "orthogonalize", "apply"):
+            computing[span.rank].append((span.start, span.stop))
+        if span.stage == "orthogonalize":
+            newton[span.rank] += span.stop - span.start
+    for time in played.ranks:
+        mine = sorted(computing[time.rank])
+        assert all(before[1] <= after[0] + 1e-12 for before, after in pairwise(mine))
+        assert sum(stop - start for start, stop in mine) == pytest.approx(time.orthogonalize + time.passes)
+        assert newton[time.rank] == pytest.approx(time.orthogonalize), "the balance and the timeline agree"
+        assert max(stop for _, stop in mine) == pytest.approx(time.seconds)
+    assert {span.bucket for span in drawn} == ({LOCAL} if ranks == 1 else set(range(len(plan.buckets))))

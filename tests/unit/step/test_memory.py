@@ -16,8 +16,7 @@ from titan_muon.algorithms.muon import MuonAlgorithm
 from titan_muon.algorithms.scaling import scaled
 from titan_muon.comm.buffers import fragmentation
 from titan_muon.options import MuonOptions, PlacementRule
-from titan_muon.plan.cost.costs import Costs
-from titan_muon.plan.cost.walk import PlanCost
+from titan_muon.plan.cost.walk import Costs, PlanCost
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.layout import Geometries, Geometry
 from titan_muon.plan.terms.pieces import Pieces

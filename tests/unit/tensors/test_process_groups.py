@@ -33,11 +33,6 @@ def test_a_timeout_is_read_and_set(gloo: dist.ProcessGroup) -> None:
     assert process_groups.timeout_of(gloo, "cpu") == 2 * MINUTE
 
 
-def test_the_store_of_all_ranks_is_the_default_groups(gloo: dist.ProcessGroup) -> None:
-    process_groups.default_store().set("key", "value")
-    assert process_groups.default_store().get("key") == b"value"
-
-
 def test_backends_are_listed_by_device(gloo: dist.ProcessGroup) -> None:
     assert process_groups.backends()["cpu"] == "gloo"
     assert process_groups.fast_options("cpu", MINUTE) is None

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...options import Overlap
-from ..exchange.pattern import LinkTraffic
+from ..exchange.patterns import NO_TRAFFIC, LinkTraffic
+from ..exchange.phases import NO_OVERLAP, Act, OverlappedRounds, ordered_rounds, overlapped_rounds, schedule
 from ..terms.machine import MachineRates
-from ..terms.schedule import NO_OVERLAP, Act, OverlappedRounds, ordered_rounds, overlapped_rounds, schedule
 from ..terms.types import Plan
-from .costs import Costs
-from .walk import LOCAL, PlanCost, Share
+from .walk import LOCAL, Costs, PlanCost
 
 STAGES = ("advance", "gather", "copy", "orthogonalize", "send_back", "apply")
 NO_TIME = 1e-30
@@ -85,23 +84,22 @@ class StageSpan(NamedTuple):
 def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> Timeline:
     """Simulate a plan. A pass with `overlap` is assumed to hide all of its gathers or returns."""
     cost, hidden = _with_overlap(plan, machine, overlap)
-    clock = simulate(cost, plan.buffer_sets, hidden)
+    clock = Clock(cost, plan.buffer_sets, hidden)
     # Hidden gathers take no time in either run; late applies are left out of both.
-    free = simulate(cost, plan.buffer_sets, hidden, links=NO_TIME)
-    end = max(clock.now, default=0.0)
+    free = Clock(cost, plan.buffer_sets, hidden, links=NO_TIME)
     hidden_seconds = {
         "none": None,
         "backward": _gather_seconds(cost, hidden.gathers),
-        "forward": max(0.0, max(clock.after_step, default=0.0) - end),
+        "forward": max(0.0, max(clock.after_step, default=0.0) - clock.end),
     }
     return Timeline(
         machine.name,
         overlap,
-        tuple(_rank_time(cost, index, clock.now[index], hidden) for index in range(len(cost.ranks))),
+        tuple(_rank_time(cost, index, end, hidden) for index, end in enumerate(clock.now)),
         _least(plan, cost.costs, len(cost.ranks)),
-        end - max(free.now, default=0.0),
+        clock.end - free.end,
         hidden_seconds[overlap],
-        end - clock.computed,
+        clock.end - clock.computed,
     )
 
 
@@ -109,7 +107,7 @@ def spans(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> li
     """The spans of every rank in the modelled step, by start."""
     cost, hidden = _with_overlap(plan, machine, overlap)
     result: list[StageSpan] = []
-    simulate(cost, plan.buffer_sets, hidden, spans=result)
+    Clock(cost, plan.buffer_sets, hidden, spans=result)
     return sorted(result, key=lambda span: (span.start, span.rank))
 
 
@@ -118,37 +116,10 @@ def _with_overlap(plan: Plan, machine: MachineRates, overlap: Overlap) -> tuple[
     return PlanCost.from_plan(plan, machine), overlapped_rounds(overlap, plan.buffer_sets, plan.rounds, ordered)
 
 
-def simulate(
-    cost: PlanCost,
-    buffer_sets: int,
-    hidden: OverlappedRounds = NO_OVERLAP,
-    *,
-    links: float = 1.0,
-    spans: list[StageSpan] | None = None,
-) -> Clock:
-    """The clock after a step, without `hidden` rounds. `links`: factor on their time. `spans` receives each stage."""
-    by_round: list[list[int]] = [[] for _ in range(cost.rounds)]
-    for index, bucket in enumerate(cost.buckets):
-        by_round[bucket.round].append(index)
-    opening, turns = schedule(cost.rounds, max(1, min(buffer_sets, cost.rounds)))
-    clock = Clock(cost, links, spans)
-    for _, number in opening:
-        for index in by_round[number]:
-            clock.gather(index, travels=number >= hidden.gathers)
-    clock.run_local()
-    for act, number in turns:
-        for index in by_round[number]:
-            if act is Act.GATHER:
-                clock.gather(index, travels=number >= hidden.gathers)
-            elif act is Act.ORTHOGONALIZE:
-                clock.orthogonalize(index)
-            else:
-                clock.apply(index, late=number >= cost.rounds - hidden.returns)
-    return clock
-
-
 class Clock:
-    """Clocks of every rank's compute stream and links during a step.
+    """Clocks of every rank's compute stream and links after a step, without `hidden` rounds.
+
+    `links`: factor on their time. `spans` receives each stage.
 
     Attributes:
         now: by rank, the end of its last stage in the step.
@@ -159,30 +130,54 @@ class Clock:
     # Compute continues when the awaited collective ends on the slowest rank. Collectives of a group are serialized.
     # Collectives of different groups run concurrently but share a rank's links, occupied only by the rank's traffic.
 
-    def __init__(self, cost: PlanCost, links: float = 1.0, spans: list[StageSpan] | None = None) -> None:
-        self._cost, self._links, self._spans = cost, links, spans
+    def __init__(
+        self,
+        cost: PlanCost,
+        buffer_sets: int,
+        hidden: OverlappedRounds = NO_OVERLAP,
+        *,
+        links: float = 1.0,
+        spans: list[StageSpan] | None = None,
+    ) -> None:
+        self._cost, self._hidden, self._links, self._spans = cost, hidden, links, spans
         self.now = [0.0] * len(cost.ranks)
         self.computed = 0.0
         self.after_step = [0.0] * len(cost.ranks)
         self._wires = [0.0] * len(cost.ranks)
         self._streams: dict[tuple[int, ...], float] = {}
         self._arrived = [0.0] * len(cost.buckets)
+        opening, turns = schedule(cost.rounds, max(1, min(buffer_sets, cost.rounds)))
+        by_round: list[list[int]] = [[] for _ in range(cost.rounds)]
+        for index, bucket in enumerate(cost.buckets):
+            by_round[bucket.round].append(index)
+        acts = {Act.GATHER: self._gather, Act.ORTHOGONALIZE: self._orthogonalize, Act.APPLY: self._apply}
+        for act, number in opening:
+            for index in by_round[number]:
+                acts[act](index)
+        self._run_local()
+        for act, number in turns:
+            for index in by_round[number]:
+                acts[act](index)
 
-    def gather(self, index: int, *, travels: bool) -> None:
+    @property
+    def end(self) -> float:
+        return max(self.now, default=0.0)
+
+    def _gather(self, index: int) -> None:
         bucket = self._cost.buckets[index]
         for share in bucket.shares:
             self._run("advance", index, share.rank, share.pack)
-        if travels:
+        if bucket.round >= self._hidden.gathers:
             self._launch("gather", index, [share.gather for share in bucket.shares])
 
-    def run_local(self) -> None:
+    def _run_local(self) -> None:
         for share in self._cost.local:
             self._run("advance", LOCAL, share.rank, share.pack)
             self._run("orthogonalize", LOCAL, share.rank, share.owned.seconds)
             self._run("apply", LOCAL, share.rank, share.apply)
-        self.computed = max(self.now, default=0.0)
+        self.computed = self.end
 
-    def orthogonalize(self, index: int) -> None:
+    def _orthogonalize(self, index: int) -> None:
         bucket, now = self._cost.buckets[index], self.now
         for rank in bucket.group:
             now[rank] = max(now[rank], self._arrived[index])
@@ -201,22 +196,18 @@ class Clock:
             self.computed = max(self.computed, now[share.rank])
         self._launch("send_back", index, [share.back for share in bucket.shares])
 
-    def apply(self, index: int, *, late: bool) -> None:
-        arrived = self._arrived[index]
-        for share in self._cost.buckets[index].shares:
-            rank = share.rank
-            if not late:
-                self.now[rank] = max(self.now[rank], arrived)
-                self._run("apply", index, rank, share.apply)
-                continue
-            start = max(self.after_step[rank], self.now[rank], arrived)
-            self.after_step[rank] = start + share.apply
-            self._record("apply", index, rank, start, self.after_step[rank])
+    def _apply(self, index: int) -> None:
+        bucket, arrived = self._cost.buckets[index], self._arrived[index]
+        ends = self.after_step if bucket.round >= self._cost.rounds - self._hidden.returns else self.now
+        for share in bucket.shares:
+            ends[share.rank] = max(ends[share.rank], self.now[share.rank], arrived)
+            self._run("apply", index, share.rank, share.apply, ends)
 
-    def _run(self, stage: str, index: int, rank: int, seconds: float) -> None:
-        start = self.now[rank]
-        self.now[rank] = start + seconds
-        self._record(stage, index, rank, start, self.now[rank])
+    def _run(self, stage: str, index: int, rank: int, seconds: float, ends: list[float] | None = None) -> None:
+        ends = self.now if ends is None else ends
+        start = ends[rank]
+        ends[rank] = start + seconds
+        self._record(stage, index, rank, start, ends[rank])
 
     def _launch(self, stage: str, index: int, seconds: Sequence[float]) -> None:
         # No wait without traffic.
@@ -236,31 +227,24 @@ class Clock:
 
 
 def _rank_time(cost: PlanCost, index: int, end: float, hidden: OverlappedRounds) -> RankTime:
-    shares, first_late = cost.by_rank[index], cost.rounds - hidden.returns
+    shares, first_late, costs = cost.by_rank[index], cost.rounds - hidden.returns, cost.costs
     newton = sum(share.owned.seconds for share in shares)
     passes = sum(share.passes - (share.apply if share.round >= first_late else 0.0) for share in shares)
     # Rounding of the sums could make waits negative.
     waits = max(0.0, end - newton - passes)
-    link, host = _link_seconds(shares, hidden, first_late, cost.costs), _host_seconds(shares, cost.costs.machine)
-    return RankTime(cost.ranks[index], newton, passes, waits, link, host)
-
-
-def _link_seconds(shares: Sequence[Share], hidden: OverlappedRounds, first_late: int, costs: Costs) -> float:
-    """Seconds of the rank's busiest link, without hidden gathers and returns."""
-    sums = [0] * len(LinkTraffic._fields)
-    for share in shares:
-        phases = share.totals.phases[share.round < hidden.gathers : 1 if share.round >= first_late else None]
-        for traffic in phases:
-            sums = [total + more for total, more in zip(sums, traffic, strict=True)]
-    return LinkTraffic(*sums).seconds(costs.wire_bytes, costs.machine)
-
-
-def _host_seconds(shares: Sequence[Share], machine: MachineRates) -> float:
-    return machine.host_seconds(
+    # Of the rank's busiest link, without hidden gathers and returns.
+    traffic = [
+        phase
+        for share in shares
+        for phase in share.totals.phases[share.round < hidden.gathers : 1 if share.round >= first_late else None]
+    ]
+    total = LinkTraffic(*map(sum, zip(NO_TRAFFIC, *traffic, strict=True)))
+    host = costs.machine.host_seconds(
         sum(share.totals.pieces for share in shares),
         sum(share.owned.batches for share in shares),
         sum(share.totals.collectives + share.owned.team_calls for share in shares),
     )
+    return RankTime(cost.ranks[index], newton, passes, waits, total.seconds(costs.wire_bytes, costs.machine), host)
 
 
 def _gather_seconds(cost: PlanCost, rounds: int) -> float:

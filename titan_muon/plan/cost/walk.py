@@ -5,20 +5,142 @@ The search, the timeline, the summary and the forecast of memory read its result
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from ..exchange.all_gather import PATTERNS
-from ..exchange.pattern import BucketTotals
+from ..exchange.patterns import PATTERNS, BucketTotals, KindCounts
 from ..exchange.phases import aligned
-from ..terms.machine import MachineRates
-from ..terms.slices import teams_in
-from ..terms.types import Bucket, Plan
-from .costs import Costs, OwnedCost
+from ..terms.machine import FLOAT32_COST, NORMALIZING_BYTES, ElementwiseCost, MachineRates, Work
+from ..terms.pieces import Pieces, Ranks
+from ..terms.types import Bucket, Matrix, Plan, teams_in
 
 LOCAL = -1
 """Bucket and round of local matrices."""
+
+
+def batches(chosen: Sequence[int], matrices: Sequence[Matrix], works: Sequence[Work]) -> tuple[tuple[int, ...], ...]:
+    """Indices of each batch for a single orthogonalization: matrices of equal shape and work, or a single slice."""
+    # Slices first, because their owners wait for each other. In order of the plan, because owners with two sliced
+    # matrices would otherwise deadlock.
+    slices = [(index,) for index in sorted(chosen) if matrices[index].slice is not None]
+    equal: dict[tuple[int, int, int], list[int]] = {}
+    for index in chosen:
+        matrix = matrices[index]
+        if matrix.slice is None:
+            equal.setdefault((matrix.rows, matrix.cols, matrix.work), []).append(index)
+    wholes = []
+    for (_, _, work), indices in equal.items():
+        left = iter(indices)
+        wholes += [tuple(next(left) for _ in range(size)) for size in _batch_sizes(len(indices), works[work])]
+    return (*slices, *wholes)
+
+
+def _batch_sizes(count: int, work: Work) -> list[int]:
+    """Sizes of the batches of `count` equal matrices."""
+    # 9 matrices with room for 8 become 5 and 4: the largest batch sets the workspace, and small batches are slow.
+    parts = -(-count // work.batch)
+    size = -(-count // parts)
+    return [size] * (count // size) + ([count % size] if count % size else [])
+
+
+class OwnedCost(NamedTuple):
+    """Cost of the matrices that a rank orthogonalizes in a bucket, or of its local matrices.
+
+    `assembled`, `iteration`: most bytes of a batch, assembled and in the iteration. `team_*`: traffic with owners of
+    other slices.
+    """
+
+    elements: int = 0
+    seconds: float = 0.0
+    assembled: int = 0
+    iteration: int = 0
+    matrices: int = 0
+    flops: int = 0
+    batches: int = 0
+    team_sent: int = 0
+    team_calls: int = 0
+
+
+class Costs:
+    """Seconds and bytes of a rank's matrices on a machine."""
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        works: Sequence[Work],
+        wire_bytes: int,
+        machine: MachineRates,
+        elementwise: ElementwiseCost = FLOAT32_COST,
+    ) -> None:
+        self.pieces, self.works, self.wire_bytes, self.machine = pieces, works, wire_bytes, machine
+        self.elementwise = elementwise
+        self.longest_row = max((pieces.matrices[example].cols for example in pieces.examples), default=0)
+        self._owned: dict[KindCounts, OwnedCost] = {}
+
+    @classmethod
+    def from_plan(cls, plan: Plan, machine: MachineRates) -> Costs:
+        pieces = Pieces.from_plan(plan, machine.ranks_per_node)
+        return cls(pieces, plan.works, plan.wire_bytes, machine, plan.passes)
+
+    def owned(self, counts: KindCounts) -> OwnedCost:
+        # Cached, because most ranks have equal counts.
+        if counts not in self._owned:
+            self._owned[counts] = self._sum(counts)
+        return self._owned[counts]
+
+    def local(self, local: Sequence[Ranks]) -> list[OwnedCost]:
+        """The cost of each rank's local matrices."""
+        by_kind: dict[int, dict[int, int]] = {rank: {} for rank in self.pieces.ranks()}
+        for kind, ranks in zip(self.pieces.kinds, local, strict=True):
+            for rank in ranks:
+                by_kind[rank][kind] = by_kind[rank].get(kind, 0) + 1
+        return [self.owned(tuple(sorted(kinds.items()))) for kinds in by_kind.values()]
+
+    def pack_seconds(self, elements: int, calls: int = 1) -> float:
+        moved = self.elementwise.traffic
+        return self.machine.pass_seconds(elements * moved.advance, calls * moved.advance_launches)
+
+    def apply_seconds(self, elements: int, calls: int = 1) -> float:
+        moved = self.elementwise.traffic
+        return self.machine.pass_seconds(elements * moved.apply, calls * moved.apply_launches)
+
+    def copied_bytes(self, elements: int) -> int:
+        """Bytes moved to assemble matrices, to normalize them and to fill the return buffer."""
+        return elements * (2 * 2 * self.wire_bytes + NORMALIZING_BYTES)
+
+    def alone(self, matrix: Matrix) -> float:
+        """Seconds of a matrix in a large batch."""
+        work = self.works[matrix.work]
+        return work.flops / self.machine.rate(work.dtype, min(matrix.rows, matrix.cols))
+
+    def _sum(self, counts: KindCounts) -> OwnedCost:
+        total = OwnedCost()
+        for matrix, size in self._batches(counts):
+            work = self.works[matrix.work]
+            total = OwnedCost(
+                elements=total.elements + size * matrix.numel,
+                seconds=total.seconds + self.machine.orthogonalize_seconds(work, min(matrix.rows, matrix.cols), size),
+                assembled=max(total.assembled, size * matrix.numel * self.wire_bytes),
+                iteration=max(total.iteration, size * max(work.bytes, matrix.numel * self.elementwise.finish_bytes)),
+                matrices=total.matrices + size,
+                flops=total.flops + size * matrix.flops,
+                batches=total.batches + 1,
+                team_sent=total.team_sent + (size * work.team.sent if work.team else 0),
+                team_calls=total.team_calls + (size * work.team.calls if work.team else 0),
+            )
+        return total
+
+    def _batches(self, counts: Iterable[tuple[int, int]]) -> Iterator[tuple[Matrix, int]]:
+        """(example matrix, size) of each batch of `batches`."""
+        equal: dict[tuple[int, int, int], tuple[Matrix, int]] = {}
+        for kind, count in counts:
+            matrix = self.pieces.matrices[self.pieces.examples[kind]]
+            key = (matrix.rows, matrix.cols, matrix.work)
+            example, earlier = equal.get(key, (matrix, 0))
+            equal[key] = example, earlier + count
+        for matrix, count in equal.values():
+            yield from ((matrix, size) for size in _batch_sizes(count, self.works[matrix.work]))
 
 
 class Share(NamedTuple):
@@ -69,21 +191,12 @@ class BucketCost(NamedTuple):
 class StepBytes(NamedTuple):
     """Bytes that a step allocates on a rank.
 
-    Attributes:
-        workspace: the largest batch of whole matrices.
-        advance, orthogonalize, apply: temporary, of the largest call or batch of the stage.
+    `work`: besides exchange buffers, the largest batch of whole matrices, and temporary memory of the largest stage,
+    because the computing stream runs the stages in turn.
     """
 
     buffers: int
-    workspace: int
-    advance: int
-    orthogonalize: int
-    apply: int
-
-    @property
-    def work(self) -> int:
-        """Peak without the exchange buffers: the computing stream runs the stages in turn."""
-        return self.workspace + max(self.advance, self.orthogonalize, self.apply)
+    work: int
 
     @property
     def peak(self) -> int:
@@ -98,7 +211,7 @@ class PlanCost:
         place = {rank: index for index, rank in enumerate(self.ranks)}
         self.local = [_local_share(index, owned, costs) for index, owned in enumerate(local)]
         self.buckets = [_bucket_cost(bucket, costs, place) for bucket in buckets]
-        self.rounds = max((bucket.round for bucket in buckets), default=-1) + 1
+        self.rounds = max((bucket.round for bucket in buckets), default=LOCAL) + 1
         self.by_rank = [[share] for share in self.local]
         for bucket in self.buckets:
             for share in bucket.shares:
@@ -120,12 +233,13 @@ class PlanCost:
 def _local_share(index: int, owned: OwnedCost, costs: Costs) -> Share:
     # Local matrices are updated batch by batch, and nothing is sent.
     stored = owned.assembled // costs.wire_bytes
+    normalizing = costs.machine.pass_seconds(owned.elements * NORMALIZING_BYTES)
     return Share(
         rank=index,
         round=LOCAL,
         totals=BucketTotals((), stored, 0, 0, (), (), 0, owned.matrices),
         owned=owned,
-        pack=costs.pack_seconds(owned.elements, owned.batches) + costs.normalize_seconds(owned.elements),
+        pack=costs.pack_seconds(owned.elements, owned.batches) + normalizing,
         copies=0.0,
         apply=costs.apply_seconds(owned.elements, owned.batches),
     )
@@ -136,10 +250,10 @@ def _bucket_cost(bucket: Bucket, costs: Costs, place: dict[int, int]) -> BucketC
     totals = PATTERNS[bucket.exchange].totals(bucket, pieces)
     across = len({pieces.node(rank) for rank in bucket.group}) > 1
     latency = machine.network.latency if across else machine.node.latency
-    links = [[traffic.seconds(costs.wire_bytes, machine) for traffic in totals[rank].phases] for rank in bucket.group]
     shares = []
-    for rank, (gather, *back) in zip(bucket.group, links, strict=True):
+    for rank in bucket.group:
         mine, owned = totals[rank], costs.owned(totals[rank].owned)
+        gather, *back = (traffic.seconds(costs.wire_bytes, machine) for traffic in mine.phases)
         shares.append(
             Share(
                 rank=place[rank],
@@ -147,7 +261,7 @@ def _bucket_cost(bucket: Bucket, costs: Costs, place: dict[int, int]) -> BucketC
                 totals=mine,
                 owned=owned,
                 pack=costs.pack_seconds(mine.stored),
-                copies=costs.copy_seconds(owned.elements),
+                copies=machine.pass_seconds(costs.copied_bytes(owned.elements)),
                 apply=costs.apply_seconds(mine.stored),
                 gather=gather,
                 # Phases of a return follow each other. The first has its latency in `BucketCost.latency`.
@@ -164,12 +278,14 @@ def _bucket_cost(bucket: Bucket, costs: Costs, place: dict[int, int]) -> BucketC
 def _step_bytes(shares: Sequence[Share], buffer_sets: int, costs: Costs) -> StepBytes:
     elementwise, row = costs.elementwise, costs.longest_row
     stored = max(share.totals.stored for share in shares)
+    temporary = max(
+        min(stored, max(elementwise.advance_elements, row)) * elementwise.advance_bytes,
+        max(share.owned.iteration for share in shares),
+        min(stored, max(elementwise.apply_elements, row)) * elementwise.apply_bytes,
+    )
     return StepBytes(
         buffers=_buffer_elements(shares[1:], buffer_sets) * costs.wire_bytes,
-        workspace=max(share.owned.assembled for share in shares),
-        advance=min(stored, max(elementwise.advance_elements, row)) * elementwise.advance_bytes,
-        orthogonalize=max(share.owned.iteration for share in shares),
-        apply=min(stored, max(elementwise.apply_elements, row)) * elementwise.apply_bytes,
+        work=max(share.owned.assembled for share in shares) + temporary,
     )
 
 

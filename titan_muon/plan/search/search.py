@@ -2,20 +2,139 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from enum import Enum
+from itertools import accumulate, groupby, pairwise, product
 
 from ...options import OptionError, Overlap
-from ..cost.timeline import simulate
+from ..cost.timeline import Clock
 from ..cost.walk import PlanCost
-from ..terms.schedule import ordered_rounds, overlapped_rounds
-from ..terms.types import Bucket
-from .model_order import in_model_order
-from .owners import STRATEGIES, OwnerOf, Task, among
-from .problem import Problem
-from .rounds import Cut, Dealer, Order, rounds, together
+from ..exchange.phases import ordered_rounds, overlapped_rounds
+from ..terms.pieces import Pieces, Ranks
+from ..terms.types import Bucket, Matrix
+from .owners import STRATEGIES, Groups, OwnerOf, Problem, Task, among
+
+
+def rounds(tasks: Sequence[Task], count: int, *, backward: bool = False) -> list[list[Task]]:
+    """Tasks in at most `count` rounds of consecutive matrices, in the order of a pass of the model."""
+    # A single round would leave every rank idle until the gather and again until the return, with buffers for all
+    # matrices. Rounds are global, because groups with common ranks must launch collectives in a common order.
+    total, seen, sign = sum(task.bytes for task in tasks), 0, -1 if backward else 1
+    result: list[list[Task]] = [[] for _ in range(count)]
+    for task in sorted(tasks, key=lambda task: (sign * task.matrix, task.group)):
+        result[count * (2 * seen + task.bytes) // (2 * total)].append(task)
+        seen += task.bytes
+    return [round_tasks for round_tasks in result if round_tasks]
+
+
+class Order(Enum):
+    """The order of a rank's matrices, and where they are cut into rounds.
+
+    Small matrices cost least in the first gather and the last return, because no computation hides these.
+    """
+
+    PEAKED = "small matrices first and last, and about as many of a group in each round"
+    ASCENDING = "small matrices first, and all ranks end a round at about the same time"
+    DESCENDING = "small matrices last, and all ranks end a round at about the same time"
+    MODEL = "consecutive matrices, in the order of a pass of the model"
+
+
+def dealt(tasks: Sequence[Task], groups: Groups, owners: OwnerOf, count: int, order: Order) -> list[list[Task]]:
+    """At most `count` rounds: each rank has a queue of matrices to orthogonalize, cut into rounds."""
+    # A round ends at the slowest owner.
+    share = [0.0] * len(groups)
+    for task in tasks:
+        share[task.group] += task.bytes / len(groups[task.group])
+    most, sign = max(share, default=0.0), -1 if order is Order.DESCENDING else 1
+    by_owner: dict[int, list[Task]] = {}
+    # Groups with few bytes come first, in a single round, because of each call's latency.
+    for task in sorted(tasks, key=lambda t: (share[t.group], t.group, sign * t.bytes, t.matrix)):
+        by_owner.setdefault(owners[task.matrix, task.group], []).append(task)
+    result: list[list[Task]] = [[] for _ in range(count)]
+    middles = () if order is Order.PEAKED else _typical_times(by_owner.values(), count)
+    for queue in by_owner.values():
+        if order is not Order.PEAKED:
+            for task, end in zip(queue, accumulate(task.flops for task in queue), strict=True):
+                result[bisect_left(middles, end)].append(task)
+            continue
+        for group, group_tasks in groupby(_peaked(queue, share, most), key=lambda task: task.group):
+            parts, mine = max(1, round(count * share[group] / most)), list(group_tasks)
+            for index, task in enumerate(mine):
+                result[parts * (2 * index + 1) // (2 * len(mine))].append(task)
+    return [round_tasks for round_tasks in result if round_tasks]
+
+
+def _peaked(queue: Sequence[Task], share: Sequence[float], most: float) -> list[Task]:
+    """The queue with small matrices first and last within the groups with most bytes."""
+    start = next((index for index, task in enumerate(queue) if share[task.group] == most), len(queue))
+    last = queue[start:]
+    return [*queue[:start], *last[::2], *reversed(last[1::2])]
+
+
+def _typical_times(queues: Iterable[Sequence[Task]], count: int) -> list[float]:
+    """Where to cut queues: the FLOPs in the middle between the ends of two rounds.
+
+    Measured on the queue that most ranks have.
+    """
+    queue_counts = Counter(tuple(task.flops for task in queue) for queue in queues)
+    typical = max(queue_counts, key=lambda flops: (queue_counts[flops], sum(flops), flops), default=())
+    before, ends = 0, dict[int, int]()
+    for flops in typical:
+        number = count * (2 * before + flops) // max(1, 2 * sum(typical))
+        before += flops
+        ends[min(number, count - 1)] = before
+    return [(low + high) / 2 for low, high in pairwise(sorted(ends.values()))]
+
+
+def together(rounds: Sequence[Sequence[Task]], matrices: Sequence[Matrix]) -> list[list[Task]]:
+    """The rounds with all slices of a matrix in the round of its first slice."""
+    place = {(task.matrix, task.group): number for number, tasks in enumerate(rounds) for task in tasks}
+    result: list[list[Task]] = [[] for _ in rounds]
+    for tasks in rounds:
+        for task in tasks:
+            matrix_slice = matrices[task.matrix].slice
+            first = task.matrix if matrix_slice is None else task.matrix - matrix_slice.place
+            result[place[first, task.group]].append(task)
+    return [round_tasks for round_tasks in result if round_tasks]
+
+
+def in_model_order(
+    rounds: Sequence[Sequence[Task]],
+    owners: OwnerOf,
+    overlap: Overlap,
+    pieces: Pieces,
+    eligible: Mapping[int, Ranks],
+) -> tuple[list[list[Task]], OwnerOf]:
+    """The same rounds, nearly in order: tasks of equal cost change rounds and owners.
+
+    Backward reaches the last parameters first, forward the first. `eligible`: the possible owners of a matrix, if fewer
+    than the group.
+    """
+
+    def kind(task: Task) -> Hashable:
+        # Slices keep their owners, because a team of ranks orthogonalizes the matrix together.
+        sliced = task.matrix if pieces.matrices[task.matrix].slice is not None else None
+        return task.group, pieces.kinds[task.matrix], task.flops, eligible.get(task.matrix), sliced
+
+    # Backward launches a round at the last of its gradients; forward waits for a round at the first of its parameters.
+    sign = -1 if overlap == "backward" else 1
+    # Layers are equal, so rounds balanced over ranks can also be in the model's order, kind by kind.
+    places: dict[Hashable, list[tuple[int, int]]] = {}
+    for number, tasks in enumerate(rounds):
+        for place, task in enumerate(tasks):
+            places.setdefault(kind(task), []).append((number, place))
+    exchanged, owned = [list(tasks) for tasks in rounds], dict(owners)
+    for positions in places.values():
+        before = [rounds[number][place] for number, place in positions]
+        after = sorted(before, key=lambda task: sign * task.matrix)
+        for (number, place), old, new in zip(positions, before, after, strict=True):
+            exchanged[number][place] = new
+            owned[new.matrix, new.group] = owners[old.matrix, old.group]
+    return exchanged, owned
+
 
 FREE_BYTES = 2**30
 """Buffers and workspace without a price."""
@@ -33,9 +152,11 @@ PAYS = 1.1
 """Rounds are doubled while the price is within this factor of the best."""
 TURNS: Mapping[Overlap, int] = {"none": 2, "backward": 2, "forward": 16}
 """Most rounds per matrix of the busiest owner. Forward waits for the first round, and small rounds are short."""
-BUFFER_SETS = 3
-"""Buffer sets to overlap gather, compute and return. Fewer save memory, if `buffer_bytes` asks."""
-MOST_TURNS = 100_000
+BUFFER_SETS = (3, 4)
+"""Buffer sets to overlap gather, compute and return; the fourth gathers further ahead."""
+FEWER_SETS = (1, 2)
+"""Further numbers of buffer sets, if `buffer_bytes` asks to save memory."""
+MOST_TURNS = 200_000
 """Most simulated turns of single ranks."""
 
 
@@ -66,24 +187,20 @@ class CandidatePlan:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to distribute matrices over at most `rounds` rounds.
-
-    `owners`: index into STRATEGIES. `order` and `cut` matter only if `in_model_order` is false.
-    """
+    """One way to distribute matrices over at most `rounds` rounds. `owners`: index into STRATEGIES."""
 
     rounds: int
-    in_model_order: bool = False
+    order: Order
     owners: int = 0
-    order: Order = Order.PEAKED
-    cut: Cut = Cut.TIME
 
 
 def fastest(problem: Problem) -> CandidatePlan:
     """The best candidate. Raises OptionError if `buffer_bytes` is too small for all."""
     search = _Search(problem)
     # Hidden communication may save less than uneven rounds cost.
-    for ordered in (True, False) if problem.options.overlap != "none" else (False,):
-        search.run(ordered)
+    if problem.options.overlap != "none":
+        search.run((Order.MODEL,))
+    search.run((Order.PEAKED, Order.ASCENDING, Order.DESCENDING))
     search.run_until_it_fits()
     return search.chosen()
 
@@ -93,54 +210,45 @@ class _Search:
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._overlap = problem, problem.options.overlap
-        self._ranks = len(problem.costs.pieces.ranks())
         self._local = problem.costs.local(problem.local)
-        self._dealer = Dealer(problem.tasks, problem.groups)
+        self._sliced = any(matrix.slice is not None for matrix in problem.costs.pieces.matrices)
         self._candidates: list[CandidatePlan] = []
         self._simulated: dict[Strategy, CandidatePlan] = {}
         self._owners: dict[int, OwnerOf] = {}
         self._left = MOST_TURNS
         self._ending = ""
 
-    def run(self, in_model_order: bool) -> None:
-        """Double the rounds until more rounds do not pay, then improve the best strategy field by field."""
+    def run(self, orders: Sequence[Order]) -> None:
+        """Double the rounds until more rounds do not pay, then improve the best strategy step by step."""
         self._left = MOST_TURNS
-        rank_bytes = 2 * sum(task.bytes for task in self._problem.tasks) / max(1, self._ranks)
-        first = max(1, min(self._most_rounds(), int(rank_bytes / (2 * FREE_BYTES))))
-        self._double(Strategy(first, in_model_order))
-        best = None
-        while self._simulated and best != (best := self._best_strategy(in_model_order)):
-            # All combinations would take ten times as long.
-            for neighbours in (self._other_orders, self._other_owners, self._other_rounds):
-                for strategy in neighbours(self._best_strategy(in_model_order)):
-                    self._simulate(strategy)
+        best, before = self._double(orders[0]), None
+        strategies = range(len(STRATEGIES) if self._problem.owners is None and self._problem.pattern.has_owners else 1)
+        # All combinations with numbers of rounds would take ten times as long.
+        while best != before:
+            before = best
+            for order, owners in product(orders if best.rounds > 1 else orders[:1], strategies):
+                best = self._better(best, replace(best, order=order, owners=owners))
+            for count in (best.rounds - 1, best.rounds + 1, 3 * best.rounds // 4, 3 * best.rounds // 2):
+                if 1 <= count <= self._most_rounds():
+                    best = self._better(best, replace(best, rounds=count))
 
-    def _double(self, strategy: Strategy) -> None:
-        best, candidate, left = None, self._simulate(strategy), MOST_TURNS
-        while candidate is not None and strategy.rounds < self._most_rounds():
-            best = candidate if best is None else min(best, candidate, key=self._worth)
+    def _double(self, order: Order) -> Strategy:
+        rank_bytes = 2 * sum(task.bytes for task in self._problem.tasks) / max(1, len(self._local))
+        most = self._most_rounds()
+        best = strategy = Strategy(max(1, min(most, int(rank_bytes / (2 * FREE_BYTES)))), order)
+        while (candidate := self._simulate(strategy)) is not None:
+            best = self._better(best, strategy)
             # In large worlds, keep turns for further strategies.
-            expensive = 2 * (left - self._left) > self._left / 2
-            if self._fits(candidate) and (expensive or candidate.price > PAYS * best.price):
+            ends = self._left < MOST_TURNS / 2 or candidate.price > PAYS * self._simulated[best].price
+            if strategy.rounds == most or (ends and self._fits(candidate)):
                 break
-            left, strategy = self._left, replace(strategy, rounds=min(2 * strategy.rounds, self._most_rounds()))
-            candidate = self._simulate(strategy)
+            strategy = replace(strategy, rounds=min(2 * strategy.rounds, most))
+        return best
 
-    def _other_orders(self, best: Strategy) -> Iterator[Strategy]:
-        for order, cut in () if best.in_model_order else product(Order, Cut):
-            # With many matrices per rank the order changes little.
-            if order is best.order or self._left > MOST_TURNS // 2:
-                yield replace(best, order=order, cut=cut)
-
-    def _other_owners(self, best: Strategy) -> Iterator[Strategy]:
-        for owners in range(1, len(STRATEGIES) if self._problem.pattern.has_owners else 0):
-            if not self._ended() and self._assigned(owners) not in map(self._assigned, range(owners)):
-                yield replace(best, owners=owners)
-
-    def _other_rounds(self, best: Strategy) -> Iterator[Strategy]:
-        for count in (best.rounds - 1, best.rounds + 1, 3 * best.rounds // 4, 3 * best.rounds // 2):
-            if 1 <= count <= self._most_rounds():
-                yield replace(best, rounds=count)
+    def _better(self, best: Strategy, other: Strategy) -> Strategy:
+        """The strategy with the better candidate; `best` if the search has ended."""
+        candidate = self._simulate(other)
+        return other if candidate and self._worth(candidate) < self._worth(self._simulated[best]) else best
 
     def _most_rounds(self) -> int:
         most, owners = max(1, len(self._problem.tasks)), self._assigned(0)
@@ -167,10 +275,6 @@ class _Search:
     def _best(self) -> CandidatePlan:
         return min(self._candidates, key=self._worth)
 
-    def _best_strategy(self, in_model_order: bool) -> Strategy:
-        strategies = [strategy for strategy in self._simulated if strategy.in_model_order == in_model_order]
-        return min(strategies or self._simulated, key=lambda strategy: self._worth(self._simulated[strategy]))
-
     def _ended(self) -> bool:
         if not self._candidates:
             return False
@@ -187,12 +291,15 @@ class _Search:
             if self._ended():
                 return None
             owners = self._assigned(strategy.owners)
-            if owners is None or strategy.in_model_order:
+            if strategy.owners and owners == self._assigned(0):
+                return self._simulate(replace(strategy, owners=0))
+            if owners is None or strategy.order is Order.MODEL:
                 grouped = self._following(strategy.rounds)
             else:
-                grouped = self._dealer.rounds(owners, strategy.rounds, strategy.order, strategy.cut)
+                problem = self._problem
+                grouped = dealt(problem.tasks, problem.groups, owners, strategy.rounds, strategy.order)
                 if self._overlap != "none":
-                    pieces, eligible = self._problem.costs.pieces, self._problem.eligible
+                    pieces, eligible = problem.costs.pieces, problem.eligible
                     grouped, owners = in_model_order(grouped, owners, self._overlap, pieces, eligible)
             self._simulated[strategy] = self._add(grouped, owners)
         return self._simulated[strategy]
@@ -202,19 +309,18 @@ class _Search:
 
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> CandidatePlan:
         """The best candidate over all numbers of buffer sets."""
-        problem = self._problem
-        if problem.sliced:
-            grouped = together(grouped, problem.costs.pieces.matrices)
+        if self._sliced:
+            grouped = together(grouped, self._problem.costs.pieces.matrices)
         buckets = self._buckets(grouped, owners)
-        cost, ordered, added = PlanCost(buckets, self._local, problem.costs), ordered_rounds(buckets, self._overlap), []
+        cost, ordered = PlanCost(buckets, self._local, self._problem.costs), ordered_rounds(buckets, self._overlap)
         # A pass of the model can hide every round with a buffer set.
-        most = (BUFFER_SETS, len(grouped)) if ordered else (BUFFER_SETS,)
-        fewer = () if problem.options.buffer_bytes is None else range(1, BUFFER_SETS)
-        for buffer_sets in {min(sets, max(1, len(grouped))): None for sets in (*most, *fewer)}:
+        most = (len(grouped),) if ordered else ()
+        fewer = () if self._problem.options.buffer_bytes is None else FEWER_SETS
+        added = []
+        for buffer_sets in {min(sets, max(1, len(grouped))): None for sets in (*BUFFER_SETS, *most, *fewer)}:
             self._left -= 3 * sum(len(bucket.group) for bucket in buckets)
             hidden = overlapped_rounds(self._overlap, buffer_sets, len(grouped), ordered)
-            seconds = max(simulate(cost, buffer_sets, hidden).now, default=0.0)
-            memory = cost.step_bytes(buffer_sets)
+            seconds, memory = Clock(cost, buffer_sets, hidden).end, cost.step_bytes(buffer_sets)
             buffers = max((rank.buffers for rank in memory), default=0)
             peak = max((rank.peak for rank in memory), default=0)
             added.append(CandidatePlan(buckets, buffer_sets, seconds, buffers, peak, cost.busiest()))

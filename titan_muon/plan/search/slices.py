@@ -1,4 +1,4 @@
-"""Choice of the matrices to slice, and of the owners of the slices."""
+"""Sliced matrices: several ranks of a node orthogonalize a matrix together. The choice of matrices and of owners."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from math import prod
 
 from ...options import MuonOptions, OptionError
-from ..cost.costs import Costs
-from ..exchange.all_gather import PATTERNS
-from ..terms.layout import Geometries
+from ..cost.walk import Costs
+from ..exchange.patterns import PATTERNS
+from ..terms.layout import Geometries, select
+from ..terms.machine import Work, WorkOf
 from ..terms.pieces import Pieces, Ranks
-from ..terms.slices import divides, sliced, slices_of, teams
-from ..terms.types import Matrix, Parameter
-from ..terms.work import Work, WorkOf
-from .owners import Balancer, OwnerOf, Task, by_group, spread
-from .problem import Problem
+from ..terms.types import Interval, Matrix, MatrixRows, Parameter, Slice
+from .owners import Balancer, OwnerOf, Problem, Task, by_group, spread
 
 LIMITS = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5)
 """A matrix is sliced if its owner would end later than the mean load times a limit."""
@@ -41,15 +41,6 @@ class SliceOption:
 
 SliceOptions = dict[tuple[int, int], tuple[SliceOption, ...]]
 """By (matrix, group)."""
-
-
-@dataclass(frozen=True)
-class TeamChoice:
-    """An option for a team of ranks."""
-
-    end: int  # Of the last rank.
-    option: SliceOption
-    ranks: Ranks
 
 
 @dataclass(frozen=True)
@@ -85,31 +76,11 @@ def slices_fault(options: MuonOptions) -> str:
     return ""
 
 
-def with_cuts(problem: Problem, work_of: WorkOf) -> Problem | None:
-    """The problem with late matrices sliced, or None if no slicing ends the step earlier."""
-    if problem.options.split_over == 1 or slices_fault(problem.options):
-        return None
-    choices = _slice_options(problem, work_of)
-    if not choices:
-        return None
-    tasks = timed(problem)
-    load = loads(problem)
-    mean = (sum(task.flops for task in tasks) + sum(load.values())) / len(problem.costs.pieces.ranks())
-    for small_first in (False, True) if len(problem.groups) > 1 else (False,):
-        whole = balance(problem, tasks, load, choices, math.inf, small_first=small_first)
-        limits = [limit * mean for limit in (LIMITS[:1] if small_first else LIMITS) if limit * mean < whole.latest]
-        balances = [balance(problem, tasks, load, choices, limit, small_first=small_first) for limit in limits]
-        best = min(balances, key=lambda b: b.longest, default=whole)
-        if best.longest < GAIN * whole.longest:
-            return cut(problem, choices, best)
-    return None
-
-
 def slices_reason(problem: Problem) -> str:
     """Note for the user: the number of sliced matrices, or the reason for none; empty if slices are off."""
-    cut = sum(matrix.slice is not None and matrix.slice.place == 0 for matrix in problem.costs.pieces.matrices)
-    if cut:
-        return f"matrices in slices: {cut:,}"
+    sliced = sum(matrix.slice is not None and matrix.slice.place == 0 for matrix in problem.costs.pieces.matrices)
+    if sliced:
+        return f"matrices in slices: {sliced:,}"
     options = problem.options
     if options.split_over == 1:
         return ""
@@ -117,37 +88,43 @@ def slices_reason(problem: Problem) -> str:
     return f"no matrix in slices: {slices_fault(options) or f'none {sooner}'}"
 
 
-def timed(problem: Problem) -> list[Task]:
-    """Tasks with picoseconds instead of FLOPs, to include traffic between the owners of slices."""
-    costs = problem.costs
-    times = [picoseconds(costs, matrix, costs.works[matrix.work]) for matrix in costs.pieces.matrices]
-    return [task._replace(flops=times[task.matrix]) for task in problem.tasks]
+def with_slices(problem: Problem, work_of: WorkOf) -> Problem | None:
+    """The problem with late matrices sliced, or None if no slicing ends the step earlier."""
+    options, per_node = problem.options, problem.costs.machine.ranks_per_node
+    if options.split_over == 1 or slices_fault(options):
+        return None
+    counts = [count for count in COUNTS if options.split_over == "auto" or count <= options.split_over]
+    teams = [{count: _teams(group, count, per_node) for count in counts} for group in problem.groups]
+    # Each of several groups that repeat the work would need slices.
+    groups = Counter(task.matrix for task in problem.tasks)
+    tasks = (task for task in problem.tasks if groups[task.matrix] == 1)
+    choices = options_of(problem, tasks, lambda task: _options_of(problem, task.matrix, teams[task.group], work_of))
+    if not choices:
+        return None
+    timed, load = in_picoseconds(problem)
+    mean = (sum(task.flops for task in timed) + sum(load.values())) / len(problem.costs.pieces.ranks())
+    whole = balance(problem, timed, load, choices, math.inf)
+    limits = [limit * mean for limit in LIMITS if limit * mean < whole.latest]
+    balances = [balance(problem, timed, load, choices, limit) for limit in limits]
+    best = min(balances, key=lambda b: b.longest, default=whole)
+    return cut(problem, choices, best) if best.longest < GAIN * whole.longest else None
+
+
+def in_picoseconds(problem: Problem) -> tuple[list[Task], dict[int, int]]:
+    """Tasks with picoseconds instead of FLOPs, to include traffic between owners, and those of local matrices."""
+    costs, pieces = problem.costs, problem.costs.pieces
+    times = [
+        picoseconds(costs, matrix, costs.works[matrix.work])
+        for matrix in map(pieces.matrices.__getitem__, pieces.examples)
+    ]
+    tasks = [task._replace(flops=times[pieces.kinds[task.matrix]]) for task in problem.tasks]
+    local = zip(pieces.ranks(), costs.local(problem.local), strict=True)
+    return tasks, {rank: int(1e12 * owned.seconds) for rank, owned in local}
 
 
 def picoseconds(costs: Costs, matrix: Matrix, work: Work) -> int:
     """Time as an integer, so that all ranks compute equal sums."""
     return int(1e12 * costs.machine.orthogonalize_seconds(work, min(matrix.rows, matrix.cols), 1))
-
-
-def loads(problem: Problem) -> dict[int, int]:
-    """Picoseconds of each rank's local matrices."""
-    local = zip(problem.costs.pieces.ranks(), problem.costs.local(problem.local), strict=True)
-    return {rank: int(1e12 * owned.seconds) for rank, owned in local}
-
-
-def _slice_options(problem: Problem, work_of: WorkOf) -> SliceOptions:
-    # Each of several groups that repeat the work would need slices.
-    groups = Counter(task.matrix for task in problem.tasks)
-    most = problem.options.split_over
-    counts = [count for count in COUNTS if most == "auto" or count <= most]
-    possible = [
-        [count for count in counts if teams(group, count, problem.costs.machine.ranks_per_node)]
-        for group in problem.groups
-    ]
-    tasks = (task for task in problem.tasks if possible[task.group] and groups[task.matrix] == 1)
-    return options_of(
-        problem, tasks, lambda task: _options_of_matrix(problem, task.matrix, task.group, possible[task.group], work_of)
-    )
 
 
 def options_of(problem: Problem, tasks: Iterable[Task], make: Callable[[Task], Sequence[SliceOption]]) -> SliceOptions:
@@ -162,58 +139,68 @@ def options_of(problem: Problem, tasks: Iterable[Task], make: Callable[[Task], S
     return choices
 
 
-def _options_of_matrix(
-    problem: Problem, number: int, group: int, counts: Sequence[int], work_of: WorkOf
+def _teams(group: Ranks, count: int, ranks_per_node: int) -> tuple[Ranks, ...]:
+    """Disjoint sets of `count` ranks of a node: few, because each needs a process group."""
+    nodes = [tuple(members) for _, members in groupby(group, key=lambda rank: rank // ranks_per_node)]
+    return tuple(node[n : n + count] for node in nodes for n in range(0, len(node) - count + 1, count))
+
+
+def _options_of(
+    problem: Problem, number: int, teams: Mapping[int, tuple[Ranks, ...]], work_of: WorkOf
 ) -> list[SliceOption]:
     costs, matrix = problem.costs, problem.costs.pieces.matrices[number]
-    stored, shape = problem.parameters[matrix.parameter].stack.matrices[matrix.index], (matrix.rows, matrix.cols)
     result, whole = [], picoseconds(costs, matrix, costs.works[matrix.work])
-    for count in counts:
-        if divides(stored, shape, count):
-            work = work_of(matrix.parameter, *shape, count)
-            slice_time = picoseconds(costs, slices_of(matrix, 0, 0, 0, count)[0], work)
-            sets = teams(problem.groups[group], count, costs.machine.ranks_per_node)
-            result += [SliceOption(count, work, slice_time, tuple(sets))] if slice_time < whole else []
+    for count, sets in teams.items():
+        if sets and divides(problem, number, count):
+            option = slice_option(problem, number, count, sets, work_of)
+            result += [option] if option.picoseconds < whole else []
     return result
 
 
+def divides(problem: Problem, number: int, count: int) -> bool:
+    """Whether the matrix divides into `count` equal slices, and the Gram matrix into equal row blocks."""
+    matrix = problem.costs.pieces.matrices[number]
+    stored = problem.parameters[matrix.parameter].stack.matrices[matrix.index]
+    # An interleaved matrix would need as many segments as rows.
+    return stored.row_step == stored.col_step == 1 and matrix.rows % count == matrix.cols % count == 0
+
+
+def slice_option(problem: Problem, number: int, count: int, teams: tuple[Ranks, ...], work_of: WorkOf) -> SliceOption:
+    """The option of `count` slices of matrix `number`."""
+    costs, matrix = problem.costs, problem.costs.pieces.matrices[number]
+    work = work_of(matrix.parameter, matrix.rows, matrix.cols, count)
+    return SliceOption(count, work, picoseconds(costs, _slices_of(matrix, 0, 0, 0, count)[0], work), teams)
+
+
 def balance(
-    problem: Problem,
-    tasks: Sequence[Task],
-    load: Mapping[int, int],
-    choices: SliceOptions,
-    limit: float,
-    *,
-    small_first: bool = False,
+    problem: Problem, tasks: Sequence[Task], load: Mapping[int, int], choices: SliceOptions, limit: float
 ) -> Balance:
     """Like `balanced`, but a matrix that would end after `limit` is sliced if the slices end earlier."""
     balancer = Balancer(tasks, problem.costs.pieces.ranks(), load)
     owners: dict[tuple[int, int], Ranks] = {}
     latest = 0
-    grouped = by_group(tasks, problem.groups)
-    for index in reversed(grouped) if small_first else grouped:
-        group, group_tasks = problem.groups[index], grouped[index]
-        heap = balancer.heap(group)
+    for index, group_tasks in by_group(tasks, problem.groups):
+        heap = balancer.heap(problem.groups[index])
         for task in spread(group_tasks):
             available, end = choices.get((task.matrix, index), ()), heap[0][0] + task.flops
             latest = max(latest, end) if available else latest
-            shared = _shared(balancer, available, limit) if end > limit else None
-            if shared is None or (shared.end >= end and limit > ALWAYS):
+            shares = [
+                (balancer.latest_end(team) + option.picoseconds, option, team)
+                for option in (available if end > limit else ())
+                for team in option.teams
+            ]
+            # The fewest slices that end by `limit`, or else the first to end.
+            shared = min(shares, key=lambda share: (max(share[0], limit), share[1].count, share[0]), default=None)
+            if shared is None or (shared[0] >= end and limit > ALWAYS):
                 owners[task.matrix, index] = (balancer.assign(task, heap),)
                 continue
-            for rank in shared.ranks:
-                time, size = shared.option.picoseconds, task.bytes // shared.option.count
-                balancer.add_work(task._replace(flops=time, bytes=size), rank)
+            _, option, team = shared
+            for rank in team:
+                balancer.add_work(task._replace(flops=option.picoseconds, bytes=task.bytes // option.count), rank)
             # The entries of these ranks are outdated.
-            heap = balancer.heap(group)
-            owners[task.matrix, index] = shared.ranks
+            heap = balancer.heap(problem.groups[index])
+            owners[task.matrix, index] = team
     return Balance(tuple(owners[task.matrix, task.group] for task in tasks), balancer.longest(), latest)
-
-
-def _shared(balancer: Balancer, choices: Sequence[SliceOption], limit: float) -> TeamChoice | None:
-    """The fewest slices that end by `limit`, or else the first to end."""
-    shares = [TeamChoice(balancer.latest_end(ranks) + o.picoseconds, o, ranks) for o in choices for ranks in o.teams]
-    return min(shares, key=lambda share: (max(share.end, limit), share.option.count, share.end), default=None)
 
 
 def cut(problem: Problem, choices: SliceOptions, shared: Balance) -> Problem:
@@ -223,55 +210,67 @@ def cut(problem: Problem, choices: SliceOptions, shared: Balance) -> Problem:
         for task, ranks in zip(problem.tasks, shared.owners, strict=True)
         if len(ranks) > 1
     }
-    costs = problem.costs
-    matrices, works, first = _renumbered(costs, chosen)
-    parameters = _parameters(problem, chosen)
+    costs, works, first = problem.costs, dict[Work, int](), list[int]()
+    matrices, local = list[Matrix](), list[Ranks]()
+    slice_counts: dict[int, dict[int, int]] = {}
+    for number, matrix in enumerate(costs.pieces.matrices):
+        option, index = chosen.get(number), matrices[-1].index + 1 if matrix.index else 0
+        first.append(len(matrices))
+        if option is None:
+            place = works.setdefault(costs.works[matrix.work], len(works))
+            matrices.append(replace(matrix, index=index, work=place))
+        else:
+            place = works.setdefault(option.work, len(works))
+            matrices += _slices_of(matrix, index, place, option.work.flops, option.count)
+            slice_counts.setdefault(matrix.parameter, {})[matrix.index] = option.count
+        local += [problem.local[number]] * (len(matrices) - first[-1])
     tasks, owners = list[Task](), OwnerOf()
     for task, ranks in zip(problem.tasks, shared.owners, strict=True):
         for number, rank in enumerate(ranks, start=first[task.matrix]):
             matrix = matrices[number]
             tasks.append(Task(number, task.group, matrix.flops, matrix.numel * costs.wire_bytes, task.layer))
             owners[number, task.group] = rank
-    counts = [1 if number not in chosen else chosen[number].count for number in range(len(problem.local))]
-    local = [ranks for ranks, count in zip(problem.local, counts, strict=True) for _ in range(count)]
+    parameters = tuple(_sliced(p, slice_counts.get(number, {})) for number, p in enumerate(problem.parameters))
     pieces = Pieces(matrices, Geometries(parameters), costs.pieces.ranks_per_node)
     return replace(
         problem,
         parameters=parameters,
-        costs=Costs(pieces, works, costs.wire_bytes, costs.machine, costs.elementwise),
+        costs=Costs(pieces, tuple(works), costs.wire_bytes, costs.machine, costs.elementwise),
         local=tuple(local),
         tasks=tuple(tasks),
         owners=owners,
     )
 
 
-def _renumbered(
-    costs: Costs, chosen: Mapping[int, SliceOption]
-) -> tuple[tuple[Matrix, ...], tuple[Work, ...], list[int]]:
-    """Matrices after slicing, works, and the first new number of each matrix."""
-    result: list[Matrix] = []
-    works: dict[Work, int] = {}
-    first, index = [], 0
-    for number, matrix in enumerate(costs.pieces.matrices):
-        index = 0 if matrix.index == 0 else index
-        first.append(len(result))
-        option = chosen.get(number)
-        work = costs.works[matrix.work] if option is None else option.work
-        place = works.setdefault(work, len(works))
-        if option is not None:
-            result += slices_of(matrix, index, place, work.flops, option.count)
-        else:
-            result.append(replace(matrix, index=index, work=place))
-        index += 1 if option is None else option.count
-    return tuple(result), tuple(works), first
+def _cuts_rows(shape: tuple[int, int]) -> bool:
+    """Whether rows are cut: always the longer side, because each slice needs all of the shorter side."""
+    return shape[0] >= shape[1]
 
 
-def _parameters(problem: Problem, chosen: Mapping[int, SliceOption]) -> tuple[Parameter, ...]:
-    counts: dict[int, dict[int, int]] = {}
-    for number, option in chosen.items():
-        matrix = problem.costs.pieces.matrices[number]
-        counts.setdefault(matrix.parameter, {})[matrix.index] = option.count
-    return tuple(
-        sliced(parameter, counts[number]) if number in counts else parameter
-        for number, parameter in enumerate(problem.parameters)
-    )
+def _slices_of(matrix: Matrix, index: int, work: int, flops: int, count: int) -> list[Matrix]:
+    """The slices; `index`: of the first slice in the parameter's stack."""
+    cuts_rows = _cuts_rows((matrix.rows, matrix.cols))
+    rows, cols = (matrix.rows // count, matrix.cols) if cuts_rows else (matrix.rows, matrix.cols // count)
+    return [
+        Matrix(matrix.parameter, index + place, rows, cols, flops, work, Slice(place, count, cuts_rows))
+        for place in range(count)
+    ]
+
+
+def _sliced(parameter: Parameter, counts: Mapping[int, int]) -> Parameter:
+    """The parameter with matrix i of the stack cut into `counts[i]` slices."""
+    stack, cols = parameter.stack, prod(parameter.layout.shape[parameter.stack.row_dims :])
+    matrices: list[MatrixRows] = []
+    for index, matrix in enumerate(stack.matrices):
+        count = counts.get(index, 1)
+        matrices += [_part(matrix, cols, place, count) for place in range(count)] if count > 1 else [matrix]
+    return replace(parameter, stack=replace(stack, matrices=tuple(matrices)))
+
+
+def _part(matrix: MatrixRows, col_count: int, place: int, count: int) -> MatrixRows:
+    shape, label = matrix.shape(col_count), f"{matrix.label}/{place}"
+    if _cuts_rows(shape):
+        length = shape[0] // count
+        return replace(matrix, label=label, rows=select(matrix.rows, place * length, (place + 1) * length))
+    length, cols = shape[1] // count, matrix.cols or (Interval(0, shape[1]),)
+    return replace(matrix, label=label, cols=select(cols, place * length, (place + 1) * length))

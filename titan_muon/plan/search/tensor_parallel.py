@@ -1,18 +1,17 @@
-"""Orthogonalization by whole tensor-parallel groups, a slice per rank."""
+"""Tensor parallelism: matrices on whole tensor-parallel groups, a slice per rank, or blocks as separate matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 
 from ...options import MuonOptions, OptionError
-from ..terms.blocks import in_blocks
-from ..terms.layout import Geometries
-from ..terms.slices import divides, slices_of
-from ..terms.types import Parameter
-from ..terms.work import WorkOf
-from .owners import Task
-from .problem import Problem
-from .slices import ALWAYS, SliceOption, balance, cut, loads, options_of, picoseconds, slices_fault, timed
+from ..terms.layout import Geometries, Geometry, Intervals, flattened, merged, region
+from ..terms.machine import WorkOf
+from ..terms.types import Cut, Interval, Layout, MatrixRows, MatrixStack, Parameter
+from .owners import Problem, Task
+from .slices import ALWAYS, SliceOption, balance, cut, divides, in_picoseconds, options_of, slice_option, slices_fault
 
 
 def read_in_mode(parameters: Sequence[Parameter], options: MuonOptions) -> tuple[Sequence[Parameter], Geometries]:
@@ -20,35 +19,24 @@ def read_in_mode(parameters: Sequence[Parameter], options: MuonOptions) -> tuple
 
     Raises OptionError if tensor parallelism cuts no matrix, or if the options contradict the mode.
     """
-    geometries = Geometries(parameters)
-    if options.tensor_parallel == "owner":
+    geometries, mode = Geometries(parameters), options.tensor_parallel
+    if mode == "owner":
         return parameters, geometries
     if not any(geometry.cut_by_peers for geometry in geometries.shared):
         raise OptionError(
             "tensor_parallel",
-            f"= {options.tensor_parallel!r} is about matrices that a mesh axis named 'tp' cuts, and there is none: "
+            f"= {mode!r} is about matrices that a mesh axis named 'tp' cuts, and there is none: "
             "name that axis of the DTensors' mesh so, or set 'owner'",
         )
-    if fault := _fault(options):
-        raise _refused(options, f"{fault}, or tensor_parallel = 'owner'")
-    if options.tensor_parallel == "blockwise":
+    if mode == "blockwise":
         blocks = in_blocks(parameters, geometries)
         return blocks, Geometries(blocks)
+    if fault := _fault(options):
+        raise OptionError("tensor_parallel", f"= {mode!r}: {fault}, or tensor_parallel = 'owner'")
     return parameters, geometries
 
 
-def distributes(options: MuonOptions) -> bool:
-    """Whether whole tensor-parallel groups orthogonalize cut matrices."""
-    return options.tensor_parallel == "distributed"
-
-
-def _refused(options: MuonOptions, problem: str) -> OptionError:
-    return OptionError("tensor_parallel", f"= {options.tensor_parallel!r}: {problem}")
-
-
 def _fault(options: MuonOptions) -> str:
-    if not distributes(options):
-        return ""
     if options.split_over != 1:
         return f"split_over = {options.split_over!r} assigns slices to other ranks; choose 1"
     if options.replicas != "split":
@@ -65,29 +53,102 @@ def with_peers(problem: Problem, work_of: WorkOf) -> Problem:
         if pieces.matrices[task.matrix].index in pieces.geometry(task.matrix).cut_by_peers
     )
     choices = options_of(problem, cut_tasks, lambda task: (_team_option(problem, task, work_of),))
-    return cut(problem, choices, balance(problem, timed(problem), loads(problem), choices, ALWAYS))
+    return cut(problem, choices, balance(problem, *in_picoseconds(problem), choices, ALWAYS))
 
 
 def _team_option(problem: Problem, task: Task, work_of: WorkOf) -> SliceOption:
-    costs, members = problem.costs, frozenset(problem.groups[task.group])
-    matrix, peers = costs.pieces.matrices[task.matrix], costs.pieces.geometry(task.matrix).peers
+    per_node, members = problem.costs.machine.ranks_per_node, frozenset(problem.groups[task.group])
+    peers = problem.costs.pieces.geometry(task.matrix).peers
     teams = tuple(dict.fromkeys(ranks for ranks in peers.values() if members.issuperset(ranks)))
     if not teams:
         raise _unfit(problem, task, "has parts only on some ranks of each tensor-parallel group")
-    count, shape = len(teams[0]), (matrix.rows, matrix.cols)
-    if not divides(problem.parameters[matrix.parameter].stack.matrices[matrix.index], shape, count):
+    count = len(teams[0])
+    if not divides(problem, task.matrix, count):
         raise _unfit(problem, task, f"cannot be cut into {count} equal slices, because {count} must divide both sides")
     # Slices follow ascending ranks, in any order on the mesh axis.
-    on_node = tuple(tuple(sorted(r)) for r in teams if len({rank // costs.machine.ranks_per_node for rank in r}) == 1)
+    on_node = tuple(tuple(sorted(ranks)) for ranks in teams if len({rank // per_node for rank in ranks}) == 1)
     if not on_node:
         reason = "is cut over several nodes (machine.ranks_per_node), with slow links between slices"
         raise _unfit(problem, task, reason)
-    work = work_of(matrix.parameter, *shape, count)
-    return SliceOption(count, work, picoseconds(costs, slices_of(matrix, 0, 0, 0, count)[0], work), on_node)
+    return slice_option(problem, task.matrix, count, on_node, work_of)
 
 
 def _unfit(problem: Problem, task: Task, reason: str) -> OptionError:
     matrix = problem.costs.pieces.matrices[task.matrix]
-    parameter = problem.parameters[matrix.parameter]
-    name = f"{parameter.fqn} ({matrix.rows} x {matrix.cols})"
-    return _refused(problem.options, f"{name} {reason}; set 'owner', which takes any matrix")
+    name = f"{problem.parameters[matrix.parameter].fqn} ({matrix.rows} x {matrix.cols})"
+    fault = f"= 'distributed': {name} {reason}; set 'owner', which takes any matrix"
+    return OptionError("tensor_parallel", fault)
+
+
+def blocks_reason(options: MuonOptions, before: Sequence[Parameter], after: Sequence[Parameter]) -> str:
+    """Note for the user on the number of cut matrices; empty unless the mode is blockwise."""
+    if options.tensor_parallel != "blockwise":
+        return ""
+    pairs = zip(before, after, strict=True)
+    cut = sum(len({*old.stack.matrices} - {*new.stack.matrices}) for old, new in pairs if old.stack != new.stack)
+    return (
+        f"tensor_parallel = 'blockwise' is inexact: of {cut:,} matrices that tensor parallelism cuts, each block is "
+        "orthogonalized as a matrix of its own"
+    )
+
+
+def in_blocks(parameters: Sequence[Parameter], geometries: Geometries) -> list[Parameter]:
+    """Parameters with blocks instead of cut matrices."""
+    stacks = [_in_blocks(geometry) for geometry in geometries.shared]
+    return [replace(p, stack=stacks[geometries.index[number]]) for number, p in enumerate(parameters)]
+
+
+def _in_blocks(geometry: Geometry) -> MatrixStack:
+    stack, layout = geometry.stack, geometry.layout
+    if not geometry.cut_by_peers:
+        return stack
+    down, parts = _parts(layout, stack.row_dims)
+    matrices: list[MatrixRows] = []
+    for index, matrix in enumerate(stack.matrices):
+        cut = index in geometry.cut_by_peers
+        matrices += _blocks(matrix, geometry.col_count, parts, down=down) if cut else [matrix]
+    return replace(stack, matrices=tuple(matrices))
+
+
+def _parts(layout: Layout, row_dims: int) -> tuple[bool, list[Intervals]]:
+    """Whether tensor parallelism cuts rows, and the rows (or columns) of each rank of its axis."""
+    axis, shape = layout.tensor_parallel, layout.shape
+    assert axis is not None, "tensor parallelism cuts every stack that has blocks"
+    placement = layout.placements[axis]
+    assert isinstance(placement, Cut), "a replicated tensor is not cut"
+    dim = placement.dim
+    # All ranks of a coordinate together, because FSDP cuts further.
+    along = [
+        range(size if isinstance(other, Cut) and other.dim == dim else 1)
+        for other, size in zip(layout.placements, layout.mesh.shape, strict=True)
+    ]
+    parts = []
+    for place in along[axis]:
+        coordinates = product(*along[:axis], (place,), *along[axis + 1 :])
+        stored = merged(sorted(interval for at in coordinates for interval in region(layout, at)[dim]))
+        dims = [stored if other == dim else merged([Interval(0, size)]) for other, size in enumerate(shape)]
+        side = slice(row_dims) if dim < row_dims else slice(row_dims, None)
+        parts.append(flattened(dims[side], shape[side]))
+    return dim < row_dims, parts
+
+
+def _blocks(matrix: MatrixRows, col_count: int, parts: Sequence[Intervals], *, down: bool) -> Iterator[MatrixRows]:
+    cols = matrix.cols or (Interval(0, col_count),)
+    for place, part in enumerate(parts):
+        label = f"{matrix.label}/tp{place}"
+        if down and (rows := _within(matrix.rows, matrix.row_step, part)):
+            yield replace(matrix, label=label, rows=rows)
+        elif not down and (kept := _within(cols, matrix.col_step, part)):
+            yield replace(matrix, label=label, cols=kept)
+
+
+def _within(wanted: Intervals, step: int, part: Intervals) -> Intervals:
+    """The indices of `part` among every `step`-th index of the wanted intervals."""
+    inside = []
+    for start, stop in wanted:
+        for low, high in part:
+            # At a counted index, because the new interval counts steps from its start.
+            first, last = start + step * max(0, -(-(low - start) // step)), min(stop, high)
+            if first < last:
+                inside.append(Interval(first, last))
+    return tuple(inside)

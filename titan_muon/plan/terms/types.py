@@ -20,7 +20,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from .work import FLOAT32_COST, ElementwiseCost, Work
+from .machine import FLOAT32_COST, ElementwiseCost, Work
 
 
 class Interval(NamedTuple):
@@ -237,6 +237,22 @@ class Bucket:
     matrices: tuple[int, ...]
     owners: tuple[int, ...]
     round: int = 0
+
+
+def teams_in(bucket: Bucket, matrices: Sequence[Matrix]) -> dict[int, tuple[int, ...]]:
+    """The owners of all slices of each sliced matrix in a bucket, by first slice."""
+    owners: dict[int, list[int]] = {}
+    for number, owner in sorted(zip(bucket.matrices, bucket.owners, strict=True)) if bucket.owners else ():
+        part = matrices[number].slice
+        if part is not None:
+            owners.setdefault(number - part.place, []).append(owner)
+    for first, ranks in owners.items():
+        part = matrices[first].slice
+        # Process groups sort ranks, and a rank's position in the group is its slice.
+        assert part is not None, f"matrix {first} is the first of its slices"
+        assert len(ranks) == part.count, f"all slices of matrix {first} travel in one bucket"
+        assert ranks == sorted(set(ranks)), f"the slices of matrix {first} have one owner each, in order of ranks"
+    return {first: tuple(ranks) for first, ranks in owners.items()}
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements, peer_elements
 from titan_muon.plan import Plan, Summary
 from titan_muon.plan.cost.timeline import Timeline
-from titan_muon.plan.owned.ownership import OwnedTotals, load_lines
-from titan_muon.plan.terms.groups import Assembly, assemblies
+from titan_muon.plan.search.ownership import OwnedTotals, load_lines
 from titan_muon.plan.terms.layout import Geometries
+from titan_muon.plan.terms.pieces import Assembly, assemblies
 from titan_muon.tensors.matrices import stack_of
 from titan_muon.titan.recipe.toml import plural
 

@@ -1,6 +1,6 @@
 """Checks of a recipe against this machine, before training and in a dry run for this machine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -10,12 +10,13 @@ from titan_muon.titan.data.tokenizers import check_tokenizer_folder
 from titan_muon.titan.device import compute_capability
 from titan_muon.titan.model.quantization import check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError
+from titan_muon.titan.recipe.schema import values
 
-ON_GPUS_ALONE: dict[str, Callable[[Recipe], bool]] = {
-    "parallelism.enable_fsdp_symm_mem": lambda recipe: recipe.parallelism.enable_fsdp_symm_mem,
-    "compile.enable_async_tensor_parallel": lambda recipe: recipe.compile.enable_async_tensor_parallel,
-    "profiler.enable_memory_snapshot": lambda recipe: recipe.profiler.enable_memory_snapshot,
-}
+ON_GPUS_ALONE = (
+    "parallelism.enable_fsdp_symm_mem",
+    "compile.enable_async_tensor_parallel",
+    "profiler.enable_memory_snapshot",
+)
 
 
 def check_machine(recipe: Recipe) -> None:
@@ -29,8 +30,9 @@ def check_machine(recipe: Recipe) -> None:
 
 def refuse_on_cpu(recipe: Recipe) -> None:
     """Raise RecipeError for GPU-only options."""
-    for key, is_set in ON_GPUS_ALONE.items():
-        if is_set(recipe):
+    current = values(recipe)
+    for key in ON_GPUS_ALONE:
+        if current[key]:
             raise RecipeError(f"{key} = true is not accepted on the CPU; it needs GPUs. Set it to false.")
     if recipe.checkpoint.enable and recipe.checkpoint.async_mode == "async_with_pinned_mem":
         raise RecipeError(

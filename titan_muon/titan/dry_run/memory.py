@@ -14,8 +14,8 @@ from titan_muon.options import MuonOptions
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary
-from titan_muon.plan.owned.ownership import OwnedTotals
-from titan_muon.plan.search.state import state_elements
+from titan_muon.plan.search.owners import state_elements
+from titan_muon.plan.search.ownership import OwnedTotals
 from titan_muon.state.host import TRANSFERS_AT_ONCE, host_bytes
 from titan_muon.state.matrix_states import state_bytes
 from titan_muon.state.momentum import momentum_bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from titan_muon.engine import planning_machine
 from titan_muon.plan import Summary, summarize
 from titan_muon.plan.cost.timeline import Timeline, timeline
-from titan_muon.plan.owned.ownership import OwnedTotals
+from titan_muon.plan.search.ownership import OwnedTotals
 from titan_muon.plan.terms.machine import MachineRates
 from titan_muon.titan.assign.explain import owner_loads
 from titan_muon.titan.checks.machine import check_machine

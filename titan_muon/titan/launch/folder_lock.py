@@ -1,4 +1,4 @@
-"""Lock of a run folder: only one job writes to the folder. Errors of the folder."""
+"""Lock of a run folder: only one job writes to the folder."""
 
 import fcntl
 import os
@@ -35,9 +35,3 @@ class FolderLock(ExitStack):
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
-
-
-def unusable(folder: str, error: OSError) -> RecipeError:
-    """Error for a start that cannot read or write in `dump_folder`."""
-    remedy = "Free space, give this user the right to read and to write there, or set another dump_folder."
-    return RecipeError(f"dump_folder = {folder!r}: {error}. {remedy}")

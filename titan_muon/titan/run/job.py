@@ -25,7 +25,7 @@ from titan_muon.titan.checks.machine import check_machine
 from titan_muon.titan.checks.start import check_start, data_facts, start_facts
 from titan_muon.titan.data.loader import PackedDataLoader
 from titan_muon.titan.device import on_accelerator
-from titan_muon.titan.fault import RunFault
+from titan_muon.titan.fault import RunFault, unusable
 from titan_muon.titan.launch.attempts import (
     describe_world,
     interrupted_run,
@@ -34,7 +34,7 @@ from titan_muon.titan.launch.attempts import (
     store_of_attempt,
     store_of_ranks,
 )
-from titan_muon.titan.launch.folder_lock import FolderLock, unusable
+from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.launch.watchdog import Watchdog
 from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees

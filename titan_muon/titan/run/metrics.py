@@ -24,17 +24,16 @@ from torchtitan.components.metrics import BaseLogger, MetricsProcessor, WandBLog
 from torchtitan.distributed import ParallelDims
 from tqdm import tqdm
 
-from titan_muon.titan.launch.folder_lock import unusable
+from titan_muon.titan.fault import unusable
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.run.console import is_quiet, show
 
 METRICS_FILE = "metrics.jsonl"
-STEP_KEYS = ("grad_norm", "tokens_per_second", "mfu", "memory_gib")
 TAGS = {
     "loss": "loss/train",
     "val_loss": "loss/validation",
     "bits_per_byte": "loss/bits_per_byte",
-    **{key: f"step/{key}" for key in STEP_KEYS},
+    **{key: f"step/{key}" for key in ("grad_norm", "tokens_per_second", "mfu", "memory_gib")},
 }
 """TensorBoard groups tags by the first word; the file keeps the keys for scripts."""
 WANDB_ID_FILE = "wandb_id"

@@ -17,7 +17,8 @@ from types import MappingProxyType
 
 import torch.distributed as dist
 
-from titan_muon.titan.launch.folder_lock import FolderLock, unusable
+from titan_muon.titan.fault import unusable
+from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
 from titan_muon.titan.run.console import print_on_rank0

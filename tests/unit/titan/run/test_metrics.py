@@ -138,6 +138,7 @@ def test_only_a_terminal_has_a_progress_bar(
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     reporter.advance(6)
+    report(reporter, 7)
     reporter.close()
     assert (" 6/20 " in stream.getvalue()) == stream.isatty()
 

@@ -88,38 +88,22 @@ def test_the_global_batch_is_the_same_on_every_number_of_ranks(world_size: int, 
     assert (training.global_batch_size, training.local_batch_size) == (8, 8 // world_size)
 
 
-class Dims(SimpleNamespace):
-    pp = dp_replicate = dp_shard = cp = tp = ep = 1
-
-
-def printed_start(trainer: SimpleNamespace, recipe: Any, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    with mock.patch.object(dist, "get_world_size", return_value=8):
-        job._print_start(trainer, recipe, Run("runs/x"))  # type: ignore[arg-type]
-    return capsys.readouterr().out.splitlines()
-
-
-def test_the_start_prints_batch_ranks_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = SimpleNamespace(
+def test_the_start_prints_batch_ranks_and_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    trainer: Any = SimpleNamespace(
         config=config(tmp_path, training__local_batch_size=3, training__seq_len=500),
-        parallel_dims=Dims(dp_replicate=2, dp_shard=4),
+        parallel_dims=SimpleNamespace(pp=1, dp_replicate=2, dp_shard=4, cp=1, tp=1, ep=1),
         gradient_accumulation_steps=2,
         dataloader=None,
         step=4,
     )
-    data, line = printed_start(trainer, tiny.recipe(tmp_path), capsys)
+    job._print_start(trainer, tiny.recipe(tmp_path), Run("runs/x"))
+    data, line = capsys.readouterr().out.splitlines()
     assert data == "data: c4 by TorchTitan's loader, which counts no passes; 48,000 tokens are read"
     batch = "48 sequences (24,000 tokens, in 2 passes)"
     assert line == f"training 2 steps of {batch} on 8 ranks (hsdp 2, fsdp 4); the first one takes longest"
-
-
-def test_the_start_notes_different_code_for_owned_matrices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(compat, "spmd_note", lambda requested, owned: f"a note on {requested} {owned}")
-    trainer = SimpleNamespace(config=config(tmp_path), parallel_dims=Dims(), gradient_accumulation_steps=1, step=10**6)
-    note, done = printed_start(trainer, tiny.recipe(tmp_path, placement__muon="owned"), capsys)
-    assert note == "a note on auto True"
-    assert done.startswith("nothing to do: step 1000000 of 6 is done.")
 
 
 def test_the_start_counts_the_whole_model_and_lists_every_pipeline_rank(

@@ -1,4 +1,4 @@
-"""Both iterations on stacks: every set of coefficients, dtype and shape against float64, and the required constants."""
+"""The iterations on stacks: torch's bits, and every set of coefficients, dtype and shape against float64."""
 
 import math
 from dataclasses import replace
@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.accuracy import orthogonality_error, relative_error, singular_band
+from benchmarks.accuracy import relative_error, singular_band
 from benchmarks.memory_use import allocated
+from tests.reference_muon import newton_schulz
 from titan_muon.options import Hyperparameters
 from titan_muon.orthogonalize import (
     COEFFICIENTS,
@@ -22,11 +24,9 @@ from titan_muon.orthogonalize import (
     Method,
     coefficients,
     frobenius_norms,
-    gram,
+    iterate,
     iteration,
     orthogonalize,
-    reference,
-    standard,
     zero_nonfinite_,
 )
 from titan_muon.orthogonalize.coefficients import PRESCALED
@@ -34,9 +34,11 @@ from titan_muon.orthogonalize.dispatch import restarts
 from titan_muon.orthogonalize.newton_schulz import normalized, start_norm
 
 STEPS = {name: 5 if len(table) == 1 else len(table) for name, table in COEFFICIENTS.items()}
+JORDAN = iteration("keller_jordan", 5, 1e-7)
 SHAPES = {"wide": (2, 24, 60), "tall": (2, 60, 24), "square": (2, 32, 32), "row": (3, 1, 40), "one": (1, 20, 48)}
 # Every algorithm in every safe dtype.
 METHODS = [Method("standard", dtype) for dtype in DTYPES] + [Method("gram", d) for d in ("float16", "float32")]
+REFERENCE = Method("reference", "bfloat16")
 # Five steps make the rounding of an element (2^-9, 2^-12, 2^-25) some times as much; most where a first step is steep,
 # at the singular value 1 of a row.
 TOLERANCES = {"bfloat16": 0.15, "float16": 0.02, "float32": 2e-4}
@@ -72,6 +74,15 @@ def exact(stack: Tensor, name: str) -> Tensor:
     return (u * s[:, None, :]) @ vh
 
 
+@pytest.mark.parametrize("shape", [(2, 48, 20), (2, 20, 48), (2, 32, 32), (2, 1, 40), (2, 40, 1), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_equals_torch_bit_for_bit(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    stack = drawn(*shape).to(dtype)
+    for matrix, result in zip(stack, orthogonalize(stack, JORDAN, REFERENCE), strict=True):
+        assert torch.equal(result, _zeropower_via_newtonschulz(matrix.clone(), (3.4445, -4.7750, 2.0315), 5, 1e-7))
+        assert torch.equal(result, newton_schulz(matrix))
+
+
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("name", list(COEFFICIENTS))
 @pytest.mark.parametrize("shape", list(SHAPES))
@@ -83,66 +94,35 @@ def test_the_iteration_approximates_float64(shape: str, name: str, method: Metho
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize("name", list(COEFFICIENTS))
-def test_a_zero_matrix_stays_zero_and_changes_no_neighbour(name: str, method: Method) -> None:
-    stack = drawn(3, 20, 48).float()
-    stack[1] = 0
-    result = run(stack, name, method)
-    assert torch.equal(result[1], torch.zeros(20, 48))
-    assert relative_error(result[::2], exact(stack[::2], name)).max() < tolerance(name, method.dtype)
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+def test_a_zero_or_nonfinite_matrix_changes_no_neighbour(bad: float, method: Method) -> None:
+    for name in COEFFICIENTS if bad == 0 else ("keller_jordan",):
+        for shape in ((3, 24, 60), (3, 60, 24)):
+            stack = drawn(*shape).float()
+            stack[1].mul_(0)
+            stack[1, 3, 5] = bad
+            result = run(stack, name, method)
+            assert result[1].isnan().any() if bad else torch.equal(result[1], torch.zeros(shape[1:]))
+            assert relative_error(result[::2], exact(stack[::2], name)).max() < tolerance(name, method.dtype)
 
 
-@pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize("name", list(COEFFICIENTS))
-@pytest.mark.parametrize("shape", [(1, 24, 60), (1, 60, 24), (1, 32, 32)], ids=str)
-def test_a_rank_one_matrix_keeps_the_singular_vectors(shape: tuple[int, int, int], name: str, method: Method) -> None:
-    """The steps amplify small singular values from rounding; the original singular value still approaches 1."""
-    _, rows, cols = shape
-    u, v = (
-        torch.nn.functional.normalize(drawn(rows).float(), dim=0),
-        torch.nn.functional.normalize(drawn(cols, seed=1).float(), dim=0),
-    )
-    result = run(torch.outer(u, v)[None], name, method)[0]
-    assert result.isfinite().all()
-    assert 0.6 < u @ result @ v < 1.3
-    assert torch.linalg.matrix_norm(result, ord=2) < 1.5
-
-
-@pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("shape", [(3, 24, 60), (3, 60, 24)], ids=str)
-def test_a_nonfinite_matrix_changes_no_neighbour(shape: tuple[int, int, int], bad: float, method: Method) -> None:
-    stack = drawn(*shape).float()
-    stack[1, 3, 5] = bad
-    result = run(stack, "keller_jordan", method)
-    assert result[1].isnan().any()
-    assert relative_error(result[::2], exact(stack[::2], "keller_jordan")).max() < TOLERANCES[method.dtype]
-
-
-@pytest.mark.parametrize("method", [*METHODS, Method("reference", "bfloat16")], ids=str)
+@pytest.mark.parametrize("method", [*METHODS, REFERENCE], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", list(SHAPES))
-def test_the_input_is_never_written_to_and_the_result_is_new(shape: str, dtype: torch.dtype, method: Method) -> None:
-    stack = drawn(*SHAPES[shape]).to(dtype)
-    before = stack.clone()
-    result = run(stack, "keller_jordan", method)
-    assert torch.equal(stack, before)
-    assert result.untyped_storage().data_ptr() != stack.untyped_storage().data_ptr()
-    assert result.dtype == (torch.bfloat16 if method.algorithm == "reference" else dtype)
-
-
-@pytest.mark.parametrize("count", [1, 2, 5], ids="{} steps".format)
-@pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_out_accepts_the_input(dtype: torch.dtype, method: Method, count: int) -> None:
-    """Equal dtypes work in the input's memory, with the same result."""
-    computed = iteration("keller_jordan", count, 1e-7)
-    broken = replace(method, restarts=restarts(count) if method.algorithm == "gram" else ())
+def test_the_input_stays_unchanged_unless_it_is_the_output(dtype: torch.dtype, method: Method) -> None:
+    """Stacks are views of a workspace, and need not be contiguous. Equal dtypes work in the input's memory."""
     for shape in SHAPES.values():
-        stack = drawn(*shape).to(dtype)
-        expected = orthogonalize(stack, computed, broken)
-        assert orthogonalize(stack, computed, broken, out=stack) is stack
-        assert torch.equal(stack, expected)
+        for count in (1, 2, 5):
+            computed = iteration("keller_jordan", count, 1e-7)
+            broken = replace(method, restarts=restarts(count) if method.algorithm == "gram" else ())
+            stack = drawn(shape[0], shape[1] + 3, shape[2] + 40).to(dtype)[:, 2:-1, 7:-33]
+            before = stack.clone()
+            expected = orthogonalize(stack, computed, broken)
+            assert torch.equal(stack, before)
+            assert expected.untyped_storage().data_ptr() != stack.untyped_storage().data_ptr()
+            assert expected.dtype == (torch.bfloat16 if method.algorithm == "reference" else dtype)
+            assert torch.equal(orthogonalize(before.clone(), computed, broken), expected)
+            assert orthogonalize(stack, computed, broken, out=stack) is stack
+            assert torch.equal(stack, expected.to(dtype))
 
 
 @pytest.mark.parametrize("method", [Method("standard", "float32"), Method("gram", "float32")], ids=str)
@@ -157,21 +137,12 @@ def test_in_place_orthogonalization_uses_work_bytes(method: Method) -> None:
     assert new[torch.float32] <= new[torch.bfloat16] - rows * cols * 4
 
 
-@pytest.mark.parametrize("method", METHODS, ids=str)
-def test_a_slice_of_a_larger_tensor_is_a_valid_stack(method: Method) -> None:
-    """Stacks are views of a workspace, and need not be contiguous."""
-    wide = drawn(4, 24, 100)
-    stack = wide[1:3, :, 7:67]
-    assert torch.equal(run(stack, "keller_jordan", method), run(stack.clone(), "keller_jordan", method))
-
-
-@pytest.mark.parametrize("scale", [1e-15, 1e-7, 1e4, 1e15])
+@pytest.mark.parametrize("scale", [1e-15, 1e15])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_no_finite_matrix_overflows_or_vanishes(dtype: str, scale: float) -> None:
     stack = drawn(2, 24, 60)
     computed = iteration("keller_jordan", 5, 1e-35)
     result = orthogonalize(stack.float() * scale, computed, Method("standard", dtype))
-    assert result.isfinite().all()
     assert relative_error(result, exact(stack, "keller_jordan")).max() < TOLERANCES[dtype]
 
 
@@ -190,10 +161,9 @@ def test_float16_keeps_rows_far_below_the_norm(method: Method, factor: float) ->
     stack = drawn(1, 256, 1024).double() * torch.logspace(0, -3, 256, dtype=torch.float64)[:, None]
     stack[:, 0] *= 100
     stack = stack.bfloat16()
-    computed = iteration("keller_jordan", 5, 1e-7)
-    expected = standard(stack.double(), computed.steps, 1e-7, torch.float64)[:, -32:]
+    expected = iterate(stack.double(), JORDAN.steps, 1e-7, torch.float64)[:, -32:]
     half, brain = (
-        relative_error(orthogonalize(stack.float(), computed, choice)[:, -32:], expected).item()
+        relative_error(orthogonalize(stack.float(), JORDAN, choice)[:, -32:], expected).item()
         for choice in (method, Method("standard", "bfloat16"))
     )
     assert half < factor * brain
@@ -202,20 +172,10 @@ def test_float16_keeps_rows_far_below_the_norm(method: Method, factor: float) ->
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_default_eps_does_not_shrink_the_update_of_small_gradients(dtype: str) -> None:
     """torch.optim.Muon's 1e-7 does, below a norm of 1e-7."""
-    stack = drawn(1, 24, 60).float() * 1e-13
-    eps = Hyperparameters().eps
-    result = orthogonalize(stack, iteration("keller_jordan", 5, eps), Method("standard", dtype))
-    assert singular_band(result)[0].item() > 0.5
-    tiny = drawn(1, 24, 60).float() * 1e-24
-    result = orthogonalize(tiny, iteration("keller_jordan", 5, eps), Method("standard", dtype))
-    assert result.abs().max() < 1e-6, "squares that float32 cannot hold must not make a small matrix large"
-
-
-def test_the_reference_on_a_stack_equals_the_reference_on_every_matrix() -> None:
-    stack = drawn(3, 24, 60)
-    steps = coefficients("keller_jordan", 5)
-    result = orthogonalize(stack, iteration("keller_jordan", 5, 1e-7), Method("reference", "bfloat16"))
-    assert torch.equal(result, torch.stack([reference(matrix, steps, 1e-7) for matrix in stack]))
+    computed, method = iteration("keller_jordan", 5, Hyperparameters().eps), Method("standard", dtype)
+    assert singular_band(orthogonalize(drawn(1, 24, 60).float() * 1e-13, computed, method))[0].item() > 0.5
+    tiny = orthogonalize(drawn(1, 24, 60).float() * 1e-24, computed, method)
+    assert tiny.abs().max() < 1e-6, "squares that float32 cannot hold must not make a small matrix large"
 
 
 def hard(spectrum: str, rows: int, cols: int) -> Tensor:
@@ -231,7 +191,7 @@ def hard(spectrum: str, rows: int, cols: int) -> Tensor:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", list(COEFFICIENTS))
-@pytest.mark.parametrize("shape", [(128, 128), (128, 192), (128, 256), (128, 512), (512, 128), (64, 1024)], ids=str)
+@pytest.mark.parametrize("shape", [(128, 128), (128, 192), (512, 128), (64, 1024)], ids=str)
 @pytest.mark.parametrize("spectrum", ["log 1 to 1e-4", "low rank and noise", "gaussian"])
 def test_every_default_method_is_as_exact_as_bfloat16(
     spectrum: str, shape: tuple[int, int], name: str, device: str
@@ -239,7 +199,7 @@ def test_every_default_method_is_as_exact_as_bfloat16(
     """`auto`'s choice for GPUs, run on the CPU: rounded like tensor cores, after float32 sums."""
     stack = hard(spectrum, *shape).bfloat16()[None]
     computed = iteration(name, STEPS[name], 1e-7)
-    expected = standard(stack.double(), computed.steps, 1e-7, torch.float64, prescale=computed.prescaled)
+    expected = iterate(stack.double(), computed.steps, 1e-7, torch.float64, prescale=computed.prescaled)
     method = Dispatch(device=device).choose(*shape, computed.steps)
     chosen = relative_error(orthogonalize(stack.float(), computed, method), expected)
     baseline = relative_error(orthogonalize(stack.float(), computed, Method("standard", "bfloat16")), expected)
@@ -249,70 +209,33 @@ def test_every_default_method_is_as_exact_as_bfloat16(
 def test_ten_gram_steps_without_restart_diverge() -> None:
     """The guard above would be empty if nothing could go wrong."""
     stack = torch.outer(drawn(128).double(), drawn(512, seed=1).double())[None].float()
-    steps = coefficients("deepseek_v4", 10)
-    assert not (gram(stack, steps, 1e-7, torch.float32).abs().max() < 1e6)
-    assert gram(stack, steps, 1e-7, torch.float32, restarts(10)).abs().max() < 1.5
+    computed, unbroken = iteration("deepseek_v4", 10, 1e-7), Method("gram", "float32")
+    assert not (orthogonalize(stack, computed, unbroken).abs().max() < 1e6)
+    assert orthogonalize(stack, computed, replace(unbroken, restarts=restarts(10))).abs().max() < 1.5
 
 
-COUNTED = [
-    *METHODS,
-    Method("gram", "float32", (2,)),
-    Method("gram", "float16", (1, 3)),
-    Method("reference", "bfloat16"),
-]
+COUNTED = [*METHODS, Method("gram", "float32", (2,)), Method("gram", "float16", (1, 3)), REFERENCE]
 
 
 @pytest.mark.parametrize("method", COUNTED, ids=str)
 @pytest.mark.parametrize("name", list(COEFFICIENTS))
-@pytest.mark.parametrize("shape", [(3, 24, 60), (2, 60, 24), (1, 32, 32), (2, 1, 9)], ids=str)
-def test_flops_are_counted_from_the_products(shape: tuple[int, int, int], name: str, method: Method) -> None:
-    count, rows, cols = shape
+def test_flops_are_counted_from_the_products(name: str, method: Method) -> None:
     computed = iteration(name, STEPS[name], 1e-7)
-    with FlopCounterMode(display=False) as counter:
-        orthogonalize(drawn(*shape), computed, method)
-    assert counter.get_total_flops() == count * method.flops(rows, cols, computed.steps)
+    for count, rows, cols in ((3, 24, 60), (2, 60, 24), (2, 1, 9)):
+        with FlopCounterMode(display=False) as counter:
+            orthogonalize(drawn(count, rows, cols), computed, method)
+        assert counter.get_total_flops() == count * method.flops(rows, cols, computed.steps)
 
 
 @pytest.mark.parametrize(
     ("steps", "expected"), [(1, ()), (3, ()), (4, (2,)), (5, (2,)), (6, (2, 4)), (10, (2, 4, 6, 8))]
 )
-def test_restarts_come_every_second_step(steps: int, expected: tuple[int, ...]) -> None:
+def test_restarts_come_every_second_step_and_change_no_result(steps: int, expected: tuple[int, ...]) -> None:
     assert restarts(steps) == expected
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6])
-def test_gram_and_standard_agree_for_any_number_of_steps(steps: int) -> None:
     stack, table = drawn(2, 24, 60).double(), coefficients("keller_jordan", steps)
-    result, expected = (
-        gram(stack, table, 1e-7, torch.float64, restarts(steps)),
-        standard(stack, table, 1e-7, torch.float64),
-    )
-    assert relative_error(result, expected).max() < 1e-9
-
-
-def test_the_cushioned_set_equals_the_published_set_after_scaling_by_1_02() -> None:
-    published = (
-        (8.156554524902461, -22.48329292557795, 15.878769915207462),
-        *COEFFICIENTS["polar_express_cushion"][1:],
-    )
-    stack = drawn(1, 24, 60).double()
-    x = stack / (1.02 * stack.norm())
-    for a, b, c in published:
-        square = x @ x.mT
-        x = a * x + (b * square + c * square @ square) @ x
-    result = standard(stack, COEFFICIENTS["polar_express_cushion"], 1e-7, torch.float64)
-    assert relative_error(result, x).item() < 1e-12
-
-
-def test_a_cubic_iteration_converges_to_the_polar_factor() -> None:
-    stack = drawn(2, 24, 60).double()
-    u, _, vh = torch.linalg.svd(stack, full_matrices=False)
-    result = standard(stack, coefficients([(1.5, -0.5, 0.0)], 40), 1e-7, torch.float64)
-    assert relative_error(result, u @ vh).max() < 1e-10
-    assert orthogonality_error(result).max() < 1e-10
-    low, high = singular_band(result)
-    assert abs(low.min() - 1) < 1e-10
-    assert abs(high.max() - 1) < 1e-10
+    runs = Method("gram", "float32", restarts(steps)).runs(steps)
+    result = iterate(stack, table, 1e-7, torch.float64, runs)
+    assert relative_error(result, iterate(stack, table, 1e-7, torch.float64)).max() < 1e-9
 
 
 @pytest.mark.parametrize(("steps", "copies"), [(4, 1), (5, 0)])
@@ -321,7 +244,7 @@ def test_a_result_outside_of_the_output_is_copied_on_fake_tensors_too(steps: int
     with FakeTensorMode():
         stack = torch.empty(2, 8, 16, dtype=torch.bfloat16)
         with Counted() as counted:
-            standard(stack, coefficients("keller_jordan", steps), 1e-7, torch.bfloat16, out=stack)
+            iterate(stack, coefficients("keller_jordan", steps), 1e-7, torch.bfloat16, out=stack)
     assert counted.copies == copies
 
 
@@ -335,14 +258,8 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_orthogonality_error_and_band_detect_a_nonorthogonal_matrix() -> None:
-    matrix = torch.diag(torch.tensor([1.0, 2.0]))
-    assert orthogonality_error(matrix).item() == pytest.approx(3 / math.sqrt(2))
-    assert [value.item() for value in singular_band(matrix)] == pytest.approx([1, 2])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_zero_nonfinite_clears_and_reports_nonfinite_matrices(bad: float, dtype: torch.dtype) -> None:
     stack = drawn(3, 8, 6).to(dtype) * 100
     before = stack.clone()
@@ -352,3 +269,65 @@ def test_zero_nonfinite_clears_and_reports_nonfinite_matrices(bad: float, dtype:
     assert norms.isfinite().all(), "what is divided by them is zero"
     before[1] = 0
     assert torch.equal(stack, before)
+
+
+def dominated(ratio: float, *shape: int) -> Tensor:
+    """One row has nearly all of the norm."""
+    stack = drawn(*shape).float()
+    stack[:, 0] *= ratio
+    return stack
+
+
+STACKS = {
+    "gaussian": drawn(8, 64, 256).float(),
+    "small": drawn(100, 16, 64).float(),
+    "smaller": drawn(100, 4, 16).float(),
+    "a row": drawn(20, 1, 64).float(),
+    "low rank": drawn(2, 64, 4).float() @ drawn(2, 4, 256).float() + 1e-3 * drawn(2, 64, 256).float(),
+    "rank one": drawn(2, 64, 1).float() @ drawn(2, 1, 256).float(),
+    "a row of 1,000 norms": dominated(1e3, 2, 64, 256),
+    "a row of 10,000 norms": dominated(1e4, 2, 64, 256),
+    "a tall column": dominated(1e3, 2, 64, 256).mT.contiguous(),
+    "nearly orthogonal": torch.linalg.qr(drawn(2, 256, 64).float())[0].mT + 1e-3 * drawn(2, 64, 256).float(),
+}
+
+
+@pytest.mark.parametrize("method", [*METHODS, REFERENCE], ids=str)
+@pytest.mark.parametrize("name", list(COEFFICIENTS))
+def test_no_set_diverges(name: str, method: Method) -> None:
+    if name in PRESCALED and method == REFERENCE:
+        pytest.skip("refused")
+    largest = {what: torch.linalg.matrix_norm(run(s, name, method).float(), 2) for what, s in STACKS.items()}
+    assert {what: norms.max().item() for what, norms in largest.items() if not (norms < 1.25).all()} == {}
+
+
+def split_product(a: Tensor, b: Tensor, c: Tensor | None, beta: float, alpha: float, out: Tensor | None) -> Tensor:
+    """A product in four parts, which float16 holds and adds, as cuBLAS may do. `alpha` comes last."""
+    total = torch.zeros(a.size(0), a.size(1), b.size(2), dtype=torch.float16)
+    for columns, rows in zip(a.split(-(-a.size(2) // 4), dim=2), b.split(-(-b.size(1) // 4), dim=1), strict=True):
+        total += torch.matmul(columns.float(), rows.float()).half()
+    result = alpha * total.float() + (0 if c is None or beta == 0 else beta * c.float())
+    return result.half() if out is None else out.copy_(result)
+
+
+@pytest.mark.parametrize("algorithm", ["standard", "gram"])
+@pytest.mark.parametrize("name", list(COEFFICIENTS))
+def test_float16_sums_of_partial_products_neither_overflow_nor_lose_digits(
+    name: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # `auto` takes the Gram iteration for no other shapes.
+    long = {what for what, stack in STACKS.items() if {*stack.shape[1:]} == {64, 256}}
+    stacks = {what: stack[:4] for what, stack in STACKS.items() if algorithm != "gram" or what in long}
+    exact = {what: run(stack, name, Method("standard", "float32")) for what, stack in stacks.items()}
+    baseline = {what: run(stack, name, Method("standard", "bfloat16")) for what, stack in stacks.items()}
+    limits = {what: relative_error(baseline[what], exact[what]).max().item() + 0.01 for what in stacks}
+    monkeypatch.setattr(torch, "bmm", lambda a, b, out=None: split_product(a, b, None, 0, 1, out))
+    monkeypatch.setattr(
+        torch,
+        "baddbmm",
+        lambda c, a, b, *, beta=1.0, alpha=1.0, out=None: split_product(a, b, c, beta, alpha, out),
+    )
+    errors = {
+        what: relative_error(run(s, name, Method(algorithm, "float16")), exact[what]) for what, s in stacks.items()
+    }
+    assert {what: error for what, error in errors.items() if not (error < limits[what]).all()} == {}

@@ -1,0 +1,121 @@
+"""Sets of coefficients: what a user may ask for, the published constants, and the margin for rounding."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.accuracy import orthogonality_error, relative_error, singular_band
+from tests.unit.orthogonalize.test_newton_schulz import STEPS, drawn
+from titan_muon import Muon
+from titan_muon.options import OptionError
+from titan_muon.orthogonalize import COEFFICIENTS, DTYPES, Dispatch, coefficients, iterate, largest_value
+from titan_muon.orthogonalize.coefficients import LARGEST, has_margin
+from titan_muon.orthogonalize.newton_schulz import FLOAT16_NORM
+
+# As published, without a margin: each step ends where the next begins to diverge.
+PUBLISHED_CANS = (
+    (8.4703, -25.1081, 18.6293),
+    (4.1828, -3.1087, 0.5806),
+    (3.9619, -2.9541, 0.5630),
+    (3.2866, -2.4647, 0.5074),
+    (2.2737, -1.6447, 0.4162),
+)
+
+
+def test_one_step_is_repeated_and_a_schedule_is_used_unchanged() -> None:
+    assert coefficients("keller_jordan", 3) == ((3.4445, -4.7750, 2.0315),) * 3
+    assert coefficients("you_jiacheng", 5) == COEFFICIENTS["you_jiacheng"]
+    assert coefficients([[1, 2, 3], [4, 5, 6]], 2) == ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
+
+
+@pytest.mark.parametrize(
+    ("choice", "steps", "message"),
+    [
+        ("keller_jordon", 5, r"is not one of keller_jordan, you_jiacheng, .*; did you mean 'keller_jordan'\?"),
+        ("you_jiacheng", 4, "has 5 steps but ns_steps = 4"),
+        ("keller_jordan", 0, "ns_steps = 0"),
+        ([[1, 2]], 1, "not three finite numbers"),
+        ([[1, 2, math.nan]], 1, "not three finite numbers"),
+        ([["a", 2, 3]], 1, "not three finite numbers"),
+        ([1.0, 2.0, 3.0], 3, "not three finite numbers"),
+    ],
+    ids=str,
+)
+def test_wrong_coefficients_are_refused(choice: Any, steps: int, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        coefficients(choice, steps)
+
+
+def test_polar_express_uses_the_papers_steps_and_repeats_the_last_step() -> None:
+    steps = coefficients("polar_express", 12)
+    assert steps[:5] == COEFFICIENTS["polar_express"]
+    assert steps[7:] == ((1.875, -1.25, 0.375),) * 5
+    values = torch.logspace(-3, 0, 200, dtype=torch.float64)
+    for a, b, c in steps:
+        values = a * values + b * values**3 + c * values**5
+    assert (values - 1).abs().max() < 1e-12
+
+
+def test_the_cushioned_set_equals_the_published_set_after_scaling_by_1_02() -> None:
+    cushioned = COEFFICIENTS["polar_express_cushion"]
+    stack = drawn(1, 24, 60).double()
+    x = stack / (1.02 * stack.norm())
+    for a, b, c in ((8.156554524902461, -22.48329292557795, 15.878769915207462), *cushioned[1:]):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    assert relative_error(iterate(stack, cushioned, 1e-7, torch.float64), x).item() < 1e-12
+
+
+def test_a_cubic_iteration_converges_to_the_polar_factor() -> None:
+    stack = drawn(2, 24, 60).double()
+    u, _, vh = torch.linalg.svd(stack, full_matrices=False)
+    result = iterate(stack, coefficients([(1.5, -0.5, 0.0)], 40), 1e-7, torch.float64)
+    assert relative_error(result, u @ vh).max() < 1e-10
+    assert orthogonality_error(result).max() < 1e-10
+    assert all(torch.allclose(value, torch.ones(2).double(), atol=1e-10) for value in singular_band(result))
+
+
+def test_orthogonality_error_and_band_detect_a_nonorthogonal_matrix() -> None:
+    matrix = torch.diag(torch.tensor([1.0, 2.0]))
+    assert orthogonality_error(matrix).item() == pytest.approx(3 / math.sqrt(2))
+    assert [value.item() for value in singular_band(matrix)] == pytest.approx([1, 2])
+
+
+@pytest.mark.parametrize("name", list(COEFFICIENTS))
+def test_the_largest_value_is_the_polynomials_and_every_set_has_twice_the_margin_of_bfloat16(name: str) -> None:
+    steps = coefficients(name, STEPS[name])
+    values = torch.linspace(0, 1.01, 4001, dtype=torch.float64)
+    for a, b, c in steps:
+        values = a * values + b * values**3 + c * values**5
+    # Later steps make the peaks of the first ones narrower than the distance of these values.
+    assert 0.99 * largest_value(steps) < values.abs().max() <= largest_value(steps) + 1e-9
+    assert has_margin(steps, 2 * torch.finfo(torch.bfloat16).eps)
+    assert largest_value(((100.0, -1e3, 1e9),) * 9) == math.inf
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_a_set_is_refused_in_the_dtypes_that_make_it_diverge(dtype: str) -> None:
+    build: dict[str, Any] = {"params": [("w", torch.nn.Parameter(drawn(64, 256)))], "ns_dtype": dtype}
+    if dtype == "float32":
+        Muon(**build, ns_coefficients=PUBLISHED_CANS).build()
+    else:
+        with pytest.raises(OptionError, match=rf"^ns_coefficients has no margin for rounding in {dtype}: .* s = 1\.02"):
+            Muon(**build, ns_coefficients=PUBLISHED_CANS).build()
+    scaled = tuple((a / 1.02, b / 1.02**3, c / 1.02**5) for a, b, c in PUBLISHED_CANS[:-1])
+    Muon(**build, ns_coefficients=(*scaled, PUBLISHED_CANS[-1])).build()
+
+
+def test_auto_computes_a_set_without_a_margin_in_float32() -> None:
+    for device in ("cpu", "cuda"):
+        assert Dispatch(device=device, cpu_bfloat16=True).choose(1024, 4096, PUBLISHED_CANS).dtype == "float32"
+    with pytest.raises(OptionError, match=r"in bfloat16: .* compute in float32"):
+        Dispatch("reference").choose(1024, 4096, PUBLISHED_CANS)
+    with pytest.raises(OptionError, match=r"in float32: .* choose a named set"):
+        Dispatch(dtype="float32").choose(1024, 4096, ((3.0, -4.0, 2.0),) * 5)
+
+
+def test_float16_holds_the_square_of_a_row_with_the_largest_norm() -> None:
+    assert (FLOAT16_NORM * LARGEST) ** 2 <= 2**16
+    assert torch.finfo(torch.float16).max > (FLOAT16_NORM * LARGEST * 0.999) ** 2

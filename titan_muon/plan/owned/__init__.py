@@ -1,1 +1,0 @@
-"""Owners of owned parameters, and their loads."""

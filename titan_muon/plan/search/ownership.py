@@ -1,0 +1,162 @@
+"""Owners of the parameters of a group of ranks, and the load of each rank."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from ...options import Owner
+from ..terms.layout import chunk
+from .owners import Balancer, Task
+
+
+@dataclass(frozen=True)
+class OwnedItem:
+    """A parameter to be owned. A stack of `units` equal matrices along dim 0 may have several owners.
+
+    With `replicas` = R > 1, R neighbouring ranks have the parameter, and the first, a multiple of R, is the owner.
+    """
+
+    fqn: str
+    layer: str
+    flops: int
+    bytes: int
+    units: int = 1
+    owner: Owner = "balanced"
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class OwnedTotals:
+    """Load of a rank."""
+
+    matrices: int
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The owners of each item, as ranks below `size`, which divide its units in order like torch.chunk."""
+
+    size: int
+    items: tuple[OwnedItem, ...]
+    owners: tuple[tuple[int, ...], ...]
+
+    def loads(self) -> tuple[OwnedTotals, ...]:
+        matrices, held, flops = ([0] * self.size for _ in range(3))
+        for item, owners in zip(self.items, self.owners, strict=True):
+            for first, share in zip(owners, _shares(item, len(owners)), strict=True):
+                for rank in range(first, first + item.replicas):
+                    matrices[rank] += share if item.units > 1 else 1
+                    held[rank] += item.bytes * share // item.units
+                    flops[rank] += item.flops * share // item.units
+        return tuple(OwnedTotals(*totals) for totals in zip(matrices, held, flops, strict=True))
+
+
+def assign_owners(items: Sequence[OwnedItem], size: int) -> Ownership:
+    """Assign longest first by FLOPs, within a limit of bytes: named owners, whole layers, then the rest.
+
+    Deterministic. Raises ValueError for an owner outside the group.
+    """
+    return _Assignment(items, size).ownership()
+
+
+class _Share(NamedTuple):
+    item: int
+    number: int  # Position along dim 0.
+    task: Task
+
+
+def _shares(item: OwnedItem, owners: int) -> list[int]:
+    chunks = (chunk(item.units, owners, number) for number in range(owners))
+    return [stop - start for start, stop in chunks]
+
+
+class _Assignment:
+    def __init__(self, items: Sequence[OwnedItem], size: int) -> None:
+        self._items, self._size = items, size
+        self._shares = [
+            _Share(
+                index,
+                number,
+                Task(index, 0, item.flops * share // item.units, item.bytes * share // item.units, item.layer),
+            )
+            for index, item in enumerate(items)
+            # Chunks of 5 units over 4 ranks are 2, 2, 1, 0.
+            for number, share in enumerate(filter(None, _shares(item, self._most_owners(item))))
+        ]
+        self._balancer = Balancer([share.task for share in self._shares], range(size), {})
+        self._owners: dict[tuple[int, int], int] = {}
+
+    def ownership(self) -> Ownership:
+        self._give_named()
+        self._give_balanced()
+        counts = Counter(share.item for share in self._shares)
+        owners = (
+            tuple(self._owners[item, number] for number in range(counts[item])) for item in range(len(self._items))
+        )
+        return Ownership(self._size, tuple(self._items), tuple(owners))
+
+    def _most_owners(self, item: OwnedItem) -> int:
+        return min(item.units, self._size) if item.owner == "balanced" and item.replicas == 1 else 1
+
+    def _put(self, share: _Share, rank: int) -> None:
+        """Give the share to the replica block of a rank."""
+        replicas = self._items[share.item].replicas
+        first = rank - rank % replicas
+        for member in range(first, first + replicas):
+            self._balancer.add_work(share.task, member)
+        self._owners[share.item, share.number] = first
+
+    def _give_named(self) -> None:
+        """Assign items with a named rank, then each whole layer to the least loaded rank."""
+        layers: dict[str, list[_Share]] = {}
+        for share in self._shares:
+            item = self._items[share.item]
+            if isinstance(item.owner, int):
+                if not 0 <= item.owner < self._size:
+                    wrong = f"cannot have owner = {item.owner}; 0 to {self._size - 1} can own it"
+                    raise ValueError(f"placement.rule: {item.fqn} {wrong}")
+                self._put(share, item.owner)
+            elif item.owner == "layer":
+                layers.setdefault(item.layer, []).append(share)
+        for _, mine in sorted(layers.items(), key=lambda entry: (-sum(s.task.flops for s in entry[1]), entry[0])):
+            rank = self._balancer.least()
+            for share in mine:
+                self._put(share, rank)
+
+    def _give_balanced(self) -> None:
+        shares = [share for share in self._shares if self._items[share.item].owner == "balanced"]
+        heap = self._balancer.heap(range(self._size))
+        left = Counter(share.task.layer for share in shares)
+        in_layers, in_stacks = defaultdict[str, set[int]](set), defaultdict[int, set[int]](set)
+        # By name, because the owners must not depend on the order of the list.
+        for share in sorted(shares, key=lambda s: (-s.task.flops, -s.task.bytes, self._items[s.item].fqn, s.number)):
+            in_layer, in_stack = in_layers[share.task.layer], in_stacks[share.item]
+            left[share.task.layer] -= 1
+            # Not all shares of a layer to one rank: before the layer's forward, all ranks would wait for a single link.
+            single_owner = left[share.task.layer] == 0 and len(in_layer) == 1
+            # By bytes: by FLOPs all would go to the least loaded rank.
+            if share.task.flops == 0:
+                self._put(share, self._balancer.lightest())
+            elif self._items[share.item].replicas > 1:
+                self._put(share, self._balancer.least())
+            else:
+                barred = in_layer if single_owner else in_stack
+                self._owners[share.item, share.number] = self._balancer.assign(share.task, heap, barred)
+            rank = self._owners[share.item, share.number]
+            in_layer.add(rank)
+            in_stack.add(rank)
+
+
+def load_lines(loads: Mapping[int, OwnedTotals]) -> Iterator[str]:
+    """A table; neighbours with equal loads share a row."""
+    yield f"{'owner':>11}  {'matrices':>8}  {'MiB':>10}  {'GFLOP':>10}"
+    for load, same in groupby(loads, key=lambda rank: loads[rank]):
+        ranks = list(same)
+        label = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+        yield f"{label:>11}  {load.matrices:>8,}  {load.bytes / 2**20:>10,.1f}  {load.flops / 1e9:>10,.1f}"
