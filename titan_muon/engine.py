@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -302,7 +303,11 @@ class Engine:
         # Asking the peers would block the host. So the step leaves out matrices with faults on every rank, and all
         # ranks raise in the next step.
         alone = rank.agreement.peers is None
-        rank.agreement.check_alive()
+        if not (alone or dist.is_initialized()):
+            raise ValueError(
+                "the process group of Muon was destroyed, and ranks can exchange no matrices; take no step after "
+                "destroy_process_group(), or build a new optimizer in a new process group"
+            )
         if overlap is not None:
             self.finish()
             overlap.ready(self.step)
