@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -255,7 +256,12 @@ def engine_of(
     )
     # The overlap of the engine before, because hooks in the model hold it.
     engine = Engine(rank, algorithm_of(options), states, overlap_of(options) if overlap is None else overlap)
-    engine.allocate()
+    allocated = 0 if options.keep_buffers else buffers.memory.nbytes + engine.workspace.nbytes
+    if warning := fragmentation(buffers.device.type, allocated, os.environ):
+        warn(warning)
+    # Now, because a rank without enough memory must fail before the others communicate.
+    if not is_host(buffers.device):
+        buffers.memory.take()
     return engine
 
 
@@ -297,7 +303,11 @@ class Engine:
         # Asking the peers would block the host. So the step leaves out matrices with faults on every rank, and all
         # ranks raise in the next step.
         alone = rank.agreement.peers is None
-        rank.agreement.check_alive()
+        if not (alone or dist.is_initialized()):
+            raise ValueError(
+                "the process group of Muon was destroyed, and ranks can exchange no matrices; take no step after "
+                "destroy_process_group(), or build a new optimizer in a new process group"
+            )
         if overlap is not None:
             self.finish()
             overlap.ready(self.step)
@@ -398,18 +408,6 @@ class Engine:
         """Free the buffers until the next step, also with `keep_buffers`."""
         self.rank.buffers.memory.free(kept=True)
         self.workspace.free(kept=True)
-
-    def allocate(self) -> None:
-        """Allocate the buffers, because a rank without enough memory must fail before the others communicate."""
-        if warning := fragmentation(self.rank.device.type, self.step_bytes, os.environ):
-            warn(warning)
-        if not is_host(self.rank.device):
-            self.rank.buffers.memory.take()
-
-    @property
-    def step_bytes(self) -> int:
-        """Memory that each step allocates and frees."""
-        return 0 if self.rank.options.keep_buffers else self.rank.buffers.memory.nbytes + self.workspace.nbytes
 
     def warm_up(self) -> None:
         """Run the exchange once, without a step, in the allocated buffers. Collective."""

@@ -119,13 +119,6 @@ class Agreement:
         dist.all_gather_object(values, value, group=self.peers)
         return dict(zip(dist.get_process_group_ranks(self.peers), values, strict=True))
 
-    def check_alive(self) -> None:
-        if self._size > 1 and not dist.is_initialized():
-            raise ValueError(
-                "the process group of Muon was destroyed, and ranks can exchange no matrices; take no step after "
-                "destroy_process_group(), or build a new optimizer in a new process group"
-            )
-
     def locate(self, error: RuntimeError, steps: int) -> None:
         """Add each answering rank's step to a collective's error. `steps`: number of this step."""
         if self.peers is None or not dist.is_initialized():

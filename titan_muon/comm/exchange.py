@@ -117,6 +117,7 @@ class Exchange:
         self, program: Program, buffers: Buffers, collectives: Collectives, agreement: Agreement, *, exclusive: bool
     ) -> None:
         self._runs, self._buffer_sets, self.collectives = program.buckets, buffers.buffer_sets, collectives
+        self._results = [sets.leaving(run) for sets, run in zip(self._buffer_sets, self._runs, strict=True)]
         group = agreement.exclusive_group if exclusive else agreement.group
         self._groups = {
             phase.group: group(phase.group) for run in self._runs for phase in run.phases[:2] if phase.travels
@@ -167,7 +168,7 @@ class Exchange:
         run = self._runs[index]
         buffer_set, phase, works = self._buffer_sets[index], run.returning, list[dist.Work]()
         if phase is not None and phase.travels:
-            group, results = self._groups[phase.group], buffer_set.leaving(run)
+            group, results = self._groups[phase.group], self._results[index]
             if phase.collective is Collective.ALL_TO_ALL:
                 received = buffer_set.home[phase.kept :]
                 works = self.collectives.all_to_all(received, phase.home_splits, results, phase.owned_splits, group)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -29,18 +30,19 @@ def orthogonalize(
     `norms`: the stack's `frobenius_norms` for the method's dtype. `of`: the stack is a slice of a matrix, and `norms`
     are `sliced_norms`.
     """
+    if of is None:
+        return prepared(iteration, method)(stack, norms=norms, out=out)
+    steps, eps, dtype = iteration.steps, iteration.eps, DTYPES[method.dtype]
+    return sliced(stack, steps, eps, dtype, method.runs(len(steps)), of, norms=norms, out=out)
+
+
+def prepared(iteration: Iteration, method: Method) -> Callable[..., Tensor]:
+    """`orthogonalize(stack, iteration, method, norms=..., out=...)` as a function of `stack`, `norms` and `out`."""
     steps, eps = iteration.steps, iteration.eps
     if method.algorithm == "reference":
-        # Matrix by matrix, because a batched product may sum in a different order than torch.optim.Muon's.
-        results = torch.empty(stack.shape, dtype=torch.bfloat16, device=stack.device) if out is None else out
-        for matrix, result in zip(stack, results, strict=True):
-            result.copy_(reference(matrix, steps, eps))
-        return results
-    dtype, runs = DTYPES[method.dtype], method.runs(len(steps))
-    if of is not None:
-        return sliced(stack, steps, eps, dtype, runs, of, norms=norms, out=out)
-    product = product_of(method.products)
-    return iterate(stack, steps, eps, dtype, runs, product, norms=norms, out=out, prescale=iteration.prescaled)
+        return partial(_references, steps=steps, eps=eps)
+    dtype, runs, product = DTYPES[method.dtype], method.runs(len(steps)), product_of(method.products)
+    return partial(iterate, steps=steps, eps=eps, dtype=dtype, runs=runs, product=product, prescale=iteration.prescaled)
 
 
 def zero_nonfinite_(stack: Tensor, norms: Tensor) -> Tensor:
@@ -71,6 +73,16 @@ def reference(matrix: Tensor, steps: Coefficients, eps: float) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
+
+
+def _references(
+    stack: Tensor, steps: Coefficients, eps: float, *, norms: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    # Matrix by matrix, because a batched product may sum in a different order than torch.optim.Muon's.
+    results = torch.empty(stack.shape, dtype=torch.bfloat16, device=stack.device) if out is None else out
+    for matrix, result in zip(stack, results, strict=True):
+        result.copy_(reference(matrix, steps, eps))
+    return results
 
 
 def iterate(

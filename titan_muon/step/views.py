@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm.buffers import BucketBuffers, StepMemory
-from ..orthogonalize import DTYPES, Iteration, Method, frobenius_norms, largest_value, orthogonalize
+from ..orthogonalize import DTYPES, Iteration, Method, frobenius_norms, largest_value, prepared
 from ..plan.cost.walk import batches
 from ..plan.terms.layout import Span, spans
 from ..state.matrix_states import MatrixStates
@@ -68,6 +68,7 @@ class Batch:
         whole: (count, rows, cols) assembled matrices, then the results, in memory shared by all batches of a rank.
         parameters, on_device: (count,) parameter indices, on the host and on the device.
         place: of the first matrix among the rank's batches.
+        iterate: Newton-Schulz by `iteration` and `method`, as `orthogonalize.prepared`.
         parts: with the states of the algorithm, if it has any.
     """
 
@@ -78,6 +79,7 @@ class Batch:
     place: int
     iteration: Iteration
     method: Method
+    iterate: Callable[..., Tensor]
     parts: tuple[BatchPart, ...]
 
     def norms(self) -> Tensor:
@@ -85,7 +87,7 @@ class Batch:
 
     def orthogonalize(self, norms: Tensor) -> None:
         """Replace U S Vᵀ by approximately U Vᵀ. `norms`: (count,) Frobenius norms."""
-        orthogonalize(self.whole, self.iteration, self.method, norms, out=self.whole)
+        self.iterate(self.whole, norms=norms, out=self.whole)
 
 
 @dataclass(frozen=True)
@@ -198,15 +200,16 @@ class _Builder:
         first = planned[matrices[0]]
         whole = self.workspace[: len(matrices) * first.numel].view(len(matrices), first.rows, first.cols)
         parameters = [planned[matrix].parameter for matrix in matrices]
-        method = rank.methods[first.work]
+        iteration, method = rank.iterations[first.parameter], rank.methods[first.work]
         batch = Batch(
             matrices,
             whole,
             tuple(parameters),
             rank.numbers(parameters),
             self.place,
-            rank.iterations[first.parameter],
+            iteration,
             method,
+            prepared(iteration, method),
             tuple(self.parts(matrices, whole)),
         )
         self.place += len(matrices)

@@ -1,4 +1,7 @@
-"""One optimizer for layers under FSDP2 and layers under FSDP2 with tensor parallelism: torch's steps, bit for bit."""
+"""One optimizer for layers under FSDP2 and layers under FSDP2 with tensor parallelism: norms and checkpoints.
+
+Bits: tests/parity.
+"""
 
 from math import prod
 from pathlib import Path
@@ -6,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -17,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.dist.harness import run_ranks
 from tests.shared import message, whole
-from tests.unit.test_hybrid import MATRICES, OPTIONS, Decoder
+from tests.unit.test_hybrid import OPTIONS, Decoder
 from titan_muon import Hybrid, Muon, clip_grad_norm_
 
 AXES = {2: ("dp", "tp"), 3: ("replicate", "shard", "tp")}
@@ -53,17 +55,12 @@ def trained(rank: int, world_size: int, shape: tuple[int, ...], folder: str) -> 
     model = sharded(mesh)
     hybrid = Hybrid(model, **OPTIONS)
     named = dict(model.named_parameters())
-    copies = {name: nn.Parameter(weight) for name, weight in weights(model).items() if name in MATRICES}
-    theirs = torch.optim.Muon(copies.values(), lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     norms = []
     for step in range(4):
         backward(model, mesh, step)
         grads = {name: whole(param.grad).clone() for name, param in named.items() if param.grad is not None}
         norms.append((float(clip_grad_norm_(named.values(), 0.5)), float(nn.utils.get_total_norm(grads.values()))))
-        for name, copy in copies.items():
-            copy.grad = whole(named[name].grad).clone()
         hybrid.step()
-        theirs.step()
         hybrid.zero_grad()
         if step == 1:
             states = dict(zip(("model", "optimizer"), get_state_dict(model, hybrid), strict=True))
@@ -80,12 +77,8 @@ def trained(rank: int, world_size: int, shape: tuple[int, ...], folder: str) -> 
         resumed.step()
         resumed.zero_grad()
     hybrid.check_replicas()
-    final: list[Any] = [None] * world_size
-    dist.all_gather_object(final, weights(model))
     return {
-        "torch": differing(final[rank], {name: copy.detach() for name, copy in copies.items()}),
-        "resumed": differing(final[rank], weights(other)),
-        "siblings": [differing(final[0], weight) for weight in final],
+        "resumed": differing(weights(model), weights(other)),
         "norms": norms,
         "reason": hybrid.optimizers["muon"].plan.reason,
     }
@@ -95,9 +88,7 @@ def trained(rank: int, world_size: int, shape: tuple[int, ...], folder: str) -> 
 def test_an_optimizer_trains_layers_on_several_meshes(shape: tuple[int, ...], tmp_path: Path) -> None:
     ranks = prod(shape)
     for result in run_ranks(trained, ranks, shape, str(tmp_path)):
-        assert result["torch"] == []
         assert result["resumed"] == []
-        assert result["siblings"] == [[]] * ranks
         for ours, expected in result["norms"]:
             assert ours == pytest.approx(expected, rel=1e-5)
         assert "layers.0.up.weight, layers.0.down.weight: separate tensors on separate meshes" in result["reason"]

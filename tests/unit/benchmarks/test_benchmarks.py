@@ -79,9 +79,7 @@ def test_a_program_prints_a_table_and_writes_figures(program: str, tmp_path: Pat
     ("program", "words", "says"),
     [
         ("bench_orthogonalize", "--share qwen3_8b:64:64", "with RANK below WORLD"),
-        ("bench_orthogonalize", "--json /no/such/folder/json", "there is no folder /no/such/folder"),
         ("bench_step", "--device cuda --nproc 99", "--device cuda --nproc 99: PyTorch finds"),
-        ("bench_training", "--nproc 2 --muon.lrr 1", "lrr"),
     ],
 )
 def test_a_wrong_argument_is_refused_before_the_first_measurement(program: str, words: str, says: str) -> None:

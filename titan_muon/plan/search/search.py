@@ -36,7 +36,8 @@ class Order(Enum):
     Small matrices cost least in the first gather and the last return, because no computation hides these.
     """
 
-    PEAKED = "small matrices first and last, and about as many of a group in each round"
+    PEAKED = "small matrices first and last, and all ranks end a round at about the same time"
+    COUNTED = "small matrices first and last, and about as many of a group in each round"
     ASCENDING = "small matrices first, and all ranks end a round at about the same time"
     DESCENDING = "small matrices last, and all ranks end a round at about the same time"
     MODEL = "consecutive matrices, in the order of a pass of the model"
@@ -53,14 +54,17 @@ def dealt(tasks: Sequence[Task], groups: Groups, owners: OwnerOf, count: int, or
     # Groups with few bytes come first, in a single round, because of each call's latency.
     for task in sorted(tasks, key=lambda t: (share[t.group], t.group, sign * t.bytes, t.matrix)):
         by_owner.setdefault(owners[task.matrix, task.group], []).append(task)
+    queues = list(by_owner.values())
+    if order in (Order.PEAKED, Order.COUNTED):
+        queues = [_peaked(queue, share, most) for queue in queues]
     result: list[list[Task]] = [[] for _ in range(count)]
-    middles = () if order is Order.PEAKED else _typical_times(by_owner.values(), count)
-    for queue in by_owner.values():
-        if order is not Order.PEAKED:
+    middles = () if order is Order.COUNTED else _typical_times(queues, count)
+    for queue in queues:
+        if order is not Order.COUNTED:
             for task, end in zip(queue, accumulate(task.flops for task in queue), strict=True):
                 result[bisect_left(middles, end)].append(task)
             continue
-        for group, group_tasks in groupby(_peaked(queue, share, most), key=lambda task: task.group):
+        for group, group_tasks in groupby(queue, key=lambda task: task.group):
             parts, mine = max(1, round(count * share[group] / most)), list(group_tasks)
             for index, task in enumerate(mine):
                 result[parts * (2 * index + 1) // (2 * len(mine))].append(task)
@@ -200,7 +204,7 @@ def fastest(problem: Problem) -> CandidatePlan:
     # Hidden communication may save less than uneven rounds cost.
     if problem.options.overlap != "none":
         search.run((Order.MODEL,))
-    search.run((Order.PEAKED, Order.ASCENDING, Order.DESCENDING))
+    search.run((Order.PEAKED, Order.COUNTED, Order.ASCENDING, Order.DESCENDING))
     search.run_until_it_fits()
     return search.chosen()
 

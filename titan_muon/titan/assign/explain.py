@@ -73,19 +73,8 @@ def pipeline_line(ranks: range, world_size: int, assigned: Sequence[Assignment])
     return f"pipeline rank {stage} of {world_size // len(ranks)}, {where}: {elements:,} parameters"
 
 
-def repeats(plan: Plan, summary: Summary) -> list[int]:
-    """Replicas of each matrix that every replica orthogonalizes; none below MOST_REPEATS."""
-    too_many = summary.orthogonalizations > MOST_REPEATS * summary.muon_matrices
-    return [len(ranks) for ranks in plan.local if len(ranks) > 1 and too_many]
-
-
-def plan_lines(
-    plan: Plan | None, summary: Summary | None, timeline: Timeline | None = None, split: float | None = None
-) -> Iterable[str]:
-    """Cost of a Muon step, and with a timeline modelled times and reasons of automatic choices.
-
-    `split`: seconds of the step if replicas split repeated work.
-    """
+def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | None = None) -> Iterable[str]:
+    """Cost of a Muon step, and with a timeline modelled times and reasons of automatic choices."""
     if plan is None or summary is None:
         return
     exchanges = sorted({bucket.exchange for bucket in plan.buckets})
@@ -98,7 +87,7 @@ def plan_lines(
     if idle := sum(1 for cost in summary.ranks if cost.matrices == 0):
         yield f"  idle ranks      {idle} of {len(summary.ranks)} orthogonalize nothing: fewer matrices than ranks"
     if summary.orthogonalizations > MOST_REPEATS * summary.muon_matrices:
-        replicas = repeats(plan, summary)
+        replicas = [len(ranks) for ranks in plan.local if len(ranks) > 1]
         reason = 'every rank of a bucket orthogonalizes its matrices; muon.exchange = "all_to_all" does not'
         if replicas:
             reason = (
@@ -107,8 +96,6 @@ def plan_lines(
                 'orthogonalizes each matrix once; muon.replicas = "split" too, and sends the results to the others'
             )
         yield f"  repeated        {summary.orthogonalizations / summary.muon_matrices:.1f} x the least work: {reason}"
-        if replicas and split is not None and timeline is not None:
-            yield f"                  split: modelled {_ms(split)} instead of {_ms(timeline.last.seconds)}"
     yield from _method_lines(plan, reasons=timeline is not None)
     if exchanges:
         in_flight = f"{plural(plan.buffer_sets, 'bucket')} in flight"

@@ -70,7 +70,7 @@ def _print(parts: Sequence[StageReport], lines: Callable[[StageReport], Iterable
 
 def _plan_lines(part: StageReport, recipe: Recipe, *, full: bool) -> Iterable[str]:
     meta, training = part.meta, recipe.training
-    yield from explain.plan_lines(meta.plan, part.summary, part.timeline, part.split)
+    yield from explain.plan_lines(meta.plan, part.summary, part.timeline)
     yield from explain.owned_step_lines(meta.plan, meta.parameters, skips=recipe.muon.missing_grad == "skip")
     gathered = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
     reduced = TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from titan_muon.engine import planning_machine
 from titan_muon.plan import Summary, summarize
 from titan_muon.plan.cost.timeline import Timeline, timeline
 from titan_muon.plan.search.ownership import OwnedTotals
 from titan_muon.plan.terms.machine import MachineRates
-from titan_muon.titan.assign.explain import owner_loads, repeats
+from titan_muon.titan.assign.explain import owner_loads
 from titan_muon.titan.checks.machine import check_machine
 from titan_muon.titan.device import this_device
 from titan_muon.titan.dry_run.memory import Memory, memory_per_rank
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world
 from titan_muon.titan.dry_run.verdict import Verdict, verdict_of
-from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
+from titan_muon.titan.recipe import Recipe, check_degrees
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class StageReport:
     loads: Mapping[int, OwnedTotals]
     memory: Memory
     verdict: Verdict
-    split: float | None  # seconds of Muon's step with muon.replicas = "split", if replicas repeat the work
 
 
 def dry_run(recipe: Recipe, world_size: int | None, device: str | None = None) -> list[StageReport]:
@@ -43,7 +42,7 @@ def dry_run(recipe: Recipe, world_size: int | None, device: str | None = None) -
     if is_for_this_machine(world_size, device):
         check_machine(recipe)
     stages = range(recipe.parallelism.pipeline_parallel_degree)
-    return [_report(build_meta_model(recipe, world, kind, stage=stage), recipe, kind, stage) for stage in stages]
+    return [_report(build_meta_model(recipe, world, kind, stage=stage), recipe, kind) for stage in stages]
 
 
 def is_for_this_machine(world_size: int | None, device: str | None) -> bool:
@@ -51,19 +50,11 @@ def is_for_this_machine(world_size: int | None, device: str | None) -> bool:
     return world_size is None and device in (None, this_device())
 
 
-def _report(meta: MetaModel, recipe: Recipe, kind: str, stage: int) -> StageReport:
+def _report(meta: MetaModel, recipe: Recipe, kind: str) -> StageReport:
     summary = None if meta.plan is None else summarize(meta.plan)
     machine = planning_machine(recipe.machine, kind)
     times = None if meta.plan is None else timeline(meta.plan, machine, overlap=recipe.muon.overlap)
     loads = owner_loads(meta.parameters, summary, meta.ranks)
     memory = memory_per_rank(meta, summary, loads, recipe, kind)
-    verdict, split = verdict_of(meta, times, memory, recipe, machine), None
-    if meta.plan is not None and summary is not None and repeats(meta.plan, summary):
-        try:
-            other = replace(recipe, muon=replace(recipe.muon, replicas="split"))
-            plan = build_meta_model(other, meta.world_size, kind, stage=stage).plan
-            split = None if plan is None else timeline(plan, machine, overlap=recipe.muon.overlap).last.seconds
-        except RecipeError:
-            # Another option excludes the value.
-            split = None
-    return StageReport(meta, kind, machine, summary, times, loads, memory, verdict, split)
+    verdict = verdict_of(meta, times, memory, recipe, machine)
+    return StageReport(meta, kind, machine, summary, times, loads, memory, verdict)

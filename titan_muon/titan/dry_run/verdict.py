@@ -146,9 +146,13 @@ def verdict_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe, machine: Ma
         f"{training.tokens:,} tokens in {plural(training.passes, 'pass')}: products {_ms(training.compute)} "
         f"at {100 * TRAINING_SHARE:.0f} % of {machine.flops['bfloat16'] / 1e12:,.0f} TFLOP/s"
     )
-    parts = {"FSDP": training.fsdp, "tensor parallelism": training.tensor, "expert parallelism": training.experts}
-    if text := ", ".join(f"{name} {_ms(seconds)}" for name, seconds in parts.items() if seconds):
-        yield f"                  {text}; FSDP runs beside the products"
+    exchanges = {
+        "FSDP beside the products": training.fsdp,
+        "tensor parallelism": training.tensor,
+        "expert parallelism": training.experts,
+    }
+    if text := ", ".join(f"{name} {_ms(seconds)}" for name, seconds in exchanges.items() if seconds):
+        yield f"                  {text}"
     if verdict.capacity == 0:
         # A CPU orthogonalizes slowly beside its memory, so the percentage says nothing about GPUs.
         yield (
@@ -157,9 +161,9 @@ def verdict_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe, machine: Ma
         )
         return
     percent = 100 * verdict.overhead
-    band = f"{low * percent:,.1f} to {high * percent:,.1f} %" if percent > 0 else "within the error"
+    band = f"{low * percent:,.2f} to {high * percent:,.2f} %" if percent > 0 else "within the error"
     yield (
-        f"  Muon            {percent:,.1f} % of the step over AdamW ({band}): {_ms(verdict.muon + verdict.others)} "
+        f"  Muon            {percent:,.2f} % of the step over AdamW ({band}): {_ms(verdict.muon + verdict.others)} "
         f"instead of {_ms(verdict.adamw)}"
     )
 
@@ -183,7 +187,7 @@ def _memory_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe) -> Iterable
     peak = _gib(verdict.peak)
     if verdict.capacity:
         state = "fits" if verdict.fits else "does not fit" if verdict.peak > verdict.capacity else "may not fit"
-        peak = f"{state}: {peak} of {_gib(verdict.capacity)}, within {100 * MEMORY_ERROR:.0f} %,"
+        peak = f"{state}: {peak} of {_gib(verdict.capacity)} (within {100 * MEMORY_ERROR:.0f} %)"
     where = "in backward" if verdict.in_passes >= verdict.in_step else "in the optimizer's step"
     yield f"  memory          {peak} at the peak, {where}"
     shown = (f"{name} {size / 2**30:,.1f}" for name, size in memory_parts(verdict).items() if size >= 0.05 * 2**30)
