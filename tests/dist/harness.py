@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks, each a process with one thread, and return the results.
+"""Run functions on gloo ranks, each a process with one thread, and return the results.
 
 The workers come from a fork server with PyTorch loaded, so a 2-rank test starts in a fraction of a second. An error on
 a rank ends the run at once: the traceback becomes the test's failure, and no rank keeps running.
@@ -7,14 +7,15 @@ a rank ends the run at once: the traceback becomes the test's failure, and no ra
 import multiprocessing as mp
 import os
 import pickle
-import queue
 import runpy
 import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -44,57 +45,107 @@ _context.set_forkserver_preload(
 )
 
 
-def _worker(
-    fn: Callable[..., Any], rank: int, world_size: int, rendezvous: str, args: tuple[Any, ...], results: Any
-) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
-    )
+def _work(rank: int, size: int, rendezvous: str, tasks: Connection, quiet: bool) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{rendezvous}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=60),
-        )
+    if quiet:
+        warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=90)
+    )
+    while True:
+        fn, args = pickle.loads(tasks.recv_bytes())
+        try:
+            answer = True, fn(rank, size, *args)
+        except BaseException:
+            answer = False, traceback.format_exc()
         # Bytes, because torch would send a tensor by a file of this process, and the file may be gone.
-        results.put((rank, True, pickle.dumps(fn(rank, world_size, *args))))
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        results.put((rank, False, traceback.format_exc()))
-        results.close()
-        results.join_thread()
-        os._exit(1)
+        tasks.send_bytes(pickle.dumps(answer))
+
+
+class World:
+    """Gloo ranks that run one function after another.
+
+    They start with the first run and end with `close` or the first failure. `quiet`: they print no warnings.
+    """
+
+    def __init__(self, size: int, *, quiet: bool = False) -> None:
+        self.size, self._quiet = size, quiet
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        for rank in range(self.size):
+            ours, theirs = _context.Pipe()
+            args = rank, self.size, f"{self._folder.name}/rendezvous", theirs, self._quiet
+            process = _context.Process(target=_work, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """The results of `fn(rank, size, *args)`, in rank order.
+
+        `fn` must be a module-level function with picklable results. Raises AssertionError with the traceback of the
+        first failed rank, or with the ranks that hang. The ranks are gone then, because the others wait for the failed
+        one.
+        """
+        __tracebackhide__ = True
+        if not self._ranks:
+            self._start()
+        for _, connection in self._ranks:
+            connection.send_bytes(pickle.dumps((fn, args)))
+        try:
+            return self._collect(time.monotonic() + timeout)
+        except AssertionError:
+            self.close()
+            raise
+
+    def _collect(self, deadline: float) -> list[Any]:
+        __tracebackhide__ = True
+        results: dict[int, Any] = {}
+        died = list[int]()
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            assert ready or died, f"ranks {sorted(waiting.values())} did not finish in time (a hang)"
+            if not ready:
+                break
+            for connection in ready:
+                rank = waiting.pop(connection)  # type: ignore[arg-type]
+                try:
+                    succeeded, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    # The traceback of another rank says more.
+                    died.append(rank)
+                    deadline = min(deadline, time.monotonic() + 2.0)
+                    continue
+                assert succeeded, f"rank {rank} failed:\n{value}"
+                results[rank] = value
+        assert not died, f"rank {died[0]} died without a traceback"
+        return [results[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """End the ranks."""
+        for process, connection in self._ranks:
+            process.kill()
+            process.join()
+            connection.close()
+        if self._ranks:
+            self._folder.cleanup()
+        self._ranks = []
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
-    """The results of `fn(rank, world_size, *args)` on every rank of a gloo world, in rank order.
-
-    `fn` must be a module-level function with picklable results. Raises AssertionError with the traceback of the first
-    failed rank, or with the ranks still running after `timeout` seconds (a hang).
-    """
-    results = _context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        rendezvous = os.path.join(folder, "rendezvous")
-        processes = [
-            _context.Process(target=_worker, args=(fn, r, world_size, rendezvous, args, results), daemon=True)
-            for r in range(world_size)
-        ]
-        for process in processes:
-            process.start()
-        try:
-            return _collect(processes, results, time.monotonic() + timeout)
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
+    """The results of `fn(rank, world_size, *args)` on every rank of a new world, as `World.run`."""
+    world = World(world_size)
+    try:
+        return world.run(fn, *args, timeout=timeout)
+    finally:
+        world.close()
 
 
 def _program(words: tuple[str, ...], shown: str) -> None:
@@ -126,19 +177,3 @@ def run_program(*words: str, timeout: float = 120.0) -> tuple[int, str]:
             process.join()
         assert process.exitcode is not None
         return process.exitcode, shown.read_text()
-
-
-def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:
-    outcome: dict[int, Any] = {}
-    while len(outcome) < len(processes):
-        missing = [r for r in range(len(processes)) if r not in outcome]
-        assert time.monotonic() < deadline, f"ranks {missing} did not finish in time (a hang)"
-        dead = [r for r in missing if processes[r].exitcode is not None]
-        try:
-            rank, ok, value = results.get(timeout=2.0 if dead else 0.2)
-        except queue.Empty:
-            assert not dead, f"rank {dead[0]} died with exit code {processes[dead[0]].exitcode} and no traceback"
-            continue
-        assert ok, f"rank {rank} failed:\n{value}"
-        outcome[rank] = pickle.loads(value)
-    return [outcome[r] for r in range(len(processes))]

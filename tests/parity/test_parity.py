@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.harness import World
 from tests.parity.checkpoints import Chain, chains, continued
 from tests.parity.table import rows
 from tests.parity.training import Row, differences
-from tests.parity.world import World
 
 
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[dict[int, World]]:
-    made = {size: World(size) for size in (1, 2, 4, 8)}
+    made = {size: World(size, quiet=True) for size in (1, 2, 4, 8)}
     yield made
     for world in made.values():
         world.close()

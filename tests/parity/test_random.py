@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.dist.harness import World
 from tests.parity.layouts import MATRICES, ODD, STACKS
 from tests.parity.table import FOUR
 from tests.parity.training import DROP, Row, Training, differences
-from tests.parity.world import World
 
 SEEDS = 8 * int(os.environ.get("TITAN_MUON_LONG", "1"))
 ACTIONS = ("swap_data", "reload", "new_optimizer", "check")
@@ -61,7 +61,7 @@ def differences_unless_refused(rank: int, world_size: int, row: Row) -> list[str
 
 @pytest.fixture(scope="module")
 def world() -> Any:
-    made = World(4)
+    made = World(4, quiet=True)
     yield made
     made.close()
 

@@ -28,7 +28,7 @@ class SliceBatch(Batch):
 
 
 class SliceTeam:
-    """The owners of a matrix's slices, for `orthogonalize.sliced`. `ranks`: in the order of the slices, ascending."""
+    """The owners of a matrix's slices, for `orthogonalize`. `ranks`: in the order of the slices, ascending."""
 
     # Teams share ranks, but cannot deadlock, because every rank runs its teams in the same order: turns of the program,
     # buckets of a round, numbers of matrices.

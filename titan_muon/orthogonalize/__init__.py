@@ -2,16 +2,7 @@
 
 from .coefficients import COEFFICIENTS, Iteration, coefficients, iteration, largest_value
 from .dispatch import DTYPES, Dispatch, Kernel, Method
-from .newton_schulz import (
-    TeamSlice,
-    frobenius_norms,
-    iterate,
-    orthogonalize,
-    prepared,
-    reference,
-    sliced_norms,
-    zero_nonfinite_,
-)
+from .newton_schulz import TeamSlice, frobenius_norms, iterate, orthogonalize, prepared, sliced_norms, zero_nonfinite_
 from .symmetric import kernels_for, measured_choices
 
 __all__ = [
@@ -31,7 +22,6 @@ __all__ = [
     "measured_choices",
     "orthogonalize",
     "prepared",
-    "reference",
     "sliced_norms",
     "zero_nonfinite_",
 ]

@@ -76,7 +76,7 @@ NO_MOMENTUM = "has no momentum_buffer with this optimizer's shape, mesh and plac
 LOADED: dict[str, tuple[Callable[[int, dict[str, Any], dict[str, Any]], object], str, bool]] = {
     "another rate": (lambda rank, group, states: group.update(lr=0.5), "", True),
     "fewer iterations": (lambda rank, group, states: group.update(ns_steps=3), "", False),
-    "of torch": (lambda rank, group, states: group.pop("adjust_lr_fn"), "its groups have no adjust_lr_fn", True),
+    "of torch": (lambda rank, group, states: group.pop("ns_coefficients"), "groups have no ns_coefficients", True),
     "out of range": (
         lambda rank, group, states: group.update(momentum=(0.9, 1.5)[rank]),
         "momentum = 1.5 is not",
@@ -135,7 +135,7 @@ def test_buckets_reuse_the_groups_of_mesh_axes_and_of_the_world(placements: Any)
 
 def test_a_new_group_has_the_worlds_timeout_and_is_destroyed_with_the_optimizer() -> None:
     """For three axes without a group of exactly the sharing ranks."""
-    expected = 1, 0, ({timedelta(seconds=60)}, {timedelta(seconds=7)})
+    expected = 1, 0, ({timedelta(seconds=90)}, {timedelta(seconds=7)})
     assert run_ranks(groups_made, 8, (2, 2, 2), (Replicate(), Shard(0), Shard(1)), timeout=SECONDS) == [expected] * 8
 
 
