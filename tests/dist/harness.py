@@ -44,6 +44,9 @@ _context.set_forkserver_preload(
     ]
 )
 
+SECONDS_AFTER_A_DEATH = 20.0
+"""Time for the errors of the surviving ranks."""
+
 
 def _work(rank: int, size: int, rendezvous: str, tasks: Connection, quiet: bool) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
@@ -121,7 +124,7 @@ class World:
                 except (EOFError, ConnectionError):
                     # The traceback of another rank says more.
                     died.append(rank)
-                    deadline = min(deadline, time.monotonic() + 2.0)
+                    deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_DEATH)
                     continue
                 assert succeeded, f"rank {rank} failed:\n{value}"
                 results[rank] = value
