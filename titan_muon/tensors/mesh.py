@@ -26,6 +26,13 @@ class MeshWithoutGroups(DeviceMesh):
         # FSDP2 reads this property, and DTensor for every collective.
         raise ValueError(self.refusal)
 
+    # DTensor caches the placement of an operator's result by the mesh, and would take an equal mesh with groups.
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self).__name__, super().__hash__()))
+
     # The method of DeviceMesh looks for process groups.
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
