@@ -133,6 +133,7 @@ def test_runs_without_a_step_are_passed_over_and_a_torn_line_is_skipped(
     with (pair[0] / "metrics.jsonl").open("a") as file:
         file.write('{"step": 101, "lo')
     (pair[0].parent / "t2").mkdir()
+    (pair[0].parent / "latest").write_text("t1")
     assert compare_runs.main([*map(str, pair), str(pair[0].parent / "t2"), "--output", str(tmp_path / "c.png")]) == 0
     error = capsys.readouterr().err
     assert "t2: passed over" in error
