@@ -121,7 +121,7 @@ class World:
                 except (EOFError, ConnectionError):
                     # The traceback of another rank says more.
                     died.append(rank)
-                    deadline = min(deadline, time.monotonic() + 2.0)
+                    deadline = min(deadline, time.monotonic() + 10.0)
                     continue
                 assert succeeded, f"rank {rank} failed:\n{value}"
                 results[rank] = value
