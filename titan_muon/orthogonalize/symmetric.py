@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from typing import Protocol
 
 import torch
@@ -73,12 +73,6 @@ def measured_choices(device: torch.device) -> Choices:
     return choices_of(torch.cuda.get_device_name(device) if has_gpu else "")
 
 
-def installed() -> dict[str, str]:
-    """Versions of kernel packages."""
-    versions = {}
-    for kernel, package in PACKAGES.items():
-        try:
-            versions[kernel] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
+def installed() -> list[str]:
+    """The kernels whose packages are installed."""
+    return [kernel for kernel, package in PACKAGES.items() if any(distributions(name=package))]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS
-from tests.shared import message
+from tests.shared import drawn, message
 from titan_muon import Hybrid, Muon, clip_grad_norm_
 
 STEPS = 3
@@ -21,8 +21,7 @@ SHAPES = ((16, 24), (24, 16), (12, 12))
 
 
 def tensors(count: int, seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES[:count]]
+    return list(drawn({str(shape): shape for shape in SHAPES[:count]}, seed).values())
 
 
 def trained(count: int, mesh: DeviceMesh | None, steps: int, **options: Any) -> list[Tensor]:
