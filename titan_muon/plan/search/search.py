@@ -204,7 +204,7 @@ def fastest(problem: Problem) -> CandidatePlan:
     # Hidden communication may save less than uneven rounds cost.
     if problem.options.overlap != "none":
         search.run((Order.MODEL,))
-    search.run((Order.PEAKED, Order.COUNTED, Order.ASCENDING, Order.DESCENDING))
+    search.run((Order.COUNTED, Order.PEAKED, Order.ASCENDING, Order.DESCENDING))
     search.run_until_it_fits()
     return search.chosen()
 
