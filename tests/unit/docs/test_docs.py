@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import titan_muon
-from docs import make_api, make_coefficients, make_compatibility, make_memory, make_results, make_zoo
+from docs import make_api, make_coefficients, make_compatibility, make_memory, make_results, make_study, make_zoo
 from titan_muon import Muon, registry
 from titan_muon.comm.faults import REMEDIES
 from titan_muon.titan import compat
@@ -33,6 +33,7 @@ WRITTEN: dict[Path, Callable[[str], str]] = {
     make_api.PAGE: lambda page: make_api.page(),
     make_memory.PAGE: make_memory.written,
     make_results.PAGE: lambda page: make_results.written(),
+    make_study.PAGE: lambda page: make_study.written(make_study.read_runs()),
 }
 """Pages and the functions that write them; the script of the same name updates the page."""
 
@@ -40,6 +41,17 @@ WRITTEN: dict[Path, Callable[[str], str]] = {
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
 def test_a_generated_page_is_what_its_script_writes(page: Path) -> None:
     assert read(page) == WRITTEN[page](read(page))
+
+
+def test_the_picture_of_the_study_has_the_losses_by_tokens_and_by_rate() -> None:
+    runs = make_study.read_runs()
+    curves, rates = make_study.picture(runs).axes[:2]
+    mine = [run for run in runs if (run.model, run.optimizer) == ("llama", "muon")]
+    muon = next(line for line in curves.get_lines() if str(line.get_label()).startswith("muon"))
+    assert max(muon.get_xdata()) == pytest.approx(max(run.tokens for run in mine))
+    points = {point for line in rates.get_lines() for point in zip(*line.get_data(), strict=True)}
+    shortest = min(run.tokens for run in mine)
+    assert {(run.rate, run.loss) for run in mine if run.tokens == shortest and run.seed == 0} <= points
 
 
 def test_the_errors_of_coefficients_are_measured() -> None:
