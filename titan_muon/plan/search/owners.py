@@ -15,7 +15,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from math import prod
 from typing import NamedTuple
@@ -293,14 +293,15 @@ def _pop(heap: Heap, most: int, barred: Collection[int]) -> tuple[int, int, int]
     return entry
 
 
-def balanced(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int]) -> OwnerOf:
-    """Assign longest first, on top of each rank's local FLOPs; groups of few ranks first.
+def balanced(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], *, small_first: bool = True) -> OwnerOf:
+    """Assign longest first, on top of each rank's local FLOPs; groups of few ranks first, or groups of many.
 
     For a single group of all ranks, the busiest rank is within 4/3 of the optimum (Graham, 1969).
     """
     balancer = Balancer(tasks, (rank for group in groups for rank in group), load)
     owners: OwnerOf = {}
-    for index, group_tasks in by_group(tasks, groups):
+    grouped = by_group(tasks, groups)
+    for index, group_tasks in grouped if small_first else reversed(grouped):
         heap = balancer.heap(groups[index])
         owners |= {(task.matrix, index): balancer.assign(task, heap) for task in spread(group_tasks)}
     return owners
@@ -336,11 +337,12 @@ def spread(tasks: Sequence[Task]) -> Iterator[Task]:
 
 
 def by_group(tasks: Sequence[Task], groups: Groups) -> list[tuple[int, list[Task]]]:
-    """Tasks by group, small groups first, so that large matrices of large groups even out the load."""
+    """Tasks by group, small groups first."""
     by_index: dict[int, list[Task]] = {}
     for task in tasks:
         by_index.setdefault(task.group, []).append(task)
     return sorted(by_index.items(), key=lambda item: (len(groups[item[0]]), -item[0]))
 
 
-STRATEGIES: tuple[Assign, ...] = (balanced, balanced_bytes)
+# The last groups even out the load: large groups with large matrices, or small groups with large loads.
+STRATEGIES: tuple[Assign, ...] = (partial(balanced, small_first=False), balanced, balanced_bytes)
