@@ -104,7 +104,7 @@ def test_imports_go_one_way(path: Path) -> None:
             assert any(within(module, other) for other in allowed), f"{name(path)} imports {module}"
 
 
-PRIVATE_FILES = ("owned/private.py", "fsdp/private.py", "tensors/mesh.py", "tensors/process_groups.py")
+PRIVATE_FILES = ("owned/private.py", "fsdp/private.py", "tensors/process_groups.py")
 """Files for private names of PyTorch, which change without notice. Each has a test for new versions."""
 PRIVATE = {
     "titan_muon/assignment/roles.py": {"_ConvNd"},

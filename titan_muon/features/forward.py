@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from ..options import OptionError
+from ..plan.exchange.phases import late_rounds
 from ..step.foreach import without_parameters
 from ..step.gradients import StepGradients
 from ..step.rank import Rank
-from ..step.step import Bucket, MuonStep, Overlap
+from ..step.step import Bucket, MuonStep
 from ..step.views import BucketViews
+from .overlap import PassOverlap
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +36,7 @@ class Suspended:
     bucket: Bucket
 
 
-class ForwardUpdates(Overlap):
+class ForwardUpdates(PassOverlap):
     """The late updates of a step, see [Note: updates in forward].
 
     `attached`: whether a forward ends them. `count`: buckets suspended so far.
@@ -52,7 +54,9 @@ class ForwardUpdates(Overlap):
         return bool(self._suspended)
 
     def attach(self, rank: Rank, views: Sequence[BucketViews]) -> None:
-        self._rank, self._late = rank, rank.program.late
+        program = rank.program
+        late = late_rounds(program.buffer_sets, len(program.rounds))
+        self._rank, self._late = rank, {bucket for number in late for bucket in program.rounds[number]}
         self._module: Any = torch.get_device_module(rank.device)
         self._stream = self._stream or self._module.Stream()
 

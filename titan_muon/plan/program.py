@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import takewhile
 
 from .cost.walk import batches
 from .exchange.patterns import PATTERNS
-from .exchange.phases import ACTS, Act, BucketProgram, Collective, Parcel, Phase, late_rounds, parcels, schedule
+from .exchange.phases import ACTS, Act, BucketProgram, Collective, Parcel, Phase, parcels, schedule
 from .terms.layout import Geometries
 from .terms.pieces import Pieces, Ranks
 from .terms.types import Bucket, Plan, teams_in
@@ -38,17 +36,6 @@ class Program:
     @property
     def local(self) -> tuple[BucketProgram, ...]:
         return tuple(run for run in self.buckets if run.local)
-
-    @cached_property
-    def late(self) -> frozenset[int]:
-        return frozenset(
-            bucket for number in late_rounds(self.buffer_sets, len(self.rounds)) for bucket in self.rounds[number]
-        )
-
-    @cached_property
-    def first_gathers(self) -> tuple[int, ...]:
-        first = takewhile(lambda item: item[0] is Act.GATHER and not self.buckets[item[1]].local, self.acts)
-        return tuple(bucket for _, bucket in first)
 
     def buffer_set(self, index: int) -> tuple[int, int]:
         """The buffer set of a bucket's round, and the bucket's position in the round."""

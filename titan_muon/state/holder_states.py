@@ -15,8 +15,8 @@ from ..plan.terms.layout import chunk
 from ..plan.terms.types import Parameter
 from ..tensors.device import is_host
 from ..tensors.dtensor import from_local, local, step_device, storage_device
-from ..tensors.mesh import StateMesh, refuse_reads_outside
 from ..tensors.names import named_parameters
+from ..tensors.process_groups import StateMesh, refuse_reads_outside
 from ..tensors.storage import TrainedParam, placement_key, with_momentum
 
 
