@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from .comm.faults import Fault, allowed_faults, check_faults, names_with
 from .comm.report import FaultReport
 from .muon import Muon
 from .options import SLOWEST_IN_BFLOAT16, MissingGrad, Nonfinite, Offload, OptionError, StateDtype
-from .state.host import Transfer, Window, moved_state, moves, new_state, resolved
+from .state.holder_states import moved_state, moves, new_state, resolved
 from .state.saved import after_pre_hooks, checked_state
 from .step.foreach import grouped
 from .tensors.device import is_host, on_device
@@ -26,6 +26,9 @@ from .tensors.dtensor import local, step_device
 from .tensors.names import named_parameters, names_in
 from .tensors.storage import placement_key
 from .tensors.warning import warn
+
+if TYPE_CHECKING:
+    from .features.offload import Window
 
 BATCH_BYTES = 2**26
 """Limit on the bytes of a transfer, or of converted states."""
@@ -176,16 +179,25 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             warn(f"{names}: a gradient was not finite, and AdamW changed nothing in that step")
 
     def _update_in_window(self, batches: Sequence[Batch]) -> None:
+        from .features.offload import Copied, Window
+
         changed, read = ON_HOST[self._offload]
+        names = (*changed, *read)
         if self._window is None:
             first = next(p for group in self.param_groups for p in group["params"] if p.grad is not None)
             self._window = Window(step_device(first))
-        self._window.begin([Transfer(_tensors(parts, changed), _tensors(parts, read)) for _, parts in batches])
-        for group, parts in batches:
-            tensors = self._window.take()
-            by_part = (dict(zip((*changed, *read), tensors[i :: len(parts)], strict=True)) for i in range(len(parts)))
-            self._update(group, [part._replace(**moved) for part, moved in zip(parts, by_part, strict=True)])
-            self._window.give_back()
+        hosts = [_tensors(parts, names) for _, parts in batches]
+        _, on_device = self._window.slots(hosts)
+        self._window.begin(
+            [
+                list(map(Copied, tensors, host, (name in changed for name in names for _ in parts)))
+                for (_, parts), tensors, host in zip(batches, on_device, hosts, strict=True)
+            ]
+        )
+        for (group, parts), tensors in zip(batches, on_device, strict=True):
+            by_part = (dict(zip(names, tensors[i :: len(parts)], strict=True)) for i in range(len(parts)))
+            with self._window.fetched():
+                self._update(group, [part._replace(**moved) for part, moved in zip(parts, by_part, strict=True)])
         self._window.end()
         if "param" in changed:
             self._window.synchronize()

@@ -34,10 +34,9 @@ from .plan.terms.machine import MachineRates, Work, WorkOf, machine_of
 from .plan.terms.pieces import components
 from .plan.terms.types import Layout, Plan, teams_in
 from .state.groups import iteration_changed, iteration_of
+from .state.holder_states import kept_by
 from .state.matrix_states import MatrixStates
-from .state.momentum import kept_by
-from .state.plan_context import PlanContext
-from .step.algorithm import Algorithm, Scaling
+from .step.algorithm import Algorithm, PlanContext, Scaling
 from .step.foreach import passes_of
 from .step.gradients import StepGradients, checked_inputs
 from .step.rank import Rank

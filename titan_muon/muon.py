@@ -25,12 +25,10 @@ from .features import check_plan
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refuse_keywords
 from .plan.terms.types import Plan
 from .state.groups import check_groups, check_lr, check_params, doubts_of, given_groups, named_group, rows_of
-from .state.host import moves, resolved
+from .state.holder_states import followed, moved, moves, resolved, unchanged_after_errors, with_states
 from .state.matrix_states import MatrixStates, with_matrix_states
-from .state.momentum import followed, moved, unchanged_after_errors, with_states
-from .state.plan_context import PlanContext
 from .state.saved import after_pre_hooks, check_saved_groups, completed, copy_state, saved_states
-from .step.algorithm import Scaling
+from .step.algorithm import PlanContext, Scaling
 from .step.gradients import check_first_gradients
 from .tensors.device import may_be_true
 from .tensors.dtensor import mesh_groups

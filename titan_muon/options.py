@@ -340,6 +340,11 @@ class MuonOptions(StepOptions, Hyperparameters):
         check(Machine, vars(self.machine), "machine.")
 
     @property
+    def counts_steps(self) -> bool:
+        """Whether a step needs its number, besides for stochastic rounding."""
+        return self.momentum_warmup_steps > 0 or self.state_dtype == "int8"
+
+    @property
     def skips(self) -> bool:
         """Whether a step may skip matrices."""
         return "skip" in (self.missing_grad, self.nonfinite)

@@ -21,11 +21,9 @@ from benchmarks.rehearsal.recorder import LiveMemory, Operations, storages
 from benchmarks.rehearsal.seen import UNEQUAL, Bytes, Collective, Seen
 from benchmarks.rehearsal.subject import build_trainer, without_files
 from titan_muon.comm.clip import GradientClip
-from titan_muon.features.offload import HostOffload
+from titan_muon.features.offload import Copied, Window
 from titan_muon.muon import Muon
 from titan_muon.owned import private
-from titan_muon.state.host import Transfer, Window
-from titan_muon.step.gradients import StepGradients
 from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.run.trainer import MuonTrainer
 
@@ -115,15 +113,13 @@ class _Rehearsal:
 
         def watched() -> None:
             held, window = self._held(), dict[object, int]()
-            begin, offload = Window.begin, HostOffload.begin
+            begin = Window.begin
 
-            def begins(opened: Window, transfers: Sequence[Transfer]) -> None:
+            def begins(opened: Window, transfers: Sequence[Sequence[Copied]]) -> None:
                 begin(opened, transfers)
-                window.update(storages(opened.slots))
-
-            def fetches(host: HostOffload, gradients: StepGradients) -> None:
-                offload(host, gradients)
-                window.update(storages(host.slots))
+                for transfer in transfers:
+                    used = storages(copied.on_device for copied in transfer)
+                    window.update({key: max(size, window.get(key, 0)) for key, size in used.items()})
 
             self.training_peak = _bytes(self.memory.largest(), held)
             self.training = _collectives(self.counter)
@@ -132,8 +128,7 @@ class _Rehearsal:
             self.step_start = _bytes(self.memory.largest(), held)
             unwatched = self.trainer.config.training.enable_cpu_offload
             no_sync = _no_sync(self.gpu, unwatched=unwatched)
-            patches = mock.patch.object(Window, "begin", begins), mock.patch.object(HostOffload, "begin", fetches)
-            with patches[0], patches[1], no_sync, Operations() as operations:
+            with mock.patch.object(Window, "begin", begins), no_sync, Operations() as operations:
                 step()
             self.operations = operations.counts
             self.step = _collectives(self.counter)

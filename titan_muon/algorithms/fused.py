@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..options import MuonOptions, OptionError
 from ..orthogonalize import measured_choices
-from ..step.algorithm import Algorithm, Decorated, Scaling, Tensors
+from ..step.algorithm import Algorithm, Decorated, PlanContext, Scaling, Tensors
 from ..step.rounding import seed_of
 from ..tensors.draws import wrapped
 from ..tensors.storage import STEP
@@ -29,7 +29,6 @@ from .muon import MuonAlgorithm
 
 if TYPE_CHECKING:
     from ..orthogonalize.symmetric_kernel import Launch
-    from ..state.plan_context import PlanContext
     from ..step.foreach import MomentumCall, UpdateCall
     from ..step.gradients import StepGradients
     from ..step.rank import Rank

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from ..options import MuonOptions, OptionError
-from ..step.algorithm import Algorithm, Group, Tensors
+from ..step.algorithm import Algorithm, Group, PlanContext, Tensors
 from ..tensors.device import is_host
 from ..tensors.storage import STEP
 
 if TYPE_CHECKING:
-    from ..state.plan_context import PlanContext
     from ..step.foreach import MomentumCall, UpdateCall
     from ..step.views import Limits
 

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from ..options import OptionError
 from ..state.matrix_states import StateSpec
-from ..step.algorithm import WEIGHT_NORM, Group
+from ..step.algorithm import WEIGHT_NORM, Group, PlanContext
 from .muon import MuonAlgorithm
 
 if TYPE_CHECKING:
-    from ..state.plan_context import PlanContext
     from ..step.foreach import UpdateCall
 
 

@@ -11,8 +11,7 @@ from dataclasses import replace
 from ..comm.faults import Fault
 from ..options import MuonOptions, OptionError
 from ..state.matrix_states import MatrixStates
-from ..state.plan_context import PlanContext, check_states
-from ..step.algorithm import Algorithm, Scaling
+from ..step.algorithm import Algorithm, PlanContext, Scaling
 from ..step.rank import Rank
 from ..step.step import Hook, MuonStep, Overlap, UpdateMask
 from ..step.views import build_views
@@ -102,7 +101,7 @@ class StepParts:
 
             algorithm = algorithm.scaled(scaling) or scaled(algorithm, scaling)
         if self._rank.options.state_dtype == "int8":
-            from ..algorithms.eight_bit import EightBit
+            from .eight_bit import EightBit
 
             # Outermost, because restored numbers would not fit restored scales.
             algorithm = EightBit(algorithm, self._rank)
@@ -125,7 +124,15 @@ def check_plan(context: PlanContext, algorithm: Algorithm) -> None:
 
 
 def _checks(options: MuonOptions, algorithm: Algorithm) -> Iterator[Callable[[PlanContext], None]]:
-    yield check_states
+    if options.offload != "none":
+        from . import offload
+
+        yield offload.check
+    if options.state_dtype == "int8":
+        from . import eight_bit
+
+        yield eight_bit.check
+    yield _check_owned
     yield _check_prescaled
     yield _check_travels
     if options.fused:
@@ -140,6 +147,14 @@ def _checks(options: MuonOptions, algorithm: Algorithm) -> Iterator[Callable[[Pl
         from . import weight_norms
 
         yield weight_norms.check
+
+
+def _check_owned(context: PlanContext) -> None:
+    """Raise OptionError for `state = "owner"` with an owned parameter."""
+    for fqn, tensor in context.named if context.options.state == "owner" else ():
+        if without_groups(tensor):
+            problem = f"{fqn} is owned, and its momentum is on its owner alone already"
+            raise OptionError("state", f'= "owner": {problem}; set "replicated"')
 
 
 def _check_travels(context: PlanContext) -> None:

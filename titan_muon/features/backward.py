@@ -24,7 +24,7 @@ from torch import Tensor
 from ..comm.faults import Fault
 from ..options import OptionError
 from ..plan.program import replicated_plain
-from ..state.plan_context import PlanContext
+from ..step.algorithm import PlanContext
 from ..step.gradients import StepGradients, grad_matrix
 from ..step.rank import Rank
 from ..step.step import Bucket, MuonStep, Overlap, trace_range, with_gradients

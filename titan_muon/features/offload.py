@@ -1,33 +1,124 @@
 """`offload`: a step streams momentum, gradients and weights from the host to the device, bucket by bucket."""
 
 # [Note: transfers and slots]
-# - A transfer is the host tensors of one bucket's element-wise work, before the gather or after the return. Transfers
-#   alternate between two slots of device memory. The views of calls are made once, in the slots, so that a step reads
-#   views as without offload.
-# - Slots are allocated on the computing stream. So the arriving stream first waits for earlier uses of the memory.
-# - A transfer leaves after the computing stream has used the tensors. Then a later transfer reuses the slot.
+# - A transfer is the host tensors of one use. A use is the element-wise work of a bucket, before the gather or after
+#   the return, or a batch of AdamW. Transfers alternate between two slots of device memory.
+# - The views of Muon's calls are made once, in the slots, so that a step reads views as without offload.
+# - Slots are allocated on the computing stream. So the arriving stream first waits for earlier uses of the memory, and
+#   for the last step's transfers to the host.
+# - A transfer leaves after the computing stream has used the tensors. Then a later transfer reuses the slot. At the end
+#   the computing stream waits for all transfers.
 # - Whole rows, because a copy of non-contiguous memory from the host would block. So two calls of a bucket may share a
 #   range, and a transfer for each call would lose updates.
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comm.buffers import StepMemory
-from ..options import Offload
+from ..options import Offload, OptionError
 from ..plan.exchange.phases import Act
-from ..state.host import TRANSFERS_AT_ONCE, carved, slot_bytes
-from ..step.foreach import MomentumCall, Rectangle, UpdateCall
+from ..step.algorithm import PlanContext
+from ..step.foreach import MomentumCall, Rectangle, UpdateCall, carved, slot_bytes
 from ..step.gradients import StepGradients
 from ..step.rank import Rank
 from ..step.step import Fetch
 from ..step.views import BucketViews
+
+TRANSFERS_AT_ONCE = 2
+"""One transfer is in use while the next arrives or the last leaves."""
+
+
+def check(context: PlanContext) -> None:
+    """Raise OptionError for an overlap that needs tensors on the device, and for matrices that share rows."""
+    options = context.options
+    if options.overlap != "none" and (options.overlap, options.offload) != ("forward", "state"):
+        problem = f"= {options.overlap!r} needs momentum and parameters on the device; set 'none', or offload = 'none'"
+        raise OptionError("overlap", problem)
+    # Transfers move whole rows, so two transfers would overwrite common rows.
+    if shared := next((parameter.fqn for parameter in context.parameters if parameter.stack.interleaved), None):
+        problem = f'= "{options.offload}" does not take {shared}, whose matrices share rows of its storage; set "none"'
+        raise OptionError("offload", problem)
+
+
+class Copied(NamedTuple):
+    """A contiguous host tensor and its place in a slot. `changes`: whether the step sends the tensor back."""
+
+    on_device: Tensor
+    host: Tensor
+    changes: bool
+
+
+class Window:
+    """Copies host tensors to slots and back, see [Note: transfers and slots]. On a CPU the copies run too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._arriving, self._leaving = self._module.Stream(), self._module.Stream()
+        self._transfers: Sequence[Sequence[Copied]] = ()
+        self._used, self._arrived = 0, dict[int, Any]()
+
+    def slots(self, transfers: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """New slots, and by transfer the views of a slot with the shapes and dtypes of the host tensors."""
+        size = max((sum(map(slot_bytes, tensors)) for tensors in transfers), default=0)
+        count = min(TRANSFERS_AT_ONCE, len(transfers))
+        slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
+        return slots, [list(carved(slots[number % count], tensors)) for number, tensors in enumerate(transfers)]
+
+    def begin(self, transfers: Sequence[Sequence[Copied]]) -> None:
+        # An exception in the last step may have left the window open.
+        self.end()
+        self._transfers, self._used = transfers, 0
+        self._arriving.wait_stream(self._current)
+        for number in range(min(TRANSFERS_AT_ONCE, len(transfers))):
+            self._fetch(number)
+
+    @contextmanager
+    def fetched(self) -> Iterator[None]:
+        """Hold the next transfer on the device, then send back the changed tensors, and fetch into the slot."""
+        number = self._used
+        self._current.wait_event(self._arrived[number])
+        yield
+        self._leaving.wait_stream(self._current)
+        with self._module.stream(self._leaving):
+            for on_device, host, changes in self._transfers[number]:
+                if changes:
+                    host.copy_(on_device, non_blocking=True)
+        del self._arrived[number]
+        self._used += 1
+        later = number + TRANSFERS_AT_ONCE
+        if later < len(self._transfers):
+            self._arriving.wait_stream(self._leaving)
+            self._fetch(later)
+
+    def end(self) -> None:
+        """Forget the transfers. The computing stream waits for them."""
+        self._current.wait_stream(self._leaving)
+        self._current.wait_stream(self._arriving)
+        self._arrived.clear()
+        self._transfers = ()
+
+    def synchronize(self) -> None:
+        """Wait until all tensors are on the host."""
+        self._module.synchronize()
+
+    @property
+    def _current(self) -> Any:
+        return self._module.current_stream()
+
+    def _fetch(self, number: int) -> None:
+        with self._module.stream(self._arriving):
+            for on_device, host, _ in self._transfers[number]:
+                on_device.copy_(host, non_blocking=True)
+        self._arrived[number] = self._arriving.record_event()
+
 
 Name = Literal["param", "momentum", "grad"]
 Key = tuple[Name, int, int]
@@ -80,22 +171,17 @@ class HostOffload:
             for (fetch, _), parts in zip(uses, rows, strict=True)
         ]
         hosts = [[self._host(name, part) for name, part in place] for place in places]
-        size = max((sum(map(slot_bytes, tensors)) for tensors in hosts), default=0)
-        count = min(TRANSFERS_AT_ONCE, len(uses))
-        self.slots = [torch.empty(size, dtype=torch.uint8, device=rank.device) for _ in range(count)]
+        self.window = Window(rank.device)
+        slots, on_device = self.window.slots(hosts)
         self._transfers = [
-            Transfer(*use, parts, _slot(place, carved(self.slots[number % count], tensors)))
-            for number, (use, parts, place, tensors) in enumerate(zip(uses, rows, places, hosts, strict=True))
+            Transfer(*use, parts, _slot(place, tensors))
+            for use, parts, place, tensors in zip(uses, rows, places, on_device, strict=True)
         ]
         made = list(views)
         for transfer in self._transfers:
             made[transfer.bucket] = self._in_slot(made[transfer.bucket], transfer)
         self.views = tuple(made)
-        self.memory = StepMemory(self.slots, kept=False)
-        self._module: Any = torch.get_device_module(rank.device)
-        self._arriving, self._leaving = self._module.Stream(), self._module.Stream()
-        self._copies: list[list[tuple[Tensor, Tensor, bool]]] = []
-        self._used, self._arrived = 0, dict[int, Any]()
+        self.memory = StepMemory(slots, kept=False)
 
     def _host(self, name: Name, part: Rectangle) -> Tensor:
         """The host tensor, or one like it: a gradient has the dtype and the shape of its weights."""
@@ -114,14 +200,10 @@ class HostOffload:
 
     def begin(self, gradients: StepGradients) -> None:
         self.memory.take()
-        self._arriving.wait_stream(self._module.current_stream())
-        self._copies = [list(self._copies_of(transfer, gradients)) for transfer in self._transfers]
-        self._used, self._arrived = 0, {}
-        for number in range(min(TRANSFERS_AT_ONCE, len(self._transfers))):
-            self._fetch(number)
+        self.window.begin([list(self._copies_of(transfer, gradients)) for transfer in self._transfers])
 
-    def _copies_of(self, transfer: Transfer, gradients: StepGradients) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """(device, host, whether it changes) of each tensor. The step decays a parameter without a gradient."""
+    def _copies_of(self, transfer: Transfer, gradients: StepGradients) -> Iterator[Copied]:
+        # The step decays a parameter without a gradient.
         for changes, names in zip((True, False), self._kinds[transfer.fetch], strict=True):
             for name, part in ((name, part) for name in names for part in transfer.rows):
                 stored, grad = self._storage[part.parameter], gradients.grads[part.parameter]
@@ -132,38 +214,14 @@ class HostOffload:
                 else:
                     host = part.of(grad) if name == "grad" else part.of_momentum(stored)
                 if host is not None:
-                    yield transfer.slot[name, part.parameter, part.start], host, changes
+                    yield Copied(transfer.slot[name, part.parameter, part.start], host, changes)
 
-    @contextmanager
-    def fetched(self, fetch: Fetch) -> Iterator[None]:
-        """Hold the next transfer on the device, then send back the changed tensors."""
-        if fetch not in self._kinds:
-            yield
-            return
-        current, number = self._module.current_stream(), self._used
-        current.wait_event(self._arrived.pop(number))
-        yield
-        self._leaving.wait_stream(current)
-        with self._module.stream(self._leaving):
-            for on_device, host, changes in self._copies[number]:
-                if changes:
-                    host.copy_(on_device, non_blocking=True)
-        self._used += 1
-        if number + TRANSFERS_AT_ONCE < len(self._transfers):
-            self._arriving.wait_stream(self._leaving)
-            self._fetch(number + TRANSFERS_AT_ONCE)
-
-    def _fetch(self, number: int) -> None:
-        with self._module.stream(self._arriving):
-            for on_device, host, _ in self._copies[number]:
-                on_device.copy_(host, non_blocking=True)
-        self._arrived[number] = self._arriving.record_event()
+    def fetched(self, fetch: Fetch) -> AbstractContextManager[None]:
+        """Hold the next transfer on the device, if this work has transfers."""
+        return self.window.fetched() if fetch in self._kinds else nullcontext()
 
     def end(self) -> None:
-        current = self._module.current_stream()
-        current.wait_stream(self._leaving)
-        current.wait_stream(self._arriving)
-        self._copies = []
+        self.window.end()
         self.memory.free()
         # The user may read parameters on the host after the step.
         if "param" in self._names:
@@ -171,7 +229,7 @@ class HostOffload:
 
     def synchronize(self) -> None:
         """Wait until all tensors are on the host."""
-        self._module.synchronize()
+        self.window.synchronize()
 
 
 def rows_of(calls: Iterable[MomentumCall | UpdateCall]) -> tuple[Rectangle, ...]:

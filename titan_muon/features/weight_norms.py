@@ -17,8 +17,7 @@ from ..comm.exchange import wait_all
 from ..comm.faults import Fault
 from ..options import OptionError
 from ..plan.terms.layout import Geometries, spans
-from ..state.plan_context import PlanContext
-from ..step.algorithm import WEIGHT_NORM, Algorithm, Decorated
+from ..step.algorithm import WEIGHT_NORM, Algorithm, Decorated, PlanContext
 from ..step.foreach import rectangle_of
 from ..step.gradients import StepGradients
 from ..step.rank import Rank

@@ -90,7 +90,7 @@ def as_torch(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         OptionError: for options without an equal in the installed torch.optim.Muon: a number for `adjust_lr_fn`, before
             PyTorch 2.15 also "spectral_unclamped"; coefficients that differ between steps; rules with states of their
-            own; and int8 states.
+            own; and states in another kind of dtype than floating-point.
         ValueError: for groups of another optimizer, as in a Hybrid's state dict.
     """
     groups = []
@@ -98,10 +98,10 @@ def as_torch(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             "state_dict: has groups of another optimizer than Muon; pass hybrid.optimizers['muon'].state_dict()"
         )
-    if any(value["momentum_buffer"].dtype == torch.int8 for value in state_dict["state"].values()):
-        raise OptionError(
-            "state_dtype", "= 'int8' has no equivalent in torch.optim.Muon; save with float32 or bfloat16"
-        )
+    dtypes = {value["momentum_buffer"].dtype for value in state_dict["state"].values()}
+    for kind in (str(dtype).removeprefix("torch.") for dtype in dtypes if not dtype.is_floating_point):
+        problem = f"= {kind!r} has no equivalent in torch.optim.Muon; save with float32 or bfloat16"
+        raise OptionError("state_dtype", problem)
     if extra := {name for value in state_dict["state"].values() for name in value} - {"momentum_buffer"}:
         raise OptionError("rule", f"keeps {', '.join(sorted(extra))}, which torch.optim.Muon has not")
     for group in map(renamed, state_dict["param_groups"]):

@@ -110,7 +110,7 @@ def checked_state(
     """
     loaded = {name: torch.as_tensor(saved[name]) for name in current if name in saved}
     for name, value in current.items():
-        if name in loaded and torch.int8 in (dtypes := {loaded[name].dtype, value.dtype}) and len(dtypes) > 1:
+        if name in loaded and loaded[name].is_floating_point() != value.is_floating_point():
             raise ValueError(
                 f"{fqn}: the state dict has a {name} in {loaded[name].dtype}, and this optimizer in {value.dtype}; set "
                 "state_dtype as it was saved"

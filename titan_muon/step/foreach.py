@@ -13,12 +13,13 @@ from torch import Tensor, UntypedStorage
 from ..options import MuonOptions
 from ..plan.terms.layout import Span
 from ..plan.terms.machine import FLOAT32_COST, ElementwiseCost, Traffic, traffic
-from ..state.host import ALIGNMENT, carved, slot_bytes
 from ..tensors.storage import Storage
 from .gradients import StepGradients
 from .rank import Rank
 from .rounding import BYTES, RoundedTogether, chunk_of, memory_bytes
 
+ALIGNMENT = 64
+"""Bytes, for different dtypes and vectorized kernels."""
 ACCELERATOR_BYTES = 2**25
 """Limit on the wide elements of a call."""
 CPU_BYTES = 2**15
@@ -311,6 +312,19 @@ def _update_call(rank: Rank, items: Sequence[tuple[Placed, Tensor]], scratch: Te
     widens = dtype != update_dtype and torch.promote_types(dtype, update_dtype) == dtype
     wide = tuple(carved(scratch, params)) if widens else ()
     return replace(call, scratch=wide, scratch_bytes=sum(map(slot_bytes, wide)))
+
+
+def slot_bytes(tensor: Tensor) -> int:
+    """Bytes with alignment."""
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def carved(slot: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Views of a slot with the shapes and dtypes of the tensors."""
+    start = 0
+    for tensor in tensors:
+        yield slot[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        start += slot_bytes(tensor)
 
 
 def group_numbers(rank: Rank) -> list[int]:

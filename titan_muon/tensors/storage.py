@@ -30,7 +30,7 @@ class TrainedParam:
         group: parameter group. A scheduler may change hyperparameters between steps.
         key, stored: `placement_key`, and dtype and device of the local tensor, when the step was planned.
         on_mesh: whether this rank is on the mesh, and so gets a gradient.
-        scales: of an int8 momentum.
+        state: of the optimizer, with the states of further features.
     """
 
     fqn: str
@@ -40,8 +40,8 @@ class TrainedParam:
     key: object
     on_mesh: bool
     stored: tuple[torch.dtype, torch.device]
+    state: dict[str, Any]
     momentum_device: str = ""
-    scales: Tensor | None = None
 
     @property
     def momentum(self) -> Tensor:
@@ -55,7 +55,7 @@ def with_momentum(trained: TrainedParam, momentum: Tensor) -> TrainedParam:
 
 
 def trained_params(
-    groups: Iterable[dict[str, Any]], state: Mapping[Tensor, Mapping[str, Any]], rank: int, options: MuonOptions
+    groups: Iterable[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]], rank: int, options: MuonOptions
 ) -> Iterator[TrainedParam]:
     """The trained parameters of an optimizer's groups, with the momentum from `state`, if any.
 
@@ -76,13 +76,13 @@ def trained_params(
             if parameter.is_meta:
                 raise ValueError(f"{fqn}: on the meta device; give it storage (to_empty) before building Muon")
             rounds = options.rounding == "stochastic" and parameter.dtype == torch.bfloat16
-            if rounds or options.momentum_warmup_steps or options.state_dtype == "int8":
+            if rounds or options.counts_steps:
                 # Only where steps count, so that other checkpoints keep their keys.
                 group.setdefault(STEP, 0)
             on_mesh, shard = rank in layout_of(fqn, parameter).mesh.ranks, local(parameter)
-            momentum, scales = (state.get(parameter, {}).get(key) for key in ("momentum_buffer", "momentum_scale"))
-            placed = placement_key(parameter), on_mesh, (shard.dtype, shard.device)
-            trained = TrainedParam(fqn, parameter, None, group, *placed, scales=scales)
+            placed, states = (placement_key(parameter), on_mesh, (shard.dtype, shard.device)), state[parameter]
+            trained = TrainedParam(fqn, parameter, None, group, *placed, states)
+            momentum = states.get("momentum_buffer")
             yield trained if momentum is None else with_momentum(trained, momentum)
 
 

@@ -100,7 +100,8 @@ def test_every_wait_of_a_step_is_necessary(stream: str, method: str, stream_orde
         muon, _ = trained("parameters", (), buffer_bytes=1)
         muon.step()
         offload = muon.engine.offload
-        waiting = stream_order.compute if stream == "current" else getattr(offload, stream)
+        assert isinstance(offload, HostOffload)
+        waiting = stream_order.compute if stream == "current" else getattr(offload.window, stream)
         setattr(waiting, method, lambda other: None)
         with pytest.raises(AssertionError, match="does not wait for"):
             muon.step()

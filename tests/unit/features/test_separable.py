@@ -11,7 +11,7 @@ from tests.unit.features.test_fused import needs_interpreter
 
 PACKAGE = Path(titan_muon.__file__).parent
 FEATURES = sorted(f"features.{path.stem}" for path in (PACKAGE / "features").glob("*.py") if path.stem != "__init__")
-DECORATORS = [f"algorithms.{name}" for name in ("eight_bit", "fused", "fused_kernels", "keeping", "scaling")]
+DECORATORS = [f"algorithms.{name}" for name in ("fused", "fused_kernels", "keeping", "scaling")]
 FILES = [*FEATURES, *DECORATORS]
 
 STEPS = """
@@ -52,7 +52,7 @@ def test_a_step_without_features_loads_no_file_of_a_feature() -> None:
         (("features.offload",), "offload='state'", "None"),
         (("features.backward",), "overlap='backward'", "None"),
         (("features.forward",), "overlap='forward'", "None"),
-        (("algorithms.eight_bit",), "state_dtype='int8'", "None"),
+        (("features.eight_bit",), "state_dtype='int8'", "None"),
         (("algorithms.keeping", "algorithms.scaling"), "", "torch.zeros(())"),
         (("features.mask",), "idle='hold'", "None"),
         (("algorithms.keeping", "features.mask"), "nonfinite='skip'", "None"),

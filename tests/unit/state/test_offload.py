@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 
 from tests.stream_order import StreamOrder, stream_order
 from titan_muon import adam as batched
-from titan_muon.state.host import ALIGNMENT, TRANSFERS_AT_ONCE, Transfer, Window
+from titan_muon.features.offload import TRANSFERS_AT_ONCE, Copied, Window
+from titan_muon.step.foreach import ALIGNMENT
 
 __all__ = ["stream_order"]
 
@@ -20,37 +23,37 @@ SHAPES = {"square": (16, 20), "wide": (4, 12), "tall": (12, 4), "experts": (3, 4
 CPU = torch.device("cpu")
 
 
-def transfers(count: int = 5) -> list[Transfer]:
-    """Transfers of two changed tensors, with an odd number of bytes, and an unchanged tensor."""
-    return [
-        Transfer(
-            [torch.full((3, 3), float(i), dtype=torch.bfloat16), torch.full((4 + i,), float(i))],
-            [torch.full((3,), float(i))],
-        )
+def opened(count: int = 5) -> tuple[Window, list[list[Copied]]]:
+    """A window, and transfers of two changed tensors, with an odd number of bytes, and an unchanged tensor."""
+    window = Window(CPU)
+    hosts = [
+        [torch.full((3, 3), float(i), dtype=torch.bfloat16), torch.full((4 + i,), float(i)), torch.full((3,), float(i))]
         for i in range(count)
     ]
+    slots, on_device = window.slots(hosts)
+    assert [slot.nbytes for slot in slots] == [3 * ALIGNMENT] * TRANSFERS_AT_ONCE, "as large as the largest"
+    return window, [list(map(Copied, *pair, (True, True, False))) for pair in zip(on_device, hosts, strict=True)]
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Transfers from now on, in order."""
     log: list[str] = []
-    fetch, take, give_back = Window._fetch, Window.take, Window.give_back
+    fetch, fetched = Window._fetch, Window.fetched
 
     def fetches(self: Window, number: int) -> None:
         fetch(self, number)
         log.append(f"{number} comes")
         assert len(self._arrived) <= TRANSFERS_AT_ONCE
 
-    def takes(self: Window) -> list[Tensor]:
+    @contextmanager
+    def uses(self: Window) -> Iterator[None]:
         log.append(f"{self._used} is used")
-        return take(self)
+        with fetched(self):
+            yield
+            log.append(f"{self._used} goes")
 
-    def gives_back(self: Window) -> None:
-        log.append(f"{self._used} goes")
-        give_back(self)
-
-    for name, method in (("_fetch", fetches), ("take", takes), ("give_back", gives_back)):
-        monkeypatch.setattr(Window, name, method)
+    monkeypatch.setattr(Window, "_fetch", fetches)
+    monkeypatch.setattr(Window, "fetched", uses)
     return log
 
 
@@ -69,44 +72,41 @@ ORDER = [
 
 
 def test_a_load_overlaps_the_previous_load_with_at_most_two_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    log, window, host = watched(monkeypatch), Window(CPU), transfers()
-    window.begin(host)
-    assert [slot.nbytes for slot in window.slots] == [3 * ALIGNMENT] * TRANSFERS_AT_ONCE, "as large as the largest"
-    for number, transfer in enumerate(host):
-        tensors = window.take()
-        assert [tensor.shape for tensor in tensors] == [tensor.shape for tensor in transfer.tensors]
-        for tensor in tensors:
-            assert torch.equal(tensor, torch.full_like(tensor, float(number)))
-            tensor.add_(100)
-        assert all((tensor == number).all() for tensor in transfer.tensors), "not in place on the host"
-        window.give_back()
-        assert all((tensor == 100 + number).all() for tensor in transfer.changed)
-        assert all((tensor == number).all() for tensor in transfer.read), "only what is changed goes back"
+    log, (window, transfers) = watched(monkeypatch), opened()
+    window.begin(transfers)
+    for number, transfer in enumerate(transfers):
+        with window.fetched():
+            for on_device, host, _ in transfer:
+                assert torch.equal(on_device, torch.full_like(host, float(number)))
+                on_device.add_(100)
+            assert all((copied.host == number).all() for copied in transfer), "not in place on the host"
+        for _, host, changes in transfer:
+            assert (host == (100 + number if changes else number)).all(), "only changed tensors go back"
     window.end()
     assert log[: len(ORDER)] == ORDER
-    assert window.slots == (), "between steps their memory is free"
+    assert window._transfers == (), "between steps their memory is free"
 
 
-def used(window: Window, host: list[Transfer]) -> None:
-    window.begin(host)
-    for _ in host:
-        for tensor in window.take():
-            tensor.mul_(2)
-        window.give_back()
+def used(window: Window, transfers: list[list[Copied]]) -> None:
+    window.begin(transfers)
+    for transfer in transfers:
+        with window.fetched():
+            for copied in transfer:
+                copied.on_device.mul_(2)
     window.end()
 
 
-def steps(window: Window, host: list[Transfer]) -> None:
+def steps(window: Window, transfers: list[list[Copied]]) -> None:
     """Steps with unrelated work in reused memory after each."""
     for _ in range(2):
-        used(window, host)
+        used(window, transfers)
         torch.ones(14).add_(1)
 
 
 def test_streams_wait_for_the_memory_of_other_streams(stream_order: StreamOrder) -> None:
     """Over two steps: the second step loads the first step's results, into slots of the compute stream."""
     with stream_order:
-        steps(Window(CPU), transfers())
+        steps(*opened())
     copies = {stream for stream, name in stream_order.log if name == "aten::copy_"}
     assert len(copies) == 2
     assert stream_order.compute not in copies
@@ -118,19 +118,21 @@ def test_every_wait_is_necessary(stream: str, method: str, stream_order: StreamO
     if (stream, method) in (("_arriving", "wait_event"), ("_leaving", "wait_event")):
         return
     with stream_order:
-        window, host = Window(CPU), transfers()
-        used(window, host)
+        window, transfers = opened()
+        used(window, transfers)
         setattr(getattr(window, stream), method, lambda other: None)
         with pytest.raises(AssertionError, match="does not wait for"):
-            steps(window, host)
+            steps(window, transfers)
 
 
 def test_a_failed_step_leaves_the_next_step_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    window, host = Window(CPU), transfers()
-    window.begin(host)
-    window.take()[0].add_(1)
-    used(window, host)
-    assert all((tensor == 2 * i).all() for i, transfer in enumerate(host) for tensor in transfer.changed)
+    window, transfers = opened()
+    window.begin(transfers)
+    with suppress(RuntimeError), window.fetched():
+        transfers[0][0].on_device.add_(1)
+        raise RuntimeError
+    used(window, transfers)
+    assert all((c.host == (2 * i if c.changes else i)).all() for i, transfer in enumerate(transfers) for c in transfer)
 
 
 def named(seed: int = 0) -> dict[str, nn.Parameter]:

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_muon.adam import AVERAGES, BATCH_BYTES
 from titan_muon.algorithms import algorithm_of
+from titan_muon.features.eight_bit import BLOCK
+from titan_muon.features.offload import TRANSFERS_AT_ONCE
 from titan_muon.options import MuonOptions
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary
 from titan_muon.plan.search.owners import state_elements
 from titan_muon.plan.search.ownership import OwnedTotals
-from titan_muon.state.host import TRANSFERS_AT_ONCE, host_bytes
 from titan_muon.state.matrix_states import state_bytes
-from titan_muon.state.momentum import momentum_bytes
 from titan_muon.tensors.dtensor import local
 from titan_muon.titan.assign.container import offload_of
 from titan_muon.titan.dry_run.meta_model import MetaModel
@@ -135,3 +136,15 @@ def _elements(parameter: Tensor, owner: int) -> int:
     if isinstance(parameter, DTensor) and is_owned(parameter):
         return held_elements(parameter).get(owner, 0)
     return local(parameter).numel()
+
+
+def momentum_bytes(elements: int, state_dtype: str) -> int:
+    """Bytes of the momentum, with the scales of whole blocks."""
+    if state_dtype == "int8":
+        return elements + 4 * -(-elements // BLOCK)
+    return elements * int(getattr(torch, state_dtype).itemsize)
+
+
+def host_bytes(size: int, device: str) -> int:
+    """Host memory for a tensor. PyTorch pins memory for a GPU in powers of two."""
+    return 1 << (size - 1).bit_length() if size > 0 and device != "cpu" else size

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_muon import Muon
-from titan_muon.state.eight_bit import BLOCK, decoded, encode
+from titan_muon.features.eight_bit import BLOCK, decoded, encode
 
 
 def encoded(momentum: Tensor, step: int = 0, key: int = 7) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,9 @@
-"""The momentum of a parameter."""
+"""States placed like a parameter, on the device or on the host: the momentum, and the averages of AdamW."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,15 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..options import MuonOptions, Offload
-from ..orthogonalize import DTYPES
 from ..plan.terms.layout import chunk
 from ..plan.terms.types import Parameter
+from ..tensors.device import is_host
 from ..tensors.dtensor import from_local, local, step_device, storage_device
-from ..tensors.mesh import StateMesh
+from ..tensors.mesh import StateMesh, refuse_reads_outside
 from ..tensors.names import named_parameters
 from ..tensors.storage import TrainedParam, placement_key, with_momentum
-from .eight_bit import BLOCK, SCALES, new_scales
-from .host import moved_state, new_state
 
 
 def with_states(
@@ -32,19 +29,17 @@ def with_states(
     """The parameters with their momentum, created in the optimizer's `state` if missing."""
     complete = []
     for trained, parameter in zip(params, planned, strict=True):
-        states = state[trained.param]
         if trained.momentum_buffer is None:
-            momentum = states["momentum_buffer"] = new_momentum(trained.param, parameter, options)
+            momentum = new_momentum(trained.param, parameter, options)
+            state[trained.param]["momentum_buffer"] = momentum
             trained = with_momentum(trained, momentum)
-        if options.state_dtype == "int8" and trained.scales is None:
-            trained = replace(trained, scales=states.setdefault(SCALES, new_scales(trained.param)))
         complete.append(trained)
     return tuple(complete)
 
 
 def new_momentum(parameter: Tensor, planned: Parameter, options: MuonOptions) -> Tensor:
     """Momentum of zeros: placed like the parameter, or like one replica on the keepers (`planned.state_ranks`)."""
-    dtype = torch.int8 if options.state_dtype == "int8" else DTYPES[options.state_dtype]
+    dtype: torch.dtype = getattr(torch, options.state_dtype)
     if not planned.state_ranks:
         return new_state(parameter, dtype, options.offload)
     return new_state(parameter, dtype, options.offload, _replica(parameter, planned.state_ranks))
@@ -128,8 +123,35 @@ def kept_by(trained: TrainedParam) -> tuple[int, ...]:
     return ()
 
 
-def momentum_bytes(elements: int, state_dtype: str) -> int:
-    """Bytes of the momentum, with the scales of whole blocks."""
-    if state_dtype == "int8":
-        return elements + 4 * -(-elements // BLOCK)
-    return elements * DTYPES[state_dtype].itemsize
+def new_state(parameter: Tensor, dtype: torch.dtype, offload: Offload, like: Tensor | None = None) -> Tensor:
+    """A state of zeros, placed like the parameter or `like`; pinned if on the host."""
+    like = parameter if like is None else like
+    if offload == "none":
+        state = torch.zeros_like(like, dtype=dtype, device=storage_device(parameter))
+    else:
+        # Copies are asynchronous only from pinned memory, and pinning needs an accelerator.
+        pinned = not is_host(step_device(parameter))
+        state = torch.zeros_like(like, dtype=dtype, device="cpu", pin_memory=pinned)
+    if isinstance(state, DTensor) and isinstance(state.device_mesh, StateMesh):
+        refuse_reads_outside(state, StateMesh.refusal)
+    return state
+
+
+def moved_state(state: Tensor, parameter: Tensor, offload: Offload) -> Tensor:
+    """A copy of a state, on the device or the host as `new_state`."""
+    moved = new_state(parameter, state.dtype, offload, state)
+    local(moved).copy_(local(state))
+    return moved
+
+
+def resolved(chosen: Offload, parameters: Iterable[Tensor]) -> Offload:
+    """The chosen offload, or "parameters" if FSDP's CPUOffloadPolicy keeps a parameter on the host."""
+    offloaded = any(storage_device(parameter).type != step_device(parameter).type for parameter in parameters)
+    return "parameters" if offloaded else chosen
+
+
+def moves(now: Offload, to: Offload) -> bool:
+    """Whether states have to move. Raises ValueError for a reload with parameters on the host."""
+    if now == "parameters" and to == "none":
+        raise ValueError("reload: the parameters are on the host (CPUOffloadPolicy), and so must be the states")
+    return now not in (to, "parameters")
