@@ -33,6 +33,7 @@ from titan_muon.titan.dry_run.training import ModelSize
 from titan_muon.titan.model.qk_clip import reduced_bytes
 from titan_muon.titan.recipe import Recipe, RecipeError, recipe_error
 from titan_muon.titan.recipe.degrees import check_layout
+from titan_muon.titan.recipe.sections import Parallelism
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import trainer_config
@@ -73,8 +74,27 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
     Raises RecipeError like training, except as `check_degrees` and `check_machine`.
     """
     check_layout(recipe, world_size)
+    kind = this_device() if device is None else device
+    with _recipe_errors():
+        return _built(recipe, world_size, kind, stage)
+
+
+def whole_model(recipe: Recipe) -> tuple[ModelSize, tuple[Assignment, ...]]:
+    """Size and parameters of the recipe's model, whatever its degrees. Raises as `build_meta_model`."""
+    alone = Parallelism(spmd_backend=recipe.parallelism.spmd_backend)
+    placement = replace(recipe.placement, replicas=None, tensor_parallel="peers")
+    recipe = replace(recipe, parallelism=alone, placement=placement)
+    config = trainer_config(recipe, Run(folder=recipe.dump_folder), 1)
+    with _recipe_errors(), _fake_world(1, 0), planning_for("cuda"):
+        parts, size = _sharded_parts(config, 1)
+        assert isinstance(config.optimizer, HybridOptimizers.Config), "the recipe builds this container"
+        return size, parts_of_config(config.optimizer, parts, config.optimizer.model).whole
+
+
+@contextmanager
+def _recipe_errors() -> Iterator[None]:
     try:
-        return _built(recipe, world_size, this_device() if device is None else device, stage)
+        yield
     except RecipeError:
         raise
     # TorchTitan raises these for bad configurations, without a key.
