@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..tensors.draws import hash_counts
-from ..tensors.dtensor import from_local, local, storage_device
+from ..tensors.dtensor import copy_rows, from_local, local, storage_device
 
 SCALES = "momentum_scale"
 BLOCK = 64
@@ -32,7 +32,9 @@ def new_scales(parameter: Tensor) -> Tensor:
     scales = torch.zeros(stored.shape, dtype=torch.float32, device=storage_device(parameter))
     if not isinstance(parameter, DTensor):
         return scales
-    return from_local(scales, parameter.device_mesh, parameter.placements, whole)
+    placed = from_local(scales, parameter.device_mesh, parameter.placements, whole)
+    copy_rows(parameter, placed)
+    return placed
 
 
 def _in_blocks(shape: torch.Size) -> tuple[int, ...]:

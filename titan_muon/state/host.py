@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..options import Offload
 from ..tensors.device import is_host
-from ..tensors.dtensor import local, step_device, storage_device
+from ..tensors.dtensor import copy_rows, local, step_device, storage_device
 from ..tensors.mesh import StateMesh, refuse_reads_outside
 
 TRANSFERS_AT_ONCE = 2
@@ -154,6 +154,7 @@ def new_state(parameter: Tensor, dtype: torch.dtype, offload: Offload, like: Ten
         state = torch.zeros_like(like, dtype=dtype, device="cpu", pin_memory=pinned)
     if isinstance(state, DTensor) and isinstance(state.device_mesh, StateMesh):
         refuse_reads_outside(state, StateMesh.refusal)
+    copy_rows(parameter, state)
     return state
 
 
