@@ -13,18 +13,24 @@ def main(command: Command) -> int:
     """Train or print the plan. Returns the exit code."""
     assert command.config is not None, "a command without a recipe is refused"
     # Imported here so that --help and errors in the recipe do not wait for PyTorch.
-    from titan_muon.titan import compat
+    from titan_muon.titan.torchtitan import compat
 
-    compat.require_recipes()
+    compat.recipe_version()
     compat.install()
     if command.dry_run:
         from titan_muon.titan.dry_run.compare import compare
         from titan_muon.titan.dry_run.report import report
+        from titan_muon.titan.dry_run.suggest import suggest
 
         if command.alternatives:
             print("\n".join(compare(command.alternatives, command.world_size, command.device)))
             return 0
         try:
+            if command.suggest is not False:
+                assert command.world_size is not None, "a search without a world size is refused"
+                file = command.suggest if isinstance(command.suggest, str) else None
+                suggest(command.recipe, command.world_size, command.device, command.config, file)
+                return 0
             report(
                 command.recipe,
                 command.world_size,

@@ -24,6 +24,9 @@ def singular_band(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def relative_error(result: Tensor, expected: Tensor) -> Tensor:
-    """|result - expected| / |expected| in the Frobenius norm, of each matrix (..., rows, cols), in float64."""
+    """|result - expected| / max(|expected|, 1) in the Frobenius norm, of each matrix (..., rows, cols), in float64.
+
+    A single singular value of 1 has the norm 1. High-pass coefficients may send all of them to 0.
+    """
     wide = expected.double()
-    return torch.linalg.matrix_norm(result.double() - wide) / torch.linalg.matrix_norm(wide)
+    return torch.linalg.matrix_norm(result.double() - wide) / torch.linalg.matrix_norm(wide).clamp(min=1)

@@ -33,10 +33,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from titan_muon import Muon, Owners, apply_in_forward, own  # noqa: E402
 from titan_muon.features import overlap_of  # noqa: E402
 from titan_muon.options import Machine, MuonOptions, PlacementRule, Split  # noqa: E402
-from titan_muon.titan import compat  # noqa: E402
 from titan_muon.titan.recipe import schema, toml  # noqa: E402
 from titan_muon.titan.recipe.constraints import violations  # noqa: E402
 from titan_muon.titan.recipe.sections import Recipe  # noqa: E402
+from titan_muon.titan.torchtitan import compat  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- {}: written by docs/make_compatibility.py -->\n", "<!-- end of {} -->\n"

@@ -12,6 +12,7 @@ from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
 from models import common
+from titan_muon.titan.torchtitan.installed import titan
 
 STD = 0.02
 EPS = 1e-5
@@ -32,7 +33,9 @@ class Size:
 
 
 FLAVORS = {
+    "tiny_64": Size(layers=6, dim=64, heads=4, kv_heads=2, hidden=256, vocab_size=512),
     "tiny": Size(layers=6, dim=128, heads=8, kv_heads=4, hidden=512, vocab_size=512),
+    "tiny_256": Size(layers=6, dim=256, heads=16, kv_heads=8, hidden=1024, vocab_size=512),
     "8B": Size(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14_336),
     "70B": Size(layers=80, dim=8192, heads=64, kv_heads=8, hidden=28_672),
 }
@@ -72,7 +75,7 @@ def _layer(size: Size) -> Llama3TransformerBlock.Config:
             wqkv_param_init=common.linear_init(STD),
             wo_param_init=into_residual,
             inner_attention=FlexAttention.Config(),
-            rope=ComplexRoPE.Config(dim=size.dim // size.heads, max_seq_len=size.max_seq_len, theta=size.theta),
+            rope=ComplexRoPE.Config(dim=size.dim // size.heads, **titan.rope_keys(size.max_seq_len), theta=size.theta),
             fuse_qkv=False,
         ),
         ffn_norm=common.norm(size.dim, EPS),

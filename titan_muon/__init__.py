@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .assignment.rules import Assignment
     from .comm.clip import clip_grad_norm_
     from .fsdp.forward_hooks import apply_in_forward
+    from .fsdp.megatron import follow_megatron_fsdp
     from .hybrid import Hybrid
     from .muon import Muon
     from .options import Rule
@@ -28,6 +29,7 @@ _MODULES: Mapping[str, str] = {
     "assign": "assignment.groups",
     "clip_grad_norm_": "comm.clip",
     "converted": "state.converted",
+    "follow_megatron_fsdp": "fsdp.megatron",
     "own": "owned",
     "parameter_groups": "assignment.groups",
 }
@@ -43,6 +45,7 @@ __all__ = [
     "assign",
     "clip_grad_norm_",
     "converted",
+    "follow_megatron_fsdp",
     "own",
     "parameter_groups",
 ]

@@ -403,8 +403,9 @@ class GradientFaults:
             return Fault.THAWED
         if parameter.grad is not None or frozen or self._adamw._missing_grad == "skip":
             return Fault.NONE
-        outside = isinstance(parameter, DTensor) and parameter.device_mesh.get_coordinate() is None
-        return Fault.NONE if outside else Fault.NO_GRADIENT
+        # Outside of the mesh, and where Megatron-FSDP keeps no rows.
+        nothing = isinstance(parameter, DTensor) and local(parameter).numel() == 0
+        return Fault.NONE if nothing else Fault.NO_GRADIENT
 
     def _nonfinite(
         self, grads: Sequence[Tensor | None], report: FaultReport, start: int, skipped: Tensor | None

@@ -165,7 +165,15 @@ SLOWEST_IN_BFLOAT16 = 0.99
 # within 40 % of a constant input.
 
 CoefficientSet = Literal[
-    "keller_jordan", "you_jiacheng", "polar_express", "polar_express_cushion", "deepseek_v4", "cans", "aol"
+    "keller_jordan",
+    "you_jiacheng",
+    "polar_express",
+    "polar_express_cushion",
+    "deepseek_v4",
+    "cans",
+    "pion",
+    "pion_promotion",
+    "aol",
 ]
 """Names in `orthogonalize.coefficients.COEFFICIENTS`."""
 NS_COEFFICIENTS = Constraint(

@@ -4,8 +4,9 @@
     python -m tests.mutants.run --only replica-momentum-stays
     python -m tests.mutants.run --rows-only --resume
 
-The rows of tests/parity run first. Then come the tests that import the module of the fault, the tests of its folder,
-and the tests of a step. The results are in `noticed.json`, written after each fault.
+The unit tests that import the module of the fault run first, because they take seconds. Then come the rows of
+tests/parity, other tests that import the module, the tests of its folder, and the tests of a step. The results are in
+`noticed.json`, written after each fault.
 """
 
 import argparse
@@ -82,14 +83,19 @@ def failure(root: Path, tests: Sequence[str], seconds: int) -> tuple[str | None,
     return name, error.group(1) if error else ""
 
 
-def other_tests(root: Path, file: str) -> Iterator[str]:
-    """Tests besides the rows, the most likely ones first."""
+def importing_tests(root: Path, kind: str, file: str) -> Iterator[str]:
+    """Tests of a kind, `unit` or `dist`, that import the module."""
     module = file.removesuffix(".py").replace("/", ".")
     package, name = module.rpartition(".")[::2]
     imports = re.compile(rf"\b{re.escape(module)}\b|from {re.escape(package)} import .*\b{name}\b")
-    for test in sorted(root.glob("tests/[ud]*/**/test_*.py")):
+    for test in sorted(root.glob(f"tests/{kind}/**/test_*.py")):
         if imports.search(test.read_text(encoding="utf-8")):
             yield str(test.relative_to(root))
+
+
+def other_tests(root: Path, file: str) -> Iterator[str]:
+    """Tests besides the rows and `importing_tests` of the units, the most likely ones first."""
+    yield from importing_tests(root, "dist", file)
     folder = Path(file).parent.relative_to(Path(file).parts[0])
     yield from (f"tests/{kind}/{folder}" for kind in ("unit", "dist") if (root / "tests" / kind / folder).is_dir())
     yield from (tests for tests in STEP_TESTS if (root / tests).is_dir())
@@ -101,17 +107,21 @@ def run(mutant: Mutant, root: Path, seconds: int, *, rows_only: bool) -> Result:
     original = file.read_text(encoding="utf-8")
     if original.count(mutant.old) != 1:
         raise ValueError(f"{mutant.id}: {mutant.file} has the text {original.count(mutant.old)} times; correct it")
+    stages: list[list[str]] = [] if rows_only else [[*importing_tests(root, "unit", mutant.file)]]
+    # No row trains a recipe.
+    stages += [] if mutant.file.startswith(RECIPES) else [[ROWS]]
+    stages += [] if rows_only else [[*dict.fromkeys(other_tests(root, mutant.file))]]
+    noticed, error, is_row = None, "", False
     try:
         _write(file, original.replace(mutant.old, mutant.new))
-        # No row trains a recipe.
-        (noticed, error), is_row = (None, ""), True
-        if not mutant.file.startswith(RECIPES):
-            noticed, error = failure(root, [ROWS], seconds)
-        if noticed is None and not rows_only:
-            (noticed, error), is_row = failure(root, [*dict.fromkeys(other_tests(root, mutant.file))], seconds), False
+        for tests in filter(None, stages):
+            noticed, error = failure(root, tests, seconds)
+            if noticed is not None:
+                is_row = tests == [ROWS]
+                break
     finally:
         _write(file, original)
-    return Result(noticed, error, is_row and noticed is not None, round(time.monotonic() - begun))
+    return Result(noticed, error, is_row, round(time.monotonic() - begun))
 
 
 def _write(file: Path, text: str) -> None:

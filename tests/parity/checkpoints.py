@@ -8,6 +8,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from tests.parity.references import ALGORITHM
 from tests.parity.training import Row, Training, gradients, reference_of
+from titan_muon.tensors.dtensor import copy_rows
 
 Stage = tuple[int, str, dict[str, Any]]
 """Ranks, a layout, and options of Muon."""
@@ -43,6 +44,7 @@ def chains() -> list[Chain]:
         (2, "fsdp", {}),
         (4, "fsdp", {"offload": "parameters"}),
     )
+    ranges: tuple[Stage, ...] = ((4, "ranges", {}), (2, "fsdp", {}), (4, "ranges, hfsdp", {}), (1, "plain", {}))
     rows: tuple[Stage, ...] = ((4, "hsdp", {}), (2, "fsdp", {}), (1, "plain", {}), (4, "fsdp x tp rows", {}))
     return [
         chain("from shards to replicas", shards),
@@ -50,6 +52,8 @@ def chains() -> list[Chain]:
         chain("owned again", homes[::-1]),
         chain("from owners to replicas", keepers),
         chain("from the host to the device", hosts),
+        chain("any rows", ranges),
+        chain("any rows again", ranges[::-1], math={ALGORITHM: "normuon", "beta2": 0.9}),
         chain("by TorchTitan", shards, titan=True),
         chain("owners by TorchTitan", keepers, titan=True),
         chain("normuon", shards, math={ALGORITHM: "normuon", "beta2": 0.9}),
@@ -101,7 +105,10 @@ def saved(training: Training, titan: bool) -> dict[str, Any]:
         states = get_flat_optim_state_dict(training.muon)
     else:
         states = get_optimizer_state_dict(training.model, training.muon)
-    return {"model": training.model.state_dict(), "optimizer": states}
+    weights = training.model.state_dict()
+    for name, param in training.params.items():
+        copy_rows(param, weights[name])
+    return {"model": weights, "optimizer": states}
 
 
 def load(training: Training, titan: bool, state: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from titan_muon.options import Split
+from titan_muon.tensors.dtensor import held_indices, own_rows, set_rows
 
 MATRICES = {"wide": (24, 40), "tall": (40, 24), "uneven": (13, 18), "short": (3, 16)}
 STACKS = {"experts": (8, 12, 20), "few": (3, 10, 14)}
@@ -91,7 +92,8 @@ def assembled(name: str, parts: Sequence[Tensor]) -> Tensor:
 class Layout:
     """Axes of a mesh of all ranks, or the ranks of a mesh of one axis, and the placements. No placements: plain.
 
-    `within`: the axis with the placements, if other axes only separate copies.
+    `within`: the axis with the placements, if other axes only separate copies. `ranges`: ranks have any range of rows,
+    also an empty one, in the order of Megatron-FSDP, where the last axis cuts first.
     """
 
     axes: str = ""
@@ -99,6 +101,7 @@ class Layout:
     ranks: tuple[int, ...] = ()
     owned: bool = False
     within: str = ""
+    ranges: bool = False
 
     @property
     def has_replicas(self) -> bool:
@@ -133,6 +136,12 @@ LAYOUTS: dict[str, Layout] = {
     "all but one": Layout(ranks=(1, 2, 3), placements=(ROWS,)),
     "every other": Layout(ranks=(0, 2), placements=(COLUMNS,)),
     "one rank": Layout(ranks=(2,), placements=(COPIES,)),
+    "ranges": Layout("shard", (ROWS,), ranges=True),
+    "ranges, hsdp": Layout("replicate shard", (COPIES, ROWS), ranges=True),
+    "ranges, hfsdp": Layout("outer shard", (ROWS, ROWS), ranges=True),
+    "ranges x tp rows": Layout("shard tp", (ROWS, ROWS), ranges=True),
+    "ranges x tp columns": Layout("shard tp", (ROWS, COLUMNS), ranges=True),
+    "ranges beside tp": Layout("shard tp", (ROWS,), within="shard", ranges=True),
     "owned": Layout("shard", owned=True),
     "owned, hsdp": Layout("replicate shard", owned=True),
 }
@@ -153,12 +162,40 @@ def placed(whole: Tensor, layout: Layout) -> Tensor:
     """A whole tensor in a layout."""
     if not layout.placements:
         return whole.clone()
+    if layout.ranges:
+        return in_ranges(whole, layout)
     dims = [Shard(p.dim % whole.ndim) if type(p) is Shard else p for p in layout.placements]
     return distribute_tensor(whole.clone(), layout.mesh, dims, src_data_rank=None)
+
+
+def in_ranges(whole: Tensor, layout: Layout) -> DTensor:
+    """A whole tensor whose ranks have ranges of rows with random bounds, equal for equal shapes."""
+    coordinate = layout.mesh.get_coordinate()
+    assert coordinate is not None
+    piece, place, count = whole, 0, 1
+    for axis, placement in reversed([*enumerate(layout.placements)]):
+        size = layout.mesh.size(axis)
+        if placement == ROWS:
+            place, count = place * size + coordinate[axis], count * size
+        elif isinstance(placement, Shard):
+            piece = piece.tensor_split(size, placement.dim)[coordinate[axis]]
+    draws = torch.Generator().manual_seed(crc32(str(tuple(whole.shape)).encode()))
+    inner = torch.randint(0, len(whole) + 1, (count - 1,), generator=draws).sort().values.tolist()
+    bounds = [0, *inner, len(whole)]
+    piece = piece[bounds[place] : bounds[place + 1]].clone(memory_format=torch.contiguous_format)
+    placed = {"device_mesh": layout.mesh, "placements": layout.placements, "run_check": False}
+    made = DTensor.from_local(piece, **placed, shape=whole.shape, stride=whole.stride())
+    set_rows(made, bounds[place])
+    return made
 
 
 def like(whole: Tensor, param: Tensor) -> Tensor:
     """A tensor, placed as a parameter is."""
     if isinstance(whole, DTensor) or not isinstance(param, DTensor):
         return whole.detach().clone()
+    if own_rows(param) is not None:
+        for dim, indices in enumerate(held_indices(param)):
+            whole = whole.index_select(dim, indices)
+        placed = {"device_mesh": param.device_mesh, "placements": param.placements, "run_check": False}
+        return DTensor.from_local(whole.clone(), **placed, shape=param.shape, stride=param.stride())
     return distribute_tensor(whole.clone(), param.device_mesh, param.placements, src_data_rank=None)

@@ -62,7 +62,7 @@ def row(name: str, world: int = 4, layouts: tuple[str, ...] = MIXED, **fields: A
 
 def rows() -> list[Row]:
     """All rows, those about the most code first."""
-    return [*options(), *overlaps(), *faults(), *layouts(), *algorithms(), *batched(), *actions()]
+    return [*options(), *ranges(), *overlaps(), *faults(), *layouts(), *algorithms(), *batched(), *actions()]
 
 
 def layouts() -> list[Row]:
@@ -142,6 +142,34 @@ def options() -> list[Row]:
             row(f"{kernel} in float32", 2, TWO, options={**FLOAT32, "orthogonalize": kernel}, **CLOSE)
             for kernel in ("auto", "standard", "gram")
         ),
+    ]
+
+
+def ranges() -> list[Row]:
+    """Any range of rows on each rank, as Megatron-FSDP shards."""
+    four = ("ranges", "ranges, hsdp", "ranges, hfsdp", "ranges x tp rows", "ranges x tp columns", "ranges beside tp")
+    changed: dict[str, Options] = {
+        "all_gather": GATHERED,
+        "all_gather_reduce_scatter": REDUCED,
+        "redundant": {"replicas": "redundant"},
+        "state owner": KEPT,
+        "offloaded state": {"offload": "state"},
+        "several buckets, released": {**SEVERAL, "release_grads": True},
+    }
+    nan, missing = ({"gradients": {2: ("tall", change)}, "error": ("layers.0.tall",)} for change in (torch.nan, DROP))
+    return [
+        row("ranges, 2 ranks", 2, ("ranges", "fsdp", "plain")),
+        *(row(f"{layout}, 4 ranks", layouts=(layout,)) for layout in four),
+        row("ranges, splits", layouts=four[:4], shapes=(*FUSED,)),
+        row("ranges, odd shapes", layouts=four, shapes=(*ODD,)),
+        row("ranges, 8 ranks", 8, four[:3]),
+        *(row(f"ranges, {name}", layouts=four[:5], options=options) for name, options in changed.items()),
+        row("ranges, normuon", layouts=four[:5], **NORMUON),
+        row("ranges, int8 momentum", layouts=four[:3], shapes=FEW, math={"state_dtype": "int8"}, reference="twin"),
+        row("ranges, offloaded and reloaded", layouts=four[:3], between={0: "move_to_host", 1: "reload"}),
+        row("ranges, nan raises", layouts=four[:3], **nan),
+        row("ranges, missing raises", layouts=four[:3], **missing),
+        row("ranges, distributed", layouts=four[4:5], shapes=EVEN, options=DISTRIBUTED, **CLOSE),
     ]
 
 

@@ -19,6 +19,7 @@ from tests.parity.layouts import LAYOUTS, SPLITS, Layout, drawn, like, matrices,
 from tests.parity.references import LR, RATES, REFERENCES, Options, Reference, groups
 from tests.shared import local, message
 from titan_muon import Muon, apply_in_forward, own
+from titan_muon.tensors.dtensor import copy_rows, own_rows
 
 DROP, ELSEWHERE = "drop", "elsewhere"
 """A gradient that is absent, or replicated instead of sharded, on the last rank."""
@@ -80,7 +81,10 @@ class Layer(nn.Module):
                 value = distribute_tensor(value, layout.mesh["tp"], layout.placements[-1:], src_data_rank=None)
             elif not row.sharded:
                 value = placed(value, layout)
-            self.register_parameter(name, nn.Parameter(value))
+            parameter = nn.Parameter(value)
+            # As under Megatron-FSDP, a new parameter loses the rows.
+            copy_rows(value, parameter)
+            self.register_parameter(name, parameter)
 
     def forward(self, grads: Mapping[str, Tensor]) -> Tensor:
         loss = torch.zeros(())
@@ -198,8 +202,10 @@ class Training:
         param = self.params[name]
         if not isinstance(param, DTensor):
             return like(whole, param)
-        # Only ranks of the mesh have a gradient, and of an owned parameter only owners.
+        # Only ranks of the mesh have a gradient, of an owned parameter only owners, and no empty range of rows.
         on_mesh = param.device_mesh.get_coordinate() is not None
+        if own_rows(param) is not None and local(param).numel() == 0:
+            return None
         return torch.empty_like(param).copy_(like(whole, param)) if on_mesh else None
 
     def layout_of(self, name: str) -> str:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..plan.terms.layout import check_rows
 from ..plan.terms.pieces import components
-from ..plan.terms.types import Layout, Mesh, Separate
+from ..plan.terms.types import Interval, Layout, Mesh, Separate
 from ..tensors.device import is_host
-from ..tensors.dtensor import layout_of, local
+from ..tensors.dtensor import layout_of, local, own_rows
 from ..tensors.storage import TrainedParam
 from ..tensors.warning import warn
 from .agreement import Agreement
@@ -31,7 +32,8 @@ INTEGERS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.i
 def separate_layouts(params: Sequence[TrainedParam], agreement: Agreement) -> Mapping[str, Layout]:
     """Layouts of plain tensors with unequal values on ranks or on some ranks alone, and of DTensors on several meshes.
 
-    By name. Collective. Raises ValueError on all ranks for meshes that cannot share a plan, or with other ranks.
+    Layouts whose placements do not tell the rows have the rows of all ranks. By name. Collective. Raises ValueError on
+    all ranks for meshes that cannot share a plan, or with other ranks, and for rows missing or stored twice.
     """
     agreement.together(lambda: _check_meshes(params, agreement.ranks))
     plain = {t.fqn: t.param for t in params if not isinstance(t.param, DTensor)}
@@ -39,8 +41,9 @@ def separate_layouts(params: Sequence[TrainedParam], agreement: Agreement) -> Ma
     placed: dict[Layout, list[str]] = {}
     for trained in params:
         placed.setdefault(layout_of(trained.fqn, trained.param, agreement.ranks), []).append(trained.fqn)
-    reports = agreement.distinct((contents, placed))
-    own = [fqn for fqn, value in contents.items() if any(values.get(fqn) != value for values, _ in reports)]
+    rows = {t.fqn: interval for t in params if (interval := own_rows(t.param)) is not None}
+    reports = agreement.distinct((contents, placed, bool(rows)))
+    own = [fqn for fqn, value in contents.items() if any(values.get(fqn) != value for values, *_ in reports)]
     if own:
         warn(
             f"{', '.join(sorted(own)[:5])}: plain tensors whose values differ between ranks; each rank orthogonalizes "
@@ -52,11 +55,37 @@ def separate_layouts(params: Sequence[TrainedParam], agreement: Agreement) -> Ma
         for fqn in names
         if fqn in plain
     }
-    return separate | {
+    separate |= {
         fqn: layout
-        for fqn, layout in _on_several_meshes([layouts for _, layouts in reports])
+        for fqn, layout in _on_several_meshes([layouts for _, layouts, _ in reports])
         if agreement.rank in layout.mesh.ranks
     }
+    if not any(has_rows for *_, has_rows in reports):
+        return separate
+    everywhere = agreement.gathered(rows)
+    return separate | agreement.together(lambda: dict(_with_rows(params, agreement.ranks, separate, everywhere)))
+
+
+def _with_rows(
+    params: Sequence[TrainedParam],
+    ranks: Sequence[int],
+    layouts: Mapping[str, Layout],
+    everywhere: Mapping[int, Mapping[str, Interval]],
+) -> Iterator[tuple[str, Layout]]:
+    """(name, layout) of each DTensor with rows of its own on some rank. `everywhere`: the rows by rank."""
+    for fqn, layout in [(t.fqn, layouts.get(t.fqn, layout_of(t.fqn, t.param, ranks))) for t in params]:
+        stored = [everywhere[rank].get(fqn) for rank in layout.mesh.ranks]
+        rows = tuple(interval for interval in stored if interval is not None)
+        if not rows:
+            continue
+        try:
+            if len(rows) < len(stored):
+                raise ValueError("its rows are set on some ranks alone; set the rows on every rank of its mesh")
+            uneven = replace(layout, rows=rows)
+            check_rows(uneven)
+        except ValueError as error:
+            raise ValueError(f"{fqn}: {error}") from error
+        yield fqn, uneven
 
 
 def _check_meshes(params: Sequence[TrainedParam], ranks: Sequence[int]) -> None:

@@ -43,6 +43,25 @@ class Reported(Protocol):
         """Raise ValueError for faults of the last step, equal on all ranks with this report."""
 
 
+class Flags:
+    """A fault that a step finds by place, in one tensor for all buckets, so that the report takes a launch a step.
+
+    Attributes:
+        found: (count,) bool on the device, which the step writes.
+    """
+
+    def __init__(self, parameters: Sequence[int], faults: Sequence[Fault], device: torch.device) -> None:
+        numbers, codes = torch.tensor(list(parameters), device="cpu"), torch.tensor(list(faults), device="cpu")
+        self._parameters = on_device(numbers.to(torch.int64), device)
+        self._codes = on_device(codes.to(torch.int32), device)
+        self.found = torch.zeros(len(parameters), dtype=torch.bool, device=device)
+
+    def move_to(self, faults: Tensor) -> None:
+        """Add to the faults by parameter, (parameters,) int32, and clear."""
+        faults.scatter_reduce_(0, self._parameters, self._codes * self.found, "amax")
+        self.found.zero_()
+
+
 class FaultReport:
     """Shares the faults of a step among all ranks without blocking the host.
 
@@ -77,7 +96,7 @@ class FaultReport:
         self._codes = torch.zeros(sum(self._parts), dtype=torch.int32, device=device)
         self._faults, compared, self._flags = self._codes.split(self._parts)
         self._sizes = compared.view(2, -1)[:, : len(self._replicas)].fill_(NO_SIZE)
-        self._late = torch.zeros_like(self._faults)
+        self._on_time = self._late = Flags((), (), device)
         self._shared = torch.zeros_like(self._codes)
         self._shared_hashes = self._shared.split(self._parts)[1].view(2, -1)[:, len(self._replicas) :]
         self._sent_values: list[dict[str, str]] = []
@@ -100,18 +119,17 @@ class FaultReport:
         for other, (start, stop) in zip(self._others, pairwise(self._first), strict=True):
             other.on_faults(faults[start:stop])
 
-    def add_where(self, parameters: Tensor, faulty: Tensor, fault: Fault, *, late: bool = False) -> None:
-        """Add a fault of `parameters` (count,) int64 where `faulty` (count,) bool, on the device.
+    def watch(self, on_time: Flags, late: Flags) -> None:
+        """The flags of a step from now on. `late`: of updates that run on another stream after `send`."""
+        self._on_time, self._late = on_time, late
 
-        `late`: found by an update that runs on another stream after `send`.
-        """
-        faults = self._late if late else self._faults
-        faults.scatter_reduce_(0, parameters, faulty.to(torch.int32) * fault, "amax")
+    def add_where(self, parameters: Tensor, faulty: Tensor, fault: Fault) -> None:
+        """Add a fault of `parameters` (count,) int64 where `faulty` (count,) bool, on the device."""
+        self._faults.scatter_reduce_(0, parameters, faulty.to(torch.int32) * fault, "amax")
 
     def add_late(self) -> None:
         """Add faults of late updates. The current stream has waited for these updates."""
-        torch.maximum(self._faults, self._late, out=self._faults)
-        self._late.zero_()
+        self._late.move_to(self._faults)
 
     def add(self, faults: Sequence[Fault], start: int = 0) -> None:
         if any(faults):
@@ -150,6 +168,7 @@ class FaultReport:
 
     def send(self) -> None:
         """Start to share the faults of a step."""
+        self._on_time.move_to(self._faults)
         self._shared.copy_(self._codes)
         self._shared_hashes.copy_(self._hashes, non_blocking=True)
         self._codes.zero_()
@@ -184,6 +203,7 @@ class FaultReport:
 
     def late(self) -> list[Fault]:
         """This rank's faults since the last `send`, by parameter, also for the next report."""
+        self._on_time.move_to(self._faults)
         self.add_late()
         return [Fault(code) for code in self._faults.tolist()]
 

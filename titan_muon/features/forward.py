@@ -72,7 +72,7 @@ class ForwardUpdates(PassOverlap):
     def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Bucket:
         if views.index in self._late:
             updates = [call.with_current_group() for call in views.updates]
-            views = replace(views, updates=updates, late=True)  # type: ignore[arg-type]
+            views = replace(views, updates=updates)  # type: ignore[arg-type]
             self._starting[views.index] = views, updates
         return muon.bucket(views, gradients)
 

@@ -22,6 +22,9 @@ def scaled(factor: float, *steps: tuple[float, float, float]) -> Coefficients:
     return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in steps)
 
 
+PROMOTION, SUPPRESSION = (1.875, -1.25, 0.375), (0.0, 2.5, -1.5)
+"""Pion's two steps. Suppression sends singular values below sqrt(2/3) to 0 and above to 1."""
+
 COEFFICIENTS: Mapping[str, Coefficients] = {
     # Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); torch.optim.Muon's default.
     "keller_jordan": ((3.4445, -4.7750, 2.0315),),
@@ -65,6 +68,10 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
         ),
         (2.2737, -1.6447, 0.4162),
     ),
+    # Fan et al., "Rethinking Muon Beyond Pretraining" (Pion, arXiv:2605.19282): a high-pass filter. The authors' code
+    # takes suppression alone for reinforcement learning (k_p = 0). Promotion lowers the threshold of the filter.
+    "pion": (SUPPRESSION,),
+    "pion_promotion": (PROMOTION, *(SUPPRESSION,) * 4),
     # Boissin et al., "Turbo-Muon" (arXiv:2512.04632): `almost_orthogonal_` instead of a first step, here of
     # you_jiacheng's, because the steps in flash-newton-schulz turn singular values above 0.88 negative.
     "aol": (

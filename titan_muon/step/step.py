@@ -81,7 +81,7 @@ class UpdateMask:
                 if parameter in gradients.excluded:
                     batch.whole[place].zero_()
         norms = batch.norms()
-        self.report.add_where(batch.on_device, zero_nonfinite_(batch.whole, norms), Fault.NOT_FINITE)
+        zero_nonfinite_(batch.whole, norms, batch.broken)
         return norms
 
 
@@ -143,7 +143,7 @@ class MuonStep:
         with trace_range("apply", index):
             self.exchange.wait(index)
             if views.bounds.views:
-                self.check_bounds(views.bounds, late=views.late)
+                zero_broken_(views.bounds)
             updates = views.updates
             with self.fetched("update"):
                 for update in without_parameters(updates, gradients.excluded) if gradients.excluded else updates:
@@ -175,17 +175,16 @@ class MuonStep:
     def fetched(self, fetch: Fetch) -> AbstractContextManager[object]:
         return UNTRACED if self.offload is None else self.offload.fetched(fetch)
 
-    def check_bounds(self, bounds: UpdateBounds, *, late: bool) -> None:
-        """Report and zero updates that no orthogonalization can have made."""
-        norms = torch.stack(torch._foreach_norm(bounds.views, 2))
-        # The comparison is false for NaN.
-        broken = (norms <= bounds.norms).logical_not_()
-        self.report.add_where(bounds.parameters, broken, Fault.UPDATE_TOO_LARGE, late=late)
-        any_broken: Tensor = broken.any()
-        # Reading a flag on the CPU does not wait.
-        if not any_broken.is_cpu or any_broken:
-            # The next step raises on all ranks. A mask for each view would take a launch for each.
-            bounds.memory.masked_fill_(any_broken, 0)
+
+def zero_broken_(bounds: UpdateBounds) -> None:
+    """Flag and zero updates that no orthogonalization can have made."""
+    # The comparison is false for NaN.
+    torch.le(bounds.norms(), bounds.largest, out=bounds.broken).logical_not_()
+    any_broken = bounds.broken.any()
+    # Reading a flag on the CPU does not wait.
+    if not any_broken.is_cpu or any_broken:
+        # The next step raises on all ranks. A mask for each view would take a launch for each.
+        bounds.memory.masked_fill_(any_broken, 0)
 
 
 def with_gradients(calls: Sequence[MomentumCall], gradients: StepGradients) -> Iterable[MomentumCall]:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ..comm.buffers import BucketBuffers, StepMemory
+from ..comm.faults import Fault
+from ..comm.report import Flags
 from ..orthogonalize import DTYPES, Iteration, Method, frobenius_norms, largest_value, prepared
 from ..plan.cost.walk import batches
 from ..plan.terms.layout import Span, spans
@@ -66,7 +68,8 @@ class Batch:
 
     Attributes:
         whole: (count, rows, cols) assembled matrices, then the results, in memory shared by all batches of a rank.
-        parameters, on_device: (count,) parameter indices, on the host and on the device.
+        parameters: (count,) parameter indices.
+        broken: (count,) bool, flags of matrices that are not finite.
         place: of the first matrix among the rank's batches.
         iterate: Newton-Schulz by `iteration` and `method`, as `orthogonalize.prepared`.
         parts: with the states of the algorithm, if it has any.
@@ -75,7 +78,7 @@ class Batch:
     matrices: tuple[int, ...]
     whole: Tensor
     parameters: tuple[int, ...]
-    on_device: Tensor
+    broken: Tensor
     place: int
     iteration: Iteration
     method: Method
@@ -92,15 +95,25 @@ class Batch:
 
 @dataclass(frozen=True)
 class UpdateBounds:
-    """The largest Frobenius norms of arriving updates, (count,) float32.
+    """The `largest` Frobenius norms of arriving updates, (count,) float32.
 
-    `views` are parts of `memory`. `parameters`: (count,), on the device.
+    Attributes:
+        views: parts of `memory`.
+        rows: the views as the rows of one tensor, if they are equally large and adjacent.
+        broken: (count,) bool, flags of updates with a larger norm.
     """
 
     memory: Tensor
     views: tuple[Tensor, ...]
-    parameters: Tensor
-    norms: Tensor
+    rows: Tensor | None
+    largest: Tensor
+    broken: Tensor
+
+    def norms(self) -> Tensor:
+        """(count,) Frobenius norms of the views."""
+        if self.rows is None:
+            return torch.stack(torch._foreach_norm(self.views, 2))
+        return torch.linalg.vector_norm(self.rows, dim=1, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -115,7 +128,6 @@ class BucketViews:
         updates: on the parts that this rank stores, after the return.
         cleared: buffer to zero before splitting results, or None.
         releases: parameters to release after packing.
-        late: whether a forward does the updates, on another stream.
     """
 
     index: int
@@ -126,7 +138,6 @@ class BucketViews:
     cleared: Tensor | None
     releases: tuple[int, ...]
     bounds: UpdateBounds
-    late: bool = False
 
 
 BatchType = Callable[[Batch], Batch]
@@ -157,7 +168,33 @@ class _Builder:
         self.workspace = torch.empty(max(sizes, default=0), dtype=rank.buffers.dtype, device=device)
         self.scratch = torch.empty(scratch_bytes(rank), dtype=torch.uint8, device=device)
         self.place, self.numbers = 0, group_numbers(rank)
+        self.broken, self.broken_updates = self.watched()
         self.releases = _last_packed(rank) if rank.options.release_grads else [()] * len(rank.program.buckets)
+
+    def watched(self) -> tuple[Tensor, list[Tensor]]:
+        """Flags of the report: of every matrix in the order of the batches, and by bucket of the stored pieces."""
+        rank, planned = self.rank, self.rank.plan.matrices
+        late = rank.program.late if rank.options.overlap == "forward" else ()
+        owned = [matrix for run in self.batches for batch in run for matrix in batch]
+        stored = [[parcel.matrix for parcel in run.stored] for run in rank.program.buckets]
+
+        def flags(of_matrices: Sequence[int], kept: Callable[[int], bool]) -> Flags:
+            of_updates = [matrix for index, matrices in enumerate(stored) if kept(index) for matrix in matrices]
+            faults = [Fault.NOT_FINITE] * len(of_matrices) + [Fault.UPDATE_TOO_LARGE] * len(of_updates)
+            return Flags([planned[matrix].parameter for matrix in (*of_matrices, *of_updates)], faults, rank.device)
+
+        on_time, after = flags(owned, lambda index: index not in late), flags((), lambda index: index in late)
+        rank.report.watch(on_time, after)
+        of_matrices, left, left_late = on_time.found[: len(owned)], on_time.found[len(owned) :], after.found
+        by_bucket = list[Tensor]()
+        for index, matrices in enumerate(stored):
+            count = len(matrices)
+            if index in late:
+                part, left_late = left_late[:count], left_late[count:]
+            else:
+                part, left = left[:count], left[count:]
+            by_bucket.append(part)
+        return of_matrices, by_bucket
 
     def bucket(self, index: int, run: Sequence[tuple[int, ...]]) -> BucketViews:
         rank, made = self.rank, [self.batch(matrices) for matrices in run]
@@ -175,7 +212,7 @@ class _Builder:
                 update_calls(pieces, rank, self.scratch),
                 None,
                 self.releases[index],
-                self.bounds(batch.whole, pieces),
+                self.bounds(batch.whole, pieces, self.broken_updates[index]),
             )
         pieces = [self.piece(piece.matrix, piece.spans, piece.view) for piece in buffers.stored]
         packed = [
@@ -192,7 +229,7 @@ class _Builder:
             update_calls(pieces, rank, self.scratch),
             buffers.cleared,
             self.releases[index],
-            self.bounds(buffers.arrived, pieces),
+            self.bounds(buffers.arrived, pieces, self.broken_updates[index]),
         )
 
     def batch(self, matrices: tuple[int, ...]) -> Batch:
@@ -205,7 +242,7 @@ class _Builder:
             matrices,
             whole,
             tuple(parameters),
-            rank.numbers(parameters),
+            self.broken[self.place : self.place + len(matrices)],
             self.place,
             iteration,
             method,
@@ -238,7 +275,7 @@ class _Builder:
         key = draw_key(fqn, matrix.index) if self.rank.rounds(matrix.parameter) else 0
         return StoredPiece(number, matrix.parameter, plan.out_in(number), matrix.cols, key, places, view)
 
-    def bounds(self, memory: Tensor, pieces: Sequence[StoredPiece]) -> UpdateBounds:
+    def bounds(self, memory: Tensor, pieces: Sequence[StoredPiece], broken: Tensor) -> UpdateBounds:
         norms, limits = list[float](), self.limits
         views = tuple(piece.view for piece in pieces if piece.view is not None)
         for piece, view in zip(pieces, views, strict=True):
@@ -248,8 +285,18 @@ class _Builder:
             largest = MARGIN * largest_value(steps) * math.sqrt(min(sides))
             norms.append(min(largest, FINITE) if limits != "nothing" else FINITE)
         largest_norms = self.rank.on_device(torch.tensor(norms, dtype=torch.float32, device="cpu"))
-        parameters = self.rank.numbers([piece.parameter for piece in pieces])
-        return UpdateBounds(memory, views, parameters, largest_norms)
+        return UpdateBounds(memory, views, _as_rows(views), largest_norms, broken)
+
+
+def _as_rows(views: Sequence[Tensor]) -> Tensor | None:
+    """(count, elements): the views as rows, if they are equally large, contiguous and adjacent."""
+    sizes = {view.numel() for view in views}
+    if len(sizes) != 1 or not all(view.is_contiguous() for view in views):
+        return None
+    (size,), first = sizes, views[0].storage_offset()
+    if any(view.storage_offset() != first + place * size for place, view in enumerate(views)):
+        return None
+    return views[0].as_strided((len(views), size), (size, 1))
 
 
 def _assembling(batch: Batch, buffers: BucketBuffers) -> Copies:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,14 @@ from .process_groups import ranks_of
 
 TENSOR_PARALLEL = "tp"
 """Name of the tensor-parallel mesh axis in PyTorch's examples and TorchTitan."""
+
+MARKS = ("megatron_fsdp_dist_index", "_mfsdp_parameter_group")
+"""Attributes of a parameter of Megatron-FSDP, of the classic implementation and of the experimental one."""
+
+NOT_FOLLOWED = (
+    "Megatron-FSDP sharded this parameter, and its placements do not tell which rows are on which rank; call "
+    "titan_muon.follow_megatron_fsdp(optimizer, model) before the first step, in place of fully_shard_optimizer"
+)
 
 
 def layout_of(fqn: str, tensor: Tensor, ranks: Sequence[int] | None = None) -> types.Layout:
@@ -111,8 +121,71 @@ def held_indices(tensor: Tensor) -> tuple[Tensor, ...]:
     empty = torch.arange(0, device="cpu")
     if coordinate is None:
         return tuple(empty for _ in tensor.shape)
-    dims = region(layout_of("", tensor), coordinate)
+    dims, rows = region(layout_of("", tensor), coordinate), own_rows(tensor)
+    dims = dims if rows is None else ((rows,), *dims[1:])
     return tuple(torch.cat([empty, *(torch.arange(a, b, device="cpu") for a, b in dim)]) for dim in dims)
+
+
+# [Note: rows]
+# - Megatron-FSDP cuts a buffer of several parameters into equal parts. So a rank has any range of a parameter's rows
+#   (indices of dim 0), also an empty one, and placements do not tell the range.
+# - `set_rows` sets a range on the local tensor, where torch.distributed.checkpoint reads the place of a part. A plan
+#   has the ranges of all ranks (`Layout.rows`).
+
+
+def own_rows(tensor: Tensor) -> types.Interval | None:
+    """This rank's range of dim 0 as `set_rows` has set it; None if the placements tell the range."""
+    chunks = getattr(local(tensor), "__create_chunk_list__", None)
+    if chunks is None or not isinstance(tensor, DTensor):
+        return None
+    if not any(isinstance(placement, Shard | _StridedShard) and placement.dim == 0 for placement in tensor.placements):
+        return None
+    start = chunks()[0].offsets[0]
+    return types.Interval(start, start + local(tensor).size(0))
+
+
+def not_followed(parameter: Tensor) -> bool:
+    """Whether Megatron-FSDP sharded a parameter, and the rows of its ranks are not set."""
+    # The mesh has the order of axes even where the parameter was copied.
+    marked = isinstance(parameter, DTensor) and (
+        any(hasattr(parameter, mark) for mark in MARKS) or hasattr(parameter.device_mesh, "_shard_order")
+    )
+    return marked and not hasattr(local(parameter), "__create_chunk_list__")
+
+
+def set_rows(tensor: DTensor, start: int) -> None:
+    """Let this rank's part of a DTensor begin at row `start`, for Muon and for torch.distributed.checkpoint."""
+    # The import takes long, and other layouts need none of it.
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    coordinate, stored = tensor.device_mesh.get_coordinate(), local(tensor)
+    if coordinate is not None:
+        others = region(layout_of("", tensor), coordinate)[1:]
+        offsets = (start, *([*dim, (0, 0)][0][0] for dim in others))
+        part = ChunkStorageMetadata(torch.Size(offsets), stored.shape)
+        # Not closures, because the tensor may be pickled.
+        stored.__create_chunk_list__ = partial(_parts, part)  # type: ignore[attr-defined]
+        stored.__create_write_items__ = partial(_write_items, part)  # type: ignore[attr-defined]
+
+
+def copy_rows(source: Tensor, target: Tensor) -> None:
+    """Set the rows of a state like those of its parameter, if the parameter has any set."""
+    if isinstance(target, DTensor) and (rows := own_rows(source)) is not None:
+        set_rows(target, rows.start)
+
+
+def _parts(part: Any) -> list[Any]:
+    return [part]
+
+
+def _write_items(part: Any, fqn: str, tensor: DTensor) -> list[Any]:
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    if part.sizes.numel() == 0:
+        return []
+    data = TensorWriteData(part, TensorProperties.create_from_tensor(local(tensor)), tensor.size())
+    return [WriteItem(MetadataIndex(fqn, part.offsets), WriteItemType.SHARD, tensor_data=data)]
 
 
 def layer_of(fqn: str) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..options import MuonOptions
 from ..plan.terms.layout import Geometry
 from ..plan.terms.types import Parameter
-from .dtensor import held_indices, layout_of, local, step_device
+from .dtensor import NOT_FOLLOWED, held_indices, layout_of, local, not_followed, own_rows, step_device
 from .names import named_parameters
 
 STEP = "step"
@@ -29,7 +29,7 @@ class TrainedParam:
         momentum_buffer: placed like the parameter or like one replica; None before planning.
         group: parameter group. A scheduler may change hyperparameters between steps.
         key, stored: `placement_key`, and dtype and device of the local tensor, when the step was planned.
-        on_mesh: whether this rank is on the mesh, and so gets a gradient.
+        on_mesh: whether this rank is on the mesh, with a range of rows that is not empty, and so gets a gradient.
         state: of the optimizer, with the states of further features.
     """
 
@@ -79,7 +79,11 @@ def trained_params(
             if rounds or options.counts_steps:
                 # Only where steps count, so that other checkpoints keep their keys.
                 group.setdefault(STEP, 0)
+            if not_followed(parameter):
+                raise ValueError(f"{fqn}: {NOT_FOLLOWED}")
             on_mesh, shard = rank in layout_of(fqn, parameter).mesh.ranks, local(parameter)
+            # Megatron-FSDP gives an empty range of rows no gradient.
+            on_mesh = on_mesh and (shard.numel() > 0 or own_rows(parameter) is None)
             placed, states = (placement_key(parameter), on_mesh, (shard.dtype, shard.device)), state[parameter]
             trained = TrainedParam(fqn, parameter, None, group, *placed, states)
             momentum = states.get("momentum_buffer")

@@ -68,6 +68,23 @@ def test_the_cushioned_set_equals_the_published_set_after_scaling_by_1_02() -> N
     assert relative_error(iterate(stack, cushioned, 1e-7, torch.float64), x).item() < 1e-12
 
 
+@pytest.mark.parametrize(("name", "threshold"), [("pion", math.sqrt(2 / 3)), ("pion_promotion", 0.523)])
+def test_pion_keeps_singular_values_above_a_threshold_and_removes_those_below(name: str, threshold: float) -> None:
+    """The threshold is the fixed point sqrt(2 / 3) of suppression, or what promotion maps there."""
+    steps = coefficients(name, 5)
+    assert steps[-1] == (0.0, 5 / 2, -3 / 2)
+    assert (steps[0] == (15 / 8, -10 / 8, 3 / 8)) == (name == "pion_promotion")
+    values = torch.tensor([0.9 * threshold, 1.1 * threshold, 1.0], dtype=torch.float64)
+    for a, b, c in (*steps, *steps[-1:] * 5):
+        values = a * values + b * values**3 + c * values**5
+    assert torch.allclose(values, torch.tensor([0.0, 1.0, 1.0]).double(), atol=1e-3)
+
+
+def test_steps_that_amplify_without_bound_are_refused_although_their_linear_term_is_zero() -> None:
+    with pytest.raises(OptionError, match="diverge"):
+        Dispatch(dtype="float32").choose(1024, 4096, ((0.0, 5.0, -1.5),) * 5)
+
+
 def test_a_cubic_iteration_converges_to_the_polar_factor() -> None:
     stack = drawn(2, 24, 60).double()
     u, _, vh = torch.linalg.svd(stack, full_matrices=False)

@@ -203,7 +203,8 @@ def test_every_default_method_is_as_exact_as_bfloat16(
     method = Dispatch(device=device).choose(*shape, computed.steps)
     chosen = relative_error(orthogonalize(stack.float(), computed, method), expected)
     baseline = relative_error(orthogonalize(stack.float(), computed, Method("standard", "bfloat16")), expected)
-    assert chosen.item() <= baseline.item()
+    # High-pass sets send these singular values to nearly 0, where float16 has no digits and needs none.
+    assert chosen.item() <= max(baseline.item(), 1e-5)
 
 
 def test_ten_gram_steps_without_restart_diverge() -> None:
@@ -265,7 +266,9 @@ def test_zero_nonfinite_clears_and_reports_nonfinite_matrices(bad: float, dtype:
     before = stack.clone()
     stack[1, 2, 3] = bad
     norms = frobenius_norms(stack, torch.float32)
-    assert zero_nonfinite_(stack, norms).tolist() == [False, True, False]
+    broken = torch.zeros(3, dtype=torch.bool)
+    zero_nonfinite_(stack, norms, broken)
+    assert broken.tolist() == [False, True, False]
     assert norms.isfinite().all(), "what is divided by them is zero"
     before[1] = 0
     assert torch.equal(stack, before)

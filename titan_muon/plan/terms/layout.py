@@ -62,9 +62,24 @@ def region(layout: Layout, coordinate: Sequence[int]) -> tuple[Intervals, ...]:
     """The indices stored at a mesh coordinate, by dim."""
     dims: list[Intervals] = [merged([Interval(0, size)]) for size in layout.shape]
     for placement, count, index in zip(layout.placements, layout.mesh.shape, coordinate, strict=True):
-        if isinstance(placement, Cut):
+        if isinstance(placement, Cut) and not (layout.rows and placement.dim == 0):
             dims[placement.dim] = shard(dims[placement.dim], placement, count, index)
+    if layout.rows:
+        dims[0] = merged([layout.rows[layout.mesh.position(coordinate)]])
     return tuple(dims)
+
+
+def check_rows(layout: Layout) -> None:
+    """Raise ValueError unless the ranks of each replica have every row of the layout once."""
+    replicas: dict[tuple[int, ...], list[Interval]] = {}
+    for position, rows in enumerate(layout.rows):
+        placed = zip(layout.placements, layout.mesh.coordinate(position), strict=True)
+        replica = tuple(index for placement, index in placed if not (isinstance(placement, Cut) and placement.dim == 0))
+        replicas.setdefault(replica, []).append(rows)
+    for ranges in replicas.values():
+        if merged(sorted(ranges)) != merged([Interval(0, layout.shape[0])]):
+            listed = ", ".join(f"{start}:{stop}" for start, stop in ranges)
+            raise ValueError(f"its ranks store rows {listed}, which are not all {layout.shape[0]} rows once")
 
 
 def flattened(dims: Sequence[Intervals], sizes: Sequence[int]) -> Intervals:

@@ -79,23 +79,32 @@ class Mesh:
             coordinate.append(index)
         return tuple(reversed(coordinate))
 
+    def position(self, coordinate: Sequence[int]) -> int:
+        position = 0
+        for size, index in zip(self.shape, coordinate, strict=True):
+            position = position * size + index
+        return position
+
 
 @dataclass(frozen=True)
 class Layout:
     """Placement of a tensor of global `shape` on a mesh, with a placement for each mesh axis.
 
-    `tensor_parallel`: the mesh axis, if tensor parallelism cuts the tensor.
+    `tensor_parallel`: the mesh axis, if tensor parallelism cuts the tensor. `rows`: the range of dim 0 of each rank of
+    the mesh, in the order of ranks; empty if the placements tell the ranges.
     """
 
     shape: tuple[int, ...]
     mesh: Mesh
     placements: tuple[Placement, ...]
     tensor_parallel: int | None = None
+    rows: tuple[Interval, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.placements) == len(self.mesh.shape), (
             f"{len(self.placements)} placements for a mesh of {len(self.mesh.shape)} axes"
         )
+        assert len(self.rows) in (0, len(self.mesh.ranks)), f"rows of {len(self.rows)} ranks"
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,16 @@ def compare(alternatives: Sequence[Alternative], world_size: int | None, device:
         fits, seconds = all(part.verdict.fits for part in parts), max(part.verdict.seconds for part in parts)
         rows.append((not fits, seconds, _row(alternative.name, parts)))
     yield f"alternatives on {machine}, modelled; the fastest that fits first"
-    cells = [list(COLUMNS), *(row for *_, row in sorted(rows, key=lambda item: item[:2]))] if rows else []
+    yield from table(COLUMNS, [row for *_, row in sorted(rows, key=lambda item: item[:2])])
+    yield from refused
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table: the first column to the left, the others to the right. None without rows."""
+    cells = [columns, *rows] if rows else []
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for name, *numbers in cells:
         yield "  ".join([name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])])
-    yield from refused
 
 
 def _row(name: str, parts: Sequence[StageReport]) -> list[str]:

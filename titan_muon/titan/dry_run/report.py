@@ -55,9 +55,9 @@ def report(
     for problem in () if is_for_this_machine(world_size, device) else data_problems(recipe):
         print(f"\nwarning: training on this machine would be refused: {problem}")
     if json is not None:
-        _write("--json", json, _json_text(parts))
+        write("--json", json, _json_text(parts))
     if html is not None:
-        _write("--html", html, page_text(parts, recipe))
+        write("--html", html, page_text(parts, recipe))
 
 
 def _print(parts: Sequence[StageReport], lines: Callable[[StageReport], Iterable[str]]) -> None:
@@ -86,7 +86,8 @@ def _plan_lines(part: StageReport, recipe: Recipe, *, full: bool) -> Iterable[st
         yield from explain.owner_lines(part.loads, full=full)
 
 
-def _write(flag: str, path: str, text: str) -> None:
+def write(flag: str, path: str, text: str) -> None:
+    """Write a file of the command line's `flag`. Raises RecipeError."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -24,6 +25,8 @@ LOGIT_BYTES = 10
 """Bytes per logit at the peak: bfloat16, a float32 copy, and a float32 gradient."""
 RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0, "memory_budget": 0.5}
 """Share of forward's products that backward recomputes."""
+STACK = 3
+"""Dims of a stack of experts."""
 ROW_PARALLEL = (".wo.weight", ".w2.weight", ".o_proj.weight", ".down_proj.weight")
 """Linear layers with unsharded outputs under tensor parallelism."""
 
@@ -75,7 +78,7 @@ class Passes:
 
     def __init__(self, recipe: Recipe, world: int, size: ModelSize, stage: Sequence[Assignment]) -> None:
         degrees, training = recipe.parallelism, recipe.training
-        self.recipe, self.size, self.stage = recipe, size, stage
+        self.recipe, self.size = recipe, size
         self.replicas = degrees.data_parallel_replicate_degree
         self.tensor = degrees.tensor_parallel_degree
         self.experts = degrees.expert_parallel_degree
@@ -95,7 +98,11 @@ class Passes:
         for a in stage:
             if "layers." in a.fqn and len(a.shape) > 1:
                 layers.setdefault(layer_of(a.fqn), []).append(a)
-        self.layers = list(layers.values())
+        # Equal layers once, with their count.
+        names = {name: tuple((a.fqn.removeprefix(name), a.shape) for a in layer) for name, layer in layers.items()}
+        counts = Counter(names.values())
+        self.layers = [(layer, counts[kind]) for kind, layer in {names[name]: layers[name] for name in layers}.items()]
+        self.shapes = Counter(a.shape for a in stage)
         # Embedding and head.
         self.vocabulary = [a for a in stage if len(a.shape) == 2 and size.vocabulary in a.shape]
 
@@ -103,15 +110,17 @@ class Passes:
         pipelined = 1 + (self.stages - 1) / self.microbatches
         recomputed = 1 + RECOMPUTED[self.recipe.activation_checkpoint.mode] / 3
         flops = self.size.token_flops * self.tokens * self.passes * recomputed / (self.tensor * self.stages)
+        # Sequence parallelism: two gathers and two reductions per layer, in each direction.
+        tensor = sum(8 * _width(layer) * count for layer, count in self.layers)
+        # All-to-alls to the experts and back, in each direction.
+        experts = sum(self._routed_elements(layer) * count for layer, count in self.layers)
         return Training(
             passes=self.passes,
             tokens=self.all_tokens,
             compute=flops / (machine.flops["bfloat16"] * TRAINING_SHARE) * pipelined,
             fsdp=self._fsdp_seconds(machine),
-            # Sequence parallelism: two gathers and two reductions per layer, in each direction.
-            tensor=self._exchange_seconds(machine, self.tensor, sum(8 * _width(layer) for layer in self.layers)),
-            # All-to-alls to the experts and back, in each direction.
-            experts=self._exchange_seconds(machine, self.experts, sum(map(self._routed_elements, self.layers))),
+            tensor=self._exchange_seconds(machine, self.tensor, tensor),
+            experts=self._exchange_seconds(machine, self.experts, experts),
             memory=self.memory(),
         )
 
@@ -120,15 +129,16 @@ class Passes:
         tokens = self.tokens // self.microbatches
         recipe, in_flight = self.recipe.activation_checkpoint, min(self.stages, self.microbatches)
         activations, whole = 0.0, 0.0
-        for layer in self.layers:
+        for layer, count in self.layers:
             every = sum(self._activations(a, tokens) for a in layer)
             hidden = tokens * _width(layer) / self.tensor
-            activations += {
+            kept = {
                 "none": every,
                 "full": hidden,
                 "memory_budget": hidden + recipe.memory_budget * every,
                 "selective": hidden + sum(self._kept(a, tokens) for a in layer),
             }[recipe.mode]
+            activations += kept * count
             whole = max(whole, every)
         again = 0.0 if recipe.mode == "none" else self.gathered_bytes * whole
         has_head = self.stages == 1 or any(
@@ -143,12 +153,12 @@ class Passes:
 
     def _activations(self, a: Assignment, tokens: int) -> float:
         """Elements of the inputs and outputs of a linear layer, or of a token's experts."""
-        through = tokens * (self.size.routed * a.shape[0] if _is_stack(a) else 1)
+        through = tokens * (self.size.routed * a.shape[0] if len(a.shape) == STACK else 1)
         return through * sum(a.shape[-2:]) / self.tensor
 
     def _kept(self, a: Assignment, tokens: int) -> float:
         """Elements that selective checkpointing keeps: half of the outputs, attention, and the routed tokens."""
-        if _is_stack(a):
+        if len(a.shape) == STACK:
             # The tokens after all-to-all, kept once for the three products of an expert.
             return tokens * self.size.routed * a.shape[0] * min(a.shape[-2:]) / self.tensor
         cut = 1 if a.fqn.endswith(ROW_PARALLEL) else self.tensor
@@ -157,16 +167,28 @@ class Passes:
 
     def _gathered(self) -> float:
         """Bytes of FSDP's unsharded tensors at the peak: two layers and the head, or the stage without resharding."""
-        kept = whole = self._unsharded(self.stage)
+        kept = whole = sum(self._unsharded(shape) * count for shape, count in self.shapes.items())
         if self.reshards:
-            largest = max(map(self._unsharded, self.layers), default=0.0)
-            kept = 2 * largest + max((self._unsharded([a]) for a in self.vocabulary), default=0.0)
+            largest = max((sum(self._unsharded(a.shape) for a in layer) for layer, _ in self.layers), default=0.0)
+            kept = 2 * largest + max((self._unsharded(a.shape) for a in self.vocabulary), default=0.0)
         # Pipeline stages sum gradients of all microbatches before the reduction.
         return kept * self.gathered_bytes + (whole * self.reduced_bytes if self.stages > 1 else 0.0)
 
-    def _unsharded(self, parameters: Sequence[Assignment]) -> float:
-        """Elements of parameters after FSDP's all-gather."""
-        return sum(prod(a.shape) / (self.experts if _is_stack(a) else self.tensor) for a in parameters)
+    @property
+    def stored(self) -> float:
+        """Elements of a rank's shards."""
+        return sum(self._unsharded(shape) / self._fsdp(shape)[1] * count for shape, count in self.shapes.items())
+
+    def _unsharded(self, shape: tuple[int, ...]) -> float:
+        """Elements of a parameter after FSDP's all-gather."""
+        return prod(shape) / (self.experts if len(shape) == STACK else self.tensor)
+
+    def _fsdp(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Distance and number of the FSDP ranks of a parameter."""
+        # TP and EP ranks are neighbours, so FSDP ranks are that many ranks apart.
+        if len(shape) == STACK:
+            return self.experts, max(1, self.shards * self.tensor // self.experts)
+        return self.tensor, self.shards
 
     def _fsdp_seconds(self, machine: MachineRates) -> float:
         gathers = 1
@@ -174,12 +196,9 @@ class Passes:
             # 1F1B does not reshard after backward, so each later forward finds the parameters of the backward before.
             gathers = 2 if self.stages == 1 else 1 + self.microbatches
         total = 0.0
-        for a in self.stage:
-            # TP and EP ranks are neighbours, so FSDP ranks are that many ranks apart.
-            apart, shards = self.tensor, self.shards
-            if _is_stack(a):
-                apart, shards = self.experts, max(1, self.shards * self.tensor // self.experts)
-            elements = self._unsharded([a])
+        for shape, count in self.shapes.items():
+            apart, shards = self._fsdp(shape)
+            elements = self._unsharded(shape) * count
             sent = elements * (shards - 1) / shards * (gathers * self.gathered_bytes + self.reduced_bytes)
             total += sent / _bandwidth(machine, shards * apart)
             ring = 2 * (self.replicas - 1) / self.replicas * elements / shards * self.reduced_bytes
@@ -187,7 +206,7 @@ class Passes:
         return total * self.passes
 
     def _routed_elements(self, layer: Sequence[Assignment]) -> float:
-        stacks = [a for a in layer if _is_stack(a)]
+        stacks = [a for a in layer if len(a.shape) == STACK]
         return 4 / self.tensor * self.size.routed * stacks[0].shape[0] * _width(layer) if stacks else 0.0
 
     def _exchange_seconds(self, machine: MachineRates, ranks: int, elements: float) -> float:
@@ -200,10 +219,6 @@ def _width(layer: Sequence[Assignment]) -> int:
     """Width of the residual stream: the most common side."""
     sides = [side for a in layer for side in set(a.shape[-2:])]
     return max(set(sides), key=lambda side: (sides.count(side), -side))
-
-
-def _is_stack(a: Assignment) -> bool:
-    return len(a.shape) == 3
 
 
 def _bandwidth(machine: MachineRates, ranks: int) -> float:

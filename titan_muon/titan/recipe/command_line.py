@@ -47,6 +47,9 @@ class Options:
     compare: tuple[str, ...] = ()
     """With dry_run: keys with alternatives, as in `placement.muon=owned,shard0`; a table of all combinations."""
 
+    suggest: bool | str = False
+    """With dry_run and world_size: search the fastest layouts that fit. With a file: write the first as a recipe."""
+
     quiet: bool = False  # Print errors, warnings and the summary at the end only.
 
     completion: Literal["bash", "zsh", "tcsh"] | None = None
@@ -173,5 +176,11 @@ def _check(options: Options) -> None:
         if option.name not in FOR_TRAINING and getattr(options, option.name) != option.default:
             flag = option.name.replace("_", "-")
             raise RecipeError(f"command line: --{flag} is only for --dry-run; add --dry-run or leave it out.")
+    if options.suggest is not False and options.world_size is None:
+        raise RecipeError("command line: --suggest needs the number of GPUs; add --world-size N.")
+    printed = ("compare", "suggest", "json", "html", "full", "verbose")
+    given = [name for name in printed if getattr(options, name) not in (None, False, ())]
+    if given[:1] in (["compare"], ["suggest"]) and len(given) > 1:
+        raise RecipeError(f"command line: --{given[0]} prints a table only; leave out --{given[1]}.")
     if options.quiet and options.dry_run:
         raise RecipeError("command line: --quiet is for training; a dry run only prints. Leave one of them out.")

@@ -1,0 +1,79 @@
+"""Ranges of rows on real ranks: refusals by name, and each state stored once."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.dist.harness import run_ranks
+from tests.parity.layouts import LAYOUTS, placed
+from tests.shared import message
+from titan_muon import Muon
+from titan_muon.adam import AdamW
+from titan_muon.options import Split
+from titan_muon.tensors.dtensor import copy_rows, set_rows
+
+HALVES = [Split(match="w", dims="(g f) d -> g | f d", lengths={"g": 2})]
+
+
+def last_axis_first(rank: int, world_size: int) -> str:
+    """Rows in the order of Megatron-FSDP's HFSDP, with sizes like DTensor's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "dp"))
+    mesh._shard_order = [1, 0]  # type: ignore[attr-defined]
+    param = nn.Parameter(distribute_tensor(torch.randn(12, 8), mesh, [Shard(0), Shard(0)]))
+    return message(Muon([("w", param)], split=HALVES).build)
+
+
+def test_the_order_of_megatron_fsdp_without_rows_is_refused() -> None:
+    for text in run_ranks(last_axis_first, 4):
+        assert "w: Megatron-FSDP sharded this parameter" in text
+        assert "call titan_muon.follow_megatron_fsdp(optimizer, model) before the first step" in text
+
+
+def wrong_rows(rank: int, world_size: int) -> tuple[str, str]:
+    mesh = init_device_mesh("cpu", (2,))
+    texts = []
+    for starts in ((0, None), (0, 4)):
+        local = torch.randn(6, 8)
+        param = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(12, 8), stride=(8, 1)))
+        if (start := starts[rank]) is not None:
+            set_rows(param, start)
+        texts.append(message(Muon([("layers.w", param)]).build))
+    return texts[0], texts[1]
+
+
+def test_rows_on_some_ranks_alone_and_rows_stored_twice_are_refused_on_every_rank() -> None:
+    for some, twice in run_ranks(wrong_rows, 2):
+        assert "layers.w: its rows are set on some ranks alone; set the rows on every rank of its mesh" in some
+        assert "layers.w: its ranks store rows 0:6, 4:10, which are not all 12 rows once" in twice
+
+
+def stored(rank: int, world_size: int, layout: str, muon_options: dict[str, str]) -> tuple[int, int]:
+    """Elements of Muon's and AdamW's states on this rank."""
+    optimizers = []
+    for make in (lambda pairs: Muon(pairs, **muon_options), lambda pairs: AdamW([p for _, p in pairs])):
+        value = placed(torch.randn(13, 18), LAYOUTS[layout])
+        param = nn.Parameter(value)
+        copy_rows(value, param)
+        param.grad = torch.ones_like(param) if param._local_tensor.numel() else None  # type: ignore[attr-defined]
+        optimizer = make([("w", param)])
+        optimizer.step()
+        optimizers.append(optimizer)
+    muon, adamw = ([t for state in o.state.values() for t in state.values()] for o in optimizers)
+    sums = [sum(t._local_tensor.numel() for t in tensors if isinstance(t, DTensor)) for tensors in (muon, adamw)]
+    dist.barrier()
+    return sums[0], sums[1]
+
+
+def test_hfsdp_stores_each_state_once_over_all_ranks() -> None:
+    momentum, averages = zip(*run_ranks(stored, 4, "ranges, hfsdp", {}), strict=True)
+    assert sum(momentum) == 13 * 18
+    assert sum(averages) == 2 * 13 * 18
+
+
+def test_hsdp_stores_the_momentum_of_owners_once_and_averages_on_each_replica() -> None:
+    for layout in ("ranges, hsdp", "hsdp"):
+        momentum, averages = zip(*run_ranks(stored, 4, layout, {"state": "owner"}), strict=True)
+        assert sum(momentum) == 13 * 18
+        assert sum(averages) == 2 * 2 * 13 * 18

@@ -1,0 +1,73 @@
+"""Momentum in 8 bits."""
+
+# [Note: 8-bit momentum]
+# - A block is 64 elements of a row: int8 numbers with a float32 scale. The largest magnitude is 127 scales. Blocks do
+#   not cross shards, so every layout stores the same blocks, and checkpoints reshard without rounding.
+# - A step decodes the momentum of a call to float32, and encodes the result. Most changes of an element are smaller
+#   than a unit and lost by rounding to nearest, so rounding is stochastic.
+# - The draws are a hash of the step, the parameter's name and the element's place in the shard. So replicas stay equal,
+#   and a resume needs only the step count. A decoded and unchanged element is encoded to the same number.
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..tensors.draws import hash_counts
+from ..tensors.dtensor import copy_rows, from_local, local, storage_device
+
+SCALES = "momentum_scale"
+BLOCK = 64
+LARGEST = 127
+MARGIN = 2.0**-10
+"""Draws are from MARGIN to 1 - MARGIN, so that encoding does not change a decoded number."""
+
+
+def new_scales(parameter: Tensor) -> Tensor:
+    """Scales of zeros, placed like the parameter: a scale for each block of a row."""
+    stored, whole = (torch.empty(_in_blocks(t.shape), device="meta") for t in (local(parameter), parameter))
+    scales = torch.zeros(stored.shape, dtype=torch.float32, device=storage_device(parameter))
+    if not isinstance(parameter, DTensor):
+        return scales
+    placed = from_local(scales, parameter.device_mesh, parameter.placements, whole)
+    copy_rows(parameter, placed)
+    return placed
+
+
+def _in_blocks(shape: torch.Size) -> tuple[int, ...]:
+    return *shape[:-1], -(-shape[-1] // BLOCK)
+
+
+def decoded(numbers: Tensor, scales: Tensor) -> Tensor:
+    """Float32 momentum (rows, cols): a view of whole blocks, from int8 numbers and scales (rows, blocks)."""
+    rows, cols = numbers.shape
+    wide = torch.zeros(rows, scales.size(1) * BLOCK, dtype=torch.float32, device=numbers.device)
+    wide[:, :cols] = numbers
+    wide.view(rows, -1, BLOCK).mul_(scales[:, :, None])
+    return wide[:, :cols]
+
+
+def encode(momentum: Tensor, numbers: Tensor, scales: Tensor, key: int, step: int) -> None:
+    """Write momentum from `decoded` to int8 numbers and scales. Replaces non-finite elements by zero.
+
+    `key`: hash of the parameter and the place of `momentum` in the shard.
+    """
+    rows, cols = numbers.shape
+    wide = momentum.as_strided((rows, scales.size(1), BLOCK), (momentum.stride(0), BLOCK, 1))
+    wide.nan_to_num_(0.0, 0.0, 0.0)
+    torch.amax(wide.abs(), dim=2, out=scales)
+    scales.div_(LARGEST)
+    wide.div_(torch.where(scales > 0, scales, 1.0)[:, :, None])
+    wide.add_(draws(wide.shape, key, step, wide.device)).floor_().clamp_(-LARGEST, LARGEST)
+    numbers.copy_(wide.view(rows, -1)[:, :cols])
+
+
+def draws(shape: torch.Size, key: int, step: int, device: torch.device) -> Tensor:
+    """Uniform float32 numbers, equal for equal arguments on every device."""
+    first = (key + zlib.crc32(str(step).encode())) % 2**31
+    bits = torch.arange(first, first + shape.numel(), device=device).to(torch.int32)
+    uniform = hash_counts(bits, torch.empty_like(bits)).float().add_(0.5).mul_(2.0**-16)
+    return uniform.mul_(1 - 2 * MARGIN).add_(MARGIN).view(shape)
