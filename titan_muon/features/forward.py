@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..options import OptionError
-from ..plan.exchange.phases import late_rounds
 from ..step.foreach import without_parameters
 from ..step.gradients import StepGradients
 from ..step.rank import Rank
@@ -54,9 +53,7 @@ class ForwardUpdates(PassOverlap):
         return bool(self._suspended)
 
     def attach(self, rank: Rank, views: Sequence[BucketViews]) -> None:
-        program = rank.program
-        late = late_rounds(program.buffer_sets, len(program.rounds))
-        self._rank, self._late = rank, {bucket for number in late for bucket in program.rounds[number]}
+        self._rank, self._late = rank, rank.program.late
         self._module: Any = torch.get_device_module(rank.device)
         self._stream = self._stream or self._module.Stream()
 

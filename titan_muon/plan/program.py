@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from .cost.walk import batches
 from .exchange.patterns import PATTERNS
-from .exchange.phases import ACTS, Act, BucketProgram, Collective, Parcel, Phase, parcels, schedule
+from .exchange.phases import ACTS, Act, BucketProgram, Collective, Parcel, Phase, late_rounds, parcels, schedule
 from .terms.layout import Geometries
 from .terms.pieces import Pieces, Ranks
 from .terms.types import Bucket, Plan, teams_in
@@ -36,6 +37,12 @@ class Program:
     @property
     def local(self) -> tuple[BucketProgram, ...]:
         return tuple(run for run in self.buckets if run.local)
+
+    @cached_property
+    def late(self) -> frozenset[int]:
+        return frozenset(
+            bucket for number in late_rounds(self.buffer_sets, len(self.rounds)) for bucket in self.rounds[number]
+        )
 
     def buffer_set(self, index: int) -> tuple[int, int]:
         """The buffer set of a bucket's round, and the bucket's position in the round."""

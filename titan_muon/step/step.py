@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..comm.exchange import Exchange
-from ..comm.faults import Fault
 from ..comm.report import FaultReport
 from ..orthogonalize import zero_nonfinite_
 from ..plan.exchange.phases import Act
