@@ -445,7 +445,6 @@ def _grad_of(fqn: str, parameter: Tensor) -> Tensor:
     grad = parameter.grad
     assert grad is not None, f"{fqn}: a part without a gradient"
     if placement_key(grad) != placement_key(parameter):
-        raise ValueError(
-            f"{fqn}: the gradient's mesh or placements differ from the parameter's; redistribute the gradient"
-        )
+        differ = "the gradient's mesh or placements differ from the parameter's; redistribute the gradient"
+        raise ValueError(f"{fqn}: {differ}")
     return local(grad)

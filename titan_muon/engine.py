@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -279,13 +280,13 @@ class Engine:
 
     def __init__(self, rank: Rank, algorithm: Algorithm, states: MatrixStates, overlap: PassOverlap | None) -> None:
         self._algorithm, self.overlap = algorithm, overlap
+        # Attributes of groups that a step compares by value, as planned: also a list is mutable.
+        keys = ("ns_coefficients", "ns_steps", "eps")
+        self._iterations = [deepcopy(tuple(trained.group[key] for key in keys)) for trained in rank.params]
         self._make(rank, states, None)
 
     def _make(self, rank: Rank, states: MatrixStates, before: StepParts | None) -> None:
         self.rank, self._states = rank, states
-        # Attributes of groups that a step compares by value.
-        keys = ("ns_coefficients", "ns_steps", "eps")
-        self._iterations = [tuple(trained.group[key] for key in keys) for trained in rank.params]
         self._names = frozenset(trained.fqn for trained in rank.params)
         self._parts = parts = StepParts(rank, self._algorithm, states, self.overlap, before)
         self.step, self.workspace, self.offload = parts.step, parts.workspace, parts.offload

@@ -200,9 +200,9 @@ class Muon(SkipsSteps, Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         engine = self.engine if self._engine is None else self._engine
         if self._built_late:
-            self._built_late = False
             if self._options.missing_grad == "error":
                 self._agreed.together(lambda: check_first_gradients(engine.rank.params))
+            self._built_late = False
         if self._last_norm is not None:
             self.check_norm(skips=self._options.nonfinite == "skip")
         gradients = engine.gradients(self.param_groups, self.state)

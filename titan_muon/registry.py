@@ -1,6 +1,6 @@
-"""Registries of optimizers, rules, placements and models by the names in recipes.
+"""Registries of optimizers, algorithms, placements and models by the names in recipes.
 
-Another package adds a name by an entry point in the group `titan_muon.optimizers`, `titan_muon.rules`,
+Another package adds a name by an entry point in the group `titan_muon.optimizers`, `titan_muon.algorithms`,
 `titan_muon.placements` or `titan_muon.models`, loaded at the first use of the name, or by calling `register`.
 """
 

@@ -42,7 +42,7 @@ class ParamGroup:
     spared: bool = False
 
     def of_torch(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        return {"params": [parameters[n] for n in self.names], "param_names": list(self.names), **self.options}
+        return {**self.options, "params": [parameters[n] for n in self.names], "param_names": list(self.names)}
 
 
 def modules_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:

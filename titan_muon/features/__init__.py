@@ -68,7 +68,8 @@ class StepParts:
             from .slices import SliceBatches
 
             batch_type = SliceBatches(rank)
-        views, self.workspace = build_views(rank, limits, states, batch_type)
+        late = rank.program.late if overlap is not None and overlap.ends_late else frozenset[int]()
+        views, self.workspace = build_views(rank, limits, states, batch_type, late)
         self.offload = None
         if options.offload != "none":
             from .offload import HostOffload

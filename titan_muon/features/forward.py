@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +34,7 @@ class Suspended:
     updates: list[Any]
     params: frozenset[Tensor]
     bucket: Bucket
+    rank: Rank
 
 
 class ForwardUpdates(PassOverlap):
@@ -40,6 +42,8 @@ class ForwardUpdates(PassOverlap):
 
     `attached`: whether a forward ends them. `count`: buckets suspended so far.
     """
+
+    ends_late = True
 
     def __init__(self) -> None:
         self.attached, self.count = False, 0
@@ -53,13 +57,15 @@ class ForwardUpdates(PassOverlap):
         return bool(self._suspended)
 
     def attach(self, rank: Rank, views: Sequence[BucketViews]) -> None:
-        self._rank, self._late = rank, rank.program.late
+        # Hooks in the model hold this object, and must not keep the memory of a deleted Muon.
+        self._weak_rank, self._late = weakref.ref(rank), rank.program.late
+        self._has_buckets = bool(rank.plan.buckets)
         self._module: Any = torch.get_device_module(rank.device)
         self._stream = self._stream or self._module.Stream()
 
     def ready(self, muon: MuonStep) -> None:
         """Raise OptionError on all ranks if no forward will do the late updates of a step."""
-        if not self.attached and self._rank.plan.buckets:
+        if not self.attached and self._has_buckets:
             raise OptionError(
                 "overlap",
                 "= 'forward' leaves updates to a forward, but no model applies them: call "
@@ -79,8 +85,10 @@ class ForwardUpdates(PassOverlap):
         self._computing = self._module.current_stream()
         self._stream.wait_stream(self._computing)
         views, updates = self._starting.pop(index)
-        params = frozenset(self._rank.params[number].param for number in self._rank.parameters_of(index))
-        self._suspended.append(Suspended(views, updates, params, running.pop(index)))
+        rank = self._weak_rank()
+        assert rank is not None, "a step holds the rank"
+        params = frozenset(rank.params[number].param for number in rank.parameters_of(index))
+        self._suspended.append(Suspended(views, updates, params, running.pop(index), rank))
         self.count += 1
         return True
 
@@ -114,7 +122,7 @@ class ForwardUpdates(PassOverlap):
         if not self._suspended:
             # The computing stream may reuse the memory at once.
             self._computing.wait_stream(self._stream)
-            self._rank.buffers.memory.free()
+            ending[0].rank.buffers.memory.free()
         if lost:
             raise ValueError(
                 f"{', '.join(lost)}: storage was replaced before the update was applied, and the update is lost; call "
@@ -123,7 +131,7 @@ class ForwardUpdates(PassOverlap):
 
     def _take_out_moved(self, suspended: Suspended) -> list[str]:
         """Take out updates of parameters with replaced storage. Returns the names of these parameters."""
-        params, storage = self._rank.params, self._rank.storage
+        params, storage = suspended.rank.params, suspended.rank.storage
         stored = {part.parameter for call in suspended.updates for part in call.parts}
         moved = [index for index in sorted(stored) if not storage[index].is_of_weights(params[index])]
         suspended.updates[:] = without_parameters(suspended.updates, moved)

@@ -136,7 +136,9 @@ class GradientMask(UpdateMask):
             parameters = self._rank.numbers([self._parts[place].parameter for place in present])
         codes = norms.ne(0).int().add_(ZERO)
         if Fault.NOT_FINITE in self._allowed:
-            broken = norms.isfinite().logical_not_()
+            # Newton-Schulz cannot normalize by a norm that overflows.
+            frobenius = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).to(self._codes.device)
+            broken = frobenius.isfinite().logical_not_()
             codes = torch.where(broken, SKIPPED, codes)
             self.report.add_where(parameters, broken, Fault.NOT_FINITE)
         self._codes.scatter_reduce_(0, numbers, codes, "amax")

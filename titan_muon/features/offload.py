@@ -163,6 +163,9 @@ class HostOffload:
 
     def __init__(self, rank: Rank, views: Sequence[BucketViews], offload: Offload) -> None:
         self._kinds, self._storage = HOST_TENSORS[offload], rank.storage
+        # None: gradients of any dtype, which fit in float32.
+        dtypes = (trained.param.grad_dtype for trained in rank.params)
+        self._grad_dtypes = [torch.float32 if dtype is None else dtype for dtype in dtypes]
         self._names = {name for changed, read in self._kinds.values() for name in (*changed, *read)}
         uses = [(FETCHES[act], index) for act, index in rank.program.acts if FETCHES.get(act) in self._kinds]
         rows = [rows_of(views[i].gathers if fetch == "gather" else views[i].updates) for fetch, i in uses]
@@ -184,8 +187,10 @@ class HostOffload:
         self.memory = StepMemory(slots, kept=False)
 
     def _host(self, name: Name, part: Rectangle) -> Tensor:
-        """The host tensor, or one like it: a gradient has the dtype and the shape of its weights."""
+        """The host tensor, or for a gradient one like it, without memory."""
         stored = self._storage[part.parameter]
+        if name == "grad":
+            return part.of(stored.param).to("meta", self._grad_dtypes[part.parameter])
         return part.of_momentum(stored) if name == "momentum" else part.of(stored.param)
 
     def _in_slot(self, views: BucketViews, transfer: Transfer) -> BucketViews:

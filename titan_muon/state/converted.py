@@ -89,8 +89,8 @@ def as_torch(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         OptionError: for options without an equal in the installed torch.optim.Muon: a number for `adjust_lr_fn`, before
-            PyTorch 2.15 also "spectral_unclamped"; coefficients that differ between steps; rules with states of their
-            own; and states in another kind of dtype than floating-point.
+            PyTorch 2.15 also "spectral_unclamped"; coefficients that differ between steps; algorithms with states of
+            their own; and states in another kind of dtype than floating-point.
         ValueError: for groups of another optimizer, as in a Hybrid's state dict.
     """
     groups = []
@@ -103,7 +103,7 @@ def as_torch(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         problem = f"= {kind!r} has no equivalent in torch.optim.Muon; save with float32 or bfloat16"
         raise OptionError("state_dtype", problem)
     if extra := {name for value in state_dict["state"].values() for name in value} - {"momentum_buffer"}:
-        raise OptionError("rule", f"keeps {', '.join(sorted(extra))}, which torch.optim.Muon has not")
+        raise OptionError("algorithm", f"keeps {', '.join(sorted(extra))}, which torch.optim.Muon has not")
     for group in map(renamed, state_dict["param_groups"]):
         steps = coefficients(group["ns_coefficients"], group["ns_steps"])
         if len(set(steps)) > 1:

@@ -137,6 +137,9 @@ class MuonStep:
                 split.run()
         with trace_range("send_back", index):
             self.exchange.return_results(index)
+        # A bucket that waits for a forward does not keep the gradients.
+        excluded = gradients.excluded
+        del gradients
         yield  # Act.ORTHOGONALIZE
         # Holders decay their weights and add the update.
         with trace_range("apply", index):
@@ -145,7 +148,7 @@ class MuonStep:
                 zero_broken_(views.bounds)
             updates = views.updates
             with self.fetched("update"):
-                for update in without_parameters(updates, gradients.excluded) if gradients.excluded else updates:
+                for update in without_parameters(updates, excluded) if excluded else updates:
                     algorithm.after_return(update, update.params)
         # Act.APPLY: the generator ends.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
@@ -113,7 +113,7 @@ class UpdateBounds:
         """(count,) Frobenius norms of the views."""
         if self.rows is None:
             return torch.stack(torch._foreach_norm(self.views, 2))
-        return torch.linalg.vector_norm(self.rows, dim=1, dtype=torch.float32)
+        return torch.linalg.vector_norm(self.rows, dim=1)
 
 
 @dataclass(frozen=True)
@@ -144,13 +144,14 @@ BatchType = Callable[[Batch], Batch]
 
 
 def build_views(
-    rank: Rank, limits: Limits, states: MatrixStates, batch_type: BatchType | None
+    rank: Rank, limits: Limits, states: MatrixStates, batch_type: BatchType | None, late: Collection[int]
 ) -> tuple[tuple[BucketViews, ...], StepMemory]:
     """The views of a rank's buckets, and the memory that assembled matrices share.
 
     `limits`, `states`: of the algorithm; states by matrix and name. `batch_type`: changes batches of sliced matrices.
+    `late`: buckets whose updates run after the step.
     """
-    builder = _Builder(rank, limits, states, batch_type)
+    builder = _Builder(rank, limits, states, batch_type, late)
     with rank.buffers.memory.held():
         buckets = tuple(builder.bucket(index, run) for index, run in enumerate(builder.batches))
     builder.scratch.untyped_storage().resize_(0)
@@ -160,7 +161,14 @@ def build_views(
 class _Builder:
     """`batches`: the matrices of each batch, by bucket."""
 
-    def __init__(self, rank: Rank, limits: Limits, states: MatrixStates, batch_type: BatchType | None) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        limits: Limits,
+        states: MatrixStates,
+        batch_type: BatchType | None,
+        late: Collection[int],
+    ) -> None:
         self.rank, self.limits, self.states, self.batch_type = rank, limits, states, batch_type
         matrices, device = rank.plan.matrices, rank.device
         self.batches = [batches(run.matrices, matrices, rank.plan.works) for run in rank.program.buckets]
@@ -168,13 +176,12 @@ class _Builder:
         self.workspace = torch.empty(max(sizes, default=0), dtype=rank.buffers.dtype, device=device)
         self.scratch = torch.empty(scratch_bytes(rank), dtype=torch.uint8, device=device)
         self.place, self.numbers = 0, group_numbers(rank)
-        self.broken, self.broken_updates = self.watched()
+        self.broken, self.broken_updates = self.watched(late)
         self.releases = _last_packed(rank) if rank.options.release_grads else [()] * len(rank.program.buckets)
 
-    def watched(self) -> tuple[Tensor, list[Tensor]]:
+    def watched(self, late: Collection[int]) -> tuple[Tensor, list[Tensor]]:
         """Flags of the report: of every matrix in the order of the batches, and by bucket of the stored pieces."""
         rank, planned = self.rank, self.rank.plan.matrices
-        late = rank.program.late if rank.options.overlap == "forward" else ()
         owned = [matrix for run in self.batches for batch in run for matrix in batch]
         stored = [[parcel.matrix for parcel in run.stored] for run in rank.program.buckets]
 

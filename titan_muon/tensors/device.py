@@ -29,3 +29,8 @@ def host_zeros(like: Tensor) -> Tensor:
 def may_be_true(flags: Tensor) -> bool:
     """Whether a flag is true, or unknown because reading the device would wait."""
     return not is_host(flags.device) or bool(flags.any())
+
+
+def host_bytes(size: int, device: str) -> int:
+    """Host memory for a tensor. PyTorch pins memory for a GPU in powers of two."""
+    return 1 << (size - 1).bit_length() if size > 0 and device != "cpu" else size

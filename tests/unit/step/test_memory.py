@@ -1,6 +1,7 @@
 """A step allocates the planned bytes, stage by stage."""
 
 import gc
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -204,7 +205,9 @@ def test_an_error_in_a_call_frees_the_scratch(monkeypatch: pytest.MonkeyPatch) -
 
 def test_parameters_on_several_devices_or_without_streams_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     params = [("a", nn.Parameter(torch.zeros(8, 8))), ("b", nn.Parameter(torch.zeros(8, 8, device="meta")))]
-    trained = list(trained_params([{"param_names": ["a"], "params": [params[0][1]]}], {}, 0, MuonOptions()))
+    trained = list(
+        trained_params([{"param_names": ["a"], "params": [params[0][1]]}], defaultdict(dict), 0, MuonOptions())
+    )
     other = replace(trained[0], fqn="b", param=params[1][1])
     with pytest.raises(ValueError, match="b: is on meta, and a on cpu; move all parameters"):
         check_devices([*trained, other])

@@ -20,6 +20,7 @@ from titan_muon.plan import Summary
 from titan_muon.plan.search.owners import state_elements
 from titan_muon.plan.search.ownership import OwnedTotals
 from titan_muon.state.matrix_states import state_bytes
+from titan_muon.tensors.device import host_bytes
 from titan_muon.tensors.dtensor import local
 from titan_muon.titan.assign.container import offload_of
 from titan_muon.titan.dry_run.meta_model import MetaModel
@@ -143,8 +144,3 @@ def momentum_bytes(elements: int, state_dtype: str) -> int:
     if state_dtype == "int8":
         return elements + 4 * -(-elements // BLOCK)
     return elements * int(getattr(torch, state_dtype).itemsize)
-
-
-def host_bytes(size: int, device: str) -> int:
-    """Host memory for a tensor. PyTorch pins memory for a GPU in powers of two."""
-    return 1 << (size - 1).bit_length() if size > 0 and device != "cpu" else size
