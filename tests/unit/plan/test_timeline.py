@@ -64,6 +64,13 @@ def test_host_time_is_a_separate_bound(plan: Plan) -> None:
     assert played.last.seconds == pytest.approx(0, abs=1e-12)
 
 
+def test_small_matrices_fill_the_memory_of_the_largest_where_launches_cost() -> None:
+    """The memory of a step stays, with fewer batches: 16 matrices of 16 x 16 take as much as one of 64 x 64."""
+    small = [parameter_of(f"small.{index}.w", (16, 16), mesh_of(1), Shard(0)) for index in range(32)]
+    plan = plan_of([*parameters(1, 1), *small])
+    assert sorted(work.batch for work in plan.works) == [3, 16], "the three that this work allows"
+
+
 def test_the_network_link_carries_only_bytes_between_nodes(plan: Plan) -> None:
     slow = Link(64 * 64 * 2, 0)
     assert seconds(plan, replace(FREE, network=slow)) == pytest.approx(0, abs=1e-12)
