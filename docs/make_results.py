@@ -18,7 +18,7 @@ may show 0.8 to 1.5 times these times. The rates and their sources are in `titan
 - **least, link**: the least Newton-Schulz (the mean over ranks, or the largest matrix), and the busiest link.
 - **whole**: a lower bound for plans with each matrix whole on one rank (`scripts/bounds.py`).
 - **exposed**: the step minus the same step with links that take no time.
-- **host**: time in which the host launches the step.
+- **host**: time in which the host launches the step. A clock shows this time where it is longer than the step.
 """
 COLUMNS = (
     "model",
@@ -47,7 +47,7 @@ def row(n: dict[str, Any]) -> str:
         f"{n['step_ms'] / n['whole_ms']:.2f}",
         f"{n['exposed_ms']:,.1f}",
         f"{n['hidden_ms']:,.1f}",
-        f"{n['host_ms']:,.1f}",
+        f"{n['host_ms']:,.1f}" + (" (longer than the step)" if n["host_ms"] > n["step_ms"] else ""),
         n["collectives"],
         f"{n['sent_mib_max']:,.0f}",
         f"{n['buffers_gib']:.2f} + {n['work_gib']:.2f}",

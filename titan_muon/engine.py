@@ -144,6 +144,7 @@ def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: in
             bytes=method.work_bytes(rows, cols, dispatch.device, wire_bytes),
             dtype=method.dtype,
             team=method.team(rows, cols, steps),
+            operators=method.operators(len(steps)),
         )
 
     return work

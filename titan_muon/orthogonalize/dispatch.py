@@ -100,6 +100,11 @@ class Method:
         restarts = self.restarts if self.algorithm == "gram" else range(1, steps)
         return tuple(last - first for first, last in pairwise((0, *restarts, steps)))
 
+    def operators(self, steps: int) -> int:
+        """Operators of PyTorch for a batch, with the norms and the normalization."""
+        runs = sum(3 if length == 1 else 4 * length + 1 for length in self.runs(steps))
+        return runs + (5 if self.dtype == "float16" else 4)
+
     def team(self, rows: int, cols: int, steps: Coefficients) -> TeamCost | None:
         if self.slices == 1:
             return None

@@ -1,11 +1,22 @@
 """The algorithm by shape: safe, cheap, equal for all callers, or refused."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_muon.orthogonalize import COEFFICIENTS, Dispatch, Kernel, Method, coefficients
+from titan_muon.orthogonalize import (
+    COEFFICIENTS,
+    Dispatch,
+    Kernel,
+    Method,
+    coefficients,
+    frobenius_norms,
+    iteration,
+    prepared,
+)
 from titan_muon.plan.terms.machine import MACHINES
 
 JORDAN = coefficients("keller_jordan", 5)
@@ -119,3 +130,25 @@ def test_a_kernel_is_used_from_the_measured_size_for_fitting_sides() -> None:
 def test_unsafe_options_are_refused(options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Dispatch(**options)  # type: ignore[arg-type]
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators with a kernel on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        self.count += not (func.is_view or name.startswith(("empty", "new_empty", "promote_types")))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("method", [Method("standard", "float16"), Method("gram", "float16", (2,))], ids=str)
+def test_the_operators_of_a_batch_are_counted(method: Method) -> None:
+    whole, chosen = torch.zeros(2, 8, 16, dtype=torch.bfloat16, device="meta"), iteration("keller_jordan", 5, 1e-7)
+    with Operators() as counter:
+        prepared(chosen, method)(whole, norms=frobenius_norms(whole, torch.float16), out=whole)
+    # The last product is copied where the number of runs is even.
+    assert method.operators(5) <= counter.count <= method.operators(5) + 1

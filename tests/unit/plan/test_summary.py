@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from benchmarks.owners import Choose, owned_by, per_layer, round_robin
 from scripts.bounds import least_flops, least_sent
 from tests.unit.plans import (
-    BATCH,
     EXCHANGES,
     examples,
     mesh_of,
@@ -71,7 +70,7 @@ def counted(plan: Plan, rank: int) -> RankCost:
         buffer_bytes=buffer_numel(program) * plan.wire_bytes,
         work_bytes=whole * plan.wire_bytes
         + max(
-            iteration_bytes([[plan.matrices[m] for m in together] for together in parts]),
+            iteration_bytes(plan, [[plan.matrices[m] for m in together] for together in parts]),
             # Calls for the momentum and for the weights: float32, of 2**23 elements or a row.
             4 * min(max(loads, default=0), 2**23),
         ),
@@ -83,10 +82,10 @@ def counted(plan: Plan, rank: int) -> RankCost:
     )
 
 
-def iteration_bytes(parts: list[list[Matrix]]) -> int:
+def iteration_bytes(plan: Plan, parts: list[list[Matrix]]) -> int:
     """In bfloat16 X, the next X, X Xᵀ and the polynomial of the largest stack.
 
-    The local matrices are a part, and so is each run. Of n matrices of a shape in a part, ceil(n / ceil(n / BATCH)) are
+    The local matrices are a part, and so is each run. Of n matrices of a shape in a part, ceil(n / ceil(n / batch)) are
     stacked.
     """
     iteration = 0
@@ -96,8 +95,8 @@ def iteration_bytes(parts: list[list[Matrix]]) -> int:
                 # The slice twice, three square matrices of the smaller side, and a fifth of the slice.
                 square = min(m.whole_shape) ** 2
                 iteration = max(iteration, 2 * m.numel + 3 * square + 5 * square // m.slice.count)
-        for (rows, cols), count in Counter((m.rows, m.cols) for m in together if m.slice is None).items():
-            stacked = math.ceil(count / math.ceil(count / BATCH))
+        for (rows, cols, work), count in Counter((m.rows, m.cols, m.work) for m in together if m.slice is None).items():
+            stacked = math.ceil(count / math.ceil(count / plan.works[work].batch))
             iteration = max(iteration, stacked * (2 * rows * cols + 2 * min(rows, cols) ** 2))
     return iteration * 2
 

@@ -16,7 +16,7 @@ from titan_muon.plan.cost.timeline import LOCAL, spans, timeline
 from titan_muon.plan.cost.walk import Costs
 from titan_muon.plan.exchange.phases import ordered_rounds
 from titan_muon.plan.search.search import CandidatePlan
-from titan_muon.plan.terms.machine import COLLECTIVE_LAUNCHES, LAUNCHES, MACHINES, Link, MachineRates, machine_of
+from titan_muon.plan.terms.machine import COLLECTIVE_OPERATORS, MACHINES, STEP_OPERATORS, Link, MachineRates, machine_of
 from titan_muon.plan.terms.types import Parameter, Plan, Shard
 
 # A single resource takes time, so that expected times are simple.
@@ -57,9 +57,18 @@ def test_the_timeline_counts_every_cost(plan: Plan) -> None:
 
 def test_host_time_is_a_separate_bound(plan: Plan) -> None:
     """Four stored pieces, a batch of Newton-Schulz and two collectives on each rank."""
-    played = timeline(plan, replace(FREE, host=1, host_piece=100))
-    assert played.host == 4 * 100 + LAUNCHES + 2 * COLLECTIVE_LAUNCHES
+    played = timeline(plan, replace(FREE, host=1, host_piece=1000))
+    # 20 of Newton-Schulz and 7 around the batch, 3 to advance, 3 to apply and 6 to check.
+    assert played.last.operators == 20 + 7 + 3 + 3 + 6 + STEP_OPERATORS
+    assert played.host == 4 * 1000 + played.last.operators + 2 * COLLECTIVE_OPERATORS
     assert played.last.seconds == pytest.approx(0, abs=1e-12)
+
+
+def test_small_matrices_fill_the_memory_of_the_largest_where_launches_cost() -> None:
+    """The memory of a step stays, with fewer batches: 16 matrices of 16 x 16 take as much as one of 64 x 64."""
+    small = [parameter_of(f"small.{index}.w", (16, 16), mesh_of(1), Shard(0)) for index in range(32)]
+    plan = plan_of([*parameters(1, 1), *small])
+    assert sorted(work.batch for work in plan.works) == [3, 16], "the three that this work allows"
 
 
 def test_the_network_link_carries_only_bytes_between_nodes(plan: Plan) -> None:

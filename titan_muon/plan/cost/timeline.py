@@ -10,9 +10,9 @@ from typing import NamedTuple
 from ...options import Overlap
 from ..exchange.patterns import NO_TRAFFIC, LinkTraffic
 from ..exchange.phases import NO_OVERLAP, Act, OverlappedRounds, ordered_rounds, overlapped_rounds, schedule
-from ..terms.machine import MachineRates
+from ..terms.machine import BUCKET_OPERATORS, STEP_OPERATORS, ElementwiseCost, MachineRates
 from ..terms.types import Plan
-from .walk import LOCAL, Costs, PlanCost
+from .walk import LOCAL, Costs, PlanCost, Share
 
 STAGES = ("advance", "gather", "copy", "orthogonalize", "send_back", "apply")
 NO_TIME = 1e-30
@@ -21,7 +21,10 @@ NO_TIME = 1e-30
 
 @dataclass(frozen=True)
 class RankTime:
-    """Seconds of a rank in a step, without communication hidden in the model's passes. `host`: to launch the step."""
+    """Seconds of a rank in a step, without communication hidden in the model's passes.
+
+    `host`: to launch the step, of `operators` operators.
+    """
 
     rank: int
     orthogonalize: float
@@ -29,6 +32,7 @@ class RankTime:
     waits: float
     link: float
     host: float = 0.0
+    operators: int = 0
 
     @property
     def seconds(self) -> float:
@@ -85,13 +89,14 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
     """Simulate a plan. A pass with `overlap` is assumed to hide all of its gathers or returns."""
     cost, hidden = _with_overlap(plan, machine, overlap)
     clock = Clock(cost, plan.buffer_sets, hidden)
+    shapes = len({(m.rows, m.cols) for m, ranks in zip(plan.matrices, plan.local, strict=True) if not ranks})
     # Hidden gathers take no time in either run; late applies are left out of both.
     free = Clock(cost, plan.buffer_sets, hidden, links=NO_TIME)
     after = max(0.0, max(clock.after_step, default=0.0) - clock.end)
     return Timeline(
         machine.name,
         overlap,
-        tuple(_rank_time(cost, index, end, hidden) for index, end in enumerate(clock.now)),
+        tuple(_rank_time(cost, index, end, hidden, shapes) for index, end in enumerate(clock.now)),
         _least(plan, cost.costs, len(cost.ranks)),
         clock.end - free.end,
         None if overlap == "none" else _gather_seconds(cost, hidden.gathers) + after,
@@ -222,7 +227,7 @@ class Clock:
             self._spans.append(StageSpan(self._cost.ranks[rank], stage, index, start, stop))
 
 
-def _rank_time(cost: PlanCost, index: int, end: float, hidden: OverlappedRounds) -> RankTime:
+def _rank_time(cost: PlanCost, index: int, end: float, hidden: OverlappedRounds, shapes: int) -> RankTime:
     shares, first_late, costs = cost.by_rank[index], cost.rounds - hidden.returns, cost.costs
     newton = sum(share.owned.seconds for share in shares)
     passes = sum(share.passes - (share.apply if share.round >= first_late else 0.0) for share in shares)
@@ -235,12 +240,28 @@ def _rank_time(cost: PlanCost, index: int, end: float, hidden: OverlappedRounds)
         for phase in share.totals.phases[share.round < hidden.gathers : 1 if share.round >= first_late else None]
     ]
     total = LinkTraffic(*map(sum, zip(NO_TRAFFIC, *traffic, strict=True)))
+    operators = STEP_OPERATORS + sum(_operators(share, costs.elementwise, shapes) for share in shares)
     host = costs.machine.host_seconds(
+        operators,
         sum(share.totals.pieces for share in shares),
-        sum(share.owned.batches for share in shares),
         sum(share.totals.collectives + share.owned.team_calls for share in shares),
     )
-    return RankTime(cost.ranks[index], newton, passes, waits, total.seconds(costs.wire_bytes, costs.machine), host)
+    link = total.seconds(costs.wire_bytes, costs.machine)
+    return RankTime(cost.ranks[index], newton, passes, waits, link, host, operators)
+
+
+def _operators(share: Share, passes: ElementwiseCost, shapes: int) -> int:
+    """Operators of a share. `shapes`: of travelling matrices; a call updates matrices of one shape."""
+    if not share.totals.pieces:
+        return share.owned.operators
+    local = share.round == LOCAL
+    buckets, elements = (share.owned.batches, share.owned.elements) if local else (1, share.totals.stored)
+    advance = max(buckets, -(-elements // passes.advance_elements)) * passes.traffic.advance_launches
+    # The check of the updates is counted by bucket.
+    apply = max(buckets if local else shapes, -(-elements // passes.apply_elements)) * (
+        passes.traffic.apply_launches - 1
+    )
+    return share.owned.operators + advance + apply + buckets * BUCKET_OPERATORS
 
 
 def _gather_seconds(cost: PlanCost, rounds: int) -> float:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..exchange.patterns import PATTERNS, BucketTotals, KindCounts
 from ..exchange.phases import aligned
-from ..terms.machine import FLOAT32_COST, NORMALIZING_BYTES, ElementwiseCost, MachineRates, Work
+from ..terms.machine import BATCH_OPERATORS, FLOAT32_COST, NORMALIZING_BYTES, ElementwiseCost, MachineRates, Work
 from ..terms.pieces import Pieces, Ranks
 from ..terms.types import Bucket, Matrix, Plan, teams_in
 
@@ -48,7 +48,7 @@ class OwnedCost(NamedTuple):
     """Cost of the matrices that a rank orthogonalizes in a bucket, or of its local matrices.
 
     `assembled`, `iteration`: most bytes of a batch, assembled and in the iteration. `team_*`: traffic with owners of
-    other slices.
+    other slices. `operators`: of PyTorch.
     """
 
     elements: int = 0
@@ -60,6 +60,7 @@ class OwnedCost(NamedTuple):
     batches: int = 0
     team_sent: int = 0
     team_calls: int = 0
+    operators: int = 0
 
 
 class Costs:
@@ -128,6 +129,7 @@ class Costs:
                 batches=total.batches + 1,
                 team_sent=total.team_sent + (size * work.team.sent if work.team else 0),
                 team_calls=total.team_calls + (size * work.team.calls if work.team else 0),
+                operators=total.operators + work.operators + BATCH_OPERATORS,
             )
         return total
 

@@ -84,6 +84,7 @@ class Work:
         bytes: working memory per matrix.
         dtype: of the products.
         team: traffic between the owners of the slices; None if the matrix is not sliced.
+        operators: of PyTorch for a batch.
     """
 
     method: str
@@ -93,6 +94,7 @@ class Work:
     bytes: int = 0
     dtype: str = "bfloat16"
     team: TeamCost | None = None
+    operators: int = 20
 
 
 class Traffic(NamedTuple):
@@ -169,9 +171,15 @@ class WorkOf(Protocol):
 LARGE_SIDE = 8192
 """Smaller side of a product with the rate `MachineRates.flops`."""
 LAUNCHES = 20
-"""Launches of a batch of matrices: five steps of three products, and the normalization."""
-COLLECTIVE_LAUNCHES = 10
-"""Launches that take as long as a collective: checks, events and streams take about 50 us."""
+"""Launches of a batch of matrices that take longer than small products."""
+COLLECTIVE_OPERATORS = 10
+"""Operators that take the host as long as a collective: checks, events and streams take about 50 us."""
+BATCH_OPERATORS = 7
+"""Operators of a batch beside Newton-Schulz: copies of pieces to and fro, and zeros for what is not finite."""
+BUCKET_OPERATORS = 6
+"""Operators that check the updates of a bucket."""
+STEP_OPERATORS = 10
+"""Operators of the report of a step."""
 ERROR = (0.8, 1.5)
 """Bounds of measured over modelled time. A rank's plain step took 1.15 to 1.42 of it on the H200 that
 `h200x8` was fitted to (docs/results/gpu.md), and 1 / 0.90 on gloo (docs/results/timeline.md). No link was measured."""
@@ -241,7 +249,7 @@ class MachineRates:
         node, network: links between ranks of a node, and of different nodes.
         launch: seconds of an empty launch.
         batch_bytes: smallest batch that fills the device.
-        host, host_piece: seconds of the host for each launch, and for each piece that the rank stores.
+        host, host_piece: seconds of the host for each operator, and for each piece that the rank stores.
         capacity: bytes of a rank's memory; 0 if unknown.
     """
 
@@ -264,9 +272,9 @@ class MachineRates:
         share = side / (side + self.half_side) * (LARGE_SIDE + self.half_side) / LARGE_SIDE
         return self.flops[dtype] * min(1.0, share)
 
-    def host_seconds(self, pieces: int, batches: int, collectives: int) -> float:
+    def host_seconds(self, operators: int, pieces: int, collectives: int) -> float:
         """Time to launch a step: a lower bound of the step, unless the host is ahead of the device."""
-        return pieces * self.host_piece + (LAUNCHES * batches + COLLECTIVE_LAUNCHES * collectives) * self.host
+        return pieces * self.host_piece + (operators + COLLECTIVE_OPERATORS * collectives) * self.host
 
     def orthogonalize_seconds(self, work: Work, side: int, count: int) -> float:
         """Seconds for `count` matrices with smaller side `side`, with collectives among slice owners."""
