@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -137,8 +138,12 @@ def finished_results(folder: Path) -> list[Result]:
     file = folder / f"{NAME}.json"
     if not file.is_file():
         return []
-    listed = json.loads(file.read_text(encoding="utf-8"))["results"]
-    results = [Result(**{"keys": {}} | result) for result in listed]
+    try:
+        listed = json.loads(file.read_text(encoding="utf-8"))["results"]
+        results = [Result(**{"keys": {}} | result) for result in listed]
+    except (ValueError, KeyError, TypeError) as error:
+        print(f"warning: {file} is damaged ({error!r}), and its results are lost", file=sys.stderr)
+        return []
     return [
         replace(result, loss=_by_step(result.loss), val_loss=_by_step(result.val_loss))
         for result in results
@@ -156,7 +161,10 @@ def write_report(folder: Path, header: Header, results: Sequence[Result]) -> str
     folder.mkdir(parents=True, exist_ok=True)
     document = asdict(header) | {"results": [asdict(result) for result in results]}
     files = [folder / f"{NAME}.{suffix}" for suffix in ("json", "md", "png")]
-    files[0].write_text(json.dumps(document) + "\n", encoding="utf-8")
+    # A kill must not lose the results of earlier runs.
+    partial = files[0].with_suffix(".partial")
+    partial.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    os.replace(partial, files[0])
     groups = settings(results)
     files[1].write_text(page(header, groups), encoding="utf-8")
     drawn = [setting for setting in groups if setting.finished]

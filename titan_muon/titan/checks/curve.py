@@ -15,6 +15,8 @@ WINDOW, LOSS_WINDOW = 50, 20
 FEWEST = 5
 DEAD, EXPLODING, HIGH = 1e-6, 100, 1.25
 """Norms and losses out of the ordinary, as factors of the median."""
+DEVIATIONS = 8
+"""A high loss is also this many median absolute deviations above the median."""
 HIGH_REPORTS, HIGH_REPORTS_RESUMED = 10, 3
 """Consecutive high losses until a warning; after the load of a checkpoint, losses above all earlier ones."""
 
@@ -80,7 +82,8 @@ class Curve:
         resumed, young = self._loaded_from is not None, len(self._sound) < WINDOW
         losses = self._newer_losses() if resumed and young else [sound.loss for sound in self._sound][-LOSS_WINDOW:]
         middle = statistics.median(losses)
-        limit = HIGH * (max(losses) if resumed and young else middle)
+        deviation = statistics.median(abs(other - middle) for other in losses)
+        limit = HIGH * max(losses) if resumed and young else max(HIGH * middle, middle + DEVIATIONS * deviation)
         self._high = self._high + 1 if report.loss > limit else 0
         above_all = young or report.loss > max(sound.loss for sound in self._sound)
         before = f"the median before was {middle:.4f}"

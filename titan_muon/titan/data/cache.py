@@ -40,11 +40,11 @@ def cached(cache: str, name: str, rows: Rows, types: Mapping[str, str]) -> pyarr
         return table
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{file}.lock"):
+        # A soft lock would outlive a killed process of another node.
+        with FileLock(f"{file}.lock", fallback_to_soft=False):
             # Another process may have made the file.
             if (table := _mapped(file)) is None:
-                _write(file.with_suffix(".partial"), rows, pyarrow.schema(types))
-                os.replace(file.with_suffix(".partial"), file)
+                _write(file, rows, pyarrow.schema(types))
                 table = _mapped(file)
     except (NotImplementedError, OSError) as error:
         problem = f"data.cache = {cache!r} cannot be written or locked: {error}"
@@ -64,6 +64,17 @@ def _mapped(file: Path) -> pyarrow.Table | None:
 
 
 def _write(file: Path, rows: Rows, schema: pyarrow.Schema) -> None:
-    with pyarrow.ipc.new_file(file, schema) as writer:
-        while batch := list(islice(rows, ROWS_IN_MEMORY)):
-            writer.write(pyarrow.RecordBatch.from_pylist(batch, schema))
+    partial = file.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    try:
+        # Mode x, because in a shared folder another user may have planted a symbolic link of this name.
+        with partial.open("xb") as stream:
+            with pyarrow.ipc.new_file(stream, schema) as writer:
+                while batch := list(islice(rows, ROWS_IN_MEMORY)):
+                    writer.write(pyarrow.RecordBatch.from_pylist(batch, schema))
+            # A crash of the machine must not leave a complete name with incomplete content.
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)

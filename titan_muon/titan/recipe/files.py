@@ -25,16 +25,16 @@ def load(path: str | Path, overrides: Sequence[str] = (), notice: Callable[[str]
     entries = {"name": Entry(file.stem, str(file))} | written | flags
     sources = {key: entry.source for key, entry in entries.items()}
     recipe = _build(entries, str(file))
-    alone = build(Recipe, {key: entry for key, entry in written.items() if key == "training.steps"})
-    recipe = _with_shorter_warmup(recipe, alone.training.steps, flags, notice)
+    alone = _alone(written)[0].training.steps
+    recipe = _with_shorter_warmup(recipe, alone if alone > 0 else recipe.training.steps, flags, notice)
     # Not before: a base may be valid only together with a file.
     check(recipe, sources, str(file))
     return recipe
 
 
-def _build(entries: Mapping[str, Entry], file: str) -> Recipe:
+def _build(entries: Mapping[str, Entry], file: str, *, ranges: bool = True) -> Recipe:
     """The recipe of `entries`. Options of its rules have the types of the optimizer's table."""
-    recipe = build(Recipe, entries)
+    recipe = build(Recipe, entries, ranges=ranges)
     source = entries["optimizer.rule"].source if "optimizer.rule" in entries else file
     rules = [_typed(rule, f"optimizer.rule[{i}].options", source) for i, rule in enumerate(recipe.optimizer.rule)]
     return replace(recipe, optimizer=replace(recipe.optimizer, rule=tuple(rules)))
@@ -79,9 +79,21 @@ def written_values(recipe: Recipe) -> dict[str, object]:
 
 def keys_of_the_command_line(path: str | Path, recipe: Recipe) -> tuple[str, ...]:
     """Keys with other values in `recipe` than in the file."""
-    # Not `load`: the file may be valid only with the command line.
-    written = values(_build(read_file(Path(path)), str(path)))
-    return tuple(key for key, value in values(recipe).items() if value != written[key] and key != "name")
+    file, wrong = _alone(read_file(Path(path)))
+    written = values(file)
+    return tuple(k for k, value in values(recipe).items() if (value != written[k] or k in wrong) and k != "name")
+
+
+def _alone(entries: Mapping[str, Entry]) -> tuple[Recipe, Collection[str]]:
+    """The recipe of a file without the command line, and keys with values that only the command line makes right."""
+    kinds, wrong = keys(Recipe), set[str]()
+    for key, entry in entries.items():
+        try:
+            if key in kinds:
+                convert(kinds[key], entry.value, key, entry.source)
+        except RecipeError:
+            wrong.add(key)
+    return _build({key: entry for key, entry in entries.items() if key not in wrong}, "file", ranges=False), wrong
 
 
 def with_source(error: RecipeError, path: str | Path, recipe: Recipe) -> RecipeError:

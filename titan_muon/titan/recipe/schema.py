@@ -41,12 +41,12 @@ def _flat(items: Mapping[str, Any], inner: Callable[[Any], dict[str, Any]]) -> d
     return flat
 
 
-def build(schema: type[T], entries: Mapping[str, Entry]) -> T:
-    """Instance of `schema` from entries by dotted key.
+def build(schema: type[T], entries: Mapping[str, Entry], *, ranges: bool = True) -> T:
+    """Instance of `schema` from entries by dotted key. `ranges`: whether values must be in range.
 
     Raises RecipeError for an unknown key, a wrong type, and a value out of range.
     """
-    kinds, hints = keys(schema, ranges=True), get_type_hints(schema)
+    kinds, hints = keys(schema, ranges=ranges), get_type_hints(schema)
     arguments: dict[str, dict[str, Any]] = {"": {}}
     for key, entry in entries.items():
         table, _, leaf = key.rpartition(".")

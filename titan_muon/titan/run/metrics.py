@@ -150,6 +150,14 @@ def tagged(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield TAGS.get(prefix + key, prefix + key), value
 
 
+NUMBERS = ("step", "loss", "grad_norm", "seconds")
+"""Keys of a record whose values are numbers."""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def read_until(path: Path, step: int, warn: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
     """Records of a metrics file up to `step`. `warn`: takes a line on damage."""
     records: list[dict[str, Any]] = []
@@ -160,7 +168,7 @@ def read_until(path: Path, step: int, warn: Callable[[str], None] = lambda line:
             record = json.loads(line)
         except (ValueError, RecursionError):
             record = None
-        if not isinstance(record, dict):
+        if not isinstance(record, dict) or any(not _is_number(record.get(key, 0)) for key in NUMBERS):
             warn(f"warning: {path}: left out the damaged line {number}")
         elif record.get("step", step) <= step:
             records.append(record)
@@ -190,6 +198,7 @@ class RunMetrics(MetricsProcessor):
         self.batch_ranks = parallel_dims.dp_replicate * parallel_dims.dp_shard
         self.last_loss: float | None = None
         self.validation_loss: float | None = None
+        self._best = math.inf, 0
         """Loss of the last validation; under pipeline parallelism only on ranks of the last stage."""
         self._logged: tuple[float, float] | None = None
         self._validated: tuple[float, Mapping[str, Any]] | None = None
@@ -321,6 +330,8 @@ class RunMetrics(MetricsProcessor):
             return
         took = timedelta(seconds=round(time.perf_counter() - self._began))
         held_out = "" if self.validation_loss is None else f", held out {self.validation_loss:.4f}"
+        if self.validation_loss is not None and self._best[0] < self.validation_loss:
+            held_out += f" (best {self._best[0]:.4f} at step {self._best[1]})"
         show(f"ended after step {step}: loss {self.last_loss:.4f}{held_out}, {took}; {folder}")
 
     def report_validation(
@@ -328,6 +339,7 @@ class RunMetrics(MetricsProcessor):
     ) -> None:
         """Report the held-out loss, on every rank. `bytes_per_token`: of the held-out text, if known."""
         self.validation_loss = loss
+        self._best = min(self._best, (loss, step))
         record: dict[str, Any] = {"val_loss": loss, "tokens": tokens}
         line = f"{self.color.yellow}validation  step {step}{self.color.reset}  loss {loss:.4f}"
         if bytes_per_token is not None:

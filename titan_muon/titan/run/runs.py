@@ -186,7 +186,10 @@ def _source(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | None
     folder = Path(load).resolve()
     if folder.name == LATEST_FILE and folder.is_file():
         # Run folders have characters that shells treat specially, so the file holds a name.
-        folder = folder.parent / (folder.read_text(encoding="utf-8", errors="replace").strip() or LATEST_FILE)
+        latest, folder = folder, folder.parent / (folder.read_text(encoding="utf-8", errors="replace").strip() or "?")
+        if not folder.is_dir():
+            problem = f"{latest} is damaged or names a removed folder"
+            raise RecipeError(f"checkpoint.load = {load!r}: {problem}; name a run's folder in {latest.parent}")
     if not folder.is_dir():
         raise RecipeError(f'checkpoint.load = {load!r}: no such folder; it takes "none", "latest" or a run\'s folder')
     if (whole := _whole_step(recipe, folder, flaws)) is None:
