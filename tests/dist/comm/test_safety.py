@@ -177,6 +177,12 @@ def changed_groups(rank: int, world_size: int) -> tuple[list[str], str]:
         optimizer.param_groups[0].update(changes if rank == 1 else {})
         optimizer.step()
         errors.append(message(optimizer.step))
+    # A list that changes in place.
+    optimizer = Muon(named(parameters(mesh)), ns_coefficients=[[3.4445, -4.775, 2.0315]]).build()
+    if rank == 1:
+        optimizer.param_groups[0]["ns_coefficients"][0][0] = 2.0
+    optimizer.step()
+    errors.append(message(optimizer.step))
     optimizer = Muon(named(parameters(mesh)))
     objects = [object() for _ in range(1 + rank)]
     optimizer.param_groups[0]["framework"] = objects[-1]
@@ -231,7 +237,7 @@ def sharded_after_muon(rank: int, world_size: int) -> tuple[str, bool]:
     before = [param.detach().clone() for param in optimizer.param_groups[0]["params"]]
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     model(torch.randn(4, 32)).sum().backward()
-    error = message(optimizer.step)
+    assert message(optimizer.step) == (error := message(optimizer.step)), "the check stays until it has passed"
     return error, all(map(torch.equal, before, optimizer.param_groups[0]["params"]))
 
 

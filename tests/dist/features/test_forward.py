@@ -378,19 +378,23 @@ def test_unreplaced_parameters_keep_the_pending_update() -> None:
         assert others
 
 
-def forgotten(rank: int, world_size: int) -> bool:
-    """Whether a model keeps a closed Muon."""
+def forgotten(rank: int, world_size: int) -> tuple[int, int]:
+    """What a waiting bucket keeps of the gradients, and what a model keeps of a closed Muon with its momentum."""
     run = Run(Sharding())
     run.step(0)
+    grads = [weakref.ref(p.grad.to_local()) for p in run.net.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+    run.net.zero_grad()
+    gc.collect()
+    waiting = sum(grad() is not None for grad in grads)
     run.muon.close()
-    closed = weakref.ref(run.muon)
+    closed = [weakref.ref(run.muon), *(weakref.ref(s["momentum_buffer"]) for s in run.muon.state.values())]
     del run.muon
     gc.collect()
-    return closed() is None
+    return waiting, sum(left() is not None for left in closed)
 
 
-def test_a_model_holds_no_reference_to_a_closed_muon() -> None:
-    assert run_ranks(forgotten, 2) == [True, True]
+def test_a_model_holds_no_reference_to_a_closed_muon_and_a_waiting_bucket_none_to_gradients() -> None:
+    assert run_ranks(forgotten, 2) == [(0, 0), (0, 0)]
 
 
 class Bare(nn.Module):

@@ -153,6 +153,13 @@ def test_a_report_has_means_over_seeds_and_the_best_rate_of_every_recipe(tmp_pat
     assert (tmp_path / "sweep.png").is_file()
 
 
+def test_a_damaged_report_of_a_sweep_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sweep.json"
+    file.write_text('{"results": [{"recipe": ')
+    assert sweep_report.finished_results(tmp_path) == []
+    assert f"warning: {file} is damaged" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_killed_run_has_the_losses_of_an_undisturbed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """6 steps, with a kill and a checkpoint every 2 steps."""

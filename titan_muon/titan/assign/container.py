@@ -6,21 +6,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.tools.logging import logger
 
 from titan_muon import options
 from titan_muon.assignment.optimizer_set import OptimizerSet, build_optimizers
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
+from titan_muon.assignment.table import parameter_table
 from titan_muon.comm.agreement import Agreement
 from titan_muon.comm.equality import check_equal
 from titan_muon.fsdp.forward_hooks import apply_in_forward, forward_updates
 from titan_muon.hybrid import ForwardsToParts
 from titan_muon.options import Rule
+from titan_muon.plan import Plan, summarize
 from titan_muon.tensors.names import canonical_fqn
+from titan_muon.titan.assign import explain
 from titan_muon.titan.device import adamw_implementation
 from titan_muon.titan.recipe import Recipe, as_recipe_errors
+from titan_muon.titan.torchtitan.slot import check_unread_fields, implementation
 
 
 class HybridOptimizers(ForwardsToParts, OptimizersContainer):
@@ -42,6 +48,8 @@ class HybridOptimizers(ForwardsToParts, OptimizersContainer):
         """Whether norms, biases and other vectors have weight decay."""
         offload: options.Offload = "none"
         """Tensors on the host: all optimizer states, or also parameters and gradients."""
+        report: bool = True
+        """Log the table of parameters and Muon's plan, on rank 0."""
         model: Mapping[str, ParameterInfo] | None = None
         """All trained parameters, if this process has only a pipeline stage. None: gathered from all ranks."""
 
@@ -67,6 +75,23 @@ class HybridOptimizers(ForwardsToParts, OptimizersContainer):
         parameters = [parameter for name in self.parts.groups for parameter in self.parameters(name)]
         self._validate_params(parameters)
         self._post_init(parameters)
+        if config.report and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.info("%s", self)
+
+    @property
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """This process's parameters by name."""
+        return {canonical_fqn(name): p for part in self.model_parts for name, p in part.named_parameters()}
+
+    @property
+    def plan(self) -> Plan | None:
+        """Muon's plan. None for a pipeline stage without matrices, whose Muon takes part in agreements alone."""
+        return next((muon.plan for muon in self._muons if muon.plan.matrices), None)
+
+    def __repr__(self) -> str:
+        plan = self.plan
+        lines = explain.plan_lines(plan, None if plan is None else summarize(plan))
+        return "\n".join([parameter_table(self.assignments, self.named_parameters, plan, full=False), *lines])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load all states. Hyperparameters stay the recipe's; `changes` lists the differences."""
@@ -131,34 +156,25 @@ def _tables(config: HybridOptimizers.Config) -> Mapping[str, Mapping[str, Any]]:
 
     Raises ValueError for unread fields of TorchTitan's configuration.
     """
-    names = ", ".join(config.optimizer_factory_kwargs_by_name)
-    rules = "rules, such as rules=(Rule(match='*.bias', optimizer='adamw', options={'lr': 1e-3}),)"
-    for field_name, is_set, instead in (
-        ("param_groups", config.param_groups, f"{rules}: globs in place of regular expressions"),
-        (f"optimizer_factory_kwargs_by_name ({names})", names, "tables"),
-        (
-            "implementation = 'fused_opt_states_bf16'",
-            config.implementation == "fused_opt_states_bf16",
-            "tables={'adamw': {'state_dtype': 'bfloat16'}}",
-        ),
-    ):
-        if is_set:
-            raise ValueError(f"{field_name} is not read by HybridOptimizers; write {instead}")
+    check_unread_fields(config)
     adamw = config.tables.get("adamw", {})
     if {"foreach", "fused", "state_dtype"} & adamw.keys():
         return config.tables
-    return {**config.tables, "adamw": {**adamw, **_flags(config.implementation)}}
+    return {**config.tables, "adamw": {**adamw, **_flags(implementation(config))}}
 
 
-def _flags(implementation: str) -> dict[str, bool]:
-    return {name: name == implementation for name in ("foreach", "fused")}
+def _flags(option: str) -> dict[str, bool]:
+    chosen = adamw_implementation(option)
+    return {name: name == chosen for name in ("foreach", "fused")}
 
 
 def optimizer_config(recipe: Recipe, model: Mapping[str, ParameterInfo] | None = None) -> HybridOptimizers.Config:
     """Container configuration of a recipe; `model`: all parameters under pipeline parallelism."""
     section = recipe.optimizer
-    adamw = asdict(recipe.adamw) | _flags(adamw_implementation(section.implementation))
+    adamw = asdict(recipe.adamw) | _flags(section.implementation)
     return HybridOptimizers.Config(
+        # A run prints more, once it has a folder.
+        report=False,
         offload=offload_of(recipe),
         decay_vectors=section.decay_vectors,
         rules=section.rule,

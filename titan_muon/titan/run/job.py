@@ -12,11 +12,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools import utils as device_utils
 
 from titan_muon.assignment.table import decay_lines, frozen_lines, parameter_table
-from titan_muon.muon import Muon
 from titan_muon.plan import summarize
 from titan_muon.tensors.process_groups import default_store
 from titan_muon.titan.assign import explain
@@ -228,11 +226,8 @@ def _begin_run(trainer: MuonTrainer, recipe: Recipe, run: Run, group: dist.Proce
 def _stage_texts(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> tuple[str, str]:
     """Report on a pipeline stage's optimizers, for the console and for OPTIMIZERS_FILE."""
     assigned, world = trainer.optimizers.assignments, dist.get_world_size()
-    plans = (optimizer.plan for optimizer in trainer.optimizers if isinstance(optimizer, Muon))
-    # A stage without matrices has a Muon too, for agreements among all ranks.
-    plan = next((plan for plan in plans if plan.matrices), None)
+    plan, named = trainer.optimizers.plan, trainer.optimizers.named_parameters
     summary = None if plan is None else summarize(plan)
-    named = {canonical_fqn(name): p for part in trainer.model_parts for name, p in part.named_parameters()}
     loads = explain.owner_loads(named, summary, ranks)
     head = [] if len(ranks) == world else [explain.pipeline_line(ranks, world, assigned)]
     lines = [

@@ -68,14 +68,14 @@ def batch(sequences: Tensor) -> Tensor:
 
 
 def text_loader_config(data: Data, name: str) -> Any:
-    from torchtitan.components.data import ConcatThenSplitPackingConfig, GrainDataLoader
-    from torchtitan.hf_datasets.text_datasets import DATASETS
-
     for key in ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory"):
         if getattr(data, key) != getattr(Data, key):
             raise RecipeError(
                 f"data.{key} is an option of TorchTitan 0.3.0; its newer loader reads in a thread: remove it"
             )
+    from torchtitan.components.data import ConcatThenSplitPackingConfig, GrainDataLoader
+    from torchtitan.hf_datasets.text_datasets import DATASETS
+
     dataset: Any = DATASETS[name]
     if data.dataset_path is not None:
         dataset = replace(dataset, source=replace(dataset.source, path=data.dataset_path, load_dataset_kwargs={}))

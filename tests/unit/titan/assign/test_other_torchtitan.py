@@ -1,4 +1,4 @@
-"""A torchtitan with moved modules, as on the main branch: the optimizer trains, and recipes are refused.
+"""A torchtitan with moved modules and another slot: the optimizer trains, and recipes are refused.
 
 `make main-titan` tests releases. Here an import hook hides the modules missing on torchtitan's main branch.
 """
@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[4]
 MOVED = """
@@ -19,13 +21,48 @@ class Moved:
 
 sys.meta_path.insert(0, Moved())
 """
+SLOT = """
+from dataclasses import dataclass, field
+from titan_muon.titan.torchtitan import compat
+compat.install()
+from torchtitan.components import optimizer
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import Configurable
+
+class BaseOptimizer(Configurable):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        pass
+
+class AdamW(BaseOptimizer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseOptimizer.Config):
+        lr: float = 1e-3
+
+class Slot(OptimizersContainer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        FIELD
+
+optimizer.OptimizersContainer = Slot
+"""
+TYPED = SLOT.replace("FIELD", "optimizers: list[BaseOptimizer.Config] = field(default_factory=list)")
+EMPTY = SLOT.replace("FIELD", "pass")
+UNREAD = """
+try:
+    HybridOptimizers.Config(optimizers=[AdamW.Config()]).build(model_parts=[model])
+except ValueError as error:
+    assert str(error).startswith("optimizers (AdamW.Config) is not read by HybridOptimizers; write rules"), error
+else:
+    raise AssertionError("accepted")
+"""
 TRAIN = """
 import torch
 from torch import nn
 from titan_muon.titan import HybridOptimizers
 
 model = nn.ModuleDict({"embed": nn.Embedding(64, 32), "layers": nn.ModuleList([nn.Linear(32, 32)])})
-optimizers = HybridOptimizers.Config(implementation="foreach").build(model_parts=[model])
+optimizers = HybridOptimizers.Config().build(model_parts=[model])
 before = [param.detach().clone() for param in model.parameters()]
 for param in model.parameters():
     param.grad = torch.randn_like(param)
@@ -45,8 +82,9 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_the_optimizer_imports_no_moved_torchtitan_module() -> None:
-    done = run(TRAIN)
+@pytest.mark.parametrize("code", [TRAIN, TYPED + TRAIN + UNREAD, EMPTY + TRAIN], ids=["groups", "typed", "neither"])
+def test_the_optimizer_fits_every_form_of_the_slot(code: str) -> None:
+    done = run(code)
     assert done.returncode == 0, done.stderr
 
 

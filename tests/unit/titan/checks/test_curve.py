@@ -26,6 +26,14 @@ def test_healthy_curves_cause_no_warning() -> None:
         assert warnings(curve, healthy(1000, seed)) == []
 
 
+def test_a_noisy_loss_is_not_high() -> None:
+    """Losses of 0.5 to 1.5 have a median absolute deviation of 0.25, and a limit of 3."""
+    curve, draw = Curve(), random.Random(0)
+    warnings(curve, [Report(step, draw.uniform(0.5, 1.5), 1.0) for step in range(1, 60)])
+    assert warnings(curve, [Report(step, 1.9, 1.0) for step in range(60, 80)]) == []
+    assert "was above" in warnings(curve, [Report(step, 4.0, 1.0) for step in range(80, 100)])[0]
+
+
 def test_dead_gradients_are_reported_immediately_and_once() -> None:
     curve = Curve()
     warnings(curve, healthy(20))

@@ -425,9 +425,18 @@ def test_a_failed_build_leaves_no_corpus(data, monkeypatch):
     monkeypatch.setattr(ByteTokenizer, "document", fail)
     with pytest.raises(RuntimeError, match="out of order"):
         build(data)
-    assert not list(Path(data.cache).glob("corpus-*.arrow"))
+    assert not [file for suffix in ("arrow", "partial") for file in Path(data.cache).glob(f"corpus-*.{suffix}")]
     monkeypatch.undo()
     assert len(take(build(data), 2)) == 2
+
+
+def test_a_cache_in_a_shared_folder_follows_no_planted_link(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    (tmp_path / "rows.partial").symlink_to(victim)
+    table = cache_module.cached(str(tmp_path), "rows", iter([{"n": 1}]), {"n": "int64"})
+    assert table.to_pylist() == [{"n": 1}]
+    assert victim.read_text() == "kept"
 
 
 @pytest.mark.parametrize(

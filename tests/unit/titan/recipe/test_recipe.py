@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.recipe_files import RULE, error_of, write
 from titan_muon.titan.recipe import Recipe, RecipeError, load, sections
-from titan_muon.titan.recipe.files import with_source
+from titan_muon.titan.recipe.files import keys_of_the_command_line, with_source
 
 # Files
 
@@ -186,6 +186,15 @@ def test_a_late_error_names_the_source_of_the_key(tmp_path: Path) -> None:
         assert str(with_source(RecipeError(f"{key}: bad"), file, recipe)) == f"{source}{key}: bad"
     for text in ("adamw.lr is a default", "Muon takes no parameter", "runs/a.b is no folder"):
         assert str(with_source(RecipeError(text), file, recipe)) == text
+
+
+@pytest.mark.parametrize("line", ["[muon]\nlr = -1.0", "[muon]\nlr = 'fast'"])
+def test_the_command_line_may_replace_a_wrong_value_of_a_file(tmp_path: Path, line: str) -> None:
+    file = write(tmp_path, line)
+    recipe = load(file, ["--muon.lr", "2e-3"])
+    assert keys_of_the_command_line(file, recipe) == ("muon.lr",)
+    assert str(with_source(RecipeError("muon.lr: bad"), file, recipe)) == "command line: muon.lr: bad"
+    assert load(write(tmp_path, "[training]\nsteps = 0"), ["--training.steps", "10"]).training.steps == 10
 
 
 def test_a_schedule_on_the_command_line_is_not_changed(tmp_path: Path) -> None:

@@ -237,10 +237,12 @@ def test_a_damaged_line_of_the_metrics_is_left_out_and_named(
     file = run / "metrics.jsonl"
     lines = file.read_bytes().splitlines()
     # A record of another tool, without a step, must not end a resume.
-    file.write_bytes(b"\n".join([lines[0], b"\xff\xfe", b'{"event": "preempted"}', *lines[1:]]))
+    file.write_bytes(b"\n".join([lines[0], b"\xff\xfe", b'{"event": "preempted"}', *lines[1:], b'{"step": null}', b""]))
     opened = start(tiny.recipe(tmp_path, checkpoint__load="latest"))
     assert (opened.step, opened.seconds) == (3, 6.0)
-    assert f"warning: {file}: left out the damaged line 2\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"warning: {file}: left out the damaged line 2\n" in shown
+    assert f"warning: {file}: left out the damaged line 6\n" in shown
     assert [record.get("step") for record in read_until(file, 9)] == [1, None, 2, 3]
     assert read_until(tmp_path / "absent", 2) == []
 

@@ -1,0 +1,9 @@
+"""TorchTitan's train.py on a CPU, where its import needs a device and Triton's kernels."""
+
+from titan_muon.titan.torchtitan import compat
+
+compat.install()
+
+from torchtitan.train import main
+
+main()
