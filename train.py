@@ -13,9 +13,9 @@ def main(command: Command) -> int:
     """Train or print the plan. Returns the exit code."""
     assert command.config is not None, "a command without a recipe is refused"
     # Imported here so that --help and errors in the recipe do not wait for PyTorch.
-    from titan_muon.titan import compat
+    from titan_muon.titan.torchtitan import compat
 
-    compat.require_recipes()
+    compat.recipe_version()
     compat.install()
     if command.dry_run:
         from titan_muon.titan.dry_run.compare import compare

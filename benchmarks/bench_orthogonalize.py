@@ -254,7 +254,7 @@ def errors(bench: Bench, shapes: Sequence[tuple[int, int]] = ERROR_SHAPES) -> It
 def share(what: str, bench: Bench) -> Iterator[Row]:
     """The matrices that one rank of a plan orthogonalizes, in the plan's stacks: MODEL:WORLD:RANK."""
     import models  # noqa: F401 (registers the families)
-    from titan_muon.titan import compat
+    from titan_muon.titan.torchtitan import compat
 
     compat.install()
     from titan_muon.plan.cost.walk import batches

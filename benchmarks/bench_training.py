@@ -82,9 +82,9 @@ class Trainee:
     """Trainer of a recipe on this rank, with records of the last step."""
 
     def __init__(self, recipe: Recipe, folder: str) -> None:
-        from titan_muon.titan import compat
         from titan_muon.titan.run.runs import Run
         from titan_muon.titan.run.trainer_config import trainer_config
+        from titan_muon.titan.torchtitan import compat
 
         compat.forget_meshes()
         trainer = trainer_config(recipe, Run(folder), dist.get_world_size()).build()
@@ -213,7 +213,7 @@ def worker(rank: int, nproc: int, folder: str, config: Path, keys: Sequence[str]
     own_rank, world = str(rank), str(nproc)
     os.environ.update(RANK=own_rank, LOCAL_RANK=own_rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
     start(rank, nproc, folder, "cpu")
-    from titan_muon.titan import compat
+    from titan_muon.titan.torchtitan import compat
 
     # Before the import of TorchTitan, which copies the device.
     compat.install()

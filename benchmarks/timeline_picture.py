@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import models as families  # noqa: E402, F401
-from titan_muon.titan import compat  # noqa: E402
+from titan_muon.titan.torchtitan import compat  # noqa: E402
 
 compat.install()
 

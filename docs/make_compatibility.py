@@ -31,12 +31,12 @@ from torch.distributed.tensor import Placement, Shard, distribute_tensor  # noqa
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from titan_muon import Muon, Owners, apply_in_forward, own  # noqa: E402
-from titan_muon.algorithms.scaling import check_scaler  # noqa: E402
+from titan_muon.features import overlap_of  # noqa: E402
 from titan_muon.options import Machine, MuonOptions, PlacementRule, Split  # noqa: E402
-from titan_muon.titan import compat  # noqa: E402
 from titan_muon.titan.recipe import schema, toml  # noqa: E402
 from titan_muon.titan.recipe.constraints import violations  # noqa: E402
 from titan_muon.titan.recipe.sections import Recipe  # noqa: E402
+from titan_muon.titan.torchtitan import compat  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- {}: written by docs/make_compatibility.py -->\n", "<!-- end of {} -->\n"
@@ -297,8 +297,10 @@ def library_layouts() -> str:
 
 def scaler_refusal(setting: Setting) -> str:
     """The error of a step under torch.amp.GradScaler for an option; empty if the step accepts the option."""
+    overlap = overlap_of(MuonOptions(**dict([setting])))
     try:
-        check_scaler(MuonOptions(**dict([setting])))
+        if overlap is not None:
+            overlap.check_scaler()
     except ValueError as error:
         return str(error)
     return ""

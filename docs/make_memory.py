@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 
 import models  # noqa: F401 (registers the families)
-from titan_muon.titan import compat
+from titan_muon.titan.torchtitan import compat
 
 compat.install()
 

@@ -14,7 +14,7 @@ from titan_muon import registry
 def _family(name: str) -> Any:
     # A family imports torchtitan, which copies the device on import, so `compat.install()` comes before. Both imports
     # wait for the first use, so that `--help` and errors in a recipe do not wait for PyTorch.
-    from titan_muon.titan import compat
+    from titan_muon.titan.torchtitan import compat
 
     compat.install()
     return importlib.import_module(f"models.{name}")

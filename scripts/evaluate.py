@@ -29,6 +29,7 @@ def held_out_loss(saved: SavedModel, sequences: int) -> tuple[float, int]:
     import torch.nn.functional as F
 
     from titan_muon.titan.data.loader import NOT_COUNTED, PackedDataLoader
+    from titan_muon.titan.torchtitan.installed import titan
 
     assert isinstance(saved.held_out, PackedDataLoader.Config), "open_saved reads packed text only"
     training = saved.recipe.training
@@ -38,14 +39,13 @@ def held_out_loss(saved: SavedModel, sequences: int) -> tuple[float, int]:
         dp_world_size=1,
         dp_rank=0,
         tokenizer=tokenizer,
-        seq_len=training.seq_len,
-        local_batch_size=max(training.local_batch_size, 1),
+        **titan.loader_keys(seq_len=training.seq_len, sequences=max(training.local_batch_size, 1)),
     )
     total, count = 0.0, 0
     for inputs, labels in loader:
         logits = saved.logits(inputs["input"], inputs["positions"])
         flat = labels.flatten().to(saved.device)
-        total += float(F.cross_entropy(logits.flatten(0, 1), flat, ignore_index=NOT_COUNTED, reduction="sum"))
+        total += float(F.cross_entropy(logits.flatten(0, -2), flat, ignore_index=NOT_COUNTED, reduction="sum"))
         count += int((flat != NOT_COUNTED).sum())
     return total / count, count
 

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import models as families  # noqa: F401 (registers them)
-from titan_muon.titan import compat
+from titan_muon.titan.torchtitan import compat
 
 compat.install()
 
@@ -129,7 +129,7 @@ def model_seconds(model: str) -> float:
     config = model_spec(recipe.model.name, recipe.model.flavor).model
     with torch.device("meta"):
         # TorchTitan counts the scores by this length.
-        _, flops = config.get_nparams_and_flops(config.build(), seq_len=0)
+        _, flops = config.get_nparams_and_flops(config.build(), 0)
     return TOKENS * flops / TRAINING_FLOPS
 
 

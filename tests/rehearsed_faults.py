@@ -24,7 +24,7 @@ COMMON = {"parallelism__spmd_backend": "partial_dtensor", "data__tokenizer": "by
 def main(folder: Path) -> dict[str, list[str]]:
     """Print the rehearsal's problem for each fault, and none for a sound step."""
     with fake_gpu() as gpu:
-        from titan_muon.titan import compat
+        from titan_muon.titan.torchtitan import compat
 
         compat.install()
         from torchtitan.components.loss import ChunkedLossWrapper

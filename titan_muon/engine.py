@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,12 +40,15 @@ from .step.algorithm import Algorithm, PlanContext, Scaling
 from .step.foreach import passes_of
 from .step.gradients import StepGradients, checked_inputs
 from .step.rank import Rank
-from .step.step import Overlap, trace_range
+from .step.step import trace_range
 from .tensors.device import is_host
 from .tensors.dtensor import mesh_axes, storage_device
 from .tensors.matrices import planned
 from .tensors.storage import TrainedParam, check_devices, device_of, storage_fault, storage_of, with_momentum
 from .tensors.warning import warn
+
+if TYPE_CHECKING:
+    from .features.overlap import PassOverlap
 
 # --- from tensors to a plan ---
 
@@ -122,8 +125,8 @@ def plan_step(
     parameters_with_keepers = with_state_ranks(parameters, options, work_of, kept)
     plan = make_plan(parameters_with_keepers, work_of, options, dispatch.machine, passes)
     check_plan(PlanContext(options, parameters, plan, named, iterations, dispatch.device), algorithm)
-    if note := blocks_reason(options, parameters, plan.parameters):
-        warn(f"{note}; the other modes are exact")
+    if options.tensor_parallel == "blockwise":
+        warn(f"{blocks_reason(parameters, plan.parameters)}; the other modes are exact")
     return plan
 
 
@@ -230,7 +233,7 @@ def engine_of(
     collectives: Collectives,
     agreement: Agreement,
     states: MatrixStates,
-    overlap: Overlap | None,
+    overlap: PassOverlap | None,
     *,
     muon: Optimizer,
     others: Mapping[str, Reported],
@@ -248,7 +251,7 @@ def engine_of(
         iterations,
         tuple(_methods_of(plan, iterations, dispatch_of(buffers.device, options))),
         buffers,
-        Exchange(program, buffers, collectives, agreement, exclusive=options.overlap == "backward"),
+        Exchange(program, buffers, collectives, agreement),
         FaultReport(names, {"muon": muon}, others, buffers.device, agreement, replicated_plain(plan)),
         agreement,
         options,
@@ -274,9 +277,8 @@ class Engine:
         orthogonalized: number of matrices that a step orthogonalizes on this rank.
     """
 
-    def __init__(self, rank: Rank, algorithm: Algorithm, states: MatrixStates, overlap: Overlap | None) -> None:
+    def __init__(self, rank: Rank, algorithm: Algorithm, states: MatrixStates, overlap: PassOverlap | None) -> None:
         self._algorithm, self.overlap = algorithm, overlap
-        self._allowed = allowed_faults(rank.options.missing_grad, rank.options.nonfinite)
         self._make(rank, states, None)
 
     def _make(self, rank: Rank, states: MatrixStates, before: StepParts | None) -> None:
@@ -285,7 +287,7 @@ class Engine:
         keys = ("ns_coefficients", "ns_steps", "eps")
         self._iterations = [tuple(trained.group[key] for key in keys) for trained in rank.params]
         self._names = frozenset(trained.fqn for trained in rank.params)
-        self._parts = parts = StepParts(rank, self._algorithm, states, self.overlap, self._allowed, before)
+        self._parts = parts = StepParts(rank, self._algorithm, states, self.overlap, before)
         self.step, self.workspace, self.offload = parts.step, parts.workspace, parts.offload
         self.orthogonalized = sum(len(batch.matrices) for of in self.step.views for _, batch, _ in of.batches)
 
@@ -378,8 +380,9 @@ class Engine:
         for fault, storage in zip(own, self.rank.storage, strict=True):
             if fault in (Fault.NOT_FINITE, Fault.NO_GRADIENT):
                 storage.momentum.nan_to_num_(0.0, 0.0, 0.0)
-        names = report.names[: len(own)]
-        check_faults(names, own, self._allowed, "" if alone else report.details(reported))
+        names, options = report.names[: len(own)], self.rank.options
+        allowed = allowed_faults(options.missing_grad, options.nonfinite)
+        check_faults(names, own, allowed, "" if alone else report.details(reported))
         report.tell_others(reported)
         if broken := names_with(names, own, Fault.NOT_FINITE):
             warn(f"{broken}: not finite; the update of those matrices was zero in a step")

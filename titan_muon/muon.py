@@ -216,9 +216,10 @@ class Muon(SkipsSteps, Optimizer):
         """Of this step, by torch.amp.GradScaler or by `skip_unless_finite`. None for a plain step."""
         found_inf, skipped, device = getattr(self, "found_inf", None), self.take_skip(), self.engine.rank.device
         if found_inf is not None:
-            from .algorithms.scaling import check_scaler, scaling_of
+            from .algorithms.scaling import scaling_of
 
-            check_scaler(self._options)
+            if self.engine.overlap is not None:
+                self.engine.overlap.check_scaler()
             return scaling_of(found_inf, getattr(self, "grad_scale", None), device)
         return Scaling(skipped) if skipped is not None and may_be_true(skipped) else None
 

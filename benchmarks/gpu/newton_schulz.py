@@ -24,8 +24,7 @@ from benchmarks.gpu.links import matmul_rate, seconds, wait
 from benchmarks.measure_kernels import measure_kernels
 from titan_muon.options import Machine
 from titan_muon.orthogonalize import Dispatch, Kernel, Method, orthogonalize
-from titan_muon.orthogonalize.dispatch import GRAM_ASPECT, KERNEL_SIDES, restarts
-from titan_muon.orthogonalize.symmetric import HALVES, installed
+from titan_muon.orthogonalize.dispatch import GRAM_ASPECT, HALVES, KERNEL_SIDES, installed, restarts
 from titan_muon.plan.terms.machine import LAUNCHES, MachineRates, machine_of
 
 Shape = tuple[int, int, int]

@@ -118,7 +118,7 @@ def blocks(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 def described(source: Source) -> World:
     """The world of a recipe, by TorchTitan's model. Once in a process, because of process groups."""
-    from titan_muon.titan import compat
+    from titan_muon.titan.torchtitan import compat
 
     # Before the import of TorchTitan, which copies the device.
     compat.install()

@@ -22,7 +22,7 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     with fake_gpu() as gpu, tempfile.TemporaryDirectory() as folder:
         # TorchTitan copies the device on import.
-        from titan_muon.titan import compat
+        from titan_muon.titan.torchtitan import compat
 
         compat.install()
         from benchmarks.rehearsal.training import rehearse

@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0)
     options, overrides = parser.parse_known_args()
     with fake_gpu() as gpu, tempfile.TemporaryDirectory() as folder:
-        from titan_muon.titan import compat
+        from titan_muon.titan.torchtitan import compat
 
         compat.install()
         launches = counted(load(options.config, overrides), options.world_size, options.rank, gpu, folder)

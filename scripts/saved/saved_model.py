@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.components.checkpointer.utils import canonical_fqn
-from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import TORCH_DTYPE_MAP
 
 import models  # noqa: F401 (registers the families)
-from titan_muon.titan import compat
+from titan_muon.titan.torchtitan import compat
 
 compat.install()
 
@@ -40,7 +39,7 @@ class SavedModel:
     model: nn.Module
     device: torch.device
     tokenizer: BaseTokenizer
-    held_out: BaseDataLoader.Config | None
+    held_out: Any
 
     @torch.no_grad()
     def logits(self, ids: Tensor, positions: Tensor) -> Tensor:

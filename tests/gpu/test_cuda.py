@@ -15,7 +15,7 @@ from benchmarks.accuracy import relative_error
 from tests.gpu.devices import CPU, CUDA, CUDA_PARAM, FAKE, Target, needs_cuda_build, on_every_device
 from titan_muon import Muon
 from titan_muon.orthogonalize import Method, frobenius_norms, iterate, iteration, orthogonalize, zero_nonfinite_
-from titan_muon.orthogonalize.symmetric import plain, product_of
+from titan_muon.orthogonalize.newton_schulz import plain, product_of
 
 JORDAN = iteration("keller_jordan", 5, 1e-7)
 SHAPES = [(1, 256, 256), (3, 128, 512), (2, 512, 128), (1, 33, 70)]

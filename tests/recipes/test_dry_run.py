@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import train
-from titan_muon.titan import compat
+from titan_muon.titan.torchtitan import compat
 
 compat.install()
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import models  # noqa: F401 (registers the families)
 from titan_muon import registry
 from titan_muon.orthogonalize import Dispatch, coefficients
-from titan_muon.titan import compat
+from titan_muon.titan.torchtitan import compat
 
 compat.install()
 

@@ -104,7 +104,7 @@ def test_imports_go_one_way(path: Path) -> None:
             assert any(within(module, other) for other in allowed), f"{name(path)} imports {module}"
 
 
-PRIVATE_FILES = ("owned/private.py", "fsdp/private.py", "tensors/mesh.py", "tensors/process_groups.py")
+PRIVATE_FILES = ("owned/private.py", "fsdp/private.py", "tensors/process_groups.py")
 """Files for private names of PyTorch, which change without notice. Each has a test for new versions."""
 PRIVATE = {
     "titan_muon/assignment/roles.py": {"_ConvNd"},
@@ -234,7 +234,7 @@ def test_the_searches_find_collectives_and_circles() -> None:
     assert {"plan", "titan", "orthogonalize", "comm", "owned"} <= {part(path) for path in files("titan_muon")}
     assert "titan_muon/plan/terms" in {folder_of(other) for other in imported_files(PACKAGE / "comm" / "buffers.py")}
     assert ROOT / "scripts/compare/run_folder.py" in imported_files(ROOT / "scripts/compare_runs.py")
-    assert folder_of(PACKAGE / "titan/compat.py") == "titan_muon/titan"
+    assert folder_of(PACKAGE / "titan/torchtitan/compat.py") == "titan_muon/titan/torchtitan"
     assert folder_of(PACKAGE / "titan/run/job.py") == "titan_muon/titan/run"
     assert len(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == 4
 

@@ -14,7 +14,7 @@ from titan_muon import Muon
 from titan_muon.options import CoefficientSet
 from titan_muon.orthogonalize import COEFFICIENTS
 from titan_muon.registry import Registry, algorithms, optimizers, placements, shared_options
-from titan_muon.titan import compat
+from titan_muon.titan.torchtitan import compat
 
 compat.install()
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..options import MuonOptions, OptionError
 from ..step.algorithm import Algorithm, Decorated, Scaling, Tensors
 from ..step.gradients import StepGradients
 from ..step.step import UpdateMask
@@ -22,12 +21,6 @@ from .keeping import Keeping
 if TYPE_CHECKING:
     from ..step.foreach import MomentumCall
     from ..step.views import Batch
-
-
-def check_scaler(options: MuonOptions) -> None:
-    """Raise OptionError for options without support for a gradient scale."""
-    if options.overlap == "backward":
-        raise OptionError("overlap", "= 'backward' would send gradients with a GradScaler's scale; set 'none'")
 
 
 def scaling_of(found_inf: Any, scale: Tensor | None, device: torch.device) -> Scaling:

@@ -90,7 +90,7 @@ class Agreement:
         mine = next((ranks for ranks in report.sharing if self.rank in ranks), None)
         self.peers = None if mine is None else self.group(mine)
         self._warm_up([self.group(ranks) for ranks in report.buckets if self.rank in ranks], device)
-        self._warm_up([self.exclusive_group(ranks) for ranks in report.exclusive if self.rank in ranks], device)
+        self._warm_up([self.bucket_group(ranks) for ranks in report.exclusive if self.rank in ranks], device)
         if self.peers is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=self.peers)
 
@@ -215,8 +215,9 @@ class Agreement:
             return self._whole
         return self._known[ranks] if ranks in self._known else self._groups[ranks]
 
-    def exclusive_group(self, ranks: Ranks) -> dist.ProcessGroup:
-        return self._exclusive[ranks]
+    def bucket_group(self, ranks: Ranks) -> dist.ProcessGroup:
+        """For the gathers and returns of buckets: exclusive if the report asks for it."""
+        return self._exclusive[ranks] if ranks in self._exclusive else self.group(ranks)
 
     def start_max_over_peers(self, tensor: Tensor) -> dist.Work | None:
         return None if self.peers is None else start_max(tensor, self.peers)

@@ -35,7 +35,7 @@ class StepMemory:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Keep the memory while views are made: PyTorch makes no views of an empty storage."""
-        # Not all memory, because a gather in backward may be reading it.
+        # Not all memory, because a gather before the step may be reading it.
         missing = [storage for storage, size in self._sizes.items() if storage.nbytes() != size]
         self.take()
         yield

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..tensors.device import host_zeros, is_host, on_device
-from ..tensors.mesh import without_groups
 from ..tensors.names import listed, named_parameters
-from ..tensors.process_groups import ranks_of
+from ..tensors.process_groups import ranks_of, without_groups
 from ..tensors.warning import warn
 from .faults import NotFiniteError
 

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..tensors.mesh import without_groups
 from ..tensors.names import named_parameters, names_in
+from ..tensors.process_groups import without_groups
 from .agreement import Agreement
 from .replicas import bit_sums, hyperparameters
 

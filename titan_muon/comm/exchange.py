@@ -111,17 +111,13 @@ def wait_all(works: Iterable[dist.Work]) -> None:
 
 
 class Exchange:
-    """Runs the collectives of a program. `exclusive`: whether gathers and returns have their own process groups."""
+    """Runs the collectives of a program."""
 
-    def __init__(
-        self, program: Program, buffers: Buffers, collectives: Collectives, agreement: Agreement, *, exclusive: bool
-    ) -> None:
+    def __init__(self, program: Program, buffers: Buffers, collectives: Collectives, agreement: Agreement) -> None:
         self._runs, self._buffer_sets, self.collectives = program.buckets, buffers.buffer_sets, collectives
         self._results = [sets.leaving(run) for sets, run in zip(self._buffer_sets, self._runs, strict=True)]
-        group = agreement.exclusive_group if exclusive else agreement.group
-        self._groups = {
-            phase.group: group(phase.group) for run in self._runs for phase in run.phases[:2] if phase.travels
-        }
+        groups = (phase.group for run in self._runs for phase in run.phases[:2] if phase.travels)
+        self._groups = {ranks: agreement.bucket_group(ranks) for ranks in groups}
         gathers = [run.replica_gather for run in self._runs if run.replica_gather is not None]
         self._replica_groups = {phase.group: agreement.group(phase.group) for phase in gathers if phase.travels}
         self._module: Any = torch.get_device_module(buffers.device)

@@ -5,22 +5,25 @@ To delete an option, delete its file and its lines here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from ..comm.faults import Fault
 from ..options import MuonOptions, OptionError
 from ..state.matrix_states import MatrixStates
 from ..step.algorithm import Algorithm, PlanContext, Scaling
 from ..step.rank import Rank
-from ..step.step import Hook, MuonStep, Overlap, UpdateMask
+from ..step.step import Hook, MuonStep, UpdateMask
 from ..step.views import build_views
-from ..tensors.mesh import without_groups
+from ..tensors.process_groups import without_groups
+
+if TYPE_CHECKING:
+    from .overlap import PassOverlap
 
 # Imports are local, so that a step without an option imports none of the option's code.
 
 
-def overlap_of(options: MuonOptions) -> Overlap | None:
+def overlap_of(options: MuonOptions) -> PassOverlap | None:
     """Who starts and ends buckets. None: the step alone."""
     if options.overlap == "backward":
         from .backward import BackwardGathers
@@ -44,8 +47,7 @@ class StepParts:
         rank: Rank,
         algorithm: Algorithm,
         states: MatrixStates,
-        overlap: Overlap | None,
-        allowed: Sequence[Fault],
+        overlap: PassOverlap | None,
         before: StepParts | None,
     ) -> None:
         """`before`: the parts for earlier storage of the same plan."""
@@ -75,14 +77,14 @@ class StepParts:
             views = self.offload.views
             hooks.append(self.offload)
         mask, self.idle, self._skipped = UpdateMask(rank.report), None, None
-        if allowed or options.idle == "hold":
+        if options.skips or options.idle == "hold":
             from .mask import GradientMask, IdleSteps
 
             counted = None if before is None else before.idle
             self.idle = counted or IdleSteps(rank.plan, rank.device)
-            mask = GradientMask(rank, views, allowed, self.idle)
+            mask = GradientMask(rank, views, self.idle)
             hooks.append(mask)
-            self._skipped = mask.skipped if allowed else None
+            self._skipped = mask.skipped if options.skips else None
         if overlap is not None:
             hooks.append(overlap)
         self._rank, self._algorithm = rank, algorithm

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +24,15 @@ from torch import Tensor
 
 from ..comm.faults import Fault
 from ..options import OptionError
+from ..plan.exchange.phases import Act
 from ..plan.program import replicated_plain
 from ..step.algorithm import PlanContext
 from ..step.gradients import StepGradients, grad_matrix
 from ..step.rank import Rank
-from ..step.step import Bucket, MuonStep, Overlap, trace_range, with_gradients
+from ..step.step import Bucket, MuonStep, trace_range, with_gradients
 from ..step.views import NO_COPIES, BucketViews
 from ..tensors.storage import TrainedParam, placement_key
+from .overlap import PassOverlap
 
 
 class SentGradient(NamedTuple):
@@ -91,7 +94,7 @@ def _first_rows(stored: Sequence[Tensor | None], parameters: Sequence[int]) -> T
     return torch.stack(torch._foreach_norm(rows, 2, dtype=torch.float32))
 
 
-class BackwardGathers(Overlap):
+class BackwardGathers(PassOverlap):
     """The first gathers of a step, launched in the backward before it.
 
     Attributes:
@@ -113,7 +116,9 @@ class BackwardGathers(Overlap):
         self.stream: Any = None
 
     def attach(self, rank: Rank, views: Sequence[BucketViews]) -> None:
-        self.rank, self.first = rank, rank.program.first_gathers
+        acts, buckets = rank.program.acts, rank.program.buckets
+        self.rank = rank
+        self.first = [i for _, i in takewhile(lambda a: a[0] is Act.GATHER and not buckets[a[1]].local, acts)]
         self.needed = [sorted(rank.parameters_of(index)) for index in self.first]
         self._numbers = [rank.numbers(needed) for needed in self.needed]
         self._unpacked = {
@@ -182,6 +187,9 @@ class BackwardGathers(Overlap):
         self.launched += 1
         records = {number: sent for number in parameters if (sent := SentGradient.of(params[number])) is not None}
         self.sent = records | self.sent
+
+    def check_scaler(self) -> None:
+        raise OptionError("overlap", "= 'backward' would send gradients with a GradScaler's scale; set 'none'")
 
     def ready(self, muon: MuonStep) -> None:
         """Complete abandoned gathers. Collective."""

@@ -22,7 +22,7 @@ from ..step.algorithm import Algorithm, Decorated, PlanContext, Tensors
 from ..step.foreach import MomentumCall
 from ..step.rank import Rank
 from ..tensors.draws import hash_counts
-from ..tensors.dtensor import from_local, local, storage_device
+from ..tensors.dtensor import copy_rows, from_local, local, storage_device
 from ..tensors.storage import STEP
 
 SCALES = "momentum_scale"
@@ -91,7 +91,9 @@ def new_scales(parameter: Tensor) -> Tensor:
     scales = torch.zeros(stored.shape, dtype=torch.float32, device=storage_device(parameter))
     if not isinstance(parameter, DTensor):
         return scales
-    return from_local(scales, parameter.device_mesh, parameter.placements, whole)
+    placed = from_local(scales, parameter.device_mesh, parameter.placements, whole)
+    copy_rows(parameter, placed)
+    return placed
 
 
 def _in_blocks(shape: torch.Size) -> tuple[int, ...]:

@@ -20,8 +20,9 @@ from ..options import OptionError
 from ..step.foreach import without_parameters
 from ..step.gradients import StepGradients
 from ..step.rank import Rank
-from ..step.step import Bucket, MuonStep, Overlap
+from ..step.step import Bucket, MuonStep
 from ..step.views import BucketViews
+from .overlap import PassOverlap
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +35,7 @@ class Suspended:
     bucket: Bucket
 
 
-class ForwardUpdates(Overlap):
+class ForwardUpdates(PassOverlap):
     """The late updates of a step, see [Note: updates in forward].
 
     `attached`: whether a forward ends them. `count`: buckets suspended so far.

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.faults import Fault
+from ..comm.faults import Fault, allowed_faults
 from ..plan.terms.layout import spans
 from ..plan.terms.types import Plan
 from ..step.foreach import Rectangle, rectangle_of
@@ -71,14 +71,14 @@ class IdleSteps:
 class GradientMask(UpdateMask):
     """See [Note: matrices without an update].
 
-    Attributes:
-        allowed: faults of matrices that are skipped instead of reported as an error.
-        skipped: (matrices,) bool on the device.
+    `skipped`: (matrices,) bool on the device.
     """
 
-    def __init__(self, rank: Rank, views: Sequence[BucketViews], allowed: Sequence[Fault], idle: IdleSteps) -> None:
+    def __init__(self, rank: Rank, views: Sequence[BucketViews], idle: IdleSteps) -> None:
         super().__init__(rank.report)
-        self._rank, self._allowed, self._idle = rank, allowed, idle
+        self._rank, self._idle = rank, idle
+        # Faults of matrices that are skipped instead of reported as an error.
+        self._allowed = allowed_faults(rank.options.missing_grad, rank.options.nonfinite)
         self._holds = rank.options.idle == "hold"
         matrices = rank.plan.matrices
         # Slices of a matrix share the place of the first slice.

@@ -93,14 +93,21 @@ class _Classic:
         if self._model.microbatch_count:
             self._model.finish_grad_sync()
         if not self._stepped:
-            grads = [local(p.grad) for _, p in named_parameters(self._optimizer.param_groups) if p.grad is not None]
-            moves = any(bool(grad.count_nonzero()) for grad in grads)
-            if not Agreement(getattr(self._optimizer, "process_group", None)).any_rank(moves):
-                raise ValueError(
-                    "all gradients of the first step are zero, as fully_shard_optimizer of Megatron-FSDP makes them, "
-                    "and the step would decay the weights; call follow_megatron_fsdp in place of fully_shard_optimizer"
-                )
-            self._stepped = True
+            self._stepped = self._first_gradients_move()
+
+    def _first_gradients_move(self) -> bool:
+        """Whether a gradient is not zero. Raises ValueError on all ranks if weights would only decay."""
+        groups = self._optimizer.param_groups
+        grads = [local(p.grad) for _, p in named_parameters(groups) if p.grad is not None]
+        agreement = Agreement(getattr(self._optimizer, "process_group", None))
+        moves = agreement.any_rank(any(bool(grad.count_nonzero()) for grad in grads))
+        # torch.distributed.checkpoint makes states by a step with rates and gradients of zero.
+        if not moves and any(bool(group["lr"]) for group in groups):
+            raise ValueError(
+                "all gradients of the first step are zero, as fully_shard_optimizer of Megatron-FSDP makes them, and "
+                "the step would decay the weights; call follow_megatron_fsdp in place of fully_shard_optimizer"
+            )
+        return moves
 
     def _zero(self, set_to_none: bool = True) -> None:
         self._zero_grad(set_to_none)

@@ -1,9 +1,8 @@
 """Newton-Schulz orthogonalization: tensors in, tensors out."""
 
 from .coefficients import COEFFICIENTS, Iteration, coefficients, iteration, largest_value
-from .dispatch import DTYPES, Dispatch, Kernel, Method
+from .dispatch import DTYPES, Dispatch, Kernel, Method, kernels_for, measured_choices
 from .newton_schulz import TeamSlice, frobenius_norms, iterate, orthogonalize, prepared, sliced_norms, zero_nonfinite_
-from .symmetric import kernels_for, measured_choices
 
 __all__ = [
     "COEFFICIENTS",

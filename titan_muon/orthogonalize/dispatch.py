@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import distributions
 from itertools import pairwise
 
 import torch
@@ -11,8 +12,10 @@ import torch
 from titan_muon.options import Machine, OptionError
 from titan_muon.plan.terms.machine import (
     MACHINES,
+    Choices,
     MachineRates,
     TeamCost,
+    choices_of,
     gram_elements,
     gram_flops,
     machine_of,
@@ -40,6 +43,9 @@ KERNEL_SIDES = 16
 """Divisor of both sides required by kernels; further sizes would need slow copies."""
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 """Capabilities for fast bfloat16 products: x86, then ARM."""
+PACKAGES: Mapping[str, str] = {"triton": "triton", "quack": "quack-kernels"}
+HALVES = ("float16", "bfloat16")
+"""Dtypes with kernels. float32 without TF32 (TF32 rounds like float16) cannot use tensor cores."""
 
 
 def cpu_has_bfloat16() -> bool:
@@ -240,3 +246,27 @@ def restarts(steps: int) -> tuple[int, ...]:
     # Longer runs lose small singular values: with DeepSeek-V4's ten steps, runs of four in float16 have more error than
     # the standard iteration in bfloat16.
     return tuple(range(2, steps - 1, 2))
+
+
+def kernels_for(choice: str, device: torch.device) -> tuple[Kernel, ...]:
+    """The kernels for the option `ns_kernel`. Raises OptionError for a kernel without support."""
+    if choice == "auto":
+        kernels = (Kernel(**entry) for entry in measured_choices(device).kernels)
+        return tuple(kernel for kernel in kernels if kernel.products in ("plain", *installed()))
+    if choice == "plain":
+        return ()
+    if device.type != "cuda" or choice not in installed():
+        problem = f"= {choice!r} needs CUDA and the package {PACKAGES[choice]}; install it or choose 'auto'"
+        raise OptionError("ns_kernel", problem)
+    return tuple(Kernel(dtype, 1, choice) for dtype in HALVES)
+
+
+def measured_choices(device: torch.device) -> Choices:
+    """The choices for this machine's GPU; without a measurement for another device."""
+    has_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return choices_of(torch.cuda.get_device_name(device) if has_gpu else "")
+
+
+def installed() -> list[str]:
+    """The kernels whose packages are installed."""
+    return [kernel for kernel, package in PACKAGES.items() if any(distributions(name=package))]

@@ -14,7 +14,40 @@ from torch import Tensor
 
 from .coefficients import Coefficients, Iteration
 from .dispatch import DTYPES, Method
-from .symmetric import Product, plain, product_of
+
+
+class Product(Protocol):
+    """Fills `out` with alpha A B, or with alpha A B + beta C. A is (count, m, k), and the result is symmetric."""
+
+    def __call__(
+        self, a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0, out: Tensor
+    ) -> None: ...
+
+
+def plain(a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0, out: Tensor) -> None:
+    """The product of the device's matrix library."""
+    if c is None and alpha == 1:
+        torch.bmm(a, b, out=out)
+    else:
+        # PyTorch copies C to `out` first: up to 2 % of the product on a CPU. C is a factor too, so not in place.
+        torch.baddbmm(out if c is None else c, a, b, beta=beta, alpha=alpha, out=out)
+
+
+def product_of(name: str) -> Product:
+    """The product for `plain` or a name in PACKAGES."""
+    if name == "triton":
+        # On use, because only CUDA builds of PyTorch include Triton.
+        from .symmetric_kernel import symmetric_product
+
+        return symmetric_product
+    if name == "quack":
+        # github.com/Dao-AILab/quack, for Hopper and Blackwell.
+        from quack.gemm_interface import gemm_symmetric_out
+
+        return lambda a, b, c=None, *, alpha=1.0, beta=0.0, out: gemm_symmetric_out(
+            a, b, out, c, alpha=alpha, beta=beta
+        )
+    return plain
 
 
 def orthogonalize(

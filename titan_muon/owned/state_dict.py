@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..plan.terms.layout import chunk
 from ..tensors.dtensor import held_indices, local
-from ..tensors.mesh import refuse_reads_outside
+from ..tensors.process_groups import refuse_reads_outside
 from .param import OriginalPlacement, holders, is_owned
 from .param_group import OwnedParamGroup
 from .private import OwnerMesh

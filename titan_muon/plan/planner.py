@@ -32,8 +32,11 @@ def make_plan(
     """
     if options.owners == "everyone" and PATTERNS[options.exchange].has_owners:
         raise OptionError("owners", "= 'everyone' needs every piece on every rank: set exchange = 'all_gather'")
-    check_split_over(options)
-    whole_parameters, (parameters, geometries) = parameters, read_in_mode(parameters, options)
+    if options.split_over != 1:
+        check_split_over(options)
+    whole_parameters, geometries = parameters, Geometries(parameters)
+    if options.tensor_parallel != "owner":
+        parameters, geometries = read_in_mode(parameters, geometries, options)
     matrices, works = _matrices(parameters, geometries, work_of)
     rates = machine_of(options.machine) if machine is None else machine
     costs = Costs(Pieces(matrices, geometries, rates.ranks_per_node), works, options.wire_bytes, rates, passes)
@@ -41,8 +44,8 @@ def make_plan(
     reasons = (
         best.reason,
         _hierarchical_reason(problem),
-        slices_reason(problem),
-        blocks_reason(options, whole_parameters, parameters),
+        slices_reason(problem) if options.split_over != 1 or options.tensor_parallel == "distributed" else "",
+        blocks_reason(whole_parameters, parameters) if options.tensor_parallel == "blockwise" else "",
         *_separate_reasons(parameters),
         _state_reason(options, parameters),
     )
@@ -83,7 +86,7 @@ def _variants(problem: Problem, work_of: WorkOf) -> Iterator[tuple[Problem, floa
         yield with_peers(problem, work_of), 0.0
         return
     yield problem, 0.0
-    if (sliced := with_slices(problem, work_of)) is not None:
+    if options.split_over != 1 and (sliced := with_slices(problem, work_of)) is not None:
         yield sliced, MUST_SAVE if options.split_over == "auto" else 0.0
     kinds = {(pieces.kinds[task.matrix], task.group) for task in problem.tasks}
     has_replicas = any(len(pieces.replicas(kind, problem.groups[group])) > 1 for kind, group in kinds)

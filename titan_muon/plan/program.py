@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
 
 from .cost.walk import batches
 from .exchange.patterns import PATTERNS
@@ -44,11 +43,6 @@ class Program:
         return frozenset(
             bucket for number in late_rounds(self.buffer_sets, len(self.rounds)) for bucket in self.rounds[number]
         )
-
-    @cached_property
-    def first_gathers(self) -> tuple[int, ...]:
-        first = takewhile(lambda item: item[0] is Act.GATHER and not self.buckets[item[1]].local, self.acts)
-        return tuple(bucket for _, bucket in first)
 
     def buffer_set(self, index: int) -> tuple[int, int]:
         """The buffer set of a bucket's round, and the bucket's position in the round."""

@@ -14,9 +14,9 @@ from ..options import MuonOptions, Offload
 from ..plan.terms.layout import chunk
 from ..plan.terms.types import Parameter
 from ..tensors.device import is_host
-from ..tensors.dtensor import from_local, local, step_device, storage_device
-from ..tensors.mesh import StateMesh, refuse_reads_outside
+from ..tensors.dtensor import copy_rows, from_local, local, step_device, storage_device
 from ..tensors.names import named_parameters
+from ..tensors.process_groups import StateMesh, refuse_reads_outside
 from ..tensors.storage import TrainedParam, placement_key, with_momentum
 
 
@@ -134,6 +134,7 @@ def new_state(parameter: Tensor, dtype: torch.dtype, offload: Offload, like: Ten
         state = torch.zeros_like(like, dtype=dtype, device="cpu", pin_memory=pinned)
     if isinstance(state, DTensor) and isinstance(state.device_mesh, StateMesh):
         refuse_reads_outside(state, StateMesh.refusal)
+    copy_rows(parameter, state)
     return state
 
 

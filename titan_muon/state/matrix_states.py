@@ -16,7 +16,7 @@ from ..plan.program import orthogonalizing_ranks
 from ..plan.terms.layout import Geometries
 from ..plan.terms.types import Plan
 from ..tensors.dtensor import from_local, local, step_device
-from ..tensors.mesh import StateMesh, refuse_reads_outside
+from ..tensors.process_groups import StateMesh, refuse_reads_outside
 from ..tensors.storage import TrainedParam, placement_key
 
 

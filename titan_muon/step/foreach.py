@@ -260,7 +260,7 @@ def momentum_calls(pieces: Iterable[StoredPiece], rank: Rank) -> tuple[MomentumC
 def update_calls(pieces: Iterable[StoredPiece], rank: Rank, scratch: Tensor) -> tuple[UpdateCall, ...]:
     """The update calls of these pieces. `scratch`: memory of all calls."""
     numbers, device, storage = group_numbers(rank), rank.device.type, rank.storage
-    draws = [rank.options.rounding == "stochastic" and stored.param.dtype == torch.bfloat16 for stored in storage]
+    draws = [rank.rounds(parameter) for parameter in range(len(storage))]
     placed = [
         (item, item.part.of(storage[piece.parameter].param))
         for piece in pieces
@@ -280,9 +280,10 @@ def update_calls(pieces: Iterable[StoredPiece], rank: Rank, scratch: Tensor) -> 
     return tuple(_update_call(rank, items, scratch, draws=draws[items[0][0].part.parameter]) for items in calls)
 
 
-def scratch_bytes(storage: Sequence[Storage], device: str) -> int:
+def scratch_bytes(rank: Rank) -> int:
     """Bytes of `scratch` for any call."""
-    return max([call_bytes(device), chunk_bytes(device), *(memory_bytes(stored.param[:1]) for stored in storage)])
+    row_bytes = [(memory_bytes if rank.rounds(i) else slot_bytes)(s.param[:1]) for i, s in enumerate(rank.storage)]
+    return max(call_bytes(rank.device.type), chunk_bytes(rank.device.type), *row_bytes)
 
 
 def _rectangles(piece: StoredPiece, storage: Storage, element_bytes: int, device: str) -> Iterator[Placed]:

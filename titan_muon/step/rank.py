@@ -47,6 +47,10 @@ class Rank:
     def on_device(self, tensor: Tensor) -> Tensor:
         return on_device(tensor, self.device)
 
+    def rounds(self, parameter: int) -> bool:
+        """Whether updates round the parameter stochastically."""
+        return self.options.rounding == "stochastic" and self.storage[parameter].param.dtype == torch.bfloat16
+
     def numbers(self, numbers: list[int]) -> Tensor:
         """(count,) int64 on the device."""
         return self.on_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"))

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..comm.exchange import Exchange
-from ..comm.faults import Fault
 from ..comm.report import FaultReport
 from ..orthogonalize import zero_nonfinite_
 from ..plan.exchange.phases import Act
@@ -21,7 +20,6 @@ from ..plan.program import Program
 from .algorithm import Algorithm
 from .foreach import MomentumCall, without_parameters
 from .gradients import StepGradients
-from .rank import Rank
 from .views import Batch, BucketViews, UpdateBounds
 
 Fetch = Literal["gather", "update"]
@@ -41,52 +39,6 @@ def trace_range(stage: str, bucket: int | None = None) -> AbstractContextManager
     return record_function(f"Muon.{stage}" if bucket is None else f"Muon.{stage} bucket {bucket}")
 
 
-class Overlap:
-    """Who starts and who ends a bucket, if not the step alone. By default as without overlap.
-
-    `holds_memory`: whether buffers are in use between steps.
-    """
-
-    holds_memory = False
-
-    def attach(self, rank: Rank, views: Sequence[BucketViews]) -> None:
-        """The tensors of the next steps: at the start, and after storage has moved."""
-
-    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Bucket:
-        """The bucket, before Act.GATHER."""
-        return muon.bucket(views, gradients)
-
-    def keeps(self, index: int, running: dict[int, Bucket]) -> bool:
-        """Whether the bucket stays suspended at Act.APPLY, and so leaves `running`."""
-        return False
-
-    def begin(self, gradients: StepGradients) -> None:
-        """Before the first bucket of a step."""
-
-    def end(self) -> None:
-        """After the last act of a step."""
-
-    def ready(self, muon: MuonStep) -> None:
-        """Finish or drop what is in flight, before a step. Raises ValueError on all ranks if no step is possible."""
-
-    def faults(self, faults: list[Fault]) -> list[Fault]:
-        """The faults by parameter, with those of gradients that changed since backward."""
-        return faults
-
-    def on_faults(self) -> None:
-        """Some parameter has a fault, so the step may raise."""
-
-    def backward(self, muon: MuonStep) -> AbstractContextManager[None]:
-        """Context of the last backward before a step."""
-        return nullcontext()
-
-    def finish(self) -> None:
-        """End the buckets of the last step."""
-
-    def drop(self, muon: MuonStep) -> None:
-        """Drop the gathers of a backward. Collective."""
-
-
 class Offload(Protocol):
     """Where momentum, gradients and weights are, if not on the device. The views of calls are made in its memory."""
 
@@ -101,11 +53,21 @@ class Hook(Protocol):
     def end(self) -> None: ...
 
 
+class Overlap(Hook, Protocol):
+    """Who starts and who ends a bucket, if not the step alone."""
+
+    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Bucket:
+        """The bucket, before Act.GATHER."""
+
+    def keeps(self, index: int, running: dict[int, Bucket]) -> bool:
+        """Whether the bucket stays suspended at Act.APPLY, and so leaves `running`."""
+
+
+@dataclass(eq=False)
 class UpdateMask:
     """The matrices without an update in a step: those that are not finite. Features add others."""
 
-    def __init__(self, report: FaultReport) -> None:
-        self.report = report
+    report: FaultReport
 
     def reset(self) -> None:
         """Forget the matrices that the last step skipped."""

@@ -166,7 +166,7 @@ class _Builder:
         self.batches = [batches(run.matrices, matrices, rank.plan.works) for run in rank.program.buckets]
         sizes = [len(batch) * matrices[batch[0]].numel for run in self.batches for batch in run]
         self.workspace = torch.empty(max(sizes, default=0), dtype=rank.buffers.dtype, device=device)
-        self.scratch = torch.empty(scratch_bytes(rank.storage, device.type), dtype=torch.uint8, device=device)
+        self.scratch = torch.empty(scratch_bytes(rank), dtype=torch.uint8, device=device)
         self.place, self.numbers = 0, group_numbers(rank)
         self.broken, self.broken_updates = self.watched()
         self.releases = _last_packed(rank) if rank.options.release_grads else [()] * len(rank.program.buckets)
@@ -271,7 +271,8 @@ class _Builder:
     def piece(self, number: int, places: tuple[Span, ...], view: Tensor) -> StoredPiece:
         plan = self.rank.plan
         matrix = plan.matrices[number]
-        key = draw_key(plan.parameters[matrix.parameter].fqn, matrix.index)
+        fqn = plan.parameters[matrix.parameter].fqn
+        key = draw_key(fqn, matrix.index) if self.rank.rounds(matrix.parameter) else 0
         return StoredPiece(number, matrix.parameter, plan.out_in(number), matrix.cols, key, places, view)
 
     def bounds(self, memory: Tensor, pieces: Sequence[StoredPiece], broken: Tensor) -> UpdateBounds:

@@ -19,6 +19,6 @@ if find_spec("fcntl") is None:
 # TorchTitan takes seconds to import, and `compat.install()` must run before.
 def __getattr__(name: str) -> Any:
     if name == "HybridOptimizers":
-        import_module(f"{__name__}.compat").install()
+        import_module(f"{__name__}.torchtitan.compat").install()
         return import_module(f"{__name__}.assign.container").HybridOptimizers
     raise AttributeError(f"module 'titan_muon.titan' has no attribute {name!r}")

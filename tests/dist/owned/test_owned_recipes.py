@@ -25,7 +25,7 @@ LAYOUTS = {
 
 
 def train(recipe: object) -> str:
-    from titan_muon.titan import compat
+    from titan_muon.titan.torchtitan import compat
 
     compat.install()
     from titan_muon.titan.run import job

@@ -26,7 +26,7 @@ from titan_muon import Muon, Owners, own
 from titan_muon.options import PlacementRule, Split
 from titan_muon.owned import gather
 from titan_muon.owned.param import held_elements, holders
-from titan_muon.titan import compat
+from titan_muon.titan.torchtitan import compat
 
 DIM, HIDDEN, LAYERS = 32, 96, 4
 

@@ -18,9 +18,9 @@ from tests import tiny
 from tests.dist.harness import run_ranks
 from tests.dist.titan.test_trainer_resume import train
 from titan_muon.tensors.dtensor import local
-from titan_muon.titan import compat
 from titan_muon.titan.fault import RunFault
 from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.torchtitan import compat
 
 compat.install()
 

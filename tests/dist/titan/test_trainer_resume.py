@@ -14,7 +14,7 @@ from titan_muon.titan.recipe import RecipeError, load
 
 
 def train(recipe: object) -> str:
-    from titan_muon.titan import compat
+    from titan_muon.titan.torchtitan import compat
 
     compat.install()
     from titan_muon.titan.run import job

@@ -125,7 +125,7 @@ def write_recipe(folder: Path, model: str, name: str, values: Mapping[str, objec
 
 def train(path: str, overrides: Sequence[str] = ()) -> Path:
     """The folder of a recipe's run on the available ranks."""
-    from titan_muon.titan import compat
+    from titan_muon.titan.torchtitan import compat
 
     compat.install()
     import models  # noqa: F401 (registers the families)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gpu import links, newton_schulz
 from benchmarks.one_gpu import corpus, float16, language_model, one_rank, worlds
-from titan_muon.titan import compat
+from titan_muon.titan.torchtitan import compat
 
 ROOT = Path(__file__).resolve().parents[3]
 

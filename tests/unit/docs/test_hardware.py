@@ -14,8 +14,9 @@ import torch
 from titan_muon.algorithms import fused
 from titan_muon.options import MuonOptions
 from titan_muon.tensors.storage import missing_streams
-from titan_muon.titan import compat, device
+from titan_muon.titan import device
 from titan_muon.titan.recipe.sections import Float8
+from titan_muon.titan.torchtitan import compat
 
 ROOT = Path(__file__).parents[3]
 # By the name's start: the device type, AMD or not, and the compute capabilities in the name.

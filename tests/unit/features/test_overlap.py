@@ -22,7 +22,7 @@ from titan_muon.owned.param import place_on_owners
 from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.terms.machine import machine_of
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
-from titan_muon.titan import compat
+from titan_muon.titan.torchtitan import compat
 
 __all__ = ["stream_order"]
 

@@ -10,9 +10,11 @@ from tests.dist.harness import run_program
 from tests.unit.features.test_fused import needs_interpreter
 
 PACKAGE = Path(titan_muon.__file__).parent
-FEATURES = sorted(f"features.{path.stem}" for path in (PACKAGE / "features").glob("*.py") if path.stem != "__init__")
+FEATURES = sorted(
+    f"features.{path.stem}" for path in (PACKAGE / "features").glob("*.py") if path.stem not in ("__init__", "overlap")
+)
 DECORATORS = [f"algorithms.{name}" for name in ("fused", "fused_kernels", "keeping", "scaling")]
-FILES = [*FEATURES, *DECORATORS]
+FILES = [*FEATURES, "features.overlap", *DECORATORS]
 
 STEPS = """
 import sys
@@ -50,8 +52,8 @@ def test_a_step_without_features_loads_no_file_of_a_feature() -> None:
     ("kept", "options", "found_inf"),
     [
         (("features.offload",), "offload='state'", "None"),
-        (("features.backward",), "overlap='backward'", "None"),
-        (("features.forward",), "overlap='forward'", "None"),
+        (("features.backward", "features.overlap"), "overlap='backward'", "None"),
+        (("features.forward", "features.overlap"), "overlap='forward'", "None"),
         (("features.eight_bit",), "state_dtype='int8'", "None"),
         (("algorithms.keeping", "algorithms.scaling"), "", "torch.zeros(())"),
         (("features.mask",), "idle='hold'", "None"),

@@ -19,7 +19,7 @@ from titan_muon.fsdp.forward_hooks import forward_updates
 from titan_muon.fsdp.private import GatheredGroup
 from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.terms.machine import machine_of
-from titan_muon.titan import compat
+from titan_muon.titan.torchtitan import compat
 
 __all__ = ["stream_order"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_muon.orthogonalize.symmetric import PACKAGES, kernels_for, measured_choices
+from titan_muon.orthogonalize.dispatch import PACKAGES, kernels_for, measured_choices
 from titan_muon.plan.terms.machine import MEASURED, Choices, choices_of
 
 ROOT = Path(__file__).parents[3]
@@ -23,7 +23,7 @@ PROGRAM = """
 import json, torch
 from benchmarks.accuracy import relative_error
 from titan_muon.orthogonalize import coefficients, iterate
-from titan_muon.orthogonalize.symmetric import product_of
+from titan_muon.orthogonalize.newton_schulz import product_of
 from titan_muon.orthogonalize.symmetric_kernel import Tile, symmetric_product
 
 TILES = {
@@ -130,8 +130,8 @@ def test_shipped_choices_are_of_the_named_gpu_and_need_the_kernels_package(
     file.write_text(json.dumps({"GPU X": {"source": "measured", "kernels": kernels, "fused": True}}))
     choices = choices_of("GPU X", file)
     assert (choices.fused, choices.float16) == (True, True)
-    monkeypatch.setattr("titan_muon.orthogonalize.symmetric.installed", lambda: ["triton"])
-    monkeypatch.setattr("titan_muon.orthogonalize.symmetric.measured_choices", lambda device: choices)
+    monkeypatch.setattr("titan_muon.orthogonalize.dispatch.installed", lambda: ["triton"])
+    monkeypatch.setattr("titan_muon.orthogonalize.dispatch.measured_choices", lambda device: choices)
     assert [kernel.products for kernel in kernels_for("auto", torch.device("cuda"))] == ["plain", "triton"]
     assert choices_of("GPU Y", file) == Choices()
 

@@ -18,7 +18,7 @@ from benchmarks.owned_model import BLOCKS, Net, Setup, data_mesh, loss_of, make,
 from tests.shared import fake_ranks
 from titan_muon import Owners, own
 from titan_muon.owned import is_owned, private
-from titan_muon.titan import compat
+from titan_muon.titan.torchtitan import compat
 
 OWNERS = 6
 """Of the six matrices of a layer, when there are as many ranks."""

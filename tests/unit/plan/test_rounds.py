@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.plan.test_timeline import parameters
 from tests.unit.plans import examples, plan_of, plans
 from titan_muon.options import Overlap
-from titan_muon.plan.exchange.phases import EARLY, ordered_rounds, prefetch
+from titan_muon.plan.exchange.phases import EARLY, ordered_rounds, pass_order, prefetch
 from titan_muon.plan.search.owners import Task
 from titan_muon.plan.search.search import in_model_order, rounds
 from titan_muon.plan.terms.layout import Geometries
@@ -79,7 +79,7 @@ def pieces_of(plan: Plan) -> Pieces:
 @given(plans(exchanges=["all_to_all"]), st.sampled_from(["backward", "forward"]))
 def test_model_order_keeps_the_cost_of_every_owner(plan: Plan, overlap: Overlap) -> None:
     pieces, (dealt, owners) = pieces_of(plan), tasks_of(plan)
-    ordered, owned = in_model_order(dealt, owners, overlap, pieces, {})
+    ordered, owned = in_model_order(dealt, owners, pass_order(overlap), pieces, {})
     assert sorted(task for tasks in ordered for task in tasks) == sorted(task for tasks in dealt for task in tasks)
     assert owned.keys() == owners.keys()
     for before, after in zip(dealt, ordered, strict=True):
@@ -96,7 +96,7 @@ def test_model_order_keeps_the_cost_of_every_owner(plan: Plan, overlap: Overlap)
 @given(plans(exchanges=["all_to_all"]), st.sampled_from(["backward", "forward"]))
 def test_equal_rounds_are_in_the_order_of_the_pass(plan: Plan, overlap: Overlap) -> None:
     pieces, (dealt, owners) = pieces_of(plan), tasks_of(plan)
-    ordered, _ = in_model_order(dealt, owners, overlap, pieces, {})
+    ordered, _ = in_model_order(dealt, owners, pass_order(overlap), pieces, {})
     kinds: dict[tuple[int, int], list[int]] = {}
     for tasks in ordered:
         for task in tasks:
@@ -112,7 +112,7 @@ def test_a_matrix_stays_with_possible_owners() -> None:
     dealt = [[Task(number, 0, 1, 1, "")] for number in (3, 2, 1, 0)]
     owners = {(number, 0): number for number in range(4)}
     candidates = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
-    ordered, owned = in_model_order(dealt, owners, "forward", pieces, candidates)
+    ordered, owned = in_model_order(dealt, owners, pass_order("forward"), pieces, candidates)
     assert [tasks[0].matrix for tasks in ordered] == [2, 3, 0, 1]
     assert owned == {(2, 0): 3, (3, 0): 2, (0, 0): 1, (1, 0): 0}
     assert all(rank in candidates[matrix] for (matrix, _), rank in owned.items())

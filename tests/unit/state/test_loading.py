@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_muon import Muon
 from titan_muon.adam import AdamW
-from titan_muon.tensors.mesh import StateMesh
+from titan_muon.tensors.process_groups import StateMesh
 
 
 def trained(rule: str) -> tuple[nn.Parameter, Muon]:

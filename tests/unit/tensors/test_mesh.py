@@ -6,7 +6,7 @@ from torch.distributed.tensor import Shard
 
 from tests.shared import fake_ranks
 from titan_muon.tensors.dtensor import from_local
-from titan_muon.tensors.mesh import StateMesh
+from titan_muon.tensors.process_groups import StateMesh
 
 
 def test_an_operator_keeps_a_mesh_without_groups_after_the_same_operator_on_equal_ranks() -> None:

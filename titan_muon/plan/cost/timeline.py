@@ -42,8 +42,8 @@ class Timeline:
     Attributes:
         least: lower bound by Newton-Schulz: the mean over ranks, or the largest matrix.
         exposed: seconds that the step waits for communication.
-        hidden: communication seconds outside the step, of the rank with the most: gathers in the previous backward
-            ("backward"), or from the end of the step until the next forward has all results ("forward").
+        hidden: communication seconds outside the step, of the rank with the most: gathers before the step, or from the
+            end of the step until the next pass has all results. None without overlap.
         tail: seconds between the last Newton-Schulz and the end of the step. `overlap = "forward"` cannot save more.
     """
 
@@ -87,18 +87,14 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
     clock = Clock(cost, plan.buffer_sets, hidden)
     # Hidden gathers take no time in either run; late applies are left out of both.
     free = Clock(cost, plan.buffer_sets, hidden, links=NO_TIME)
-    hidden_seconds = {
-        "none": None,
-        "backward": _gather_seconds(cost, hidden.gathers),
-        "forward": max(0.0, max(clock.after_step, default=0.0) - clock.end),
-    }
+    after = max(0.0, max(clock.after_step, default=0.0) - clock.end)
     return Timeline(
         machine.name,
         overlap,
         tuple(_rank_time(cost, index, end, hidden) for index, end in enumerate(clock.now)),
         _least(plan, cost.costs, len(cost.ranks)),
         clock.end - free.end,
-        hidden_seconds[overlap],
+        None if overlap == "none" else _gather_seconds(cost, hidden.gathers) + after,
         clock.end - clock.computed,
     )
 

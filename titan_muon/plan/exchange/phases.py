@@ -172,6 +172,11 @@ class OverlappedRounds(NamedTuple):
 NO_OVERLAP = OverlappedRounds()
 
 
+def pass_order(overlap: Overlap) -> int:
+    """Sign of the order in which the pass of the model reaches the parameters: backward reaches the last first."""
+    return -1 if overlap == "backward" else 1
+
+
 def overlapped_rounds(overlap: Overlap, buffer_sets: int, rounds: int, ordered: int) -> OverlappedRounds:
     """The rounds that `overlap` hides, at most the result `ordered` of `ordered_rounds`."""
     if overlap == "backward":

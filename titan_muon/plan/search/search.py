@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate, groupby, pairwise, product
 
-from ...options import OptionError, Overlap
+from ...options import OptionError
 from ..cost.timeline import Clock
 from ..cost.walk import PlanCost
-from ..exchange.phases import ordered_rounds, overlapped_rounds
+from ..exchange.phases import ordered_rounds, overlapped_rounds, pass_order
 from ..terms.pieces import Pieces, Ranks
 from ..terms.types import Bucket, Matrix
 from .owners import STRATEGIES, Groups, OwnerOf, Problem, Task, among
 
 
-def rounds(tasks: Sequence[Task], count: int, *, backward: bool = False) -> list[list[Task]]:
-    """Tasks in at most `count` rounds of consecutive matrices, in the order of a pass of the model."""
+def rounds(tasks: Sequence[Task], count: int, sign: int = 1) -> list[list[Task]]:
+    """Tasks in at most `count` rounds of consecutive matrices. `sign`: their order, from `pass_order`."""
     # A single round would leave every rank idle until the gather and again until the return, with buffers for all
     # matrices. Rounds are global, because groups with common ranks must launch collectives in a common order.
-    total, seen, sign = sum(task.bytes for task in tasks), 0, -1 if backward else 1
+    total, seen = sum(task.bytes for task in tasks), 0
     result: list[list[Task]] = [[] for _ in range(count)]
     for task in sorted(tasks, key=lambda task: (sign * task.matrix, task.group)):
         result[count * (2 * seen + task.bytes) // (2 * total)].append(task)
@@ -108,14 +108,13 @@ def together(rounds: Sequence[Sequence[Task]], matrices: Sequence[Matrix]) -> li
 def in_model_order(
     rounds: Sequence[Sequence[Task]],
     owners: OwnerOf,
-    overlap: Overlap,
+    sign: int,
     pieces: Pieces,
     eligible: Mapping[int, Ranks],
 ) -> tuple[list[list[Task]], OwnerOf]:
     """The same rounds, nearly in order: tasks of equal cost change rounds and owners.
 
-    Backward reaches the last parameters first, forward the first. `eligible`: the possible owners of a matrix, if fewer
-    than the group.
+    `sign`: of the order, from `pass_order`. `eligible`: the possible owners of a matrix, if fewer than the group.
     """
 
     def kind(task: Task) -> Hashable:
@@ -123,8 +122,7 @@ def in_model_order(
         sliced = task.matrix if pieces.matrices[task.matrix].slice is not None else None
         return task.group, pieces.kinds[task.matrix], task.flops, eligible.get(task.matrix), sliced
 
-    # Backward launches a round at the last of its gradients; forward waits for a round at the first of its parameters.
-    sign = -1 if overlap == "backward" else 1
+    # A pass launches a round at the last of its gradients, or waits for a round at the first of its parameters.
     # Layers are equal, so rounds balanced over ranks can also be in the model's order, kind by kind.
     places: dict[Hashable, list[tuple[int, int]]] = {}
     for number, tasks in enumerate(rounds):
@@ -154,7 +152,7 @@ SHORT_SECONDS = 1e-4
 """The search stops at waits this short."""
 PAYS = 1.1
 """Rounds are doubled while the price is within this factor of the best."""
-TURNS: Mapping[Overlap, int] = {"none": 2, "backward": 2, "forward": 16}
+TURNS, FORWARD_TURNS = 2, 16
 """Most rounds per matrix of the busiest owner. Forward waits for the first round, and small rounds are short."""
 BUFFER_SETS = (3, 4)
 """Buffer sets to overlap gather, compute and return; the fourth gathers further ahead."""
@@ -256,7 +254,8 @@ class _Search:
 
     def _most_rounds(self) -> int:
         most, owners = max(1, len(self._problem.tasks)), self._assigned(0)
-        return most if not owners else min(TURNS[self._overlap] * max(Counter(owners.values()).values()), most)
+        turns = FORWARD_TURNS if self._overlap == "forward" else TURNS
+        return most if not owners else min(turns * max(Counter(owners.values()).values()), most)
 
     def _assigned(self, number: int) -> OwnerOf | None:
         # On demand: for tens of thousands of experts an assignment takes as long as a candidate.
@@ -304,12 +303,12 @@ class _Search:
                 grouped = dealt(problem.tasks, problem.groups, owners, strategy.rounds, strategy.order)
                 if self._overlap != "none":
                     pieces, eligible = problem.costs.pieces, problem.eligible
-                    grouped, owners = in_model_order(grouped, owners, self._overlap, pieces, eligible)
+                    grouped, owners = in_model_order(grouped, owners, pass_order(self._overlap), pieces, eligible)
             self._simulated[strategy] = self._add(grouped, owners)
         return self._simulated[strategy]
 
     def _following(self, count: int) -> list[list[Task]]:
-        return rounds(self._problem.tasks, count, backward=self._overlap == "backward")
+        return rounds(self._problem.tasks, count, pass_order(self._overlap))
 
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> CandidatePlan:
         """The best candidate over all numbers of buffer sets."""

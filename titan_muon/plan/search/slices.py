@@ -77,13 +77,11 @@ def slices_fault(options: MuonOptions) -> str:
 
 
 def slices_reason(problem: Problem) -> str:
-    """Note for the user: the number of sliced matrices, or the reason for none; empty if slices are off."""
+    """Note for the user: the number of sliced matrices, or the reason for none."""
     sliced = sum(matrix.slice is not None and matrix.slice.place == 0 for matrix in problem.costs.pieces.matrices)
     if sliced:
         return f"matrices in slices: {sliced:,}"
     options = problem.options
-    if options.split_over == 1:
-        return ""
     sooner = f"would save {MUST_SAVE:.0%} of the step" if options.split_over == "auto" else "would end the step sooner"
     return f"no matrix in slices: {slices_fault(options) or f'none {sooner}'}"
 
@@ -91,7 +89,7 @@ def slices_reason(problem: Problem) -> str:
 def with_slices(problem: Problem, work_of: WorkOf) -> Problem | None:
     """The problem with late matrices sliced, or None if no slicing ends the step earlier."""
     options, per_node = problem.options, problem.costs.machine.ranks_per_node
-    if options.split_over == 1 or slices_fault(options):
+    if slices_fault(options):
         return None
     counts = [count for count in COUNTS if options.split_over == "auto" or count <= options.split_over]
     teams = [{count: _teams(group, count, per_node) for count in counts} for group in problem.groups]

@@ -14,14 +14,14 @@ from .owners import Problem, Task
 from .slices import ALWAYS, SliceOption, balance, cut, divides, in_picoseconds, options_of, slice_option, slices_fault
 
 
-def read_in_mode(parameters: Sequence[Parameter], options: MuonOptions) -> tuple[Sequence[Parameter], Geometries]:
-    """The parameters in the mode `options.tensor_parallel`, and the pieces.
+def read_in_mode(
+    parameters: Sequence[Parameter], geometries: Geometries, options: MuonOptions
+) -> tuple[Sequence[Parameter], Geometries]:
+    """The parameters in another mode of `tensor_parallel` than "owner", and the pieces.
 
     Raises OptionError if tensor parallelism cuts no matrix, or if the options contradict the mode.
     """
-    geometries, mode = Geometries(parameters), options.tensor_parallel
-    if mode == "owner":
-        return parameters, geometries
+    mode = options.tensor_parallel
     if not any(geometry.cut_by_peers for geometry in geometries.shared):
         raise OptionError(
             "tensor_parallel",
@@ -80,10 +80,8 @@ def _unfit(problem: Problem, task: Task, reason: str) -> OptionError:
     return OptionError("tensor_parallel", fault)
 
 
-def blocks_reason(options: MuonOptions, before: Sequence[Parameter], after: Sequence[Parameter]) -> str:
-    """Note for the user on the number of cut matrices; empty unless the mode is blockwise."""
-    if options.tensor_parallel != "blockwise":
-        return ""
+def blocks_reason(before: Sequence[Parameter], after: Sequence[Parameter]) -> str:
+    """Note for the user of the mode "blockwise": the number of cut matrices."""
     pairs = zip(before, after, strict=True)
     cut = sum(len({*old.stack.matrices} - {*new.stack.matrices}) for old, new in pairs if old.stack != new.stack)
     return (

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import torch
 
-from titan_muon.titan import compat
 from titan_muon.titan.data.documents import Documents
 from titan_muon.titan.data.tokenizers import check_tokenizer_folder
 from titan_muon.titan.device import compute_capability
 from titan_muon.titan.model.quantization import check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError
 from titan_muon.titan.recipe.schema import values
+from titan_muon.titan.torchtitan import compat
 
 ON_GPUS_ALONE = (
     "parallelism.enable_fsdp_symm_mem",

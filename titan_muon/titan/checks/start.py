@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 
 import titan_muon
@@ -43,7 +43,7 @@ def start_facts(recipe: Recipe) -> dict[str, str]:
     return {**keys, **versions, **sources}
 
 
-def data_facts(loader: BaseDataLoader, tokenizer: BaseTokenizer) -> dict[str, str]:
+def data_facts(loader: Any, tokenizer: BaseTokenizer) -> dict[str, str]:
     """Digests of the text and of the tokenizer on this rank. Source `hf` has no digest of its text."""
     facts = {"digest of the tokenizer": getattr(tokenizer, "fingerprint", "unknown")}
     if isinstance(loader, PackedDataLoader):

@@ -113,12 +113,13 @@ class TrainingChecks:
         """Count leftover gradients, before the first backward of a reported step."""
         self._stale = sum(parameter.grad is not None for parameter in parameters)
 
-    def add_batch(self, inputs: Mapping[str, Tensor], labels: Tensor, *, packed: bool) -> None:
-        """Take a batch of a reported step. `packed`: positions and labels are those of `TokenBlock`."""
+    def add_batch(self, inputs: Mapping[str, Tensor], labels: Tensor, *, seq_len: int | None) -> None:
+        """Take a batch of a reported step. `seq_len`: of `TokenBlock`s; None for another loader's batch."""
         for tensor in (*inputs.values(), labels):
             self._crc = zlib.crc32(tensor.numpy().tobytes(), self._crc)
-        if packed:
-            self._wrong_tokens += wrong_tokens(inputs["input"], inputs["positions"], labels)
+        if seq_len is not None:
+            blocks = (tensor.view(-1, seq_len) for tensor in (inputs["input"], inputs["positions"], labels))
+            self._wrong_tokens += wrong_tokens(*blocks)
 
     def after_clip(self, step: int, norm: NormCheck, *, counted: bool) -> list[str]:
         """Take a step's norm, before the optimizers' step. Returns warnings; raises as `check_norm`."""

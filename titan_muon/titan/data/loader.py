@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from titan_muon.titan.data.blocks import TokenBlock, TokenBlocks
@@ -19,16 +18,17 @@ from titan_muon.titan.device import pins_batches
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
 from titan_muon.titan.recipe.toml import plural
+from titan_muon.titan.torchtitan.installed import titan
 
 NOT_COUNTED = -100
 """Label without loss, as in PyTorch and TorchTitan."""
 
 
-class PackedDataLoader(BaseDataLoader):
+class PackedDataLoader(titan.Loader):
     """Batches of packed blocks. A step's tokens depend only on the seed and the global batch size."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseDataLoader.Config):
+    class Config(titan.Loader.Config):
         documents: Documents
         validation: bool = False
         """Read the held-out documents once, in order, from the start in every iteration."""
@@ -36,8 +36,6 @@ class PackedDataLoader(BaseDataLoader):
         """Limit on the sequences of a validation over all ranks; -1: all."""
         multiple: int = 1
         """Pad a pass with filler sequences to a multiple of this number over all ranks."""
-        infinite: bool = True
-        """Read training documents epoch after epoch."""
 
     def __init__(
         self,
@@ -46,11 +44,10 @@ class PackedDataLoader(BaseDataLoader):
         dp_world_size: int,
         dp_rank: int,
         tokenizer: DocumentTokenizer,
-        seq_len: int,
-        local_batch_size: int,
-        snapshot_every_n_steps: int | None = None,
+        **size: Any,
     ) -> None:
-        """Raises RecipeError if the text is shorter than a block."""
+        """`size`: as `titan.loader_keys`. Raises RecipeError if the text is shorter than a block."""
+        seq_len, sequences = titan.loader_size(size)
         documents, corpus = config.documents, open_corpus(config.documents, tokenizer)
         data, held_out = documents.data, config.validation
         numbers = documents.validation if held_out else documents.training
@@ -63,15 +60,15 @@ class PackedDataLoader(BaseDataLoader):
                 remedy = "Raise data.validation_fraction, lower training.seq_len, or set validator.enable = false."
             raise RecipeError(f"The {side} text has no block of training.seq_len = {seq_len} tokens. {remedy}")
         # Ranks read a single stream in turns, so that a run resumes on any number of ranks.
-        self._batch = local_batch_size
-        self._first = dp_rank * local_batch_size
-        self._stride = dp_world_size * local_batch_size
+        self._batch = sequences
+        self._first = dp_rank * sequences
+        self._stride = dp_world_size * sequences
         self._read = 0
         self._rewinds = held_out
         self._documents = documents
         # End of the single pass; None: endless epochs.
         self._end: int | None = None
-        if held_out or not config.infinite:
+        if held_out or not config.endless:
             self._end = self.available if config.sequences == -1 else min(config.sequences, self.available)
         # Equal on every rank, so that none waits in a collective for ever. Filler blocks pad the last batches.
         whole = math.lcm(self._stride, config.multiple)
@@ -79,7 +76,7 @@ class PackedDataLoader(BaseDataLoader):
         self.fingerprint = digest(corpus.digest, str(data.validation_fraction), str(data.seed), str(seq_len))
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """({"input", "positions"}, labels), each int64 (local_batch_size, seq_len); pinned with CUDA."""
+        """({"input", "positions"}, labels), each an int64 `titan.batch`; pinned with CUDA."""
         if self._rewinds:
             self._read = 0
         while self.batches is None or self._read < self.batches * self._stride:
@@ -128,7 +125,7 @@ class PackedDataLoader(BaseDataLoader):
     def _make_batch(self, numbers: range) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         blocks = [self._block(number) for number in numbers]
         arrays = (np.stack(part) for part in zip(*blocks, strict=True))
-        inputs, labels, positions = map(torch.from_numpy, arrays)
+        inputs, labels, positions = (titan.batch(torch.from_numpy(array)) for array in arrays)
         if pins_batches():
             inputs, labels, positions = (tensor.pin_memory() for tensor in (inputs, labels, positions))
         return {"input": inputs, "positions": positions}, labels
@@ -150,19 +147,27 @@ def tokenizer_config(data: Data) -> BaseTokenizer.Config:
     return PretrainedTokenizer.Config(path=data.tokenizer_path)
 
 
-def dataloader_config(data: Data, *, validation: bool = False) -> BaseDataLoader.Config:
+def dataloader_config(data: Data, *, validation: bool = False) -> Any:
     """Configuration of a loader. Reads no text.
 
     Raises RecipeError for an unknown `data.dataset`, and for validation without held-out text.
     """
     if data.source == "hf":
-        # The dataset library takes seconds to import.
-        from titan_muon.titan.data.hf import loader_config
-
-        return loader_config(data, validation=validation)
+        return _text_loader_config(data, validation=validation)
     if validation and data.validation_fraction == 0:
         raise RecipeError("data.validation_fraction = 0 holds nothing out; raise it, or set validator.enable = false")
-    return PackedDataLoader.Config(dataset=data.source, documents=Documents(data), validation=validation)
+    return PackedDataLoader.Config(documents=Documents(data), validation=validation)
+
+
+def _text_loader_config(data: Data, *, validation: bool) -> Any:
+    known, name = titan.text_datasets(), f"{data.dataset}_validation" if validation else data.dataset
+    if data.dataset not in known:
+        raise RecipeError(f"data.dataset = {data.dataset!r}: TorchTitan knows {', '.join(known)}")
+    if name not in known:
+        raise RecipeError(
+            f"data.dataset = {data.dataset!r}: TorchTitan has no {name!r} to validate on; set validator.enable = false"
+        )
+    return titan.text_loader_config(data, name)
 
 
 def vocab_size(data: Data) -> int | None:
@@ -170,7 +175,7 @@ def vocab_size(data: Data) -> int | None:
     return {"bytes": BYTES + MARKS, "bpe": data.vocab_size, "hf": None}[data.tokenizer]
 
 
-def bytes_per_token(config: BaseDataLoader.Config, tokenizer: DocumentTokenizer, seq_len: int) -> float | None:
+def bytes_per_token(config: Any, tokenizer: DocumentTokenizer, seq_len: int) -> float | None:
     """UTF-8 bytes per predicted token in a loader's sequences; None for source `hf`."""
     if not isinstance(config, PackedDataLoader.Config):
         return None

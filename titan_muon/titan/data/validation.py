@@ -5,11 +5,11 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.validate import Validator
 from torchtitan.tools.logging import logger
 
 from titan_muon.titan.data.loader import PackedDataLoader
+from titan_muon.titan.torchtitan.installed import titan
 
 
 class HeldOutValidator(Validator):
@@ -22,14 +22,14 @@ class HeldOutValidator(Validator):
         is_stopping: Callable[[], bool] = lambda: False
         """Whether a stop was requested, so that no further validation begins."""
 
-    dl_config: BaseDataLoader.Config
+    dl_config: Any
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         # TorchTitan warns of -1. Here -1 becomes the same number on all ranks.
         limited = copy(config)
         limited.steps = max(config.steps, 1)
         super().__init__(limited, **kwargs)
-        at_once = self.dp_world_size * self.local_batch_size
+        at_once = self.dp_world_size * titan.validated_sequences(self)
         batch = at_once if config.global_batch_size == -1 else config.global_batch_size
         sequences = -1 if config.steps == -1 else config.steps * batch
         self.config.steps = -(-sequences // at_once)
@@ -44,8 +44,7 @@ class HeldOutValidator(Validator):
             dp_world_size=self.dp_world_size,
             dp_rank=self.dp_rank,
             tokenizer=self.tokenizer,
-            seq_len=self.seq_len,
-            local_batch_size=self.local_batch_size,
+            **titan.loader_keys(seq_len=self.seq_len, sequences=titan.validated_sequences(self)),
         )
         assert isinstance(loader, PackedDataLoader), "a configuration builds its loader"
         if sequences > loader.available:

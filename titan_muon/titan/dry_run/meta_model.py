@@ -25,7 +25,6 @@ from titan_muon.muon import Muon
 from titan_muon.plan import Plan
 from titan_muon.state.groups import iteration_of
 from titan_muon.tensors.matrices import check_splits
-from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers, parts_of_config
 from titan_muon.titan.assign.explain import stage_ranks
 from titan_muon.titan.device import planning_for, this_device
@@ -37,6 +36,8 @@ from titan_muon.titan.recipe.sections import Parallelism
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import trainer_config
+from titan_muon.titan.torchtitan import compat
+from titan_muon.titan.torchtitan.installed import titan
 
 MICROBATCHES = 8
 
@@ -146,7 +147,7 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> tuple[list[nn
     dtype = TORCH_DTYPE_MAP[config.training.dtype]
     with torch.device("meta"), device_utils.set_default_dtype(dtype):
         model = spec.model.build()
-    size = _model_size(spec.model, model, config.training.seq_len)
+    size = _model_size(spec.model, model, config.budget.seq_len)
     options: dict[str, Any] = {
         "parallel_dims": parallel_dims,
         "training": config.training,
@@ -163,8 +164,10 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> tuple[list[nn
         return [sharded], size
     assert spec.pipelining_fn is not None, "TorchTitan's decoders can be cut"
     # Enough microbatches for any schedule: the recipe's batch may not fit.
-    batch = config.parallelism.pipeline_parallel_microbatch_size * MICROBATCHES * parallel_dims.pp
-    options["training"] = replace(config.training, local_batch_size=batch)
+    calls = MICROBATCHES * parallel_dims.pp
+    budget = replace(config.budget, sequences=config.budget.microbatch * calls)
+    options["training"] = replace(config.training, **titan.training_keys(budget))
+    options["parallelism"] = replace(config.parallelism, **titan.pipeline_keys(budget))
     _, parts, _, _ = spec.pipelining_fn(
         model,
         device=torch.device("meta"),

@@ -6,51 +6,51 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 
 from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.torchtitan.installed import titan
+from titan_muon.titan.torchtitan.interface import Chunk
 
 
 @dataclass(frozen=True)
 class DenseMask:
-    """Bool mask of shape (batch, 1, queries, keys), true for allowed pairs."""
+    """Mask of a forward. `chunks`: in the order of the queries, all of them."""
 
-    allowed: Tensor
-
-    @classmethod
-    def from_block_mask(cls, block_mask: BlockMask) -> "DenseMask":
-        """Dense form of `block_mask`, or of its shard of queries under context parallelism."""
-        batch, queries = block_mask.kv_num_blocks.shape[0], block_mask.seq_lengths[0]
-        keys, device = block_mask.seq_lengths[1], block_mask.kv_num_blocks.device
-        return cls(create_mask(block_mask.mask_mod, batch, 1, queries, keys, device=device))
+    chunks: tuple[Chunk, ...]
 
 
-class DenseMaskAttention(FlexAttention):
+class DenseMaskAttention(titan.HeadsFirstAttention):
     """Scaled dot-product attention with the DenseMask of `share_dense_mask`.
 
-    A subclass, because TorchTitan gives document masks and context parallelism only to FlexAttention.
+    A subclass of FlexAttention, because TorchTitan gives document masks and context parallelism only to it.
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(FlexAttention.Config):
+    class Config(titan.HeadsFirstAttention.Config):
         pass
 
-    def forward(
-        self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: DenseMask, **options: Any
-    ) -> Tensor:
-        """Queries (B, L, N, H), keys (B, K, M, H), values (B, K, M, V) to (B, L, N, V)."""
+    def attend_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, *, attention_masks: DenseMask, needs_lse: bool = False, **options: Any
+    ) -> tuple[Tensor, None]:
+        """Queries (B, N, L, H), keys (B, M, K, H), values (B, M, K, V) to (B, N, L, V)."""
         assert isinstance(attention_masks, DenseMask), "share_dense_mask was not called on the model"
+        assert not needs_lse, "dense attention has no out_transform"
         # PyTorch 2.13 on the CPU: the backward in bfloat16 takes 10 times the time of float32.
-        dtype = torch.float32 if q_BLNH.is_cpu and q_BLNH.itemsize == 2 else q_BLNH.dtype
-        q, k, v = (t.transpose(1, 2).to(dtype) for t in (q_BLNH, k_BLNH, v_BLNH))
-        return self.attend(q, k, v, attention_masks.allowed, **options).transpose(1, 2).to(q_BLNH.dtype)
+        dtype = torch.float32 if q.is_cpu and q.itemsize == 2 else q.dtype
+        qs, ks, vs = (t.to(dtype) for t in (q, k, v))
+        parts = [
+            self.attend(qs[:, :, c.queries], ks[:, :, c.keys], vs[:, :, c.keys], c.allowed, **options)
+            for c in attention_masks.chunks
+        ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).to(q.dtype), None
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float | None = None, enable_gqa: bool = False
     ) -> Tensor:
-        """Queries (B, N, L, H), keys (B, M, K, H), values (B, M, K, V) to (B, N, L, V)."""
+        """As `attend_heads`, with `allowed` of a chunk."""
         return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=enable_gqa)
 
 
@@ -63,7 +63,7 @@ def share_dense_mask(model: nn.Module) -> None:
 def _densify(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     mask = kwargs.get("attention_masks")
     assert isinstance(mask, BlockMask), "dense attention needs the keyword attention_masks, a BlockMask"
-    return args, {**kwargs, "attention_masks": DenseMask.from_block_mask(mask)}
+    return args, {**kwargs, "attention_masks": DenseMask(titan.chunks(mask))}
 
 
 _ON_GPU = {"flex": FlexAttention.Config, "varlen": VarlenAttention.Config}

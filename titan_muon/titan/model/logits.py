@@ -17,6 +17,7 @@ from torchtitan.distributed.compile import maybe_regional_inductor
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 
 from titan_muon.titan.model.attention import DenseMaskAttention
+from titan_muon.titan.torchtitan.installed import titan
 
 OutTransform = Callable[[Tensor, Tensor], Tensor]
 
@@ -68,35 +69,26 @@ class ObservedDenseAttention(LogitObserver, DenseMaskAttention):
         return logits.softmax(-1) @ v
 
 
-class ObservedFlexAttention(LogitObserver, FlexAttention):
+class ObservedFlexAttention(LogitObserver, titan.HeadsFirstAttention):
     """FlexAttention with the kernel's largest logits recorded."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(FlexAttention.Config):
+    class Config(titan.HeadsFirstAttention.Config):
         pass
 
-    def forward(
-        self,
-        q_BLNH: Tensor,
-        k_BLNH: Tensor,
-        v_BLNH: Tensor,
-        *,
-        attention_masks: BlockMask,
-        out_transform: OutTransform | None = None,
-        **options: Any,
-    ) -> Tensor:
+    def attend_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, *, attention_masks: BlockMask, needs_lse: bool, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
         assert isinstance(attention_masks, BlockMask), f"{type(attention_masks)} is no BlockMask"
-        q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
         # FlexAttention.forward has no other request for auxiliary outputs than the log-sum-exp.
-        asked = AuxRequest(lse=out_transform is not None, max_scores=True)
+        asked = AuxRequest(lse=needs_lse, max_scores=True)
         options = {"score_mod": None, "scale": None, "enable_gqa": False, **options, "return_aux": asked}
         with maybe_regional_inductor(FlexAttention.inductor_configs):
             out, aux = FlexAttention.compiled_flex_attn(
                 q, k, v, block_mask=attention_masks, kernel_options=self.kernel_options, **options
             )
         self.keep(aux.max_scores)
-        out_BLNH = out.transpose(1, 2)
-        return out_BLNH if out_transform is None else out_transform(out_BLNH, aux.lse.transpose(1, 2))
+        return out, aux.lse
 
 
 class ObservedVarlenAttention(LogitObserver, VarlenAttention):
@@ -107,9 +99,9 @@ class ObservedVarlenAttention(LogitObserver, VarlenAttention):
         pass
 
     def forward(self, *qkv: Tensor, out_transform: OutTransform | None = None, **options: Any) -> Tensor:
-        def kept(out: Tensor, lse_BLN: Tensor) -> Tensor:
-            self.keep(lse_BLN.transpose(1, 2))
-            return out if out_transform is None else out_transform(out, lse_BLN)
+        def kept(out: Tensor, lse: Tensor) -> Tensor:
+            self.keep(titan.lse_heads_first(lse))
+            return out if out_transform is None else out_transform(out, lse)
 
         return super().forward(*qkv, out_transform=kept, **options)
 

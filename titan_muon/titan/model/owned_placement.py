@@ -23,10 +23,10 @@ from titan_muon.owned.private import flattened
 from titan_muon.registry import Parallelize
 from titan_muon.tensors.matrices import split_of
 from titan_muon.tensors.names import canonical_fqn
-from titan_muon.titan import compat
 from titan_muon.titan.assign.container import optimizer_config, router_of
 from titan_muon.titan.device import planned_device
 from titan_muon.titan.recipe import Recipe, RecipeError, as_recipe_errors
+from titan_muon.titan.torchtitan import compat
 
 
 def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:

@@ -8,13 +8,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from titan_muon import registry
-from titan_muon.titan import compat
 from titan_muon.titan.model.attention import share_dense_mask
 from titan_muon.titan.model.owned_placement import check_placement_rules, owned
 from titan_muon.titan.model.pipeline import check_pipeline, wrap_pipelining
 from titan_muon.titan.model.spec import whole_model
 from titan_muon.titan.recipe import Recipe, RecipeError, as_recipe_errors
 from titan_muon.titan.recipe.constraints import owns
+from titan_muon.titan.torchtitan import compat
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -40,16 +40,16 @@ def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
     pipelining_fn = spec.pipelining_fn
     return dataclasses.replace(
         spec,
-        parallelize_fn=wrap_parallelize(place(spec.parallelize_fn, recipe)),
+        parallelize_fn=wrap_parallelize(place(spec.parallelize_fn, recipe), recipe.training.seq_len),
         pipelining_fn=None if pipelining_fn is None else wrap_pipelining(pipelining_fn, recipe),
     )
 
 
-def wrap_parallelize(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+def wrap_parallelize(parallelize_fn: Callable[..., nn.Module], seq_len: int) -> Callable[..., nn.Module]:
     """`parallelize_fn` with a check of the sequence before, and changes for the backend after."""
 
     def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
-        _check_sequence(kwargs["training"].seq_len, kwargs["parallelism"].context_parallel_degree)
+        _check_sequence(seq_len, kwargs["parallelism"].context_parallel_degree)
         model = parallelize_fn(model, **kwargs)
         share_dense_mask(model)
         for module in model.modules() if compat.install() else ():

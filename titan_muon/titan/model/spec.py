@@ -6,9 +6,9 @@ import torch
 
 from titan_muon import registry
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
-from titan_muon.titan import compat
 from titan_muon.titan.model.attention import use_attention
 from titan_muon.titan.recipe import RecipeError, as_recipe_errors
+from titan_muon.titan.torchtitan import compat
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec

@@ -16,16 +16,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
-from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
 from torchtitan.tools.utils import GarbageCollection
 
-from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers
 from titan_muon.titan.fault import RunFault
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.run.console import print_on_rank0
 from titan_muon.titan.storage.checksums import METADATA, SummingWriter, check_names
 from titan_muon.titan.storage.reader import SafePlanner, SafeReader
+from titan_muon.titan.torchtitan import compat
+from titan_muon.titan.torchtitan.installed import titan
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
 ASIDE_FOLDER = re.compile(r"aside-(\d+)(-\d+)?")
@@ -240,13 +240,14 @@ def differences(optimizers: HybridOptimizers, saved: Mapping[str, STORAGE_TYPES]
             )
 
 
-def check_data_ranks(loader: BaseDataLoader, saved: Collection[str]) -> None:
+def check_data_ranks(loader: Any, saved: Collection[str]) -> None:
     """Raise RecipeError if another number of data-parallel ranks saved the state of TorchTitan's loader."""
     ranks = sum(DATA_RANK.fullmatch(key) is not None for key in saved)
-    if isinstance(loader, ParallelAwareDataloader) and ranks != loader.dp_world_size:
+    reading = titan.reading_ranks(loader)
+    if reading is not None and ranks != reading:
         raise RecipeError(
             f"data.source = 'hf': the checkpoint was reading on {ranks} data-parallel ranks, and this run has "
-            f"{loader.dp_world_size}. Restore their number (world size / (tensor x context x pipeline degree)), or set "
+            f"{reading}. Restore their number (world size / (tensor x context x pipeline degree)), or set "
             'checkpoint.exclude_from_loading = ["dataloader"] to start this data from its beginning.'
         )
 

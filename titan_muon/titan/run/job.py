@@ -19,7 +19,6 @@ from titan_muon.assignment.table import decay_lines, frozen_lines, parameter_tab
 from titan_muon.muon import Muon
 from titan_muon.plan import summarize
 from titan_muon.tensors.process_groups import default_store
-from titan_muon.titan import compat
 from titan_muon.titan.assign import explain
 from titan_muon.titan.checks.machine import check_machine
 from titan_muon.titan.checks.start import check_start, data_facts, start_facts
@@ -47,6 +46,7 @@ from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import comm_config, trainer_config
+from titan_muon.titan.torchtitan import compat
 
 MOST_FILES = 65536
 SECONDS_TO_EXIT = 3
@@ -269,8 +269,9 @@ def _print_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
             f"titan-muon evaluate {folder} gives the held-out loss, titan-muon sample writes text"
         )
         return
-    sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard * passes
-    tokens = sequences * training.seq_len
+    budget = trainer.config.budget
+    sequences = budget.sequences * dims.dp_replicate * dims.dp_shard * passes
+    tokens = sequences * budget.seq_len
     if isinstance(trainer.dataloader, PackedDataLoader):
         for line in trainer.dataloader.describe(left, sequences):
             print_on_rank0(line)

@@ -19,7 +19,6 @@ from torchtitan.trainer import Trainer
 
 from titan_muon.comm.clip import GradientClip, NormCheck
 from titan_muon.tensors.dtensor import local
-from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers
 from titan_muon.titan.checks.curve import reports_of
 from titan_muon.titan.checks.ranks import UNKNOWN
@@ -37,6 +36,9 @@ from titan_muon.titan.run.console import print_on_rank0, show
 from titan_muon.titan.run.metrics import METRICS_FILE, RunMetrics, read_until
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.step_timer import StepTimer
+from titan_muon.titan.torchtitan import compat
+from titan_muon.titan.torchtitan.installed import titan
+from titan_muon.titan.torchtitan.interface import Budget
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 LARGEST_WEIGHT = 1e6
@@ -55,6 +57,7 @@ class MuonTrainer(Trainer):
         monitor: MonitorSection = field(default_factory=MonitorSection)
         converters: tuple[ModelConfigConverter.Config, ...] = ()
         check_replicas: int = 0
+        budget: Budget = field(kw_only=True)
         stop: StopSignals = field(default_factory=StopSignals)
 
     config: Config
@@ -74,7 +77,7 @@ class MuonTrainer(Trainer):
         self.bytes_per_token: float | None = None
         if config.validator.enable:
             data = self.validator.dl_config
-            self.bytes_per_token = bytes_per_token(data, self.tokenizer, config.training.seq_len)
+            self.bytes_per_token = bytes_per_token(data, self.tokenizer, config.budget.seq_len)
         self.timer = StepTimer(self.device)
         self.qk_clip = build_qk_clip(
             config.qk_clip, self.model_config, self.model_parts, self.parallel_dims, self.device
@@ -174,7 +177,7 @@ class MuonTrainer(Trainer):
             self._warn([f"AdamW's step counters are 0 after step {self.step}; check that states were loaded"])
         if not isinstance(self.dataloader, PackedDataLoader):
             return
-        start = self.dataloader.blocks * self.config.training.seq_len - self.tokens
+        start = self.dataloader.blocks * self.config.budget.seq_len - self.tokens
         excluded = {"dataloader", "train_state"} & set(self.config.checkpoint.exclude_from_loading)
         if self.step == 0 or excluded:
             self.data_start = start
@@ -188,8 +191,8 @@ class MuonTrainer(Trainer):
     def _place(self) -> tuple[int, int]:
         if not isinstance(self.dataloader, PackedDataLoader):
             return UNKNOWN, UNKNOWN
-        first = (self.tokens + self.data_start) // self.config.training.seq_len
-        batch = self.config.training.local_batch_size // self.num_pipeline_parallel_microbatches
+        first = (self.tokens + self.data_start) // self.config.budget.seq_len
+        batch = self.config.budget.microbatch
         return self.dataloader.position, first + self.checks.data_rank * batch
 
     def _warn(self, lines: Iterable[str]) -> None:
@@ -209,7 +212,7 @@ class MuonTrainer(Trainer):
         self.reported = self.metrics_processor.should_log(self.step)
         self.monitored = self.monitor is not None and self.step % self.config.monitor.every == 0
         self.checks.begin_step(reported=self.reported, counted=self.reported or self.monitored, place=self._place())
-        with compat.clipping_by(self._clip_gradients), compat.reporting_every_loss():
+        with compat.clipping_by(self._clip_gradients), titan.reporting_every_loss():
             super().train_step(data_iterator)
         self._report()
         if self.is_first_step:
@@ -228,12 +231,12 @@ class MuonTrainer(Trainer):
         self.metrics_processor.pause()
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
-        batches = super().batch_generator(data_iterable)
+        batches, packed = super().batch_generator(data_iterable), isinstance(self.dataloader, PackedDataLoader)
         while True:
             with self.timer.phase("data"):
                 batch = next(batches)
             if self.reported:
-                self.checks.add_batch(*batch, packed=isinstance(self.dataloader, PackedDataLoader))
+                self.checks.add_batch(*batch, seq_len=self.config.budget.seq_len if packed else None)
             yield batch
 
     def forward_backward_step(self, **microbatches: Any) -> torch.Tensor:

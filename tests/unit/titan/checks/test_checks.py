@@ -114,7 +114,7 @@ def test_positions_and_labels_follow_the_inputs_of_packed_blocks() -> None:
         checks.begin_step(reported=True, counted=False, place=NOWHERE)
         if changed is not None:
             changed += 1
-        checks.add_batch({"input": inputs, "positions": positions}, labels, packed=False)
+        checks.add_batch({"input": inputs, "positions": positions}, labels, seq_len=None)
         crcs.add(checks._crc)
     assert len(crcs) == 4, "peers of tensor parallelism compare each of them"
 

@@ -9,7 +9,7 @@ from torch import nn
 from benchmarks.memory_use import allocated
 from titan_muon import Muon
 from titan_muon.plan.summary import summarize
-from titan_muon.titan import compat
+from titan_muon.titan.torchtitan import compat
 
 compat.install()
 

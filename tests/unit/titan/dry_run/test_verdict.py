@@ -7,7 +7,7 @@ import pytest
 
 from titan_muon.assignment.rules import Assignment
 from titan_muon.plan.terms.machine import MACHINES
-from titan_muon.titan import compat
+from titan_muon.titan.torchtitan import compat
 
 compat.install()
 

@@ -7,10 +7,11 @@ import torch
 
 import models  # noqa: F401 (registers the families)
 from titan_muon import registry
-from titan_muon.titan.model import attention
 from titan_muon.titan.model.attention import DenseMask, DenseMaskAttention, share_dense_mask, use_attention
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.torchtitan.installed import titan
+from titan_muon.titan.torchtitan.interface import Chunk
 
 LENGTH = 48
 
@@ -62,7 +63,7 @@ def test_values_and_gradients_equal_separate_documents(kv_heads, value_dim, scal
         return torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
 
     q, k, v = random(4, 8), random(kv_heads, 8), random(kv_heads, value_dim)
-    mask = DenseMask.from_block_mask(_block_mask(positions))
+    mask = DenseMask(titan.chunks(_block_mask(positions)))
     inner = DenseMaskAttention.Config().build()
     out = inner(q, k, v, attention_masks=mask, scale=scale, enable_gqa=kv_heads != 4)
     expected = _attend_by_hand(q, k, v, positions, scale)
@@ -73,11 +74,13 @@ def test_values_and_gradients_equal_separate_documents(kv_heads, value_dim, scal
 
 
 def test_half_precision_is_rounded_once_after_attention_in_float32() -> None:
-    allowed = DenseMask(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril())
+    everything = slice(None)
+    allowed = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask = DenseMask((Chunk(everything, everything, allowed),))
     q, k, v = (torch.randn(1, LENGTH, 2, 8, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
     attend = DenseMaskAttention.Config().build()
-    rounded = attend(q, k, v, attention_masks=allowed)
-    exact = attend(q.float(), k.float(), v.float(), attention_masks=allowed)
+    rounded = attend(q, k, v, attention_masks=mask)
+    exact = attend(q.float(), k.float(), v.float(), attention_masks=mask)
     assert torch.equal(rounded, exact.bfloat16())
 
 
@@ -90,7 +93,7 @@ def test_every_forward_builds_a_single_mask_per_batch() -> None:
     def forward(positions: torch.Tensor) -> torch.Tensor:
         return model(tokens, positions=positions, attention_masks=model.get_attention_masks(positions))
 
-    with mock.patch.object(attention, "create_mask", wraps=attention.create_mask) as made:
+    with mock.patch.object(titan, "create_mask", wraps=titan.create_mask) as made:
         first, second = forward(batches[0]), forward(batches[1])
         assert made.call_count == 2, "one mask for each forward, whatever the number of layers"
         assert not torch.equal(first, second)

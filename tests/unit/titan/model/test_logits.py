@@ -13,6 +13,7 @@ from tests.unit.titan.model.test_attention import LENGTH, _block_mask, _position
 from titan_muon.titan.model import logits
 from titan_muon.titan.model.attention import DenseMask, DenseMaskAttention
 from titan_muon.titan.model.logits import ObservedDenseAttention, ObservedFlexAttention, ObservedVarlenAttention
+from titan_muon.titan.torchtitan.installed import titan
 
 STARTS = ((0, 7, 40), (0, 1, 47))
 SCALE = 0.3
@@ -50,7 +51,7 @@ def test_dense_attention_records_the_maximum_logits_and_keeps_the_output(
     kv_heads: int, value_dim: int, exact: bool
 ) -> None:
     q, k, v = qkv(kv_heads, value_dim)
-    mask = DenseMask.from_block_mask(_block_mask(_positions(*STARTS)))
+    mask = DenseMask(titan.chunks(_block_mask(_positions(*STARTS))))
     inner = observer(ObservedDenseAttention.Config().build())
     out = inner(q, k, v, attention_masks=mask, scale=SCALE, enable_gqa=kv_heads != 4)
     plain = DenseMaskAttention.Config().build()
@@ -112,7 +113,7 @@ def test_varlen_attention_records_the_kernels_log_sum_exp() -> None:
 
 
 def test_several_passes_record_the_maximum_and_validation_records_none() -> None:
-    mask = DenseMask.from_block_mask(_block_mask(_positions(*STARTS)))
+    mask = DenseMask(titan.chunks(_block_mask(_positions(*STARTS))))
     inner = observer(ObservedDenseAttention.Config().build())
     q, k, v = qkv(4, 6)
     with torch.no_grad():
@@ -129,6 +130,6 @@ def test_logits_are_kept_in_a_nonpersistent_buffer_if_there_is_one() -> None:
     assert [name for name, _ in inner.named_buffers()] == ["logits_max"]
     assert inner.state_dict() == {}
     q, k, v = qkv(4, 8)
-    mask = DenseMask.from_block_mask(_block_mask(_positions(*STARTS)))
+    mask = DenseMask(titan.chunks(_block_mask(_positions(*STARTS))))
     out = ObservedDenseAttention.Config().build()(q, k, v, attention_masks=mask, scale=SCALE)
     assert out.shape == q.shape

@@ -73,7 +73,8 @@ def exact_logits(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
         k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
         scale = q.shape[-1] ** -0.5 if kwargs["scale"] is None else kwargs["scale"]
         scores = torch.einsum("binh,bjnh->bnij", q, k) * scale
-        largest["layers.0"] = scores.masked_fill(~kwargs["attention_masks"].allowed, -torch.inf).amax((0, 2, 3))
+        (chunk,) = kwargs["attention_masks"].chunks
+        largest["layers.0"] = scores.masked_fill(~chunk.allowed, -torch.inf).amax((0, 2, 3))
 
     handle = inner.register_forward_pre_hook(look, with_kwargs=True)
     yield largest

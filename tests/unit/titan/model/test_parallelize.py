@@ -16,7 +16,7 @@ from titan_muon.titan.model.owned_placement import _flops
 from titan_muon.titan.model.parallelize import with_placement
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.recipe import Recipe, RecipeError
-from titan_muon.titan.recipe.sections import Parallelism, Placement
+from titan_muon.titan.recipe.sections import Parallelism, Placement, Training
 
 
 def _spec():
@@ -46,10 +46,9 @@ def test_degrees_must_divide_the_model(model: str, degrees: dict[str, int], mess
 
 
 def test_context_parallelism_refuses_an_indivisible_sequence() -> None:
-    spec = with_placement(_spec(), Recipe())
-    training = SimpleNamespace(seq_len=384)
+    spec = with_placement(_spec(), Recipe(training=Training(seq_len=384)))
     with pytest.raises(RecipeError, match=r"training\.seq_len = 384 must be a multiple of 256"):
-        spec.parallelize_fn(None, training=training, parallelism=SimpleNamespace(context_parallel_degree=2))
+        spec.parallelize_fn(None, parallelism=SimpleNamespace(context_parallel_degree=2))
 
 
 def test_owners_are_balanced_by_the_flops_of_the_chosen_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:

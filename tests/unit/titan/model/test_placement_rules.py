@@ -24,9 +24,9 @@ from titan_muon.options import PlacementRule
 from titan_muon.owned import is_owned
 from titan_muon.owned.owners import check_rules, placed
 from titan_muon.owned.param import holders
-from titan_muon.titan import compat
 from titan_muon.titan import model as _model  # noqa: F401 (prepares TorchTitan for the CPU)
 from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.torchtitan import compat
 
 NAMES = ("layers.0.wq", "layers.0.norm", "layers.1.wq", "head")
 

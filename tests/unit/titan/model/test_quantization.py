@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from titan_muon.titan import compat
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Float8
+from titan_muon.titan.torchtitan import compat
 
 compat.install()
 

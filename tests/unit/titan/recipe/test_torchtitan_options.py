@@ -7,9 +7,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from titan_muon.titan import compat
 from titan_muon.titan.recipe import schema
 from titan_muon.titan.recipe.sections import Recipe
+from titan_muon.titan.torchtitan import compat
 
 compat.install()
 

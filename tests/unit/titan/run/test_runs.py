@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests import tiny
-from titan_muon.titan import compat
 from titan_muon.titan.recipe import Recipe, RecipeError, load, to_toml
 from titan_muon.titan.recipe.files import keys_of_the_command_line
+from titan_muon.titan.torchtitan import compat
 
 compat.install()
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from tests import tiny
 from titan_muon.assignment.rules import Assignment
-from titan_muon.titan import compat
 from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.torchtitan import compat
 
 compat.install()
 

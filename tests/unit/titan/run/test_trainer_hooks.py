@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from titan_muon.titan import compat
+from titan_muon.titan.torchtitan import compat
 
 compat.install()
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titan_muon.titan import compat
+from titan_muon.titan.torchtitan import compat
 
 compat.install()
 
@@ -183,8 +183,9 @@ def hf_loader() -> Any:
     """A loader of `data.source = "hf"` without a download."""
     from datasets import Dataset
     from torchtitan.hf_datasets import DatasetConfig
+    from torchtitan.hf_datasets.text_datasets import DATASETS
 
-    from titan_muon.titan.data.hf import DATASETS, HFTextLoader
+    from titan_muon.titan.torchtitan.v0_3_text import HFTextLoader
 
     rows = Dataset.from_list([{"text": f"document {number}"} for number in range(9)])
     config = DatasetConfig(

@@ -1,14 +1,12 @@
-"""TorchTitan's loader of Hugging Face text, with a state of plain data. The import of `datasets` takes seconds."""
+"""TorchTitan 0.3's loader of Hugging Face text, with a state of plain data. The import of `datasets` takes seconds."""
 
 import json
 from dataclasses import dataclass
 from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 
-from titan_muon.titan.recipe import RecipeError
-from titan_muon.titan.recipe.sections import Data
 from titan_muon.titan.storage.reader import plain_pickle
 
 
@@ -35,22 +33,3 @@ class HFTextLoader(HuggingFaceTextDataLoader):
                 'checkpoint.exclude_from_loading = ["dataloader"] to start this data from its beginning'
             ) from error
         StatefulDataLoader.load_state_dict(self, state)
-
-
-def loader_config(data: Data, *, validation: bool) -> HFTextLoader.Config:
-    """Configuration of a loader. Raises RecipeError for an unknown `data.dataset`."""
-    name = f"{data.dataset}_validation" if validation else data.dataset
-    if data.dataset not in DATASETS:
-        raise RecipeError(f"data.dataset = {data.dataset!r}: TorchTitan knows {', '.join(sorted(DATASETS))}")
-    if name not in DATASETS:
-        raise RecipeError(
-            f"data.dataset = {data.dataset!r}: TorchTitan has no {name!r} to validate on; set validator.enable = false"
-        )
-    return HFTextLoader.Config(
-        dataset=name,
-        dataset_path=data.dataset_path,
-        num_workers=data.num_workers,
-        prefetch_factor=data.prefetch_factor,
-        persistent_workers=data.persistent_workers,
-        pin_memory=data.pin_memory,
-    )

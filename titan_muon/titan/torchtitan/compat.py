@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,30 +33,35 @@ from titan_muon.titan.recipe.degrees import has_torch_for
 
 TORCHTITAN_VERSION = "0.3.0"
 
-RECIPE_MODULES = ("torchtitan.components.dataloader", "torchtitan.components.validate", "torchtitan.components.metrics")
-"""Modules that torchtitan's main branch has moved or replaced."""
-
 _DECODER_SHARDING = ("apply_fsdp_to_decoder", "apply_fsdp_to_mtp_decoder")
 _TRITON_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 _ATTENTION = "torchtitan.models.common.attention"
 
 
-def require_recipes() -> None:
-    """Raise RecipeError if the installed torchtitan lacks RECIPE_MODULES."""
-    for name in RECIPE_MODULES:
-        try:
-            missing = importlib.util.find_spec(name) is None
-        except ModuleNotFoundError:
-            missing = True
-        if missing:
-            spec, version = importlib.util.find_spec("torchtitan"), importlib.metadata.version("torchtitan")
-            folder = "" if spec is None else ", ".join(spec.submodule_search_locations or ())
-            raise RecipeError(
-                f"recipes need torchtitan's release {TORCHTITAN_VERSION}, and the torchtitan in {folder} (version "
-                f"{version}) has no {name}: `pip install --force-reinstall torchtitan=={TORCHTITAN_VERSION}`, or train "
-                "with torchtitan's own configuration, whose slot `optimizer` takes "
-                "titan_muon.titan.HybridOptimizers.Config() in either version"
-            )
+def recipe_version() -> Literal["v0_3", "main"]:
+    """Module of this folder for the installed torchtitan, by its module of loaders.
+
+    Raises RecipeError for a torchtitan that recipes do not know.
+    """
+    if _has("torchtitan.components.data"):
+        return "main"
+    if _has("torchtitan.components.dataloader"):
+        return "v0_3"
+    spec, version = importlib.util.find_spec("torchtitan"), importlib.metadata.version("torchtitan")
+    folder = "" if spec is None else ", ".join(spec.submodule_search_locations or ())
+    raise RecipeError(
+        f"recipes know torchtitan's release {TORCHTITAN_VERSION} and its main branch of August 2026, and the loaders "
+        f"of the torchtitan in {folder} (version {version}) are those of neither: `pip install --force-reinstall "
+        f"torchtitan=={TORCHTITAN_VERSION}`, or train with torchtitan's own configuration, whose slot `optimizer` "
+        "takes titan_muon.titan.HybridOptimizers.Config() in any version"
+    )
+
+
+def _has(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def install() -> bool:
@@ -241,12 +246,13 @@ def sharding_decoders_by(parallelize_fn: Callable[..., Any], shard: Callable[...
         bound.apply_defaults()
         shard(original, **bound.arguments)
 
-    with _replaced(module, name, replacement):
+    with replaced(module, name, replacement):
         yield
 
 
 @contextmanager
-def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
+def replaced(module: Any, name: str, value: object) -> Iterator[None]:
+    """Context in which `module.name` is `value`."""
     original = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -261,7 +267,7 @@ def clipping_by(clip: Callable[[], torch.Tensor]) -> AbstractContextManager[None
     torchtitan 0.3.0 fails on parameters of different meshes. Remove when the trainer clips in a method.
     """
     utils = importlib.import_module("torchtitan.distributed.utils")
-    return _replaced(utils, "clip_grad_norm_", lambda *args, **kwargs: clip())
+    return replaced(utils, "clip_grad_norm_", lambda *args, **kwargs: clip())
 
 
 def ending_at_once() -> AbstractContextManager[None]:
@@ -271,16 +277,7 @@ def ending_at_once() -> AbstractContextManager[None]:
     """
     trainer = importlib.import_module("torchtitan.trainer")
     without_sleep = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
-    return _replaced(trainer, "time", without_sleep)
-
-
-def reporting_every_loss() -> AbstractContextManager[None]:
-    """Let torchtitan 0.3.0 report a non-finite loss too, in this context. The report records the step, and raises.
-
-    Remove when the trainer reports before it raises.
-    """
-    trainer = importlib.import_module("torchtitan.trainer")
-    return _replaced(trainer, "math", types.SimpleNamespace(isfinite=lambda loss: True))
+    return replaced(trainer, "time", without_sleep)
 
 
 def spmd_backend(requested: str, *, owned: bool = False, uneven_vocabulary: bool = False) -> str:
@@ -326,7 +323,7 @@ def init_distributed(config: Any, *, store: dist.Store, cpu_backend: bool = Fals
         world = int(os.environ["WORLD_SIZE"])
         original(**arguments, store=store, rank=int(os.environ["RANK"]), world_size=world)
 
-    with _replaced(dist, "init_process_group", init_process_group):
+    with replaced(dist, "init_process_group", init_process_group):
         utils.init_distributed(config, cpu_backend, base_folder=folder)
 
 

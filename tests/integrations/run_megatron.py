@@ -1,0 +1,231 @@
+"""A model of Megatron-FSDP beside one process: `python -m tests.integrations.run_megatron KIND FOLDER` on each rank.
+
+Prints the largest difference of the weights to those of one process after STEPS steps, after three more under FSDP2
+from a checkpoint, and after three more under Megatron-FSDP from a checkpoint of FSDP2.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.integrations import cuda_on_cpu  # noqa: F401
+from tests.shared import message
+from titan_muon import Hybrid, clip_grad_norm_, follow_megatron_fsdp
+from titan_muon.tensors.dtensor import held_indices
+
+import megatron_fsdp  # isort: skip
+from megatron_fsdp import experimental  # isort: skip
+
+STEPS, MORE, CLIP = 20, 3, 0.3
+OPTIONS: Mapping[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "decay_vectors": True}
+MUON: Mapping[str, Any] = {"orthogonalize": "reference", "adjust_lr_fn": "original"}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(Block(8, 12) for _ in range(2))
+        self.lm_head = nn.Linear(8, 16, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.lm_head(x).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def batch(step: int, place: int) -> Tensor:
+    return torch.randint(0, 16, (2, 7), generator=torch.Generator().manual_seed(100 * step + place))
+
+
+class Sharded:
+    """A model under Megatron-FSDP or FSDP2, with a Hybrid."""
+
+    def __init__(self, kind: str, seed: int, **options: Any) -> None:
+        self.kind, self.net = kind, Net(seed)
+        self.model: Any = _sharded(kind, self.net)
+        self.optimizer = Hybrid(self.model, **OPTIONS, muon={**MUON, **options})
+        if kind != "fsdp2":
+            follow_megatron_fsdp(self.optimizer, self.model)
+
+    def step(self, number: int) -> None:
+        loss = self.model(batch(number, dist.get_rank()))
+        # Gloo has no PREMUL_SUM, so classic Megatron-FSDP and FSDP2 sum the gradients.
+        (loss if self.kind.startswith("experimental") else loss / dist.get_world_size()).backward()
+        if not (classic := isinstance(self.model, megatron_fsdp.MegatronFSDP)) or self.model.model_auto_sync:
+            clip_grad_norm_(self.net.parameters(), CLIP)
+        elif classic:
+            self.model.finish_grad_sync()
+            clip_grad_norm_(self.net.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def parameters(self) -> Iterator[tuple[str, Any]]:
+        for group in self.optimizer.param_groups:
+            yield from zip(group["param_names"], group["params"], strict=True)
+
+    def worst(self, single: nn.Module) -> float:
+        """The largest difference to a whole model, over all ranks."""
+        worst, whole = torch.zeros(()), dict(single.named_parameters())
+        for name, parameter in self.parameters():
+            expected = whole[name].detach()
+            for dim, indices in enumerate(held_indices(parameter)):
+                expected = expected.index_select(dim, indices)
+            if expected.numel():
+                worst = torch.maximum(worst, (parameter.detach().to_local() - expected).abs().max())
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return float(worst)
+
+    def state(self) -> dict[str, Any]:
+        """Weights and optimizer states, by the same names under every kind of sharding."""
+        weights = dict(self.parameters())
+        return {"model": weights, "optimizer": get_optimizer_state_dict(self.net, self.optimizer)}
+
+    def save(self, folder: str) -> None:
+        dcp.save(self.state(), checkpoint_id=folder)
+
+    def load(self, folder: str) -> None:
+        state = self.state()
+        dcp.load(state, checkpoint_id=folder)
+        set_optimizer_state_dict(self.net, self.optimizer, state["optimizer"])
+        if isinstance(self.model, megatron_fsdp.MegatronFSDP):
+            self.model.install_optimized_model_weights()
+        for group in {getattr(p, "_mfsdp_parameter_group", None) for _, p in self.parameters()} - {None}:
+            group.sync_model_weight_from_main_weight()
+
+
+def _sharded(kind: str, net: Net) -> nn.Module:
+    world = dist.get_world_size()
+    if kind == "fsdp2":
+        for module in (*net.blocks, net):
+            fully_shard(module)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+        return net
+    if kind.startswith("experimental"):
+        keep, flat = experimental.Replicate(), experimental.Flat()
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+        placements = experimental.Placements(["dp"], [flat], [flat], [flat])
+        if "h" in kind.removeprefix("experimental"):
+            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "dp"))
+            partial, outer = experimental.Partial(dist.ReduceOp.AVG), flat if kind.endswith("hfsdp") else keep
+            placements = experimental.Placements(["outer", "dp"], [keep, flat], [partial, flat], [outer, flat])
+        for module in (*net.blocks, net):
+            experimental.fully_shard(module, mesh, placements)
+        return net
+    options: dict[str, Any] = {"zero_dp_strategy": kind}
+    shape, names = (world, 1), ("fsdp", "tp")
+    if kind in ("hsdp", "hfsdp"):
+        shape, names = (2, world // 2, 1), ("outer", "fsdp", "tp")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if kind in ("hsdp", "hfsdp"):
+        options = {"zero_dp_strategy": 3, "dp_outer_dim": "outer"}
+        options["outer_dp_sharding_strategy"] = "optim" if kind == "hfsdp" else "no_shard"
+        options["hybrid_fsdp_group"] = mesh[("outer", "fsdp")]._flatten("both").get_group()
+    return megatron_fsdp.fully_shard_model(
+        net,
+        device_mesh=mesh,
+        dp_shard_dim="fsdp",
+        tp_dim="tp",
+        fsdp_unit_modules=[Block],
+        device=torch.device("cpu"),
+        calculate_per_token_loss=True,
+        **options,
+    )
+
+
+class OneProcess:
+    """torch.optim.Muon and torch.optim.AdamW on all batches."""
+
+    def __init__(self, muon: set[str]) -> None:
+        self.model = Net(1)
+        named = dict(self.model.named_parameters())
+        rates = {"lr": OPTIONS["lr"], "weight_decay": OPTIONS["weight_decay"]}
+        self._optimizers = [
+            torch.optim.Muon([named[name] for name in sorted(muon)], momentum=0.95, **rates),
+            torch.optim.AdamW([p for name, p in named.items() if name not in muon], **rates),
+        ]
+
+    def step(self, number: int) -> None:
+        world = dist.get_world_size()
+        for place in range(world):
+            (self.model(batch(number, place)) / world).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def train(kind: str, folder: str) -> dict[str, float]:
+    sharded = Sharded(kind, seed=1)
+    single = OneProcess({a.fqn for a in sharded.optimizer.assignments if a.optimizer == "muon"})
+    found, step = {}, 0
+    for stage, steps in ((kind, STEPS), ("fsdp2", MORE), (f"{kind} again", MORE)):
+        if step:
+            sharded = Sharded(stage.removesuffix(" again"), seed=step)
+            sharded.load(f"{folder}/{step}")
+        for _ in range(steps):
+            sharded.step(step)
+            single.step(step)
+            step += 1
+        found[stage] = sharded.worst(single.model)
+        sharded.save(f"{folder}/{step}")
+    return found
+
+
+def refusals() -> dict[str, str]:
+    """The errors of calls that would be wrong."""
+    texts = {"overlap": message(lambda: Sharded("optim", 1, overlap="backward"))}
+    net = Net(1)
+    model: Any = _sharded("optim", net)
+    optimizer = Hybrid(model, **OPTIONS, muon=MUON)
+    before = [p.to_local().clone() for p in model.parameters()]
+    texts["zeros"] = message(lambda: megatron_fsdp.fully_shard_optimizer(optimizer))
+    follow_megatron_fsdp(optimizer, model)
+    texts["zeros after"] = message(lambda: megatron_fsdp.fully_shard_optimizer(optimizer))
+    texts["names"] = message(lambda: optimizer.add_param_group({"params": list(model.parameters())}))
+    same = all(torch.equal(p.to_local(), b) for p, b in zip(model.parameters(), before, strict=True))
+    texts["weights"] = "unchanged" if same else "changed"
+    plain = Net(1)
+    texts["plain"] = message(lambda: follow_megatron_fsdp(Hybrid(plain, muon=MUON), plain))
+    if dist.get_world_size() == 4:
+        texts["experimental hfsdp"] = message(lambda: Sharded("experimental hfsdp", 1))
+    return texts
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    kind, folder = sys.argv[1:]
+    for name, found in (refusals() if kind == "refusals" else train(kind, folder)).items():
+        if dist.get_rank() == 0:
+            print(f"{name}: {found}", flush=True)
+    dist.barrier()
+    # Gloo's threads sometimes abort the interpreter's exit.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
