@@ -37,7 +37,7 @@ OLDEST_TESTS := $(addprefix tests/unit/,plan state step orthogonalize features t
 TITAN_ENV := .venv-titan
 TITAN ?=
 TITAN_TESTS := tests/unit/titan/assign/test_torchtitan_slot.py tests/unit/titan/assign/test_other_torchtitan.py \
-	tests/unit/titan/test_versions.py tests/dist/titan/test_training_layouts.py tests/dist/titan/test_torchtitan_example.py
+	tests/unit/titan/test_versions.py tests/dist/titan/test_training_layouts.py
 INTEGRATIONS := .venv-integrations
 INTEGRATIONS_STAMP := $(INTEGRATIONS)/.installed
 NPROC ?= 2
