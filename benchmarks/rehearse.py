@@ -57,6 +57,11 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     ),
     "PP 4": ("--parallelism.pipeline_parallel_degree", "4", "--training.local_batch_size", "4"),
 }
+PASSES = (
+    *("--training.local_batch_size", "1", "--activation_checkpoint.mode", "selective"),
+    *("--parallelism.fsdp_reshard_after_forward", "default", "--parallelism.expert_parallel_degree", "1"),
+)
+"""Equal passes of all recipes, whose layouts are for other numbers of ranks."""
 WORLDS = (8, 64, 1024)
 REHEARSED: dict[str, tuple[str, str, str]] = {
     "qwen3_0.6b": ("owned", "FSDP", "HSDP 8, one momentum"),
@@ -82,7 +87,7 @@ class Case:
 
     def arguments(self) -> list[str]:
         """Command-line words of the recipe and layout."""
-        return ["--config", str(ROOT / "configs" / f"{self.recipe}_muon.toml"), *LAYOUTS[self.layout]]
+        return ["--config", str(ROOT / "configs" / f"{self.recipe}_muon.toml"), *PASSES, *LAYOUTS[self.layout]]
 
     def __str__(self) -> str:
         return f"{self.recipe} @ {self.world}, {self.layout}"

@@ -19,7 +19,7 @@ BEGIN, END = "<!-- launches: written by docs/make_launches.py -->\n", "<!-- end 
 WORLD = 64
 CASES: dict[str, tuple[str, ...]] = {
     "qwen3_8b": (),
-    "qwen3_30b_a3b": (),
+    "qwen3_30b_a3b": ("--parallelism.expert_parallel_degree", "1"),
     "llama3_8b": ("--parallelism.tensor_parallel_degree", "8"),
 }
 """Further words of the command line by recipe."""
@@ -41,7 +41,8 @@ def counted(recipe: str) -> dict[str, int]:
 
 def row(recipe: str, launches: dict[str, int]) -> str:
     """A line of the table."""
-    layout = " ".join(CASES[recipe]).replace("--parallelism.tensor_parallel_degree", "TP") or "as in the recipe"
+    names = {"--parallelism.tensor_parallel_degree": "TP", "--parallelism.expert_parallel_degree": "EP"}
+    layout = " ".join(names.get(word, word) for word in CASES[recipe]) or "as in the recipe"
     return f"| `{recipe}_muon` | {layout} | {' | '.join(f'{launches[kind]:,}' for kind in KINDS)} |\n"
 
 

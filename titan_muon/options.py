@@ -118,14 +118,15 @@ class PlacementRule:
 class Machine:
     """The machine for the plan: a name, and numbers instead of the named machine's."""
 
-    name: Literal["auto", "h100x8", "h200x8", "b200x8", "a100x8", "cpu", "cpu_float32"] = "auto"
-    """Nodes of 8 GPUs, with a 400 Gb/s network for each GPU. `auto`: `h100x8` on GPUs, `cpu` on CPUs."""
+    name: Literal["auto", "h100x8", "h200x8", "b200x8", "gb200x72", "gb300x72", "a100x8", "cpu", "cpu_float32"] = "auto"
+    """Nodes of 8 GPUs, or racks of 72 in one NVLink domain, with a network of 400 Gb/s for each GPU (`gb300x72`: 800).
+    `auto`: `h100x8` on GPUs, `cpu` on CPUs."""
 
     file: Annotated[str, TEXT] | None = None
     """File of measured numbers instead of the named ones, `machine.json` of `make gpu`."""
 
     ranks_per_node: Annotated[int, COUNT] | None = None
-    """Ranks in one node."""
+    """Ranks in one node, or in one NVLink domain."""
 
     tflops: Annotated[float, POSITIVE] | None = None
     """TFLOP/s of large matrix products in bfloat16 or float16."""

@@ -19,19 +19,39 @@ from titan_muon.titan.torchtitan import compat
 
 compat.install()
 
-from titan_muon.titan.dry_run.meta_model import build_meta_model, smallest_world  # noqa: E402
+from titan_muon.plan.terms.machine import MACHINES  # noqa: E402
+from titan_muon.titan.dry_run.meta_model import build_meta_model, smallest_world, whole_model  # noqa: E402
 from titan_muon.titan.dry_run.report import report  # noqa: E402
+from titan_muon.titan.dry_run.training import Passes  # noqa: E402
 from titan_muon.titan.recipe import Recipe, RecipeError, degrees, load, to_toml  # noqa: E402
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(path.stem for path in CONFIGS.glob("*.toml"))
 SMALL = ["qwen_moe_muon", "qwen_moe_adamw", "qwen_moe_shard0", "llama_muon", "deepseek_muon"]
 WORLDS = [1, 2, 4, 8]
+# Published sizes, with the ranks of their layout on H100s.
+SIZES = {
+    "qwen3_0.6b_muon": 8,
+    "qwen3_8b_muon": 64,
+    "llama3_8b_muon": 64,
+    "llama3_70b_muon": 256,
+    "qwen3_30b_a3b_muon": 64,
+    "moonlight_muon": 64,
+    "deepseek_v3_muon": 512,
+    "deepseek_v4_style_muon": 512,
+    "kimi_k2_muon": 1024,
+}
 # Their plans take seconds, so they are planned for the last world alone.
 LARGE = ["deepseek_v3_muon", "deepseek_v4_style_muon", "kimi_k2_muon"]
 
 
 OWNED = ("--placement.muon", "owned")
+
+
+def worlds(recipe: str) -> list[int]:
+    """World sizes for the dry runs: those that hold the degrees, at least the smallest."""
+    smallest = smallest_world(load(CONFIGS / f"{recipe}.toml"))
+    return [size for size in WORLDS if size % smallest == 0][-1 if recipe in LARGE else 0 :] or [smallest]
 
 
 def dry_run(
@@ -54,6 +74,20 @@ def test_every_recipe_trains_on_the_same_tokens_on_every_layout(recipe: str) -> 
         assert training.global_batch_size * training.seq_len == 2048, "README says so"
 
 
+def test_every_recipe_of_a_published_size_has_a_layout_for_it() -> None:
+    assert SIZES.keys() == {path.stem for path in CONFIGS.glob("*_muon.toml")} - set(SMALL)
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(r, marks=pytest.mark.slow if r in LARGE else ()) for r in SIZES])
+def test_fsdp_hides_behind_the_products_of_a_published_size(recipe: str) -> None:
+    loaded, world = load(CONFIGS / f"{recipe}.toml"), SIZES[recipe]
+    degrees.check_degrees(loaded, world)
+    size, whole = whole_model(loaded)
+    step = Passes(loaded, world, size, whole).estimate(MACHINES["h100x8"])
+    assert step.fsdp <= 1.1 * step.compute
+    assert step.memory.total <= 0.9 * MACHINES["h100x8"].capacity
+
+
 def test_a_dry_run_prints_effect_and_traffic_of_qk_clip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dry_run("moonlight_muon", 8, tmp_path)
     line = "QK-clip: heads with logits above 100 are clipped, alpha 0.5; one all-reduce of 1,728 bytes a step"
@@ -65,7 +99,7 @@ def test_a_dry_run_prints_effect_and_traffic_of_qk_clip(tmp_path: Path, capsys: 
     [
         pytest.param(recipe, size, marks=pytest.mark.slow if recipe in LARGE else ())
         for recipe in RECIPES
-        for size in WORLDS[-1 if recipe in LARGE else 0 :]
+        for size in worlds(recipe)
     ],
 )
 def test_every_recipe_dry_runs(

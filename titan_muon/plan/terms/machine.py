@@ -319,6 +319,18 @@ def _gpus(name: str, flops: Mapping[str, float], half_side: int, memory: float, 
     return replace(rates, host=_HOST, host_piece=_HOST_PIECE, capacity=gib * 2**30, communicators=_NCCL)
 
 
+# 72 GPUs reduced 4 to 8 GB at 835 GB/s of bus bandwidth (coreweave/nccl-tests#43); an all-to-all is assumed at the 80 %
+# of 8 GPUs. Memory of NCCL for 71 peers is unknown, and assumed to be in total that for 7.
+_RACK_LINK = Link(720e9, 15e-6, 1e-6)
+
+
+def _rack(rates: MachineRates, network: float) -> MachineRates:
+    """72 GPUs in one link domain."""
+    communicators = replace(_NCCL, near_peer=_NCCL.near_peer * 7 // 71)
+    link = replace(rates.network, bandwidth=network)
+    return replace(rates, ranks_per_node=72, network=link, communicators=communicators)
+
+
 MACHINES: Mapping[str, MachineRates] = {
     machine.name: machine
     for machine in (
@@ -330,6 +342,11 @@ MACHINES: Mapping[str, MachineRates] = {
         _gpus("h200x8", _flops(650e12, 50e12), 400, 3.0e12, Link(360e9, 10e-6, 1e-6), 139),
         # NVIDIA DGX B200 data sheet: 2,250 TFLOP/s dense bfloat16 and 75 float32 for each GPU, 8 TB/s, 180 GB.
         _gpus("b200x8", _flops(1600e12, 60e12), 400, 7.0e12, Link(720e9, 10e-6, 1e-6), 178),
+        # NVIDIA data sheets of GB200 NVL72 and GB300 NVL72, for each of 72 GPUs: 2,500 TFLOP/s dense bfloat16, 80
+        # float32, 8 TB/s; 186 and 279 GB; NVLink with 900 GB/s in each direction to all 72; a ConnectX-7 with 400 Gb/s
+        # and a ConnectX-8 with 800. Rates are in proportion to those of `b200x8`.
+        _rack(_gpus("gb200x72", _flops(1780e12, 64e12), 400, 7.0e12, _RACK_LINK, 184), _NETWORK.bandwidth),
+        _rack(_gpus("gb300x72", _flops(1780e12, 64e12), 400, 7.0e12, _RACK_LINK, 276), 2 * _NETWORK.bandwidth),
         # NVIDIA A100 80GB data sheet: 312 TFLOP/s dense bfloat16, 19.5 float32, 2.0 TB/s.
         _gpus("a100x8", _flops(250e12, 17e12), 200, 1.7e12, Link(240e9, 10e-6, 1e-6), 79),
         # One core with bfloat16 but no float16 instructions, and gloo on one host.

@@ -51,7 +51,7 @@ def report(
     ]
     print("\n".join(["", *counts]))
     _print(parts, lambda part: _plan_lines(part, recipe, full=full))
-    _print(parts, lambda part: verdict_lines(part.verdict, part.meta, recipe, part.machine))
+    _print(parts, lambda part: verdict_lines(part.verdict, part.meta, part.machine))
     for problem in () if is_for_this_machine(world_size, device) else data_problems(recipe):
         print(f"\nwarning: training on this machine would be refused: {problem}")
     if json is not None:
@@ -118,6 +118,8 @@ def _document(part: StageReport) -> dict[str, object]:
             "modelled_muon_seconds": verdict.muon + verdict.others,
             "modelled_adamw_seconds": verdict.adamw,
             "overhead_over_adamw": verdict.overhead,
+            "overhead_in_one_pass": verdict.overhead_in_one_pass,
+            "passes_below_one_percent": verdict.passes_below_one_percent,
             "training": asdict(verdict.training),
         },
         "owners": [{"rank": rank, **asdict(load)} for rank, load in part.loads.items()],

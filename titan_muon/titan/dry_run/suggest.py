@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -21,7 +22,7 @@ from titan_muon.titan.dry_run.training import STACK, ModelSize, Passes
 from titan_muon.titan.dry_run.verdict import MEMORY_ERROR, Verdict
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.recipe.constraints import violations
-from titan_muon.titan.recipe.degrees import data_ranks
+from titan_muon.titan.recipe.degrees import check_layout, data_ranks
 from titan_muon.titan.recipe.files import keys_of_the_command_line, written_values
 from titan_muon.titan.recipe.sections import Parallelism
 from titan_muon.titan.recipe.toml import document_text, plural
@@ -112,9 +113,10 @@ def search(recipe: Recipe, world: int, machine: MachineRates, tell: Callable[[st
         if len(best) >= SHOWN and candidate.order >= sorted(found.order for found in best.values())[SHOWN - 1]:
             break
         if degrees not in planned:
-            if len(planned) == MOST_PLANS:
+            # A refusal is quick, and does not count.
+            if sum(map(bool, planned.values())) == MOST_PLANS:
                 continue
-            tell(f"plan {len(planned) + 1}, at most {MOST_PLANS}: {layout_text(candidate.recipe)}")
+            tell(f"plan {len(planned) + 1}: {layout_text(candidate.recipe)}")
             planned[degrees] = _planned(candidate.recipe, world)
         # The plan does not depend on batch, resharding and checkpointing.
         verdicts = tuple(_changed(part, candidate.recipe) for part in planned[degrees])
@@ -146,11 +148,14 @@ def _candidates(
     stored_bytes = 0 if offload_of(recipe) == "parameters" else element_bytes
     for changed in _layouts(recipe, world, whole):
         stage = _stage(whole, changed.parallelism.pipeline_parallel_degree)
+        stored = Passes(changed, world, size, stage).stored
+        if stored * (stored_bytes + state_bytes) > machine.capacity:
+            continue
         for varied in _variants(changed, world):
             passes = Passes(varied, world, size, stage)
             # FSDP frees the gradients of a single pass as the step ends, so they are not at the peak of activations.
             held = stored_bytes * (2 if passes.passes > 1 else 1) + state_bytes
-            least = passes.stored * held + passes.memory().total + machine.communicators.context
+            least = stored * held + passes.memory().total + machine.communicators.context
             if least * (1 + MEMORY_ERROR) <= machine.capacity:
                 yield Candidate(varied, passes.estimate(machine).seconds, least)
 
@@ -170,8 +175,10 @@ def _layouts(recipe: Recipe, world: int, whole: Sequence[Assignment]) -> Iterato
             expert_parallel_degree=ep,
             pipeline_parallel_degree=pp,
         )
-        if world % (replicas * tp * pp * changed.context_parallel_degree) == 0:
-            yield replace(recipe, parallelism=changed)
+        changed_recipe = replace(recipe, parallelism=changed)
+        with suppress(RecipeError):
+            check_layout(changed_recipe, world)
+            yield changed_recipe
 
 
 def _variants(recipe: Recipe, world: int) -> Iterator[Recipe]:

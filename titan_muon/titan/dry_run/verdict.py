@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import ceil
 
 from titan_muon.plan.cost.timeline import Timeline
 from titan_muon.plan.terms.machine import ERROR, MachineRates
@@ -11,7 +12,7 @@ from titan_muon.titan.dry_run.memory import Memory, mean_elements
 from titan_muon.titan.dry_run.meta_model import MetaModel
 from titan_muon.titan.dry_run.training import TRAINING_SHARE, Passes, Training
 from titan_muon.titan.recipe import Recipe
-from titan_muon.titan.recipe.toml import plural, value_text
+from titan_muon.titan.recipe.toml import plural
 
 ADAMW_BYTES = 28
 """Bytes per float32 element in a fused step: reads weight, gradient and two averages, writes all but the gradient."""
@@ -47,6 +48,21 @@ class Verdict:
     def overhead(self) -> float:
         """Relative increase of the step time over AdamW for all parameters."""
         return self.seconds / self.adamw_seconds - 1
+
+    @property
+    def overhead_in_one_pass(self) -> float:
+        """The overhead of a step without accumulation of gradients."""
+        return self._extra / (self.training.seconds / self.training.passes + self.adamw)
+
+    @property
+    def passes_below_one_percent(self) -> int:
+        """The fewest passes of a step with an overhead of at most 1 %."""
+        one_pass = self.training.seconds / self.training.passes
+        return max(1, ceil((self._extra / 0.01 - self.adamw) / one_pass))
+
+    @property
+    def _extra(self) -> float:
+        return self.muon + self.others - self.adamw
 
     @property
     def in_passes(self) -> int:
@@ -110,36 +126,11 @@ def _communicator_bytes(meta: MetaModel, recipe: Recipe, machine: MachineRates) 
     return sizes.context + groups * sizes.group + peers * sizes.near_peer
 
 
-REMEDIES = (
-    ("parallelism", "fsdp_reshard_after_forward", "always"),
-    ("activation_checkpoint", "mode", "full"),
-    ("training", "local_batch_size", 1),
-    ("training", "enable_cpu_offload", True),
-)
-
-
-def remedies(verdict: Verdict, meta: MetaModel, recipe: Recipe) -> Iterator[str]:
-    """Keys that alone make the model fit, each with the new peak."""
-    found = False
-    for table, key, value in REMEDIES:
-        changed = replace(recipe, **{table: replace(getattr(recipe, table), **{key: value})})
-        passes = Passes(changed, meta.world_size, meta.size, meta.assigned).memory()
-        memory = verdict.memory
-        if key == "enable_cpu_offload":
-            memory = replace(memory, parameters=0, optimizer_states=0)
-        peak = replace(verdict, memory=memory, training=replace(verdict.training, memory=passes)).peak
-        if peak < verdict.peak and peak * (1 + MEMORY_ERROR) <= verdict.capacity:
-            found = True
-            yield f"    {table}.{key} = {value_text(value)}: {_gib(peak)}"
-    if not found:
-        yield "    no single key suffices: combine them, add ranks, or add tensor or pipeline parallelism"
-
-
-def verdict_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe, machine: MachineRates) -> Iterator[str]:
+def verdict_lines(verdict: Verdict, meta: MetaModel, machine: MachineRates) -> Iterator[str]:
     """Lines on memory, the time of a training step, and Muon's share."""
     low, high = ERROR
     yield f"estimate for {plural(meta.world_size, 'rank')} of {machine.name}: modelled, not measured"
-    yield from _memory_lines(verdict, meta, recipe)
+    yield from _memory_lines(verdict)
     training = verdict.training
     yield (
         f"  training step   {_ms(verdict.seconds)} ({_ms(low * verdict.seconds)} to {_ms(high * verdict.seconds)}) for "
@@ -153,6 +144,8 @@ def verdict_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe, machine: Ma
     }
     if text := ", ".join(f"{name} {_ms(seconds)}" for name, seconds in exchanges.items() if seconds):
         yield f"                  {text}"
+    if training.fsdp > training.compute:
+        yield "                  FSDP takes longer than the products: --suggest searches faster layouts"
     if verdict.capacity == 0:
         # A CPU orthogonalizes slowly beside its memory, so the percentage says nothing about GPUs.
         yield (
@@ -165,6 +158,12 @@ def verdict_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe, machine: Ma
     yield (
         f"  Muon            {percent:,.2f} % of the step over AdamW ({band}): {_ms(verdict.muon + verdict.others)} "
         f"instead of {_ms(verdict.adamw)}"
+    )
+    passes = verdict.passes_below_one_percent
+    below = f"from {passes * training.tokens // training.passes:,} tokens ({plural(passes, 'pass')})"
+    yield (
+        f"                  {100 * verdict.overhead_in_one_pass:,.2f} % in a step of one pass; at most 1 % "
+        f"{below if passes > 1 else 'in every batch'}"
     )
 
 
@@ -183,7 +182,7 @@ def memory_parts(verdict: Verdict) -> dict[str, int]:
     }
 
 
-def _memory_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe) -> Iterable[str]:
+def _memory_lines(verdict: Verdict) -> Iterable[str]:
     peak = _gib(verdict.peak)
     if verdict.capacity:
         state = "fits" if verdict.fits else "does not fit" if verdict.peak > verdict.capacity else "may not fit"
@@ -194,8 +193,7 @@ def _memory_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe) -> Iterable
     if text := ", ".join(shown):
         yield f"                  GiB: {text}"
     if not verdict.fits:
-        yield "  to make it fit:"
-        yield from remedies(verdict, meta, recipe)
+        yield "                  --suggest lists layouts that fit; training.enable_cpu_offload = true needs less memory"
 
 
 def _gib(size: float) -> str:
