@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -43,23 +44,26 @@ class Reported(Protocol):
         """Raise ValueError for faults of the last step, equal on all ranks with this report."""
 
 
+@dataclass(frozen=True)
 class Flags:
-    """A fault that a step finds by place, in one tensor for all buckets, so that the report takes a launch a step.
+    """Faults that a step finds by place, in one tensor for all buckets, so that the report takes a launch a step.
 
     Attributes:
         found: (count,) bool on the device, which the step writes.
+        parameters: (count,) int64, on the device.
+        codes: (count,) int32, the fault of each place, on the device.
     """
 
-    def __init__(self, parameters: Sequence[int], faults: Sequence[Fault], device: torch.device) -> None:
-        numbers, codes = torch.tensor(list(parameters), device="cpu"), torch.tensor(list(faults), device="cpu")
-        self._parameters = on_device(numbers.to(torch.int64), device)
-        self._codes = on_device(codes.to(torch.int32), device)
-        self.found = torch.zeros(len(parameters), dtype=torch.bool, device=device)
+    found: Tensor
+    parameters: Tensor
+    codes: Tensor
 
-    def move_to(self, faults: Tensor) -> None:
-        """Add to the faults by parameter, (parameters,) int32, and clear."""
-        faults.scatter_reduce_(0, self._parameters, self._codes * self.found, "amax")
-        self.found.zero_()
+
+def flags_of(parameters: Sequence[int], faults: Sequence[Fault], device: torch.device) -> Flags:
+    """Flags that are not set."""
+    numbers, codes = torch.tensor(list(parameters), device="cpu"), torch.tensor(list(faults), device="cpu")
+    found = torch.zeros(len(parameters), dtype=torch.bool, device=device)
+    return Flags(found, on_device(numbers.to(torch.int64), device), on_device(codes.to(torch.int32), device))
 
 
 class FaultReport:
@@ -96,7 +100,7 @@ class FaultReport:
         self._codes = torch.zeros(sum(self._parts), dtype=torch.int32, device=device)
         self._faults, compared, self._flags = self._codes.split(self._parts)
         self._sizes = compared.view(2, -1)[:, : len(self._replicas)].fill_(NO_SIZE)
-        self._on_time = self._late = Flags((), (), device)
+        self._on_time = self._late = flags_of((), (), device)
         self._shared = torch.zeros_like(self._codes)
         self._shared_hashes = self._shared.split(self._parts)[1].view(2, -1)[:, len(self._replicas) :]
         self._sent_values: list[dict[str, str]] = []
@@ -129,7 +133,12 @@ class FaultReport:
 
     def add_late(self) -> None:
         """Add faults of late updates. The current stream has waited for these updates."""
-        self._late.move_to(self._faults)
+        self._move(self._late)
+
+    def _move(self, flags: Flags) -> None:
+        """Add the flags to the faults by parameter, and clear them."""
+        self._faults.scatter_reduce_(0, flags.parameters, flags.codes * flags.found, "amax")
+        flags.found.zero_()
 
     def add(self, faults: Sequence[Fault], start: int = 0) -> None:
         if any(faults):
@@ -168,7 +177,7 @@ class FaultReport:
 
     def send(self) -> None:
         """Start to share the faults of a step."""
-        self._on_time.move_to(self._faults)
+        self._move(self._on_time)
         self._shared.copy_(self._codes)
         self._shared_hashes.copy_(self._hashes, non_blocking=True)
         self._codes.zero_()
@@ -203,7 +212,7 @@ class FaultReport:
 
     def late(self) -> list[Fault]:
         """This rank's faults since the last `send`, by parameter, also for the next report."""
-        self._on_time.move_to(self._faults)
+        self._move(self._on_time)
         self.add_late()
         return [Fault(code) for code in self._faults.tolist()]
 

@@ -180,8 +180,12 @@ class MuonStep:
 
 def zero_broken_(bounds: UpdateBounds) -> None:
     """Flag and zero updates that no orthogonalization can have made."""
+    if bounds.rows is None:
+        norms = torch.stack(torch._foreach_norm(bounds.views, 2))
+    else:
+        norms = torch.linalg.vector_norm(bounds.rows, dim=1)
     # The comparison is false for NaN.
-    torch.le(bounds.norms(), bounds.largest, out=bounds.broken).logical_not_()
+    torch.le(norms, bounds.largest, out=bounds.broken).logical_not_()
     any_broken = bounds.broken.any()
     # Reading a flag on the CPU does not wait.
     if not any_broken.is_cpu or any_broken:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..comm.buffers import BucketBuffers, StepMemory
 from ..comm.faults import Fault
-from ..comm.report import Flags
+from ..comm.report import Flags, flags_of
 from ..orthogonalize import DTYPES, Iteration, Method, frobenius_norms, largest_value, prepared
 from ..plan.cost.walk import batches
 from ..plan.terms.layout import Span, spans
@@ -109,12 +109,6 @@ class UpdateBounds:
     largest: Tensor
     broken: Tensor
 
-    def norms(self) -> Tensor:
-        """(count,) Frobenius norms of the views."""
-        if self.rows is None:
-            return torch.stack(torch._foreach_norm(self.views, 2))
-        return torch.linalg.vector_norm(self.rows, dim=1)
-
 
 @dataclass(frozen=True)
 class BucketViews:
@@ -188,7 +182,7 @@ class _Builder:
         def flags(of_matrices: Sequence[int], kept: Callable[[int], bool]) -> Flags:
             of_updates = [matrix for index, matrices in enumerate(stored) if kept(index) for matrix in matrices]
             faults = [Fault.NOT_FINITE] * len(of_matrices) + [Fault.UPDATE_TOO_LARGE] * len(of_updates)
-            return Flags([planned[matrix].parameter for matrix in (*of_matrices, *of_updates)], faults, rank.device)
+            return flags_of([planned[matrix].parameter for matrix in (*of_matrices, *of_updates)], faults, rank.device)
 
         on_time, after = flags(owned, lambda index: index not in late), flags((), lambda index: index in late)
         rank.report.watch(on_time, after)

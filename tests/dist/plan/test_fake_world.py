@@ -17,7 +17,7 @@ from benchmarks.c10d_counter import CollectiveCounter
 from tests.shared import fake_ranks
 from tests.unit.step.test_executor import Operators
 from titan_muon import Muon
-from titan_muon.comm.report import Flags
+from titan_muon.comm.report import FaultReport
 from titan_muon.plan.program import BucketProgram, make_program
 from titan_muon.plan.summary import summarize
 
@@ -160,7 +160,7 @@ def test_a_step_makes_fewer_views_than_matrices() -> None:
     """No views of contiguous gradients, and a few views of buffers for each collective."""
     case = fsdp(128, 0)
     # Unfilled buffers hold arbitrary values, and a step would report them.
-    with fake_world(case), mock.patch.object(Flags, "move_to"):
+    with fake_world(case), mock.patch.object(FaultReport, "_move"):
         optimizer = build(case, "all_to_all")
         with FakeTransport():
             optimizer.step()

@@ -68,7 +68,7 @@ def test_a_checkpoint_goes_to_torchs_muon_and_back_bit_for_bit(adjust: str | Non
     [
         ({"adjust_lr_fn": 0.18}, "adjust_lr_fn = 0.18 is unknown to torch.optim.Muon"),
         ({"ns_coefficients": "polar_express"}, "ns_coefficients"),
-        ({"algorithm": "normuon"}, "^rule keeps second_moment"),
+        ({"algorithm": "normuon"}, "^algorithm keeps second_moment"),
         ({"state_dtype": "int8"}, "'int8' has no equivalent"),
     ],
 )

@@ -64,7 +64,7 @@ def test_every_real_flavor_is_checked() -> None:
     assert set(EVERY) == set(SIZES) | set(TINY)
 
 
-@pytest.mark.parametrize("key", TINY)
+@pytest.mark.parametrize("key", [key for key in TINY if key.endswith("/tiny")])
 def test_a_tiny_flavor_fits_a_laptop_and_divides_by_4(key: str) -> None:
     assert 1e6 < sum(p.numel() for p in parameters(key).values()) < 5e6
     for layer in model_spec(*key.split("/")).model.layers:
