@@ -108,7 +108,7 @@ CASES = (
 def planned(case: Case) -> dict[str, Any]:
     """Figures of a case's dry run, in milliseconds and tokens."""
     import models  # noqa: F401 (registers the families)
-    from titan_muon.titan import compat
+    from titan_muon.titan.torchtitan import compat
 
     compat.install()
     from titan_muon.titan.dry_run.stages import dry_run

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import models  # noqa: F401 (registers the families)
-from titan_muon.titan import compat
+from titan_muon.titan.torchtitan import compat
 
 compat.install()
 
