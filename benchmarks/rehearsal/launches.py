@@ -105,7 +105,7 @@ def counted(recipe: Recipe, world_size: int, rank: int, gpu: FakeGpu, folder: st
         trainer = build_trainer(without_files(recipe), world_size, gpu, folder)
         muon = next(optimizer for optimizer in trainer.optimizers if isinstance(optimizer, Muon))
         parameters = [parameter for part in trainer.model_parts for parameter in part.parameters()]
-        trainer.counted = False
+        trainer.reported = trainer.monitored = False
         finite = NormCheck(torch.ones((), device="cuda"), (), torch.zeros(0))
 
         def launches(prepare: Callable[[], object]) -> int:
