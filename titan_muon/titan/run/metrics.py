@@ -198,8 +198,8 @@ class RunMetrics(MetricsProcessor):
         self.batch_ranks = parallel_dims.dp_replicate * parallel_dims.dp_shard
         self.last_loss: float | None = None
         self.validation_loss: float | None = None
-        self._best = math.inf, 0
         """Loss of the last validation; under pipeline parallelism only on ranks of the last stage."""
+        self._best = math.inf, 0
         self._logged: tuple[float, float] | None = None
         self._validated: tuple[float, Mapping[str, Any]] | None = None
         self._began = time.perf_counter() - config.seconds_before
