@@ -303,8 +303,8 @@ def test_offloaded_states_count_on_the_host_and_two_loads_count_on_the_device(de
     # Local matrices: the largest batch of one shape decides.
     muon = Counter(tuple(a["shape"]) for a in plan["parameters"] if a["optimizer"] == "muon")
     assert cost["loads"] == len(muon)
-    assert cost["load_elements"] == max(count * prod(shape) for shape, count in muon.items())
-    assert memory["optimizer_states"] == max(8 * cost["load_elements"], 8 * elements_of(plan)["adamw"])
+    assert cost["bucket_elements"] == max(count * prod(shape) for shape, count in muon.items())
+    assert memory["optimizer_states"] == max(8 * cost["bucket_elements"], 8 * elements_of(plan)["adamw"])
 
 
 def test_offloaded_parameters_count_on_the_host_and_two_loads_count_on_the_device(
@@ -317,7 +317,7 @@ def test_offloaded_parameters_count_on_the_host_and_two_loads_count_on_the_devic
     assert memory["host_parameters"] == memory["host_gradients"] == 4 * elements.total()
     assert memory["host_states"] == 2 * elements["muon"] + 8 * elements["adamw"]
     # Momentum in bfloat16 with the gradient, and of AdamW's both averages, the parameter and the gradient.
-    assert memory["optimizer_states"] == max(2 * (2 + 4) * cost["load_elements"], 2 * 16 * elements["adamw"])
+    assert memory["optimizer_states"] == max(2 * (2 + 4) * cost["bucket_elements"], 2 * 16 * elements["adamw"])
     assert re.search(r"host gradients +[\d.,]+ MiB\n +host states", capsys.readouterr().out)
 
 

@@ -55,7 +55,7 @@ REMEDIES: Mapping[Fault, str] = {
     Fault.NEWTON_SCHULZ_CHANGED: "{names}: ns_steps, ns_coefficients or eps changed since Muon was built; build a new "
     "optimizer",
     Fault.STATE_REPLACED: "{names}: the momentum was replaced or moved since Muon was built, and steps would train "
-    "the old tensor; load momentum with load_state_dict, or move momentum with offload() and reload()",
+    "the old tensor; load momentum with load_state_dict, and move it only with the optimizer's own methods",
     Fault.PARAMETER_REPLACED: "{names}: another tensor took its place in param_groups, and steps would train the old "
     "tensor; shard and replace the model's parameters before the first step, or call rebuild() on every rank",
     Fault.SKIPPED: "{names}: only some ranks skipped a step, because GradScalers on some ranks alone have found "

@@ -16,7 +16,7 @@ from .terms.types import Plan
 class RankCost:
     """Counts of a rank in a step. `matrices` includes slices.
 
-    Offloaded momentum (`state_elements`) is streamed in `loads` loads of at most `load_elements` elements.
+    The rank's momentum has `state_elements` elements, at most `bucket_elements` of them in one of the `buckets`.
     """
 
     rank: int
@@ -27,8 +27,8 @@ class RankCost:
     buffer_bytes: int
     work_bytes: int
     collectives: int
-    loads: int
-    load_elements: int
+    buckets: int
+    bucket_elements: int
     state_elements: int
 
 
@@ -88,7 +88,7 @@ def _rank_cost(rank: int, shares: Sequence[Share], memory: StepBytes, wire_bytes
         buffer_bytes=memory.buffers,
         work_bytes=memory.work,
         collectives=sum(total.collectives for total in totals) + sum(cost.team_calls for cost in owned),
-        loads=owned[0].batches + len(shares) - 1,
-        load_elements=max(total.stored for total in totals),
+        buckets=owned[0].batches + len(shares) - 1,
+        bucket_elements=max(total.stored for total in totals),
         state_elements=kept,
     )

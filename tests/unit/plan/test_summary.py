@@ -57,7 +57,7 @@ def counted(plan: Plan, rank: int) -> RankCost:
     mine = [matrix for part in parts for matrix in part]
     stacks = [batch for part in parts for batch in batches(part, plan.matrices, plan.works)]
     whole = max((sum(plan.matrices[m].numel for m in batch) for batch in stacks), default=0)
-    loads = [sum(parcel.piece.numel for parcel in run.stored) for run in program.buckets]
+    stored = [sum(parcel.piece.numel for parcel in run.stored) for run in program.buckets]
     teams = [team for m in mine if (team := plan.works[plan.matrices[m].work].team) is not None]
     assert len(teams) == len(program.teams)
     among = sum(team.sent for team in teams)
@@ -72,13 +72,13 @@ def counted(plan: Plan, rank: int) -> RankCost:
         + max(
             iteration_bytes(plan, [[plan.matrices[m] for m in together] for together in parts]),
             # Calls for the momentum and for the weights: float32, of 2**23 elements or a row.
-            4 * min(max(loads, default=0), 2**23),
+            4 * min(max(stored, default=0), 2**23),
         ),
         collectives=sum(phase.travels for run in program.buckets for phase in run.phases)
         + sum(team.calls for team in teams),
-        loads=len(loads),
-        load_elements=max(loads, default=0),
-        state_elements=sum(loads),
+        buckets=len(stored),
+        bucket_elements=max(stored, default=0),
+        state_elements=sum(stored),
     )
 
 

@@ -122,8 +122,8 @@ def _window_bytes(items: list[OffloadedParameter], summary: Summary | None, reci
         # Momentum and gradient share a transfer; the parameter's is smaller.
         element_bytes += max(item.itemsize for item in items if item.optimizer == "muon")
         stages = 2
-    loads = max(min(TRANSFERS_AT_ONCE, stages * cost.loads) * cost.load_elements for cost in summary.ranks)
-    return max(most, loads * element_bytes)
+    held = max(min(TRANSFERS_AT_ONCE, stages * cost.buckets) * cost.bucket_elements for cost in summary.ranks)
+    return max(most, held * element_bytes)
 
 
 def mean_elements(parameter: Tensor, ranks: int) -> float:
