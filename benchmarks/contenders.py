@@ -1,7 +1,9 @@
-"""Optimizers that bench_step.py compares: torch.optim.Muon on gathered matrices, ours, torchtitan's DistMuon, AdamW."""
+"""Optimizers that bench_step.py compares: torch.optim.Muon on gathered matrices, stacks padded to the ranks, ours,
+torchtitan's DistMuon, AdamW."""
 
 import contextlib
 import importlib.util
+import math
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -9,13 +11,17 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_muon import Muon
 from titan_muon.algorithms.fused import usable
+from titan_muon.orthogonalize import iteration
+from titan_muon.orthogonalize.newton_schulz import reference
 
+JORDAN = iteration("keller_jordan", 5, 1e-7)
 HYPERPARAMETERS = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, "ns_steps": 5}
 INITIAL, GRADIENT = 0, 1
 
@@ -46,6 +52,8 @@ def transformer(layers: int, width: int, kv: int, ffn: int) -> Model:
 MODELS = {
     "peers": transformer(layers=4, width=256, kv=128, ffn=704),
     "dense12": transformer(layers=12, width=512, kv=128, ffn=1408),
+    # The products of bfloat16 on a CPU without its instructions take seconds here, and minutes for `peers`.
+    "small": transformer(layers=6, width=128, kv=64, ffn=352),
     "tiny": transformer(layers=1, width=16, kv=8, ffn=40),
     # 100 M parameters: all contenders together fit on a GPU with 16 GB.
     "gpu": transformer(layers=4, width=1536, kv=512, ffn=4096),
@@ -96,6 +104,58 @@ class Gathered:
             rows = distribute_tensor(self.whole[name].detach(), mesh, [Shard(0)], src_data_rank=None)
             param.to_local().copy_(rows.to_local())  # type: ignore[attr-defined]
             self.whole[name].grad = None
+
+
+class Padded:
+    """Matrices of a shape in rounds of one for each rank, as dion's and other Muons exchange them.
+
+    A round is a gather to the owners and a return, each an all-to-all of equal parts. Zeros fill the last round of a
+    shape, and rows up to a multiple of the ranks, so an owner may orthogonalize zeros.
+    """
+
+    def __init__(self, params: Parameters, mesh: DeviceMesh) -> None:
+        self.mesh, self.rank, self.ranks = mesh, mesh.get_local_rank(), mesh.size()
+        self.momentum = {name: torch.zeros_like(param.to_local()) for name, param in params.items()}  # type: ignore[attr-defined]
+        by_shape: dict[tuple[int, int], list[str]] = {}
+        for name, param in params.items():
+            by_shape.setdefault((param.shape[0], param.shape[1]), []).append(name)
+        self.params = params
+        self.rounds = [
+            (shape, names[start : start + self.ranks])
+            for shape, names in by_shape.items()
+            for start in range(0, len(names), self.ranks)
+        ]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Momentum, then round after round."""
+        for (rows, cols), names in self.rounds:
+            height = -(-rows // self.ranks)
+            parts = torch.zeros(self.ranks, height, cols, dtype=torch.bfloat16, device=self.mesh.device_type)
+            for place, name in enumerate(names):
+                grad, momentum = self.params[name].grad.to_local(), self.momentum[name]  # type: ignore[union-attr]
+                momentum.lerp_(grad, 1 - HYPERPARAMETERS["momentum"])
+                parts[place, : len(grad)] = grad.lerp(momentum, HYPERPARAMETERS["momentum"])
+            whole = self._exchanged(parts).view(self.ranks * height, cols)[:rows]
+            update = reference(whole, JORDAN.steps, JORDAN.eps)
+            parts = self._exchanged(parts_of(update, self.ranks, height))
+            for place, name in enumerate(names):
+                local = self.params[name].to_local()  # type: ignore[attr-defined]
+                rate = HYPERPARAMETERS["lr"] * 0.2 * math.sqrt(max(rows, cols))
+                local.mul_(1 - HYPERPARAMETERS["lr"] * HYPERPARAMETERS["weight_decay"])
+                local.add_(parts[place, : len(local)], alpha=-rate)
+
+    def _exchanged(self, parts: Tensor) -> Tensor:
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=self.mesh.get_group())
+        return received
+
+
+def parts_of(whole: Tensor, ranks: int, height: int) -> Tensor:
+    """The rows of a matrix in equal parts, with zeros behind the last row: (ranks, height, cols)."""
+    padded = whole.new_zeros(ranks * height, whole.shape[1])
+    padded[: len(whole)] = whole
+    return padded.view(ranks, height, -1)
 
 
 def torch_muon(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -170,6 +230,7 @@ def replace_streams() -> None:
 FUSED = "all_to_all, auto, fused"
 CONTENDERS: Mapping[str, Builder] = {
     "torch.optim.Muon, gathered": Gathered,
+    "padded stacks": Padded,
     "all_gather": partial(ours, "all_gather"),
     "all_to_all": partial(ours, "all_to_all"),
     "all_gather_reduce_scatter": partial(ours, "all_gather_reduce_scatter"),

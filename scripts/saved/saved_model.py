@@ -20,6 +20,7 @@ from titan_muon.titan.torchtitan import compat
 
 compat.install()
 
+from titan_muon.titan.device import passes_dtype
 from titan_muon.titan.model.attention import share_dense_mask
 from titan_muon.titan.recipe import Recipe, RecipeError, load
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
@@ -77,7 +78,9 @@ def open_saved(run: Path, step: int | None = None) -> SavedModel:
     _read_weights(model, checkpoint)
     for parameter in model.parameters():
         # As FSDP's mixed precision in training, which casts no buffer.
-        parameter.data = parameter.data.to(TORCH_DTYPE_MAP[recipe.training.mixed_precision_param])
+        parameter.data = parameter.data.to(
+            TORCH_DTYPE_MAP[passes_dtype(recipe.training.mixed_precision_param, device.type)]
+        )
     enabled = recipe.data.validation_fraction > 0 and recipe.data.source != "hf"
     held_out = config.validator.dataloader if enabled and recipe.validator.enable else None
     return SavedModel(step, single, model.eval(), device, config.tokenizer.build(tokenizer_path=""), held_out)

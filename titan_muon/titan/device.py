@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from titan_muon.orthogonalize.dispatch import cpu_has_bfloat16
 from titan_muon.tensors.device import is_host
 from titan_muon.titan.recipe.degrees import has_torch_for
 
@@ -57,6 +58,14 @@ def loss_chunks(option: int | Literal["auto"], tokens: int) -> int:
     # On a GPU, logits can be the largest activation. On the CPU, a single product is faster.
     chunked = on_accelerator() and tokens % LOSS_CHUNKS == 0 and has_torch_for("loss.chunks")
     return LOSS_CHUNKS if chunked else 1
+
+
+def passes_dtype(option: str, device: str) -> str:
+    """Dtype of parameters in forward and backward on a type of device."""
+    if option != "auto":
+        return option
+    # Without instructions for bfloat16, a CPU multiplies at a fiftieth of float32's rate.
+    return "float32" if device == "cpu" and not cpu_has_bfloat16() else "bfloat16"
 
 
 def adamw_implementation(option: str) -> str:

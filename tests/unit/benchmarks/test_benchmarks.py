@@ -33,7 +33,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         (bench_orthogonalize.TORCH,),
     ),
     "bench_step": (
-        "--nproc 2 --model tiny --repeats 2 --json {folder}/json",
+        "--nproc 2 --model tiny --repeats 2 --json {folder}/json --page {folder}/figures.md",
         ("tiny, 2 ranks, medians of 2 steps", "| DistMuon |", "| 0, bitwise |"),
         tuple(contenders.contenders("cpu")),
     ),
@@ -71,7 +71,11 @@ def test_a_program_prints_a_table_and_writes_figures(program: str, tmp_path: Pat
     if names:
         found = [row["name"] for row in json.loads((tmp_path / "json").read_text())["rows"]]
         assert tuple(found[: len(names)]) == names
-    if "--picture" in words:
+    if "--page" in words:
+        page = (tmp_path / "figures.md").read_text()
+        assert "2 gloo ranks" in page
+        assert "| padded stacks |" in page
+    if "--picture" in words or "--page" in words:
         assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -42,3 +42,13 @@ def test_auto_follows_the_device_and_explicit_values_follow_the_recipe(
     assert device.adamw_implementation("for-loop") == "for-loop"
     monkeypatch.setattr(device, "has_torch_for", lambda key: key != "loss.chunks")
     assert device.loss_chunks("auto", 2048) == 1, "torch is too old"
+
+
+@pytest.mark.parametrize("instructions", [False, True])
+def test_passes_are_in_float32_on_a_cpu_without_instructions_for_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, instructions: bool
+) -> None:
+    monkeypatch.setattr(device, "cpu_has_bfloat16", lambda: instructions)
+    assert device.passes_dtype("auto", "cpu") == ("bfloat16" if instructions else "float32")
+    assert device.passes_dtype("auto", "cuda") == "bfloat16"
+    assert device.passes_dtype("bfloat16", "cpu") == "bfloat16"

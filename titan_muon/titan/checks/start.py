@@ -17,6 +17,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 import titan_muon
 from titan_muon import registry
 from titan_muon.titan.data.loader import PackedDataLoader
+from titan_muon.titan.device import passes_dtype, this_device
 from titan_muon.titan.recipe import Recipe, RecipeError
 from titan_muon.titan.recipe.files import written_values
 from titan_muon.titan.recipe.toml import value_text
@@ -29,6 +30,7 @@ PATHS = ("data.files", "data.tokenizer_path", "data.dataset_path", "data.cache",
 def start_facts(recipe: Recipe) -> dict[str, str]:
     """Recipe keys, versions and digests of source files on this rank, as text by name."""
     keys = {key: value_text(value) for key, value in written_values(recipe).items() if key not in PATHS}
+    keys["dtype of parameters in passes"] = passes_dtype(recipe.training.mixed_precision_param, this_device())
     versions = {
         "version of Python": platform.python_version(),
         "version of torch": torch.__version__,

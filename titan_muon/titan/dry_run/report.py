@@ -12,6 +12,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from titan_muon.assignment.table import decay_lines, parameter_table
 from titan_muon.titan.assign import explain
 from titan_muon.titan.checks.machine import data_problems
+from titan_muon.titan.device import passes_dtype
 from titan_muon.titan.dry_run.page import page_text
 from titan_muon.titan.dry_run.stages import StageReport, dry_run, is_for_this_machine
 from titan_muon.titan.dry_run.verdict import verdict_lines
@@ -72,7 +73,7 @@ def _plan_lines(part: StageReport, recipe: Recipe, *, full: bool) -> Iterable[st
     meta, training = part.meta, recipe.training
     yield from explain.plan_lines(meta.plan, part.summary, part.timeline)
     yield from explain.owned_step_lines(meta.plan, meta.parameters, skips=recipe.muon.missing_grad == "skip")
-    gathered = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
+    gathered = TORCH_DTYPE_MAP[passes_dtype(training.mixed_precision_param, part.kind)].itemsize
     reduced = TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize
     yield from explain.peer_lines(meta.parameters, gathered, reduced)
     yield "\nmemory per rank, without activations"

@@ -56,5 +56,5 @@ def _report(meta: MetaModel, recipe: Recipe, kind: str) -> StageReport:
     times = None if meta.plan is None else timeline(meta.plan, machine, overlap=recipe.muon.overlap)
     loads = owner_loads(meta.parameters, summary, meta.ranks)
     memory = memory_per_rank(meta, summary, loads, recipe, kind)
-    verdict = verdict_of(meta, times, memory, recipe, machine)
+    verdict = verdict_of(meta, times, memory, recipe, machine, kind)
     return StageReport(meta, kind, machine, summary, times, loads, memory, verdict)

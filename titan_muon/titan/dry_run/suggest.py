@@ -135,7 +135,7 @@ def _planned(recipe: Recipe, world: int) -> list[StageReport]:
 
 def _changed(part: StageReport, recipe: Recipe) -> Verdict:
     """The verdict of a stage with the batch, resharding and checkpointing of `recipe`."""
-    passes = Passes(recipe, part.meta.world_size, part.meta.size, part.meta.assigned)
+    passes = Passes(recipe, part.meta.world_size, part.meta.size, part.meta.assigned, part.kind)
     return replace(part.verdict, training=passes.estimate(part.machine))
 
 

@@ -14,6 +14,7 @@ from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 from titan_muon.assignment.rules import Assignment
 from titan_muon.plan.terms.machine import MachineRates
 from titan_muon.tensors.dtensor import layer_of
+from titan_muon.titan.device import passes_dtype
 from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.recipe.degrees import data_ranks, local_batch_size
 
@@ -76,7 +77,9 @@ class Passes:
     rehearsal (docs/rehearsal.md).
     """
 
-    def __init__(self, recipe: Recipe, world: int, size: ModelSize, stage: Sequence[Assignment]) -> None:
+    def __init__(
+        self, recipe: Recipe, world: int, size: ModelSize, stage: Sequence[Assignment], device: str = "cuda"
+    ) -> None:
         degrees, training = recipe.parallelism, recipe.training
         self.recipe, self.size = recipe, size
         self.replicas = degrees.data_parallel_replicate_degree
@@ -92,7 +95,7 @@ class Passes:
         self.microbatches = max(1, local // degrees.pipeline_parallel_microbatch_size) if self.stages > 1 else 1
         # Whether FSDP frees gathered parameters between forward and backward.
         self.reshards = get_fsdp_reshard_after_forward_policy(degrees.fsdp_reshard_after_forward, self.stages > 1)
-        self.gathered_bytes = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
+        self.gathered_bytes = TORCH_DTYPE_MAP[passes_dtype(training.mixed_precision_param, device)].itemsize
         self.reduced_bytes = TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize
         layers: dict[str, list[Assignment]] = {}
         for a in stage:

@@ -87,15 +87,15 @@ class Verdict:
 
 
 def verdict_of(
-    meta: MetaModel, timeline: Timeline | None, memory: Memory, recipe: Recipe, machine: MachineRates
+    meta: MetaModel, timeline: Timeline | None, memory: Memory, recipe: Recipe, machine: MachineRates, device: str
 ) -> Verdict:
-    """Verdict for a pipeline stage."""
+    """Verdict for a pipeline stage. `device`: type to plan for."""
     itemsize = max((parameter.element_size() for parameter in meta.parameters.values()), default=4)
     adam_bytes = ADAMW_BYTES_BFLOAT16 if recipe.adamw.state_dtype == "bfloat16" else ADAMW_BYTES * itemsize // 4
     elements = {a.fqn: mean_elements(meta.parameters[a.fqn], len(meta.ranks)) for a in meta.assigned}
     rest = sum(elements[a.fqn] for a in meta.assigned if a.optimizer != "muon")
     return Verdict(
-        training=Passes(recipe, meta.world_size, meta.size, meta.assigned).estimate(machine),
+        training=Passes(recipe, meta.world_size, meta.size, meta.assigned, device).estimate(machine),
         muon=0.0 if timeline is None else max(timeline.last.seconds, timeline.host),
         others=machine.pass_seconds(rest * adam_bytes),
         adamw=machine.pass_seconds(sum(elements.values()) * adam_bytes),

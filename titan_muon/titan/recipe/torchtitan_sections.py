@@ -61,7 +61,8 @@ class Training:
     steps: Count = 1000  # Optimizer steps of the run.
     max_norm: Positive = 1.0  # Largest gradient norm; larger ones are scaled down.
     dtype: Literal["float32", "bfloat16"] = "float32"  # Dtype of parameters, gradients and optimizer states.
-    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"  # FSDP's dtype of parameters in passes.
+    # auto: bfloat16, but float32 on a CPU without instructions for bfloat16.
+    mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"  # FSDP's dtype of parameters in passes.
     mixed_precision_reduce: Literal["float32"] = "float32"  # Dtype of FSDP's gradient reduction.
     enable_cpu_offload: bool = False  # Keep parameters, gradients and optimizer states in host memory.
     # TorchTitan's default fails with expert parallelism on GPUs.

@@ -285,3 +285,5 @@ def _print_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
     meshes = ", ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
     ranks = plural(dist.get_world_size(), "rank") + (f" ({meshes})" if meshes else "")
     print_on_rank0(f"training {plural(left, 'step')} of {batch} on {ranks}; the first one takes longest")
+    if recipe.training.mixed_precision_param == "auto" and trainer.config.training.mixed_precision_param == "float32":
+        print_on_rank0("passes in float32, because this CPU has no instructions for bfloat16")

@@ -17,7 +17,7 @@ from titan_muon.titan.assign.container import optimizer_config
 from titan_muon.titan.data.loader import dataloader_config, tokenizer_config, vocab_size
 from titan_muon.titan.data.tokenizers import check_vocabulary
 from titan_muon.titan.data.validation import HeldOutValidator
-from titan_muon.titan.device import loss_chunks, on_accelerator
+from titan_muon.titan.device import loss_chunks, on_accelerator, passes_dtype, this_device
 from titan_muon.titan.model.parallelize import with_placement
 from titan_muon.titan.model.qk_clip import observe_logits
 from titan_muon.titan.model.quantization import float8_converters
@@ -69,7 +69,7 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int, stop: StopSignals 
         dataloader=dataloader_config(recipe.data),
         optimizer=optimizer_config(recipe, whole_model(spec) if degrees.pipeline_parallel_degree > 1 else None),
         lr_scheduler=_same_keys(LRSchedulersContainer.Config, recipe.lr_scheduler),
-        training=_same_keys(TrainingConfig, recipe.training, without=BATCH_KEYS, **titan.training_keys(budget)),
+        training=_training_config(recipe, budget),
         parallelism=_parallelism_config(recipe, budget, decoder_vocab_size(spec)),
         budget=budget,
         checkpoint=_checkpoint_config(recipe, run),
@@ -94,6 +94,12 @@ def _same_keys(config: type[Any], section: Any, *, without: list[str] | None = N
 def comm_config(recipe: Recipe) -> CommConfig:
     """Time-outs of collectives."""
     return _same_keys(CommConfig, recipe.comm)
+
+
+def _training_config(recipe: Recipe, budget: Budget) -> TrainingConfig:
+    dtype = passes_dtype(recipe.training.mixed_precision_param, this_device())
+    others = {**titan.training_keys(budget), "mixed_precision_param": dtype}
+    return _same_keys(TrainingConfig, recipe.training, without=BATCH_KEYS, **others)
 
 
 def _budget(recipe: Recipe, world_size: int) -> Budget:
