@@ -47,7 +47,7 @@ def picture(rows: Sequence[dict[str, Any]]) -> Figure:
     colors = ["#009E73" if name.startswith(OURS) else "#999999" for name in names]
     for place, (axes, (title, value)) in enumerate(zip(figure.subplots(1, len(BARS)), BARS.items(), strict=True)):
         bars = axes.barh(names, [value(row) for row in rows], color=colors)
-        axes.bar_label(bars, fmt="{:,.3g}", padding=2, fontsize=7)
+        axes.bar_label(bars, [f"{value(row):,.{0 if value(row) >= 10 else 2}f}" for row in rows], padding=2, fontsize=7)
         axes.set(title=title, xlim=(0, 1.2 * max(value(row) for row in rows)))
         axes.title.set_fontsize(9)
         axes.tick_params(labelsize=8, labelleft=place == 0)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .adam import AdamW
+from .assignment.given_groups import optimizers_of_groups
 from .assignment.groups import OPTIMIZER, modules_of
 from .assignment.optimizer_set import OptimizerSet, build_optimizers
 from .assignment.rules import Assignment
@@ -190,18 +191,44 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
             is_part=len(ranks_of(process_group)) > 1,
             knows_frozen=True,
         )
+        self._begin({**shared, "momentum": of_muon.get("momentum", MuonOptions.momentum)})
+        splits = of_muon.get("split", ())
+        for line in (*split_lines(self.assignments, splits), *doubts(self.assignments, splits)):
+            warn(line.removeprefix("warning: "))
+
+    @classmethod
+    def from_groups(
+        cls,
+        model: nn.Module | Iterable[nn.Module],
+        groups: Iterable[Mapping[str, Any]],
+        *,
+        muon: Mapping[str, Any] | None = None,
+        adamw: Mapping[str, Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        **defaults: Any,
+    ) -> Self:
+        """A Hybrid with the parameter groups of another Muon: Keller Jordan's (`use_muon`), or dion's (`algorithm`).
+
+        The model names the parameters. `muon`, `adamw`: keywords of whole optimizers. `defaults`: hyperparameters that
+        groups lack, as the other constructor took: `lr`, `mu`, `betas`. Raises as `optimizers_of_groups`.
+        """
+        hybrid, tables = cls.__new__(cls), {"muon": muon or {}, "adamw": adamw or {}}
+        hybrid.process_group = checked_group(process_group)
+        hybrid.parts = optimizers_of_groups(modules_of(model), groups, defaults, tables)
+        hybrid._begin({"lr": hybrid.param_groups[0]["lr"]})
+        return hybrid
+
+    def _begin(self, defaults: dict[str, Any]) -> None:
+        """Make one optimizer of the parts."""
         for name, optimizer in self.parts.optimizers.items():
             for group in optimizer.param_groups:
                 group[OPTIMIZER] = name
         # Schedulers read `defaults`: Transformers' the rate, and OneCycleLR whether a momentum can cycle (`step`).
-        super().__init__(self.param_groups, {**shared, "momentum": of_muon.get("momentum", MuonOptions.momentum)})
+        super().__init__(self.param_groups, defaults)
         for part in self._muons:
             part.process_group = self.process_group
         self._share_report()
         self._follow_parts()
-        splits = of_muon.get("split", ())
-        for line in (*split_lines(self.assignments, splits), *doubts(self.assignments, splits)):
-            warn(line.removeprefix("warning: "))
 
     # The two attributes of torch.optim.Optimizer are those of the parts, so that no copy can become stale.
 

@@ -53,7 +53,7 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
         # dmuon scales updates by 0.2 sqrt(max(m, n)), and its second group is AdamW's.
         given = [{"adjust_lr_fn": "match_rms_adamw", **given[0], "params": names, "param_names": names}]
     for group in (group for group in given if other_algorithm(group) is None):
-        values = _hyperparameters({**group, **hyperparameters})
+        values = hyperparameters_of({**group, **hyperparameters})
         copied = {key: group[key] for key in ("params", "param_names", "initial_lr") if key in group}
         groups.append({**values, **copied})
         for key in group["params"]:
@@ -67,7 +67,7 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
     return {"state": state, "param_groups": groups}
 
 
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+def hyperparameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """From a group of another optimizer. Muon's own names win."""
     values = {field.name: field.default for field in fields(Hyperparameters)}
     values["adjust_lr_fn"] = "original"

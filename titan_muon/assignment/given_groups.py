@@ -1,0 +1,123 @@
+"""The optimizers of a model from the parameter groups of another Muon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..options import OptionError
+from ..state.converted import hyperparameters_of
+from ..tensors.names import listed
+from ..tensors.warning import warn
+from .groups import ParamGroup, frozen_in, named_parameters_of
+from .optimizer_set import OptimizerSet, build_optimizer
+from .rules import Assignment
+
+# Sources: muon.py of github.com/KellerJordan/Muon at 00ba60d, dion/muon.py of github.com/microsoft/dion at 0c20549.
+_KELLER_JORDAN = {"weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
+_DION = {"lr": 0.01, "weight_decay": 0.01, "betas": (0.9, 0.95), "epsilon": 1e-8}
+_DION_MUON = {"mu": 0.95, "nesterov": False, "adjust_lr": "spectral_norm", "ns_coefficients": "you_jiacheng"}
+DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
+    {
+        ("use_muon", "muon"): {**_KELLER_JORDAN, "lr": 0.02, "momentum": 0.95, "eps": 1e-7},
+        ("use_muon", "adamw"): {**_KELLER_JORDAN, "lr": 3e-4},
+        ("algorithm", "muon"): {**_DION, **_DION_MUON},
+        ("algorithm", "adamw"): _DION,
+    }
+)
+"""Defaults by the key that marks a group's algorithm, and the algorithm."""
+TAKEN = frozenset(
+    {
+        *("params", "param_names", "names", "use_muon", "algorithm", "flatten", "step", "initial_lr"),
+        *("lr", "momentum", "mu", "nesterov", "weight_decay", "ns_steps", "ns_coefficients", "eps", "epsilon"),
+        *("adjust_lr", "adjust_lr_fn", "betas", "beta1", "beta2"),
+    }
+)
+
+
+def optimizers_of_groups(
+    modules: Sequence[nn.Module],
+    groups: Iterable[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+    tables: Mapping[str, Mapping[str, Any]],
+) -> OptimizerSet:
+    """The optimizers of groups marked by Keller Jordan's `use_muon` or dion's `algorithm`.
+
+    Args:
+        defaults: of keys that a group lacks, in the spelling of the groups.
+        tables: options of whole optimizers, by name.
+
+    Raises:
+        OptionError: for a group without a mark, an algorithm other than Muon and AdamW, and an unknown key.
+        ValueError: for a tensor that is not the model's.
+    """
+    given = list(groups)
+    marks = [key for key in ("use_muon", "algorithm") if any(key in group for group in given)]
+    if len(marks) != 1:
+        raise OptionError(
+            "groups:", "mark those of Muon by use_muon = True, as Keller Jordan's, or by algorithm, as dion's"
+        )
+    parameters, (mark,) = named_parameters_of(modules), marks
+    names = {parameter: name for name, parameter in parameters.items()}
+    made: dict[str, list[ParamGroup]] = {}
+    assigned: dict[str, Assignment] = {}
+    for index, group in enumerate(given):
+        optimizer = _optimizer(group, mark, index)
+        options = _options({**DEFAULTS[mark, optimizer], **defaults, **group}, optimizer, index)
+        fqns = [_name(parameter, names, index) for parameter in _tensors(group["params"])]
+        made.setdefault(optimizer, []).append(ParamGroup(optimizer, None, f"{optimizer}/{index}", tuple(fqns), options))
+        for fqn in fqns:
+            shape = tuple(parameters[fqn].shape)
+            assigned[fqn] = Assignment(fqn, shape, optimizer, f"groups[{index}]", None)
+    frozen = frozen_in(modules)
+    if left := [fqn for fqn in parameters if fqn not in assigned and fqn not in frozen]:
+        warn(f"{listed(left)}: in no group, so that no optimizer trains them")
+    optimizers = {name: build_optimizer(name, made[name], tables.get(name, {}), parameters) for name in made}
+    whole = tuple(assigned[fqn] for fqn in parameters if fqn in assigned and fqn not in frozen)
+    return OptimizerSet(whole, whole, made, optimizers, tuple(parameters), tuple(sorted(frozen)))
+
+
+def _optimizer(group: Mapping[str, Any], mark: str, index: int) -> str:
+    if mark == "use_muon":
+        if mark not in group:
+            raise OptionError(f"groups[{index}]:", "has no use_muon; set True for Muon, False for AdamW")
+        return "muon" if group[mark] else "adamw"
+    algorithm = str(group.get(mark, "muon"))
+    if algorithm not in ("muon", "adamw"):
+        raise OptionError(f"groups[{index}].algorithm", f"= {algorithm!r} is not here; choose 'muon' or 'adamw'")
+    return algorithm
+
+
+def _options(values: Mapping[str, Any], optimizer: str, index: int) -> dict[str, Any]:
+    """A group's hyperparameters in this package's spelling."""
+    if unknown := sorted(values.keys() - TAKEN):
+        raise OptionError(
+            f"groups[{index}].{unknown[0]}", f"is no key of a group here; it takes {', '.join(sorted(TAKEN))}"
+        )
+    if values.get("flatten", False):
+        problem = (
+            "= True: describe the matrices of a convolution by muon={'split': [...]} with dims, and remove the key"
+        )
+        raise OptionError(f"groups[{index}].flatten", problem)
+    if optimizer == "muon":
+        return hyperparameters_of(values)
+    betas = values["betas"] if "beta1" not in values else (values["beta1"], values["beta2"])
+    eps = values.get("epsilon", values.get("eps"))
+    return {"lr": values["lr"], "weight_decay": values["weight_decay"], "betas": tuple(betas), "eps": eps}
+
+
+def _tensors(params: Any) -> list[Tensor]:
+    listed_params = [params] if isinstance(params, Tensor) else list(params)
+    return [item if isinstance(item, Tensor) else item[1] for item in listed_params]
+
+
+def _name(parameter: Tensor, names: Mapping[Tensor, str], index: int) -> str:
+    if parameter not in names:
+        raise ValueError(
+            f"groups[{index}]: a tensor of shape {tuple(parameter.shape)} is not the model's; make the groups from the "
+            "parameters of this model, after fully_shard"
+        )
+    return names[parameter]
