@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from itertools import pairwise, product
@@ -16,6 +17,7 @@ from titan_muon.titan.recipe.files import load
 from titan_muon.titan.recipe.flags import HELP, SOURCE, print_flags, read_flags, read_options
 from titan_muon.titan.recipe.schema import keys, unknown
 from titan_muon.titan.recipe.sections import Recipe
+from titan_muon.titan.recipe.short_help import short_help
 from titan_muon.titan.recipe.toml import RecipeError, read_file
 
 FOR_TRAINING = ("config", "dry_run", "quiet", "completion")
@@ -27,7 +29,8 @@ SEED, SEEDS = "training.seed", ("debug.seed", "data.seed")
 class Options:
     """Train a recipe, or show its plan. Precedence: --section.key, the file, bases of the file, defaults.
 
-    Hyphens and underscores are equal in a flag. A flag without a value means true. `--help muon` shows a table's keys.
+    Hyphens and underscores are equal in a flag. A flag without a value means true. `--help muon` shows a
+    table's keys, `--help all` every key.
     """
 
     config: str | None = None  # Recipe to run: a TOML file, or the name of a recipe of this package. Required.
@@ -81,7 +84,7 @@ class Command(Options):
 
 
 def parse(argv: Sequence[str]) -> Command:
-    """Parse `argv` (without the program's name). `--help` and `--help TABLE` print, and exit with status 0.
+    """Parse `argv` (without the program's name). `--help`, `--help TABLE` and `--help all` print and exit with 0.
 
     Raises RecipeError for any mistake in the flags or the recipe.
     """
@@ -111,10 +114,13 @@ def parse(argv: Sequence[str]) -> Command:
 
 
 def _print_help(asked: Sequence[str], recipe: Recipe) -> None:
-    """Print the flags of the asked tables, or of the tables of asked keys, or all flags, and exit."""
+    """Print the flags of the asked tables, of the tables of asked keys, of `all`, or the short help, and exit."""
     kinds, known = get_type_hints(Recipe), list(keys(Recipe))
+    if not asked:
+        print(short_help(recipe))
+        sys.exit()
     tables: dict[str, Any] = {}
-    for word in asked:
+    for word in asked if [*asked] != ["all"] else ():
         table = word.partition(".")[0]
         if word not in known and not (word == table and is_dataclass(kinds.get(word))):
             raise unknown(SOURCE, word, (), known)

@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from titan_muon.options import OTHER_NAMES
@@ -19,6 +20,31 @@ T = TypeVar("T")
 NAMES = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
 BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
 # In this order, so that 1 stays an int.
+AXES = ("tensor", "expert", "context", "pipeline")
+MEANT: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("lr", "learning_rate"), "muon.lr"),
+        **dict.fromkeys(("mu", "muon.beta1"), "muon.momentum"),
+        **dict.fromkeys(("beta1", "betas"), "adamw.betas"),
+        **dict.fromkeys(("wd", "weight_decay"), "muon.weight_decay"),
+        **dict.fromkeys(("batch_size", "bs", "batch"), "training.global_batch_size"),
+        **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "training.local_batch_size"),
+        **dict.fromkeys(("max_steps", "num_steps", "iterations", "epochs"), "training.steps"),
+        **dict.fromkeys(("seq_length", "sequence_length", "block_size", "context_length"), "training.seq_len"),
+        **dict.fromkeys(("clip", "grad_clip", "max_grad_norm"), "training.max_norm"),
+        **dict.fromkeys(("dp", "fsdp", "dp_shard"), "parallelism.data_parallel_shard_degree"),
+        **dict.fromkeys(("hsdp", "dp_replicate"), "parallelism.data_parallel_replicate_degree"),
+        **{
+            name: f"parallelism.{word}_parallel_degree"
+            for name, word in zip(("tp", "ep", "cp", "pp"), AXES, strict=True)
+        },
+        **dict.fromkeys(("seed", "random_seed"), "debug.seed"),
+        **dict.fromkeys(("optimizer.name", "optim"), "optimizer.rule"),
+        **dict.fromkeys(("wandb",), "metrics.enable_wandb"),
+        **dict.fromkeys(("resume", "resume_from"), "checkpoint.load"),
+    }
+)
+"""Keys by names that users try: a whole key, or its last part. Letters would suggest other keys."""
 FREE_VALUE = bool | int | float | str
 
 
@@ -202,6 +228,9 @@ def unknown(source: str, key: str, value: object, known: Sequence[str]) -> Recip
 
 def _nearest_key(key: str, known: Sequence[str], leaves: Sequence[str], tables: Sequence[str]) -> str | None:
     table, _, leaf = key.rpartition(".")
+    meant = MEANT.get(key, MEANT.get(leaf))
+    if meant in known and OTHER_NAMES.get(leaf) not in leaves:
+        return meant
     if suggestion := nearest(OTHER_NAMES.get(leaf, leaf), leaves):
         return f"{table}.{suggestion}" if table else suggestion
     if suggestion := nearest(table or key, tables if not (table and leaves) else []):

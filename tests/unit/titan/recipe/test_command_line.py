@@ -148,6 +148,13 @@ def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path, brackets: s
         (["--dry-run", "--json"], ["json is given no value"]),
         (["--wordl-size=3"], ['unknown key: wordl_size = "3".', "Did you mean world_size?"]),
         (["--muon.lrr", "3"], ["unknown key muon.lrr", "Did you mean muon.lr?"]),
+        (["--lr", "3"], ["Did you mean muon.lr?"]),
+        (["--tp", "2"], ["Did you mean parallelism.tensor_parallel_degree?"]),
+        (["--muon.mu", "0.9"], ["Did you mean muon.momentum?"]),
+        (["--muon.beta1", "0.9"], ["Did you mean muon.momentum?"]),
+        (["--training.batch_size", "4"], ["Did you mean training.global_batch_size?"]),
+        (["--training.learning_rate", "1"], ["Did you mean muon.lr?"]),
+        (["--seed", "1"], ["Did you mean debug.seed?"]),
     ],
 )
 def test_a_bad_command_is_a_recipe_error_without_output(
@@ -204,7 +211,7 @@ def help_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_help_lists_every_key_with_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     """tyro would show the comment above a field without a docstring."""
-    text = help_of(["--help"], capsys)
+    text = help_of(["--help", "all"], capsys)
     assert [key for key in schema.keys(Recipe) if f"--{key} " not in text] == []
     assert "--muon.ns_steps INT Newton-Schulz iterations. (default: 5)" in text
     assert "--data.tokenizer {bytes,bpe,hf}" in text
@@ -217,15 +224,34 @@ def test_help_lists_every_key_with_the_docstring(capsys: pytest.CaptureFixture[s
         assert [line for line in re.findall(r"^ *# (.+)$", source, re.MULTILINE) if line in text] == []
 
 
-@pytest.mark.parametrize("words", [["--help", "muon"], ["--help", "muon.lr"], ["-h"]])
+@pytest.mark.parametrize("words", [["--help", "muon"], ["--help", "muon.lr"], ["-h", "all"]])
 def test_help_shows_the_recipes_values_of_all_tables_or_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     """All of the help is 600 lines."""
     text = help_of(["--config", write(tmp_path, "[muon]\nns_steps = 17\n" + RULE + "'muon'"), *words], capsys)
     assert "Newton-Schulz iterations. (default: 17)" in text
-    assert ("--adamw.lr" in text) == (words == ["-h"])
+    assert ("--adamw.lr" in text) == ("all" in words)
     assert "not accepted" in error_of(lambda: parse(["--config", write(tmp_path, "[muon]\nlr = -1"), "--help"]))
+
+
+def test_the_short_help_fits_a_screen_and_shows_the_recipes_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--config", write(tmp_path, "[muon]\nns_steps = 17\n"), "--help"])
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) <= 80
+    assert max(map(len, shown)) <= 120
+    named = [line.split()[0].removeprefix("--") for line in shown if line.startswith("  --") and "." in line.split()[0]]
+    assert len(named) <= 60
+    assert set(named) <= set(schema.keys(Recipe))
+    assert re.search(r"--muon\.ns_steps +17$", "\n".join(shown), re.MULTILINE)
+    assert f"all {len(schema.keys(Recipe))} keys" in "\n".join(shown)
+
+
+def test_every_suggestion_by_meaning_is_a_key() -> None:
+    assert set(schema.MEANT.values()) <= set(schema.keys(Recipe))
 
 
 def test_a_command_line_is_read_without_torch() -> None:
