@@ -1,4 +1,4 @@
-"""The command `titan-muon`: train, plan, compare, sample and evaluate, in a checkout or installed."""
+"""The command `titan-muon`: train, plan, compare, sweep, sample and evaluate, in a checkout or installed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from . import __version__
 USAGE = """usage: titan-muon train --config RECIPE [--key=value ...]
        titan-muon plan --config RECIPE [--world-size N] [--key=value ...]
        titan-muon compare RUN RUN ...
+       titan-muon sweep RECIPE KEY=VALUE,VALUE ... [--key=value ...]
        titan-muon sample RUN [--prompt TEXT] [--tokens N] [--temperature T] [--top-k K] [--seed S] [--step N]
        titan-muon evaluate RUN [--step N]
        titan-muon recipes
@@ -24,6 +25,7 @@ SCRIPTS: Mapping[str, str] = {
     "train": "train.py",
     "plan": "train.py",
     "compare": "scripts/compare_runs.py",
+    "sweep": "scripts/sweep.py",
     "sample": "scripts/sample.py",
     "evaluate": "scripts/evaluate.py",
 }

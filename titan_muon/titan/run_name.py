@@ -6,10 +6,21 @@ from pathlib import Path
 
 from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.recipe.files import written_values
+from titan_muon.titan.recipe.schema import AXES
 from titan_muon.titan.recipe.toml import read_file, value_text
 
-LONGEST = 80
+LONGEST = 40
 """In characters: TensorBoard's column is narrow."""
+SHORT = {
+    **{
+        f"parallelism.{name}_parallel_degree": short for name, short in zip(AXES, ("tp", "ep", "cp", "pp"), strict=True)
+    },
+    "parallelism.data_parallel_shard_degree": "fsdp",
+    "parallelism.data_parallel_replicate_degree": "hsdp",
+    "training.global_batch_size": "batch",
+    "placement.muon": "placement",
+}
+"""Keys in the names of runs. Other keys are without their table, but for those of an optimizer."""
 
 IGNORED = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "checkpoint.load_step"})
 SAME_EXPERIMENT = IGNORED | {
@@ -23,12 +34,27 @@ SAME_EXPERIMENT = IGNORED | {
 """Keys and whole tables that may change within an experiment."""
 
 
-def overrides_text(recipe: Recipe, keys: Sequence[str]) -> str:
-    """`key=value` pairs of a run's name, in plain characters. `keys`: of the command line."""
-    mine = written_values(recipe)
-    values = {key: mine.get(key) for key in keys if key not in IGNORED}
-    pairs = (f"{key}={value if isinstance(value, str) else _text(value)}" for key, value in values.items())
-    return re.sub(r"[^A-Za-z0-9_.,=+-]+", "-", ",".join(pairs))[:LONGEST]
+def overrides_text(recipe: Recipe, keys: Sequence[str], beside: Sequence[str] = ()) -> str:
+    """`key=value` pairs of a run's name, in plain characters.
+
+    `keys`: of the command line. `beside`: names of other runs. A pair that all of them have is left out of a long name.
+    """
+    mine, pairs = written_values(recipe), list[str]()
+    for key in keys:
+        if key not in IGNORED:
+            value = mine.get(key)
+            text = f"{_short(key)}={value if isinstance(value, str) else _text(value)}"
+            pairs.append(re.sub(r"[^A-Za-z0-9_.=+-]+", "-", text))
+    others = [set(name.partition("_")[2].split(",")) for name in beside]
+    if len(",".join(pairs)) > LONGEST and others:
+        pairs = [pair for pair in pairs if pair not in set.intersection(*others)] or pairs
+    while len(pairs) > 1 and len(",".join(pairs)) > LONGEST:
+        pairs.pop()
+    return ",".join(pairs)[:LONGEST]
+
+
+def _short(key: str) -> str:
+    return SHORT.get(key, key if key.startswith(("muon.", "adamw.")) else key.rpartition(".")[2])
 
 
 def other_experiment(recipe: Recipe, file: Path) -> list[str]:

@@ -229,7 +229,7 @@ def unknown(source: str, key: str, value: object, known: Sequence[str]) -> Recip
 def _nearest_key(key: str, known: Sequence[str], leaves: Sequence[str], tables: Sequence[str]) -> str | None:
     table, _, leaf = key.rpartition(".")
     meant = MEANT.get(key, MEANT.get(leaf))
-    if meant in known and OTHER_NAMES.get(leaf) not in leaves:
+    if meant in known and (leaves or not table) and OTHER_NAMES.get(leaf) not in leaves:
         return meant
     if suggestion := nearest(OTHER_NAMES.get(leaf, leaf), leaves):
         return f"{table}.{suggestion}" if table else suggestion

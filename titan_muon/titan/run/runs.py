@@ -109,7 +109,8 @@ def open_run(
     start = _source(recipe, runs, flaws)
 
     def new_folder() -> str:
-        return interrupted or str(_new_folder(runs, overrides_text(recipe, overrides)))
+        beside = [folder.name for folder in run_folders(runs)]
+        return interrupted or str(_new_folder(runs, overrides_text(recipe, overrides, beside)))
 
     if start is None:
         return Run(new_folder())

@@ -379,10 +379,20 @@ def test_a_run_is_named_after_the_keys_of_the_command_line(tmp_path: Path) -> No
     recipe = tiny.recipe(tmp_path, dump_folder=str(tmp_path / "other"), metrics__log_freq=1, **values)
     keys = keys_of_the_command_line(tmp_path / "tiny.toml", recipe)
     assert keys == ("dump_folder", "data.files", "placement.muon"), "the other values are the file's"
-    assert overrides_text(recipe, (*keys, "training.global_batch_size")) == (
-        "data.files=-a-,-,placement.muon=owned,training.global_batch_size=-1"
-    )
-    assert len(overrides_text(recipe, ("data.files", "checkpoint.folder", "validator.freq") * 9)) <= 80
+    assert overrides_text(recipe, (*keys, "training.global_batch_size")) == ("files=-a-,placement=owned,batch=-1")
+    assert overrides_text(recipe, ("muon.lr", "adamw.lr")) == "muon.lr=0.001,adamw.lr=0.001"
+    assert len(overrides_text(recipe, ("data.files", "checkpoint.folder", "validator.freq") * 9)) <= 40
+
+
+def test_a_long_name_of_a_run_leaves_out_what_the_runs_beside_have_too(tmp_path: Path) -> None:
+    keys = ("training.steps", "training.seq_len", "parallelism.tensor_parallel_degree", "validator.freq", "muon.lr")
+    recipe = tiny.recipe(tmp_path)
+    alone = overrides_text(recipe, keys)
+    assert "tp=1" in alone
+    assert "muon.lr" not in alone
+    beside = f"20261128-055429_{','.join(alone.split(',')[:3])}"
+    assert "muon.lr" in overrides_text(recipe, keys, [beside])
+    assert "tp=1" in overrides_text(recipe, keys, [beside, "20261128-055429_tp=2"]), "these two differ by it"
     ruled = tmp_path / "ruled.toml"
     ruled.write_text(RULED)
     assert keys_of_the_command_line(ruled, load(ruled)) == (), "options of rules are compared as the recipe has them"
