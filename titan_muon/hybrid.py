@@ -19,6 +19,7 @@ from .adam import AdamW
 from .assignment.given_groups import optimizers_of_groups
 from .assignment.groups import OPTIMIZER, modules_of
 from .assignment.optimizer_set import OptimizerSet, build_optimizers
+from .assignment.roles import IsMuon
 from .assignment.rules import Assignment
 from .assignment.table import decay_lines, doubts, frozen_lines, parameter_table, split_lines
 from .comm.agreement import Agreement
@@ -92,7 +93,7 @@ class ForwardsToParts:
     def _share_report(self) -> None:
         order = list(self.parts.optimizers.values())
         # Rules may give all parameters to other optimizers.
-        optional = all(a.rule is not None for a in self.parts.assignments)
+        optional = not any(a.by_default for a in self.parts.assignments)
         for muon in self._muons[:1]:
             others = {name: o for name, o in self.parts.optimizers.items() if isinstance(o, AdamW)}
             muon.report_for(others, optional=optional)
@@ -137,7 +138,9 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
         model: the model, or its parts under pipeline parallelism.
         lr, weight_decay: for both optimizers.
         rules: the first matching rule decides, before roles, names and shapes.
-        defaults: if false, rules must match every parameter.
+        defaults: if false, rules or `is_muon` must decide for every parameter.
+        is_muon: takes a name and a parameter, and returns true for Muon, false for AdamW, or None to leave the
+            parameter to the defaults. Rules come before.
         router: optimizer of the routers of mixtures of experts.
         decay_vectors: decay norms, biases and other one-dimensional parameters too.
         missing_grad, nonfinite: for both optimizers, as in `Muon`.
@@ -175,6 +178,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
         adamw: Mapping[str, Any] | None = None,
         others: Mapping[str, Mapping[str, Any]] | None = None,
         process_group: dist.ProcessGroup | None = None,
+        is_muon: IsMuon | None = None,
         **unknown: Never,
     ) -> None:
         _refuse_keywords(unknown)
@@ -190,6 +194,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
             decay_vectors=decay_vectors,
             is_part=len(ranks_of(process_group)) > 1,
             knows_frozen=True,
+            is_muon=is_muon,
         )
         self._begin({**shared, "momentum": of_muon.get("momentum", MuonOptions.momentum)})
         splits = of_muon.get("split", ())

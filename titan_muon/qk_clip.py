@@ -82,11 +82,13 @@ class AttentionLayer:
     Attributes:
         heads: query heads over all ranks.
         weights: with all, some or no rows on this rank; empty if another pipeline stage has the layer.
+        thresholds: of each query head, instead of QKClip's; `math.inf` never clips a head for its own logits.
     """
 
     name: str
     heads: int
     weights: tuple[HeadWeight, ...] = ()
+    thresholds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,15 +112,16 @@ class QKClip:
 
     Args:
         layers: every layer of the model, equal on all ranks except for `weights`.
-        threshold: largest accepted logit, > 0; Kimi K2 was trained with 100.
+        threshold: largest accepted logit, > 0, in layers without thresholds; Kimi K2 was trained with 100.
         alpha: share of the factor for queries, in [0, 1]; the rest is for keys.
         clips: whether to scale weights, or only report logits.
         device: of the logits; by default of the first weight.
         group: ranks with all tokens and heads of a step; None for the default group.
 
     Raises:
-        ValueError: at construction, for a repeated layer, a pattern that does not fit the rows, a partial sum, or local
-            storage that contradicts the placement; in the first step, for an unobserved layer on this rank.
+        ValueError: at construction, for a repeated layer, thresholds that do not fit the heads, a pattern that does not
+            fit the rows, a partial sum, or local storage that contradicts the placement; in the first step, for an
+            unobserved layer on this rank.
     """
 
     def __init__(
@@ -134,19 +137,25 @@ class QKClip:
         self.layers = tuple(layers)
         if not (threshold > 0 and 0 <= alpha <= 1):
             raise ValueError(f"threshold = {threshold} must be more than 0, and alpha = {alpha} from 0 to 1")
-        self.threshold, self.alpha, self.group = threshold, alpha, group
+        self.alpha, self.group = alpha, group
         # By layer, the index of the first head, and the number of heads.
         self._places, heads = dict[str, tuple[int, int]](), 0
+        thresholds: list[float] = []
         for layer in self.layers:
             if layer.name in self._places:
                 raise ValueError(f"{layer.name}: given twice; give every layer once")
             self._places[layer.name] = heads, layer.heads
             heads += layer.heads
+            thresholds += layer.thresholds or [threshold] * layer.heads
+            if len(thresholds) != heads or not all(value > 0 for value in thresholds):
+                raise ValueError(f"{layer.name}: thresholds must be {layer.heads} numbers above 0, one for each head")
         weights = [weight for layer in self.layers for weight in layer.weights]
         if device is None:
             device = storage_device(weights[0].tensor) if weights else torch.device("cpu")
         self._logits = torch.full((heads,), -torch.inf, device=device)
         self._largest = self._logits.clone()
+        self.thresholds = torch.tensor(thresholds, dtype=torch.float32, device=device)
+        """(heads of all layers,) float32."""
         self._above = torch.zeros((), dtype=torch.int64, device=device)
         self._pending: dist.Work | None = None
         self._reduced = False
@@ -187,10 +196,10 @@ class QKClip:
             self.start_reduce()
         if self._pending is not None:
             self._pending.wait()
-        above = (self._logits > self.threshold) & self._logits.isfinite()
+        above = (self._logits > self.thresholds) & self._logits.isfinite()
         if self._rows is not None:
             # A condition would block the host. Non-finite logits would destroy the head.
-            self._rows.scale(torch.where(above, self.threshold / self._logits, 1.0), self.alpha)
+            self._rows.scale(torch.where(above, self.thresholds / self._logits, 1.0), self.alpha)
         torch.maximum(self._largest, self._logits, out=self._largest)
         self._above += above.sum()
         self._logits.fill_(-torch.inf)

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from titan_muon import Hybrid, Muon, Rule, assign, clip_grad_norm_, parameter_groups, registry
 from titan_muon.adam import AdamW
+from titan_muon.options import Split
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "muon": {"orthogonalize": "reference"}}
 MATRICES = {f"layers.{i}.{name}.weight" for i in range(2) for name in ("up", "down")}
@@ -219,6 +221,8 @@ def test_inf_in_a_grad_scaler_skips_the_step_of_both_parts(name: str, fused: boo
             {"rules": [Rule(match="*.up.weight", optimizer="muon", options={"lrr": 1})]},
             r"^rules\[0\].options.lrr: muon has no",
         ),
+        ({"is_muon": lambda name, parameter: "norm" in name}, r"^is_muon gives Muon \S*norm\.weight of shape \(16,\)"),
+        ({"is_muon": lambda name, parameter: None, "defaults": False}, "^rules: no rule matches embed"),
         ({"muon": {"momentum": 2.0}}, "^momentum = 2.0 is not accepted"),
         ({"adamw": {"state_dtype": "bfloat16", "betas": (0.9, 0.9999)}}, r"^adamw.betas = \[0.9, 0.9999\]"),
     ],
@@ -226,6 +230,41 @@ def test_inf_in_a_grad_scaler_skips_the_step_of_both_parts(name: str, fused: boo
 def test_unused_options_are_refused(options: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         Hybrid(Decoder(), **options)
+
+
+def test_a_predicate_decides_after_rules_and_before_the_defaults() -> None:
+    rules = [Rule(match="*.down.weight", optimizer="muon")]
+
+    def is_muon(name: str, parameter: torch.Tensor) -> bool | None:
+        return True if name == "embed.weight" else False if parameter.shape[0] == 16 else None
+
+    chosen = {a.fqn: (a.optimizer, a.reason) for a in Hybrid(Decoder(), rules=rules, is_muon=is_muon).assignments}
+    assert chosen["embed.weight"] == ("muon", "is_muon")
+    assert chosen["layers.0.down.weight"][0] == "muon"
+    assert chosen["layers.0.up.weight"] == ("muon", "hidden matrix")
+    assert chosen["layers.0.norm.weight"] == ("adamw", "is_muon")
+
+
+KERNELS = {"conv1d.weight": nn.Conv1d(32, 32, 31).weight, "conv2d.weight": nn.Conv2d(32, 32, 3).weight}
+
+
+def test_no_convolution_is_trained_as_a_stack_without_a_word() -> None:
+    with pytest.warns(UserWarning, match=r"conv1d\.weight: taken as a stack .* dims = 'f b1 d -> \| f \(b1 d\)'"):
+        Muon([("conv1d.weight", KERNELS["conv1d.weight"])])
+    model = nn.ModuleDict({"conv": nn.Conv1d(32, 32, 31)})
+    with pytest.warns(UserWarning, match=r"^conv\.weight: taken as a stack"):
+        Hybrid(model, rules=[Rule(match="conv.weight", optimizer="muon")])
+
+
+def test_the_line_in_the_refusal_of_four_dims_works_as_written() -> None:
+    with pytest.raises(ValueError, match=r"^conv2d\.weight: Muon takes matrices .* or describe its") as refused:
+        Muon([("conv2d.weight", KERNELS["conv2d.weight"])])
+    stack, matrix = re.findall(r"'(.*? -> .*?)'", str(refused.value))
+    counts = []
+    for dims in (stack, matrix):
+        muon = Muon([("conv2d.weight", KERNELS["conv2d.weight"])], split=[Split(match="conv2d.weight", dims=dims)])
+        counts.append(len(muon.build().plan.matrices))
+    assert counts == [32 * 32, 1]
 
 
 def test_a_model_without_hidden_matrices_is_refused_with_the_roles() -> None:

@@ -1,6 +1,7 @@
 """QK-clip scales exactly the rows of the Kimi K2 report, by the step's observations."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,19 @@ def test_only_heads_above_the_threshold_are_scaled(alpha: float) -> None:
     clip.apply()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=0)
+
+
+def test_each_head_may_have_a_threshold_of_its_own() -> None:
+    weights, thresholds = whole_weights(), (40.0, math.inf, 50.0, 200.0, math.inf, 100.0)
+    # A head without a threshold is a head whose logit is small.
+    scaled = [logit / threshold for logit, threshold in zip(LOGITS, thresholds, strict=True)]
+    expected = clipped(weights, scaled, 1.0, 0.5)
+    clip = QKClip([replace(layer(weights), thresholds=thresholds)], threshold=1e-3)
+    clip.observe("layers.0", torch.tensor(LOGITS))
+    clip.apply()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=0)
+    assert clip.report().heads_above_threshold == 3
 
 
 def test_a_clipped_head_computes_logits_at_the_threshold() -> None:
@@ -103,6 +117,8 @@ def test_an_unobserved_layer_is_an_error_in_the_first_step() -> None:
     [
         (lambda: QKClip([], threshold=0.0), r"threshold = 0\.0 must be more than 0"),
         (lambda: QKClip([AttentionLayer("a", 2), AttentionLayer("a", 2)]), "a: given twice"),
+        (lambda: QKClip([AttentionLayer("a", 2, (), (1.0,))]), "a: thresholds must be 2 numbers above 0"),
+        (lambda: QKClip([AttentionLayer("a", 2, (), (1.0, 0.0))]), "a: thresholds must be 2 numbers above 0"),
         (
             lambda: QKClip([AttentionLayer("a", 3, (HeadWeight("wq", torch.ones(8, 2), query_rows(4)),))]),
             "wq: 8 rows are no repeats of 4 rows for 3 heads",

@@ -15,7 +15,7 @@ from ..muon import Muon
 from ..options import OptionError, Rule
 from ..tensors.names import canonical_fqn, listed
 from ..tensors.warning import warn
-from .roles import ParameterInfo, inspect_model
+from .roles import IsMuon, ParameterInfo, inspect_model
 from .rules import Assignment, assign_parameters
 
 registry.optimizers.register("muon", registry.OptimizerEntry(Muon, options.SHARED))
@@ -57,7 +57,12 @@ def modules_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def assign(
-    model: nn.Module | Iterable[nn.Module], rules: Sequence[Rule] = (), *, defaults: bool = True, router: str = "adamw"
+    model: nn.Module | Iterable[nn.Module],
+    rules: Sequence[Rule] = (),
+    *,
+    defaults: bool = True,
+    router: str = "adamw",
+    is_muon: IsMuon | None = None,
 ) -> tuple[Assignment, ...]:
     """The optimizer of each trained parameter, with the reason. Parameters may be on the meta device.
 
@@ -65,7 +70,7 @@ def assign(
     """
     modules = modules_of(model)
     frozen = frozen_in(modules)
-    parameters = inspect_model(modules, frozen=True)
+    parameters = inspect_model(modules, frozen=True, is_muon=is_muon)
     assigned = assigned_model(parameters, rules, router if defaults else None, frozen)
     return tuple(a for a in assigned if a.fqn not in frozen)
 
@@ -77,6 +82,7 @@ def parameter_groups(
     defaults: bool = True,
     router: str = "adamw",
     decay_vectors: bool = False,
+    is_muon: IsMuon | None = None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Parameter groups by optimizer, for separate optimizers in place of a `Hybrid`.
 
@@ -90,7 +96,7 @@ def parameter_groups(
     Arguments and errors as in `Hybrid`.
     """
     modules = modules_of(model)
-    seen, parameters = inspect_model(modules, frozen=True), named_parameters_of(modules)
+    seen, parameters = inspect_model(modules, frozen=True, is_muon=is_muon), named_parameters_of(modules)
     assigned = assigned_model(seen, rules, router if defaults else None, frozen_in(modules))
     if fused := [a.fqn for a in assigned if a.optimizer == "muon" and a.split is not None]:
         warn(
@@ -126,7 +132,7 @@ def assigned_model(
     """
     assigned = assign_parameters(parameters, rules, router)
     trained = [a for a in assigned if a.fqn not in frozen]
-    by_default = [a for a in trained if a.rule is None]
+    by_default = [a for a in trained if a.by_default]
     # A model with unknown names or shapes would otherwise train with AdamW alone.
     if (by_default or not trained) and not any(a.optimizer == "muon" for a in trained) and not is_part:
         roles = Counter(a.role or a.reason for a in trained)

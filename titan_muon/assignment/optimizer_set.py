@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from .. import registry
 from ..options import Offload, OptionError, Rule, Split
-from ..tensors.matrices import check_splits, has_matrices
+from ..tensors.matrices import check_splits, has_matrices, split_hint
 from .groups import ParamGroup, assigned_model, frozen_in, grouped, named_parameters_of
-from .roles import ParameterInfo, inspect_model
+from .roles import IsMuon, ParameterInfo, inspect_model
 from .rules import Assignment, splits_with
 
 
@@ -46,6 +46,7 @@ def build_optimizers(
     model: Mapping[str, ParameterInfo] | None = None,
     is_part: bool = False,
     knows_frozen: bool = False,
+    is_muon: IsMuon | None = None,
 ) -> OptimizerSet:
     """Assign every trained parameter of `modules` to an optimizer, and make the optimizers.
 
@@ -55,6 +56,7 @@ def build_optimizers(
         model: all trained parameters of the model, if this process holds a pipeline stage.
         is_part: as in `assigned_model`.
         knows_frozen: whether groups have frozen parameters too, to be thawed later.
+        is_muon: as in `inspect_model`.
 
     Raises:
         OptionError: for a rule without parameters, an undecided parameter, an unknown optimizer, and a refused option.
@@ -65,7 +67,7 @@ def build_optimizers(
     shared = {key: tables["muon"][key] for key in ("missing_grad", "nonfinite") if key in tables.get("muon", {})}
     tables = {**tables, "adamw": {**shared, **tables.get("adamw", {})}}
     tables = {**tables, **_shared_options(rules, tables)}
-    known = inspect_model(modules, frozen=knows_frozen) if model is None else model
+    known = inspect_model(modules, frozen=knows_frozen, is_muon=is_muon) if model is None else model
     # From the whole model, because all ranks build Muon together: ranks would wait for a pipeline rank without Muon.
     assigned = assigned_model(known, rules, router, frozen, is_part=is_part)
     _check_matrices(assigned, rules, tables.get("muon", {}).get("split", ()))
@@ -135,13 +137,14 @@ def _check_offload(offload: Offload, optimizer: str) -> None:
 
 
 def _check_matrices(assigned: Iterable[Assignment], rules: Sequence[Rule], splits: Sequence[Split]) -> None:
-    """Raise OptionError for a rule that gives Muon a parameter without matrices."""
+    """Raise OptionError for a rule, or `is_muon`, that gives Muon a parameter without matrices."""
     for a in assigned:
-        if a.optimizer == "muon" and a.rule is not None and not has_matrices(a.fqn, a.shape, splits):
+        if a.optimizer == "muon" and not a.by_default and not has_matrices(a.fqn, a.shape, splits):
+            by_rule = "" if a.rule is None else f"(match = {rules[a.rule].match!r}) "
             raise OptionError(
-                f"rules[{a.rule}]",
-                f"(match = {rules[a.rule].match!r}) gives Muon {a.fqn} of shape {a.shape}, and Muon takes matrices "
-                "(2D) and stacks of matrices (3D); narrow the match, or describe the matrices by muon.split and dims",
+                "is_muon" if a.rule is None else f"rules[{a.rule}]",
+                f"{by_rule}gives Muon {a.fqn} of shape {a.shape}, and Muon takes matrices (2D) and stacks of matrices "
+                f"(3D); leave it out, or {split_hint(len(a.shape))}",
             )
 
 

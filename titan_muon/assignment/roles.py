@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,17 +42,27 @@ ROUTERS = r"(^|\.)(router|gate|gating)(\.|$)"
 EXPERTS = re.compile("expert", re.IGNORECASE)
 
 
+IsMuon = Callable[[str, Tensor], bool | None]
+"""The argument `is_muon` of `inspect_model`."""
+
+
 @dataclass(frozen=True)
 class ParameterInfo:
-    """Properties of a parameter. `split`: of a known fused layout."""
+    """Properties of a parameter. `split`: of a known fused layout. `is_muon`: the user's answer."""
 
     shape: tuple[int, ...]
     role: Role = ""
     split: Split | None = None
+    is_muon: bool | None = None
 
 
-def inspect_model(parts: Iterable[nn.Module], *, frozen: bool = False) -> dict[str, ParameterInfo]:
-    """Every trained parameter of a model's parts, by canonical name. `frozen`: frozen parameters too."""
+def inspect_model(
+    parts: Iterable[nn.Module], *, frozen: bool = False, is_muon: IsMuon | None = None
+) -> dict[str, ParameterInfo]:
+    """Every trained parameter of a model's parts, by canonical name. `frozen`: frozen parameters too.
+
+    `is_muon` takes a name and a parameter, and returns whether Muon takes the parameter, or None for the defaults.
+    """
     result = {}
     for part in parts:
         tables = [module for module in part.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
@@ -67,7 +77,9 @@ def inspect_model(parts: Iterable[nn.Module], *, frozen: bool = False) -> dict[s
                 owner = part.get_submodule(path)
                 split = fused_split(fqn, parameter, owner, part.get_submodule(path.rpartition(".")[0]))
                 role = by_place.get(parameter) or _role(fqn, parameter, owner, knows_vocabulary=vocabulary > 0)
-                result[fqn] = ParameterInfo(tuple(parameter.shape), role, None if role in PLAIN else split)
+                split = None if role in PLAIN else split
+                answer = None if is_muon is None else is_muon(fqn, parameter)
+                result[fqn] = ParameterInfo(tuple(parameter.shape), role, split, answer)
     return result
 
 

@@ -13,6 +13,9 @@ from ..tensors.matrices import split_of
 from ..tensors.names import LOOKED_UP
 from .roles import ParameterInfo, Role
 
+IS_MUON = "is_muon"
+"""Reason of a decision by the user's predicate."""
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -25,6 +28,11 @@ class Assignment:
     rule: int | None
     role: Role = ""
     split: Split | None = None
+
+    @property
+    def by_default(self) -> bool:
+        """Whether neither a rule nor `is_muon` decided."""
+        return self.rule is None and self.reason != IS_MUON
 
     @property
     def is_vector(self) -> bool:
@@ -70,8 +78,9 @@ def assign_parameters(
 ) -> tuple[Assignment, ...]:
     """An optimizer for each parameter, from the first matching rule.
 
-    Without a rule, the role decides, by module or else by name, and then the shape: Muon takes matrices, stacks of
-    experts and known fused layouts, AdamW the rest. Raises OptionError for rules without parameters, if `all_rules`.
+    Without a rule, the user's `is_muon` decides, then the role, by module or else by name, and then the shape: Muon
+    takes matrices, stacks of experts and known fused layouts, AdamW the rest. Raises OptionError for rules without
+    parameters, if `all_rules`.
 
     Args:
         router: optimizer of the gates of mixtures of experts. None: rules decide for every parameter, and OptionError
@@ -80,7 +89,7 @@ def assign_parameters(
     assigned = tuple(_assign_one(fqn, seen, rules, router) for fqn, seen in parameters.items())
     if all_rules:
         _refuse_unused(rules, assigned)
-    undecided = [a.fqn for a in assigned if a.rule is None] if router is None else []
+    undecided = [a.fqn for a in assigned if a.by_default] if router is None else []
     if undecided:
         raise OptionError(
             "rules:",
@@ -113,6 +122,8 @@ def _assign_one(fqn: str, seen: ParameterInfo, rules: Sequence[Rule], router: st
     for index, rule in enumerate(rules):
         if fnmatchcase(fqn, rule.match):
             return to(rule.optimizer, f"optimizer.rule[{index}] {rule.match!r}", index)
+    if seen.is_muon is not None:
+        return to("muon" if seen.is_muon else "adamw", IS_MUON)
     role = seen.role or next((role for pattern, role in BY_NAME if fnmatchcase(fqn, pattern)), "")
     # A vector is a vector, in any role.
     if len(seen.shape) > 1 and role in REASONS:

@@ -16,7 +16,7 @@ from ..owned import is_owned
 from ..owned.param import holders
 from ..plan import Plan
 from ..plan.terms.types import MatrixStack
-from ..tensors.matrices import THINNEST, is_thin, matrix_shapes
+from ..tensors.matrices import THINNEST, is_thin, matrix_shapes, may_be_convolution, stack_doubt
 from ..tensors.names import listed
 from .groups import ParamGroup
 from .rules import EMBEDDING, HEAD, Assignment, splits_with
@@ -126,6 +126,9 @@ def doubts(assigned: Sequence[Assignment], splits: Sequence[Split]) -> Iterator[
     if thin := [a for a in assigned if a.optimizer == "muon" and is_thin(a.fqn, a.shape, all_splits)]:
         sizes = [f"{family(a.fqn)} ({'x'.join(map(str, a.shape))})" for a in thin]
         yield f"warning: matrices with a side under {THINNEST}, with little effect of Muon: {_some(sizes)}"
+    muon = [a for a in assigned if a.optimizer == "muon" and a.role != "experts"]
+    if stacks := [a.fqn for a in muon if may_be_convolution(a.fqn, a.shape, all_splits)]:
+        yield f"warning: {stack_doubt(stacks)}"
     takers: dict[str, set[str]] = {}
     for a in assigned:
         takers.setdefault(family(a.fqn), set()).add(a.optimizer)

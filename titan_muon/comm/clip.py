@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..tensors.device import host_zeros, is_host, on_device
+from ..tensors.dtensor import MARKS
 from ..tensors.names import listed, named_parameters
 from ..tensors.process_groups import ranks_of, without_groups
 from ..tensors.warning import warn
@@ -246,7 +247,10 @@ class GradientClip:
 
 
 def replica_count(parameter: Tensor, stage_ranks: int) -> int:
-    """The number of ranks with the same elements, of `stage_ranks`."""
+    """The number of ranks with the same elements, of `stage_ranks`.
+
+    Raises ValueError for an experimental Megatron-FSDP parameter on a smaller mesh.
+    """
     if not isinstance(parameter, DTensor):
         return stage_ranks
     mesh = parameter.device_mesh
@@ -254,8 +258,16 @@ def replica_count(parameter: Tensor, stage_ranks: int) -> int:
     for axis, placement in enumerate(parameter.placements):
         if placement.is_replicate():
             replicas *= mesh.size(axis)
-    # A smaller mesh is repeated over further ranks of the stage, except the mesh of an owned parameter.
-    return replicas if without_groups(parameter) else replicas * stage_ranks // mesh.size()
+    classic, experimental = (hasattr(parameter, mark) for mark in MARKS)
+    if experimental and mesh.size() < stage_ranks:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} is on {mesh.size()} of {stage_ranks} ranks, and "
+            "experimental Megatron-FSDP does not tell whether the other ranks have replicas or other experts, so that "
+            "gradients cannot be clipped; shard by fully_shard_model, or do not clip"
+        )
+    # A smaller mesh is repeated over further ranks of the stage, except the mesh of an owned parameter, and of experts
+    # in Megatron-FSDP, where tensor parallelism is an axis of all further parameters.
+    return replicas if classic or without_groups(parameter) else replicas * stage_ranks // mesh.size()
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:

@@ -25,9 +25,21 @@ TENSOR_PARALLEL = "tp"
 MARKS = ("megatron_fsdp_dist_index", "_mfsdp_parameter_group")
 """Attributes of a parameter of Megatron-FSDP, of the classic implementation and of the experimental one."""
 
+CHUNKS = "__create_chunk_list__"
+"""Attribute of a local tensor with its place, see [Note: rows]."""
+
 NOT_FOLLOWED = (
     "Megatron-FSDP sharded this parameter, and its placements do not tell which rows are on which rank; call "
     "titan_muon.follow_megatron_fsdp(optimizer, model) before the first step, in place of fully_shard_optimizer"
+)
+
+
+FLEX_SHARD = ("_placements", "_global_shape")
+"""Attributes of a parameter in a bucket of FlexShard (pytorch/torchtitan#3502), a plain tensor with a rank's part."""
+
+IN_FLEX_SHARD = (
+    "a bucket of FlexShard stores a part of this parameter as a plain tensor, which would be taken for a whole matrix; "
+    "shard the model by fully_shard, with titan_muon.own for whole matrices on single ranks"
 )
 
 
@@ -40,13 +52,16 @@ def layout_of(fqn: str, tensor: Tensor, ranks: Sequence[int] | None = None) -> t
         replicas = ranks_of(None) if ranks is None else tuple(ranks)
         mesh = types.Mesh((len(replicas),), replicas)
         return types.Layout(tuple(tensor.shape), mesh, (types.Replicate(),))
-    return layout_on(fqn, tensor.shape, tensor.device_mesh, tensor.placements)
+    by_rows = hasattr(local(tensor), CHUNKS)
+    return layout_on(fqn, tensor.shape, tensor.device_mesh, tensor.placements, by_rows=by_rows)
 
 
-def layout_on(fqn: str, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> types.Layout:
-    """As `layout_of`, for a tensor of this shape on a mesh."""
+def layout_on(
+    fqn: str, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], *, by_rows: bool = False
+) -> types.Layout:
+    """As `layout_of`, for a tensor of this shape on a mesh. `by_rows`: whether `set_rows` tells the rows."""
     ranks = types.Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
-    placed = tuple(_placement(fqn, p) for p in placements)
+    placed = tuple(_placement(fqn, p, by_rows=by_rows) for p in placements)
     names = mesh.mesh_dim_names or ()
     axis = names.index(TENSOR_PARALLEL) if TENSOR_PARALLEL in names else None
     if axis is not None and (ranks.shape[axis] == 1 or isinstance(placed[axis], types.Replicate)):
@@ -54,7 +69,7 @@ def layout_on(fqn: str, shape: Sequence[int], mesh: DeviceMesh, placements: Sequ
     return types.Layout(tuple(shape), ranks, placed, axis)
 
 
-def _placement(fqn: str, placement: Placement) -> types.Placement:
+def _placement(fqn: str, placement: Placement, *, by_rows: bool) -> types.Placement:
     # First, because some versions of PyTorch derive _StridedShard from Shard.
     if isinstance(placement, _StridedShard):
         return types.StridedShard(placement.dim, int(placement.split_factor))
@@ -62,7 +77,14 @@ def _placement(fqn: str, placement: Placement) -> types.Placement:
         return types.Shard(placement.dim)
     if isinstance(placement, Replicate):
         return types.Replicate()
-    raise ValueError(f"{fqn}: Muon cannot read a parameter placed as {placement}; reduce the parameter first")
+    if placement.is_partial():
+        raise ValueError(f"{fqn}: Muon cannot read a parameter placed as {placement}; reduce the parameter first")
+    if not by_rows:
+        raise ValueError(
+            f"{fqn}: Muon cannot read a parameter placed as {placement}; if its ranks store whole rows, call "
+            "titan_muon.tensors.dtensor.set_rows(parameter, first_row) on each, or else shard it by fully_shard"
+        )
+    return types.Shard(0)
 
 
 def mesh_axes(tensor: Tensor, layout: types.Layout) -> Iterator[tuple[int, ...]]:
@@ -135,22 +157,25 @@ def held_indices(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def own_rows(tensor: Tensor) -> types.Interval | None:
     """This rank's range of dim 0 as `set_rows` has set it; None if the placements tell the range."""
-    chunks = getattr(local(tensor), "__create_chunk_list__", None)
+    chunks = getattr(local(tensor), CHUNKS, None)
     if chunks is None or not isinstance(tensor, DTensor):
         return None
-    if not any(isinstance(placement, Shard | _StridedShard) and placement.dim == 0 for placement in tensor.placements):
+    # Placements of other packages, as ragged shards, need not have a single `dim`.
+    if not any(not p.is_replicate() and getattr(p, "dim", 0) == 0 for p in tensor.placements):
         return None
     start = chunks()[0].offsets[0]
     return types.Interval(start, start + local(tensor).size(0))
 
 
-def not_followed(parameter: Tensor) -> bool:
-    """Whether Megatron-FSDP sharded a parameter, and the rows of its ranks are not set."""
+def unread(parameter: Tensor) -> str:
+    """Why Muon cannot read the place of a parameter's part that another framework sharded; empty if it can."""
+    if not isinstance(parameter, DTensor) and all(hasattr(parameter, name) for name in FLEX_SHARD):
+        return IN_FLEX_SHARD
     # The mesh has the order of axes even where the parameter was copied.
     marked = isinstance(parameter, DTensor) and (
         any(hasattr(parameter, mark) for mark in MARKS) or hasattr(parameter.device_mesh, "_shard_order")
     )
-    return marked and not hasattr(local(parameter), "__create_chunk_list__")
+    return NOT_FOLLOWED if marked and not hasattr(local(parameter), CHUNKS) else ""
 
 
 def set_rows(tensor: DTensor, start: int) -> None:
@@ -160,7 +185,8 @@ def set_rows(tensor: DTensor, start: int) -> None:
 
     coordinate, stored = tensor.device_mesh.get_coordinate(), local(tensor)
     if coordinate is not None:
-        others = region(layout_of("", tensor), coordinate)[1:]
+        layout = layout_on("", tensor.shape, tensor.device_mesh, tensor.placements, by_rows=True)
+        others = region(layout, coordinate)[1:]
         offsets = (start, *([*dim, (0, 0)][0][0] for dim in others))
         part = ChunkStorageMetadata(torch.Size(offsets), stored.shape)
         # Not closures, because the tensor may be pickled.

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from ..options import Split
 from ..plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Parameter
 from .dtensor import layer_of, layout_of
+from .names import listed
 
 Lengths = Mapping[str, int | Sequence[int]]
 """A list cuts an axis into parts of different matrices."""
@@ -33,7 +34,7 @@ def stack_of(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> Ma
         flat = ". FSDP1 and DeepSpeed ZeRO keep flat pieces of matrices: shard the model by fully_shard (FSDP2)"
         raise ValueError(
             f"{fqn}: Muon takes matrices (2D) and stacks of matrices (3D), not shape {tuple(shape)}; give it to "
-            "another optimizer, as titan_muon.Hybrid(model) does, or describe its matrices by muon.split and dims"
+            f"another optimizer, as titan_muon.Hybrid(model) does, or {split_hint(len(shape))}"
             f"{flat if len(shape) == 1 else ''}"
         )
     whole = "f d -> | f d" if len(shape) == 2 else "e f d -> e | f d"
@@ -42,6 +43,29 @@ def stack_of(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> Ma
         return stack_in(dims, shape, lengths)
     except ValueError as error:
         raise ValueError(f"{fqn}: muon.split: dims = {dims!r} {error}") from error
+
+
+def split_hint(ndim: int) -> str:
+    """How to describe the matrices of a parameter without a default."""
+    leading = " ".join(f"b{number}" for number in range(1, ndim - 1))
+    lines = (
+        f", dims = '{leading} f d -> {leading} | f d' for a stack of matrices in the last two dims, or "
+        f"'f {leading} d -> | f ({leading} d)' for one matrix, as of a convolution"
+    )
+    return f"describe its matrices by muon.split{lines if ndim > 3 else ' and dims'}"
+
+
+def may_be_convolution(fqn: str, shape: Sequence[int], splits: Sequence[Split]) -> bool:
+    """Whether a parameter is 3D and neither named after experts nor split, so that its dims may have other meanings."""
+    return len(shape) == 3 and split_of(fqn, splits) is None and "expert" not in fqn.lower()
+
+
+def stack_doubt(names: Sequence[str]) -> str:
+    """A warning about parameters of which `may_be_convolution` holds."""
+    return (
+        f"{listed(names, 3)}: taken as a stack of matrices, one for each index of dim 0; for one matrix, as of a "
+        "convolution, write muon.split with dims = 'f b1 d -> | f (b1 d)', and for a stack 'b1 f d -> b1 | f d'"
+    )
 
 
 def matrix_shapes(shape: Sequence[int], stack: MatrixStack) -> list[tuple[int, int]]:

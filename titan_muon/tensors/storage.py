@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..options import MuonOptions
 from ..plan.terms.layout import Geometry
 from ..plan.terms.types import Parameter
-from .dtensor import NOT_FOLLOWED, held_indices, layout_of, local, not_followed, own_rows, step_device
+from .dtensor import held_indices, layout_of, local, own_rows, step_device, unread
 from .names import named_parameters
 
 STEP = "step"
@@ -79,8 +79,8 @@ def trained_params(
             if rounds or options.counts_steps:
                 # Only where steps count, so that other checkpoints keep their keys.
                 group.setdefault(STEP, 0)
-            if not_followed(parameter):
-                raise ValueError(f"{fqn}: {NOT_FOLLOWED}")
+            if problem := unread(parameter):
+                raise ValueError(f"{fqn}: {problem}")
             on_mesh, shard = rank in layout_of(fqn, parameter).mesh.ranks, local(parameter)
             # Megatron-FSDP gives an empty range of rows no gradient.
             on_mesh = on_mesh and (shard.numel() > 0 or own_rows(parameter) is None)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.dist.harness import run_ranks
+from tests.shared import message
 from titan_muon.comm.clip import GradientClip, clip_grad_norm_
 from titan_muon.owned import gather
 from titan_muon.owned.param import owned_like, place_on_owners
@@ -90,6 +91,25 @@ def test_any_mixture_of_layouts_is_clipped_as_by_torch_in_one_process() -> None:
             assert result[case][0] == pytest.approx(float(norm), rel=1e-5)
             for found, parameter in zip(result[case][1], parameters, strict=True):
                 torch.testing.assert_close(found, parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+def megatron_experts(rank: int, world_size: int) -> tuple[float, str]:
+    """The norm of a dense parameter and of other experts on each expert-parallel rank; a refusal."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    whole = whole_gradients()
+    expert = laid_out(mesh["edp"], (Shard(0),), whole[5 + mesh.get_local_rank("ep")])
+    expert.megatron_fsdp_dist_index = object()  # type: ignore[attr-defined]
+    dense = laid_out(init_device_mesh("cpu", (4,)), (Shard(0),), whole[0])
+    norm = float(clip_grad_norm_([dense, expert], math.inf))
+    expert._mfsdp_parameter_group = object()  # type: ignore[attr-defined]
+    return norm, message(lambda: clip_grad_norm_([dense, expert], 1.0))
+
+
+def test_experts_of_megatron_fsdp_on_other_meshes_count_once_each() -> None:
+    whole = whole_gradients()
+    for norm, refusal in run_ranks(megatron_experts, 4):
+        assert norm == pytest.approx(float(torch.nn.utils.get_total_norm([whole[0], whole[5], whole[6]])), rel=1e-5)
+        assert "a parameter of shape (5, 6) is on 2 of 4 ranks" in refusal or "shape (6, 5)" in refusal
 
 
 def test_clip_grad_norm_needs_no_process_group() -> None:

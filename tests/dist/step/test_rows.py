@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from tests.dist.harness import run_ranks
 from tests.parity.layouts import LAYOUTS, placed
@@ -47,6 +47,66 @@ def test_rows_on_some_ranks_alone_and_rows_stored_twice_are_refused_on_every_ran
     for some, twice in run_ranks(wrong_rows, 2):
         assert "layers.w: its rows are set on some ranks alone; set the rows on every rank of its mesh" in some
         assert "layers.w: its ranks store rows 0:6, 4:10, which are not all 12 rows once" in twice
+
+
+class RaggedShard(Placement):
+    """A placement of another package: `units` of each rank, of the first `dims` dims."""
+
+    def __init__(self, units: tuple[int, ...], dims: int) -> None:
+        super().__init__()
+        self.units, self.dims = units, tuple(range(dims))
+
+    def __hash__(self) -> int:
+        return hash((self.units, self.dims))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RaggedShard) and (self.units, self.dims) == (other.units, other.dims)
+
+
+UNITS = (3, 0, 1, 2)
+
+
+def ragged(whole: torch.Tensor, mesh: DeviceMesh, dims: int) -> nn.Parameter:
+    """A parameter with ragged parts of whole rows, or of the flat elements."""
+    flat = whole.flatten(0, dims - 1)
+    bounds = [len(flat) * sum(UNITS[:rank]) // sum(UNITS) for rank in range(len(UNITS) + 1)]
+    start, stop = bounds[mesh.get_local_rank()], bounds[mesh.get_local_rank() + 1]
+    placed = {"shape": whole.shape, "stride": whole.stride(), "run_check": False}
+    part = DTensor.from_local(flat[start:stop].clone(), mesh, [RaggedShard(UNITS, dims)], **placed)
+    return nn.Parameter(part)
+
+
+def trained_ragged(rank: int, world_size: int) -> tuple[list[str], torch.Tensor]:
+    """Messages of refusals, and a rank's rows after three steps."""
+    mesh, whole = init_device_mesh("cpu", (world_size,)), torch.arange(96.0).sin().view(12, 8)
+    flat, plain = ragged(whole, mesh, 2), nn.Parameter(torch.ones(4, 4))
+    plain._placements, plain._global_shape = (Shard(0),), (8, 4)  # type: ignore[attr-defined]
+    texts = [message(Muon([("w", flat)]).build), message(Muon([("plain", plain)]).build)]
+    set_rows(flat, 0)  # type: ignore[arg-type]
+    texts.append(message(Muon([("w", flat)]).build))
+    param, grads = ragged(whole, mesh, 1), [whole.cos(), whole.square(), whole.tan()]
+    set_rows(param, 2 * sum(UNITS[:rank]))  # type: ignore[arg-type]
+    muon = Muon([("w", param)], orthogonalize="reference")
+    for grad in grads:
+        param.grad = ragged(grad, mesh, 1).data
+        muon.step()
+    return texts, param.detach()._local_tensor  # type: ignore[attr-defined]
+
+
+def test_ragged_shards_of_whole_rows_train_as_one_process_and_other_parts_are_refused_by_name() -> None:
+    results = run_ranks(trained_ragged, 4)
+    whole = torch.arange(96.0).sin().view(12, 8)
+    single = nn.Parameter(whole.clone())
+    muon = Muon([("w", single)], orthogonalize="reference")
+    for grad in (whole.cos(), whole.square(), whole.tan()):
+        single.grad = grad
+        muon.step()
+    assert torch.equal(torch.cat([rows for _, rows in results]), single.detach())
+    for (unread, plain, elements), _ in results:
+        assert "w: Muon cannot read a parameter placed as" in unread
+        assert "if its ranks store whole rows, call titan_muon.tensors.dtensor.set_rows" in unread
+        assert "plain: a bucket of FlexShard stores a part of this parameter as a plain tensor" in plain
+        assert elements.startswith("w: "), "flat elements are no rows"
 
 
 def stored(rank: int, world_size: int, layout: str, muon_options: dict[str, str]) -> tuple[int, int]:

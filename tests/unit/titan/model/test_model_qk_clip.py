@@ -29,9 +29,9 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
     return drawn, torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
 
 
-def build(family: str, threshold: float = 100.0, checkpoint: str = "none", backend: str | None = None) -> Any:
+def build(family: str, rules: Any = (), checkpoint: str = "none", backend: str | None = None) -> Any:
     """The tiny model of a family with kept logits, and the QKClip."""
-    section = sections.QKClip(mode="clip", threshold=threshold)
+    section = sections.QKClip(mode="clip", rule=rules)
     spec = model_spec(family, "tiny", vocab_size=VOCAB, on_cpu=True)
     spec.model.layers = spec.model.layers[:2]
     observe_logits(spec.model, section)
@@ -103,24 +103,25 @@ def test_only_heads_above_the_threshold_are_clipped_to_the_threshold(
     with exact_logits(model) as largest:
         train(model)
         before, seen = largest["layers.0"], clip.logits("layers.0", 0, 8).clone()
-        clip.threshold = float(seen.sort().values[5])
+        threshold = float(seen.sort().values[5])
+        clip.thresholds.fill_(threshold)
         clip.apply()
         train(model)
         after = largest["layers.0"]
-    above = seen > clip.threshold
+    above = seen > threshold
     assert above.sum() == 2
     if family == "deepseek_v3":
         torch.testing.assert_close(seen, before, msg="this attention tells the logit itself")
-        torch.testing.assert_close(after, before.clamp(max=clip.threshold))
+        torch.testing.assert_close(after, before.clamp(max=threshold))
         return
     assert (seen >= before).all()
     assert (seen <= before + torch.tensor(41.0).log()).all()
-    factors = (clip.threshold / seen).clamp(max=1.0)
+    factors = (threshold / seen).clamp(max=1.0)
     shared = factors.view(4, 2).amin(1).repeat_interleave(2)
     # Queries by the factor of the head, keys of a group by the smallest factor: square roots, because alpha is one
     # half.
     torch.testing.assert_close(after, before * (factors * shared).sqrt())
-    assert (after[above] <= clip.threshold).all()
+    assert (after[above] <= threshold).all()
 
 
 @pytest.mark.parametrize(("checkpoint", "backend"), [("full", None), ("selective", None), ("selective", "aot_eager")])
@@ -134,6 +135,35 @@ def test_recomputed_and_compiled_layers_record_the_same_logits(checkpoint: str, 
         assert torch.equal(clip._logits, expected._logits)
         clip.apply()
         assert torch.equal(clip._logits, torch.full_like(clip._logits, -torch.inf))
+
+
+@pytest.mark.parametrize("kind", ["latent", "grouped", "fused"])
+def test_a_rule_of_a_recipe_gives_chosen_heads_a_threshold(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries of heads 1 and 4 of the first layer are scaled by their factor, head 4 not at all: `none`."""
+    rules = (
+        sections.QKClipRule(match="layers.0", heads=(4,), threshold="none"),
+        sections.QKClipRule(match="layers.0", heads=(1, 4), threshold=50.0),
+    )
+    _, clip = build(family_of(kind, monkeypatch), rules=rules)
+    before = {weight.fqn: weight.tensor.detach().clone() for layer in clip.layers for weight in layer.weights}
+    for layer in clip.layers:
+        clip.observe(layer.name, torch.full((8,), 100.0))
+    clip.apply()
+    for weight in (weight for layer in clip.layers for weight in layer.weights):
+        ratios = (weight.tensor / before[weight.fqn]).detach().mean(1)
+        height = len(ratios) // 8
+        # Head 1: alone in latent attention; with head 0 in the first group of four groups otherwise.
+        scaled = ratios.view(8, height)[1] if kind == "latent" or weight.fqn.endswith("wq.weight") else ratios
+        assert bool((scaled < 0.99).any()) == weight.fqn.startswith("layers.0."), weight.fqn
+        assert (ratios.view(2, -1)[1] == 1).all(), "heads 4 to 7, with their keys"
+
+
+@pytest.mark.parametrize("rule", [{"match": "layers.9"}, {"heads": (0, 8)}, {}])
+def test_a_rule_for_unknown_heads_or_after_a_rule_for_all_is_refused(rule: dict[str, Any]) -> None:
+    first = (sections.QKClipRule(threshold=2.0),) if not rule else ()
+    section = sections.QKClip(mode="clip", rule=(*first, sections.QKClipRule(threshold=1.0, **rule)))
+    with pytest.raises(RecipeError, match=r"^qk_clip\.rule\[[01]\] .* correct the rule, move it up or remove it"):
+        observe_logits(model_spec("llama3", "tiny", on_cpu=True).model, section)
 
 
 def test_every_layer_of_every_family_is_observed() -> None:
