@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..comm.buffers import BucketBuffers, StepMemory
+from ..comm.buffers import BucketBuffers, BufferPiece, StepMemory
 from ..comm.faults import Fault
 from ..comm.report import Flags, flags_of
 from ..orthogonalize import DTYPES, Iteration, Method, frobenius_norms, largest_value, prepared
@@ -28,6 +28,7 @@ from .foreach import (
     scratch_bytes,
     update_calls,
 )
+from .neighbours import joined, strided
 from .rank import Rank
 from .rounding import draw_key
 
@@ -207,10 +208,10 @@ class _Builder:
             pieces = [self.piece(parcel.matrix, spans(parcel.piece), view) for parcel, view in stored]
             return BucketViews(
                 index,
-                momentum_calls(pieces, rank),
+                momentum_calls(self.joined(pieces), rank),
                 NO_COPIES,
                 ((NO_COPIES, batch, NO_COPIES),),
-                update_calls(pieces, rank, self.scratch),
+                update_calls(self.joined(pieces, draws=True), rank, self.scratch),
                 None,
                 self.releases[index],
                 self.bounds(batch.whole, pieces, self.broken_updates[index]),
@@ -224,10 +225,10 @@ class _Builder:
         ]
         return BucketViews(
             index,
-            momentum_calls(packed, rank),
+            momentum_calls(self.joined(packed), rank),
             Copies.of(buffers.repeated),
             tuple((_assembling(batch, buffers), batch, _splitting(batch, buffers)) for batch in made),
-            update_calls(pieces, rank, self.scratch),
+            update_calls(self.joined(pieces, draws=True), rank, self.scratch),
             buffers.cleared,
             self.releases[index],
             self.bounds(buffers.arrived, pieces, self.broken_updates[index]),
@@ -276,6 +277,11 @@ class _Builder:
         key = draw_key(fqn, matrix.index) if self.rank.rounds(matrix.parameter) else 0
         return StoredPiece(number, matrix.parameter, plan.out_in(number), matrix.cols, key, places, view)
 
+    def joined(self, pieces: Sequence[StoredPiece], *, draws: bool = False) -> Sequence[StoredPiece]:
+        """Fewer pieces, unless the work needs to know the matrix. `draws`: whether the work may draw by matrix."""
+        drawn = draws and any(self.rank.rounds(piece.parameter) for piece in pieces)
+        return pieces if drawn or self.rank.options.skips else joined(pieces)
+
     def bounds(self, memory: Tensor, pieces: Sequence[StoredPiece], broken: Tensor) -> UpdateBounds:
         norms, limits = list[float](), self.limits
         views = tuple(piece.view for piece in pieces if piece.view is not None)
@@ -302,22 +308,20 @@ def _as_rows(views: Sequence[Tensor]) -> Tensor | None:
 
 def _assembling(batch: Batch, buffers: BucketBuffers) -> Copies:
     """Gathered pieces into whole matrices."""
-    return Copies.of(
-        (batch.whole[place][span.whole], source.view[span.piece])
-        for place, matrix in enumerate(batch.matrices)
-        for source in buffers.sources[matrix]
-        for span in source.spans
-    )
+    return Copies.of((whole, source) for source, whole in strided(_parts_of(batch, buffers.sources)))
 
 
 def _splitting(batch: Batch, buffers: BucketBuffers) -> Copies:
     """Orthogonalized matrices into the pieces to return."""
-    return Copies.of(
-        (target.view[span.piece], batch.whole[place][span.whole])
-        for place, matrix in enumerate(batch.matrices)
-        for target in buffers.targets[matrix]
-        for span in target.spans
-    )
+    return Copies.of(strided(_parts_of(batch, buffers.targets)))
+
+
+def _parts_of(batch: Batch, pieces: Mapping[int, Sequence[BufferPiece]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parts of the pieces of each matrix, and their places in the batch."""
+    for place, matrix in enumerate(batch.matrices):
+        for piece in pieces[matrix]:
+            for span in piece.spans:
+                yield piece.view[span.piece], batch.whole[place][span.whole]
 
 
 def _last_packed(rank: Rank) -> list[tuple[int, ...]]:

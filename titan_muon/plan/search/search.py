@@ -138,6 +138,19 @@ def in_model_order(
     return exchanged, owned
 
 
+def in_order(bucket: Bucket, pieces: Pieces, eligible: Mapping[int, Ranks]) -> Bucket:
+    """The bucket with its matrices in order, where each owner has neighbours of its matrices of equal cost."""
+    # Neighbours of a stack with one owner travel as one piece. The cost of each rank stays.
+    owners, equal = dict(zip(bucket.matrices, bucket.owners, strict=False)), dict[Hashable, list[int]]()
+    for matrix in sorted(bucket.matrices):
+        if pieces.matrices[matrix].slice is None:
+            equal.setdefault((pieces.kinds[matrix], eligible.get(matrix)), []).append(matrix)
+    for matrices in equal.values() if owners else ():
+        owners.update(zip(matrices, sorted(owners[matrix] for matrix in matrices), strict=True))
+    matrices = tuple(sorted(bucket.matrices))
+    return replace(bucket, matrices=matrices, owners=tuple(owners[matrix] for matrix in matrices if owners))
+
+
 FREE_BYTES = 2**30
 """Buffers and workspace without a price."""
 WORTH_OF_GIB = 0.03
@@ -359,7 +372,9 @@ class _Search:
                 f"= {self._problem.options.buffer_bytes} is too small: these matrices take at least "
                 f"{best.buffer_bytes} bytes of buffers; raise it or use more ranks",
             )
-        return replace(best, reason="; ".join(filter(None, (self._ending, self._memory_of(best)))))
+        reason = "; ".join(filter(None, (self._ending, self._memory_of(best))))
+        pieces, eligible = self._problem.costs.pieces, self._problem.eligible
+        return replace(best, buckets=tuple(in_order(bucket, pieces, eligible) for bucket in best.buckets), reason=reason)
 
     def _memory_of(self, best: CandidatePlan) -> str:
         if best.bytes <= MORE_BYTES:

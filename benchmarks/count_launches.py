@@ -1,0 +1,166 @@
+"""Kernel launches and list entries of a step on fake CUDA tensors, for the rows of docs/results/plan.md.
+
+    python benchmarks/count_launches.py --files docs/results/plan_dense.json --json launches.json
+
+One rank of each row steps, the owner of the first matrix, at full size without memory. The rules for lists are those of
+`benchmarks/rehearsal/launches.py`. Needs no CUDA build and no GPU. Overlapped rounds count as part of the step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import models as families  # noqa: F401 (registers them)
+from titan_muon.titan.torchtitan import compat
+
+compat.install()
+
+from benchmarks.rehearsal.fake_gpu import fake_gpu, fake_rank
+from benchmarks.rehearsal.launches import Launches
+from titan_muon import Muon
+from titan_muon.plan import Plan
+from titan_muon.plan.terms.layout import Geometries
+from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model
+from titan_muon.titan.recipe import load
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model planned on a world, as `scripts/plan_scale.py` names it."""
+
+    model: str
+    ranks: int
+    expert_parallel: int
+    overlap: str = "none"
+    split_over: int = 1
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of a step on a rank: launches, operators, collectives, and tensors in lists of operators."""
+
+    launches: int
+    operators: int
+    collectives: int
+    entries: int
+
+
+class ListCounter(Launches):
+    """Counts launches in `counts`, and operators and tensors in lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = self.entries = 0
+
+    def weight(self, name: str, args: Any) -> int:
+        self.operators += 1
+        self.entries += sum(len(arg) for arg in args if isinstance(arg, (list, tuple)) and arg and _is_tensor(arg[0]))
+        return super().weight(name, args)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def planned(row: Row) -> MetaModel:
+    """The plan of a row for GPUs, on the meta device."""
+    flags = ["--parallelism.expert_parallel_degree", str(row.expert_parallel), "--machine.name", "h100x8"]
+    flags += ["--muon.split_over", str(row.split_over), "--muon.overlap", row.overlap, "--qk_clip.mode", "off"]
+    flags += ["--parallelism.data_parallel_replicate_degree", str(row.replicas)]
+    return build_meta_model(load(ROOT / f"configs/{row.model}_muon.toml", flags), row.ranks, "cuda")
+
+
+def parameters_on(plan: Plan, sharded: Mapping[str, Tensor], rank: int) -> Iterator[tuple[str, nn.Parameter]]:
+    """A rank's parameters on the fake GPU with gradients, placed like `sharded`."""
+    meshes, geometries = dict[DeviceMesh, DeviceMesh](), Geometries(plan.parameters)
+    for index, parameter in enumerate(plan.parameters):
+        like = sharded[parameter.fqn]
+        assert isinstance(like, DTensor), f"{parameter.fqn} is sharded"
+        if like.device_mesh not in meshes:
+            meshes[like.device_mesh] = DeviceMesh("cuda", like.device_mesh.mesh.cpu())
+        placed = (meshes[like.device_mesh], like.placements)
+        whole = torch.empty(parameter.layout.shape, device="meta")
+        value, grad = (
+            DTensor.from_local(
+                torch.empty(geometries[index].local_shape[rank], device="cuda"),
+                *placed,
+                run_check=False,
+                shape=whole.shape,
+                stride=whole.stride(),
+            )
+            for _ in range(2)
+        )
+        made = nn.Parameter(value)
+        made.grad = grad
+        yield parameter.fqn, made
+
+
+@contextmanager
+def given(plan: Plan) -> Iterator[None]:
+    """Muon uses this plan instead of its own search."""
+    with mock.patch("titan_muon.engine.make_plan", return_value=plan):
+        yield
+
+
+def counted(row: Row) -> Counts:
+    """The counts of the second step, because the first makes tensors."""
+    meta = planned(row)
+    plan = meta.plan
+    assert plan is not None, f"{row.model} has Muon parameters"
+    rank = next((bucket.owners[0] for bucket in plan.buckets if bucket.owners), 0)
+    with mock.patch("torch.backends.cuda.is_built", return_value=True), fake_gpu(), fake_rank(row.ranks, rank):
+        params = list(parameters_on(plan, meta.parameters, rank))
+        with given(plan):
+            muon = Muon(params, split_over=row.split_over)
+            muon.step()
+        calls = muon.engine.rank.exchange.traffic.calls
+        with ListCounter() as counter:
+            muon.step()
+        calls = muon.engine.rank.exchange.traffic.calls - calls
+        return Counts(counter.counts.total(), counter.operators, calls, counter.entries)
+
+
+def rows_of(file: Path) -> list[Row]:
+    """The rows of a file of `scripts/plan_scale.py`."""
+    names = [field.name for field in fields(Row)]
+    return [Row(**{name: row[name] for name in names}) for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
+
+
+def main(
+    files: Sequence[Path] = (),
+    only: str = "",
+    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+) -> None:
+    """Count, row by row. `only`: a model's name. `json_file`: a line for each row; rows that it has are kept."""
+    lines = [] if json_file is None or not json_file.exists() else json_file.read_text(encoding="utf-8").splitlines()
+    known = [json.loads(line)["row"] for line in lines]
+    for row in (row for file in files for row in rows_of(file) if only in row.model):
+        if asdict(row) in known:
+            continue
+        line = json.dumps({"row": asdict(row), **asdict(counted(row))})
+        print(line, flush=True)
+        if json_file is not None:
+            with json_file.open("a", encoding="utf-8") as report:
+                report.write(line + "\n")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
