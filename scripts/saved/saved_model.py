@@ -44,7 +44,7 @@ class SavedModel:
 
     @torch.no_grad()
     def logits(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Scores of the next token, shape (batch, length, vocabulary), for int64 ids and positions (batch, length).
+        """Scores of the next token, shape (*batch, vocabulary), for int64 ids and positions, each a `titan.batch`.
 
         A position of 0 begins a document; attention does not cross documents.
         """

@@ -25,7 +25,7 @@ from titan_muon.titan.run.console import print_on_rank0
 from titan_muon.titan.storage.checksums import METADATA, SummingWriter, check_names
 from titan_muon.titan.storage.reader import SafePlanner, SafeReader
 from titan_muon.titan.torchtitan import compat
-from titan_muon.titan.torchtitan.installed import titan
+from titan_muon.titan.torchtitan.plain_state import PlainState
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
 ASIDE_FOLDER = re.compile(r"aside-(\d+)(-\d+)?")
@@ -82,12 +82,15 @@ class RunCheckpoints(CheckpointManager):
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         resume: str | None = None
+        excluded: tuple[str, ...] = ()
+        """States not to load. TorchTitan's own field takes the optimizer with its schedule only."""
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         self.resume = config.resume
         self.last_saved: int | None = None
         self._loaded = False
         super().__init__(config, **kwargs)
+        self.exclude_from_loading = list(config.excluded)
         if config.enable and config.async_mode != "disabled":
             # compat.time_out_all_groups leaves this group alone.
             self.pg._set_group_desc(compat.ASYNC_CHECKPOINT)
@@ -243,11 +246,10 @@ def differences(optimizers: HybridOptimizers, saved: Mapping[str, STORAGE_TYPES]
 def check_data_ranks(loader: Any, saved: Collection[str]) -> None:
     """Raise RecipeError if another number of data-parallel ranks saved the state of TorchTitan's loader."""
     ranks = sum(DATA_RANK.fullmatch(key) is not None for key in saved)
-    reading = titan.reading_ranks(loader)
-    if reading is not None and ranks != reading:
+    if isinstance(loader, PlainState) and ranks != loader.ranks:
         raise RecipeError(
             f"data.source = 'hf': the checkpoint was reading on {ranks} data-parallel ranks, and this run has "
-            f"{reading}. Restore their number (world size / (tensor x context x pipeline degree)), or set "
+            f"{loader.ranks}. Restore their number (world size / (tensor x context x pipeline degree)), or set "
             'checkpoint.exclude_from_loading = ["dataloader"] to start this data from its beginning.'
         )
 

@@ -172,13 +172,13 @@ class MuonTrainer(Trainer):
         records = read_until(Path(self.config.dump_folder, METRICS_FILE), self.step)
         self.checks.begin(self.stop.group, reports_of(records), self.step)
         counts = [int(state["step"]) for o in self.optimizers for state in o.state.values() if "step" in state]
-        is_loaded = self.step > 0 and "optimizer" not in self.config.checkpoint.exclude_from_loading
+        is_loaded = self.step > 0 and "optimizer" not in self.config.checkpoint.excluded
         if is_loaded and counts and max(counts) == 0:
             self._warn([f"AdamW's step counters are 0 after step {self.step}; check that states were loaded"])
         if not isinstance(self.dataloader, PackedDataLoader):
             return
         start = self.dataloader.blocks * self.config.budget.seq_len - self.tokens
-        excluded = {"dataloader", "train_state"} & set(self.config.checkpoint.exclude_from_loading)
+        excluded = {"dataloader", "train_state"} & set(self.config.checkpoint.excluded)
         if self.step == 0 or excluded:
             self.data_start = start
         elif start != self.data_start:

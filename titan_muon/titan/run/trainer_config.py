@@ -117,6 +117,8 @@ def _budget(recipe: Recipe, world_size: int) -> Budget:
 def _parallelism_config(recipe: Recipe, budget: Budget, vocabulary: int) -> ParallelismConfig:
     degrees = recipe.parallelism
     uneven = vocabulary % degrees.tensor_parallel_degree != 0
+    backend = compat.spmd_backend(degrees.spmd_backend, owned=owns(recipe), uneven_vocabulary=uneven)
+    titan.check_context_parallel(degrees.context_parallel_degree, backend)
     # TorchTitan takes lists, and an empty string for no path.
     parts, csv = degrees.module_fqns_per_model_part, degrees.pipeline_parallel_schedule_csv
     balancer = degrees.context_parallel_load_balancer
@@ -125,7 +127,7 @@ def _parallelism_config(recipe: Recipe, budget: Budget, vocabulary: int) -> Para
         degrees,
         without=["pipeline_parallel_microbatch_size"],
         **titan.pipeline_keys(budget),
-        spmd_backend=compat.spmd_backend(degrees.spmd_backend, owned=owns(recipe), uneven_vocabulary=uneven),
+        spmd_backend=backend,
         context_parallel_load_balancer=None if balancer == "none" else balancer,
         module_fqns_per_model_part=None if parts is None else [list(part) for part in parts],
         pipeline_parallel_schedule_csv="" if csv is None else csv,
@@ -149,9 +151,9 @@ def _checkpoint_config(recipe: Recipe, run: Run) -> RunCheckpoints.Config:
         RunCheckpoints.Config,
         section,
         # Rank 0 has resolved these keys to `run.checkpoint`.
-        without=["load", "load_step"],
+        without=["load", "load_step", "exclude_from_loading"],
         resume=run.checkpoint,
-        exclude_from_loading=[] if run.restarted else list(section.exclude_from_loading),
+        excluded=() if run.restarted else section.exclude_from_loading,
         # TorchTitan warns about the default if there is nothing to load.
         initial_load_model_only=section.initial_load_model_only and section.initial_load_path is not None,
     )

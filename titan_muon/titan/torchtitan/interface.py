@@ -66,14 +66,14 @@ class TorchTitan(Protocol):
     def text_datasets(self) -> list[str]:
         """Names of TorchTitan's Hugging Face datasets."""
 
-    def reading_ranks(self, loader: Any) -> int | None:
-        """Data-parallel ranks of TorchTitan's own loader; None for a loader that any number of ranks continues."""
-
     def training_keys(self, budget: Budget) -> dict[str, int]:
         """Keys of TorchTitan's TrainingConfig for a budget."""
 
     def pipeline_keys(self, budget: Budget) -> dict[str, int]:
         """Keys of TorchTitan's ParallelismConfig for a budget."""
+
+    def check_context_parallel(self, degree: int, spmd_backend: str) -> None:
+        """Raise RecipeError for a degree above 1 with a backend that cannot split sequences."""
 
     def validated_sequences(self, validator: Any) -> int:
         """Sequences of a data-parallel rank in a step of TorchTitan's validator."""

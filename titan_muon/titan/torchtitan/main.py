@@ -73,23 +73,21 @@ def text_loader_config(data: Data, name: str) -> Any:
             raise RecipeError(
                 f"data.{key} is an option of TorchTitan 0.3.0; its newer loader reads in a thread: remove it"
             )
-    from torchtitan.components.data import ConcatThenSplitPackingConfig, GrainDataLoader
+    from torchtitan.components.data import ConcatThenSplitPackingConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS
+
+    from titan_muon.titan.torchtitan.main_text import HFTextLoader
 
     dataset: Any = DATASETS[name]
     if data.dataset_path is not None:
         dataset = replace(dataset, source=replace(dataset.source, path=data.dataset_path, load_dataset_kwargs={}))
-    return GrainDataLoader.Config(dataset=ConcatThenSplitPackingConfig(dataset=dataset))
+    return HFTextLoader.Config(dataset=ConcatThenSplitPackingConfig(dataset=dataset))
 
 
 def text_datasets() -> list[str]:
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
     return sorted(DATASETS)
-
-
-def reading_ranks(loader: Any) -> int | None:
-    return None if isinstance(loader, Loader) else int(loader.state_dict()["dp_world_size"])
 
 
 def training_keys(budget: Budget) -> dict[str, int]:
@@ -103,6 +101,15 @@ def training_keys(budget: Budget) -> dict[str, int]:
 
 def pipeline_keys(budget: Budget) -> dict[str, int]:
     return {"num_pp_microbatches": budget.microbatches}
+
+
+def check_context_parallel(degree: int, spmd_backend: str) -> None:
+    if degree > 1 and spmd_backend != "spmd_types":
+        raise RecipeError(
+            f"parallelism.context_parallel_degree = {degree} needs spmd_types on TorchTitan's main branch, and here "
+            f"parallelism.spmd_backend is {spmd_backend!r}; owned matrices and torch before 2.14 exclude it. Set "
+            'the degree to 1, or use torch 2.14 with placement.muon = "shard0", or TorchTitan 0.3.0.'
+        )
 
 
 def validated_sequences(validator: Any) -> int:

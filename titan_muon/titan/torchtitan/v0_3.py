@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
-from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
+from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.models.common.attention import FlexAttention
 
 from titan_muon.titan.recipe.sections import Data
@@ -83,10 +83,6 @@ def text_datasets() -> list[str]:
     return sorted(DATASETS)
 
 
-def reading_ranks(loader: Any) -> int | None:
-    return loader.dp_world_size if isinstance(loader, ParallelAwareDataloader) else None
-
-
 def training_keys(budget: Budget) -> dict[str, int]:
     return {
         "seq_len": budget.seq_len,
@@ -97,6 +93,10 @@ def training_keys(budget: Budget) -> dict[str, int]:
 
 def pipeline_keys(budget: Budget) -> dict[str, int]:
     return {"pipeline_parallel_microbatch_size": budget.microbatch}
+
+
+def check_context_parallel(degree: int, spmd_backend: str) -> None:
+    """Every backend splits sequences."""
 
 
 def validated_sequences(validator: Any) -> int:

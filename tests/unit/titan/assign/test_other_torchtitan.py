@@ -14,9 +14,11 @@ ROOT = Path(__file__).parents[4]
 MOVED = """
 import sys
 
+HIDDEN = ("torchtitan.components.dataloader", "torchtitan.components.data", "torchtitan.components.validate")
+
 class Moved:
     def find_spec(self, name, path=None, target=None):
-        if name in ("torchtitan.components.dataloader", "torchtitan.components.validate"):
+        if name in HIDDEN:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Moved())

@@ -30,6 +30,7 @@ from titan_muon.titan.data.loader import (
 from titan_muon.titan.data.tokenizers import BPETokenizer, ByteTokenizer
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
+from titan_muon.titan.torchtitan.installed import titan
 
 BOS, EOS, SEQ_LEN = 256, 257, 16
 TEXTS = ["", "plain ascii\n", "naïve — ünïcode", "🙂🚀 한국어", "a\0b\r\n\ttabs", "�", "<s></s><|endoftext|>"]
@@ -57,15 +58,19 @@ def build(data: Data, *, dp=1, rank=0, batch=2, validation=False, seq_len=SEQ_LE
         dp_world_size=dp,
         dp_rank=rank,
         tokenizer=tokenizer_config(data).build(tokenizer_path="unused"),
-        seq_len=seq_len,
-        local_batch_size=batch,
+        **titan.loader_keys(seq_len=seq_len, sequences=batch),
     )
 
 
 def take(loader, count: int) -> list[torch.Tensor]:
     """Inputs, labels and positions of the next batches, each (batch, 3, seq_len)."""
     batches = itertools.islice(iter(loader), count)
-    return [torch.stack([x["input"], labels, x["positions"]], dim=1) for x, labels in batches]
+    return [torch.stack([*map(sequences_of, (x["input"], labels, x["positions"]))], dim=1) for x, labels in batches]
+
+
+def sequences_of(batch: torch.Tensor, seq_len: int = SEQ_LEN) -> torch.Tensor:
+    """(batch, seq_len) from a batch of the installed TorchTitan's shape."""
+    return batch.view(-1, seq_len)
 
 
 def opened(data: Data) -> tuple[Documents, Corpus]:
@@ -298,9 +303,9 @@ def held_out_blocks(data: Data, dp: int, batch: int, sequences: int) -> list[byt
     assert len({len(batches) for batches in ranks}) == 1, "an uneven rest leaves some ranks waiting in a collective"
     read = []
     for inputs, labels in itertools.chain(*ranks):
-        counted = (labels != -100).any(dim=1)
-        assert torch.equal(counted, (labels != -100).all(dim=1)), "a filler counts no token at all"
-        read += [row.numpy().tobytes() for row in inputs["input"][counted]]
+        counted = sequences_of(labels != -100).any(dim=1)
+        assert torch.equal(counted, sequences_of(labels != -100).all(dim=1)), "a filler counts no token at all"
+        read += [row.numpy().tobytes() for row in sequences_of(inputs["input"])[counted]]
     return sorted(read)
 
 
@@ -321,17 +326,19 @@ def test_a_validation_in_microbatches_ends_with_a_whole_batch(data):
     assert len(list(loader)) == loader.batches == 4
 
 
-def test_torchtitan_can_replace_infinite_and_share_the_corpus(data, monkeypatch):
+def test_torchtitan_can_end_the_text_and_share_the_corpus(data, monkeypatch):
     """The validator builds a loader at every validation; only the first loader opens the corpus."""
     tokenizer = ByteTokenizer.Config().build()
     config = dataloader_config(data, validation=True)
-    kwargs = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, "seq_len": SEQ_LEN, "local_batch_size": 1}
-    first = take(dataclasses.replace(config, infinite=True).build(**kwargs), 100)
+    size = titan.loader_keys(seq_len=SEQ_LEN, sequences=1)
+    kwargs = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, **size}
+    (endless,) = titan.Loader.Config.__annotations__
+    first = take(dataclasses.replace(config, **{endless: True}).build(**kwargs), 100)
     monkeypatch.setattr(corpus_module, "cached", lambda *args: pytest.fail("opened the cache again"))
-    second = take(dataclasses.replace(config, infinite=False).build(**kwargs), 100)
+    second = take(dataclasses.replace(config, **{endless: False}).build(**kwargs), 100)
     assert torch.equal(torch.cat(first), torch.cat(second))
     monkeypatch.undo()
-    training = build(data, infinite=False)
+    training = build(data, **{endless: False})
     assert len(take(training, 1000)) == training.batches < 1000
 
 
@@ -364,7 +371,8 @@ def test_the_longest_document_and_the_standard_library_pack(tmp_path, monkeypatc
     few = {name: real[name] for name in ("json/decoder.py", "json/encoder.py", "json/scanner.py", "bisect.py")}
     monkeypatch.setattr(documents_module, "_python_files", lambda: few)
     loader = build(Data(cache=str(tmp_path)), batch=4, seq_len=512)
-    text = ByteTokenizer.Config().build().decode(torch.cat(take(loader, 4))[:, 0].flatten().tolist())
+    inputs = torch.cat([batch["input"].flatten() for batch, _ in itertools.islice(loader, 4)])
+    text = ByteTokenizer.Config().build().decode(inputs.tolist())
     assert "def " in text
 
 
@@ -560,13 +568,12 @@ def test_the_hf_tokenizer_needs_a_file_and_a_mark(data, tmp_path):
 
 
 def test_hf_source_is_torchtitans_own_loader():
-    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-
     hf = Data(source="hf", dataset="c4", dataset_path="local/c4", tokenizer="hf", tokenizer_path="folder")
-    for validation, name in ((False, "c4"), (True, "c4_validation")):
+    for validation in (False, True):
         config = dataloader_config(hf, validation=validation)
-        assert isinstance(config, HuggingFaceTextDataLoader.Config)
-        assert (config.dataset, config.dataset_path) == (name, "local/c4")
+        assert config._owner.__name__ == "HFTextLoader"
+        assert "local/c4" in repr(config)
+        assert ("validation" in repr(config)) is validation
         assert bytes_per_token(config, ByteTokenizer.Config().build(), 1) is None
     with pytest.raises(RecipeError, match=r"data\.dataset = 'c5'.*c4"):
         dataloader_config(dataclasses.replace(hf, dataset="c5"))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import models  # noqa: F401 (registers the families)
+from tests.unit.titan.model.batches import attended, fold
 from titan_muon import registry
 from titan_muon.titan.model.attention import DenseMask, DenseMaskAttention, share_dense_mask, use_attention
 from titan_muon.titan.model.spec import model_spec
@@ -25,7 +26,7 @@ def _positions(*starts: tuple[int, ...]) -> torch.Tensor:
 
 
 def _block_mask(positions: torch.Tensor):
-    return _model().get_attention_masks(positions)
+    return _model().get_attention_masks(fold(positions))
 
 
 def _model() -> torch.nn.Module:
@@ -65,7 +66,7 @@ def test_values_and_gradients_equal_separate_documents(kv_heads, value_dim, scal
     q, k, v = random(4, 8), random(kv_heads, 8), random(kv_heads, value_dim)
     mask = DenseMask(titan.chunks(_block_mask(positions)))
     inner = DenseMaskAttention.Config().build()
-    out = inner(q, k, v, attention_masks=mask, scale=scale, enable_gqa=kv_heads != 4)
+    out = attended(inner, q, k, v, attention_masks=mask, scale=scale, enable_gqa=kv_heads != 4)
     expected = _attend_by_hand(q, k, v, positions, scale)
     torch.testing.assert_close(out, expected)
     weights = torch.randn(out.shape, generator=generator, dtype=out.dtype)
@@ -79,8 +80,8 @@ def test_half_precision_is_rounded_once_after_attention_in_float32() -> None:
     mask = DenseMask((Chunk(everything, everything, allowed),))
     q, k, v = (torch.randn(1, LENGTH, 2, 8, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
     attend = DenseMaskAttention.Config().build()
-    rounded = attend(q, k, v, attention_masks=mask)
-    exact = attend(q.float(), k.float(), v.float(), attention_masks=mask)
+    rounded = attended(attend, q, k, v, attention_masks=mask)
+    exact = attended(attend, q.float(), k.float(), v.float(), attention_masks=mask)
     assert torch.equal(rounded, exact.bfloat16())
 
 
@@ -91,7 +92,8 @@ def test_every_forward_builds_a_single_mask_per_batch() -> None:
     batches = [_positions((0, 7, 40), (0, 20)), _positions((0,), (0, 1))]
 
     def forward(positions: torch.Tensor) -> torch.Tensor:
-        return model(tokens, positions=positions, attention_masks=model.get_attention_masks(positions))
+        batch, places = fold(tokens), fold(positions)
+        return model(batch, positions=places, attention_masks=model.get_attention_masks(places))
 
     with mock.patch.object(titan, "create_mask", wraps=titan.create_mask) as made:
         first, second = forward(batches[0]), forward(batches[1])

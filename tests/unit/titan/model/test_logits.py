@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 import models  # noqa: F401 (registers the families)
+from tests.unit.titan.model.batches import FOLDED, attended, fold
 from tests.unit.titan.model.test_attention import LENGTH, _block_mask, _positions
 from titan_muon.titan.model import logits
 from titan_muon.titan.model.attention import DenseMask, DenseMaskAttention
@@ -41,6 +42,11 @@ def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return logit.detach().masked_fill(~allowed[:, None], -math.inf)
 
 
+def rows_of_kernel(rows: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, queries) as a kernel has them: one row of all tokens on a version with folded batches."""
+    return rows.transpose(0, 1).flatten(1)[None] if FOLDED else rows
+
+
 def observer(inner: Any, heads: int = 4) -> Any:
     inner.keep_in(torch.full((heads,), -math.inf))
     return inner.train()
@@ -53,9 +59,9 @@ def test_dense_attention_records_the_maximum_logits_and_keeps_the_output(
     q, k, v = qkv(kv_heads, value_dim)
     mask = DenseMask(titan.chunks(_block_mask(_positions(*STARTS))))
     inner = observer(ObservedDenseAttention.Config().build())
-    out = inner(q, k, v, attention_masks=mask, scale=SCALE, enable_gqa=kv_heads != 4)
+    out = attended(inner, q, k, v, attention_masks=mask, scale=SCALE, enable_gqa=kv_heads != 4)
     plain = DenseMaskAttention.Config().build()
-    expected = plain(q, k, v, attention_masks=mask, scale=SCALE, enable_gqa=kv_heads != 4)
+    expected = attended(plain, q, k, v, attention_masks=mask, scale=SCALE, enable_gqa=kv_heads != 4)
     largest = scores(q, k).amax((0, 2, 3))
     if exact:
         torch.testing.assert_close(inner.logits_max, largest)
@@ -76,21 +82,22 @@ def test_flex_attention_records_the_kernels_maximum_logits() -> None:
     q, k, v = qkv(2, 8)
     inner = observer(ObservedFlexAttention.Config().build())
     asked = []
+    largest, lse = (rows_of_kernel(rows) for rows in (scores(q, k).amax(-1), scores(q, k).logsumexp(-1)))
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_aux: AuxRequest, **options: Any) -> Any:
         asked.append((return_aux, options["scale"], options["enable_gqa"]))
-        logits_of_kernel = scores(q.transpose(1, 2), k.transpose(1, 2))
-        lse = logits_of_kernel.logsumexp(-1) if return_aux.lse else None
-        return torch.zeros_like(q), AuxOutput(lse=lse, max_scores=logits_of_kernel.amax(-1))
+        assert q.shape[:3] == (1, 4, len(STARTS) * LENGTH) if FOLDED else (len(STARTS), 4, LENGTH)
+        return torch.zeros_like(q), AuxOutput(lse=lse if return_aux.lse else None, max_scores=largest)
 
     with mock.patch.object(logits.FlexAttention, "compiled_flex_attn", staticmethod(kernel)):
         arguments = {"attention_masks": _block_mask(_positions(*STARTS)), "scale": SCALE, "enable_gqa": True}
-        assert inner(q, k, v, **arguments).shape == q.shape
+        assert attended(inner, q, k, v, **arguments).shape == q.shape
         shapes = []
-        inner(q, k, v, **arguments, out_transform=lambda out, lse: shapes.append((out.shape, lse.shape)) or out)
+        keep = lambda out, lse: shapes.append((out.shape, lse.shape)) or out  # noqa: E731
+        attended(inner, q, k, v, **arguments, out_transform=keep)
     torch.testing.assert_close(inner.logits_max, scores(q, k).amax((0, 2, 3)))
     assert asked == [(AuxRequest(lse, True), SCALE, True) for lse in (False, True)]
-    assert shapes == [(q.shape, q.shape[:3])]
+    assert shapes == [(fold(q).shape, fold(q).shape[:-1])]
 
 
 def test_varlen_attention_records_the_kernels_log_sum_exp() -> None:
@@ -106,8 +113,8 @@ def test_varlen_attention_records_the_kernels_log_sum_exp() -> None:
         return torch.zeros_like(q), lse.transpose(0, 1).flatten(1)
 
     with mock.patch("torchtitan.models.common.attention.varlen_attn", kernel):
-        masks = create_varlen_metadata_for_document(positions)
-        out = inner(q, k, v, attention_masks=masks, scale=SCALE, enable_gqa=True)
+        masks = create_varlen_metadata_for_document(fold(positions))
+        out = attended(inner, q, k, v, attention_masks=masks, scale=SCALE, enable_gqa=True)
     assert out.shape == q.shape
     torch.testing.assert_close(inner.logits_max, lse.amax((0, 2)))
 
@@ -118,10 +125,10 @@ def test_several_passes_record_the_maximum_and_validation_records_none() -> None
     q, k, v = qkv(4, 6)
     with torch.no_grad():
         for factor in (0.5, 2.0, 1.0):
-            inner(factor * q, k, v, attention_masks=mask, scale=SCALE)
+            attended(inner, factor * q, k, v, attention_masks=mask, scale=SCALE)
         torch.testing.assert_close(inner.logits_max, 2 * scores(q, k).amax((0, 2, 3)))
         kept = inner.logits_max.clone()
-        inner.eval()(9 * q, k, v, attention_masks=mask, scale=SCALE)
+        attended(inner.eval(), 9 * q, k, v, attention_masks=mask, scale=SCALE)
     assert torch.equal(inner.logits_max, kept)
 
 
@@ -131,5 +138,5 @@ def test_logits_are_kept_in_a_nonpersistent_buffer_if_there_is_one() -> None:
     assert inner.state_dict() == {}
     q, k, v = qkv(4, 8)
     mask = DenseMask(titan.chunks(_block_mask(_positions(*STARTS))))
-    out = ObservedDenseAttention.Config().build()(q, k, v, attention_masks=mask, scale=SCALE)
+    out = attended(ObservedDenseAttention.Config().build(), q, k, v, attention_masks=mask, scale=SCALE)
     assert out.shape == q.shape

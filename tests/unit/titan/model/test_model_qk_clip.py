@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import models
+from tests.unit.titan.model.batches import fold
 from titan_muon.qk_clip import QKClip
 from titan_muon.titan.model.attention import share_dense_mask
 from titan_muon.titan.model.logits import LogitObserver
@@ -23,10 +24,10 @@ ONE_RANK: Any = SimpleNamespace(tp=1, tp_enabled=False)
 
 
 def tokens() -> tuple[torch.Tensor, torch.Tensor]:
-    """Two rows of packed documents: tokens, and positions with a restart in each document."""
+    """A batch of two rows of packed documents: tokens, and positions with a restart in each document."""
     drawn = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     lengths = ((20, 28), (7, 41))
-    return drawn, torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    return fold(drawn), fold(torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]))
 
 
 def build(family: str, rules: Any = (), checkpoint: str = "none", backend: str | None = None) -> Any:
@@ -69,7 +70,7 @@ def exact_logits(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     inner = model.get_submodule("layers.0.attention.inner_attention")
 
     def look(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
-        q, k = (t.detach() for t in args[:2])
+        q, k = (t.detach()[None] if t.ndim == 3 else t.detach() for t in args[:2])
         k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
         scale = q.shape[-1] ** -0.5 if kwargs["scale"] is None else kwargs["scale"]
         scores = torch.einsum("binh,bjnh->bnij", q, k) * scale

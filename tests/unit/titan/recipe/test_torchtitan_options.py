@@ -23,6 +23,10 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC,
 from torchtitan.tools.profiler import Profiler  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
+from titan_muon.titan.run.trainer_config import BATCH_KEYS  # noqa: E402
+from titan_muon.titan.torchtitan.installed import titan  # noqa: E402
+from titan_muon.titan.torchtitan.interface import Budget  # noqa: E402
+
 PAGE = Path(__file__).parents[4] / "docs" / "options.md"
 HEADING = "## TorchTitan options without a recipe key\n"
 
@@ -49,6 +53,14 @@ TABLES: dict[type, str] = {
 MADE_OF = {"model_spec": "model", "hf_assets_path": "model", "tokenizer": "data", "dataloader": "data"}
 """Parts of TorchTitan's trainer made from a recipe's table with another name."""
 
+BUDGET = Budget(seq_len=1, sequences=1, microbatch=1, global_sequences=1)
+BATCH = {f"training.{key}" for key in BATCH_KEYS} | {"parallelism.pipeline_parallel_microbatch_size"}
+MADE_OF_BATCH = {
+    *(f"training.{key}" for key in titan.training_keys(BUDGET)),
+    *(f"parallelism.{key}" for key in titan.pipeline_keys(BUDGET)),
+}
+"""Keys of the installed TorchTitan made from the recipe's keys `BATCH`."""
+
 
 def left_out() -> set[str]:
     """Keys, or keys with a value, listed on the page as left out."""
@@ -70,6 +82,8 @@ def test_every_trainer_option_can_be_set_or_has_a_reason_on_the_page(kind: type,
     known, reasons = schema.keys(Recipe), left_out()
     for field in fields(kind):
         key = f"{table}.{field.name}"
+        if key in MADE_OF_BATCH:
+            continue
         assert (key in known) != (key in reasons), key
         if key in known and (missing := choices(get_type_hints(kind)[field.name]) - choices(known[key])):
             assert {f'{key} = "{choice}"' for choice in missing} <= reasons
@@ -80,7 +94,8 @@ def test_tables_shared_with_torchtitan_have_only_two_more_keys() -> None:
     shared = {table for table in TABLES.values() if table not in ours}
     theirs = {f"{table}.{field.name}" for kind, table in TABLES.items() for field in fields(kind)}
     keys = {key for key in schema.keys(Recipe) if key.partition(".")[0] in shared}
-    assert keys - theirs == {"checkpoint.load", "debug.check_replicas"}
+    assert keys >= BATCH
+    assert keys - theirs - BATCH == {"checkpoint.load", "debug.check_replicas"}
 
 
 def test_every_part_of_the_trainer_has_a_table_or_a_reason_on_the_page() -> None:

@@ -1,19 +1,16 @@
 """A continued run trains with the recipe's hyperparameters, not the checkpoint's, and lists changes."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 from titan_muon.titan.torchtitan import compat
 
 compat.install()
 
-from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer  # noqa: E402
 
 from tests.unit.titan.assign.test_optimizers import Model, rule  # noqa: E402
@@ -21,6 +18,7 @@ from titan_muon.titan.assign.container import HybridOptimizers, optimizer_config
 from titan_muon.titan.recipe import Recipe, RecipeError, sections  # noqa: E402
 from titan_muon.titan.run.checkpoints import RunCheckpoints, check_data_ranks  # noqa: E402
 from titan_muon.titan.run.signals import StopSignals  # noqa: E402
+from titan_muon.titan.torchtitan.plain_state import PlainState  # noqa: E402
 
 OTHER = {
     "muon": {"lr": 0.5, "ns_steps": 3, "ns_coefficients": ((3.0, -4.0, 2.0),) * 3},
@@ -62,7 +60,7 @@ class Run:
             keep_latest_k=0,
             last_save_model_only=False,
             resume=None if resume is None else str(resume),
-            exclude_from_loading=["dataloader", *exclude],
+            excluded=("dataloader", *exclude),
         )
         self.checkpoints = config.build(
             dataloader=None,
@@ -176,15 +174,14 @@ def test_a_changed_optimizer_of_a_parameter_is_refused_by_name(checkpoint: Path)
     resumed(other, checkpoint, exclude=("optimizer",))
 
 
-class Numbers(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(8))
-
-
 def test_torchtitans_loader_refuses_a_changed_number_of_data_ranks() -> None:
+    class Loader(PlainState):
+        def __init__(self, ranks: int) -> None:
+            self.ranks = ranks
+
     saved = ["dataloader.dp_rank_0", "dataloader.dp_rank_1", "dataloader.world_size", "train_state.step"]
-    check_data_ranks(ParallelAwareDataloader(Numbers(), 1, 2), saved)
+    check_data_ranks(Loader(2), saved)
     with pytest.raises(RecipeError) as error:
-        check_data_ranks(ParallelAwareDataloader(Numbers(), 1, 4), saved)
+        check_data_ranks(Loader(4), saved)
     for part in ("data.source = 'hf'", "on 2 data-parallel ranks", "has 4", "exclude_from_loading"):
         assert part in str(error.value)

@@ -294,7 +294,7 @@ def test_a_restart_continues_the_run_of_the_job(tmp_path: Path) -> None:
     with FolderLock() as lock:
         continued = agree(asked, None, lock, interrupted=str(run))
     assert continued == Run(str(run), str(run), str(run / "checkpoint" / "step-6"), 6, 12.0, restarted=True)
-    assert trainer_config(asked, continued, 1).checkpoint.exclude_from_loading == []
+    assert trainer_config(asked, continued, 1).checkpoint.excluded == ()
     other = Path(start(tiny.recipe(tmp_path)).folder)
     (other / "checkpoint" / "step-5").mkdir(parents=True)
     (other / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')

@@ -38,11 +38,14 @@ def test_a_diverged_step_is_reported_before_the_run_ends(monkeypatch: pytest.Mon
     """TorchTitan raises without reporting; the record of where the run diverged must be there all the same."""
     source = inspect.getsource(torchtitan.trainer.Trainer.train_step)
     check = re.search(r"\n( +)if (not math\.isfinite\(global_avg_loss\)):", source)
-    assert check, "the check before the report"
+    on_device = re.search(r"torch\._assert_async\(\s+step_is_finite,\s+\"(.*)\"", source)
+    assert (check is None) != (on_device is None), "the check before the report"
 
     def diverge(self: object, batches: object) -> None:
-        if eval(check[2], vars(torchtitan.trainer), {"global_avg_loss": math.nan}):
+        if check and eval(check[2], vars(torchtitan.trainer), {"global_avg_loss": math.nan}):
             raise RuntimeError("the loss is not finite, in other words")
+        if on_device:
+            torchtitan.trainer.torch._assert_async(torch.tensor(False), on_device[1])
         trainer.metrics_processor.log(3, math.nan, math.nan, 7.0)
 
     monkeypatch.setattr(torchtitan.trainer.Trainer, "train_step", diverge)
@@ -52,4 +55,4 @@ def test_a_diverged_step_is_reported_before_the_run_ends(monkeypatch: pytest.Mon
     trainer.step, trainer.monitor = 3, None
     with pytest.raises(ZeroDivisionError):
         trainer.train_step(iter(()))
-    assert torchtitan.trainer.math is math
+    assert getattr(torchtitan.trainer, "math", math) is math

@@ -21,9 +21,8 @@ from titan_muon.titan.torchtitan import compat
 
 compat.install()
 
-from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
-
 from titan_muon.titan.data.tokenizers import ByteTokenizer  # noqa: E402
+from titan_muon.titan.recipe.sections import Data  # noqa: E402
 from titan_muon.titan.run.checkpoints import _first_failure, flaw  # noqa: E402
 from titan_muon.titan.storage.checksums import (  # noqa: E402
     CHECKSUMS,
@@ -33,6 +32,7 @@ from titan_muon.titan.storage.checksums import (  # noqa: E402
     read_checksums,
 )
 from titan_muon.titan.storage.reader import RefusedError, SafePlanner, SafeReader  # noqa: E402
+from titan_muon.titan.torchtitan.installed import titan  # noqa: E402
 
 DATA = "__0_0.distcp"
 STATE = {
@@ -179,22 +179,20 @@ def test_hostile_objects_run_no_code(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def hf_loader() -> Any:
+def hf_loader(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A loader of `data.source = "hf"` without a download."""
-    from datasets import Dataset
-    from torchtitan.hf_datasets import DatasetConfig
-    from torchtitan.hf_datasets.text_datasets import DATASETS
+    import datasets
 
-    from titan_muon.titan.torchtitan.v0_3_text import HFTextLoader
-
-    rows = Dataset.from_list([{"text": f"document {number}"} for number in range(9)])
-    config = DatasetConfig(
-        path="", loader=lambda _: rows.to_iterable_dataset(), sample_processor=lambda row: row["text"]
-    )
-    with mock.patch.dict(DATASETS, tiny=config):
-        tokenizer = ByteTokenizer.Config().build()
-        shape = {"dp_world_size": 1, "dp_rank": 0, "seq_len": 4, "local_batch_size": 1}
-        yield lambda: HFTextLoader.Config(dataset="tiny").build(tokenizer=tokenizer, **shape)
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "data.json").write_text("".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(9)))
+    config = titan.text_loader_config(Data(source="hf", dataset_path=str(folder)), "c4_test")
+    tokenizer = ByteTokenizer.Config().build()
+    shape = {"dp_world_size": 1, "dp_rank": 0, **titan.loader_keys(seq_len=4, sequences=1)}
+    built: list[Any] = []
+    with mock.patch.object(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache")):
+        yield lambda: built.append(config.build(tokenizer=tokenizer, **shape)) or built[-1]
+    for loader in built:
+        getattr(loader, "close", lambda: None)()
 
 
 def test_no_saved_value_carries_a_pickle_into_the_data_loader(hf_loader: Any, tmp_path: Path) -> None:
@@ -212,13 +210,22 @@ def test_no_saved_value_carries_a_pickle_into_the_data_loader(hf_loader: Any, tm
     assert not sign.exists()
 
 
+def test_the_position_of_another_versions_loader_is_refused(hf_loader: Any) -> None:
+    for keys in (("_snapshot", "_steps_since_snapshot"), ("parent_state", "another")):
+        state = {"dp_rank_0": json.dumps(dict.fromkeys(keys, 0)), "world_size": 1}
+        with pytest.raises(ValueError, match=r"another version of TorchTitan.*exclude_from_loading"):
+            hf_loader().load_state_dict(state)
+
+
 @pytest.mark.parametrize("version", ["this", "earlier"])
 def test_the_hf_loader_continues_from_its_checkpoint(version: str, hf_loader: Any, tmp_path: Path) -> None:
     """Earlier versions saved TorchTitan's pickle, which is read by an unpickler of plain data."""
     first, second = hf_loader(), hf_loader()
     batches = iter(first)
     next(batches)
-    state = first.state_dict() if version == "this" else ParallelAwareDataloader.state_dict(first)
+    state = first.state_dict()
+    if version == "earlier":
+        state["dp_rank_0"] = pickle.dumps(first.position())
     assert isinstance(state["dp_rank_0"], str if version == "this" else bytes)
     dcp.save({"dataloader": state}, storage_writer=SummingWriter(tmp_path / "step-1", 1), no_dist=True)
     with mock.patch.object(pickle, "loads", side_effect=AssertionError("pickle.loads was called")):

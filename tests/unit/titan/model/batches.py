@@ -1,0 +1,21 @@
+"""Batches of the shape that the installed TorchTitan takes: (batch, length, ...), or (tokens, ...)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_muon.titan.torchtitan.installed import titan
+
+FOLDED = titan.batch(torch.zeros(1, 1)).ndim == 1
+
+
+def fold(rows: Tensor) -> Tensor:
+    """A batch of (batch, length, ...)."""
+    return rows.flatten(0, 1) if FOLDED else rows
+
+
+def attended(inner: Any, *qkv: Tensor, **options: Any) -> Tensor:
+    """Output of an inner attention for queries, keys and values of (batch, length, heads, width)."""
+    out: Tensor = inner(*map(fold, qkv), **options)
+    return out.view(*qkv[0].shape[:2], *out.shape[-2:])
