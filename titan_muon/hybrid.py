@@ -6,7 +6,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from datetime import timedelta
 from typing import Any, Never, Self
 
@@ -26,7 +25,7 @@ from .comm.agreement import Agreement
 from .comm.clip import NormCheck, SkipsSteps
 from .comm.equality import check_equal
 from .muon import Muon
-from .options import MissingGrad, MuonOptions, Nonfinite, OptionError, Rule
+from .options import MissingGrad, MuonOptions, Nonfinite, OptionError, Rule, refuse_hybrid_keywords
 from .state.saved import after_pre_hooks, of_adamw, regrouped
 from .tensors.names import named_parameters
 from .tensors.process_groups import checked_group, group_name, group_named, ranks_of
@@ -181,7 +180,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
         is_muon: IsMuon | None = None,
         **unknown: Never,
     ) -> None:
-        _refuse_keywords(unknown)
+        refuse_hybrid_keywords(unknown)
         self.process_group = checked_group(process_group)
         shared = {"lr": lr, "weight_decay": weight_decay}
         of_muon = {**shared, "missing_grad": missing_grad, "nonfinite": nonfinite, **(muon or {})}
@@ -436,14 +435,6 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _refuse_keywords(unknown: Iterable[str]) -> None:
-    """Raise TypeError for an unknown keyword of Hybrid, with the table that takes it."""
-    muon = {item.name for item in fields(MuonOptions)}
-    for name in unknown:
-        table = "muon" if name in muon else "adamw"
-        raise TypeError(f"Hybrid has no keyword {name}; give options of one optimizer as {table}={{{name!r}: ...}}")
 
 
 def _check_momentum(groups: Iterable[Mapping[str, Any]]) -> None:

@@ -404,3 +404,11 @@ def refuse_keywords(unknown: Iterable[str]) -> None:
         match = OTHER_NAMES.get(name) or next(iter(get_close_matches(name, known, 1)), None)
         hint = f" Did you mean {match}?" if match else ""
         raise TypeError(f"Muon has no option {name}.{hint} It takes {', '.join(known)}.")
+
+
+def refuse_hybrid_keywords(unknown: Iterable[str]) -> None:
+    """Raise TypeError for an unknown keyword of Hybrid, with the table that takes it."""
+    muon = {item.name for item in fields(MuonOptions)}
+    for name in unknown:
+        table = "muon" if name in muon else "adamw"
+        raise TypeError(f"Hybrid has no keyword {name}; give options of one optimizer as {table}={{{name!r}: ...}}")
