@@ -156,6 +156,8 @@ class Metrics:
     enable_tensorboard: bool = True  # Write TensorBoard events.
     save_tb_folder: InsideRun = "tb"  # Folder inside the run's folder.
     enable_wandb: bool = False  # Write to Weights & Biases.
+    wandb_project: str = "titan-muon"  # Project of Weights & Biases.
+    wandb_offline: bool = False  # Write to files beside the run, for `wandb sync`.
     disable_color_printing: bool = False  # Plain log lines.
     save_for_all_ranks: bool = False  # Write metrics of every rank.
 

@@ -126,15 +126,19 @@ class WandB(WandBLogger):
         os.environ.setdefault("WANDB_RUN_ID", id_file.read_text(encoding="utf-8").strip())
         os.environ.setdefault("WANDB_RESUME", "allow")
         os.environ.setdefault("WANDB_RUN_NAME", f"{folder.parent.name}/{folder.name}")
+        config = tomllib.loads(recipe)
+        os.environ.setdefault("WANDB_PROJECT", config["metrics"]["wandb_project"])
+        if config["metrics"]["wandb_offline"]:
+            os.environ.setdefault("WANDB_MODE", "offline")
         try:
             import wandb
         except ImportError as error:
             raise RecipeError("metrics.enable_wandb = true: run pip install wandb, or set it to false") from error
         try:
-            super().__init__(str(folder), config_dict=tomllib.loads(recipe))
+            super().__init__(str(folder), config_dict=config)
         except wandb.Error as error:
             problem = str(error).splitlines()[0]
-            remedy = "Or set the environment variable WANDB_MODE=offline, or metrics.enable_wandb = false"
+            remedy = "Or set metrics.wandb_offline = true, or metrics.enable_wandb = false"
             raise RecipeError(f"metrics.enable_wandb = true: {problem} {remedy}") from error
 
     def log(self, metrics: dict[str, Any], step: int) -> None:

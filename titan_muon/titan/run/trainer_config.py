@@ -203,6 +203,7 @@ def _metrics_config(recipe: Recipe, run: Run) -> RunMetrics.Config:
     return _same_keys(
         RunMetrics.Config,
         recipe.metrics,
+        without=["wandb_project", "wandb_offline"],  # `recipe` has them
         total_steps=recipe.training.steps,
         first_step=run.step + 1,
         seconds_before=run.seconds,

@@ -26,6 +26,7 @@ from titan_muon.titan.torchtitan import compat
 compat.install()
 
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml  # noqa: E402
+from titan_muon.titan.recipe.torchtitan_sections import Metrics  # noqa: E402
 from titan_muon.titan.run import console, metrics  # noqa: E402
 from titan_muon.titan.run.console import _Useful, set_up_logging  # noqa: E402
 from titan_muon.titan.run.metrics import JsonLines, RunMetrics, tagged  # noqa: E402
@@ -276,8 +277,12 @@ def test_wandb_gets_the_recipe_and_continues_the_run(tmp_path: Path, wandb: Stub
         os.environ.clear()
         (tmp_path / name).mkdir(exist_ok=True)
         metrics.WandB(tmp_path / name, to_toml(Recipe(name="tiny")))
+    assert (os.environ["WANDB_PROJECT"], "WANDB_MODE" in os.environ) == ("titan-muon", False)
+    os.environ.clear()
     os.environ |= {"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"}
-    metrics.WandB(tmp_path, "").log({"loss": 1.0}, 3)
+    offline = Recipe(metrics=Metrics(wandb_project="mine", wandb_offline=True))
+    metrics.WandB(tmp_path, to_toml(offline)).log({"loss": 1.0}, 3)
+    assert (os.environ["WANDB_PROJECT"], os.environ["WANDB_MODE"]) == ("mine", "offline")
     first, again, second, mine = wandb.begun
     assert (first["config"]["name"], first["config"]["muon"]["momentum"]) == ("tiny", Recipe().muon.momentum)
     assert first["id"] == again["id"] != second["id"]
@@ -293,11 +298,11 @@ def test_a_refusal_of_wandb_is_an_error_with_the_key(
         raise wandb.Error("No API key configured.\nmore")
 
     monkeypatch.setattr(wandb, "init", init)
-    remedies = {"No API key configured. Or set .* WANDB_MODE=offline": wandb, "run pip install wandb": None}
+    remedies = {"No API key configured. Or set metrics.wandb_offline = true": wandb, "run pip install wandb": None}
     for problem, module in remedies.items():
         monkeypatch.setitem(sys.modules, "wandb", module)
         with pytest.raises(RecipeError, match=f"^metrics.enable_wandb = true: {problem}"):
-            metrics.WandB(tmp_path, "")
+            metrics.WandB(tmp_path, to_toml(Recipe()))
 
 
 def test_the_filter_hides_only_listed_lines_and_warnings() -> None:
