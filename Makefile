@@ -12,6 +12,7 @@
 # make gpu     every check and figure that needs GPUs; CALL=1, 2 or 3 is a part of it for one GPU, at most 7 minutes each
 # make gpu-wheels  a few MB of packages for make gpu on a machine without a network, in .cache/wheels
 # make soak    2,000 steps twice, undisturbed and with random kills: the same digits, and memory that does not grow; at most an hour
+# make site    README and docs as a searchable site in site/; a dead link fails
 # make kernels the GPU kernels without a GPU: numerics under Triton's interpreter, and what they compile to, as a table
 
 PYTHON ?= python3
@@ -62,7 +63,7 @@ $(call python,$(1)) -c 'import sys; assert sys.version_info >= (3, 11), "Python 
 $(call python,$(1)) -m venv $(2)
 endef
 
-.PHONY: soak venv train test suite slow test-long check lint types newest oldest main-titan gpu gpu-wheels kernels lock lock-oldest lock-newest clean rehearse integrations
+.PHONY: site soak venv train test suite slow test-long check lint types newest oldest main-titan gpu gpu-wheels kernels lock lock-oldest lock-newest clean rehearse integrations
 
 venv: $(STAMP)
 
@@ -160,6 +161,15 @@ kernels: venv
 	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python -m pytest tests/unit/features/test_fused.py tests/unit/features/test_separable.py -k fused
 	PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python benchmarks/compile_kernels.py
 
+# From the committed files, so that links from docs to examples and sources hold.
+site:
+	$(PYTHON) -m venv .venv-site
+	.venv-site/bin/pip install --quiet --disable-pip-version-check mkdocs==1.6.1
+	rm -rf .cache/site site
+	mkdir -p .cache/site
+	git archive HEAD '*.md' docs examples configs models benchmarks scripts titan_muon tests Makefile LICENSE train.py | tar -x -C .cache/site
+	.venv-site/bin/mkdocs build --strict --quiet
+
 # Every package of the environment at the version it has now. Run it only to move the lock on purpose.
 lock:
 	$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
@@ -171,4 +181,4 @@ lock-newest:
 	$(NEWEST)/bin/pip freeze --exclude-editable | sed 's/+cu[0-9]*$$//' > $(NEWEST_LOCK)
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TITAN_ENV) $(INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TITAN_ENV) $(INTEGRATIONS) .venv-site site .pytest_cache .mypy_cache .ruff_cache .hypothesis
