@@ -168,7 +168,7 @@ site:
 	rm -rf .cache/site site
 	mkdir -p .cache/site
 	git archive HEAD '*.md' docs examples configs models benchmarks scripts titan_muon tests Makefile LICENSE train.py | tar -x -C .cache/site
-	.venv-site/bin/mkdocs build --strict --quiet
+	.venv-site/bin/mkdocs build --strict
 
 # Every package of the environment at the version it has now. Run it only to move the lock on purpose.
 lock:
