@@ -43,17 +43,18 @@ KERNELS = (
 SHAPES_SHOWN = 5
 HEADER = "| model | Muon's share | Muon's matrices | what AdamW takes |\n|---|---|---|---|\n"
 
-TITAN = {
-    "llama3": "debugmodel",
-    "qwen3": "debugmodel_moe",
-    "qwen3_5": "debugmodel_moe",
-    "deepseek_v3": "debugmodel",
-    "kimi_k2_7": "debugmodel",
-    "gpt_oss": "debugmodel",
-    "muse_glimmer": "debugmodel_mm",
-    "flux": "flux-debug",
-}
-"""A flavor of each family with all kinds of the family's parameters."""
+TITAN = (
+    ("llama3", "debugmodel"),
+    ("qwen3", "debugmodel_moe"),
+    ("qwen3_5", "debugmodel_moe"),
+    ("qwen3_5", "397B-A17B"),
+    ("deepseek_v3", "debugmodel"),
+    ("kimi_k2_7", "debugmodel"),
+    ("gpt_oss", "debugmodel"),
+    ("muse_glimmer", "debugmodel_mm"),
+    ("flux", "flux-debug"),
+)
+"""A flavor of each family with all kinds of the family's parameters, and one of a published size."""
 
 HUGGING_FACE = (
     *(
@@ -195,7 +196,7 @@ def _elsewhere(assigned: tuple[Assignment, ...]) -> str:
 
 def titan_rows() -> Iterator[str]:
     """TorchTitan's families, and the layouts of its main branch."""
-    for family, flavor in TITAN.items():
+    for family, flavor in TITAN:
         yield row(f"{family} {flavor}", titan_model(family, flavor))
     yield row("fused layers of main", fused_model())
 
