@@ -25,7 +25,7 @@ from .comm.faults import STORAGE_FAULTS, Fault, allowed_faults, check_faults, na
 from .comm.report import FaultReport, Reported
 from .features import StepParts, check_plan, overlap_of
 from .options import HYPERPARAMETERS, SHARED, Machine, MuonOptions, OptionError
-from .orthogonalize import DTYPES, Dispatch, Iteration, Method, kernels_for, measured_choices
+from .orthogonalize import Dispatch, Iteration, Method, kernels_for, measured_choices
 from .plan.planner import make_plan
 from .plan.program import collective_ranks, make_program, replicated_plain
 from .plan.search.owners import with_state_ranks
@@ -121,7 +121,9 @@ def plan_step(
 
         options = with_fused(options, torch.device(dispatch.device), [tensor for _, tensor in named])
     parameters = [planned(fqn, tensor, options.split, separate.get(fqn)) for fqn, tensor in named]
-    algorithm, work_of = algorithm_of(options), _work_of(iterations, dispatch, options.wire_bytes)
+    algorithm = algorithm_of(options)
+    options = replace(options, wire_dtype=algorithm.wire_dtype or options.wire_dtype)
+    work_of = _work_of(iterations, dispatch, options.wire_bytes, algorithm)
     passes = passes_of({tensor.dtype for _, tensor in named}, options, dispatch.device, algorithm.temporary_bytes)
     parameters_with_keepers = with_state_ranks(parameters, options, work_of, kept)
     plan = make_plan(parameters_with_keepers, work_of, options, dispatch.machine, passes)
@@ -131,12 +133,12 @@ def plan_step(
     return plan
 
 
-def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: int) -> WorkOf:
+def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: int, algorithm: Algorithm) -> WorkOf:
     def work(index: int, rows: int, cols: int, slices: int = 1, /) -> Work:
         steps = iterations[index].steps
         method = dispatch.choose(rows, cols, steps, slices)
         # So that equal digests imply equal computations.
-        return Work(
+        of_method = Work(
             method=f"{method}; {iterations[index]}",
             flops=method.flops(rows, cols, steps),
             reason=method.reason,
@@ -145,7 +147,9 @@ def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: in
             dtype=method.dtype,
             team=method.team(rows, cols, steps),
             operators=method.operators(len(steps)),
+            state_bytes=sum(spec.bytes for spec in algorithm.states(rows, cols, transposed=False) if spec.saved),
         )
+        return algorithm.work(rows, cols, of_method)
 
     return work
 
@@ -242,7 +246,8 @@ def engine_of(
 ) -> Engine:
     """The engine of a plan. `overlap`: of the engine before. `others`: optimizers in Muon's report, by name."""
     program = make_program(plan, agreement.rank, geometries)
-    buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype], kept=options.keep_buffers)
+    dtype = torch.float32 if plan.wire_bytes == 4 else torch.bfloat16
+    buffers = Buffers(program, device_of(params), dtype, kept=options.keep_buffers)
     names = [trained.fqn for trained in params]
     iterations = tuple(iteration_of(trained.group) for trained in params)
     rank = Rank(

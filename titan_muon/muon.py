@@ -83,6 +83,7 @@ class Muon(SkipsSteps, Optimizer):
         adjust_lr_fn: float | str | None = "match_rms_adamw",
         algorithm: str = "muon",
         beta2: float = 0.95,
+        soap_every: int = 10,
         decay_follows_lr: bool = False,
         momentum_warmup_steps: int = 0,
         momentum_start: float = 0.85,
@@ -428,7 +429,8 @@ class Muon(SkipsSteps, Optimizer):
             self._options = with_fused(self._options, device_of(params), [trained.param for trained in params])
         separate = separate_layouts(params, agreement)
         plan, geometries = together(lambda: checked_plan(params, self._options, separate, agreement.rank))
-        params = together(lambda: with_states(params, plan.parameters, self.state, self._options))
+        empty = not self._algorithm.momentum
+        params = together(lambda: with_states(params, plan.parameters, self.state, self._options, empty=empty))
         of_plan = (plan, geometries, params, self._options, self.param_groups, self._others, agreement.ranks)
         report = report_of(*of_plan, optional=self._optional)
         known = {g: group for trained in params for g, group in mesh_groups(trained.param, agreement.rank).items()}
@@ -441,4 +443,5 @@ class Muon(SkipsSteps, Optimizer):
         return engine
 
     def _trained_params(self) -> tuple[TrainedParam, ...]:
-        return tuple(trained_params(self.param_groups, self.state, self._agreed.rank, self._options))
+        of_muon = self.param_groups, self.state, self._agreed.rank, self._options
+        return tuple(trained_params(*of_muon, counts_steps=self._algorithm.counts_steps))

@@ -228,10 +228,15 @@ class StepOptions:
 
     algorithm: Annotated[str, TEXT] = "muon"
     """Function of a matrix: `muon`; `normuon` (arXiv:2510.05491) and `adamuon` (arXiv:2507.11005) divide rows or
-    elements of an update by a running root mean square; `muonh` (arXiv:2606.16899) keeps the norm of each matrix."""
+    elements of an update by a running root mean square; `muonh` (arXiv:2606.16899) keeps the norm of each matrix;
+    `soap` (arXiv:2409.11321) is Adam in the eigenbases of gradients, without Newton-Schulz."""
 
     beta2: Annotated[float, FRACTION] = 0.95
-    """Decay of the average of squared updates, with `algorithm` = "normuon" or "adamuon"."""
+    """Decay of the average of squared updates, with `algorithm` = "normuon" or "adamuon"; with "soap", of the squares
+    and products of gradients."""
+
+    soap_every: Annotated[int, COUNT] = 10
+    """Steps between two refreshes of a matrix's eigenbases, with `algorithm` = "soap"."""
 
     decay_follows_lr: bool = False
     """Multiply weight decay by the learning rate over the highest rate of the schedule (AdamC, arXiv:2506.02285): a

@@ -7,6 +7,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from tests.parity.references import ALGORITHM
+from tests.parity.table import SOAP
 from tests.parity.training import Row, Training, gradients, reference_of
 from titan_muon.tensors.dtensor import copy_rows
 
@@ -61,6 +62,8 @@ def chains() -> list[Chain]:
         chain("normuon by TorchTitan", homes, titan=True, math={ALGORITHM: "normuon", "beta2": 0.9}),
         chain("adamuon by TorchTitan", homes, titan=True, math={ALGORITHM: "adamuon", "beta2": 0.9}),
         chain("adamuon", shards, math={ALGORITHM: "adamuon", "beta2": 0.9}),
+        chain("soap", (*rows[:3], (4, "ep x rows", {})), **SOAP),
+        chain("soap by TorchTitan", homes, titan=True, **SOAP),
         chain("muonh", homes, math={ALGORITHM: "muonh", "weight_decay": 0.0}, close=1e-4),
         chain("warm-up", shards, math={"momentum_warmup_steps": 3}),
         chain("int8 momentum", rows, math={"state_dtype": "int8"}, reference="one process", close=0.2),
@@ -69,9 +72,9 @@ def chains() -> list[Chain]:
 
 
 def chain(name: str, stages: tuple[Stage, ...], titan: bool = False, **row: Any) -> Chain:
-    shapes = ("wide", "tall", "uneven", "short", "experts", "few")
-    reference = "paper" if "math" in row else "torch"
-    return Chain(Row(f"checkpoints: {name}", 0, (), shapes, **({"reference": reference} | row)), stages, titan)
+    default = {"shapes": ("wide", "tall", "uneven", "short", "experts", "few")}
+    default["reference"] = "paper" if "math" in row else "torch"
+    return Chain(Row(f"checkpoints: {name}", 0, (), **(default | row)), stages, titan)
 
 
 def continued(rank: int, world_size: int, row: Row, titan: bool, number: int, source: str, target: str) -> list[str]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.parity.layouts import assembled, drawn, matrices
 from tests.reference_muon import ReferenceRule
+from tests.reference_soap import ReferenceSoap
 from titan_muon import Muon
 
 LR = 0.02
@@ -107,6 +108,32 @@ class Algorithm:
         return assembled(name, [parts[f"{name}#{number}"] for number in range(self.counts[name])])
 
 
+class Soap(Algorithm):
+    """SOAP of `tests/reference_soap.py`, on each matrix."""
+
+    def __init__(self, names: list[str], options: Options, several: bool, dtype: torch.dtype) -> None:
+        self.counts = {name: len(matrices(name, drawn(name, 0))) for name in names}
+        given = {name: value for name, value in options.items() if name != ALGORITHM}
+        self.soap = ReferenceSoap(self._parts({name: drawn(name, 0) for name in names}), **({"lr": LR} | given))
+        self.lr = self.soap.lr
+
+    def step(self, number: int, grads: Mapping[str, Tensor], left_out: set[tuple[str, int]]) -> None:
+        self.soap.lr = self.lr * RATES[number]
+        without = {f"{name}#{index}" for name, index in left_out}
+        self.soap.step({key: grad for key, grad in self._parts(grads).items() if key not in without})
+
+    def weight(self, name: str) -> Tensor:
+        return self._whole(self.soap.params, name)
+
+    def states(self, name: str) -> dict[str, Tensor]:
+        kept = {
+            f"soap_{key}.{number}": value
+            for number in range(self.counts[name])
+            for key, value in self.soap.soap[f"{name}#{number}"].items()
+        }
+        return {"momentum_buffer": torch.empty(0), **kept}
+
+
 @cache
 def this_rank() -> dist.ProcessGroup:
     """A process group of this rank alone."""
@@ -143,5 +170,6 @@ class OneProcess:
 REFERENCES: dict[str, Callable[..., Reference]] = {
     "torch": TorchMuon,
     "paper": Algorithm,
+    "soap": Soap,
     "one process": OneProcess,
 }

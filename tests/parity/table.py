@@ -45,6 +45,7 @@ HELD_SLICES: Options = {"options": SLICED, "math": {"idle": "hold"}, "gradients"
 
 ROWS_SMOOTHED: Options = {ALGORITHM: "normuon", "beta2": 0.9}
 ELEMENTS_SMOOTHED: Options = {ALGORITHM: "adamuon", "beta2": 0.9}
+SOAP: Options = {"reference": "soap", "shapes": FEW, "math": {ALGORITHM: "soap", "soap_every": 2}}
 SPHERE: Options = {ALGORITHM: "muonh", "weight_decay": 0.0}
 CAUTIOUS: Options = {"cautious": True, "weight_decay": 0.5}
 
@@ -279,6 +280,19 @@ def algorithms() -> list[Row]:
         row("adamuon of a nan", options={"nonfinite": "skip"}, gradients={1: ("tall", torch.nan)}, **signs),
         row("cautious, forward", options=FORWARD, math=CAUTIOUS, reference="paper", **IN_MODULES),
         row("warm-up, several buckets", options=SEVERAL, math=papers["warm-up"], reference="paper"),
+        row("soap", layouts=(*MIXED, "fsdp x tp columns", "owned"), **SOAP),
+        row("soap, 2 ranks", 2, (*TWO, "owned"), **SOAP),
+        row("soap, redundant", options={"replicas": "redundant"}, **SOAP),
+        row("soap, several buckets", options={"buffer_bytes": 20_000}, proof="several buckets", **SOAP),
+        row("soap, odd shapes", layouts=(*FOUR[:4], "owned"), **(SOAP | {"shapes": ("row", "prime", "single", "qkv")})),
+        row("soap, forward", options=FORWARD, **SOAP, **IN_MODULES),
+        row("soap, backward", options=BACKWARD, **SOAP, **IN_MODULES),
+        row("soap of a nan", options=SKIP, gradients={0: ("tall", torch.nan)}, **SOAP),
+        row("soap of a missing gradient", options=SKIP, gradients={1: ("experts", DROP)}, **SOAP),
+        row("soap, nan raises", gradients={2: ("tall", torch.nan)}, error=("layers.0.tall",), **SOAP),
+        row("soap of zeros", **zeros, **SOAP),
+        row("soap, scaler", layouts=("hsdp",), scaler="scaled", **SOAP),
+        row("soap, reload", between={0: "reload"}, **SOAP),
         row("muonh", layouts=(*MIXED, "owned"), **sphere),
         row("muonh, 2 ranks", 2, (*TWO, "owned"), **sphere),
         row("hold", layouts=(*MIXED, "owned"), math={"idle": "hold"}, reference="paper", **zeros),

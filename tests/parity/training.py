@@ -234,8 +234,9 @@ class Training:
         expected, ours = reference.states(name), self.muon.state[param]
         assert set(ours) == set(expected), f"states {sorted(ours)}, and the reference has {sorted(expected)}"
         for key, value in ours.items():
-            # The state of a matrix is whole on its owner, and absent elsewhere.
-            whole = expected[key] if key.startswith("second_moment") else like(expected[key], param)
+            # The state of a matrix is whole on its owner, and absent elsewhere. Without a momentum its place is empty.
+            of_matrix = "." in key or not expected[key].numel()
+            whole = expected[key] if of_matrix else like(expected[key], param)
             if local(value).shape == local(whole).shape:
                 if local(value).dtype != whole.dtype or not torch.equal(local(value), local(whole)):
                     yield key

@@ -106,7 +106,8 @@ SPHERE = {"algorithm": "muonh", "weight_decay": 0.0}
         ({"adjust_lr_fn": True}, "adjust_lr_fn = True is not accepted"),
         ({"adjust_lr_fn": 0.0}, "adjust_lr_fn = 0.0 is not accepted"),
         ({"momentum_warmup_steps": -1}, "momentum_warmup_steps = -1 is not accepted"),
-        ({"beta2": 0.9}, "beta2 = 0.9 has no effect without algorithm = 'normuon' or 'adamuon'; set both, or neither"),
+        ({"beta2": 0.9}, "beta2 = 0.9 has no effect without algorithm = 'normuon', 'adamuon' or 'soap'; set both"),
+        ({"soap_every": 5}, "soap_every = 5 has no effect without algorithm = 'soap'; set both, or neither"),
         ({"momentum_start": 0.5}, "momentum_start = 0.5 has no effect without momentum_warmup_steps"),
     ],
 )

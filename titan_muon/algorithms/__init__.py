@@ -15,6 +15,7 @@ ALGORITHMS: Mapping[str, tuple[str, str]] = {
     "normuon": ("second_moment", "NorMuon"),
     "adamuon": ("second_moment", "AdaMuon"),
     "muonh": ("muonh", "MuonH"),
+    "soap": ("soap", "Soap"),
 }
 """File and class of each algorithm."""
 

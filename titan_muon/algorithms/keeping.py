@@ -25,9 +25,11 @@ class Keeping(Decorated):
         self._by_matrix = skipped.unbind() if skipped.dim() else ()
 
     def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
-        # With the momentum as its gradient, the momentum does not change.
-        parts = zip(call.parts, momentum, grads, strict=True)
-        super().before_gather(call, momentum, [torch.where(self._flag(part), old, new) for part, old, new in parts])
+        if momentum[0].shape == grads[0].shape:
+            # With the momentum as its gradient, the momentum does not change.
+            parts = zip(call.parts, momentum, grads, strict=True)
+            grads = [torch.where(self._flag(part), old, new) for part, old, new in parts]
+        super().before_gather(call, momentum, grads)
 
     def after_return(self, call: UpdateCall, params: Tensors) -> None:
         before = [torch.empty_like(param) for param in params]

@@ -27,7 +27,8 @@ class MuonAlgorithm(Algorithm):
 
     def check(self, context: PlanContext) -> None:
         for name, needed, is_used in (
-            ("beta2", "algorithm = 'normuon' or 'adamuon'", self.options.algorithm not in ("muon", "muonh")),
+            ("beta2", "algorithm = 'normuon', 'adamuon' or 'soap'", self.options.algorithm not in ("muon", "muonh")),
+            ("soap_every", "algorithm = 'soap'", self.options.algorithm == "soap"),
             ("momentum_start", "momentum_warmup_steps", self.options.momentum_warmup_steps > 0),
         ):
             value = getattr(self.options, name)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..orthogonalize import NO_UPDATE
 from ..step.algorithm import Algorithm, Decorated, Scaling, Tensors
 from ..step.gradients import StepGradients
 from ..step.step import UpdateMask
@@ -59,4 +60,4 @@ class SkippedStepMask(UpdateMask):
     def zero_(self, batch: Batch, gradients: StepGradients) -> Tensor:
         if may_be_true(self._skipped):
             batch.whole.masked_fill_(self._skipped, 0)
-        return self._inner.zero_(batch, gradients)
+        return self._inner.zero_(batch, gradients).masked_fill_(self._skipped, NO_UPDATE)

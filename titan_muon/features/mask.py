@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.faults import Fault, allowed_faults
+from ..orthogonalize import NO_UPDATE
 from ..plan.terms.layout import spans
 from ..plan.terms.types import Plan
 from ..step.foreach import Rectangle, rectangle_of
@@ -176,7 +177,7 @@ class GradientMask(UpdateMask):
         flags = self._flags[batch.place : batch.place + len(batch.matrices)]
         if may_be_true(flags):
             batch.whole.masked_fill_(flags[:, None, None], 0)
-        return super().zero_(batch, gradients)
+        return super().zero_(batch, gradients).masked_fill_(flags, NO_UPDATE)
 
     def end(self) -> None:
         self._agree()

@@ -2,11 +2,21 @@
 
 from .coefficients import COEFFICIENTS, Iteration, coefficients, iteration, largest_value
 from .dispatch import DTYPES, Dispatch, Kernel, Method, kernels_for, measured_choices
-from .newton_schulz import TeamSlice, frobenius_norms, iterate, orthogonalize, prepared, sliced_norms, zero_nonfinite_
+from .newton_schulz import (
+    NO_UPDATE,
+    TeamSlice,
+    frobenius_norms,
+    iterate,
+    orthogonalize,
+    prepared,
+    sliced_norms,
+    zero_nonfinite_,
+)
 
 __all__ = [
     "COEFFICIENTS",
     "DTYPES",
+    "NO_UPDATE",
     "Dispatch",
     "Iteration",
     "Kernel",

@@ -15,6 +15,9 @@ from torch import Tensor
 from .coefficients import Coefficients, Iteration
 from .dispatch import DTYPES, Method
 
+NO_UPDATE = -1.0
+"""In the place of the norm of a matrix that gets no update."""
+
 
 class Product(Protocol):
     """Fills `out` with alpha A B, or with alpha A B + beta C. A is (count, m, k), and the result is symmetric."""
@@ -82,14 +85,14 @@ def prepared(iteration: Iteration, method: Method) -> Callable[..., Tensor]:
 def zero_nonfinite_(stack: Tensor, norms: Tensor, broken: Tensor) -> None:
     """Zero the matrices of `stack` (count, rows, cols) with a non-finite Frobenius norm in `norms`, in place.
 
-    Fills `broken` (count,) bool with a mask of the zeroed matrices.
+    Fills `broken` (count,) bool with a mask of the zeroed matrices, whose norms become NO_UPDATE.
     """
     # By norm, because Newton-Schulz cannot normalize if the norm overflows (elements around 1e19). The comparison is
     # false for NaN, and takes one launch instead of the four of `isfinite`.
     torch.lt(norms, math.inf, out=broken).logical_not_()
     if stack.device.type != "cpu" or broken.any():
         stack.masked_fill_(broken[:, None, None], 0)
-        norms.masked_fill_(broken, 0)
+        norms.masked_fill_(broken, NO_UPDATE)
 
 
 def reference(matrix: Tensor, steps: Coefficients, eps: float) -> Tensor:

@@ -25,12 +25,15 @@ def with_states(
     planned: Iterable[Parameter],
     state: Mapping[Tensor, dict[str, Any]],
     options: MuonOptions,
+    *,
+    empty: bool = False,
 ) -> tuple[TrainedParam, ...]:
-    """The parameters with their momentum, created in the optimizer's `state` if missing."""
+    """The parameters with their momentum, created in the optimizer's `state` if missing. `empty`: without elements."""
     complete = []
     for trained, parameter in zip(params, planned, strict=True):
         if trained.momentum_buffer is None:
-            momentum = new_momentum(trained.param, parameter, options)
+            device = storage_device(trained.param)
+            momentum = torch.zeros(0, device=device) if empty else new_momentum(trained.param, parameter, options)
             state[trained.param]["momentum_buffer"] = momentum
             trained = with_momentum(trained, momentum)
         complete.append(trained)

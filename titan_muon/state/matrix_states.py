@@ -24,12 +24,19 @@ from ..tensors.storage import TrainedParam, placement_key
 class StateSpec:
     """A float32 state on the owner of a matrix, zero at the start, with the key `name.i` for matrix i of a parameter.
 
-    `saved`: whether the state outlives a step. The engine fills other states in each step.
+    Attributes:
+        saved: whether the state outlives a step. The engine fills other states in each step.
+        identity: the state begins as the identity matrix.
     """
 
     name: str
     shape: tuple[int, ...]
     saved: bool = True
+    identity: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return 4 * prod(self.shape)
 
 
 StatesOf = Callable[..., tuple[StateSpec, ...]]
@@ -57,6 +64,8 @@ def with_matrix_states(
             key = f"{spec.name}.{matrix.index}"
             old = state[param].get(key)
             new = _zeros(param, spec.shape, ranks, holders)
+            if spec.identity and local(new).numel():
+                local(new).fill_diagonal_(1)
             # Optimizer.load_state_dict rounds states of frozen parameters to the weights' dtype.
             if old is None or _place(old) != _place(new):
                 if old is not None:
@@ -70,7 +79,7 @@ def state_bytes(plan: Plan, states_of: StatesOf) -> Mapping[int, int]:
     """Bytes of the saved states on each rank with states."""
     by_rank: dict[int, int] = {}
     for _, specs, ranks in _stateful(plan, states_of):
-        size = 4 * sum(prod(spec.shape) for spec in specs)
+        size = sum(spec.bytes for spec in specs)
         for rank in ranks:
             by_rank[rank] = by_rank.get(rank, 0) + size
     return by_rank

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from ..options import MuonOptions
 from ..orthogonalize import Iteration
+from ..plan.terms.machine import Work
 from ..plan.terms.types import Parameter, Plan
 from ..state.matrix_states import StateSpec
 
@@ -69,12 +70,18 @@ class Algorithm:
 
     Attributes:
         limits: bound on updates.
+        momentum: whether holders keep a momentum. Otherwise each has an empty tensor in its place.
+        wire_dtype: of matrices in transit. None: as the option says.
+        counts_steps: whether groups count their steps, under `STEP`.
         temporary_bytes: of `rescale`, for an element of a matrix.
         sums_norms: whether the engine keeps the Frobenius norm of each matrix's weights in the state `WEIGHT_NORM`, and
             restores the norm after the step.
     """
 
     limits: Limits = "nothing"
+    momentum = True
+    wire_dtype: Literal["float32"] | None = None
+    counts_steps = False
     temporary_bytes: int = 0
     sums_norms = False
 
@@ -84,6 +91,10 @@ class Algorithm:
     def states(self, rows: int, cols: int, *, transposed: bool) -> tuple[StateSpec, ...]:
         """The states of a (rows, cols) matrix besides the momentum. `transposed`: whether the outputs are columns."""
         return ()
+
+    def work(self, rows: int, cols: int, work: Work) -> Work:
+        """The cost of a whole (rows, cols) matrix for its owner. `work`: of Newton-Schulz."""
+        return work
 
     def check_group(self, group: Group) -> None:
         """Raise OptionError for hyperparameters that the algorithm cannot use."""
@@ -106,7 +117,11 @@ class Algorithm:
         raise NotImplementedError(f"{type(self).__name__}.before_gather")
 
     def update(self, batch: Batch, norms: Tensor) -> None:
-        """Replace assembled matrices by their updates, and update their states. `norms`: (count,) Frobenius norms."""
+        """Replace assembled matrices by their updates, and update their states.
+
+        `norms`: (count,) Frobenius norms; NO_UPDATE for a matrix of zeros that is in the place of a missing or
+        non-finite gradient, or of a skipped step. Its update is zero, and its states stay.
+        """
         self.orthogonalize(batch, self.prepare(batch, norms))
         for part in batch.parts:
             states = part.stacked()

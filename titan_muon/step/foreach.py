@@ -90,8 +90,8 @@ class Rectangle(NamedTuple):
         return stored if self.place is None else stored[self.place]
 
     def of_momentum(self, storage: Storage) -> Tensor:
-        """The rectangle of the momentum, which may hold only some rows of the parameter."""
-        if storage.momentum.size(0) == storage.param.size(0):
+        """The rectangle of the momentum, which may hold only some rows of the parameter, or none."""
+        if storage.momentum.size(0) in (storage.param.size(0), 0):
             return self.of(storage.momentum)
         rows, cols = self.place if isinstance(self.place, tuple) else (self.place, slice(None))
         assert rows is not None, "a holder of all rows of a parameter keeps the whole momentum"

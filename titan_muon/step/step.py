@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from ..comm.exchange import Exchange
 from ..comm.report import FaultReport
-from ..orthogonalize import zero_nonfinite_
+from ..orthogonalize import NO_UPDATE, zero_nonfinite_
 from ..plan.exchange.phases import Act
 from ..plan.program import Program
 from .algorithm import Algorithm
@@ -73,14 +73,17 @@ class UpdateMask:
         """Forget the matrices that the last step skipped."""
 
     def zero_(self, batch: Batch, gradients: StepGradients) -> Tensor:
-        """Zero the matrices of an assembled batch without an update. Returns the Frobenius norms, (count,)."""
+        """Zero the matrices of an assembled batch without an update. Returns the norms for `Algorithm.update`."""
+        absent = list[int]()
         if gradients.excluded:
+            absent = [place for place, parameter in enumerate(batch.parameters) if parameter in gradients.excluded]
+        for place in absent:
             # Nothing was packed, and the workspace has old values.
-            for place, parameter in enumerate(batch.parameters):
-                if parameter in gradients.excluded:
-                    batch.whole[place].zero_()
+            batch.whole[place].zero_()
         norms = batch.norms()
         zero_nonfinite_(batch.whole, norms, batch.broken)
+        for place in absent:
+            norms[place] = NO_UPDATE
         return norms
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -43,11 +44,19 @@ Limits = Literal["spectrum", "norm", "nothing"]
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Matrices of a batch with one parameter group and orientation. `states`: by name, a tensor for each matrix."""
+    """Matrices of a batch with one parameter group and orientation.
+
+    Attributes:
+        first: place of the first matrix in the batch.
+        keys: by matrix, a number that is equal in every plan; consecutive in a stack.
+        states: by name, a tensor for each matrix.
+    """
 
     whole: Tensor
     group: Mapping[str, Any]
     transposed: bool
+    first: int
+    keys: tuple[int, ...]
     states: Mapping[str, Sequence[Tensor]]
 
     def stacked(self) -> dict[str, Tensor]:
@@ -267,8 +276,13 @@ class _Builder:
             if held:
                 states = {name: [state[name] for state in held] for name in held[0]}
                 group = self.rank.params[planned.matrices[members[0]].parameter].group
-                yield BatchPart(whole[start : start + len(members)], group, transposed, states)
+                keys = tuple(map(self.key, members))
+                yield BatchPart(whole[start : start + len(members)], group, transposed, start, keys, states)
             start += len(members)
+
+    def key(self, number: int) -> int:
+        matrix = self.rank.plan.matrices[number]
+        return crc32(self.rank.plan.parameters[matrix.parameter].fqn.encode()) + matrix.index
 
     def piece(self, number: int, places: tuple[Span, ...], view: Tensor) -> StoredPiece:
         plan = self.rank.plan

@@ -55,11 +55,17 @@ def with_momentum(trained: TrainedParam, momentum: Tensor) -> TrainedParam:
 
 
 def trained_params(
-    groups: Iterable[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]], rank: int, options: MuonOptions
+    groups: Iterable[dict[str, Any]],
+    state: Mapping[Tensor, dict[str, Any]],
+    rank: int,
+    options: MuonOptions,
+    *,
+    counts_steps: bool = False,
 ) -> Iterator[TrainedParam]:
     """The trained parameters of an optimizer's groups, with the momentum from `state`, if any.
 
-    Adds STEP to groups if the options count steps. Raises ValueError for a parameter repeated or without storage.
+    Adds STEP to groups if the options or the algorithm (`counts_steps`) count steps. Raises ValueError for a parameter
+    repeated or without storage.
     """
     seen: set[str] = set()
     names: dict[Tensor, str] = {}
@@ -76,7 +82,7 @@ def trained_params(
             if parameter.is_meta:
                 raise ValueError(f"{fqn}: on the meta device; give it storage (to_empty) before building Muon")
             rounds = options.rounding == "stochastic" and parameter.dtype == torch.bfloat16
-            if rounds or options.counts_steps:
+            if rounds or counts_steps or options.counts_steps:
                 # Only where steps count, so that other checkpoints keep their keys.
                 group.setdefault(STEP, 0)
             if problem := unread(parameter):

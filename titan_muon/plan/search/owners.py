@@ -212,7 +212,8 @@ def make_problem(
         for rank in ranks:
             load[rank] = load.get(rank, 0) + matrix.flops
         for group in assembled_by:
-            tasks.append(Task(number, group, matrix.flops, matrix.numel * options.wire_bytes, parameter.layer))
+            size = matrix.numel * options.wire_bytes + costs.works[matrix.work].state_bytes
+            tasks.append(Task(number, group, matrix.flops, size, parameter.layer))
     eligible = _eligible(parameters, matrices, tasks, tuple(groups))
     return Problem(
         tuple(parameters), options, pattern, costs, tuple(local), tuple(tasks), tuple(groups), load, eligible

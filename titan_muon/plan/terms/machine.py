@@ -85,6 +85,7 @@ class Work:
         dtype: of the products.
         team: traffic between the owners of the slices; None if the matrix is not sliced.
         operators: of PyTorch for a batch.
+        state_bytes: of a matrix, on its owner between steps.
     """
 
     method: str
@@ -95,6 +96,7 @@ class Work:
     dtype: str = "bfloat16"
     team: TeamCost | None = None
     operators: int = 20
+    state_bytes: int = 0
 
 
 class Traffic(NamedTuple):

@@ -99,11 +99,12 @@ def _parameters(meta: MetaModel, loads: Mapping[int, OwnedTotals], recipe: Recip
     if meta.plan is not None and recipe.muon.state != "replicated":
         most = max(state_elements(meta.plan).values(), key=lambda held: sum(held.values()))
         momentum = {meta.plan.parameters[number].fqn: size for number, size in most.items()}
+    algorithm = algorithm_of(MuonOptions(algorithm=recipe.muon.algorithm))
     for a in meta.assigned:
         size, itemsize = elements[a.fqn], meta.parameters[a.fqn].element_size()
         states: tuple[int, ...] = ()
         if a.optimizer == "muon":
-            states = (momentum_bytes(momentum[a.fqn], recipe.muon.state_dtype),)
+            states = (momentum_bytes(momentum[a.fqn], recipe.muon.state_dtype),) if algorithm.momentum else ()
         elif a.optimizer == "adamw":
             states = (size * (2 if recipe.adamw.state_dtype == "bfloat16" else itemsize),) * len(AVERAGES)
         yield OffloadedParameter(a.optimizer, size * itemsize, itemsize, states)

@@ -1,6 +1,7 @@
 """The memory of the dry run is the memory of the plan."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,18 +21,29 @@ from titan_muon.titan.dry_run.training import ModelSize  # noqa: E402
 from titan_muon.titan.recipe import Recipe  # noqa: E402
 
 SHAPES = {"wide": (64, 4096), "tall": (512, 32), "experts": (3, 64, 32)}
+SQUARE = {"square": (400, 400), "tall": (512, 32), "experts": (3, 64, 32)}
+OPTIONS = {"orthogonalize": "standard", "ns_dtype": "bfloat16"}
+CASES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any]]] = {
+    "muon": (SHAPES, OPTIONS),
+    "normuon": (SHAPES, OPTIONS),
+    # Every step makes new bases.
+    "soap": (SQUARE, {"soap_every": 1}),
+}
 
 
 @pytest.mark.usefixtures("zero_products")
-@pytest.mark.parametrize("rule", ["muon", "normuon"])
+@pytest.mark.parametrize("rule", CASES)
 def test_the_dry_run_counts_the_memory_of_states_and_step(rule: str) -> None:
-    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    shapes, options = CASES[rule]
+    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
     for parameter in parameters.values():
         parameter.grad = torch.full_like(parameter, 1e-3)
-    muon = Muon(list(parameters.items()), algorithm=rule, orthogonalize="standard", ns_dtype="bfloat16")
+    muon = Muon(list(parameters.items()), algorithm=rule, **options)
+    # SOAP's first step makes no update.
+    muon.step()
     muon.step()
     _, peak, _ = allocated(muon.step)
-    assigned = tuple(Assignment(name, shape, "muon", "", None) for name, shape in SHAPES.items())
+    assigned = tuple(Assignment(name, shape, "muon", "", None) for name, shape in shapes.items())
     meta = MetaModel(1, range(1), dict(parameters), assigned, assigned, {}, muon.plan, 0, ModelSize(0, 0, 0.0))
     recipe = Recipe()
     recipe = replace(recipe, muon=replace(recipe.muon, algorithm=rule))

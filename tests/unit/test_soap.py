@@ -1,0 +1,128 @@
+"""SOAP on one process: one-sided matrices, skipped matrices, the ridge, and options that do not fit."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.reference_soap import ReferenceSoap
+from titan_muon import Muon
+from titan_muon.algorithms.soap import Soap
+from titan_muon.options import OptionError
+
+SHAPE = (24, 40)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def made(**options: Any) -> tuple[nn.Parameter, Muon]:
+    param = nn.Parameter(drawn(0, *SHAPE))
+    return param, Muon([("w", param)], lr=0.02, algorithm="soap", **options)
+
+
+def step(param: nn.Parameter, muon: Muon, grad: Tensor) -> None:
+    param.grad = grad.clone()
+    muon.step()
+
+
+def test_a_long_side_has_no_average_and_no_basis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Soap, "max_side", 30)
+    param, muon = made(soap_every=2)
+    reference = ReferenceSoap({"w#0": param.detach().clone()}, soap_every=2, max_side=30)
+    for seed in range(1, 5):
+        step(param, muon, drawn(seed, *SHAPE))
+        reference.step({"w#0": drawn(seed, *SHAPE)})
+    assert torch.equal(param, reference.params["w#0"])
+    shapes = {name: tuple(state.shape) for name, state in muon.state[param].items()}
+    assert shapes["soap_basis_rows.0"] == (24, 24)
+    assert not any("cols" in name for name in shapes)
+
+
+def test_cautious_decay_takes_the_sign_of_the_update() -> None:
+    param, muon = made(cautious=True, weight_decay=0.5)
+    reference = ReferenceSoap({"w#0": param.detach().clone()}, cautious=True, weight_decay=0.5)
+    for seed in range(1, 4):
+        step(param, muon, drawn(seed, *SHAPE))
+        reference.step({"w#0": drawn(seed, *SHAPE)})
+    torch.testing.assert_close(param.detach(), reference.params["w#0"])
+
+
+@pytest.mark.parametrize("skips", ["nan", "scaler"])
+def test_a_skipped_matrix_keeps_weights_and_states(skips: str) -> None:
+    param, muon = made(soap_every=1, nonfinite="skip")
+    for seed in (1, 2):
+        step(param, muon, drawn(seed, *SHAPE))
+    before = {"param": param.detach().clone()} | {name: state.clone() for name, state in muon.state[param].items()}
+    if skips == "scaler":
+        muon.found_inf, muon.grad_scale = torch.ones(()), torch.tensor(4.0)  # type: ignore[attr-defined]
+    step(param, muon, drawn(3, *SHAPE).fill_(torch.nan if skips == "nan" else torch.inf))
+    after = {"param": param.detach()} | muon.state[param]
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def test_a_zero_gradient_is_no_skipped_matrix() -> None:
+    param, muon = made()
+    for seed in (1, 2):
+        step(param, muon, drawn(seed, *SHAPE))
+    before, moment = param.detach().clone(), muon.state[param]["soap_first_moment.0"].clone()
+    step(param, muon, torch.zeros(SHAPE))
+    assert not torch.equal(before, param)
+    torch.testing.assert_close(muon.state[param]["soap_first_moment.0"], 0.95 * moment)
+
+
+def test_the_first_bases_are_a_continuous_function_of_the_gradient() -> None:
+    """The Gram matrix of columns is singular in the first step, and one rounding would turn eigenvectors at will."""
+    weights = []
+    for noise in (0.0, 6e-8):
+        param, muon = made(soap_every=2)
+        for seed in range(1, 6):
+            grad = drawn(seed, *SHAPE)
+            step(param, muon, grad * (1 + noise * drawn(seed + 100, *SHAPE)))
+        weights.append(param.detach())
+    moved = (weights[0] - drawn(0, *SHAPE)).norm()
+    assert 0 < (weights[0] - weights[1]).norm() / moved < 2e-3
+
+
+def test_gradients_travel_in_float32_and_states_weigh_in_the_plan() -> None:
+    _, muon = made()
+    assert muon.plan.wire_bytes == 4
+    (work,) = muon.plan.works
+    assert work.state_bytes == 4 * (2 * 24**2 + 2 * 40**2 + 2 * 24 * 40 + 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"state_dtype": "int8"}, "state_dtype = 'int8' does not fit algorithm = 'soap'"),
+        ({"state_dtype": "bfloat16"}, "set 'float32'"),
+        ({"offload": "state"}, "offload = 'state' does not fit algorithm = 'soap'"),
+        ({"offload": "parameters"}, "CPUOffloadPolicy implies 'parameters'"),
+        ({"state": "owner"}, "all states are on the owner already; set 'replicated'"),
+        ({"owners": "everyone", "exchange": "all_gather"}, "owners = 'everyone' does not fit"),
+        ({"momentum_warmup_steps": 3}, "momentum_warmup_steps = 3 does not fit"),
+        ({"ns_kernel": "plain"}, "it has no Newton-Schulz; set 'auto'"),
+        ({"ns_dtype": "float32"}, "ns_dtype = 'float32' does not fit"),
+        ({"adjust_lr_fn": "original"}, "adjust_lr_fn = 'original' has no effect with algorithm = 'soap'"),
+        ({"ns_steps": 7}, "ns_steps = 7 has no effect"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        made(**options)[1].build()
+    assert message in str(refused.value)
+
+
+def test_fused_kernels_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"fused = True has kernels for .* not for 'soap'"):
+        made(fused=True)[1].build()
+
+
+def test_a_move_to_the_host_is_refused_and_nothing_changes() -> None:
+    param, muon = made()
+    step(param, muon, drawn(1, *SHAPE))
+    with pytest.raises(OptionError, match="offload = 'state' does not fit"):
+        muon.offload()
+    step(param, muon, drawn(2, *SHAPE))
