@@ -18,7 +18,6 @@ from typing import Annotated, Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import tyro
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,18 +26,18 @@ from torch.distributed.tensor import DTensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import models as families  # noqa: F401 (registers them)
-from titan_muon.titan.torchtitan import compat
+import models as families  # noqa: E402, F401 (registers them)
+from titan_muon.titan.torchtitan import compat  # noqa: E402
 
 compat.install()
 
-from benchmarks.rehearsal.fake_gpu import fake_gpu, fake_rank
-from benchmarks.rehearsal.launches import Launches
-from titan_muon import Muon
-from titan_muon.plan import Plan
-from titan_muon.plan.terms.layout import Geometries
-from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model
-from titan_muon.titan.recipe import load
+from benchmarks.rehearsal.fake_gpu import fake_gpu, fake_rank  # noqa: E402
+from benchmarks.rehearsal.launches import Launches  # noqa: E402
+from titan_muon import Muon  # noqa: E402
+from titan_muon.plan import Plan  # noqa: E402
+from titan_muon.plan.terms.layout import Geometries  # noqa: E402
+from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model  # noqa: E402
+from titan_muon.titan.recipe import load  # noqa: E402
 
 
 @dataclass(frozen=True)
