@@ -374,7 +374,9 @@ class _Search:
             )
         reason = "; ".join(filter(None, (self._ending, self._memory_of(best))))
         pieces, eligible = self._problem.costs.pieces, self._problem.eligible
-        return replace(best, buckets=tuple(in_order(bucket, pieces, eligible) for bucket in best.buckets), reason=reason)
+        return replace(
+            best, buckets=tuple(in_order(bucket, pieces, eligible) for bucket in best.buckets), reason=reason
+        )
 
     def _memory_of(self, best: CandidatePlan) -> str:
         if best.bytes <= MORE_BYTES:
