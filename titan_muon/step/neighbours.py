@@ -38,7 +38,9 @@ def joined(pieces: Iterable[StoredPiece]) -> list[StoredPiece]:
 
 def _both(first: StoredPiece, second: StoredPiece) -> StoredPiece | None:
     """One piece of two, or None if they are no neighbours."""
-    if first.parameter != second.parameter or len(first.spans) > 1 or len(second.spans) > 1:
+    # The factor on the learning rate depends on the shape.
+    alike = (first.parameter, first.out_in) == (second.parameter, second.out_in)
+    if not alike or len(first.spans) > 1 or len(second.spans) > 1:
         return None
     (rows, cols), (next_rows, next_cols) = first.spans[0].local, second.spans[0].local
     if rows.step or next_rows.step or cols != next_cols or rows.stop != next_rows.start:

@@ -11,7 +11,7 @@ from titan_muon.plan.cost.timeline import Clock, timeline
 from titan_muon.plan.cost.walk import PlanCost, batches
 from titan_muon.plan.program import make_program
 from titan_muon.plan.summary import summarize
-from titan_muon.plan.terms.machine import Link, Work
+from titan_muon.plan.terms.machine import MACHINES, Link, Work
 from titan_muon.plan.terms.types import (
     Layout,
     Matrix,
@@ -81,6 +81,17 @@ def test_a_matrix_without_a_gain_from_slices_stays_whole(machine: Machine, shape
     plan = plan_of(parameters(1, 4, shape), machine=machine, split_over=8)
     assert teams(plan) == []
     assert len(plan.matrices) == 1
+
+
+def test_slices_are_found_where_a_few_ranks_have_two_large_matrices() -> None:
+    """10 of the 80 layers of Llama 3 70B on 64 of 512 ranks: 70 matrices, of which 30 set the end of the step."""
+    shapes = [(8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192), (28672, 8192), (8192, 28672), (28672, 8192)]
+    [by_shape] = zip(*(parameters(1, 64, shape) for shape in shapes), strict=True)
+    layers = [replace(p, fqn=f"layers.{i}.{j}") for i in range(10) for j, p in enumerate(by_shape)]
+    whole, sliced = (plan_of(layers, split_over=over) for over in (1, 8))
+    assert len(teams(sliced)) >= 30
+    machine = MACHINES["h100x8"]
+    assert timeline(sliced, machine).last.seconds < 0.85 * timeline(whole, machine).last.seconds
 
 
 def test_the_owners_of_a_sliced_matrix_share_a_node() -> None:

@@ -1,0 +1,104 @@
+"""Neighbouring pieces of a stack are one part of a list, and equal pieces at equal distances are one copy."""
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.unit.plans import mesh_of, parameter_of, plan_of
+from titan_muon.plan.exchange.patterns import PATTERNS
+from titan_muon.plan.search.search import in_order
+from titan_muon.plan.terms.layout import Geometries, Span
+from titan_muon.plan.terms.pieces import Pieces
+from titan_muon.plan.terms.types import Bucket, Plan, Shard
+from titan_muon.step.foreach import Copies, StoredPiece
+from titan_muon.step.neighbours import joined, strided
+
+ROWS, COLS = 2, 4
+
+
+def stored(matrix: int, first_row: int, offset: int | None, **changes: object) -> StoredPiece:
+    """Two rows of a matrix: rows of the storage, and a place in a buffer."""
+    whole = (slice(0, ROWS), slice(0, COLS))
+    view = None if offset is None else torch.zeros(100)[offset : offset + ROWS * COLS].view(ROWS, COLS)
+    span = Span((slice(first_row, first_row + ROWS), slice(0, COLS)), whole, whole)
+    return StoredPiece(matrix, 0, (ROWS, COLS), COLS, 0, (span,), view)._replace(**changes)
+
+
+def test_neighbours_in_the_storage_and_in_the_buffer_are_one_piece() -> None:
+    [piece] = joined([stored(0, 0, 8), stored(1, 2, 16), stored(2, 4, 24)])
+    assert piece.matrix == 0
+    assert piece.view is not None
+    assert (piece.view.shape, piece.view.storage_offset()) == ((6, COLS), 8)
+    assert piece.spans[0].local == (slice(0, 6), slice(0, COLS))
+    assert piece.view[piece.spans[0].piece].shape == (6, COLS)
+    [without_view] = joined([stored(0, 0, None), stored(1, 2, None)])
+    assert without_view.view is None
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        pytest.param(stored(1, 3, 8), id="a gap in the storage"),
+        pytest.param(stored(1, 2, 10), id="a gap in the buffer"),
+        pytest.param(stored(1, 2, None), id="packed by another rank"),
+        pytest.param(stored(1, 2, 8, parameter=1), id="another parameter"),
+        pytest.param(stored(1, 2, 8, out_in=(4, 4)), id="another factor on the learning rate"),
+    ],
+)
+def test_other_pieces_stay_apart(second: StoredPiece) -> None:
+    first = stored(0, 0, 0)
+    assert joined([first, second]) == [first, second]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("own", [0, 3, 15])
+@pytest.mark.parametrize("cols", [4, 3])
+def test_pieces_of_all_ranks_are_assembled_in_at_most_three_copies(dtype: torch.dtype, own: int, cols: int) -> None:
+    """Four matrices from 16 ranks. The own pieces come first in the buffer."""
+    matrices, ranks, rows = 4, 16, 2
+    buffer = torch.randn(matrices * ranks * rows * cols).to(dtype)
+    pieces = buffer.view(ranks, matrices, rows, cols)
+    order = [own, *(rank for rank in range(ranks) if rank != own)]
+    whole, expected = (torch.zeros(matrices, ranks * rows, cols, dtype=dtype) for _ in range(2))
+    pairs = [
+        (pieces[place, matrix], whole[matrix, rank * rows : (rank + 1) * rows])
+        for matrix in range(matrices)
+        for place, rank in enumerate(order)
+    ]
+    for source, target in pairs:
+        expected.view(-1).as_strided(target.shape, target.stride(), target.storage_offset()).copy_(source)
+    copies = strided(pairs)
+    assert len(copies) <= 3
+    Copies.of((target, source) for source, target in copies).run()
+    assert torch.equal(whole, expected)
+
+
+def test_few_pieces_stay_a_list_of_equal_strides() -> None:
+    """Such a list takes one launch, a strided copy a launch of its own."""
+    buffer, whole = torch.randn(4, 2, 4), torch.zeros(4, 4, 4)
+    pairs = [(buffer[place], whole[place, :2]) for place in range(4)]
+    assert strided(reversed(pairs)) == pairs
+
+
+def test_an_owner_gets_neighbours_at_the_cost_of_before() -> None:
+    """Six ranks cut the rows of each of 12 experts. The search deals the experts in turn."""
+    stack = parameter_of("layers.0.experts", (12, 12, 8), mesh_of(6), Shard(1))
+    plan = plan_of([stack])
+    assert_neighbours(plan)
+    pieces = Pieces(plan.matrices, Geometries(plan.parameters))
+    dealt = Bucket("all_to_all", tuple(range(6)), tuple(reversed(range(12))), tuple(n % 6 for n in range(12)))
+    ordered = in_order(dealt, pieces, {})
+    totals = [PATTERNS["all_to_all"].totals(bucket, pieces) for bucket in (dealt, ordered)]
+    assert totals[0] == totals[1]
+    assert ordered.owners == (0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5)
+    assert in_order(dealt, pieces, {0: (5,)}).owners[0] == 5, "an owner keeps a matrix that only it may own"
+
+
+def assert_neighbours(plan: Plan) -> None:
+    """The matrices of each owner in a bucket follow each other."""
+    for bucket in plan.buckets:
+        assert list(bucket.matrices) == sorted(bucket.matrices)
+        changes = sum(before != after for before, after in pairwise(bucket.owners))
+        assert changes == len(Counter(bucket.owners)) - 1
