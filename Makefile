@@ -6,7 +6,7 @@
 # make test-long  ten times as many random plans, layouts and options; LONG=100 is another number
 # make oldest  the core tests on the oldest PyTorch that is supported, in an environment of its own
 # make newest  the test suite and the rehearsal on the newest PyTorch, in an environment of its own; TORCH=2.14.1 is another one
-# make main-titan  recipes and the optimizer on the newest release of TorchTitan; TITAN===0.3.0 is another one, TITAN=/a/folder its source
+# make main-titan  the tests of recipes on the newest release of TorchTitan; TITAN===0.3.0 is another one, TITAN=/a/folder its source
 # make integrations  the examples in Transformers, Accelerate, Lightning, PEFT and Megatron-FSDP, in an environment of its own
 # make rehearse  full-size training steps on GPUs that are not there
 # make gpu     every check and figure that needs GPUs; CALL=1, 2 or 3 is a part of it for one GPU, at most 7 minutes each
@@ -37,8 +37,9 @@ OLDEST_TESTS := $(addprefix tests/unit/,plan state step orthogonalize features t
 	tests/dist/features/test_forward.py
 TITAN_ENV := .venv-titan
 TITAN ?=
-TITAN_TESTS := tests/unit/titan/assign/test_torchtitan_slot.py tests/unit/titan/assign/test_other_torchtitan.py \
-	tests/unit/titan/test_versions.py tests/dist/titan/test_training_layouts.py
+# TORCH=2.15.0 has pipeline and context parallelism too.
+TITAN_TORCH := $(if $(filter file,$(origin TORCH)),$(shell sed -n 's/^torch==//p' constraints.txt),$(TORCH))
+TITAN_TESTS := tests/unit/titan tests/dist/titan
 INTEGRATIONS := .venv-integrations
 INTEGRATIONS_STAMP := $(INTEGRATIONS)/.installed
 NPROC ?= 2
@@ -118,11 +119,13 @@ newest: $(NEWEST_STAMP)
 # Without the extra `titan`, which pins the release of the lock.
 main-titan:
 	$(PYTHON) -m venv $(TITAN_ENV)
+	$(TITAN_ENV)/bin/pip install --quiet --disable-pip-version-check torch==$(TITAN_TORCH)
 	$(TITAN_ENV)/bin/pip install --quiet --disable-pip-version-check --upgrade $(if $(findstring /,$(TITAN)),'$(TITAN)','torchtitan$(TITAN)') \
 		tyro einops numpy tqdm tokenizers pyarrow filelock matplotlib pytest pytest-timeout pytest-xdist hypothesis
 	$(TITAN_ENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	$(TITAN_ENV)/bin/pip show torchtitan | sed -n 2p
 	OMP_NUM_THREADS=1 $(TITAN_ENV)/bin/python -m pytest $(WORKERS) -m "not slow" $(TITAN_TESTS) $(ARGS)
+	OMP_NUM_THREADS=1 $(TITAN_ENV)/bin/python -m pytest tests/dist/titan/test_torchtitan_example.py $(ARGS)
 
 integrations: $(INTEGRATIONS_STAMP)
 	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations $(ARGS)

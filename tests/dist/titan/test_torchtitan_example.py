@@ -13,6 +13,7 @@ import pytest
 
 import models
 from tests.dist.harness import run_ranks
+from titan_muon.titan.data import documents
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "torchtitan"
 SEQUENCES, STEPS, HALF = 4, 4, 2
@@ -36,6 +37,8 @@ def train(rank: int, world_size: int, folder: Path, data_ranks: int, options: tu
     from titan_muon.titan.torchtitan.installed import titan
     from titan_muon.titan.torchtitan.interface import Budget
 
+    real = documents._python_files()
+    documents._python_files = lambda: {name: real[name] for name in sorted(real)[:20]}
     flavors = models._family("qwen3").FLAVORS
     flavors["moe_tiny"] = replace(flavors["moe_tiny"], layers=2, dim=64, hidden=64, heads=4, kv_heads=2, experts=4)
     sequences = SEQUENCES // data_ranks
@@ -77,7 +80,7 @@ def test_torchtitans_trainer_trains_saves_and_continues(
     assert expected[STEPS] < expected[1] - 0.05, "a model that does not learn hides differences"
     assert losses(lines) == pytest.approx(expected, abs=TOLERANCE)
     text = "\n".join(lines)
-    assert re.search(r"layers\.0\.attention\.\S+weight.* muon ", text), "the table of parameters"
+    assert re.search(r"^layers\.\*\.attention\.wo\.weight .* muon ", text, re.MULTILINE), "the table of parameters"
     assert re.search(r"^Muon step: \d+ matrices", text, re.MULTILINE), "the plan"
     shutil.rmtree(tmp_path / "checkpoint" / f"step-{STEPS}")
     continued = trained(layout, tmp_path)

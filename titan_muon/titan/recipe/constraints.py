@@ -81,6 +81,13 @@ def _training(r: Recipe) -> Violations:
         # torch.compile does not support emulated products; experts have no emulation.
         needed = "float8.linear = true, float8.experts = false and a model that is not compiled"
         yield "float8.emulate", f"true only with {needed}"
+    # A converter replaces all chosen layers.
+    if r.mxfp8.linear and float8.linear:
+        yield "mxfp8.linear", "false only, because float8.linear = true"
+    if r.mxfp8.experts and float8.experts:
+        yield "mxfp8.experts", "false only, because float8.experts = true"
+    if r.nvfp4.linear and (float8.linear or r.mxfp8.linear):
+        yield "nvfp4.linear", "true only with float8.linear = false and mxfp8.linear = false"
     profiler = r.profiler
     if profiler.enable_profiling and profiler.profile_freq < profiler.profiler_warmup + profiler.profiler_active:
         # TorchTitan asserts this without the key, after the model is built.

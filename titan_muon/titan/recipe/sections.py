@@ -196,6 +196,28 @@ class Float8:
     emulate: bool = False  # Emulate linear layers, without float8 hardware.
 
 
+PRODUCTS = ("attention", "feed_forward", "shared_experts")
+"""Parts of the names of linear layers with large products."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP8:
+    """MXFP8 matrix products (TorchTitan's converters; needs torchao and NVIDIA GPUs of compute capability 10.0)."""
+
+    linear: bool = False  # Linear layers.
+    experts: bool = False  # Grouped products of experts.
+    fqns: Texts = PRODUCTS  # Converted linear layers, by parts of their names; empty: all.
+    pad_multiple: Count = 128  # Multiple to which an expert's tokens are padded; kernels need 32 or 128.
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4:
+    """NVFP4 matrix products (TorchTitan's converter; needs torchao and NVIDIA GPUs of compute capability 10.0)."""
+
+    linear: bool = False  # Linear layers with sizes in multiples of 128.
+    fqns: Texts = PRODUCTS  # Converted linear layers, by parts of their names; empty: all.
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
     """Hyperparameters of AdamW."""
@@ -261,6 +283,8 @@ class Recipe:
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     float8: Float8 = field(default_factory=Float8)
+    mxfp8: MXFP8 = field(default_factory=MXFP8)
+    nvfp4: NVFP4 = field(default_factory=NVFP4)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
     profiler: Profiler = field(default_factory=Profiler)

@@ -67,7 +67,7 @@ class MuonTrainer(Trainer):
     validator: HeldOutValidator
 
     def __init__(self, config: Config) -> None:
-        # Not in a dry run, which may plan float8 on a machine without float8.
+        # Not in a dry run, which may plan float8 on a machine without.
         for converter in config.converters:
             assert config.model_spec is not None, "the recipe names a model"
             config.model_spec.model = converter.build().convert(config.model_spec.model)

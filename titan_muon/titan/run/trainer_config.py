@@ -20,7 +20,7 @@ from titan_muon.titan.data.validation import HeldOutValidator
 from titan_muon.titan.device import loss_chunks, on_accelerator, passes_dtype, this_device
 from titan_muon.titan.model.parallelize import with_placement
 from titan_muon.titan.model.qk_clip import observe_logits
-from titan_muon.titan.model.quantization import float8_converters
+from titan_muon.titan.model.quantization import converters
 from titan_muon.titan.model.spec import check_modules, model_spec, whole_model
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.recipe.constraints import owns
@@ -61,7 +61,7 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int, stop: StopSignals 
         clip=recipe.optimizer.clip,
         qk_clip=recipe.qk_clip,
         monitor=recipe.monitor,
-        converters=float8_converters(recipe, spec.model),
+        converters=converters(recipe, spec.model),
         model_spec=with_placement(spec, recipe),
         hf_assets_path=_folder("model.hf_assets_path", model.hf_assets_path, "a model's Hugging Face folder") or "",
         dump_folder=run.folder,

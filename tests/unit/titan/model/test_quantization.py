@@ -14,18 +14,24 @@ from titan_muon.titan.torchtitan import compat
 
 compat.install()
 
-from torchtitan.components.quantization import Float8GroupedExpertsConverter, Float8LinearConverter  # noqa: E402
+from torchtitan.components.quantization import (  # noqa: E402
+    Float8GroupedExpertsConverter,
+    Float8LinearConverter,
+    MXFP8GroupedExpertsConverter,
+    MXFP8LinearConverter,
+    NVFP4LinearConverter,
+)
 from torchtitan.protocols.model import ModelConfigConverter  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 from titan_muon.titan.checks import machine  # noqa: E402
 from titan_muon.titan.model import quantization  # noqa: E402
-from titan_muon.titan.model.quantization import check_float8  # noqa: E402
+from titan_muon.titan.model.quantization import check_blackwell, check_float8  # noqa: E402
 from titan_muon.titan.run import job  # noqa: E402
 from titan_muon.titan.run.runs import Run  # noqa: E402
 from titan_muon.titan.run.trainer_config import trainer_config  # noqa: E402
 
-HOPPER, AMPERE, ADA, MI200, MI300 = (9, 0), (8, 0), (8, 9), (9, 0), (9, 4)
+HOPPER, AMPERE, ADA, MI200, MI300, BLACKWELL = (9, 0), (8, 0), (8, 9), (9, 0), (9, 4), (10, 0)
 
 
 NO_TORCHAO = r" = true needs the package torchao"
@@ -83,6 +89,52 @@ def test_float8_options_reach_torchtitans_converters(tmp_path: Path) -> None:
     (emulated,) = converters(tmp_path, float8__linear=True, float8__emulate=True)
     assert (emulated.emulate, emulated.model_compile_enabled) == (True, False)
     assert emulated.filter_fqns == ["lm_head", "router.gate"]
+
+
+def test_mxfp8_and_nvfp4_options_reach_torchtitans_converters(tmp_path: Path) -> None:
+    linear, experts = converters(tmp_path, mxfp8__linear=True, mxfp8__experts=True, mxfp8__pad_multiple=32)
+    chosen = ["attention", "feed_forward", "shared_experts"]
+    assert linear == MXFP8LinearConverter.Config(fqns=chosen)
+    assert experts == MXFP8GroupedExpertsConverter.Config(pad_multiple=32)
+    (four,) = converters(tmp_path, nvfp4__linear=True, nvfp4__fqns="attention.wo", compile__enable=True)
+    assert four == NVFP4LinearConverter.Config(fqns=["attention.wo"], model_compile_enabled=True)
+
+
+@pytest.mark.parametrize("key", ["mxfp8.linear", "mxfp8.experts", "nvfp4.linear"])
+def test_blackwells_formats_are_refused_with_the_key(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = tiny.recipe(tmp_path, **{key.replace(".", "__"): True})
+    for name in ("MXFP8Linear", "NVFP4Linear"):
+        monkeypatch.setattr(quantization, name, None)
+    with pytest.raises(RecipeError, match=rf"^{key} = true needs the package torchao"):
+        check_blackwell(asked, BLACKWELL, amd=False)
+    for name in ("MXFP8Linear", "NVFP4Linear"):
+        monkeypatch.setattr(quantization, name, object)
+    for capability, amd, where in (
+        (None, False, "without CUDA"),
+        (HOPPER, False, r"9\.0"),
+        (BLACKWELL, True, r"10\.0"),
+    ):
+        with pytest.raises(RecipeError, match=rf"^{key} = true is not accepted on .*{where}.*Blackwell"):
+            check_blackwell(asked, capability, amd=amd)
+    check_blackwell(asked, BLACKWELL, amd=False)
+    check_blackwell(tiny.recipe(tmp_path), None, amd=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "refused"),
+    [
+        ({"mxfp8__linear": True, "mxfp8__fqns": "wx"}, r"mxfp8\.fqns = \['wx'\] match no linear layer"),
+        ({"nvfp4__linear": True, "nvfp4__fqns": "lm_head"}, r"nvfp4\.fqns .* match lm_head of shape .* 128"),
+        ({"mxfp8__experts": True, "model__flavor": "tiny"}, r"mxfp8\.experts = true, but the model has no experts"),
+        ({"mxfp8__linear": True, "float8__linear": True}, r"mxfp8\.linear"),
+        ({"mxfp8__experts": True, "float8__experts": True}, r"mxfp8\.experts"),
+    ],
+)
+def test_formats_that_fit_no_layer_or_another_format_are_refused(
+    values: dict[str, object], refused: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=refused):
+        converters(tmp_path, **values)
 
 
 def test_float8_without_a_matching_layer_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,13 @@ compat.install()
 from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer  # noqa: E402
-from torchtitan.components.quantization import Float8GroupedExpertsConverter, Float8LinearConverter  # noqa: E402
+from torchtitan.components.quantization import (  # noqa: E402
+    Float8GroupedExpertsConverter,
+    Float8LinearConverter,
+    MXFP8GroupedExpertsConverter,
+    MXFP8LinearConverter,
+    NVFP4LinearConverter,
+)
 from torchtitan.components.validate import Validator  # noqa: E402
 from torchtitan.config import configs  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC  # noqa: E402
@@ -47,6 +53,9 @@ TABLES: dict[type, str] = {
     MemoryBudgetAC.Config: "activation_checkpoint",
     Float8LinearConverter.Config: "float8",
     Float8GroupedExpertsConverter.Config: "float8",
+    MXFP8LinearConverter.Config: "mxfp8",
+    MXFP8GroupedExpertsConverter.Config: "mxfp8",
+    NVFP4LinearConverter.Config: "nvfp4",
 }
 """TorchTitan's classes and the recipe's table of the options."""
 
@@ -90,7 +99,7 @@ def test_every_trainer_option_can_be_set_or_has_a_reason_on_the_page(kind: type,
 
 
 def test_tables_shared_with_torchtitan_have_only_two_more_keys() -> None:
-    ours = ("optimizer", "activation_checkpoint", "float8")
+    ours = ("optimizer", "activation_checkpoint", "float8", "mxfp8", "nvfp4")
     shared = {table for table in TABLES.values() if table not in ours}
     theirs = {f"{table}.{field.name}" for kind, table in TABLES.items() for field in fields(kind)}
     keys = {key for key in schema.keys(Recipe) if key.partition(".")[0] in shared}
