@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -16,8 +15,8 @@ from ..owned import is_owned
 from ..owned.param import holders
 from ..plan import Plan
 from ..plan.terms.types import MatrixStack
-from ..tensors.matrices import THINNEST, is_thin, matrix_shapes, may_be_convolution, stack_doubt
-from ..tensors.names import listed
+from ..tensors.matrices import doubts_about, matrix_shapes
+from ..tensors.names import families, family, listed
 from .groups import ParamGroup
 from .rules import EMBEDDING, HEAD, Assignment, splits_with
 
@@ -36,7 +35,6 @@ class ParameterRow(NamedTuple):
 LEAST_SHARE = 0.9
 """Least share of Muon without a warning."""
 OUTSIDE = ("embedding", "head", "table")
-SHOWN = 3
 
 HEADER = ParameterRow("parameter", "shape", "optimizer", "matrices", "placement", "why")
 
@@ -95,20 +93,15 @@ def _placement(parameter: Tensor, full: bool) -> str:
     return ", ".join(parts) if parts else "whole"
 
 
-def family(fqn: str) -> str:
-    """A parameter's name with * for layer numbers."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", fqn)
-
-
 def split_lines(assigned: Sequence[Assignment], splits: Sequence[Split]) -> Iterator[str]:
     """Automatically split parameters, a line for each layout."""
     known = {split.match: split for split in splits_with(splits, assigned)[len(splits) :]}
     by_layout: dict[str, list[str]] = {}
     for fqn, split in known.items():
         lengths = ", ".join(f"{axis} = {length}" for axis, length in split.lengths.items())
-        by_layout.setdefault(f"{split.dims}{f' with {lengths}' if lengths else ''}", []).append(family(fqn))
+        by_layout.setdefault(f"{split.dims}{f' with {lengths}' if lengths else ''}", []).append(fqn)
     for layout, names in by_layout.items():
-        yield f"split, as its layout is known: {_some(names)} as {layout}"
+        yield f"split, as its layout is known: {families(names)} as {layout}"
 
 
 def doubts(assigned: Sequence[Assignment], splits: Sequence[Split]) -> Iterator[str]:
@@ -120,21 +113,14 @@ def doubts(assigned: Sequence[Assignment], splits: Sequence[Split]) -> Iterator[
         left = sorted((a for a in inside if a.optimizer != "muon"), key=lambda a: -prod(a.shape))
         yield (
             f"warning: Muon takes {100 * muon_elements / total:.1f} % of the parameters besides embeddings and output "
-            f"head; the largest of the rest: {_some([family(a.fqn) for a in left])}"
+            f"head; the largest of the rest: {families(a.fqn for a in left)}"
         )
     all_splits = splits_with(splits, assigned)
-    if thin := [a for a in assigned if a.optimizer == "muon" and is_thin(a.fqn, a.shape, all_splits)]:
-        sizes = [f"{family(a.fqn)} ({'x'.join(map(str, a.shape))})" for a in thin]
-        yield f"warning: matrices with a side under {THINNEST}, with little effect of Muon: {_some(sizes)}"
-    muon = [a for a in assigned if a.optimizer == "muon" and a.role != "experts"]
-    if stacks := [a.fqn for a in muon if may_be_convolution(a.fqn, a.shape, all_splits)]:
-        yield f"warning: {stack_doubt(stacks)}"
+    shapes = {a.fqn: a.shape for a in assigned if a.optimizer == "muon"}
+    experts = {a.fqn for a in assigned if a.role == "experts"}
+    yield from (f"warning: {doubt}" for doubt in doubts_about(shapes, all_splits, experts))
     takers: dict[str, set[str]] = {}
     for a in assigned:
         takers.setdefault(family(a.fqn), set()).add(a.optimizer)
-    if divided := [f"{name} ({', '.join(sorted(names))})" for name, names in takers.items() if len(names) > 1]:
-        yield f"warning: matrices of one name go to different optimizers: {_some(divided)}"
-
-
-def _some(names: Sequence[str]) -> str:
-    return listed(list(dict.fromkeys(names)), SHOWN)
+    if divided := {name: f" ({', '.join(sorted(names))})" for name, names in takers.items() if len(names) > 1}:
+        yield f"warning: matrices of one name go to different optimizers: {families(divided, divided)}"

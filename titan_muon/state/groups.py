@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..options import HYPERPARAMETERS, OTHER_NAMES, SHARED, Hyperparameters, OptionError, Split, check
 from ..orthogonalize import Iteration, iteration
-from ..tensors.matrices import THINNEST, check_splits, is_thin, may_be_convolution, stack_doubt, stack_of
+from ..tensors.matrices import check_splits, doubts_about, stack_of
 from ..tensors.names import LOOKED_UP, canonical_fqn, listed, named_parameters
 from ..tensors.storage import STEP
 
@@ -182,7 +182,4 @@ def doubts_of(group: Mapping[str, Any], splits: Sequence[Split]) -> Iterator[str
             f"{listed(looked_up, 3)}: an embedding or output head by its name, which Muon is not meant for; give it to "
             "AdamW, or give the model to titan_muon.Hybrid"
         )
-    if thin := [f"{fqn} ({'x'.join(map(str, p.shape))})" for fqn, p in trained if is_thin(fqn, p.shape, splits)]:
-        yield f"{listed(thin, 3)}: a side under {THINNEST}, so that Muon does little for it"
-    if stacks := [fqn for fqn, p in trained if may_be_convolution(fqn, p.shape, splits)]:
-        yield stack_doubt(stacks)
+    yield from doubts_about({fqn: parameter.shape for fqn, parameter in trained}, splits)

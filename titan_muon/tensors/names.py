@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -51,3 +53,13 @@ def named_parameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str,
 def listed(names: Sequence[str], most: int = 5) -> str:
     """The first names, and the number of the others, for a message."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def family(fqn: str) -> str:
+    """A parameter's name with * for layer numbers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", fqn)
+
+
+def families(fqns: Iterable[str], note: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The first families of names, for a message. `note`: a text after a name."""
+    return listed(list(dict.fromkeys(family(fqn) + note.get(fqn, "") for fqn in fqns)), 3)

@@ -231,7 +231,7 @@ def test_a_small_share_of_muon_is_a_warning() -> None:
 def test_thin_matrices_are_a_warning() -> None:
     heads = Split(match="*.up.weight", dims="(h f) d -> h | f d", lengths={"f": 8})
     (warning,) = doubts(list(assigned(model(up=linear(128, 64))).values()), (heads,))
-    assert warning == "warning: matrices with a side under 16, with little effect of Muon: layers.*.up.weight (128x64)"
+    assert warning == "warning: layers.*.up.weight (128x64): a side under 16, so that Muon does little for it"
 
 
 def test_different_optimizers_for_matrices_of_a_family_cause_a_warning() -> None:

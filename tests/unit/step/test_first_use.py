@@ -309,7 +309,7 @@ def test_unsuitable_parameters_cause_a_single_warning() -> None:
     wide, thin = nn.Parameter(torch.ones(32, 32)), nn.Parameter(torch.ones(32, 4))
     with pytest.warns(UserWarning, match=r"a side under 16|embedding") as caught:
         Muon([("embed_tokens.weight", wide), ("layers.0.w", thin)])
-    assert [str(warning.message).split(":")[0] for warning in caught] == ["embed_tokens.weight", "layers.0.w (32x4)"]
+    assert [str(warning.message).split(":")[0] for warning in caught] == ["embed_tokens.weight", "layers.*.w (32x4)"]
 
 
 def test_a_stack_of_thin_matrices_causes_a_warning_unless_a_split_reads_wide_matrices() -> None:

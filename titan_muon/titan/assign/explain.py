@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_muon.assignment.rules import Assignment, splits_with
-from titan_muon.assignment.table import doubts, family, split_lines
+from titan_muon.assignment.table import doubts, split_lines
 from titan_muon.options import Split
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements, peer_elements
@@ -22,6 +22,7 @@ from titan_muon.plan.search.ownership import OwnedTotals, load_lines
 from titan_muon.plan.terms.layout import Geometries
 from titan_muon.plan.terms.pieces import Assembly, assemblies
 from titan_muon.tensors.matrices import stack_of
+from titan_muon.tensors.names import family
 from titan_muon.titan.recipe.toml import plural
 
 LONG_TAIL = 0.1
