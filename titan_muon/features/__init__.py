@@ -51,7 +51,8 @@ class StepParts:
         before: StepParts | None,
     ) -> None:
         """`before`: the parts for earlier storage of the same plan."""
-        options, hooks, batch_type, arithmetic = rank.options, list[Hook](), None, algorithm
+        options, hooks, batch_type = rank.options, list[Hook](), None
+        limits, whole = algorithm.limits, algorithm.whole
         if options.fused:
             from ..algorithms.fused import Fused, Tables
 
@@ -69,7 +70,7 @@ class StepParts:
 
             batch_type = SliceBatches(rank)
         late = rank.program.late if overlap is not None and overlap.ends_late else frozenset[int]()
-        views, self.workspace = build_views(rank, arithmetic, states, batch_type, late)
+        views, self.workspace = build_views(rank, limits, whole, states, batch_type, late)
         self.offload = None
         if options.offload != "none":
             from .offload import HostOffload

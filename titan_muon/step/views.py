@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from zlib import crc32
 
 import torch
@@ -31,9 +31,6 @@ from .foreach import (
 )
 from .rank import Rank
 from .rounding import draw_key
-
-if TYPE_CHECKING:
-    from .algorithm import Algorithm
 
 FINITE = torch.finfo(torch.float32).max
 MARGIN = 1.5
@@ -150,14 +147,19 @@ BatchType = Callable[[Batch], Batch]
 
 
 def build_views(
-    rank: Rank, algorithm: Algorithm, states: MatrixStates, batch_type: BatchType | None, late: Collection[int]
+    rank: Rank,
+    limits: Limits,
+    whole: bool,
+    states: MatrixStates,
+    batch_type: BatchType | None,
+    late: Collection[int],
 ) -> tuple[tuple[BucketViews, ...], StepMemory]:
     """The views of a rank's buckets, and the memory that assembled matrices share.
 
-    `states`: of the algorithm, by matrix and name. `batch_type`: changes batches of sliced matrices.
-    `late`: buckets whose updates run after the step.
+    `limits`, `whole`, `states`: of the algorithm; states by matrix and name. `batch_type`: changes batches of sliced
+    matrices. `late`: buckets whose updates run after the step.
     """
-    builder = _Builder(rank, algorithm, states, batch_type, late)
+    builder = _Builder(rank, limits, whole, states, batch_type, late)
     with rank.buffers.memory.held():
         buckets = tuple(builder.bucket(index, run) for index, run in enumerate(builder.batches))
     builder.scratch.untyped_storage().resize_(0)
@@ -170,12 +172,14 @@ class _Builder:
     def __init__(
         self,
         rank: Rank,
-        algorithm: Algorithm,
+        limits: Limits,
+        whole: bool,
         states: MatrixStates,
         batch_type: BatchType | None,
         late: Collection[int],
     ) -> None:
-        self.rank, self.algorithm, self.states, self.batch_type = rank, algorithm, states, batch_type
+        self.rank, self.states, self.batch_type = rank, states, batch_type
+        self.limits, self.whole = limits, whole
         matrices, device = rank.plan.matrices, rank.device
         self.batches = [batches(run.matrices, matrices, rank.plan.works) for run in rank.program.buckets]
         sizes = [len(batch) * matrices[batch[0]].numel for run in self.batches for batch in run]
@@ -275,7 +279,7 @@ class _Builder:
         for (_, transposed), same in groupby(matrices, key=kind):
             members = list(same)
             held = [self.states[matrix] for matrix in members if matrix in self.states]
-            if held or self.algorithm.whole:
+            if held or self.whole:
                 states = {name: [state[name] for state in held] for name in held[0]} if held else {}
                 group = self.rank.params[planned.matrices[members[0]].parameter].group
                 keys = tuple(map(self.key, members))
@@ -294,7 +298,7 @@ class _Builder:
         return StoredPiece(number, matrix.parameter, plan.out_in(number), matrix.cols, key, places, view)
 
     def bounds(self, memory: Tensor, pieces: Sequence[StoredPiece], broken: Tensor) -> UpdateBounds:
-        norms, limits = list[float](), self.algorithm.limits
+        norms, limits = list[float](), self.limits
         views = tuple(piece.view for piece in pieces if piece.view is not None)
         for piece, view in zip(pieces, views, strict=True):
             # A part has at most the singular values of the whole matrix.
