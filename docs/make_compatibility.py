@@ -51,7 +51,7 @@ SAMPLES: Mapping[str, tuple[Any, ...]] = {
     "momentum_warmup_steps": (10,),
     "weight_decay": (0.0,),
     "adjust_lr_fn": ("original", "spectral_unclamped", 0.18),
-    "algorithm": ("normuon", "adamuon", "muonh", "soap"),
+    "algorithm": ("muoneq", "normuon", "adamuon", "muonh", "soap"),
     "beta2": (0.9,),
     "soap_every": (5,),
     "ns_coefficients": ("polar_express",),

@@ -68,7 +68,8 @@ class ReferenceRule(ReferenceMuon):
     """The rules of the package from their papers, in one process.
 
     NorMuon (arXiv:2510.05491, Algorithm 1), AdaMuon (arXiv:2507.11005, Algorithm 1, with beta2 and a Nesterov blend),
-    MuonH (arXiv:2606.16899), cautious weight decay (arXiv:2510.12402) and AdamC's decay (arXiv:2506.02285).
+    MuonEq (arXiv:2603.28254, form R), MuonH (arXiv:2606.16899), cautious weight decay (arXiv:2510.12402) and AdamC's
+    decay (arXiv:2506.02285).
     `moments[name]` are the second moments of the matrices of a parameter. `peak` is the highest learning rate of AdamC.
     """
 
@@ -110,7 +111,7 @@ class ReferenceRule(ReferenceMuon):
             blended = grad.lerp(average, self.momentum) if self.nesterov else average
             matrices = zip(self._matrices(param), self._matrices(blended), self._matrices(grad), strict=True)
             for index, (target, matrix, gradient) in enumerate(matrices):
-                update = newton_schulz(matrix.sign() if self.algorithm == "adamuon" else matrix, dtype=self.dtype)
+                update = newton_schulz(self.prepared(matrix), dtype=self.dtype)
                 held = self.holds and not gradient.any()
                 if held:
                     update = torch.zeros_like(update)
@@ -124,6 +125,13 @@ class ReferenceRule(ReferenceMuon):
                 else:
                     target.mul_(1 - self.lr * decay)
                 target.add_(update, alpha=-self.lr * self.scale(*matrix.shape))
+
+    def prepared(self, matrix: Tensor) -> Tensor:
+        if self.algorithm == "muoneq":
+            # Matrices travel in bfloat16.
+            wide = matrix.bfloat16().float()
+            return (wide / (torch.linalg.vector_norm(wide, dim=1, keepdim=True) + 1e-8)).bfloat16()
+        return matrix.sign() if self.algorithm == "adamuon" else matrix
 
     def normalized(self, update: Tensor, moment: Tensor) -> Tensor:
         wide = update.float().contiguous()

@@ -227,9 +227,10 @@ class StepOptions:
     """Options of all parameters of a Muon."""
 
     algorithm: Annotated[str, TEXT] = "muon"
-    """Function of a matrix: `muon`; `normuon` (arXiv:2510.05491) and `adamuon` (arXiv:2507.11005) divide rows or
-    elements of an update by a running root mean square; `muonh` (arXiv:2606.16899) keeps the norm of each matrix;
-    `soap` (arXiv:2409.11321) is Adam in the eigenbases of gradients, without Newton-Schulz."""
+    """Function of a matrix: `muon`; `muoneq` (arXiv:2603.28254) gives rows equal norms before; `normuon`
+    (arXiv:2510.05491) and `adamuon` (arXiv:2507.11005) divide rows or elements of an update by a running root mean
+    square; `muonh` (arXiv:2606.16899) keeps the norm of each matrix; `soap` (arXiv:2409.11321) is Adam in the
+    eigenbases of gradients, without Newton-Schulz."""
 
     beta2: Annotated[float, FRACTION] = 0.95
     """Decay of the average of squared updates, with `algorithm` = "normuon" or "adamuon"; with "soap", of the squares

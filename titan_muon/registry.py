@@ -78,7 +78,7 @@ optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimiz
 
 
 algorithms: Registry[Callable[[MuonOptions], Any]] = Registry(
-    "algorithm", "titan_muon.algorithms", own=("adamuon", "muon", "muonh", "normuon", "soap")
+    "algorithm", "titan_muon.algorithms", own=("adamuon", "muon", "muoneq", "muonh", "normuon", "soap")
 )
 """Functions from the options of Muon to a `step.algorithm.Algorithm`."""
 

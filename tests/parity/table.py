@@ -293,6 +293,8 @@ def algorithms() -> list[Row]:
         row("soap of zeros", **zeros, **SOAP),
         row("soap, scaler", layouts=("hsdp",), scaler="scaled", **SOAP),
         row("soap, reload", between={0: "reload"}, **SOAP),
+        row("muoneq", layouts=(*MIXED, "owned"), reference="paper", math={ALGORITHM: "muoneq"}, shapes=FEW),
+        row("muoneq, splits", layouts=("fsdp",), shapes=(*FUSED,), reference="paper", math={ALGORITHM: "muoneq"}),
         row("muonh", layouts=(*MIXED, "owned"), **sphere),
         row("muonh, 2 ranks", 2, (*TWO, "owned"), **sphere),
         row("hold", layouts=(*MIXED, "owned"), math={"idle": "hold"}, reference="paper", **zeros),

@@ -14,6 +14,7 @@ ALGORITHMS: Mapping[str, tuple[str, str]] = {
     "muon": ("muon", "MuonAlgorithm"),
     "normuon": ("second_moment", "NorMuon"),
     "adamuon": ("second_moment", "AdaMuon"),
+    "muoneq": ("muoneq", "MuonEq"),
     "muonh": ("muonh", "MuonH"),
     "soap": ("soap", "Soap"),
 }

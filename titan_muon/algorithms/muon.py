@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ..step.foreach import MomentumCall, UpdateCall
     from ..step.views import Limits
 
+UNSCALED = ("muon", "muoneq", "muonh")
+"""Algorithms without an average of squares."""
+
 
 class MuonAlgorithm(Algorithm):
     """Orthogonalized exponential moving average of gradients, with decoupled weight decay; base of the others."""
@@ -27,7 +30,7 @@ class MuonAlgorithm(Algorithm):
 
     def check(self, context: PlanContext) -> None:
         for name, needed, is_used in (
-            ("beta2", "algorithm = 'normuon', 'adamuon' or 'soap'", self.options.algorithm not in ("muon", "muonh")),
+            ("beta2", "algorithm = 'normuon', 'adamuon' or 'soap'", self.options.algorithm not in UNSCALED),
             ("soap_every", "algorithm = 'soap'", self.options.algorithm == "soap"),
             ("momentum_start", "momentum_warmup_steps", self.options.momentum_warmup_steps > 0),
         ):

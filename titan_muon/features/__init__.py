@@ -51,7 +51,8 @@ class StepParts:
         before: StepParts | None,
     ) -> None:
         """`before`: the parts for earlier storage of the same plan."""
-        options, hooks, batch_type, limits = rank.options, list[Hook](), None, algorithm.limits
+        options, hooks, batch_type = rank.options, list[Hook](), None
+        limits, whole = algorithm.limits, algorithm.whole
         if options.fused:
             from ..algorithms.fused import Fused, Tables
 
@@ -69,7 +70,7 @@ class StepParts:
 
             batch_type = SliceBatches(rank)
         late = rank.program.late if overlap is not None and overlap.ends_late else frozenset[int]()
-        views, self.workspace = build_views(rank, limits, states, batch_type, late)
+        views, self.workspace = build_views(rank, limits, whole, states, batch_type, late)
         self.offload = None
         if options.offload != "none":
             from .offload import HostOffload
@@ -185,8 +186,9 @@ def _check_prescaled(context: PlanContext) -> None:
 
 
 def _check_whole(context: PlanContext, algorithm: Algorithm) -> None:
-    """Raise OptionError if an algorithm with states gets slices of matrices."""
-    options, needs_whole = context.options, bool(algorithm.states(1, 1, transposed=False))
+    """Raise OptionError if an algorithm that needs whole matrices gets slices."""
+    options = context.options
+    needs_whole = algorithm.whole or bool(algorithm.states(1, 1, transposed=False))
     if needs_whole and (context.sliced or options.tensor_parallel != "owner"):
         raise OptionError(
             "algorithm",

@@ -70,6 +70,7 @@ class Algorithm:
 
     Attributes:
         limits: bound on updates.
+        whole: whether the algorithm needs whole matrices by parameter group (`Batch.parts`), also without states.
         momentum: whether holders keep a momentum. Otherwise each has an empty tensor in its place.
         wire_dtype: of matrices in transit. None: as the option says.
         counts_steps: whether groups count their steps, under `STEP`.
@@ -79,6 +80,7 @@ class Algorithm:
     """
 
     limits: Limits = "nothing"
+    whole = False
     momentum = True
     wire_dtype: Literal["float32"] | None = None
     counts_steps = False

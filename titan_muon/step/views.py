@@ -82,7 +82,7 @@ class Batch:
         broken: (count,) bool, flags of matrices that are not finite.
         place: of the first matrix among the rank's batches.
         iterate: Newton-Schulz by `iteration` and `method`, as `orthogonalize.prepared`.
-        parts: with the states of the algorithm, if it has any.
+        parts: by parameter group, if the algorithm needs whole matrices or has states.
     """
 
     matrices: tuple[int, ...]
@@ -148,14 +148,19 @@ BatchType = Callable[[Batch], Batch]
 
 
 def build_views(
-    rank: Rank, limits: Limits, states: MatrixStates, batch_type: BatchType | None, late: Collection[int]
+    rank: Rank,
+    limits: Limits,
+    whole: bool,
+    states: MatrixStates,
+    batch_type: BatchType | None,
+    late: Collection[int],
 ) -> tuple[tuple[BucketViews, ...], StepMemory]:
     """The views of a rank's buckets, and the memory that assembled matrices share.
 
-    `limits`, `states`: of the algorithm; states by matrix and name. `batch_type`: changes batches of sliced matrices.
-    `late`: buckets whose updates run after the step.
+    `limits`, `whole`, `states`: of the algorithm; states by matrix and name. `batch_type`: changes batches of sliced
+    matrices. `late`: buckets whose updates run after the step.
     """
-    builder = _Builder(rank, limits, states, batch_type, late)
+    builder = _Builder(rank, limits, whole, states, batch_type, late)
     with rank.buffers.memory.held():
         buckets = tuple(builder.bucket(index, run) for index, run in enumerate(builder.batches))
     builder.scratch.untyped_storage().resize_(0)
@@ -169,11 +174,13 @@ class _Builder:
         self,
         rank: Rank,
         limits: Limits,
+        whole: bool,
         states: MatrixStates,
         batch_type: BatchType | None,
         late: Collection[int],
     ) -> None:
-        self.rank, self.limits, self.states, self.batch_type = rank, limits, states, batch_type
+        self.rank, self.states, self.batch_type = rank, states, batch_type
+        self.limits, self.whole = limits, whole
         matrices, device = rank.plan.matrices, rank.device
         self.batches = [batches(run.matrices, matrices, rank.plan.works) for run in rank.program.buckets]
         sizes = [len(batch) * matrices[batch[0]].numel for run in self.batches for batch in run]
@@ -273,8 +280,8 @@ class _Builder:
         for (_, transposed), same in groupby(matrices, key=kind):
             members = list(same)
             held = [self.states[matrix] for matrix in members if matrix in self.states]
-            if held:
-                states = {name: [state[name] for state in held] for name in held[0]}
+            if held or self.whole:
+                states = {name: [state[name] for state in held] for name in held[0]} if held else {}
                 group = self.rank.params[planned.matrices[members[0]].parameter].group
                 keys = tuple(map(self.key, members))
                 yield BatchPart(whole[start : start + len(members)], group, transposed, start, keys, states)

@@ -1,4 +1,4 @@
-"""The algorithm of docs/your_own_algorithm.md: its arithmetic in one process, and the same bits on every layout."""
+"""The algorithms of docs/your_own_algorithm.md: their arithmetic in one process, and the same bits on every layout."""
 
 import re
 from collections.abc import Iterator
@@ -18,21 +18,25 @@ from titan_muon import Muon, registry
 PAGE = Path(__file__).parents[3] / "docs" / "your_own_algorithm.md"
 LAYOUTS = ("fsdp", "hsdp", "fsdp x tp rows", "fsdp x tp columns", "tp rows", "ep x rows", "tp x ep", "owned")
 LR, BETA = 0.02, 0.9
+NAMES = ("smooth", "columns", "polar")
 
 
 def register() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
-    assert len(code.splitlines()) <= 40
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    assert all(len(code.splitlines()) <= 40 for code in blocks)
     if "smooth" not in registry.algorithms:
-        exec(code, {"model": nn.Linear(16, 16, bias=False)})
+        names = {"model": nn.Linear(16, 16, bias=False)}
+        for code in blocks:
+            exec(code, names)
 
 
 @pytest.fixture
 def _registered() -> Iterator[None]:
     register()
     yield
-    # The tests of the docs register it again.
-    del registry.algorithms._values["smooth"]
+    # The tests of the docs register them again.
+    for name in NAMES:
+        del registry.algorithms._values[name]
 
 
 @pytest.mark.usefixtures("_registered")
@@ -50,11 +54,31 @@ def test_the_example_computes_its_definition_in_one_process() -> None:
     assert torch.equal(param, expected)
 
 
+@pytest.mark.usefixtures("_registered")
+def test_the_examples_before_and_instead_compute_their_definitions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, grad = (torch.randn(24, 40, generator=generator) for _ in range(2))
+    blended = (0.05 * grad).lerp(grad, 0.05)
+    rounded = blended.bfloat16().float()
+    left, _, right = torch.linalg.svd(blended, full_matrices=False)
+    columns = newton_schulz((rounded / (rounded.norm(dim=0) + 1e-8)).bfloat16()).float()
+    for name, expected in {"columns": columns, "polar": left @ right}.items():
+        param = nn.Parameter(weight.clone())
+        muon = Muon([("w", param)], lr=1.0, algorithm=name, orthogonalize="reference", weight_decay=0.0)
+        param.grad = grad.clone()
+        muon.step()
+        torch.testing.assert_close((weight - param.detach()) / (0.2 * 40**0.5), expected, rtol=1e-3, atol=1e-3)
+
+
 def differing(rank: int, world_size: int) -> list[str]:
     register()
-    math = {ALGORITHM: "smooth", "beta2": BETA}
-    return differences(rank, world_size, row("smooth", layouts=LAYOUTS, math=math, reference="one process", close=1e-9))
+    different = []
+    for name in NAMES:
+        math = {ALGORITHM: name, "beta2": BETA}
+        fields = {"math": math, "reference": "one process", "shapes": ("wide", "tall", "experts"), "close": 1e-9}
+        different += differences(rank, world_size, row(name, layouts=LAYOUTS, **fields))
+    return different
 
 
-def test_the_example_has_the_same_bits_on_every_layout() -> None:
+def test_the_examples_have_the_same_bits_on_every_layout() -> None:
     assert run_ranks(differing, 4) == [[]] * 4
