@@ -18,7 +18,6 @@ from typing import Annotated, Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import tyro
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
