@@ -15,6 +15,7 @@ from benchmarks import (
     bench_timeline,
     bench_training,
     contenders,
+    count_launches,
     host_cost,
     timeline_picture,
 )
@@ -91,6 +92,12 @@ def test_a_wrong_argument_is_refused_before_the_first_measurement(program: str, 
     assert code != 0
     assert says in shown
     assert "Traceback" not in shown
+
+
+def test_launches_of_a_step_are_counted_without_a_cuda_build() -> None:
+    counts = count_launches.counted(count_launches.Row("llama_muon", 4, 1))
+    assert counts.collectives > 0
+    assert counts.operators <= counts.launches < counts.entries
 
 
 def test_host_cost_measures_both_optimizers() -> None:

@@ -120,5 +120,4 @@ def test_counted_messages_equal_the_programs_messages(
                     sizes = ([splits[place] for place in places] for splits in (phase.home_splits, phase.owned_splits))
                     assert peers == max(sum(size > 0 for size in side) for side in sizes)
                 compared += 1
-            assert totals.pieces == len({parcel.matrix for parcel in run.stored})
     assert compared > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,8 +11,9 @@ from ...options import Overlap
 from ..exchange.patterns import NO_TRAFFIC, LinkTraffic
 from ..exchange.phases import NO_OVERLAP, Act, OverlappedRounds, ordered_rounds, overlapped_rounds, schedule
 from ..terms.machine import BUCKET_OPERATORS, STEP_OPERATORS, ElementwiseCost, MachineRates
+from ..terms.pieces import Pieces
 from ..terms.types import Plan
-from .walk import LOCAL, Costs, PlanCost, Share
+from .walk import LOCAL, Costs, PlanCost, Share, batches
 
 STAGES = ("advance", "gather", "copy", "orthogonalize", "send_back", "apply")
 NO_TIME = 1e-30
@@ -92,11 +93,12 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
     shapes = len({(m.rows, m.cols) for m, ranks in zip(plan.matrices, plan.local, strict=True) if not ranks})
     # Hidden gathers take no time in either run; late applies are left out of both.
     free = Clock(cost, plan.buffer_sets, hidden, links=NO_TIME)
+    parts = listed_parts(plan, cost.costs.pieces)
     after = max(0.0, max(clock.after_step, default=0.0) - clock.end)
     return Timeline(
         machine.name,
         overlap,
-        tuple(_rank_time(cost, index, end, hidden, shapes) for index, end in enumerate(clock.now)),
+        tuple(_rank_time(cost, index, end, hidden, shapes, parts) for index, end in enumerate(clock.now)),
         _least(plan, cost.costs, len(cost.ranks)),
         clock.end - free.end,
         None if overlap == "none" else _gather_seconds(cost, hidden.gathers) + after,
@@ -227,7 +229,39 @@ class Clock:
             self._spans.append(StageSpan(self._cost.ranks[rank], stage, index, start, stop))
 
 
-def _rank_time(cost: PlanCost, index: int, end: float, hidden: OverlappedRounds, shapes: int) -> RankTime:
+def listed_parts(plan: Plan, pieces: Pieces) -> Counter[int]:
+    """Tensors in the lists of element-wise work, by rank: matrices, or neighbours of a stack.
+
+    A rank's own matrices come first in its buffers, which adds at most two to the parts of a bucket.
+    """
+    counts = Counter[int]()
+
+    def firsts(numbers: Sequence[int]) -> Iterator[int]:
+        """The matrices that do not follow the matrix before."""
+        for before, number in zip((None, *numbers), numbers, strict=False):
+            first, second = plan.matrices[numbers[0] if before is None else before], plan.matrices[number]
+            follows = (second.parameter, second.index) == (first.parameter, first.index + 1)
+            if before is None or not follows or plan.parameters[second.parameter].stack.interleaved:
+                yield number
+
+    for bucket in plan.buckets:
+        # The order in the buffers.
+        places = zip(bucket.owners or (0,) * len(bucket.matrices), bucket.matrices, strict=True)
+        runs = Counter(pieces.kinds[number] for number in firsts([number for _, number in sorted(places)]))
+        for kind, count in runs.items():
+            counts.update(dict.fromkeys(pieces.holders(kind, bucket.group), count))
+    whole: dict[int, list[int]] = {}
+    for number, ranks in enumerate(plan.local):
+        for rank in ranks:
+            whole.setdefault(rank, []).append(number)
+    for rank, numbers in whole.items():
+        counts[rank] += sum(1 for batch in batches(numbers, plan.matrices, plan.works) for _ in firsts(batch))
+    return counts
+
+
+def _rank_time(
+    cost: PlanCost, index: int, end: float, hidden: OverlappedRounds, shapes: int, parts: Mapping[int, int]
+) -> RankTime:
     shares, first_late, costs = cost.by_rank[index], cost.rounds - hidden.returns, cost.costs
     newton = sum(share.owned.seconds for share in shares)
     passes = sum(share.passes - (share.apply if share.round >= first_late else 0.0) for share in shares)
@@ -243,7 +277,7 @@ def _rank_time(cost: PlanCost, index: int, end: float, hidden: OverlappedRounds,
     operators = STEP_OPERATORS + sum(_operators(share, costs.elementwise, shapes) for share in shares)
     host = costs.machine.host_seconds(
         operators,
-        sum(share.totals.pieces for share in shares),
+        parts.get(cost.ranks[index], 0),
         sum(share.totals.collectives + share.owned.team_calls for share in shares),
     )
     link = total.seconds(costs.wire_bytes, costs.machine)
@@ -252,7 +286,7 @@ def _rank_time(cost: PlanCost, index: int, end: float, hidden: OverlappedRounds,
 
 def _operators(share: Share, passes: ElementwiseCost, shapes: int) -> int:
     """Operators of a share. `shapes`: of travelling matrices; a call updates matrices of one shape."""
-    if not share.totals.pieces:
+    if not share.totals.stored:
         return share.owned.operators
     local = share.round == LOCAL
     buckets, elements = (share.owned.batches, share.owned.elements) if local else (1, share.totals.stored)

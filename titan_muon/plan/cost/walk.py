@@ -239,7 +239,7 @@ def _local_share(index: int, owned: OwnedCost, costs: Costs) -> Share:
     return Share(
         rank=index,
         round=LOCAL,
-        totals=BucketTotals((), stored, 0, 0, (), (), 0, owned.matrices),
+        totals=BucketTotals((), stored, 0, 0, (), (), 0),
         owned=owned,
         pack=costs.pack_seconds(owned.elements, owned.batches) + normalizing,
         copies=0.0,

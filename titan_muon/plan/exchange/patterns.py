@@ -66,7 +66,6 @@ class BucketTotals(NamedTuple):
     buffers: tuple[int, ...]
     phases: tuple[LinkTraffic, ...]
     collectives: int
-    pieces: int
 
 
 class Pattern(ABC):
@@ -171,10 +170,7 @@ class AllToAll(Pattern):
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
         owners = _owners_by_kind(bucket, pieces)
         flows = [self._flows(bucket, owners, pieces, way) for way in (GATHER, RETURN)]
-        calls, mine, stored = sum(map(_travels, flows)), _counts(owners), Counter[int]()
-        for kind, counts in owners.items():
-            stored.update(dict.fromkeys(pieces.holders(kind, bucket.group), sum(counts.values())))
-        result = {}
+        calls, mine, result = sum(map(_travels, flows)), _counts(owners), {}
         for rank, gather, back in zip(bucket.group, *(flow.values() for flow in flows), strict=True):
             homes, inbox, outbox = [flow.home[0] + flow.kept for flow in (gather, back)], gather.owned[0], back.owned[0]
             mirrored = homes[0] == homes[1] and inbox == outbox
@@ -186,7 +182,6 @@ class AllToAll(Pattern):
                 buffers=(max(homes), inbox, 0 if mirrored else outbox),
                 phases=(gather.traffic(GATHER), back.traffic(RETURN)),
                 collectives=calls,
-                pieces=stored[rank],
             )
         return result
 
@@ -281,7 +276,6 @@ class Hierarchical(AllToAll):
         for replica_group in zip(*replicas, strict=True):
             stored = {rank: within[rank].stored for rank in sorted(replica_group)}
             whole, flows = sum(stored.values()), _ring(stored, pieces)
-            parts = sum(within[rank].pieces for rank in replica_group)
             for rank, kept in stored.items():
                 own = within[rank]
                 result[rank] = own._replace(
@@ -291,7 +285,6 @@ class Hierarchical(AllToAll):
                     buffers=(*own.buffers, whole),
                     phases=(*own.phases, flows[rank]),
                     collectives=own.collectives + bool(whole),
-                    pieces=parts,
                 )
         return result
 
@@ -360,14 +353,13 @@ class AllGather(Pattern):
         return BucketProgram(bucket, mine, gather, back[0] if back else None, False)
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
-        stored, parts = dict.fromkeys(bucket.group, 0), dict.fromkeys(bucket.group, 0)
+        stored = dict.fromkeys(bucket.group, 0)
         held: dict[int, Counter[int]] = {}
         kinds = (pieces.kinds[matrix] for matrix in bucket.matrices)
         for (kind, owner), count in Counter(zip(kinds, bucket.owners or repeat(None), strict=False)).items():
             holders = pieces.holders(kind, bucket.group)
             for rank, elements in holders.items():
                 stored[rank] += count * elements
-                parts[rank] += count
             ranks = holders if owner is None else (owner,)
             held.setdefault(kind, Counter()).update(dict.fromkeys(ranks, count))
         whole, flows, mine, calls = sum(stored.values()), _ring(stored, pieces), _counts(held), len(self.collectives)
@@ -378,7 +370,7 @@ class AllGather(Pattern):
                 sent = received = sent + received
             buffers = (kept, whole, whole * (calls - 1))
             flow = (flows[rank],) * calls
-            result[rank] = BucketTotals(mine.get(rank, ()), kept, sent, received, buffers, flow, calls, parts[rank])
+            result[rank] = BucketTotals(mine.get(rank, ()), kept, sent, received, buffers, flow, calls)
         return result
 
 
