@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests import tiny
 from tests.dist.harness import run_ranks
 from titan_muon.titan.recipe.toml import value_text
+from titan_muon.titan.torchtitan import compat
 
 STEPS, SEQUENCE, BATCH = 4, 256, 4
 # Sums in another order differ in the last digits: by 2e-5 at most here. TorchTitan's experts compute in bfloat16 for
@@ -125,8 +126,6 @@ def write_recipe(folder: Path, model: str, name: str, values: Mapping[str, objec
 
 def train(path: str, overrides: Sequence[str] = ()) -> Path:
     """The folder of a recipe's run on the available ranks."""
-    from titan_muon.titan.torchtitan import compat
-
     compat.install()
     import models  # noqa: F401 (registers the families)
     from titan_muon.titan.recipe import load
@@ -160,6 +159,8 @@ def one_rank(trained: Callable[..., Curves]) -> Callable[[str], Curves]:
 def layout_marks(name: str) -> list[pytest.MarkDecorator]:
     if LAYOUTS[name][2].get("parallelism.pipeline_parallel_degree"):
         return [tiny.needs_torch_for("parallelism.pipeline_parallel_degree")]
+    if LAYOUTS[name][2].get("parallelism.context_parallel_degree") and compat.recipe_version() == "main":
+        return [tiny.needs_torch_for("parallelism.spmd_backend")]
     return [] if name in ("fsdp2_tp2", "owned") else [pytest.mark.slow]
 
 
