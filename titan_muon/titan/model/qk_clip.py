@@ -40,7 +40,6 @@ def observe_logits(model: Decoder.Config, section: sections.QKClip) -> None:
     """
     if section.mode == "off":
         return
-    _thresholds(section, model)
     for number, layer in enumerate(model.layers):
         attention, problem = layer.attention, f'qk_clip.mode = "{section.mode}" is not possible: layers.{number}'
         inner = type(attention.inner_attention)
@@ -54,6 +53,7 @@ def observe_logits(model: Decoder.Config, section: sections.QKClip) -> None:
         config = attention.inner_attention
         options = {field.name: getattr(config, field.name) for field in fields(config) if field.init}
         attention.inner_attention = OBSERVED[inner](**options)
+    _thresholds(section, model)
 
 
 def build_qk_clip(
