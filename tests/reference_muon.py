@@ -76,7 +76,7 @@ class ReferenceRule(ReferenceMuon):
     def __init__(
         self,
         params: Mapping[str, Tensor],
-        algorithm: str = "muon",
+        algorithm: str | tuple[str, ...] = "muon",
         beta2: float = 0.95,
         cautious: bool = False,
         decay_follows_lr: bool = False,
@@ -86,14 +86,15 @@ class ReferenceRule(ReferenceMuon):
         **options: Any,
     ) -> None:
         super().__init__(params, **options)
-        self.algorithm, self.beta2, self.cautious = algorithm, beta2, cautious
+        self.algorithms = (algorithm,) if isinstance(algorithm, str) else algorithm
+        self.beta2, self.cautious = beta2, cautious
         self.peak = self.lr if decay_follows_lr else None
         self.warmup, self.start, self.last = momentum_warmup_steps, momentum_start, self.momentum
         self.steps, self.holds = 0, idle == "hold"
         self.moments = {
-            name: [torch.zeros(p.shape[-2:] if algorithm == "adamuon" else p.size(-2)) for _ in self._matrices(p)]
+            name: [torch.zeros(p.shape[-2:] if "adamuon" in self.algorithms else p.size(-2)) for _ in self._matrices(p)]
             for name, p in self.params.items()
-            if algorithm in ("normuon", "adamuon")
+            if {"normuon", "adamuon"} & {*self.algorithms}
         }
 
     @staticmethod
@@ -115,11 +116,11 @@ class ReferenceRule(ReferenceMuon):
                 held = self.holds and not gradient.any()
                 if held:
                     update = torch.zeros_like(update)
-                if self.algorithm == "muonh":
+                if name in self.moments and not held:
+                    update = self.normalized(update, self.moments[name][index])
+                if "muonh" in self.algorithms:
                     self.turn(target, update)
                     continue
-                if self.algorithm in ("normuon", "adamuon") and not held:
-                    update = self.normalized(update, self.moments[name][index])
                 if self.cautious:
                     target.add_(target * (target * update >= 0), alpha=-self.lr * decay)
                 else:
@@ -127,17 +128,17 @@ class ReferenceRule(ReferenceMuon):
                 target.add_(update, alpha=-self.lr * self.scale(*matrix.shape))
 
     def prepared(self, matrix: Tensor) -> Tensor:
-        if self.algorithm == "muoneq":
+        if "muoneq" in self.algorithms:
             # Matrices travel in bfloat16.
             wide = matrix.bfloat16().float()
             return (wide / (torch.linalg.vector_norm(wide, dim=1, keepdim=True) + 1e-8)).bfloat16()
-        return matrix.sign() if self.algorithm == "adamuon" else matrix
+        return matrix.sign() if "adamuon" in self.algorithms else matrix
 
     def normalized(self, update: Tensor, moment: Tensor) -> Tensor:
         wide = update.float().contiguous()
         squares = wide.square()
-        moment.lerp_(squares if self.algorithm == "adamuon" else squares.mean(1), 1 - self.beta2)
-        root = moment.sqrt() + 1e-8 if self.algorithm == "adamuon" else (moment.sqrt() + 1e-7)[:, None]
+        moment.lerp_(squares if "adamuon" in self.algorithms else squares.mean(1), 1 - self.beta2)
+        root = moment.sqrt() + 1e-8 if "adamuon" in self.algorithms else (moment.sqrt() + 1e-7)[:, None]
         rows = wide / root
         # 0.2 lr sqrt(m n) / norm is the papers' rate; the scale of Muon's rate, 0.2 sqrt(max), leaves sqrt(min) / norm.
         return (rows * (min(update.shape) ** 0.5 / rows.norm())).to(update.dtype)

@@ -81,7 +81,7 @@ class Muon(SkipsSteps, Optimizer):
         ns_coefficients: str | Sequence[Sequence[float]] = "keller_jordan",
         eps: float = 1e-14,
         adjust_lr_fn: float | str | None = "match_rms_adamw",
-        algorithm: str = "muon",
+        algorithm: str | Sequence[str] = "muon",
         beta2: float = 0.95,
         soap_every: int = 10,
         decay_follows_lr: bool = False,
@@ -118,6 +118,7 @@ class Muon(SkipsSteps, Optimizer):
         self.process_group = checked_group(process_group)
         check_lr(lr)
         ns_coefficients = rows_of(ns_coefficients)
+        algorithm = algorithm if isinstance(algorithm, str) else tuple(algorithm)
         arguments = locals()
         self._options = MuonOptions(**{item.name: arguments[item.name] for item in fields(MuonOptions)})
         self._algorithm = algorithm_of(self._options)

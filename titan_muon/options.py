@@ -62,6 +62,10 @@ POSITIVE = Constraint("more than 0", lambda value: 0 < value < math.inf)
 FRACTION = below(0, 1)
 SWITCH = Constraint('a boolean or "auto"', (True, False, "auto").__contains__)
 TEXT = Constraint("a string that is not empty", lambda value: bool(value.strip()))
+ALGORITHM = Constraint(
+    "a name, or a list of different names",
+    lambda value: TEXT.holds(value) if isinstance(value, str) else 0 < len(value) == len(set(value)),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,11 +230,11 @@ class Hyperparameters:
 class StepOptions:
     """Options of all parameters of a Muon."""
 
-    algorithm: Annotated[str, TEXT] = "muon"
+    algorithm: Annotated[str | tuple[str, ...], ALGORITHM] = "muon"
     """Function of a matrix: `muon`; `muoneq` (arXiv:2603.28254) gives rows equal norms before; `normuon`
     (arXiv:2510.05491) and `adamuon` (arXiv:2507.11005) divide rows or elements of an update by a running root mean
     square; `muonh` (arXiv:2606.16899) keeps the norm of each matrix; `soap` (arXiv:2409.11321) is Adam in the
-    eigenbases of gradients, without Newton-Schulz."""
+    eigenbases of gradients, without Newton-Schulz. A list composes algorithms: `["normuon", "muonh"]`."""
 
     beta2: Annotated[float, FRACTION] = 0.95
     """Decay of the average of squared updates, with `algorithm` = "normuon" or "adamuon"; with "soap", of the squares
@@ -345,6 +349,11 @@ class MuonOptions(StepOptions, Hyperparameters):
     def __post_init__(self) -> None:
         check(type(self), vars(self))
         check(Machine, vars(self.machine), "machine.")
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """The names of the algorithms."""
+        return (self.algorithm,) if isinstance(self.algorithm, str) else self.algorithm
 
     @property
     def counts_steps(self) -> bool:

@@ -47,6 +47,8 @@ ROWS_SMOOTHED: Options = {ALGORITHM: "normuon", "beta2": 0.9}
 ELEMENTS_SMOOTHED: Options = {ALGORITHM: "adamuon", "beta2": 0.9}
 SOAP: Options = {"reference": "soap", "shapes": FEW, "math": {ALGORITHM: "soap", "soap_every": 2}}
 SPHERE: Options = {ALGORITHM: "muonh", "weight_decay": 0.0}
+NORMUONH: Options = {**SPHERE, ALGORITHM: ("normuon", "muonh"), "beta2": 0.9}
+ROWS_BEFORE_AND_AFTER: Options = {ALGORITHM: ("muoneq", "normuon"), "beta2": 0.9}
 CAUTIOUS: Options = {"cautious": True, "weight_decay": 0.5}
 
 IN_MODULES: Options = {"layouts": MODULES, "sharded": True}
@@ -295,6 +297,8 @@ def algorithms() -> list[Row]:
         row("soap, reload", between={0: "reload"}, **SOAP),
         row("muoneq", layouts=(*MIXED, "owned"), reference="paper", math={ALGORITHM: "muoneq"}, shapes=FEW),
         row("muoneq, splits", layouts=("fsdp",), shapes=(*FUSED,), reference="paper", math={ALGORITHM: "muoneq"}),
+        row("normuonh", layouts=(*MIXED, "owned"), **(sphere | {"shapes": FEW, "math": NORMUONH})),
+        row("muoneq and normuon", layouts=("fsdp", "owned"), shapes=FEW, reference="paper", math=ROWS_BEFORE_AND_AFTER),
         row("muonh", layouts=(*MIXED, "owned"), **sphere),
         row("muonh, 2 ranks", 2, (*TWO, "owned"), **sphere),
         row("hold", layouts=(*MIXED, "owned"), math={"idle": "hold"}, reference="paper", **zeros),

@@ -108,6 +108,20 @@ SPHERE = {"algorithm": "muonh", "weight_decay": 0.0}
         ({"momentum_warmup_steps": -1}, "momentum_warmup_steps = -1 is not accepted"),
         ({"beta2": 0.9}, "beta2 = 0.9 has no effect without algorithm = 'normuon', 'adamuon' or 'soap'; set both"),
         ({"soap_every": 5}, "soap_every = 5 has no effect without algorithm = 'soap'; set both, or neither"),
+        (
+            {"algorithm": ["normuon", "adamuon"]},
+            "algorithm = ['normuon', 'adamuon']: two of these have a state of the same",
+        ),
+        (
+            {"algorithm": ["soap", "adamuon"]},
+            "algorithm = ['soap', 'adamuon']: two of these have their own before_gather",
+        ),
+        ({"algorithm": ["soap", "muonh"]}, "two of these have their own after_return; take one of them"),
+        ({"algorithm": ["muonh", "normuon"]}, "weight_decay = 0.1: algorithm = 'muonh' keeps the norm"),
+        ({"algorithm": ["muoneq", "muonh"], "weight_decay": 0.0, "beta2": 0.9}, "beta2 = 0.9 has no effect"),
+        ({"algorithm": ["normuon", "normuon"]}, "it takes a name, or a list of different names"),
+        ({"algorithm": []}, "it takes a name, or a list of different names"),
+        ({"algorithm": ["normuon", "soup"]}, "algorithm = 'soup' is unknown; did you mean 'soap'"),
         ({"momentum_start": 0.5}, "momentum_start = 0.5 has no effect without momentum_warmup_steps"),
     ],
 )

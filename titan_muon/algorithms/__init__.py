@@ -34,8 +34,17 @@ for _name in ALGORITHMS:
 
 def algorithm_of(options: MuonOptions) -> Algorithm:
     """The algorithm of the options. Raises OptionError for an unknown name, and for options that it cannot use."""
+    algorithms = [_named(name, options) for name in options.algorithms]
+    if len(algorithms) == 1:
+        return algorithms[0]
+    from .composed import Composed
+
+    return Composed(options, algorithms)
+
+
+def _named(name: str, options: MuonOptions) -> Algorithm:
     try:
-        make = registry.algorithms.get(options.algorithm)
+        make = registry.algorithms.get(name)
     except ValueError as error:
         raise OptionError("algorithm", str(error).removeprefix("algorithm ")) from error
     algorithm: Algorithm = make(options)

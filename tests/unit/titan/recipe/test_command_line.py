@@ -54,6 +54,7 @@ from titan_muon.titan.recipe.command_line import Command, parse
             ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0)),
         ),
         (["--muon.ns_coefficients", "[1, 2, 3]"], "muon.ns_coefficients", ((1.0, 2.0, 3.0),)),
+        (["--muon.algorithm", "normuon", "muonh"], "muon.algorithm", ("normuon", "muonh")),
         (["--model.flavor", "8"], "model.flavor", "8"),
     ],
 )

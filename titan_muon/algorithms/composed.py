@@ -1,0 +1,88 @@
+"""Several algorithms as one: `algorithm = ["normuon", "muonh"]` is NorMuonH."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..options import MuonOptions, OptionError
+from ..plan.terms.machine import Work
+from ..state.matrix_states import StateSpec
+from ..step.algorithm import Algorithm, Group, PlanContext, Tensors
+from .muon import MuonAlgorithm
+
+if TYPE_CHECKING:
+    from ..step.foreach import MomentumCall, UpdateCall
+    from ..step.views import Batch
+
+BOUNDS = ("spectrum", "norm", "nothing")
+
+
+class Composed(Algorithm):
+    """Every `prepare` and `rescale`, in order, and one each of the other steps. A constant norm is restored last.
+
+    Raises OptionError for two algorithms that replace the same step or have a state of the same name.
+    """
+
+    def __init__(self, options: MuonOptions, algorithms: Sequence[Algorithm]) -> None:
+        super().__init__(options)
+        self._all = sorted(algorithms, key=lambda algorithm: algorithm.sums_norms)
+        self._gathering = self._only("before_gather", "decay")
+        self._instead = self._only("orthogonalize")
+        self._returning = self._only("after_return", "add", "factor", "rates")
+        self._rescaling = [a for a in self._all if type(a).rescale is not Algorithm.rescale]
+        names = [spec.name for spec in self.states(1, 1, transposed=False)]
+        if len(set(names)) < len(names):
+            raise OptionError("algorithm", f"= {[*options.algorithms]}: two of these have a state of the same name")
+        self.limits = max((a.limits for a in self._all), key=BOUNDS.index)
+        self.temporary_bytes = max(a.temporary_bytes for a in self._all)
+        self.sums_norms, self.whole, self.counts_steps = (
+            any(getattr(a, name) for a in self._all) for name in ("sums_norms", "whole", "counts_steps")
+        )
+        self.momentum = self._gathering.momentum
+        self.wire_dtype = next((a.wire_dtype for a in self._all if a.wire_dtype is not None), None)
+
+    def _only(self, *methods: str) -> Algorithm:
+        """The algorithm with methods of its own instead of Muon's, or else the first one."""
+        own = [a for a in self._all if any(getattr(type(a), n) is not getattr(MuonAlgorithm, n) for n in methods)]
+        if len(own) > 1:
+            problem = f"= {[*self.options.algorithms]}: two of these have their own {methods[0]}; take one of them"
+            raise OptionError("algorithm", problem)
+        return own[0] if own else self._all[0]
+
+    def states(self, rows: int, cols: int, *, transposed: bool) -> tuple[StateSpec, ...]:
+        return tuple(spec for a in self._all for spec in a.states(rows, cols, transposed=transposed))
+
+    def work(self, rows: int, cols: int, work: Work) -> Work:
+        for algorithm in self._all:
+            work = algorithm.work(rows, cols, work)
+        return work
+
+    def check_group(self, group: Group) -> None:
+        for algorithm in self._all:
+            algorithm.check_group(group)
+
+    def check(self, context: PlanContext) -> None:
+        for algorithm in self._all:
+            algorithm.check(context)
+
+    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
+        self._gathering.before_gather(call, momentum, grads)
+
+    def update(self, batch: Batch, norms: Tensor) -> None:
+        for algorithm in self._all:
+            norms = algorithm.prepare(batch, norms)
+        self._instead.orthogonalize(batch, norms)
+        for part in batch.parts:
+            for algorithm in self._rescaling:
+                specs = algorithm.states(*part.whole.shape[1:], transposed=part.transposed)
+                own = replace(part, states={spec.name: part.states[spec.name] for spec in specs})
+                states = own.stacked()
+                algorithm.rescale(part.whole, states, part.group, transposed=part.transposed)
+                own.store(states)
+
+    def after_return(self, call: UpdateCall, params: Tensors) -> None:
+        self._returning.after_return(call, params)
