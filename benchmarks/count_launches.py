@@ -26,18 +26,18 @@ from torch.distributed.tensor import DTensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import models as families  # noqa: E402, F401 (registers them)
-from titan_muon.titan.torchtitan import compat  # noqa: E402
+import models as families  # noqa: F401 (registers them)
+from titan_muon.titan.torchtitan import compat
 
 compat.install()
 
-from benchmarks.rehearsal.fake_gpu import fake_gpu, fake_rank  # noqa: E402
-from benchmarks.rehearsal.launches import Launches  # noqa: E402
-from titan_muon import Muon  # noqa: E402
-from titan_muon.plan import Plan  # noqa: E402
-from titan_muon.plan.terms.layout import Geometries  # noqa: E402
-from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model  # noqa: E402
-from titan_muon.titan.recipe import load  # noqa: E402
+from benchmarks.rehearsal.fake_gpu import fake_gpu, fake_rank
+from benchmarks.rehearsal.launches import Launches
+from titan_muon import Muon
+from titan_muon.plan import Plan
+from titan_muon.plan.terms.layout import Geometries
+from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model
+from titan_muon.titan.recipe import load
 
 
 @dataclass(frozen=True)
