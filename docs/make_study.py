@@ -18,6 +18,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from titan_muon.titan.recipe import Recipe
+
 FOLDER = Path(__file__).parent / "results" / "study"
 PAGE, PICTURE = FOLDER.with_suffix(".md"), FOLDER / "study.png"
 MODELS = {"llama": "dense", "qwen_moe": "mixture of experts"}
@@ -58,11 +60,12 @@ def read_runs() -> list[Run]:
                 continue
             keys, last = result["keys"], max(map(int, result["loss"]))
             model, is_adamw = result["recipe"].rsplit("_", 1)[0], result["recipe"].endswith("adamw")
-            vectors = keys["adamw.lr"]
+            # A sweep leaves out values that are the defaults.
+            vectors = keys.get("adamw.lr", Recipe().adamw.lr)
             run = Run(
                 model,
                 "adamw" if is_adamw else keys.get("muon.algorithm", "muon"),
-                vectors if is_adamw else keys["muon.lr"],
+                vectors if is_adamw else keys.get("muon.lr", Recipe().muon.lr),
                 vectors,
                 keys.get("training.seed", 0),
                 {int(step) / last * result["tokens"] / 1e6: loss for step, loss in result["val_loss"].items()},
@@ -198,8 +201,8 @@ def draw_rates(axes: Axes, groups: Sequence[Sequence[Run]]) -> None:
 HEAD = """# Muon beside AdamW
 
 Measured on a CPU by training the two small recipes with 32 sequences of 128 bytes of text of Python's standard library
-a step. Losses are held-out losses in nats per token, mean ± standard deviation over seeds. `docs/make_study.py` writes
-this page from the sweeps below; each has its command, its commit and its data.
+a step, with passes in float32. Losses are held-out losses in nats per token, mean ± standard deviation over seeds.
+`docs/make_study.py` writes this page from the sweeps below; each has its command, its commit and its data.
 """
 
 

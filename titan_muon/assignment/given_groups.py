@@ -17,15 +17,20 @@ from .optimizer_set import OptimizerSet, build_optimizer
 from .rules import Assignment
 
 # Sources: muon.py of github.com/KellerJordan/Muon at 00ba60d, dion/muon.py of github.com/microsoft/dion at 0c20549.
-_KELLER_JORDAN = {"weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
-_DION = {"lr": 0.01, "weight_decay": 0.01, "betas": (0.9, 0.95), "epsilon": 1e-8}
-_DION_MUON = {"mu": 0.95, "nesterov": False, "adjust_lr": "spectral_norm", "ns_coefficients": "you_jiacheng"}
 DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
     {
-        ("use_muon", "muon"): {**_KELLER_JORDAN, "lr": 0.02, "momentum": 0.95, "eps": 1e-7},
-        ("use_muon", "adamw"): {**_KELLER_JORDAN, "lr": 3e-4},
-        ("algorithm", "muon"): {**_DION, **_DION_MUON},
-        ("algorithm", "adamw"): _DION,
+        ("use_muon", "muon"): {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "eps": 1e-7},
+        ("use_muon", "adamw"): {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.0, "eps": 1e-10},
+        ("algorithm", "muon"): {
+            "lr": 0.01,
+            "mu": 0.95,
+            "weight_decay": 0.01,
+            "epsilon": 1e-8,
+            "nesterov": False,
+            "adjust_lr": "spectral_norm",
+            "ns_coefficients": "you_jiacheng",
+        },
+        ("algorithm", "adamw"): {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.01, "epsilon": 1e-8},
     }
 )
 """Defaults by the key that marks a group's algorithm, and the algorithm."""

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.recipe.files import written_values
@@ -11,15 +12,18 @@ from titan_muon.titan.recipe.toml import read_file, value_text
 
 LONGEST = 40
 """In characters: TensorBoard's column is narrow."""
-SHORT = {
-    **{
-        f"parallelism.{name}_parallel_degree": short for name, short in zip(AXES, ("tp", "ep", "cp", "pp"), strict=True)
-    },
-    "parallelism.data_parallel_shard_degree": "fsdp",
-    "parallelism.data_parallel_replicate_degree": "hsdp",
-    "training.global_batch_size": "batch",
-    "placement.muon": "placement",
-}
+SHORT = MappingProxyType(
+    {
+        **{
+            f"parallelism.{name}_parallel_degree": short
+            for name, short in zip(AXES, ("tp", "ep", "cp", "pp"), strict=True)
+        },
+        "parallelism.data_parallel_shard_degree": "fsdp",
+        "parallelism.data_parallel_replicate_degree": "hsdp",
+        "training.global_batch_size": "batch",
+        "placement.muon": "placement",
+    }
+)
 """Keys in the names of runs. Other keys are without their table, but for those of an optimizer."""
 
 IGNORED = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "checkpoint.load_step"})

@@ -13,7 +13,7 @@ PACKAGE = Path(titan_muon.__file__).parent
 FEATURES = sorted(
     f"features.{path.stem}" for path in (PACKAGE / "features").glob("*.py") if path.stem not in ("__init__", "overlap")
 )
-DECORATORS = [f"algorithms.{name}" for name in ("fused", "fused_kernels", "keeping", "scaling")]
+DECORATORS = ["tensors.fused_kernels", *(f"algorithms.{name}" for name in ("fused", "keeping", "scaling"))]
 FILES = [*FEATURES, "features.overlap", *DECORATORS]
 
 STEPS = """
@@ -59,7 +59,7 @@ def test_a_step_without_features_loads_no_file_of_a_feature() -> None:
         (("features.mask",), "idle='hold'", "None"),
         (("algorithms.keeping", "features.mask"), "nonfinite='skip'", "None"),
         (("features.weight_norms",), "algorithm='muonh', weight_decay=0.0", "None"),
-        pytest.param(("algorithms.fused", "algorithms.fused_kernels"), "fused=True", "None", marks=needs_interpreter),
+        pytest.param(("algorithms.fused", "tensors.fused_kernels"), "fused=True", "None", marks=needs_interpreter),
     ],
     ids=str,
 )

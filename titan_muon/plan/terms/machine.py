@@ -120,7 +120,7 @@ def traffic(element: int, state: int, wire: int, *, stochastic: bool, cautious: 
 
     Counts the operators of `step/update.py` and `step/rounding.py`, without caches; tests/unit/plan/test_passes.py
     compares. `stochastic`: rounding of bfloat16 weights. `cautious`: weight decay.
-    `fused`: kernels of `algorithms/fused_kernels.py`.
+    `fused`: kernels of `tensors/fused_kernels.py`.
     """
     if fused:
         # Each tensor once, and the norm of the update.

@@ -3,10 +3,11 @@
 import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
@@ -15,14 +16,53 @@ from titan_muon.command import shipped
 from titan_muon.options import COUNT
 from titan_muon.titan.recipe.files import load
 from titan_muon.titan.recipe.flags import HELP, SOURCE, print_flags, read_flags, read_options
-from titan_muon.titan.recipe.schema import keys, unknown
+from titan_muon.titan.recipe.schema import keys, unknown, values
 from titan_muon.titan.recipe.sections import Recipe
-from titan_muon.titan.recipe.short_help import short_help
-from titan_muon.titan.recipe.toml import RecipeError, read_file
+from titan_muon.titan.recipe.toml import RecipeError, read_file, value_text
 
 FOR_TRAINING = ("config", "dry_run", "quiet", "completion")
 SEED, SEEDS = "training.seed", ("debug.seed", "data.seed")
 """`--compare training.seed=...` sets both seeds."""
+
+MOST_USED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "model": ("name", "flavor"),
+        "data": ("source", "files", "tokenizer", "tokenizer_path"),
+        "training": ("steps", "seq_len", "global_batch_size", "local_batch_size", "max_norm", "mixed_precision_param"),
+        "parallelism": (
+            *("data_parallel_shard_degree", "data_parallel_replicate_degree", "tensor_parallel_degree"),
+            *("expert_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"),
+        ),
+        "placement": ("muon",),
+        "muon": (
+            *("lr", "momentum", "nesterov", "weight_decay", "ns_steps", "ns_coefficients", "adjust_lr_fn", "algorithm"),
+            *("beta2", "momentum_start", "momentum_warmup_steps", "cautious", "overlap", "state", "state_dtype"),
+        ),
+        "adamw": ("lr", "betas", "weight_decay"),
+        "optimizer": ("offload",),
+        "lr_scheduler": ("warmup_steps", "decay_ratio", "min_lr_factor"),
+        "activation_checkpoint": ("mode",),
+        "validator": ("freq",),
+        "checkpoint": ("enable", "interval", "load"),
+        "metrics": ("log_freq", "enable_tensorboard", "enable_wandb"),
+        "debug": ("seed",),
+    }
+)
+"""By table. At most 60 keys, so that they and SHORT_HELP fit a screen of 80 lines."""
+
+SHORT_HELP = """train.py --config RECIPE [--TABLE.KEY VALUE ...]
+
+  --config FILE         a TOML file, or the name of a recipe of this package
+  --dry-run             print the recipe's plan and stop; needs neither torchrun nor a GPU
+  --world-size N        with --dry-run: ranks to plan for
+  --compare KEY=A,B     with --dry-run: a table of alternatives
+  --suggest             with --dry-run and --world-size: the fastest layouts that fit
+  --quiet               print errors, warnings and the summary at the end only
+  --help TABLE          every key of a table, with its meaning
+  --help all            all {count} keys and all flags, with their meanings
+
+The most used keys, with their values in this recipe:
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +169,17 @@ def _print_help(asked: Sequence[str], recipe: Recipe) -> None:
         shown = make_dataclass("Tables", [(name, kinds[name], field(default=tables[name])) for name in tables])
         print_flags(shown, shown(), "train.py", f"The keys of {', '.join(tables)}.")
     print_flags(Command, Command(recipe=recipe), "train.py", inspect.getdoc(Options))
+
+
+def short_help(recipe: Recipe) -> str:
+    """SHORT_HELP, and a line for each of MOST_USED with the value of `recipe`."""
+    current = values(recipe)
+    names = [f"{table}.{key}" for table, chosen in MOST_USED.items() for key in chosen]
+    width = max(map(len, names))
+    lines = [
+        f"  --{name:<{width}}  {'not given' if current[name] is None else value_text(current[name])}" for name in names
+    ]
+    return SHORT_HELP.format(count=len(keys(Recipe))) + "\n".join(lines)
 
 
 def alternatives(config: str, swept: Sequence[str], overrides: Sequence[str]) -> tuple[Alternative, ...]:

@@ -1,7 +1,7 @@
 """Triton kernels of Muon's element-wise arithmetic: one launch for a list of tensors, each read and written once.
 
 Imported on use, because only CUDA builds of PyTorch include Triton. The arithmetic is float32, with explicit fused
-multiply-adds, so that every variant of a kernel gives the same bits. `fused.py` describes the tables.
+multiply-adds, so that every variant of a kernel gives the same bits. `algorithms/fused.py` describes the tables.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..tensors.draws import FACTORS, wrapped
+from .draws import FACTORS, wrapped
 
 FIRST_FACTOR: tl.constexpr = tl.constexpr(wrapped(FACTORS[0]))
 SECOND_FACTOR: tl.constexpr = tl.constexpr(wrapped(FACTORS[1]))
