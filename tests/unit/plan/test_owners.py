@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plans import examples, mesh_of, parameter_of, plan_of
+from titan_muon.options import MuonOptions
+from titan_muon.plan.planner import make_plan
 from titan_muon.plan.search.owners import (
     BYTES_OVER_MEAN,
     STRATEGIES,
@@ -18,6 +20,7 @@ from titan_muon.plan.search.owners import (
     Task,
     balanced,
 )
+from titan_muon.plan.terms.machine import Work
 from titan_muon.plan.terms.types import Mesh, Shard
 
 GROUP = ((0, 1, 2, 3),)
@@ -111,3 +114,20 @@ def test_plans_do_not_depend_on_the_hash_seed() -> None:
         for seed in ("0", "1")
     ]
     assert outputs == [digests(), digests()]
+
+
+def test_the_states_of_matrices_spread_over_the_ranks() -> None:
+    """Two matrices have large states and little work. By FLOPs alone one rank would own both."""
+    mesh = mesh_of(2)
+    shapes = {"large": (512, 512), "stateful.0": (64, 64), "stateful.1": (64, 64)}
+    parameters = [parameter_of(name, shape, mesh, Shard(0)) for name, shape in shapes.items()]
+    holders = []
+    for size in (0, 10**8):
+
+        def work_of(parameter: int, rows: int, cols: int, slices: int = 1, /, size: int = size) -> Work:
+            return Work("soap", flops=rows * cols * cols, bytes=1, state_bytes=size if parameter else 0)
+
+        plan = make_plan(parameters, work_of, MuonOptions())
+        owner = {m: o for bucket in plan.buckets for m, o in zip(bucket.matrices, bucket.owners, strict=True)}
+        holders.append(len({owner[1], owner[2]}))
+    assert holders == [1, 2]
