@@ -145,8 +145,8 @@ def in_order(bucket: Bucket, pieces: Pieces, eligible: Mapping[int, Ranks]) -> B
     for matrix in sorted(bucket.matrices):
         if pieces.matrices[matrix].slice is None:
             equal.setdefault((pieces.kinds[matrix], eligible.get(matrix)), []).append(matrix)
-    for matrices in equal.values() if owners else ():
-        owners.update(zip(matrices, sorted(owners[matrix] for matrix in matrices), strict=True))
+    for alike in equal.values() if owners else ():
+        owners.update(zip(alike, sorted(owners[matrix] for matrix in alike), strict=True))
     matrices = tuple(sorted(bucket.matrices))
     return replace(bucket, matrices=matrices, owners=tuple(owners[matrix] for matrix in matrices if owners))
 
