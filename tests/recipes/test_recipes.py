@@ -302,7 +302,7 @@ def test_offloaded_states_count_on_the_host_and_two_loads_count_on_the_device(de
     assert memory["host_states"] == sum(2 ** math.ceil(math.log2(s)) if device == "cuda" else s for s in sizes)
     # Local matrices: the largest batch of one shape decides.
     muon = Counter(tuple(a["shape"]) for a in plan["parameters"] if a["optimizer"] == "muon")
-    assert cost["loads"] == len(muon)
+    assert cost["buckets"] == len(muon)
     assert cost["bucket_elements"] == max(count * prod(shape) for shape, count in muon.items())
     assert memory["optimizer_states"] == max(8 * cost["bucket_elements"], 8 * elements_of(plan)["adamw"])
 

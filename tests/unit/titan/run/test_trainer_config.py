@@ -124,7 +124,8 @@ def test_the_start_counts_the_whole_model_and_lists_every_pipeline_rank(
 ) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    stack, bias = Assignment("layers.0.w", (2, 30, 40), "muon", "", None), Assignment("b", (80,), "adamw", "", None)
+    stack = Assignment("layers.0.w", (2, 30, 40), "muon", "", None, role="experts")
+    bias = Assignment("b", (80,), "adamw", "", None)
     whole = (stack, bias)
     optimizers = SimpleNamespace(parts=SimpleNamespace(whole=whole, frozen=("c",), groups={}), assignments=whole[1:])
     trainer = SimpleNamespace(optimizers=optimizers, model_config=model_spec("qwen3", "moe_tiny").model)
