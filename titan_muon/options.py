@@ -366,6 +366,11 @@ class MuonOptions(StepOptions, Hyperparameters):
         return "skip" in (self.missing_grad, self.nonfinite)
 
     @property
+    def by_matrix(self) -> bool:
+        """Whether element-wise work needs each matrix apart: its flag to skip, or its blocks of 8-bit momentum."""
+        return self.skips or self.state_dtype == "int8"
+
+    @property
     def wire_bytes(self) -> int:
         return 4 if self.wire_dtype == "float32" else 2
 

@@ -301,7 +301,7 @@ class _Builder:
     def joined(self, pieces: Sequence[StoredPiece], *, draws: bool = False) -> Sequence[StoredPiece]:
         """Fewer pieces, unless the work needs to know the matrix. `draws`: whether the work may draw by matrix."""
         drawn = draws and any(self.rank.rounds(piece.parameter) for piece in pieces)
-        return pieces if drawn or self.rank.options.skips else joined(pieces)
+        return pieces if drawn or self.rank.options.by_matrix else joined(pieces)
 
     def bounds(self, memory: Tensor, pieces: Sequence[StoredPiece], broken: Tensor) -> UpdateBounds:
         norms, limits = list[float](), self.limits
