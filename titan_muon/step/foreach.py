@@ -1,5 +1,12 @@
 """The foreach calls of a step, with views that are made once."""
 
+# [Note: neighbours]
+# - The host takes some microseconds for each tensor of a list, and thousands of experts are pieces of a few parameters.
+# - Two matrices of a stack with the same owner are neighbours in the storage and in the buffer. Element-wise work takes
+#   them as one piece. Reports, and stages that keep values by matrix, have a piece for each matrix.
+# - An owner gets equal pieces from each rank, so their distances in the buffer and in the matrices are equal: between
+#   the matrices of a rank, and between the ranks. The rank's own pieces are elsewhere in the buffers.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -221,6 +228,44 @@ class StoredPiece(NamedTuple):
     key: int
     spans: tuple[Span, ...]
     view: Tensor | None
+
+
+def joined(pieces: Iterable[StoredPiece]) -> list[StoredPiece]:
+    """The pieces, with neighbours in the rows of a parameter and in the buffer as one piece of the first matrix."""
+    result: list[StoredPiece] = []
+    for piece in pieces:
+        both = _both(result[-1], piece) if result else None
+        if both is None:
+            result.append(piece)
+        else:
+            result[-1] = both
+    return result
+
+
+def _both(first: StoredPiece, second: StoredPiece) -> StoredPiece | None:
+    """One piece of two, or None if they are no neighbours."""
+    # The factor on the learning rate depends on the shape.
+    alike = (first.parameter, first.out_in) == (second.parameter, second.out_in)
+    if not alike or len(first.spans) > 1 or len(second.spans) > 1:
+        return None
+    (rows, cols), (next_rows, next_cols) = first.spans[0].local, second.spans[0].local
+    if rows.step or next_rows.step or cols != next_cols or rows.stop != next_rows.start:
+        return None
+    height, width = next_rows.stop - rows.start, first.spans[0].piece[1].stop
+    view = None
+    if first.view is not None and second.view is not None:
+        if second.view.storage_offset() != first.view.storage_offset() + first.view.numel():
+            return None
+        view = first.view.as_strided((height, width), (width, 1))
+    elif first.view is not None or second.view is not None:
+        return None
+    start = first.spans[0].whole
+    span = Span(
+        (slice(rows.start, next_rows.stop), cols),
+        (slice(start[0].start, start[0].start + height), start[1]),
+        (slice(0, height), slice(0, width)),
+    )
+    return first._replace(spans=(span,), view=view)
 
 
 class Placed(NamedTuple):

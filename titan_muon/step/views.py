@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
@@ -25,11 +25,11 @@ from .foreach import (
     StoredPiece,
     UpdateCall,
     group_numbers,
+    joined,
     momentum_calls,
     scratch_bytes,
     update_calls,
 )
-from .neighbours import joined, strided
 from .rank import Rank
 from .rounding import draw_key
 
@@ -37,6 +37,11 @@ FINITE = torch.finfo(torch.float32).max
 MARGIN = 1.5
 """Factor on the largest norm of an update, for rounding in bfloat16."""
 NO_COPIES = Copies((), ())
+FEWER = 8
+"""A strided copy takes a launch of its own, and a launch takes the host as long as 8 tensors in a list."""
+
+Pair = tuple[Tensor, Tensor]
+"""(rows, cols) view of a buffer, and the view of assembled matrices to copy from or to."""
 
 Limits = Literal["spectrum", "norm", "nothing"]
 """Bound on updates: the singular values of an orthogonalized matrix, its norm, or none."""
@@ -343,6 +348,54 @@ def _parts_of(batch: Batch, pieces: Mapping[int, Sequence[BufferPiece]]) -> Iter
         for piece in pieces[matrix]:
             for span in piece.spans:
                 yield piece.view[span.piece], batch.whole[place][span.whole]
+
+
+def strided(pairs: Iterable[Pair]) -> list[Pair]:
+    """The pairs, or far fewer pairs with further dims that copy the same elements."""
+    listed = sorted(pairs, key=lambda pair: pair[0].storage_offset())
+    # The matrices of a rank, then the ranks.
+    fewer = _at_equal_distances(_at_equal_distances(listed))
+    return [_in_words(pair) for pair in fewer] if FEWER * len(fewer) <= len(listed) else listed
+
+
+def _at_equal_distances(pairs: Sequence[Pair]) -> list[Pair]:
+    """Each run of equal views at equal distances as a pair of views with a further dim."""
+    result, start = list[Pair](), 0
+    while start < len(pairs):
+        stop, distances = start + 1, _distances(pairs[start : start + 2])
+        while distances and _distances(pairs[stop : stop + 2]) == distances:
+            stop += 1
+        stop += bool(distances)
+        result.append(_repeated(pairs[start], stop - start, distances) if distances else pairs[start])
+        start = stop
+    return result
+
+
+def _distances(pairs: Sequence[Pair]) -> tuple[int, ...]:
+    """From a pair to the next, in elements of both views; empty without a next pair of equal views."""
+    if len(pairs) < 2:
+        return ()
+    distances = tuple(after.storage_offset() - before.storage_offset() for before, after in zip(*pairs, strict=True))
+    equal = all((a.shape, a.stride()) == (b.shape, b.stride()) for a, b in zip(*pairs, strict=True))
+    return distances if equal and min(distances) > 0 else ()
+
+
+def _repeated(pair: Pair, count: int, distances: tuple[int, ...]) -> Pair:
+    one, other = (
+        view.as_strided((count, *view.shape), (distance, *view.stride()))
+        for view, distance in zip(pair, distances, strict=True)
+    )
+    return one, other
+
+
+def _in_words(pair: Pair) -> Pair:
+    """The pair as 8-byte integers, if they are aligned: a strided copy on a GPU moves an element for each thread."""
+    words = 8 // pair[0].element_size()
+    for view in pair:
+        *far, near = view.stride()
+        if near != 1 or any(number % words for number in (view.size(-1), view.storage_offset(), *far)):
+            return pair
+    return pair[0].view(torch.int64), pair[1].view(torch.int64)
 
 
 def _last_packed(rank: Rank) -> list[tuple[int, ...]]:

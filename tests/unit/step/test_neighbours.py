@@ -15,8 +15,8 @@ from titan_muon.plan.search.search import in_order
 from titan_muon.plan.terms.layout import Geometries, Span, spans
 from titan_muon.plan.terms.pieces import Pieces
 from titan_muon.plan.terms.types import Bucket, Plan, Shard
-from titan_muon.step.foreach import Copies, StoredPiece
-from titan_muon.step.neighbours import joined, strided
+from titan_muon.step.foreach import Copies, StoredPiece, joined
+from titan_muon.step.views import strided
 
 ROWS, COLS = 2, 4
 
