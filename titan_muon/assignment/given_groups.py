@@ -57,7 +57,7 @@ def optimizers_of_groups(
 
     Raises:
         OptionError: for a group without a mark, an algorithm other than Muon and AdamW, and an unknown key.
-        ValueError: for a tensor that is not the model's.
+        ValueError: for a tensor that is not the model's, or is in two groups.
     """
     given = list(groups)
     marks = [key for key in ("use_muon", "algorithm") if any(key in group for group in given)]
@@ -75,6 +75,8 @@ def optimizers_of_groups(
         fqns = [_name(parameter, names, index) for parameter in _tensors(group["params"])]
         made.setdefault(optimizer, []).append(ParamGroup(optimizer, None, f"{optimizer}/{index}", tuple(fqns), options))
         for fqn in fqns:
+            if fqn in assigned:
+                raise ValueError(f"groups[{index}]: {fqn} is in {assigned[fqn].reason} too; give every parameter once")
             shape = tuple(parameters[fqn].shape)
             assigned[fqn] = Assignment(fqn, shape, optimizer, f"groups[{index}]", None)
     frozen = frozen_in(modules)

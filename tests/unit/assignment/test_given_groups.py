@@ -118,6 +118,13 @@ def test_what_a_group_cannot_be_here_is_named(changes: dict[str, Any], says: str
         Hybrid.from_groups(model, [{**first, **changes}, *others])
 
 
+def test_a_parameter_in_groups_of_both_optimizers_is_an_error() -> None:
+    model = Model()
+    first, second = keller_jordan(model)
+    with pytest.raises(ValueError, match=r"groups\[1\]: head\.weight is in groups\[0\] too; give every parameter once"):
+        Hybrid.from_groups(model, [first, {**second, "params": [*model.matrices, model.head.weight]}])
+
+
 def test_a_group_without_a_mark_is_an_error() -> None:
     model = Model()
     first, second = keller_jordan(model)
