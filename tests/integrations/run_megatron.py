@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from tests.integrations import cuda_on_cpu  # noqa: F401
 from tests.shared import message
@@ -98,6 +99,20 @@ class Sharded:
                 worst = torch.maximum(worst, (parameter.detach().to_local() - expected).abs().max())
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         return float(worst)
+
+    def copies(self) -> float:
+        """How often all ranks together store the states of a parameter, by bytes."""
+        # A rank without rows of a parameter may have no state of it.
+        mine = {
+            (name, key): (state.to_local().nbytes, state.nbytes)
+            for name, parameter in self.parameters()
+            for key, state in self.optimizer.state[parameter].items()
+            if isinstance(state, DTensor)
+        }
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+        whole = {name: size for rank in ranks for name, (_, size) in rank.items()}
+        return sum(stored for rank in ranks for stored, _ in rank.values()) / sum(whole.values())
 
     def state(self) -> dict[str, Any]:
         """Weights and optimizer states, by the same names under every kind of sharding."""
@@ -187,6 +202,7 @@ def train(kind: str, folder: str) -> dict[str, float]:
             single.step(step)
             step += 1
         found[stage] = sharded.worst(single.model)
+        found[f"{stage}, copies"] = sharded.copies()
         sharded.save(f"{folder}/{step}")
     return found
 

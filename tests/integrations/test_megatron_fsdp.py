@@ -12,8 +12,7 @@ MISSING = importlib.util.find_spec("megatron_fsdp") is None
 pytestmark = pytest.mark.skipif(MISSING, reason="needs megatron_fsdp: make integrations")
 
 ZERO = ("no_shard", "optim", "optim_grads", "optim_grads_params", "experimental")
-CASES = [*((2, kind) for kind in ZERO), *((4, kind) for kind in ("optim_grads_params", "hsdp", "hfsdp"))]
-CASES.append((4, "experimental hsdp"))
+CASES = [*((2, kind) for kind in ZERO), *((4, kind) for kind in (*ZERO, "hsdp", "hfsdp", "experimental hsdp"))]
 CLOSE = 1e-6
 
 
@@ -31,6 +30,9 @@ def test_weights_are_those_of_one_process_before_and_after_fsdp2(ranks: int, kin
     found = run(ranks, kind, tmp_path)
     for stage in (kind, "fsdp2", f"{kind} again"):
         assert float(found[stage]) < CLOSE, f"{stage}: {found}"
+    replicas = {"no_shard": ranks, "hsdp": 2, "experimental hsdp": 2}.get(kind, 1)
+    assert float(found[f"{kind}, copies"]) == replicas
+    assert float(found["fsdp2, copies"]) == 1
 
 
 def test_calls_that_would_be_wrong_are_refused_by_name(tmp_path: Path) -> None:

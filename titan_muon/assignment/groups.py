@@ -42,7 +42,8 @@ class ParamGroup:
     spared: bool = False
 
     def of_torch(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        return {**self.options, "params": [parameters[n] for n in self.names], "param_names": list(self.names)}
+        # As torch's groups begin, since Megatron-FSDP reads the first key.
+        return {"params": [parameters[n] for n in self.names], "param_names": list(self.names), **self.options}
 
 
 def modules_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
