@@ -1,11 +1,13 @@
 """Parts of every model family: initial values, norms, embedding and head."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torchtitan.models.common import Embedding, Linear
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_muon.tensors.dtensor import held_indices, local, storage_device
 
@@ -68,3 +70,11 @@ def embedding(vocab_size: int, dim: int, std: float, *, tied: bool = False) -> E
 def head(vocab_size: int, dim: int, std: float) -> Linear.Config:
     """Output projection, shape (vocab_size, dim)."""
     return Linear.Config(in_features=dim, out_features=vocab_size, param_init=linear_init(std))
+
+
+def with_vocab_size(spec: ModelSpec, vocab_size: int | None) -> ModelSpec:
+    """The specification with another number of tokens."""
+    if vocab_size is not None:
+        config: Any = spec.model
+        config.vocab_size = config.tok_embeddings.num_embeddings = config.lm_head.out_features = vocab_size
+    return spec

@@ -85,8 +85,8 @@ def whole_model(recipe: Recipe) -> tuple[ModelSize, tuple[Assignment, ...]]:
     alone = Parallelism(spmd_backend=recipe.parallelism.spmd_backend)
     placement = replace(recipe.placement, replicas=None, tensor_parallel="peers")
     recipe = replace(recipe, parallelism=alone, placement=placement)
-    config = trainer_config(recipe, Run(folder=recipe.dump_folder), 1)
-    with _recipe_errors(), _fake_world(1, 0), planning_for("cuda"):
+    with _recipe_errors(), planning_for("cuda"), _fake_world(1, 0):
+        config = trainer_config(recipe, Run(folder=recipe.dump_folder), 1)
         parts, size = _sharded_parts(config, 1)
         assert isinstance(config.optimizer, HybridOptimizers.Config), "the recipe builds this container"
         return size, parts_of_config(config.optimizer, parts, config.optimizer.model).whole
@@ -105,9 +105,9 @@ def _recipe_errors() -> Iterator[None]:
 
 def _built(recipe: Recipe, world_size: int, kind: str, stage: int) -> MetaModel:
     stages = recipe.parallelism.pipeline_parallel_degree
-    config = trainer_config(recipe, Run(folder=recipe.dump_folder), world_size)
     ranks = stage_ranks(world_size, stages, stage)
-    with _fake_world(world_size, ranks[0]), planning_for(kind):
+    with planning_for(kind), _fake_world(world_size, ranks[0]):
+        config = trainer_config(recipe, Run(folder=recipe.dump_folder), world_size)
         parts, size = _sharded_parts(config, world_size)
         parameters: dict[str, Tensor] = {
             canonical_fqn(name): p for part in parts for name, p in part.named_parameters() if p.requires_grad

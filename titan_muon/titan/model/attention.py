@@ -72,7 +72,7 @@ _ON_GPU = {"flex": FlexAttention.Config, "varlen": VarlenAttention.Config}
 def use_attention(model_config: Decoder.Config, choice: str, on_cpu: bool) -> None:
     """Set the inner attention of every layer to `choice`, a value of `model.attention`.
 
-    Raises RecipeError for an unknown choice, and for `flex` and `varlen` on the CPU.
+    Raises RecipeError for an unknown choice, for `flex` and `varlen` on the CPU, and `dense` with windows and sinks.
     """
     if choice == "auto":
         choice = "dense" if on_cpu else "flex"
@@ -80,6 +80,11 @@ def use_attention(model_config: Decoder.Config, choice: str, on_cpu: bool) -> No
         raise RecipeError(f"model.attention = {choice!r} is unknown; choose from: auto, dense, {', '.join(_ON_GPU)}")
     if on_cpu and choice in _ON_GPU:
         raise RecipeError(f"model.attention = {choice!r} has no backward on the CPU; use 'auto' or 'dense', or a GPU")
+    if choice == "dense" and any(hasattr(layer.attention, "sliding_window_size") for layer in model_config.layers):
+        raise RecipeError(
+            "model.attention = 'dense', the choice for CPUs, has no sliding windows and no attention sinks, which this "
+            "model needs; use 'flex' and a GPU"
+        )
     config = DenseMaskAttention.Config if choice == "dense" else _ON_GPU[choice]
     for layer in model_config.layers:
         layer.attention.inner_attention = config()

@@ -6,9 +6,9 @@ import torch
 
 from titan_muon import registry
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
+from titan_muon.titan.device import planned_device, this_device
 from titan_muon.titan.model.attention import use_attention
 from titan_muon.titan.recipe import RecipeError, as_recipe_errors
-from titan_muon.titan.torchtitan import compat
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -19,6 +19,8 @@ def model_spec(
 ) -> "ModelSpec":
     """TorchTitan's specification of a flavor of the registered family `name`; arguments as in `[model]`.
 
+    `on_cpu`: whether to choose the attention for a CPU, by default as for the planned device or else this machine.
+
     Raises RecipeError for an unknown family or flavor, and as `use_attention`.
     """
     with as_recipe_errors():
@@ -27,7 +29,7 @@ def model_spec(
     if flavor not in flavors:
         raise RecipeError(registry.unknown_name("model.flavor", flavor, flavors) + f" (of model.name = {name!r})")
     spec: ModelSpec = family.build(flavor, vocab_size)
-    use_attention(spec.model, attention, compat.install() if on_cpu is None else on_cpu)
+    use_attention(spec.model, attention, planned_device(this_device()) == "cpu" if on_cpu is None else on_cpu)
     return spec
 
 
