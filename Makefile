@@ -12,6 +12,7 @@
 # make gpu     every check and figure that needs GPUs; CALL=1, 2 or 3 is a part of it for one GPU, at most 7 minutes each
 # make gpu-wheels  a few MB of packages for make gpu on a machine without a network, in .cache/wheels
 # make soak    2,000 steps twice, undisturbed and with random kills: the same digits, and memory that does not grow; at most an hour
+# make wheel   the wheel in .cache/wheel, installed in an environment of its own, where it plans and trains outside of the checkout
 # make site    README and docs as a searchable site in site/; a dead link fails
 # make kernels the GPU kernels without a GPU: numerics under Triton's interpreter, and what they compile to, as a table
 
@@ -64,7 +65,7 @@ $(call python,$(1)) -c 'import sys; assert sys.version_info >= (3, 11), "Python 
 $(call python,$(1)) -m venv $(2)
 endef
 
-.PHONY: site soak venv train test suite slow test-long check lint types newest oldest main-titan gpu gpu-wheels kernels lock lock-oldest lock-newest clean rehearse integrations
+.PHONY: site wheel soak venv train test suite slow test-long check lint types newest oldest main-titan gpu gpu-wheels kernels lock lock-oldest lock-newest clean rehearse integrations
 
 venv: $(STAMP)
 
@@ -164,6 +165,15 @@ kernels: venv
 	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python -m pytest tests/unit/features/test_fused.py tests/unit/features/test_separable.py -k fused
 	PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python benchmarks/compile_kernels.py
 
+# Without the lock: what a user gets who installs the wheel.
+wheel:
+	$(PYTHON) -m venv --clear .venv-wheel
+	rm -rf .cache/wheel
+	.venv-wheel/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir .cache/wheel .
+	.venv-wheel/bin/pip install --quiet --disable-pip-version-check torch==$(TITAN_TORCH) "$$(ls $(CURDIR)/.cache/wheel/*.whl)[titan]"
+	cd .cache/wheel && $(CURDIR)/.venv-wheel/bin/titan-muon plan --config qwen_moe_muon --world-size 2
+	cd .cache/wheel && $(CURDIR)/.venv-wheel/bin/titan-muon train --config qwen_moe_muon --training.steps 5
+
 # From the committed files, so that links from docs to examples and sources hold.
 site:
 	$(PYTHON) -m venv .venv-site
@@ -184,4 +194,4 @@ lock-newest:
 	$(NEWEST)/bin/pip freeze --exclude-editable | sed 's/+cu[0-9]*$$//' > $(NEWEST_LOCK)
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TITAN_ENV) $(INTEGRATIONS) .venv-site site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TITAN_ENV) $(INTEGRATIONS) .venv-site .venv-wheel site .pytest_cache .mypy_cache .ruff_cache .hypothesis
