@@ -150,7 +150,7 @@ def test_any_error_of_rank_0_is_raised_on_every_rank(tmp_path: Path, monkeypatch
 
 
 SAME = {"training__steps": 9, "checkpoint__interval": 7, "parallelism__tensor_parallel_degree": 2}
-SAME |= {"placement__muon": "owned", "muon__exchange": "all_gather", "lr_scheduler__total_steps": 9}
+SAME |= {"placement__muon": "owned", "muon__expert__exchange": "all_gather", "lr_scheduler__total_steps": 9}
 
 
 @pytest.mark.parametrize(("key", "value"), [("muon__lr", 0.25), ("data__seed", 3)])
