@@ -241,10 +241,12 @@ def moved(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """The entries of a recipe that an earlier version wrote, by today's keys."""
     result: dict[str, Entry] = {}
     for key, entry in entries.items():
-        new = MOVED.get(key, key)
-        # Several keys became one, and the last has the default.
-        if new == key or new not in result or (key, entry.value) in MOVED_VALUES:
-            result[new] = replace(entry, value=_moved_value(key, entry.value))
+        new, value = MOVED.get(key, key), _moved_value(key, entry.value)
+        # Two keys became one.
+        if new in result and {result[new].value, value} == {"skip_missing", "skip_nonfinite"}:
+            value = "skip"
+        if new not in result or value != "error":
+            result[new] = replace(entry, value=value)
     return result
 
 
