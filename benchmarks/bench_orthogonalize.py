@@ -172,7 +172,7 @@ class Bench:
     kernels: tuple[Kernel, ...]
 
     def auto(self, rows: int, cols: int, computed: Iteration = JORDAN) -> Method:
-        """Method of `muon.orthogonalize = "auto"` on this device."""
+        """Method of `muon.expert.orthogonalize = "auto"` on this device."""
         return Dispatch("auto", "auto", self.device.type, self.kernels).choose(rows, cols, computed.steps)
 
 

@@ -223,7 +223,7 @@ def row(kernel: Compiled, verdict: str) -> str:
 
 @dataclass(frozen=True)
 class PassCase:
-    """A kernel of `muon.fused` as the launcher would compile it.
+    """A kernel of `muon.expert.fused` as the launcher would compile it.
 
     Attributes:
         kernel: `momentum` or `update`.

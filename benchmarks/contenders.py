@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titan_muon import Muon
+from titan_muon import Expert, Muon
 from titan_muon.algorithms.fused import usable
 from titan_muon.orthogonalize import iteration
 from titan_muon.orthogonalize.newton_schulz import reference
@@ -167,8 +167,8 @@ def ours(
     exchange: str, params: Parameters, mesh: DeviceMesh | None, orthogonalize: str = "reference", *, fused: bool = False
 ) -> Muon:
     """Titan Muon with one of its exchanges, by default in torch.optim.Muon's arithmetic."""
-    options = {"exchange": exchange, "orthogonalize": orthogonalize, "fused": fused, **HYPERPARAMETERS}
-    return Muon(list(params.items()), **options)  # type: ignore[arg-type]
+    expert = Expert(exchange=exchange, orthogonalize=orthogonalize, fused=fused)  # type: ignore[arg-type]
+    return Muon(list(params.items()), expert=expert, **HYPERPARAMETERS)  # type: ignore[arg-type]
 
 
 def adamw(params: Parameters, mesh: DeviceMesh) -> torch.optim.Optimizer:

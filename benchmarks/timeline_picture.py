@@ -74,7 +74,7 @@ def strategies(model: str, ranks: int) -> dict[str, Plan]:
         "stacks of a shape, padded to the ranks": owned_by(ours, by_shape),
         "a layer for each rank": owned_by(ours, per_layer),
         "redundant: every rank gathers and orthogonalizes all": planned(
-            "--muon.exchange", "all_gather", "--muon.owners", "everyone"
+            "--muon.expert.exchange", "all_gather", "--muon.owners", "everyone"
         ),
     }
 

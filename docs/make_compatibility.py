@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from titan_muon import Muon, Owners, apply_in_forward, own  # noqa: E402
 from titan_muon.features import overlap_of  # noqa: E402
-from titan_muon.options import Machine, MuonOptions, PlacementRule, Split  # noqa: E402
+from titan_muon.options import EXPERT, Expert, Machine, MuonOptions, PlacementRule, Split  # noqa: E402
 from titan_muon.titan.recipe import schema, toml  # noqa: E402
 from titan_muon.titan.recipe.constraints import violations  # noqa: E402
 from titan_muon.titan.recipe.sections import Recipe  # noqa: E402
@@ -60,7 +60,7 @@ SAMPLES: Mapping[str, tuple[Any, ...]] = {
         (Split(match="*.up.weight", dims="(g f) d -> g | f d", lengths={"g": 2}),),
         (Split(match="*.up.weight", dims="f (d g) -> g | f d", lengths={"g": 2}),),
     ),
-    "buffer_bytes": (2**24,),
+    "buffer_gib": (2**-6,),
 }
 """Sample values of options without choices."""
 NAMES = {
@@ -198,10 +198,11 @@ def fake_world(size: int = 8) -> Iterator[None]:
 def refusal(model: nn.Module, choices: Sequence[Setting]) -> str:
     """The error of Muon for a model and options; empty if Muon accepts the options."""
     options: dict[str, Any] = {"machine": SLOW, **dict(choices)}
+    expert = Expert(**{name: options.pop(name) for name in EXPERT if name in options})
     try:
         # As if Triton ran here.
         with patch("titan_muon.algorithms.fused.usable", return_value=True):
-            muon = Muon(model.named_parameters(), **options).build()
+            muon = Muon(model.named_parameters(), **options, expert=expert).build()
         if options.get("overlap") == "forward":
             apply_in_forward(model, muon)
     except ValueError as error:

@@ -38,7 +38,7 @@ HEADER = (
     "states between steps",
     "states in a step",
     "gradients once packed",
-    "with `muon.release_grads`",
+    "with `muon.expert.release_grads`",
     "device at most",
     "host",
 )

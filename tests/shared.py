@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titan_muon.options import EXPERT, Expert
 
 
 def drawn(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
@@ -48,3 +51,9 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def muon_keywords(**options: Any) -> dict[str, Any]:
+    """Keywords of Muon, with the options of `Expert` in one."""
+    expert = {name: options.pop(name) for name in EXPERT if name in options}
+    return {**options, "expert": Expert(**expert)}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .fsdp.megatron import follow_megatron_fsdp
     from .hybrid import Hybrid
     from .muon import Muon
-    from .options import Rule
+    from .options import Expert, Rule
     from .owned import Owners, own
     from .state.converted import as_torch, converted
 
@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 
 _MODULES: Mapping[str, str] = {
     "Assignment": "assignment.rules",
+    "Expert": "options",
     "Hybrid": "hybrid",
     "Muon": "muon",
     "Owners": "owned",
@@ -36,6 +37,7 @@ _MODULES: Mapping[str, str] = {
 
 __all__ = [
     "Assignment",
+    "Expert",
     "Hybrid",
     "Muon",
     "Owners",

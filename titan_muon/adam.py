@@ -17,7 +17,7 @@ from .comm.clip import HostCopy, SkipsSteps
 from .comm.faults import Fault, allowed_faults, check_faults, names_with
 from .comm.report import FaultReport
 from .muon import Muon
-from .options import SLOWEST_IN_BFLOAT16, MissingGrad, Nonfinite, Offload, OptionError, StateDtype
+from .options import SLOWEST_IN_BFLOAT16, Expert, Offload, OnBadGradient, OptionError, StateDtype, check
 from .state.holder_states import moved_state, moves, new_state, resolved
 from .state.saved import after_pre_hooks, checked_state
 from .step.foreach import grouped
@@ -75,9 +75,9 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
     Args:
         state_dtype: dtype of the averages. The arithmetic is in the parameter's dtype.
         offload: keep the averages in host memory, as `Muon(offload=)`.
-        missing_grad: a missing gradient is an error, or (`skip`) leaves the parameter unchanged, as under torch.
-        nonfinite: after a non-finite gradient, a step of this rank changes nothing, and the next step raises, or
-            (`skip`) warns.
+        on_bad_gradient: a missing gradient raises; after a non-finite gradient, a step of this rank changes nothing,
+            and the next step raises. `skip_missing`: a parameter without a gradient stays unchanged, as under torch.
+            `skip_nonfinite`: the next step warns. `skip`: both.
 
     In a Hybrid, all ranks raise in the next step. Alone, a rank raises at once for a missing gradient.
 
@@ -88,8 +88,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
     _state_dtype: StateDtype = "parameter"
     _offload: Offload = "none"
     _window: Window | None = None
-    _missing_grad: MissingGrad = "error"
-    _nonfinite: Nonfinite = "error"
+    _allowed: tuple[Fault, ...] = ()
     _gradient_faults: GradientFaults | None = None
     _skipped: Tensor | None = None
     _counted: tuple[HostCopy, tuple[Tensor, ...]] | None = None
@@ -100,12 +99,13 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         *,
         state_dtype: StateDtype = "parameter",
         offload: Offload = "none",
-        missing_grad: MissingGrad = "error",
-        nonfinite: Nonfinite = "error",
+        on_bad_gradient: OnBadGradient = "error",
         **options: Any,
     ) -> None:
         self._state_dtype, self._offload = state_dtype, offload
-        self._missing_grad, self._nonfinite = missing_grad, nonfinite
+        check(Expert, {"on_bad_gradient": on_bad_gradient})
+        expert = Expert(on_bad_gradient=on_bad_gradient)
+        self._allowed = allowed_faults(missing=expert.skips_missing, nonfinite=expert.skips_nonfinite)
         super().__init__(params, **options)
         # Now, because a parameter that is frozen later lacks a gradient.
         self._gradient_faults = GradientFaults(self)
@@ -126,14 +126,14 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
-        options = ("_state_dtype", "_offload", "_missing_grad", "_nonfinite")
+        options = ("_state_dtype", "_offload", "_allowed")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        self.check_norm(skips=self._nonfinite == "skip")
+        self.check_norm(skips=Fault.NOT_FINITE in self._allowed)
         skipped = self.gradient_faults.check(self.take_skip(), scaled=getattr(self, "found_inf", None) is not None)
         # Reading a flag on the CPU does not wait.
         if skipped is not None and is_host(skipped.device):
@@ -174,7 +174,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         return [name for name, _ in named_parameters(self.param_groups)]
 
     def on_faults(self, faults: Sequence[Fault]) -> None:
-        check_faults(self.names(), faults, allowed_faults(self._missing_grad, self._nonfinite))
+        check_faults(self.names(), faults, self._allowed)
         if names := names_with(self.names(), faults, Fault.NOT_FINITE):
             warn(f"{names}: a gradient was not finite, and AdamW changed nothing in that step")
 
@@ -401,7 +401,7 @@ class GradientFaults:
     def _fault(self, parameter: Tensor, *, frozen: bool) -> Fault:
         if frozen and parameter.requires_grad and self.reporter is not None:
             return Fault.THAWED
-        if parameter.grad is not None or frozen or self._adamw._missing_grad == "skip":
+        if parameter.grad is not None or frozen or Fault.NO_GRADIENT in self._adamw._allowed:
             return Fault.NONE
         # Outside of the mesh, and where Megatron-FSDP keeps no rows.
         nothing = isinstance(parameter, DTensor) and local(parameter).numel() == 0

@@ -169,7 +169,7 @@ LOCAL_OPTIONS = (
     "release_grads",
     "keep_buffers",
     "split",
-    "buffer_bytes",
+    "buffer_gib",
     "machine",
     "offload",
 )
@@ -203,7 +203,7 @@ def report_of(
     travelling, replica_groups = collective_ranks(plan, geometries)
     exclusive = travelling if options.overlap == "backward" else set()
     buckets = tuple(sorted({*(travelling - exclusive), *teams, *replica_groups}))
-    sharing = tuple(sorted(set(components(_sharing(plan, every=options.missing_grad == "skip")).values())))
+    sharing = tuple(sorted(set(components(_sharing(plan, every=options.skips_missing)).values())))
     # From layouts, because all ranks, also outside a mesh, must create equal groups.
     existing = {all_ranks}
     for trained, parameter in zip(params, plan.parameters, strict=True):
@@ -388,7 +388,7 @@ class Engine:
             if fault in (Fault.NOT_FINITE, Fault.NO_GRADIENT):
                 storage.momentum.nan_to_num_(0.0, 0.0, 0.0)
         names, options = report.names[: len(own)], self.rank.options
-        allowed = allowed_faults(options.missing_grad, options.nonfinite)
+        allowed = allowed_faults(missing=options.skips_missing, nonfinite=options.skips_nonfinite)
         check_faults(names, own, allowed, "" if alone else report.details(reported))
         report.tell_others(reported)
         if broken := names_with(names, own, Fault.NOT_FINITE):

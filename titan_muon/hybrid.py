@@ -25,7 +25,7 @@ from .comm.agreement import Agreement
 from .comm.clip import NormCheck, SkipsSteps
 from .comm.equality import check_equal
 from .muon import Muon
-from .options import MissingGrad, MuonOptions, Nonfinite, OptionError, Rule, refuse_hybrid_keywords
+from .options import NO_EXPERT, Expert, MuonOptions, OptionError, Rule, refuse_hybrid_keywords, with_expert
 from .state.saved import after_pre_hooks, of_adamw, regrouped
 from .tensors.names import named_parameters
 from .tensors.process_groups import checked_group, group_name, group_named, ranks_of
@@ -142,7 +142,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
             parameter to the defaults. Rules come before.
         router: optimizer of the routers of mixtures of experts.
         decay_vectors: decay norms, biases and other one-dimensional parameters too.
-        missing_grad, nonfinite: for both optimizers, as in `Muon`.
+        expert: as in `Muon`. `on_bad_gradient` is for both optimizers.
         muon, adamw: further keywords of `Muon` and of `titan_muon.adam.AdamW`.
         others: options of further registered optimizers named by rules.
         process_group: the ranks with this model, as in `Muon`.
@@ -171,8 +171,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
         defaults: bool = True,
         router: str = "adamw",
         decay_vectors: bool = False,
-        missing_grad: MissingGrad = "error",
-        nonfinite: Nonfinite = "error",
+        expert: Expert = NO_EXPERT,
         muon: Mapping[str, Any] | None = None,
         adamw: Mapping[str, Any] | None = None,
         others: Mapping[str, Mapping[str, Any]] | None = None,
@@ -183,7 +182,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
         refuse_hybrid_keywords(unknown)
         self.process_group = checked_group(process_group)
         shared = {"lr": lr, "weight_decay": weight_decay}
-        of_muon = {**shared, "missing_grad": missing_grad, "nonfinite": nonfinite, **(muon or {})}
+        of_muon = {**shared, **with_expert(muon or {}, expert)}
         tables = {"muon": of_muon, "adamw": {**shared, **(adamw or {})}, **(others or {})}
         self.parts = build_optimizers(
             modules_of(model),
@@ -206,6 +205,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
         model: nn.Module | Iterable[nn.Module],
         groups: Iterable[Mapping[str, Any]],
         *,
+        expert: Expert = NO_EXPERT,
         muon: Mapping[str, Any] | None = None,
         adamw: Mapping[str, Any] | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -213,10 +213,11 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
     ) -> Self:
         """A Hybrid with the parameter groups of another Muon: Keller Jordan's (`use_muon`), or dion's (`algorithm`).
 
-        The model names the parameters. `muon`, `adamw`: keywords of whole optimizers. `defaults`: hyperparameters that
-        groups lack, as the other constructor took: `lr`, `mu`, `betas`. Raises as `optimizers_of_groups`.
+        The model names the parameters. `expert`, `muon`, `adamw`: keywords of whole optimizers. `defaults`:
+        hyperparameters that groups lack, as the other constructor took: `lr`, `mu`, `betas`. Raises as
+        `optimizers_of_groups`.
         """
-        hybrid, tables = cls.__new__(cls), {"muon": muon or {}, "adamw": adamw or {}}
+        hybrid, tables = cls.__new__(cls), {"muon": with_expert(muon or {}, expert), "adamw": adamw or {}}
         hybrid.process_group = checked_group(process_group)
         hybrid.parts = optimizers_of_groups(modules_of(model), groups, defaults, tables)
         hybrid._begin({"lr": hybrid.param_groups[0]["lr"]})

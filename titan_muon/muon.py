@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Never, Self
@@ -22,7 +22,7 @@ from .comm.replicas import separate_layouts
 from .comm.report import Reported
 from .engine import Engine, checked_plan, engine_of, report_of
 from .features import check_plan
-from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refuse_keywords
+from .options import HYPERPARAMETERS, NO_EXPERT, Expert, Machine, MuonOptions, Offload, Split, muon_options
 from .plan.terms.types import Plan
 from .state.groups import check_groups, check_lr, check_params, doubts_of, given_groups, named_group, rows_of
 from .state.holder_states import followed, moved, moves, resolved, unchanged_after_errors, with_states
@@ -40,8 +40,8 @@ from .tensors.warning import warn
 class Muon(SkipsSteps, Optimizer):
     """Momentum, orthogonalized by Newton-Schulz (Keller Jordan, 2024), for matrices in any layout.
 
-    Equal to torch.optim.Muon with the same `adjust_lr_fn` on the full matrices: bit for bit with
-    `orthogonalize="reference"` on the CPU, and up to the rounding of Newton-Schulz otherwise. torch's default of
+    Equal to torch.optim.Muon with the same `adjust_lr_fn` on the full matrices: bit for bit on the CPU with
+    `Expert(orthogonalize="reference")`, and up to the rounding of Newton-Schulz otherwise. torch's default of
     `adjust_lr_fn` is "original". The momentum is torch's exponential moving average.
 
     Construction checks the arguments. The first `step` calls `build`, which plans and allocates. Until then,
@@ -49,12 +49,12 @@ class Muon(SkipsSteps, Optimizer):
 
     Args:
         params: (name, parameter) pairs as from `model.named_parameters()`, or groups with `params` and `param_names`
-            (or with pairs as `params`) and optionally fields of `options.Hyperparameters`. Parameters are (m, n)
-            matrices or (count, m, n) stacks: plain tensors, or DTensors with any placement except Partial. Under DDP,
-            each rank orthogonalizes a share of the plain tensors. A rank without trained matrices passes an empty list.
+            (or with pairs as `params`), and optionally `eps` and fields of `options.Hyperparameters`. Parameters are
+            (m, n) matrices or (count, m, n) stacks: plain tensors, or DTensors with any placement except Partial.
+            Under DDP, each rank orthogonalizes a share of the plain tensors. A rank without trained matrices passes an
+            empty list.
         process_group: the ranks that train these parameters together, by default all.
-
-    The remaining keywords are the fields of `options.MuonOptions`.
+        expert: options that few runs set. The remaining keywords are further fields of `options.MuonOptions`.
 
     Raises:
         ValueError: for parameters without names, without matrices, or without a real floating dtype; for unknown names
@@ -78,49 +78,47 @@ class Muon(SkipsSteps, Optimizer):
         nesterov: bool = True,
         weight_decay: float = 0.1,
         ns_steps: int = 5,
-        ns_coefficients: str | Sequence[Sequence[float]] = "keller_jordan",
-        eps: float = 1e-14,
+        ns_coefficients: str | Sequence[Any] = "keller_jordan",
         adjust_lr_fn: float | str | None = "match_rms_adamw",
         algorithm: str | Sequence[str] = "muon",
         beta2: float = 0.95,
-        soap_every: int = 10,
-        decay_follows_lr: bool = False,
         momentum_warmup_steps: int = 0,
         momentum_start: float = 0.85,
         cautious: bool = False,
-        orthogonalize: str = "auto",
-        ns_dtype: str = "auto",
-        ns_kernel: str = "auto",
-        exchange: str = "all_to_all",
-        owners: str = "balanced",
-        replicas: str = "split",
-        split_over: int | str = 1,
-        tensor_parallel: str = "owner",
-        wire_dtype: str = "bfloat16",
+        overlap: str = "none",
         state: str = "replicated",
         state_dtype: str = "float32",
-        rounding: str = "stochastic",
-        missing_grad: str = "error",
-        nonfinite: str = "error",
-        idle: str = "move",
-        release_grads: bool = False,
-        keep_buffers: bool = False,
-        fused: bool | str = False,
-        overlap: str = "none",
         split: Sequence[Split] = (),
-        buffer_bytes: int | None = None,
-        machine: Machine = MuonOptions.machine,
         offload: Offload = "none",
+        machine: Machine = MuonOptions.machine,
         process_group: dist.ProcessGroup | None = None,
+        expert: Expert = NO_EXPERT,
         **unknown: Never,
     ) -> None:
-        refuse_keywords(unknown)
         self.process_group = checked_group(process_group)
         check_lr(lr)
-        ns_coefficients = rows_of(ns_coefficients)
-        algorithm = algorithm if isinstance(algorithm, str) else tuple(algorithm)
-        arguments = locals()
-        self._options = MuonOptions(**{item.name: arguments[item.name] for item in fields(MuonOptions)})
+        self._options = muon_options(
+            unknown,
+            expert,
+            lr=lr,
+            momentum=momentum,
+            nesterov=nesterov,
+            weight_decay=weight_decay,
+            ns_steps=ns_steps,
+            ns_coefficients=rows_of(ns_coefficients),
+            adjust_lr_fn=adjust_lr_fn,
+            algorithm=algorithm if isinstance(algorithm, str) else tuple(algorithm),
+            beta2=beta2,
+            momentum_warmup_steps=momentum_warmup_steps,
+            momentum_start=momentum_start,
+            cautious=cautious,
+            overlap=overlap,
+            state=state,
+            state_dtype=state_dtype,
+            split=tuple(split),
+            offload=offload,
+            machine=machine,
+        )
         self._algorithm = algorithm_of(self._options)
         self._agreement: Agreement | None = None
         self._engine: Engine | None = None
@@ -202,11 +200,11 @@ class Muon(SkipsSteps, Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         engine = self.engine if self._engine is None else self._engine
         if self._built_late:
-            if self._options.missing_grad == "error":
+            if not self._options.skips_missing:
                 self._agreed.together(lambda: check_first_gradients(engine.rank.params))
             self._built_late = False
         if self._last_norm is not None:
-            self.check_norm(skips=self._options.nonfinite == "skip")
+            self.check_norm(skips=self._options.skips_nonfinite)
         gradients = engine.gradients(self.param_groups, self.state)
         engine.run(gradients, self._scaling() if self._next_norm is not None or hasattr(self, "found_inf") else None)
         for group in self.param_groups:
@@ -254,7 +252,7 @@ class Muon(SkipsSteps, Optimizer):
     def _check_last_step(self, *, alone: bool) -> None:
         self.finish_step()
         if not alone:
-            self.check_norm(skips=self._options.nonfinite == "skip")
+            self.check_norm(skips=self._options.skips_nonfinite)
         if self._engine is not None:
             self._engine.raise_pending(alone=alone)
             if not alone:

@@ -5,13 +5,15 @@ Imports only the standard library, because `plan/` and a recipe's `--help` work 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
+from itertools import chain
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from .ranges import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, SWITCH, TEXT, Constraint
 
 
 class OptionError(ValueError):
@@ -22,46 +24,6 @@ class OptionError(ValueError):
         self.option, self.problem = option, problem
 
 
-@dataclass(frozen=True)
-class Constraint:
-    """A condition on a value, with a text for messages."""
-
-    accepted: str
-    holds: Callable[[Any], bool]
-
-
-def at_least(low: float, but: int | None = None) -> Constraint:
-    """Numbers from `low` on, or `but`."""
-    also = "" if but is None else f"{but}, or "
-    return Constraint(f"{also}{low} or more", lambda value: low <= value < math.inf or value == but)
-
-
-def from_to(low: float, high: float) -> Constraint:
-    """The closed interval."""
-    return Constraint(f"a number from {low} to {high}", lambda value: low <= value <= high)
-
-
-def below(low: float, high: float) -> Constraint:
-    """The half-open interval."""
-    return Constraint(f"a number from {low} to less than {high}", lambda value: low <= value < high)
-
-
-def one_of(*names: str) -> Constraint:
-    """A choice of names."""
-    return Constraint(f"one of {', '.join(names)}", lambda value: value in names)
-
-
-def list_of(inner: Constraint) -> Constraint:
-    """A list of elements that satisfy `inner`."""
-    return Constraint(f"a list, each element {inner.accepted}", lambda value: all(map(inner.holds, value)))
-
-
-COUNT = at_least(1)
-NOT_NEGATIVE = at_least(0)
-POSITIVE = Constraint("more than 0", lambda value: 0 < value < math.inf)
-FRACTION = below(0, 1)
-SWITCH = Constraint('a boolean or "auto"', (True, False, "auto").__contains__)
-TEXT = Constraint("a string that is not empty", lambda value: bool(value.strip()))
 ALGORITHM = Constraint(
     "a name, or a list of different names",
     lambda value: TEXT.holds(value) if isinstance(value, str) else 0 < len(value) == len(set(value)),
@@ -159,8 +121,8 @@ class Machine:
 
 Offload = Literal["none", "state", "parameters"]
 """Tensors on the host between steps: none, optimizer states, or also parameters and gradients."""
-MissingGrad = Literal["error", "skip"]
-Nonfinite = Literal["error", "skip"]
+OnBadGradient = Literal["error", "skip", "skip_missing", "skip_nonfinite"]
+"""See `Expert.on_bad_gradient`."""
 Overlap = Literal["none", "backward", "forward"]
 
 StateDtype = Literal["parameter", "bfloat16"]
@@ -193,8 +155,99 @@ ADJUST_LR_FN = Constraint(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Expert:
+    """Options that few runs set: `expert=Expert(...)` of Muon and Hybrid, `[muon.expert]` of a recipe."""
+
+    orthogonalize: Literal["auto", "standard", "gram", "reference"] = "auto"
+    """Newton-Schulz algorithm. `auto`: the cheapest safe one by shape. `reference`: the bits of torch.optim.Muon."""
+
+    ns_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Dtype of Newton-Schulz. `auto`: float16 on GPUs, bfloat16 on CPUs with instructions for it, else float32."""
+
+    ns_kernel: Literal["auto", "plain", "triton", "quack"] = "auto"
+    """Kernel of symmetric products on GPUs if 16 divides both sides. `auto`: the fastest measured on this GPU."""
+
+    exchange: Literal["all_to_all", "all_gather", "all_gather_reduce_scatter"] = "all_to_all"
+    """Collective to assemble a sharded matrix: `all_to_all` to one rank (hierarchical over replicas if faster),
+    `all_gather` to all ranks, which all orthogonalize it, or `all_gather_reduce_scatter`."""
+
+    replicas: Literal["split", "redundant"] | None = None
+    """Replicas of a matrix, as under HSDP and DDP, `split` the work or repeat the work. `redundant` is faster only if
+    sending results takes longer than Newton-Schulz. None: `split`, but `redundant` in a recipe with owners in `each`
+    replica."""
+
+    split_over: Annotated[
+        int | Literal["auto"], Constraint('1, 2, 4, 8 or "auto"', lambda v: v in (1, 2, 4, 8, "auto"))
+    ] = 1
+    """Limit on the ranks in a node that share a matrix in slices, if faster; `auto`: if 3 % faster."""
+
+    tensor_parallel: Literal["owner", "distributed", "blockwise"] = "owner"
+    """Orthogonalization of matrices sharded over a mesh axis `tp`: by an `owner`; `distributed` in slices over a group
+    of the axis; or inexactly `blockwise`, each shard as a separate matrix."""
+
+    wire_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of matrices in transit. bfloat16 is lossless, because Newton-Schulz starts and ends in bfloat16."""
+
+    eps: Annotated[float, POSITIVE] = 1e-14
+    """Lower bound of the norm that divides a matrix. float32 cannot sum the squares of much smaller norms.
+    torch.optim.Muon's 1e-7 gives the same bits for norms above 1e-7."""
+
+    soap_every: Annotated[int, COUNT] = 10
+    """Steps between two refreshes of a matrix's eigenbases, with `algorithm` = "soap"."""
+
+    decay_follows_lr: bool = False
+    """Multiply weight decay by the learning rate over the highest rate of the schedule (AdamC, arXiv:2506.02285): a
+    group's `max_lr`, or the `initial_lr` of its scheduler."""
+
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """Rounding of bfloat16 weights. `nearest` loses small updates; `stochastic` keeps small updates on average."""
+
+    on_bad_gradient: OnBadGradient = "error"
+    """A missing gradient raises on all ranks that share matrices. A matrix with a non-finite gradient gets no update,
+    and the next step raises there. `skip_missing`: on all ranks, skip a parameter that lacks a gradient on some rank,
+    with its momentum and weight decay. `skip_nonfinite`: skip such a matrix, and the next step warns. `skip`: both."""
+
+    idle: Literal["move", "hold"] = "move"
+    """A matrix with a zero gradient, as of an expert without tokens: `move` it by the momentum, as torch.optim.Muon,
+    or `hold` it, which only decays it, and warns after 20 such steps."""
+
+    release_grads: bool = False
+    """Free each gradient after packing."""
+
+    keep_buffers: bool = False
+    """Keep exchange buffers and workspace allocated between steps. Reallocation in each step fragments the memory of a
+    GPU unless PYTORCH_ALLOC_CONF has expandable_segments:True."""
+
+    fused: Annotated[bool | Literal["auto"], SWITCH] = False
+    """Triton kernels for momentum and update, which read and write each tensor once, with `algorithm` = "muon" or
+    "normuon". `auto`: where `make gpu` measured a faster step on this type of GPU. Off by default, because none was
+    measured."""
+
+    buffer_gib: Annotated[
+        float | Literal["auto"], Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
+    ] = "auto"
+    """Largest GiB of exchange buffers of a rank. `auto`: 1 with workspace. Each further GiB must save 3 % of the step
+    time, from 2 GiB on 10 %."""
+
+    @property
+    def skips_missing(self) -> bool:
+        """Whether a step leaves out a parameter without a gradient."""
+        return self.on_bad_gradient in ("skip", "skip_missing")
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether a step leaves out a matrix with a gradient that is not finite."""
+        return self.on_bad_gradient in ("skip", "skip_nonfinite")
+
+    @property
+    def buffer_bytes(self) -> int | None:
+        """Largest bytes of exchange buffers. None: automatic."""
+        return None if self.buffer_gib == "auto" else int(self.buffer_gib * 2**30)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
-    """Options that may differ between parameter groups."""
+    """Options that may differ between parameter groups, with `Expert.eps`."""
 
     lr: Annotated[float, NOT_NEGATIVE] = 1e-3
     """Learning rate."""
@@ -216,10 +269,6 @@ class Hyperparameters:
     )
     """Name of a coefficient set, or a list of [a, b, c] for each step, or of one for all steps."""
 
-    eps: Annotated[float, POSITIVE] = 1e-14
-    """Lower bound of the norm that divides a matrix. float32 cannot sum the squares of much smaller norms.
-    torch.optim.Muon's 1e-7 gives the same bits for norms above 1e-7."""
-
     adjust_lr_fn: Annotated[float | AdjustLrFn | None, ADJUST_LR_FN] = "match_rms_adamw"
     """Factor on the learning rate of an m x n matrix: 0.2 sqrt(max(m, n)), sqrt(max(1, m/n)) or sqrt(m/n). A number r
     instead of 0.2, as DeepSeek-V4's 0.18: r sqrt(max(m, n)), so that r is the root mean square of an update. In Python,
@@ -240,13 +289,6 @@ class StepOptions:
     """Decay of the average of squared updates, with `algorithm` = "normuon" or "adamuon"; with "soap", of the squares
     and products of gradients."""
 
-    soap_every: Annotated[int, COUNT] = 10
-    """Steps between two refreshes of a matrix's eigenbases, with `algorithm` = "soap"."""
-
-    decay_follows_lr: bool = False
-    """Multiply weight decay by the learning rate over the highest rate of the schedule (AdamC, arXiv:2506.02285): a
-    group's `max_lr`, or the `initial_lr` of its scheduler."""
-
     momentum_warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Steps in which the decay of the momentum rises linearly from `momentum_start` to `momentum`."""
 
@@ -256,70 +298,11 @@ class StepOptions:
     cautious: bool = False
     """Decay weights only where the update also moves the weight towards zero (arXiv:2510.12402)."""
 
-    orthogonalize: Literal["auto", "standard", "gram", "reference"] = "auto"
-    """Newton-Schulz algorithm. `auto`: the cheapest safe one by shape. `reference`: the bits of torch.optim.Muon."""
-
-    ns_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Dtype of Newton-Schulz. `auto`: float16 on GPUs, bfloat16 on CPUs with instructions for it, else float32."""
-
-    ns_kernel: Literal["auto", "plain", "triton", "quack"] = "auto"
-    """Kernel of symmetric products on GPUs if 16 divides both sides. `auto`: the fastest measured on this GPU."""
-
-    exchange: Literal["all_to_all", "all_gather", "all_gather_reduce_scatter"] = "all_to_all"
-    """Collective to assemble a sharded matrix: `all_to_all` (hierarchical over replicas if faster), `all_gather` or
-    `all_gather_reduce_scatter`."""
-
-    owners: Literal["balanced", "everyone"] = "balanced"
-    """`balanced`: one owner for each matrix, balanced by FLOPs. `everyone`: every rank, with `all_gather`."""
-
-    replicas: Literal["split", "redundant"] = "split"
-    """Replicas of a matrix, as under HSDP and DDP, `split` the work or repeat the work. `redundant` is faster only if
-    sending results takes longer than Newton-Schulz."""
-
-    split_over: Annotated[
-        int | Literal["auto"], Constraint('1, 2, 4, 8 or "auto"', lambda v: v in (1, 2, 4, 8, "auto"))
-    ] = 1
-    """Limit on the ranks in a node that share a matrix in slices, if faster; `auto`: if 3 % faster."""
-
-    tensor_parallel: Literal["owner", "distributed", "blockwise"] = "owner"
-    """Orthogonalization of matrices sharded over a mesh axis `tp`: by an `owner`; `distributed` in slices over a group
-    of the axis; or inexactly `blockwise`, each shard as a separate matrix."""
-
-    wire_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of matrices in transit. bfloat16 is lossless, because Newton-Schulz starts and ends in bfloat16."""
-
     state: Literal["replicated", "owner"] = "replicated"
     """Keepers of the momentum of replicas, as under HSDP and DDP: every holder, or only the owner."""
 
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Dtype of the momentum. `int8` has a float32 scale for each 64 elements of a row, and rounds stochastically."""
-
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """Rounding of bfloat16 weights. `nearest` loses small updates; `stochastic` keeps small updates on average."""
-
-    missing_grad: MissingGrad = "error"
-    """If some rank lacks the gradient of a parameter: raise, or skip the parameter with momentum and weight decay, on
-    all ranks that share matrices."""
-
-    nonfinite: Nonfinite = "error"
-    """A matrix with a non-finite gradient gets no update, and the next step raises on all ranks that share
-    matrices. With `skip`, momentum and weight decay are skipped too, and the next step only warns."""
-
-    idle: Literal["move", "hold"] = "move"
-    """A matrix with a zero gradient, as of an expert without tokens: `move` it by the momentum, as torch.optim.Muon,
-    or `hold` it, which only decays it, and warns after 20 such steps."""
-
-    release_grads: bool = False
-    """Free each gradient after packing."""
-
-    keep_buffers: bool = False
-    """Keep exchange buffers and workspace allocated between steps. Reallocation in each step fragments the memory of a
-    GPU unless PYTORCH_ALLOC_CONF has expandable_segments:True."""
-
-    fused: Annotated[bool | Literal["auto"], SWITCH] = False
-    """Triton kernels for momentum and update, which read and write each tensor once, with `algorithm` = "muon" or
-    "normuon". `auto`: where `make gpu` measured a faster step on this type of GPU. Off by default, because none was
-    measured."""
 
     overlap: Overlap = "none"
     """`backward`: gather matrices during the last backward, as soon as gradients are reduced. `forward`: return and
@@ -330,14 +313,10 @@ class StepOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MuonOptions(StepOptions, Hyperparameters):
-    """All keywords of Muon. A recipe has `[muon] buffer_gib` for `buffer_bytes`, `[machine]` for `machine`, and
-    `[optimizer] offload` for all optimizers. Raises OptionError for an invalid value.
+class MuonOptions(StepOptions, Hyperparameters, Expert):
+    """All options of Muon, as its step reads them: those of Expert are beside the others. A recipe has `[machine]` for
+    `machine`, and `[optimizer] offload` for all optimizers. Raises OptionError for an invalid value.
     """
-
-    buffer_bytes: Annotated[int, POSITIVE] | None = None
-    """Limit on exchange buffers in bytes. None: 1 GiB including the workspace. Each extra GiB must save 3 % of the step
-    time, from 2 GiB on 10 %."""
 
     machine: Machine = Machine()
     """The machine for the plan."""
@@ -363,7 +342,7 @@ class MuonOptions(StepOptions, Hyperparameters):
     @property
     def skips(self) -> bool:
         """Whether a step may skip matrices."""
-        return "skip" in (self.missing_grad, self.nonfinite)
+        return self.on_bad_gradient != "error"
 
     @property
     def by_matrix(self) -> bool:
@@ -375,8 +354,12 @@ class MuonOptions(StepOptions, Hyperparameters):
         return 4 if self.wire_dtype == "float32" else 2
 
 
-HYPERPARAMETERS = tuple(item.name for item in fields(Hyperparameters))
+NO_EXPERT = Expert()
+EXPERT = tuple(item.name for item in fields(Expert))
+HYPERPARAMETERS = (*(item.name for item in fields(Hyperparameters)), "eps")
 SHARED = tuple(item.name for item in fields(MuonOptions) if item.name not in HYPERPARAMETERS)
+KEYWORDS = ("expert", *(item.name for item in fields(MuonOptions) if item.name not in EXPERT))
+"""Of Muon."""
 
 
 @cache
@@ -396,14 +379,17 @@ def constraints(table: type) -> tuple[tuple[str, Constraint], ...]:
 def choices(table: type) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     """The accepted values of each Literal option."""
     kinds = get_type_hints(table).items()
-    return tuple((name, get_args(kind)) for name, kind in kinds if get_origin(kind) is Literal)
+    accepted = {name: [get_args(kind)] for name, kind in kinds if get_origin(kind) is Literal}
+    optional = {name: get_args(kind) for name, kind in kinds if get_args(kind)[1:] == (type(None),)}
+    accepted |= {name: [get_args(kind), (None,)] for name, (kind, _) in optional.items() if get_origin(kind) is Literal}
+    return tuple((name, tuple(chain.from_iterable(parts))) for name, parts in accepted.items())
 
 
 def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:
     """Raise OptionError for the first invalid value of an option of `table`. `prefix`: before the option's name."""
     for name, accepted in choices(table):
         if name in values and values[name] not in accepted:
-            raise OptionError(prefix + name, f"= {values[name]!r} is not one of {', '.join(accepted)}")
+            raise OptionError(prefix + name, f"= {values[name]!r} is not one of {', '.join(map(str, accepted))}")
     for name, constraint in constraints(table):
         try:
             holds = values.get(name) is None or constraint.holds(values[name])
@@ -413,22 +399,45 @@ def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:
             raise OptionError(prefix + name, f"= {values[name]!r} is not accepted; it takes {constraint.accepted}")
 
 
-OTHER_NAMES = MappingProxyType({"learning_rate": "lr", "lr_scale": "adjust_lr_fn"})
-"""Options by names that users try, and that differ too much for a suggestion by letters."""
+OTHER_NAMES = MappingProxyType(
+    {
+        "learning_rate": "lr",
+        "lr_scale": "adjust_lr_fn",
+        "missing_grad": "on_bad_gradient",
+        "nonfinite": "on_bad_gradient",
+        "buffer_bytes": "buffer_gib",
+        "owners": "exchange",
+    }
+)
+"""Options by names that users try or earlier versions had, and that differ too much for a suggestion by letters."""
 
 
-def refuse_keywords(unknown: Iterable[str]) -> None:
-    """Raise TypeError for an unknown keyword of Muon."""
-    known = [item.name for item in fields(MuonOptions)]
+def muon_options(unknown: Iterable[str], expert: Expert, **keywords: Any) -> MuonOptions:
+    """The options from Muon's keywords. Raises TypeError for an unknown keyword, and OptionError as `MuonOptions`."""
     for name in unknown:
-        match = OTHER_NAMES.get(name) or next(iter(get_close_matches(name, known, 1)), None)
-        hint = f" Did you mean {match}?" if match else ""
-        raise TypeError(f"Muon has no option {name}.{hint} It takes {', '.join(known)}.")
+        match = OTHER_NAMES.get(name) or next(iter(get_close_matches(name, (*KEYWORDS, *EXPERT), 1)), None)
+        hint = f" Did you mean {_written(match)}?" if match else ""
+        raise TypeError(f"Muon has no keyword {name}.{hint} It takes {', '.join(KEYWORDS)}.")
+    if not isinstance(expert, Expert):
+        raise OptionError("expert", f"= {expert!r} is not accepted; write expert=titan_muon.Expert(...)")
+    return MuonOptions(**keywords, **vars(expert))
 
 
 def refuse_hybrid_keywords(unknown: Iterable[str]) -> None:
-    """Raise TypeError for an unknown keyword of Hybrid, with the table that takes it."""
-    muon = {item.name for item in fields(MuonOptions)}
+    """Raise TypeError for an unknown keyword of Hybrid, with the place that takes it."""
     for name in unknown:
-        table = "muon" if name in muon else "adamw"
+        if (match := OTHER_NAMES.get(name, name)) in EXPERT:
+            raise TypeError(f"Hybrid has no keyword {name}; write {_written(match)}, with titan_muon.Expert")
+        table = "muon" if name in KEYWORDS else "adamw"
         raise TypeError(f"Hybrid has no keyword {name}; give options of one optimizer as {table}={{{name!r}: ...}}")
+
+
+def with_expert(muon: Mapping[str, Any], expert: Expert) -> dict[str, Any]:
+    """Muon's keywords in a Hybrid. Raises OptionError for an `expert` among them."""
+    if "expert" in muon:
+        raise OptionError("muon['expert']", "belongs beside muon; pass expert=Expert(...) to Hybrid")
+    return {**muon, "expert": expert}
+
+
+def _written(option: str) -> str:
+    return f"expert=Expert({option}=...)" if option in EXPERT else option

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.one_gpu.corpus import Tokens, tokens
-from titan_muon import Muon
+from titan_muon import Expert, Muon
 
 DECAY, BETAS = 0.1, (0.9, 0.95)
 WARM_STEPS = 10
@@ -127,7 +127,7 @@ def optimizers_of(kind: str, model: nn.Module, lr: float) -> list[Optimizer]:
     rest = [p for name, p in named if not (name.startswith("layers") and p.ndim == 2)]
     kinds: Mapping[str, Callable[[], Optimizer]] = {
         "muon": lambda: Muon(matrices, lr=lr, weight_decay=DECAY),
-        "muon_fused": lambda: Muon(matrices, lr=lr, weight_decay=DECAY, fused=is_cuda),
+        "muon_fused": lambda: Muon(matrices, lr=lr, weight_decay=DECAY, expert=Expert(fused=is_cuda)),
         "normuon": lambda: Muon(matrices, lr=lr, weight_decay=DECAY, algorithm="normuon"),
         "torch_muon": lambda: torch.optim.Muon(
             [p for _, p in matrices], lr=lr, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.one_gpu.worlds import Row, World, placement_of, read
-from titan_muon import Muon
+from titan_muon import Expert, Muon
 from titan_muon.adam import AdamW
 from titan_muon.algorithms.fused import usable
 from titan_muon.comm.clip import NormCheck
@@ -215,7 +215,7 @@ class Rank:
     def muon(self, *, fused: bool) -> Muon:
         """Muon with a built plan."""
         groups = [dict(group) for group in self._groups]
-        return OneRankMuon(groups, split=splits_of(self.world), fused=fused).build()
+        return OneRankMuon(groups, split=splits_of(self.world), expert=Expert(fused=fused)).build()
 
     def recipe_step(self, muon: Muon) -> None:
         """A step as recipes take it: the device may undo it after a non-finite norm."""

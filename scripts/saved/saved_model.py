@@ -59,7 +59,7 @@ def open_saved(run: Path, step: int | None = None) -> SavedModel:
 
     Raises RecipeError for a folder without a checkpoint, and for a step that was not saved.
     """
-    recipe = load(run / RECIPE_FILE)
+    recipe = load(run / RECIPE_FILE, saved=True)
     checkpoint, step = _checkpoint(run / recipe.checkpoint.folder, step)
     single = replace(recipe, parallelism=replace(recipe.parallelism, **ONE_RANK))
     # A process alone holds every parameter whole.

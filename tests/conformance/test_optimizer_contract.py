@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.common_optimizers import optim_db
 
+from tests.shared import muon_keywords
 from titan_muon import Hybrid, Muon
 
 INFO = next(info for info in optim_db if info.optim_cls is torch.optim.Muon)
@@ -27,7 +28,7 @@ DIFFERENCES: dict[str, str] = {
     "only support 2D parameters": "stacks of matrices (3D) are taken too",
     "does not support complex parameters": "refused at construction instead of in the step, as a ValueError",
     "test_forloop_goes_right_direction[not contiguous]": "storage must be contiguous: views of it are updated in place",
-    "test_step_is_noop_when_params_have_no_grad": "a missing gradient is an error (missing_grad = 'error')",
+    "test_step_is_noop_when_params_have_no_grad": "a missing gradient is an error (on_bad_gradient = 'error')",
     "test_all_frozen": "a model without a trained parameter is an error, not a step that does nothing",
 }
 """By PyTorch's case: the behaviour here."""
@@ -36,7 +37,7 @@ DIFFERENCES: dict[str, str] = {
 def muon(params: Any, **keywords: Any) -> Muon:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return Muon(params, **keywords)
+        return Muon(params, **muon_keywords(**keywords))
 
 
 class Small(nn.Module):
@@ -61,7 +62,8 @@ def hybrid_of(params: list[Tensor], **keywords: Any) -> Hybrid:
     options = {key: keywords.pop(key) for key in ("lr", "weight_decay") if key in keywords}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return Hybrid(model, muon=keywords, **options)
+        split = muon_keywords(**keywords)
+        return Hybrid(model, expert=split.pop("expert"), muon=split, **options)
 
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {"muon": muon, "hybrid": hybrid_of}
@@ -129,7 +131,7 @@ def test_errors(case: Any) -> None:
         return
     if issubclass(case.error_type, Warning):
         with pytest.warns(case.error_type, match=case.error_regex):
-            Muon(params, **error_input.kwargs)
+            Muon(params, **muon_keywords(**error_input.kwargs))
         return
     with pytest.raises(case.error_type):
         muon(params, **error_input.kwargs)
@@ -248,7 +250,7 @@ def test_step_is_noop_when_params_have_no_grad(make: Callable[..., Any]) -> None
     before = copy.deepcopy(params)
     with pytest.raises(ValueError, match="no gradient for"):
         make(params).step()
-    make(params, missing_grad="skip").step()
+    make(params, on_bad_gradient="skip_missing").step()
     assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
 
 

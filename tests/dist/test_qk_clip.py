@@ -123,7 +123,7 @@ def run(folder: Path, world_size: int, family: str, *overrides: str) -> list[dic
     if not file.exists():
         tiny.write_recipe(folder)
     options = {"model.name": family, "model.flavor": "tiny", "training.steps": 2, "training.seq_len": 256}
-    options |= {"training.local_batch_size": 1, "training.global_batch_size": 2, "muon.ns_dtype": "float32"}
+    options |= {"training.local_batch_size": 1, "training.global_batch_size": 2, "muon.expert.ns_dtype": "float32"}
     options |= {"validator.enable": "false", "checkpoint.enable": "false", "metrics.enable_tensorboard": "false"}
     options |= {"qk_clip.mode": "clip", "qk_clip.threshold": 3.0 if family == "llama3" else 0.05}
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]

@@ -27,6 +27,7 @@ from benchmarks.gpu.ranks import begin, communicators, gathered, no_sync
 from benchmarks.memory_use import allocated
 from benchmarks.owned_model import Net, Setup, data_mesh, loss_of, make, place, whole
 from tests.reference_muon import ReferenceMuon
+from tests.shared import muon_keywords
 from titan_muon import Muon
 from titan_muon.plan import summarize
 
@@ -133,7 +134,7 @@ class Trained:
         whole = {name: full.clone() for name, full in self.initial.items()}
         self.reference = ReferenceMuon(whole, dtype=arithmetic.dtype)
         named = list(self.params.items())
-        self.optimizer = Muon(named, lr=0.02, **arithmetic.options, **options).build()  # type: ignore[arg-type]
+        self.optimizer = Muon(named, **muon_keywords(lr=0.02, **arithmetic.options, **options)).build()  # type: ignore[arg-type]
 
     def full(self, seed: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -222,7 +223,7 @@ def check_owned(device: torch.device, placement: str, replicas: int) -> Check:
     matrices = {name: p.detach() for name, p in alone.named_parameters() if name in names}
     reference = ReferenceMuon(matrices, dtype=FLOAT32.dtype)
     trained = [(name, p) for name, p in model.named_parameters() if name in names]
-    optimizer = Muon(trained, lr=0.02, **FLOAT32.options).build()  # type: ignore[arg-type]
+    optimizer = Muon(trained, **muon_keywords(lr=0.02, **FLOAT32.options)).build()  # type: ignore[arg-type]
     faults: list[str] = []
     for step in range(STEPS):
         passes(model, rank, world, step)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.accuracy import relative_error
 from tests.gpu.devices import CPU, CUDA, CUDA_PARAM, FAKE, Target, needs_cuda_build, on_every_device
+from tests.shared import muon_keywords
 from titan_muon import Muon
 from titan_muon.orthogonalize import Method, frobenius_norms, iterate, iteration, orthogonalize, zero_nonfinite_
 from titan_muon.orthogonalize.newton_schulz import plain, product_of
@@ -89,7 +90,7 @@ def trained(target: Target, orthogonalize: str, **changed: object) -> dict[str, 
     options = {"orthogonalize": orthogonalize, "ns_dtype": "float32", "wire_dtype": "float32"} | changed
     with target.active(syncs=True):
         params = {name: nn.Parameter(target.placed(random(*shape))) for name, shape in shapes.items()}
-        optimizer = Muon(params.items(), lr=0.02, **options).build()  # type: ignore[arg-type]
+        optimizer = Muon(params.items(), **muon_keywords(lr=0.02, **options)).build()  # type: ignore[arg-type]
     for step in range(3):
         with target.active(syncs=True):
             for index, param in enumerate(params.values()):

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.integrations import cuda_on_cpu  # noqa: F401
 from tests.shared import message
-from titan_muon import Hybrid, clip_grad_norm_, follow_megatron_fsdp
+from titan_muon import Expert, Hybrid, clip_grad_norm_, follow_megatron_fsdp
 from titan_muon.tensors.dtensor import held_indices
 
 import megatron_fsdp  # isort: skip
@@ -28,7 +28,7 @@ from megatron_fsdp import experimental  # isort: skip
 
 STEPS, MORE, CLIP = 20, 3, 0.3
 OPTIONS: Mapping[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "decay_vectors": True}
-MUON: Mapping[str, Any] = {"orthogonalize": "standard", "ns_dtype": "float32", "wire_dtype": "float32"}
+EXPERT = Expert(orthogonalize="standard", ns_dtype="float32", wire_dtype="float32")
 """In bfloat16, Newton-Schulz makes 1e-4 of the rounding of sums over ranks after some steps."""
 
 
@@ -68,7 +68,7 @@ class Sharded:
     def __init__(self, kind: str, seed: int, **options: Any) -> None:
         self.kind, self.net = kind, Net(seed)
         self.model: Any = _sharded(kind, self.net)
-        self.optimizer = Hybrid(self.model, **OPTIONS, muon={**MUON, **options})
+        self.optimizer = Hybrid(self.model, **OPTIONS, expert=EXPERT, muon=options)
         if kind != "fsdp2":
             follow_megatron_fsdp(self.optimizer, self.model)
 
@@ -178,7 +178,7 @@ class OneProcess:
     def __init__(self) -> None:
         self.model, ranks = Net(1), range(dist.get_world_size())
         group = [dist.new_group([rank]) for rank in ranks][dist.get_rank()]
-        self._optimizer = Hybrid(self.model, **OPTIONS, muon=MUON, process_group=group)
+        self._optimizer = Hybrid(self.model, **OPTIONS, expert=EXPERT, process_group=group)
 
     def step(self, number: int) -> None:
         world = dist.get_world_size()
@@ -212,7 +212,7 @@ def refusals() -> dict[str, str]:
     texts = {"overlap": message(lambda: Sharded("optim", 1, overlap="backward"))}
     net = Net(1)
     model: Any = _sharded("optim", net)
-    optimizer = Hybrid(model, **OPTIONS, muon=MUON)
+    optimizer = Hybrid(model, **OPTIONS, expert=EXPERT)
     before = [p.to_local().clone() for p in model.parameters()]
     texts["zeros"] = message(lambda: megatron_fsdp.fully_shard_optimizer(optimizer))
     follow_megatron_fsdp(optimizer, model)
@@ -221,7 +221,7 @@ def refusals() -> dict[str, str]:
     same = all(torch.equal(p.to_local(), b) for p, b in zip(model.parameters(), before, strict=True))
     texts["weights"] = "unchanged" if same else "changed"
     plain = Net(1)
-    texts["plain"] = message(lambda: follow_megatron_fsdp(Hybrid(plain, muon=MUON), plain))
+    texts["plain"] = message(lambda: follow_megatron_fsdp(Hybrid(plain, expert=EXPERT), plain))
     if dist.get_world_size() == 4:
         texts["experimental hfsdp"] = message(lambda: Sharded("experimental hfsdp", 1))
     return texts

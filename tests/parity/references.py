@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests.parity.layouts import assembled, drawn, matrices
 from tests.reference_muon import ReferenceRule
 from tests.reference_soap import ReferenceSoap
+from tests.shared import muon_keywords
 from titan_muon import Muon
 
 LR = 0.02
@@ -148,7 +149,7 @@ class OneProcess:
         self.dtype = dtype
         self.params = {name: nn.Parameter(drawn(name, 0).to(dtype)) for name in names}
         options = {"lr": LR, "orthogonalize": "reference", **options}
-        self.muon = Muon(groups(self.params, several), process_group=this_rank(), **options)
+        self.muon = Muon(groups(self.params, several), process_group=this_rank(), **muon_keywords(**options))
         for group in self.muon.param_groups:
             group["initial_lr"] = group["lr"]
 

@@ -27,12 +27,12 @@ LINES = ("fsdp", "hsdp", "fsdp x tp rows", "plain")
 """Layouts that do not cut rows."""
 
 Options = dict[str, Any]
-SEVERAL: Options = {"buffer_bytes": 6_000}
-BACKWARD: Options = {"overlap": "backward", "machine": SLOW, "buffer_bytes": 60_000}
-FORWARD: Options = {"overlap": "forward", "machine": SLOW, "buffer_bytes": 60_000}
+SEVERAL: Options = {"buffer_gib": 6_000 / 2**30}
+BACKWARD: Options = {"overlap": "backward", "machine": SLOW, "buffer_gib": 60_000 / 2**30}
+FORWARD: Options = {"overlap": "forward", "machine": SLOW, "buffer_gib": 60_000 / 2**30}
 KEPT: Options = {"state": "owner"}
 OWNED_TOO = ("offloaded state", "offloaded parameters", "skip", "float32 wire", "released gradients")
-SKIP: Options = {"missing_grad": "skip", "nonfinite": "skip"}
+SKIP: Options = {"on_bad_gradient": "skip"}
 GATHERED: Options = {"exchange": "all_gather"}
 REDUCED: Options = {"exchange": "all_gather_reduce_scatter"}
 FLOAT32: Options = {"ns_dtype": "float32", "wire_dtype": "float32", "orthogonalize": "auto"}
@@ -85,7 +85,6 @@ def options() -> list[Row]:
     network = {"options": {"machine": SLOW_NETWORK}, "proof": "hierarchical"}
     changed: dict[str, Options] = {
         "all_gather": GATHERED,
-        "owners everyone": {**GATHERED, "owners": "everyone"},
         "all_gather_reduce_scatter": REDUCED,
         "redundant": {"replicas": "redundant"},
         "state owner": KEPT,
@@ -101,11 +100,11 @@ def options() -> list[Row]:
         "several buckets, released and kept": {**SEVERAL, "release_grads": True, "keep_buffers": True},
         "several buckets, state owner": {**SEVERAL, **KEPT},
         "several buckets, offloaded state": {**SEVERAL, "offload": "state"},
-        "several buckets, all_gather": {**GATHERED, "buffer_bytes": 12_000},
-        "several buckets, all_gather_reduce_scatter": {**REDUCED, "buffer_bytes": 24_000},
-        "several buckets, offloaded, all_gather": {**GATHERED, "buffer_bytes": 12_000, "offload": "state"},
-        "several buckets, offloaded, reduced": {**REDUCED, "buffer_bytes": 24_000, "offload": "state"},
-        "several buckets, hierarchical": {"buffer_bytes": 8_000, "machine": SLOW_NETWORK, "state": "owner"},
+        "several buckets, all_gather": {**GATHERED, "buffer_gib": 12_000 / 2**30},
+        "several buckets, all_gather_reduce_scatter": {**REDUCED, "buffer_gib": 24_000 / 2**30},
+        "several buckets, offloaded, all_gather": {**GATHERED, "buffer_gib": 12_000 / 2**30, "offload": "state"},
+        "several buckets, offloaded, reduced": {**REDUCED, "buffer_gib": 24_000 / 2**30, "offload": "state"},
+        "several buckets, hierarchical": {"buffer_gib": 8_000 / 2**30, "machine": SLOW_NETWORK, "state": "owner"},
     }
     keeping: dict[str, Options] = {"released": {"release_grads": True}, "offloaded": {"offload": "state"}, "skip": SKIP}
     exchanges = {"all_gather": GATHERED, "all_gather_reduce_scatter": REDUCED}
@@ -199,13 +198,13 @@ def overlaps() -> list[Row]:
         row("modules under DDP", 2, ("plain",), sharded=True),
         row("tensor parallelism alone", 2, ("tp rows", "tp columns"), sharded=True),
         row("backward", options=BACKWARD, proof="several buckets", **IN_MODULES),
-        row("backward, 2 ranks", 2, options={**BACKWARD, "buffer_bytes": 4_000}, **small),
+        row("backward, 2 ranks", 2, options={**BACKWARD, "buffer_gib": 4_000 / 2**30}, **small),
         row("backward beside owned", 2, ("fsdp", "owned"), options=BACKWARD, sharded=True),
         row("backward without modules", layouts=SHARDED, options=BACKWARD, proof="several buckets"),
         *(row(f"backward, {name}", options={**BACKWARD, **more}, **IN_MODULES) for name, more in backward.items()),
         row("backward, hierarchical", layouts=("hsdp",), sharded=True, options=backward_network, proof="hierarchical"),
         row("forward", options=FORWARD, proof="several buckets", **IN_MODULES),
-        row("forward, 2 ranks", 2, options={**FORWARD, "buffer_bytes": 4_000}, **small),
+        row("forward, 2 ranks", 2, options={**FORWARD, "buffer_gib": 4_000 / 2**30}, **small),
         *(row(f"forward, {name}", options={**FORWARD, **more}, **IN_MODULES) for name, more in forward.items()),
         row("forward, hierarchical", layouts=("hsdp",), sharded=True, options=network, proof="hierarchical"),
         row("forward, original", options=FORWARD, math={"adjust_lr_fn": "original"}, **IN_MODULES),
@@ -279,13 +278,18 @@ def algorithms() -> list[Row]:
         row("normuon, backward", options=BACKWARD, **NORMUON, **IN_MODULES),
         row("normuon of a nan", options=SKIP, gradients={1: ("experts", torch.nan)}, **NORMUON),
         row("adamuon, backward", options=BACKWARD, **signs, **IN_MODULES),
-        row("adamuon of a nan", options={"nonfinite": "skip"}, gradients={1: ("tall", torch.nan)}, **signs),
+        row(
+            "adamuon of a nan",
+            options={"on_bad_gradient": "skip_nonfinite"},
+            gradients={1: ("tall", torch.nan)},
+            **signs,
+        ),
         row("cautious, forward", options=FORWARD, math=CAUTIOUS, reference="paper", **IN_MODULES),
         row("warm-up, several buckets", options=SEVERAL, math=papers["warm-up"], reference="paper"),
         row("soap", layouts=(*MIXED, "fsdp x tp columns", "owned"), **SOAP),
         row("soap, 2 ranks", 2, (*TWO, "owned"), **SOAP),
         row("soap, redundant", options={"replicas": "redundant"}, **SOAP),
-        row("soap, several buckets", options={"buffer_bytes": 20_000}, proof="several buckets", **SOAP),
+        row("soap, several buckets", options={"buffer_gib": 20_000 / 2**30}, proof="several buckets", **SOAP),
         row("soap, odd shapes", layouts=(*FOUR[:4], "owned"), **(SOAP | {"shapes": ("row", "prime", "single", "qkv")})),
         row("soap, forward", options=FORWARD, **SOAP, **IN_MODULES),
         row("soap, backward", options=BACKWARD, **SOAP, **IN_MODULES),

@@ -29,14 +29,12 @@ def row_of(seed: int) -> Row:
     options: dict[str, Any] = {
         "exchange": exchange,
         "replicas": draw.choice(("split", "redundant")),
-        "owners": "everyone" if exchange == "all_gather" else "balanced",
         "state": draw.choice(("replicated", "replicated", "owner")),
         "offload": draw.choice(("none", "none", "state")),
-        "missing_grad": "skip",
-        "nonfinite": "skip",
+        "on_bad_gradient": "skip",
         "release_grads": draw.random() < 0.3,
         "keep_buffers": draw.random() < 0.3,
-        "buffer_bytes": draw.choice((None, None, 20_000)),
+        "buffer_gib": draw.choice(("auto", "auto", 20_000 / 2**30)),
     }
     return Row(
         f"seed {seed}",

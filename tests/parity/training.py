@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.parity.layouts import LAYOUTS, SPLITS, Layout, drawn, like, matrices, placed
 from tests.parity.references import LR, RATES, REFERENCES, Options, Reference, groups
-from tests.shared import local, message
+from tests.shared import local, message, muon_keywords
 from titan_muon import Muon, apply_in_forward, own
 from titan_muon.tensors.dtensor import copy_rows, own_rows
 
@@ -140,7 +140,7 @@ class Training:
         given = groups(params, self.row.groups)
         splits = [split for split in SPLITS if split.match.removeprefix("*.") in self.row.shapes]
         defaults = {"lr": LR, "orthogonalize": "reference", "split": splits}
-        muon = Muon(given, **(defaults | dict(self.row.math) | dict(self.row.options)))
+        muon = Muon(given, **muon_keywords(**(defaults | dict(self.row.math) | dict(self.row.options))))
         for group in muon.param_groups:
             group["initial_lr"] = group["lr"]
         return muon

@@ -75,9 +75,12 @@ REFUSED = [
     # By Muon.
     ("--muon.algorithm muonh", r"muon\.weight_decay = 0\.1: algorithm = 'muonh' keeps the norm"),
     ("--muon.algorithm normoun", r"muon\.algorithm = 'normoun' is unknown; did you mean 'normuon'\?"),
-    ("--muon.orthogonalize gram --muon.ns_dtype bfloat16", r"muon\.ns_dtype = 'bfloat16'.* diverges"),
-    ("--muon.ns_kernel quack", r"muon\.ns_kernel = 'quack' needs CUDA and the package quack-kernels"),
-    ("--muon.buffer_gib 1e-6 --world-size 2", r"muon\.buffer_gib = .* is too small"),
+    (
+        "--muon.expert.orthogonalize gram --muon.expert.ns_dtype bfloat16",
+        r"muon\.expert\.ns_dtype = 'bfloat16'.* diverges",
+    ),
+    ("--muon.expert.ns_kernel quack", r"muon\.expert\.ns_kernel = 'quack' needs CUDA and the package quack-kernels"),
+    ("--muon.expert.buffer_gib 1e-6 --world-size 2", r"muon\.expert\.buffer_gib = .* is too small"),
     ("--muon.split {match='*.wq.weight',dims='(hf)d->h|fd',lengths={f=7}}", r"muon\.split: dims = "),
     # By rules, placements and models.
     ("--placement.muon own", r"placement\.muon = 'own' is unknown; did you mean 'owned'\?"),
@@ -127,8 +130,10 @@ def test_the_dry_run_names_work_that_replicas_repeat(tmp_path: Path, capsys: pyt
     """Owned experts are whole on each replica of HSDP."""
     words = ("--world-size", "8", "--parallelism.data_parallel_replicate_degree", "4", "--placement.muon", "owned")
     words += ("--parallelism.expert_parallel_degree", "2")
-    report(command(tmp_path, *words, "--muon.replicas", "redundant").recipe, 8, full=False, json=None, device="cuda")
-    assert 'muon.replicas = "split" too' in capsys.readouterr().out
+    report(
+        command(tmp_path, *words, "--muon.expert.replicas", "redundant").recipe, 8, full=False, json=None, device="cuda"
+    )
+    assert '"split", which sends results' in capsys.readouterr().out
     report(command(tmp_path, *words).recipe, 8, full=False, json=None, device="cuda")
     assert "repeated" not in capsys.readouterr().out
 

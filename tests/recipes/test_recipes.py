@@ -149,14 +149,14 @@ EACH = ("--placement.replicas", "each")
 OWNED_STEPS = {
     "an owner in each replica": ((*TWO_REPLICAS, *EACH), 2, ""),
     "replicas that share the work": (
-        (*TWO_REPLICAS, *EACH, "--muon.replicas", "split"),
+        (*TWO_REPLICAS, *EACH, "--muon.expert.replicas", "split"),
         1,
-        'muon.replicas = "split" shares out replicas; "redundant" would not',
+        'muon.expert.replicas = "split" shares out replicas; "redundant" would not',
     ),
     "missing gradients of replicas": (
-        (*TWO_REPLICAS, *EACH, "--muon.missing_grad", "skip"),
+        (*TWO_REPLICAS, *EACH, "--muon.expert.on_bad_gradient", "skip_missing"),
         2,
-        'muon.missing_grad = "skip": replicas compare their gradients; "error" would not',
+        'muon.expert.on_bad_gradient skips missing gradients: replicas compare theirs; "error" would not',
     ),
     "pieces of tensor parallelism": (
         TWO_PEERS,
@@ -216,7 +216,7 @@ def test_a_rule_with_an_owner_places_an_owner_in_every_replica(tmp_path: Path) -
     """The rank is a place on the FSDP axis."""
     rule = ("--placement.rule", '{match = "*.wo.weight", placement = "owned", owner = 1}')
     words = (*OWNED, *TWO_REPLICAS, *rule)
-    each = ("--placement.replicas", "each", "--muon.replicas", "split")
+    each = ("--placement.replicas", "each", "--muon.expert.replicas", "split")
     assert dry_run("llama_muon", 4, tmp_path, *words) == dry_run("llama_muon", 4, tmp_path, *words, *each)
 
 
@@ -346,7 +346,7 @@ def test_the_smallest_world_fits_the_degrees() -> None:
 def test_the_dry_run_prints_algorithm_and_reason_for_every_shape(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path), "--muon.ns_dtype", "float32"])
+    recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path), "--muon.expert.ns_dtype", "float32"])
     report(recipe, 2, full=False, json=None)
     printed = capsys.readouterr().out
     meta = build_meta_model(recipe, 2, "cuda")
@@ -414,7 +414,7 @@ def test_full_lists_every_parameter(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_the_dry_run_prints_the_rounding_of_bfloat16_weights(
     rounding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dry_run("llama_muon", 2, tmp_path, "--training.dtype", "bfloat16", "--muon.rounding", rounding)
+    dry_run("llama_muon", 2, tmp_path, "--training.dtype", "bfloat16", "--muon.expert.rounding", rounding)
     printed = capsys.readouterr().out
     assert ("muon rounds stochastically" in printed) == (rounding == "stochastic")
     assert "adamw rounds to the nearest" in printed

@@ -251,7 +251,7 @@ def plans(
         exchange=exchange,
         replicas=draw(st.sampled_from(REPLICAS)),  # type: ignore[arg-type]
         split_over=draw(st.sampled_from((2, 4, 8))) if slices else 1,
-        buffer_bytes=draw(st.sampled_from([None, 256, 1024, 4096])),
+        buffer_gib=draw(st.sampled_from(["auto", 256 / 2**30, 1024 / 2**30, 4096 / 2**30])),
         wire_dtype="float32",
         machine=SLICING if slices else draw(st.sampled_from(MACHINES)),
         overlap=draw(st.sampled_from(overlaps)),
@@ -261,7 +261,7 @@ def plans(
         # Random shapes likely have a side without a divisor in the ranks.
         parameters = draw(large(parameters[0].layout.mesh))
     wanted = replace(options, tensor_parallel=mode, **MODES[mode])
-    smaller = (replace(choice, buffer_bytes=None) for choice in (wanted, options))
+    smaller = (replace(choice, buffer_gib="auto") for choice in (wanted, options))
     plan = first_plan(parameters, wanted, *smaller)
     if draw(st.booleans()):
         plan = hierarchical(plan)

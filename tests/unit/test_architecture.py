@@ -77,7 +77,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
     "plan": (PLAN, "titan_muon.options"),
     "orthogonalize": ("titan_muon.orthogonalize", "titan_muon.plan.terms", "titan_muon.options"),
     "tensors": (PLAN, *ARITHMETIC),
-    "options": (PLAN, *ARITHMETIC),
+    "options": (PLAN, "titan_muon.ranges", *ARITHMETIC),
     "comm": (PLAN, "titan_muon.comm", "titan_muon.tensors"),
 }
 """The only imports from this package, by part of the library."""

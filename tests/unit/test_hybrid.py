@@ -16,11 +16,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from titan_muon import Hybrid, Muon, Rule, assign, clip_grad_norm_, parameter_groups, registry
+from titan_muon import Expert, Hybrid, Muon, Rule, assign, clip_grad_norm_, parameter_groups, registry
 from titan_muon.adam import AdamW
+from titan_muon.comm.faults import Fault
 from titan_muon.options import Split
 
-OPTIONS: dict[str, Any] = {"lr": 0.02, "muon": {"orthogonalize": "reference"}}
+OPTIONS: dict[str, Any] = {"lr": 0.02, "expert": Expert(orthogonalize="reference")}
 MATRICES = {f"layers.{i}.{name}.weight" for i in range(2) for name in ("up", "down")}
 
 
@@ -68,7 +69,7 @@ def pair(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
     """The two optimizers of a user who wants no Hybrid."""
     groups = parameter_groups(model, **options)
     return [
-        Muon(groups["muon"], lr=0.02, orthogonalize="reference"),
+        Muon(groups["muon"], lr=0.02, expert=Expert(orthogonalize="reference")),
         AdamW(groups["adamw"], lr=0.02, weight_decay=0.1),
     ]
 
@@ -185,9 +186,9 @@ def test_a_copy_trains_as_the_original(copied: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda things: pickle.loads(pickle.dumps(things))])
 def test_a_copied_adamw_keeps_the_options(copied: Callable[[Any], Any]) -> None:
-    options = {"state_dtype": "bfloat16", "missing_grad": "skip", "nonfinite": "skip"}
+    options: dict[str, Any] = {"state_dtype": "bfloat16", "on_bad_gradient": "skip"}
     adamw = copied(AdamW([nn.Parameter(torch.zeros(2))], betas=(0.9, 0.95), **options))
-    assert {name: getattr(adamw, f"_{name}") for name in options} == options
+    assert (adamw._state_dtype, adamw._allowed) == ("bfloat16", (Fault.NOT_FINITE, Fault.NO_GRADIENT))
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["on the host", "on the device"])
@@ -337,7 +338,11 @@ def test_a_nonfinite_norm_skips_third_party_optimizers(monkeypatch: pytest.Monke
     entry = registry.OptimizerEntry(lambda groups: torch.optim.SGD(groups, lr=0.1))
     monkeypatch.setitem(registry.optimizers._values, "plain_sgd", entry)
     model = Decoder()
-    hybrid = Hybrid(model, rules=[Rule(match="embed.weight", optimizer="plain_sgd")], muon={"nonfinite": "skip"})
+    hybrid = Hybrid(
+        model,
+        rules=[Rule(match="embed.weight", optimizer="plain_sgd")],
+        expert=Expert(on_bad_gradient="skip_nonfinite"),
+    )
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = [parameter.detach().clone() for parameter in model.parameters()]

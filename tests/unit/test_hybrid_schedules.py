@@ -9,7 +9,7 @@ import torch
 from torch.optim import lr_scheduler as torchs
 
 from tests.unit.test_hybrid import OPTIONS, Decoder, train
-from titan_muon import Hybrid
+from titan_muon import Expert, Hybrid
 
 Arguments = Callable[[Hybrid], dict[str, Any]]
 TORCH: dict[str, Arguments] = {
@@ -90,8 +90,11 @@ def test_wrong_arguments_are_refused_with_the_call_that_works(argument: str, opt
 
 def test_the_remedy_for_a_missing_gradient_works_as_written() -> None:
     model = Decoder()
-    for remedy, error in (({}, "missing_grad = 'skip'"), ({"missing_grad": "skip"}, None)):
-        hybrid = Hybrid(model, **remedy)
+    for expert, error in (
+        (Expert(), "expert.on_bad_gradient = 'skip_missing'"),
+        (Expert(on_bad_gradient="skip_missing"), None),
+    ):
+        hybrid = Hybrid(model, expert=expert)
         if error is None:
             hybrid.step()
         else:

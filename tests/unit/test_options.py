@@ -9,10 +9,14 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from tests.shared import muon_keywords
 from titan_muon import Muon, options
 from titan_muon.options import (
+    EXPERT,
     HYPERPARAMETERS,
+    KEYWORDS,
     SHARED,
+    Expert,
     Hyperparameters,
     Machine,
     MuonOptions,
@@ -30,7 +34,10 @@ def test_the_signature_of_muon_has_every_option_and_default() -> None:
         for name, parameter in inspect.signature(Muon).parameters.items()
         if name not in ("self", "params", "process_group", "unknown")
     }
-    assert shown == {item.name: getattr(MuonOptions(), item.name) for item in fields(MuonOptions)}
+    assert shown.pop("expert") == Expert()
+    declared = [item.name for item in fields(MuonOptions) if item.name not in EXPERT]
+    assert shown == {name: getattr(MuonOptions(), name) for name in declared}
+    assert {*shown, "expert"} == {*KEYWORDS}
 
 
 @pytest.mark.parametrize(
@@ -38,12 +45,15 @@ def test_the_signature_of_muon_has_every_option_and_default() -> None:
     [
         ("learning_rate", "Did you mean lr"),
         ("momentun", "Did you mean momentum"),
+        ("exchange", r"Did you mean expert=Expert(exchange=...)?"),
+        ("exchang", r"Did you mean expert=Expert(exchange=...)?"),
+        ("missing_grad", r"Did you mean expert=Expert(on_bad_gradient=...)?"),
         ("zzz", "It takes"),
     ],
 )
 def test_the_error_of_an_unknown_keyword_lists_the_options(keyword: str, named: str) -> None:
     unknown: dict[str, Any] = {keyword: 1}
-    with pytest.raises(TypeError, match=f"no option {keyword}.*weight_decay") as error:
+    with pytest.raises(TypeError, match=f"no keyword {keyword}.*weight_decay") as error:
         Muon([("w", Parameter(torch.zeros(4, 4)))], **unknown)
     assert named in str(error.value)
 
@@ -61,13 +71,21 @@ def test_an_empty_state_dict_is_refused_with_the_missing_keys() -> None:
 
 
 def test_muon_stores_every_argument() -> None:
-    options = MuonOptions(lr=0.5, ns_steps=3, exchange="all_gather", missing_grad="skip", machine=Machine(tflops=1.0))
-    keywords = {item.name: getattr(options, item.name) for item in fields(options)}
-    muon = Muon([("w", Parameter(torch.zeros(4, 4)))], **keywords)
+    options = MuonOptions(
+        lr=0.5, ns_steps=3, exchange="all_gather", on_bad_gradient="skip", machine=Machine(tflops=1.0)
+    )
+    values = {item.name: getattr(options, item.name) for item in fields(options)}
+    muon = Muon([("w", Parameter(torch.zeros(4, 4)))], **muon_keywords(**values))
     assert muon._options == options
     assert {name: muon.param_groups[0][name] for name in HYPERPARAMETERS} == {
-        name: keywords[name] for name in HYPERPARAMETERS
+        name: values[name] for name in HYPERPARAMETERS
     }
+
+
+@pytest.mark.parametrize("expert", [{"exchange": "all_gather"}, None])
+def test_another_thing_than_an_expert_is_refused(expert: Any) -> None:
+    with pytest.raises(OptionError, match=r"^expert = .* write expert=titan_muon\.Expert"):
+        Muon([("w", Parameter(torch.zeros(4, 4)))], expert=expert)
 
 
 def test_every_option_belongs_to_a_group_or_to_the_whole_optimizer() -> None:
@@ -84,7 +102,7 @@ def test_a_declaration_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> Non
         MuonOptions(lr=-1.0)
 
 
-@pytest.mark.parametrize("table", [Hyperparameters, StepOptions, MuonOptions, Machine])
+@pytest.mark.parametrize("table", [Expert, Hyperparameters, StepOptions, MuonOptions, Machine])
 def test_every_number_has_a_range(table: type) -> None:
     ranged = {name for name, _ in constraints(table)}
     numbers = {item.name for item in fields(table) if type(getattr(table(), item.name)) in (int, float)}
@@ -100,14 +118,15 @@ WRONG = [
     ("eps", 0.0, "it takes more than 0"),
     ("adjust_lr_fn", "adam", "it takes match_rms_adamw, original, spectral_unclamped, or a number above 0"),
     ("exchange", "all_to_al", "is not one of all_to_all, all_gather, all_gather_reduce_scatter"),
-    ("missing_grad", None, "is not one of error, skip"),
+    ("on_bad_gradient", None, "is not one of error, skip, skip_missing, skip_nonfinite"),
+    ("replicas", "both", "is not one of split, redundant, None"),
 ]
 
 
 @pytest.mark.parametrize(("option", "value", "accepted"), WRONG)
 def test_a_wrong_value_is_refused_by_the_users_option_name(option: str, value: Any, accepted: str) -> None:
     with pytest.raises(OptionError, match=rf"^{option} = ") as caught:
-        Muon([("w", Parameter(torch.zeros(4, 4)))], **{option: value})
+        Muon([("w", Parameter(torch.zeros(4, 4)))], **muon_keywords(**{option: value}))
     assert accepted in str(caught.value)
     assert caught.value.option == option
 

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import lr_scheduler
 
-from titan_muon import Muon, registry
+from tests.shared import muon_keywords
+from titan_muon import Expert, Muon, registry
 from titan_muon.algorithms.muon import MuonAlgorithm
 from titan_muon.options import OptionError
 
@@ -19,7 +20,7 @@ def trained(steps: int, **options: Any) -> tuple[Muon, Tensor]:
     """A Muon after some steps, and the weights."""
     generator = torch.Generator().manual_seed(0)
     param = nn.Parameter(torch.randn(16, 24, generator=generator))
-    muon = Muon([("w", param)], lr=0.02, orthogonalize="reference", **options)
+    muon = Muon([("w", param)], **muon_keywords(lr=0.02, orthogonalize="reference", **options))
     for _ in range(steps):
         param.grad = torch.randn(16, 24, generator=generator)
         muon.step()
@@ -38,7 +39,7 @@ def test_decay_follows_lr_takes_the_highest_rate_of_the_schedule(
     schedule: Callable[[Muon], Any], highest: float
 ) -> None:
     param = nn.Parameter(torch.ones(16, 24))
-    muon = Muon([("w", param)], lr=0.02, weight_decay=0.5, decay_follows_lr=True)
+    muon = Muon([("w", param)], lr=0.02, weight_decay=0.5, expert=Expert(decay_follows_lr=True))
     scheduler = schedule(muon)
     for _ in range(3):
         lr = muon.param_groups[0]["lr"]
@@ -59,13 +60,13 @@ UNKNOWN: dict[str, Callable[[Muon], Any]] = {
 @pytest.mark.parametrize("schedule", UNKNOWN.values(), ids=UNKNOWN.keys())
 def test_decay_follows_lr_without_the_highest_rate_is_refused(schedule: Callable[[Muon], Any]) -> None:
     param = nn.Parameter(torch.ones(16, 24))
-    muon = Muon([("w", param)], lr=0.02, weight_decay=0.5, decay_follows_lr=True)
+    muon = Muon([("w", param)], lr=0.02, weight_decay=0.5, expert=Expert(decay_follows_lr=True))
     scheduler = schedule(muon)
     param.grad = torch.ones(16, 24)
     if scheduler is not None:
         muon.step()
         scheduler.step()
-    with pytest.raises(ValueError, match=r"w: decay_follows_lr = True needs the highest .* group\['max_lr'\]"):
+    with pytest.raises(ValueError, match=r"w: expert.decay_follows_lr = True needs the highest .* group\['max_lr'\]"):
         muon.step()
     muon.param_groups[0]["max_lr"] = 2.0
     muon.step()
@@ -75,7 +76,7 @@ def test_a_tensor_rate_decays_as_a_number() -> None:
     weights = []
     for lr in (0.02, torch.tensor(0.02)):
         param = nn.Parameter(torch.ones(16, 24))
-        muon = Muon([("w", param)], lr=lr, weight_decay=0.5, decay_follows_lr=True)  # type: ignore[arg-type]
+        muon = Muon([("w", param)], lr=lr, weight_decay=0.5, expert=Expert(decay_follows_lr=True))  # type: ignore[arg-type]
         torch.optim.lr_scheduler.ConstantLR(muon, factor=0.5)
         param.grad = torch.ones(16, 24)
         muon.step()
@@ -127,7 +128,7 @@ SPHERE = {"algorithm": "muonh", "weight_decay": 0.0}
 )
 def test_options_without_a_use_in_the_rule_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as refused:
-        Muon([("w", nn.Parameter(torch.eye(16)))], **options).build()
+        Muon([("w", nn.Parameter(torch.eye(16)))], **muon_keywords(**options)).build()
     assert message in str(refused.value)
 
 
@@ -135,8 +136,8 @@ def test_scaled_coefficients_are_refused_only_for_the_reference() -> None:
     param = nn.Parameter(torch.randn(16, 24))
     options: dict[str, Any] = {"ns_coefficients": "aol", "ns_steps": 4}
     with pytest.raises(ValueError, match="ns_coefficients = 'aol' begins with a scaling"):
-        Muon([("w", param)], orthogonalize="reference", **options).build()
-    muon = Muon([("w", param)], lr=1.0, adjust_lr_fn="spectral_unclamped", weight_decay=0.0, **options)
+        Muon([("w", param)], **muon_keywords(orthogonalize="reference", **options)).build()
+    muon = Muon([("w", param)], **muon_keywords(lr=1.0, adjust_lr_fn="spectral_unclamped", weight_decay=0.0, **options))
     before, param.grad = param.detach().clone(), torch.randn(16, 24)
     muon.step()
     values = torch.linalg.svdvals((before - param.detach()) * (24 / 16) ** 0.5)
@@ -166,4 +167,4 @@ def test_an_algorithm_with_a_state_refuses_a_matrix_without_an_owner_of_the_whol
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     param = nn.Parameter(distribute_tensor(torch.ones(8, 16), mesh, [Shard(0)]))
     with pytest.raises(ValueError, match="algorithm = 'normuon' needs whole matrices"):
-        Muon([("w", param)], algorithm="normuon", tensor_parallel=mode).build()
+        Muon([("w", param)], algorithm="normuon", expert=Expert(tensor_parallel=mode)).build()

@@ -101,7 +101,6 @@ class Soap(MuonAlgorithm):
             ("state_dtype", "float32", "holders keep no momentum, and the owner's moments are float32"),
             ("offload", "none", "its states are on the owner's device, and CPUOffloadPolicy implies 'parameters'"),
             ("state", "replicated", "all states are on the owner already"),
-            ("owners", "balanced", "every rank would keep the states of every matrix"),
             ("momentum_warmup_steps", 0, "the correction of the moments' bias needs a constant beta"),
             ("ns_dtype", "auto", "it has no Newton-Schulz"),
             ("ns_kernel", "auto", "it has no Newton-Schulz"),
@@ -109,6 +108,9 @@ class Soap(MuonAlgorithm):
             value = getattr(options, name)
             if value != needed:
                 raise OptionError(name, f"= {value!r} does not fit algorithm = 'soap': {reason}; set {needed!r}")
+        if options.exchange == "all_gather":
+            problem = "every rank would keep the states of every matrix; set 'all_to_all'"
+            raise OptionError("exchange", f"= 'all_gather' does not fit algorithm = 'soap': {problem}")
         super().check(context)
 
     def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:

@@ -18,9 +18,11 @@ from ..tensors.warning import warn
 from .roles import IsMuon, ParameterInfo, inspect_model
 from .rules import Assignment, assign_parameters
 
-registry.optimizers.register("muon", registry.OptimizerEntry(Muon, options.SHARED))
 registry.optimizers.register(
-    "adamw", registry.OptimizerEntry(AdamW, ("foreach", "fused", "state_dtype", "offload", "missing_grad", "nonfinite"))
+    "muon", registry.OptimizerEntry(Muon, [k for k in options.KEYWORDS if k not in options.HYPERPARAMETERS])
+)
+registry.optimizers.register(
+    "adamw", registry.OptimizerEntry(AdamW, ("foreach", "fused", "state_dtype", "offload", "on_bad_gradient"))
 )
 
 OPTIMIZER = "optimizer"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import registry
-from ..options import Offload, OptionError, Rule, Split
+from ..options import Expert, Offload, OptionError, Rule, Split
 from ..tensors.matrices import check_splits, has_matrices, split_hint
 from .groups import ParamGroup, assigned_model, frozen_in, grouped, named_parameters_of
 from .roles import IsMuon, ParameterInfo, inspect_model
@@ -64,8 +64,8 @@ def build_optimizers(
     """
     frozen = frozen_in(modules)
     parameters = {n: p for n, p in named_parameters_of(modules).items() if knows_frozen or n not in frozen}
-    shared = {key: tables["muon"][key] for key in ("missing_grad", "nonfinite") if key in tables.get("muon", {})}
-    tables = {**tables, "adamw": {**shared, **tables.get("adamw", {})}}
+    expert = tables.get("muon", {}).get("expert", Expert())
+    tables = {**tables, "adamw": {"on_bad_gradient": expert.on_bad_gradient, **tables.get("adamw", {})}}
     tables = {**tables, **_shared_options(rules, tables)}
     known = inspect_model(modules, frozen=knows_frozen, is_muon=is_muon) if model is None else model
     # From the whole model, because all ranks build Muon together: ranks would wait for a pipeline rank without Muon.

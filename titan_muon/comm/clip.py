@@ -171,7 +171,8 @@ class SkipsSteps:
         text = f"the norm of the gradients was not finite ({causes}), and the step changed no weight"
         if not skips:
             raise NotFiniteError(
-                f"{text}; lower the learning rate, clip gradients, or go on after such steps (nonfinite = 'skip')"
+                f"{text}; lower the learning rate, clip gradients, or go on after such steps "
+                "(expert.on_bad_gradient = 'skip_nonfinite')"
             )
         warn(text)
 

@@ -43,11 +43,12 @@ STORAGE_FAULTS = frozenset((Fault.RESHARDED, Fault.STATE_REPLACED, Fault.PARAMET
 
 REMEDIES: Mapping[Fault, str] = {
     Fault.NOT_FINITE: "{names}: gradient or momentum was not finite in an earlier step, which left those matrices "
-    "without an update; lower the learning rate, clip gradients, or skip such updates (nonfinite = 'skip')",
+    "without an update; lower the learning rate, clip gradients, or skip such updates "
+    "(expert.on_bad_gradient = 'skip_nonfinite')",
     Fault.NO_GRADIENT: "no gradient for {names}: use the parameter in the loss, freeze it before building Muon "
-    "(requires_grad = False), give it to another optimizer, or skip it in such steps (missing_grad = 'skip'); if the "
-    "parameter was frozen after Muon was built, call rebuild() on every rank; if the model was sharded after Muon was "
-    "made, make Muon from the sharded model's parameters",
+    "(requires_grad = False), give it to another optimizer, or skip it in such steps "
+    "(expert.on_bad_gradient = 'skip_missing'); if the parameter was frozen after Muon was built, call rebuild() on "
+    "every rank; if the model was sharded after Muon was made, make Muon from the sharded model's parameters",
     Fault.GRADIENT_ELSEWHERE: "{names}: the gradient's mesh or placements differ from the parameter's; redistribute "
     "the gradient",
     Fault.RESHARDED: "{names}: resharded since Muon was built; build a new optimizer, and load its momentum from a "
@@ -63,7 +64,7 @@ REMEDIES: Mapping[Fault, str] = {
     "all ranks, and go on from a checkpoint",
     Fault.REPLICAS_DIFFER: "{names}: these plain tensors were equal on all ranks when Muon was built, but their "
     "gradients differ, and a step applies one rank's gradient to all replicas; reduce gradients over the ranks, as "
-    "DistributedDataParallel does, or have each rank train its own tensors (replicas = 'redundant')",
+    "DistributedDataParallel does, or have each rank train its own tensors (expert.replicas = 'redundant')",
     Fault.GRADIENT_CHANGED: "{names}: gradient, momentum or nesterov changed between the send in backward "
     "(overlap = 'backward') and the step; put only the last backward of a step into optimizer.overlap(), and do not "
     "clip or change gradients before the step, or set overlap = 'none'",
@@ -83,9 +84,9 @@ REMEDIES: Mapping[Fault, str] = {
     "changes; initialize the weights, or give the parameter to another optimizer",
     Fault.SPARSE_GRADIENT: "{names}: the gradient is sparse, and Muon takes dense matrices; set sparse = False in the "
     "embedding, or give it to torch.optim.SparseAdam",
-    Fault.HIGHEST_RATE_UNKNOWN: "{names}: decay_follows_lr = True needs the highest learning rate of the schedule, "
+    Fault.HIGHEST_RATE_UNKNOWN: "{names}: expert.decay_follows_lr = True needs the highest rate of the schedule, "
     "which is unknown: no scheduler runs, or its first rate is not the highest; set group['max_lr'] to the highest "
-    "rate for each group of param_groups, or decay_follows_lr = False",
+    "rate for each group of param_groups, or expert.decay_follows_lr = False",
 }
 
 
@@ -136,10 +137,10 @@ def check_faults(names: Sequence[str], faults: Sequence[Fault], allowed: Collect
             raise kind(remedy.format(names=faulty, details=details))
 
 
-def allowed_faults(missing_grad: str, nonfinite: str) -> tuple[Fault, ...]:
-    """Faults that skip a parameter instead of raising, by the options of an optimizer."""
-    chosen = {Fault.NOT_FINITE: nonfinite, Fault.NO_GRADIENT: missing_grad}
-    return tuple(fault for fault, choice in chosen.items() if choice == "skip")
+def allowed_faults(*, missing: bool, nonfinite: bool) -> tuple[Fault, ...]:
+    """Faults that skip a parameter instead of raising, by what an optimizer skips."""
+    skipped = {Fault.NOT_FINITE: nonfinite, Fault.NO_GRADIENT: missing}
+    return tuple(fault for fault, is_skipped in skipped.items() if is_skipped)
 
 
 def names_with(names: Sequence[str], faults: Sequence[Fault], fault: Fault) -> str:

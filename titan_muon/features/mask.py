@@ -1,4 +1,4 @@
-"""`missing_grad="skip"`, `nonfinite="skip"` and `idle="hold"`: one pass over gradients, and one maximum over ranks."""
+"""`on_bad_gradient="skip"` and `idle="hold"`: one pass over gradients, and one maximum over ranks."""
 
 # [Note: matrices without an update]
 # - Each matrix has a code: no holder, a zero gradient, a gradient, or a missing or non-finite gradient. The maximum
@@ -58,7 +58,8 @@ class IdleSteps:
         names = list(dict.fromkeys(self._name(number) for number in new.nonzero().flatten().tolist()))
         warn(
             f"{listed(names)}: the gradient was zero in each of {IDLE_STEPS} steps, so the matrix "
-            "gets no update (idle = 'hold'); look for an expert without tokens, or a branch that the loss does not use"
+            "gets no update (expert.idle = 'hold'); look for an expert without tokens, or a branch that the loss does "
+            "not use"
         )
 
     def _name(self, number: int) -> str:
@@ -79,7 +80,7 @@ class GradientMask(UpdateMask):
         super().__init__(rank.report)
         self._rank, self._idle = rank, idle
         # Faults of matrices that are skipped instead of reported as an error.
-        self._allowed = allowed_faults(rank.options.missing_grad, rank.options.nonfinite)
+        self._allowed = allowed_faults(missing=rank.options.skips_missing, nonfinite=rank.options.skips_nonfinite)
         self._holds = rank.options.idle == "hold"
         matrices = rank.plan.matrices
         # Slices of a matrix share the place of the first slice.

@@ -28,10 +28,8 @@ def make_plan(
     """The plan of a step. Equal arguments give equal plans on every rank.
 
     `machine`: by default a GPU machine by `options.machine`. Raises OptionError for contradicting options, and for too
-    small a `buffer_bytes`.
+    small a `buffer_gib`.
     """
-    if options.owners == "everyone" and PATTERNS[options.exchange].has_owners:
-        raise OptionError("owners", "= 'everyone' needs every piece on every rank: set exchange = 'all_gather'")
     if options.split_over != 1:
         check_split_over(options)
     whole_parameters, geometries = parameters, Geometries(parameters)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from ..options import HYPERPARAMETERS, Hyperparameters, OptionError, check
+from ..options import HYPERPARAMETERS, MuonOptions, OptionError, check
 from ..orthogonalize.coefficients import coefficients
 from ..tensors.storage import STEP
 from .groups import other_algorithm, rows_of
@@ -69,7 +68,7 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
 
 def hyperparameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """From a group of another optimizer. Muon's own names win."""
-    values = {field.name: field.default for field in fields(Hyperparameters)}
+    values = {name: getattr(MuonOptions, name) for name in HYPERPARAMETERS}
     values["adjust_lr_fn"] = "original"
     spellings = {"momentum": group.get("mu"), "eps": group.get("epsilon")}
     values |= {key: value for key, value in spellings.items() if value is not None}
@@ -80,7 +79,7 @@ def hyperparameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
         values["adjust_lr_fn"] = ADJUST_LR[adjust_lr]
     values |= {key: group[key] for key in HYPERPARAMETERS if key in group}
     values["ns_coefficients"] = rows_of(values["ns_coefficients"])
-    check(Hyperparameters, values)
+    check(MuonOptions, values)
     return values
 
 

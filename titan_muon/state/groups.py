@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..options import HYPERPARAMETERS, OTHER_NAMES, SHARED, Hyperparameters, OptionError, Split, check
+from ..options import EXPERT, HYPERPARAMETERS, OTHER_NAMES, SHARED, MuonOptions, OptionError, Split, check
 from ..orthogonalize import Iteration, iteration
 from ..tensors.matrices import check_splits, doubts_about, stack_of
 from ..tensors.names import LOOKED_UP, canonical_fqn, listed, named_parameters
@@ -56,7 +56,7 @@ def check_group(group: Mapping[str, Any]) -> None:
             "titan_muon.parameter_groups(model)['muon'], or give the model to titan_muon.Hybrid"
         )
     check_lr(group["lr"])
-    check(Hyperparameters, group)
+    check(MuonOptions, {name: group[name] for name in HYPERPARAMETERS})
     iteration_of(group)
 
 
@@ -131,7 +131,8 @@ def check_keys(group: Mapping[str, Any]) -> None:
     for key, value in group.items():
         # dion marks its groups by an `algorithm` too.
         if key in SHARED and key != "algorithm":
-            raise OptionError(key, "holds for all parameters of a Muon; pass it to Muon instead of a group")
+            written = f"expert=Expert({key}=...)" if key in EXPERT else "it"
+            raise OptionError(key, f"holds for all parameters of a Muon; pass {written} to Muon instead of a group")
         if key == other_algorithm(group):
             raise OptionError(
                 key,

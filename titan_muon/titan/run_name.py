@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.recipe.files import written_values
-from titan_muon.titan.recipe.schema import AXES
+from titan_muon.titan.recipe.schema import AXES, moved
 from titan_muon.titan.recipe.toml import read_file, value_text
 
 LONGEST = 40
@@ -30,8 +30,8 @@ IGNORED = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "ch
 SAME_EXPERIMENT = IGNORED | {
     *("training.steps", "training.enable_cpu_offload", "training.gc_freq", "training.gc_debug"),
     *("data.num_workers", "data.prefetch_factor", "data.persistent_workers", "data.pin_memory"),
-    *("muon.exchange", "muon.owners", "muon.replicas", "muon.split_over", "muon.state", "muon.overlap"),
-    *("muon.buffer_gib", "optimizer.offload", "optimizer.implementation", "loss.chunks"),
+    *("muon.expert.exchange", "muon.expert.replicas", "muon.expert.split_over", "muon.state", "muon.overlap"),
+    *("muon.expert.buffer_gib", "optimizer.offload", "optimizer.implementation", "loss.chunks"),
     *("activation_checkpoint", "checkpoint", "comm", "compile", "machine", "metrics", "monitor", "parallelism"),
     *("placement", "profiler", "validator"),
 }
@@ -80,7 +80,7 @@ def changes(recipe: Recipe, file: Path) -> dict[str, str]:
     """
     # A recipe of an older version lacks new keys: compare with their defaults.
     mine, defaults = written_values(recipe), written_values(Recipe())
-    read = {key: entry.value for key, entry in read_file(file).items()}
+    read = {key: entry.value for key, entry in moved(read_file(file)).items()}
     return {
         key: f"{key} = {_text(read.get(key, defaults.get(key)))}, here {_text(mine.get(key))}"
         for key in {**mine, **read}

@@ -16,7 +16,7 @@ from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS, named, parameters, placed, set_gradients
 from tests.shared import message
-from titan_muon import Muon
+from titan_muon import Expert, Muon
 from titan_muon.comm.agreement import PlanReport, check_reports
 from titan_muon.engine import report_of
 from titan_muon.plan.terms.layout import Geometries
@@ -120,7 +120,7 @@ def groups_made(rank: int, world_size: int, mesh: tuple[int, ...], placements: A
     devices = init_device_mesh("cpu", mesh)
     param = Parameter(distribute_tensor(torch.ones(16, 24), devices, placements, src_data_rank=None))
     before = len(dist.distributed_c10d._world.pg_map)
-    muon = Muon([("w", param)], replicas="redundant").build()
+    muon = Muon([("w", param)], expert=Expert(replicas="redundant")).build()
     made, first = len(dist.distributed_c10d._world.pg_map) - before, timeouts(muon)
     muon.set_timeout(timedelta(seconds=7))
     changed = timeouts(muon)

@@ -15,8 +15,8 @@ from torch.nn import Parameter
 
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS, SHAPES, SLICED, full, named, parameters, placed, set_gradients
-from tests.shared import message, whole
-from titan_muon import Muon
+from tests.shared import message, muon_keywords, whole
+from titan_muon import Expert, Muon
 
 LR, DECAY = 0.02, 0.1
 BAD = {"layers.0.weight": (3, 5), "layers.2.experts": (2, 0, 0)}
@@ -27,7 +27,9 @@ def after_a_bad_step(rank: int, world_size: int, options: dict[str, Any], value:
     """State after a step with bad gradients, compared with a step with good gradients."""
     mesh = init_device_mesh("cpu", (world_size,))
     params, healthy = parameters(mesh), parameters(mesh)
-    optimizer, other = (Muon(named(p), lr=LR, weight_decay=DECAY, **options).build() for p in (params, healthy))
+    optimizer, other = (
+        Muon(named(p), **muon_keywords(lr=LR, weight_decay=DECAY, **options)).build() for p in (params, healthy)
+    )
     before = {name: param.full_tensor().clone() for name, param in params.items()}
     for name, index in BAD.items():
         gradient = full(name, 1)
@@ -78,7 +80,7 @@ def test_a_nonfinite_gradient_is_an_error_in_the_next_step_and_changes_no_weight
         assert report["layers.2.experts"] == ["as healthy", "as healthy", "decayed", "as healthy"]
         assert report["reset"] == [(1, 1), (0, 0), (1, 1)], "of the momentum, the bad element alone is reset"
         assert report["error"].startswith("layers.0.weight, layers.2.experts: gradient or momentum was not finite")
-        assert "nonfinite = 'skip'" in report["error"]
+        assert "on_bad_gradient = 'skip_nonfinite'" in report["error"]
         assert report["stood"], "the error comes before anything changes"
         assert report["goes_on"]
         assert (report["slices"] > 1) == (options is SLICED), "the case this test is for"
@@ -100,7 +102,7 @@ def element_of_one_rank(rank: int, world_size: int) -> list[tuple[str, bool]]:
     mesh, found = init_device_mesh("cpu", (world_size,)), []
     for placement, options in KINDS:
         param = Parameter(placed(full("layers.0.weight", 0), mesh, placement))
-        optimizer = Muon([("layers.0.weight", param)], **options)
+        optimizer = Muon([("layers.0.weight", param)], **muon_keywords(**options))
         gradient = full("layers.0.weight", 1)
         gradient[0, 0] = math.nan
         param.grad = placed(gradient, mesh, placement)
@@ -121,7 +123,7 @@ def left_out(rank: int, world_size: int) -> str:
     """Stale buffers of a skipped parameter must not be reported."""
     mesh = init_device_mesh("cpu", (world_size,))
     params = parameters(mesh)
-    optimizer = Muon(named(params), missing_grad="skip").build()
+    optimizer = Muon(named(params), expert=Expert(on_bad_gradient="skip_missing")).build()
     optimizer.engine.rank.buffers.memory.take()
     for buffer in optimizer.engine.rank.buffers.tensors:
         buffer.fill_(math.nan)

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS
-from tests.shared import drawn, message
-from titan_muon import Hybrid, Muon, clip_grad_norm_
+from tests.shared import drawn, message, muon_keywords
+from titan_muon import Expert, Hybrid, Muon, clip_grad_norm_
 
 STEPS = 3
 SHAPES = ((16, 24), (24, 16), (12, 12))
@@ -32,7 +32,7 @@ def trained(count: int, mesh: DeviceMesh | None, steps: int, **options: Any) -> 
 
     params = [nn.Parameter(placed(tensor)) for tensor in tensors(count, 0)]
     named = [(f"layers.{index}", param) for index, param in enumerate(params)]
-    muon = Muon(named, lr=0.02, orthogonalize="reference", **options)
+    muon = Muon(named, **muon_keywords(lr=0.02, orthogonalize="reference", **options))
     for step in range(1, steps + 1):
         with muon.overlap():
             for param, grad in zip(params, tensors(count, step), strict=True):
@@ -54,7 +54,7 @@ def hybrid_trained(process_group: dist.ProcessGroup | None) -> list[Tensor]:
     """Weights of a small model after a step, a save and a load of Hybrid."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 24))
-    hybrid = Hybrid(model, 0.02, muon={"orthogonalize": "reference"}, process_group=process_group)
+    hybrid = Hybrid(model, 0.02, expert=Expert(orthogonalize="reference"), process_group=process_group)
     for param in model.parameters():
         param.grad = torch.full_like(param, 0.1)
     clip_grad_norm_(model.parameters(), 1e9, optimizer=hybrid)

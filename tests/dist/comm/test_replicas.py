@@ -15,7 +15,7 @@ from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS
 from tests.reference_muon import ReferenceMuon
-from tests.shared import drawn, message
+from tests.shared import drawn, message, muon_keywords
 from titan_muon import Muon
 from titan_muon.plan.summary import summarize
 
@@ -32,7 +32,7 @@ def plain(shapes: dict[str, tuple[int, int]] = EVEN, seed: int = 0) -> dict[str,
 def under_ddp(rank: int, world_size: int) -> tuple[int, int, list[int], bool]:
     """FLOPs of a step on this rank and on all; sent bytes, and whether they were planned."""
     params = plain()
-    muon = Muon(list(params.items()), **OPTIONS).build()
+    muon = Muon(list(params.items()), **muon_keywords(**OPTIONS)).build()
     for name, grad in drawn(EVEN, 1).items():
         params[name].grad = grad
     with FlopCounterMode(display=False) as flops, CollectiveCounter() as counter:
@@ -61,7 +61,7 @@ def rank_specific_tensor(rank: int, world_size: int) -> tuple[list[bool], str, l
     params = {name: nn.Parameter(value.clone()) for name, value in values.items()}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        muon = Muon(list(params.items()), **OPTIONS).build()
+        muon = Muon(list(params.items()), **muon_keywords(**OPTIONS)).build()
     reference = ReferenceMuon(values)
     for seed in range(1, 3):
         grads = drawn({"own": SHAPE}, 20 * seed + rank) | drawn({"copy": SHAPE}, seed)
@@ -100,7 +100,7 @@ def spoil_each(rank: int, world_size: int) -> dict[str, tuple[list[str], bytes]]
     found = {}
     for kind, (change, _) in CHANGES.items():
         params, errors = plain(), []
-        muon = Muon(list(params.items()), **OPTIONS).build()
+        muon = Muon(list(params.items()), **muon_keywords(**OPTIONS)).build()
         for seed in range(1, 4):
             for name, grad in drawn(EVEN, seed).items():
                 params[name].grad = change(rank, grad) if seed == 1 and name == "layers.3.weight" else grad

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS, full, named, parameters, placed, set_gradients
-from tests.shared import message
+from tests.shared import message, muon_keywords
 from titan_muon import Muon
 
 Params = dict[str, nn.Parameter]
@@ -100,7 +100,7 @@ def refuse(rank: int, world_size: int) -> tuple[dict[str, str], tuple[str, str]]
     mesh, messages = init_device_mesh("cpu", (world_size,)), {}
     for name, (make, options, _) in REFUSED.items():
         mine, params = {key: values[rank] for key, values in options.items()}, make(rank, parameters(mesh), mesh)
-        messages[name] = message(lambda params=params, mine=mine: Muon(params, **mine).build())
+        messages[name] = message(lambda params=params, mine=mine: Muon(params, **muon_keywords(**mine)).build())
     return messages, out_of_memory(rank, parameters(mesh))
 
 

@@ -153,7 +153,11 @@ def test_every_rank_names_a_silent_fault_at_the_next_step() -> None:
             assert text in report
 
 
-NOT_FINITE: tuple[dict[str, str], ...] = ({"overlap": "none"}, {"overlap": "backward"}, {"nonfinite": "skip"})
+NOT_FINITE: tuple[dict[str, str], ...] = (
+    {"overlap": "none"},
+    {"overlap": "backward"},
+    {"on_bad_gradient": "skip_nonfinite"},
+)
 
 
 def not_finite(rank: int, world_size: int) -> list[tuple[bool, bool, list[str], str]]:
@@ -186,8 +190,8 @@ def test_a_nonfinite_norm_skips_the_update_and_names_parameter_and_rank() -> Non
     for found in run_ranks(not_finite, 2, timeout=SECONDS):
         for options, (kept, moves, (error, after), warned) in zip(NOT_FINITE, found, strict=True):
             assert kept
-            assert text in (warned if "nonfinite" in options else error)
-            assert bool(error) == ("nonfinite" not in options)
+            assert text in (warned if "on_bad_gradient" in options else error)
+            assert bool(error) == ("on_bad_gradient" not in options)
             assert after == "", "told once"
             assert moves
 

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.memory_use import allocated
 from tests.dist.harness import run_ranks
+from tests.shared import muon_keywords
 from titan_muon import Muon
 from titan_muon.plan.program import BucketProgram, make_program
 from titan_muon.plan.summary import summarize
@@ -106,7 +107,7 @@ def build(case: Case, exchange: str, **options: object) -> Watched:
         param, grad = (distribute_tensor(t, mesh, case.placements, src_data_rank=None) for t in full)
         params.append((f"layers.{index}.weight", nn.Parameter(param)))
         params[-1][1].grad = grad
-    return Watched(params, exchange=exchange, **{"orthogonalize": "reference", **options})
+    return Watched(params, **muon_keywords(exchange=exchange, **{"orthogonalize": "reference", **options}))
 
 
 def count(optimizer: Watched) -> Counted:

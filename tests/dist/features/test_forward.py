@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from tests.dist.features.test_overlap import SLOW, raised
 from tests.dist.harness import run_ranks
+from tests.shared import muon_keywords
 from titan_muon import Muon, apply_in_forward, muon
 from titan_muon.fsdp.forward_hooks import forward_updates
 
@@ -90,7 +91,7 @@ class Run:
         self.net = Net()
         self._shard(self.mesh[tuple(axis for axis in sharding.axes if axis != "tp")])
         self.named = [(name, param) for name, param in self.net.named_parameters() if isinstance(param, DTensor)]
-        self.muon = Muon(self.named, **(FORWARD | options))
+        self.muon = Muon(self.named, **muon_keywords(**(FORWARD | options)))
         if forward_updates(self.muon) is not None:
             apply_in_forward(self.net, self.muon)
         self.left: list[int] = []

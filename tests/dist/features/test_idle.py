@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS, full, parameters, placed
-from titan_muon import Muon
+from titan_muon import Expert, Muon
 from titan_muon.features.mask import IDLE_STEPS
 
 
@@ -22,7 +22,7 @@ def train(rank: int, world_size: int) -> tuple[bool, list[str]]:
     expected = own.detach().clone()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        muon = Muon([*params.items(), ("own", own)], lr=0.02, idle="hold", replicas="redundant").build()
+        muon = Muon([*params.items(), ("own", own)], lr=0.02, expert=Expert(idle="hold", replicas="redundant")).build()
         for seed in range(1, IDLE_STEPS + 4):
             grads = {name: full(name, seed) for name in params}
             if seed > 1:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.dist.harness import run_ranks
+from tests.shared import muon_keywords
 from titan_muon import Muon
 from titan_muon.options import Machine
 
@@ -48,7 +49,7 @@ class Run:
     def __init__(self, mesh: DeviceMesh, **options: Any) -> None:
         self.mesh = mesh
         self.params = {name: nn.Parameter(self.drawn(index)) for index, name in enumerate(NAMES)}
-        self.muon = Muon(self.params.items(), **{**OPTIONS, **options}).build()
+        self.muon = Muon(self.params.items(), **muon_keywords(**{**OPTIONS, **options})).build()
         self.gathered: list[int] = []
         gather = self.muon.exchange.gather
 
@@ -213,7 +214,7 @@ def scaled(mesh: DeviceMesh, rank: int) -> str:
 
 
 def plain_tensors(mesh: DeviceMesh, rank: int) -> str:
-    return raised(lambda: Muon([("w", nn.Parameter(torch.ones(SHAPE)))], **BACKWARD).build())
+    return raised(lambda: Muon([("w", nn.Parameter(torch.ones(SHAPE)))], **muon_keywords(**BACKWARD)).build())
 
 
 def own_groups(mesh: DeviceMesh, rank: int) -> bool:

@@ -13,7 +13,7 @@ from tests.dist.small_params import SECONDS
 from tests.parity.layouts import drawn
 from tests.parity.table import row
 from tests.parity.training import Training
-from tests.shared import local, message
+from tests.shared import local, message, muon_keywords
 from titan_muon import Muon, own
 from titan_muon.options import OptionError
 from titan_muon.plan.summary import summarize
@@ -93,7 +93,7 @@ def test_a_replicated_state_dict_is_loaded_and_an_owners_state_dict_is_refused()
 )
 def test_options_that_need_several_momenta_are_refused(options: dict[str, Any], fault: str) -> None:
     with pytest.raises(OptionError, match=fault):
-        Muon([("w", Parameter(drawn("wide", 0)))], state="owner", **options).build()
+        Muon([("w", Parameter(drawn("wide", 0)))], **muon_keywords(state="owner", **options)).build()
 
 
 def own_it(rank: int, world_size: int) -> str:

@@ -47,7 +47,7 @@ def under_all(
 
 
 PLACEMENTS = {
-    "replicas": [{"placement__replicas": "each", "muon__replicas": "split"}, {"placement__replicas": "one"}],
+    "replicas": [{"placement__replicas": "each", "muon__expert__replicas": "split"}, {"placement__replicas": "one"}],
     "tensor parallel": [{}, {"placement__tensor_parallel": "whole"}],
 }
 

@@ -22,7 +22,7 @@ from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.owned_model import summed_plainly
 from tests.dist.harness import run_ranks
 from tests.shared import fake_ranks
-from titan_muon import Muon, Owners, own
+from titan_muon import Expert, Muon, Owners, own
 from titan_muon.options import PlacementRule, Split
 from titan_muon.owned import gather
 from titan_muon.owned.param import held_elements, holders
@@ -111,7 +111,9 @@ def loss_of(net: nn.Module, share: int, shares: int, step: int) -> Tensor:
 
 def muon(net: nn.Module, layout: Layout) -> Muon:
     replicas = "redundant" if layout.placement == "owned" else "split"
-    return Muon(list(net.named_parameters()), lr=0.01, orthogonalize="reference", replicas=replicas).build()
+    return Muon(
+        list(net.named_parameters()), lr=0.01, expert=Expert(orthogonalize="reference", replicas=replicas)
+    ).build()
 
 
 def whole(net: nn.Module, optimizer: Muon) -> dict[str, np.ndarray]:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.owned_model import DIM, Block, Net, Setup, data_mesh, loss_of, make, place, whole
 from tests.dist.harness import run_ranks
 from tests.shared import fake_ranks
-from titan_muon import Muon, Owners, own
+from titan_muon import Expert, Muon, Owners, own
 from titan_muon.owned import full_state_dict, gather, is_owned, load_full_state_dict
 from titan_muon.plan.terms.machine import standard_flops
 
@@ -39,7 +39,9 @@ def trained(rank: int, world_size: int, setup: Setup, steps: range, saved: str |
     place(model, setup, data_mesh(world_size, setup, model))
     named = [(name, p) for name, p in model.named_parameters() if "layers" in name and p.ndim == 2]
     optimizer = Muon(
-        named, lr=0.01, orthogonalize="reference", replicas="redundant" if setup.replicas > 1 else "split"
+        named,
+        lr=0.01,
+        expert=Expert(orthogonalize="reference", replicas="redundant" if setup.replicas > 1 else "split"),
     ).build()
     if saved is not None:
         state = state_of(model, optimizer)

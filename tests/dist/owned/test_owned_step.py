@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.owned_model import Net, Setup, data_mesh, loss_of, make, matrices, place, summed_plainly
 from tests.dist.harness import run_ranks
+from tests.shared import muon_keywords
 from titan_muon import Muon
 from titan_muon.owned import gather, is_owned
 from titan_muon.owned.param import peer_elements
@@ -98,7 +99,7 @@ def steps(rank: int, world_size: int, case: Case) -> list[Step]:
     place(model, case.setup, mesh)
     owned = {name: p for name, p in model.named_parameters() if is_owned(p)}
     named = {**owned, **(with_experts(model, mesh) if case.experts else {})}
-    optimizer = Muon(named.items(), orthogonalize="reference", replicas=case.replicas, **MUON).build()  # type: ignore[arg-type]
+    optimizer = Muon(named.items(), **muon_keywords(orthogonalize="reference", replicas=case.replicas, **MUON)).build()  # type: ignore[arg-type]
     alone = {n: [nn.Parameter(m.clone()) for m in loose(gather(p).detach())] for n, p in named.items()}
     theirs = torch.optim.Muon([m for ms in alone.values() for m in ms], adjust_lr_fn="match_rms_adamw", **MUON)
     results = []

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.owned_model import Block, Net, Setup, data_mesh, loss_of, make, matrices, place, whole
 from tests.dist.harness import run_ranks
-from titan_muon import Muon, Owners, own
+from titan_muon import Expert, Muon, Owners, own
 from titan_muon.options import Machine, Overlap
 from titan_muon.owned import is_owned
 from titan_muon.tensors.dtensor import local
@@ -392,7 +392,7 @@ def stepped(
     model = make()
     place(model, setup, data_mesh(world_size, setup, model))
     named = {name: p for name, p in model.named_parameters() if p.ndim == 2}
-    muon = Muon(named.items(), overlap=overlap, orthogonalize="reference", machine=SLOW).build()
+    muon = Muon(named.items(), overlap=overlap, expert=Expert(orthogonalize="reference"), machine=SLOW).build()
     called = dict.fromkeys((name for name, param in named.items() if is_owned(param)), 0)
 
     def count(name: str, param: Tensor) -> None:

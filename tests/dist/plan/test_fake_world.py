@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from benchmarks.c10d_counter import CollectiveCounter
 from tests.shared import fake_ranks
 from tests.unit.step.test_executor import Operators
-from titan_muon import Muon
+from titan_muon import Expert, Muon
 from titan_muon.comm.report import FaultReport
 from titan_muon.plan.program import BucketProgram, make_program
 from titan_muon.plan.summary import summarize
@@ -103,7 +103,7 @@ def build(case: Case, exchange: str) -> Muon:
             )
             params.append((f"layers.{layer}.{kind}.weight", nn.Parameter(param)))
             params[-1][1].grad = grad
-    return Muon(params, exchange=exchange).build()
+    return Muon(params, expert=Expert(exchange=exchange)).build()
 
 
 def extra_calls(run: BucketProgram) -> int:

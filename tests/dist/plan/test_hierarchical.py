@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from tests.shared import drawn
-from titan_muon import Muon
+from titan_muon import Expert, Muon
 from titan_muon.options import Machine
 from titan_muon.plan import summarize
 
@@ -36,7 +36,7 @@ def traffic(rank: int, world_size: int) -> dict[str, Any]:
             for seed in range(3)
         )
         params = [nn.Parameter(tensor) for tensor in tensors]
-        muon = Muon(list(zip(SHAPES, params, strict=True)), machine=SLOW_LINKS, buffer_bytes=6000)
+        muon = Muon(list(zip(SHAPES, params, strict=True)), machine=SLOW_LINKS, expert=Expert(buffer_gib=6000 / 2**30))
         for step in grads:
             for param, grad in zip(params, step, strict=True):
                 param.grad = grad

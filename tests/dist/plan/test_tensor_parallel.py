@@ -16,6 +16,7 @@ from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS
 from tests.reference_muon import ReferenceMuon, newton_schulz
+from tests.shared import muon_keywords
 from titan_muon import Muon
 from titan_muon.plan.summary import summarize
 
@@ -73,7 +74,7 @@ def train(rank: int, world_size: int, **options: Any) -> Trained:
         return distribute_tensor(full.clone(), *meshes[key.partition(".")[0]], src_data_rank=None)
 
     params = {key: nn.Parameter(placed(key, full)) for key, full in drawn(shapes, 0).items()}
-    optimizer = Muon(list(params.items()), lr=0.02, **options).build()
+    optimizer = Muon(list(params.items()), **muon_keywords(lr=0.02, **options)).build()
     for step in range(STEPS):
         for key, full in drawn(shapes, step + 1).items():
             params[key].grad = placed(key, full)
@@ -136,7 +137,7 @@ def orthogonalized(shape: tuple[int, int], dim: int, steps: int, mesh: DeviceMes
     plain: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "adjust_lr_fn": "original"}
     try:
         optimizer = Muon(
-            [("w", param)], lr=1.0, ns_steps=steps, tensor_parallel="distributed", **plain, **FLOAT32
+            [("w", param)], **muon_keywords(lr=1.0, ns_steps=steps, tensor_parallel="distributed", **plain, **FLOAT32)
         ).build()
     except ValueError as error:
         return str(error)

@@ -14,7 +14,7 @@ from tests.parity.layouts import drawn
 from tests.parity.references import ALGORITHM
 from tests.parity.table import ELEMENTS_SMOOTHED, ROWS_SMOOTHED, SPHERE, row
 from tests.parity.training import Training
-from tests.shared import local, message
+from tests.shared import local, message, muon_keywords
 from tests.unit.test_rules import trained
 from titan_muon import Muon
 
@@ -104,7 +104,7 @@ def test_the_states_of_an_algorithm_are_on_the_owner_alone() -> None:
 def test_a_nonfinite_gradient_is_reported_under_every_algorithm(math_: dict[str, Any]) -> None:
     param = torch.nn.Parameter(drawn("wide", 0))
     param.grad = drawn("wide", 1).index_fill(0, torch.tensor([3]), math.inf)
-    muon = Muon([("wide", param)], **math_)
+    muon = Muon([("wide", param)], **muon_keywords(**math_))
     muon.step()
     assert "wide: gradient or momentum was not finite" in message(muon.check_last_step)
 
@@ -113,7 +113,7 @@ def test_a_matrix_of_zeros_under_muonh_is_an_error_after_the_step() -> None:
     """The norm would stay 0."""
     param = torch.nn.Parameter(torch.zeros(16, 24))
     param.grad = torch.ones(16, 24)
-    muon = Muon([("w", param)], **{ALGORITHM: "muonh", "weight_decay": 0.0})
+    muon = Muon([("w", param)], **muon_keywords(**{ALGORITHM: "muonh", "weight_decay": 0.0}))
     muon.step()
     assert "w: a matrix of zeros, which keeps the norm 0" in message(muon.check_last_step)
 

@@ -13,7 +13,7 @@ from tests.parity.references import ALGORITHM
 from tests.parity.table import row
 from tests.parity.training import differences
 from tests.reference_muon import newton_schulz
-from titan_muon import Muon, registry
+from titan_muon import Expert, Muon, registry
 
 PAGE = Path(__file__).parents[3] / "docs" / "your_own_algorithm.md"
 LAYOUTS = ("fsdp", "hsdp", "fsdp x tp rows", "fsdp x tp columns", "tp rows", "ep x rows", "tp x ep", "owned")
@@ -43,7 +43,7 @@ def _registered() -> Iterator[None]:
 def test_the_example_computes_its_definition_in_one_process() -> None:
     generator = torch.Generator().manual_seed(0)
     param = nn.Parameter(torch.randn(24, 40, generator=generator))
-    muon = Muon([("w", param)], lr=LR, algorithm="smooth", beta2=BETA, orthogonalize="reference")
+    muon = Muon([("w", param)], lr=LR, algorithm="smooth", beta2=BETA, expert=Expert(orthogonalize="reference"))
     expected, momentum, smoothed = param.detach().clone(), torch.zeros(24, 40), torch.zeros(24, 40)
     for _ in range(3):
         param.grad = torch.randn(24, 40, generator=generator)
@@ -64,7 +64,7 @@ def test_the_examples_before_and_instead_compute_their_definitions() -> None:
     columns = newton_schulz((rounded / (rounded.norm(dim=0) + 1e-8)).bfloat16()).float()
     for name, expected in {"columns": columns, "polar": left @ right}.items():
         param = nn.Parameter(weight.clone())
-        muon = Muon([("w", param)], lr=1.0, algorithm=name, orthogonalize="reference", weight_decay=0.0)
+        muon = Muon([("w", param)], lr=1.0, algorithm=name, expert=Expert(orthogonalize="reference"), weight_decay=0.0)
         param.grad = grad.clone()
         muon.step()
         torch.testing.assert_close((weight - param.detach()) / (0.2 * 40**0.5), expected, rtol=1e-3, atol=1e-3)

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.dist.harness import run_ranks
 from tests.shared import message, whole
 from tests.unit.test_hybrid import OPTIONS, Decoder, pair
-from titan_muon import Hybrid, clip_grad_norm_
+from titan_muon import Expert, Hybrid, clip_grad_norm_
 
 
 def shard(model: nn.Module) -> None:
@@ -82,7 +82,10 @@ def sharded(kind: str, seed: int = 0) -> tuple[Decoder, Any]:
         return model, Hybrid(model, **OPTIONS)
     from titan_muon.titan import HybridOptimizers
 
-    tables = {"muon": {"lr": 0.02, "orthogonalize": "reference"}, "adamw": {"lr": 0.02, "weight_decay": 0.1}}
+    tables = {
+        "muon": {"lr": 0.02, "expert": Expert(orthogonalize="reference")},
+        "adamw": {"lr": 0.02, "weight_decay": 0.1},
+    }
     return model, HybridOptimizers.Config(tables=tables, implementation="foreach").build(model_parts=[model])
 
 

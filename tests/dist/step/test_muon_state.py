@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS, full, named, parameters, placed, set_gradients
 from tests.shared import equal, local, message
-from titan_muon import Muon
+from titan_muon import Expert, Muon
 
 
 def trained(optimizer: Muon, params: dict[str, nn.Parameter], mesh: DeviceMesh, seed: int) -> list[Tensor]:
@@ -27,7 +27,7 @@ def replan(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     """After a load of new ns_steps: whether the plan has the new FLOPs, the momentum stays, and steps use ns_steps."""
     mesh = init_device_mesh("cpu", (world_size,))
     params = parameters(mesh)
-    optimizer = Muon(named(params), lr=0.02, orthogonalize="reference").build()
+    optimizer = Muon(named(params), lr=0.02, expert=Expert(orthogonalize="reference")).build()
     trained(optimizer, params, mesh, 1)
     before, flops = averages(optimizer, params), [matrix.flops for matrix in optimizer.plan.matrices]
     state = optimizer.state_dict()
@@ -35,7 +35,7 @@ def replan(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     optimizer.load_state_dict(state)
     planned = [5 * matrix.flops for matrix in optimizer.plan.matrices] == [3 * f for f in flops]
     copies = {name: nn.Parameter(param.detach().clone()) for name, param in params.items()}
-    fresh = Muon(named(copies), lr=0.02, ns_steps=3, orthogonalize="reference").build()
+    fresh = Muon(named(copies), lr=0.02, ns_steps=3, expert=Expert(orthogonalize="reference")).build()
     for param, copy_ in zip(params.values(), copies.values(), strict=True):
         fresh.state[copy_]["momentum_buffer"].copy_(optimizer.state[param]["momentum_buffer"])
     kept = equal(before, averages(optimizer, params))

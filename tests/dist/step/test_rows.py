@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 
 from tests.dist.harness import run_ranks
 from tests.parity.layouts import LAYOUTS, placed
-from tests.shared import message
-from titan_muon import Muon
+from tests.shared import message, muon_keywords
+from titan_muon import Expert, Muon
 from titan_muon.adam import AdamW
 from titan_muon.options import Split
 from titan_muon.tensors.dtensor import copy_rows, set_rows
@@ -86,7 +86,7 @@ def trained_ragged(rank: int, world_size: int) -> tuple[list[str], torch.Tensor]
     texts.append(message(Muon([("w", flat)]).build))
     param, grads = ragged(whole, mesh, 1), [whole.cos(), whole.square(), whole.tan()]
     set_rows(param, 2 * sum(UNITS[:rank]))  # type: ignore[arg-type]
-    muon = Muon([("w", param)], orthogonalize="reference")
+    muon = Muon([("w", param)], expert=Expert(orthogonalize="reference"))
     for grad in grads:
         param.grad = ragged(grad, mesh, 1).data
         muon.step()
@@ -97,7 +97,7 @@ def test_ragged_shards_of_whole_rows_train_as_one_process_and_other_parts_are_re
     results = run_ranks(trained_ragged, 4)
     whole = torch.arange(96.0).sin().view(12, 8)
     single = nn.Parameter(whole.clone())
-    muon = Muon([("w", single)], orthogonalize="reference")
+    muon = Muon([("w", single)], expert=Expert(orthogonalize="reference"))
     for grad in (whole.cos(), whole.square(), whole.tan()):
         single.grad = grad
         muon.step()
@@ -112,7 +112,10 @@ def test_ragged_shards_of_whole_rows_train_as_one_process_and_other_parts_are_re
 def stored(rank: int, world_size: int, layout: str, muon_options: dict[str, str]) -> tuple[int, int]:
     """Elements of Muon's and AdamW's states on this rank."""
     optimizers = []
-    for make in (lambda pairs: Muon(pairs, **muon_options), lambda pairs: AdamW([p for _, p in pairs])):
+    for make in (
+        lambda pairs: Muon(pairs, **muon_keywords(**muon_options)),
+        lambda pairs: AdamW([p for _, p in pairs]),
+    ):
         value = placed(torch.randn(13, 18), LAYOUTS[layout])
         param = nn.Parameter(value)
         copy_rows(value, param)

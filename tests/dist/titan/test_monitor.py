@@ -16,7 +16,7 @@ SHORT = {
     "validator__enable": "false",
     "checkpoint__enable": "false",
     "training__steps": 2,
-    "muon__ns_dtype": "float32",
+    "muon__expert__ns_dtype": "float32",
     "lr_scheduler__warmup_steps": 0,
 }
 

@@ -16,7 +16,7 @@ from tests import tiny
 from tests.dist.titan.test_train_py import TORCHRUN, run_folder, start
 
 # Bfloat16 products are slow on many CPUs.
-FEW = ("--training.steps=6", "--validator.enable=false", "--checkpoint.interval=2", "--muon.ns_dtype=float32")
+FEW = ("--training.steps=6", "--validator.enable=false", "--checkpoint.interval=2", "--muon.expert.ns_dtype=float32")
 
 
 def worker(launcher: subprocess.Popen[str], local_rank: int) -> int:
@@ -82,7 +82,7 @@ def test_stopped_rank_ends_the_job_in_time_and_is_named(tmp_path: Path) -> None:
         f"--comm.train_timeout_seconds={TIMEOUT_SECONDS}",
         "--training.steps=500",
         "--lr_scheduler.total_steps=500",
-        "--muon.ns_dtype=float32",
+        "--muon.expert.ns_dtype=float32",
     )
     process = start(TORCHRUN, tiny.write_recipe(tmp_path), "--validator.enable=false", *words)
     assert process.stdout is not None

@@ -38,7 +38,7 @@ SHORT = {
     "lr_scheduler__warmup_steps": 0,
     "model__name": "llama3",
     "model__flavor": "tiny",
-    "muon__ns_dtype": "float32",
+    "muon__expert__ns_dtype": "float32",
     "metrics__enable_tensorboard": "false",
 }
 
@@ -204,7 +204,10 @@ FAULTS: dict[str, tuple[Faulty, dict[str, object], tuple[str, ...]]] = {
         patched(MuonTrainer, "_clip_gradients", after_the_clip, ranks=[1]),
         {},
         # The recipe's key, not Muon's keyword.
-        ("Error: layers.1.attention.wo.weight: gradient or momentum was not finite", "(muon.nonfinite = 'skip')"),
+        (
+            "Error: layers.1.attention.wo.weight: gradient or momentum was not finite",
+            "(muon.expert.on_bad_gradient = 'skip_nonfinite')",
+        ),
     ),
     "held out": (
         patched(RunMetrics, "log_validation", no_loss),
@@ -238,7 +241,11 @@ FAULTS: dict[str, tuple[Faulty, dict[str, object], tuple[str, ...]]] = {
 # Each step's change of weights and states after a NaN in step 2. Only a run that goes on must leave them as they were.
 KEPT = {
     "not saved": (RARE, NAN, [False, False]),
-    "passed over": ({"metrics__log_freq": 10, "muon__nonfinite": "skip"}, "", [False, True, False]),
+    "passed over": (
+        {"metrics__log_freq": 10, "muon__expert__on_bad_gradient": "skip_nonfinite"},
+        "",
+        [False, True, False],
+    ),
 }
 
 

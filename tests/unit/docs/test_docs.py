@@ -14,6 +14,7 @@ from torch import nn
 
 import titan_muon
 from docs import make_api, make_coefficients, make_compatibility, make_memory, make_results, make_study, make_zoo
+from tests.shared import muon_keywords
 from titan_muon import Muon, registry
 from titan_muon.comm.faults import REMEDIES
 from titan_muon.titan.checks.ranks import NOT_ZERO
@@ -156,7 +157,7 @@ def test_the_readme_names_the_adjust_lr_fn_of_an_equal_torch_optim_muon(options:
     assert """PyTorch's default, `"original"`, makes smaller updates""" in claim
     ours, theirs = (nn.Parameter(torch.randn(64, 128, generator=torch.Generator().manual_seed(0))) for _ in range(2))
     ours.grad = theirs.grad = torch.ones(64, 128) + torch.eye(64, 128)
-    Muon([("w", ours)], orthogonalize="reference", **options).step()
+    Muon([("w", ours)], **muon_keywords(orthogonalize="reference", **options)).step()
     torch.optim.Muon([theirs], adjust_lr_fn=None if options else default).step()
     assert torch.equal(ours, theirs)
 

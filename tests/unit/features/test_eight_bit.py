@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.shared import muon_keywords
 from titan_muon import Muon
 from titan_muon.features.eight_bit import BLOCK, decoded, encode
 
@@ -75,4 +76,4 @@ def test_a_state_dict_of_a_different_dtype_is_refused_with_the_remedy(saved: str
 @pytest.mark.parametrize("options", [{"offload": "state"}, {"state": "owner"}], ids=str)
 def test_options_unfit_for_int8_momentum_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="int8"):
-        Muon([("w", nn.Parameter(torch.eye(16)))], state_dtype="int8", **options).build()
+        Muon([("w", nn.Parameter(torch.eye(16)))], **muon_keywords(state_dtype="int8", **options)).build()

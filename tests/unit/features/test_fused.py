@@ -1,4 +1,4 @@
-"""muon.fused: kernels that read and write each tensor once compute what the foreach operators do.
+"""muon.expert.fused: kernels that read and write each tensor once compute what the foreach operators do.
 
 Kernels run under Triton's interpreter, which rounds products before sums: bits are those of separate operators.
 """
@@ -18,7 +18,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.accuracy import relative_error
 from tests.dist.harness import run_ranks
-from titan_muon import Muon
+from tests.shared import muon_keywords
+from titan_muon import Expert, Muon
 from titan_muon.algorithms import fused
 from titan_muon.algorithms.fused import BLOCK, Table, momentum_launch, rows_of, update_launch
 from titan_muon.algorithms.muon import Tensors
@@ -78,7 +79,7 @@ def test_auto_takes_the_kernels_where_they_were_measured_as_faster_and_run(
 
 
 def test_auto_without_a_measurement_takes_the_foreach_operators() -> None:
-    muon = Muon([("w", nn.Parameter(torch.ones(4, 6)))], fused="auto").build()
+    muon = Muon([("w", nn.Parameter(torch.ones(4, 6)))], expert=Expert(fused="auto")).build()
     assert muon.options.fused is False
 
 
@@ -204,7 +205,7 @@ def drawn(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
 def trained(dtype: torch.dtype, change: Callable[[Muon, int], None] | None = None, **options: Any) -> list[Tensor]:
     """Weights and momentum after some steps."""
     params = {name: nn.Parameter(value) for name, value in drawn(0, dtype).items()}
-    muon = Muon(list(params.items()), **{"lr": 0.02, "orthogonalize": "reference", **options})
+    muon = Muon(list(params.items()), **muon_keywords(**{"lr": 0.02, "orthogonalize": "reference", **options}))
     for step in range(STEPS):
         for name, grad in drawn(step + 1, dtype).items():
             params[name].grad = grad
@@ -246,7 +247,7 @@ def without_gradient(muon: Muon, step: int) -> None:
         (FLOAT32, {"offload": "state"}, None),
         (FLOAT32, {"offload": "parameters"}, None),
         (FLOAT32, {"idle": "hold"}, None),
-        (FLOAT32, {"missing_grad": "skip", "nonfinite": "skip"}, without_gradient),
+        (FLOAT32, {"on_bad_gradient": "skip"}, without_gradient),
         (FLOAT32, {}, with_scale),
         (BFLOAT16, {"wire_dtype": "float32"}, None),
         (BFLOAT16, {"state_dtype": "bfloat16", "cautious": True}, None),
@@ -275,7 +276,7 @@ def test_a_call_is_a_launch_and_a_table_is_sent_only_after_a_move(monkeypatch: p
 
     param = nn.Parameter(torch.randn(64, 48))
     params = {"a": param, **{f"b{index}": nn.Parameter(torch.randn(16, 16)) for index in range(5)}}
-    muon = Muon(list(params.items()), fused=True, keep_buffers=True).build()
+    muon = Muon(list(params.items()), expert=Expert(fused=True, keep_buffers=True)).build()
     for tensor in params.values():
         tensor.grad = torch.randn(tensor.shape)
     monkeypatch.setattr(Rank, "on_device", counted)
@@ -305,7 +306,7 @@ def sharded(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, list[Te
     for name, dim, options in (("rows", 0, {}), ("columns", 1, {}), ("early", 0, {"overlap": "backward"})):
         values = {key: value for key, value in drawn(0, dtype).items() if value.ndim == 2}
         params = {k: nn.Parameter(distribute_tensor(v, mesh, [Shard(dim)])) for k, v in values.items()}
-        muon = Muon(list(params.items()), lr=0.02, orthogonalize="reference", fused=True, **options)
+        muon = Muon(list(params.items()), **muon_keywords(lr=0.02, orthogonalize="reference", fused=True, **options))
         for step in range(STEPS):
             grads = {k: distribute_tensor(drawn(step + 1, dtype)[k], mesh, [Shard(dim)]) for k in params}
             with muon.overlap():
@@ -365,13 +366,13 @@ def test_a_rule_or_device_without_kernels_is_refused(
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match=message):
-        Muon([("w", nn.Parameter(torch.ones(16, 16)))], fused=True, **options).build()
+        Muon([("w", nn.Parameter(torch.ones(16, 16)))], **muon_keywords(fused=True, **options)).build()
 
 
 def test_wider_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "usable", lambda device: True)
     with pytest.raises(ValueError, match="fused = True computes in float32, and these parameters are wider: w; set"):
-        Muon([("w", nn.Parameter(torch.ones(16, 16, dtype=torch.float64)))], fused=True).build()
+        Muon([("w", nn.Parameter(torch.ones(16, 16, dtype=torch.float64)))], expert=Expert(fused=True)).build()
 
 
 def test_the_interpreter_does_not_read_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

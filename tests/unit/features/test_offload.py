@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.shared import muon_keywords
 from tests.stream_order import StreamOrder, stream_order
 from titan_muon import Muon
 from titan_muon.features.offload import HostOffload, rows_of
@@ -27,7 +28,7 @@ def trained(offload: str, missing: tuple[str, ...], **options: Any) -> tuple[Muo
     """A Muon after three steps, and its weights, momentum and gradients."""
     generator = torch.Generator().manual_seed(0)
     params = {n: nn.Parameter(torch.randn(s, generator=generator)) for n, s in {"a": (6, 7), "b": (3, 8, 5)}.items()}
-    muon = Muon(list(params.items()), lr=0.1, orthogonalize="reference", offload=offload, **options)
+    muon = Muon(list(params.items()), **muon_keywords(lr=0.1, orthogonalize="reference", offload=offload, **options))
     for _ in range(3):
         for name, param in params.items():
             grad = torch.randn(param.shape, generator=generator)
@@ -42,8 +43,8 @@ def trained(offload: str, missing: tuple[str, ...], **options: Any) -> tuple[Muo
 @pytest.mark.parametrize("missing", [(), ("a",), ("b",)], ids=str)
 def test_tensors_changed_on_the_device_are_written_to_the_host(offload: str, missing: tuple[str, ...]) -> None:
     """Parameters without a gradient, and gradients, keep their values."""
-    _, expected = trained("none", missing, missing_grad="skip")
-    muon, values = trained(offload, missing, missing_grad="skip")
+    _, expected = trained("none", missing, on_bad_gradient="skip_missing")
+    muon, values = trained(offload, missing, on_bad_gradient="skip_missing")
     assert all(map(torch.equal, values, expected))
     host = {tensor.untyped_storage().data_ptr() for tensor in values}
     for views in muon.engine.step.views:
@@ -97,7 +98,7 @@ def test_readers_of_host_momentum_get_current_values(monkeypatch: pytest.MonkeyP
 )
 def test_every_wait_of_a_step_is_necessary(stream: str, method: str, stream_order: StreamOrder) -> None:
     with stream_order:
-        muon, _ = trained("parameters", (), buffer_bytes=1)
+        muon, _ = trained("parameters", (), buffer_gib=1 / 2**30)
         muon.step()
         offload = muon.engine.offload
         assert isinstance(offload, HostOffload)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.dist.features.test_overlap import NAMES, SLOW, Failed, Run
+from tests.shared import muon_keywords
 from tests.stream_order import StreamOrder, stream_order
 from tests.unit.plans import plan_of
 from titan_muon import Muon
@@ -110,15 +111,17 @@ def test_settings_that_order_collectives_of_different_groups_are_refused_because
     Run(mesh, overlap="backward")
 
 
-@pytest.mark.parametrize(("option", "value"), [("overlap", "backward"), ("exchange", "all_gather")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("overlap", "backward"), ("exchange", "all_gather"), ("wire_dtype", "float32")]
+)
 def test_an_option_of_travelling_matrices_is_refused_for_only_owned_parameters(
     mesh: DeviceMesh, option: str, value: Any
 ) -> None:
     owned = place_on_owners(nn.Parameter(torch.ones(8, 8)), mesh, [0])
     sharded = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [TorchShard(0)]))
     with pytest.raises(ValueError, match=rf"^{option} = '{value}' has no effect: .*\(layers.0.w\), and no other"):
-        Muon([("layers.0.w", owned)], **{option: value}).build()
-    assert Muon([("layers.0.w", owned), ("layers.1.w", sharded)], **{option: value}).plan.buckets
+        Muon([("layers.0.w", owned)], **muon_keywords(**{option: value})).build()
+    assert Muon([("layers.0.w", owned), ("layers.1.w", sharded)], **muon_keywords(**{option: value})).plan.buckets
 
 
 def train(run: Run) -> None:

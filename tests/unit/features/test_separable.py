@@ -57,7 +57,7 @@ def test_a_step_without_features_loads_no_file_of_a_feature() -> None:
         (("features.eight_bit",), "state_dtype='int8'", "None"),
         (("algorithms.keeping", "algorithms.scaling"), "", "torch.zeros(())"),
         (("features.mask",), "idle='hold'", "None"),
-        (("algorithms.keeping", "features.mask"), "nonfinite='skip'", "None"),
+        (("algorithms.keeping", "features.mask"), "expert=titan_muon.Expert(on_bad_gradient='skip_nonfinite')", "None"),
         (("features.weight_norms",), "algorithm='muonh', weight_decay=0.0", "None"),
         pytest.param(("algorithms.fused", "tensors.fused_kernels"), "fused=True", "None", marks=needs_interpreter),
     ],

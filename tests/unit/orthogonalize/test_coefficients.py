@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.accuracy import orthogonality_error, relative_error, singular_band
 from tests.unit.orthogonalize.test_newton_schulz import STEPS, drawn
-from titan_muon import Muon
+from titan_muon import Expert, Muon
 from titan_muon.options import OptionError
 from titan_muon.orthogonalize import COEFFICIENTS, DTYPES, Dispatch, coefficients, iterate, largest_value
 from titan_muon.orthogonalize.coefficients import LARGEST, has_margin
@@ -111,7 +111,7 @@ def test_the_largest_value_is_the_polynomials_and_every_set_has_twice_the_margin
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_a_set_is_refused_in_the_dtypes_that_make_it_diverge(dtype: str) -> None:
-    build: dict[str, Any] = {"params": [("w", torch.nn.Parameter(drawn(64, 256)))], "ns_dtype": dtype}
+    build: dict[str, Any] = {"params": [("w", torch.nn.Parameter(drawn(64, 256)))], "expert": Expert(ns_dtype=dtype)}
     if dtype == "float32":
         Muon(**build, ns_coefficients=PUBLISHED_CANS).build()
     else:

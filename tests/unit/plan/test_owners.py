@@ -97,7 +97,7 @@ def digests() -> str:
     for i in range(24):
         placed = (square, Shard(0), Shard(1)) if i % 3 == 0 else (flat, Shard(0))
         parameters.append(parameter_of(f"layers.{i // 4}.w{i}", (16 + i, 12), *placed))
-    return " ".join(plan_of(parameters, buffer_bytes=size).digest() for size in (4000, None))
+    return " ".join(plan_of(parameters, buffer_gib=size).digest() for size in (4000 / 2**30, "auto"))
 
 
 def test_plans_do_not_depend_on_the_hash_seed() -> None:

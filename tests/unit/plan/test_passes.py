@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.shared import muon_keywords
 from tests.unit.plans import mesh_of, parameter_of, plan_of
 from titan_muon import Muon
 from titan_muon.plan import Plan
@@ -64,7 +65,7 @@ class Moved(TorchDispatchMode):
 )
 def test_a_pass_moves_the_planned_bytes(dtype: torch.dtype, options: dict[str, Any]) -> None:
     parameter = nn.Parameter(torch.randn(SIDE, SIDE).to(dtype))
-    muon = Muon([("a.w", parameter)], weight_decay=0.1, **options)
+    muon = Muon([("a.w", parameter)], **muon_keywords(weight_decay=0.1, **options))
     parameter.grad = torch.randn(SIDE, SIDE).to(dtype)
     muon.step()
     engine, counted = muon.engine, muon.plan.passes.traffic

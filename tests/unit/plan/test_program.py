@@ -384,7 +384,7 @@ def test_uneven_shards_of_rows_are_sent_from_multiples_of_16_bytes(exchange: str
     mesh = mesh_of(ranks)
     shapes = [(13, 8), (8, 24), (64, 40), (100, 16)]
     parameters = [sharded(f"{rows}", (rows, cols), mesh, 0) for rows, cols in shapes]
-    plan = plan_of(parameters, exchange=exchange, owners="everyone" if exchange == "all_gather" else "balanced")
+    plan = plan_of(parameters, exchange=exchange)
     phases = [phase for rank in range(ranks) for run in make_program(plan, rank).buckets for phase in run.phases]
     parcels = [parcel for phase in phases for parcel in (*phase.home, *phase.owned)]
     assert len({parcel.piece.numel for parcel in parcels}) > 2
@@ -400,7 +400,7 @@ def test_buckets_with_and_without_return_in_place_share_buffer_sets() -> None:
     """FSDP's buckets are mirrored, HSDP's are not; both on the same ranks take turns in the same slots."""
     parameters = [sharded(f"fsdp{i}", (16, 8), FLAT, 0) for i in range(8)]
     parameters += [sharded(f"hsdp{i}", (2, 8), SQUARE, None, 0) for i in range(8)]
-    plan = plan_of(parameters, buffer_bytes=600)
+    plan = plan_of(parameters, buffer_gib=600 / 2**30)
     # From owners to all replicas, for any choice of the planner.
     plan = replace(plan, buckets=tuple(replace(bucket, exchange="all_to_all") for bucket in plan.buckets))
     runs = make_program(plan, 0).buckets

@@ -115,7 +115,7 @@ def test_redundant_replicas_have_whole_matrices() -> None:
     "options",
     [
         {"orthogonalize": "reference"},
-        {"exchange": "all_gather", "owners": "everyone"},
+        {"exchange": "all_gather"},
     ],
     ids=str,
 )

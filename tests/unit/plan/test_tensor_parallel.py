@@ -59,7 +59,7 @@ SQUARE = ((2, 2), Shard(1), Shard(0))
     ("mode", "options", "fault"),
     [
         ("distributed", {"orthogonalize": "reference"}, "orthogonalize = 'reference' is of whole matrices"),
-        ("distributed", {"exchange": "all_gather", "owners": "everyone"}, "exchange = 'all_gather' has no owners"),
+        ("distributed", {"exchange": "all_gather"}, "exchange = 'all_gather' has no owners"),
         ("distributed", {"replicas": "redundant"}, "replicas = 'redundant' may repeat the work"),
         ("distributed", {"split_over": "auto"}, "split_over = 'auto' assigns slices to other ranks; choose 1"),
     ],

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titan_muon import Hybrid, Muon, as_torch, converted
+from tests.shared import muon_keywords
+from titan_muon import Expert, Hybrid, Muon, as_torch, converted
 
 SHAPES = {"layers.0.w": (8, 12), "layers.1.w": (12, 8)}
 
@@ -52,7 +53,7 @@ def test_a_checkpoint_goes_to_torchs_muon_and_back_bit_for_bit(adjust: str | Non
     keywords: dict[str, Any] = {"lr": 0.02, "ns_coefficients": (2.0, -1.5, 0.5), "adjust_lr_fn": adjust, "ns_steps": 4}
     theirs = torch.optim.Muon(params.values(), **keywords)
     train(theirs, params, range(2))
-    ours = Muon(others.values(), orthogonalize="reference", **keywords)
+    ours = Muon(others.values(), expert=Expert(orthogonalize="reference"), **keywords)
     train(ours, others, range(2))
     assert ours.param_groups[0]["param_names"] == ["0.0", "0.1"]
     for loading, state in ((ours, theirs.state_dict()), (theirs, as_torch(ours.state_dict()))):
@@ -74,7 +75,7 @@ def test_a_checkpoint_goes_to_torchs_muon_and_back_bit_for_bit(adjust: str | Non
 )
 def test_state_unknown_to_torchs_muon_is_refused(options: dict[str, Any], fault: str) -> None:
     params = parameters()
-    ours = Muon(list(params.items()), **options)
+    ours = Muon(list(params.items()), **muon_keywords(**options))
     train(ours, params, range(1))
     with pytest.raises(ValueError, match=fault):
         as_torch(ours.state_dict())

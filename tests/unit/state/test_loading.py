@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_muon import Muon
+from titan_muon import Expert, Muon
 from titan_muon.adam import AdamW
 from titan_muon.tensors.process_groups import StateMesh
 
@@ -19,7 +19,7 @@ from titan_muon.tensors.process_groups import StateMesh
 def trained(rule: str) -> tuple[nn.Parameter, Muon]:
     torch.manual_seed(0)
     param = nn.Parameter(torch.randn(6, 8))
-    return param, Muon([("w", param)], algorithm=rule, orthogonalize="reference")
+    return param, Muon([("w", param)], algorithm=rule, expert=Expert(orthogonalize="reference"))
 
 
 def step(param: nn.Parameter, muon: Muon, seed: int) -> None:
@@ -52,7 +52,7 @@ def test_a_state_dict_without_a_newer_option_is_loaded() -> None:
     saved = copy.deepcopy(muon.state_dict())
     del saved["param_groups"][0]["ns_steps"]
     other = nn.Parameter(param.detach().clone())
-    resumed = Muon([("w", other)], ns_steps=3, orthogonalize="reference")
+    resumed = Muon([("w", other)], ns_steps=3, expert=Expert(orthogonalize="reference"))
     with pytest.warns(UserWarning, match="the state dict has no ns_steps: the present values stay"):
         resumed.load_state_dict(saved)
     assert resumed.param_groups[0]["ns_steps"] == 3

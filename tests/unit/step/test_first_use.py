@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from titan_muon import Muon
+from tests.shared import muon_keywords
+from titan_muon import Expert, Muon
 from titan_muon.options import Split
 
 SHAPES = {"layers.0.w": (8, 12), "layers.1.w": (12, 8)}
@@ -38,12 +39,12 @@ def equal(first: dict[str, nn.Parameter], second: dict[str, nn.Parameter]) -> bo
 def trained(steps: range, seed: int = 0) -> dict[str, nn.Parameter]:
     """Parameters after steps of an undisturbed Muon."""
     params = parameters(seed)
-    train(Muon(list(params.items()), **OPTIONS), params, steps)
+    train(Muon(list(params.items()), **muon_keywords(**OPTIONS)), params, steps)
     return params
 
 
 def test_construction_allocates_no_state() -> None:
-    muon = Muon(list(parameters().items()), **OPTIONS)
+    muon = Muon(list(parameters().items()), **muon_keywords(**OPTIONS))
     assert not muon.state
     assert muon.state_dict()["state"] == {}
     assert muon.build() is muon
@@ -52,7 +53,7 @@ def test_construction_allocates_no_state() -> None:
 
 def test_parameters_replaced_before_the_first_step_are_trained() -> None:
     """Like Accelerate's `prepare`: new parameters of the model replace the old parameters in groups."""
-    muon = Muon(list(parameters(1).items()), **OPTIONS)
+    muon = Muon(list(parameters(1).items()), **muon_keywords(**OPTIONS))
     params = parameters()
     muon.param_groups[0]["params"] = list(params.values())
     train(muon, params, range(3))
@@ -61,7 +62,7 @@ def test_parameters_replaced_before_the_first_step_are_trained() -> None:
 
 def test_parameters_may_be_on_the_meta_device_until_the_first_step() -> None:
     model = nn.Sequential(nn.Linear(8, 12, bias=False, device="meta"))
-    muon = Muon(list(model.named_parameters()), **OPTIONS)
+    muon = Muon(list(model.named_parameters()), **muon_keywords(**OPTIONS))
     with pytest.raises(ValueError, match=r"0\.weight: on the meta device"):
         muon.build()
     model.to_empty(device="cpu")
@@ -73,7 +74,7 @@ def test_parameters_may_be_on_the_meta_device_until_the_first_step() -> None:
 def test_a_group_may_be_added(built: bool) -> None:
     params = parameters()
     first, second = params.items()
-    muon = Muon([first], **OPTIONS)
+    muon = Muon([first], **muon_keywords(**OPTIONS))
     if built:
         muon.build()
     muon.add_param_group({"params": [second[1]], "param_names": [second[0]]})
@@ -83,8 +84,8 @@ def test_a_group_may_be_added(built: bool) -> None:
 
 def test_a_state_dict_from_before_the_first_step_is_loaded() -> None:
     params = parameters()
-    saving = Muon(list(parameters().items()), lr=0.5, orthogonalize="reference")
-    muon = Muon(list(params.items()), **OPTIONS)
+    saving = Muon(list(parameters().items()), lr=0.5, expert=Expert(orthogonalize="reference"))
+    muon = Muon(list(params.items()), **muon_keywords(**OPTIONS))
     muon.load_state_dict(saving.state_dict())
     assert muon.param_groups[0]["lr"] == 0.5
     assert not muon.state
@@ -101,7 +102,7 @@ def through_a_file(things: Any) -> Any:
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_a_copy_trains_as_the_original(copied: Callable[[Any], Any], rule: str) -> None:
     params = parameters()
-    muon = Muon(list(params.items()), algorithm=rule, **OPTIONS)
+    muon = Muon(list(params.items()), **muon_keywords(algorithm=rule, **OPTIONS))
     train(muon, params, range(2))
     others, other = copied((params, muon))
     train(muon, params, range(2, 4))
@@ -114,7 +115,7 @@ def test_a_parameter_thawed_or_frozen_after_the_first_step_is_an_error_until_reb
     """Training after `rebuild`: rows of tests/parity."""
     params = parameters()
     late = params["layers.1.w"].requires_grad_(False)
-    muon = Muon(list(params.items()), **OPTIONS)
+    muon = Muon(list(params.items()), **muon_keywords(**OPTIONS))
     train(muon, params, range(2))
     late.requires_grad_(True)
     with pytest.raises(ValueError, match=r"frozen when the optimizer was built .* rebuild\(\)"):
@@ -133,7 +134,7 @@ def test_a_parameter_thawed_or_frozen_after_the_first_step_is_an_error_until_reb
 def test_a_model_converted_after_the_first_step_is_an_error_until_rebuild() -> None:
     model = nn.ModuleDict({"a": nn.Linear(8, 12, bias=False), "b": nn.Linear(12, 8, bias=False)})
     params = dict(model.named_parameters())
-    muon = Muon(list(params.items()), **OPTIONS)
+    muon = Muon(list(params.items()), **muon_keywords(**OPTIONS))
     train(muon, params, range(2))
     averages = [muon.state[param]["momentum_buffer"].clone() for param in params.values()]
     model.to(torch.bfloat16)
@@ -146,7 +147,7 @@ def test_a_model_converted_after_the_first_step_is_an_error_until_rebuild() -> N
 
 def test_rebuild_lets_go_of_replaced_parameters() -> None:
     params = parameters()
-    muon = Muon(list(params.items()), **OPTIONS)
+    muon = Muon(list(params.items()), **muon_keywords(**OPTIONS))
     train(muon, params, range(2))
     others = {name: nn.Parameter(param.detach().clone()) for name, param in params.items()}
     muon.param_groups[0]["params"] = list(others.values())
@@ -158,7 +159,7 @@ def test_rebuild_lets_go_of_replaced_parameters() -> None:
 
 def test_rebuild_refuses_a_different_shape_and_keeps_the_state() -> None:
     params = parameters()
-    muon = Muon(list(params.items()), **OPTIONS)
+    muon = Muon(list(params.items()), **muon_keywords(**OPTIONS))
     train(muon, params, range(1))
     kept = dict(muon.state)
     muon.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(4, 4))
@@ -176,8 +177,8 @@ def test_a_refused_rebuild_changes_nothing(place: str, keep_buffers: bool, monke
     for tensors in (params, reference):
         tensors["layers.1.w"].requires_grad_(False)
     late = {"params": [torch.nn.Parameter(torch.ones(4, 6).bfloat16(), requires_grad=False)], "param_names": ["late"]}
-    muon = Muon([{"params": list(params.items())}, late], **options)
-    undisturbed = Muon(list(reference.items()), **options)
+    muon = Muon([{"params": list(params.items())}, late], **muon_keywords(**options))
+    undisturbed = Muon(list(reference.items()), **muon_keywords(**options))
     train(muon, params, range(2))
     params["layers.1.w"].requires_grad_(True)
     late["params"][0].requires_grad_(True)
@@ -297,7 +298,7 @@ def test_a_tensor_repeated_without_names_is_refused_before_the_first_step() -> N
 
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     params = parameters()
-    muon = Muon(list(params.items()), **OPTIONS)
+    muon = Muon(list(params.items()), **muon_keywords(**OPTIONS))
     for param in params.values():
         param.grad = torch.ones_like(param).detach()
     params["layers.1.w"].grad = torch.ones(12, 8).to_sparse()
@@ -323,7 +324,7 @@ def test_a_stack_of_thin_matrices_causes_a_warning_unless_a_split_reads_wide_mat
 
 def test_a_closed_optimizer_is_refused() -> None:
     params = parameters()
-    muon = Muon(list(params.items()), **OPTIONS)
+    muon = Muon(list(params.items()), **muon_keywords(**OPTIONS))
     train(muon, params, range(1))
     muon.close()
     with pytest.raises(ValueError, match="this Muon was closed"):
@@ -333,8 +334,8 @@ def test_a_closed_optimizer_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_default_device_does_not_matter(dtype: torch.dtype) -> None:
     params, others = parameters(dtype=dtype), parameters(dtype=dtype)
-    train(Muon(list(params.items()), **OPTIONS), params, range(2))
-    muon = Muon(list(others.items()), **OPTIONS)
+    train(Muon(list(params.items()), **muon_keywords(**OPTIONS)), params, range(2))
+    muon = Muon(list(others.items()), **muon_keywords(**OPTIONS))
     with torch.device("meta"):
         muon.build()
     for step in range(2):

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.memory_use import allocated
-from titan_muon import Muon, own
+from tests.shared import muon_keywords
+from titan_muon import Expert, Muon, own
 from titan_muon.algorithms.muon import MuonAlgorithm
 from titan_muon.algorithms.scaling import scaled
 from titan_muon.comm.buffers import fragmentation
@@ -61,7 +62,7 @@ def with_gradient(param: nn.Parameter) -> nn.Parameter:
 def test_the_peak_of_a_step_equals_the_plan(dtype: torch.dtype, rows: int, options: dict[str, Any]) -> None:
     """A local matrix of 16 to 128 MiB. Momentum and weights are updated in chunks of rows."""
     weight = with_gradient(nn.Parameter(torch.zeros(rows, 64, dtype=dtype)))
-    measured, planned = peak(Muon([("w", weight)], **OPTIONS, **options))
+    measured, planned = peak(Muon([("w", weight)], **muon_keywords(**OPTIONS, **options)))
     assert 0.98 * planned < measured < 1.02 * planned + MIB
 
 
@@ -90,7 +91,7 @@ def test_the_plan_of_an_accelerator_counts_the_copies_of_a_revocable_step(dtype:
 def test_the_stages_of_small_matrices_fit_the_plan(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Several tensors share a call, and a row longer than a chunk has a call of its own."""
     params = [(f"w{i}", with_gradient(nn.Parameter(torch.zeros(shape, dtype=dtype)))) for i in range(5)]
-    muon = Muon(params, **OPTIONS)
+    muon = Muon(params, **muon_keywords(**OPTIONS))
     rows = max(4 * shape[1], 12 * shape[1] if dtype == torch.bfloat16 else 0) + 256
     for call in (call for views in muon.engine.step.views for call in views.updates):
         assert call.scratch_bytes <= max(CPU_CHUNK_BYTES, rows)
@@ -107,7 +108,7 @@ def test_the_peak_of_a_step_on_an_owned_matrix_equals_the_plan(dtype: torch.dtyp
     rule = PlacementRule(match="weight", placement="owned", owner=0)
     own(module, mesh=init_device_mesh("cpu", (2,)), params=[module.weight], rules=[rule])
     with_gradient(module.weight)
-    measured, planned = peak(Muon(module.named_parameters(), **OPTIONS))
+    measured, planned = peak(Muon(module.named_parameters(), **muon_keywords(**OPTIONS)))
     assert 0.98 * planned < measured < 1.02 * planned + MIB
 
 
@@ -123,7 +124,7 @@ def test_chunks_of_rows_have_the_bits_of_whole_tensors(
         generator = torch.Generator().manual_seed(0)
         values = {name: torch.randn(s, generator=generator) for name, s in {"a": (37, 50), "b": (3, 24, 31)}.items()}
         params = {name: nn.Parameter(value.to(dtype)) for name, value in values.items()}
-        muon = Muon(list(params.items()), lr=0.02, orthogonalize="reference", **options)
+        muon = Muon(list(params.items()), **muon_keywords(lr=0.02, orthogonalize="reference", **options))
         for _ in range(3):
             for param in params.values():
                 param.grad = torch.randn(param.shape, generator=generator).to(dtype)
@@ -137,7 +138,7 @@ def test_chunks_of_rows_have_the_bits_of_whole_tensors(
 @pytest.mark.parametrize("kept", [False, True])
 def test_buffers_and_workspace_stay_allocated_with_keep_buffers(kept: bool) -> None:
     weight = with_gradient(nn.Parameter(torch.zeros(512, 64)))
-    muon = Muon([("w", weight)], keep_buffers=kept, **OPTIONS)
+    muon = Muon([("w", weight)], **muon_keywords(keep_buffers=kept, **OPTIONS))
     muon.step()
     (views,) = muon.engine.step.views
     workspace = views.batches[0][1].whole.untyped_storage()
@@ -175,7 +176,7 @@ def test_the_first_use_warns_of_the_steps_bytes(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("kept", [False, True])
 def test_exchange_buffers_stay_allocated_with_keep_buffers(kept: bool) -> None:
     shard = DTensor.from_local(torch.zeros(4, 8), init_device_mesh("cpu", (2,)), [Shard(0)])
-    buffers = Muon([("w", nn.Parameter(shard))], keep_buffers=kept).engine.rank.buffers
+    buffers = Muon([("w", nn.Parameter(shard))], expert=Expert(keep_buffers=kept)).engine.rank.buffers
     assert [tensor.untyped_storage().nbytes() for tensor in buffers.tensors] == [buffers.memory.nbytes * kept]
     assert buffers.memory.nbytes > 0
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.shared import drawn
+from tests.shared import drawn, muon_keywords
 from titan_muon import Muon
 from titan_muon.step.algorithm import Tensors
 from titan_muon.step.rounding import chunk_of, memory_bytes
@@ -92,7 +92,9 @@ def test_nonfinite_values_stay_nonfinite() -> None:
 def shrunk(**options: Any) -> float:
     """Weights after 60 steps of decay alone, each below half a bfloat16 spacing."""
     params = parameters()
-    muon = Muon(list(params.items()), lr=1e-3, weight_decay=1.0, momentum=0.0, ns_dtype="float32", **options)
+    muon = Muon(
+        list(params.items()), **muon_keywords(lr=1e-3, weight_decay=1.0, momentum=0.0, ns_dtype="float32", **options)
+    )
     before = torch.cat([param.detach().flatten() for param in params.values()]).double().norm()
     for param in params.values():
         param.grad = torch.zeros_like(param)
@@ -108,13 +110,13 @@ def test_updates_below_half_a_step_add_up() -> None:
 
 def test_a_resume_draws_the_numbers_of_an_uninterrupted_run() -> None:
     params = parameters()
-    muon = Muon(list(params.items()), **OPTIONS)
+    muon = Muon(list(params.items()), **muon_keywords(**OPTIONS))
     for seed in (1, 2):
         step(params, muon, seed)
     state, saved = copy.deepcopy(muon.state_dict()), contents(params)
     step(params, muon, 3)
     again = {name: nn.Parameter(value.clone()) for name, value in zip(SHAPES, saved, strict=True)}
-    resumed = Muon(list(again.items()), **OPTIONS)
+    resumed = Muon(list(again.items()), **muon_keywords(**OPTIONS))
     resumed.load_state_dict(state)
     step(again, resumed, 3)
     assert same(contents(again), contents(params))
@@ -122,7 +124,7 @@ def test_a_resume_draws_the_numbers_of_an_uninterrupted_run() -> None:
 
 def test_a_checkpoint_without_a_draw_count_is_loaded() -> None:
     params = parameters()
-    muon = Muon(list(params.items()), **OPTIONS).build()
+    muon = Muon(list(params.items()), **muon_keywords(**OPTIONS)).build()
     state = muon.state_dict()
     del state["param_groups"][0]["step"]
     muon.load_state_dict(state)
@@ -133,7 +135,7 @@ def test_the_count_of_steps_is_kept_only_for_bfloat16() -> None:
     """Checkpoints of float32 weights keep the same keys."""
     wide = {name: nn.Parameter(value) for name, value in full(0).items()}
     for params, rounding, counted in ((wide, "stochastic", False), (parameters(), "nearest", False)):
-        muon = Muon(list(params.items()), rounding=rounding, **OPTIONS).build()
+        muon = Muon(list(params.items()), **muon_keywords(rounding=rounding, **OPTIONS)).build()
         assert ("step" in muon.param_groups[0]) == counted
 
 

@@ -7,6 +7,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from tests.shared import muon_keywords
 from tests.unit.plans import elements_of
 from titan_muon import Muon
 from titan_muon.options import Split
@@ -131,8 +132,8 @@ def test_the_scale_follows_the_shape_of_the_matrix_not_of_the_storage() -> None:
     stored, turned = nn.Parameter(values.clone()), nn.Parameter(values.T.contiguous())
     stored.grad, turned.grad = grad.clone(), grad.T.contiguous()
     options = {"lr": 0.02, "adjust_lr_fn": "spectral_unclamped", "orthogonalize": "reference"}
-    Muon([("w", stored)], **options, split=[Split(match="w", dims="d f -> | f d")]).step()
-    Muon([("w", turned)], **options).step()
+    Muon([("w", stored)], **muon_keywords(**options, split=[Split(match="w", dims="d f -> | f d")])).step()
+    Muon([("w", turned)], **muon_keywords(**options)).step()
     assert torch.equal(stored, turned.T)
 
 

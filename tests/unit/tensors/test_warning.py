@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from titan_muon import Muon, clip_grad_norm_
+from titan_muon import Expert, Muon, clip_grad_norm_
 
 
 def thin() -> Muon:
-    return Muon([("w", nn.Parameter(torch.ones(4, 64)))], nonfinite="skip")
+    return Muon([("w", nn.Parameter(torch.ones(4, 64)))], expert=Expert(on_bad_gradient="skip_nonfinite"))
 
 
 def not_finite(*, clip: bool) -> None:

@@ -38,7 +38,7 @@ def check_state(options: MuonOptions) -> None:
         return
     if not PATTERNS[options.exchange].one_replica:
         fault = f"exchange = {options.exchange!r} needs the momentum of every replica; choose 'all_to_all'"
-    elif options.replicas != "split":
+    elif options.replicas == "redundant":
         fault = f"replicas = {options.replicas!r} needs the momentum of every replica; choose 'split'"
     else:
         return

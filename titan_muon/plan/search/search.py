@@ -170,7 +170,7 @@ TURNS, FORWARD_TURNS = 2, 16
 BUFFER_SETS = (3, 4)
 """Buffer sets to overlap gather, compute and return; the fourth gathers further ahead."""
 FEWER_SETS = (1, 2)
-"""Further numbers of buffer sets, if `buffer_bytes` asks to save memory."""
+"""Further numbers of buffer sets, if `buffer_gib` asks to save memory."""
 MOST_TURNS = 200_000
 """Most simulated turns of single ranks."""
 
@@ -210,7 +210,7 @@ class Strategy:
 
 
 def fastest(problem: Problem) -> CandidatePlan:
-    """The best candidate. Raises OptionError if `buffer_bytes` is too small for all."""
+    """The best candidate. Raises OptionError if `buffer_gib` is too small for all."""
     search = _Search(problem)
     # Hidden communication may save less than uneven rounds cost.
     if problem.options.overlap != "none":
@@ -356,7 +356,7 @@ class _Search:
         return tuple(buckets)
 
     def run_until_it_fits(self) -> None:
-        """Simulate more and more rounds of consecutive matrices until `buffer_bytes` suffices."""
+        """Simulate more and more rounds of consecutive matrices until `buffer_gib` suffices."""
         tasks, count = self._problem.tasks, 1
         while not self._fits(self._best()):
             self._add(self._following(count), self._assigned(0))
@@ -368,9 +368,9 @@ class _Search:
         best = self._best()
         if not self._fits(best):
             raise OptionError(
-                "buffer_bytes",
-                f"= {self._problem.options.buffer_bytes} is too small: these matrices take at least "
-                f"{best.buffer_bytes} bytes of buffers; raise it or use more ranks",
+                "buffer_gib",
+                f"= {self._problem.options.buffer_gib:.3g} is too small: these matrices take at least "
+                f"{best.buffer_bytes / 2**30:.3g} GiB of buffers; raise it or use more ranks",
             )
         reason = "; ".join(filter(None, (self._ending, self._memory_of(best))))
         pieces, eligible = self._problem.costs.pieces, self._problem.eligible

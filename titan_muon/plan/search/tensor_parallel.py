@@ -39,7 +39,7 @@ def read_in_mode(
 def _fault(options: MuonOptions) -> str:
     if options.split_over != 1:
         return f"split_over = {options.split_over!r} assigns slices to other ranks; choose 1"
-    if options.replicas != "split":
+    if options.replicas == "redundant":
         return f"replicas = {options.replicas!r} may repeat the work on each replica; choose 'split'"
     return slices_fault(options)
 

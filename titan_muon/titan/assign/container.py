@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -194,8 +194,8 @@ def offload_of(recipe: Recipe) -> options.Offload:
 def _muon_table(recipe: Recipe) -> dict[str, Any]:
     # asdict would convert the splits to dicts.
     table = {item.name: getattr(recipe.muon, item.name) for item in fields(recipe.muon)}
-    gib = table.pop("buffer_gib")
-    if recipe.muon.replicas is None:
-        owner_per_replica = recipe.placement.muon == "owned" and recipe.placement.replicas == "each"
-        table["replicas"] = "redundant" if owner_per_replica else "split"
-    return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "machine": recipe.machine}
+    # Muon does not see the placement. With Muon's default, owners in each replica would exchange results.
+    owner_per_replica = recipe.placement.muon == "owned" and recipe.placement.replicas == "each"
+    if recipe.muon.expert.replicas is None and owner_per_replica:
+        table["expert"] = replace(recipe.muon.expert, replicas="redundant")
+    return {**table, "machine": recipe.machine}

@@ -89,12 +89,12 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
         yield f"  idle ranks      {idle} of {len(summary.ranks)} orthogonalize nothing: fewer matrices than ranks"
     if summary.orthogonalizations > MOST_REPEATS * summary.muon_matrices:
         replicas = [len(ranks) for ranks in plan.local if len(ranks) > 1]
-        reason = 'every rank of a bucket orthogonalizes its matrices; muon.exchange = "all_to_all" does not'
+        reason = 'every rank of a bucket orthogonalizes its matrices; muon.expert.exchange = "all_to_all" does not'
         if replicas:
             reason = (
                 f"{len(replicas):,} matrices are whole on up to {max(replicas)} replicas, and each replica "
-                'orthogonalizes them (muon.replicas = "redundant"). parallelism.data_parallel_replicate_degree = 1 '
-                'orthogonalizes each matrix once; muon.replicas = "split" too, and sends the results to the others'
+                'orthogonalizes them (muon.expert.replicas = "redundant"). To orthogonalize each matrix once, set '
+                'parallelism.data_parallel_replicate_degree = 1, or "split", which sends results to the other replicas'
             )
         yield f"  repeated        {summary.orthogonalizations / summary.muon_matrices:.1f} x the least work: {reason}"
     yield from _method_lines(plan, reasons=timeline is not None)
@@ -115,7 +115,7 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
 def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, skips: bool) -> Iterable[str]:
     """Reasons and remedies if the step communicates despite owned parameters.
 
-    `skips`: muon.missing_grad = "skip".
+    `skips`: whether Muon skips missing gradients.
     """
     if plan is None or not any(map(is_owned, parameters.values())):
         return
@@ -127,7 +127,9 @@ def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, ski
         names = ", ".join(filter(None, families))
         lines.append(f"  {families.total():,} matrices{f' ({names})' if names else ''}: {reason}")
     if skips and any(len(ranks) > 1 for ranks in plan.local):
-        lines.append('  muon.missing_grad = "skip": replicas compare their gradients; "error" would not')
+        lines.append(
+            '  muon.expert.on_bad_gradient skips missing gradients: replicas compare theirs; "error" would not'
+        )
     if lines:
         yield "owned, and yet the step communicates:"
         yield from lines
@@ -165,7 +167,7 @@ def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[tuple[str,
             continue
         fqn = plan.parameters[matrix.parameter].fqn
         if matrix.slice is None and repeated(geometries.index[matrix.parameter])[matrix.index].local:
-            yield 'muon.replicas = "split" shares out replicas; "redundant" would not', ""
+            yield 'muon.expert.replicas = "split" shares out replicas; "redundant" would not', ""
         elif is_owned(parameters[fqn]):
             yield 'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not', ""
         else:

@@ -46,7 +46,7 @@ def report(
     counts = [
         *explain.optimizer_lines(first.whole, recipe.muon.split, first.world_size),
         *decay_lines(*(part.meta.groups for part in parts)),
-        *explain.weight_lines(first.whole, dtypes, recipe.muon.rounding),
+        *explain.weight_lines(first.whole, dtypes, recipe.muon.expert.rounding),
         *qk_clip_lines(recipe.qk_clip, first.logit_bytes, first.world_size),
         f"planned for {KINDS.get(kind, kind)}",
     ]
@@ -72,7 +72,7 @@ def _print(parts: Sequence[StageReport], lines: Callable[[StageReport], Iterable
 def _plan_lines(part: StageReport, recipe: Recipe, *, full: bool) -> Iterable[str]:
     meta, training = part.meta, recipe.training
     yield from explain.plan_lines(meta.plan, part.summary, part.timeline)
-    yield from explain.owned_step_lines(meta.plan, meta.parameters, skips=recipe.muon.missing_grad == "skip")
+    yield from explain.owned_step_lines(meta.plan, meta.parameters, skips=recipe.muon.expert.skips_missing)
     gathered = TORCH_DTYPE_MAP[passes_dtype(training.mixed_precision_param, part.kind)].itemsize
     reduced = TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize
     yield from explain.peer_lines(meta.parameters, gathered, reduced)

@@ -154,9 +154,9 @@ def _cuts(
 def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
     # Another algorithm's cost would unbalance the owners.
     muon = recipe.muon
-    steps = iteration(muon.ns_coefficients, muon.ns_steps, muon.eps).steps
+    steps = iteration(muon.ns_coefficients, muon.ns_steps, muon.expert.eps).steps
     machine = planning_machine(recipe.machine, device)
-    dispatch = Dispatch(muon.orthogonalize, muon.ns_dtype, device, machine=machine)
+    dispatch = Dispatch(muon.expert.orthogonalize, muon.expert.ns_dtype, device, machine=machine)
     return lambda rows, cols: dispatch.choose(rows, cols, steps).flops(rows, cols, steps)
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import tyro
 
 from titan_muon.command import shipped
-from titan_muon.options import COUNT
+from titan_muon.ranges import COUNT
 from titan_muon.titan.recipe.files import load
 from titan_muon.titan.recipe.flags import HELP, SOURCE, print_flags, read_flags, read_options
 from titan_muon.titan.recipe.schema import keys, unknown, values

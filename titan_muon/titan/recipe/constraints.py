@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 
-from titan_muon.options import OptionError
+from titan_muon.options import EXPERT, OptionError
 from titan_muon.titan.recipe.schema import refuse, values
 from titan_muon.titan.recipe.sections import Recipe
 from titan_muon.titan.recipe.toml import RecipeError, value_text
@@ -162,7 +162,7 @@ def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:
     """
     current = values(recipe)
     for key, accepted in violations(recipe):
-        others = dict.fromkeys(re.findall(r"[a-z_0-9]+\.[a-z_0-9]+", accepted))
+        others = dict.fromkeys(re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)+", accepted))
         shown = ", ".join(
             f"{name} = {value_text(current[name])} ({sources.get(name, 'default')})"
             for name in others
@@ -172,7 +172,7 @@ def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:
 
 
 def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:
-    """A library error in terms of the recipe: a keyword becomes a key of `table`, bytes become GiB."""
+    """A library error in terms of the recipe: a keyword becomes a key of `table`."""
     if not isinstance(error, OptionError):
         return RecipeError(str(error))
     if error.option.startswith("rules"):
@@ -181,12 +181,8 @@ def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:
         return RecipeError(str(error))
     if error.option == "offload":
         return RecipeError(f"optimizer.offload {error.problem}")
-    if error.option != "buffer_bytes":
-        return RecipeError(f"{table}.{error.option} {error.problem}")
-    # The user wrote 0.5 (GiB), not 536870912.
-    sizes = re.compile(r"(?<=^= )\d+|\d+(?= bytes)")
-    problem = sizes.sub(lambda size: f"{int(size[0]) / 2**30:.3g}", error.problem).replace(" bytes", " GiB")
-    return RecipeError(f"muon.buffer_gib {problem}")
+    table = f"{table}.expert" if table == "muon" and error.option in EXPERT else table
+    return RecipeError(f"{table}.{error.option} {error.problem}")
 
 
 @contextmanager

@@ -6,22 +6,31 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from titan_muon.options import Expert
 from titan_muon.titan.recipe.constraints import check
 from titan_muon.titan.recipe.flags import read_flags
-from titan_muon.titan.recipe.schema import build, convert, convert_items, keys, values
+from titan_muon.titan.recipe.schema import build, convert, convert_items, keys, moved, values
 from titan_muon.titan.recipe.sections import AdamW, Muon, Recipe, Rule
 from titan_muon.titan.recipe.toml import Entry, RecipeError, document_text, read_file, with_data_source
 
-TYPED_OPTIMIZERS: Mapping[str, type] = {"muon": Muon, "adamw": AdamW}
+TYPED_OPTIMIZERS: Mapping[str, Sequence[type]] = {"muon": (Muon, Expert), "adamw": (AdamW,)}
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), notice: Callable[[str], None] = lambda line: None) -> Recipe:
+def load(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    notice: Callable[[str], None] = lambda line: None,
+    *,
+    saved: bool = False,
+) -> Recipe:
     """Recipe of a TOML file, its bases and `--section.key value` overrides.
 
-    `notice` gets a line for each adjusted value. Raises RecipeError for an invalid recipe.
+    `notice` gets a line for each adjusted value. `saved`: a run wrote the file, perhaps of an earlier version. Raises
+    RecipeError for an invalid recipe.
     """
     file = Path(path)
     written, flags = read_file(file), with_data_source(read_flags(overrides))
+    written = moved(written) if saved else written
     entries = {"name": Entry(file.stem, str(file))} | written | flags
     sources = {key: entry.source for key, entry in entries.items()}
     recipe = _build(entries, str(file))
@@ -42,8 +51,8 @@ def _build(entries: Mapping[str, Entry], file: str, *, ranges: bool = True) -> R
 
 def _typed(rule: Rule, place: str, source: str) -> Rule:
     # Other packages' optimizers validate options when built.
-    table = TYPED_OPTIMIZERS.get(rule.optimizer)
-    return rule if table is None else replace(rule, options=convert_items(table, rule.options, place, source))
+    tables = TYPED_OPTIMIZERS.get(rule.optimizer)
+    return rule if tables is None else replace(rule, options=convert_items(tables, rule.options, place, source))
 
 
 def _with_shorter_warmup(recipe: Recipe, before: int, flags: Collection[str], notice: Callable[[str], None]) -> Recipe:
@@ -100,7 +109,7 @@ def with_source(error: RecipeError, path: str | Path, recipe: Recipe) -> RecipeE
     """An error about a key, after the file or command line with the key; unchanged for a default."""
     sources = {key: entry.source for key, entry in read_file(Path(path)).items()}
     sources |= dict.fromkeys(keys_of_the_command_line(path, recipe), "command line")
-    key = re.match(r"\w+\.\w+", str(error))
+    key = re.match(r"\w+(\.\w+)+", str(error))
     return error if key is None or key[0] not in sources else RecipeError(f"{sources[key[0]]}: {error}")
 
 

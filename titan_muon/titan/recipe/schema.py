@@ -9,11 +9,12 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from titan_muon.options import OTHER_NAMES
+from titan_muon.options import EXPERT, OTHER_NAMES
 from titan_muon.titan.recipe.toml import Entry, RecipeError, Words, nearest, parse_value, value_text
 
 T = TypeVar("T")
@@ -45,6 +46,23 @@ MEANT: Mapping[str, str] = MappingProxyType(
     }
 )
 """Keys by names that users try: a whole key, or its last part. Letters would suggest other keys."""
+MOVED: Mapping[str, str] = MappingProxyType(
+    {
+        **{f"muon.{name}": f"muon.expert.{name}" for name in EXPERT},
+        **dict.fromkeys(("muon.missing_grad", "muon.nonfinite"), "muon.expert.on_bad_gradient"),
+        "muon.owners": "muon.expert.exchange",
+    }
+)
+"""Keys by their names in earlier versions."""
+MOVED_VALUES: Mapping[tuple[str, object], str] = MappingProxyType(
+    {
+        ("muon.missing_grad", "skip"): "skip_missing",
+        ("muon.nonfinite", "skip"): "skip_nonfinite",
+        ("muon.owners", "everyone"): "all_gather",
+        ("muon.owners", "balanced"): "all_to_all",
+    }
+)
+"""Values of moved keys that have other names."""
 FREE_VALUE = bool | int | float | str
 
 
@@ -72,18 +90,25 @@ def build(schema: type[T], entries: Mapping[str, Entry], *, ranges: bool = True)
 
     Raises RecipeError for an unknown key, a wrong type, and a value out of range.
     """
-    kinds, hints = keys(schema, ranges=ranges), get_type_hints(schema)
-    arguments: dict[str, dict[str, Any]] = {"": {}}
+    kinds, given = keys(schema, ranges=ranges), dict[str, Any]()
     for key, entry in entries.items():
-        table, _, leaf = key.rpartition(".")
         if key in kinds:
-            arguments.setdefault(table, {})[leaf] = convert(kinds[key], entry.value, key, entry.source)
-        elif key not in hints:
+            given[key] = convert(kinds[key], entry.value, key, entry.source)
+        elif not any(known.startswith(f"{key}.") for known in kinds):
             raise unknown(entry.source, key, entry.value, list(kinds))
         elif entry.value != {}:
             raise refuse(entry.source, key, entry.value, f"a table: [{key}]")
-    top = arguments.pop("")
-    return schema(**top, **{table: hints[table](**leaves) for table, leaves in arguments.items()})
+    return _instance(schema, given)
+
+
+def _instance(schema: type[T], given: Mapping[str, Any]) -> T:
+    """Instance of `schema` from values by dotted key."""
+    arguments: dict[str, Any] = {}
+    for name, kind in get_type_hints(schema).items():
+        inner = {key.removeprefix(f"{name}."): value for key, value in given.items() if key.startswith(f"{name}.")}
+        if name in given or inner:
+            arguments[name] = _instance(kind, inner) if inner else given[name]
+    return schema(**arguments)
 
 
 def convert(kind: Any, value: Any, key: str, source: str) -> Any:
@@ -147,9 +172,9 @@ def _read(kind: Any, words: Words, key: str, source: str) -> object:
     return word if kind in (int, float) else parse_value(word)
 
 
-def convert_items(table: type, items: Mapping[str, object], place: str, source: str) -> dict[str, Any]:
-    """The items of the table at `place`, as the fields of `table`. Raises RecipeError as `build`."""
-    kinds = get_type_hints(table, include_extras=True)
+def convert_items(tables: Sequence[type], items: Mapping[str, object], place: str, source: str) -> dict[str, Any]:
+    """The items of the table at `place`, as the fields of `tables`. Raises RecipeError as `build`."""
+    kinds = {name: kind for table in tables for name, kind in get_type_hints(table, include_extras=True).items()}
     # A suggestion for a misspelt key helps more than a type error.
     for name, item in items.items():
         if name not in kinds:
@@ -158,7 +183,7 @@ def convert_items(table: type, items: Mapping[str, object], place: str, source: 
 
 
 def _convert_table(kind: Any, value: dict[str, Any], key: str, source: str) -> Any:
-    converted = convert_items(kind, value, key, source)
+    converted = convert_items((kind,), value, key, source)
     for field in dataclasses.fields(kind):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in value:
@@ -212,9 +237,32 @@ def refuse(source: str, key: str, value: object, accepted: str, choices: Sequenc
     return RecipeError(f"{source}: {problem}; it takes {accepted}.{hint}")
 
 
+def moved(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The entries of a recipe that an earlier version wrote, by today's keys."""
+    result: dict[str, Entry] = {}
+    for key, entry in entries.items():
+        new, value = MOVED.get(key, key), _moved_value(key, entry.value)
+        # Two keys became one.
+        if new in result and {result[new].value, value} == {"skip_missing", "skip_nonfinite"}:
+            value = "skip"
+        if new not in result or value != "error":
+            result[new] = replace(entry, value=value)
+    return result
+
+
+def _moved_value(key: str, value: object) -> object:
+    word = value[0] if isinstance(value, Words) and len(value) == 1 else value
+    return MOVED_VALUES.get((key, word), value) if isinstance(word, str) else value
+
+
 def unknown(source: str, key: str, value: object, known: Sequence[str]) -> RecipeError:
-    """Error for an unknown key, with a suggestion."""
+    """Error for an unknown key, with a suggestion, or with the new line of a moved key."""
     table, _, _ = key.rpartition(".")
+    if MOVED.get(key) in known:
+        new, _, leaf = MOVED[key].rpartition(".")
+        setting = key if value == () else f"{key} = {_shown(value)}"
+        line = f"[{new}] {leaf} = {_shown(_moved_value(key, value)) if value != () else '...'}"
+        return RecipeError(f"{source}: {setting} has moved; write {line} (flag --{MOVED[key]}).")
     tables = list(dict.fromkeys(name.partition(".")[0] for name in known if "." in name))
     leaves = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == table]
     suggestion = _nearest_key(key, known, leaves, tables)
@@ -231,8 +279,14 @@ def _nearest_key(key: str, known: Sequence[str], leaves: Sequence[str], tables: 
     meant = MEANT.get(key, MEANT.get(leaf))
     if meant in known and (leaves or not table) and OTHER_NAMES.get(leaf) not in leaves:
         return meant
-    if suggestion := nearest(OTHER_NAMES.get(leaf, leaf), leaves):
+    name = OTHER_NAMES.get(leaf, leaf)
+    if suggestion := nearest(name, leaves):
         return f"{table}.{suggestion}" if table else suggestion
+    below = [path for path in known if table and path.startswith(f"{table}.") and path.rpartition(".")[0] != table]
+    inner = {path.rpartition(".")[2]: path for path in below}
+    inner |= {path.split(".")[-2]: f"[{path.rpartition('.')[0]}]" for path in below}
+    if suggestion := nearest(name, [*inner]):
+        return inner[suggestion]
     if suggestion := nearest(table or key, tables if not (table and leaves) else []):
         return f"[{suggestion}]"
     elsewhere = [name for name in known if name.rpartition(".")[2] == leaf]

@@ -6,18 +6,8 @@ The help shows a key's docstring, or the comment after the key.
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from titan_muon.options import (
-    FRACTION,
-    Constraint,
-    Hyperparameters,
-    Machine,
-    PlacementRule,
-    Rule,
-    StateDtype,
-    StepOptions,
-    at_least,
-    list_of,
-)
+from titan_muon.options import Expert, Hyperparameters, Machine, PlacementRule, Rule, StateDtype, StepOptions
+from titan_muon.ranges import FRACTION, Constraint, at_least, list_of
 from titan_muon.titan.recipe.torchtitan_sections import (
     FILE_NAME,
     Checkpoint,
@@ -106,16 +96,9 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(StepOptions, Hyperparameters):
-    """Hyperparameters of Muon (Keller Jordan, 2024) and options of its distributed step."""
+    """Muon (Keller Jordan, 2024)."""
 
-    # Muon does not see the placement. With Muon's default, owners in each replica would exchange results.
-    replicas: Literal["split", "redundant"] | None = None  # type: ignore[assignment]
-    """Whether replicas `split` work or repeat it; absent: `redundant` for owners in `each` replica, else `split`."""
-
-    buffer_gib: Annotated[
-        float | Literal["auto"], Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
-    ] = "auto"
-    """Maximum GiB of exchange buffers per rank. `auto`: 1 with workspace; more if a GiB saves 3 % (10 % beyond 2)."""
+    expert: Expert = field(default_factory=Expert)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,10 @@ class Words(tuple[str, ...]):
     """Words after a flag, to be read as the type of the key."""
 
 
+INNER = "expert"
+"""Name of a table within a table: `[muon.expert]`."""
+
+
 def nearest(word: str, known: Sequence[str]) -> str | None:
     """The most similar known word."""
     return next(iter(difflib.get_close_matches(word, known, n=1)), None)
@@ -49,11 +53,11 @@ def read_file(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Entry]:
     document = _parse(path, f" (chain of bases: {named})" if chain else "")
     base = document.pop("base", None)
     if base is None:
-        return _flatten(document, str(path))
+        return with_data_source(_flatten(document, str(path)))
     if not isinstance(base, str):
         accepted = "the path of one recipe as a string, relative to this file"
         raise RecipeError(f"{path}: base = {value_text(base)} is not accepted; it takes {accepted}.")
-    return read_file(path.parent / base, (*chain, path)) | _flatten(document, str(path))
+    return read_file(path.parent / base, (*chain, path)) | with_data_source(_flatten(document, str(path)))
 
 
 def parse_value(word: str) -> object:
@@ -79,15 +83,15 @@ def _parse(path: Path, context: str) -> dict[str, object]:
         raise RecipeError(f"{path}: not valid TOML{context}: {error}.") from None
 
 
-def _flatten(document: Mapping[str, object], source: str) -> dict[str, Entry]:
+def _flatten(document: Mapping[str, object], source: str, table: str = "") -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
-    # A misspelt empty table must be noticed.
     for key, value in document.items():
-        if isinstance(value, dict) and value:
-            entries |= {f"{key}.{inner}": Entry(item, source) for inner, item in value.items()}
+        # A misspelt empty table must be noticed.
+        if isinstance(value, dict) and value and (not table or key == INNER):
+            entries |= _flatten(value, source, f"{table}{key}.")
         else:
-            entries[key] = Entry(value, source)
-    return with_data_source(entries)
+            entries[f"{table}{key}"] = Entry(value, source)
+    return entries
 
 
 def with_data_source(entries: dict[str, Entry]) -> dict[str, Entry]:

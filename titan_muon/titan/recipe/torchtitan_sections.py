@@ -7,7 +7,7 @@ import posixpath
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from titan_muon.options import (
+from titan_muon.ranges import (
     COUNT,
     FRACTION,
     NOT_NEGATIVE,

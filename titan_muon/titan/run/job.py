@@ -232,7 +232,7 @@ def _stage_texts(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> tuple[st
     head = [] if len(ranks) == world else [explain.pipeline_line(ranks, world, assigned)]
     lines = [
         *explain.plan_lines(plan, summary),
-        *explain.owned_step_lines(plan, named, skips=recipe.muon.missing_grad == "skip"),
+        *explain.owned_step_lines(plan, named, skips=recipe.muon.expert.skips_missing),
     ]
     table = parameter_table(assigned, named, plan, full=True)
     full = [*head, table, "", *lines, "", *explain.owner_lines(loads, full=True)]

@@ -121,7 +121,7 @@ class MuonTrainer(Trainer):
             self.device,
             data_rank=dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0,
             token_group=None if token_mesh is None else token_mesh.get_group(),
-            tolerates_nonfinite=self.config.optimizer.tables["muon"]["nonfinite"] != "error",
+            tolerates_nonfinite=self.config.optimizer.tables["muon"]["expert"].skips_nonfinite,
         )
 
     def init_distributed(self) -> ParallelDims:
@@ -152,7 +152,7 @@ class MuonTrainer(Trainer):
             self._warn(self.checks.check_norm())
             self.optimizers.check_last_step()
         except FloatingPointError as error:
-            reason = str(error).replace("(nonfinite = ", "(muon.nonfinite = ")
+            reason = str(error).replace("(expert.", "(muon.expert.")
             self.metrics_processor.logger.log({"diverged": reason}, self.step)
             raise FloatingPointError(reason) from error
         self.checkpointer.maybe_wait_for_saving()

@@ -26,7 +26,7 @@ def test_a_plan_with_repeated_work_has_a_reason_and_a_remedy() -> None:
     text = reason_of(8, 2, replicas_of="redundant")
     assert re.search(r"[24] matrices are whole on up to 8 replicas", text)
     assert "data_parallel_replicate_degree = 1" in text
-    assert 'muon.replicas = "split"' in text
+    assert '"split", which sends results' in text
     assert "repeated" not in reason_of(8, 2, replicas_of="split") + reason_of(1, 4, replicas_of="redundant")
 
 

@@ -144,7 +144,7 @@ NORMS_TO_ADAMW = rule("*.norm.*", "adamw")
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (rule("*.wq.*", "muon", exchange="all_gather"), r"options\.exchange: .* set muon\.exchange$"),
+        (rule("*.wq.*", "muon", exchange="all_gather"), r"options\.exchange: .* set muon\.expert\.exchange$"),
         (rule("*.wq.*", "muon", buffer_gib=2.0), r"options\.buffer_gib: muon has no such option"),
         (rule("*.wq.*", "adamw", fused=True), r"options\.fused: .* set adamw\.fused$"),
         (rule("*.wo.*", "muno"), "optimizer = 'muno' is unknown; did you mean 'muon'"),

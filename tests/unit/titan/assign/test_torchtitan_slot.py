@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from titan_muon import Expert
 from titan_muon.comm.agreement import Agreement
 from titan_muon.titan import HybridOptimizers
 
@@ -39,7 +40,7 @@ def train(model: nn.Module, optimizers: Any, scheduler: Any, steps: range) -> No
 
 
 def test_torchtitans_configuration_trains_and_resumes_with_equal_bits() -> None:
-    tables = {"muon": {"lr": 0.02, "orthogonalize": "standard"}, "adamw": {"lr": 8e-4}}
+    tables = {"muon": {"lr": 0.02, "expert": Expert(orthogonalize="standard")}, "adamw": {"lr": 8e-4}}
     config = configured(tables=tables)
     model, optimizers, scheduler = built(config)
     before = [param.detach().clone() for param in model.parameters()]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from benchmarks.memory_use import allocated
+from tests.shared import muon_keywords
 from titan_muon import Muon
 from titan_muon.plan.summary import summarize
 from titan_muon.titan.torchtitan import compat
@@ -38,7 +39,7 @@ def test_the_dry_run_counts_the_memory_of_states_and_step(rule: str) -> None:
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
     for parameter in parameters.values():
         parameter.grad = torch.full_like(parameter, 1e-3)
-    muon = Muon(list(parameters.items()), algorithm=rule, **options)
+    muon = Muon(list(parameters.items()), **muon_keywords(algorithm=rule, **options))
     # SOAP's first step makes no update.
     muon.step()
     muon.step()

@@ -37,11 +37,11 @@ def test_an_empty_table_keeps_the_defaults_of_a_frozen_recipe(tmp_path: Path) ->
 
 
 def test_a_recipe_overrides_the_base_tables_merge_and_lists_do_not(tmp_path: Path) -> None:
-    write(tmp_path, f"[muon]\nlr = 0.1\nmomentum = 0.1\neps = 0.1\n{RULE}'x'\n{RULE}'y'", "far.toml")
+    write(tmp_path, f"[muon]\nlr = 0.1\nmomentum = 0.1\n[muon.expert]\neps = 0.1\n{RULE}'x'\n{RULE}'y'", "far.toml")
     write(tmp_path, 'base = "../far.toml"\n[muon]\nlr = 0.2\nmomentum = 0.2', "sub/near.toml")
     file = write(tmp_path, f'base = "sub/near.toml"\n[muon]\nlr = 0.3\n{RULE}"z"')
     recipe = load(file, ["--muon.momentum=0.4"])
-    assert (recipe.muon.lr, recipe.muon.momentum, recipe.muon.eps) == (0.3, 0.4, 0.1)
+    assert (recipe.muon.lr, recipe.muon.momentum, recipe.muon.expert.eps) == (0.3, 0.4, 0.1)
     assert recipe.muon.weight_decay == sections.Muon().weight_decay
     assert [rule.optimizer for rule in recipe.optimizer.rule] == ["z"]
 
@@ -72,6 +72,18 @@ def test_a_bad_base_names_the_chain(tmp_path: Path, base: str, own: str, parts: 
         ("[optimiser]\nclip = 1", ["unknown table [optimiser]", "Did you mean [optimizer]?", "adamw"]),
         ("[optimiser]", ["unknown table [optimiser]", "Did you mean [optimizer]?"]),
         ("steps = 3", ["unknown key: steps = 3", "Did you mean training.steps?"]),
+        (
+            "[muon]\nexchange = 'all_gather'",
+            ['muon.exchange = "all_gather" has moved', '[muon.expert] exchange = "all_gather"'],
+        ),
+        (
+            "[muon]\nmissing_grad = 'skip'",
+            ['[muon.expert] on_bad_gradient = "skip_missing" (flag --muon.expert.on_bad'],
+        ),
+        ("[muon]\nexchang = 'all_gather'", ["Did you mean muon.expert.exchange?"]),
+        ("[muon.expert]\nexchang = 'all_gather'", ["Did you mean muon.expert.exchange?", "keep_buffers"]),
+        ("[muon.exprt]\nfused = true", ["Did you mean [muon.expert]?"]),
+        ("[muon]\nexpert = 3", ["muon.expert = 3", "it takes a table: [muon.expert]"]),
         ("muon = 3", ["muon = 3", "it takes a table: [muon]"]),
         ("[muon.lr]\nx = 1", ["muon.lr = {x = 1}", "a finite number"]),
         ("[training]\nsteps = '3'", ['training.steps = "3"', "an integer"]),

@@ -34,8 +34,8 @@ RANGES: Mapping[str, tuple[tuple[object, ...], tuple[object, ...], str]] = {
     "checkpoint.initial_load_path": (("a",), ("/a", "gs://a"), "an absolute path or a URL"),
     "compile.components": ((["x"],), (["loss"],), "a list, each element one of model, loss"),
     "loss.chunks": ((0,), ("auto", 1), '"auto" or 1 or more'),
-    "muon.buffer_gib": ((0.0,), ("auto", 0.5), '"auto" or more than 0'),
-    "muon.split_over": ((3,), (1, "auto"), '1, 2, 4, 8 or "auto"'),
+    "muon.expert.buffer_gib": ((0.0,), ("auto", 0.5), '"auto" or more than 0'),
+    "muon.expert.split_over": ((3,), (1, "auto"), '1, 2, 4, 8 or "auto"'),
     "muon.ns_coefficients": (([],), ("cans", [[1.0, 2.0, 3.0]]), "or a list that is not empty"),
 }
 
@@ -62,7 +62,7 @@ REFUSED = [
     # docs/compatibility.md has every relation of keys, and a test of the page tries them.
     ("placement.replicas = 'one'", 'placement.replicas = "one"', '"one" only with placement.muon = "owned"'),
     ("data.tokenizer = 'hf'", "data.tokenizer_path is missing", 'because data.tokenizer = "hf"'),
-    ("muon.exchange = 'gather'", 'muon.exchange = "gather"', 'one of "all_to_all", "all_gather"'),
+    ("muon.expert.exchange = 'gather'", 'muon.expert.exchange = "gather"', 'one of "all_to_all", "all_gather"'),
     ("muon.ns_coefficients = 'polar_expres'", '= "polar_expres" is not', 'Did you mean "polar_express"?'),
     # Rules.
     (f"placement.muon = 'x'\n{PLACED}'owned'", "placement.rule = [", 'none, unless placement.muon is "shard0" or'),
@@ -104,8 +104,8 @@ def test_values_at_the_limits_of_relations_are_accepted(tmp_path: Path) -> None:
     [
         (OptionError("ns_steps", "= 0 is not accepted; it takes 1 or more"), "muon.ns_steps = 0 is not accepted; it "),
         (
-            OptionError("buffer_bytes", f"= {2**30} is too small: 5 matrices take at least {3 * 2**29} bytes"),
-            "muon.buffer_gib = 1 is too small: 5 matrices take at least 1.5 GiB",
+            OptionError("buffer_gib", "= 1 is too small: 5 matrices take at least 1.5 GiB"),
+            "muon.expert.buffer_gib = 1 is too small: 5 matrices take at least 1.5 GiB",
         ),
         (ValueError("muon.split: nothing matches"), "muon.split: nothing matches"),
     ],

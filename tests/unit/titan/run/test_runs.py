@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests import tiny
+from titan_muon import Expert
 from titan_muon.titan.recipe import Recipe, RecipeError, load, to_toml
 from titan_muon.titan.recipe.files import keys_of_the_command_line
 from titan_muon.titan.torchtitan import compat
@@ -150,7 +151,7 @@ def test_any_error_of_rank_0_is_raised_on_every_rank(tmp_path: Path, monkeypatch
 
 
 SAME = {"training__steps": 9, "checkpoint__interval": 7, "parallelism__tensor_parallel_degree": 2}
-SAME |= {"placement__muon": "owned", "muon__exchange": "all_gather", "lr_scheduler__total_steps": 9}
+SAME |= {"placement__muon": "owned", "muon__expert__exchange": "all_gather", "lr_scheduler__total_steps": 9}
 
 
 @pytest.mark.parametrize(("key", "value"), [("muon__lr", 0.25), ("data__seed", 3)])
@@ -412,3 +413,16 @@ def test_a_recipe_of_an_older_version_is_compared_with_the_defaults(tmp_path: Pa
     file.write_text("[muon]\nlr = 0.001\nold = 3\n")
     recipe = replace(Recipe(), training=replace(Recipe().training, steps=6))
     assert list(changes(recipe, file).values()) == ["training.steps = 1000, here 6", "muon.old = 3, here absent"]
+
+
+def test_the_recipe_of_an_earlier_version_is_read_with_todays_keys(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(
+        '[muon]\nexchange = "all_gather"\nowners = "everyone"\nmissing_grad = "skip"\nnonfinite = "skip"\neps = 1e-9\n'
+    )
+    expert = Expert(exchange="all_gather", on_bad_gradient="skip", eps=1e-9)
+    recipe = load(file, saved=True)
+    assert recipe.muon.expert == expert
+    assert not changes(recipe, file)
+    with pytest.raises(RecipeError, match=r"recipe.toml: muon.exchange = .* has moved"):
+        load(file)
