@@ -120,18 +120,13 @@ def table(groups: Sequence[Sequence[Run]]) -> list[str]:
 
 
 def found(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """What the longest runs of Muon and AdamW show."""
-    longest = {
-        name: min(
-            (group for group in groups if group[0].optimizer == name),
-            key=lambda group: (-round(group[0].tokens), final(group)),
-            default=None,
-        )
-        for name in ("muon", "adamw")
-    }
-    muon, adamw = longest["muon"], longest["adamw"]
-    if muon is None or adamw is None or round(muon[0].tokens) != round(adamw[0].tokens):
+    """What the longest runs of both Muon and AdamW show."""
+    of = {name: [group for group in groups if group[0].optimizer == name] for name in ("muon", "adamw")}
+    lengths = set.intersection(*({round(group[0].tokens) for group in mine} for mine in of.values()))
+    if not lengths:
         return []
+    best = {n: min((g for g in mine if round(g[0].tokens) == max(lengths)), key=final) for n, mine in of.items()}
+    muon, adamw = best["muon"], best["adamw"]
     difference = final(adamw) - final(muon)
     better = "lower" if difference > 0 else "higher"
     lines = [
@@ -141,7 +136,7 @@ def found(groups: Sequence[Sequence[Run]]) -> list[str]:
     needed = tokens_to(muon, final(adamw)) if difference > 0 else tokens_to(adamw, final(muon))
     if needed is not None:
         first, other = ("Muon", "AdamW") if difference > 0 else ("AdamW", "Muon")
-        seconds = {name: mean(run.seconds_per_step for run in group) for name, group in longest.items() if group}
+        seconds = {name: mean(run.seconds_per_step for run in group) for name, group in best.items()}
         ratio = seconds["muon"] / seconds["adamw"]
         time = needed / muon[0].tokens * (ratio if difference > 0 else 1 / ratio)
         lines.append(
