@@ -136,12 +136,8 @@ def found(groups: Sequence[Sequence[Run]]) -> list[str]:
     needed = tokens_to(muon, final(adamw)) if difference > 0 else tokens_to(adamw, final(muon))
     if needed is not None:
         first, other = ("Muon", "AdamW") if difference > 0 else ("AdamW", "Muon")
-        seconds = {name: mean(run.seconds_per_step for run in group) for name, group in best.items()}
-        ratio = seconds["muon"] / seconds["adamw"]
-        time = needed / muon[0].tokens * (ratio if difference > 0 else 1 / ratio)
         lines.append(
-            f"{first} is at {other}'s last loss after {needed:.2f} M tokens, {needed / muon[0].tokens:.0%} of them and "
-            f"{time:.0%} of the seconds: a step of Muon takes {ratio:.2f} times as long on this CPU."
+            f"{first} is at {other}'s last loss after {needed:.2f} M tokens, {needed / muon[0].tokens:.0%} of them."
         )
     return lines
 
@@ -196,7 +192,8 @@ def draw_rates(axes: Axes, groups: Sequence[Sequence[Run]]) -> None:
 HEAD = """# Muon beside AdamW
 
 Measured on a CPU by training the two small recipes with 32 sequences of 128 bytes of text of Python's standard library
-a step, with passes in float32. Losses are held-out losses in nats per token, mean ± standard deviation over seeds.
+a step, with passes in float32. Losses are held-out losses in nats per token, mean ± standard deviation over seeds. Other jobs ran on the machine, so
+that seconds of two runs do not compare.
 `docs/make_study.py` writes this page from the sweeps below; each has its command, its commit and its data.
 """
 
