@@ -192,8 +192,8 @@ def draw_rates(axes: Axes, groups: Sequence[Sequence[Run]]) -> None:
 HEAD = """# Muon beside AdamW
 
 Measured on a CPU by training the two small recipes with 32 sequences of 128 bytes of text of Python's standard library
-a step, with passes in float32. Losses are held-out losses in nats per token, mean ± standard deviation over seeds. Other jobs ran on the machine, so
-that seconds of two runs do not compare.
+a step, with passes in float32. Losses are held-out losses in nats per token, mean ± standard deviation over seeds.
+Other jobs ran on the machine, so that seconds of two runs do not compare.
 `docs/make_study.py` writes this page from the sweeps below; each has its command, its commit and its data.
 """
 
