@@ -49,11 +49,11 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     ),
     "TP 8, owned": (
         *("--parallelism.tensor_parallel_degree", "8"),
-        *("--placement.muon", "owned", "--placement.tensor_parallel", "peers"),
+        *("--placement.muon", "owned", "--placement.tp_pieces", "peers"),
     ),
     "TP 8, owned whole": (
         *("--parallelism.tensor_parallel_degree", "8"),
-        *("--placement.muon", "owned", "--placement.tensor_parallel", "whole"),
+        *("--placement.muon", "owned", "--placement.tp_pieces", "whole"),
     ),
     "PP 4": ("--parallelism.pipeline_parallel_degree", "4", "--training.local_batch_size", "4"),
 }

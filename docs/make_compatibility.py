@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from titan_muon import Muon, Owners, apply_in_forward, own  # noqa: E402
 from titan_muon.features import overlap_of  # noqa: E402
-from titan_muon.options import EXPERT, Expert, Machine, MuonOptions, PlacementRule, Split  # noqa: E402
+from titan_muon.options import EXPERT, Expert, Machine, MuonOptions, PlacementRule, Split, choices  # noqa: E402
 from titan_muon.titan.recipe import schema, toml  # noqa: E402
 from titan_muon.titan.recipe.constraints import violations  # noqa: E402
 from titan_muon.titan.recipe.sections import Recipe  # noqa: E402
@@ -53,7 +53,8 @@ SAMPLES: Mapping[str, tuple[Any, ...]] = {
     "adjust_lr_fn": ("original", "spectral_unclamped", 0.18),
     "algorithm": ("muoneq", "normuon", "adamuon", "muonh", "soap"),
     "beta2": (0.9,),
-    "soap_every": (5,),
+    "soap_freq": (5,),
+    "replicas": ("redundant",),
     "ns_coefficients": ("polar_express",),
     "split_over": (2, "auto"),
     "split": (
@@ -73,13 +74,13 @@ Setting = tuple[str, Any]
 
 def settings() -> Iterator[Setting]:
     """Every option of Muon with each of its other choices, or with sample values."""
-    kinds, default = get_type_hints(MuonOptions), MuonOptions()
+    accepted, default = dict(choices(MuonOptions)), MuonOptions()
     for item in fields(MuonOptions):
-        kind, value = kinds[item.name], getattr(default, item.name)
+        value = getattr(default, item.name)
         if item.name in SAMPLES:
             yield from ((item.name, sample) for sample in SAMPLES[item.name])
-        elif get_origin(kind) is Literal:
-            others = (choice for choice in get_args(kind) if choice not in (value, *KERNELS))
+        elif item.name in accepted:
+            others = (choice for choice in accepted[item.name] if choice not in (value, *KERNELS))
             yield from ((item.name, choice) for choice in others)
         elif isinstance(value, bool):
             yield item.name, not value
@@ -128,12 +129,12 @@ class Layout:
     Attributes:
         axes: sizes of the mesh's axes by name, from TorchTitan's names; empty for plain tensors.
         owned: whether the two matrices of the layer are whole on one rank each.
-        tensor_parallel: as of `Owners`, for owned matrices.
+        tp_pieces: as of `Owners`, for owned matrices.
     """
 
     axes: Mapping[str, int]
     owned: bool = False
-    tensor_parallel: Literal["peers", "whole"] = "peers"
+    tp_pieces: Literal["peers", "whole"] = "peers"
 
     def model(self) -> nn.Module:
         """The model on rank 0."""
@@ -153,7 +154,7 @@ class Layout:
         owned = set[nn.Parameter]()
         if self.owned:
             matrices = [layer.other.weight, layer.up.weight]
-            owners = Owners(model, mesh=sharding, params=matrices, tensor_parallel=self.tensor_parallel)
+            owners = Owners(model, mesh=sharding, params=matrices, tp_pieces=self.tp_pieces)
             owned = own(layer, owners=owners)
         fully_shard(layer, mesh=sharding, ignored_params=owned)
         fully_shard(model, mesh=sharding)
@@ -175,7 +176,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "HSDP + TP": Layout({"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
     "owned": Layout({"dp_shard": 8}, owned=True),
     "owned + TP": Layout({"dp_shard": 4, "tp": 2}, owned=True),
-    "owned whole + TP": Layout({"dp_shard": 4, "tp": 2}, owned=True, tensor_parallel="whole"),
+    "owned whole + TP": Layout({"dp_shard": 4, "tp": 2}, owned=True, tp_pieces="whole"),
 }
 PAIRS = "HSDP + TP"
 """The layout for pairs of options, because every option has something to act on."""
@@ -359,12 +360,15 @@ def _others(kind: Any, value: Any) -> tuple[Any, ...]:
 
 def with_keys(choices: Iterable[Setting]) -> Recipe:
     """The default recipe with some keys changed."""
-    recipe: Any = Recipe()
+    recipe = Recipe()
     for key, value in choices:
-        table_name, _, leaf = key.rpartition(".")
-        inner = replace(getattr(recipe, table_name), **{leaf: value}) if table_name else value
-        recipe = replace(recipe, **{table_name or leaf: inner})
+        recipe = _changed(recipe, key, value)
     return recipe
+
+
+def _changed(table: Any, key: str, value: Any) -> Any:
+    name, _, inner = key.partition(".")
+    return replace(table, **{name: _changed(getattr(table, name), inner, value) if inner else value})
 
 
 def recipe_setting(setting: Setting) -> str:

@@ -151,7 +151,7 @@ def plan_numbers(
     """
     degree = EXPERT_PARALLEL.get(model, (1, 1))[ranks >= 64] if expert_parallel is None else expert_parallel
     flags = ["--parallelism.expert_parallel_degree", str(degree), "--machine.name", machine]
-    flags += ["--muon.expert.split_over", str(split_over), "--muon.expert.tensor_parallel", mode]
+    flags += ["--muon.expert.split_over", str(split_over), "--muon.expert.tp_mode", mode]
     flags += ["--muon.overlap", overlap, "--parallelism.tensor_parallel_degree", str(tensor_parallel)]
     # QK-clip does not change the plan and excludes some overlaps.
     flags += ["--parallelism.data_parallel_replicate_degree", str(replicas), "--qk_clip.mode", "off"]
@@ -248,7 +248,7 @@ def main(
         expert_parallel: degree, by default as in real runs.
         split_over: maximum number of ranks per matrix.
         tensor_parallel: degree.
-        mode: `muon.expert.tensor_parallel` of a recipe.
+        mode: `muon.expert.tp_mode` of a recipe.
         overlap: `backward` hides all gathers but the last; `forward` hides the last returns.
         replicas: HSDP replicas, each sharded over an equal share of the ranks.
         json_file: file for the numbers, with date, commit, machine and command.

@@ -19,12 +19,12 @@ class ReferenceSoap:
         lr: float = 0.02,
         momentum: float = 0.95,
         beta2: float = 0.95,
-        soap_every: int = 10,
+        soap_freq: int = 10,
         weight_decay: float = 0.1,
         cautious: bool = False,
         max_side: int = 10_000,
     ) -> None:
-        self.params, self.lr, self.betas, self.every = dict(params), lr, (momentum, beta2), soap_every
+        self.params, self.lr, self.betas, self.every = dict(params), lr, (momentum, beta2), soap_freq
         self.weight_decay, self.cautious, self.t = weight_decay, cautious, 0
         self.soap: dict[str, dict[str, Tensor]] = {}
         for name, p in self.params.items():

@@ -30,7 +30,7 @@ mixed_precision_param = "float32"
 freq = 2
 steps = 2
 [checkpoint]
-interval = 3
+freq = 3
 [metrics]
 log_freq = 1
 [lr_scheduler]

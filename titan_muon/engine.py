@@ -128,7 +128,7 @@ def plan_step(
     parameters_with_keepers = with_state_ranks(parameters, options, work_of, kept)
     plan = make_plan(parameters_with_keepers, work_of, options, dispatch.machine, passes)
     check_plan(PlanContext(options, parameters, plan, named, iterations, dispatch.device), algorithm)
-    if options.tensor_parallel == "blockwise":
+    if options.tp_mode == "blockwise":
         warn(f"{blocks_reason(parameters, plan.parameters)}; the other modes are exact")
     return plan
 

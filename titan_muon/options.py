@@ -181,7 +181,7 @@ class Expert:
     ] = 1
     """Limit on the ranks in a node that share a matrix in slices, if faster; `auto`: if 3 % faster."""
 
-    tensor_parallel: Literal["owner", "distributed", "blockwise"] = "owner"
+    tp_mode: Literal["owner", "distributed", "blockwise"] = "owner"
     """Orthogonalization of matrices sharded over a mesh axis `tp`: by an `owner`; `distributed` in slices over a group
     of the axis; or inexactly `blockwise`, each shard as a separate matrix."""
 
@@ -192,7 +192,7 @@ class Expert:
     """Lower bound of the norm that divides a matrix. float32 cannot sum the squares of much smaller norms.
     torch.optim.Muon's 1e-7 gives the same bits for norms above 1e-7."""
 
-    soap_every: Annotated[int, COUNT] = 10
+    soap_freq: Annotated[int, COUNT] = 10
     """Steps between two refreshes of a matrix's eigenbases, with `algorithm` = "soap"."""
 
     decay_follows_lr: bool = False
@@ -407,6 +407,8 @@ OTHER_NAMES = MappingProxyType(
         "nonfinite": "on_bad_gradient",
         "buffer_bytes": "buffer_gib",
         "owners": "exchange",
+        "soap_every": "soap_freq",
+        "tensor_parallel": "tp_mode",
     }
 )
 """Options by names that users try or earlier versions had, and that differ too much for a suggestion by letters."""

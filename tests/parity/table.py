@@ -45,7 +45,7 @@ HELD_SLICES: Options = {"options": SLICED, "math": {"idle": "hold"}, "gradients"
 
 ROWS_SMOOTHED: Options = {ALGORITHM: "normuon", "beta2": 0.9}
 ELEMENTS_SMOOTHED: Options = {ALGORITHM: "adamuon", "beta2": 0.9}
-SOAP: Options = {"reference": "soap", "shapes": FEW, "math": {ALGORITHM: "soap", "soap_every": 2}}
+SOAP: Options = {"reference": "soap", "shapes": FEW, "math": {ALGORITHM: "soap", "soap_freq": 2}}
 SPHERE: Options = {ALGORITHM: "muonh", "weight_decay": 0.0}
 NORMUONH: Options = {**SPHERE, ALGORITHM: ("normuon", "muonh"), "beta2": 0.9}
 ROWS_BEFORE_AND_AFTER: Options = {ALGORITHM: ("muoneq", "normuon"), "beta2": 0.9}
@@ -175,7 +175,7 @@ def ranges() -> list[Row]:
     ]
 
 
-DISTRIBUTED: Options = {**FLOAT32, "tensor_parallel": "distributed"}
+DISTRIBUTED: Options = {**FLOAT32, "tp_mode": "distributed"}
 
 
 def overlaps() -> list[Row]:

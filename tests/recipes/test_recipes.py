@@ -161,7 +161,7 @@ OWNED_STEPS = {
     "pieces of tensor parallelism": (
         TWO_PEERS,
         1,
-        'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not',
+        'tensor parallelism cuts owned matrices; placement.tp_pieces = "whole" would not',
     ),
 }
 """Further keys, how often a matrix is orthogonalized, and why the step communicates."""
@@ -187,7 +187,7 @@ def test_owners_of_whole_tensor_parallel_matrices_start_no_collective(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each matrix rests once among FSDP and TP ranks, and the dry run prints the passes' traffic."""
-    plan = dry_run("llama_muon", 4, tmp_path, *OWNED, *TWO_PEERS, "--placement.tensor_parallel", "whole")
+    plan = dry_run("llama_muon", 4, tmp_path, *OWNED, *TWO_PEERS, "--placement.tp_pieces", "whole")
     printed = capsys.readouterr().out
     assert plan["collectives_per_step"] == 0
     assert plan["orthogonalizations"] == plan["muon_matrices"]
@@ -202,7 +202,7 @@ def test_owners_of_whole_tensor_parallel_matrices_start_no_collective(
 
 @pytest.mark.parametrize(
     ("key", "degree", "default", "other"),
-    [("replicas", TWO_REPLICAS, "one", "each"), ("tensor_parallel", TWO_PEERS, "peers", "whole")],
+    [("replicas", TWO_REPLICAS, "one", "each"), ("tp_pieces", TWO_PEERS, "peers", "whole")],
 )
 def test_the_default_of_owned_placement_is_the_documented_default(
     key: str, degree: tuple[str, ...], default: str, other: str, tmp_path: Path

@@ -260,7 +260,7 @@ def plans(
     if mode == "distributed":
         # Random shapes likely have a side without a divisor in the ranks.
         parameters = draw(large(parameters[0].layout.mesh))
-    wanted = replace(options, tensor_parallel=mode, **MODES[mode])
+    wanted = replace(options, tp_mode=mode, **MODES[mode])
     smaller = (replace(choice, buffer_gib="auto") for choice in (wanted, options))
     plan = first_plan(parameters, wanted, *smaller)
     if draw(st.booleans()):

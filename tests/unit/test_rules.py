@@ -108,7 +108,7 @@ SPHERE = {"algorithm": "muonh", "weight_decay": 0.0}
         ({"adjust_lr_fn": 0.0}, "adjust_lr_fn = 0.0 is not accepted"),
         ({"momentum_warmup_steps": -1}, "momentum_warmup_steps = -1 is not accepted"),
         ({"beta2": 0.9}, "beta2 = 0.9 has no effect without algorithm = 'normuon', 'adamuon' or 'soap'; set both"),
-        ({"soap_every": 5}, "soap_every = 5 has no effect without algorithm = 'soap'; set both, or neither"),
+        ({"soap_freq": 5}, "soap_freq = 5 has no effect without algorithm = 'soap'; set both, or neither"),
         (
             {"algorithm": ["normuon", "adamuon"]},
             "algorithm = ['normuon', 'adamuon']: two of these have a state of the same",
@@ -167,4 +167,4 @@ def test_an_algorithm_with_a_state_refuses_a_matrix_without_an_owner_of_the_whol
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     param = nn.Parameter(distribute_tensor(torch.ones(8, 16), mesh, [Shard(0)]))
     with pytest.raises(ValueError, match="algorithm = 'normuon' needs whole matrices"):
-        Muon([("w", param)], algorithm="normuon", expert=Expert(tensor_parallel=mode)).build()
+        Muon([("w", param)], algorithm="normuon", expert=Expert(tp_mode=mode)).build()

@@ -31,8 +31,8 @@ def step(param: nn.Parameter, muon: Muon, grad: Tensor) -> None:
 
 def test_a_long_side_has_no_average_and_no_basis(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Soap, "max_side", 30)
-    param, muon = made(soap_every=2)
-    reference = ReferenceSoap({"w#0": param.detach().clone()}, soap_every=2, max_side=30)
+    param, muon = made(soap_freq=2)
+    reference = ReferenceSoap({"w#0": param.detach().clone()}, soap_freq=2, max_side=30)
     for seed in range(1, 5):
         step(param, muon, drawn(seed, *SHAPE))
         reference.step({"w#0": drawn(seed, *SHAPE)})
@@ -53,7 +53,7 @@ def test_cautious_decay_takes_the_sign_of_the_update() -> None:
 
 @pytest.mark.parametrize("skips", ["nan", "scaler"])
 def test_a_skipped_matrix_keeps_weights_and_states(skips: str) -> None:
-    param, muon = made(soap_every=1, on_bad_gradient="skip_nonfinite")
+    param, muon = made(soap_freq=1, on_bad_gradient="skip_nonfinite")
     for seed in (1, 2):
         step(param, muon, drawn(seed, *SHAPE))
     before = {"param": param.detach().clone()} | {name: state.clone() for name, state in muon.state[param].items()}
@@ -78,7 +78,7 @@ def test_the_first_bases_are_a_continuous_function_of_the_gradient() -> None:
     """The Gram matrix of columns is singular in the first step, and one rounding would turn eigenvectors at will."""
     weights = []
     for noise in (0.0, 6e-8):
-        param, muon = made(soap_every=2)
+        param, muon = made(soap_freq=2)
         for seed in range(1, 6):
             grad = drawn(seed, *SHAPE)
             step(param, muon, grad * (1 + noise * drawn(seed + 100, *SHAPE)))

@@ -31,7 +31,7 @@ class MuonAlgorithm(Algorithm):
     def check(self, context: PlanContext) -> None:
         for name, needed, is_used in (
             ("beta2", "algorithm = 'normuon', 'adamuon' or 'soap'", not {*self.options.algorithms}.issubset(UNSCALED)),
-            ("soap_every", "algorithm = 'soap'", "soap" in self.options.algorithms),
+            ("soap_freq", "algorithm = 'soap'", "soap" in self.options.algorithms),
             ("momentum_start", "momentum_warmup_steps", self.options.momentum_warmup_steps > 0),
         ):
             value = getattr(self.options, name)

@@ -3,7 +3,7 @@
 # [Note: SOAP]
 # - Holders send their gradients as they are, in float32. All states are on the owner: the averages L of G Gᵀ and R of
 #   Gᵀ G, their eigenbases Q_L and Q_R, and Adam's moments: the first of G, the second of Q_Lᵀ G Q_R.
-# - Every `soap_every` steps a basis Q of an average P becomes the orthogonal factor of P Q. Matrices take turns, so
+# - Every `soap_freq` steps a basis Q of an average P becomes the orthogonal factor of P Q. Matrices take turns, so
 #   that no step pays for all. The first step makes all bases from I and changes no weight.
 # - A ridge of RIDGE times the mean eigenvalue is added to P. Without a ridge a singular P, as of any matrix that is not
 #   square in the first step, has no unique eigenbasis: a rounding of the gradient moved weights by 50 to 100 % more or
@@ -76,11 +76,11 @@ class Soap(MuonAlgorithm):
         sides = [side for side in (rows, cols) if side <= self.max_side]
         # Three matrices change their basis, and the products of gradients are averaged.
         products = 8 * rows * cols * sum(sides)
-        refresh = sum((2 + QR_COST * 8 / 3) * side**3 for side in sides) / self.options.soap_every
+        refresh = sum((2 + QR_COST * 8 / 3) * side**3 for side in sides) / self.options.soap_freq
         elements = rows * cols + max(4 * rows * cols, 4 * max(sides, default=0) ** 2)
         return replace(
             work,
-            method=f"soap every {self.options.soap_every}, beta2 {self.options.beta2}",
+            method=f"soap every {self.options.soap_freq}, beta2 {self.options.beta2}",
             flops=int(products + refresh),
             reason="",
             batch=1,
@@ -124,7 +124,7 @@ class Soap(MuonAlgorithm):
         """Replace gradients by Adam's updates in the eigenbases."""
         has_update = (norms >= 0).float()
         for part in batch.parts:
-            step, every = part.group[STEP], self.options.soap_every
+            step, every = part.group[STEP], self.options.soap_freq
             for place, (matrix, key) in enumerate(zip(part.whole, part.keys, strict=True)):
                 states = {name: tensors[place] for name, tensors in part.states.items()}
                 updated = has_update[part.first + place]

@@ -45,7 +45,8 @@ class ParamGroup:
 
     def of_torch(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
         # As torch's groups begin, since Megatron-FSDP reads the first key.
-        return {"params": [parameters[n] for n in self.names], "param_names": list(self.names), **self.options}
+        first = {"params": [parameters[n] for n in self.names], "param_names": list(self.names)}
+        return first | {**self.options} | first
 
 
 def modules_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import registry
-from ..options import Expert, Offload, OptionError, Rule, Split
+from ..options import EXPERT, SHARED, Expert, Offload, OptionError, Rule, Split
 from ..tensors.matrices import check_splits, has_matrices, split_hint
 from .groups import ParamGroup, assigned_model, frozen_in, grouped, named_parameters_of
 from .roles import IsMuon, ParameterInfo, inspect_model
@@ -113,11 +113,12 @@ def _shared_options(rules: Sequence[Rule], tables: Mapping[str, Any]) -> Mapping
             shared = registry.optimizers.get(rule.optimizer).shared
         except ValueError as error:
             raise OptionError(f"rules[{index}].optimizer", str(error).removeprefix("optimizer ")) from error
-        for key in [key for key in rule.options if key in shared]:
+        of_expert = [key for key in EXPERT if key in SHARED and rule.optimizer == "muon"]
+        for key in [key for key in rule.options if key in shared or key in of_expert]:
             name, value = f"rules[{index}].options.{key}:", rule.options[key]
             problem = f"{key} holds for all of {rule.optimizer}"
             if rule.optimizer in tables:
-                raise OptionError(name, f"{problem}; set {rule.optimizer}.{key}")
+                raise OptionError(name, f"{problem}; set {rule.optimizer}{'.expert' * (key in of_expert)}.{key}")
             earlier = agreed.setdefault(rule.optimizer, {}).setdefault(key, value)
             if earlier != value:
                 raise OptionError(name, f"{problem}, and an earlier rule says {earlier!r}; make them equal")

@@ -191,11 +191,10 @@ def _check_whole(context: PlanContext, algorithm: Algorithm) -> None:
     """Raise OptionError if an algorithm that needs whole matrices gets slices."""
     options = context.options
     needs_whole = algorithm.whole or bool(algorithm.states(1, 1, transposed=False))
-    if needs_whole and (context.sliced or options.tensor_parallel != "owner"):
+    if needs_whole and (context.sliced or options.tp_mode != "owner"):
         raise OptionError(
             "algorithm",
-            f"= {options.algorithm!r} needs whole matrices{_sliced(context)}; set split_over = 1 and tensor_parallel = "
-            "'owner'",
+            f"= {options.algorithm!r} needs whole matrices{_sliced(context)}; set split_over = 1 and tp_mode = 'owner'",
         )
 
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from ..options import PlacementRule
 from .hooks import ModuleHooks, refuse_use_while_owned
-from .owners import Owners, TensorParallel
+from .owners import Owners, TPPieces
 from .param import OwnedParam, ParamModuleInfo
 from .param_group import OwnedParamGroup
 from .state_dict import register_state_dict_hooks
@@ -29,7 +29,7 @@ def own(
     mesh: DeviceMesh | None = None,
     params: Iterable[nn.Parameter] | None = None,
     rules: Sequence[PlacementRule] = (),
-    tensor_parallel: TensorParallel = "peers",
+    tp_pieces: TPPieces = "peers",
     owners: Owners | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
@@ -42,7 +42,7 @@ def own(
 
     Args:
         module: plain module, or a module given to `fully_shard` with the same parameters ignored.
-        mesh, params, rules, tensor_parallel: as in `Owners`, if nothing else of the model is owned.
+        mesh, params, rules, tp_pieces: as in `Owners`, if nothing else of the model is owned.
         owners: for the whole model, instead of these arguments.
         mp_policy: policy of `fully_shard`. Without `reduce_dtype`, gradients travel as in `fully_shard` of the
             installed PyTorch: in `param_dtype`, and from 2.15 on in the dtype of the stored parameters. A
@@ -55,12 +55,12 @@ def own(
     Returns the owned parameters, for `ignored_params` of `fully_shard`. Raises ValueError like `Owners`, and for a
     module without parameters to own or with several dtypes.
     """
-    if owners is not None and (mesh is not None or params is not None or rules or tensor_parallel != "peers"):
-        raise ValueError("own takes mesh, params, rules and tensor_parallel, or owners, which have them")
+    if owners is not None and (mesh is not None or params is not None or rules or tp_pieces != "peers"):
+        raise ValueError("own takes mesh, params, rules and tp_pieces, or owners, which have them")
     if owners is None:
         if mesh is None:
             raise ValueError("own needs a mesh, or the owners of the whole model")
-        owners = Owners(module, mesh=mesh, params=params, rules=rules, tensor_parallel=tensor_parallel)
+        owners = Owners(module, mesh=mesh, params=params, rules=rules, tp_pieces=tp_pieces)
     infos, name = owners.within(module), type(module).__name__
     if not infos:
         raise ValueError(f"{name}: has no parameter with an owner, or all are owned already")

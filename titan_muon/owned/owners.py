@@ -66,7 +66,7 @@ def _first(name: str, rules: Sequence[PlacementRule]) -> int | None:
     return next((index for index, rule in enumerate(rules) if fnmatchcase(name, rule.match)), None)
 
 
-TensorParallel = Literal["peers", "whole"]
+TPPieces = Literal["peers", "whole"]
 """Storage of a matrix cut by tensor parallelism: a piece on each rank ("peers"), or all pieces on one ("whole")."""
 
 
@@ -88,7 +88,7 @@ class Owners:
         split: for parameters with several matrices, or not 2D, see `options.Split`.
         flops: of orthogonalizing a (rows, columns) matrix, for the balance; by default five standard steps.
         elementwise: parameters for AdamW and similar rules, balanced by bytes like all vectors.
-        tensor_parallel: storage of matrices cut by tensor parallelism. "peers": a piece on each tensor-parallel rank,
+        tp_pieces: storage of matrices cut by tensor parallelism. "peers": a piece on each tensor-parallel rank,
             gathered in every step. "whole": on a single rank, without communication in a step; forward and backward
             move pieces to the tensor-parallel ranks and back.
 
@@ -113,12 +113,10 @@ class Owners:
         split: Sequence[Split] = (),
         flops: FlopCount = FIVE_STANDARD_STEPS,
         elementwise: Iterable[nn.Parameter] = (),
-        tensor_parallel: TensorParallel = "peers",
+        tp_pieces: TPPieces = "peers",
     ) -> None:
-        if tensor_parallel not in get_args(TensorParallel):
-            raise ValueError(
-                f"tensor_parallel = {tensor_parallel!r} is not one of {', '.join(get_args(TensorParallel))}"
-            )
+        if tp_pieces not in get_args(TPPieces):
+            raise ValueError(f"tp_pieces = {tp_pieces!r} is not one of {', '.join(get_args(TPPieces))}")
         every = _named_infos(model)
         choices = _choices(every, params, rules)
         self.infos = {fqn: every[fqn] for fqn in choices}
@@ -134,7 +132,7 @@ class Owners:
             _check_ownable(fqn, info.param, mesh, split, named=fqn in named)
         if not choices:
             raise ValueError("nothing to own: the model has no matrix; pass params, or use fully_shard alone")
-        self._gathered = _cut_by_peers(self.infos) if tensor_parallel == "whole" else {}
+        self._gathered = _cut_by_peers(self.infos) if tp_pieces == "whole" else {}
         self.comm = OwnerComm(mesh, next(iter(self._gathered.values()), None))
         self.traffic, self.context = self.comm.traffic, HookContext(self.comm)
         bytes_alone = set(elementwise)
@@ -207,7 +205,7 @@ def _cut_by_peers(infos: Infos) -> dict[str, DeviceMesh]:
         common = next(iter(meshes.values()), inner.mesh)
         if inner.mesh.ndim > 1 or type(inner.placements[0]) is not Shard or inner.mesh != common:
             raise ValueError(
-                f"{fqn}: is placed as {inner.placements} on {inner.mesh}; tensor_parallel = 'whole' needs a Shard "
+                f"{fqn}: is placed as {inner.placements} on {inner.mesh}; tp_pieces = 'whole' needs a Shard "
                 "placement on a common mesh of one axis: leave it to 'peers'"
             )
         meshes[fqn] = inner.mesh

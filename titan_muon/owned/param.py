@@ -56,7 +56,7 @@ class OriginalPlacement:
 #   the axes of tensor or expert parallelism, with unchanged pieces; and `owner`, of size 1, or larger for a stack of
 #   experts whose owners divide dim 0. `owner` is last because DTensor cuts a dim from left to right, and the owners
 #   divide the local experts of expert parallelism.
-# - Holder: with `tensor_parallel = "whole"`, the tensor-parallel rank of an owner with all pieces. The owned parameter
+# - Holder: with `tp_pieces = "whole"`, the tensor-parallel rank of an owner with all pieces. The owned parameter
 #   has no mesh axis of tensor parallelism. In a pass the holder sends each peer its piece, and the peer then acts as an
 #   owner of the piece.
 # - Owned part: an owner's share of a parameter, all of it or some of its experts.

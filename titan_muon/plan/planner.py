@@ -33,7 +33,7 @@ def make_plan(
     if options.split_over != 1:
         check_split_over(options)
     whole_parameters, geometries = parameters, Geometries(parameters)
-    if options.tensor_parallel != "owner":
+    if options.tp_mode != "owner":
         parameters, geometries = read_in_mode(parameters, geometries, options)
     matrices, works = _matrices(parameters, geometries, work_of)
     rates = machine_of(options.machine) if machine is None else machine
@@ -44,8 +44,8 @@ def make_plan(
     reasons = (
         best.reason,
         _hierarchical_reason(problem),
-        slices_reason(problem) if options.split_over != 1 or options.tensor_parallel == "distributed" else "",
-        blocks_reason(whole_parameters, parameters) if options.tensor_parallel == "blockwise" else "",
+        slices_reason(problem) if options.split_over != 1 or options.tp_mode == "distributed" else "",
+        blocks_reason(whole_parameters, parameters) if options.tp_mode == "blockwise" else "",
         *_separate_reasons(parameters),
         _state_reason(options, parameters),
     )
@@ -96,7 +96,7 @@ def _variants(problem: Problem, work_of: WorkOf) -> Iterator[tuple[Problem, floa
     """Problems to search, and the share of the price that each must save."""
     # Complications, such as slices, must save a share, so that small modelled gains do not decide.
     options, pieces = problem.options, problem.costs.pieces
-    if options.tensor_parallel == "distributed":
+    if options.tp_mode == "distributed":
         yield with_peers(problem, work_of), 0.0
         return
     yield problem, 0.0

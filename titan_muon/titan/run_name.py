@@ -58,7 +58,8 @@ def overrides_text(recipe: Recipe, keys: Sequence[str], beside: Sequence[str] = 
 
 
 def _short(key: str) -> str:
-    return SHORT.get(key, key if key.startswith(("muon.", "adamw.")) else key.rpartition(".")[2])
+    table, _, leaf = key.rpartition(".")
+    return SHORT.get(key, key if table in ("muon", "adamw") else leaf)
 
 
 def other_experiment(recipe: Recipe, file: Path) -> list[str]:

@@ -19,7 +19,7 @@ SHARED: dict[str, Any] = {
     "training__local_batch_size": 1,
     "training__global_batch_size": 4,
     "training__steps": STEPS,
-    "checkpoint__interval": 2,
+    "checkpoint__freq": 2,
     "muon__expert__ns_dtype": "float32",
     "muon__expert__wire_dtype": "float32",
     "muon__ns_steps": 2,

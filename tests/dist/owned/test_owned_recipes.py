@@ -48,7 +48,7 @@ def under_all(
 
 PLACEMENTS = {
     "replicas": [{"placement__replicas": "each", "muon__expert__replicas": "split"}, {"placement__replicas": "one"}],
-    "tensor parallel": [{}, {"placement__tensor_parallel": "whole"}],
+    "tensor parallel": [{}, {"placement__tp_pieces": "whole"}],
 }
 
 
@@ -74,7 +74,7 @@ def test_the_curves_of_owned_and_shard0_coincide(layout: str, tmp_path: Path) ->
         assert tiny.records(owned, "grad_norm") == pytest.approx(norms, rel=20 * tolerance)
         text = (Path(owned) / "optimizers.txt").read_text()
         assert "owned by rank" in text
-        note = 'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not'
+        note = 'tensor parallelism cuts owned matrices; placement.tp_pieces = "whole" would not'
         assert (note in text) == (layout == "tensor parallel" and not placement)
 
 
@@ -147,7 +147,7 @@ def test_a_run_continues_under_a_different_placement(
 def exported_and_imported(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
     """A run with an export of safetensors, and a run under the other placement with the import."""
     hf = {"checkpoint__last_save_model_only": "true", "checkpoint__last_save_in_hf": "true"}
-    small = {**SHARED, "training__steps": 2, "checkpoint__interval": 2}
+    small = {**SHARED, "training__steps": 2, "checkpoint__freq": 2}
     exported = train(tiny.recipe(folder, name="out", placement__muon="owned", **small, **hf))
     start = {
         "checkpoint__initial_load_path": str(Path(exported) / "checkpoint" / "step-2"),

@@ -29,7 +29,7 @@ LAYOUTS = {
     "sharded": Setup("sharded"),
     "owned in replicas": Setup("owned", replicas=2),
     "owned pieces": Setup("owned", tensor=2),
-    "owned whole": Setup("owned", tensor=2, tensor_parallel="whole"),
+    "owned whole": Setup("owned", tensor=2, tp_pieces="whole"),
 }
 
 
@@ -258,7 +258,7 @@ REFUSALS = {
     "mixed": r"wq\.weight is torch\.bfloat16.*mp_policy\.param_dtype",
     "grad_dtype": r"wq\.weight: has grad_dtype None, which own\(\) cannot keep",
     "neither": r"own needs a mesh, or the owners",
-    "both": r"own takes mesh, params, rules and tensor_parallel, or owners",
+    "both": r"own takes mesh, params, rules and tp_pieces, or owners",
     "elsewhere": r"Block: has no parameter with an owner",
 }
 

@@ -41,7 +41,7 @@ class Case:
     joined: bool = False
 
 
-REPLICAS, WHOLE = Setup("owned", replicas=2), Setup("owned", tensor=2, tensor_parallel="whole")
+REPLICAS, WHOLE = Setup("owned", replicas=2), Setup("owned", tensor=2, tp_pieces="whole")
 CASES = {
     "1 rank": Case(1, Setup("owned")),
     "2 ranks and experts": Case(2, Setup("owned"), experts=True),

@@ -120,7 +120,7 @@ def both(rank: int, world_size: int, setup: Setup, other: str, parts: int = 1, s
 
 
 PLAIN, TENSOR = Setup("owned"), Setup("owned", tensor=2)
-HALF, WHOLE = Setup("owned", policy=BF16), Setup("owned", tensor=2, tensor_parallel="whole")
+HALF, WHOLE = Setup("owned", policy=BF16), Setup("owned", tensor=2, tp_pieces="whole")
 SETUPS = {
     "plain": PLAIN,
     "freed": Setup("owned", reshard=True),

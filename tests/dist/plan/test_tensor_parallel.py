@@ -103,8 +103,8 @@ def compare(rank: int, world_size: int) -> tuple[list[str], list[str], list[tupl
     """Parameters unlike Muon on the blocks, warnings, and bytes sent and planned in all modes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        blocks = train(rank, world_size, tensor_parallel="blockwise", orthogonalize="reference")
-    modes = [blocks, *(train(rank, world_size, tensor_parallel=mode, **FLOAT32) for mode in ("owner", "distributed"))]
+        blocks = train(rank, world_size, tp_mode="blockwise", orthogonalize="reference")
+    modes = [blocks, *(train(rank, world_size, tp_mode=mode, **FLOAT32) for mode in ("owner", "distributed"))]
     texts = [str(warning.message) for warning in caught if "blockwise" in str(warning.message)]
     return not_blocks(blocks), texts, [(mode.sent, mode.planned) for mode in modes]
 
@@ -137,7 +137,7 @@ def orthogonalized(shape: tuple[int, int], dim: int, steps: int, mesh: DeviceMes
     plain: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "adjust_lr_fn": "original"}
     try:
         optimizer = Muon(
-            [("w", param)], **muon_keywords(lr=1.0, ns_steps=steps, tensor_parallel="distributed", **plain, **FLOAT32)
+            [("w", param)], **muon_keywords(lr=1.0, ns_steps=steps, tp_mode="distributed", **plain, **FLOAT32)
         ).build()
     except ValueError as error:
         return str(error)

@@ -40,7 +40,7 @@ def monitored(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     shown: dict[str, Any] = {"without": tiny.records(train(tiny.recipe(folder, name="without", **SHORT)), "loss")}
     with mock.patch.object(Monitor, "after_step", after_step):
         for placement in ("shard0", "owned"):
-            run = train(tiny.recipe(folder, name=placement, placement__muon=placement, monitor__every=2, **SHORT))
+            run = train(tiny.recipe(folder, name=placement, placement__muon=placement, monitor__freq=2, **SHORT))
             lines = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
             shown[placement] = [line for line in lines if "monitor" in line]
             shown[f"{placement} loss"] = tiny.records(run, "loss")

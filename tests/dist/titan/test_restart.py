@@ -16,7 +16,7 @@ from tests import tiny
 from tests.dist.titan.test_train_py import TORCHRUN, run_folder, start
 
 # Bfloat16 products are slow on many CPUs.
-FEW = ("--training.steps=6", "--validator.enable=false", "--checkpoint.interval=2", "--muon.expert.ns_dtype=float32")
+FEW = ("--training.steps=6", "--validator.enable=false", "--checkpoint.freq=2", "--muon.expert.ns_dtype=float32")
 
 
 def worker(launcher: subprocess.Popen[str], local_rank: int) -> int:

@@ -25,7 +25,7 @@ import sample  # noqa: E402
 SHORT = {
     "training__steps": 2,
     "training__mixed_precision_param": "bfloat16",
-    "checkpoint__interval": 2,
+    "checkpoint__freq": 2,
     "validator__steps": 4,
     "placement__muon": "owned",
     "parallelism__expert_parallel_degree": 2,

@@ -181,9 +181,9 @@ def bias(trainer: Any) -> None:
         trainer.model_parts[0].layers["1"].moe.expert_bias_E[0] += 1
 
 
-REPLICAS = {"parallelism__data_parallel_replicate_degree": 2, "debug__check_replicas": 2}
-SAVED = {"checkpoint__enable": "true", "checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
-RARE = {**SAVED, "checkpoint__interval": 2, "metrics__log_freq": 10}
+REPLICAS = {"parallelism__data_parallel_replicate_degree": 2, "debug__check_replicas_freq": 2}
+SAVED = {"checkpoint__enable": "true", "checkpoint__freq": 1, "checkpoint__keep_latest_k": 2}
+RARE = {**SAVED, "checkpoint__freq": 2, "metrics__log_freq": 10}
 MOE = {"model__name": "qwen3", "model__flavor": "moe_tiny"}
 RESUMED = {**RARE, "name": "healthy", "checkpoint__load": "latest"}
 MISMATCH = "RunFault: step 2: values that must be equal on ranks differ: layers.1."

@@ -54,7 +54,7 @@ LONG = (
     "--training.steps=5000",
     "--lr_scheduler.total_steps=5000",
     "--validator.freq=5000",
-    "--checkpoint.interval=5000",
+    "--checkpoint.freq=5000",
 )
 
 
@@ -110,7 +110,7 @@ def test_a_mistake_prints_a_single_line_and_exits_with_2(words: tuple[str, ...],
 
 def test_a_diverged_model_is_never_saved(tmp_path: Path) -> None:
     """Between two reports of the loss, the checkpoints of a run have finite weights alone."""
-    often = ("--metrics.log_freq=9", "--checkpoint.enable=true", "--checkpoint.interval=1", "--training.steps=6")
+    often = ("--metrics.log_freq=9", "--checkpoint.enable=true", "--checkpoint.freq=1", "--training.steps=6")
     words = ("--adamw.lr=1e30", *often, "--validator.enable=false", "--lr_scheduler.warmup_steps=0")
     code, shown = run_program("train.py", "--config", str(tiny.write_recipe(tmp_path)), *words)
     assert code == 1, shown

@@ -38,7 +38,7 @@ def small(tmp_path: Path) -> list[str]:
         "validator.freq": "4",
         "validator.steps": "1",
         "metrics.log_freq": "1",
-        "checkpoint.interval": "2",
+        "checkpoint.freq": "2",
         "data.source": "files",
         "data.files": str(tmp_path / "*.txt"),
         "data.validation_fraction": "0.3",
@@ -165,7 +165,7 @@ def test_a_killed_run_has_the_losses_of_an_undisturbed_run(tmp_path: Path, capsy
     """6 steps, with a kill and a checkpoint every 2 steps."""
     recipe = tiny.write_recipe(tmp_path)
     words = ("--steps=6", "--kills=1", "--minutes=8", f"--config={recipe}", f"--folder={tmp_path / 'soak'}")
-    keys = ("--checkpoint.interval=2", "--model.name=llama3", "--model.flavor=tiny", "--muon.expert.ns_dtype=float32")
+    keys = ("--checkpoint.freq=2", "--model.name=llama3", "--model.flavor=tiny", "--muon.expert.ns_dtype=float32")
     code = soak.main([*words, "--", *keys])
     shown = capsys.readouterr()
     assert code == 0, shown.err

@@ -21,7 +21,7 @@ import sys
 sys.modules.update(dict.fromkeys({removed!r}))
 import torch
 from torch import nn
-from titan_muon import Muon
+from titan_muon import Expert, Muon
 
 params = {{name: nn.Parameter(torch.ones(6, 8)) for name in ("a", "b")}}
 optimizer = Muon(list(params.items()), {options})
@@ -56,10 +56,12 @@ def test_a_step_without_features_loads_no_file_of_a_feature() -> None:
         (("features.forward", "features.overlap"), "overlap='forward'", "None"),
         (("features.eight_bit",), "state_dtype='int8'", "None"),
         (("algorithms.keeping", "algorithms.scaling"), "", "torch.zeros(())"),
-        (("features.mask",), "idle='hold'", "None"),
-        (("algorithms.keeping", "features.mask"), "expert=titan_muon.Expert(on_bad_gradient='skip_nonfinite')", "None"),
+        (("features.mask",), "expert=Expert(idle='hold')", "None"),
+        (("algorithms.keeping", "features.mask"), "expert=Expert(on_bad_gradient='skip_nonfinite')", "None"),
         (("features.weight_norms",), "algorithm='muonh', weight_decay=0.0", "None"),
-        pytest.param(("algorithms.fused", "tensors.fused_kernels"), "fused=True", "None", marks=needs_interpreter),
+        pytest.param(
+            ("algorithms.fused", "tensors.fused_kernels"), "expert=Expert(fused=True)", "None", marks=needs_interpreter
+        ),
     ],
     ids=str,
 )

@@ -127,7 +127,7 @@ def test_the_parts_of_stacks_are_ordered_as_whole_matrices(stream_order: StreamO
 
 def test_pieces_for_tensor_parallel_peers_are_ordered(stream_order: StreamOrder) -> None:
     """Pieces leave on the gather stream, and gradients return on the reduce stream."""
-    whole = Setup("owned", tensor=2, tensor_parallel="whole")
+    whole = Setup("owned", tensor=2, tp_pieces="whole")
     with owned_model((2, 2), setup=whole) as (net, owners):
         with stream_order:
             for step in range(2):

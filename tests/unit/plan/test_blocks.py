@@ -83,7 +83,7 @@ def test_whole_blocks_stay_unchanged() -> None:
 
 
 def test_a_block_has_the_learning_rate_of_the_block_shape_and_the_plan_warns() -> None:
-    plan = plan_of([matrix((8, 6), Shard(0), Shard(1))], tensor_parallel="blockwise")
+    plan = plan_of([matrix((8, 6), Shard(0), Shard(1))], tp_mode="blockwise")
     assert [plan.out_in(number) for number in range(2)] == [(8, 3), (8, 3)]
     assert "'blockwise' is inexact: of 1 matrices" in plan.reason
 
@@ -94,9 +94,9 @@ def test_a_tensor_parallel_mode_is_refused_without_tensor_parallel_matrices(mode
     unnamed = matrix((8, 6), Shard(0), Shard(1))
     unnamed = replace(unnamed, layout=replace(unnamed.layout, tensor_parallel=None))
     for parameter in (experts, unnamed):
-        with pytest.raises(OptionError, match=f"^tensor_parallel = '{mode}' .* 'tp' cuts, and there is none: name "):
-            plan_of([parameter], tensor_parallel=mode)
-        assert plan_of([parameter], tensor_parallel="owner").matrices
+        with pytest.raises(OptionError, match=f"^tp_mode = '{mode}' .* 'tp' cuts, and there is none: name "):
+            plan_of([parameter], tp_mode=mode)
+        assert plan_of([parameter], tp_mode="owner").matrices
 
 
 def axis_of(shape: tuple[int, ...], names: tuple[str, ...] | None, *placements: Any) -> int | None:

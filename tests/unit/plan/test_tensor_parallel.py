@@ -36,7 +36,7 @@ def teams(plan: Plan) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(("shape", "placement"), [((64, 32), Shard(0)), ((32, 64), Shard(1))])
 def test_distributed_mode_exchanges_only_gram_matrices(shape: tuple[int, int], placement: Placement) -> None:
-    plan = plan_of([matrix("w", shape, (4,), placement)], tensor_parallel="distributed")
+    plan = plan_of([matrix("w", shape, (4,), placement)], tp_mode="distributed")
     assert teams(plan) == [(0, 1, 2, 3)]
     [team] = {work.team for work in plan.works}
     assert team is not None
@@ -46,7 +46,7 @@ def test_distributed_mode_exchanges_only_gram_matrices(shape: tuple[int, int], p
 
 def test_matrices_are_balanced_over_the_tensor_parallel_groups() -> None:
     matrices = [matrix(f"{i}", (64, 32), (2, 2), Shard(1), Shard(0)) for i in range(4)]
-    plan = plan_of(matrices, tensor_parallel="distributed")
+    plan = plan_of(matrices, tp_mode="distributed")
     assert sorted(teams(plan)) == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert {cost.ns_flops for cost in summarize(plan).ranks} == {sum(m.flops for m in plan.matrices) // 4}
     assert "matrices in slices: 4" in plan.reason
@@ -65,8 +65,8 @@ SQUARE = ((2, 2), Shard(1), Shard(0))
     ],
 )
 def test_options_unfit_for_a_tensor_parallel_mode_are_refused(mode: str, options: dict[str, Any], fault: str) -> None:
-    with pytest.raises(OptionError, match=rf"^tensor_parallel = '{mode}': {fault}.*, or tensor_parallel = 'owner'$"):
-        plan_of([matrix("w", (8, 8), *SQUARE)], tensor_parallel=mode, **options)
+    with pytest.raises(OptionError, match=rf"^tp_mode = '{mode}': {fault}.*, or tp_mode = 'owner'$"):
+        plan_of([matrix("w", (8, 8), *SQUARE)], tp_mode=mode, **options)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_options_unfit_for_a_tensor_parallel_mode_are_refused(mode: str, options
 )
 def test_distributed_mode_names_a_matrix_without_slices(shape: tuple[int, int], machine: Machine, fault: str) -> None:
     matrices = [matrix("layers.1.w", shape, *SQUARE)]
-    with pytest.raises(OptionError, match=f"^tensor_parallel = 'distributed': {fault}.*; set 'owner'"):
-        plan_of(matrices, tensor_parallel="distributed", machine=machine)
+    with pytest.raises(OptionError, match=f"^tp_mode = 'distributed': {fault}.*; set 'owner'"):
+        plan_of(matrices, tp_mode="distributed", machine=machine)
 
 
 def test_distributed_mode_names_a_matrix_with_parts_on_some_ranks_only() -> None:
@@ -91,4 +91,4 @@ def test_distributed_mode_names_a_matrix_with_parts_on_some_ranks_only() -> None
     layout = Layout((8, 4), Mesh((4,), (0, 1, 2, 3)), (Shard(0),), 0)
     heads = tuple(MatrixRows(str(i), (Interval(4 * i, 4 * i + 4),)) for i in range(2))
     with pytest.raises(OptionError, match=r"'distributed': w \(4 x 4\) has parts only on some ranks of each"):
-        plan_of([Parameter("w", "w", layout, MatrixStack(1, heads))], tensor_parallel="distributed")
+        plan_of([Parameter("w", "w", layout, MatrixStack(1, heads))], tp_mode="distributed")

@@ -208,7 +208,11 @@ def refuse(*_: Any, **__: Any) -> None:
         ("maximize", True, "^maximize is no key of a Muon group; negate the loss"),
         ("momentun", 0.9, "^momentun is no key of a Muon group; did you mean momentum"),
         ("lr_scale", "original", "^lr_scale is no key of a Muon group; did you mean adjust_lr_fn"),
-        ("exchange", "all_gather", "^exchange holds for all parameters of a Muon; pass it to Muon"),
+        (
+            "exchange",
+            "all_gather",
+            r"^exchange holds for all parameters of a Muon; pass expert=Expert\(exchange=\.\.\.\) to Muon",
+        ),
         ("use_muon", False, r"^use_muon = False marks .* titan_muon\.adam\.AdamW, .* titan_muon\.Hybrid"),
     ],
 )

@@ -17,14 +17,14 @@ from .slices import ALWAYS, SliceOption, balance, cut, divides, in_picoseconds, 
 def read_in_mode(
     parameters: Sequence[Parameter], geometries: Geometries, options: MuonOptions
 ) -> tuple[Sequence[Parameter], Geometries]:
-    """The parameters in another mode of `tensor_parallel` than "owner", and the pieces.
+    """The parameters in another mode of `tp_mode` than "owner", and the pieces.
 
     Raises OptionError if tensor parallelism cuts no matrix, or if the options contradict the mode.
     """
-    mode = options.tensor_parallel
+    mode = options.tp_mode
     if not any(geometry.cut_by_peers for geometry in geometries.shared):
         raise OptionError(
-            "tensor_parallel",
+            "tp_mode",
             f"= {mode!r} is about matrices that a mesh axis named 'tp' cuts, and there is none: "
             "name that axis of the DTensors' mesh so, or set 'owner'",
         )
@@ -32,7 +32,7 @@ def read_in_mode(
         blocks = in_blocks(parameters, geometries)
         return blocks, Geometries(blocks)
     if fault := _fault(options):
-        raise OptionError("tensor_parallel", f"= {mode!r}: {fault}, or tensor_parallel = 'owner'")
+        raise OptionError("tp_mode", f"= {mode!r}: {fault}, or tp_mode = 'owner'")
     return parameters, geometries
 
 
@@ -77,7 +77,7 @@ def _unfit(problem: Problem, task: Task, reason: str) -> OptionError:
     matrix = problem.costs.pieces.matrices[task.matrix]
     name = f"{problem.parameters[matrix.parameter].fqn} ({matrix.rows} x {matrix.cols})"
     fault = f"= 'distributed': {name} {reason}; set 'owner', which takes any matrix"
-    return OptionError("tensor_parallel", fault)
+    return OptionError("tp_mode", fault)
 
 
 def blocks_reason(before: Sequence[Parameter], after: Sequence[Parameter]) -> str:
@@ -85,7 +85,7 @@ def blocks_reason(before: Sequence[Parameter], after: Sequence[Parameter]) -> st
     pairs = zip(before, after, strict=True)
     cut = sum(len({*old.stack.matrices} - {*new.stack.matrices}) for old, new in pairs if old.stack != new.stack)
     return (
-        f"tensor_parallel = 'blockwise' is inexact: of {cut:,} matrices that tensor parallelism cuts, each block is "
+        f"tp_mode = 'blockwise' is inexact: of {cut:,} matrices that tensor parallelism cuts, each block is "
         "orthogonalized as a matrix of its own"
     )
 

@@ -148,7 +148,7 @@ def peer_lines(parameters: Mapping[str, Tensor], gathered: int, reduced: int) ->
     if count:
         most = max(sent.values()) / 2**20
         yield (
-            f'owned, whole across tensor parallelism (placement.tensor_parallel = "whole"): {count:,} parameters take '
+            f'owned, whole across tensor parallelism (placement.tp_pieces = "whole"): {count:,} parameters take '
             f"{most * gathered:,.1f} MiB from the busiest rank to its peers in forward, as many in backward, and "
             f'{most * reduced:,.1f} MiB of gradients back; with "peers" the step would exchange them instead'
         )
@@ -169,7 +169,7 @@ def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[tuple[str,
         if matrix.slice is None and repeated(geometries.index[matrix.parameter])[matrix.index].local:
             yield 'muon.expert.replicas = "split" shares out replicas; "redundant" would not', ""
         elif is_owned(parameters[fqn]):
-            yield 'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not', ""
+            yield 'tensor parallelism cuts owned matrices; placement.tp_pieces = "whole" would not', ""
         else:
             yield 'sharded; a placement.rule with "owned" or an optimizer.rule with "adamw" would not', family(fqn)
 

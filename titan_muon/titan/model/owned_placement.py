@@ -109,7 +109,7 @@ def _own_layers(
             flops=_flops(recipe, planned_device(mesh.device_type)),
             elementwise={parameter for name, parameter in named.items() if name not in muon},
             # Expert parallelism replaces tensor parallelism in experts.
-            tensor_parallel="peers" if expert_parallel else recipe.placement.tensor_parallel,
+            tp_pieces="peers" if expert_parallel else recipe.placement.tp_pieces,
         )
         for layer in layers:
             if owners.within(layer):
@@ -147,7 +147,7 @@ def _cuts(
     if ranks > stack.shape[0]:
         return True
     # Under "whole", FSDP2 would leave a tensor-parallel stack sharded.
-    whole = recipe.placement.tensor_parallel == "whole" and not _is_expert_parallel(parameter)
+    whole = recipe.placement.tp_pieces == "whole" and not _is_expert_parallel(parameter)
     return whole and isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
 
 

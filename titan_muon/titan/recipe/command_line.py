@@ -43,7 +43,7 @@ MOST_USED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "lr_scheduler": ("warmup_steps", "decay_ratio", "min_lr_factor"),
         "activation_checkpoint": ("mode",),
         "validator": ("freq",),
-        "checkpoint": ("enable", "interval", "load"),
+        "checkpoint": ("enable", "freq", "load"),
         "metrics": ("log_freq", "enable_tensorboard", "enable_wandb"),
         "debug": ("seed",),
     }

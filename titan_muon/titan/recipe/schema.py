@@ -51,6 +51,12 @@ MOVED: Mapping[str, str] = MappingProxyType(
         **{f"muon.{name}": f"muon.expert.{name}" for name in EXPERT},
         **dict.fromkeys(("muon.missing_grad", "muon.nonfinite"), "muon.expert.on_bad_gradient"),
         "muon.owners": "muon.expert.exchange",
+        "muon.soap_every": "muon.expert.soap_freq",
+        "muon.tensor_parallel": "muon.expert.tp_mode",
+        "placement.tensor_parallel": "placement.tp_pieces",
+        "checkpoint.interval": "checkpoint.freq",
+        "monitor.every": "monitor.freq",
+        "debug.check_replicas": "debug.check_replicas_freq",
     }
 )
 """Keys by their names in earlier versions."""

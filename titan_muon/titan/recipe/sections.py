@@ -88,7 +88,7 @@ class Placement:
     replicas: Literal["each", "one"] | None = None
     """Owners under HSDP: `one`, or one in `each` replica. Absent: `each` for PP and owners by rank, else `one`."""
 
-    tensor_parallel: Literal["peers", "whole"] = "peers"
+    tp_pieces: Literal["peers", "whole"] = "peers"
     """With `owned` and TP: `peers` exchange pieces in the step. `whole`: one rank has all, and passes move pieces."""
 
     rule: tuple[PlacementRule, ...] = ()  # Rules in order; the first match decides, else `placement.muon`.
@@ -130,7 +130,7 @@ class QKClip:
 class Monitor:
     """Measurements of weights, updates and states, for metrics.jsonl and TensorBoard."""
 
-    every: Natural = 0  # Steps between measured steps; 0 measures nothing.
+    freq: Natural = 0  # Steps between measured steps; 0 measures nothing.
     matrices: Count = 2  # Matrices with measured singular values; every rank gathers each twice.
 
 

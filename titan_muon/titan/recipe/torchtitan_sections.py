@@ -127,7 +127,7 @@ class Checkpoint:
 
     enable: bool = True  # Save checkpoints.
     folder: InsideRun = "checkpoint"  # Folder inside the run's folder.
-    interval: Count = 500  # Steps between checkpoints; the last step, Ctrl-C and SIGTERM save too.
+    freq: Count = 500  # Steps between checkpoints; the last step, Ctrl-C and SIGTERM save too.
     enable_first_step_checkpoint: bool = False  # Also save after the first step.
     load_only: bool = False  # Load checkpoints and never write.
 
@@ -192,7 +192,7 @@ class Debug:
     deterministic_warn_only: bool = False  # With deterministic: warn instead.
     detect_anomaly: bool = False  # Name the forward operation in a failed backward; slow.
     moe_force_load_balance: bool = False  # Route tokens round robin, for speed measurements only.
-    check_replicas: Natural = 100  # Steps between comparisons of replicas; 0 compares before each save only.
+    check_replicas_freq: Natural = 100  # Steps between comparisons of replicas; 0 compares before each save only.
 
 
 @dataclass(frozen=True, kw_only=True)

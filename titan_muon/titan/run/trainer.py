@@ -56,7 +56,7 @@ class MuonTrainer(Trainer):
         qk_clip: QKClipSection = field(default_factory=QKClipSection)
         monitor: MonitorSection = field(default_factory=MonitorSection)
         converters: tuple[ModelConfigConverter.Config, ...] = ()
-        check_replicas: int = 0
+        check_replicas_freq: int = 0
         budget: Budget = field(kw_only=True)
         stop: StopSignals = field(default_factory=StopSignals)
 
@@ -98,7 +98,7 @@ class MuonTrainer(Trainer):
         )
         self.checks = self._new_checks()
         self.monitor: Monitor | None = None
-        if config.monitor.every > 0:
+        if config.monitor.freq > 0:
             self.monitor = Monitor(
                 self.model_parts,
                 self.optimizers,
@@ -210,7 +210,7 @@ class MuonTrainer(Trainer):
         self.stop.begin_step()
         self.passes = 0
         self.reported = self.metrics_processor.should_log(self.step)
-        self.monitored = self.monitor is not None and self.step % self.config.monitor.every == 0
+        self.monitored = self.monitor is not None and self.step % self.config.monitor.freq == 0
         self.checks.begin_step(reported=self.reported, counted=self.reported or self.monitored, place=self._place())
         with compat.clipping_by(self._clip_gradients), titan.reporting_every_loss():
             super().train_step(data_iterator)
@@ -223,7 +223,7 @@ class MuonTrainer(Trainer):
             assert self.monitor is not None
             measured = self.monitor.after_step(self.checks.tokens)
             self.metrics_processor.logger.log({"monitor": measured}, self.step)
-        if self.config.check_replicas > 0 and self.step % self.config.check_replicas == 0:
+        if self.config.check_replicas_freq > 0 and self.step % self.config.check_replicas_freq == 0:
             self._check_replicas()
         # TorchTitan saves before the validation, so that a failed or interrupted validation loses no step.
         self.stop.end_step()

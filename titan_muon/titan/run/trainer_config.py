@@ -79,8 +79,8 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int, stop: StopSignals 
         metrics=_metrics_config(recipe, run),
         validator=_validator_config(recipe, stop),
         profiler=_same_keys(Profiler.Config, recipe.profiler),
-        debug=_same_keys(DebugConfig, recipe.debug, without=["check_replicas"], enable_structured_logging=False),
-        check_replicas=recipe.debug.check_replicas,
+        debug=_same_keys(DebugConfig, recipe.debug, without=["check_replicas_freq"], enable_structured_logging=False),
+        check_replicas_freq=recipe.debug.check_replicas_freq,
         loss=_loss_config(recipe, decoder_vocab_size(spec)),
     )
 
@@ -151,7 +151,8 @@ def _checkpoint_config(recipe: Recipe, run: Run) -> RunCheckpoints.Config:
         RunCheckpoints.Config,
         section,
         # Rank 0 has resolved these keys to `run.checkpoint`.
-        without=["load", "load_step", "exclude_from_loading"],
+        without=["freq", "load", "load_step", "exclude_from_loading"],
+        interval=section.freq,
         resume=run.checkpoint,
         excluded=() if run.restarted else section.exclude_from_loading,
         # TorchTitan warns about the default if there is nothing to load.

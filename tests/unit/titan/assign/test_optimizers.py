@@ -145,7 +145,7 @@ NORMS_TO_ADAMW = rule("*.norm.*", "adamw")
     ("second", "message"),
     [
         (rule("*.wq.*", "muon", exchange="all_gather"), r"options\.exchange: .* set muon\.expert\.exchange$"),
-        (rule("*.wq.*", "muon", buffer_gib=2.0), r"options\.buffer_gib: muon has no such option"),
+        (rule("*.wq.*", "muon", buffer_gib=2.0), r"options\.buffer_gib: .* set muon\.expert\.buffer_gib$"),
         (rule("*.wq.*", "adamw", fused=True), r"options\.fused: .* set adamw\.fused$"),
         (rule("*.wo.*", "muno"), "optimizer = 'muno' is unknown; did you mean 'muon'"),
         (rule("*.wq.*", "muon", dampening=0.1), r"options\.dampening: muon has no such option; it takes lr, momentum"),

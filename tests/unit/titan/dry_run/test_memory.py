@@ -28,7 +28,7 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any]]] = {
     "muon": (SHAPES, OPTIONS),
     "normuon": (SHAPES, OPTIONS),
     # Every step makes new bases.
-    "soap": (SQUARE, {"soap_every": 1}),
+    "soap": (SQUARE, {"soap_freq": 1}),
 }
 
 

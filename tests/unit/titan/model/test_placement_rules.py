@@ -108,7 +108,7 @@ def test_owners_hold_whole_tensor_parallel_matrices_and_ranks_hold_replicas() ->
     """Owners are ranks of both axes; a replicated matrix counts on each rank."""
     with tensor_parallel() as (block, mesh):
         rules = [owned("norm?.*", 3), owned("wq.weight", 3), owned("wk.weight")]
-        owners = Owners(block, mesh=mesh["shard"], params=[], rules=rules, tensor_parallel="whole")
+        owners = Owners(block, mesh=mesh["shard"], params=[], rules=rules, tp_pieces="whole")
         own(block, owners=owners)
         assert holders(block.wq.weight) == (3,)  # type: ignore[arg-type]
         assert len(holders(block.wk.weight)) == 1  # type: ignore[arg-type]
@@ -122,11 +122,11 @@ def test_owners_hold_whole_tensor_parallel_matrices_and_ranks_hold_replicas() ->
 
 def test_matrices_unfit_for_whole_tensor_parallel_placement_are_refused() -> None:
     with tensor_parallel() as (block, mesh):
-        whole = {"mesh": mesh["shard"], "tensor_parallel": "whole"}
+        whole = {"mesh": mesh["shard"], "tp_pieces": "whole"}
         with pytest.raises(ValueError, match=r"placement\.rule: wq\.weight cannot have owner = 4; 0 to 3 can own it"):
             own(block, rules=[owned("wq.weight", 4)], **whole)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="tensor_parallel = 'each' is not one of peers, whole"):
-            own(block, mesh=mesh["shard"], tensor_parallel="each")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="tp_pieces = 'each' is not one of peers, whole"):
+            own(block, mesh=mesh["shard"], tp_pieces="each")  # type: ignore[arg-type]
         cut = block.wq.weight.data
         odd = DTensor.from_local(cut.to_local(), mesh["tensor"], [_StridedShard(0, split_factor=2)], run_check=False)
         block.wq.weight = torch.nn.Parameter(odd)

@@ -150,7 +150,7 @@ def test_any_error_of_rank_0_is_raised_on_every_rank(tmp_path: Path, monkeypatch
     assert isinstance(sent[0], KeyError)
 
 
-SAME = {"training__steps": 9, "checkpoint__interval": 7, "parallelism__tensor_parallel_degree": 2}
+SAME = {"training__steps": 9, "checkpoint__freq": 7, "parallelism__tensor_parallel_degree": 2}
 SAME |= {"placement__muon": "owned", "muon__expert__exchange": "all_gather", "lr_scheduler__total_steps": 9}
 
 
