@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
-from itertools import chain
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -171,9 +170,9 @@ class Expert:
     """Collective to assemble a sharded matrix: `all_to_all` to one rank (hierarchical over replicas if faster),
     `all_gather` to all ranks, which all orthogonalize it, or `all_gather_reduce_scatter`."""
 
-    replicas: Literal["split", "redundant"] | None = None
+    replicas: Literal["auto", "split", "redundant"] = "auto"
     """Replicas of a matrix, as under HSDP and DDP, `split` the work or repeat the work. `redundant` is faster only if
-    sending results takes longer than Newton-Schulz. None: `split`, but `redundant` in a recipe with owners in `each`
+    sending results takes longer than Newton-Schulz. `auto`: `split`, but `redundant` in a recipe with owners in `each`
     replica."""
 
     split_over: Annotated[
@@ -379,17 +378,14 @@ def constraints(table: type) -> tuple[tuple[str, Constraint], ...]:
 def choices(table: type) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     """The accepted values of each Literal option."""
     kinds = get_type_hints(table).items()
-    accepted = {name: [get_args(kind)] for name, kind in kinds if get_origin(kind) is Literal}
-    optional = {name: get_args(kind) for name, kind in kinds if get_args(kind)[1:] == (type(None),)}
-    accepted |= {name: [get_args(kind), (None,)] for name, (kind, _) in optional.items() if get_origin(kind) is Literal}
-    return tuple((name, tuple(chain.from_iterable(parts))) for name, parts in accepted.items())
+    return tuple((name, get_args(kind)) for name, kind in kinds if get_origin(kind) is Literal)
 
 
 def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:
     """Raise OptionError for the first invalid value of an option of `table`. `prefix`: before the option's name."""
     for name, accepted in choices(table):
         if name in values and values[name] not in accepted:
-            raise OptionError(prefix + name, f"= {values[name]!r} is not one of {', '.join(map(str, accepted))}")
+            raise OptionError(prefix + name, f"= {values[name]!r} is not one of {', '.join(accepted)}")
     for name, constraint in constraints(table):
         try:
             holds = values.get(name) is None or constraint.holds(values[name])

@@ -119,7 +119,7 @@ WRONG = [
     ("adjust_lr_fn", "adam", "it takes match_rms_adamw, original, spectral_unclamped, or a number above 0"),
     ("exchange", "all_to_al", "is not one of all_to_all, all_gather, all_gather_reduce_scatter"),
     ("on_bad_gradient", None, "is not one of error, skip, skip_missing, skip_nonfinite"),
-    ("replicas", "both", "is not one of split, redundant, None"),
+    ("replicas", "both", "is not one of auto, split, redundant"),
 ]
 
 

@@ -196,6 +196,6 @@ def _muon_table(recipe: Recipe) -> dict[str, Any]:
     table = {item.name: getattr(recipe.muon, item.name) for item in fields(recipe.muon)}
     # Muon does not see the placement. With Muon's default, owners in each replica would exchange results.
     owner_per_replica = recipe.placement.muon == "owned" and recipe.placement.replicas == "each"
-    if recipe.muon.expert.replicas is None and owner_per_replica:
+    if recipe.muon.expert.replicas == "auto" and owner_per_replica:
         table["expert"] = replace(recipe.muon.expert, replicas="redundant")
     return {**table, "machine": recipe.machine}

@@ -4,7 +4,7 @@ import inspect
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
 from types import MappingProxyType
@@ -162,7 +162,7 @@ def _print_help(asked: Sequence[str], recipe: Recipe) -> None:
     tables: dict[str, Any] = {}
     for word in asked if [*asked] != ["all"] else ():
         table = word.partition(".")[0]
-        if word not in known and not (word == table and is_dataclass(kinds.get(word))):
+        if word not in known and not any(key.startswith(f"{word}.") for key in known):
             raise unknown(SOURCE, word, (), known)
         tables[table] = getattr(recipe, table)
     if tables:

@@ -49,10 +49,11 @@ MEANT: Mapping[str, str] = MappingProxyType(
 MOVED: Mapping[str, str] = MappingProxyType(
     {
         **{f"muon.{name}": f"muon.expert.{name}" for name in EXPERT},
-        **dict.fromkeys(("muon.missing_grad", "muon.nonfinite"), "muon.expert.on_bad_gradient"),
-        "muon.owners": "muon.expert.exchange",
-        "muon.soap_every": "muon.expert.soap_freq",
-        "muon.tensor_parallel": "muon.expert.tp_mode",
+        **{
+            f"muon.{name}": f"muon.expert.{today}"
+            for name, today in OTHER_NAMES.items()
+            if today in EXPERT and name != "buffer_bytes"
+        },
         "placement.tensor_parallel": "placement.tp_pieces",
         "checkpoint.interval": "checkpoint.freq",
         "monitor.every": "monitor.freq",
