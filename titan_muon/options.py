@@ -22,6 +22,11 @@ class OptionError(ValueError):
         self.option, self.problem = option, problem
 
 
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: `1 rank`, `2 ranks`."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
+
+
 @dataclass(frozen=True)
 class Constraint:
     """A condition on a value, with a text for messages."""
