@@ -94,6 +94,11 @@ def step_lines(model: PlannedModel, estimate: Estimate) -> Iterable[str]:
     yield from owned_step_lines(model.plan, model.parameters, skips=skips)
 
 
+def adamw_lines(estimate: Estimate) -> Iterable[str]:
+    """Modelled time of AdamW beside Muon, and instead of Muon."""
+    yield (f"AdamW: {_ms(estimate.others)} of a step beside Muon; AdamW for all parameters takes {_ms(estimate.adamw)}")
+
+
 def memory_lines(estimate: Estimate, *, full: bool) -> Iterable[str]:
     """Memory of a rank by purpose, and the table of owners."""
     memory = estimate.memory

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..adam import AdamW
 from ..assignment.optimizer_set import OptimizerSet
 from ..assignment.rules import Assignment
 from ..engine import dispatch_of, plan_step, planning_machine
@@ -20,7 +21,12 @@ from ..plan.terms.machine import MachineRates
 from ..state.groups import iteration_of
 from ..tensors.matrices import check_splits
 from ..tensors.names import names_in
-from .memory import Memory, memory_per_rank, muon_of, owner_loads
+from .memory import Memory, mean_elements, memory_per_rank, muon_of, owner_loads
+
+ADAMW_BYTES = 28
+"""Bytes per float32 element in a fused step: reads weight, gradient and two averages, writes all but the gradient."""
+ADAMW_BYTES_BFLOAT16 = 20
+"""With averages in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ class Estimate:
     timeline: Timeline | None
     loads: Mapping[int, OwnedTotals]
     memory: Memory
+    others: float  # seconds of AdamW outside of Muon's parameters
+    adamw: float  # seconds of AdamW for all parameters
 
 
 def plan_of(muon: Muon | None, device: str, machine: Machine | None = None) -> Plan | None:
@@ -82,4 +90,11 @@ def estimate_of(model: PlannedModel, machine: Machine) -> Estimate:
         summary, times = summarize(plan), timeline(plan, rates, overlap=muon.options.overlap)
     loads = owner_loads(model.parameters, summary, model.ranks)
     memory = memory_per_rank(model.parameters, model.optimizers, plan, summary, loads, model.device)
-    return Estimate(rates, summary, times, loads, memory)
+    itemsize = max((parameter.element_size() for parameter in model.parameters.values()), default=4)
+    adamw = model.optimizers.optimizers.get("adamw")
+    in_bfloat16 = isinstance(adamw, AdamW) and adamw.state_dtype == "bfloat16"
+    adamw_bytes = ADAMW_BYTES_BFLOAT16 if in_bfloat16 else ADAMW_BYTES * itemsize // 4
+    elements = {a.fqn: mean_elements(model.parameters[a.fqn], len(model.ranks)) for a in model.assigned}
+    rest = sum(elements[a.fqn] for a in model.assigned if a.optimizer != "muon")
+    others, whole = (rates.pass_seconds(count * adamw_bytes) for count in (rest, sum(elements.values())))
+    return Estimate(rates, summary, times, loads, memory, others, whole)

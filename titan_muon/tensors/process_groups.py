@@ -123,6 +123,11 @@ def forget_meshes() -> None:
     debug._clear_sharding_prop_cache()
 
 
+def root_size(mesh: DeviceMesh) -> int:
+    """Ranks of the mesh from which a mesh was cut."""
+    return mesh._get_root_mesh().size()
+
+
 class MeshWithoutGroups(DeviceMesh):
     """The holders of a tensor; further ranks have an empty local tensor. `refusal`: error message of a collective."""
 

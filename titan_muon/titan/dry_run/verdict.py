@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from titan_muon.dry_run.memory import Memory, mean_elements
+from titan_muon.dry_run.memory import Memory
 from titan_muon.dry_run.model import Estimate
 from titan_muon.options import plural
 from titan_muon.plan.terms.machine import ERROR, MachineRates
@@ -14,10 +14,6 @@ from titan_muon.titan.dry_run.meta_model import MetaModel
 from titan_muon.titan.dry_run.training import TRAINING_SHARE, Passes, Training
 from titan_muon.titan.recipe import Recipe
 
-ADAMW_BYTES = 28
-"""Bytes per float32 element in a fused step: reads weight, gradient and two averages, writes all but the gradient."""
-ADAMW_BYTES_BFLOAT16 = 20
-"""With averages in bfloat16."""
 MEMORY_ERROR = 0.1
 """Assumed relative error of the memory estimate."""
 EXCHANGES_BETWEEN_ALL = ("all_to_all", "hierarchical")
@@ -89,15 +85,11 @@ class Verdict:
 def verdict_of(meta: MetaModel, estimate: Estimate, recipe: Recipe) -> Verdict:
     """Verdict for a pipeline stage."""
     machine, timeline = estimate.machine, estimate.timeline
-    itemsize = max((parameter.element_size() for parameter in meta.parameters.values()), default=4)
-    adam_bytes = ADAMW_BYTES_BFLOAT16 if recipe.adamw.state_dtype == "bfloat16" else ADAMW_BYTES * itemsize // 4
-    elements = {a.fqn: mean_elements(meta.parameters[a.fqn], len(meta.ranks)) for a in meta.assigned}
-    rest = sum(elements[a.fqn] for a in meta.assigned if a.optimizer != "muon")
     return Verdict(
         training=Passes(recipe, meta.world_size, meta.size, meta.assigned, meta.device).estimate(machine),
         muon=0.0 if timeline is None else max(timeline.last.seconds, timeline.host),
-        others=machine.pass_seconds(rest * adam_bytes),
-        adamw=machine.pass_seconds(sum(elements.values()) * adam_bytes),
+        others=estimate.others,
+        adamw=estimate.adamw,
         memory=estimate.memory,
         communicators=_communicator_bytes(meta, recipe, machine),
         capacity=machine.capacity,
