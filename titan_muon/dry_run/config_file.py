@@ -56,8 +56,8 @@ def plan_config(
     def parallelize(model: nn.Module) -> None:
         world, layers = dist.get_world_size(), list(_layers(model))
         shape, axes = (replicas, world // replicas), ("replicate", "shard")
-        used = slice(0 if replicas > 1 else 1, 2)
-        mesh = init_device_mesh("cuda", shape[used], mesh_dim_names=axes[used])
+        first = 0 if replicas > 1 else 1
+        mesh = init_device_mesh("cuda", shape[first:], mesh_dim_names=axes[first:])
         owners = None
         if owned:
             inside = {parameter for layer in layers for parameter in layer.parameters()}
