@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import models  # noqa: F401 (registers the families)
 from benchmarks.bench_step import barrier, start
 from titan_muon.muon import Muon
+from titan_muon.tensors.process_groups import forget_meshes
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees, load
 
 OVERLAPS = ("none", "backward", "forward", "none")
@@ -84,9 +85,8 @@ class Trainee:
     def __init__(self, recipe: Recipe, folder: str) -> None:
         from titan_muon.titan.run.runs import Run
         from titan_muon.titan.run.trainer_config import trainer_config
-        from titan_muon.titan.torchtitan import compat
 
-        compat.forget_meshes()
+        forget_meshes()
         trainer = trainer_config(recipe, Run(folder), dist.get_world_size()).build()
         trainer.is_first_step = False
         # A reported step reads the loss and writes.

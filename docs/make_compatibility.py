@@ -12,7 +12,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from pathlib import Path
@@ -23,20 +22,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import Placement, Shard, distribute_tensor  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from titan_muon import Muon, Owners, apply_in_forward, own  # noqa: E402
 from titan_muon.features import overlap_of  # noqa: E402
 from titan_muon.options import EXPERT, Expert, Machine, MuonOptions, PlacementRule, Split, choices  # noqa: E402
+from titan_muon.tensors.process_groups import fake_world  # noqa: E402
 from titan_muon.titan.recipe import schema, toml  # noqa: E402
 from titan_muon.titan.recipe.constraints import violations  # noqa: E402
 from titan_muon.titan.recipe.sections import Recipe  # noqa: E402
-from titan_muon.titan.torchtitan import compat  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- {}: written by docs/make_compatibility.py -->\n", "<!-- end of {} -->\n"
@@ -182,20 +179,6 @@ PAIRS = "HSDP + TP"
 """The layout for pairs of options, because every option has something to act on."""
 
 
-@contextmanager
-def fake_world(size: int = 8) -> Iterator[None]:
-    """Rank 0 of a world in which the fake process group answers for the others."""
-    compat.forget_meshes()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        dist.destroy_process_group()
-        compat.forget_meshes()
-
-
 def refusal(model: nn.Module, choices: Sequence[Setting]) -> str:
     """The error of Muon for a model and options; empty if Muon accepts the options."""
     options: dict[str, Any] = {"machine": SLOW, **dict(choices)}
@@ -244,7 +227,7 @@ def merged(pairs: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str, st
 
 def library_pairs() -> str:
     """The pairs of options refused by Muon, with the message."""
-    with fake_world():
+    with warnings.catch_warnings(action="ignore"), fake_world(8):
         rows = list(merged(_refused_pairs(LAYOUTS[PAIRS].model())))
     return table(("option", "refused with", "message"), rows)
 
@@ -279,7 +262,7 @@ def library_layouts() -> str:
     """The options of Muon refused by some layouts and accepted by others, and the refusals of torch.amp.GradScaler."""
     refusals: dict[Setting, dict[str, str]] = {}
     for name, layout in LAYOUTS.items():
-        with fake_world(1 if name == ALONE else 8):
+        with warnings.catch_warnings(action="ignore"), fake_world(1 if name == ALONE else 8):
             model = layout.model()
             for setting in settings():
                 refusals.setdefault(setting, {})[name] = refusal(model, [setting])

@@ -11,16 +11,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import models  # noqa: F401 (registers the families)
 from titan_muon.titan.torchtitan import compat
 
 compat.install()
 
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from titan_muon import Muon  # noqa: E402
+from titan_muon.adam import AdamW  # noqa: E402
+from titan_muon.dry_run.memory import Memory, memory_per_rank  # noqa: E402
 from titan_muon.plan import summarize  # noqa: E402
-from titan_muon.titan.dry_run.memory import Memory, memory_per_rank  # noqa: E402
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model  # noqa: E402
-from titan_muon.titan.recipe import Recipe, load  # noqa: E402
+from titan_muon.titan.recipe import load  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "memory.md"
@@ -44,23 +50,21 @@ HEADER = (
 )
 
 
-def with_options(recipe: Recipe, offload: str, momentum: str, averages: str) -> Recipe:
-    """The recipe with a combination of options."""
-    return replace(
-        recipe,
-        training=replace(recipe.training, enable_cpu_offload=offload == CPU_OFFLOAD),
-        optimizer=replace(recipe.optimizer, offload="none" if offload == CPU_OFFLOAD else offload),
-        muon=replace(recipe.muon, state_dtype=momentum),
-        adamw=replace(recipe.adamw, state_dtype=averages),
-    )
+def optimizers(offload: str, momentum: str, averages: str) -> dict[str, torch.optim.Optimizer]:
+    """Muon and AdamW with a combination of options."""
+    matrix = nn.Parameter(torch.zeros(16, 16))
+    kept: Any = "parameters" if offload == CPU_OFFLOAD else offload
+    muon = Muon([("matrix", matrix)], state_dtype=momentum, offload=kept)
+    options: Any = {"state_dtype": averages, "offload": kept, "betas": (0.9, 0.95)}
+    return {"muon": muon, "adamw": AdamW([matrix], **options)}
 
 
-def row(meta: MetaModel, memory: Memory, recipe: Recipe) -> Iterator[float]:
+def row(meta: MetaModel, memory: Memory) -> Iterator[float]:
     """Bytes per parameter on a rank."""
     local = {name: parameter.to_local() for name, parameter in meta.parameters.items()}
     elements = sum(tensor.numel() for tensor in local.values())
     gradients = [0, 0]
-    if not recipe.training.enable_cpu_offload:
+    if memory.host_parameters == 0:
         gradients = [sum(local[a.fqn].nbytes for a in meta.assigned if a.optimizer != o) for o in ("", "muon")]
     between = memory.optimizer_states if memory.host_states == 0 else 0
     sizes = (between, memory.optimizer_states, *gradients, memory.sizes["total"], sum(memory.host_sizes.values()))
@@ -69,9 +73,8 @@ def row(meta: MetaModel, memory: Memory, recipe: Recipe) -> Iterator[float]:
 
 def table() -> str:
     """The table."""
-    recipe = load(ROOT / "configs" / f"{RECIPE}.toml")
     # The placement of states and their dtype do not change the plan.
-    meta = build_meta_model(recipe, WORLD, "cuda")
+    meta = build_meta_model(load(ROOT / "configs" / f"{RECIPE}.toml"), WORLD, "cuda")
     assert meta.plan is not None, f"Muon takes matrices of {RECIPE}"
     summary = summarize(meta.plan)
     lines = [f"| {' | '.join(HEADER)} |", "|" + "---|" * len(HEADER)]
@@ -79,10 +82,10 @@ def table() -> str:
         if options[0] != "none" and options[1] == "int8":
             # Refused together.
             continue
-        variant = with_options(recipe, *options)
-        memory = memory_per_rank(meta, summary, {}, variant, "cuda")
+        variant = replace(meta.optimizers, optimizers=optimizers(*options))
+        memory = memory_per_rank(meta.parameters, variant, meta.plan, summary, {}, meta.device)
         cells = [f"`{str(option).lower()}`" for option in options]
-        cells += [f"{size:.2f}" for size in row(meta, memory, variant)]
+        cells += [f"{size:.2f}" for size in row(meta, memory)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
@@ -34,6 +32,7 @@ from titan_muon.orthogonalize import iteration
 from titan_muon.plan import summarize
 from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.terms.machine import machine_of
+from titan_muon.tensors.process_groups import fake_world
 
 Replicas = Literal["redundant", "split"]
 FAMILY, FLAVOR, RANKS, MACHINE = "qwen3_5", "397B-A17B", 128, Machine(name="h100x8")
@@ -72,12 +71,9 @@ def row(names: dict[str, tuple[int, ...]], degree: int, replicas: Replicas | Non
     """A line of the table."""
     options = MuonOptions(machine=MACHINE, replicas="split" if replicas is None else replicas)
     steps = iteration(options.ns_coefficients, options.ns_steps, options.eps)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    try:
+    with fake_world(RANKS):
         named = list(placed(names, degree, replicated=replicas is not None))
         plan = plan_step(named, [steps] * len(named), dispatch_of(torch.device("cuda"), options), options)
-    finally:
-        dist.destroy_process_group()
     played = timeline(plan, machine_of(MACHINE))
     last = played.last
     cells = (

@@ -1,14 +1,11 @@
 """Shared by the tests: random tensors, local and whole values, error texts."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_muon.options import EXPERT, Expert
 
@@ -41,16 +38,6 @@ def message(call: Callable[[], object]) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-@contextmanager
-def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
-    """A rank of a world without the other ranks: collectives send nothing and leave outputs unchanged."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def muon_keywords(**options: Any) -> dict[str, Any]:

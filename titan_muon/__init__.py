@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .assignment.groups import assign, parameter_groups
     from .assignment.rules import Assignment
     from .comm.clip import clip_grad_norm_
+    from .dry_run.preview import Preview, preview
     from .fsdp.forward_hooks import apply_in_forward
     from .fsdp.megatron import follow_megatron_fsdp
     from .hybrid import Hybrid
@@ -24,6 +25,7 @@ _MODULES: Mapping[str, str] = {
     "Hybrid": "hybrid",
     "Muon": "muon",
     "Owners": "owned",
+    "Preview": "dry_run.preview",
     "Rule": "options",
     "apply_in_forward": "fsdp.forward_hooks",
     "as_torch": "state.converted",
@@ -33,6 +35,7 @@ _MODULES: Mapping[str, str] = {
     "follow_megatron_fsdp": "fsdp.megatron",
     "own": "owned",
     "parameter_groups": "assignment.groups",
+    "preview": "dry_run.preview",
 }
 
 __all__ = [
@@ -41,6 +44,7 @@ __all__ = [
     "Hybrid",
     "Muon",
     "Owners",
+    "Preview",
     "Rule",
     "apply_in_forward",
     "as_torch",
@@ -50,6 +54,7 @@ __all__ = [
     "follow_megatron_fsdp",
     "own",
     "parameter_groups",
+    "preview",
 ]
 
 

@@ -85,8 +85,8 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         OptionError: for an unsupported keyword, or a beta above SLOWEST_IN_BFLOAT16 with bfloat16 averages.
     """
 
-    _state_dtype: StateDtype = "parameter"
-    _offload: Offload = "none"
+    state_dtype: StateDtype = "parameter"
+    offloaded: Offload = "none"
     _window: Window | None = None
     _allowed: tuple[Fault, ...] = ()
     _gradient_faults: GradientFaults | None = None
@@ -102,7 +102,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         on_bad_gradient: OnBadGradient = "error",
         **options: Any,
     ) -> None:
-        self._state_dtype, self._offload = state_dtype, offload
+        self.state_dtype, self.offloaded = state_dtype, offload
         check(Expert, {"on_bad_gradient": on_bad_gradient})
         expert = Expert(on_bad_gradient=on_bad_gradient)
         self._allowed = allowed_faults(missing=expert.skips_missing, nonfinite=expert.skips_nonfinite)
@@ -115,18 +115,18 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         for name in ("amsgrad", "maximize", "capturable", "differentiable"):
             if group[name]:
                 raise OptionError(name, "= True is not accepted; use torch.optim.AdamW for this option")
-        if self._state_dtype == "bfloat16" and max(group["betas"]) > SLOWEST_IN_BFLOAT16:
+        if self.state_dtype == "bfloat16" and max(group["betas"]) > SLOWEST_IN_BFLOAT16:
             problem = f"each at most {SLOWEST_IN_BFLOAT16}, because bfloat16 would round changes of the averages away"
             raise OptionError("betas", f"= {list(group['betas'])} are not accepted with state_dtype: {problem}")
         if self._gradient_faults is not None and self._gradient_faults.reporter is not None:
             raise ValueError("Hybrid takes the parameters of its model: build a new Hybrid for more of them")
         super().add_param_group(param_group)
         self._gradient_faults = None
-        self._offload = resolved(self._offload, self.param_groups[-1]["params"])
+        self.offloaded = resolved(self.offloaded, self.param_groups[-1]["params"])
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
-        options = ("_state_dtype", "_offload", "_allowed")
+        options = ("state_dtype", "offloaded", "_allowed")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
 
     @torch.no_grad()
@@ -143,7 +143,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self._uncount()
         self._skipped = skipped
         batches = tuple(self._batches())
-        if self._offload == "none":
+        if self.offloaded == "none":
             for group, parts in batches:
                 self._update(group, parts)
         elif batches:
@@ -181,7 +181,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
     def _update_in_window(self, batches: Sequence[Batch]) -> None:
         from .features.offload import Copied, Window
 
-        changed, read = ON_HOST[self._offload]
+        changed, read = ON_HOST[self.offloaded]
         names = (*changed, *read)
         if self._window is None:
             first = next(p for group in self.param_groups for p in group["params"] if p.grad is not None)
@@ -204,8 +204,8 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     def _batches(self) -> Iterator[Batch]:
         """Parts of at most BATCH_BYTES in the fields that move or are converted, or else whole parameters."""
-        moved = [*chain(*ON_HOST[self._offload])]
-        if self._state_dtype == "bfloat16" or self._skipped is not None:
+        moved = [*chain(*ON_HOST[self.offloaded])]
+        if self.state_dtype == "bfloat16" or self._skipped is not None:
             moved = moved or [*AVERAGES]
         limit = BATCH_BYTES if moved else math.inf
         for group in self.param_groups:
@@ -231,9 +231,9 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         # As in torch: the fused kernel needs the step count on the device.
         device = step_device(parameter) if group["fused"] else torch.device("cpu")
-        dtype = torch.bfloat16 if self._state_dtype == "bfloat16" else parameter.dtype
+        dtype = torch.bfloat16 if self.state_dtype == "bfloat16" else parameter.dtype
         step = torch.zeros((), dtype=torch.float32, device=device)
-        return {"step": step, **{name: new_state(parameter, dtype, self._offload) for name in AVERAGES}}
+        return {"step": step, **{name: new_state(parameter, dtype, self.offloaded) for name in AVERAGES}}
 
     def _update(self, group: Mapping[str, Any], parts: Sequence[Elements]) -> None:
         states = _tensors(parts, AVERAGES)
@@ -321,10 +321,10 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self._move("none")
 
     def _move(self, to: Offload) -> None:
-        if not moves(self._offload, to):
+        if not moves(self.offloaded, to):
             return
         self.synchronize()
-        self._offload = to
+        self.offloaded = to
         for parameter in self.gradient_faults.params:
             # In a Hybrid, `state` has the states of all optimizers.
             state = self.state.get(parameter, {})

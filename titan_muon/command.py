@@ -12,13 +12,15 @@ from . import __version__
 
 USAGE = """usage: titan-muon train --config RECIPE [--key=value ...]
        titan-muon plan --config RECIPE [--world-size N] [--key=value ...]
+       titan-muon plan CONFIG_JSON --world-size N [--machine M] [--replicas N] [--owned] [--dtype D] [--full]
        titan-muon compare RUN RUN ...
        titan-muon sweep RECIPE KEY=VALUE,VALUE ... [--key=value ...]
        titan-muon sample RUN [--prompt TEXT] [--tokens N] [--temperature T] [--top-k K] [--seed S] [--step N]
        titan-muon evaluate RUN [--step N]
        titan-muon recipes
 
-RECIPE is a TOML file, or the name of a recipe of this package. On several GPUs:
+RECIPE is a TOML file, or the name of a recipe of this package. CONFIG_JSON is the config.json of a Hugging Face model,
+or its folder. On several GPUs:
   torchrun --nproc-per-node 8 -m titan_muon.command train --config RECIPE
 """
 SCRIPTS: Mapping[str, str] = {
@@ -30,7 +32,7 @@ SCRIPTS: Mapping[str, str] = {
     "evaluate": "scripts/evaluate.py",
 }
 NEEDED = ("torchtitan", "tyro", "matplotlib")
-"""Modules of the extra `titan`, required by every command."""
+"""Modules of the extra `titan`, required by every command, except for the plan of a config.json."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,10 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if verb not in SCRIPTS:
         print(f"titan-muon: {verb!r} is no command; choose from {', '.join(SCRIPTS)}, recipes", file=sys.stderr)
         return 2
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        text = f"titan-muon {verb}: needs {', '.join(missing)}; install them by pip install 'titan-muon[titan]'"
+    of_config = verb == "plan" and bool(words) and not words[0].startswith("-")
+    needed, extra = (("transformers",), "transformers") if of_config else (NEEDED, "'titan-muon[titan]'")
+    if missing := [name for name in needed if find_spec(name) is None]:
+        text = f"titan-muon {verb}: needs {', '.join(missing)}; install them by pip install {extra}"
         print(text, file=sys.stderr)
         return 2
+    if of_config:
+        from .dry_run.config_file import main as plan
+
+        return plan(words)
     script = shipped() / SCRIPTS[verb]
     # Models are beside train.py, and modules of a script beside the script.
     sys.path.insert(0, str(script.parent))

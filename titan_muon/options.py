@@ -23,6 +23,11 @@ class OptionError(ValueError):
         self.option, self.problem = option, problem
 
 
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: `1 rank`, `2 ranks`."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
+
+
 ALGORITHM = Constraint(
     "a name, or a list of different names",
     lambda value: TEXT.holds(value) if isinstance(value, str) else 0 < len(value) == len(set(value)),

@@ -131,7 +131,8 @@ def described(source: Source) -> World:
     recipe = load(ROOT / f"configs/{source.recipe}_muon.toml", [*source.overrides, "--qk_clip.mode", "off"])
     meta = build_meta_model(recipe, source.world, "cuda")
     assert meta.plan is not None, "the recipe trains matrices with Muon"
-    place = {n: (name, i) for name, groups in meta.groups.items() for i, g in enumerate(groups) for n in g.names}
+    by_name = meta.optimizers.groups
+    place = {n: (name, i) for name, groups in by_name.items() for i, g in enumerate(groups) for n in g.names}
     meshes: list[tuple[tuple[int, ...], tuple[str, ...]]] = []
     rows = []
     for fqn, parameter in meta.parameters.items():
@@ -145,7 +146,7 @@ def described(source: Source) -> World:
             meshes += [found] if mesh == len(meshes) else []
             placements = tuple(repr(item) for item in parameter.placements)
         rows.append(Row(fqn, tuple(parameter.shape), mesh, placements, *place[fqn]))
-    groups = {name: [dict(group.options) for group in given] for name, given in meta.groups.items()}
+    groups = {name: [dict(group.options) for group in given] for name, given in by_name.items()}
     slowest = timeline(meta.plan, planning_machine(recipe.machine, "cuda")).last.rank
     splits = tuple({"match": s.match, "dims": s.dims, "lengths": dict(s.lengths)} for s in recipe.muon.split)
     return World(source.world, slowest, tuple(meshes), groups, splits, tuple(rows))

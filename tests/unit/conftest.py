@@ -7,20 +7,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.shared import fake_ranks
+from titan_muon.tensors.process_groups import fake_world
 
 
 @pytest.fixture
 def two_ranks() -> Iterator[None]:
     """Rank 0 of two."""
-    with fake_ranks(2):
+    with fake_world(2):
         yield
 
 
 @pytest.fixture
 def four_ranks() -> Iterator[None]:
     """Rank 0 of four."""
-    with fake_ranks(4):
+    with fake_world(4):
         yield
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 
 from .warning import warn
 
@@ -91,6 +93,39 @@ def fast_options(device: str, timeout: timedelta | None, group: dist.ProcessGrou
         # Without the same value in the options, new_group warns.
         options._timeout = timeout
     return options
+
+
+@contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """A rank of a world without the other ranks: collectives send nothing and leave outputs unchanged.
+
+    Raises ValueError if this process has a default process group.
+    """
+    # Imports a test package of PyTorch, which training does not need.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ValueError(
+            "torch.distributed is initialized, and a plan without processes makes a default process group of its own; "
+            "plan before init_process_group, or in another process"
+        )
+    forget_meshes()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+
+
+def forget_meshes() -> None:
+    """Clear DTensor's cached meshes of a previous model, which FSDP2 would refuse on an equal mesh."""
+    debug._clear_sharding_prop_cache()
+
+
+def root_size(mesh: DeviceMesh) -> int:
+    """Ranks of the mesh from which a mesh was cut."""
+    return mesh._get_root_mesh().size()
 
 
 class MeshWithoutGroups(DeviceMesh):

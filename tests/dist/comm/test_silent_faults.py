@@ -18,8 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from tests.dist.comm.test_equality import Model
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS, named, parameters
-from tests.shared import equal, fake_ranks, local, message
+from tests.shared import equal, local, message
 from titan_muon import Hybrid, Muon, clip_grad_norm_
+from titan_muon.tensors.process_groups import fake_world
 
 
 class Training:
@@ -224,7 +225,7 @@ def test_the_timeout_names_a_rank_without_the_step(tmp_path: Path) -> None:
 def test_a_step_after_the_process_group_was_destroyed_is_refused() -> None:
     param = nn.Parameter(torch.ones(16, 24))
     param.grad = torch.ones(16, 24)
-    with fake_ranks(2):
+    with fake_world(2):
         muon = Muon([("w", param)]).build()
     assert "the process group of Muon was destroyed" in message(muon.step)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.owned_model import summed_plainly
 from tests.dist.harness import run_ranks
-from tests.shared import fake_ranks
 from titan_muon import Expert, Muon, Owners, own
 from titan_muon.options import PlacementRule, Split
 from titan_muon.owned import gather
 from titan_muon.owned.param import held_elements, holders
-from titan_muon.titan.torchtitan import compat
+from titan_muon.tensors.process_groups import fake_world
 
 DIM, HIDDEN, LAYERS = 32, 96, 4
 
@@ -211,17 +208,8 @@ class Silent:
         return max(self.held.values()) * len(self.held) / self.held.total()
 
 
-@contextmanager
-def fake_rank(rank: int, world_size: int) -> Iterator[None]:
-    """A rank of a fake world."""
-    # On an equal mesh DTensor would reuse another rank's cache.
-    compat.forget_meshes()
-    with fake_ranks(world_size, rank):
-        yield
-
-
 def fake_step(rank: int, world_size: int, layout: Layout) -> Silent:
-    with fake_rank(rank, world_size):
+    with fake_world(world_size, rank):
         net = make(layout.experts)
         place(net, layout, world_size)
         for parameter in net.parameters():
@@ -265,7 +253,7 @@ def test_matrices_of_one_parameter_have_separate_owners() -> None:
     rules = (PlacementRule(match="*", placement="owned"),)
     gated = nn.ModuleList(nn.ParameterDict({"w13": torch.empty(2, HIDDEN, DIM)}) for _ in range(LAYERS))
     kernel = nn.ParameterDict({"kernel": torch.empty(32, 3, 4, 4)})
-    with fake_ranks(4):
+    with fake_world(4):
         experts = place(make(5), Layout(5, rules=rules), 4)[0]
         mesh = init_device_mesh("cpu", (4,))
         joint = Owners(gated, mesh=mesh, rules=rules, split=[Split(match="*.w13", dims="g f d -> g | f d")])

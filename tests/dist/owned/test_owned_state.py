@@ -19,10 +19,10 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.owned_model import DIM, Block, Net, Setup, data_mesh, loss_of, make, place, whole
 from tests.dist.harness import run_ranks
-from tests.shared import fake_ranks
 from titan_muon import Expert, Muon, Owners, own
 from titan_muon.owned import full_state_dict, gather, is_owned, load_full_state_dict
 from titan_muon.plan.terms.machine import standard_flops
+from titan_muon.tensors.process_groups import fake_world
 
 LAYOUTS = {
     "owned": Setup("owned"),
@@ -279,7 +279,7 @@ def test_impossible_calls_are_refused() -> None:
 
 def test_only_matrices_are_owned_by_default_with_the_users_weights() -> None:
     model = make()
-    with fake_ranks(1):
+    with fake_world(1):
         mesh = init_device_mesh("cpu", (1,))
         plain, counted = Owners(model, mesh=mesh), Owners(model, mesh=mesh, flops=lambda rows, cols: rows)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.ndim == 2}

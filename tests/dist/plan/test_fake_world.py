@@ -1,7 +1,5 @@
 """A rank of 128 and of 1,024 sends the planned bytes. The fake process group stands for the other ranks."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -14,12 +12,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from benchmarks.c10d_counter import CollectiveCounter
-from tests.shared import fake_ranks
 from tests.unit.step.test_executor import Operators
 from titan_muon import Expert, Muon
 from titan_muon.comm.report import FaultReport
 from titan_muon.plan.program import BucketProgram, make_program
 from titan_muon.plan.summary import summarize
+from titan_muon.tensors.process_groups import fake_world
 
 EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
 
@@ -86,12 +84,6 @@ class FakeTransport(CollectiveCounter):
         return func(nothing, nothing, group, [0] * len(output_splits), [0] * len(input_splits), *rest)
 
 
-@contextmanager
-def fake_world(case: Case) -> Iterator[None]:
-    with fake_ranks(case.world_size, case.rank):
-        yield
-
-
 def build(case: Case, exchange: str) -> Muon:
     """This rank's optimizer, with gradients."""
     params = []
@@ -118,7 +110,7 @@ def extra_calls(run: BucketProgram) -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_of_a_large_world_sends_the_planned_bytes(name: str, exchange: str) -> None:
     case = CASES[name]
-    with fake_world(case):
+    with fake_world(case.world_size, case.rank):
         optimizer = build(case, exchange)
         with FakeTransport() as counter:
             optimizer.step()
@@ -136,7 +128,7 @@ def test_a_rank_of_a_large_world_sends_the_planned_bytes(name: str, exchange: st
 def test_a_warm_up_sends_the_largest_messages_of_every_group_in_a_few_calls(name: str) -> None:
     """As engines of accelerators do at construction."""
     case = CASES[name]
-    with fake_world(case):
+    with fake_world(case.world_size, case.rank):
         optimizer = build(case, "all_to_all")
         with FakeTransport() as step:
             optimizer.step()
@@ -160,7 +152,7 @@ def test_a_step_makes_fewer_views_than_matrices() -> None:
     """No views of contiguous gradients, and a few views of buffers for each collective."""
     case = fsdp(128, 0)
     # Unfilled buffers hold arbitrary values, and a step would report them.
-    with fake_world(case), mock.patch.object(FaultReport, "_move"):
+    with fake_world(case.world_size, case.rank), mock.patch.object(FaultReport, "_move"):
         optimizer = build(case, "all_to_all")
         with FakeTransport():
             optimizer.step()

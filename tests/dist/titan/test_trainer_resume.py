@@ -10,6 +10,7 @@ import pytest
 from tests import tiny
 from tests.dist.harness import run_ranks
 from titan_muon.muon import Muon
+from titan_muon.tensors.process_groups import forget_meshes
 from titan_muon.titan.recipe import RecipeError, load
 
 
@@ -19,7 +20,7 @@ def train(recipe: object) -> str:
     compat.install()
     from titan_muon.titan.run import job
 
-    compat.forget_meshes()
+    forget_meshes()
     return job.train(recipe)
 
 

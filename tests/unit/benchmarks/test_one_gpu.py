@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gpu import links, newton_schulz
 from benchmarks.one_gpu import corpus, float16, language_model, one_rank, worlds
-from titan_muon.titan.torchtitan import compat
+from titan_muon.tensors.process_groups import forget_meshes
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture(autouse=True)
 def no_meshes() -> None:
     """Equal meshes of another world must not be found."""
-    compat.forget_meshes()
+    forget_meshes()
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def test_a_world_has_the_parameters_and_the_plan_of_its_recipe() -> None:
     recipe = load(ROOT / f"configs/{source.recipe}_muon.toml", [*source.overrides, "--qk_clip.mode", "off"])
     plan = build_meta_model(recipe, source.world, "cuda").plan
     assert plan is not None
-    compat.forget_meshes()
+    forget_meshes()
     with one_rank.fake_world(world):
         assert one_rank.plan_of(world).digest() == plan.digest()
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.shared import fake_ranks
 from titan_muon.comm import agreement
 from titan_muon.comm.agreement import Agreement, PlanReport
+from titan_muon.tensors.process_groups import fake_world
 
 BACKENDS = {"cuda": timedelta(minutes=10), "cpu": timedelta(minutes=30)}
 
 
 @pytest.fixture
 def four_ranks() -> Iterator[None]:
-    with fake_ranks(4):
+    with fake_world(4):
         yield
 
 

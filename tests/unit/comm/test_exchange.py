@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
-from tests.shared import fake_ranks
 from tests.stream_order import Stream, StreamOrder, stream_order
 from titan_muon.comm.buffers import BufferSet
 from titan_muon.comm.exchange import Collectives, Exchange, wait_all
 from titan_muon.plan.exchange.phases import Collective, gather_phase
 from titan_muon.plan.terms.types import Piece, Segment
+from titan_muon.tensors.process_groups import fake_world
 
 __all__ = ["stream_order"]
 
@@ -23,7 +23,7 @@ SPLITS = (3, 0, 5, 1)
 def test_empty_parts_of_different_sizes_are_not_sent() -> None:
     """Results among 128 replicas; 100 replicas have no result."""
     splits = [8 * (rank % 3) if rank < 28 else 0 for rank in range(128)]
-    with fake_ranks(128, 1):
+    with fake_world(128, 1):
         collectives, parts = Collectives(), list(torch.zeros(sum(splits)).split(splits))
         assert dist.group.WORLD is not None
         with CollectiveCounter() as counter:

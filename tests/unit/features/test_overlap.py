@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor import distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.dist.features.test_overlap import NAMES, SLOW, Failed, Run
 from tests.shared import muon_keywords
@@ -24,7 +22,7 @@ from titan_muon.owned.param import place_on_owners
 from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.terms.machine import machine_of
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
-from titan_muon.titan.torchtitan import compat
+from titan_muon.tensors.process_groups import fake_world
 
 __all__ = ["stream_order"]
 
@@ -75,11 +73,8 @@ def test_a_step_is_not_slower_with_hidden_gathers() -> None:
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """A mesh on rank 0 of two, without the other rank."""
-    # On an equal mesh DTensor would take the groups of another test.
-    compat.forget_meshes()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
+    with fake_world(2):
+        yield init_device_mesh("cpu", (2,))
 
 
 @pytest.fixture

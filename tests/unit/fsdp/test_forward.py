@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.dist.features.test_forward import Run, Sharding, evaluate
 from tests.dist.features.test_overlap import SLOW
@@ -19,7 +17,7 @@ from titan_muon.fsdp.forward_hooks import forward_updates
 from titan_muon.fsdp.private import GatheredGroup
 from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.terms.machine import machine_of
-from titan_muon.titan.torchtitan import compat
+from titan_muon.tensors.process_groups import fake_world
 
 __all__ = ["stream_order"]
 
@@ -35,10 +33,8 @@ SHARDINGS = {
 @pytest.fixture(params=list(SHARDINGS.values()), ids=list(SHARDINGS))
 def ordered(request: pytest.FixtureRequest, stream_order: StreamOrder) -> Iterator[tuple[Run, StreamOrder]]:
     """On rank 0 of two, without the other. Streams are recorded from the start."""
-    compat.forget_meshes()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield Run(request.param), stream_order
-    dist.destroy_process_group()
+    with fake_world(2):
+        yield Run(request.param), stream_order
 
 
 def train(run: Run) -> None:

@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.owned_model import BLOCKS, Net, Setup, data_mesh, loss_of, make, matrices
-from tests.shared import fake_ranks
 from titan_muon import Owners, own
 from titan_muon.owned import is_owned, private
-from titan_muon.titan.torchtitan import compat
+from titan_muon.tensors.process_groups import fake_world
 
 OWNERS = 6
 """Of the six matrices of a layer, when there are as many ranks."""
@@ -32,9 +31,7 @@ def owned_model(
     mesh: tuple[int, ...], *, setup: Setup = OWNED, reshard: bool | None = None, blocks: int = BLOCKS
 ) -> Iterator[tuple[Net, Owners]]:
     """A model on rank 0 of a fake world: on a mesh of data-parallel ranks, or of data-parallel ranks and `setup`."""
-    # On an equal mesh DTensor would take the groups of another test.
-    compat.forget_meshes()
-    with fake_ranks(prod(mesh)):
+    with fake_world(prod(mesh)):
         net = make(blocks=blocks)
         data = init_device_mesh("cpu", mesh) if setup.tensor == 1 else data_mesh(prod(mesh), setup, net)
         owners = Owners(net, mesh=data, params=matrices(net), tp_pieces=setup.tp_pieces)
@@ -121,6 +118,6 @@ def test_owners_know_a_parameter_without_the_segments_of_wrappers() -> None:
     """And with all segments that only end like a wrapper's."""
     model = nn.Module()
     model.my_orig_mod, model._orig_mod = nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False)
-    with fake_ranks(2):
+    with fake_world(2):
         owners = Owners(model, mesh=init_device_mesh("cpu", (2,)))
         assert sorted(sum(owners.owners(name)) for name in ("my_orig_mod.weight", "weight")) == [0, 1]

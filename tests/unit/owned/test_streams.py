@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.owned_model import Net, Setup, loss_of, matrices
 from tests.dist.owned.test_owned_stacks import loss_of as mixture_loss
 from tests.dist.owned.test_owned_stacks import make as make_mixture
-from tests.shared import fake_ranks
 from tests.stream_order import StreamOrder, stream_order
 from tests.unit.owned.test_collectives import owned_model
 from titan_muon import Owners, own
 from titan_muon.owned import private
+from titan_muon.tensors.process_groups import fake_world
 
 __all__ = ["stream_order"]
 
@@ -114,7 +114,7 @@ def test_a_failed_backward_leaves_no_work_on_any_stream(
 
 
 def test_the_parts_of_stacks_are_ordered_as_whole_matrices(stream_order: StreamOrder) -> None:
-    with fake_ranks(4):
+    with fake_world(4):
         net = make_mixture(experts=3)
         owners = Owners(net, mesh=init_device_mesh("cpu", (4,)), params=list(net.parameters()))
         for layer in net:

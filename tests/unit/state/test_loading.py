@@ -5,15 +5,13 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_muon import Expert, Muon
 from titan_muon.adam import AdamW
-from titan_muon.tensors.process_groups import StateMesh
+from titan_muon.tensors.process_groups import StateMesh, fake_world
 
 
 def trained(rule: str) -> tuple[nn.Parameter, Muon]:
@@ -62,8 +60,7 @@ def test_a_state_dict_without_a_newer_option_is_loaded() -> None:
 
 def test_adamws_state_of_another_placement_is_refused() -> None:
     """A shard of another rank may have the same shape."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with fake_world(2):
         mesh, shard = init_device_mesh("cpu", (2,)), torch.ones(4, 8)
         params = [
             nn.Parameter(DTensor.from_local(shard.clone(), mesh, [kind])) for kind in (Shard(0), Replicate(), Shard(1))
@@ -76,8 +73,6 @@ def test_adamws_state_of_another_placement_is_refused() -> None:
                 adamw.load_state_dict(saving.state_dict())
             assert not adamw.state.get(param, {}).get("exp_avg", shard * 0).any()
         same.load_state_dict(saving.state_dict())
-    finally:
-        dist.destroy_process_group()
 
 
 def test_pickling_a_momentum_of_a_single_owner_warns() -> None:

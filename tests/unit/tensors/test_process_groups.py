@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.shared import fake_ranks
 from titan_muon.comm.agreement import Agreement, PlanReport
 from titan_muon.tensors import process_groups
+from titan_muon.tensors.process_groups import fake_world
 
 MINUTE = timedelta(seconds=60)
 
@@ -65,7 +65,7 @@ def test_nccl_groups_of_muon_have_streams_of_high_priority(monkeypatch: pytest.M
         made[tuple(ranks)] = pg_options
         return dist.group.WORLD
 
-    with fake_ranks(4):
+    with fake_world(4):
         monkeypatch.setattr(dist, "new_group", new_group)
         monkeypatch.setattr(Agreement, "_warm_up", lambda *_: None)
         report = PlanReport((0, 1, 2, 3), groups=((0, 1), (2, 3)), exclusive=((0, 2),))

@@ -18,12 +18,12 @@ from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.assignment.table import parameter_table
 from titan_muon.comm.agreement import Agreement
 from titan_muon.comm.equality import check_equal
+from titan_muon.dry_run.lines import plan_lines
 from titan_muon.fsdp.forward_hooks import apply_in_forward, forward_updates
 from titan_muon.hybrid import ForwardsToParts
 from titan_muon.options import Rule
 from titan_muon.plan import Plan, summarize
 from titan_muon.tensors.names import canonical_fqn
-from titan_muon.titan.assign import explain
 from titan_muon.titan.device import adamw_implementation
 from titan_muon.titan.recipe import Recipe, as_recipe_errors
 from titan_muon.titan.torchtitan.slot import check_unread_fields, implementation
@@ -90,7 +90,7 @@ class HybridOptimizers(ForwardsToParts, OptimizersContainer):
 
     def __repr__(self) -> str:
         plan = self.plan
-        lines = explain.plan_lines(plan, None if plan is None else summarize(plan))
+        lines = plan_lines(plan, None if plan is None else summarize(plan))
         return "\n".join([parameter_table(self.assignments, self.named_parameters, plan, full=False), *lines])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 from pyarrow import ChunkedArray
 from torchtitan.tools.logging import logger
 
+from titan_muon.options import plural
 from titan_muon.titan.data.cache import cached, digest
 from titan_muon.titan.data.documents import Documents
-from titan_muon.titan.recipe.toml import plural
 
 _FORMAT = "1"
 """Increment when the tokens of a text change."""

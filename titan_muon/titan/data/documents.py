@@ -15,10 +15,10 @@ import numpy as np
 from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
+from titan_muon.options import plural
 from titan_muon.titan.data.cache import cached, digest
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
-from titan_muon.titan.recipe.toml import plural
 
 _FORMAT = "2"
 """Increment when the digest or the split changes."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torchtitan.components.tokenizer import BaseTokenizer
 
+from titan_muon.options import plural
 from titan_muon.titan.data.blocks import TokenBlock, TokenBlocks
 from titan_muon.titan.data.cache import digest
 from titan_muon.titan.data.corpus import DocumentTokenizer, open_corpus
@@ -17,7 +18,6 @@ from titan_muon.titan.data.tokenizers import BYTES, MARKS, BPETokenizer, ByteTok
 from titan_muon.titan.device import pins_batches
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
-from titan_muon.titan.recipe.toml import plural
 from titan_muon.titan.torchtitan.installed import titan
 
 NOT_COUNTED = -100

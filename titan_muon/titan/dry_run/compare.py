@@ -22,7 +22,7 @@ def compare(alternatives: Sequence[Alternative], world_size: int | None, device:
         except RecipeError as error:
             refused.append(f"  {alternative.name}: refused: {error}")
             continue
-        machine = parts[0].machine.name
+        machine = parts[0].estimate.machine.name
         fits, seconds = all(part.verdict.fits for part in parts), max(part.verdict.seconds for part in parts)
         rows.append((not fits, seconds, _row(alternative.name, parts)))
     yield f"alternatives on {machine}, modelled; the fastest that fits first"
@@ -40,7 +40,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str
 
 def _row(name: str, parts: Sequence[StageReport]) -> list[str]:
     slowest = max((part.verdict for part in parts), key=lambda verdict: verdict.seconds)
-    summaries = [part.summary for part in parts if part.summary is not None]
+    summaries = [summary for part in parts if (summary := part.estimate.summary) is not None]
     sent = max((summary.bytes_sent_max for summary in summaries), default=0)
     idle = sum(cost.matrices == 0 for summary in summaries for cost in summary.ranks)
     return [

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchtitan.components.checkpointer.utils import canonical_fqn
+from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as device_utils
 
-from titan_muon.assignment.groups import ParamGroup
-from titan_muon.assignment.optimizer_set import OptimizerSet
+from titan_muon.assignment.groups import named_parameters_of
 from titan_muon.assignment.rules import Assignment
-from titan_muon.engine import dispatch_of, plan_step
-from titan_muon.muon import Muon
-from titan_muon.plan import Plan
-from titan_muon.state.groups import iteration_of
-from titan_muon.tensors.matrices import check_splits
+from titan_muon.dry_run.memory import muon_of
+from titan_muon.dry_run.model import PlannedModel, plan_of
+from titan_muon.tensors.process_groups import fake_world
 from titan_muon.titan.assign.container import HybridOptimizers, parts_of_config
 from titan_muon.titan.assign.explain import stage_ranks
 from titan_muon.titan.device import planning_for, this_device
@@ -36,23 +30,15 @@ from titan_muon.titan.recipe.sections import Parallelism
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import trainer_config
-from titan_muon.titan.torchtitan import compat
 from titan_muon.titan.torchtitan.installed import titan
 
 MICROBATCHES = 8
 
 
 @dataclass(frozen=True)
-class MetaModel:
-    """A recipe's model, or a pipeline stage, on `world_size` ranks."""
+class MetaModel(PlannedModel):
+    """A recipe's model, or a pipeline stage."""
 
-    world_size: int
-    ranks: range  # of this stage
-    parameters: dict[str, Tensor]  # trained ones by name, with the shards of the first rank, the largest
-    assigned: tuple[Assignment, ...]  # of `parameters`, in the same order
-    whole: tuple[Assignment, ...]  # of the whole model
-    groups: Mapping[str, Sequence[ParamGroup]]  # by optimizer
-    plan: Plan | None  # None without Muon parameters
     logit_bytes: int  # QK-clip's all-reduce per step
     size: ModelSize  # of the whole model
 
@@ -85,7 +71,7 @@ def whole_model(recipe: Recipe) -> tuple[ModelSize, tuple[Assignment, ...]]:
     alone = Parallelism(spmd_backend=recipe.parallelism.spmd_backend)
     placement = replace(recipe.placement, replicas=None, tp_pieces="peers")
     recipe = replace(recipe, parallelism=alone, placement=placement)
-    with _recipe_errors(), planning_for("cuda"), _fake_world(1, 0):
+    with _recipe_errors(), planning_for("cuda"), fake_world(1, 0):
         config = trainer_config(recipe, Run(folder=recipe.dump_folder), 1)
         parts, size = _sharded_parts(config, 1)
         assert isinstance(config.optimizer, HybridOptimizers.Config), "the recipe builds this container"
@@ -106,34 +92,19 @@ def _recipe_errors() -> Iterator[None]:
 def _built(recipe: Recipe, world_size: int, kind: str, stage: int) -> MetaModel:
     stages = recipe.parallelism.pipeline_parallel_degree
     ranks = stage_ranks(world_size, stages, stage)
-    with planning_for(kind), _fake_world(world_size, ranks[0]):
+    with planning_for(kind), fake_world(world_size, ranks[0]):
         config = trainer_config(recipe, Run(folder=recipe.dump_folder), world_size)
         parts, size = _sharded_parts(config, world_size)
-        parameters: dict[str, Tensor] = {
-            canonical_fqn(name): p for part in parts for name, p in part.named_parameters() if p.requires_grad
-        }
         optimizer = config.optimizer
         assert isinstance(optimizer, HybridOptimizers.Config), "the recipe builds this container"
         try:
             built = parts_of_config(optimizer, parts, optimizer.model)
-            plan = _plan(parameters, built, kind)
+            plan = plan_of(muon_of(built), kind)
         except ValueError as error:
             raise recipe_error(error) from error
         assert config.model_spec is not None, "the recipe names a model"
         sent = reduced_bytes(config.model_spec.model)
-        return MetaModel(world_size, ranks, parameters, built.assignments, built.whole, built.groups, plan, sent, size)
-
-
-@contextmanager
-def _fake_world(world_size: int, rank: int) -> Iterator[None]:
-    # The first rank of the stage has the largest shard of every uneven parameter.
-    assert not dist.is_initialized(), "a dry run is a process of its own"
-    compat.forget_meshes()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+        return MetaModel(world_size, ranks, kind, named_parameters_of(parts), built, plan, sent, size)
 
 
 def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> tuple[list[nn.Module], ModelSize]:
@@ -185,14 +156,3 @@ def _model_size(config: Any, model: nn.Module, seq_len: int) -> ModelSize:
     routed = 0.0 if experts is None else experts.router.top_k / experts.num_experts
     vocabularies = [len(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
     return ModelSize(flops, max(vocabularies, default=0), routed)
-
-
-def _plan(parameters: dict[str, Tensor], built: OptimizerSet, device: str) -> Plan | None:
-    groups, muon = built.groups.get("muon", ()), built.optimizers.get("muon")
-    named = [(name, parameters[name]) for group in groups for name in group.names]
-    if not named:
-        return None
-    assert isinstance(muon, Muon), "the registered name is Muon's"
-    check_splits([name for name, _ in named], muon.options.split)
-    iterations = [iteration_of(group) for group in muon.param_groups for _ in group["params"]]
-    return plan_step(named, iterations, dispatch_of(torch.device(device), muon.options), muon.options)

@@ -32,10 +32,10 @@ def page_text(parts: Sequence[StageReport], recipe: Recipe) -> str:
 
 def _part(part: StageReport, recipe: Recipe) -> dict[str, object]:
     meta, plan = part.meta, part.meta.plan
-    steps = [] if plan is None else spans(plan, part.machine, overlap=recipe.muon.overlap)
+    steps = [] if plan is None else spans(plan, part.estimate.machine, overlap=recipe.muon.overlap)
     return {
         "ranks": list(meta.ranks),
-        "verdict": "\n".join(verdict_lines(part.verdict, meta, part.machine)),
+        "verdict": "\n".join(verdict_lines(part.verdict, meta, part.estimate.machine)),
         # Microseconds as integers: a step of 1,024 ranks has tens of thousands of spans.
         "spans": [
             [s.rank, STAGES.index(s.stage), s.bucket, round(1e6 * s.start), max(1, round(1e6 * (s.stop - s.start)))]

@@ -10,6 +10,7 @@ from pathlib import Path
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_muon.assignment.table import decay_lines, parameter_table
+from titan_muon.dry_run import lines
 from titan_muon.titan.assign import explain
 from titan_muon.titan.checks.machine import data_problems
 from titan_muon.titan.device import passes_dtype
@@ -38,21 +39,22 @@ def report(
     """
     # A refused recipe shows only its error.
     parts = dry_run(recipe, world_size, device)
-    first, kind = parts[0].meta, parts[0].kind
+    first, kind = parts[0].meta, parts[0].meta.device
     if verbose:
         print(to_toml(recipe))
     _print(parts, lambda part: [parameter_table(part.meta.assigned, part.meta.parameters, part.meta.plan, full=full)])
     dtypes = {parameter.dtype for part in parts for parameter in part.meta.parameters.values()}
+    whole = first.optimizers.whole
     counts = [
-        *explain.optimizer_lines(first.whole, recipe.muon.split, first.world_size),
-        *decay_lines(*(part.meta.groups for part in parts)),
-        *explain.weight_lines(first.whole, dtypes, recipe.muon.expert.rounding),
+        *lines.optimizer_lines(whole, recipe.muon.split, first.world_size),
+        *decay_lines(*(part.meta.optimizers.groups for part in parts)),
+        *explain.weight_lines(whole, dtypes, recipe.muon.expert.rounding),
         *qk_clip_lines(recipe.qk_clip, first.logit_bytes, first.world_size),
         f"planned for {KINDS.get(kind, kind)}",
     ]
     print("\n".join(["", *counts]))
     _print(parts, lambda part: _plan_lines(part, recipe, full=full))
-    _print(parts, lambda part: verdict_lines(part.verdict, part.meta, part.machine))
+    _print(parts, lambda part: verdict_lines(part.verdict, part.meta, part.estimate.machine))
     for problem in () if is_for_this_machine(world_size, device) else data_problems(recipe):
         print(f"\nwarning: training on this machine would be refused: {problem}")
     if json is not None:
@@ -61,30 +63,21 @@ def report(
         write("--html", html, page_text(parts, recipe))
 
 
-def _print(parts: Sequence[StageReport], lines: Callable[[StageReport], Iterable[str]]) -> None:
+def _print(parts: Sequence[StageReport], text: Callable[[StageReport], Iterable[str]]) -> None:
     """Print the lines of each pipeline stage, below a heading if there are several."""
     for part in parts:
         meta = part.meta
         heading = [explain.pipeline_line(meta.ranks, meta.world_size, meta.assigned)] if len(parts) > 1 else []
-        print("\n".join(["", *heading, *lines(part)]))
+        print("\n".join(["", *heading, *text(part)]))
 
 
 def _plan_lines(part: StageReport, recipe: Recipe, *, full: bool) -> Iterable[str]:
     meta, training = part.meta, recipe.training
-    yield from explain.plan_lines(meta.plan, part.summary, part.timeline)
-    yield from explain.owned_step_lines(meta.plan, meta.parameters, skips=recipe.muon.expert.skips_missing)
-    gathered = TORCH_DTYPE_MAP[passes_dtype(training.mixed_precision_param, part.kind)].itemsize
+    yield from lines.step_lines(meta, part.estimate)
+    gathered = TORCH_DTYPE_MAP[passes_dtype(training.mixed_precision_param, meta.device)].itemsize
     reduced = TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize
     yield from explain.peer_lines(meta.parameters, gathered, reduced)
-    yield "\nmemory per rank, without activations"
-    host = {name: size for name, size in part.memory.host_sizes.items() if size > 0}
-    for name, size in (part.memory.sizes | host).items():
-        yield f"  {name.replace('_', ' '):<18}{size / 2**20:>12,.1f} MiB"
-    for name in part.memory.uncounted:
-        yield f"  the states of {name} are not counted: only the package that registered it knows their size"
-    if part.loads:
-        yield ""
-        yield from explain.owner_lines(part.loads, full=full)
+    yield from lines.memory_lines(part.estimate, full=full)
 
 
 def write(flag: str, path: str, text: str) -> None:
@@ -105,13 +98,13 @@ def _json_text(parts: Sequence[StageReport]) -> str:
 
 
 def _document(part: StageReport) -> dict[str, object]:
-    verdict = part.verdict
+    verdict, estimate, memory = part.verdict, part.estimate, part.estimate.memory
     return {
         "world_size": part.meta.world_size,
         "parameters": [asdict(assignment) for assignment in part.meta.assigned],
-        "memory": part.memory.sizes | part.memory.host_sizes | {"uncounted_optimizers": part.memory.uncounted},
+        "memory": memory.sizes | memory.host_sizes | {"uncounted_optimizers": memory.uncounted},
         "verdict": {
-            "machine": part.machine.name,
+            "machine": estimate.machine.name,
             "fits": verdict.fits,
             "peak_bytes": verdict.peak,
             "capacity_bytes": verdict.capacity,
@@ -123,6 +116,6 @@ def _document(part: StageReport) -> dict[str, object]:
             "passes_below_one_percent": verdict.passes_below_one_percent,
             "training": asdict(verdict.training),
         },
-        "owners": [{"rank": rank, **asdict(load)} for rank, load in part.loads.items()],
-        **({} if part.summary is None else asdict(part.summary)),
+        "owners": [{"rank": rank, **asdict(load)} for rank, load in estimate.loads.items()],
+        **({} if estimate.summary is None else asdict(estimate.summary)),
     }

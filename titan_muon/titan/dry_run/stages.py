@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from titan_muon.engine import planning_machine
-from titan_muon.plan import Summary, summarize
-from titan_muon.plan.cost.timeline import Timeline, timeline
-from titan_muon.plan.search.ownership import OwnedTotals
-from titan_muon.plan.terms.machine import MachineRates
-from titan_muon.titan.assign.explain import owner_loads
+from titan_muon.dry_run.model import Estimate, estimate_of
 from titan_muon.titan.checks.machine import check_machine
 from titan_muon.titan.device import this_device
-from titan_muon.titan.dry_run.memory import Memory, memory_per_rank
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world
 from titan_muon.titan.dry_run.verdict import Verdict, verdict_of
 from titan_muon.titan.recipe import Recipe, check_degrees
@@ -24,12 +17,7 @@ class StageReport:
     """Estimate for the model or a pipeline stage."""
 
     meta: MetaModel
-    kind: str
-    machine: MachineRates
-    summary: Summary | None
-    timeline: Timeline | None
-    loads: Mapping[int, OwnedTotals]
-    memory: Memory
+    estimate: Estimate
     verdict: Verdict
 
 
@@ -42,7 +30,7 @@ def dry_run(recipe: Recipe, world_size: int | None, device: str | None = None) -
     if is_for_this_machine(world_size, device):
         check_machine(recipe)
     stages = range(recipe.parallelism.pipeline_parallel_degree)
-    return [_report(build_meta_model(recipe, world, kind, stage=stage), recipe, kind) for stage in stages]
+    return [_report(build_meta_model(recipe, world, kind, stage=stage), recipe) for stage in stages]
 
 
 def is_for_this_machine(world_size: int | None, device: str | None) -> bool:
@@ -50,11 +38,6 @@ def is_for_this_machine(world_size: int | None, device: str | None) -> bool:
     return world_size is None and device in (None, this_device())
 
 
-def _report(meta: MetaModel, recipe: Recipe, kind: str) -> StageReport:
-    summary = None if meta.plan is None else summarize(meta.plan)
-    machine = planning_machine(recipe.machine, kind)
-    times = None if meta.plan is None else timeline(meta.plan, machine, overlap=recipe.muon.overlap)
-    loads = owner_loads(meta.parameters, summary, meta.ranks)
-    memory = memory_per_rank(meta, summary, loads, recipe, kind)
-    verdict = verdict_of(meta, times, memory, recipe, machine, kind)
-    return StageReport(meta, kind, machine, summary, times, loads, memory, verdict)
+def _report(meta: MetaModel, recipe: Recipe) -> StageReport:
+    estimate = estimate_of(meta, recipe.machine)
+    return StageReport(meta, estimate, verdict_of(meta, estimate, recipe))

@@ -10,11 +10,12 @@ from itertools import product
 from pathlib import Path
 
 from titan_muon.assignment.rules import Assignment
+from titan_muon.dry_run.memory import momentum_bytes
 from titan_muon.engine import planning_machine
+from titan_muon.options import plural
 from titan_muon.plan.terms.machine import MachineRates
 from titan_muon.titan.assign.container import offload_of
 from titan_muon.titan.dry_run.compare import table
-from titan_muon.titan.dry_run.memory import momentum_bytes
 from titan_muon.titan.dry_run.meta_model import whole_model
 from titan_muon.titan.dry_run.report import write
 from titan_muon.titan.dry_run.stages import StageReport, dry_run
@@ -25,7 +26,7 @@ from titan_muon.titan.recipe.constraints import violations
 from titan_muon.titan.recipe.degrees import check_layout, data_ranks
 from titan_muon.titan.recipe.files import keys_of_the_command_line, written_values
 from titan_muon.titan.recipe.sections import Parallelism
-from titan_muon.titan.recipe.toml import document_text, plural
+from titan_muon.titan.recipe.toml import document_text
 
 SHOWN = 5
 MOST_PLANS = 12
@@ -135,8 +136,8 @@ def _planned(recipe: Recipe, world: int) -> list[StageReport]:
 
 def _changed(part: StageReport, recipe: Recipe) -> Verdict:
     """The verdict of a stage with the batch, resharding and checkpointing of `recipe`."""
-    passes = Passes(recipe, part.meta.world_size, part.meta.size, part.meta.assigned, part.kind)
-    return replace(part.verdict, training=passes.estimate(part.machine))
+    passes = Passes(recipe, part.meta.world_size, part.meta.size, part.meta.assigned, part.meta.device)
+    return replace(part.verdict, training=passes.estimate(part.estimate.machine))
 
 
 def _candidates(

@@ -6,18 +6,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from titan_muon.plan.cost.timeline import Timeline
+from titan_muon.dry_run.memory import Memory
+from titan_muon.dry_run.model import Estimate
+from titan_muon.options import plural
 from titan_muon.plan.terms.machine import ERROR, MachineRates
-from titan_muon.titan.dry_run.memory import Memory, mean_elements
 from titan_muon.titan.dry_run.meta_model import MetaModel
 from titan_muon.titan.dry_run.training import TRAINING_SHARE, Passes, Training
 from titan_muon.titan.recipe import Recipe
-from titan_muon.titan.recipe.toml import plural
 
-ADAMW_BYTES = 28
-"""Bytes per float32 element in a fused step: reads weight, gradient and two averages, writes all but the gradient."""
-ADAMW_BYTES_BFLOAT16 = 20
-"""With averages in bfloat16."""
 MEMORY_ERROR = 0.1
 """Assumed relative error of the memory estimate."""
 EXCHANGES_BETWEEN_ALL = ("all_to_all", "hierarchical")
@@ -86,20 +82,15 @@ class Verdict:
         return self.capacity == 0 or self.peak * (1 + MEMORY_ERROR) <= self.capacity
 
 
-def verdict_of(
-    meta: MetaModel, timeline: Timeline | None, memory: Memory, recipe: Recipe, machine: MachineRates, device: str
-) -> Verdict:
-    """Verdict for a pipeline stage. `device`: type to plan for."""
-    itemsize = max((parameter.element_size() for parameter in meta.parameters.values()), default=4)
-    adam_bytes = ADAMW_BYTES_BFLOAT16 if recipe.adamw.state_dtype == "bfloat16" else ADAMW_BYTES * itemsize // 4
-    elements = {a.fqn: mean_elements(meta.parameters[a.fqn], len(meta.ranks)) for a in meta.assigned}
-    rest = sum(elements[a.fqn] for a in meta.assigned if a.optimizer != "muon")
+def verdict_of(meta: MetaModel, estimate: Estimate, recipe: Recipe) -> Verdict:
+    """Verdict for a pipeline stage."""
+    machine, timeline = estimate.machine, estimate.timeline
     return Verdict(
-        training=Passes(recipe, meta.world_size, meta.size, meta.assigned, device).estimate(machine),
+        training=Passes(recipe, meta.world_size, meta.size, meta.assigned, meta.device).estimate(machine),
         muon=0.0 if timeline is None else max(timeline.last.seconds, timeline.host),
-        others=machine.pass_seconds(rest * adam_bytes),
-        adamw=machine.pass_seconds(sum(elements.values()) * adam_bytes),
-        memory=memory,
+        others=estimate.others,
+        adamw=estimate.adamw,
+        memory=estimate.memory,
         communicators=_communicator_bytes(meta, recipe, machine),
         capacity=machine.capacity,
     )

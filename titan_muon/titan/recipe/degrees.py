@@ -6,8 +6,9 @@ import re
 from operator import attrgetter
 from typing import NamedTuple
 
+from titan_muon.options import plural
 from titan_muon.titan.recipe.sections import Parallelism, Recipe
-from titan_muon.titan.recipe.toml import RecipeError, plural, value_text
+from titan_muon.titan.recipe.toml import RecipeError, value_text
 
 
 class TorchNeed(NamedTuple):

@@ -37,11 +37,6 @@ def nearest(word: str, known: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, known, n=1)), None)
 
 
-def plural(count: int, noun: str) -> str:
-    """A count with its noun: `1 rank`, `2 ranks`."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
-
-
 def read_file(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Entry]:
     """All keys of a recipe and its bases by dotted path; a file overrides its base.
 

@@ -15,6 +15,15 @@ import torch.distributed as dist
 from torchtitan.tools import utils as device_utils
 
 from titan_muon.assignment.table import decay_lines, frozen_lines, parameter_table
+from titan_muon.dry_run.lines import (
+    optimizer_lines,
+    owned_step_lines,
+    owner_lines,
+    owner_summary,
+    plan_lines,
+)
+from titan_muon.dry_run.memory import owner_loads
+from titan_muon.options import plural
 from titan_muon.plan import summarize
 from titan_muon.tensors.process_groups import default_store
 from titan_muon.titan.assign import explain
@@ -37,7 +46,6 @@ from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.recipe.constraints import owns
 from titan_muon.titan.recipe.files import keys_of_the_command_line, with_source
-from titan_muon.titan.recipe.toml import plural
 from titan_muon.titan.run import runs
 from titan_muon.titan.run.console import print_error_once, print_on_rank0, set_up_logging
 from titan_muon.titan.run.runs import Run
@@ -228,22 +236,22 @@ def _stage_texts(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> tuple[st
     assigned, world = trainer.optimizers.assignments, dist.get_world_size()
     plan, named = trainer.optimizers.plan, trainer.optimizers.named_parameters
     summary = None if plan is None else summarize(plan)
-    loads = explain.owner_loads(named, summary, ranks)
+    loads = owner_loads(named, summary, ranks)
     head = [] if len(ranks) == world else [explain.pipeline_line(ranks, world, assigned)]
     lines = [
-        *explain.plan_lines(plan, summary),
-        *explain.owned_step_lines(plan, named, skips=recipe.muon.expert.skips_missing),
+        *plan_lines(plan, summary),
+        *owned_step_lines(plan, named, skips=recipe.muon.expert.skips_missing),
     ]
     table = parameter_table(assigned, named, plan, full=True)
-    full = [*head, table, "", *lines, "", *explain.owner_lines(loads, full=True)]
-    return "\n".join([*head, *lines, *explain.owner_summary(loads)]), "\n".join(full)
+    full = [*head, table, "", *lines, "", *owner_lines(loads, full=True)]
+    return "\n".join([*head, *lines, *owner_summary(loads)]), "\n".join(full)
 
 
 def _print_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[tuple[str, str]]) -> None:
     """Write the table of parameters; print each optimizer's share and the cost of Muon's plan."""
     print_on_rank0(f"run {run.folder}")
     world, optimizers = dist.get_world_size(), trainer.optimizers.parts
-    lines = [*explain.optimizer_lines(optimizers.whole, recipe.muon.split, world), *decay_lines(optimizers.groups)]
+    lines = [*optimizer_lines(optimizers.whole, recipe.muon.split, world), *decay_lines(optimizers.groups)]
     clips = qk_clip_lines(recipe.qk_clip, reduced_bytes(trainer.model_config), world)
     counts = "\n".join([*lines, *clips, *frozen_lines(optimizers.frozen)])
     print_on_rank0("\n".join([counts, *(short for short, _ in parts if short)]))

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import debug
 from torch.nn.attention.flex_attention import create_block_mask
 
 from titan_muon.titan.device import on_accelerator
@@ -356,8 +355,3 @@ def set_timeouts(timeout: timedelta) -> None:
     for group in dist.distributed_c10d._world.pg_map:
         if group.group_desc != ASYNC_CHECKPOINT:
             dist.set_timeout(timeout, group)  # type: ignore[attr-defined]
-
-
-def forget_meshes() -> None:
-    """Clear DTensor's cached meshes of a previous model, which FSDP2 would refuse on an equal mesh."""
-    debug._clear_sharding_prop_cache()

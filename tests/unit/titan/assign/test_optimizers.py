@@ -110,12 +110,12 @@ def test_options_of_a_whole_optimizer_reach_the_optimizer() -> None:
     assert isinstance(adamw, AdamW)
     assert isinstance(muon, Muon)
     assert {state["momentum_buffer"].dtype for state in muon.state.values()} == {torch.bfloat16}
-    assert (adamw._offload, adamw._state_dtype, muon._options.offload) == ("state", "bfloat16", "state")
+    assert (adamw.offloaded, adamw.state_dtype, muon._options.offload) == ("state", "bfloat16", "state")
     optimizers = container(recipe())
     adamw, muon = optimizers
     for move, offload in ((optimizers.offload, "state"), (optimizers.reload, "none")):
         move()
-        assert adamw._offload == muon._options.offload == offload
+        assert adamw.offloaded == muon._options.offload == offload
 
 
 def test_frozen_parameters_are_excluded() -> None:
@@ -187,7 +187,7 @@ def test_cpu_offload_sets_the_offload_option_of_muon_and_adamw(sgd: str) -> None
     of = recipe(rule("*.norm.*", sgd, lr=0.5))
     optimizers = container(replace(of, training=replace(of.training, enable_cpu_offload=True)))
     by_name = dict(zip(names(optimizers), optimizers, strict=True))
-    assert by_name["adamw"]._offload == by_name["muon"]._options.offload == "parameters"
+    assert by_name["adamw"].offloaded == by_name["muon"]._options.offload == "parameters"
     assert isinstance(by_name[sgd], torch.optim.SGD), "another package's steps where its parameters are"
 
 

@@ -11,7 +11,8 @@ from titan_muon.titan.torchtitan import compat
 
 compat.install()
 
-from titan_muon.titan.dry_run.memory import Memory  # noqa: E402
+from titan_muon.assignment.optimizer_set import OptimizerSet  # noqa: E402
+from titan_muon.dry_run.memory import Memory  # noqa: E402
 from titan_muon.titan.dry_run.meta_model import MetaModel  # noqa: E402
 from titan_muon.titan.dry_run.training import ModelSize, Passes, PassMemory, Training  # noqa: E402
 from titan_muon.titan.dry_run.verdict import Verdict, memory_parts, verdict_lines  # noqa: E402
@@ -136,7 +137,7 @@ def test_the_overhead_compares_with_a_step_of_adamw() -> None:
 def lines(capacity: int, passes: int = 1) -> str:
     """The printed verdict of a small model on a GPU of `capacity` bytes, or on a CPU."""
     whole = tuple(llama3_8b(layers=1))
-    meta = MetaModel(8, range(8), {}, whole, whole, {}, None, 0, SIZE)
+    meta = MetaModel(8, range(8), "cuda", {}, OptimizerSet(whole, whole, {}, {}, (), ()), None, 0, SIZE)
     return "\n".join(verdict_lines(replace(verdict(GIB, passes), capacity=capacity), meta, H100))
 
 

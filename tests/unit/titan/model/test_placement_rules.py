@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import models  # noqa: F401 (registers the families)
 from benchmarks.owned_model import DIM, Block, make, matrices
@@ -24,9 +22,9 @@ from titan_muon.options import PlacementRule
 from titan_muon.owned import is_owned
 from titan_muon.owned.owners import check_rules, placed
 from titan_muon.owned.param import holders
+from titan_muon.tensors.process_groups import fake_world
 from titan_muon.titan import model as _model  # noqa: F401 (prepares TorchTitan for the CPU)
 from titan_muon.titan.recipe import RecipeError
-from titan_muon.titan.torchtitan import compat
 
 NAMES = ("layers.0.wq", "layers.0.norm", "layers.1.wq", "head")
 
@@ -89,19 +87,14 @@ def test_parameters_outside_muon_are_balanced_by_bytes() -> None:
 @contextmanager
 def tensor_parallel() -> Iterator[tuple[Block, DeviceMesh]]:
     """A block with tensor-parallel matrices and replicated norms, on FSDP 2 x TP 2."""
-    # On an equal mesh DTensor would take the groups of another test.
-    compat.forget_meshes()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    mesh, block = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor")), Block()
-    for module in block.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            placement = Shard(0) if parameter.ndim == 2 else Replicate()
-            cut = distribute_tensor(parameter.data, mesh["tensor"], [placement], src_data_rank=None)
-            setattr(module, name, torch.nn.Parameter(cut))
-    try:
+    with fake_world(4):
+        mesh, block = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor")), Block()
+        for module in block.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                placement = Shard(0) if parameter.ndim == 2 else Replicate()
+                cut = distribute_tensor(parameter.data, mesh["tensor"], [placement], src_data_rank=None)
+                setattr(module, name, torch.nn.Parameter(cut))
         yield block, mesh
-    finally:
-        dist.destroy_process_group()
 
 
 def test_owners_hold_whole_tensor_parallel_matrices_and_ranks_hold_replicas() -> None:

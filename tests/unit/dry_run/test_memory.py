@@ -1,6 +1,5 @@
 """The memory of the dry run is the memory of the plan."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,16 +9,10 @@ from torch import nn
 from benchmarks.memory_use import allocated
 from tests.shared import muon_keywords
 from titan_muon import Muon
+from titan_muon.assignment.optimizer_set import OptimizerSet
+from titan_muon.assignment.rules import Assignment
+from titan_muon.dry_run.memory import memory_per_rank
 from titan_muon.plan.summary import summarize
-from titan_muon.titan.torchtitan import compat
-
-compat.install()
-
-from titan_muon.assignment.rules import Assignment  # noqa: E402
-from titan_muon.titan.dry_run.memory import memory_per_rank  # noqa: E402
-from titan_muon.titan.dry_run.meta_model import MetaModel  # noqa: E402
-from titan_muon.titan.dry_run.training import ModelSize  # noqa: E402
-from titan_muon.titan.recipe import Recipe  # noqa: E402
 
 SHAPES = {"wide": (64, 4096), "tall": (512, 32), "experts": (3, 64, 32)}
 SQUARE = {"square": (400, 400), "tall": (512, 32), "experts": (3, 64, 32)}
@@ -45,10 +38,8 @@ def test_the_dry_run_counts_the_memory_of_states_and_step(rule: str) -> None:
     muon.step()
     _, peak, _ = allocated(muon.step)
     assigned = tuple(Assignment(name, shape, "muon", "", None) for name, shape in shapes.items())
-    meta = MetaModel(1, range(1), dict(parameters), assigned, assigned, {}, muon.plan, 0, ModelSize(0, 0, 0.0))
-    recipe = Recipe()
-    recipe = replace(recipe, muon=replace(recipe.muon, algorithm=rule))
-    memory = memory_per_rank(meta, summarize(muon.plan), {}, recipe, "cpu")
+    optimizers = OptimizerSet(assigned, assigned, {}, {"muon": muon}, tuple(parameters), ())
+    memory = memory_per_rank(parameters, optimizers, muon.plan, summarize(muon.plan), {}, "cpu")
     states = [tensor for state in muon.state.values() for tensor in state.values()]
     assert memory.optimizer_states == sum(tensor.nbytes for tensor in states)
     assert memory.orthogonalization == pytest.approx(peak, rel=0.1)

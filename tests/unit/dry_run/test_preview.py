@@ -1,0 +1,166 @@
+"""`preview` has the plan of the user's script, or says in which function the script would fail."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from titan_muon import Hybrid, Owners, Rule, own, preview
+from titan_muon.tensors.process_groups import fake_world
+
+WORLD = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+
+
+def build() -> nn.Module:
+    model: Any = nn.Module()
+    model.embedding, model.layers = nn.Embedding(64, 32), nn.ModuleList([Block(), Block()])
+    return model
+
+
+def fsdp(model: Any, mesh: DeviceMesh | None = None) -> None:
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def hsdp(model: Any) -> nn.Module:
+    fsdp(model, init_device_mesh("cuda", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")))
+    return model
+
+
+def tensor_parallel(model: Any) -> None:
+    mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("shard", "tensor"))
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fsdp(model, mesh["shard"])
+
+
+def owned(model: Any) -> None:
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    owners = Owners(model, mesh=mesh, params=[p for p in model.layers.parameters() if p.ndim == 2])
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, ignored_params=own(layer, owners=owners))
+    fully_shard(model, mesh=mesh)
+
+
+def offloaded(model: nn.Module) -> None:
+    fully_shard(model, offload_policy=CPUOffloadPolicy())
+
+
+def for_cpus(parallelize: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """The function with meshes of CPUs, as the script of a machine without GPUs has."""
+    make = init_device_mesh
+    monkeypatch.setattr(f"{__name__}.init_device_mesh", lambda _, *shape, **names: make("cpu", *shape, **names))
+    return parallelize
+
+
+@pytest.mark.parametrize("parallelize", [None, fsdp, hsdp, tensor_parallel, owned])
+def test_the_plan_is_that_of_the_script(
+    parallelize: Callable[[Any], Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = preview(build, parallelize, WORLD, device="cpu")
+    with fake_world(WORLD):
+        model = build()
+        if parallelize is not None:
+            for_cpus(parallelize, monkeypatch)(model)
+        muon = Hybrid(model).optimizers["muon"]
+        assert shown.model.plan is not None
+        assert shown.model.plan.digest() == muon.plan.digest()  # type: ignore[attr-defined]
+        assert shown.estimate.memory.exchange_buffers == muon.engine.rank.buffers.memory.nbytes  # type: ignore[attr-defined]
+    text = str(shown)
+    assert "layers.*.up.weight  (2)" in text
+    assert "modelled time" in text
+    assert ("as under DDP" in text) == (parallelize is None)
+    assert ("owned: " in text) == (parallelize is owned)
+    assert len(shown.text(full=True)) > len(text)
+
+
+def test_owners_and_memory_of_a_machine() -> None:
+    shown = preview(build, owned, WORLD, "h200x8")
+    assert shown.estimate.machine.name == "h200x8"
+    assert sum(load.matrices for load in shown.estimate.loads.values()) == 4
+    whole, half = (preview(build, fsdp, world).estimate.memory for world in (1, 2))
+    assert whole.parameters == sum(parameter.nbytes for parameter in build().parameters()) == 2 * half.parameters
+
+
+def test_frozen_parameters_take_memory_without_gradient_and_state() -> None:
+    def frozen() -> nn.Module:
+        model: Any = build()
+        model.embedding.requires_grad_(False)
+        return model
+
+    free, whole = preview(frozen, fsdp, 2), preview(build, fsdp, 2)
+    assert free.estimate.memory.parameters == whole.estimate.memory.parameters
+    assert free.estimate.memory.gradients == whole.estimate.memory.gradients - 64 * 32 * 4 // 2
+    assert "not trained (requires_grad is False): embedding.weight" in str(free)
+
+
+def test_parameters_on_the_host_are_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"CPUOffloadPolicy .* pass optimizer=lambda model: Hybrid\(model, muon="):
+        preview(build, offloaded, 2)
+    kept: Any = {"offload": "parameters"}
+    memory = preview(build, offloaded, 2, optimizer=lambda model: Hybrid(model, muon=kept, adamw=kept)).estimate.memory
+    assert memory.parameters == 0 < memory.host_parameters
+
+
+def of_four(model: nn.Module) -> None:
+    fully_shard(model, mesh=init_device_mesh("cuda", (4,)))
+
+
+def forgetful(model: nn.Module) -> None:
+    raise KeyError("layers")
+
+
+def on_the_cpu() -> nn.Module:
+    return nn.Linear(32, 32, device="cpu")
+
+
+def only_adamw(model: nn.Module) -> Hybrid:
+    return Hybrid(model, rules=[Rule(match="*", optimizer="adamw")])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"build": on_the_cpu}, r"build: weight is on cpu, and a preview needs the meta device"),
+        ({"build": lambda: 3}, r"build: returned int; return the model"),
+        ({"parallelize": of_four}, r"parallelize: embedding\.weight is on a mesh of 4 ranks, and world_size = 8"),
+        ({"parallelize": hsdp, "world_size": 1}, r"parallelize: \w+ \(line \d+ of .*test_preview\.py\) raised"),
+        ({"parallelize": forgetful}, r"parallelize: forgetful \(line \d+ of .*\) raised KeyError: 'layers'"),
+        ({"machine": "h100"}, r"machine\.name = 'h100' is not one of auto, h100x8"),
+        ({"optimizer": lambda model: torch.optim.AdamW(model.parameters())}, r"optimizer: returned AdamW; return"),
+        ({"optimizer": lambda model: Hybrid(model, muon={"lr": -1})}, r"lr"),
+        ({"build": lambda: nn.Embedding(4, 4)}, r"Muon takes no parameter of this model"),
+        ({"world_size": 0}, r"world_size = 0 is not accepted; it takes 1 or more"),
+    ],
+)
+def test_a_script_that_would_fail_is_refused(arguments: dict[str, Any], problem: str) -> None:
+    before = DeviceMesh.__init__
+    with pytest.raises(ValueError, match=problem):
+        preview(**{"build": build, "parallelize": None, "world_size": WORLD, **arguments})
+    assert DeviceMesh.__init__ is before
+    assert not dist.is_initialized()
+
+
+def test_a_model_for_adamw_alone_has_memory_and_no_plan() -> None:
+    shown = preview(build, fsdp, 2, optimizer=only_adamw)
+    assert shown.model.plan is None
+    assert shown.estimate.memory.optimizer_states == 2 * shown.estimate.memory.parameters
+
+
+def test_a_process_with_ranks_is_refused() -> None:
+    with fake_world(2), pytest.raises(ValueError, match=r"plan before init_process_group"):
+        preview(build, fsdp, 2)
