@@ -7,7 +7,7 @@
 # make oldest  the core tests on the oldest PyTorch that is supported, in an environment of its own
 # make newest  the test suite and the rehearsal on the newest PyTorch, in an environment of its own; TORCH=2.14.1 is another one
 # make main-titan  the tests of recipes on the newest release of TorchTitan; TITAN===0.3.0 is another one, TITAN=/a/folder its source
-# make integrations  the examples in Transformers, Accelerate, Lightning, PEFT and Megatron-FSDP, in an environment of its own
+# make integrations  the examples in Transformers, TRL, Accelerate, Lightning, PEFT and Megatron-FSDP, in an environment of its own
 # make rehearse  full-size training steps on GPUs that are not there
 # make gpu     every check and figure that needs GPUs; CALL=1, 2 or 3 is a part of it for one GPU, at most 7 minutes each
 # make gpu-wheels  a few MB of packages for make gpu on a machine without a network, in .cache/wheels

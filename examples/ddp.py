@@ -1,4 +1,4 @@
-"""Plain PyTorch under DistributedDataParallel, or FSDP2 with `fsdp=True`, saved by torch.distributed.checkpoint.
+"""Plain PyTorch under DistributedDataParallel, saved by torch.distributed.checkpoint.
 
 torchrun --nproc_per_node=2 -m examples.ddp
 """
@@ -7,7 +7,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -15,11 +14,9 @@ from examples.tiny_llama import Tokens, model
 from titan_muon import Hybrid, clip_grad_norm_
 
 
-def train(folder: str, steps: int = 8, resume: bool = False, fsdp: bool = False) -> nn.Module:
+def train(folder: str, steps: int = 8, resume: bool = False) -> nn.Module:
     llama = model()
-    for layer in llama.model.layers if fsdp else ():
-        fully_shard(layer)
-    wrapped = fully_shard(llama) if fsdp else DistributedDataParallel(llama)
+    wrapped = DistributedDataParallel(llama)
     optimizer = Hybrid(wrapped, lr=2e-3)
     if resume:
         weights, state = get_state_dict(llama, optimizer)

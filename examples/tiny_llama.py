@@ -1,9 +1,10 @@
 """A Llama of two layers and a stream of random tokens, so that the examples need no download."""
 
 import torch
+from tokenizers import Tokenizer, models
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def model() -> LlamaForCausalLM:
@@ -13,6 +14,12 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, max_position_embeddings=32))
 
 
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A word for each token."""
+    words = Tokenizer(models.WordLevel({str(token): token for token in range(64)}, unk_token="0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1", pad_token="2")
+
+
 class Tokens(Dataset[dict[str, Tensor]]):
     """Sequences of 16 tokens; each is the same in every run."""
 
@@ -20,5 +27,7 @@ class Tokens(Dataset[dict[str, Tensor]]):
         return 64
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index >= len(self):
+            raise IndexError(index)
         tokens = torch.randint(64, (16,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": tokens, "labels": tokens}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .assignment.groups import assign, parameter_groups
+    from .assignment.heads import head_splits
     from .assignment.rules import Assignment
     from .comm.clip import clip_grad_norm_
     from .dry_run.preview import Preview, preview
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from .options import Expert, Rule
     from .owned import Owners, own
     from .state.converted import as_torch, converted
+    from .training_arguments import trainer_optimizer
 
 __version__ = "0.1.0"
 
@@ -33,9 +35,11 @@ _MODULES: Mapping[str, str] = {
     "clip_grad_norm_": "comm.clip",
     "converted": "state.converted",
     "follow_megatron_fsdp": "fsdp.megatron",
+    "head_splits": "assignment.heads",
     "own": "owned",
     "parameter_groups": "assignment.groups",
     "preview": "dry_run.preview",
+    "trainer_optimizer": "training_arguments",
 }
 
 __all__ = [
@@ -52,9 +56,11 @@ __all__ = [
     "clip_grad_norm_",
     "converted",
     "follow_megatron_fsdp",
+    "head_splits",
     "own",
     "parameter_groups",
     "preview",
+    "trainer_optimizer",
 ]
 
 

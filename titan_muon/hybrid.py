@@ -269,7 +269,9 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
 
     def table(self, *, full: bool = False) -> str:
         """The parameter table. Equal parameters of all layers share a line, unless `full`."""
-        table = parameter_table(self.assignments, dict(named_parameters(self.param_groups)), None, full=full)
+        splits = [split for muon in self._muons for split in muon.options.split]
+        named = dict(named_parameters(self.param_groups))
+        table = parameter_table(self.assignments, named, None, full=full, splits=splits)
         return "\n".join([table, *decay_lines(self.parts.groups), *frozen_lines(self.parts.frozen)])
 
     def build(self) -> Self:

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from titan_muon.owned import gather, is_owned
+
 
 def allow_fsdp_on_cpus() -> None:
     """Accelerate enables FSDP for GPUs only; add CPUs to the list of devices."""
@@ -41,6 +43,8 @@ def without_torchvision() -> None:
 
 def whole(parameter: Tensor) -> Tensor:
     """A copy of a parameter with the shards of all ranks."""
+    if isinstance(parameter, DTensor) and is_owned(parameter):
+        return gather(parameter).detach().clone()
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
 
 

@@ -11,18 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-NEEDED = ("accelerate", "lightning", "peft", "timm", "transformers")
+NEEDED = ("accelerate", "lightning", "peft", "timm", "transformers", "trl")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: make integrations")
 
-FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-FSDP |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
-"""Written by `accelerate config` for FSDP2."""
+CONFIG = json.loads((Path(__file__).parents[2] / "examples" / "fsdp2.json").read_text())["fsdp_config"]
+FSDP = {"ACCELERATE_USE_FSDP": "true", **{key.upper(): str(value).lower() for key, value in CONFIG.items()}}
+FSDP |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": CONFIG["fsdp_transformer_layer_cls_to_wrap"]}
+FSDP |= {key: CONFIG[key.lower()] for key in ("FSDP_AUTO_WRAP_POLICY", "FSDP_STATE_DICT_TYPE")}
+"""As `accelerate launch --config_file examples/fsdp2.json` sets them."""
 
 CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, str]]] = {
-    "trainer": ("transformers_trainer", 1, {}, {}),
-    "trainer-ddp": ("transformers_trainer", 2, {}, {}),
-    "trainer-fsdp2": ("transformers_trainer", 2, {}, FSDP),
+    "trainer": ("trainer_fsdp2", 1, {}, {}),
+    "trainer-ddp": ("trainer_fsdp2", 2, {}, {}),
+    "trainer-fsdp2": ("trainer_fsdp2", 2, {}, FSDP),
+    "trl": ("trl_sft", 1, {}, {}),
+    "trl-ddp": ("trl_sft", 2, {}, {}),
+    "trl-fsdp2": ("trl_sft", 2, {}, FSDP),
     "accelerate": ("accelerate_loop", 1, {}, {}),
     "accelerate-ddp": ("accelerate_loop", 2, {}, {}),
     "accelerate-fsdp2": ("accelerate_loop", 2, {}, FSDP),
@@ -33,7 +38,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, str]]] = {
     "peft-ddp": ("peft_lora", 2, {}, {}),
     "ddp-1": ("ddp", 1, {}, {}),
     "ddp": ("ddp", 2, {}, {}),
-    "fsdp2": ("ddp", 2, {"fsdp": True}, {}),
+    "fsdp2-owned": ("fsdp2", 2, {}, {}),
+    "fsdp2-heads": ("fsdp2", 2, {"owned": False}, {}),
     "schedules": ("schedules", 1, {}, {}),
 }
 """By name: example, ranks, arguments of `train`, environment variables."""
@@ -42,7 +48,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, str]]] = {
 def run(case: str, folder: Path, out: Path, *flags: str) -> dict[str, Any]:
     """Output of an example's run."""
     name, ranks, options, variables = CASES[case]
-    launcher, grouped = [sys.executable], name == "ddp" or case == "peft-ddp"
+    launcher, grouped = [sys.executable], name in ("ddp", "fsdp2") or case == "peft-ddp"
     if ranks > 1 or grouped:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [*launcher, "-m", "tests.integrations.run_example", name, str(folder), str(out)]

@@ -15,7 +15,7 @@ from ..owned import is_owned
 from ..owned.param import holders
 from ..plan import Plan
 from ..plan.terms.types import MatrixStack
-from ..tensors.matrices import doubts_about, matrix_shapes
+from ..tensors.matrices import doubts_about, matrix_shapes, stack_of
 from ..tensors.names import families, family, listed
 from .groups import ParamGroup
 from .rules import EMBEDDING, HEAD, Assignment, splits_with
@@ -40,19 +40,31 @@ HEADER = ParameterRow("parameter", "shape", "optimizer", "matrices", "placement"
 
 
 def parameter_table(
-    assigned: Sequence[Assignment], parameters: Mapping[str, Tensor], plan: Plan | None, *, full: bool
+    assigned: Sequence[Assignment],
+    parameters: Mapping[str, Tensor],
+    plan: Plan | None,
+    *,
+    full: bool,
+    splits: Sequence[Split] = (),
 ) -> str:
-    """The table. Without `full`, equal parameters of all layers share a line."""
-    lines = [HEADER, *parameter_rows(assigned, parameters, plan, full=full)]
+    """The table. Without `full`, equal parameters of all layers share a line. `splits`: of Muon without a plan."""
+    lines = [HEADER, *parameter_rows(assigned, parameters, plan, full=full, splits=splits)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def parameter_rows(
-    assigned: Sequence[Assignment], parameters: Mapping[str, Tensor], plan: Plan | None, *, full: bool
+    assigned: Sequence[Assignment],
+    parameters: Mapping[str, Tensor],
+    plan: Plan | None,
+    *,
+    full: bool,
+    splits: Sequence[Split] = (),
 ) -> list[ParameterRow]:
     """The lines of `parameter_table`."""
-    blocks = {} if plan is None else {p.fqn: p.stack for p in plan.parameters}
+    blocks = {a.fqn: stack_of(a.fqn, a.shape, splits) for a in assigned if a.optimizer == "muon"}
+    if plan is not None:
+        blocks = {p.fqn: p.stack for p in plan.parameters}
     counts: Counter[ParameterRow] = Counter()
     for a in assigned:
         name = a.fqn if full else family(a.fqn)
