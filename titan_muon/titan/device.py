@@ -51,6 +51,11 @@ def planned_device(actual: str) -> str:
     return _planned.get() or actual
 
 
+def plans_for_host() -> bool:
+    """Whether the device to plan for, or else this machine's, is the CPU."""
+    return planned_device(this_device()) == "cpu"
+
+
 def loss_chunks(option: int | Literal["auto"], tokens: int) -> int:
     """Chunks of the loss for a rank's `tokens` of a sequence."""
     if option != "auto":

@@ -6,7 +6,7 @@ import torch
 
 from titan_muon import registry
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
-from titan_muon.titan.device import planned_device, this_device
+from titan_muon.titan.device import plans_for_host
 from titan_muon.titan.model.attention import use_attention
 from titan_muon.titan.recipe import RecipeError, as_recipe_errors
 
@@ -29,7 +29,7 @@ def model_spec(
     if flavor not in flavors:
         raise RecipeError(registry.unknown_name("model.flavor", flavor, flavors) + f" (of model.name = {name!r})")
     spec: ModelSpec = family.build(flavor, vocab_size)
-    use_attention(spec.model, attention, planned_device(this_device()) == "cpu" if on_cpu is None else on_cpu)
+    use_attention(spec.model, attention, plans_for_host() if on_cpu is None else on_cpu)
     return spec
 
 
