@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from .dry_run.preview import Preview, preview
     from .fsdp.forward_hooks import apply_in_forward
     from .fsdp.megatron import follow_megatron_fsdp
+    from .fsdp.training_arguments import trainer_optimizer
     from .hybrid import Hybrid
     from .muon import Muon
     from .options import Expert, Rule
     from .owned import Owners, own
     from .state.converted import as_torch, converted
-    from .training_arguments import trainer_optimizer
 
 __version__ = "0.1.0"
 
@@ -39,7 +39,7 @@ _MODULES: Mapping[str, str] = {
     "own": "owned",
     "parameter_groups": "assignment.groups",
     "preview": "dry_run.preview",
-    "trainer_optimizer": "training_arguments",
+    "trainer_optimizer": "fsdp.training_arguments",
 }
 
 __all__ = [

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .hybrid import Hybrid
+from ..hybrid import Hybrid
 
 
 def trainer_optimizer(model: nn.Module, arguments: Any, **options: Any) -> tuple[type[Hybrid], dict[str, Any]]:
