@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .owned import Owners, own
     from .state.converted import as_torch, converted
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES: Mapping[str, str] = {
     "Assignment": "assignment.rules",
