@@ -69,6 +69,7 @@ REHEARSED: dict[str, tuple[str, str, str]] = {
     "llama3_8b": ("TP 8", "TP 8, owned whole", "owned"),
     "llama3_70b": ("PP 4", "TP 8, owned", "TP 8"),
     "qwen3_30b_a3b": ("EP 8", "EP 8, owned", "TP 4, EP 8"),
+    "gpt_oss_20b": ("EP 8", "EP 8", "EP 8"),
     "moonlight": ("EP 8, owned", "EP 8", "EP 64"),
     "deepseek_v3": ("EP 8", "EP 64", "EP 64"),
     "kimi_k2": ("EP 8", "EP 64", "EP 64"),

@@ -73,9 +73,7 @@ def strategies(model: str, ranks: int) -> dict[str, Plan]:
         "round robin": owned_by(ours, round_robin),
         "stacks of a shape, padded to the ranks": owned_by(ours, by_shape),
         "a layer for each rank": owned_by(ours, per_layer),
-        "redundant: every rank gathers and orthogonalizes all": planned(
-            "--muon.expert.exchange", "all_gather", "--muon.owners", "everyone"
-        ),
+        "redundant: every rank gathers and orthogonalizes all": planned("--muon.expert.exchange", "all_gather"),
     }
 
 

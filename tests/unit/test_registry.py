@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from titan_muon import Muon
-from titan_muon.options import CoefficientSet
+from titan_muon.options import CoefficientSet, Expert
 from titan_muon.orthogonalize import COEFFICIENTS
 from titan_muon.registry import Registry, algorithms, optimizers, placements, shared_options
 from titan_muon.titan.torchtitan import compat
@@ -86,13 +86,13 @@ def test_a_package_adds_an_optimizer_by_name() -> None:
 
 def test_the_registry_builds_muon_and_adamw() -> None:
     group = {"params": [torch.nn.Parameter(torch.ones(2, 2))], "param_names": ["w"]}
-    assert isinstance(optimizers.get("muon").build([dict(group)], exchange="all_gather"), Muon)
+    assert isinstance(optimizers.get("muon").build([dict(group)], expert=Expert(exchange="all_gather")), Muon)
     assert isinstance(optimizers.get("adamw").build([dict(group)], foreach=False), torch.optim.AdamW)
 
 
 def test_shared_options_belong_to_the_whole_optimizer() -> None:
-    options = {"lr": 0.1, "exchange": "all_gather", "foreach": True}
-    assert shared_options("muon", options) == {"exchange": "all_gather"}
+    options = {"lr": 0.1, "expert": Expert(exchange="all_gather"), "foreach": True}
+    assert shared_options("muon", options) == {"expert": Expert(exchange="all_gather")}
     assert shared_options("adamw", options) == {"foreach": True}
 
 

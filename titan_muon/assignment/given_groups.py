@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..options import OptionError
+from .. import registry
+from ..options import EXPERT, OptionError
 from ..state.converted import hyperparameters_of
 from ..tensors.names import listed
 from ..tensors.warning import warn
@@ -79,6 +80,11 @@ def optimizers_of_groups(
                 raise ValueError(f"groups[{index}]: {fqn} is in {assigned[fqn].reason} too; give every parameter once")
             shape = tuple(parameters[fqn].shape)
             assigned[fqn] = Assignment(fqn, shape, optimizer, f"groups[{index}]", None)
+    for name, table in tables.items():
+        # The other options would be left out without a word.
+        for key in table.keys() - set(registry.optimizers.get(name).shared):
+            remedy = f"expert=Expert({key}=...)" if key in EXPERT else "a key of its groups"
+            raise OptionError(f"{name}[{key!r}]", f"is no keyword of the whole optimizer; pass {remedy}")
     frozen = frozen_in(modules)
     if left := [fqn for fqn in parameters if fqn not in assigned and fqn not in frozen]:
         warn(f"{listed(left)}: in no group, so that no optimizer trains them")

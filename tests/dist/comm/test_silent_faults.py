@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.dist.comm.test_equality import Model
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS, named, parameters
-from tests.shared import equal, local, message
+from tests.shared import equal, local, message, muon_keywords
 from titan_muon import Hybrid, Muon, clip_grad_norm_
 from titan_muon.tensors.process_groups import fake_world
 
@@ -30,7 +30,8 @@ class Training:
         torch.manual_seed(0)
         self.model = Model()
         fully_shard(self.model, mesh=init_device_mesh("cpu", (2,)))
-        self.optimizer = Hybrid(self.model, lr=0.02, muon=muon).build()
+        keywords = muon_keywords(**muon)
+        self.optimizer = Hybrid(self.model, lr=0.02, expert=keywords.pop("expert"), muon=keywords).build()
         self.backward()
 
     def backward(self) -> None:

@@ -1,15 +1,16 @@
 """Hybrid.from_groups takes the parameter groups of Keller Jordan's and dion's Muon as they are."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from titan_muon import Hybrid
+from titan_muon import Expert, Hybrid
 from titan_muon.options import OptionError
 
-REFERENCE = {"orthogonalize": "reference"}
+REFERENCE = Expert(orthogonalize="reference")
 
 
 class Model(nn.Module):
@@ -55,7 +56,7 @@ def trained(model: Model, *optimizers: torch.optim.Optimizer) -> list[Tensor]:
 
 def test_groups_of_keller_jordan_train_as_muon_and_adamw_of_torch() -> None:
     model, other = Model(), Model()
-    ours = trained(model, Hybrid.from_groups(model, keller_jordan(model), muon=REFERENCE))
+    ours = trained(model, Hybrid.from_groups(model, keller_jordan(model), expert=REFERENCE))
     # His decay of AdamW is 0, and his eps 1e-10.
     adamw = torch.optim.AdamW(other.rest, lr=0.02, betas=(0.8, 0.95), eps=1e-10, weight_decay=0)
     muon = torch.optim.Muon(other.matrices, lr=0.05, momentum=0.9, weight_decay=0.01, adjust_lr_fn="original")
@@ -91,10 +92,10 @@ def test_groups_of_dion_have_its_defaults_and_its_constructors_keywords() -> Non
 
 def test_a_hybrid_of_groups_continues_from_its_state_dict() -> None:
     model, other = Model(), Model()
-    first = Hybrid.from_groups(model, keller_jordan(model), muon=REFERENCE)
+    first = Hybrid.from_groups(model, keller_jordan(model), expert=REFERENCE)
     trained(model, first)
     other.load_state_dict(model.state_dict())
-    second = Hybrid.from_groups(other, keller_jordan(other), muon=REFERENCE)
+    second = Hybrid.from_groups(other, keller_jordan(other), expert=REFERENCE)
     second.load_state_dict(first.state_dict())
     for mine, expected in zip(trained(other, second), trained(model, first), strict=True):
         torch.testing.assert_close(mine, expected, rtol=0, atol=0)
@@ -139,3 +140,10 @@ def test_parameters_in_no_group_are_named() -> None:
         Hybrid.from_groups(
             model, [{**dion(model)[0], "algorithm": "muon"}, {**dion(model)[1], "params": model.rest[:3]}]
         )
+
+
+def test_an_option_that_is_no_keyword_of_the_whole_optimizer_is_refused() -> None:
+    model = Model()
+    for muon, remedy in (({"idle": "hold"}, "pass expert=Expert(idle=...)"), ({"lr": 0.1}, "pass a key of its groups")):
+        with pytest.raises(OptionError, match=re.escape(remedy)):
+            Hybrid.from_groups(model, keller_jordan(model), muon=muon)

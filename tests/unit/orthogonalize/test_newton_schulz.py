@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.accuracy import relative_error, singular_band
 from benchmarks.memory_use import allocated
 from tests.reference_muon import newton_schulz
-from titan_muon.options import Hyperparameters
+from titan_muon.options import Expert
 from titan_muon.orthogonalize import (
     COEFFICIENTS,
     DTYPES,
@@ -172,7 +172,7 @@ def test_float16_keeps_rows_far_below_the_norm(method: Method, factor: float) ->
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_default_eps_does_not_shrink_the_update_of_small_gradients(dtype: str) -> None:
     """torch.optim.Muon's 1e-7 does, below a norm of 1e-7."""
-    computed, method = iteration("keller_jordan", 5, Hyperparameters().eps), Method("standard", dtype)
+    computed, method = iteration("keller_jordan", 5, Expert().eps), Method("standard", dtype)
     assert singular_band(orthogonalize(drawn(1, 24, 60).float() * 1e-13, computed, method))[0].item() > 0.5
     tiny = orthogonalize(drawn(1, 24, 60).float() * 1e-24, computed, method)
     assert tiny.abs().max() < 1e-6, "squares that float32 cannot hold must not make a small matrix large"
