@@ -124,6 +124,7 @@ def described(source: Source) -> World:
     compat.install()
     import models  # noqa: F401 (registers the families)
     from titan_muon.engine import planning_machine
+    from titan_muon.options import Expert
     from titan_muon.plan.cost.timeline import timeline
     from titan_muon.titan.dry_run.meta_model import build_meta_model
     from titan_muon.titan.recipe import load
@@ -146,7 +147,9 @@ def described(source: Source) -> World:
             meshes += [found] if mesh == len(meshes) else []
             placements = tuple(repr(item) for item in parameter.placements)
         rows.append(Row(fqn, tuple(parameter.shape), mesh, placements, *place[fqn]))
-    groups = {name: [dict(group.options) for group in given] for name, given in by_name.items()}
+    # An option of the whole Muon that its groups have too.
+    more = {"muon": {"eps": Expert().eps}}
+    groups = {name: [{**group.options, **more.get(name, {})} for group in given] for name, given in by_name.items()}
     slowest = timeline(meta.plan, planning_machine(recipe.machine, "cuda")).last.rank
     splits = tuple({"match": s.match, "dims": s.dims, "lengths": dict(s.lengths)} for s in recipe.muon.split)
     return World(source.world, slowest, tuple(meshes), groups, splits, tuple(rows))

@@ -223,9 +223,7 @@ def check_owned(device: torch.device, placement: str, replicas: int) -> Check:
     matrices = {name: p.detach() for name, p in alone.named_parameters() if name in names}
     reference = ReferenceMuon(matrices, dtype=FLOAT32.dtype)
     trained = [(name, p) for name, p in model.named_parameters() if name in names]
-    # Nothing travels.
-    options = {name: value for name, value in FLOAT32.options.items() if name != "wire_dtype"}
-    optimizer = Muon(trained, **muon_keywords(lr=0.02, **options)).build()  # type: ignore[arg-type]
+    optimizer = Muon(trained, **muon_keywords(lr=0.02, **FLOAT32.options)).build()  # type: ignore[arg-type]
     faults: list[str] = []
     for step in range(STEPS):
         passes(model, rank, world, step)

@@ -125,7 +125,7 @@ def check_plan(context: PlanContext, algorithm: Algorithm) -> None:
     for check in (*_checks(context.options, algorithm), algorithm.check):
         check(context)
     _check_whole(context, algorithm)
-    _check_travels(context, algorithm)
+    _check_travels(context)
 
 
 def _checks(options: MuonOptions, algorithm: Algorithm) -> Iterator[Callable[[PlanContext], None]]:
@@ -161,12 +161,10 @@ def _check_owned(context: PlanContext) -> None:
             raise OptionError("state", f'= "owner": {problem}; set "replicated"')
 
 
-def _check_travels(context: PlanContext, algorithm: Algorithm) -> None:
+def _check_travels(context: PlanContext) -> None:
     """Raise OptionError for options of the exchange if owned parameters leave nothing to exchange."""
     owned = [fqn for fqn, tensor in context.named if without_groups(tensor)]
-    # Some algorithms set the dtype themselves.
-    names = ("overlap", "exchange", *(["wire_dtype"] if algorithm.wire_dtype is None else []))
-    for name in names if owned and not context.plan.buckets else ():
+    for name in ("overlap", "exchange") if owned and not context.plan.buckets else ():
         value, default = getattr(context.options, name), getattr(MuonOptions(), name)
         if value != default:
             raise OptionError(

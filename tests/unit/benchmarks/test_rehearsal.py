@@ -118,7 +118,7 @@ def test_every_rehearsed_layout_divides_the_model(name: str) -> None:
         if recipe.parallelism.pipeline_parallel_degree == 1 or has_torch_for("parallelism.pipeline_parallel_degree"):
             check_layout(recipe, world)
             model = recipe.model
-            with_placement(model_spec(model.name, model.flavor, vocab_size=model.vocab_size, on_cpu=True), recipe)
+            with_placement(model_spec(model.name, model.flavor, vocab_size=model.vocab_size, on_cpu=False), recipe)
 
 
 FAULTS = {
