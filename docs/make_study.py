@@ -67,7 +67,7 @@ def read_runs() -> list[Run]:
                 "adamw" if is_adamw else keys.get("muon.algorithm", "muon"),
                 vectors if is_adamw else keys.get("muon.lr", Recipe().muon.lr),
                 vectors,
-                keys.get("training.seed", 0),
+                keys.get("debug.seed", 0),
                 {int(step) / last * result["tokens"] / 1e6: loss for step, loss in result["val_loss"].items()},
                 result["step_seconds"],
             )
