@@ -106,9 +106,7 @@ def test_settings_that_order_collectives_of_different_groups_are_refused_because
     Run(mesh, overlap="backward")
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("overlap", "backward"), ("exchange", "all_gather"), ("wire_dtype", "float32")]
-)
+@pytest.mark.parametrize(("option", "value"), [("overlap", "backward"), ("exchange", "all_gather")])
 def test_an_option_of_travelling_matrices_is_refused_for_only_owned_parameters(
     mesh: DeviceMesh, option: str, value: Any
 ) -> None:
