@@ -83,6 +83,7 @@ def test_hybrid_equals_separate_muon_and_adamw() -> None:
     train(reference, pair(reference), range(3))
     assert equal(model, reference)
     assert assign(model) == hybrid.assignments
+    assert all(next(iter(group)) == "params" for group in hybrid.param_groups), "Megatron-FSDP reads the first key"
     assert all(not torch.equal(before[name], param) for name, param in model.named_parameters())
 
 

@@ -82,7 +82,7 @@ def optimizers_of_groups(
             assigned[fqn] = Assignment(fqn, shape, optimizer, f"groups[{index}]", None)
     for name, table in tables.items():
         # The other options would be left out without a word.
-        for key in table.keys() - set(registry.optimizers.get(name).shared):
+        for key in (key for key in table if key not in registry.optimizers.get(name).shared):
             remedy = f"expert=Expert({key}=...)" if key in EXPERT else "a key of its groups"
             raise OptionError(f"{name}[{key!r}]", f"is no keyword of the whole optimizer; pass {remedy}")
     frozen = frozen_in(modules)

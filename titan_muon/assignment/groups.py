@@ -44,9 +44,9 @@ class ParamGroup:
     spared: bool = False
 
     def of_torch(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        # As torch's groups begin, since Megatron-FSDP reads the first key.
-        first = {"params": [parameters[n] for n in self.names], "param_names": list(self.names)}
-        return first | {**self.options} | first
+        # First, as in torch's groups: Megatron-FSDP reads the first key. Again, because a rule must not replace them.
+        own = {"params": [parameters[n] for n in self.names], "param_names": list(self.names)}
+        return {**own, **self.options, **own}
 
 
 def modules_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:

@@ -71,14 +71,14 @@ def preview(
 ) -> Preview:
     """The plan of a training script on `world_size` ranks: owners, bytes, modelled times, memory, and refusals.
 
-    Runs in a process without torch.distributed, and allocates nothing. `parallelize` runs as on rank 0 of a job whose
-    other ranks are absent.
+    Runs in a process without torch.distributed, and allocates nothing. `parallelize` runs as on rank 0 of a job, with
+    the other ranks absent.
 
     Args:
-        build: returns the model; is called with the meta device as PyTorch's default.
+        build: returns the model, with the meta device as PyTorch's default.
         parallelize: shards the model by `fully_shard`, `parallelize_module` and `own`, and returns the model, or None
-            after a change in place. Device meshes may be of GPUs that are absent. By default every rank has the whole
-            model, as under DDP. For a pipeline: one stage, on the ranks of a stage.
+            after a change in place. Device meshes may be of absent GPUs. By default every rank has the whole model, as
+            under DDP. For a pipeline: one stage, on the ranks of a stage.
         machine: name or numbers of the machine, by default those of Muon's option `machine`.
         optimizer: takes the parallelized model, and returns the Hybrid of the script.
         device: type of the devices to plan for.
@@ -116,7 +116,7 @@ def preview(
 
 @contextmanager
 def _meshes_of_absent_devices() -> Iterator[None]:
-    """Context in which meshes of devices that this machine lacks are meshes of the CPU."""
+    """Context: meshes of absent devices are meshes of the CPU."""
     meshes: Any = DeviceMesh
     original = meshes.__init__
 
@@ -166,7 +166,7 @@ def _check_meshes(model: nn.Module, world_size: int) -> None:
 
 
 def _check_offload(model: nn.Module, hybrid: Hybrid) -> None:
-    """Raise ValueError for parameters on the host that meta tensors hide from the optimizers."""
+    """Raise ValueError for parameters on the host, because meta tensors hide the host from the optimizers."""
     muon = muon_of(hybrid.parts)
     on_host = any(keeps_parameters_on_host(part) for part in model.modules() if isinstance(part, FSDPModule))
     if on_host and muon is not None and muon.options.offload != "parameters":

@@ -12,7 +12,7 @@ from ..hybrid import Hybrid
 def trainer_optimizer(model: nn.Module, arguments: Any, **options: Any) -> tuple[type[Hybrid], dict[str, Any]]:
     """The argument `optimizer_cls_and_kwargs` of a Trainer: a Hybrid of the model.
 
-    The learning rate, the weight decay, and AdamW's betas and eps are those of `arguments`, unless `options` has them.
+    Learning rate, weight decay, and AdamW's betas and eps come from `arguments`; `options` come before.
 
     Args:
         model: as given to the Trainer.
