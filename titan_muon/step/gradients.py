@@ -76,8 +76,8 @@ def checked_inputs(
 ) -> tuple[list[Fault], list[Tensor | None], bool]:
     """The fault and (rows, cols) gradient of each parameter before a step, and whether any storage has moved.
 
-    `iterations`: coefficients, steps and eps of each parameter's group when the step was planned. `names`: of these
-    parameters.
+    `iterations`: coefficients, steps, eps and algorithm of each parameter's group when the step was planned. `names`:
+    of these parameters.
     """
     current, moved = dict[str, Tensor](), False
     for group in groups:
@@ -92,7 +92,8 @@ def checked_inputs(
             in_place = storage.is_of(trained)
             faults[index] = fault_of(trained, current.get(trained.fqn), momentum, in_place=in_place)
             moved = moved or not in_place or momentum is not trained.momentum_buffer
-            if iteration_changed(trained.group, rank.iterations[index]):
+            changed = trained.group.get("algorithm") != iterations[index][-1]
+            if changed or iteration_changed(trained.group, rank.iterations[index]):
                 faults[index] = Fault.NEWTON_SCHULZ_CHANGED
         grad = trained.param.grad
         if grad is not None and (not trained.on_mesh or faults[index] is not Fault.NONE):
@@ -120,7 +121,7 @@ def _is_unchanged(
         return False
     if param is not trained.param or not trained.on_mesh:
         return False
-    if (group["ns_coefficients"], group["ns_steps"], group["eps"]) != iteration:
+    if (group["ns_coefficients"], group["ns_steps"], group["eps"], group.get("algorithm")) != iteration:
         return False
     grad, stored, place = param.grad, param, None
     if isinstance(param, DTensor):

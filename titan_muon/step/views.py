@@ -154,7 +154,7 @@ BatchType = Callable[[Batch], Batch]
 
 def build_views(
     rank: Rank,
-    limits: Limits,
+    limits: Sequence[Limits],
     whole: bool,
     states: MatrixStates,
     batch_type: BatchType | None,
@@ -162,8 +162,8 @@ def build_views(
 ) -> tuple[tuple[BucketViews, ...], StepMemory]:
     """The views of a rank's buckets, and the memory that assembled matrices share.
 
-    `limits`, `whole`, `states`: of the algorithm; states by matrix and name. `batch_type`: changes batches of sliced
-    matrices. `late`: buckets whose updates run after the step.
+    `limits`, `whole`, `states`: of the algorithm; limits by parameter, states by matrix and name. `batch_type`: changes
+    batches of sliced matrices. `late`: buckets whose updates run after the step.
     """
     builder = _Builder(rank, limits, whole, states, batch_type, late)
     with rank.buffers.memory.held():
@@ -178,7 +178,7 @@ class _Builder:
     def __init__(
         self,
         rank: Rank,
-        limits: Limits,
+        limits: Sequence[Limits],
         whole: bool,
         states: MatrixStates,
         batch_type: BatchType | None,
@@ -309,9 +309,10 @@ class _Builder:
         return pieces if drawn or self.rank.options.by_matrix else joined(pieces)
 
     def bounds(self, memory: Tensor, pieces: Sequence[StoredPiece], broken: Tensor) -> UpdateBounds:
-        norms, limits = list[float](), self.limits
+        norms = list[float]()
         views = tuple(piece.view for piece in pieces if piece.view is not None)
         for piece, view in zip(pieces, views, strict=True):
+            limits = self.limits[piece.parameter]
             # A part has at most the singular values of the whole matrix.
             sides = view.shape if limits == "spectrum" else self.rank.plan.matrices[piece.matrix].whole_shape
             steps = self.rank.iterations[piece.parameter].steps
