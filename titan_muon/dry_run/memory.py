@@ -98,7 +98,7 @@ def memory_per_rank(
     muon = muon_of(optimizers)
     options = MuonOptions() if muon is None else muon.options
     groups = {fqn: group for group in (muon.param_groups if muon else ()) for fqn in group["param_names"]}
-    algorithm = algorithm_of(options, [] if plan is None else [groups[p.fqn] for p in plan.parameters])
+    algorithm = algorithm_of(options, [] if plan is None else [groups.get(p.fqn, {}) for p in plan.parameters])
     items = list(_items(parameters, optimizers, plan, loads, options, algorithm))
     on_device = [item.bytes for item in items if item.offload != "parameters"]
     trained = [item.bytes for item in items if item.offload != "parameters" and item.optimizer]
