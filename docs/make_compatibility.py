@@ -294,6 +294,8 @@ def scaler_refusal(setting: Setting) -> str:
 
 RECIPE_SAMPLES: Mapping[str, tuple[Any, ...]] = {
     "data.files": (("*.txt",),),
+    "data.weights": ((3.0, 1.0),),
+    "data.token_marks": ((0,),),
     "data.tokenizer_path": ("tokenizer",),
     "data.validation_fraction": (0.0,),
     "training.local_batch_size": (-1,),

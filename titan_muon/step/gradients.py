@@ -76,8 +76,8 @@ def checked_inputs(
 ) -> tuple[list[Fault], list[Tensor | None], bool]:
     """The fault and (rows, cols) gradient of each parameter before a step, and whether any storage has moved.
 
-    `iterations`: coefficients, steps and eps of each parameter's group when the step was planned. `names`: of these
-    parameters.
+    `iterations`: coefficients, steps, eps and algorithm of each parameter's group when the step was planned. `names`:
+    of these parameters.
     """
     current, moved = dict[str, Tensor](), False
     for group in groups:
@@ -85,18 +85,20 @@ def checked_inputs(
             names_in(group)
         current.update(zip(group["param_names"], group["params"], strict=True))
     faults, grads = [Fault.NONE] * len(rank.params), list[Tensor | None]()
-    group: Mapping[str, Any] | None = None
+    of_group: Mapping[str, Any] | None = None
     as_planned = True
     for index, (trained, storage) in enumerate(zip(rank.params, rank.storage, strict=True)):
-        if trained.group is not group:
-            group = trained.group
-            as_planned = (group["ns_coefficients"], group["ns_steps"], group["eps"]) == iterations[index]
+        if trained.group is not of_group:
+            of_group = group = trained.group
+            now = group["ns_coefficients"], group["ns_steps"], group["eps"], group.get("algorithm")
+            as_planned = now == iterations[index]
         momentum = state.get(trained.param, {}).get("momentum_buffer")
         if not (as_planned and _is_unchanged(trained, storage, current.get(trained.fqn), momentum)):
             in_place = storage.is_of(trained)
             faults[index] = fault_of(trained, current.get(trained.fqn), momentum, in_place=in_place)
             moved = moved or not in_place or momentum is not trained.momentum_buffer
-            if iteration_changed(trained.group, rank.iterations[index]):
+            changed = trained.group.get("algorithm") != iterations[index][-1]
+            if changed or iteration_changed(trained.group, rank.iterations[index]):
                 faults[index] = Fault.NEWTON_SCHULZ_CHANGED
         grad = trained.param.grad
         if grad is not None and (not trained.on_mesh or faults[index] is not Fault.NONE):

@@ -156,7 +156,7 @@ BatchType = Callable[[Batch], Batch]
 
 def build_views(
     rank: Rank,
-    limits: Limits,
+    limits: Sequence[Limits],
     whole: bool,
     states: MatrixStates,
     batch_type: BatchType | None,
@@ -164,8 +164,8 @@ def build_views(
 ) -> tuple[tuple[BucketViews, ...], StepMemory]:
     """The views of a rank's buckets, and the memory that assembled matrices share.
 
-    `limits`, `whole`, `states`: of the algorithm; states by matrix and name. `batch_type`: changes batches of sliced
-    matrices. `late`: buckets whose updates run after the step.
+    `limits`, `whole`, `states`: of the algorithm; limits by parameter, states by matrix and name. `batch_type`: changes
+    batches of sliced matrices. `late`: buckets whose updates run after the step.
     """
     builder = _Builder(rank, limits, whole, states, batch_type, late)
     with rank.buffers.memory.held():
@@ -181,7 +181,7 @@ class _Builder:
     def __init__(
         self,
         rank: Rank,
-        limits: Limits,
+        limits: Sequence[Limits],
         whole: bool,
         states: MatrixStates,
         batch_type: BatchType | None,
@@ -294,8 +294,10 @@ class _Builder:
         parameters, views, squares, counts = list[int](), list[Tensor](), list[float](), list[int]()
         for piece, view in ((piece, piece.view) for piece in pieces if piece.view is not None):
             # A part has at most the singular values of the whole matrix.
-            sides = view.shape if self.limits == "spectrum" else self.rank.plan.matrices[piece.matrix].whole_shape
+            limits, whole_shape = self.limits[piece.parameter], self.rank.plan.matrices[piece.matrix].whole_shape
+            sides = view.shape if limits == "spectrum" else whole_shape
             square = largest_value(self.rank.iterations[piece.parameter].steps) ** 2 * min(sides)
+            square = math.inf if limits == "nothing" else square
             if views and parameters[-1] == piece.parameter and counts[-1] < BOUNDED and _adjacent(views[-1], view):
                 counts[-1], squares[-1] = counts[-1] + 1, squares[-1] + square
                 views[-1] = views[-1].as_strided((views[-1].numel() + view.numel(),), (1,))
@@ -304,7 +306,7 @@ class _Builder:
                 views.append(view)
                 squares.append(square)
                 counts.append(1)
-        bounds = [FINITE if self.limits == "nothing" else min(MARGIN * math.sqrt(square), FINITE) for square in squares]
+        bounds = [min(MARGIN * math.sqrt(square), FINITE) for square in squares]
         largest = self.rank.on_device(torch.tensor(bounds, dtype=torch.float32, device="cpu"))
         flags = self.after if index in self.late else self.on_time
         broken = flags.taken(parameters, Fault.UPDATE_TOO_LARGE)

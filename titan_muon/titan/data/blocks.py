@@ -1,5 +1,7 @@
-"""Documents packed back to back into blocks of equal length."""
+"""Documents packed back to back into blocks of equal length, and blocks of several sources by weight."""
 
+from collections.abc import Sequence
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -66,3 +68,37 @@ class TokenBlocks:
             positions[filled : filled + length] = np.arange(length)
             filled, i = filled + length, i + 1
         return TokenBlock(inputs, labels, positions)
+
+
+class MixedBlocks:
+    """Endless stream of blocks of several sources; shares of the first k blocks are off by less than a block."""
+
+    def __init__(self, sources: Sequence[TokenBlocks], weights: Sequence[float]) -> None:
+        """`weights`: a source's ratio of blocks, in thousandths."""
+        self._sources = sources
+        whole = np.array([round(1000 * weight) for weight in weights])
+        self._counts = whole // gcd(*whole.tolist())  # of each source's blocks in a cycle
+        self._turns = _turns(self._counts)
+        self.tokens = sum(source.tokens for source in sources)
+        self.per_epoch = sum(source.per_epoch for source in sources)
+
+    def __getitem__(self, number: int) -> TokenBlock:
+        cycle, turn = divmod(number, len(self._turns))
+        source, before = self._turns[turn]
+        return self._sources[source][cycle * int(self._counts[source]) + before]
+
+
+def _turns(counts: np.ndarray) -> list[tuple[int, int]]:
+    """Source of each turn of a cycle, and the source's earlier turns.
+
+    By the rule of Tijdeman, "The chairman assignment problem", 1980.
+    """
+    cycle, taken, turns = counts.sum(), np.zeros_like(counts), []
+    slack = 1 / (2 * len(counts) - 2)
+    for turn in range(1, cycle + 1):
+        # Of the sources that may come now, the one that must come first.
+        due = np.where(counts * turn - taken * cycle >= slack * cycle, (taken + 1 - slack) / counts, np.inf)
+        source = int(due.argmin())
+        turns.append((source, int(taken[source])))
+        taken[source] += 1
+    return turns

@@ -13,6 +13,7 @@ from torchtitan.tools.logging import logger
 from titan_muon.options import plural
 from titan_muon.titan.data.cache import cached, digest
 from titan_muon.titan.data.documents import Documents
+from titan_muon.titan.recipe import RecipeError
 
 _FORMAT = "1"
 """Increment when the tokens of a text change."""
@@ -40,7 +41,7 @@ class Corpus:
     ids: ChunkedArray  # of each document, as bytes of `dtype`
     dtype: np.dtype
     tokens: np.ndarray  # int64: number of each document's tokens
-    text_bytes: np.ndarray  # int64: UTF-8 bytes of each document
+    text_bytes: np.ndarray  # int64: UTF-8 bytes of each document; 0 for documents of tokens
     digest: str
 
     def document(self, number: int) -> np.ndarray:
@@ -60,12 +61,19 @@ def open_corpus(documents: Documents, tokenizer: DocumentTokenizer) -> Corpus:
 
 def _tokenize(documents: Documents, tokenizer: DocumentTokenizer, dtype: np.dtype) -> Iterator[dict[str, Any]]:
     megabytes = sum(file.size for file in documents.all) / 1e6
-    logger.info("Tokenizing %s (%.1f MB of text)", plural(documents.count, "document"), megabytes)
+    logger.info("Tokenizing %s (%.1f MB)", plural(documents.count, "document"), megabytes)
     vocab_size, tokens = tokenizer.get_vocab_size(), 0
     began = logged = time.monotonic()
-    for number, (source, text) in enumerate(documents.texts()):
+    for number, (file, content) in enumerate(documents.contents()):
+        text = "" if file.has_tokens else content.decode("utf-8", errors="replace")
         ids = np.asarray(tokenizer.document(text), dtype=np.int64)
-        assert ids.max() < vocab_size, f"token {ids.max()} in {source.path}: the vocabulary ends at {vocab_size}"
+        if file.has_tokens:
+            ids = np.concatenate([ids[:1], np.frombuffer(content, "<u4"), ids[-1:]])
+        if ids.max() >= vocab_size:
+            remedy = "choose the tokenizer and data.token_dtype of these tokens"
+            raise RecipeError(
+                f"data.files: token {ids.max()} in {file.path}: data.tokenizer has {vocab_size}; {remedy}"
+            )
         yield {"ids": ids.astype(dtype).tobytes(), "tokens": len(ids), "text_bytes": len(text.encode())}
         tokens += len(ids)
         if time.monotonic() - logged > _SECONDS_BETWEEN_MESSAGES:

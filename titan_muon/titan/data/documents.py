@@ -1,93 +1,28 @@
 """Documents of a recipe's `[data]` table: text, digest, training and validation split."""
 
-import glob
 import hashlib
-import json
 import os
-import sysconfig
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pyarrow import ArrowException
-from pyarrow.parquet import ParquetFile
 
 from titan_muon.options import plural
 from titan_muon.titan.data.cache import cached, digest
+from titan_muon.titan.data.files import FORMATS, ROWS, TOKENS, DataFile, data_files, files_below
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
 
 _FORMAT = "2"
 """Increment when the digest or the split changes."""
-_INDEX = "4"
+_INDEX = "5"
 """Increment when the columns of the index change."""
-_COLUMNS = {"file": "int64", "hash": "binary", "hardly_text": "bool"}
+_COLUMNS = {"file": "int64", "hash": "binary", "hardly_text": "bool", "problem": "string"}
 MOST_REPLACED = 0.1
 MOST_NAMED = 5
-FORMATS = (".jsonl", ".md", ".parquet", ".txt")
-"""Files that a folder in `data.files` contributes."""
-COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
-
-
-@dataclass(frozen=True)
-class TextFile:
-    """A file of documents: rows of `.jsonl` or `.parquet`, otherwise a single document."""
-
-    name: str  # sort key
-    path: Path
-    size: int  # bytes
-    key: str = "text"  # of a row's text
-
-    def contents(self) -> Iterator[bytes]:
-        """UTF-8 bytes of each non-empty document. Raises RecipeError for an unreadable file."""
-        if self.path.suffix in COMPRESSED:
-            raise RecipeError(f"data.files: {self.path} is compressed; decompress it, and name the text file")
-        try:
-            if self.path.suffix in (".jsonl", ".parquet"):
-                rows = self._json_rows() if self.path.suffix == ".jsonl" else self._parquet_rows()
-                yield from (text.encode("utf-8", errors="replace") for text in rows if text)
-            elif content := self.path.read_bytes():
-                yield content
-        except (OSError, ArrowException) as error:
-            problem = getattr(error, "strerror", None) or error
-            raise RecipeError(f"data.files: {str(self.path)!r} cannot be read: {problem}") from error
-
-    def texts(self) -> Iterator[str]:
-        """Text of each document; bytes outside of UTF-8 become U+FFFD."""
-        return (content.decode("utf-8", errors="replace") for content in self.contents())
-
-    def _json_rows(self) -> Iterator[str]:
-        with self.path.open(encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                place = f"data.files: {self.path}:{number}"
-                try:
-                    row = json.loads(line)
-                except RecursionError:
-                    raise RecipeError(f"{place}: its lists or objects are nested too deeply") from None
-                except ValueError as error:
-                    raise RecipeError(f"{place}: not JSON: {error}") from error
-                if not isinstance(row, dict):
-                    raise RecipeError(f"{place} is of type {type(row).__name__}; a row is an object with text")
-                self._check_field(place, row)
-                if not isinstance(text := row[self.key], str):
-                    problem = f"{self.key!r} (data.text_key) is {json.dumps(text)[:40]}, not text; remove the row"
-                    raise RecipeError(f"{place}: {problem}")
-                yield text
-
-    def _parquet_rows(self) -> Iterator[str]:
-        table = ParquetFile(self.path)
-        self._check_field(f"data.files: {self.path}", table.schema_arrow.names)
-        for batch in table.iter_batches(columns=[self.key]):
-            yield from (str(text) for text in batch.column(0).to_pylist() if text is not None)
-
-    def _check_field(self, place: str, names: Collection[str]) -> None:
-        if self.key not in names:
-            raise RecipeError(f"{place} has no field data.text_key = {self.key!r}; it has {', '.join(names)}")
+MOST_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -97,6 +32,7 @@ class _Index:
     file: np.ndarray  # int64: number of its file, ascending
     hashes: np.ndarray  # uint64 (documents, 2): hash of its content
     hardly_text: np.ndarray  # bool: many of its bytes are outside of UTF-8
+    problems: dict[int, list[str]]  # of skipped rows, by number of the file
 
 
 class Documents:
@@ -110,13 +46,11 @@ class Documents:
         return asdict(self.data)
 
     @cached_property
-    def all(self) -> tuple[TextFile, ...]:
-        paths = _python_files() if self.data.source == "python" else _matched_files(self.data.files)
-        # A folder's listing depends on the file system, and the order decides every batch.
-        files = (TextFile(name, path, path.stat().st_size, self.data.text_key) for name, path in sorted(paths.items()))
+    def all(self) -> tuple[DataFile, ...]:
+        files = data_files(self.data)
         nonempty = tuple(file for file in files if file.size > 0)
         if not nonempty:
-            raise self._empty(len(paths))
+            raise self._empty(len(files))
         return nonempty
 
     def _empty(self, files: int) -> RecipeError:
@@ -155,35 +89,60 @@ class Documents:
         """Lines on files that are hardly text, and on files of a folder that are not read."""
         lines = []
         doubtful = np.unique(self._index.file[self._index.hardly_text])
-        if paths := [str(self.all[number].path) for number in doubtful]:
+        if paths := [self.all[number].path for number in doubtful]:
             lines.append(f"data.files: many bytes are not UTF-8 in {_named(paths)}; is this text?")
         for folder in filter(os.path.isdir, map(os.path.expanduser, self.data.files)):
-            if paths := [path for path in _below(folder) if not path.endswith(FORMATS)]:
+            if paths := [path for path in files_below(folder) if not path.endswith(FORMATS)]:
                 lines.append(f"data.files: {folder!r} has files of other formats, which are not read: {_named(paths)}")
         return lines
 
-    def texts(self) -> Iterator[tuple[TextFile, str]]:
-        return ((file, text) for file in self.all for text in file.texts())
+    def entries(self) -> np.ndarray:
+        """int64: number of each document's entry in `data.files`."""
+        return np.array([file.entry for file in self.all])[self._index.file]
+
+    def summary(self, tokens: np.ndarray) -> list[str]:
+        """A line for each file of rows or tokens: documents, tokens, and skipped rows. `tokens`: of each document."""
+        lines = []
+        for number, file in enumerate(self.all):
+            problems, inside = self._index.problems.get(number, []), self._index.file == number
+            if file.path.endswith((*ROWS, *TOKENS)):
+                skipped = f", {plural(len(problems), 'row')} skipped, the first: {problems[0]}" if problems else ""
+                lines.append(
+                    f"{file.path}: {plural(inside.sum(), 'document')}, {tokens[inside].sum():,} tokens{skipped}"
+                )
+        more = [f"and {len(lines) - MOST_SHOWN} more files"] if len(lines) > MOST_SHOWN else []
+        return lines[:MOST_SHOWN] + more
+
+    def contents(self) -> Iterator[tuple[DataFile, bytes]]:
+        return ((file, content) for file in self.all for content in file.contents())
 
     def training_texts(self) -> Iterator[str]:
-        held_out = set(self.validation.tolist())
-        return (text for number, (_, text) in enumerate(self.texts()) if number not in held_out)
+        held_out, texts = set(self.validation.tolist()), (text for file in self.all for text in file.texts())
+        return (text for number, text in enumerate(texts) if number not in held_out)
 
     @cached_property
     def _index(self) -> _Index:
         # Named by sizes and times, so that other ranks and later starts read no text.
-        times = (f"{file.path}\0{file.size}\0{file.path.stat().st_mtime_ns}" for file in self.all)
-        name = f"documents-{digest(_FORMAT, _INDEX, self.data.source, self.data.text_key, *times)}"
-        table = cached(self.data.cache, name, self._hashes(), _COLUMNS)
+        data = self.data
+        keys = (data.source, data.text_key, data.bad_rows, data.token_dtype, str(data.token_marks))
+        files = (f"{file.path}\0{file.size}\0{file.version}" for file in self.all)
+        table = cached(data.cache, f"documents-{digest(_FORMAT, _INDEX, *keys, *files)}", self._hashes(), _COLUMNS)
+        problems: dict[int, list[str]] = {}
+        for row in table.filter(table["problem"].is_valid()).select(["file", "problem"]).to_pylist():
+            problems.setdefault(row["file"], []).append(row["problem"])
+        table = table.filter(table["problem"].is_null())
         hashes = np.frombuffer(b"".join(table["hash"].to_pylist()), dtype="<u8").reshape(-1, 2)
-        return _Index(table["file"].to_numpy(), hashes, table["hardly_text"].to_numpy())
+        return _Index(table["file"].to_numpy(), hashes, table["hardly_text"].to_numpy(), problems)
 
     def _hashes(self) -> Iterator[dict[str, Any]]:
         hashed = b""
         for number, file in enumerate(self.all):
-            for content in file.contents():
+            for content in file.rows():
+                if isinstance(content, RecipeError):
+                    yield {"file": number, "problem": str(content)}
+                    continue
                 # The standard library has a few sources in other encodings, on purpose.
-                hardly_text = self.data.source == "files" and _is_hardly_text(content)
+                hardly_text = self.data.source == "files" and not file.has_tokens and _is_hardly_text(content)
                 hashed = hashlib.blake2b(content, digest_size=16).digest()
                 yield {"file": number, "hash": hashed, "hardly_text": hardly_text}
         if not hashed:
@@ -209,46 +168,6 @@ class Documents:
 def _is_hardly_text(content: bytes) -> bool:
     start = content[: 1 << 16].decode("utf-8", errors="replace")
     return start.count("\ufffd") > MOST_REPLACED * len(start)
-
-
-def _python_files() -> dict[str, Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    sources: dict[str, Path] = {}
-    for folder, folders, files in os.walk(root):
-        folders[:] = set(folders) - {"site-packages", "dist-packages", "__pycache__"}
-        paths = (Path(folder, file) for file in files if file.endswith(".py"))
-        sources |= {path.relative_to(root).as_posix(): path for path in paths if path.is_file()}
-    if not sources:
-        raise RecipeError(f"data.source = 'python': no .py file in {root}; use data.source = 'files' and data.files")
-    return sources
-
-
-def _matched_files(patterns: tuple[str, ...]) -> dict[str, Path]:
-    """Matching files by path from their deepest common folder, independent of the working directory."""
-    if not patterns:
-        raise RecipeError("data.files is empty; data.source = 'files' needs at least one glob pattern")
-    files: set[Path] = set()
-    for pattern in patterns:
-        expanded = os.path.expanduser(pattern)
-        if os.path.isdir(expanded):
-            matches = [path for path in _below(expanded) if path.endswith(FORMATS)]
-            problem = f"the folder {pattern!r} has no file of {', '.join(FORMATS)}"
-            remedy = f". Name other files by a pattern, as {os.path.join(pattern, '**', '*.py')!r}"
-        else:
-            matches = [path for path in glob.glob(expanded, recursive=True) if os.path.isfile(path)]
-            problem, remedy = f"{pattern!r} matches no file", f" (seen from {os.getcwd()})"
-        if not matches:
-            raise RecipeError(f"data.files: {problem}{remedy}")
-        # Patterns or links may match a file twice, to be trained on and held out.
-        files.update(Path(match).resolve() for match in matches)
-    root = Path(os.path.commonpath([path.parent for path in files]))
-    return {path.relative_to(root).as_posix(): path for path in files}
-
-
-def _below(folder: str) -> list[str]:
-    """Files of a folder and its folders, in order, without hidden ones."""
-    paths = glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True)
-    return sorted(path for path in paths if os.path.isfile(path))
 
 
 def _named(paths: list[str]) -> str:

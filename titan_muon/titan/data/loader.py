@@ -10,7 +10,7 @@ import torch
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from titan_muon.options import plural
-from titan_muon.titan.data.blocks import TokenBlock, TokenBlocks
+from titan_muon.titan.data.blocks import MixedBlocks, TokenBlock, TokenBlocks
 from titan_muon.titan.data.cache import digest
 from titan_muon.titan.data.corpus import DocumentTokenizer, open_corpus
 from titan_muon.titan.data.documents import Documents
@@ -51,14 +51,21 @@ class PackedDataLoader(titan.Loader):
         documents, corpus = config.documents, open_corpus(config.documents, tokenizer)
         data, held_out = documents.data, config.validation
         numbers = documents.validation if held_out else documents.training
-        self._blocks = TokenBlocks(corpus, numbers, seq_len, seed=None if held_out else data.seed)
+        sources, entries = [numbers], range(len(data.files))
+        if mixed := len(data.weights) > 1 and not held_out:
+            sources = [numbers[documents.entries()[numbers] == entry] for entry in entries]
+        blocks = [TokenBlocks(corpus, source, seq_len, seed=None if held_out else data.seed) for source in sources]
+        for entry, source in enumerate(blocks):
+            if source.per_epoch < 1:
+                side, remedy = "training", "Add text or lower training.seq_len."
+                if held_out:
+                    side = "held-out"
+                    remedy = "Raise data.validation_fraction, lower training.seq_len, or set validator.enable = false."
+                of = f" of data.files[{entry}]" if mixed else ""
+                raise RecipeError(f"The {side} text{of} has no block of training.seq_len = {seq_len} tokens. {remedy}")
+        self._sources = blocks
+        self._blocks = MixedBlocks(blocks, data.weights) if mixed else blocks[0]
         self.available = self._blocks.per_epoch
-        if self.available < 1:
-            side, remedy = "training", "Add text or lower training.seq_len."
-            if held_out:
-                side = "held-out"
-                remedy = "Raise data.validation_fraction, lower training.seq_len, or set validator.enable = false."
-            raise RecipeError(f"The {side} text has no block of training.seq_len = {seq_len} tokens. {remedy}")
         # Ranks read a single stream in turns, so that a run resumes on any number of ranks.
         self._batch = sequences
         self._first = dp_rank * sequences
@@ -73,7 +80,9 @@ class PackedDataLoader(titan.Loader):
         # Equal on every rank, so that none waits in a collective for ever. Filler blocks pad the last batches.
         whole = math.lcm(self._stride, config.multiple)
         self.batches = None if self._end is None else -(-self._end // whole) * (whole // self._stride)
-        self.fingerprint = digest(corpus.digest, str(data.validation_fraction), str(data.seed), str(seq_len))
+        keys = (data.validation_fraction, data.seed, seq_len, *([data.weights] if mixed else []))
+        self.fingerprint = digest(corpus.digest, *map(str, keys))
+        self._tokens = corpus.tokens
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """({"input", "positions"}, labels), each an int64 `titan.batch`; pinned with CUDA."""
@@ -94,19 +103,24 @@ class PackedDataLoader(titan.Loader):
         return self._read + self._first
 
     def describe(self, steps: int, sequences: int) -> list[str]:
-        """Lines on the documents, the tokens, the passes over them in `steps` more steps, and doubtful files.
+        """Lines on documents, tokens, passes over them in `steps` more steps, weights, files, and doubtful files.
 
         `sequences`: of a step, over all ranks.
         """
         documents, training = self._documents, len(self._documents.training)
         text = "Python's standard library" if documents.data.source == "python" else "data.files"
-        passes = (self._read + steps * sequences) / self.available
-        shown = f"{passes:,.1f}" if passes >= 1 else f"{passes:.2g}"
+        blocks = self._read + steps * sequences
         line = (
             f"data: {plural(training, 'document')} of {text} with {self._blocks.tokens:,} tokens, and "
-            f"{documents.count - training:,} held out; the run makes {shown} passes over them"
+            f"{documents.count - training:,} held out; the run makes {_passes(blocks / self.available)} over them"
         )
-        return [line, *(f"warning: {warning}" for warning in documents.warnings())]
+        total, lines = sum(documents.data.weights), [line]
+        for file, weight, source in zip(documents.data.files, documents.data.weights, self._sources, strict=False):
+            share = weight / total
+            passes = _passes(blocks * share / source.per_epoch)
+            lines.append(f"data: {share:.1%} of the blocks from {file}, {source.tokens:,} tokens, {passes}")
+        lines += [f"data: {file}" for file in documents.summary(self._tokens)]
+        return [*lines, *(f"warning: {warning}" for warning in documents.warnings())]
 
     def state_dict(self) -> dict[str, Any]:
         """`blocks`: read by all ranks together. `stream`: digest of text, tokenizer, split, seed and seq_len."""
@@ -117,7 +131,7 @@ class PackedDataLoader(titan.Loader):
         if state_dict["stream"] != self.fingerprint:
             raise ValueError(
                 "The checkpoint was reading other data: the text, data.tokenizer, data.vocab_size, "
-                "data.validation_fraction, data.seed or training.seq_len differs. Restore them, or set "
+                "data.validation_fraction, data.weights, data.seed or training.seq_len differs. Restore them, or set "
                 'checkpoint.exclude_from_loading = ["dataloader"] to start this data from its beginning.'
             )
         self._read = state_dict["blocks"]
@@ -135,6 +149,10 @@ class PackedDataLoader(titan.Loader):
             return self._blocks[number]
         filler = self._blocks[0]
         return filler._replace(labels=np.full_like(filler.labels, NOT_COUNTED))
+
+
+def _passes(count: float) -> str:
+    return f"{count:,.1f} passes" if count >= 1 else f"{count:.2g} passes"
 
 
 def tokenizer_config(data: Data) -> BaseTokenizer.Config:
@@ -176,11 +194,13 @@ def vocab_size(data: Data) -> int | None:
 
 
 def bytes_per_token(config: Any, tokenizer: DocumentTokenizer, seq_len: int) -> float | None:
-    """UTF-8 bytes per predicted token in a loader's sequences; None for source `hf`."""
+    """UTF-8 bytes per predicted token in a loader's sequences; None for source `hf`, and for files of tokens."""
     if not isinstance(config, PackedDataLoader.Config):
         return None
     documents, corpus = config.documents, open_corpus(config.documents, tokenizer)
     side = documents.validation if config.validation else documents.training
+    if not corpus.text_bytes[side].all():
+        return None
     # The loss counts closing marks, which have no bytes. A cut document counts in proportion to its tokens.
     ends = np.cumsum(corpus.tokens[side] - 1)
     sequences = ends[-1] // seq_len if config.sequences == -1 else config.sequences

@@ -44,6 +44,8 @@ def _data(r: Recipe) -> Violations:
         yield "data.files", 'at least one glob pattern, because data.source = "files"'
     if data.source != "files" and data.files:
         yield "data.files", 'nothing, unless data.source is "files"; leave out data.source or data.files'
+    if data.weights and len(data.weights) != len(data.files):
+        yield "data.weights", "a number for each entry of data.files, or none at all"
     if data.source == "hf" and data.tokenizer != "hf":
         # `bpe` trains on the documents of [data]; TorchTitan's loader has none.
         yield "data.tokenizer", '"hf" only, because data.source = "hf"'

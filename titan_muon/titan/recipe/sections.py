@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from titan_muon.options import Expert, Hyperparameters, Machine, PlacementRule, Rule, StateDtype, StepOptions
-from titan_muon.ranges import FRACTION, Constraint, at_least, list_of
+from titan_muon.ranges import FRACTION, NOT_NEGATIVE, Constraint, at_least, list_of
 from titan_muon.titan.recipe.torchtitan_sections import (
     FILE_NAME,
     Checkpoint,
@@ -35,6 +35,11 @@ LOCAL_FOLDER = Constraint(
     "a folder on a file system, not a URL and without line breaks",
     lambda value: bool(value.strip()) and value.isprintable() and "://" not in value,
 )
+# A cycle of the mixture has at most 100,000 blocks for each weight.
+THOUSANDTHS = Constraint(
+    "a number from 0.001 to 100 with at most 3 decimals",
+    lambda value: 0.001 <= value <= 100 and round(value, 3) == value,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +63,16 @@ class Data:
     """`python`: the standard library's source code. `files`: `data.files`. `hf`: TorchTitan's loader. Absent: `files`
     with `data.files`, `hf` with `data.dataset` or `data.dataset_path`."""
 
-    files: Texts = ()  # For source `files`: folders, and glob patterns of text, `.jsonl` and `.parquet` files.
+    files: Texts = ()  # For source `files`: folders and glob patterns, as paths or as URLs that fsspec knows.
+    weights: Annotated[tuple[float, ...], list_of(THOUSANDTHS)] = ()
+    """Share of training blocks for each entry of `data.files`, in any unit; empty: one stream of all documents."""
+
     text_key: Text = "text"  # Field with the text in `.jsonl` and `.parquet` rows.
+    bad_rows: Literal["refuse", "skip"] = "refuse"  # `skip`: leave out and count rows of `.jsonl` without text.
+    token_dtype: Literal["uint16", "uint32"] = "uint16"  # Of `.bin` files: raw tokens, little-endian, no header.
+    token_marks: Annotated[tuple[int, ...], list_of(NOT_NEGATIVE)] = ()
+    """Ids between the documents of `.bin` and `.npy` files, which the tokenizer's marks replace."""
+
     dataset: Text = "c4"  # For source `hf`: TorchTitan's name of the dataset.
     dataset_path: str | None = None  # For source `hf`: local folder or hub name instead of the dataset's path.
 

@@ -16,7 +16,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from titan_muon.titan.checks.start import data_facts
 from titan_muon.titan.data import cache as cache_module
 from titan_muon.titan.data import corpus as corpus_module
-from titan_muon.titan.data import documents as documents_module
+from titan_muon.titan.data import files as files_module
 from titan_muon.titan.data.blocks import TokenBlocks
 from titan_muon.titan.data.corpus import Corpus, open_corpus
 from titan_muon.titan.data.documents import Documents
@@ -187,7 +187,7 @@ def test_the_split_is_disjoint_complete_and_independent_of_the_seed(data):
 
 def held_out(data: Data) -> set[str]:
     documents = Documents(data)
-    texts = [text for _, text in documents.texts()]
+    texts = [text for file in documents.all for text in file.texts()]
     return {texts[i] for i in documents.validation}
 
 
@@ -209,7 +209,7 @@ def test_a_warm_cache_needs_no_text(data, monkeypatch, tokenizer):
     """A start on 8 ranks a node must not read 100 GB of text 16 times."""
     some = dataclasses.replace(data, tokenizer=tokenizer, vocab_size=290)
     expected = torch.cat(take(build(some), 5))
-    monkeypatch.setattr(documents_module.TextFile, "contents", lambda self: pytest.fail("read the text again"))
+    monkeypatch.setattr(files_module.DataFile, "rows", lambda self: pytest.fail("read the text again"))
     monkeypatch.setattr(ByteTokenizer, "document", lambda self, text: pytest.fail("tokenized again"))
     monkeypatch.setattr(Documents, "training_texts", lambda self: pytest.fail("trained again"))
     monkeypatch.setattr(cache_module, "FileLock", lambda path: pytest.fail("wrote to a complete cache"))
@@ -257,7 +257,7 @@ def test_every_start_warns_of_files_that_are_hardly_text(data, tmp_path):
     (tmp_path / "text" / "random.txt").write_bytes(bytes(range(256)) * 8)
     (tmp_path / "text" / "rows.jsonl").write_text(json.dumps({"text": "\ufffd" * 9}) + "\n" + json.dumps({"text": "a"}))
     for _ in range(2):
-        (line,) = build(rows(data, "*")).describe(1, 1)[1:]
+        *_, line = build(rows(data, "*")).describe(1, 1)
         assert line.startswith("warning: data.files: many bytes are not UTF-8 in ")
         assert [Path(name).name for name in line.split("; ")[0].split(" in ")[1].split(", ")] == [
             "random.txt",
@@ -365,11 +365,11 @@ def test_bytes_per_token_count_the_sequences_of_a_validation(data, tmp_path):
 
 def test_the_longest_document_and_the_standard_library_pack(tmp_path, monkeypatch):
     """A document far longer than a block continues in the next block; a slice of the real default source trains."""
-    real = documents_module._python_files()
+    real = files_module._python_files()
     assert len(real) > 300
     assert not any("site-packages" in name for name in real)
     few = {name: real[name] for name in ("json/decoder.py", "json/encoder.py", "json/scanner.py", "bisect.py")}
-    monkeypatch.setattr(documents_module, "_python_files", lambda: few)
+    monkeypatch.setattr(files_module, "_python_files", lambda: few)
     loader = build(Data(cache=str(tmp_path)), batch=4, seq_len=512)
     inputs = torch.cat([batch["input"].flatten() for batch, _ in itertools.islice(loader, 4)])
     text = ByteTokenizer.Config().build().decode(inputs.tolist())
@@ -394,7 +394,7 @@ def test_invalid_utf8_is_replaced(data, tmp_path):
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
     (tmp_path / "text" / "broken.txt").write_bytes(b"caf\xe9 \xff")
     documents, corpus = opened(data)
-    broken = next(i for i, d in enumerate(documents.all) if d.path.name == "broken.txt")
+    broken = next(i for i, d in enumerate(documents.all) if d.name == "broken.txt")
     assert tokenizer.decode(corpus.document(broken).tolist()) == "caf� �"
     assert corpus.text_bytes[broken] == len("caf� �".encode())
 
@@ -489,6 +489,16 @@ REFUSED = {
     "not JSON": ({"a.jsonl": '{"text": "one"}\nnot json\n'}, {}, r".*a\.jsonl:2: not JSON"),
     "no object": ({"a.jsonl": "[1]\n"}, {}, r".*a\.jsonl:1 is of type list; a row is an object"),
     "deep": ({"a.jsonl": '{"text": "one"}\n' + "[" * 100_000}, {}, r".*a\.jsonl:2: .* nested too deeply"),
+    "odd bytes": ({"a.bin": "abc"}, {}, r".*a\.bin is cut off within a token of uint16; see data\.token_dtype"),
+    "another vocabulary": ({"a.bin": "ab"}, {}, r".*token 25185 in .*a\.bin: data\.tokenizer has 258"),
+    "no array": ({"a.npy": "abc"}, {}, r".*a\.npy' cannot be read"),
+    "tokens without text": (
+        {"a.bin": "abab"},
+        {"tokenizer": "bpe", "validation_fraction": 0.0},
+        r".*a\.bin has tokens and no text",
+    ),
+    "unknown protocol": ({}, {"files": ("nowhere://a/*.txt",)}, r"data\.files: 'nowhere://a/\*\.txt' cannot be read"),
+    "no URL": ({}, {"files": ("memory://nothing/*.txt",)}, r"data\.files: 'memory://nothing/\*\.txt' matches no file"),
     "compressed": ({"a.jsonl.gz": "x"}, {}, r".*a\.jsonl\.gz is compressed; decompress it"),
     "not parquet": ({"a.parquet": "not parquet"}, {}, r".*a\.parquet' cannot be read"),
     "empty": ({"a.txt": ""}, {}, r"data\.files.*no text to train on; 1 empty file found"),
@@ -524,10 +534,10 @@ def test_a_folder_without_text_is_refused_with_a_pattern(data, tmp_path):
     folder.mkdir()
     (folder / "a.py").write_text("text")
     pattern = f"{folder}/**/*.py"
-    problem = f"the folder '{folder}' has no file of .jsonl, .md, .parquet, .txt. Name other files by a pattern, as "
-    with pytest.raises(RecipeError, match=re.escape(f"{problem}{pattern!r}")):
+    problem = f"the folder '{folder}' has no file of .bin, .jsonl, .md, .npy, .parquet, .txt. Name other files by a"
+    with pytest.raises(RecipeError, match=re.escape(f"{problem} pattern, as {pattern!r}")):
         build(dataclasses.replace(data, files=(str(folder),)))
-    assert [file.path.name for file in Documents(dataclasses.replace(data, files=(pattern,))).all] == ["a.py"]
+    assert [Path(file.path).name for file in Documents(dataclasses.replace(data, files=(pattern,))).all] == ["a.py"]
 
 
 def save_hf_tokenizer(data: Data, folder: Path, marks: dict[str, str]) -> Data:
@@ -579,3 +589,153 @@ def test_hf_source_is_torchtitans_own_loader():
         dataloader_config(dataclasses.replace(hf, dataset="c5"))
     with pytest.raises(RecipeError, match=r"c4_test_validation.*validator\.enable"):
         dataloader_config(dataclasses.replace(hf, dataset="c4_test"), validation=True)
+
+
+def shares(loader: PackedDataLoader, batches: int, sources: int) -> np.ndarray:
+    """(batches, sources): blocks of each source, whose documents are digits of that source, in all batches so far."""
+    read = torch.stack([rows[:, 0] for rows in take(loader, batches)])
+    return np.stack([(read == ord(str(number))).any(dim=2).sum(dim=1) for number in range(sources)], 1).cumsum(axis=0)
+
+
+@pytest.fixture
+def mixture(tmp_path) -> Data:
+    """Three sources of different size, each of one digit."""
+    files = []
+    for number, documents in enumerate((30, 4, 9)):
+        (tmp_path / str(number)).mkdir()
+        files.append(str(tmp_path / str(number)))
+        for name in range(documents):
+            (tmp_path / str(number) / f"{name}.txt").write_text(str(number) * (20 + name))
+    return Data(files=tuple(files), source="files", weights=(5, 3, 0.5), validation_fraction=0.1, cache=str(tmp_path))
+
+
+@pytest.mark.parametrize("weights", [(5, 3, 0.5), (1, 1, 1), (0.001, 1, 0.03), (0.7, 0.2, 0.1)])
+def test_a_mixture_has_its_shares_after_every_block_and_after_a_resume(mixture, weights):
+    weighted = dataclasses.replace(mixture, weights=weights)
+    whole = shares(build(weighted, batch=1), 400, 3)
+    wanted = np.arange(1, 401)[:, None] * np.array(weights) / sum(weights)
+    assert np.abs(whole - wanted).max() < 1
+    loader = build(weighted, batch=1)
+    take(loader, 150)
+    resumed = build(weighted, batch=1)
+    resumed.load_state_dict(loader.state_dict())
+    assert np.array_equal(whole[149] + shares(resumed, 250, 3), whole[150:])
+
+
+def test_a_mixture_reads_each_source_in_its_own_order_on_any_number_of_ranks(mixture):
+    whole = torch.cat(take(build(mixture, batch=4), 12))
+    ranks = [take(build(mixture, dp=2, rank=rank, batch=2), 12) for rank in range(2)]
+    assert torch.equal(torch.cat([rank[step] for step in range(12) for rank in ranks]), whole)
+    documents, corpus = opened(mixture)
+    for number in range(3):
+        training = documents.training[documents.entries()[documents.training] == number]
+        alone = TokenBlocks(corpus, training, SEQ_LEN, seed=mixture.seed)
+        mixed = whole[(whole[:, 0] == ord(str(number))).any(dim=1)]
+        assert np.array_equal(mixed[:, 0], np.stack([alone[k].inputs for k in range(len(mixed))]))
+
+
+def test_a_mixture_says_shares_and_passes_and_validates_on_all_sources(mixture):
+    lines = build(mixture).describe(2, 100)
+    assert [line.split(" tokens")[0].rsplit(",", 1)[0] for line in lines[1:]] == [
+        f"data: {share} of the blocks from {file}"
+        for share, file in zip(("58.8%", "35.3%", "5.9%"), mixture.files, strict=True)
+    ]
+    assert lines[2].endswith(" passes")
+    held = Documents(mixture).validation
+    assert build(mixture, validation=True)._blocks.tokens == (opened(mixture)[1].tokens[held] - 1).sum()
+    other = build(dataclasses.replace(mixture, weights=(5, 3, 0.6)))
+    with pytest.raises(ValueError, match=r"data\.weights"):
+        other.load_state_dict(build(mixture).state_dict())
+    twice = (mixture.files[0], mixture.files[1], mixture.files[1] + "/2*")
+    for files, message in (
+        (twice, r"data\.files\[1\] and data\.files\[2\] both match .*2\.txt"),
+        ((*mixture.files[:2], mixture.files[2] + "/1.txt"), r"text of data\.files\[2\] has no block"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            build(dataclasses.replace(mixture, files=files), seq_len=64)
+
+
+def test_bad_rows_are_skipped_on_request_and_counted(data, tmp_path):
+    good = [json.dumps({"text": f"{number}" * 40}) for number in range(5)]
+    bad = ["not json", "[1]", '{"body": "x"}', '{"text": 5}']
+    (tmp_path / "text" / "a.jsonl").write_text("\n".join(good + bad) + "\n")
+    (tmp_path / "text" / "b.jsonl").write_text("\n".join(good))
+    skipping = dataclasses.replace(rows(data, "*.jsonl"), bad_rows="skip")
+    for _ in range(2):
+        a, b = build(skipping).describe(1, 1)[1:]
+        folder = tmp_path / "text"
+        assert a.startswith(f"data: {folder}/a.jsonl: 5 documents, 210 tokens, 4 rows skipped, the first: data.files: ")
+        assert f"{folder}/a.jsonl:6: not JSON" in a
+        assert b == f"data: {folder}/b.jsonl: 5 documents, 210 tokens"
+    with pytest.raises(RecipeError, match=r"a\.jsonl:6: not JSON"):
+        build(rows(data, "*.jsonl"))
+    only_good = dataclasses.replace(data, files=(str(tmp_path / "text" / "good"),))
+    (tmp_path / "text" / "good").mkdir()
+    for name in "ab":
+        (tmp_path / "text" / "good" / f"{name}.jsonl").write_text("\n".join(good))
+    assert build(skipping).fingerprint == build(only_good).fingerprint
+
+
+def token_files(folder: Path, ids: list[int]) -> dict[str, dict[str, str]]:
+    """The same tokens in each format, with the keys that declare them."""
+    np.array(ids, "<u2").tofile(folder / "raw16.bin")
+    np.array(ids, "<u4").tofile(folder / "raw32.bin")
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(ids)
+    (folder / "llm_c.bin").write_bytes(header.tobytes() + np.array(ids, "<u2").tobytes())
+    np.save(folder / "signed.npy", np.array(ids, np.int64))
+    keys = {name: {} for name in ("raw16.bin", "llm_c.bin", "signed.npy")}
+    return {**keys, "raw32.bin": {"token_dtype": "uint32"}}
+
+
+@pytest.mark.parametrize("at_once", [70, 1 << 20])
+@pytest.mark.parametrize("marked", ["before", "after", "both"])
+def test_files_of_tokens_are_the_documents_of_their_text(data, tmp_path, monkeypatch, marked, at_once):
+    """Whatever the format, the place of marks and the number of tokens that are read at once."""
+    monkeypatch.setattr(files_module, "TOKENS_AT_ONCE", at_once)
+    documents, corpus = opened(data)
+    texts = [corpus.document(number).tolist() for number in range(documents.count)]
+    side = {"before": slice(0, -1), "after": slice(1, None), "both": slice(None)}[marked]
+    (tmp_path / "tokens").mkdir()
+    for name, keys in token_files(tmp_path / "tokens", [i for text in texts for i in text[side]]).items():
+        tokens = dataclasses.replace(data, files=(f"{tmp_path}/tokens/{name}",), token_marks=(BOS, EOS), **keys)
+        other, read = opened(tokens)
+        assert [read.document(number).tolist() for number in range(other.count)] == texts
+        assert (
+            build(tokens).describe(1, 1)[1]
+            == f"data: {tmp_path}/tokens/{name}: 40 documents, {sum(map(len, texts))} tokens"
+        )
+        assert bytes_per_token(dataloader_config(tokens, validation=True), ByteTokenizer.Config().build(), 1) is None
+
+
+def test_tokens_without_marks_are_cut_into_long_documents(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(files_module, "TOKENS_AT_ONCE", 50)
+    ids = list(range(130))
+    for name, keys in token_files(tmp_path, ids).items():
+        other, read = opened(dataclasses.replace(data, files=(f"{tmp_path}/{name}",), **keys))
+        assert [read.document(number).tolist()[1:-1] for number in range(other.count)] == [
+            ids[:50],
+            ids[50:100],
+            ids[100:],
+        ]
+    np.save(tmp_path / "signed.npy", -np.array(ids))
+    with pytest.raises(RecipeError, match=r"one axis of integers from 0"):
+        opened(dataclasses.replace(data, files=(f"{tmp_path}/signed.npy",)))
+
+
+def test_urls_are_read_as_paths(data, tmp_path):
+    """fsspec's memory and local files: names, order, split, tokens and blocks of the same files by path."""
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    (tmp_path / "text" / "rows.jsonl").write_text('{"text": "a row"}\n')
+    (tmp_path / "text" / ".hidden.txt").write_text("hidden")
+    memory.put(f"{tmp_path}/text", "/corpus/text", recursive=True)
+    by_path = build(dataclasses.replace(data, files=(str(tmp_path / "text"),)))
+    read = torch.cat(take(by_path, 8))
+    for folder in ("memory://corpus/text", f"file://{tmp_path}/text"):
+        for files in ((folder,), (f"{folder}/[0-9]*.txt", f"{folder}/rows.jsonl")):
+            by_url = build(dataclasses.replace(data, files=files, cache=str(tmp_path / "other")))
+            assert by_url.fingerprint == by_path.fingerprint
+            assert torch.equal(torch.cat(take(by_url, 8)), read)
+    memory.pipe("/corpus/text/00.txt", b"changed")
+    assert build(dataclasses.replace(data, files=("memory://corpus/text",))).fingerprint != by_path.fingerprint

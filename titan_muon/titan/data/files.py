@@ -1,0 +1,245 @@
+"""Files of `data.files`: paths and URLs, and the documents of a file of text, rows or tokens."""
+
+import glob
+import json
+import os
+import sysconfig
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
+import numpy as np
+from pyarrow import ArrowException
+from pyarrow.parquet import ParquetFile
+
+from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.recipe.sections import Data
+
+FORMATS = (".bin", ".jsonl", ".md", ".npy", ".parquet", ".txt")
+"""Files that a folder in `data.files` contributes."""
+ROWS = (".jsonl", ".parquet")
+TOKENS = (".bin", ".npy")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+LLM_C = np.array([20240520], "<i4").tobytes()
+"""First bytes of a `.bin` file with the header of llm.c, 1,024 bytes before tokens of uint16."""
+TOKENS_AT_ONCE = 1 << 20
+"""Longest document of a file of tokens without marks."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file of documents: rows of `.jsonl` or `.parquet`, tokens of `.bin` or `.npy`, otherwise a single document."""
+
+    name: str  # sort key
+    path: str  # or URL
+    size: int  # bytes
+    version: str  # changes with the content
+    entry: int  # number of the entry in `data.files`
+    data: Data
+
+    @property
+    def has_tokens(self) -> bool:
+        return self.path.endswith(TOKENS)
+
+    def contents(self) -> Iterator[bytes]:
+        """Each non-empty document: UTF-8 text, or ids as little-endian uint32. Raises RecipeError for a bad file."""
+        for content in self.rows():
+            if isinstance(content, bytes):
+                yield content
+
+    def rows(self) -> Iterator[bytes | RecipeError]:
+        """As `contents`, and with `data.bad_rows` = "skip" an error for each skipped row."""
+        if self.path.endswith(COMPRESSED):
+            raise RecipeError(f"data.files: {self.path} is compressed; decompress it, and name the text file")
+        try:
+            # A local path may have characters of URLs.
+            with fsspec.open(self.path, "rb") if "://" in self.path else open(self.path, "rb") as stream:
+                for content in self._read(stream):
+                    if isinstance(content, RecipeError) and self.data.bad_rows == "refuse":
+                        raise content
+                    if content:
+                        yield content if isinstance(content, RecipeError | bytes) else _encoded(content)
+        except (OSError, ArrowException) as error:
+            problem = getattr(error, "strerror", None) or error
+            raise RecipeError(f"data.files: {self.path!r} cannot be read: {problem}") from error
+
+    def texts(self) -> Iterator[str]:
+        """Text of each document; bytes outside of UTF-8 become U+FFFD."""
+        if self.has_tokens:
+            raise RecipeError(f"data.files: {self.path} has tokens and no text, which data.tokenizer = 'bpe' needs")
+        return (content.decode("utf-8", errors="replace") for content in self.contents())
+
+    def _read(self, stream: Any) -> Iterator[bytes | str | RecipeError]:
+        if self.has_tokens:
+            return self._documents_of_tokens(stream)
+        if self.path.endswith(ROWS):
+            return self._json_rows(stream) if self.path.endswith(".jsonl") else self._parquet_rows(stream)
+        return iter([stream.read()])
+
+    def _json_rows(self, stream: Any) -> Iterator[str | RecipeError]:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                yield self._json_row(f"data.files: {self.path}:{number}", line.decode("utf-8", errors="replace"))
+
+    def _json_row(self, place: str, line: str) -> str | RecipeError:
+        try:
+            row = json.loads(line)
+        except RecursionError:
+            return RecipeError(f"{place}: its lists or objects are nested too deeply")
+        except ValueError as error:
+            return RecipeError(f"{place}: not JSON: {error}")
+        if not isinstance(row, dict):
+            return RecipeError(f"{place} is of type {type(row).__name__}; a row is an object with text")
+        if problem := self._missing_field(place, row):
+            return problem
+        if not isinstance(text := row[self.data.text_key], str):
+            field = f"{self.data.text_key!r} (data.text_key)"
+            return RecipeError(f"{place}: {field} is {json.dumps(text)[:40]}, not text; remove the row")
+        return text
+
+    def _parquet_rows(self, stream: Any) -> Iterator[str]:
+        table = ParquetFile(stream)
+        if problem := self._missing_field(f"data.files: {self.path}", table.schema_arrow.names):
+            raise problem
+        for batch in table.iter_batches(columns=[self.data.text_key]):
+            yield from (str(text) for text in batch.column(0).to_pylist() if text is not None)
+
+    def _missing_field(self, place: str, names: Collection[str]) -> RecipeError | None:
+        key = self.data.text_key
+        missing = f"{place} has no field data.text_key = {key!r}; it has {', '.join(names)}"
+        return RecipeError(missing) if key not in names else None
+
+    def _documents_of_tokens(self, stream: Any) -> Iterator[bytes]:
+        if self.path.endswith(".npy"):
+            array = _array(self.path, stream)
+            chunks = iter(np.split(array, range(TOKENS_AT_ONCE, len(array), TOKENS_AT_ONCE)))
+        else:
+            chunks = self._raw_tokens(stream)
+        rest, marks = np.empty(0, "<u4"), np.array(self.data.token_marks, np.int64)
+        for chunk in chunks:
+            ids = np.concatenate([rest, chunk.astype("<u4")])
+            *documents, rest = np.split(ids, np.flatnonzero(np.isin(ids, marks)))
+            if len(rest) >= TOKENS_AT_ONCE:
+                documents, rest = [*documents, rest], rest[:0]
+            yield from (_without_mark(document, marks) for document in documents)
+        yield _without_mark(rest, marks)
+
+    def _raw_tokens(self, stream: Any) -> Iterator[np.ndarray]:
+        dtype = np.dtype(self.data.token_dtype).newbyteorder("<")
+        if stream.read(len(LLM_C)) == LLM_C:
+            stream.seek(1024)
+            dtype = np.dtype("<u2")
+        else:
+            stream.seek(0)
+        while content := stream.read(TOKENS_AT_ONCE * dtype.itemsize):
+            if len(content) % dtype.itemsize:
+                raise RecipeError(f"data.files: {self.path} is cut off within a token of {dtype}; see data.token_dtype")
+            yield np.frombuffer(content, dtype)
+
+
+def _without_mark(ids: np.ndarray, marks: np.ndarray) -> bytes:
+    return ids[np.isin(ids[:1], marks).sum() :].tobytes()
+
+
+def _array(path: str, stream: Any) -> np.ndarray:
+    try:
+        ids: np.ndarray = np.load(stream, allow_pickle=False)
+    except ValueError as error:
+        raise RecipeError(f"data.files: {path!r} cannot be read: {error}") from error
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min(initial=0) < 0 or ids.max(initial=0) >= 1 << 32:
+        wrong = f"has {ids.dtype} numbers of shape {ids.shape}"
+        raise RecipeError(f"data.files: {path} {wrong}; a file of tokens has one axis of integers from 0 to 2**32 - 1")
+    return ids
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", errors="replace")
+
+
+def data_files(data: Data) -> tuple[DataFile, ...]:
+    """Files of a `[data]` table, empty ones too, sorted by name. Raises RecipeError for entries without files."""
+    found = _python_files() if data.source == "python" else _matched_files(data)
+    # A folder's listing depends on the file system, and the order decides every batch.
+    return tuple(_data_file(name, *found[name], data) for name in sorted(found))
+
+
+def _data_file(name: str, path: str, entry: int, data: Data) -> DataFile:
+    if "://" not in path:
+        status = os.stat(path)
+        return DataFile(name, path, status.st_size, str(status.st_mtime_ns), entry, data)
+    system, inside = fsspec.url_to_fs(path)
+    return DataFile(name, path, system.size(inside), system.ukey(inside), entry, data)
+
+
+Found = dict[str, tuple[str, int]]
+"""Path or URL, and the number of the entry in `data.files`, by name."""
+
+
+def _python_files() -> Found:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    sources: Found = {}
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - {"site-packages", "dist-packages", "__pycache__"}
+        paths = (Path(folder, file) for file in files if file.endswith(".py"))
+        sources |= {path.relative_to(root).as_posix(): (str(path), 0) for path in paths if path.is_file()}
+    if not sources:
+        raise RecipeError(f"data.source = 'python': no .py file in {root}; use data.source = 'files' and data.files")
+    return sources
+
+
+def _matched_files(data: Data) -> Found:
+    """Matching files by path from their deepest common folder, independent of the working directory."""
+    if not data.files:
+        raise RecipeError("data.files is empty; data.source = 'files' needs at least one glob pattern")
+    entries: dict[str, int] = {}
+    for number, pattern in enumerate(data.files):
+        for file in _matches(pattern) if "://" in pattern else map(_resolved, _local_matches(pattern)):
+            # Patterns or links may match a file twice, to be trained on and held out.
+            if entries.setdefault(file, number) != number and data.weights:
+                both = f"data.files[{entries[file]}] and data.files[{number}]"
+                raise RecipeError(f"data.weights: {both} both match {file}; an entry with a weight has its own files")
+    paths = {file: PurePosixPath("/", file) for file in entries}
+    root = os.path.commonpath([path.parent for path in paths.values()])
+    return {path.relative_to(root).as_posix(): (file, entries[file]) for file, path in paths.items()}
+
+
+def _resolved(path: str) -> str:
+    return str(Path(path).resolve())
+
+
+def _matches(pattern: str) -> list[str]:
+    """URLs of the files that match a URL."""
+    try:
+        system, path = fsspec.url_to_fs(pattern)
+        if system.isdir(path):
+            below = system.find(path)
+            found = [file for file in below if file.endswith(FORMATS) and "/." not in file.removeprefix(path)]
+        else:
+            found = [file for file, about in system.glob(path, detail=True).items() if about["type"] == "file"]
+    except (ImportError, OSError, ValueError) as error:
+        raise RecipeError(f"data.files: {pattern!r} cannot be read: {error}") from error
+    if not found:
+        raise RecipeError(f"data.files: {pattern!r} matches no file of {', '.join(FORMATS)}")
+    return [system.unstrip_protocol(file) for file in found]
+
+
+def _local_matches(pattern: str) -> list[str]:
+    expanded = os.path.expanduser(pattern)
+    if os.path.isdir(expanded):
+        matches = [path for path in files_below(expanded) if path.endswith(FORMATS)]
+        problem = f"the folder {pattern!r} has no file of {', '.join(FORMATS)}"
+        remedy = f". Name other files by a pattern, as {os.path.join(pattern, '**', '*.py')!r}"
+    else:
+        matches = [path for path in glob.glob(expanded, recursive=True) if os.path.isfile(path)]
+        problem, remedy = f"{pattern!r} matches no file", f" (seen from {os.getcwd()})"
+    if not matches:
+        raise RecipeError(f"data.files: {problem}{remedy}")
+    return matches
+
+
+def files_below(folder: str) -> list[str]:
+    """Files of a folder and its folders, in order, without hidden ones."""
+    paths = glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True)
+    return sorted(path for path in paths if os.path.isfile(path))
