@@ -28,7 +28,6 @@ from titan_muon.assignment.roles import inspect_model
 from titan_muon.assignment.rules import assign_parameters
 from titan_muon.engine import dispatch_of, plan_step
 from titan_muon.options import Machine, MuonOptions
-from titan_muon.orthogonalize import iteration
 from titan_muon.plan import summarize
 from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.terms.machine import machine_of
@@ -70,10 +69,9 @@ def placed(names: dict[str, tuple[int, ...]], degree: int, *, replicated: bool) 
 def row(names: dict[str, tuple[int, ...]], degree: int, replicas: Replicas | None) -> str:
     """A line of the table."""
     options = MuonOptions(machine=MACHINE, replicas="split" if replicas is None else replicas)
-    steps = iteration(options.ns_coefficients, options.ns_steps, options.eps)
     with fake_world(RANKS):
         named = list(placed(names, degree, replicated=replicas is not None))
-        plan = plan_step(named, [steps] * len(named), dispatch_of(torch.device("cuda"), options), options)
+        plan = plan_step(named, [vars(options)] * len(named), dispatch_of(torch.device("cuda"), options), options)
     played = timeline(plan, machine_of(MACHINE))
     last = played.last
     cells = (

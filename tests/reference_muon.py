@@ -83,6 +83,7 @@ class ReferenceRule(ReferenceMuon):
         momentum_warmup_steps: int = 0,
         momentum_start: float = 0.85,
         idle: str = "move",
+        wire_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         super().__init__(params, **options)
@@ -90,7 +91,7 @@ class ReferenceRule(ReferenceMuon):
         self.beta2, self.cautious = beta2, cautious
         self.peak = self.lr if decay_follows_lr else None
         self.warmup, self.start, self.last = momentum_warmup_steps, momentum_start, self.momentum
-        self.steps, self.holds = 0, idle == "hold"
+        self.steps, self.holds, self.wire = 0, idle == "hold", wire_dtype or self.dtype
         self.moments = {
             name: [torch.zeros(p.shape[-2:] if "adamuon" in self.algorithms else p.size(-2)) for _ in self._matrices(p)]
             for name, p in self.params.items()
@@ -129,9 +130,8 @@ class ReferenceRule(ReferenceMuon):
 
     def prepared(self, matrix: Tensor) -> Tensor:
         if "muoneq" in self.algorithms:
-            # Matrices travel in bfloat16.
-            wide = matrix.bfloat16().float()
-            return (wide / (torch.linalg.vector_norm(wide, dim=1, keepdim=True) + 1e-8)).bfloat16()
+            wide = matrix.to(self.wire).float()
+            return (wide / (torch.linalg.vector_norm(wide, dim=1, keepdim=True) + 1e-8)).to(self.wire)
         return matrix.sign() if "adamuon" in self.algorithms else matrix
 
     def normalized(self, update: Tensor, moment: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class ReferenceRule(ReferenceMuon):
         root = moment.sqrt() + 1e-8 if "adamuon" in self.algorithms else (moment.sqrt() + 1e-7)[:, None]
         rows = wide / root
         # 0.2 lr sqrt(m n) / norm is the papers' rate; the scale of Muon's rate, 0.2 sqrt(max), leaves sqrt(min) / norm.
-        return (rows * (min(update.shape) ** 0.5 / rows.norm())).to(update.dtype)
+        return (rows * (min(update.shape) ** 0.5 / rows.norm())).to(self.wire)
 
     def turn(self, weights: Tensor, update: Tensor) -> None:
         """Move weights on the sphere of constant norm."""

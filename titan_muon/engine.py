@@ -45,6 +45,7 @@ from .step.step import trace_range
 from .tensors.device import is_host
 from .tensors.dtensor import mesh_axes, storage_device
 from .tensors.matrices import planned
+from .tensors.names import listed
 from .tensors.storage import TrainedParam, check_devices, device_of, storage_fault, storage_of, with_momentum
 from .tensors.warning import warn
 
@@ -65,10 +66,9 @@ def checked_plan(
         # For example a pipeline stage with the embedding alone.
         return Plan((), (), (), (), 1, options.wire_bytes, ()), Geometries(())
     check_devices(params)
-    iterations = tuple(iteration_of(trained.group) for trained in params)
-    named = [(trained.fqn, trained.param) for trained in params]
+    named, groups = [(trained.fqn, trained.param) for trained in params], [trained.group for trained in params]
     kept = {trained.fqn: ranks for trained in params if (ranks := kept_by(trained))}
-    plan = plan_step(named, iterations, dispatch_of(device_of(params), options), options, separate, kept)
+    plan = plan_step(named, groups, dispatch_of(device_of(params), options), options, separate, kept)
     geometries = Geometries(plan.parameters)
     for index, trained in enumerate(params):
         device = storage_device(trained.param)
@@ -104,29 +104,33 @@ def planning_machine(options: Machine, device: str) -> MachineRates:
 
 def plan_step(
     named: Sequence[tuple[str, Tensor]],
-    iterations: Sequence[Iteration],
+    groups: Sequence[Mapping[str, Any]],
     dispatch: Dispatch,
     options: MuonOptions,
     separate: Mapping[str, Layout] = MappingProxyType({}),
     kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Plan:
-    """The plan of a step on (name, parameter) pairs, each with a Newton-Schulz iteration.
+    """The plan of a step on (name, parameter) pairs, each with a parameter group.
 
     `separate`: from `separate_layouts`. `kept`: present state ranks by name, if not all holders. Never communicates:
     parameters may be on the meta device and the fake process group. Raises ValueError for a parameter without matrices,
     and for a split with a mismatched shape.
     """
+    iterations = tuple(map(iteration_of, groups))
     if options.fused == "auto":
         from .algorithms.fused import with_fused
 
-        options = with_fused(options, torch.device(dispatch.device), [tensor for _, tensor in named])
+        options = with_fused(options, torch.device(dispatch.device), [tensor for _, tensor in named], groups)
     parameters = [planned(fqn, tensor, options.split, separate.get(fqn)) for fqn, tensor in named]
-    algorithm = algorithm_of(options)
-    options = replace(options, wire_dtype=algorithm.wire_dtype or options.wire_dtype)
+    algorithm = algorithm_of(options, groups)
+    needs = [algorithm.for_parameter(number).wire_dtype for number in range(len(named))]
+    wide = [fqn for (fqn, _), dtype in zip(named, needs, strict=True) if dtype not in (None, options.wire_dtype)]
+    options = replace(options, wire_dtype="float32" if wide else options.wire_dtype)
+    note = f"matrices travel in float32, because the algorithm of {listed(wide, 2)} needs this" if wide else ""
     work_of = _work_of(iterations, dispatch, options.wire_bytes, algorithm)
     passes = passes_of({tensor.dtype for _, tensor in named}, options, dispatch.device, algorithm.temporary_bytes)
     parameters_with_keepers = with_state_ranks(parameters, options, work_of, kept)
-    plan = make_plan(parameters_with_keepers, work_of, options, dispatch.machine, passes)
+    plan = make_plan(parameters_with_keepers, work_of, options, dispatch.machine, passes, note)
     check_plan(PlanContext(options, parameters, plan, named, iterations, dispatch.device), algorithm)
     if options.tp_mode == "blockwise":
         warn(f"{blocks_reason(parameters, plan.parameters)}; the other modes are exact")
@@ -134,8 +138,8 @@ def plan_step(
 
 
 def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: int, algorithm: Algorithm) -> WorkOf:
-    def work(index: int, rows: int, cols: int, slices: int = 1, /) -> Work:
-        steps = iterations[index].steps
+    def work_of(index: int, rows: int, cols: int, slices: int = 1, /) -> Work:
+        steps, own = iterations[index].steps, algorithm.for_parameter(index)
         method = dispatch.choose(rows, cols, steps, slices)
         # So that equal digests imply equal computations.
         of_method = Work(
@@ -147,11 +151,14 @@ def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: in
             dtype=method.dtype,
             team=method.team(rows, cols, steps),
             operators=method.operators(len(steps)),
-            state_bytes=sum(spec.bytes for spec in algorithm.states(rows, cols, transposed=False) if spec.saved),
+            state_bytes=sum(spec.bytes for spec in own.states(rows, cols, transposed=False) if spec.saved),
         )
-        return algorithm.work(rows, cols, of_method)
+        work = own.work(rows, cols, of_method)
+        # A batch has one method, and so one algorithm.
+        names = " + ".join(own.options.algorithms)
+        return work if own is algorithm else replace(work, method=f"{names}: {work.method}")
 
-    return work
+    return work_of
 
 
 def _methods_of(plan: Plan, iterations: Sequence[Iteration], dispatch: Dispatch) -> Iterator[Method]:
@@ -192,7 +199,7 @@ def report_of(
         "parameters": [(p.fqn, p.layout.shape, p.layout.placements, p.layout.mesh.ranks) for p in plan.parameters],
         # A learning rate in a tensor prints its device, which differs between ranks.
         "hyperparameters": [
-            {key: group[key].item() if isinstance(group[key], Tensor) else group[key] for key in HYPERPARAMETERS}
+            {key: v.item() if isinstance(v := group.get(key), Tensor) else v for key in (*HYPERPARAMETERS, "algorithm")}
             for group in groups
         ],
         "options": {name: getattr(options, name) for name in SHARED if name not in LOCAL_OPTIONS},
@@ -264,7 +271,8 @@ def engine_of(
         options,
     )
     # The overlap of the engine before, because hooks in the model hold it.
-    engine = Engine(rank, algorithm_of(options), states, overlap_of(options) if overlap is None else overlap)
+    algorithm = algorithm_of(options, [trained.group for trained in params])
+    engine = Engine(rank, algorithm, states, overlap_of(options) if overlap is None else overlap)
     allocated = 0 if options.keep_buffers else buffers.memory.nbytes + engine.workspace.nbytes
     if warning := fragmentation(buffers.device.type, allocated, os.environ):
         warn(warning)
@@ -287,8 +295,8 @@ class Engine:
     def __init__(self, rank: Rank, algorithm: Algorithm, states: MatrixStates, overlap: PassOverlap | None) -> None:
         self._algorithm, self.overlap = algorithm, overlap
         # Attributes of groups that a step compares by value, as planned: also a list is mutable.
-        keys = ("ns_coefficients", "ns_steps", "eps")
-        self._iterations = [deepcopy(tuple(trained.group[key] for key in keys)) for trained in rank.params]
+        keys = ("ns_coefficients", "ns_steps", "eps", "algorithm")
+        self._iterations = [deepcopy(tuple(trained.group.get(key) for key in keys)) for trained in rank.params]
         self._make(rank, states, None)
 
     def _make(self, rank: Rank, states: MatrixStates, before: StepParts | None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Never, Self
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from .algorithms import algorithm_of
+from .algorithms import algorithm_of, check_group
 from .comm.agreement import Agreement
 from .comm.clip import SkipsSteps
 from .comm.equality import check_equal
@@ -316,7 +317,7 @@ class Muon(SkipsSteps, Optimizer):
             self.engine.rebuild(self._trained_params(), self._options, states)
 
     def _matrix_states(self, plan: Plan) -> MatrixStates:
-        return with_matrix_states(plan, self._trained_params(), self._algorithm.states, self.state)
+        return with_matrix_states(plan, self._trained_params(), self._algorithm.for_parameter, self.state)
 
     def _replanned(self) -> bool:
         """Plan again if the trained parameters or iterations changed on any rank, and return whether."""
@@ -378,7 +379,7 @@ class Muon(SkipsSteps, Optimizer):
         super().add_param_group(named_group(param_group, self.param_groups, alone=alone))
         try:
             check_params(self.param_groups[-1], self._options.split)
-            self._algorithm.check_group(self.param_groups[-1])
+            check_group(self._options, self.param_groups[-1])
             if self._engine is not None:
                 self.rebuild()
         except Exception:
@@ -418,18 +419,20 @@ class Muon(SkipsSteps, Optimizer):
 
     def _planned(self, agreement: Agreement) -> Engine:
         together = agreement.together
-        together(lambda: check_groups(self.param_groups, self._options.split, self._algorithm.check_group))
+        together(lambda: check_groups(self.param_groups, self._options.split, partial(check_group, self._options)))
         everything = [parameter for group in self.param_groups for parameter in group["params"]]
         self._options = replace(self._options, offload=resolved(self._options.offload, everything))
         params = together(self._trained_params)
+        groups = [trained.group for trained in params]
         if self._options.fused == "auto":
             from .algorithms.fused import with_fused
 
-            self._options = with_fused(self._options, device_of(params), [trained.param for trained in params])
+            self._options = with_fused(self._options, device_of(params), [trained.param for trained in params], groups)
+        self._algorithm = algorithm_of(self._options, groups)
         separate = separate_layouts(params, agreement)
         plan, geometries = together(lambda: checked_plan(params, self._options, separate, agreement.rank))
-        empty = not self._algorithm.momentum
-        params = together(lambda: with_states(params, plan.parameters, self.state, self._options, empty=empty))
+        empty = [number for number in range(len(params)) if not self._algorithm.for_parameter(number).momentum]
+        params = together(lambda: with_states(params, plan.parameters, self.state, self._options, empty))
         of_plan = (plan, geometries, params, self._options, self.param_groups, self._others, agreement.ranks)
         report = report_of(*of_plan, optional=self._optional)
         known = {g: group for trained in params for g, group in mesh_groups(trained.param, agreement.rank).items()}
@@ -443,4 +446,4 @@ class Muon(SkipsSteps, Optimizer):
 
     def _trained_params(self) -> tuple[TrainedParam, ...]:
         of_muon = self.param_groups, self.state, self._agreed.rank, self._options
-        return tuple(trained_params(*of_muon, counts_steps=self._algorithm.counts_steps))
+        return tuple(trained_params(*of_muon, counts_steps=algorithm_of(self._options, self.param_groups).counts_steps))

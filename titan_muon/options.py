@@ -281,13 +281,14 @@ class Hyperparameters:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of all parameters of a Muon."""
+    """Options of all parameters of a Muon. Only `algorithm` may differ by parameter group."""
 
     algorithm: Annotated[str | tuple[str, ...], ALGORITHM] = "muon"
     """Function of a matrix: `muon`; `muoneq` (arXiv:2603.28254) gives rows equal norms before; `normuon`
     (arXiv:2510.05491) and `adamuon` (arXiv:2507.11005) divide rows or elements of an update by a running root mean
     square; `muonh` (arXiv:2606.16899) keeps the norm of each matrix; `soap` (arXiv:2409.11321) is Adam in the
-    eigenbases of gradients, without Newton-Schulz. A list composes algorithms: `["normuon", "muonh"]`."""
+    eigenbases of gradients, without Newton-Schulz. A list composes algorithms: `["normuon", "muonh"]`. A parameter
+    group, or `options` of an `[[optimizer.rule]]`, may have another algorithm."""
 
     beta2: Annotated[float, FRACTION] = 0.95
     """Decay of the average of squared updates, with `algorithm` = "normuon" or "adamuon"; with "soap", of the squares

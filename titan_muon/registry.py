@@ -67,11 +67,13 @@ class OptimizerEntry:
     Attributes:
         build: called with parameter groups (`params`, `param_names` and hyperparameters) and the options in `shared`;
             returns a torch.optim.Optimizer with all hyperparameters in `defaults`.
-        shared: options that cannot differ between groups.
+        shared: options of the whole optimizer.
+        by_rule: those of `shared` that a rule may set for its parameters, as a key of their group.
     """
 
     build: Callable[..., Any]
     shared: Sequence[str] = ()
+    by_rule: Sequence[str] = ()
 
 
 optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimizers", own=("adamw", "muon"))

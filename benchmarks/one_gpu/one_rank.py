@@ -38,7 +38,6 @@ from titan_muon.engine import dispatch_of, plan_step, planning_machine
 from titan_muon.options import Machine, MuonOptions, Split
 from titan_muon.plan import Plan, summarize
 from titan_muon.plan.cost.timeline import timeline
-from titan_muon.state.groups import iteration_of
 
 NOISE = 1e-3
 """Size of received numbers: a larger one would break the bound on updates."""
@@ -153,9 +152,8 @@ def plan_of(world: World) -> Plan:
     """The plan of a recipe for GPUs, without the memory of the parameters."""
     named = meta_parameters(world, "muon")
     options = MuonOptions(split=splits_of(world))
-    iterations = [iteration_of(group) for _, _, group in named]
-    dispatch = dispatch_of(torch.device("cuda"), options)
-    return plan_step([(fqn, tensor) for fqn, tensor, _ in named], iterations, dispatch, options)
+    dispatch, groups = dispatch_of(torch.device("cuda"), options), [group for _, _, group in named]
+    return plan_step([(fqn, tensor) for fqn, tensor, _ in named], groups, dispatch, options)
 
 
 def splits_of(world: World) -> tuple[Split, ...]:

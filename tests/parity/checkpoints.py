@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from tests.parity.references import ALGORITHM
-from tests.parity.table import SOAP
+from tests.parity.table import NORMUON_AND_SOAP, SOAP
 from tests.parity.training import Row, Training, gradients, reference_of
 from titan_muon.tensors.dtensor import copy_rows
 
@@ -64,6 +64,8 @@ def chains() -> list[Chain]:
         chain("adamuon", shards, math={ALGORITHM: "adamuon", "beta2": 0.9}),
         chain("soap", (*rows[:3], (4, "ep x rows", {})), **SOAP),
         chain("soap by TorchTitan", homes, titan=True, **SOAP),
+        chain("normuon and soap", rows, **NORMUON_AND_SOAP),
+        chain("normuon and soap by TorchTitan", homes, titan=True, **NORMUON_AND_SOAP),
         chain("muonh", homes, math={ALGORITHM: "muonh", "weight_decay": 0.0}, close=1e-4),
         chain("warm-up", shards, math={"momentum_warmup_steps": 3}),
         chain("int8 momentum", rows, math={"state_dtype": "int8"}, reference="one process", close=0.2),

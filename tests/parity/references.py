@@ -1,6 +1,6 @@
 """References of rows: torch.optim.Muon, the algorithms from their papers, or Muon itself, in one process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, Protocol
 
@@ -34,23 +34,27 @@ class Reference(Protocol):
     def states(self, name: str) -> dict[str, Tensor]: ...
 
 
-def groups(pairs: Mapping[str, Any], several: bool) -> list[dict[str, Any]]:
-    """Groups of parameters; with `several`, every other parameter is in the second one."""
-    names = list(pairs)
-    parts = (names[::2], names[1::2]) if several else (names,)
-    extra = ({}, OTHER_GROUP)
+def in_groups(names: list[str], other: Options) -> Iterator[tuple[list[str], Options]]:
+    """Names by group, and the hyperparameters of the group. Every other parameter is in the second one, if any."""
+    yield (names[::2] if other else names), {}
+    if other:
+        yield names[1::2], other
+
+
+def groups(pairs: Mapping[str, Any], other: Options) -> list[dict[str, Any]]:
+    """Groups of parameters for an optimizer."""
     return [
         {"params": [pairs[name] for name in part], "param_names": part, **more}
-        for part, more in zip(parts, extra, strict=False)
+        for part, more in in_groups(list(pairs), other)
     ]
 
 
 class TorchMuon:
     """torch.optim.Muon on each matrix."""
 
-    def __init__(self, names: list[str], options: Options, several: bool, dtype: torch.dtype) -> None:
+    def __init__(self, names: list[str], options: Options, other: Options, dtype: torch.dtype) -> None:
         self.parts = {name: [nn.Parameter(m) for m in matrices(name, drawn(name, 0))] for name in names}
-        given = groups(self.parts, several)
+        given = groups(self.parts, other)
         for group in given:
             group["params"] = [part for parts in group["params"] for part in parts]
             del group["param_names"]
@@ -78,10 +82,12 @@ class TorchMuon:
 class Algorithm:
     """The definition of an algorithm or option in `tests/reference_muon.py`, on each matrix."""
 
-    def __init__(self, names: list[str], options: Options, several: bool, dtype: torch.dtype) -> None:
+    def __init__(self, names: list[str], options: Options, other: Options, dtype: torch.dtype) -> None:
+        assert not other
+        options = {name: value for name, value in options.items() if name != "soap_freq"}
         self.counts = {name: len(matrices(name, drawn(name, 0))) for name in names}
         parts = self._parts({name: drawn(name, 0) for name in names})
-        self.reference = ReferenceRule(parts, dtype=dtype, **({"lr": LR} | dict(options)))
+        self.reference = ReferenceRule(parts, dtype=dtype, **({"lr": LR} | options))
         self.lr = self.reference.lr
 
     @staticmethod
@@ -112,7 +118,8 @@ class Algorithm:
 class Soap(Algorithm):
     """SOAP of `tests/reference_soap.py`, on each matrix."""
 
-    def __init__(self, names: list[str], options: Options, several: bool, dtype: torch.dtype) -> None:
+    def __init__(self, names: list[str], options: Options, other: Options, dtype: torch.dtype) -> None:
+        assert not other
         self.counts = {name: len(matrices(name, drawn(name, 0))) for name in names}
         given = {name: value for name, value in options.items() if name != ALGORITHM}
         self.soap = ReferenceSoap(self._parts({name: drawn(name, 0) for name in names}), **({"lr": LR} | given))
@@ -135,6 +142,30 @@ class Soap(Algorithm):
         return {"momentum_buffer": torch.empty(0), **kept}
 
 
+class ByGroup:
+    """An algorithm for each group, each in its own reference."""
+
+    def __init__(self, names: list[str], options: Options, other: Options, dtype: torch.dtype) -> None:
+        self.parts = dict[str, Reference]()
+        for part, more in in_groups(names, other):
+            own = {**options, **more}
+            # SOAP lets all matrices travel in float32.
+            wire = {"wire_dtype": torch.float32} if other.get(ALGORITHM) == "soap" else {}
+            soap = own.get(ALGORITHM) == "soap"
+            made = Soap(part, own, {}, dtype) if soap else Algorithm(part, {**own, **wire}, {}, dtype)
+            self.parts |= dict.fromkeys(part, made)
+
+    def step(self, number: int, grads: Mapping[str, Tensor], left_out: set[tuple[str, int]]) -> None:
+        for part in {*self.parts.values()}:
+            part.step(number, {name: grad for name, grad in grads.items() if self.parts[name] is part}, left_out)
+
+    def weight(self, name: str) -> Tensor:
+        return self.parts[name].weight(name)
+
+    def states(self, name: str) -> dict[str, Tensor]:
+        return self.parts[name].states(name)
+
+
 @cache
 def this_rank() -> dist.ProcessGroup:
     """A process group of this rank alone."""
@@ -145,11 +176,11 @@ def this_rank() -> dist.ProcessGroup:
 class OneProcess:
     """Muon on whole plain tensors in one process."""
 
-    def __init__(self, names: list[str], options: Options, several: bool, dtype: torch.dtype) -> None:
+    def __init__(self, names: list[str], options: Options, other: Options, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.params = {name: nn.Parameter(drawn(name, 0).to(dtype)) for name in names}
         options = {"lr": LR, "orthogonalize": "reference", **options}
-        self.muon = Muon(groups(self.params, several), process_group=this_rank(), **muon_keywords(**options))
+        self.muon = Muon(groups(self.params, other), process_group=this_rank(), **muon_keywords(**options))
         for group in self.muon.param_groups:
             group["initial_lr"] = group["lr"]
 
@@ -172,5 +203,6 @@ REFERENCES: dict[str, Callable[..., Reference]] = {
     "torch": TorchMuon,
     "paper": Algorithm,
     "soap": Soap,
+    "groups": ByGroup,
     "one process": OneProcess,
 }

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tests.parity.layouts import BLOCKS, FUSED, MATRICES, ODD, STACKS
-from tests.parity.references import ALGORITHM
+from tests.parity.references import ALGORITHM, OTHER_GROUP
 from tests.parity.training import DROP, ELSEWHERE, Row
 from titan_muon.options import Machine
 
@@ -48,6 +48,22 @@ ELEMENTS_SMOOTHED: Options = {ALGORITHM: "adamuon", "beta2": 0.9}
 SOAP: Options = {"reference": "soap", "shapes": FEW, "math": {ALGORITHM: "soap", "soap_freq": 2}}
 SPHERE: Options = {ALGORITHM: "muonh", "weight_decay": 0.0}
 NORMUONH: Options = {**SPHERE, ALGORITHM: ("normuon", "muonh"), "beta2": 0.9}
+MUON_AND_NORMUON: Options = {
+    "reference": "groups",
+    "math": {"beta2": 0.9},
+    "groups": {ALGORITHM: "normuon", "lr": 0.01},
+}
+NORMUON_AND_SOAP: Options = {
+    "reference": "groups",
+    "math": {ALGORITHM: "normuon", "beta2": 0.9, "soap_freq": 2},
+    "groups": {ALGORITHM: "soap", "lr": 0.01},
+}
+MUONH_AND_MUON: Options = {
+    "reference": "groups",
+    "math": {ALGORITHM: "muonh", "weight_decay": 0.0},
+    "groups": {ALGORITHM: "muon", "weight_decay": 0.1},
+    "close": 1e-4,
+}
 ROWS_BEFORE_AND_AFTER: Options = {ALGORITHM: ("muoneq", "normuon"), "beta2": 0.9}
 CAUTIOUS: Options = {"cautious": True, "weight_decay": 0.5}
 
@@ -115,7 +131,7 @@ def options() -> list[Row]:
         row("several meshes", layouts=meshes, shapes=FEW),
         row("several meshes, several buckets", layouts=meshes[:5], shapes=FEW, options=SEVERAL),
         row("odd shapes", layouts=(*FOUR, "owned"), shapes=(*ODD,)),
-        row("two groups", groups=True),
+        row("two groups", groups=OTHER_GROUP),
         row("hierarchical", layouts=("hsdp",), **network),
         row("hierarchical, replicated", layouts=("replicated",), **network),
         row("hierarchical, plain", layouts=("plain",), **network),
@@ -303,6 +319,24 @@ def algorithms() -> list[Row]:
         row("muoneq, splits", layouts=("fsdp",), shapes=(*FUSED,), reference="paper", math={ALGORITHM: "muoneq"}),
         row("normuonh", layouts=(*MIXED, "owned"), **(sphere | {"shapes": FEW, "math": NORMUONH})),
         row("muoneq and normuon", layouts=("fsdp", "owned"), shapes=FEW, reference="paper", math=ROWS_BEFORE_AND_AFTER),
+        row("muon and normuon", layouts=(*FOUR, "owned"), **MUON_AND_NORMUON),
+        row("muon and normuon, 2 ranks", 2, (*TWO, "owned"), **MUON_AND_NORMUON),
+        row("muon and normuon, state owner", options=KEPT, **MUON_AND_NORMUON),
+        row("muon and normuon, offloaded", options={"offload": "state"}, **MUON_AND_NORMUON),
+        row("muon and normuon, freeze and thaw", between={0: "freeze", 1: "thaw"}, **MUON_AND_NORMUON),
+        row("normuon and soap", layouts=(*MIXED, "owned"), **NORMUON_AND_SOAP),
+        row(
+            "normuon and soap, several buckets",
+            options={"buffer_gib": 30_000 / 2**30},
+            proof="several buckets",
+            **NORMUON_AND_SOAP,
+        ),
+        row("normuon and soap, forward", options=FORWARD, **NORMUON_AND_SOAP, **IN_MODULES),
+        row("normuon and soap, backward", options=BACKWARD, **NORMUON_AND_SOAP, **IN_MODULES),
+        row("normuon and soap of a nan", options=SKIP, gradients={1: ("experts", torch.nan)}, **NORMUON_AND_SOAP),
+        row("normuon and soap, scaler", layouts=("hsdp",), scaler="scaled", **NORMUON_AND_SOAP),
+        row("normuon and soap, reload", between={0: "reload", 1: "new_optimizer"}, **NORMUON_AND_SOAP),
+        row("muonh and muon", layouts=(*MIXED, "owned"), **MUONH_AND_MUON),
         row("muonh", layouts=(*MIXED, "owned"), **sphere),
         row("muonh, 2 ranks", 2, (*TWO, "owned"), **sphere),
         row("hold", layouts=(*MIXED, "owned"), math={"idle": "hold"}, reference="paper", **zeros),
@@ -340,6 +374,7 @@ def batched() -> list[Row]:
         "normuon": {"math": ROWS_SMOOTHED},
         "adamuon": {"math": ELEMENTS_SMOOTHED, "close": 1e-2},
         "muonh": {"math": SPHERE},
+        "muon and muoneq": {"reference": "groups", "groups": {ALGORITHM: "muoneq", "lr": 0.01}, "shapes": FEW[:3]},
         "hold": {"math": {**ROWS_SMOOTHED, "idle": "hold"}, **zero},
         "nan skipped": {"math": ROWS_SMOOTHED, **nan},
         "nan raises": {"gradients": {2: ("uneven", torch.nan)}, "error": ("layers.0.uneven",)},

@@ -33,7 +33,7 @@ class Row:
         shapes: the parameters of each layout.
         options: of Muon alone.
         math: options of Muon and of the reference.
-        groups: parameters are in two groups with different hyperparameters.
+        groups: hyperparameters of a second group with every other parameter, if any.
         sharded: FSDP2, DDP or `own` place modules, and gradients come from a backward pass.
         gradients: by step, a change of the gradients of parameters by the end of their names.
         between: by step, an action after that step.
@@ -52,7 +52,7 @@ class Row:
     options: Options = field(default_factory=dict)
     math: Options = field(default_factory=dict)
     reference: str = "torch"
-    groups: bool = False
+    groups: Options = field(default_factory=dict)
     sharded: bool = False
     gradients: Mapping[int, tuple[str, Any]] = field(default_factory=dict)
     between: Mapping[int, str] = field(default_factory=dict)
@@ -362,7 +362,7 @@ def reference_of(row: Row, names: list[str]) -> Reference:
     if row.reference == "twin":
         return Twin(row)
     return REFERENCES[row.reference](
-        names, row.math, row.groups, row.ns_dtype if row.reference == "paper" else row.dtype
+        names, row.math, row.groups, row.ns_dtype if row.reference in ("paper", "groups") else row.dtype
     )
 
 

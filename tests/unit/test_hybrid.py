@@ -103,6 +103,17 @@ def test_parameter_groups_have_the_rules_options() -> None:
         parameter_groups(model, [Rule(match="nothing", optimizer="muon")])
 
 
+def test_a_rule_has_an_algorithm_of_its_own() -> None:
+    rules = [Rule(match="layers.1.[ud]*.weight", optimizer="muon", options={"algorithm": ["normuon", "muoneq"]})]
+    model, reference = Decoder(), Decoder()
+    hybrid = Hybrid(model, rules=rules, **OPTIONS)
+    train(model, hybrid, range(3))
+    train(reference, pair(reference, rules=rules), range(3))
+    assert equal(model, reference)
+    smoothed = {name for name, p in model.named_parameters() if "second_moment.0" in hybrid.state[p]}
+    assert smoothed == {name for name in MATRICES if name.startswith("layers.1")}
+
+
 def test_parameter_groups_of_known_layouts_name_the_splits_for_muon() -> None:
     model = nn.ModuleList([nn.MultiheadAttention(32, 2)])
     with pytest.warns(UserWarning, match=r"^0.in_proj_weight: several matrices in a weight; pass Muon split="):

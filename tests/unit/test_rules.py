@@ -1,5 +1,6 @@
 """Rules are separate files, chosen by name, with separate scales and schedules."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch.optim import lr_scheduler
 
 from tests.shared import muon_keywords
 from titan_muon import Expert, Muon, registry
+from titan_muon.algorithms.fused import with_fused
 from titan_muon.algorithms.muon import MuonAlgorithm
-from titan_muon.options import OptionError
+from titan_muon.options import MuonOptions, OptionError
+from titan_muon.plan.terms.machine import Choices
 
 
 def trained(steps: int, **options: Any) -> tuple[Muon, Tensor]:
@@ -130,6 +133,109 @@ def test_options_without_a_use_in_the_rule_are_refused(options: dict[str, Any], 
     with pytest.raises(OptionError) as refused:
         Muon([("w", nn.Parameter(torch.eye(16)))], **muon_keywords(**options)).build()
     assert message in str(refused.value)
+
+
+def matrices(seed: int, *groups: dict[str, Any]) -> list[dict[str, Any]]:
+    """A (16, 24) matrix for each group."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [nn.Parameter(torch.randn(16, 24, generator=generator)) for _ in groups]
+    return [{"params": [(f"w{i}", param)], **group} for i, (param, group) in enumerate(zip(made, groups, strict=True))]
+
+
+def stepped(muon: Muon, seed: int) -> Muon:
+    """The optimizer after a step on random gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    for group in muon.param_groups:
+        for param in group["params"]:
+            param.grad = torch.randn(16, 24, generator=generator)
+    muon.step()
+    return muon
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "message"),
+    [
+        ("normoun", {}, "algorithm = 'normoun' is unknown; did you mean 'normuon'"),
+        ("adamw", {}, "algorithm = 'adamw' marks parameters of another algorithm; give them to titan_muon.adam.AdamW"),
+        ("soap", {"state_dtype": "int8"}, "state_dtype = 'int8' does not fit algorithm = 'soap'"),
+        ("soap", {"offload": "state"}, "offload = 'state' does not fit algorithm = 'soap'"),
+        ("muonh", {}, "weight_decay = 0.1: algorithm = 'muonh' keeps the norm of each matrix instead"),
+        ("muoneq", {"beta2": 0.9}, "beta2 = 0.9 has no effect without"),
+        (["soap", "muonh"], {"weight_decay": 0.0}, "algorithm = ['soap', 'muonh']: two of these have their own"),
+    ],
+)
+def test_a_group_is_refused_as_a_whole_muon(algorithm: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        Muon(matrices(0, {}, {"algorithm": algorithm}), **muon_keywords(**options)).build()
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("options", [{"overlap": "forward"}, {"offload": "parameters"}])
+def test_muonh_refuses_what_moves_weights_beside_muon(options: dict[str, Any]) -> None:
+    groups = matrices(0, {}, {"algorithm": "muonh", "weight_decay": 0.0})
+    with pytest.raises(OptionError, match="'muonh'"):
+        Muon(groups, **muon_keywords(**options)).build()
+
+
+def test_muonh_leaves_the_weights_of_another_algorithm_alone() -> None:
+    on_sphere = {"algorithm": "muonh", "weight_decay": 0.0}
+    both, alone = Muon(matrices(0, {}, on_sphere)), Muon(matrices(0, {}, {}))
+    with torch.no_grad():
+        for muon in (both, alone):
+            muon.param_groups[0]["params"][0][1:].zero_()
+    norms = [param.norm() for group in both.param_groups for param in group["params"]]
+    for seed in range(2):
+        stepped(both, seed)
+        stepped(alone, seed)
+    both.check_last_step()
+    assert torch.equal(both.param_groups[0]["params"][0], alone.param_groups[0]["params"][0])
+    moved = [param.norm() for group in both.param_groups for param in group["params"]]
+    torch.testing.assert_close(moved[1], norms[1], rtol=1e-5, atol=0)
+    assert not torch.allclose(moved[0], norms[0], rtol=1e-4)
+
+
+def test_muon_and_normuon_in_one_muon_may_be_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_muon.algorithms.fused.usable", lambda kind: True)
+    for algorithm, expected in (("normuon", True), ("adamuon", False)):
+        groups = matrices(0, {}, {"algorithm": algorithm})
+        tensors = [group["params"][0][1] for group in groups]
+        monkeypatch.setattr("titan_muon.algorithms.fused.measured_choices", lambda device: Choices(fused=True))
+        options = MuonOptions(fused="auto")
+        assert with_fused(options, torch.device("cpu"), tensors, groups).fused is expected
+    with pytest.raises(OptionError, match="kernels for algorithm = 'muon' and 'normuon', and not for 'adamuon'"):
+        Muon(matrices(0, {}, {"algorithm": "adamuon"}), expert=Expert(fused=True)).build()
+
+
+def test_an_algorithm_that_changes_after_the_plan_is_an_error() -> None:
+    muon = stepped(Muon(matrices(0, {}, {"algorithm": "normuon"})), 0)
+    muon.param_groups[1]["algorithm"] = "muon"
+    with pytest.raises(
+        ValueError, match="w1: ns_steps, ns_coefficients, eps or algorithm changed since Muon was built"
+    ):
+        stepped(muon, 1)
+
+
+def test_loading_keeps_the_algorithm_of_a_group() -> None:
+    groups = {}, {"algorithm": ["normuon", "muoneq"]}
+    saved, alone = stepped(Muon(matrices(0, *groups)), 0), stepped(Muon(matrices(0, {}, {})), 0)
+    loading = stepped(Muon(matrices(0, *groups)), 1)
+    state = copy.deepcopy(saved.state_dict())
+    del state["param_groups"][1]["algorithm"]
+    loading.load_state_dict(state)
+    assert loading.param_groups[1]["algorithm"] == ("normuon", "muoneq")
+    moments = [muon.state[muon.param_groups[1]["params"][0]]["second_moment.0"] for muon in (saved, loading)]
+    assert torch.equal(*moments)
+    with pytest.raises(ValueError, match=r"w1: the state dict has no second_moment\.0"):
+        loading.load_state_dict(alone.state_dict())
+    alone.load_state_dict(saved.state_dict())
+    assert "algorithm" not in alone.param_groups[1]
+
+
+def test_matrices_of_all_groups_travel_in_float32_with_a_reason() -> None:
+    plan = Muon(matrices(0, {}, {"algorithm": "soap"})).plan
+    assert plan.wire_bytes == 4
+    assert "matrices travel in float32, because the algorithm of w1 needs this" in plan.reason
+    assert {work.method.split(":")[0] for work in plan.works} == {"muon", "soap"}
 
 
 def test_scaled_coefficients_are_refused_only_for_the_reference() -> None:

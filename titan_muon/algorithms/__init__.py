@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
 from .. import registry
 from ..options import MuonOptions, OptionError
-from ..step.algorithm import Algorithm
+from ..step.algorithm import Algorithm, Group
 
 ALGORITHMS: Mapping[str, tuple[str, str]] = {
     "muon": ("muon", "MuonAlgorithm"),
@@ -32,12 +33,30 @@ for _name in ALGORITHMS:
     registry.algorithms.register(_name, partial(_made, _name))
 
 
-def algorithm_of(options: MuonOptions) -> Algorithm:
-    """The algorithm of the options. Raises OptionError for an unknown name, and for options that it cannot use."""
+def algorithm_of(options: MuonOptions, groups: Sequence[Group] = ()) -> Algorithm:
+    """The algorithm of the options, or of parameters with these groups, whose key `algorithm` comes first.
+
+    Raises OptionError for an unknown name, and for options that it cannot use.
+    """
+    choices = [group.get("algorithm", options.algorithm) for group in groups] or [options.algorithm]
+    made = {choice: _made_alone(replace(options, algorithm=choice)) for choice in dict.fromkeys(choices)}
+    if len(made) == 1:
+        return made[choices[0]]
+    from .several import ByParameter
+
+    return ByParameter(options, [made[choice] for choice in choices])
+
+
+def check_group(options: MuonOptions, group: Group) -> None:
+    """Raise OptionError for hyperparameters that the algorithm of a group cannot use."""
+    algorithm_of(options, [group]).check_group(group)
+
+
+def _made_alone(options: MuonOptions) -> Algorithm:
     algorithms = [_named(name, options) for name in options.algorithms]
     if len(algorithms) == 1:
         return algorithms[0]
-    from .composed import Composed
+    from .several import Composed
 
     return Composed(options, algorithms)
 

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..options import MuonOptions, OptionError
 from ..orthogonalize import measured_choices
-from ..step.algorithm import Algorithm, Decorated, PlanContext, Scaling, Tensors
+from ..step.algorithm import Algorithm, Decorated, Group, PlanContext, Scaling, Tensors
 from ..step.rounding import seed_of
 from ..tensors.draws import wrapped
 from ..tensors.storage import STEP
@@ -200,16 +200,16 @@ class Tables:
         return table
 
 
-def has_kernels(options: MuonOptions) -> bool:
+def has_kernels(algorithm: Algorithm) -> bool:
     """Whether the algorithm has Muon's element-wise arithmetic."""
-    algorithm = type(algorithm_of(options))
-    return all(getattr(algorithm, n) is getattr(MuonAlgorithm, n) for n in ("before_gather", "after_return", "factor"))
+    methods = ("before_gather", "after_return", "factor")
+    return all(getattr(type(algorithm), n) is getattr(MuonAlgorithm, n) for n in methods)
 
 
 def check(context: PlanContext) -> None:
     """Raise OptionError for an algorithm with other arithmetic, wider weights, and a device without Triton."""
     options, device = context.options, context.device
-    if not has_kernels(options):
+    if not has_kernels(algorithm_of(options)):
         problem = f"= True has kernels for algorithm = 'muon' and 'normuon', and not for {options.algorithm!r}"
         raise OptionError("fused", f"{problem}; set False")
     # A dry run may plan for GPUs that this machine lacks.
@@ -222,9 +222,13 @@ def check(context: PlanContext) -> None:
         raise OptionError("fused", problem)
 
 
-def with_fused(options: MuonOptions, device: torch.device, tensors: Iterable[Tensor]) -> MuonOptions:
+def with_fused(
+    options: MuonOptions, device: torch.device, tensors: Sequence[Tensor], groups: Sequence[Group] = ()
+) -> MuonOptions:
     """The options with `fused = "auto"` decided: by the measurement of this GPU, if the kernels take the tensors."""
     if options.fused != "auto":
         return options
-    takes = has_kernels(options) and usable(device.type) and all(tensor.dtype in DTYPES for tensor in tensors)
+    algorithm = algorithm_of(options, groups)
+    takes = usable(device.type) and all(tensor.dtype in DTYPES for tensor in tensors)
+    takes = takes and all(has_kernels(algorithm.for_parameter(number)) for number in range(len(tensors)))
     return replace(options, fused=measured_choices(device).fused and takes)

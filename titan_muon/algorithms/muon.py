@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..options import MuonOptions, OptionError
-from ..step.algorithm import Algorithm, Group, PlanContext, Tensors
+from ..options import OptionError
+from ..step.algorithm import Algorithm, Group, Tensors
 from ..tensors.device import is_host
 from ..tensors.storage import STEP
 
@@ -19,24 +19,11 @@ if TYPE_CHECKING:
     from ..step.foreach import MomentumCall, UpdateCall
     from ..step.views import Limits
 
-UNSCALED = ("muon", "muoneq", "muonh")
-"""Algorithms without an average of squares."""
-
 
 class MuonAlgorithm(Algorithm):
     """Orthogonalized exponential moving average of gradients, with decoupled weight decay; base of the others."""
 
     limits: Limits = "spectrum"
-
-    def check(self, context: PlanContext) -> None:
-        for name, needed, is_used in (
-            ("beta2", "algorithm = 'normuon', 'adamuon' or 'soap'", not {*self.options.algorithms}.issubset(UNSCALED)),
-            ("soap_freq", "algorithm = 'soap'", "soap" in self.options.algorithms),
-            ("momentum_start", "momentum_warmup_steps", self.options.momentum_warmup_steps > 0),
-        ):
-            value = getattr(self.options, name)
-            if not is_used and value != getattr(MuonOptions, name):
-                raise OptionError(name, f"= {value} has no effect without {needed}; set both, or neither")
 
     def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
         update_momentum(momentum, grads, call.packed, self.decay(call.group), call.group["nesterov"])

@@ -42,7 +42,6 @@ class MuonH(MuonAlgorithm):
             raise OptionError("weight_decay", f"{problem}; set 0")
 
     def check(self, context: PlanContext) -> None:
-        super().check(context)
         for name in ("cautious", "decay_follows_lr"):
             if getattr(self.options, name):
                 raise OptionError(name, "= True changes weight decay, and algorithm = 'muonh' has none; set False")

@@ -111,7 +111,6 @@ class Soap(MuonAlgorithm):
         if options.exchange == "all_gather":
             problem = "every rank would keep the states of every matrix; set 'all_to_all'"
             raise OptionError("exchange", f"= 'all_gather' does not fit algorithm = 'soap': {problem}")
-        super().check(context)
 
     def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
         if call.packed:

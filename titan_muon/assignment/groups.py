@@ -19,7 +19,8 @@ from .roles import IsMuon, ParameterInfo, inspect_model
 from .rules import Assignment, assign_parameters
 
 registry.optimizers.register(
-    "muon", registry.OptimizerEntry(Muon, [k for k in options.KEYWORDS if k not in options.HYPERPARAMETERS])
+    "muon",
+    registry.OptimizerEntry(Muon, [k for k in options.KEYWORDS if k not in options.HYPERPARAMETERS], ["algorithm"]),
 )
 registry.optimizers.register(
     "adamw", registry.OptimizerEntry(AdamW, ("foreach", "fused", "state_dtype", "offload", "on_bad_gradient"))
@@ -172,10 +173,10 @@ def grouped(
         names.setdefault((a.optimizer, rule, spared), []).append(a.fqn)
     groups: dict[str, list[ParamGroup]] = {}
     for (optimizer, rule, spared), fqns in names.items():
-        shared = registry.optimizers.get(optimizer).shared
-        options = {**tables.get(optimizer, {}), **({} if rule is None else rules[rule].options)}
-        options |= {"weight_decay": 0.0} if spared else {}
-        of_group = {key: value for key, value in options.items() if key not in shared}
+        entry, of_rule = registry.optimizers.get(optimizer), {} if rule is None else rules[rule].options
+        options = {**tables.get(optimizer, {}), **of_rule} | ({"weight_decay": 0.0} if spared else {})
+        of_group = {key: value for key, value in options.items() if key not in entry.shared}
+        of_group |= {key: of_rule[key] for key in entry.by_rule if key in of_rule}
         tag = optimizer if rule is None else f"{optimizer}/{rules[rule].match}"
         groups.setdefault(optimizer, []).append(ParamGroup(optimizer, rule, tag, tuple(fqns), of_group, spared))
     return groups

@@ -110,11 +110,12 @@ def _shared_options(rules: Sequence[Rule], tables: Mapping[str, Any]) -> Mapping
     agreed: dict[str, dict[str, Any]] = {}
     for index, rule in enumerate(rules):
         try:
-            shared = registry.optimizers.get(rule.optimizer).shared
+            entry = registry.optimizers.get(rule.optimizer)
         except ValueError as error:
             raise OptionError(f"rules[{index}].optimizer", str(error).removeprefix("optimizer ")) from error
         of_expert = [key for key in EXPERT if key in SHARED and rule.optimizer == "muon"]
-        for key in [key for key in rule.options if key in shared or key in of_expert]:
+        shared = {*entry.shared, *of_expert} - {*entry.by_rule}
+        for key in [key for key in rule.options if key in shared]:
             name, value = f"rules[{index}].options.{key}:", rule.options[key]
             problem = f"{key} holds for all of {rule.optimizer}"
             if rule.optimizer in tables:
@@ -175,7 +176,7 @@ def build_optimizer(
     for group in groups:
         # torch silently keeps unknown keys of a group.
         for key in group.options:
-            if key not in optimizer.defaults:
+            if key not in optimizer.defaults and key not in registry.optimizers.get(name).by_rule:
                 known = ", ".join(optimizer.defaults)
                 raise OptionError(f"{named(key)}:", f"{name} has no such option; it takes {known}")
     return optimizer

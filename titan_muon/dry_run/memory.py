@@ -23,6 +23,7 @@ from ..plan import Plan, Summary
 from ..plan.search.owners import state_elements
 from ..plan.search.ownership import OwnedTotals
 from ..state.matrix_states import state_bytes
+from ..step.algorithm import Algorithm
 from ..tensors.device import host_bytes
 from ..tensors.dtensor import local
 
@@ -96,14 +97,16 @@ def memory_per_rank(
     """Upper bound of the fullest rank's memory. `device`: type of device to plan for."""
     muon = muon_of(optimizers)
     options = MuonOptions() if muon is None else muon.options
-    items = list(_items(parameters, optimizers, plan, loads, options))
+    groups = {fqn: group for group in (muon.param_groups if muon else ()) for fqn in group["param_names"]}
+    algorithm = algorithm_of(options, [] if plan is None else [groups.get(p.fqn, {}) for p in plan.parameters])
+    items = list(_items(parameters, optimizers, plan, loads, options, algorithm))
     on_device = [item.bytes for item in items if item.offload != "parameters"]
     trained = [item.bytes for item in items if item.offload != "parameters" and item.optimizer]
     on_host = [item for item in items if item.offload == "parameters"]
     states_on_device = sum(size for item in items if item.offload == "none" for size in item.states)
     states_on_device += _window_bytes(items, summary, options)
     if plan is not None:
-        states_on_device += max(state_bytes(plan, algorithm_of(options).states).values(), default=0)
+        states_on_device += max(state_bytes(plan, algorithm.for_parameter).values(), default=0)
     return Memory(
         parameters=sum(on_device),
         # FSDP2's gradients have the dtype and the shards of the parameters.
@@ -124,6 +127,7 @@ def _items(
     plan: Plan | None,
     loads: Mapping[int, OwnedTotals],
     options: MuonOptions,
+    algorithm: Algorithm,
 ) -> Iterator[ParameterMemory]:
     # The fullest owner may be another rank than the first, with the largest shards.
     fullest = max(loads, key=lambda rank: loads[rank].bytes, default=0)
@@ -132,7 +136,8 @@ def _items(
     if plan is not None and options.state != "replicated":
         most = max(state_elements(plan).values(), key=lambda held: sum(held.values()))
         momentum = {plan.parameters[number].fqn: size for number, size in most.items()}
-    has_momentum, adamw = algorithm_of(options).momentum, optimizers.optimizers.get("adamw")
+    adamw, planned = optimizers.optimizers.get("adamw"), () if plan is None else plan.parameters
+    empty = {p.fqn for number, p in enumerate(planned) if not algorithm.for_parameter(number).momentum}
     optimizer_of = {a.fqn: a.optimizer for a in optimizers.assignments}
     for fqn, parameter in parameters.items():
         optimizer, itemsize = optimizer_of.get(fqn, ""), parameter.element_size()
@@ -141,7 +146,7 @@ def _items(
         states: tuple[int, ...] = ()
         if optimizer == "muon":
             offload = options.offload
-            states = (momentum_bytes(momentum[fqn], options.state_dtype),) if has_momentum else ()
+            states = (momentum_bytes(momentum[fqn], options.state_dtype),) if fqn not in empty else ()
         elif optimizer == "adamw" and isinstance(adamw, AdamW):
             offload = adamw.offloaded
             states = (elements[fqn] * (2 if adamw.state_dtype == "bfloat16" else itemsize),) * len(AVERAGES)

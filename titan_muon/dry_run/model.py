@@ -18,7 +18,6 @@ from ..plan import Plan, Summary, summarize
 from ..plan.cost.timeline import Timeline, timeline
 from ..plan.search.ownership import OwnedTotals
 from ..plan.terms.machine import MachineRates
-from ..state.groups import iteration_of
 from ..tensors.matrices import check_splits
 from ..tensors.names import names_in
 from .memory import Memory, mean_elements, memory_per_rank, muon_of, owner_loads
@@ -67,7 +66,7 @@ def plan_of(muon: Muon | None, device: str, machine: Machine | None = None) -> P
         []
         if muon is None
         else [
-            (fqn, parameter, iteration_of(group))
+            (fqn, parameter, group)
             for group in muon.param_groups
             for fqn, parameter in zip(names_in(group), group["params"], strict=True)
             if parameter.requires_grad
@@ -78,8 +77,7 @@ def plan_of(muon: Muon | None, device: str, machine: Machine | None = None) -> P
     named = [(fqn, parameter) for fqn, parameter, _ in trained]
     check_splits([fqn for fqn, _ in named], muon.options.split)
     options = muon.options if machine is None else replace(muon.options, machine=machine)
-    iterations = [iteration for _, _, iteration in trained]
-    return plan_step(named, iterations, dispatch_of(torch.device(device), options), options)
+    return plan_step(named, [group for _, _, group in trained], dispatch_of(torch.device(device), options), options)
 
 
 def estimate_of(model: PlannedModel, machine: Machine) -> Estimate:

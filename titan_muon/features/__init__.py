@@ -5,7 +5,7 @@ To delete an option, delete its file and its lines here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,7 @@ class StepParts:
     ) -> None:
         """`before`: the parts for earlier storage of the same plan."""
         options, hooks, batch_type = rank.options, list[Hook](), None
-        limits, whole = algorithm.limits, algorithm.whole
+        limits, whole = [algorithm.for_parameter(n).limits for n in range(len(rank.params))], algorithm.whole
         if options.fused:
             from ..algorithms.fused import Fused, Tables
 
@@ -63,7 +63,8 @@ class StepParts:
             from .weight_norms import WeightNorms
 
             algorithm = weight_norms = WeightNorms(algorithm, rank)
-            states = {number: {**states.get(number, {}), **norm} for number, norm in weight_norms.norms.items()}
+            norms = weight_norms.norms.items()
+            states = {**states, **{number: {**states.get(number, {}), **norm} for number, norm in norms}}
             hooks.append(weight_norms)
         if any(matrix.slice is not None for matrix in rank.plan.matrices):
             from .slices import SliceBatches
@@ -122,9 +123,15 @@ class StepParts:
 
 def check_plan(context: PlanContext, algorithm: Algorithm) -> None:
     """Raise OptionError if an algorithm or an option cannot run a plan. Equal on all ranks."""
-    for check in (*_checks(context.options, algorithm), algorithm.check):
-        check(context)
-    _check_whole(context, algorithm)
+    parts: dict[Algorithm, list[int]] = {}
+    for number in range(len(context.named)):
+        parts.setdefault(algorithm.for_parameter(number), []).append(number)
+    for part, numbers in parts.items():
+        own = context.part(part.options.algorithm, numbers)
+        for check in (*_checks(own.options, part), part.check):
+            check(own)
+        _check_whole(own, part)
+    _check_used(context.options, {name for part in parts for name in part.options.algorithms})
     _check_travels(context)
 
 
@@ -151,6 +158,22 @@ def _checks(options: MuonOptions, algorithm: Algorithm) -> Iterator[Callable[[Pl
         from . import weight_norms
 
         yield weight_norms.check
+
+
+UNSCALED = frozenset({"muon", "muoneq", "muonh"})
+"""Algorithms without an average of squares."""
+
+
+def _check_used(options: MuonOptions, algorithms: Set[str]) -> None:
+    """Raise OptionError for an option that neither these algorithms nor another option read."""
+    for name, needed, is_used in (
+        ("beta2", "algorithm = 'normuon', 'adamuon' or 'soap'", not algorithms <= UNSCALED),
+        ("soap_freq", "algorithm = 'soap'", "soap" in algorithms),
+        ("momentum_start", "momentum_warmup_steps", options.momentum_warmup_steps > 0),
+    ):
+        value = getattr(options, name)
+        if not is_used and value != getattr(MuonOptions, name):
+            raise OptionError(name, f"= {value} has no effect without {needed}; set both, or neither")
 
 
 def _check_owned(context: PlanContext) -> None:

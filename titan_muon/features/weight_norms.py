@@ -49,6 +49,8 @@ class WeightNorms(Decorated):
         for bucket in rank.program.buckets:
             for parcel in bucket.stored:
                 matrix = plan.matrices[parcel.matrix]
+                if not inner.for_parameter(matrix.parameter).sums_norms:
+                    continue
                 stored = rank.storage[matrix.parameter].param
                 # Replicas among the peers count once together. Local matrices are not summed over ranks.
                 elements = geometries[matrix.parameter].elements(matrix.index)
@@ -65,7 +67,12 @@ class WeightNorms(Decorated):
         self._before = torch.zeros(len(plan.matrices), device=device)
         self._works: Sequence[dist.Work] = ()
         self._waiting = False
-        self.norms = {number: {WEIGHT_NORM: norm} for number, norm in enumerate(self._before.split(1))}
+        of_matrices = zip(plan.matrices, self._before.split(1), strict=True)
+        self.norms = {
+            number: {WEIGHT_NORM: norm}
+            for number, (matrix, norm) in enumerate(of_matrices)
+            if inner.for_parameter(matrix.parameter).sums_norms
+        }
 
     def begin(self, gradients: StepGradients) -> None:
         self._works, self._waiting = self._start(self._before), True

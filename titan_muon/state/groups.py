@@ -16,9 +16,11 @@ from ..tensors.matrices import check_splits, doubts_about, stack_of
 from ..tensors.names import LOOKED_UP, canonical_fqn, listed, named_parameters
 from ..tensors.storage import STEP
 
-KEYS = (*HYPERPARAMETERS, "params", "param_names", "initial_lr", "optimizer", STEP)
+KEYS = (*HYPERPARAMETERS, "algorithm", "params", "param_names", "initial_lr", "optimizer", STEP)
 """Keys of a group that this package reads or writes."""
 
+DIONS = ("adamw", "lion")
+"""Values of `algorithm` that mark groups of another optimizer in dion."""
 SIMILAR = 0.85
 """Ratio of equal letters above which an unknown key is a misspelt key. Below: `max_momentum`, of OneCycleLR."""
 
@@ -102,6 +104,9 @@ def named_group(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *
         params = [(canonical_fqn(name), parameter) for name, parameter in params]
     else:
         result["param_names"] = [canonical_fqn(name) for name in result["param_names"]]
+    if not isinstance(result.get("algorithm", ""), str):
+        # As in the constructor; a recipe has lists.
+        result["algorithm"] = tuple(result["algorithm"])
     if "ns_coefficients" in result:
         result["ns_coefficients"] = rows_of(result["ns_coefficients"])
     return {**result, "params": params}
@@ -129,11 +134,10 @@ def check_keys(group: Mapping[str, Any]) -> None:
     All other keys pass, because schedulers and other libraries have keys of their own, as timm's `lr_scale`.
     """
     for key, value in group.items():
-        # dion marks its groups by an `algorithm` too.
-        if key in SHARED and key != "algorithm":
+        if key in SHARED and key not in KEYS:
             written = f"expert=Expert({key}=...)" if key in EXPERT else "it"
             raise OptionError(key, f"holds for all parameters of a Muon; pass {written} to Muon instead of a group")
-        if key == other_algorithm(group):
+        if (key == "use_muon" and not value) or (key == "algorithm" and value in DIONS):
             raise OptionError(
                 key,
                 f"= {value!r} marks parameters of another algorithm; give them to titan_muon.adam.AdamW, or the whole "
@@ -143,7 +147,7 @@ def check_keys(group: Mapping[str, Any]) -> None:
             raise OptionError(key, "is no key of a Muon group; negate the loss")
         # Layer decay's `lr_scale` is a number.
         name = OTHER_NAMES.get(key) if key != "lr_scale" or isinstance(value, str) else None
-        similar = [] if key in (*KEYS, "algorithm") else get_close_matches(key, (*KEYS, *SHARED), 1, SIMILAR)
+        similar = [] if key in KEYS else get_close_matches(key, (*KEYS, *SHARED), 1, SIMILAR)
         if name or similar:
             raise OptionError(key, f"is no key of a Muon group; did you mean {name or similar[0]}?")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,15 +25,19 @@ def with_states(
     planned: Iterable[Parameter],
     state: Mapping[Tensor, dict[str, Any]],
     options: MuonOptions,
-    *,
-    empty: bool = False,
+    empty: Collection[int] = (),
 ) -> tuple[TrainedParam, ...]:
-    """The parameters with their momentum, created in the optimizer's `state` if missing. `empty`: without elements."""
+    """The parameters with their momentum, created in the optimizer's `state` if missing.
+
+    `empty`: numbers of parameters whose momentum has no elements.
+    """
     complete = []
-    for trained, parameter in zip(params, planned, strict=True):
+    for number, (trained, parameter) in enumerate(zip(params, planned, strict=True)):
         if trained.momentum_buffer is None:
             device = storage_device(trained.param)
-            momentum = torch.zeros(0, device=device) if empty else new_momentum(trained.param, parameter, options)
+            momentum = torch.zeros(0, device=device)
+            if number not in empty:
+                momentum = new_momentum(trained.param, parameter, options)
             state[trained.param]["momentum_buffer"] = momentum
             trained = with_momentum(trained, momentum)
         complete.append(trained)

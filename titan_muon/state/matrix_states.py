@@ -39,8 +39,8 @@ class StateSpec:
         return 4 * prod(self.shape)
 
 
-StatesOf = Callable[..., tuple[StateSpec, ...]]
-"""`step.algorithm.Algorithm.states`."""
+AlgorithmFor = Callable[[int], Any]
+"""`step.algorithm.Algorithm.for_parameter`."""
 MatrixStates = Mapping[int, Mapping[str, Tensor]]
 """This rank's states, by matrix and name."""
 
@@ -48,7 +48,7 @@ MatrixStates = Mapping[int, Mapping[str, Tensor]]
 def with_matrix_states(
     plan: Plan,
     params: Sequence[TrainedParam],
-    states_of: StatesOf,
+    algorithm_for: AlgorithmFor,
     state: Mapping[Tensor, dict[str, Any]],
 ) -> MatrixStates:
     """The states of the plan's matrices, created or moved from another plan's ranks in the optimizer's `state`.
@@ -57,7 +57,7 @@ def with_matrix_states(
     torch.distributed.checkpoint can load the state to another owner.
     """
     states: dict[int, dict[str, Tensor]] = {}
-    for number, specs, ranks in _stateful(plan, states_of):
+    for number, specs, ranks in _stateful(plan, algorithm_for):
         matrix = plan.matrices[number]
         param, holders = params[matrix.parameter].param, plan.parameters[matrix.parameter].layout.mesh.ranks
         for spec in specs:
@@ -75,23 +75,24 @@ def with_matrix_states(
     return states
 
 
-def state_bytes(plan: Plan, states_of: StatesOf) -> Mapping[int, int]:
+def state_bytes(plan: Plan, algorithm_for: AlgorithmFor) -> Mapping[int, int]:
     """Bytes of the saved states on each rank with states."""
     by_rank: dict[int, int] = {}
-    for _, specs, ranks in _stateful(plan, states_of):
+    for _, specs, ranks in _stateful(plan, algorithm_for):
         size = sum(spec.bytes for spec in specs)
         for rank in ranks:
             by_rank[rank] = by_rank.get(rank, 0) + size
     return by_rank
 
 
-def _stateful(plan: Plan, states_of: StatesOf) -> Iterator[tuple[int, list[StateSpec], tuple[int, ...]]]:
+def _stateful(plan: Plan, algorithm_for: AlgorithmFor) -> Iterator[tuple[int, list[StateSpec], tuple[int, ...]]]:
     """(matrix, saved states, ranks that orthogonalize it) of each matrix with saved states."""
     specs: dict[int, list[StateSpec]] = {}
     for number, matrix in enumerate(plan.matrices):
         transposed = plan.parameters[matrix.parameter].stack.transposed
-        saved = [spec for spec in states_of(matrix.rows, matrix.cols, transposed=transposed) if spec.saved]
-        specs |= {number: saved} if saved else {}
+        states = algorithm_for(matrix.parameter).states(matrix.rows, matrix.cols, transposed=transposed)
+        if saved := [spec for spec in states if spec.saved]:
+            specs[number] = saved
     ranks = orthogonalizing_ranks(plan, Geometries(plan.parameters)) if specs else ()
     for number in specs:
         yield number, specs[number], ranks[number]

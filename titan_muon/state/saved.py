@@ -48,7 +48,10 @@ def completed(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
     for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=False)):
         if not is_muons(saved):
             continue
-        saved_groups[index] = saved = renamed(saved)
+        # The states are of the present algorithm, or refused.
+        algorithm = {"algorithm": group["algorithm"]} if "algorithm" in group else {}
+        saved = {key: value for key, value in renamed(saved).items() if key != "algorithm"}
+        saved_groups[index] = saved = {**saved, **algorithm}
         if missing := [name for name in HYPERPARAMETERS if name not in saved]:
             warn(f"the state dict has no {', '.join(missing)}: the present values stay")
             saved_groups[index] = {**saved, **{name: group[name] for name in missing}}

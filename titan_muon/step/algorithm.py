@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -58,7 +58,14 @@ class PlanContext:
     def sliced(self) -> list[str]:
         """Names of parameters with sliced matrices."""
         numbers = sorted({matrix.parameter for matrix in self.plan.matrices if matrix.slice is not None})
-        return [self.plan.parameters[number].fqn for number in numbers]
+        sliced = {self.plan.parameters[number].fqn for number in numbers}
+        return [name for name, _ in self.named if name in sliced]
+
+    def part(self, algorithm: str | tuple[str, ...], numbers: Sequence[int]) -> PlanContext:
+        """The context of some parameters with one algorithm."""
+        by_parameter = ("parameters", "named", "iterations")
+        chosen: Any = {name: [getattr(self, name)[number] for number in numbers] for name in by_parameter}
+        return replace(self, options=replace(self.options, algorithm=algorithm), **chosen)
 
 
 class Algorithm:
@@ -89,6 +96,10 @@ class Algorithm:
 
     def __init__(self, options: MuonOptions) -> None:
         self.options = options
+
+    def for_parameter(self, number: int) -> Algorithm:
+        """The algorithm of a parameter of the plan: this one, unless groups have different ones."""
+        return self
 
     def states(self, rows: int, cols: int, *, transposed: bool) -> tuple[StateSpec, ...]:
         """The states of a (rows, cols) matrix besides the momentum. `transposed`: whether the outputs are columns."""

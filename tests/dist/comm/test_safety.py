@@ -61,6 +61,11 @@ REFUSED: dict[str, tuple[Callable[..., list[Any]], dict[str, Any], str]] = {
     "shape": (another_shape, {}, f"{DIFFER}their parameters differ"),
     "one less": (lambda rank, params, mesh: named(params)[rank:], {}, f"{DIFFER}their parameters differ"),
     "one frozen": (one_frozen, {}, f"{DIFFER}their parameters differ"),
+    "algorithms": (
+        lambda rank, params, mesh: [{"params": named(params), "algorithm": ("muon", "muoneq")[rank]}],
+        {},
+        f"{DIFFER}their parameter groups have different hyperparameters",
+    ),
     "iterations": (lambda rank, params, mesh: named(params), {"ns_steps": (5, 4)}, f"{DIFFER}their parameter groups"),
     "polynomial": (
         lambda rank, params, mesh: named(params),
@@ -192,7 +197,9 @@ def changed_groups(rank: int, world_size: int) -> tuple[list[str], str]:
 
 def test_an_iteration_changed_on_a_rank_is_an_error_on_every_rank() -> None:
     for errors, of_an_object in run_ranks(changed_groups, 2, timeout=SECONDS):
-        assert all("ns_steps, ns_coefficients or eps changed since Muon was built" in text for text in errors)
+        assert all(
+            "ns_steps, ns_coefficients, eps or algorithm changed since Muon was built" in text for text in errors
+        )
         assert of_an_object == "", "the addresses of objects are not compared"
 
 

@@ -22,6 +22,7 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any]]] = {
     "normuon": (SHAPES, OPTIONS),
     # Every step makes new bases.
     "soap": (SQUARE, {"soap_freq": 1}),
+    "soap and normuon": (SQUARE, {"soap_freq": 1, **OPTIONS, "ns_dtype": "auto"}),
 }
 
 
@@ -32,7 +33,10 @@ def test_the_dry_run_counts_the_memory_of_states_and_step(rule: str) -> None:
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
     for parameter in parameters.values():
         parameter.grad = torch.full_like(parameter, 1e-3)
-    muon = Muon(list(parameters.items()), **muon_keywords(algorithm=rule, **options))
+    names = rule.split(" and ")
+    pairs = [[*parameters.items()][place :: len(names)] for place in range(len(names))]
+    groups = [{"params": part, "algorithm": name} for part, name in zip(pairs, names, strict=True)]
+    muon = Muon(groups, **muon_keywords(**options))
     # SOAP's first step makes no update.
     muon.step()
     muon.step()

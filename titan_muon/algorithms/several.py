@@ -1,4 +1,4 @@
-"""Several algorithms as one: `algorithm = ["normuon", "muonh"]` is NorMuonH."""
+"""Several algorithms in one Muon: as one (`["normuon", "muonh"]` is NorMuonH), or by parameter group."""
 
 from __future__ import annotations
 
@@ -21,15 +21,46 @@ if TYPE_CHECKING:
 BOUNDS = ("spectrum", "norm", "nothing")
 
 
-class Composed(Algorithm):
+class Several(MuonAlgorithm):
+    """Algorithms that share the buckets of a Muon."""
+
+    def __init__(self, options: MuonOptions, algorithms: Sequence[Algorithm]) -> None:
+        super().__init__(options)
+        self._all = algorithms
+        self.temporary_bytes = max(a.temporary_bytes for a in algorithms)
+        self.sums_norms, self.whole, self.counts_steps = (
+            any(getattr(a, name) for a in algorithms) for name in ("sums_norms", "whole", "counts_steps")
+        )
+        self.wire_dtype = next((a.wire_dtype for a in algorithms if a.wire_dtype is not None), None)
+
+
+class ByParameter(Several):
+    """The algorithm of each parameter. A call or a batch has parameters of one algorithm.
+
+    `algorithms`: by parameter of the plan.
+    """
+
+    def for_parameter(self, number: int) -> Algorithm:
+        return self._all[number]
+
+    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
+        self._all[call.parts[0].parameter].before_gather(call, momentum, grads)
+
+    def update(self, batch: Batch, norms: Tensor) -> None:
+        self._all[batch.parameters[0]].update(batch, norms)
+
+    def after_return(self, call: UpdateCall, params: Tensors) -> None:
+        self._all[call.parts[0].parameter].after_return(call, params)
+
+
+class Composed(Several):
     """Every `prepare` and `rescale`, in order, and one each of the other steps. A constant norm is restored last.
 
     Raises OptionError for two algorithms that replace the same step or have a state of the same name.
     """
 
     def __init__(self, options: MuonOptions, algorithms: Sequence[Algorithm]) -> None:
-        super().__init__(options)
-        self._all = sorted(algorithms, key=lambda algorithm: algorithm.sums_norms)
+        super().__init__(options, sorted(algorithms, key=lambda algorithm: algorithm.sums_norms))
         self._gathering = self._only("before_gather", "decay")
         self._instead = self._only("orthogonalize")
         self._returning = self._only("after_return", "add", "factor", "rates")
@@ -38,12 +69,7 @@ class Composed(Algorithm):
         if len(set(names)) < len(names):
             raise OptionError("algorithm", f"= {[*options.algorithms]}: two of these have a state of the same name")
         self.limits = max((a.limits for a in self._all), key=BOUNDS.index)
-        self.temporary_bytes = max(a.temporary_bytes for a in self._all)
-        self.sums_norms, self.whole, self.counts_steps = (
-            any(getattr(a, name) for a in self._all) for name in ("sums_norms", "whole", "counts_steps")
-        )
         self.momentum = self._gathering.momentum
-        self.wire_dtype = next((a.wire_dtype for a in self._all if a.wire_dtype is not None), None)
 
     def _only(self, *methods: str) -> Algorithm:
         """The algorithm with methods of its own instead of Muon's, or else the first one."""
