@@ -339,6 +339,7 @@ def algorithms() -> list[Row]:
         row("muonh and muon", layouts=(*MIXED, "owned"), **MUONH_AND_MUON),
         row("muonh", layouts=(*MIXED, "owned"), **sphere),
         row("muonh, 2 ranks", 2, (*TWO, "owned"), **sphere),
+        row("muonh, offloaded", options={"offload": "state"}, **sphere),
         row("hold", layouts=(*MIXED, "owned"), math={"idle": "hold"}, reference="paper", **zeros),
         row("normuon held", math={**ROWS_SMOOTHED, "idle": "hold"}, reference="paper", **zeros),
         row("zero gradients move", **zeros),
