@@ -59,11 +59,26 @@ class Flags:
     codes: Tensor
 
 
-def flags_of(parameters: Sequence[int], faults: Sequence[Fault], device: torch.device) -> Flags:
-    """Flags that are not set."""
-    numbers, codes = torch.tensor(list(parameters), device="cpu"), torch.tensor(list(faults), device="cpu")
-    found = torch.zeros(len(parameters), dtype=torch.bool, device=device)
-    return Flags(found, on_device(numbers.to(torch.int64), device), on_device(codes.to(torch.int32), device))
+class FlagList:
+    """Flags in the making, at most `count`."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._found = torch.zeros(count, dtype=torch.bool, device=device)
+        self._parameters, self._codes = list[int](), list[int]()
+
+    def taken(self, parameters: Sequence[int], fault: Fault) -> Tensor:
+        """(count,) bool for a fault of these parameters."""
+        start = len(self._parameters)
+        self._parameters += parameters
+        self._codes += [fault] * len(parameters)
+        return self._found[start : len(self._parameters)]
+
+    def flags(self) -> Flags:
+        """The flags that were taken."""
+        device, count = self._found.device, len(self._parameters)
+        parameters = torch.tensor(self._parameters, dtype=torch.int64, device="cpu")
+        codes = torch.tensor(self._codes, dtype=torch.int32, device="cpu")
+        return Flags(self._found[:count], on_device(parameters, device), on_device(codes, device))
 
 
 class FaultReport:
@@ -100,7 +115,7 @@ class FaultReport:
         self._codes = torch.zeros(sum(self._parts), dtype=torch.int32, device=device)
         self._faults, compared, self._flags = self._codes.split(self._parts)
         self._sizes = compared.view(2, -1)[:, : len(self._replicas)].fill_(NO_SIZE)
-        self._on_time = self._late = flags_of((), (), device)
+        self._on_time = self._late = FlagList(0, device).flags()
         self._shared = torch.zeros_like(self._codes)
         self._shared_hashes = self._shared.split(self._parts)[1].view(2, -1)[:, len(self._replicas) :]
         self._sent_values: list[dict[str, str]] = []

@@ -85,10 +85,15 @@ def checked_inputs(
             names_in(group)
         current.update(zip(group["param_names"], group["params"], strict=True))
     faults, grads = [Fault.NONE] * len(rank.params), list[Tensor | None]()
-    for index, trained in enumerate(rank.params):
+    of_group: Mapping[str, Any] | None = None
+    as_planned = True
+    for index, (trained, storage) in enumerate(zip(rank.params, rank.storage, strict=True)):
+        if trained.group is not of_group:
+            of_group = group = trained.group
+            now = group["ns_coefficients"], group["ns_steps"], group["eps"], group.get("algorithm")
+            as_planned = now == iterations[index]
         momentum = state.get(trained.param, {}).get("momentum_buffer")
-        storage = rank.storage[index]
-        if not _is_unchanged(trained, storage, iterations[index], current.get(trained.fqn), momentum):
+        if not (as_planned and _is_unchanged(trained, storage, current.get(trained.fqn), momentum)):
             in_place = storage.is_of(trained)
             faults[index] = fault_of(trained, current.get(trained.fqn), momentum, in_place=in_place)
             moved = moved or not in_place or momentum is not trained.momentum_buffer
@@ -101,7 +106,7 @@ def checked_inputs(
         elif isinstance(grad, DTensor):
             grad = grad._local_tensor
         if grad is not None and grad.ndim != 2:
-            grad = grad_matrix(grad, rank.plan.parameters[index])
+            grad = grad.reshape(storage.param.shape)
         grads.append(grad)
     if faults and any(current[name].requires_grad for name in current.keys() - names):
         # A thawed parameter has no place in the report.
@@ -109,29 +114,24 @@ def checked_inputs(
     return faults, grads, moved
 
 
-def _is_unchanged(
-    trained: TrainedParam, storage: Storage, iteration: tuple[Any, ...], param: Tensor | None, momentum: Tensor | None
-) -> bool:
-    """Whether parameter, momentum and iteration are as planned, and the gradient is placed like the parameter.
+def _is_unchanged(trained: TrainedParam, storage: Storage, param: Tensor | None, momentum: Tensor | None) -> bool:
+    """Whether parameter and momentum are as planned, and the gradient is placed like the parameter.
 
     A fast test of the common case. `fault_of` finds what has changed.
     """
-    group = trained.group
-    if momentum is None or momentum is not trained.momentum_buffer:
+    if momentum is None or momentum is not trained.momentum_buffer or param is not trained.param:
         return False
-    if param is not trained.param or not trained.on_mesh:
+    grad = param.grad
+    if grad is None or not trained.on_mesh or grad.layout != torch.strided:
         return False
-    if (group["ns_coefficients"], group["ns_steps"], group["eps"], group.get("algorithm")) != iteration:
-        return False
-    grad, stored, place = param.grad, param, None
-    if isinstance(param, DTensor):
-        stored, place = param._local_tensor, (param.device_mesh, param.placements)
-    if isinstance(momentum, DTensor):
-        momentum = momentum._local_tensor
-    if stored is not storage.local or stored.untyped_storage() is not storage.param_storage:
-        return False
-    if momentum.untyped_storage() is not storage.momentum_storage or grad is None or grad.layout != torch.strided:
-        return False
+    placement: object = None
     if isinstance(grad, DTensor):
-        return ((grad.device_mesh, grad.placements), tuple(grad._local_tensor.shape)) == trained.key
-    return (place, tuple(grad.shape)) == trained.key
+        placement, grad = (grad.device_mesh, grad.placements), grad._local_tensor
+    elif isinstance(param, DTensor):
+        placement = param.device_mesh, param.placements
+    if (placement, tuple(grad.shape)) != trained.key:
+        return False
+    stored = param._local_tensor if isinstance(param, DTensor) else param
+    kept = momentum._local_tensor if isinstance(momentum, DTensor) else momentum
+    in_place = stored is storage.local and stored.untyped_storage() is storage.param_storage
+    return in_place and kept.untyped_storage() is storage.momentum_storage

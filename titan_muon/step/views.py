@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm.buffers import BucketBuffers, BufferPiece, StepMemory
 from ..comm.faults import Fault
-from ..comm.report import Flags, flags_of
+from ..comm.report import FlagList
 from ..orthogonalize import DTYPES, Iteration, Method, frobenius_norms, largest_value, prepared
 from ..plan.cost.walk import batches
 from ..plan.terms.layout import Span, spans
@@ -36,6 +36,8 @@ from .rounding import draw_key
 FINITE = torch.finfo(torch.float32).max
 MARGIN = 1.5
 """Factor on the largest norm of an update, for rounding in bfloat16."""
+BOUNDED = 8
+"""Most pieces with a common bound. A single one of `n` pieces is noticed if it is sqrt(1.25 n + 1) times too large."""
 NO_COPIES = Copies((), ())
 FEWER = 8
 """A strided copy takes a launch of its own, and a launch takes the host as long as 8 tensors in a list."""
@@ -169,6 +171,7 @@ def build_views(
     with rank.buffers.memory.held():
         buckets = tuple(builder.bucket(index, run) for index, run in enumerate(builder.batches))
     builder.scratch.untyped_storage().resize_(0)
+    rank.report.watch(builder.on_time.flags(), builder.after.flags())
     return buckets, StepMemory((builder.workspace,), kept=rank.options.keep_buffers)
 
 
@@ -191,33 +194,11 @@ class _Builder:
         sizes = [len(batch) * matrices[batch[0]].numel for run in self.batches for batch in run]
         self.workspace = torch.empty(max(sizes, default=0), dtype=rank.buffers.dtype, device=device)
         self.scratch = torch.empty(scratch_bytes(rank), dtype=torch.uint8, device=device)
-        self.place, self.numbers = 0, group_numbers(rank)
-        self.broken, self.broken_updates = self.watched(late)
+        self.numbers = group_numbers(rank)
+        self.late, count = late, sum(len(run.stored) for run in rank.program.buckets)
+        self.place, owned = 0, sum(len(batch) for run in self.batches for batch in run)
+        self.on_time, self.after = FlagList(owned + count, device), FlagList(count if late else 0, device)
         self.releases = _last_packed(rank) if rank.options.release_grads else [()] * len(rank.program.buckets)
-
-    def watched(self, late: Collection[int]) -> tuple[Tensor, list[Tensor]]:
-        """Flags of the report: of every matrix in the order of the batches, and by bucket of the stored pieces."""
-        rank, planned = self.rank, self.rank.plan.matrices
-        owned = [matrix for run in self.batches for batch in run for matrix in batch]
-        stored = [[parcel.matrix for parcel in run.stored] for run in rank.program.buckets]
-
-        def flags(of_matrices: Sequence[int], kept: Callable[[int], bool]) -> Flags:
-            of_updates = [matrix for index, matrices in enumerate(stored) if kept(index) for matrix in matrices]
-            faults = [Fault.NOT_FINITE] * len(of_matrices) + [Fault.UPDATE_TOO_LARGE] * len(of_updates)
-            return flags_of([planned[matrix].parameter for matrix in (*of_matrices, *of_updates)], faults, rank.device)
-
-        on_time, after = flags(owned, lambda index: index not in late), flags((), lambda index: index in late)
-        rank.report.watch(on_time, after)
-        of_matrices, left, left_late = on_time.found[: len(owned)], on_time.found[len(owned) :], after.found
-        by_bucket = list[Tensor]()
-        for index, matrices in enumerate(stored):
-            count = len(matrices)
-            if index in late:
-                part, left_late = left_late[:count], left_late[count:]
-            else:
-                part, left = left[:count], left[count:]
-            by_bucket.append(part)
-        return of_matrices, by_bucket
 
     def bucket(self, index: int, run: Sequence[tuple[int, ...]]) -> BucketViews:
         rank, made = self.rank, [self.batch(matrices) for matrices in run]
@@ -235,7 +216,7 @@ class _Builder:
                 update_calls(self.joined(pieces, draws=True), rank, self.scratch),
                 None,
                 self.releases[index],
-                self.bounds(batch.whole, pieces, self.broken_updates[index]),
+                self.bounds(batch.whole, pieces, index),
             )
         pieces = [self.piece(piece.matrix, piece.spans, piece.view) for piece in buffers.stored]
         packed = [
@@ -252,7 +233,7 @@ class _Builder:
             update_calls(self.joined(pieces, draws=True), rank, self.scratch),
             buffers.cleared,
             self.releases[index],
-            self.bounds(buffers.arrived, pieces, self.broken_updates[index]),
+            self.bounds(buffers.arrived, pieces, index),
         )
 
     def batch(self, matrices: tuple[int, ...]) -> Batch:
@@ -265,7 +246,7 @@ class _Builder:
             matrices,
             whole,
             tuple(parameters),
-            self.broken[self.place : self.place + len(matrices)],
+            self.on_time.taken(parameters, Fault.NOT_FINITE),
             self.place,
             iteration,
             method,
@@ -308,18 +289,34 @@ class _Builder:
         drawn = draws and any(self.rank.rounds(piece.parameter) for piece in pieces)
         return pieces if drawn or self.rank.options.by_matrix else joined(pieces)
 
-    def bounds(self, memory: Tensor, pieces: Sequence[StoredPiece], broken: Tensor) -> UpdateBounds:
-        norms = list[float]()
-        views = tuple(piece.view for piece in pieces if piece.view is not None)
-        for piece, view in zip(pieces, views, strict=True):
-            limits = self.limits[piece.parameter]
+    def bounds(self, memory: Tensor, pieces: Sequence[StoredPiece], index: int) -> UpdateBounds:
+        """Of the updates in `memory`. Neighbours of a parameter share a bound, see [Note: neighbours] of foreach.py."""
+        parameters, views, squares, counts = list[int](), list[Tensor](), list[float](), list[int]()
+        for piece, view in ((piece, piece.view) for piece in pieces if piece.view is not None):
             # A part has at most the singular values of the whole matrix.
-            sides = view.shape if limits == "spectrum" else self.rank.plan.matrices[piece.matrix].whole_shape
-            steps = self.rank.iterations[piece.parameter].steps
-            largest = MARGIN * largest_value(steps) * math.sqrt(min(sides))
-            norms.append(min(largest, FINITE) if limits != "nothing" else FINITE)
-        largest_norms = self.rank.on_device(torch.tensor(norms, dtype=torch.float32, device="cpu"))
-        return UpdateBounds(memory, views, _as_rows(views), largest_norms, broken)
+            limits, whole_shape = self.limits[piece.parameter], self.rank.plan.matrices[piece.matrix].whole_shape
+            sides = view.shape if limits == "spectrum" else whole_shape
+            square = largest_value(self.rank.iterations[piece.parameter].steps) ** 2 * min(sides)
+            square = math.inf if limits == "nothing" else square
+            if views and parameters[-1] == piece.parameter and counts[-1] < BOUNDED and _adjacent(views[-1], view):
+                counts[-1], squares[-1] = counts[-1] + 1, squares[-1] + square
+                views[-1] = views[-1].as_strided((views[-1].numel() + view.numel(),), (1,))
+            else:
+                parameters.append(piece.parameter)
+                views.append(view)
+                squares.append(square)
+                counts.append(1)
+        bounds = [min(MARGIN * math.sqrt(square), FINITE) for square in squares]
+        largest = self.rank.on_device(torch.tensor(bounds, dtype=torch.float32, device="cpu"))
+        flags = self.after if index in self.late else self.on_time
+        broken = flags.taken(parameters, Fault.UPDATE_TOO_LARGE)
+        return UpdateBounds(memory, tuple(views), _as_rows(views), largest, broken)
+
+
+def _adjacent(first: Tensor, second: Tensor) -> bool:
+    """Whether the elements of two views of a buffer follow each other."""
+    contiguous = first.is_contiguous() and second.is_contiguous()
+    return contiguous and second.storage_offset() == first.storage_offset() + first.numel()
 
 
 def _as_rows(views: Sequence[Tensor]) -> Tensor | None:
