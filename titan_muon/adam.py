@@ -8,12 +8,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
-from .comm.clip import HostCopy, SkipsSteps
+from .comm.clip import HostCopy, SkipsSteps, sum_over_shards
 from .comm.faults import Fault, allowed_faults, check_faults, names_with
 from .comm.gradient_faults import GradientFaults
 from .options import SLOWEST_IN_BFLOAT16, Expert, Offload, OnBadGradient, OptionError, StateDtype, check
@@ -23,7 +21,6 @@ from .step.foreach import grouped
 from .tensors.device import is_host
 from .tensors.dtensor import local, step_device
 from .tensors.names import named_parameters, names_in
-from .tensors.process_groups import without_groups
 from .tensors.storage import placement_key
 from .tensors.warning import warn
 
@@ -396,11 +393,7 @@ class AdamH(AdamW):
         """Replace minus the update by the weights after the step."""
         squares = [torch.linalg.vector_norm(tensor).square() for tensor in (old, update)]
         sums = torch.stack([*squares, torch.dot(old.flatten(), update.flatten())])
-        if isinstance(parameter, DTensor) and not without_groups(parameter):
-            for axis, placement in enumerate(parameter.placements):
-                if not placement.is_replicate():
-                    dist.all_reduce(sums, group=parameter.device_mesh.get_group(axis))
-        square, update_square, product = sums.unbind()
+        square, update_square, product = sum_over_shards(sums, parameter).unbind()
         if is_first and square == 0:
             raise ValueError(f"{fqn}: a matrix of zeros, which keeps the norm 0 under adamh; initialize the weights")
         rate = torch.where(update_square > 0, lr * (square / update_square).sqrt(), 0.0)
