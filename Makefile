@@ -8,6 +8,7 @@
 # make newest  the test suite and the rehearsal on the newest PyTorch, in an environment of its own; TORCH=2.14.1 is another one
 # make main-titan  the tests of recipes on the newest release of TorchTitan; TITAN===0.3.0 is another one, TITAN=/a/folder its source
 # make integrations  the examples in Transformers, TRL, Accelerate, Lightning, PEFT and Megatron-FSDP, in an environment of its own
+# make lm-eval  exports to Hugging Face, and lm-eval on one, in an environment of its own
 # make rehearse  full-size training steps on GPUs that are not there
 # make gpu     every check and figure that needs GPUs; CALL=1, 2 or 3 is a part of it for one GPU, at most 7 minutes each
 # make gpu-wheels  a few MB of packages for make gpu on a machine without a network, in .cache/wheels
@@ -65,7 +66,7 @@ $(call python,$(1)) -c 'import sys; assert sys.version_info >= (3, 11), "Python 
 $(call python,$(1)) -m venv $(2)
 endef
 
-.PHONY: site wheel soak venv train test suite slow test-long check lint types newest oldest main-titan gpu gpu-wheels kernels lock lock-oldest lock-newest clean rehearse integrations
+.PHONY: lm-eval site wheel soak venv train test suite slow test-long check lint types newest oldest main-titan gpu gpu-wheels kernels lock lock-oldest lock-newest clean rehearse integrations
 
 venv: $(STAMP)
 
@@ -131,6 +132,15 @@ main-titan:
 integrations: $(INTEGRATIONS_STAMP)
 	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations $(ARGS)
 
+# An environment of its own, because lm-eval needs many packages and examples/ newer ones than TorchTitan takes.
+lm-eval: .venv-lm-eval/.installed
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-lm-eval/bin/python -m pytest tests/unit/titan/run/test_export.py $(ARGS)
+
+.venv-lm-eval/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-lm-eval
+	.venv-lm-eval/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[titan,zoo]' 'lm-eval[hf]==0.4.13' pytest pytest-timeout
+	touch $@
+
 $(INTEGRATIONS_STAMP): pyproject.toml constraints-integrations.txt
 	$(PYTHON) -m venv $(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check -c constraints-integrations.txt -e '.[integrations]'
@@ -194,4 +204,4 @@ lock-newest:
 	$(NEWEST)/bin/pip freeze --exclude-editable | sed 's/+cu[0-9]*$$//' > $(NEWEST_LOCK)
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TITAN_ENV) $(INTEGRATIONS) .venv-site .venv-wheel site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TITAN_ENV) $(INTEGRATIONS) .venv-lm-eval .venv-site .venv-wheel site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,6 +5,7 @@ Multi-head latent attention, shared and routed experts, dense first layers. Size
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
@@ -149,7 +150,7 @@ def build(flavor: str, vocab_size: int | None) -> ModelSpec:
 
 
 def _layers(size: Size) -> list[TransformerBlock.Config]:
-    return build_mla_moe_layers(
+    layers: list[TransformerBlock.Config] = build_mla_moe_layers(
         n_layers=size.layers,
         n_dense_layers=size.dense_layers,
         dim=size.dim,
@@ -179,6 +180,11 @@ def _layers(size: Size) -> list[TransformerBlock.Config]:
         depth_experts_init=lambda layer: common.experts_init(size.std, size.std),
         rope=_rope(size),
     )
+    for layer in layers:
+        attention: Any = layer.attention
+        for part in (layer.attention_norm, layer.ffn_norm, attention.q_norm, attention.kv_norm):
+            part.eps = EPS  # TorchTitan's builder leaves 1e-5
+    return layers
 
 
 def _rope(size: Size) -> ComplexRoPE.Config:

@@ -1,4 +1,4 @@
-"""The command `titan-muon`: train, plan, compare, sweep, sample and evaluate, in a checkout or installed."""
+"""The command `titan-muon`: train, plan, compare, sweep, sample, evaluate and export, in a checkout or installed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ USAGE = """usage: titan-muon train --config RECIPE [--key=value ...]
        titan-muon sweep RECIPE KEY=VALUE,VALUE ... [--key=value ...]
        titan-muon sample RUN [--prompt TEXT] [--tokens N] [--temperature T] [--top-k K] [--seed S] [--step N]
        titan-muon evaluate RUN [--step N]
+       titan-muon export RUN FOLDER [--step N] [--dtype D] [--drop-expert-bias]
        titan-muon recipes
 
 RECIPE is a TOML file, or the name of a recipe of this package. CONFIG_JSON is the config.json of a Hugging Face model,
@@ -30,6 +31,7 @@ SCRIPTS: Mapping[str, str] = {
     "sweep": "scripts/sweep.py",
     "sample": "scripts/sample.py",
     "evaluate": "scripts/evaluate.py",
+    "export": "scripts/export.py",
 }
 NEEDED = ("torchtitan", "tyro", "matplotlib")
 """Modules of the extra `titan`, required by every command, except for the plan of a config.json."""

@@ -1,1 +1,1 @@
-"""Reading a saved model, for sample.py and evaluate.py."""
+"""Reading a saved model, for sample.py, evaluate.py and export.py."""

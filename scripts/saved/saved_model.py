@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.protocols.model_spec import ModelSpec
 
 import models  # noqa: F401 (registers the families)
 from titan_muon.titan.torchtitan import compat
@@ -37,6 +38,7 @@ class SavedModel:
 
     step: int
     recipe: Recipe
+    spec: ModelSpec
     model: nn.Module
     device: torch.device
     tokenizer: BaseTokenizer
@@ -54,8 +56,10 @@ class SavedModel:
         return logits.float()
 
 
-def open_saved(run: Path, step: int | None = None) -> SavedModel:
+def open_saved(run: Path, step: int | None = None, *, dtype: str | None = None) -> SavedModel:
     """The model of a run folder, of the newest complete checkpoint or of `step`.
+
+    `dtype`: of the parameters; None: of the passes in training.
 
     Raises RecipeError for a folder without a checkpoint, and for a step that was not saved.
     """
@@ -66,10 +70,10 @@ def open_saved(run: Path, step: int | None = None) -> SavedModel:
     single = replace(single, placement=type(recipe.placement)())
     config: Any = trainer_config(single, Run(folder=str(run)), 1)
     device = torch.device("cpu" if compat.install() else "cuda")
-    spec = config.model_spec.model
-    spec.update_from_config(config=config)
+    spec = config.model_spec
+    spec.model.update_from_config(config=config)
     with torch.device("meta"):
-        model = spec.build()
+        model = spec.model.build()
     model.to_empty(device=device)
     with torch.no_grad():
         # Buffers, for example of the rotary embedding, are not saved.
@@ -78,12 +82,11 @@ def open_saved(run: Path, step: int | None = None) -> SavedModel:
     _read_weights(model, checkpoint)
     for parameter in model.parameters():
         # As FSDP's mixed precision in training, which casts no buffer.
-        parameter.data = parameter.data.to(
-            TORCH_DTYPE_MAP[passes_dtype(recipe.training.mixed_precision_param, device.type)]
-        )
+        passes = passes_dtype(recipe.training.mixed_precision_param, device.type)
+        parameter.data = parameter.data.to(TORCH_DTYPE_MAP[dtype or passes])
     enabled = recipe.data.validation_fraction > 0 and recipe.data.source != "hf"
     held_out = config.validator.dataloader if enabled and recipe.validator.enable else None
-    return SavedModel(step, single, model.eval(), device, config.tokenizer.build(tokenizer_path=""), held_out)
+    return SavedModel(step, single, spec, model.eval(), device, config.tokenizer.build(tokenizer_path=""), held_out)
 
 
 def _checkpoint(folder: Path, step: int | None) -> tuple[Path, int]:

@@ -1,10 +1,11 @@
-"""scripts/sample.py and scripts/evaluate.py on a run of two ranks: loss, text by seed, bad input."""
+"""sample.py, evaluate.py and export.py on a run of two ranks: loss, text by seed, weights, bad input."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import tiny
 from tests.dist.harness import run_ranks
@@ -20,7 +21,9 @@ SCRIPTS = Path(__file__).parents[3] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import evaluate  # noqa: E402
+import export  # noqa: E402
 import sample  # noqa: E402
+from saved.saved_model import open_saved  # noqa: E402
 
 SHORT = {
     "training__steps": 2,
@@ -91,8 +94,24 @@ def test_a_finished_run_names_the_next_command_and_refuses_an_export(run: Path) 
     *lines, error = run_ranks(finished, 2, run.parents[2], str(run))[0]
     (line,) = (line for line in lines if line.startswith("nothing to do: step 2 of 2 is done"))
     assert f"titan-muon evaluate {run} gives the held-out loss" in line
-    assert "Continue from an earlier checkpoint (checkpoint.load_step)" in error
+    assert "titan-muon export writes a finished run's model" in error
     assert (run / "checkpoint/step-2/.metadata").is_file()
+
+
+def test_a_run_of_two_ranks_is_exported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import load_file
+
+    words = [str(run), str(tmp_path / "out"), "--dtype", "bfloat16"]
+    assert export.main(words) == 2
+    assert "--drop-expert-bias" in capsys.readouterr().err
+    command = [sys.executable, str(SCRIPTS / "export.py"), *words, "--drop-expert-bias"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert shown == f"step 2 of {run} is in {tmp_path}/out\n"
+    written, model = load_file(tmp_path / "out" / "model.safetensors"), open_saved(run, dtype="bfloat16").model
+    experts = model.get_parameter("layers.3.moe.routed_experts.inner_experts.w1_EFD")
+    assert torch.equal(written["model.layers.3.mlp.experts.15.gate_proj.weight"], experts[15])
+    assert export.main(words) == 2
+    assert capsys.readouterr().err == f"export: {tmp_path}/out exists; name a new folder\n"
 
 
 def test_a_bad_number_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,14 +90,14 @@ class BPETokenizer(_MarkedTokenizer):
         key = digest(config.documents.digest, repr(data.validation_fraction), str(data.vocab_size))
         rows = _train_bpe(config.documents, data.vocab_size)
         table = cached(data.cache, f"bpe-{key}", rows, {"tokenizer": "string"})
-        self._bpe = Tokenizer.from_str(table["tokenizer"][0].as_py())
-        self.fingerprint = digest("bpe", self._bpe.to_str(), str(data.vocab_size))
+        self.bpe = Tokenizer.from_str(table["tokenizer"][0].as_py())
+        self.fingerprint = digest("bpe", self.bpe.to_str(), str(data.vocab_size))
 
     def _encode(self, text: str) -> list[int]:
-        return self._bpe.encode(text).ids
+        return self.bpe.encode(text).ids
 
     def _decode(self, ids: list[int]) -> str:
-        return self._bpe.decode(ids)
+        return self.bpe.decode(ids)
 
 
 def check_tokenizer_folder(path: str | None) -> str:

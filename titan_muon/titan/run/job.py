@@ -202,7 +202,7 @@ def _refuse_late_export(trainer: MuonTrainer, recipe: Recipe) -> None:
     if recipe.checkpoint.last_save_in_hf and trainer.step >= steps:
         raise RecipeError(
             f"checkpoint.last_save_in_hf = true: step {trainer.step} of {steps} is done, and only a run that trains "
-            "exports. Continue from an earlier checkpoint (checkpoint.load_step), or raise training.steps."
+            "exports. Leave out the key: titan-muon export writes a finished run's model."
         )
 
 

@@ -166,7 +166,7 @@ class MuonTrainer(Trainer):
             print_on_rank0(f"stopped after step {self.step} of {self.config.training.steps}: {outcome}")
         elif saves and not checkpoint.last_save_in_hf:
             run = quote(self.config.dump_folder)
-            print_on_rank0(f"next: titan-muon sample {run} (write text), or titan-muon evaluate (loss)")
+            print_on_rank0(f"next: titan-muon sample {run} (write text), evaluate (loss) or export (Hugging Face)")
 
     def _begin_checks(self) -> None:
         records = read_until(Path(self.config.dump_folder, METRICS_FILE), self.step)

@@ -544,7 +544,7 @@ def save_hf_tokenizer(data: Data, folder: Path, marks: dict[str, str]) -> Data:
     bpe = tokenizer_config(dataclasses.replace(data, tokenizer="bpe", vocab_size=300)).build()
     assert isinstance(bpe, BPETokenizer)
     folder.mkdir()
-    bpe._bpe.save(str(folder / "tokenizer.json"))
+    bpe.bpe.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(marks))
     return dataclasses.replace(data, tokenizer="hf", tokenizer_path=str(folder))
 

@@ -1,0 +1,200 @@
+"""Models as Hugging Face folders: equal logits and ids in Transformers, and models without a counterpart."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny
+from titan_muon.titan.model.attention import share_dense_mask
+from titan_muon.titan.recipe import Recipe, RecipeError
+from titan_muon.titan.torchtitan import compat
+
+transformers = pytest.importorskip("transformers")
+compat.install()
+
+from titan_muon.titan.data.loader import tokenizer_config  # noqa: E402
+from titan_muon.titan.model.spec import model_spec  # noqa: E402
+from titan_muon.titan.torchtitan.installed import titan  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[4] / "scripts"))
+
+from saved.hugging_face import hf_config, save  # noqa: E402
+from saved.saved_model import SavedModel  # noqa: E402
+
+
+def as_it_is(model: Any) -> None:
+    """Change nothing."""
+
+
+def tied(model: Any) -> None:
+    model.enable_weight_tying = True
+
+
+def scaled(model: Any) -> None:
+    """RoPE as of Llama 3.1."""
+    for layer in model.layers:
+        layer.attention.rope = replace(layer.attention.rope, scaling="llama", original_max_position_embeddings=32)
+
+
+def grouped(model: Any) -> None:
+    """Groups of experts, scales and RoPE as of DeepSeek-V3."""
+    yarn = {"scaling": "yarn", "rope_factor": 8.0, "original_seq_len": 16}
+    for layer in model.layers:
+        layer.attention.rope = replace(layer.attention.rope, **yarn)
+        layer.attention.mscale = 0.9
+        if layer.moe is not None:
+            layer.moe.router = replace(layer.moe.router, num_expert_groups=4, num_limited_groups=2, route_scale=2.5)
+
+
+FAMILIES: dict[str, tuple[str, str, Callable[[Any], None], str]] = {
+    "llama3": ("llama3", "tiny_64", as_it_is, "LlamaForCausalLM"),
+    "llama3 scaled": ("llama3", "tiny_64", scaled, "LlamaForCausalLM"),
+    "qwen3": ("qwen3", "tiny", as_it_is, "Qwen3ForCausalLM"),
+    "qwen3 tied": ("qwen3", "tiny", tied, "Qwen3ForCausalLM"),
+    "qwen3 experts": ("qwen3", "moe_tiny", as_it_is, "Qwen3MoeForCausalLM"),
+    "deepseek_v3": ("deepseek_v3", "tiny", as_it_is, "DeepseekV3ForCausalLM"),
+    "deepseek_v3 grouped": ("deepseek_v3", "tiny", grouped, "DeepseekV3ForCausalLM"),
+}
+"""By name: family, flavor, change of TorchTitan's configuration, architecture in Transformers."""
+
+
+def saved_model(recipe: Recipe, change: Callable[[Any], None] = as_it_is) -> SavedModel:
+    """A model with random weights, as if trained."""
+    spec = model_spec(recipe.model.name, recipe.model.flavor, vocab_size=recipe.model.vocab_size, on_cpu=True)
+    change(spec.model)
+    torch.manual_seed(0)
+    model = spec.model.build()
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+        for parameter in model.parameters():
+            # Larger than in training, so that every part has a say in the logits.
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    share_dense_mask(model)
+    tokenizer = tokenizer_config(recipe.data).build(tokenizer_path="")
+    return SavedModel(1, recipe, spec, model.eval(), torch.device("cpu"), tokenizer, None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_has_the_logits_of_the_exported_model(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # TorchTitan's experts multiply in bfloat16, which changes the choice of experts of later layers.
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)
+    name, flavor, change, architecture = FAMILIES[family]
+    saved = saved_model(tiny.recipe(tmp_path, model__name=name, model__flavor=flavor), change)
+    if name == "deepseek_v3":
+        set_expert_bias(saved)
+    save(saved, tmp_path / "out", drop_expert_bias=False)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert type(loaded).__name__ == architecture
+    assert loaded.dtype == torch.float32
+    ids = torch.randint(256, (2, 48), generator=torch.Generator().manual_seed(1))
+    ours = saved.logits(titan.batch(ids), titan.batch(torch.arange(48).expand(2, 48))).view(2, 48, -1)
+    with torch.no_grad():
+        theirs = loaded(ids).logits
+    assert ours.std() > 0.1
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def set_expert_bias(saved: SavedModel) -> None:
+    for name, buffer in saved.model.named_buffers():
+        if name.endswith("expert_bias_E"):
+            buffer.copy_(torch.randn_like(buffer))
+
+
+def test_weights_that_transformers_lacks_are_refused(tmp_path: Path) -> None:
+    experts = saved_model(tiny.recipe(tmp_path))
+    set_expert_bias(experts)
+    with pytest.raises(
+        RecipeError, match=r"expert_bias_E has no counterpart in Qwen3MoeForCausalLM; --drop-expert-bias"
+    ):
+        save(experts, tmp_path / "out", drop_expert_bias=False)
+    assert not (tmp_path / "out").exists()
+    save(experts, tmp_path / "out", drop_expert_bias=True)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "problem"),
+    [
+        ("gpt_oss", "debugmodel", "no counterpart that is known"),
+        ("kimi_k2_5", "Kimi-K2.5", "eps 1e-05 in the norms of"),
+    ],
+)
+def test_families_without_a_counterpart_are_refused(name: str, flavor: str, problem: str) -> None:
+    with pytest.raises(RecipeError, match=f"model.name = '{name}'.*{problem}"):
+        hf_config(model_spec(name, flavor, on_cpu=False).model, name)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_the_exported_tokenizer_has_the_ids_of_training(kind: str, tmp_path: Path) -> None:
+    recipe = tiny.recipe(tmp_path, model__name="llama3", model__flavor="tiny_64", data__tokenizer=kind)
+    saved = saved_model(replace(recipe, data=replace(recipe.data, vocab_size=400)))
+    ours: Any = saved.tokenizer
+    save(saved, tmp_path / "out", drop_expert_bias=False)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, ours.get_vocab_size())
+    for text in ("owner matrix", " two  spaces\n", "naïve 🙂 한국어\0", "<0x41> <|end>"):
+        ids = ours.encode(text, add_bos=True)
+        assert theirs(text).input_ids == ids
+        assert theirs.decode(ids, skip_special_tokens=True) == text
+
+
+def test_a_folder_of_a_tokenizer_is_copied(tmp_path: Path) -> None:
+    recipe = tiny.recipe(tmp_path, model__name="llama3", model__flavor="tiny_64", data__tokenizer="bpe")
+    save(saved_model(recipe), tmp_path / "first", drop_expert_bias=False)
+    path = str(tmp_path / "first")
+    again = replace(recipe, data=replace(recipe.data, tokenizer="hf", tokenizer_path=path))
+    save(saved_model(again), tmp_path / "second", drop_expert_bias=False)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "second" / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
+
+
+def test_lm_eval_measures_the_exported_folder(tmp_path: Path) -> None:
+    """A local task: choices that the model ranks by log-likelihood, as the model's logits rank them."""
+    lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: make lm-eval")
+    saved = saved_model(tiny.recipe(tmp_path, model__name="llama3", model__flavor="tiny_64"))
+    save(saved, tmp_path / "out", drop_expert_bias=False)
+    choices = ["owner", "plan ahead", "1"]
+    best = [max(choices, key=lambda choice: log_likelihood(saved, question, choice)) for question in WORDS]
+    rows = [{"question": q, "choices": choices, "answer": choices.index(b)} for q, b in zip(WORDS, best, strict=True)]
+    rows[0]["answer"] = (rows[0]["answer"] + 1) % 3
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "ours.yaml").write_text(TASK.format(file=tmp_path / "rows.jsonl"))
+    manager = import_module("lm_eval.tasks").TaskManager(include_path=str(tmp_path), include_defaults=False)
+    model = f"pretrained={tmp_path / 'out'},dtype=float32,add_bos_token=True"
+    found = lm_eval.simple_evaluate("hf", model_args=model, tasks=["ours"], device="cpu", task_manager=manager)
+    assert found["results"]["ours"]["acc,none"] == pytest.approx(1 - 1 / len(WORDS))
+
+
+WORDS = tiny.WORDS
+TASK = """
+task: ours
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: choices
+doc_to_target: answer
+metric_list:
+  - metric: acc
+"""
+
+
+def log_likelihood(saved: SavedModel, question: str, choice: str) -> float:
+    tokenizer: Any = saved.tokenizer
+    context = tokenizer.encode(question, add_bos=True)
+    ids = torch.tensor([context + tokenizer.encode(" " + choice)])
+    logits = saved.logits(titan.batch(ids), titan.batch(torch.arange(ids.shape[1]).unsqueeze(0)))
+    scores = logits.view(1, ids.shape[1], -1).log_softmax(-1)[0, len(context) - 1 : -1]
+    return float(scores.gather(1, ids[0, len(context) :, None]).sum())
