@@ -1,4 +1,4 @@
-"""AdamW, optionally with states on the host and in bfloat16."""
+"""AdamW, optionally with states on the host and in bfloat16, and AdamH, whose weights keep their norm."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
-from .comm.agreement import Agreement
-from .comm.clip import HostCopy, SkipsSteps
+from .comm.clip import HostCopy, SkipsSteps, sum_over_shards
 from .comm.faults import Fault, allowed_faults, check_faults, names_with
-from .comm.report import FaultReport
-from .muon import Muon
+from .comm.gradient_faults import GradientFaults
 from .options import SLOWEST_IN_BFLOAT16, Expert, Offload, OnBadGradient, OptionError, StateDtype, check
 from .state.holder_states import moved_state, moves, new_state, resolved
 from .state.saved import after_pre_hooks, checked_state
 from .step.foreach import grouped
-from .tensors.device import is_host, on_device
+from .tensors.device import is_host
 from .tensors.dtensor import local, step_device
 from .tensors.names import named_parameters, names_in
 from .tensors.storage import placement_key
@@ -133,12 +130,16 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         with torch.enable_grad():
             loss = None if closure is None else closure()
+        self._step()
+        return loss
+
+    def _step(self) -> None:
         self.check_norm(skips=Fault.NOT_FINITE in self._allowed)
         skipped = self.gradient_faults.check(self.take_skip(), scaled=getattr(self, "found_inf", None) is not None)
         # Reading a flag on the CPU does not wait.
         if skipped is not None and is_host(skipped.device):
             if skipped:
-                return loss
+                return
             skipped = None
         self._uncount()
         self._skipped = skipped
@@ -151,7 +152,6 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         if skipped is not None:
             steps = {part.step for _, parts in batches for part in parts if is_host(part.step.device)}
             self._counted = HostCopy(skipped), tuple(steps)
-        return loss
 
     def _uncount(self) -> None:
         """Take the last step back from counters on the host if the device skipped it."""
@@ -337,91 +337,68 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             self._window.synchronize()
 
 
-class GradientFaults:
-    """Reports missing and non-finite gradients of AdamW: with the report of a Muon, or alone."""
+class AdamH(AdamW):
+    """Adam with Hyperball (Wen et al., 2026, arXiv:2606.16899): each matrix keeps its Frobenius norm R.
 
-    def __init__(self, adamw: AdamW) -> None:
-        self._adamw = adamw
-        self.reporter: Muon | None = None
-        self._follows = False
-        self.expect_gradients()
-        self._own: FaultReport | None = None
-        self._places = list[int]()
-        self._numbers = torch.empty(0, dtype=torch.int64, device="cpu")
+    W <- R Norm(W - lr R Norm(U)), with Adam's update U and Norm(X) = X / |X|, as `algorithm = "muonh"` of Muon. A step
+    takes memory for a copy of this rank's weights, and sums three numbers for each matrix over the ranks with shards.
 
-    def report_with(self, muon: Muon, *, follows: bool) -> None:
-        """Use the report of `muon` from now on. `follows`: whether AdamW steps after `muon`."""
-        self.reporter, self._follows = muon, follows
+    Args:
+        weight_decay: 0, because the norm is constant.
 
-    @property
-    def params(self) -> list[Tensor]:
-        return [parameter for group in self._adamw.param_groups for parameter in group["params"]]
+    Raises:
+        OptionError: as AdamW, and for weights on the host.
+        ValueError: for a vector, and for weights in 16 bits. In the first step, for a matrix of zeros.
+    """
 
-    def expect_gradients(self) -> None:
-        """Expect gradients of the parameters that are not frozen now."""
-        # By place, because for example Accelerate replaces the parameters of groups.
-        self._frozen = [not parameter.requires_grad for parameter in self.params]
+    def __init__(self, params: Any, *, weight_decay: float = 0.0, **options: Any) -> None:
+        super().__init__(params, weight_decay=weight_decay, **options)
 
-    def check(self, skipped: Tensor | None, *, scaled: bool) -> Tensor | None:
-        """Raise ValueError for the last step, and report the gradients of this step.
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group["weight_decay"] != 0:
+            raise OptionError("weight_decay", f"= {group['weight_decay']}: adamh keeps the norm of weights; set 0")
+        if self.offloaded == "parameters":
+            raise OptionError("offload", "= 'parameters': adamh projects weights on the device; set 'state' or 'none'")
+        for fqn, parameter in named_parameters([group]):
+            if parameter.ndim < 2 or parameter.dtype.itemsize < 4:
+                kind = f"shape {tuple(parameter.shape)} and {parameter.dtype}"
+                raise ValueError(f"{fqn}: has {kind}, and adamh takes float32 matrices; give it to adamw")
 
-        `skipped`: whether the step changes nothing anyway. `scaled`: whether a GradScaler has checked the gradients.
-        Returns () bool on the device: whether the step changes nothing; None for a normal step.
-        """
-        report, start = self._report()
-        params = self.params
-        grads = [parameter.grad for parameter in params]
-        if any(grad is None for grad in grads) or any(self._frozen):
-            faults = [self._fault(p, frozen=frozen) for p, frozen in zip(params, self._frozen, strict=True)]
-            if not report.is_shared:
-                self._adamw.on_faults(faults)
-            report.add(faults, start)
-        if not scaled:
-            skipped = self._nonfinite(grads, report, start, skipped)
-        if self.reporter is None:
-            report.send()
-        return skipped
+    def _step(self) -> None:
+        named, rates = list(named_parameters(self.param_groups)), [group["lr"] for group in self.param_groups]
+        weights = [local(parameter) for _, parameter in named]
+        before, is_first = [weight.clone() for weight in weights], not any(p in self.state for _, p in named)
+        try:
+            # From zero and with the rate 1, Adam's weights are minus its update.
+            for weight in weights:
+                weight.zero_()
+            for group in self.param_groups:
+                group["lr"] = 1.0
+            super()._step()
+            by_parameter = [rate for group, rate in zip(self.param_groups, rates, strict=True) for _ in group["params"]]
+            # All ranks, also those without a gradient or an update.
+            for (fqn, parameter), new, old, rate in zip(named, weights, before, by_parameter, strict=True):
+                self._turn(fqn, parameter, new, old, rate, is_first=is_first)
+        except BaseException:
+            for weight, old in zip(weights, before, strict=True):
+                weight.copy_(old)
+            raise
+        finally:
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = rate
 
-    def _report(self) -> tuple[FaultReport, int]:
-        if self.reporter is not None:
-            # A Muon that steps before AdamW has raised, and the host would wait for the report of this step.
-            if not self._follows:
-                self.reporter.engine.raise_pending()
-            report = self.reporter.engine.rank.report
-            return report, report.start_of(self._adamw)
-        if self._own is None:
-            device = step_device(self.params[0]) if self.params else torch.device("cpu")
-            self._own = FaultReport(self._adamw.names(), {}, {}, device, Agreement())
-        faults = self._own.read()
-        self._own.clear()
-        if any(faults):
-            self._adamw.on_faults(faults)
-        return self._own, 0
-
-    def _fault(self, parameter: Tensor, *, frozen: bool) -> Fault:
-        if frozen and parameter.requires_grad and self.reporter is not None:
-            return Fault.THAWED
-        if parameter.grad is not None or frozen or Fault.NO_GRADIENT in self._adamw._allowed:
-            return Fault.NONE
-        # Outside of the mesh, and where Megatron-FSDP keeps no rows.
-        nothing = isinstance(parameter, DTensor) and local(parameter).numel() == 0
-        return Fault.NONE if nothing else Fault.NO_GRADIENT
-
-    def _nonfinite(
-        self, grads: Sequence[Tensor | None], report: FaultReport, start: int, skipped: Tensor | None
-    ) -> Tensor | None:
-        stored = [(start + i, g) for i, grad in enumerate(grads) if grad is not None and (g := local(grad)).numel() > 0]
-        if not stored:
-            return skipped
-        norms = torch.stack(torch._foreach_norm([grad for _, grad in stored], math.inf))
-        broken = norms.isfinite().logical_not_().to(report.device, non_blocking=True)
-        places = [place for place, _ in stored]
-        if self._places != places or self._numbers.device != report.device:
-            self._places, self._numbers = places, on_device(torch.tensor(places, device="cpu"), report.device)
-        # A norm over all gradients has its own error.
-        faulty = broken if skipped is None else broken & ~skipped
-        report.add_where(self._numbers, faulty, Fault.NOT_FINITE)
-        return broken.any() if skipped is None else broken.any() | skipped
+    def _turn(self, fqn: str, parameter: Tensor, update: Tensor, old: Tensor, lr: Any, *, is_first: bool) -> None:
+        """Replace minus the update by the weights after the step."""
+        squares = [torch.linalg.vector_norm(tensor).square() for tensor in (old, update)]
+        sums = torch.stack([*squares, torch.dot(old.flatten(), update.flatten())])
+        square, update_square, product = sum_over_shards(sums, parameter).unbind()
+        if is_first and square == 0:
+            raise ValueError(f"{fqn}: a matrix of zeros, which keeps the norm 0 under adamh; initialize the weights")
+        rate = torch.where(update_square > 0, lr * (square / update_square).sqrt(), 0.0)
+        length = square + 2 * rate * product + rate.square() * update_square
+        update.mul_(rate).add_(old).mul_((square / length).sqrt())
 
 
 def _cut(whole: Elements, moved: Sequence[str]) -> Iterator[Elements]:

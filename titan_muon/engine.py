@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -25,7 +24,7 @@ from .comm.faults import STORAGE_FAULTS, Fault, allowed_faults, check_faults, na
 from .comm.report import FaultReport, Reported
 from .features import StepParts, check_plan, overlap_of
 from .options import HYPERPARAMETERS, SHARED, Machine, MuonOptions, OptionError
-from .orthogonalize import Dispatch, Iteration, Method, kernels_for, measured_choices
+from .orthogonalize import Dispatch, Iteration, kernels_for, measured_choices
 from .plan.planner import make_plan
 from .plan.program import collective_ranks, make_program, replicated_plain
 from .plan.search.owners import with_state_ranks
@@ -39,8 +38,8 @@ from .state.holder_states import kept_by
 from .state.matrix_states import MatrixStates
 from .step.algorithm import Algorithm, PlanContext, Scaling
 from .step.foreach import passes_of
-from .step.gradients import StepGradients, checked_inputs
-from .step.rank import Rank
+from .step.gradients import StepGradients, checked_inputs, compared
+from .step.rank import Rank, methods_of
 from .step.step import trace_range
 from .tensors.device import is_host
 from .tensors.dtensor import mesh_axes, storage_device
@@ -161,14 +160,6 @@ def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: in
     return work_of
 
 
-def _methods_of(plan: Plan, iterations: Sequence[Iteration], dispatch: Dispatch) -> Iterator[Method]:
-    """The Newton-Schulz method of each work."""
-    first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
-    for matrix in (first[work] for work in range(len(plan.works))):
-        count = 1 if matrix.slice is None else matrix.slice.count
-        yield dispatch.choose(*matrix.whole_shape, iterations[matrix.parameter].steps, count)
-
-
 LOCAL_OPTIONS = (
     "orthogonalize",
     "ns_dtype",
@@ -263,7 +254,7 @@ def engine_of(
         tuple(params),
         tuple(map(storage_of, params, plan.parameters)),
         iterations,
-        tuple(_methods_of(plan, iterations, dispatch_of(buffers.device, options))),
+        tuple(methods_of(plan, iterations, dispatch_of(buffers.device, options))),
         buffers,
         Exchange(program, buffers, collectives, agreement),
         FaultReport(names, {"muon": muon}, others, buffers.device, agreement, replicated_plain(plan)),
@@ -294,9 +285,7 @@ class Engine:
 
     def __init__(self, rank: Rank, algorithm: Algorithm, states: MatrixStates, overlap: PassOverlap | None) -> None:
         self._algorithm, self.overlap = algorithm, overlap
-        # Attributes of groups that a step compares by value, as planned: also a list is mutable.
-        keys = ("ns_coefficients", "ns_steps", "eps", "algorithm")
-        self._iterations = [deepcopy(tuple(trained.group.get(key) for key in keys)) for trained in rank.params]
+        self._iterations = compared(rank.params)
         self._make(rank, states, None)
 
     def _make(self, rank: Rank, states: MatrixStates, before: StepParts | None) -> None:
@@ -329,6 +318,8 @@ class Engine:
             overlap.ready(self.step)
         with trace_range("check"):
             faults, grads, moved = checked_inputs(rank, self._iterations, self._names, groups, state)
+            if Fault.NEWTON_SCHULZ_CHANGED in faults and self._follow_coefficients():
+                faults, grads, moved = checked_inputs(self.rank, self._iterations, self._names, groups, state)
             if rank.options.decay_follows_lr:
                 unknown = (highest_rate(trained.group) is None for trained in rank.params)
                 pairs = zip(unknown, faults, strict=True)
@@ -349,6 +340,15 @@ class Engine:
             self.rebuild(params, rank.options)
         dtypes = {None if g is None else g.dtype for g, p in zip(grads, rank.params, strict=True) if p.on_mesh}
         return StepGradients(grads, excluded, None not in dtypes and len(dtypes) <= 1, rank.params)
+
+    def _follow_coefficients(self) -> bool:
+        """Take the present coefficients of the groups, if the plan fits them. Returns whether."""
+        from .features.schedule import followed
+
+        dispatch = dispatch_of(self.rank.device, self.rank.options)
+        if fitting := followed(self.rank, self._iterations, self.step.views, dispatch):
+            self.rank, self._iterations = fitting
+        return fitting is not None
 
     def run(self, gradients: StepGradients, scaling: Scaling | None = None) -> None:
         """Run a step. `scaling`: of this step alone."""

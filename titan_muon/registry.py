@@ -76,7 +76,7 @@ class OptimizerEntry:
     by_rule: Sequence[str] = ()
 
 
-optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimizers", own=("adamw", "muon"))
+optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimizers", own=("adamh", "adamw", "muon"))
 
 
 algorithms: Registry[Callable[[MuonOptions], Any]] = Registry(

@@ -114,7 +114,7 @@ def test_every_recipe_dry_runs(
     if recipe.endswith("_adamw"):
         assert optimizers == {"adamw"}
         return
-    assert optimizers == {"adamw", "muon"}
+    assert optimizers == {"adamw", "muon", *(["adamh"] if recipe.endswith("_hyperball") else [])}
     assert plan["orthogonalizations"] == plan["muon_matrices"] > 0
     assert len(plan["ranks"]) == world_size
 

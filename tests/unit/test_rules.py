@@ -215,6 +215,43 @@ def test_an_algorithm_that_changes_after_the_plan_is_an_error() -> None:
         stepped(muon, 1)
 
 
+def test_coefficients_follow_a_schedule_with_the_same_plan() -> None:
+    muon = stepped(Muon(matrices(0, {}, {}), expert=Expert(orthogonalize="reference")), 0)
+    engine, digest, views = muon.engine, muon.plan.digest(), muon.engine.step.views
+    for seed, b in enumerate((-4.78, -4.77)):
+        for group in muon.param_groups:
+            group["ns_coefficients"] = [[3.44, b, 2.03]]
+        stepped(muon, seed)
+        muon.check_last_step()
+    assert muon.engine is engine
+    assert engine.step.views is views
+    assert muon.plan.digest() == digest
+    # In place too.
+    muon.param_groups[0]["ns_coefficients"][0][1] = muon.param_groups[1]["ns_coefficients"][0][1] = -4.76
+    stepped(muon, 2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [{"ns_steps": 4}, {"ns_steps": 4}],
+        [{"ns_coefficients": "aol", "ns_steps": 4}] * 2,
+        [{"eps": 1e-3}, {"eps": 1e-3}],
+        [{"ns_coefficients": [[3.4, -4.7, 2.0]]}, {}],
+        [{"ns_coefficients": [[9.0, 9.0, 9.0]]}] * 2,
+    ],
+    ids=str,
+)
+def test_another_iteration_than_other_coefficients_is_an_error(changes: list[dict[str, Any]]) -> None:
+    muon = stepped(Muon(matrices(0, {}, {})), 0)
+    for group, change in zip(muon.param_groups, changes, strict=True):
+        group.update(change)
+    with pytest.raises(
+        ValueError, match=r"w0.*: ns_steps, ns_coefficients, eps or algorithm changed since Muon was built"
+    ):
+        stepped(muon, 1)
+
+
 def test_loading_keeps_the_algorithm_of_a_group() -> None:
     groups = {}, {"algorithm": ["normuon", "muoneq"]}
     saved, alone = stepped(Muon(matrices(0, *groups)), 0), stepped(Muon(matrices(0, {}, {})), 0)

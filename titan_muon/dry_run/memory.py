@@ -117,7 +117,7 @@ def memory_per_rank(
         host_parameters=sum(host_bytes(item.bytes, device) for item in on_host),
         host_gradients=sum(host_bytes(item.bytes, device) for item in on_host if item.optimizer),
         host_states=sum(host_bytes(size, device) for item in items if item.offload != "none" for size in item.states),
-        uncounted=tuple(sorted({a.optimizer for a in optimizers.assignments} - {"muon", "adamw"})),
+        uncounted=tuple(sorted({a.optimizer for a in optimizers.assignments} - {"muon", "adamw", "adamh"})),
     )
 
 
@@ -136,7 +136,7 @@ def _items(
     if plan is not None and options.state != "replicated":
         most = max(state_elements(plan).values(), key=lambda held: sum(held.values()))
         momentum = {plan.parameters[number].fqn: size for number, size in most.items()}
-    adamw, planned = optimizers.optimizers.get("adamw"), () if plan is None else plan.parameters
+    planned = () if plan is None else plan.parameters
     empty = {p.fqn for number, p in enumerate(planned) if not algorithm.for_parameter(number).momentum}
     optimizer_of = {a.fqn: a.optimizer for a in optimizers.assignments}
     for fqn, parameter in parameters.items():
@@ -147,7 +147,7 @@ def _items(
         if optimizer == "muon":
             offload = options.offload
             states = (momentum_bytes(momentum[fqn], options.state_dtype),) if fqn not in empty else ()
-        elif optimizer == "adamw" and isinstance(adamw, AdamW):
+        elif isinstance(adamw := optimizers.optimizers.get(optimizer), AdamW):
             offload = adamw.offloaded
             states = (elements[fqn] * (2 if adamw.state_dtype == "bfloat16" else itemsize),) * len(AVERAGES)
         yield ParameterMemory(optimizer, offload, elements[fqn] * itemsize, itemsize, states)

@@ -14,7 +14,7 @@ from ..step.rank import Rank
 from ..step.views import Batch
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SliceBatch(Batch):
     """`whole` is (1, rows, cols)."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,12 @@ def grad_matrix(grad: Tensor | None, planned: Parameter) -> Tensor | None:
     return stored if stored.ndim == 2 else stored.reshape(matrix_size(stored, planned))
 
 
+def compared(params: Sequence[TrainedParam]) -> list[tuple[Any, ...]]:
+    """By parameter, the attributes of the group that a plan fixes. Copies, because a list may change in place."""
+    keys = ("ns_coefficients", "ns_steps", "eps", "algorithm")
+    return [deepcopy(tuple(trained.group.get(key) for key in keys)) for trained in params]
+
+
 def checked_inputs(
     rank: Rank,
     iterations: Sequence[tuple[Any, ...]],
@@ -76,8 +83,7 @@ def checked_inputs(
 ) -> tuple[list[Fault], list[Tensor | None], bool]:
     """The fault and (rows, cols) gradient of each parameter before a step, and whether any storage has moved.
 
-    `iterations`: coefficients, steps, eps and algorithm of each parameter's group when the step was planned. `names`:
-    of these parameters.
+    `iterations`: `compared` when the step was planned. `names`: of these parameters.
     """
     current, moved = dict[str, Tensor](), False
     for group in groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +13,19 @@ from ..comm.buffers import Buffers
 from ..comm.exchange import Exchange
 from ..comm.report import FaultReport
 from ..options import MuonOptions
-from ..orthogonalize import Iteration, Method
+from ..orthogonalize import Dispatch, Iteration, Method
 from ..plan.program import Program
 from ..plan.terms.types import Plan
 from ..tensors.device import on_device
 from ..tensors.storage import Storage, TrainedParam
+
+
+def methods_of(plan: Plan, iterations: Sequence[Iteration], dispatch: Dispatch) -> Iterator[Method]:
+    """The Newton-Schulz method of each work. `iterations`: by parameter."""
+    first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
+    for matrix in (first[work] for work in range(len(plan.works))):
+        count = 1 if matrix.slice is None else matrix.slice.count
+        yield dispatch.choose(*matrix.whole_shape, iterations[matrix.parameter].steps, count)
 
 
 @dataclass(frozen=True)

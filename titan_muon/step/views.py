@@ -79,9 +79,9 @@ class BatchPart:
                 torch._foreach_copy_(list(states), list(stacked[name].unbind()))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Batch:
-    """Matrices of one shape, orthogonalized together.
+    """Matrices of one shape, orthogonalized together. A schedule of coefficients changes the iteration in place.
 
     Attributes:
         whole: (count, rows, cols) assembled matrices, then the results, in memory shared by all batches of a rank.
@@ -115,12 +115,14 @@ class UpdateBounds:
     """The `largest` Frobenius norms of arriving updates, (count,) float32.
 
     Attributes:
+        parameters: (count,) parameter indices.
         views: parts of `memory`.
         rows: the views as the rows of one tensor, if they are equally large and adjacent.
         broken: (count,) bool, flags of updates with a larger norm.
     """
 
     memory: Tensor
+    parameters: tuple[int, ...]
     views: tuple[Tensor, ...]
     rows: Tensor | None
     largest: Tensor
@@ -310,7 +312,7 @@ class _Builder:
         largest = self.rank.on_device(torch.tensor(bounds, dtype=torch.float32, device="cpu"))
         flags = self.after if index in self.late else self.on_time
         broken = flags.taken(parameters, Fault.UPDATE_TOO_LARGE)
-        return UpdateBounds(memory, tuple(views), _as_rows(views), largest, broken)
+        return UpdateBounds(memory, tuple(parameters), tuple(views), _as_rows(views), largest, broken)
 
 
 def _adjacent(first: Tensor, second: Tensor) -> bool:

@@ -177,7 +177,7 @@ def test_unusable_gradients_give_no_update_and_an_error_on_every_rank() -> None:
 def changed_groups(rank: int, world_size: int) -> tuple[list[str], str]:
     """Errors after rank 1 changed an iteration, and with an object of a framework in the group."""
     mesh, errors = init_device_mesh("cpu", (world_size,)), []
-    for changes in ({"ns_steps": 3}, {"ns_coefficients": [[1, 2, 3]]}):
+    for changes in ({"ns_steps": 3}, {"ns_coefficients": [[1, 2, 3]]}, {"ns_coefficients": [[3.44, -4.78, 2.03]]}):
         optimizer = Muon(named(parameters(mesh))).build()
         optimizer.param_groups[0].update(changes if rank == 1 else {})
         optimizer.step()
@@ -197,9 +197,10 @@ def changed_groups(rank: int, world_size: int) -> tuple[list[str], str]:
 
 def test_an_iteration_changed_on_a_rank_is_an_error_on_every_rank() -> None:
     for errors, of_an_object in run_ranks(changed_groups, 2, timeout=SECONDS):
-        assert all(
-            "ns_steps, ns_coefficients, eps or algorithm changed since Muon was built" in text for text in errors
-        )
+        of_schedule = {errors.pop(2), errors.pop()}
+        assert all("ns_steps, ns_coefficients, eps or algorithm changed since Muon" in text for text in errors)
+        # The plan fits these coefficients.
+        assert all("hyperparameters differed between ranks in the last step" in text for text in of_schedule)
         assert of_an_object == "", "the addresses of objects are not compared"
 
 

@@ -86,7 +86,8 @@ def blocks_reason(before: Sequence[Parameter], after: Sequence[Parameter]) -> st
     cut = sum(len({*old.stack.matrices} - {*new.stack.matrices}) for old, new in pairs if old.stack != new.stack)
     return (
         f"tp_mode = 'blockwise' is inexact: of {cut:,} matrices that tensor parallelism cuts, each block is "
-        "orthogonalized as a matrix of its own"
+        "orthogonalized as a matrix of its own; the authors of MuonBP (arXiv:2510.16981) orthogonalize whole matrices "
+        "every few steps, to keep training stable, and this mode never does"
     )
 
 

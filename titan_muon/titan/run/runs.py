@@ -153,12 +153,13 @@ def begin(run: Run, recipe: Recipe) -> None:
 
 
 def discard(run: Run) -> None:
-    """Remove the new folder of a run that could not begin, and the recipe's folder if that was the only run."""
+    """Remove the new folder of a run that could not begin, and the folders above it that are then empty."""
     folder = Path(run.folder)
     if run.source != run.folder and not (folder / RECIPE_FILE).is_file():
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):
             folder.parent.rmdir()
+            folder.parent.parent.rmdir()
 
 
 def changed_keys(run: Run, recipe: Recipe) -> list[str]:

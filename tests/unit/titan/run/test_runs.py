@@ -365,6 +365,9 @@ def test_only_a_new_folder_is_discarded(tmp_path: Path) -> None:
     discard(open_run(tiny.recipe(tmp_path, name="never")))
     assert not (run.parents[1] / "never").exists()
     assert run.is_dir()
+    alone = open_run(tiny.recipe(tmp_path, dump_folder=str(tmp_path / "none yet")))
+    discard(alone)
+    assert not Path(alone.folder).parents[1].exists()
 
 
 RULED = """
