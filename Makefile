@@ -156,7 +156,7 @@ $(NEWEST_STAMP): pyproject.toml $(NEWEST_LOCK)
 	$(call create,3.13,$(NEWEST))
 	rm -f $(NEWEST)/.installed-*
 	grep -vE '$(if $(filter $(NEWEST_TORCH),$(TORCH)),^$$,^(torch|triton|cuda-.*|nvidia-.*)==)' $(NEWEST_LOCK) > $(NEWEST)/constraints.txt
-	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt torch==$(TORCH) torchao -e '.[titan,dev,zoo]'
+	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt torch==$(TORCH) -e '.[titan,dev,zoo]'
 	touch $@
 
 # Any Python runs it, and looks for the interpreter of the parts.

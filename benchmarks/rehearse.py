@@ -32,7 +32,6 @@ SECONDS = 1800
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "FSDP": (),
-    "FSDP, float8": ("--float8.linear", "true"),
     "FSDP, offload": ("--optimizer.offload", "state"),
     "owned": ("--placement.muon", "owned"),
     "TP 8": ("--parallelism.tensor_parallel_degree", "8"),
@@ -67,7 +66,7 @@ WORLDS = (8, 64, 1024)
 REHEARSED: dict[str, tuple[str, str, str]] = {
     "qwen3_0.6b": ("owned", "FSDP", "HSDP 8, one momentum"),
     "qwen3_8b": ("FSDP, offload", "HSDP 8, owned", "TP 8"),
-    "llama3_8b": ("TP 8", "TP 8, owned whole", "FSDP, float8"),
+    "llama3_8b": ("TP 8", "TP 8, owned whole", "owned"),
     "llama3_70b": ("PP 4", "TP 8, owned", "TP 8"),
     "qwen3_30b_a3b": ("EP 8", "EP 8, owned", "TP 4, EP 8"),
     "gpt_oss_20b": ("EP 8", "EP 8", "EP 8"),

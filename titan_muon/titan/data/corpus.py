@@ -36,7 +36,7 @@ class DocumentTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenized documents, in the order of `Documents.texts`, with opening and closing marks."""
+    """Tokenized documents, in the order of `Documents.contents`, with opening and closing marks."""
 
     ids: ChunkedArray  # of each document, as bytes of `dtype`
     dtype: np.dtype

@@ -102,16 +102,18 @@ class Documents:
 
     def summary(self, tokens: np.ndarray) -> list[str]:
         """A line for each file of rows or tokens: documents, tokens, and skipped rows. `tokens`: of each document."""
-        lines = []
-        for number, file in enumerate(self.all):
-            problems, inside = self._index.problems.get(number, []), self._index.file == number
-            if file.path.endswith((*ROWS, *TOKENS)):
-                skipped = f", {plural(len(problems), 'row')} skipped, the first: {problems[0]}" if problems else ""
-                lines.append(
-                    f"{file.path}: {plural(inside.sum(), 'document')}, {tokens[inside].sum():,} tokens{skipped}"
-                )
-        more = [f"and {len(lines) - MOST_SHOWN} more files"] if len(lines) > MOST_SHOWN else []
-        return lines[:MOST_SHOWN] + more
+        lines, bad = [], self._index.problems
+        numbers = [n for n, file in enumerate(self.all) if file.path.endswith((*ROWS, *TOKENS))]
+        numbers.sort(key=lambda number: -len(bad.get(number, ())))
+        for number in numbers[:MOST_SHOWN]:
+            problems, inside = bad.get(number), self._index.file == number
+            skipped = f", {plural(len(problems), 'row')} skipped, the first: {problems[0]}" if problems else ""
+            path, documents = self.all[number].path, plural(inside.sum(), "document")
+            lines.append(f"{path}: {documents}, {tokens[inside].sum():,} tokens{skipped}")
+        if rest := numbers[MOST_SHOWN:]:
+            skipped = plural(sum(len(bad.get(number, ())) for number in rest), "row")
+            lines.append(f"and {plural(len(rest), 'more file')}, {skipped} skipped")
+        return lines
 
     def contents(self) -> Iterator[tuple[DataFile, bytes]]:
         return ((file, content) for file in self.all for content in file.contents())
@@ -135,18 +137,20 @@ class Documents:
         return _Index(table["file"].to_numpy(), hashes, table["hardly_text"].to_numpy(), problems)
 
     def _hashes(self) -> Iterator[dict[str, Any]]:
-        hashed = b""
+        hashed, problem = b"", None
         for number, file in enumerate(self.all):
             for content in file.rows():
                 if isinstance(content, RecipeError):
-                    yield {"file": number, "problem": str(content)}
+                    problem = problem or content
+                    # JSON may have names with lone surrogates.
+                    yield {"file": number, "problem": str(content).encode(errors="replace").decode()}
                     continue
                 # The standard library has a few sources in other encodings, on purpose.
                 hardly_text = self.data.source == "files" and not file.has_tokens and _is_hardly_text(content)
                 hashed = hashlib.blake2b(content, digest_size=16).digest()
                 yield {"file": number, "hash": hashed, "hardly_text": hardly_text}
         if not hashed:
-            raise self._empty(len(self.all))
+            raise problem or self._empty(len(self.all))
 
     @cached_property
     def _split(self) -> tuple[np.ndarray, np.ndarray]:

@@ -22,10 +22,10 @@ FORMATS = (".bin", ".jsonl", ".md", ".npy", ".parquet", ".txt")
 ROWS = (".jsonl", ".parquet")
 TOKENS = (".bin", ".npy")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
-LLM_C = np.array([20240520], "<i4").tobytes()
-"""First bytes of a `.bin` file with the header of llm.c, 1,024 bytes before tokens of uint16."""
+LLM_C = {np.array(number, "<i4").tobytes(): dtype for number, dtype in ((20240520, "uint16"), (20240801, "uint32"))}
+"""dtype of tokens by the first bytes of a header of llm.c, 1,024 bytes, for GPT-2 and for Llama 3."""
 TOKENS_AT_ONCE = 1 << 20
-"""Longest document of a file of tokens without marks."""
+"""Tokens after which a document ends. With marks, a document may have up to twice as many."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,9 @@ class DataFile:
         yield _without_mark(rest, marks)
 
     def _raw_tokens(self, stream: Any) -> Iterator[np.ndarray]:
-        dtype = np.dtype(self.data.token_dtype).newbyteorder("<")
-        if stream.read(len(LLM_C)) == LLM_C:
-            stream.seek(1024)
-            dtype = np.dtype("<u2")
-        else:
-            stream.seek(0)
+        of_header = LLM_C.get(stream.read(4))
+        stream.seek(1024 if of_header else 0)
+        dtype = np.dtype(of_header or self.data.token_dtype).newbyteorder("<")
         while content := stream.read(TOKENS_AT_ONCE * dtype.itemsize):
             if len(content) % dtype.itemsize:
                 raise RecipeError(f"data.files: {self.path} is cut off within a token of {dtype}; see data.token_dtype")
@@ -145,7 +142,7 @@ def _without_mark(ids: np.ndarray, marks: np.ndarray) -> bytes:
 
 def _array(path: str, stream: Any) -> np.ndarray:
     try:
-        ids: np.ndarray = np.load(stream, allow_pickle=False)
+        ids: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
     except ValueError as error:
         raise RecipeError(f"data.files: {path!r} cannot be read: {error}") from error
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min(initial=0) < 0 or ids.max(initial=0) >= 1 << 32:
@@ -211,6 +208,8 @@ def _resolved(path: str) -> str:
 
 def _matches(pattern: str) -> list[str]:
     """URLs of the files that match a URL."""
+    if "::" in pattern:
+        raise RecipeError(f"data.files: {pattern!r} chains file systems; unpack the files, and name their own URL")
     try:
         system, path = fsspec.url_to_fs(pattern)
         if system.isdir(path):

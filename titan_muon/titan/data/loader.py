@@ -80,7 +80,8 @@ class PackedDataLoader(titan.Loader):
         # Equal on every rank, so that none waits in a collective for ever. Filler blocks pad the last batches.
         whole = math.lcm(self._stride, config.multiple)
         self.batches = None if self._end is None else -(-self._end // whole) * (whole // self._stride)
-        keys = (data.validation_fraction, data.seed, seq_len, *([data.weights] if mixed else []))
+        weights = [(file.entry, data.weights[file.entry]) for file in documents.all] if mixed else []
+        keys = (data.validation_fraction, data.seed, seq_len, *weights)
         self.fingerprint = digest(corpus.digest, *map(str, keys))
         self._tokens = corpus.tokens
 

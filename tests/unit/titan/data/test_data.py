@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from titan_muon.titan.checks.start import data_facts
 from titan_muon.titan.data import cache as cache_module
 from titan_muon.titan.data import corpus as corpus_module
+from titan_muon.titan.data import documents as documents_module
 from titan_muon.titan.data import files as files_module
 from titan_muon.titan.data.blocks import TokenBlocks
 from titan_muon.titan.data.corpus import Corpus, open_corpus
@@ -492,12 +494,19 @@ REFUSED = {
     "odd bytes": ({"a.bin": "abc"}, {}, r".*a\.bin is cut off within a token of uint16; see data\.token_dtype"),
     "another vocabulary": ({"a.bin": "ab"}, {}, r".*token 25185 in .*a\.bin: data\.tokenizer has 258"),
     "no array": ({"a.npy": "abc"}, {}, r".*a\.npy' cannot be read"),
+    "an archive": ({"a.npy": "PK\3\4" * 4}, {}, r".*a\.npy' cannot be read: the magic string is not correct"),
     "tokens without text": (
         {"a.bin": "abab"},
         {"tokenizer": "bpe", "validation_fraction": 0.0},
         r".*a\.bin has tokens and no text",
     ),
     "unknown protocol": ({}, {"files": ("nowhere://a/*.txt",)}, r"data\.files: 'nowhere://a/\*\.txt' cannot be read"),
+    "a chain of URLs": (
+        {},
+        {"files": ("simplecache::memory://a",)},
+        r".*'simplecache::memory://a' chains file systems",
+    ),
+    "bad rows alone": ({"a.jsonl": '{"body": 1}\n'}, {"bad_rows": "skip"}, r".*a\.jsonl:1 has no field data\.text_key"),
     "no URL": ({}, {"files": ("memory://nothing/*.txt",)}, r"data\.files: 'memory://nothing/\*\.txt' matches no file"),
     "compressed": ({"a.jsonl.gz": "x"}, {}, r".*a\.jsonl\.gz is compressed; decompress it"),
     "not parquet": ({"a.parquet": "not parquet"}, {}, r".*a\.parquet' cannot be read"),
@@ -644,8 +653,10 @@ def test_a_mixture_says_shares_and_passes_and_validates_on_all_sources(mixture):
     held = Documents(mixture).validation
     assert build(mixture, validation=True)._blocks.tokens == (opened(mixture)[1].tokens[held] - 1).sum()
     other = build(dataclasses.replace(mixture, weights=(5, 3, 0.6)))
-    with pytest.raises(ValueError, match=r"data\.weights"):
-        other.load_state_dict(build(mixture).state_dict())
+    swapped = build(dataclasses.replace(mixture, files=mixture.files[::-1]))
+    for changed in (other, swapped):
+        with pytest.raises(ValueError, match=r"data\.weights"):
+            changed.load_state_dict(build(mixture).state_dict())
     twice = (mixture.files[0], mixture.files[1], mixture.files[1] + "/2*")
     for files, message in (
         (twice, r"data\.files\[1\] and data\.files\[2\] both match .*2\.txt"),
@@ -655,9 +666,9 @@ def test_a_mixture_says_shares_and_passes_and_validates_on_all_sources(mixture):
             build(dataclasses.replace(mixture, files=files), seq_len=64)
 
 
-def test_bad_rows_are_skipped_on_request_and_counted(data, tmp_path):
+def test_bad_rows_are_skipped_on_request_and_counted(data, tmp_path, monkeypatch):
     good = [json.dumps({"text": f"{number}" * 40}) for number in range(5)]
-    bad = ["not json", "[1]", '{"body": "x"}', '{"text": 5}']
+    bad = ["not json", "[1]", '{"\\ud800": "x"}', '{"text": 5}']
     (tmp_path / "text" / "a.jsonl").write_text("\n".join(good + bad) + "\n")
     (tmp_path / "text" / "b.jsonl").write_text("\n".join(good))
     skipping = dataclasses.replace(rows(data, "*.jsonl"), bad_rows="skip")
@@ -667,6 +678,10 @@ def test_bad_rows_are_skipped_on_request_and_counted(data, tmp_path):
         assert a.startswith(f"data: {folder}/a.jsonl: 5 documents, 210 tokens, 4 rows skipped, the first: data.files: ")
         assert f"{folder}/a.jsonl:6: not JSON" in a
         assert b == f"data: {folder}/b.jsonl: 5 documents, 210 tokens"
+    monkeypatch.setattr(documents_module, "MOST_SHOWN", 1)
+    shutil.copy(folder / "a.jsonl", folder / "c.jsonl")
+    assert build(skipping).describe(1, 1)[2] == "data: and 2 more files, 4 rows skipped"
+    (folder / "c.jsonl").unlink()
     with pytest.raises(RecipeError, match=r"a\.jsonl:6: not JSON"):
         build(rows(data, "*.jsonl"))
     only_good = dataclasses.replace(data, files=(str(tmp_path / "text" / "good"),))
@@ -680,11 +695,12 @@ def token_files(folder: Path, ids: list[int]) -> dict[str, dict[str, str]]:
     """The same tokens in each format, with the keys that declare them."""
     np.array(ids, "<u2").tofile(folder / "raw16.bin")
     np.array(ids, "<u4").tofile(folder / "raw32.bin")
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, len(ids)
-    (folder / "llm_c.bin").write_bytes(header.tobytes() + np.array(ids, "<u2").tobytes())
+    for name, magic, dtype in (("gpt2.bin", 20240520, "<u2"), ("llama3.bin", 20240801, "<u4")):
+        header = np.zeros(256, "<i4")
+        header[0] = magic
+        (folder / name).write_bytes(header.tobytes() + np.array(ids, dtype).tobytes())
     np.save(folder / "signed.npy", np.array(ids, np.int64))
-    keys = {name: {} for name in ("raw16.bin", "llm_c.bin", "signed.npy")}
+    keys = {name: {} for name in ("raw16.bin", "gpt2.bin", "llama3.bin", "signed.npy")}
     return {**keys, "raw32.bin": {"token_dtype": "uint32"}}
 
 
