@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -218,6 +219,21 @@ def test_a_plan_for_another_algorithm_has_a_momentum() -> None:
     stepped(muon, 1)
     stepped(alone, 1)
     assert torch.equal(muon.param_groups[1]["params"][0], alone.param_groups[1]["params"][0])
+
+
+def test_fused_calls_have_the_momentum_of_their_own_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(MuonAlgorithm):
+        def decay(self, group: Any) -> float:
+            return 0.5
+
+    decays = []
+    monkeypatch.setattr("titan_muon.algorithms.fused.usable", lambda kind: True)
+    for name in ("momentum_launch", "update_launch"):
+        launch = lambda table, lists, number, *rest, **flags: decays.append(number) or Mock()  # noqa: E731
+        monkeypatch.setattr(f"titan_muon.algorithms.fused.{name}", launch)
+    monkeypatch.setitem(registry.algorithms._values, "slow", Slow)
+    stepped(Muon(matrices(0, {}, {"algorithm": "slow"}), lr=0.0, expert=Expert(fused=True)), 0)
+    assert sorted(decays) == [0.5, 0.95, 1.0, 1.0]
 
 
 def test_an_algorithm_that_changes_after_the_plan_is_an_error() -> None:

@@ -150,24 +150,29 @@ class Fused(Decorated):
 
     def __init__(self, inner: Algorithm, tables: Tables, scaling: Scaling | None = None) -> None:
         super().__init__(inner)
-        assert isinstance(inner, MuonAlgorithm), "`check` accepts algorithms with Muon's arithmetic"
-        self._muon, self._tables, self._scaling = inner, tables, scaling
+        self._tables, self._scaling = tables, scaling
 
     def scaled(self, scaling: Scaling) -> Fused:
         """The same kernels for one step with scaled gradients, or one that the device may skip."""
-        return Fused(self._muon, self._tables, scaling)
+        return Fused(self.inner, self._tables, scaling)
+
+    def _of(self, call: MomentumCall | UpdateCall) -> MuonAlgorithm:
+        algorithm = self.inner.for_parameter(call.parts[0].parameter)
+        assert isinstance(algorithm, MuonAlgorithm), "`check` accepts algorithms with Muon's arithmetic"
+        return algorithm
 
     def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
-        decay, nesterov = self._muon.decay(call.group), call.group["nesterov"]
+        decay, nesterov = self._of(call).decay(call.group), call.group["nesterov"]
         lists = [momentum, grads, call.packed] if call.packed else [momentum, grads]
         # A kernel has one layout of rows, so that the place of an absent tensor is filled.
         table = self._tables.on_device([momentum, grads, call.packed or momentum], [0] * len(momentum))
         momentum_launch(table, lists, decay, self._scaling, nesterov=nesterov).run()
 
     def after_return(self, call: UpdateCall, params: Tensors) -> None:
-        lr, decay = self._muon.rates(call.group)
-        cautious = self._muon.options.cautious
-        factor, rate = -lr * decay if cautious else 1 - lr * decay, -lr * self._muon.factor(call)
+        muon = self._of(call)
+        lr, decay = muon.rates(call.group)
+        cautious = self.options.cautious
+        factor, rate = -lr * decay if cautious else 1 - lr * decay, -lr * muon.factor(call)
         firsts = [0] * len(params) if call.chunk is None else call.chunk.firsts
         seed = None if call.chunk is None else seed_of(call.group[STEP])
         table = self._tables.on_device([params, call.updates], firsts)
