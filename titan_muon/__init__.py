@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .fsdp.forward_hooks import apply_in_forward
     from .fsdp.megatron import follow_megatron_fsdp
     from .fsdp.training_arguments import trainer_optimizer
+    from .fsdp.transformers_attention import transformers_qk_clip
     from .hybrid import Hybrid
     from .muon import Muon
     from .options import Expert, Rule
@@ -40,6 +41,7 @@ _MODULES: Mapping[str, str] = {
     "parameter_groups": "assignment.groups",
     "preview": "dry_run.preview",
     "trainer_optimizer": "fsdp.training_arguments",
+    "transformers_qk_clip": "fsdp.transformers_attention",
 }
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "parameter_groups",
     "preview",
     "trainer_optimizer",
+    "transformers_qk_clip",
 ]
 
 

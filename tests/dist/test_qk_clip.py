@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -18,6 +19,7 @@ from tests import tiny
 from tests.dist.harness import run_ranks
 from tests.dist.titan.test_training_layouts import train
 from tests.reference_qk_clip import HEADS, clipped, layer, whole_weights
+from titan_muon import transformers_qk_clip
 from titan_muon.owned.param import place_on_owners
 from titan_muon.owned.state_dict import gather
 from titan_muon.qk_clip import QKClip
@@ -151,3 +153,31 @@ def test_two_ranks_clip_as_a_single_rank(layout: str, one_rank: Callable) -> Non
     assert found_losses == pytest.approx(losses, abs=TOLERANCE)
     for step, expected in logits.items():
         assert found_logits[step]["max_logit"] == pytest.approx(expected["max_logit"], rel=1e-2), step
+
+
+def clipped_llama(rank: int, world_size: int) -> dict[str, Tensor]:
+    """The attention's weights after a clipped step of Transformers' Llama under FSDP2; each rank has a sequence."""
+    from tests.unit.fsdp.test_transformers_attention import batch, model
+
+    llama = model()
+    inputs = batch()
+    if world_size > 1:
+        mesh = init_device_mesh("cpu", (world_size,))
+        for block in llama.model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(llama, mesh=mesh)
+        inputs = {name: tensor[rank : rank + 1] for name, tensor in inputs.items()}
+    clip = transformers_qk_clip(llama, threshold=2.0)
+    llama(**inputs)
+    clip.apply()
+    projections = {name: p for name, p in llama.named_parameters() if "q_proj" in name or "k_proj" in name}
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p.clone() for name, p in projections.items()}
+
+
+def test_attention_of_transformers_is_clipped_alike_under_fsdp() -> None:
+    pytest.importorskip("transformers")
+    first, second = run_ranks(clipped_llama, 2)
+    (alone,) = run_ranks(clipped_llama, 1)
+    for name, weight in alone.items():
+        torch.testing.assert_close(first[name], weight)
+        assert torch.equal(first[name], second[name])

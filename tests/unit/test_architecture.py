@@ -109,6 +109,7 @@ PRIVATE_FILES = ("owned/private.py", "fsdp/private.py", "tensors/process_groups.
 PRIVATE = {
     "titan_muon/assignment/roles.py": {"_ConvNd"},
     "titan_muon/features/backward.py": {"_version"},
+    "titan_muon/fsdp/transformers_attention.py": {"_attn_implementation"},
     "titan_muon/hybrid.py": {"_optimizer_load_state_dict_post_hooks"},
     "titan_muon/owned/hooks.py": {"_pytree"},
     "titan_muon/owned/param_group.py": {"_version"},
