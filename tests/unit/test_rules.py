@@ -161,6 +161,8 @@ def stepped(muon: Muon, seed: int) -> Muon:
         ("soap", {"offload": "state"}, "offload = 'state' does not fit algorithm = 'soap'"),
         ("muonh", {}, "weight_decay = 0.1: algorithm = 'muonh' keeps the norm of each matrix instead"),
         ("muoneq", {"beta2": 0.9}, "beta2 = 0.9 has no effect without"),
+        (3, {}, "algorithm = 3 is not accepted; it takes a name, or a list of different names, in the group of w1"),
+        ("muonh", {"weight_decay": 0.2}, "keeps the norm of each matrix instead; set 0, in the group of w1"),
         (["soap", "muonh"], {"weight_decay": 0.0}, "algorithm = ['soap', 'muonh']: two of these have their own"),
     ],
 )
@@ -204,6 +206,18 @@ def test_muon_and_normuon_in_one_muon_may_be_fused(monkeypatch: pytest.MonkeyPat
         assert with_fused(options, torch.device("cpu"), tensors, groups).fused is expected
     with pytest.raises(OptionError, match="kernels for algorithm = 'muon' and 'normuon', and not for 'adamuon'"):
         Muon(matrices(0, {}, {"algorithm": "adamuon"}), expert=Expert(fused=True)).build()
+
+
+def test_a_plan_for_another_algorithm_has_a_momentum() -> None:
+    undecayed = {"weight_decay": 0.0}
+    muon, alone = Muon(matrices(0, {}, {"algorithm": "soap", **undecayed})), Muon(matrices(0, {}, undecayed))
+    # SOAP's first step makes no update.
+    stepped(muon, 0)
+    muon.param_groups[1]["algorithm"] = ["muon"]
+    muon.rebuild()
+    stepped(muon, 1)
+    stepped(alone, 1)
+    assert torch.equal(muon.param_groups[1]["params"][0], alone.param_groups[1]["params"][0])
 
 
 def test_an_algorithm_that_changes_after_the_plan_is_an_error() -> None:
@@ -259,7 +273,7 @@ def test_loading_keeps_the_algorithm_of_a_group() -> None:
     state = copy.deepcopy(saved.state_dict())
     del state["param_groups"][1]["algorithm"]
     loading.load_state_dict(state)
-    assert loading.param_groups[1]["algorithm"] == ("normuon", "muoneq")
+    assert loading.param_groups[1]["algorithm"] == ["normuon", "muoneq"]
     moments = [muon.state[muon.param_groups[1]["params"][0]]["second_moment.0"] for muon in (saved, loading)]
     assert torch.equal(*moments)
     with pytest.raises(ValueError, match=r"w1: the state dict has no second_moment\.0"):

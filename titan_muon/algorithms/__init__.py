@@ -10,6 +10,7 @@ from importlib import import_module
 from .. import registry
 from ..options import MuonOptions, OptionError
 from ..step.algorithm import Algorithm, Group
+from ..tensors.names import listed
 
 ALGORITHMS: Mapping[str, tuple[str, str]] = {
     "muon": ("muon", "MuonAlgorithm"),
@@ -39,6 +40,7 @@ def algorithm_of(options: MuonOptions, groups: Sequence[Group] = ()) -> Algorith
     Raises OptionError for an unknown name, and for options that it cannot use.
     """
     choices = [group.get("algorithm", options.algorithm) for group in groups] or [options.algorithm]
+    choices = [tuple(choice) if isinstance(choice, list) else choice for choice in choices]
     made = {choice: _made_alone(replace(options, algorithm=choice)) for choice in dict.fromkeys(choices)}
     if len(made) == 1:
         return made[choices[0]]
@@ -49,7 +51,15 @@ def algorithm_of(options: MuonOptions, groups: Sequence[Group] = ()) -> Algorith
 
 def check_group(options: MuonOptions, group: Group) -> None:
     """Raise OptionError for hyperparameters that the algorithm of a group cannot use."""
-    algorithm_of(options, [group]).check_group(group)
+    try:
+        algorithm_of(options, [group]).check_group(group)
+    except OptionError as error:
+        if "algorithm" not in group:
+            raise
+        # A remedy is for this group alone.
+        raise OptionError(
+            error.option, f"{error.problem}, in the group of {listed(group['param_names'], 2)}"
+        ) from error
 
 
 def _made_alone(options: MuonOptions) -> Algorithm:

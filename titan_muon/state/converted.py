@@ -104,6 +104,8 @@ def as_torch(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     if extra := {name for value in state_dict["state"].values() for name in value} - {"momentum_buffer"}:
         raise OptionError("algorithm", f"keeps {', '.join(sorted(extra))}, which torch.optim.Muon has not")
     for group in map(renamed, state_dict["param_groups"]):
+        if group.get("algorithm", "muon") != "muon":
+            raise OptionError("algorithm", f"= {group['algorithm']!r} of a group is not in torch.optim.Muon")
         steps = coefficients(group["ns_coefficients"], group["ns_steps"])
         if len(set(steps)) > 1:
             raise OptionError("ns_coefficients", "differ between steps, and torch.optim.Muon repeats one (a, b, c)")
@@ -113,7 +115,7 @@ def as_torch(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             problem = f"= {group['adjust_lr_fn']!r} is unknown to torch.optim.Muon of PyTorch {torch.__version__}"
             raise OptionError("adjust_lr_fn", problem) from error
-        converted_group = {key: value for key, value in group.items() if key not in (STEP, "optimizer")}
+        converted_group = {key: value for key, value in group.items() if key not in (STEP, "optimizer", "algorithm")}
         groups.append({**converted_group, "ns_coefficients": steps[0]})
     state = {key: {"momentum_buffer": value["momentum_buffer"]} for key, value in state_dict["state"].items()}
     return {"state": state, "param_groups": groups}

@@ -104,9 +104,6 @@ def named_group(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *
         params = [(canonical_fqn(name), parameter) for name, parameter in params]
     else:
         result["param_names"] = [canonical_fqn(name) for name in result["param_names"]]
-    if not isinstance(result.get("algorithm", ""), str):
-        # As in the constructor; a recipe has lists.
-        result["algorithm"] = tuple(result["algorithm"])
     if "ns_coefficients" in result:
         result["ns_coefficients"] = rows_of(result["ns_coefficients"])
     return {**result, "params": params}

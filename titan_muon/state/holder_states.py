@@ -27,15 +27,15 @@ def with_states(
     options: MuonOptions,
     empty: Collection[int] = (),
 ) -> tuple[TrainedParam, ...]:
-    """The parameters with their momentum, created in the optimizer's `state` if missing.
+    """The parameters with their momentum, created in the optimizer's `state` if missing or without elements.
 
     `empty`: numbers of parameters whose momentum has no elements.
     """
     complete = []
     for number, (trained, parameter) in enumerate(zip(params, planned, strict=True)):
-        if trained.momentum_buffer is None:
-            device = storage_device(trained.param)
-            momentum = torch.zeros(0, device=device)
+        momentum = trained.momentum_buffer
+        if momentum is None or (number not in empty and not momentum.numel()):
+            momentum = torch.zeros(0, device=storage_device(trained.param))
             if number not in empty:
                 momentum = new_momentum(trained.param, parameter, options)
             state[trained.param]["momentum_buffer"] = momentum

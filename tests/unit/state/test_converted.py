@@ -81,6 +81,14 @@ def test_state_unknown_to_torchs_muon_is_refused(options: dict[str, Any], fault:
         as_torch(ours.state_dict())
 
 
+def test_the_algorithm_of_a_group_is_muon_for_torch_or_refused() -> None:
+    groups = [{"params": [pair], "algorithm": "muon"} for pair in parameters().items()]
+    assert all("algorithm" not in group for group in as_torch(Muon(groups).state_dict())["param_groups"])
+    groups[0]["algorithm"] = "muoneq"
+    with pytest.raises(ValueError, match=r"algorithm = .muoneq. of a group is not in torch"):
+        as_torch(Muon(groups).state_dict())
+
+
 @pytest.mark.parametrize(("saved", "loaded"), [("spectral", "spectral_unclamped"), ("original", "original")])
 @pytest.mark.parametrize("optimizer", ["muon", "hybrid"])
 def test_a_state_dict_with_lr_scale_loads_as_adjust_lr_fn(saved: str, loaded: str, optimizer: str) -> None:
