@@ -1,4 +1,7 @@
-"""Writes docs/results/plan.md from the JSON files of scripts/plan_scale.py in docs/results/."""
+"""Writes docs/results/plan.md from the JSON files of scripts/plan_scale.py in docs/results/, and a table of host.md.
+
+The table of host.md has the counts of `benchmarks/count_launches.py` in launches.jsonl beside the modelled steps.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "results"
-PAGE = FOLDER / "plan.md"
+PAGE, HOST, LAUNCHES = FOLDER / "plan.md", FOLDER / "host.md", FOLDER / "launches.jsonl"
+BEGIN, END = "<!-- launches: written by docs/make_results.py -->\n", "<!-- end of launches -->\n"
+LAUNCH_US, ENTRY_US = 8.6, 2.0
+"""Microseconds of the host for a launch, and for a tensor in a list: docs/results/h200.md."""
+KEYS = ("model", "ranks", "expert_parallel", "overlap", "split_over", "replicas")
 HEAD = """# Plans of published models: modelled steps
 
 `docs/make_results.py` generates this page from `plan_*.json`. All times are modelled for `h100x8`: nodes of 8 GPUs with
@@ -20,6 +27,17 @@ may show 0.8 to 1.5 times these times. The rates and their sources are in `titan
 - **exposed**: the step minus the same step with links that take no time.
 - **host**: time in which the host launches the step. A clock shows this time where it is longer than the step.
 """
+HOST_COLUMNS = (
+    "model",
+    "ranks",
+    "overlap",
+    "slices, replicas",
+    "launches",
+    "tensors in lists",
+    "host ms",
+    "step ms",
+    "host / step",
+)
 COLUMNS = (
     "model",
     "ranks",
@@ -69,5 +87,27 @@ def written() -> str:
     return "\n".join(parts)
 
 
+def launches() -> str:
+    """Launches and list entries of each counted row, and the host's time beside the modelled step."""
+    documents = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(FOLDER.glob("plan_*.json"))]
+    steps = {tuple(n[key] for key in KEYS): n["step_ms"] for document in documents for n in document["rows"]}
+    lines = [f"| {' | '.join(HOST_COLUMNS)} |", "|---|" + "---:|" * (len(HOST_COLUMNS) - 1)]
+    for line in LAUNCHES.read_text(encoding="utf-8").splitlines():
+        count = json.loads(line)
+        row, host = count["row"], (LAUNCH_US * count["launches"] + ENTRY_US * count["entries"]) / 1e3
+        step = steps[tuple(row[key] for key in KEYS)]
+        numbers = f"{count['launches']:,} | {count['entries']:,} | {host:.1f} | {step:,.1f} | {host / step:.2f}"
+        layout = f"{row['split_over']}, {row['replicas']}"
+        lines.append(f"| {row['model']} | {row['ranks']:,} | {row['overlap']} | {layout} | {numbers} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_launches(page: str) -> str:
+    """The page of the host's time with a new table."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + launches() + END + rest.split(END)[1]
+
+
 if __name__ == "__main__":
     PAGE.write_text(written(), encoding="utf-8")
+    HOST.write_text(with_launches(HOST.read_text(encoding="utf-8")), encoding="utf-8")

@@ -35,6 +35,7 @@ WRITTEN: dict[Path, Callable[[str], str]] = {
     make_api.PAGE: lambda page: make_api.page(),
     make_memory.PAGE: make_memory.written,
     make_results.PAGE: lambda page: make_results.written(),
+    make_results.HOST: make_results.with_launches,
     make_study.PAGE: lambda page: make_study.written(make_study.read_runs()),
 }
 """Pages and the functions that write them; the script of the same name updates the page."""
