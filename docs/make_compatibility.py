@@ -295,6 +295,7 @@ def scaler_refusal(setting: Setting) -> str:
 RECIPE_SAMPLES: Mapping[str, tuple[Any, ...]] = {
     "data.files": (("*.txt",),),
     "data.weights": ((3.0, 1.0),),
+    "data.text_key": ("body",),
     "data.token_marks": ((0,),),
     "data.tokenizer_path": ("tokenizer",),
     "data.validation_fraction": (0.0,),
