@@ -44,9 +44,14 @@ def _data(r: Recipe) -> Violations:
         yield "data.files", 'at least one glob pattern, because data.source = "files"'
     if data.source != "files" and data.files:
         yield "data.files", 'nothing, unless data.source is "files"; leave out data.source or data.files'
-    for key in ("text_key", "bad_rows", "token_dtype", "token_marks"):
-        if data.source != "files" and getattr(data, key) != getattr(type(data), key):
-            yield f"data.{key}", 'absent, unless data.source is "files"'
+    if data.source != "files" and data.text_key != type(data).text_key:
+        yield "data.text_key", 'absent, unless data.source is "files"'
+    if data.source != "files" and data.bad_rows != type(data).bad_rows:
+        yield "data.bad_rows", 'absent, unless data.source is "files"'
+    if data.source != "files" and data.token_dtype != type(data).token_dtype:
+        yield "data.token_dtype", 'absent, unless data.source is "files"'
+    if data.source != "files" and data.token_marks != type(data).token_marks:
+        yield "data.token_marks", 'absent, unless data.source is "files"'
     if data.weights and len(data.weights) != len(data.files):
         yield "data.weights", "a number for each entry of data.files, or none at all"
     if data.source == "hf" and data.tokenizer != "hf":
