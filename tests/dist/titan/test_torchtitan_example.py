@@ -13,7 +13,7 @@ import pytest
 
 import models
 from tests.dist.harness import run_ranks
-from titan_muon.titan.data import documents
+from titan_muon.titan.data import files
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "torchtitan"
 SEQUENCES, STEPS, HALF = 4, 4, 2
@@ -37,8 +37,8 @@ def train(rank: int, world_size: int, folder: Path, data_ranks: int, options: tu
     from titan_muon.titan.torchtitan.installed import titan
     from titan_muon.titan.torchtitan.interface import Budget
 
-    real = documents._python_files()
-    documents._python_files = lambda: {name: real[name] for name in sorted(real)[:20]}
+    real = files._python_files()
+    files._python_files = lambda: {name: real[name] for name in sorted(real)[:20]}
     flavors = models._family("qwen3").FLAVORS
     flavors["moe_tiny"] = replace(flavors["moe_tiny"], layers=2, dim=64, hidden=64, heads=4, kv_heads=2, experts=4)
     sequences = SEQUENCES // data_ranks
