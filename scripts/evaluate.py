@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import tyro
-from compare.run_folder import RunError, saved_run
+from compare.run_folder import saved_run
+from saved.command import run_command
 
 from titan_muon.titan.recipe import RecipeError
 
@@ -84,12 +85,7 @@ def evaluate(run: tyro.conf.Positional[Path], step: int | None = None, sequences
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code, 2 for a user error."""
-    try:
-        tyro.cli(evaluate, args=arguments)
-    except (RecipeError, RunError) as error:
-        print(f"evaluate: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(evaluate, arguments)
 
 
 if __name__ == "__main__":

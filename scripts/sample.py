@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import tyro
-from compare.run_folder import RunError, saved_run
+from compare.run_folder import saved_run
+from saved.command import run_command
 
 from titan_muon.titan.recipe import RecipeError
 
@@ -86,12 +87,7 @@ def sample(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code, 2 for a user error."""
-    try:
-        tyro.cli(sample, args=arguments)
-    except (RecipeError, RunError) as error:
-        print(f"sample: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(sample, arguments)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self.state_dtype, self.offloaded = state_dtype, offload
         check(Expert, {"on_bad_gradient": on_bad_gradient})
         expert = Expert(on_bad_gradient=on_bad_gradient)
-        self._allowed = allowed_faults(missing=expert.skips_missing, nonfinite=expert.skips_nonfinite)
+        self.allowed = allowed_faults(missing=expert.skips_missing, nonfinite=expert.skips_nonfinite)
         super().__init__(params, **options)
         # Now, because a parameter that is frozen later lacks a gradient.
         self._gradient_faults = GradientFaults(self)
@@ -134,7 +134,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         return loss
 
     def _step(self) -> None:
-        self.check_norm(skips=Fault.NOT_FINITE in self._allowed)
+        self.check_norm(skips=Fault.NOT_FINITE in self.allowed)
         skipped = self.gradient_faults.check(self.take_skip(), scaled=getattr(self, "found_inf", None) is not None)
         # Reading a flag on the CPU does not wait.
         if skipped is not None and is_host(skipped.device):
@@ -174,7 +174,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         return [name for name, _ in named_parameters(self.param_groups)]
 
     def on_faults(self, faults: Sequence[Fault]) -> None:
-        check_faults(self.names(), faults, self._allowed)
+        check_faults(self.names(), faults, self.allowed)
         if names := names_with(self.names(), faults, Fault.NOT_FINITE):
             warn(f"{names}: a gradient was not finite, and AdamW changed nothing in that step")
 

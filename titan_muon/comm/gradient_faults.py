@@ -81,7 +81,7 @@ class GradientFaults:
     def _fault(self, parameter: Tensor, *, frozen: bool) -> Fault:
         if frozen and parameter.requires_grad and self.reporter is not None:
             return Fault.THAWED
-        if parameter.grad is not None or frozen or Fault.NO_GRADIENT in self._adamw._allowed:
+        if parameter.grad is not None or frozen or Fault.NO_GRADIENT in self._adamw.allowed:
             return Fault.NONE
         # Outside of the mesh, and where Megatron-FSDP keeps no rows.
         nothing = isinstance(parameter, DTensor) and local(parameter).numel() == 0

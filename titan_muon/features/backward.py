@@ -27,10 +27,11 @@ from ..options import OptionError
 from ..plan.exchange.phases import Act
 from ..plan.program import replicated_plain
 from ..step.algorithm import PlanContext
-from ..step.gradients import StepGradients, grad_matrix
+from ..step.gradients import StepGradients
 from ..step.rank import Rank
 from ..step.step import Bucket, MuonStep, trace_range, with_gradients
 from ..step.views import NO_COPIES, BucketViews
+from ..tensors.dtensor import local
 from ..tensors.storage import TrainedParam, placement_key
 from .overlap import PassOverlap
 
@@ -171,7 +172,8 @@ class BackwardGathers(PassOverlap):
         index, parameters, params = self.first[self.launched], self.needed[self.launched], self.rank.params
         views, grads = muon.views[index], list[Tensor | None]([None]) * len(params)
         for number in parameters:
-            grads[number] = grad_matrix(params[number].param.grad, self.rank.plan.parameters[number])
+            if (grad := params[number].param.grad) is not None:
+                grads[number] = local(grad).reshape(self.rank.storage[number].param.shape)
         uniform = len({grad.dtype for grad in grads if grad is not None}) <= 1
         gradients = StepGradients(grads, frozenset(), uniform)
         self.stream.wait_stream(self.module.current_stream())

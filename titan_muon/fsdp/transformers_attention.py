@@ -34,10 +34,13 @@ def transformers_qk_clip(
     from transformers.masking_utils import sdpa_mask
 
     names = dict(_attention(model))
-    if not names:
-        raise ValueError("transformers_qk_clip: no module of the model has head_dim, q_proj and k_proj; feed a QKClip")
     # A wrapper, as of DDP or PEFT, may be no model of Transformers.
     parts: list[Any] = [module for module in model.modules() if hasattr(module, "set_attn_implementation")]
+    if not (names and parts):
+        raise ValueError(
+            "transformers_qk_clip: no module of the model has head_dim, q_proj and k_proj, or none is a model of "
+            "Transformers; observe the logits yourself, and feed a QKClip"
+        )
     if parts[0].config._attn_implementation not in ("sdpa", OBSERVED):
         used = f"attn_implementation = {parts[0].config._attn_implementation!r}"
         raise ValueError(f"transformers_qk_clip: {used} returns no logits; load the model with 'sdpa'")
@@ -87,7 +90,8 @@ def _attend(
 
     if module.training and hasattr(module, "largest_logits"):
         with torch.no_grad():
-            scaling = options.get("scaling") or query.shape[-1] ** -0.5
+            scaling = options.get("scaling")
+            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
             found = _largest_logits(query * scaling, key, attention_mask, causal=getattr(module, "is_causal", True))
             torch.maximum(module.largest_logits, found, out=module.largest_logits)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)

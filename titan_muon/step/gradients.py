@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..comm.faults import Fault, fault_of
-from ..plan.terms.types import Parameter
 from ..state.groups import iteration_changed
-from ..tensors.dtensor import local
 from ..tensors.names import names_in
-from ..tensors.storage import Storage, TrainedParam, matrix_size
+from ..tensors.storage import Storage, TrainedParam
 from .rank import Rank
 
 
@@ -57,15 +55,6 @@ def check_first_gradients(params: Sequence[TrainedParam]) -> None:
             "not run, or other tensors replaced these parameters in the model after Muon was made. Make Muon from the "
             "parameters of the sharded model, after fully_shard, own and the like"
         )
-
-
-def grad_matrix(grad: Tensor | None, planned: Parameter) -> Tensor | None:
-    """(rows, cols)."""
-    if grad is None:
-        return None
-    stored = local(grad)
-    # The step only reads gradients.
-    return stored if stored.ndim == 2 else stored.reshape(matrix_size(stored, planned))
 
 
 def compared(params: Sequence[TrainedParam]) -> list[tuple[Any, ...]]:

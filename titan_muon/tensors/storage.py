@@ -123,7 +123,7 @@ class Storage:
 def storage_of(trained: TrainedParam, planned: Parameter) -> Storage:
     """The views of a parameter's storage."""
     stored, momentum = local(trained.param), local(trained.momentum)
-    size = rows, cols = matrix_size(stored, planned)
+    size = rows, cols = _matrix_size(stored, planned)
     first = 0
     if momentum.numel() < stored.numel():
         rows, height = momentum.numel() // cols, prod(stored.shape[1 : planned.stack.row_dims])
@@ -133,7 +133,7 @@ def storage_of(trained: TrainedParam, planned: Parameter) -> Storage:
     return Storage(*views, stored, stored.untyped_storage(), momentum.untyped_storage(), first)
 
 
-def matrix_size(stored: Tensor, planned: Parameter) -> tuple[int, int]:
+def _matrix_size(stored: Tensor, planned: Parameter) -> tuple[int, int]:
     """(rows, cols) of a local tensor."""
     split = planned.stack.row_dims
     return prod(stored.shape[:split]), prod(stored.shape[split:])

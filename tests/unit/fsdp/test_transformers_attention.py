@@ -109,6 +109,8 @@ def test_attention_that_cannot_be_clipped_is_refused_by_name() -> None:
         transformers_qk_clip(model(attention="eager"))
     with pytest.raises(ValueError, match="no module of the model has head_dim"):
         transformers_qk_clip(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="or none is a model of Transformers"):
+        transformers_qk_clip(model().model.layers[0])
     changed = model()
     changed.model.layers[1].self_attn.k_proj.register_parameter("lora", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.k_proj has weight, lora"):
