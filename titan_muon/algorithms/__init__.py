@@ -35,9 +35,9 @@ for _name in ALGORITHMS:
 
 
 def algorithm_of(options: MuonOptions, groups: Sequence[Group] = ()) -> Algorithm:
-    """The algorithm of the options, or of parameters with these groups, whose key `algorithm` comes first.
+    """The algorithm of the options, or of parameters by their `groups`. A group's key `algorithm` precedes the options.
 
-    Raises OptionError for an unknown name, and for options that it cannot use.
+    Raises OptionError for an unknown name, and for options without a meaning for the algorithm.
     """
     choices = [group.get("algorithm", options.algorithm) for group in groups] or [options.algorithm]
     choices = [tuple(choice) if isinstance(choice, list) else choice for choice in choices]
@@ -50,7 +50,7 @@ def algorithm_of(options: MuonOptions, groups: Sequence[Group] = ()) -> Algorith
 
 
 def check_group(options: MuonOptions, group: Group) -> None:
-    """Raise OptionError for hyperparameters that the algorithm of a group cannot use."""
+    """Raise OptionError for hyperparameters without a meaning for the group's algorithm."""
     try:
         algorithm_of(options, [group]).check_group(group)
     except OptionError as error:

@@ -165,7 +165,7 @@ UNSCALED = frozenset({"muon", "muoneq", "muonh"})
 
 
 def _check_used(options: MuonOptions, algorithms: Set[str]) -> None:
-    """Raise OptionError for an option that neither these algorithms nor another option read."""
+    """Raise OptionError for an option without effect on these algorithms."""
     for name, needed, is_used in (
         ("beta2", "algorithm = 'normuon', 'adamuon' or 'soap'", not algorithms <= UNSCALED),
         ("soap_freq", "algorithm = 'soap'", "soap" in algorithms),

@@ -1,4 +1,4 @@
-"""Coefficients of Newton-Schulz that change between steps (as DynMuon's, arXiv:2605.17109), with the same plan."""
+"""Changes of Newton-Schulz coefficients between steps without another plan, as in DynMuon (arXiv:2605.17109)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Compared = list[tuple[Any, ...]]
 def followed(
     rank: Rank, planned: Compared, views: Sequence[BucketViews], dispatch: Dispatch
 ) -> tuple[Rank, Compared] | None:
-    """The rank with the present coefficients of its groups, which `views` get in place, and these groups `compared`.
+    """The rank with the present coefficients, and the present groups as `compared`. Changes `views` in place.
 
-    None if they need another plan: another number of steps, `eps`, algorithm or method, a scaling before, or
-    coefficients that differ in a batch. The decision is equal on all ranks with equal groups.
+    None if the groups need another plan: for another number of steps, `eps`, algorithm or method, for coefficients with
+    a scaling, or for different coefficients in a batch. Ranks with equal groups decide equally.
     """
     present = compared(rank.params)
     try:
