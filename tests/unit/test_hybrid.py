@@ -200,7 +200,7 @@ def test_a_copy_trains_as_the_original(copied: Callable[[Any], Any]) -> None:
 def test_a_copied_adamw_keeps_the_options(copied: Callable[[Any], Any]) -> None:
     options: dict[str, Any] = {"state_dtype": "bfloat16", "on_bad_gradient": "skip"}
     adamw = copied(AdamW([nn.Parameter(torch.zeros(2))], betas=(0.9, 0.95), **options))
-    assert (adamw.state_dtype, adamw._allowed) == ("bfloat16", (Fault.NOT_FINITE, Fault.NO_GRADIENT))
+    assert (adamw.state_dtype, adamw.allowed) == ("bfloat16", (Fault.NOT_FINITE, Fault.NO_GRADIENT))
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["on the host", "on the device"])
