@@ -85,7 +85,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
     state_dtype: StateDtype = "parameter"
     offloaded: Offload = "none"
     _window: Window | None = None
-    _allowed: tuple[Fault, ...] = ()
+    allowed: tuple[Fault, ...] = ()
     _gradient_faults: GradientFaults | None = None
     _skipped: Tensor | None = None
     _counted: tuple[HostCopy, tuple[Tensor, ...]] | None = None
@@ -123,7 +123,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
-        options = ("state_dtype", "offloaded", "_allowed")
+        options = ("state_dtype", "offloaded", "allowed")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
 
     @torch.no_grad()
