@@ -309,8 +309,8 @@ def balanced(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], *, 
 
 
 def balanced_bytes(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int]) -> OwnerOf:
-    """Like `balanced`, by bytes, for links slower than Newton-Schulz."""
-    return balanced([task._replace(flops=task.bytes) for task in tasks], groups, {})
+    """Like `balanced` with groups of many ranks first, by bytes, for links slower than Newton-Schulz."""
+    return balanced([task._replace(flops=task.bytes) for task in tasks], groups, {}, small_first=False)
 
 
 def among(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import accumulate, groupby, pairwise, product
+from itertools import accumulate, groupby, pairwise
 
 from ...options import OptionError
 from ..cost.timeline import Clock
@@ -234,15 +234,17 @@ class _Search:
         self._ending = ""
 
     def run(self, orders: Sequence[Order]) -> None:
-        """Double the rounds until more rounds do not pay, then improve the best strategy step by step."""
+        """Double the rounds until more rounds do not pay, then improve the best strategy field by field."""
         self._left = MOST_TURNS
         best, before = self._double(orders[0]), None
         strategies = range(len(STRATEGIES) if self._problem.owners is None and self._problem.pattern.has_owners else 1)
-        # All combinations with numbers of rounds would take ten times as long.
+        # All combinations would take ten times as long.
         while best != before:
             before = best
-            for order, owners in product(orders if best.rounds > 1 else orders[:1], strategies):
-                best = self._better(best, replace(best, order=order, owners=owners))
+            for owners in strategies:
+                best = self._better(best, replace(best, owners=owners))
+            for order in orders if best.rounds > 1 else ():
+                best = self._better(best, replace(best, order=order))
             for count in (best.rounds - 1, best.rounds + 1, 3 * best.rounds // 4, 3 * best.rounds // 2):
                 if 1 <= count <= self._most_rounds():
                     best = self._better(best, replace(best, rounds=count))
@@ -251,12 +253,15 @@ class _Search:
         rank_bytes = 2 * sum(task.bytes for task in self._problem.tasks) / max(1, len(self._local))
         most = self._most_rounds()
         best = strategy = Strategy(max(1, min(most, int(rank_bytes / (2 * FREE_BYTES)))), order)
+        left = self._left
         while (candidate := self._simulate(strategy)) is not None:
             best = self._better(best, strategy)
-            # In large worlds, keep turns for further strategies.
-            ends = self._left < MOST_TURNS / 2 or candidate.price > PAYS * self._simulated[best].price
+            # In large worlds, keep turns for further strategies: twice the rounds take twice the turns.
+            expensive = 2 * (left - self._left) > self._left / 2
+            ends = expensive or candidate.price > PAYS * self._simulated[best].price
             if strategy.rounds == most or (ends and self._fits(candidate)):
                 break
+            left = self._left
             strategy = replace(strategy, rounds=min(2 * strategy.rounds, most))
         return best
 
@@ -307,8 +312,9 @@ class _Search:
             if self._ended():
                 return None
             owners = self._assigned(strategy.owners)
-            if strategy.owners and owners == self._assigned(0):
-                return self._simulate(replace(strategy, owners=0))
+            same = next((number for number in range(strategy.owners) if owners == self._assigned(number)), None)
+            if same is not None:
+                return self._simulate(replace(strategy, owners=same))
             if owners is None or strategy.order is Order.MODEL:
                 grouped = self._following(strategy.rounds)
             else:
