@@ -12,10 +12,9 @@ import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from math import prod
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -33,13 +32,6 @@ from titan_muon.titan.torchtitan import compat  # noqa: E402
 PAGE = ROOT / "docs" / "zoo.md"
 START, END = "<!-- {}: written by docs/make_zoo.py -->\n", "<!-- end of {} -->\n"
 LAYERS = 4
-KERNELS = (
-    "fla.modules.conv.triton.ops",
-    "fla.modules.conv.causal_conv1d",
-    "fla.ops.gated_delta_rule.chunk",
-    "fla.ops.gated_delta_rule.fused_recurrent",
-)
-"""Imports of qwen3_5 from flash-linear-attention."""
 SHAPES_SHOWN = 5
 HEADER = "| model | Muon's share | Muon's matrices | what AdamW takes |\n|---|---|---|---|\n"
 
@@ -114,7 +106,8 @@ def fused_model() -> nn.Module:
 def titan_model(family: str, flavor: str) -> nn.Module:
     """A TorchTitan model on the meta device."""
     compat.install()
-    with _stand_in_for_kernels() if family == "qwen3_5" else nullcontext():
+    # The family's module has stand-ins for kernels that are not installed.
+    with importlib.import_module("models.qwen3_5").stand_in_for_kernels() if family == "qwen3_5" else nullcontext():
         module = importlib.import_module(f"torchtitan.models.{family}")
     every = next(v for name, v in vars(module).items() if name.endswith("_configs") and isinstance(v, dict))
     with torch.device("meta"):
@@ -130,28 +123,6 @@ def _configured(make: Any) -> Any:
         except TypeError:
             continue
     raise AssertionError(f"{make} takes other options")
-
-
-@contextmanager
-def _stand_in_for_kernels() -> Iterator[None]:
-    """Stubs for Qwen 3.5's kernels, which are imported on all machines and called only on GPUs."""
-
-    class AnyModule(ModuleType):
-        __path__: tuple[str, ...] = ()
-
-        def __getattr__(self, name: str) -> Any:
-            return object
-
-    parts = [path.split(".") for path in KERNELS]
-    names = {".".join(path[:count]) for path in parts for count in range(1, len(path) + 1)}
-    added = {name: AnyModule(name) for name in names if importlib.util.find_spec("fla") is None}
-    sys.modules.update(added)
-    try:
-        yield
-    finally:
-        # Otherwise other packages would find the kernels installed.
-        for name in added:
-            del sys.modules[name]
 
 
 def hugging_face_model(architecture: str) -> nn.Module:

@@ -28,5 +28,5 @@ def _build(name: str, flavor: str, vocab_size: int | None) -> Any:
     return _family(name).build(flavor, vocab_size)
 
 
-for _name in ("deepseek_v3", "gpt_oss", "kimi_k2_5", "llama3", "qwen3"):
+for _name in ("deepseek_v3", "gpt_oss", "kimi_k2_5", "llama3", "qwen3", "qwen3_5"):
     registry.models.register(_name, registry.ModelFamily(partial(_flavors, _name), partial(_build, _name)))

@@ -80,11 +80,13 @@ def use_attention(model_config: Decoder.Config, choice: str, on_cpu: bool) -> No
         raise RecipeError(f"model.attention = {choice!r} is unknown; choose from: auto, dense, {', '.join(_ON_GPU)}")
     if on_cpu and choice in _ON_GPU:
         raise RecipeError(f"model.attention = {choice!r} has no backward on the CPU; use 'auto' or 'dense', or a GPU")
-    if choice == "dense" and any(hasattr(layer.attention, "sliding_window_size") for layer in model_config.layers):
+    attentions = [layer.attention for layer in model_config.layers]
+    if choice == "dense" and any(a is None or hasattr(a, "sliding_window_size") for a in attentions):
         raise RecipeError(
-            "model.attention = 'dense', the choice for CPUs, has no sliding windows and no attention sinks, which this "
-            "model needs; use 'flex' and a GPU"
+            "model.attention = 'dense', the choice for CPUs, has no sliding windows, no attention sinks and no linear "
+            "attention, which this model needs; use 'flex' and a GPU"
         )
     config = DenseMaskAttention.Config if choice == "dense" else _ON_GPU[choice]
-    for layer in model_config.layers:
-        layer.attention.inner_attention = config()
+    # None: a layer of linear attention.
+    for attention in filter(None, attentions):
+        attention.inner_attention = config()

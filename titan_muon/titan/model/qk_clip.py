@@ -42,7 +42,7 @@ def observe_logits(model: Decoder.Config, section: sections.QKClip) -> None:
         return
     for number, layer in enumerate(model.layers):
         attention, problem = layer.attention, f'qk_clip.mode = "{section.mode}" is not possible: layers.{number}'
-        inner = type(attention.inner_attention)
+        inner = type(getattr(attention, "inner_attention", None))
         if not isinstance(attention, GQAttention.Config | LatentAttention.Config) or inner not in OBSERVED:
             raise RecipeError(f'{problem} has attention of another kind than Llama, Qwen and DeepSeek; set it to "off"')
         if section.mode == "clip" and isinstance(attention, GQAttention.Config) and attention.qk_norm is not None:
@@ -143,4 +143,6 @@ def qk_clip_lines(section: sections.QKClip, sent: int, world_size: int) -> Itera
 
 def reduced_bytes(model: Decoder.Config) -> int:
     """Bytes of QK-clip's collective per step: float32 per head."""
-    return sum(layer.attention.n_heads for layer in model.layers) * torch.float32.itemsize
+    return (
+        sum(layer.attention.n_heads for layer in model.layers if layer.attention is not None) * torch.float32.itemsize
+    )

@@ -115,8 +115,11 @@ def test_an_attention_without_backward_on_the_cpu_and_an_unknown_attention_are_r
     for choice in ("flex", "varlen"):
         with pytest.raises(RecipeError, match=rf"model\.attention = '{choice}' has no backward on the CPU"):
             model_spec("qwen3", "tiny", attention=choice, on_cpu=True)
-    with pytest.raises(RecipeError, match=r"model\.attention = 'dense'.* no attention sinks, .* use 'flex' and a GPU"):
-        model_spec("gpt_oss", "debugmodel", on_cpu=True)
+    for name, flavor in (("gpt_oss", "debugmodel"), ("qwen3_5", "35B-A3B")):
+        with pytest.raises(
+            RecipeError, match=r"model\.attention = 'dense'.* and no linear attention, .* use 'flex' and"
+        ):
+            model_spec(name, flavor, on_cpu=True)
     model = model_spec("qwen3", "tiny").model
     with pytest.raises(RecipeError, match=r"model\.attention = 'sdpa' is unknown; choose from: auto, dense, flex"):
         use_attention(model, "sdpa", True)

@@ -1,6 +1,8 @@
 """The models: names, and Muon's matrices."""
 
+import importlib
 import re
+import sys
 from collections import Counter
 
 import pytest
@@ -45,6 +47,9 @@ SIZES = {
     "gpt_oss/120b": (116.8e9, 36 * (2 + 2 * 128), ""),
     "kimi_k2_5/Kimi-K2.5": (1.026e12, 69_608, ""),
     "kimi_k2_5/moonlight-16B-A3B": (15.96e9, 27 * 4 + 3 + 26 * 3 + 26 * 3 * 64, ""),
+    # 34.7 and 396.3 billion, and a vision encoder of 27 layers.
+    "qwen3_5/35B-A3B": (35.1e9, 40 * (3 * 256 + 4) + 30 * 7 + 10 * 4 + 27 * 6, ""),
+    "qwen3_5/397B-A17B": (396.8e9, 60 * (3 * 512 + 4) + 45 * 7 + 15 * 4 + 27 * 6, ""),
 }
 EVERY = [f"{name}/{flavor}" for name in registry.models.names() for flavor in registry.models.get(name).flavors()]
 TINY = [key for key in EVERY if "tiny" in key]
@@ -61,13 +66,22 @@ def test_a_real_size_has_the_published_parameters_and_matrices(key: str) -> None
     elements, matrices, shapes = SIZES[key]
     named = parameters(key)
     assert sum(p.numel() for p in named.values()) == pytest.approx(elements, rel=2e-3)
-    hidden = [p for name, p in named.items() if re.search(r"layers\.(?!.*(\.router\.|bias))", name) and p.ndim > 1]
+    hidden = [
+        p for name, p in named.items() if re.search(r"layers\.(?!.*(\.router\.|bias|\.conv_))", name) and p.ndim > 1
+    ]
     counts = Counter("x".join(map(str, (*p.shape[-2:], *p.shape[:-2]))) for p in hidden)
     assert sum(p.shape[:-2].numel() for p in hidden) == matrices
     if shapes:
         assert {f"{count} of {shape}" for shape, count in counts.items()} == set(shapes.split(", "))
     if key == "qwen3/8B":
         assert sum(p.numel() for p in hidden) == pytest.approx(6.95e9, rel=1e-3)
+
+
+def test_the_linear_attention_of_qwen3_5_names_the_package_of_its_kernels() -> None:
+    model_spec("qwen3_5", "35B-A3B", on_cpu=False)
+    with pytest.raises(ModuleNotFoundError, match="pip install flash-linear-attention"):
+        importlib.import_module("torchtitan.models.qwen3_5.model").CausalConv1dFunction.apply()
+    assert "fla" not in sys.modules, "other packages would find the kernels installed"
 
 
 def test_every_real_flavor_is_checked() -> None:
