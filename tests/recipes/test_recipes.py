@@ -37,6 +37,7 @@ SIZES = {
     "llama3_70b_muon": 256,
     "qwen3_30b_a3b_muon": 64,
     "gpt_oss_20b_muon": 64,
+    "qwen3_5_35b_a3b_muon": 64,
     "moonlight_muon": 64,
     "deepseek_v3_muon": 512,
     "deepseek_v4_style_muon": 512,
