@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +22,13 @@ from .comm.exchange import Collectives, Exchange
 from .comm.faults import STORAGE_FAULTS, Fault, allowed_faults, check_faults, names_with
 from .comm.report import FaultReport, Reported
 from .features import StepParts, check_plan, overlap_of
-from .options import HYPERPARAMETERS, SHARED, Machine, MuonOptions, OptionError
-from .orthogonalize import Dispatch, Iteration, kernels_for, measured_choices
+from .options import HYPERPARAMETERS, SHARED, MuonOptions
+from .orthogonalize import Dispatch
 from .plan.planner import make_plan
 from .plan.program import collective_ranks, make_program, replicated_plain
 from .plan.search.owners import with_state_ranks
 from .plan.search.tensor_parallel import blocks_reason
 from .plan.terms.layout import Geometries
-from .plan.terms.machine import MachineRates, Work, WorkOf, machine_of
 from .plan.terms.pieces import components
 from .plan.terms.types import Layout, Plan, teams_in
 from .state.groups import iteration_changed, iteration_of
@@ -41,6 +39,7 @@ from .step.foreach import passes_of
 from .step.gradients import StepGradients, checked_inputs, compared
 from .step.rank import Rank, methods_of
 from .step.step import trace_range
+from .step.work import dispatch_of, work_of
 from .tensors.device import is_host
 from .tensors.dtensor import mesh_axes, storage_device
 from .tensors.matrices import planned
@@ -81,26 +80,6 @@ def checked_plan(
     return plan, geometries
 
 
-def dispatch_of(device: torch.device, options: MuonOptions) -> Dispatch:
-    """The choice of Newton-Schulz methods."""
-    machine = planning_machine(options.machine, device.type)
-    kernels, choices = kernels_for(options.ns_kernel, device), measured_choices(device)
-    names = options.orthogonalize, options.ns_dtype, device.type
-    return Dispatch(*names, kernels, machine=machine, float16=choices.float16)
-
-
-def planning_machine(options: Machine, device: str) -> MachineRates:
-    """The rates for a device type. Raises OptionError for an unreadable or invalid file."""
-    measured = None
-    if options.file is not None:
-        try:
-            measured = Path(options.file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            problem = f"= {options.file!r} cannot be read ({error}); name the machine.json that `make gpu` wrote"
-            raise OptionError("machine.file", problem) from error
-    return machine_of(options, device, measured)
-
-
 def plan_step(
     named: Sequence[tuple[str, Tensor]],
     groups: Sequence[Mapping[str, Any]],
@@ -126,38 +105,14 @@ def plan_step(
     wide = [fqn for (fqn, _), dtype in zip(named, needs, strict=True) if dtype not in (None, options.wire_dtype)]
     options = replace(options, wire_dtype="float32" if wide else options.wire_dtype)
     note = f"matrices travel in float32, because the algorithm of {listed(wide, 2)} needs this" if wide else ""
-    work_of = _work_of(iterations, dispatch, options.wire_bytes, algorithm)
+    costs = work_of(iterations, dispatch, options.wire_bytes, algorithm)
     passes = passes_of({tensor.dtype for _, tensor in named}, options, dispatch.device, algorithm.temporary_bytes)
-    parameters_with_keepers = with_state_ranks(parameters, options, work_of, kept)
-    plan = make_plan(parameters_with_keepers, work_of, options, dispatch.machine, passes, note)
+    parameters_with_keepers = with_state_ranks(parameters, options, costs, kept)
+    plan = make_plan(parameters_with_keepers, costs, options, dispatch.machine, passes, note)
     check_plan(PlanContext(options, parameters, plan, named, iterations, dispatch.device), algorithm)
     if options.tp_mode == "blockwise":
         warn(f"{blocks_reason(parameters, plan.parameters)}; the other modes are exact")
     return plan
-
-
-def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: int, algorithm: Algorithm) -> WorkOf:
-    def work_of(index: int, rows: int, cols: int, slices: int = 1, /) -> Work:
-        steps, own = iterations[index].steps, algorithm.for_parameter(index)
-        method = dispatch.choose(rows, cols, steps, slices)
-        # So that equal digests imply equal computations.
-        of_method = Work(
-            method=f"{method}; {iterations[index]}",
-            flops=method.flops(rows, cols, steps),
-            reason=method.reason,
-            batch=method.batch,
-            bytes=method.work_bytes(rows, cols, dispatch.device, wire_bytes),
-            dtype=method.dtype,
-            team=method.team(rows, cols, steps),
-            operators=method.operators(len(steps)),
-            state_bytes=sum(spec.bytes for spec in own.states(rows, cols, transposed=False) if spec.saved),
-        )
-        work = own.work(rows, cols, of_method)
-        # A batch has one method, and so one algorithm.
-        names = " + ".join(own.options.algorithms)
-        return work if own is algorithm else replace(work, method=f"{names}: {work.method}")
-
-    return work_of
 
 
 LOCAL_OPTIONS = (
@@ -318,7 +273,8 @@ class Engine:
             overlap.ready(self.step)
         with trace_range("check"):
             faults, grads, moved = checked_inputs(rank, self._iterations, self._names, groups, state)
-            if Fault.NEWTON_SCHULZ_CHANGED in faults and self._follow_coefficients():
+            changed = Fault.NEWTON_SCHULZ_CHANGED in faults and self._parts.blocks is None
+            if changed and self._follow_coefficients():
                 faults, grads, moved = checked_inputs(self.rank, self._iterations, self._names, groups, state)
             if rank.options.decay_follows_lr:
                 unknown = (highest_rate(trained.group) is None for trained in rank.params)
@@ -343,7 +299,7 @@ class Engine:
 
     def _follow_coefficients(self) -> bool:
         """Take the present coefficients of the groups, if the plan fits them. Returns whether."""
-        from .features.schedule import followed
+        from .step.schedule import followed
 
         dispatch = dispatch_of(self.rank.device, self.rank.options)
         if fitting := followed(self.rank, self._iterations, self.step.views, dispatch):
@@ -352,18 +308,19 @@ class Engine:
 
     def run(self, gradients: StepGradients, scaling: Scaling | None = None) -> None:
         """Run a step. `scaling`: of this step alone."""
-        rank = self.rank
+        parts = self._parts.of_step()
+        rank = parts.rank
         rank.buffers.memory.take()
-        self.workspace.take()
+        parts.workspace.take()
         rank.report.begin(gradients.grads)
         try:
-            (self.step if scaling is None else self._parts.scaled(scaling)).run(gradients)
+            (parts.step if scaling is None else parts.scaled(scaling)).run(gradients)
         except RuntimeError as error:
             rank.agreement.locate(error, rank.report.steps)
             raise
         with trace_range("tell"):
             rank.report.send()
-        self.workspace.free()
+        parts.workspace.free()
         if self.overlap is None or not self.overlap.holds_memory:
             rank.buffers.memory.free()
 
@@ -423,8 +380,9 @@ class Engine:
 
     def free(self) -> None:
         """Free the buffers until the next step, also with `keep_buffers`."""
-        self.rank.buffers.memory.free(kept=True)
-        self.workspace.free(kept=True)
+        for parts in filter(None, (self._parts, self._parts.blocks)):
+            parts.rank.buffers.memory.free(kept=True)
+            parts.workspace.free(kept=True)
 
     def warm_up(self) -> None:
         """Run the exchange once, without a step, in the allocated buffers. Collective."""

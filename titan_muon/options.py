@@ -128,7 +128,6 @@ Offload = Literal["none", "state", "parameters"]
 OnBadGradient = Literal["error", "skip", "skip_missing", "skip_nonfinite"]
 """See `Expert.on_bad_gradient`."""
 Overlap = Literal["none", "backward", "forward"]
-
 StateDtype = Literal["parameter", "bfloat16"]
 
 SLOWEST_IN_BFLOAT16 = 0.99
@@ -151,6 +150,8 @@ NS_COEFFICIENTS = Constraint(
     f"{', '.join(get_args(CoefficientSet))}, or a list that is not empty",
     lambda value: isinstance(value, Sequence) and bool(value),
 )
+SPLIT_OVER = Constraint('1, 2, 4, 8 or "auto"', lambda value: value in (1, 2, 4, 8, "auto"))
+GIB = Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
 AdjustLrFn = Literal["match_rms_adamw", "original", "spectral_unclamped"]
 ADJUST_LR_FN = Constraint(
     f"{', '.join(get_args(AdjustLrFn))}, or a number above 0",
@@ -180,14 +181,18 @@ class Expert:
     sending results takes longer than Newton-Schulz. `auto`: `split`, but `redundant` in a recipe with owners in `each`
     replica."""
 
-    split_over: Annotated[
-        int | Literal["auto"], Constraint('1, 2, 4, 8 or "auto"', lambda v: v in (1, 2, 4, 8, "auto"))
-    ] = 1
+    split_over: Annotated[int | Literal["auto"], SPLIT_OVER] = 1
     """Limit on the ranks in a node that share a matrix in slices, if faster; `auto`: if 3 % faster."""
 
     tp_mode: Literal["owner", "distributed", "blockwise"] = "owner"
     """Orthogonalization of matrices sharded over a mesh axis `tp`: by an `owner`; `distributed` in slices over a group
     of the axis; or inexactly `blockwise`, each shard as a separate matrix."""
+
+    whole_freq: Annotated[int, COUNT] = 1
+    """Orthogonalize whole matrices in every n-th step, and else what a rank stores (MuonBP, arXiv:2510.16981)."""
+
+    block_lr_scale: Annotated[float, POSITIVE] = 1.0
+    """Factor on the learning rate in steps on parts, with `whole_freq`."""
 
     wire_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of matrices in transit. bfloat16 is lossless, because Newton-Schulz starts and ends in bfloat16."""
@@ -227,9 +232,7 @@ class Expert:
     "normuon". `auto`: where `make gpu` measured a faster step on this type of GPU. Off by default, because none was
     measured."""
 
-    buffer_gib: Annotated[
-        float | Literal["auto"], Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
-    ] = "auto"
+    buffer_gib: Annotated[float | Literal["auto"], GIB] = "auto"
     """Largest GiB of exchange buffers of a rank. `auto`: 1 with workspace. Each further GiB must save 3 % of the step
     time, from 2 GiB on 10 %."""
 
@@ -342,7 +345,7 @@ class MuonOptions(StepOptions, Hyperparameters, Expert):
     @property
     def counts_steps(self) -> bool:
         """Whether a step needs its number, besides for stochastic rounding."""
-        return self.momentum_warmup_steps > 0 or self.state_dtype == "int8"
+        return self.momentum_warmup_steps > 0 or self.state_dtype == "int8" or self.whole_freq > 1
 
     @property
     def skips(self) -> bool:

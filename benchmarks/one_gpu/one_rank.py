@@ -34,10 +34,11 @@ from titan_muon.adam import AdamW
 from titan_muon.algorithms.fused import usable
 from titan_muon.comm.clip import NormCheck
 from titan_muon.comm.exchange import Collectives
-from titan_muon.engine import dispatch_of, plan_step, planning_machine
+from titan_muon.engine import plan_step
 from titan_muon.options import Machine, MuonOptions, Split
 from titan_muon.plan import Plan, summarize
 from titan_muon.plan.cost.timeline import timeline
+from titan_muon.step.work import dispatch_of, planning_machine
 
 NOISE = 1e-3
 """Size of received numbers: a larger one would break the bound on updates."""

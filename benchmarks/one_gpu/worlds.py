@@ -123,9 +123,9 @@ def described(source: Source) -> World:
     # Before the import of TorchTitan, which copies the device.
     compat.install()
     import models  # noqa: F401 (registers the families)
-    from titan_muon.engine import planning_machine
     from titan_muon.options import Expert
     from titan_muon.plan.cost.timeline import timeline
+    from titan_muon.step.work import planning_machine
     from titan_muon.titan.dry_run.meta_model import build_meta_model
     from titan_muon.titan.recipe import load
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.parity.layouts import LAYOUTS, SPLITS, Layout, drawn, like, matrices, placed
-from tests.parity.references import LR, RATES, REFERENCES, Options, Reference, groups
+from tests.parity.references import LR, RATES, REFERENCES, InBlocks, Options, Reference, groups
 from tests.shared import local, message, muon_keywords
 from titan_muon import Muon, apply_in_forward, own
 from titan_muon.tensors.dtensor import copy_rows, own_rows
@@ -69,6 +69,10 @@ class Row:
 
     def __str__(self) -> str:
         return self.name
+
+    def layout_of(self, name: str) -> str:
+        """The layout of a parameter."""
+        return self.layouts[int(name.split(".")[1])]
 
 
 class Layer(nn.Module):
@@ -210,15 +214,12 @@ class Training:
             return None
         return torch.empty_like(param).copy_(like(whole, param)) if on_mesh else None
 
-    def layout_of(self, name: str) -> str:
-        return self.row.layouts[int(name.split(".")[1])]
-
     def differences(self, reference: Reference, excluded: set[str]) -> list[str]:
         """Tensors of this rank that differ from the reference."""
         self.muon.finish_step()
         compare = self._far if self.row.close else self._different
         return [
-            f"{self.layout_of(name)}: {name.rpartition('.')[2]}: {key}"
+            f"{self.row.layout_of(name)}: {name.rpartition('.')[2]}: {key}"
             for name, param in self.params.items()
             if name not in excluded
             for key in compare(name, param, reference)
@@ -363,6 +364,8 @@ def reference_of(row: Row, names: list[str]) -> Reference:
     """A new reference of a row."""
     if row.reference == "twin":
         return Twin(row)
+    if row.reference == "blocks":
+        return InBlocks(names, row.math, {name: LAYOUTS[row.layout_of(name)] for name in names})
     return REFERENCES[row.reference](
         names, row.math, row.groups, row.ns_dtype if row.reference in ("paper", "groups") else row.dtype
     )
@@ -393,7 +396,7 @@ def differences(rank: int, world_size: int, row: Row) -> list[str]:
     spoiled = {name for name, _ in left_out} if row.error else set()
     different = training.differences(reference, spoiled)
     for name in spoiled:
-        if row.gradients[number][1] == DROP and LAYOUTS[training.layout_of(name)].has_replicas:
+        if row.gradients[number][1] == DROP and LAYOUTS[row.layout_of(name)].has_replicas:
             # The owner may have all shards from a replica with a gradient.
             continue
         weight = local(training.params[name])

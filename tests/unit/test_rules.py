@@ -97,6 +97,16 @@ def test_the_momentum_warms_up() -> None:
 
 
 SPHERE = {"algorithm": "muonh", "weight_decay": 0.0}
+BESIDE_BLOCKS: dict[str, Any] = {
+    "overlap": "backward",
+    "offload": "state",
+    "state": "owner",
+    "state_dtype": "int8",
+    "on_bad_gradient": "skip",
+    "idle": "hold",
+    "split_over": 2,
+    "decay_follows_lr": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -127,6 +137,16 @@ SPHERE = {"algorithm": "muonh", "weight_decay": 0.0}
         ({"algorithm": ["normuon", "normuon"]}, "it takes a name, or a list of different names"),
         ({"algorithm": []}, "it takes a name, or a list of different names"),
         ({"algorithm": ["normuon", "soup"]}, "algorithm = 'soup' is unknown; did you mean 'soap'"),
+        ({"block_lr_scale": 0.5}, "block_lr_scale = 0.5 has no effect without whole_freq; set both, or neither"),
+        ({"whole_freq": 0}, "whole_freq = 0 is not accepted"),
+        (
+            {"whole_freq": 5, "algorithm": "normuon"},
+            "whole_freq = 5 is of the algorithm 'muon', and there is 'normuon'",
+        ),
+        *(
+            ({"whole_freq": 5, key: value}, f"{key} = {value!r} excludes whole_freq")
+            for key, value in BESIDE_BLOCKS.items()
+        ),
         ({"momentum_start": 0.5}, "momentum_start = 0.5 has no effect without momentum_warmup_steps"),
     ],
 )

@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from ..adam import AdamW
+from ..algorithms import algorithm_of
 from ..assignment.optimizer_set import OptimizerSet
 from ..assignment.rules import Assignment
-from ..engine import dispatch_of, plan_step, planning_machine
+from ..engine import plan_step
 from ..muon import Muon
 from ..options import Machine
 from ..plan import Plan, Summary, summarize
 from ..plan.cost.timeline import Timeline, timeline
 from ..plan.search.ownership import OwnedTotals
 from ..plan.terms.machine import MachineRates
+from ..state.groups import iteration_of
+from ..step.work import dispatch_of, planning_machine
 from ..tensors.matrices import check_splits
 from ..tensors.names import names_in
 from .memory import Memory, mean_elements, memory_per_rank, muon_of, owner_loads
@@ -46,7 +49,10 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Modelled time and memory of a planned model. `loads`: of each rank, if parameters are owned."""
+    """Modelled time and memory of a planned model. `loads`: of each rank, if parameters are owned.
+
+    `mean_step`: seconds of a step, also of those on blocks; None without `whole_freq`.
+    """
 
     machine: MachineRates
     summary: Summary | None
@@ -55,6 +61,7 @@ class Estimate:
     memory: Memory
     others: float  # seconds of AdamW outside of Muon's parameters
     adamw: float  # seconds of AdamW for all parameters
+    mean_step: float | None
 
 
 def plan_of(muon: Muon | None, device: str, machine: Machine | None = None) -> Plan | None:
@@ -95,4 +102,18 @@ def estimate_of(model: PlannedModel, machine: Machine) -> Estimate:
     elements = {a.fqn: mean_elements(model.parameters[a.fqn], len(model.ranks)) for a in model.assigned}
     rest = sum(elements[a.fqn] for a in model.assigned if a.optimizer != "muon")
     others, whole = (rates.pass_seconds(count * adamw_bytes) for count in (rest, sum(elements.values())))
-    return Estimate(rates, summary, times, loads, memory, others, whole)
+    mean_step = None
+    if plan is not None and muon is not None and times is not None and muon.options.whole_freq > 1:
+        on_blocks, freq = _seconds_on_blocks(plan, muon, model.device, rates), muon.options.whole_freq
+        mean_step = (times.last.seconds + (freq - 1) * on_blocks) / freq
+    return Estimate(rates, summary, times, loads, memory, others, whole, mean_step)
+
+
+def _seconds_on_blocks(plan: Plan, muon: Muon, device: str, rates: MachineRates) -> float:
+    from ..features.blocks import block_plan
+
+    groups = {fqn: group for group in muon.param_groups for fqn in names_in(group)}
+    iterations = [iteration_of(groups[parameter.fqn]) for parameter in plan.parameters]
+    dispatch = dispatch_of(torch.device(device), muon.options)
+    blocks = block_plan(plan, iterations, muon.options, dispatch, algorithm_of(muon.options))
+    return timeline(blocks, rates).last.seconds

@@ -51,7 +51,7 @@ class StepParts:
         before: StepParts | None,
     ) -> None:
         """`before`: the parts for earlier storage of the same plan."""
-        options, hooks, batch_type = rank.options, list[Hook](), None
+        self.rank, options, hooks, batch_type = rank, rank.options, list[Hook](), None
         limits, whole = [algorithm.for_parameter(n).limits for n in range(len(rank.params))], algorithm.whole
         if options.fused:
             from ..algorithms.fused import Fused, Tables
@@ -71,7 +71,7 @@ class StepParts:
 
             batch_type = SliceBatches(rank)
         late = rank.program.late if overlap is not None and overlap.ends_late else frozenset[int]()
-        views, self.workspace = build_views(rank, limits, whole, states, batch_type, late)
+        views, self.workspace, self.flags = build_views(rank, limits, whole, states, batch_type, late)
         self.offload = None
         if options.offload != "none":
             from .offload import HostOffload
@@ -90,9 +90,27 @@ class StepParts:
             self._skipped = mask.skipped if options.skips else None
         if overlap is not None:
             hooks.append(overlap)
-        self._rank, self._algorithm = rank, algorithm
+        self.blocks: StepParts | None = None
+        if options.whole_freq > 1:
+            from .blocks import BlockRate, block_rank
+
+            earlier = None if before is None else before.blocks
+            own = block_rank(rank, algorithm, None if earlier is None else earlier.rank)
+            self.blocks = StepParts(own, BlockRate(algorithm), states, None, earlier)
+        rank.report.watch(*self.flags)
+        self._algorithm = algorithm
         seams = self._decorated(), mask, overlap, self.offload, hooks
         self.step = MuonStep(rank.program, views, rank.exchange, rank.report, *seams)
+
+    def of_step(self) -> StepParts:
+        """The parts of the next step: on whole matrices, or on blocks."""
+        if self.blocks is None:
+            return self
+        from .blocks import is_whole
+
+        parts = self if is_whole(self.rank) else self.blocks
+        parts.rank.report.watch(*parts.flags)
+        return parts
 
     def _decorated(self, scaling: Scaling | None = None) -> Algorithm:
         """The stack of decorators, innermost first: keeping, unscaling, and the format of the momentum."""
@@ -105,18 +123,18 @@ class StepParts:
             from ..algorithms.scaling import scaled
 
             algorithm = algorithm.scaled(scaling) or scaled(algorithm, scaling)
-        if self._rank.options.state_dtype == "int8":
+        if self.rank.options.state_dtype == "int8":
             from .eight_bit import EightBit
 
             # Outermost, because restored numbers would not fit restored scales.
-            algorithm = EightBit(algorithm, self._rank)
+            algorithm = EightBit(algorithm, self.rank)
         return algorithm
 
     def scaled(self, scaling: Scaling) -> MuonStep:
         """The step for gradients with a scale, or one that the device may skip."""
         from ..algorithms.scaling import SkippedStepMask
 
-        self._rank.report.add_skipped(scaling.skipped)
+        self.rank.report.add_skipped(scaling.skipped)
         mask = SkippedStepMask(self.step.mask, scaling.skipped)
         return replace(self.step, algorithm=self._decorated(scaling), mask=mask)
 
@@ -146,6 +164,10 @@ def _checks(options: MuonOptions, algorithm: Algorithm) -> Iterator[Callable[[Pl
         yield eight_bit.check
     yield _check_owned
     yield _check_prescaled
+    if options.whole_freq > 1:
+        from . import blocks
+
+        yield blocks.check
     if options.fused:
         from ..algorithms import fused
 
@@ -170,6 +192,7 @@ def _check_used(options: MuonOptions, algorithms: Set[str]) -> None:
         ("beta2", "algorithm = 'normuon', 'adamuon' or 'soap'", not algorithms <= UNSCALED),
         ("soap_freq", "algorithm = 'soap'", "soap" in algorithms),
         ("momentum_start", "momentum_warmup_steps", options.momentum_warmup_steps > 0),
+        ("block_lr_scale", "whole_freq", options.whole_freq > 1),
     ):
         value = getattr(options, name)
         if not is_used and value != getattr(MuonOptions, name):

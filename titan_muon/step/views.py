@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm.buffers import BucketBuffers, BufferPiece, StepMemory
 from ..comm.faults import Fault
-from ..comm.report import FlagList
+from ..comm.report import FlagList, Flags
 from ..orthogonalize import DTYPES, Iteration, Method, frobenius_norms, largest_value, prepared
 from ..plan.cost.walk import batches
 from ..plan.terms.layout import Span, spans
@@ -163,8 +163,8 @@ def build_views(
     states: MatrixStates,
     batch_type: BatchType | None,
     late: Collection[int],
-) -> tuple[tuple[BucketViews, ...], StepMemory]:
-    """The views of a rank's buckets, and the memory that assembled matrices share.
+) -> tuple[tuple[BucketViews, ...], StepMemory, tuple[Flags, Flags]]:
+    """The views of a rank's buckets, the memory that assembled matrices share, and flags for `FaultReport.watch`.
 
     `limits`, `whole`, `states`: of the algorithm; limits by parameter, states by matrix and name. `batch_type`: changes
     batches of sliced matrices. `late`: buckets whose updates run after the step.
@@ -173,8 +173,8 @@ def build_views(
     with rank.buffers.memory.held():
         buckets = tuple(builder.bucket(index, run) for index, run in enumerate(builder.batches))
     builder.scratch.untyped_storage().resize_(0)
-    rank.report.watch(builder.on_time.flags(), builder.after.flags())
-    return buckets, StepMemory((builder.workspace,), kept=rank.options.keep_buffers)
+    flags = builder.on_time.flags(), builder.after.flags()
+    return buckets, StepMemory((builder.workspace,), kept=rank.options.keep_buffers), flags
 
 
 class _Builder:

@@ -135,13 +135,13 @@ def _blocks(matrix: MatrixRows, col_count: int, parts: Sequence[Intervals], *, d
     cols = matrix.cols or (Interval(0, col_count),)
     for place, part in enumerate(parts):
         label = f"{matrix.label}/tp{place}"
-        if down and (rows := _within(matrix.rows, matrix.row_step, part)):
+        if down and (rows := within(matrix.rows, matrix.row_step, part)):
             yield replace(matrix, label=label, rows=rows)
-        elif not down and (kept := _within(cols, matrix.col_step, part)):
+        elif not down and (kept := within(cols, matrix.col_step, part)):
             yield replace(matrix, label=label, cols=kept)
 
 
-def _within(wanted: Intervals, step: int, part: Intervals) -> Intervals:
+def within(wanted: Intervals, step: int, part: Intervals) -> Intervals:
     """The indices of `part` among every `step`-th index of the wanted intervals."""
     inside = []
     for start, stop in wanted:

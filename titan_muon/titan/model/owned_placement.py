@@ -15,12 +15,12 @@ from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.assignment.rules import Assignment, assign_parameters, splits_with
-from titan_muon.engine import planning_machine
 from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
 from titan_muon.owned.owners import check_rules, placed
 from titan_muon.owned.private import flattened
 from titan_muon.registry import Parallelize
+from titan_muon.step.work import planning_machine
 from titan_muon.tensors.matrices import split_of
 from titan_muon.tensors.names import canonical_fqn
 from titan_muon.titan.assign.container import optimizer_config, router_of

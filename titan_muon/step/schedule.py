@@ -10,9 +10,9 @@ import torch
 
 from ..orthogonalize import Dispatch, Iteration, largest_value, prepared
 from ..state.groups import iteration_of
-from ..step.gradients import compared
-from ..step.rank import Rank, methods_of
-from ..step.views import FINITE, BucketViews
+from .gradients import compared
+from .rank import Rank, methods_of
+from .views import FINITE, BucketViews
 
 Compared = list[tuple[Any, ...]]
 

@@ -1,0 +1,121 @@
+"""`whole_freq`: MuonBP (Khaled et al., 2025, arXiv:2510.16981), steps on blocks between steps on whole matrices."""
+
+# [Note: steps on blocks]
+# - A block is the part of a matrix that a rank stores. Replicas repeat the work, so a step on blocks sends nothing.
+# - Its plan is of the same parameters. Momentum, gradients and report serve both plans, but each has views, a program
+#   and a workspace, of which one is allocated at a time.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ..comm.buffers import Buffers
+from ..comm.exchange import Exchange
+from ..options import MuonOptions, OptionError
+from ..orthogonalize import Dispatch, Iteration
+from ..plan.planner import make_plan
+from ..plan.program import make_program
+from ..plan.search.tensor_parallel import within
+from ..plan.terms.layout import Geometries, Geometry, Intervals, flattened, region
+from ..plan.terms.types import Interval, MatrixRows, MatrixStack, Plan
+from ..step.algorithm import Algorithm, Decorated, PlanContext, Tensors
+from ..step.foreach import UpdateCall
+from ..step.rank import Rank, methods_of
+from ..step.work import dispatch_of, work_of
+from ..tensors.storage import STEP
+
+PLAIN: tuple[tuple[str, object], ...] = (
+    ("overlap", "none"),
+    ("offload", "none"),
+    ("state", "replicated"),
+    ("on_bad_gradient", "error"),
+    ("idle", "move"),
+    ("tp_mode", "owner"),
+    ("split_over", 1),
+    ("fused", False),
+    ("decay_follows_lr", False),
+)
+"""Options with a single value beside steps on blocks."""
+
+
+def check(context: PlanContext) -> None:
+    """Raise OptionError for options that steps on blocks do not have."""
+    options = context.options
+    for name, value in PLAIN:
+        if getattr(options, name) != value:
+            raise OptionError(
+                name, f"= {getattr(options, name)!r} excludes whole_freq; set {value!r}, or whole_freq = 1"
+            )
+    if options.state_dtype == "int8":
+        raise OptionError("state_dtype", "= 'int8' excludes whole_freq; set 'bfloat16', or whole_freq = 1")
+    if options.algorithms != ("muon",):
+        problem = f"= {options.whole_freq} is of the algorithm 'muon', and there is {options.algorithm!r}"
+        raise OptionError("whole_freq", f"{problem}; set whole_freq = 1, or algorithm = 'muon'")
+
+
+def is_whole(rank: Rank) -> bool:
+    """Whether the next step is of whole matrices."""
+    return not rank.params or rank.params[0].group[STEP] % rank.options.whole_freq == 0
+
+
+def block_plan(
+    plan: Plan, iterations: Sequence[Iteration], options: MuonOptions, dispatch: Dispatch, own: Algorithm
+) -> Plan:
+    """The plan of steps on blocks. `plan`: of whole matrices. `own`: the algorithm."""
+    geometries = Geometries(plan.parameters)
+    stacks = [_in_blocks(geometry) for geometry in geometries.shared]
+    parameters = [replace(p, stack=stacks[geometries.index[number]]) for number, p in enumerate(plan.parameters)]
+    costs = work_of(iterations, dispatch, options.wire_bytes, own)
+    return make_plan(parameters, costs, replace(options, replicas="redundant"), dispatch.machine, plan.passes)
+
+
+def _in_blocks(geometry: Geometry) -> MatrixStack:
+    layout, stack = geometry.layout, geometry.stack
+    split, sizes = stack.row_dims, layout.shape
+    stored = dict.fromkeys(region(layout, layout.mesh.coordinate(place)) for place in range(len(layout.mesh.ranks)))
+    if len(stored) == 1:
+        return stack
+    parts = [(flattened(dims[:split], sizes[:split]), flattened(dims[split:], sizes[split:])) for dims in stored]
+    return replace(
+        stack, matrices=tuple(block for m in stack.matrices for block in _blocks(m, geometry.col_count, parts))
+    )
+
+
+def _blocks(matrix: MatrixRows, col_count: int, parts: Sequence[tuple[Intervals, Intervals]]) -> Iterator[MatrixRows]:
+    for place, (down, across) in enumerate(parts):
+        rows = within(matrix.rows, matrix.row_step, down)
+        cols = within(matrix.cols or (Interval(0, col_count),), matrix.col_step, across)
+        if rows and cols:
+            yield replace(matrix, label=f"{matrix.label}/{place}", rows=rows, cols=cols)
+
+
+def block_rank(rank: Rank, algorithm: Algorithm, before: Rank | None) -> Rank:
+    """What the rank has of the plan of blocks. `before`: of the same plan for earlier storage."""
+    if before is not None:
+        return replace(before, params=rank.params, storage=rank.storage)
+    dispatch = dispatch_of(rank.device, rank.options)
+    plan = block_plan(rank.plan, rank.iterations, rank.options, dispatch, algorithm)
+    program = make_program(plan, rank.agreement.rank, Geometries(plan.parameters))
+    buffers = Buffers(program, rank.device, rank.buffers.dtype, kept=rank.options.keep_buffers)
+    return replace(
+        rank,
+        plan=plan,
+        program=program,
+        methods=tuple(methods_of(plan, rank.iterations, dispatch)),
+        buffers=buffers,
+        exchange=Exchange(program, buffers, rank.exchange.collectives, rank.agreement),
+        options=replace(rank.options, whole_freq=1, block_lr_scale=1.0),
+    )
+
+
+class BlockRate(Decorated):
+    """An algorithm with the learning rate of steps on blocks."""
+
+    def __init__(self, inner: Algorithm) -> None:
+        super().__init__(inner)
+        self.limits = inner.limits
+
+    def after_return(self, call: UpdateCall, params: Tensors) -> None:
+        lr = call.group["lr"] * self.options.block_lr_scale
+        super().after_return(replace(call, group={**call.group, "lr": lr}), params)
