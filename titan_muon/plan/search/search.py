@@ -245,9 +245,16 @@ class _Search:
                 best = self._better(best, replace(best, owners=owners))
             for order in orders if best.rounds > 1 else ():
                 best = self._better(best, replace(best, order=order))
+            best = self._with_best_rounds(best)
+
+    def _with_best_rounds(self, best: Strategy) -> Strategy:
+        before = None
+        while best != before:
+            before = best
             for count in (best.rounds - 1, best.rounds + 1, 3 * best.rounds // 4, 3 * best.rounds // 2):
                 if 1 <= count <= self._most_rounds():
                     best = self._better(best, replace(best, rounds=count))
+        return best
 
     def _double(self, order: Order) -> Strategy:
         rank_bytes = 2 * sum(task.bytes for task in self._problem.tasks) / max(1, len(self._local))
