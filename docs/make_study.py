@@ -24,11 +24,17 @@ FOLDER = Path(__file__).parent / "results" / "study"
 PAGE, PICTURE = FOLDER.with_suffix(".md"), FOLDER / "study.png"
 MODELS = {"llama": "dense", "qwen_moe": "mixture of experts"}
 COLORS = {"muon": "#0072B2", "adamw": "#D55E00", "normuon": "#009E73"}
+WIDTHS = {"tiny_64": 64, "tiny": 128, "tiny_256": 256}
+"""Width of the dense model by flavor."""
+TORCH = "torch.optim.Muon"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run. `rate`: of Muon, or of AdamW alone. `vectors`: AdamW's rate. `curve`: held-out loss by million tokens."""
+    """A run. `rate`: of Muon, or of AdamW alone. `vectors`: AdamW's rate. `curve`: held-out loss by million tokens.
+
+    `scale`: `adjust_lr_fn`. `of_widths`: whether the run is of a sweep over widths.
+    """
 
     model: str
     optimizer: str
@@ -37,6 +43,9 @@ class Run:
     seed: int
     curve: dict[float, float]
     seconds_per_step: float
+    width: int = WIDTHS["tiny"]
+    scale: str = "match_rms_adamw"
+    of_widths: bool = False
 
     @property
     def tokens(self) -> float:
@@ -48,7 +57,8 @@ class Run:
 
     @property
     def setting(self) -> tuple[Any, ...]:
-        return self.model, self.optimizer, self.rate, self.vectors, round(self.tokens)
+        of_width = (self.width, self.scale) if self.of_widths else ()
+        return self.model, self.optimizer, self.rate, self.vectors, round(self.tokens), *of_width
 
 
 def read_runs() -> list[Run]:
@@ -60,16 +70,23 @@ def read_runs() -> list[Run]:
                 continue
             keys, last = result["keys"], max(map(int, result["loss"]))
             model, is_adamw = result["recipe"].rsplit("_", 1)[0], result["recipe"].endswith("adamw")
+            # The recipe of examples/torch_muon has no Muon of ours.
+            named = TORCH if result["recipe"] == "llama" else keys.get("muon.algorithm", "muon")
+            rates = [rule["options"]["lr"] for rule in keys.get("optimizer.rule", ()) if "lr" in rule["options"]]
+            rate = rates[0] if named == TORCH else keys.get("muon.lr", Recipe().muon.lr)
             # A sweep leaves out values that are the defaults.
             vectors = keys.get("adamw.lr", Recipe().adamw.lr)
             run = Run(
                 model,
-                "adamw" if is_adamw else keys.get("muon.algorithm", "muon"),
-                vectors if is_adamw else keys.get("muon.lr", Recipe().muon.lr),
+                "adamw" if is_adamw else named,
+                vectors if is_adamw else rate,
                 vectors,
                 keys.get("debug.seed", 0),
                 {int(step) / last * result["tokens"] / 1e6: loss for step, loss in result["val_loss"].items()},
                 result["step_seconds"],
+                WIDTHS.get(keys.get("model.flavor", "tiny"), 0),
+                keys.get("muon.adjust_lr_fn", "match_rms_adamw"),
+                file.parent.name.startswith("width_"),
             )
             runs[run.setting, run.seed] = run
     return list(runs.values())
@@ -144,6 +161,7 @@ def found(groups: Sequence[Sequence[Run]]) -> list[str]:
 
 def picture(runs: Sequence[Run]) -> Figure:
     """By model: the loss by tokens of the best setting of each optimizer and length, and the last loss by rate."""
+    runs = [run for run in runs if not run.of_widths]
     models = [model for model in MODELS if any(run.model == model for run in runs)]
     figure = Figure(figsize=(12, 4.5 * len(models)), dpi=100, layout="constrained")
     for (curves, rates), model in zip(figure.subplots(len(models), 2, squeeze=False), models, strict=True):
@@ -189,6 +207,20 @@ def draw_rates(axes: Axes, groups: Sequence[Sequence[Run]]) -> None:
     axes.grid(alpha=0.3, which="both")
 
 
+def widths(runs: Sequence[Run]) -> list[str]:
+    """A line for each optimizer, scale and width: the loss by rate, the best bold."""
+    lines = ["| optimizer | `adjust_lr_fn` | width | held-out loss at each rate |", "|---" * 4 + "|"]
+    for optimizer, scale, width in sorted({(run.optimizer, run.scale, run.width) for run in runs}, reverse=True):
+        mine = [run for run in runs if (run.optimizer, run.scale, run.width) == (optimizer, scale, width)]
+        best = min(run.loss for run in mine)
+        losses = [
+            f"{run.rate:g}: {'**' if run.loss == best else ''}{run.loss:.3f}{'**' if run.loss == best else ''}"
+            for run in sorted(mine, key=lambda run: run.rate)
+        ]
+        lines.append(f"| {optimizer} | {scale if optimizer != 'adamw' else '-'} | {width} | {', '.join(losses)} |")
+    return lines
+
+
 HEAD = """# Muon beside AdamW
 
 Measured on a CPU by training the two small recipes with 32 sequences of 128 bytes of text of Python's standard library
@@ -200,11 +232,17 @@ Other jobs ran on the machine, so that seconds of two runs do not compare.
 
 def written(runs: Sequence[Run]) -> str:
     """The page."""
+    of_widths = [run for run in runs if run.of_widths]
+    runs = [run for run in runs if not run.of_widths]
     parts = [HEAD, "![Held-out loss by tokens and by rate](study/study.png)\n"]
     for model, title in MODELS.items():
         groups = by_setting(run for run in runs if run.model == model)
         if groups:
             parts += [f"## {title.capitalize()}\n", "\n\n".join(found(groups)) + "\n", "\n".join(table(groups)) + "\n"]
+    if of_widths:
+        tokens = max(run.tokens for run in of_widths)
+        text = f"The dense model, {tokens:.2f} M tokens and one seed a run, with 0.004 as AdamW's rate beside Muon.\n"
+        parts += ["## Rates by width\n", text, "\n".join(widths(of_widths)) + "\n"]
     sweeps = sorted(file.parent.name for file in FOLDER.glob("*/sweep.md"))
     parts.append("Sweeps: " + ", ".join(f"[{name}](study/{name}/sweep.md)" for name in sweeps) + ".\n")
     return "\n".join(parts)

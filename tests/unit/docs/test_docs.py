@@ -51,7 +51,7 @@ def test_the_picture_of_the_study_has_the_losses_by_tokens_and_by_rate() -> None
     sweeps = [json.loads(read(file))["results"] for file in make_study.FOLDER.glob("*/sweep.json")]
     assert len(runs) == sum(result["error"] is None for sweep in sweeps for result in sweep), "seeds are runs apart"
     curves, rates = make_study.picture(runs).axes[:2]
-    mine = [run for run in runs if (run.model, run.optimizer) == ("llama", "muon")]
+    mine = [run for run in runs if (run.model, run.optimizer, run.of_widths) == ("llama", "muon", False)]
     muon = next(line for line in curves.get_lines() if str(line.get_label()).startswith("muon"))
     assert max(muon.get_xdata()) == pytest.approx(max(run.tokens for run in mine))
     points = {point for line in rates.get_lines() for point in zip(*line.get_data(), strict=True)}
