@@ -36,7 +36,7 @@ class Memory:
     gradients: int
     optimizer_states: int  # on the device between steps; if offloaded: the peak of all transfers in a step
     exchange_buffers: int
-    orthogonalization: int  # whole matrices and temporary memory, `StepBytes.work`
+    orthogonalization: int  # whole matrices and temporary memory, `StepBytes.work`; or AdamH's copies, if larger
     host_parameters: int  # pinned, like the next two
     host_gradients: int
     host_states: int
@@ -104,6 +104,7 @@ def memory_per_rank(
     trained = [item.bytes for item in items if item.offload != "parameters" and item.optimizer]
     on_host = [item for item in items if item.offload == "parameters"]
     states_on_device = sum(size for item in items if item.offload == "none" for size in item.states)
+    copies = sum(item.bytes for item in items if item.optimizer == "adamh")
     states_on_device += _window_bytes(items, summary, options)
     if plan is not None:
         states_on_device += max(state_bytes(plan, algorithm.for_parameter).values(), default=0)
@@ -113,7 +114,8 @@ def memory_per_rank(
         gradients=sum(trained),
         optimizer_states=states_on_device,
         exchange_buffers=0 if summary is None else summary.buffer_bytes_max,
-        orthogonalization=0 if summary is None else summary.work_bytes_max,
+        # Optimizers step in turn.
+        orthogonalization=max(0 if summary is None else summary.work_bytes_max, copies),
         host_parameters=sum(host_bytes(item.bytes, device) for item in on_host),
         host_gradients=sum(host_bytes(item.bytes, device) for item in on_host if item.optimizer),
         host_states=sum(host_bytes(size, device) for item in items if item.offload != "none" for size in item.states),
@@ -156,7 +158,7 @@ def _items(
 def _window_bytes(items: list[ParameterMemory], summary: Summary | None, options: MuonOptions) -> int:
     """Peak of offloaded bytes on the device; optimizers step in turn."""
     # AdamW also moves a parameter and its gradient.
-    of_adamw = (item for item in items if item.optimizer == "adamw" and item.offload != "none")
+    of_adamw = (item for item in items if item.optimizer in ("adamw", "adamh") and item.offload != "none")
     moved = (sum(item.states) + 2 * item.bytes * (item.offload == "parameters") for item in of_adamw)
     most = TRANSFERS_AT_ONCE * min(BATCH_BYTES, sum(moved))
     if summary is None or options.offload == "none":
