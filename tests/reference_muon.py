@@ -129,9 +129,10 @@ class ReferenceRule(ReferenceMuon):
                 target.add_(update, alpha=-self.lr * self.scale(*matrix.shape))
 
     def prepared(self, matrix: Tensor) -> Tensor:
-        if "muoneq" in self.algorithms:
-            wide = matrix.to(self.wire).float()
-            return (wide / (torch.linalg.vector_norm(wide, dim=1, keepdim=True) + 1e-8)).to(self.wire)
+        for name in self.algorithms:
+            if name.startswith("muoneq"):
+                wide, dim = matrix.to(self.wire).float(), 0 if name == "muoneq_columns" else 1
+                matrix = (wide / (torch.linalg.vector_norm(wide, dim=dim, keepdim=True) + 1e-8)).to(self.wire)
         return matrix.sign() if "adamuon" in self.algorithms else matrix
 
     def normalized(self, update: Tensor, moment: Tensor) -> Tensor:

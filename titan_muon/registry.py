@@ -80,7 +80,9 @@ optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimiz
 
 
 algorithms: Registry[Callable[[MuonOptions], Any]] = Registry(
-    "algorithm", "titan_muon.algorithms", own=("adamuon", "muon", "muoneq", "muonh", "normuon", "soap")
+    "algorithm",
+    "titan_muon.algorithms",
+    own=("adamuon", "muon", "muoneq", "muoneq_columns", "muonh", "normuon", "soap"),
 )
 """Functions from the options of Muon to a `step.algorithm.Algorithm`."""
 

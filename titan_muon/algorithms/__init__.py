@@ -17,6 +17,7 @@ ALGORITHMS: Mapping[str, tuple[str, str]] = {
     "normuon": ("second_moment", "NorMuon"),
     "adamuon": ("second_moment", "AdaMuon"),
     "muoneq": ("muoneq", "MuonEq"),
+    "muoneq_columns": ("muoneq", "MuonEqColumns"),
     "muonh": ("muonh", "MuonH"),
     "soap": ("soap", "Soap"),
 }

@@ -1,4 +1,4 @@
-"""MuonEq (Chang et al., 2026, arXiv:2603.28254), form R: rows of equal norm before Newton-Schulz."""
+"""MuonEq (Chang et al., 2026, arXiv:2603.28254), forms R and C: rows or columns of equal norm before Newton-Schulz."""
 
 from __future__ import annotations
 
@@ -20,10 +20,17 @@ class MuonEq(MuonAlgorithm):
 
     whole = True
     temporary_bytes = 4
+    sums_inputs = True
 
     def prepare(self, batch: Batch, norms: Tensor) -> Tensor:
         for part in batch.parts:
-            wide, inputs = part.whole.float(), 1 if part.transposed else 2
-            part.whole.copy_(wide.div_(torch.linalg.vector_norm(wide, dim=inputs, keepdim=True).add_(EPS)))
+            wide, dim = part.whole.float(), 1 if part.transposed is self.sums_inputs else 2
+            part.whole.copy_(wide.div_(torch.linalg.vector_norm(wide, dim=dim, keepdim=True).add_(EPS)))
         # Negative: without an update.
         return torch.where(norms < 0, norms, batch.norms())
+
+
+class MuonEqColumns(MuonEq):
+    """Divides each column of a matrix (an input) by its norm, and then orthogonalizes the matrix."""
+
+    sums_inputs = False

@@ -182,7 +182,7 @@ def _checks(options: MuonOptions, algorithm: Algorithm) -> Iterator[Callable[[Pl
         yield weight_norms.check
 
 
-UNSCALED = frozenset({"muon", "muoneq", "muonh"})
+UNSCALED = frozenset({"muon", "muoneq", "muoneq_columns", "muonh"})
 """Algorithms without an average of squares."""
 
 
