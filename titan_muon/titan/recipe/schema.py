@@ -200,6 +200,9 @@ def _convert_table(kind: Any, value: dict[str, Any], key: str, source: str) -> A
 
 def _convert_union(union: Any, value: Any, key: str, source: str) -> Any:
     kinds = [kind for kind in get_args(union) if kind is not type(None)]
+    if isinstance(value, Words) and value and value[0].startswith("["):
+        # Every word is a string, but no name starts like a list.
+        kinds.sort(key=lambda kind: get_origin(kind) is not tuple)
     for kind in kinds:
         try:
             return convert(kind, value, key, source)

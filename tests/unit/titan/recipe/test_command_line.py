@@ -55,6 +55,7 @@ from titan_muon.titan.recipe.command_line import Command, parse
         ),
         (["--muon.ns_coefficients", "[1, 2, 3]"], "muon.ns_coefficients", ((1.0, 2.0, 3.0),)),
         (["--muon.algorithm", "normuon", "muonh"], "muon.algorithm", ("normuon", "muonh")),
+        (["--muon.algorithm", '["normuon", "muonh"]'], "muon.algorithm", ("normuon", "muonh")),
         (["--model.flavor", "8"], "model.flavor", "8"),
     ],
 )
