@@ -104,13 +104,15 @@ def plan_step(
     needs = [algorithm.for_parameter(number).wire_dtype for number in range(len(named))]
     wide = [fqn for (fqn, _), dtype in zip(named, needs, strict=True) if dtype not in (None, options.wire_dtype)]
     options = replace(options, wire_dtype="float32" if wide else options.wire_dtype)
-    notes = [f"matrices travel in float32, because the algorithm of {listed(wide, 2)} needs this"] if wide else []
-    if options.whole_freq > 1:
-        notes.append(f"every {options.whole_freq} steps; in the others, each rank orthogonalizes what it stores")
+    note = f"matrices travel in float32, because the algorithm of {listed(wide, 2)} needs this" if wide else ""
     costs = work_of(iterations, dispatch, options.wire_bytes, algorithm)
     passes = passes_of({tensor.dtype for _, tensor in named}, options, dispatch.device, algorithm.temporary_bytes)
     parameters_with_keepers = with_state_ranks(parameters, options, costs, kept)
-    plan = make_plan(parameters_with_keepers, costs, options, dispatch.machine, passes, "; ".join(notes))
+    plan = make_plan(parameters_with_keepers, costs, options, dispatch.machine, passes, note)
+    if options.whole_freq > 1:
+        from .features.blocks import with_blocks
+
+        plan = with_blocks(plan, costs, options, dispatch.machine)
     check_plan(PlanContext(options, parameters, plan, named, iterations, dispatch.device), algorithm)
     if options.tp_mode == "blockwise":
         warn(f"{blocks_reason(parameters, plan.parameters)}; the other modes are exact")

@@ -192,7 +192,7 @@ class Expert:
     """Orthogonalize whole matrices in every n-th step, and else what a rank stores (MuonBP, arXiv:2510.16981)."""
 
     block_lr_scale: Annotated[float, POSITIVE] = 1.0
-    """Factor on the learning rate in steps on parts, with `whole_freq`."""
+    """Factor on the learning rate of parameters in parts, in the steps between those of `whole_freq`."""
 
     wire_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of matrices in transit. bfloat16 is lossless, because Newton-Schulz starts and ends in bfloat16."""

@@ -216,8 +216,9 @@ class InBlocks:
     def step(self, number: int, grads: Mapping[str, Tensor], left_out: set[tuple[str, int]]) -> None:
         assert not left_out
         whole = number % self.freq == 0
-        lr = LR * RATES[number] * (1.0 if whole else self.scale)
         for name, parts in self.parts.items():
+            in_parts = any(not (rows.all() and cols.all()) for of in parts for rows, cols in of)
+            lr = LR * RATES[number] * (self.scale if in_parts and not whole else 1.0)
             gradients = matrices(name, grads[name])
             for index, weight in enumerate(self.weights[name]):
                 everything = [torch.ones(size, dtype=torch.bool) for size in weight.shape]

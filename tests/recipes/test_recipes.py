@@ -323,6 +323,16 @@ def test_offloaded_parameters_count_on_the_host_and_two_loads_count_on_the_devic
     assert re.search(r"host gradients +[\d.,]+ MiB\n +host states", capsys.readouterr().out)
 
 
+def test_the_overhead_counts_steps_on_what_a_rank_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    milliseconds = []
+    for freq in ("1", "5"):
+        dry_run("qwen3_8b_muon", 64, tmp_path, "--muon.expert.whole_freq", freq)
+        shown = re.search(r"% of the step over AdamW .*: ([\d.]+) ms instead", capsys.readouterr().out)
+        assert shown is not None
+        milliseconds.append(float(shown.group(1)))
+    assert milliseconds[1] < milliseconds[0] / 2
+
+
 def test_the_dry_run_reports_uncounted_states_of_a_third_party_optimizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ from ..muon import Muon
 from ..options import MuonOptions, Offload
 from ..owned import is_owned
 from ..owned.param import held_elements
-from ..plan import Plan, Summary
+from ..plan import Plan, Summary, summarize
 from ..plan.search.owners import state_elements
 from ..plan.search.ownership import OwnedTotals
 from ..state.matrix_states import state_bytes
@@ -104,6 +104,10 @@ def memory_per_rank(
     trained = [item.bytes for item in items if item.offload != "parameters" and item.optimizer]
     on_host = [item for item in items if item.offload == "parameters"]
     states_on_device = sum(size for item in items if item.offload == "none" for size in item.states)
+    work = 0 if summary is None else summary.work_bytes_max
+    if summary is not None and plan is not None and plan.blocks is not None:
+        on_blocks = summarize(plan.blocks).work_bytes_max
+        work = work + on_blocks if options.keep_buffers else max(work, on_blocks - summary.buffer_bytes_max)
     copies = sum(item.bytes for item in items if item.optimizer == "adamh")
     states_on_device += _window_bytes(items, summary, options)
     if plan is not None:
@@ -115,7 +119,7 @@ def memory_per_rank(
         optimizer_states=states_on_device,
         exchange_buffers=0 if summary is None else summary.buffer_bytes_max,
         # Optimizers step in turn.
-        orthogonalization=max(0 if summary is None else summary.work_bytes_max, copies),
+        orthogonalization=max(work, copies),
         host_parameters=sum(host_bytes(item.bytes, device) for item in on_host),
         host_gradients=sum(host_bytes(item.bytes, device) for item in on_host if item.optimizer),
         host_states=sum(host_bytes(size, device) for item in items if item.offload != "none" for size in item.states),

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..adam import AdamW
-from ..algorithms import algorithm_of
 from ..assignment.optimizer_set import OptimizerSet
 from ..assignment.rules import Assignment
 from ..engine import plan_step
@@ -19,7 +18,6 @@ from ..plan import Plan, Summary, summarize
 from ..plan.cost.timeline import Timeline, timeline
 from ..plan.search.ownership import OwnedTotals
 from ..plan.terms.machine import MachineRates
-from ..state.groups import iteration_of
 from ..step.work import dispatch_of, planning_machine
 from ..tensors.matrices import check_splits
 from ..tensors.names import names_in
@@ -51,7 +49,7 @@ class PlannedModel:
 class Estimate:
     """Modelled time and memory of a planned model. `loads`: of each rank, if parameters are owned.
 
-    `mean_step`: seconds of a step, also of those on blocks; None without `whole_freq`.
+    `mean_step`: seconds of a step, also of those on blocks; None without these.
     """
 
     machine: MachineRates
@@ -103,17 +101,7 @@ def estimate_of(model: PlannedModel, machine: Machine) -> Estimate:
     rest = sum(elements[a.fqn] for a in model.assigned if a.optimizer != "muon")
     others, whole = (rates.pass_seconds(count * adamw_bytes) for count in (rest, sum(elements.values())))
     mean_step = None
-    if plan is not None and muon is not None and times is not None and muon.options.whole_freq > 1:
-        on_blocks, freq = _seconds_on_blocks(plan, muon, model.device, rates), muon.options.whole_freq
+    if plan is not None and plan.blocks is not None and muon is not None and times is not None:
+        on_blocks, freq = timeline(plan.blocks, rates).last.seconds, muon.options.whole_freq
         mean_step = (times.last.seconds + (freq - 1) * on_blocks) / freq
     return Estimate(rates, summary, times, loads, memory, others, whole, mean_step)
-
-
-def _seconds_on_blocks(plan: Plan, muon: Muon, device: str, rates: MachineRates) -> float:
-    from ..features.blocks import block_plan
-
-    groups = {fqn: group for group in muon.param_groups for fqn in names_in(group)}
-    iterations = [iteration_of(groups[parameter.fqn]) for parameter in plan.parameters]
-    dispatch = dispatch_of(torch.device(device), muon.options)
-    blocks = block_plan(plan, iterations, muon.options, dispatch, algorithm_of(muon.options))
-    return timeline(blocks, rates).last.seconds

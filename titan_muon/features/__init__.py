@@ -91,12 +91,13 @@ class StepParts:
         if overlap is not None:
             hooks.append(overlap)
         self.blocks: StepParts | None = None
-        if options.whole_freq > 1:
+        if rank.plan.blocks is not None:
             from .blocks import BlockRate, block_rank
 
             earlier = None if before is None else before.blocks
-            own = block_rank(rank, algorithm, None if earlier is None else earlier.rank)
-            self.blocks = StepParts(own, BlockRate(algorithm), states, None, earlier)
+            own = block_rank(rank, rank.plan.blocks, None if earlier is None else earlier.rank)
+            rated = BlockRate(algorithm, rank.plan, rank.plan.blocks)
+            self.blocks = StepParts(own, rated, states, None, earlier)
         rank.report.watch(*self.flags)
         self._algorithm = algorithm
         seams = self._decorated(), mask, overlap, self.offload, hooks

@@ -3,7 +3,8 @@
 # [Note: steps on blocks]
 # - A block is the part of a matrix that a rank stores. Replicas repeat the work, so a step on blocks sends nothing.
 # - Its plan is of the same parameters. Momentum, gradients and report serve both plans, but each has views, a program
-#   and a workspace, of which one is allocated at a time.
+#   and a workspace, of which one is allocated at a time, or with `keep_buffers` both.
+# - A parameter that every rank stores in whole matrices has the same steps in both plans, at the same rate.
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ from dataclasses import replace
 from ..comm.buffers import Buffers
 from ..comm.exchange import Exchange
 from ..options import MuonOptions, OptionError
-from ..orthogonalize import Dispatch, Iteration
 from ..plan.planner import make_plan
 from ..plan.program import make_program
 from ..plan.search.tensor_parallel import within
 from ..plan.terms.layout import Geometries, Geometry, Intervals, flattened, region
+from ..plan.terms.machine import MachineRates, WorkOf
 from ..plan.terms.types import Interval, MatrixRows, MatrixStack, Plan
 from ..step.algorithm import Algorithm, Decorated, PlanContext, Tensors
 from ..step.foreach import UpdateCall
 from ..step.rank import Rank, methods_of
-from ..step.work import dispatch_of, work_of
+from ..step.work import dispatch_of
 from ..tensors.storage import STEP
 
 PLAIN: tuple[tuple[str, object], ...] = (
@@ -54,28 +55,27 @@ def check(context: PlanContext) -> None:
         raise OptionError("whole_freq", f"{problem}; set whole_freq = 1, or algorithm = 'muon'")
 
 
-def is_whole(rank: Rank) -> bool:
-    """Whether the next step is of whole matrices."""
-    return not rank.params or rank.params[0].group[STEP] % rank.options.whole_freq == 0
-
-
-def block_plan(
-    plan: Plan, iterations: Sequence[Iteration], options: MuonOptions, dispatch: Dispatch, own: Algorithm
-) -> Plan:
-    """The plan of steps on blocks. `plan`: of whole matrices. `own`: the algorithm."""
+def with_blocks(plan: Plan, costs: WorkOf, options: MuonOptions, machine: MachineRates | None) -> Plan:
+    """The plan of whole matrices, with that of steps on blocks, if a rank stores a part of a matrix."""
     geometries = Geometries(plan.parameters)
     stacks = [_in_blocks(geometry) for geometry in geometries.shared]
     parameters = [replace(p, stack=stacks[geometries.index[number]]) for number, p in enumerate(plan.parameters)]
-    costs = work_of(iterations, dispatch, options.wire_bytes, own)
-    return make_plan(parameters, costs, replace(options, replicas="redundant"), dispatch.machine, plan.passes)
+    blocks, note = None, f"whole_freq = {options.whole_freq} has no effect, because no rank stores part of a matrix"
+    if tuple(parameters) != plan.parameters:
+        blocks = make_plan(parameters, costs, replace(options, replicas="redundant"), machine, plan.passes)
+        note = f"every {options.whole_freq} steps; in the others, each rank orthogonalizes what it stores"
+    return replace(plan, blocks=blocks, reason="; ".join(filter(None, (plan.reason, note))))
+
+
+def is_whole(rank: Rank) -> bool:
+    """Whether the next step is of whole matrices."""
+    return max((param.group[STEP] for param in rank.params), default=0) % rank.options.whole_freq == 0
 
 
 def _in_blocks(geometry: Geometry) -> MatrixStack:
     layout, stack = geometry.layout, geometry.stack
     split, sizes = stack.row_dims, layout.shape
     stored = dict.fromkeys(region(layout, layout.mesh.coordinate(place)) for place in range(len(layout.mesh.ranks)))
-    if len(stored) == 1:
-        return stack
     parts = [(flattened(dims[:split], sizes[:split]), flattened(dims[split:], sizes[split:])) for dims in stored]
     return replace(
         stack, matrices=tuple(block for m in stack.matrices for block in _blocks(m, geometry.col_count, parts))
@@ -84,38 +84,43 @@ def _in_blocks(geometry: Geometry) -> MatrixStack:
 
 def _blocks(matrix: MatrixRows, col_count: int, parts: Sequence[tuple[Intervals, Intervals]]) -> Iterator[MatrixRows]:
     for place, (down, across) in enumerate(parts):
-        rows = within(matrix.rows, matrix.row_step, down)
-        cols = within(matrix.cols or (Interval(0, col_count),), matrix.col_step, across)
-        if rows and cols:
+        every = matrix.cols or (Interval(0, col_count),)
+        rows, cols = within(matrix.rows, matrix.row_step, down), within(every, matrix.col_step, across)
+        if (rows, cols) == (matrix.rows, every):
+            yield matrix
+        elif rows and cols:
             yield replace(matrix, label=f"{matrix.label}/{place}", rows=rows, cols=cols)
 
 
-def block_rank(rank: Rank, algorithm: Algorithm, before: Rank | None) -> Rank:
+def block_rank(rank: Rank, blocks: Plan, before: Rank | None) -> Rank:
     """What the rank has of the plan of blocks. `before`: of the same plan for earlier storage."""
     if before is not None:
-        return replace(before, params=rank.params, storage=rank.storage)
-    dispatch = dispatch_of(rank.device, rank.options)
-    plan = block_plan(rank.plan, rank.iterations, rank.options, dispatch, algorithm)
-    program = make_program(plan, rank.agreement.rank, Geometries(plan.parameters))
+        return replace(before, params=rank.params, storage=rank.storage, options=rank.options)
+    program = make_program(blocks, rank.agreement.rank, Geometries(blocks.parameters))
     buffers = Buffers(program, rank.device, rank.buffers.dtype, kept=rank.options.keep_buffers)
     return replace(
         rank,
-        plan=plan,
+        plan=blocks,
         program=program,
-        methods=tuple(methods_of(plan, rank.iterations, dispatch)),
+        methods=tuple(methods_of(blocks, rank.iterations, dispatch_of(rank.device, rank.options))),
         buffers=buffers,
         exchange=Exchange(program, buffers, rank.exchange.collectives, rank.agreement),
-        options=replace(rank.options, whole_freq=1, block_lr_scale=1.0),
     )
 
 
 class BlockRate(Decorated):
-    """An algorithm with the learning rate of steps on blocks."""
+    """An algorithm with the learning rate of steps on blocks, for parameters that ranks store in parts."""
 
-    def __init__(self, inner: Algorithm) -> None:
+    def __init__(self, inner: Algorithm, plan: Plan, blocks: Plan) -> None:
         super().__init__(inner)
         self.limits = inner.limits
+        pairs = enumerate(zip(plan.parameters, blocks.parameters, strict=True))
+        self._cut = frozenset(number for number, (old, new) in pairs if old.stack != new.stack)
 
     def after_return(self, call: UpdateCall, params: Tensors) -> None:
-        lr = call.group["lr"] * self.options.block_lr_scale
-        super().after_return(replace(call, group={**call.group, "lr": lr}), params)
+        parameters = {part.parameter for part in call.parts}
+        for own, scale in ((parameters - self._cut, 1.0), (parameters & self._cut, self.options.block_lr_scale)):
+            if own:
+                group = {**call.group, "lr": call.group["lr"] * scale}
+                mine = [param for part, param in zip(call.parts, params, strict=True) if part.parameter in own]
+                super().after_return(replace(call.without(parameters - own), group=group), mine)

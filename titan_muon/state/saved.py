@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..options import HYPERPARAMETERS
 from ..tensors.dtensor import held_indices, local
 from ..tensors.names import canonical_fqn, listed, named_parameters
-from ..tensors.storage import placement_key
+from ..tensors.storage import STEP, placement_key
 from ..tensors.warning import warn
 from .groups import check_group, rows_of
 
@@ -51,7 +51,8 @@ def completed(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
         # The states are of the present algorithm, or refused.
         algorithm = {"algorithm": group["algorithm"]} if "algorithm" in group else {}
         saved = {key: value for key, value in renamed(saved).items() if key != "algorithm"}
-        saved_groups[index] = saved = {**saved, **algorithm}
+        count = {STEP: group[STEP]} if STEP in group else {}
+        saved_groups[index] = saved = {**count, **saved, **algorithm}
         if missing := [name for name in HYPERPARAMETERS if name not in saved]:
             warn(f"the state dict has no {', '.join(missing)}: the present values stay")
             saved_groups[index] = {**saved, **{name: group[name] for name in missing}}

@@ -26,7 +26,8 @@ def train(recipe: object) -> str:
 
 def uninterrupted_and_resumed(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
     def run(name: str, **values: object) -> str:
-        return train(tiny.recipe(folder, name=name, parallelism__expert_parallel_degree=2, **values))
+        warmup = {"muon__momentum_warmup_steps": 5}
+        return train(tiny.recipe(folder, name=name, parallelism__expert_parallel_degree=2, **warmup, **values))
 
     straight, first = run("whole"), run("halves", training__steps=3)
     second = run("halves", checkpoint__load="latest")

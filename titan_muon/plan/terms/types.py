@@ -275,6 +275,7 @@ class Plan:
         buffer_sets: rounds with buffers at the same time.
         wire_bytes: bytes of an element in transit.
         reason: notes for the user.
+        blocks: of steps on what each rank stores, between the steps of this plan (`whole_freq`).
     """
 
     parameters: tuple[Parameter, ...]
@@ -286,6 +287,7 @@ class Plan:
     works: tuple[Work, ...]
     reason: str = ""
     passes: ElementwiseCost = FLOAT32_COST
+    blocks: Plan | None = None
 
     @property
     def rounds(self) -> int:

@@ -24,6 +24,7 @@ from titan_muon.hybrid import ForwardsToParts
 from titan_muon.options import Rule
 from titan_muon.plan import Plan, summarize
 from titan_muon.tensors.names import canonical_fqn
+from titan_muon.tensors.storage import STEP
 from titan_muon.titan.device import adamw_implementation
 from titan_muon.titan.recipe import Recipe, as_recipe_errors
 from titan_muon.titan.torchtitan.slot import check_unread_fields, implementation
@@ -102,10 +103,11 @@ class HybridOptimizers(ForwardsToParts, OptimizersContainer):
             fqn, _, option = key.removeprefix("param_groups.").rpartition(".")
             old = state_dict.get(key, "not an option then")
             # The schedule has changed `lr`, and TorchTitan's scheduler does not set it on loading; `initial_lr` is the
-            # recipe's.
-            if option != "lr" or key not in state_dict:
+            # recipe's. The number of steps is a state.
+            is_state = option in ("lr", STEP)
+            if not is_state or key not in state_dict:
                 current[key] = value
-            if option != "lr" and old != value:
+            if not is_state and old != value:
                 changes[f"{tags[fqn]}.{option.removeprefix('initial_')}: {old} -> {value}"] = None
         self.changes = tuple(changes)
         # Muon plans for the loaded hyperparameters.

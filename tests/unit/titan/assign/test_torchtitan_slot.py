@@ -40,8 +40,9 @@ def train(model: nn.Module, optimizers: Any, scheduler: Any, steps: range) -> No
 
 
 def test_torchtitans_configuration_trains_and_resumes_with_equal_bits() -> None:
-    tables = {"muon": {"lr": 0.02, "expert": Expert(orthogonalize="standard")}, "adamw": {"lr": 8e-4}}
-    config = configured(tables=tables)
+    # The warm-up needs the number of the step.
+    muon = {"lr": 0.02, "momentum_warmup_steps": 4, "expert": Expert(orthogonalize="standard")}
+    config = configured(tables={"muon": muon, "adamw": {"lr": 8e-4}})
     model, optimizers, scheduler = built(config)
     before = [param.detach().clone() for param in model.parameters()]
     assert {a.optimizer for a in optimizers.assignments} == {"muon", "adamw"}
@@ -53,6 +54,7 @@ def test_torchtitans_configuration_trains_and_resumes_with_equal_bits() -> None:
     other, resumed, its_scheduler = built(config)
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict({key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in state.items()})
+    assert resumed.changes == ()
     its_scheduler.load_state_dict(scheduler.state_dict())
     train(model, optimizers, scheduler, range(2, 4))
     train(other, resumed, its_scheduler, range(2, 4))
