@@ -8,7 +8,7 @@ Each sweep's page has the command that trains it. A repeated command trains noth
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,14 @@ from titan_muon.titan.recipe import Recipe
 FOLDER = Path(__file__).parent / "results" / "study"
 PAGE, PICTURE = FOLDER.with_suffix(".md"), FOLDER / "study.png"
 MODELS = {"llama": "dense", "qwen_moe": "mixture of experts"}
-COLORS = {"muon": "#0072B2", "adamw": "#D55E00", "normuon": "#009E73"}
+COLORS = {
+    "muon": "#0072B2",
+    "adamw": "#D55E00",
+    "normuon": "#009E73",
+    "normuonh": "#CC79A7",
+    "soap": "#E69F00",
+    "muonbp": "#56B4E9",
+}
 WIDTHS = {"tiny_64": 64, "tiny": 128, "tiny_256": 256}
 """Width of the dense model by flavor."""
 TORCH = "torch.optim.Muon"
@@ -64,14 +71,14 @@ class Run:
 def read_runs() -> list[Run]:
     """The finished runs of all sweeps, each once."""
     runs: dict[tuple[Any, ...], Run] = {}
-    for file in sorted(FOLDER.glob("*/sweep.json")):
+    for file in sorted(set(FOLDER.glob("*/sweep.json")) - set(FOLDER.glob("seconds_*/sweep.json"))):
         for result in json.loads(file.read_text(encoding="utf-8"))["results"]:
             if result["error"] is not None:
                 continue
             keys, last = result["keys"], max(map(int, result["loss"]))
             model, is_adamw = result["recipe"].rsplit("_", 1)[0], result["recipe"].endswith("adamw")
             # The recipe of examples/torch_muon has no Muon of ours.
-            named = TORCH if result["recipe"] == "llama" else keys.get("muon.algorithm", "muon")
+            named = TORCH if result["recipe"] == "llama" else named_as(keys)
             rates = [rule["options"]["lr"] for rule in keys.get("optimizer.rule", ()) if "lr" in rule["options"]]
             rate = rates[0] if named == TORCH else keys.get("muon.lr", Recipe().muon.lr)
             # A sweep leaves out values that are the defaults.
@@ -90,6 +97,22 @@ def read_runs() -> list[Run]:
             )
             runs[run.setting, run.seed] = run
     return list(runs.values())
+
+
+def seconds_per_step(optimizer: str) -> float | None:
+    """Of the dense recipe, from a run beside one of the other optimizer; None without one."""
+    file = FOLDER / f"seconds_{optimizer}" / "sweep.json"
+    if not file.exists():
+        return None
+    return float(json.loads(file.read_text(encoding="utf-8"))["results"][0]["step_seconds"])
+
+
+def named_as(keys: Mapping[str, Any]) -> str:
+    """The short name of Muon's algorithm."""
+    if keys.get("muon.expert.whole_freq", 1) > 1:
+        return "muonbp"
+    algorithm = keys.get("muon.algorithm", "muon")
+    return algorithm if isinstance(algorithm, str) else "normuonh"
 
 
 def by_setting(runs: Iterable[Run]) -> list[list[Run]]:
@@ -156,6 +179,13 @@ def found(groups: Sequence[Sequence[Run]]) -> list[str]:
         lines.append(
             f"{first} is at {other}'s last loss after {needed:.2f} M tokens, {needed / muon[0].tokens:.0%} of them."
         )
+        own, others = seconds_per_step(first.lower()), seconds_per_step(other.lower())
+        if muon[0].model == "llama" and own is not None and others is not None:
+            share = needed / muon[0].tokens * own / others
+            lines.append(
+                f"In two runs beside each other, a core for each, a step takes {own:.2f} s with {first} and "
+                f"{others:.2f} s with {other}, so that {first} takes {share:.0%} of {other}'s time to this loss."
+            )
     return lines
 
 
@@ -225,7 +255,9 @@ HEAD = """# Muon beside AdamW
 
 Measured on a CPU by training the two small recipes with 32 sequences of 128 bytes of text of Python's standard library
 a step, with passes in float32. Losses are held-out losses in nats per token, mean ± standard deviation over seeds.
-Other jobs ran on the machine, so that seconds of two runs do not compare.
+Other jobs ran on the machine, so that seconds of two lines do not compare. A run has one process, and muonbp four,
+because it differs from muon only where ranks store parts of matrices (`whole_freq = 5`). normuonh is NorMuon with MuonH,
+without weight decay. torch.optim.Muon is `examples/torch_muon`, with `optimizer.clip = "none"`.
 `docs/make_study.py` writes this page from the sweeps below; each has its command, its commit and its data.
 """
 
