@@ -256,8 +256,8 @@ HEAD = """# Muon beside AdamW
 Measured on a CPU by training the two small recipes with 32 sequences of 128 bytes of text of Python's standard library
 a step, with passes in float32. Losses are held-out losses in nats per token, mean ± standard deviation over seeds.
 Other jobs ran on the machine, so that seconds of two lines do not compare. A run has one process, and muonbp four,
-because it differs from muon only where ranks store parts of matrices (`whole_freq = 5`). normuonh is NorMuon with MuonH,
-without weight decay. torch.optim.Muon is `examples/torch_muon`, with `optimizer.clip = "none"`.
+because it differs from muon only where ranks store parts of matrices (`whole_freq = 5`). normuonh is NorMuon and MuonH,
+without decay. torch.optim.Muon is `examples/torch_muon`, with `optimizer.clip = "none"`.
 `docs/make_study.py` writes this page from the sweeps below; each has its command, its commit and its data.
 """
 
