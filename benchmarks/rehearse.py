@@ -76,6 +76,8 @@ REHEARSED: dict[str, tuple[str, str, str]] = {
     "deepseek_v4_style": ("EP 8", "EP 64", "EP 64"),
 }
 """Layout of each recipe at each world size; together they cover all layouts."""
+NOT_REHEARSED = (("qwen3_5_35b_a3b", "its linear attention needs a GPU and flash-linear-attention"),)
+"""Further recipes of full size, each with the reason."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for world, layout in zip(WORLDS, REHEARSED[name], strict=True)
         if world in options.worlds
     ]
+    for name, reason in NOT_REHEARSED:
+        print(f"{name}: not rehearsed, because {reason}")
     started, outcomes = time.monotonic(), []
     with ThreadPoolExecutor(options.jobs) as pool:
         for number, outcome in enumerate(pool.map(lambda case: rehearsed(case, options.ranks), cases), 1):

@@ -31,7 +31,7 @@ from titan_muon.options import Machine, MuonOptions
 from titan_muon.plan import summarize
 from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.terms.machine import machine_of
-from titan_muon.step.work import dispatch_of
+from titan_muon.step.rank import dispatch_of
 from titan_muon.tensors.process_groups import fake_world
 
 Replicas = Literal["redundant", "split"]

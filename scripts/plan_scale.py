@@ -44,7 +44,7 @@ from bounds import least_flops, least_seconds, least_sent
 from titan_muon.options import Overlap
 from titan_muon.plan import summarize
 from titan_muon.plan.cost.timeline import timeline
-from titan_muon.step.work import planning_machine
+from titan_muon.step.rank import planning_machine
 from titan_muon.titan.dry_run.meta_model import build_meta_model
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.recipe import load

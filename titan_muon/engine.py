@@ -37,9 +37,8 @@ from .state.matrix_states import MatrixStates
 from .step.algorithm import Algorithm, PlanContext, Scaling
 from .step.foreach import passes_of
 from .step.gradients import StepGradients, checked_inputs, compared
-from .step.rank import Rank, methods_of
+from .step.rank import Rank, dispatch_of, methods_of, work_of
 from .step.step import trace_range
-from .step.work import dispatch_of, work_of
 from .tensors.device import is_host
 from .tensors.dtensor import mesh_axes, storage_device
 from .tensors.matrices import planned
@@ -312,7 +311,7 @@ class Engine:
 
     def run(self, gradients: StepGradients, scaling: Scaling | None = None) -> None:
         """Run a step. `scaling`: of this step alone."""
-        parts = self._parts.of_step()
+        parts = self._parts if self._parts.blocks is None else self._parts.of_step(self._parts.blocks)
         rank = parts.rank
         rank.buffers.memory.take()
         parts.workspace.take()

@@ -38,7 +38,7 @@ from titan_muon.engine import plan_step
 from titan_muon.options import Machine, MuonOptions, Split
 from titan_muon.plan import Plan, summarize
 from titan_muon.plan.cost.timeline import timeline
-from titan_muon.step.work import dispatch_of, planning_machine
+from titan_muon.step.rank import dispatch_of, planning_machine
 
 NOISE = 1e-3
 """Size of received numbers: a larger one would break the bound on updates."""

@@ -18,7 +18,7 @@ from ..plan import Plan, Summary, summarize
 from ..plan.cost.timeline import Timeline, timeline
 from ..plan.search.ownership import OwnedTotals
 from ..plan.terms.machine import MachineRates
-from ..step.work import dispatch_of, planning_machine
+from ..step.rank import dispatch_of, planning_machine
 from ..tensors.matrices import check_splits
 from ..tensors.names import names_in
 from .memory import Memory, mean_elements, memory_per_rank, muon_of, owner_loads

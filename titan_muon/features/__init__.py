@@ -103,13 +103,11 @@ class StepParts:
         seams = self._decorated(), mask, overlap, self.offload, hooks
         self.step = MuonStep(rank.program, views, rank.exchange, rank.report, *seams)
 
-    def of_step(self) -> StepParts:
-        """The parts of the next step: on whole matrices, or on blocks."""
-        if self.blocks is None:
-            return self
+    def of_step(self, blocks: StepParts) -> StepParts:
+        """The parts of the next step: on whole matrices, or on `blocks`."""
         from .blocks import is_whole
 
-        parts = self if is_whole(self.rank) else self.blocks
+        parts = self if is_whole(self.rank) else blocks
         parts.rank.report.watch(*parts.flags)
         return parts
 

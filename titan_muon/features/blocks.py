@@ -22,8 +22,7 @@ from ..plan.terms.machine import MachineRates, WorkOf
 from ..plan.terms.types import Interval, MatrixRows, MatrixStack, Plan
 from ..step.algorithm import Algorithm, Decorated, PlanContext, Tensors
 from ..step.foreach import UpdateCall
-from ..step.rank import Rank, methods_of
-from ..step.work import dispatch_of
+from ..step.rank import Rank, dispatch_of, methods_of
 from ..tensors.storage import STEP
 
 PLAIN: tuple[tuple[str, object], ...] = (

@@ -20,7 +20,7 @@ from titan_muon.owned import Owners, is_owned, own
 from titan_muon.owned.owners import check_rules, placed
 from titan_muon.owned.private import flattened
 from titan_muon.registry import Parallelize
-from titan_muon.step.work import planning_machine
+from titan_muon.step.rank import planning_machine
 from titan_muon.tensors.matrices import split_of
 from titan_muon.tensors.names import canonical_fqn
 from titan_muon.titan.assign.container import optimizer_config, router_of
