@@ -34,10 +34,10 @@ from .plan.terms.types import Layout, Plan, teams_in
 from .state.groups import iteration_changed, iteration_of
 from .state.holder_states import kept_by
 from .state.matrix_states import MatrixStates
-from .step.algorithm import Algorithm, PlanContext, Scaling
+from .step.algorithm import Algorithm, PlanContext, Scaling, work_of
 from .step.foreach import passes_of
 from .step.gradients import StepGradients, checked_inputs, compared
-from .step.rank import Rank, dispatch_of, methods_of, work_of
+from .step.rank import Rank, dispatch_of, methods_of
 from .step.step import trace_range
 from .tensors.device import is_host
 from .tensors.dtensor import mesh_axes, storage_device

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from ..options import MuonOptions
-from ..orthogonalize import Iteration
-from ..plan.terms.machine import Work
+from ..orthogonalize import Dispatch, Iteration
+from ..plan.terms.machine import Work, WorkOf
 from ..plan.terms.types import Parameter, Plan
 from ..state.matrix_states import StateSpec
 
@@ -178,3 +178,29 @@ class Decorated(Algorithm):
 
     def after_return(self, call: UpdateCall, params: Tensors) -> None:
         self.inner.after_return(call, params)
+
+
+def work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: int, algorithm: Algorithm) -> WorkOf:
+    """The cost of a matrix by parameter and shape. `iterations`: by parameter."""
+
+    def of(index: int, rows: int, cols: int, slices: int = 1, /) -> Work:
+        steps, own = iterations[index].steps, algorithm.for_parameter(index)
+        method = dispatch.choose(rows, cols, steps, slices)
+        # So that equal digests imply equal computations.
+        of_method = Work(
+            method=f"{method}; {iterations[index]}",
+            flops=method.flops(rows, cols, steps),
+            reason=method.reason,
+            batch=method.batch,
+            bytes=method.work_bytes(rows, cols, dispatch.device, wire_bytes),
+            dtype=method.dtype,
+            team=method.team(rows, cols, steps),
+            operators=method.operators(len(steps)),
+            state_bytes=sum(spec.bytes for spec in own.states(rows, cols, transposed=False) if spec.saved),
+        )
+        work = own.work(rows, cols, of_method)
+        # A batch has one method, and so one algorithm.
+        names = " + ".join(own.options.algorithms)
+        return work if own is algorithm else replace(work, method=f"{names}: {work.method}")
+
+    return of

@@ -1,9 +1,9 @@
-"""The method and the cost of a matrix, and what this rank has of a plan."""
+"""The methods of matrices, and what this rank has of a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,11 +16,10 @@ from ..comm.report import FaultReport
 from ..options import Machine, MuonOptions, OptionError
 from ..orthogonalize import Dispatch, Iteration, Method, kernels_for, measured_choices
 from ..plan.program import Program
-from ..plan.terms.machine import MachineRates, Work, WorkOf, machine_of
+from ..plan.terms.machine import MachineRates, machine_of
 from ..plan.terms.types import Plan
 from ..tensors.device import on_device
 from ..tensors.storage import Storage, TrainedParam
-from .algorithm import Algorithm
 
 
 def dispatch_of(device: torch.device, options: MuonOptions) -> Dispatch:
@@ -41,32 +40,6 @@ def planning_machine(options: Machine, device: str) -> MachineRates:
             problem = f"= {options.file!r} cannot be read ({error}); name the machine.json that `make gpu` wrote"
             raise OptionError("machine.file", problem) from error
     return machine_of(options, device, measured)
-
-
-def work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: int, algorithm: Algorithm) -> WorkOf:
-    """The cost of a matrix by parameter and shape. `iterations`: by parameter."""
-
-    def of(index: int, rows: int, cols: int, slices: int = 1, /) -> Work:
-        steps, own = iterations[index].steps, algorithm.for_parameter(index)
-        method = dispatch.choose(rows, cols, steps, slices)
-        # So that equal digests imply equal computations.
-        of_method = Work(
-            method=f"{method}; {iterations[index]}",
-            flops=method.flops(rows, cols, steps),
-            reason=method.reason,
-            batch=method.batch,
-            bytes=method.work_bytes(rows, cols, dispatch.device, wire_bytes),
-            dtype=method.dtype,
-            team=method.team(rows, cols, steps),
-            operators=method.operators(len(steps)),
-            state_bytes=sum(spec.bytes for spec in own.states(rows, cols, transposed=False) if spec.saved),
-        )
-        work = own.work(rows, cols, of_method)
-        # A batch has one method, and so one algorithm.
-        names = " + ".join(own.options.algorithms)
-        return work if own is algorithm else replace(work, method=f"{names}: {work.method}")
-
-    return of
 
 
 def methods_of(plan: Plan, iterations: Sequence[Iteration], dispatch: Dispatch) -> Iterator[Method]:
