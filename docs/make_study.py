@@ -209,10 +209,11 @@ def draw_curves(axes: Axes, groups: Sequence[Sequence[Run]]) -> None:
 
 
 def draw_rates(axes: Axes, groups: Sequence[Sequence[Run]]) -> None:
-    """The last loss by rate, at the rate of AdamW's vectors that most runs of Muon share."""
-    shortest = min(round(group[0].tokens) for group in groups)
+    """The last loss by rate, of the length with most settings, at the rate of vectors that most runs of Muon share."""
+    lengths = [round(group[0].tokens) for group in groups]
+    most = max(sorted(set(lengths)), key=lengths.count)
     for name, color in COLORS.items():
-        mine = [group for group in groups if group[0].optimizer == name and round(group[0].tokens) == shortest]
+        mine = [group for group in groups if group[0].optimizer == name and round(group[0].tokens) == most]
         vectors = [group[0].vectors for group in mine]
         shared = max(set(vectors), key=vectors.count, default=None)
         points = sorted((g[0].rate, final(g)) for g in mine if name == "adamw" or g[0].vectors == shared)
@@ -244,8 +245,8 @@ Other jobs ran on the machine, so that seconds of two lines do not compare. A ru
 because it differs from muon only where ranks store parts of matrices (`whole_freq = 5`). normuonh is NorMuon and MuonH,
 without decay. torch.optim.Muon is `examples/torch_muon`, with `optimizer.clip = "none"`.
 Of two dense runs beside each other on 2026-11-28, 80 steps on a core each (commit d709a89a, medians of 7 records), the
-optimizer took 22 ms of a step with Muon and 14 ms with AdamW, beside 603 and 687 ms of the same forward and backward. So
-Muon's step is about 1 % longer, and a share of tokens is nearly the share of seconds.
+optimizer took 22 ms of a step with Muon and 14 ms with AdamW, beside 603 and 687 ms of equal forwards and backwards.
+So Muon's step is about 1 % longer, and a share of tokens is nearly the share of seconds.
 `docs/make_study.py` writes this page from the sweeps below; each has its command, its commit and its data.
 """
 
