@@ -217,7 +217,8 @@ def draw_rates(axes: Axes, groups: Sequence[Sequence[Run]]) -> None:
         vectors = [group[0].vectors for group in mine]
         shared = max(set(vectors), key=vectors.count, default=None)
         points = sorted((g[0].rate, final(g)) for g in mine if name == "adamw" or g[0].vectors == shared)
-        axes.plot([rate for rate, _ in points], [loss for _, loss in points], color=color, marker="o", label=name)
+        if points:
+            axes.plot([rate for rate, _ in points], [loss for _, loss in points], color=color, marker="o", label=name)
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss (nats per token)")
     axes.legend()
     axes.grid(alpha=0.3, which="both")
