@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -260,15 +261,16 @@ class _Search:
         rank_bytes = 2 * sum(task.bytes for task in self._problem.tasks) / max(1, len(self._local))
         most = self._most_rounds()
         best = strategy = Strategy(max(1, min(most, int(rank_bytes / (2 * FREE_BYTES)))), order)
-        left = self._left
+        left, before = self._left, math.inf
         while (candidate := self._simulate(strategy)) is not None:
             best = self._better(best, strategy)
-            # In large worlds, keep turns for further strategies: twice the rounds take twice the turns.
-            expensive = 2 * (left - self._left) > self._left / 2
-            ends = expensive or candidate.price > PAYS * self._simulated[best].price
+            # In large worlds, keep turns for further strategies, unless the last doubling paid much.
+            next_turns, pays = 2 * (left - self._left), PAYS * candidate.price <= before
+            ends = next_turns > self._left or (next_turns > self._left / 2 and not pays)
+            ends = ends or candidate.price > PAYS * self._simulated[best].price
             if strategy.rounds == most or (ends and self._fits(candidate)):
                 break
-            left = self._left
+            left, before = self._left, candidate.price
             strategy = replace(strategy, rounds=min(2 * strategy.rounds, most))
         return best
 
