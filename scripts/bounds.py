@@ -10,7 +10,7 @@ from typing import NamedTuple
 from titan_muon.options import Overlap
 from titan_muon.plan import Plan
 from titan_muon.plan.cost.timeline import Timeline
-from titan_muon.plan.cost.walk import Costs, PlanCost
+from titan_muon.plan.cost.walk import Costs, PlanCost, copied_bytes
 from titan_muon.plan.exchange.patterns import PATTERNS, LinkTraffic
 from titan_muon.plan.terms.machine import MachineRates
 from titan_muon.plan.terms.pieces import Pieces
@@ -33,13 +33,14 @@ def least_sent(plan: Plan) -> int:
     """Mean bytes of a rank if each matrix is owned, within its bucket, by the rank with the largest piece."""
     pieces, total = Pieces.from_plan(plan), 0
     for bucket in plan.buckets:
+        wire_bytes = plan.wire_bytes(bucket)
         for kind, count in Counter(pieces.kinds[matrix] for matrix in bucket.matrices).items():
             holders = pieces.holders(kind, bucket.group)
             most = max(holders.values())
             # The owner gathers the rest of one replica, and returns to every replica all pieces but its own.
             lacking = plan.matrices[pieces.examples[kind]].numel - most
-            total += count * (lacking + sum(holders.values()) - most)
-    return total * plan.wire_bytes // len(pieces.ranks())
+            total += count * (lacking + sum(holders.values()) - most) * wire_bytes
+    return total // len(pieces.ranks())
 
 
 def least_seconds(plan: Plan, machine: MachineRates, played: Timeline) -> float:
@@ -82,10 +83,10 @@ def chains(buckets: Iterable[Bucket], costs: Costs, *, overlap: Overlap = "none"
 
 
 def _chain(kind: int, group: tuple[int, ...], costs: Costs, *, spreads: bool) -> Chain:
-    pieces, machine, wire = costs.pieces, costs.machine, costs.wire_bytes
-    matrix, holders = pieces.matrices[pieces.examples[kind]], pieces.holders(kind, group)
+    pieces, machine, example = costs.pieces, costs.machine, costs.pieces.examples[kind]
+    matrix, wire, holders = pieces.matrices[example], costs.wire_bytes(example), pieces.holders(kind, group)
     gather, scatter = [], []
-    replica = pieces.geometry(pieces.examples[kind]).replica.__getitem__
+    replica = pieces.geometry(example).replica.__getitem__
     parts, whole = pieces.by_key(kind, group, "replica", replica), pieces.by_key(kind, group, "all", lambda rank: 0)
     for rank, mine in holders.items():
         (part, part_near), (total, total_near) = (
@@ -98,7 +99,7 @@ def _chain(kind: int, group: tuple[int, ...], costs: Costs, *, spreads: bool) ->
         scatter.append(
             way if spreads else LinkTraffic(total_near - mine, total - total_near, 0, 0).seconds(wire, machine)
         )
-    work = costs.alone(matrix) + costs.copied_bytes(matrix.numel) / machine.memory
+    work = costs.alone(matrix) + matrix.numel * copied_bytes(wire) / machine.memory
     return Chain(work, min(gather), min(scatter))
 
 

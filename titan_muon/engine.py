@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .algorithms import algorithm_of
 from .algorithms.muon import highest_rate
 from .comm.agreement import Agreement, PlanReport, digest_of
-from .comm.buffers import Buffers, fragmentation
+from .comm.buffers import Buffers, fragmentation, wire_dtypes
 from .comm.exchange import Collectives, Exchange
 from .comm.faults import STORAGE_FAULTS, Fault, allowed_faults, check_faults, names_with
 from .comm.report import FaultReport, Reported
@@ -61,7 +61,7 @@ def checked_plan(
     """
     if not params:
         # For example a pipeline stage with the embedding alone.
-        return Plan((), (), (), (), 1, options.wire_bytes, ()), Geometries(())
+        return Plan((), (), (), (), 1, ()), Geometries(())
     check_devices(params)
     named, groups = [(trained.fqn, trained.param) for trained in params], [trained.group for trained in params]
     kept = {trained.fqn: ranks for trained in params if (ranks := kept_by(trained))}
@@ -102,10 +102,10 @@ def plan_step(
     algorithm = algorithm_of(options, groups)
     needs = [algorithm.for_parameter(number).wire_dtype for number in range(len(named))]
     wide = [fqn for (fqn, _), dtype in zip(named, needs, strict=True) if dtype not in (None, options.wire_dtype)]
-    options = replace(options, wire_dtype="float32" if wide else options.wire_dtype)
-    note = f"matrices travel in float32, because the algorithm of {listed(wide, 2)} needs this" if wide else ""
-    costs = work_of(iterations, dispatch, options.wire_bytes, algorithm)
-    passes = passes_of({tensor.dtype for _, tensor in named}, options, dispatch.device, algorithm.temporary_bytes)
+    note = f"{listed(wide, 2)} travel in float32, because their algorithm needs this" if wide else ""
+    costs = work_of(iterations, dispatch, algorithm)
+    dtypes, temporary_bytes = {tensor.dtype for _, tensor in named}, algorithm.temporary_bytes
+    passes = passes_of(dtypes, options, dispatch.device, temporary_bytes, algorithm.wire_bytes)
     parameters_with_keepers = with_state_ranks(parameters, options, costs, kept)
     plan = make_plan(parameters_with_keepers, costs, options, dispatch.machine, passes, note)
     if options.whole_freq > 1:
@@ -202,8 +202,7 @@ def engine_of(
 ) -> Engine:
     """The engine of a plan. `overlap`: of the engine before. `others`: optimizers in Muon's report, by name."""
     program = make_program(plan, agreement.rank, geometries)
-    dtype = torch.float32 if plan.wire_bytes == 4 else torch.bfloat16
-    buffers = Buffers(program, device_of(params), dtype, kept=options.keep_buffers)
+    buffers = Buffers(program, device_of(params), wire_dtypes(plan, program), kept=options.keep_buffers)
     names = [trained.fqn for trained in params]
     iterations = tuple(iteration_of(trained.group) for trained in params)
     rank = Rank(

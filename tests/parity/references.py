@@ -150,10 +150,7 @@ class ByGroup:
         self.parts = dict[str, Reference]()
         for part, more in in_groups(names, other):
             own = {**options, **more}
-            # SOAP lets all matrices travel in float32.
-            wire = {"wire_dtype": torch.float32} if other.get(ALGORITHM) == "soap" else {}
-            soap = own.get(ALGORITHM) == "soap"
-            made = Soap(part, own, {}, dtype) if soap else Algorithm(part, {**own, **wire}, {}, dtype)
+            made = Soap(part, own, {}, dtype) if own.get(ALGORITHM) == "soap" else Algorithm(part, own, {}, dtype)
             self.parts |= dict.fromkeys(part, made)
 
     def step(self, number: int, grads: Mapping[str, Tensor], left_out: set[tuple[str, int]]) -> None:

@@ -222,6 +222,11 @@ def work(parameter: int, rows: int, cols: int, slices: int = 1, /) -> Work:
     return Work(f"standard / {slices}", flops, "", 1, 2 * sliced_elements(rows, cols, slices), team=team)
 
 
+def mixed_work(parameter: int, rows: int, cols: int, slices: int = 1, /) -> Work:
+    """Every second parameter travels in float32."""
+    return replace(work(parameter, rows, cols, slices), wire_bytes=2 + 2 * (parameter % 2))
+
+
 def plan_of(parameters: Sequence[Parameter], **options: object) -> Plan:
     return make_plan(parameters, work, MuonOptions(**options))  # type: ignore[arg-type]
 
@@ -252,7 +257,6 @@ def plans(
         replicas=draw(st.sampled_from(REPLICAS)),  # type: ignore[arg-type]
         split_over=draw(st.sampled_from((2, 4, 8))) if slices else 1,
         buffer_gib=draw(st.sampled_from(["auto", 256 / 2**30, 1024 / 2**30, 4096 / 2**30])),
-        wire_dtype="float32",
         machine=SLICING if slices else draw(st.sampled_from(MACHINES)),
         overlap=draw(st.sampled_from(overlaps)),
     )
@@ -274,10 +278,10 @@ def first_plan(parameters: Sequence[Parameter], *options: MuonOptions) -> Plan:
     """A plan of the first accepted options: buffers may be too small, or tensor parallelism absent."""
     for choice in options[:-1]:
         try:
-            return make_plan(parameters, work, choice)
+            return make_plan(parameters, mixed_work, choice)
         except ValueError:
             continue
-    return make_plan(parameters, work, options[-1])
+    return make_plan(parameters, mixed_work, options[-1])
 
 
 def hierarchical(plan: Plan) -> Plan:

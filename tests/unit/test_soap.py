@@ -89,8 +89,8 @@ def test_the_first_bases_are_a_continuous_function_of_the_gradient() -> None:
 
 def test_gradients_travel_in_float32_and_states_weigh_in_the_plan() -> None:
     _, muon = made()
-    assert muon.plan.wire_bytes == 4
     (work,) = muon.plan.works
+    assert work.wire_bytes == 4
     assert work.state_bytes == 4 * (2 * 24**2 + 2 * 40**2 + 2 * 24 * 40 + 1)
 
 

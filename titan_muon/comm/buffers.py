@@ -12,6 +12,9 @@ from torch import Tensor
 from ..plan.exchange.phases import BucketProgram, Collective, Parcel, Phase, aligned
 from ..plan.program import Program
 from ..plan.terms.layout import Span, spans
+from ..plan.terms.types import Plan
+
+WIRE_DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 class StepMemory:
@@ -79,7 +82,7 @@ class BufferPiece:
 
 @dataclass(frozen=True)
 class BufferSet:
-    """The flat buffers of a bucket in flight, all parts of `block`.
+    """The flat buffers of a bucket in flight, all parts of the bytes of `block`.
 
     Attributes:
         home: stored pieces.
@@ -172,8 +175,11 @@ def _pieces(parcels: Iterable[Parcel], buffer: Tensor) -> tuple[BufferPiece, ...
 class Buffers:
     """The flat buffers of a program, and views of every piece, by bucket; none for a local bucket."""
 
-    def __init__(self, program: Program, device: torch.device, dtype: torch.dtype, *, kept: bool = False) -> None:
-        self.device, self.dtype, self.buffer_sets = device, dtype, make_buffer_sets(program, device, dtype)
+    def __init__(
+        self, program: Program, device: torch.device, dtypes: Sequence[torch.dtype], *, kept: bool = False
+    ) -> None:
+        self.device, self.dtypes = device, tuple(dtypes)
+        self.buffer_sets = make_buffer_sets(program, device, dtypes)
         self.buckets = tuple(
             None if run.local else bucket_buffers(run, program.rank, buffer_set)
             for run, buffer_set in zip(program.buckets, self.buffer_sets, strict=True)
@@ -186,24 +192,35 @@ class Buffers:
             yield buffer_set.block
 
 
-def make_buffer_sets(program: Program, device: torch.device, dtype: torch.dtype) -> tuple[BufferSet, ...]:
-    """The buffer set of each bucket. Rounds share sets. Local buckets get empty buffers."""
+def wire_dtypes(plan: Plan, program: Program) -> tuple[torch.dtype, ...]:
+    """The dtype of matrices in transit, by bucket."""
+    return tuple(WIRE_DTYPES[plan.wire_bytes(run.bucket)] for run in program.buckets)
+
+
+def make_buffer_sets(program: Program, device: torch.device, dtypes: Sequence[torch.dtype]) -> tuple[BufferSet, ...]:
+    """The buffer set of each bucket, with the bucket's dtype. Rounds share memory. Local buckets get empty buffers."""
     places = [None if run.local else program.buffer_set(index) for index, run in enumerate(program.buckets)]
-    sharing: dict[tuple[int, int] | None, list[BucketProgram]] = {}
-    for place, run in zip(places, program.buckets, strict=True):
-        sharing.setdefault(place, []).append(run)
-    sets = {place: _buffer_set(runs if place else (), device, dtype) for place, runs in sharing.items()}
-    return tuple(sets[place] for place in places)
-
-
-def _buffer_set(runs: Sequence[BucketProgram], device: torch.device, dtype: torch.dtype) -> BufferSet:
-    homes = [phase.home_numel for run in runs for phase in (run.gathering, run.returning) if phase is not None]
-    inboxes = [run.gathering.owned_numel for run in runs]
-    # A mirrored return overwrites the received pieces: no second buffer.
-    outboxes = [run.returning.owned_numel for run in runs if run.returning is not None and not run.mirrored]
-    spread = [run.replica_gather.owned_numel for run in runs if run.replica_gather is not None]
+    numels = [(0, 0, 0, 0) if run.local else _numels(run) for run in program.buckets]
+    largest: dict[tuple[int, int] | None, tuple[int, ...]] = {}
+    for place, parts, dtype in zip(places, numels, dtypes, strict=True):
+        sizes = [dtype.itemsize * aligned(numel) for numel in parts]
+        largest[place] = tuple(map(max, largest.get(place, sizes), sizes))
     # A single block is easier to allocate than four.
-    sizes = [max(numels, default=0) for numels in (homes, inboxes, outboxes, spread)]
-    block = torch.empty(sum(map(aligned, sizes)), device=device, dtype=dtype)
-    parts = [part[:size] for part, size in zip(block.split([*map(aligned, sizes)]), sizes, strict=True)]
-    return BufferSet(block, *parts)
+    blocks = {place: torch.empty(sum(sizes), device=device, dtype=torch.uint8) for place, sizes in largest.items()}
+    result = []
+    for place, parts, dtype in zip(places, numels, dtypes, strict=True):
+        in_block = zip(blocks[place].split(largest[place]), parts, strict=True)
+        result.append(BufferSet(blocks[place], *(part.view(dtype)[:numel] for part, numel in in_block)))
+    return tuple(result)
+
+
+def _numels(run: BucketProgram) -> tuple[int, int, int, int]:
+    """Elements of the four buffers of a set."""
+    returned, spread = run.returning, run.replica_gather
+    return (
+        max(phase.home_numel for phase in (run.gathering, returned) if phase is not None),
+        run.gathering.owned_numel,
+        # A mirrored return overwrites the received pieces: no second buffer.
+        0 if returned is None or run.mirrored else returned.owned_numel,
+        0 if spread is None else spread.owned_numel,
+    )

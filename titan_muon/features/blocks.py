@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..comm.buffers import Buffers
+from ..comm.buffers import Buffers, wire_dtypes
 from ..comm.exchange import Exchange
 from ..options import MuonOptions, OptionError
 from ..plan.planner import make_plan
@@ -96,7 +96,7 @@ def block_rank(rank: Rank, blocks: Plan, before: Rank | None) -> Rank:
     if before is not None:
         return replace(before, params=rank.params, storage=rank.storage, options=rank.options)
     program = make_program(blocks, rank.agreement.rank, Geometries(blocks.parameters))
-    buffers = Buffers(program, rank.device, rank.buffers.dtype, kept=rank.options.keep_buffers)
+    buffers = Buffers(program, rank.device, wire_dtypes(blocks, program), kept=rank.options.keep_buffers)
     return replace(
         rank,
         plan=blocks,

@@ -39,8 +39,8 @@ def make_plan(
     matrices, works = _matrices(parameters, geometries, work_of)
     rates = machine_of(options.machine) if machine is None else machine
     # On a CPU, batches stay in the caches.
-    works = _with_full_batches(matrices, works, options.wire_bytes, passes) if rates.host else works
-    costs = Costs(Pieces(matrices, geometries, rates.ranks_per_node), works, options.wire_bytes, rates, passes)
+    works = _with_full_batches(matrices, works, passes) if rates.host else works
+    costs = Costs(Pieces(matrices, geometries, rates.ranks_per_node), works, rates, passes)
     problem, best = _fastest(make_problem(parameters, geometries, options, costs), work_of)
     reasons = (
         best.reason,
@@ -57,19 +57,16 @@ def make_plan(
         local=problem.local,
         buckets=best.buckets,
         buffer_sets=best.buffer_sets,
-        wire_bytes=options.wire_bytes,
         works=tuple(problem.costs.works),
         reason="; ".join(filter(None, reasons)),
         passes=passes,
     )
 
 
-def _with_full_batches(
-    matrices: Sequence[Matrix], works: Sequence[Work], wire_bytes: int, passes: ElementwiseCost
-) -> tuple[Work, ...]:
+def _with_full_batches(matrices: Sequence[Matrix], works: Sequence[Work], passes: ElementwiseCost) -> tuple[Work, ...]:
     """The works with batches as large as the largest matrix, whose memory a step takes anyway: fewer launches."""
     numels = {matrix.work: matrix.numel for matrix in matrices}
-    assembled = {place: wire_bytes * numel for place, numel in numels.items()}
+    assembled = {place: works[place].wire_bytes * numel for place, numel in numels.items()}
     iteration = {place: max(works[place].bytes, passes.finish_bytes * numel) for place, numel in numels.items()}
     most, most_iteration = max(assembled.values(), default=0), max(iteration.values(), default=0)
     return tuple(

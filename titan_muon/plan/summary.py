@@ -59,7 +59,7 @@ def summarize(plan: Plan) -> Summary:
     cost, states = PlanCost.from_plan(plan, machine_of(Machine())), state_elements(plan)
     memory = cost.step_bytes(max(1, min(plan.buffer_sets, plan.rounds)))
     ranks = tuple(
-        _rank_cost(rank, cost.by_rank[index], memory[index], plan.wire_bytes, sum(states[rank].values()))
+        _rank_cost(rank, cost.by_rank[index], memory[index], sum(states[rank].values()))
         for index, rank in enumerate(cost.ranks)
     )
     further = len(plan.matrices) - plan.whole_matrices
@@ -76,15 +76,15 @@ def summarize(plan: Plan) -> Summary:
     )
 
 
-def _rank_cost(rank: int, shares: Sequence[Share], memory: StepBytes, wire_bytes: int, kept: int) -> RankCost:
+def _rank_cost(rank: int, shares: Sequence[Share], memory: StepBytes, kept: int) -> RankCost:
     owned, totals = [share.owned for share in shares], [share.totals for share in shares]
     team_sent = sum(cost.team_sent for cost in owned)
     return RankCost(
         rank=rank,
         matrices=sum(cost.matrices for cost in owned),
         ns_flops=sum(cost.flops for cost in owned),
-        bytes_sent=sum(total.sent for total in totals) * wire_bytes + team_sent,
-        bytes_received=sum(total.received for total in totals) * wire_bytes + team_sent,
+        bytes_sent=sum(share.totals.sent * share.wire_bytes for share in shares) + team_sent,
+        bytes_received=sum(share.totals.received * share.wire_bytes for share in shares) + team_sent,
         buffer_bytes=memory.buffers,
         work_bytes=memory.work,
         collectives=sum(total.collectives for total in totals) + sum(cost.team_calls for cost in owned),

@@ -97,6 +97,10 @@ class Algorithm:
     def __init__(self, options: MuonOptions) -> None:
         self.options = options
 
+    @property
+    def wire_bytes(self) -> int:
+        return 4 if self.wire_dtype == "float32" else self.options.wire_bytes
+
     def for_parameter(self, number: int) -> Algorithm:
         """The algorithm of a parameter of the plan: this one, unless groups have different ones."""
         return self
@@ -180,7 +184,7 @@ class Decorated(Algorithm):
         self.inner.after_return(call, params)
 
 
-def work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: int, algorithm: Algorithm) -> WorkOf:
+def work_of(iterations: Sequence[Iteration], dispatch: Dispatch, algorithm: Algorithm) -> WorkOf:
     """The cost of a matrix by parameter and shape. `iterations`: by parameter."""
 
     def of(index: int, rows: int, cols: int, slices: int = 1, /) -> Work:
@@ -192,11 +196,12 @@ def work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: int
             flops=method.flops(rows, cols, steps),
             reason=method.reason,
             batch=method.batch,
-            bytes=method.work_bytes(rows, cols, dispatch.device, wire_bytes),
+            bytes=method.work_bytes(rows, cols, dispatch.device, own.wire_bytes),
             dtype=method.dtype,
             team=method.team(rows, cols, steps),
             operators=method.operators(len(steps)),
             state_bytes=sum(spec.bytes for spec in own.states(rows, cols, transposed=False) if spec.saved),
+            wire_bytes=own.wire_bytes,
         )
         work = own.work(rows, cols, of_method)
         # A batch has one method, and so one algorithm.

@@ -50,11 +50,11 @@ WIDE_BYTES = 4
 
 
 def passes_of(
-    dtypes: Collection[torch.dtype], options: MuonOptions, device: str, temporary_bytes: int
+    dtypes: Collection[torch.dtype], options: MuonOptions, device: str, temporary_bytes: int, wire_bytes: int
 ) -> ElementwiseCost:
     """Temporary memory and traffic of the element-wise stages. Gradients have the dtypes of the weights.
 
-    `temporary_bytes`: of the algorithm's `rescale`.
+    `temporary_bytes`: of the algorithm's `rescale`. `wire_bytes`: of an element in transit.
     """
     state_bytes, traffics = 2 if options.state_dtype == "bfloat16" else 4, list[Traffic]()
     advance, apply, drawn = [0], [0], False
@@ -68,12 +68,12 @@ def passes_of(
         if not options.fused:
             # The nesterov blend (or the wide gradient that becomes the blend), and the wide momentum.
             kept += wide * (1 + (state_bytes < wide) + (device != "cpu"))
-            temporary = BYTES if stochastic else size if size > options.wire_bytes else 0
+            temporary = BYTES if stochastic else size if size > wire_bytes else 0
             temporary += max(WIDE_BYTES, size) if options.cautious else 0
         advance.append(kept)
         apply.append(temporary + undone * size)
         flags = {"stochastic": stochastic, "cautious": options.cautious, "fused": options.fused is True}
-        traffics.append(traffic(size, state_bytes, options.wire_bytes, **flags))
+        traffics.append(traffic(size, state_bytes, wire_bytes, **flags))
     limit = chunk_bytes(device)
     return ElementwiseCost(
         advance_elements=limit // WIDE_BYTES,

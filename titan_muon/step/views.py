@@ -193,8 +193,12 @@ class _Builder:
         self.limits, self.whole = limits, whole
         matrices, device = rank.plan.matrices, rank.device
         self.batches = [batches(run.matrices, matrices, rank.plan.works) for run in rank.program.buckets]
-        sizes = [len(batch) * matrices[batch[0]].numel for run in self.batches for batch in run]
-        self.workspace = torch.empty(max(sizes, default=0), dtype=rank.buffers.dtype, device=device)
+        sizes = [
+            len(batch) * matrices[batch[0]].numel * dtype.itemsize
+            for run, dtype in zip(self.batches, rank.buffers.dtypes, strict=True)
+            for batch in run
+        ]
+        self.workspace = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
         self.scratch = torch.empty(scratch_bytes(rank), dtype=torch.uint8, device=device)
         self.numbers = group_numbers(rank)
         self.late, count = late, sum(len(run.stored) for run in rank.program.buckets)
@@ -203,7 +207,8 @@ class _Builder:
         self.releases = _last_packed(rank) if rank.options.release_grads else [()] * len(rank.program.buckets)
 
     def bucket(self, index: int, run: Sequence[tuple[int, ...]]) -> BucketViews:
-        rank, made = self.rank, [self.batch(matrices) for matrices in run]
+        rank, dtype = self.rank, self.rank.buffers.dtypes[index]
+        made = [self.batch(matrices, dtype) for matrices in run]
         buffers, parameters = rank.buffers.buckets[index], rank.plan.parameters
         if buffers is None:
             # Local matrices are packed straight into the workspace.
@@ -238,10 +243,11 @@ class _Builder:
             self.bounds(buffers.arrived, pieces, index),
         )
 
-    def batch(self, matrices: tuple[int, ...]) -> Batch:
+    def batch(self, matrices: tuple[int, ...], dtype: torch.dtype) -> Batch:
         rank, planned = self.rank, self.rank.plan.matrices
         first = planned[matrices[0]]
-        whole = self.workspace[: len(matrices) * first.numel].view(len(matrices), first.rows, first.cols)
+        memory = self.workspace[: len(matrices) * first.numel * dtype.itemsize].view(dtype)
+        whole = memory.view(len(matrices), first.rows, first.cols)
         parameters = [planned[matrix].parameter for matrix in matrices]
         iteration, method = rank.iterations[first.parameter], rank.methods[first.work]
         batch = Batch(

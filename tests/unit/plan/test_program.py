@@ -156,9 +156,11 @@ class Rank:
         self.local: BucketProgram | None = None
         self.program = make_program(plan, rank, world.geometries)
         self.buckets = [index for index, bucket in enumerate(plan.buckets) if rank in bucket.group]
-        self.buffer_sets = make_buffer_sets(self.program, torch.device("cpu"), torch.float64)
+        self.buffer_sets = make_buffer_sets(
+            self.program, torch.device("cpu"), [torch.float64] * len(self.program.buckets)
+        )
         for buffer_set in self.buffer_sets:
-            buffer_set.block.fill_(torch.nan)
+            buffer_set.block.view(torch.float64).fill_(torch.nan)
         self.buffers = [
             bucket_buffers(run, rank, buffer_set)
             for run, buffer_set in zip(self.program.buckets, self.buffer_sets, strict=True)

@@ -16,15 +16,17 @@ from tests.unit.plans import (
     EXCHANGES,
     examples,
     mesh_of,
+    mixed_work,
     parameter_lists,
     parameter_of,
     plan_of,
     plans,
     ranks_of,
 )
-from titan_muon.comm.buffers import make_buffer_sets
-from titan_muon.options import OptionError
+from titan_muon.comm.buffers import make_buffer_sets, wire_dtypes
+from titan_muon.options import MuonOptions, OptionError
 from titan_muon.plan.cost.walk import batches
+from titan_muon.plan.planner import make_plan
 from titan_muon.plan.program import BucketProgram, Program, make_program
 from titan_muon.plan.summary import RankCost, summarize
 from titan_muon.plan.terms.machine import standard_flops
@@ -50,13 +52,13 @@ def matrix(index: int, rows: int, cols: int, mesh: Mesh = FLAT, *placements: Pla
 def counted(plan: Plan, rank: int) -> RankCost:
     """Cost of a rank from its program and the exchange's buffers."""
     program = make_program(plan, rank)
-    sent, received = (
-        map(sum, zip(*(traffic(run, rank) for run in program.buckets), strict=True)) if program.buckets else (0, 0)
-    )
+    widths = [plan.wire_bytes(run.bucket) for run in program.buckets]
+    ways = [traffic(run, rank) for run in program.buckets]
+    sent, received = (sum(way[end] * width for way, width in zip(ways, widths, strict=True)) for end in (0, 1))
     parts = [run.matrices for run in program.buckets]
     mine = [matrix for part in parts for matrix in part]
     stacks = [batch for part in parts for batch in batches(part, plan.matrices, plan.works)]
-    whole = max((sum(plan.matrices[m].numel for m in batch) for batch in stacks), default=0)
+    whole = max((sum(plan.matrices[m].numel * width_of(plan, m) for m in batch) for batch in stacks), default=0)
     stored = [sum(parcel.piece.numel for parcel in run.stored) for run in program.buckets]
     teams = [team for m in mine if (team := plan.works[plan.matrices[m].work].team) is not None]
     assert len(teams) == len(program.teams)
@@ -65,10 +67,10 @@ def counted(plan: Plan, rank: int) -> RankCost:
         rank=rank,
         matrices=len(mine),
         ns_flops=sum(plan.matrices[m].flops for m in mine),
-        bytes_sent=sent * plan.wire_bytes + among,
-        bytes_received=received * plan.wire_bytes + among,
-        buffer_bytes=buffer_numel(program) * plan.wire_bytes,
-        work_bytes=whole * plan.wire_bytes
+        bytes_sent=sent + among,
+        bytes_received=received + among,
+        buffer_bytes=buffer_bytes(plan, program),
+        work_bytes=whole
         + max(
             iteration_bytes(plan, [[plan.matrices[m] for m in together] for together in parts]),
             # Calls for the momentum and for the weights: float32, of 2**23 elements or a row.
@@ -116,10 +118,14 @@ def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
     return there_and_back if run.returning is not None else (mine * others, total - mine)
 
 
-def buffer_numel(program: Program) -> int:
-    buffer_sets = make_buffer_sets(program, torch.device("meta"), torch.bfloat16)
+def width_of(plan: Plan, number: int) -> int:
+    return plan.works[plan.matrices[number].work].wire_bytes
+
+
+def buffer_bytes(plan: Plan, program: Program) -> int:
+    buffer_sets = make_buffer_sets(program, torch.device("meta"), wire_dtypes(plan, program))
     blocks = {id(buffer_set.block): buffer_set.block for buffer_set in buffer_sets}
-    return sum(block.numel() for block in blocks.values())
+    return sum(block.nbytes for block in blocks.values())
 
 
 @examples(125)
@@ -155,7 +161,7 @@ def test_shard_0_sends_every_element_once_in_both_directions(choose: Choose | No
     elements = sum(rows * cols for rows, cols in shapes)
     summary = summarize(plan)
     sent = sum(cost.bytes_sent for cost in summary.ranks)
-    assert sent * ranks == 2 * (ranks - 1) * elements * plan.wire_bytes
+    assert sent * ranks == 2 * (ranks - 1) * 2 * elements
     assert least_sent(plan) == sent // ranks
 
 
@@ -180,7 +186,8 @@ def test_a_matrix_of_a_few_bytes_can_be_planned_over_a_thousand_ranks() -> None:
 @given(parameter_lists(), st.sampled_from([128, 256, 512, 1024]), st.sampled_from(EXCHANGES))
 def test_the_users_buffer_limit_bounds_every_plan(parameters: list[Parameter], budget: int, exchange: str) -> None:
     try:
-        plan = plan_of(parameters, buffer_gib=budget / 2**30, wire_dtype="float32", exchange=exchange)
+        options = MuonOptions(buffer_gib=budget / 2**30, exchange=exchange)  # type: ignore[arg-type]
+        plan = make_plan(parameters, mixed_work, options)
     except OptionError:
         return
     assert summarize(plan).buffer_bytes_max <= budget

@@ -8,7 +8,7 @@ import torch
 
 from tests.unit.plans import mesh_of, parameter_of, plan_of
 from titan_muon import Muon
-from titan_muon.comm.buffers import Buffers
+from titan_muon.comm.buffers import Buffers, wire_dtypes
 from titan_muon.plan.cost.timeline import listed_parts
 from titan_muon.plan.exchange.patterns import PATTERNS
 from titan_muon.plan.program import make_program
@@ -109,7 +109,7 @@ def test_the_host_time_counts_the_parts_of_the_lists(experts: int, placement: Sh
     counts = listed_parts(plan, Pieces(plan.matrices, Geometries(plan.parameters)))
     for rank in range(4):
         program = make_program(plan, rank)
-        buffers, parts = Buffers(program, torch.device("cpu"), torch.bfloat16, kept=True), 0
+        buffers, parts = Buffers(program, torch.device("cpu"), wire_dtypes(plan, program), kept=True), 0
         for run, views in zip(program.buckets, buffers.buckets, strict=True):
             matrices = [plan.matrices[parcel.matrix] for parcel in run.stored]
             shapes = [(matrix.rows, matrix.cols) for matrix in matrices]

@@ -269,7 +269,7 @@ def _rank_time(
     waits = max(0.0, end - newton - passes)
     # Of the rank's busiest link, without hidden gathers and returns.
     traffic = [
-        phase
+        phase.in_bytes(share.wire_bytes)
         for share in shares
         for phase in share.totals.phases[share.round < hidden.gathers : 1 if share.round >= first_late else None]
     ]
@@ -280,7 +280,7 @@ def _rank_time(
         parts.get(cost.ranks[index], 0),
         sum(share.totals.collectives + share.owned.team_calls for share in shares),
     )
-    link = total.seconds(costs.wire_bytes, costs.machine)
+    link = total.seconds(1, costs.machine)
     return RankTime(cost.ranks[index], newton, passes, waits, link, host, operators)
 
 

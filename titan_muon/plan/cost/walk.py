@@ -44,15 +44,21 @@ def _batch_sizes(count: int, work: Work) -> list[int]:
     return [size] * (count // size) + ([count % size] if count % size else [])
 
 
+def copied_bytes(wire_bytes: int) -> int:
+    """Bytes of an element moved to assemble matrices, to normalize them and to fill the return buffer."""
+    return 2 * 2 * wire_bytes + NORMALIZING_BYTES
+
+
 class OwnedCost(NamedTuple):
     """Cost of the matrices that a rank orthogonalizes in a bucket, or of its local matrices.
 
-    `assembled`, `iteration`: most bytes of a batch, assembled and in the iteration. `team_*`: traffic with owners of
-    other slices. `operators`: of PyTorch.
+    `largest`: most elements of a batch. `assembled`, `iteration`: most bytes of a batch, assembled and in the
+    iteration. `team_*`: traffic with owners of other slices. `operators`: of PyTorch.
     """
 
     elements: int = 0
     seconds: float = 0.0
+    largest: int = 0
     assembled: int = 0
     iteration: int = 0
     matrices: int = 0
@@ -70,11 +76,10 @@ class Costs:
         self,
         pieces: Pieces,
         works: Sequence[Work],
-        wire_bytes: int,
         machine: MachineRates,
         elementwise: ElementwiseCost = FLOAT32_COST,
     ) -> None:
-        self.pieces, self.works, self.wire_bytes, self.machine = pieces, works, wire_bytes, machine
+        self.pieces, self.works, self.machine = pieces, works, machine
         self.elementwise = elementwise
         self.longest_row = max((pieces.matrices[example].cols for example in pieces.examples), default=0)
         self._owned: dict[KindCounts, OwnedCost] = {}
@@ -82,7 +87,7 @@ class Costs:
     @classmethod
     def from_plan(cls, plan: Plan, machine: MachineRates) -> Costs:
         pieces = Pieces.from_plan(plan, machine.ranks_per_node)
-        return cls(pieces, plan.works, plan.wire_bytes, machine, plan.passes)
+        return cls(pieces, plan.works, machine, plan.passes)
 
     def owned(self, counts: KindCounts) -> OwnedCost:
         # Cached, because most ranks have equal counts.
@@ -106,9 +111,9 @@ class Costs:
         moved = self.elementwise.traffic
         return self.machine.pass_seconds(elements * moved.apply, calls * moved.apply_launches)
 
-    def copied_bytes(self, elements: int) -> int:
-        """Bytes moved to assemble matrices, to normalize them and to fill the return buffer."""
-        return elements * (2 * 2 * self.wire_bytes + NORMALIZING_BYTES)
+    def wire_bytes(self, matrix: int) -> int:
+        """Of an element in transit."""
+        return self.works[self.pieces.matrices[matrix].work].wire_bytes
 
     def alone(self, matrix: Matrix) -> float:
         """Seconds of a matrix in a large batch."""
@@ -122,7 +127,8 @@ class Costs:
             total = OwnedCost(
                 elements=total.elements + size * matrix.numel,
                 seconds=total.seconds + self.machine.orthogonalize_seconds(work, min(matrix.rows, matrix.cols), size),
-                assembled=max(total.assembled, size * matrix.numel * self.wire_bytes),
+                largest=max(total.largest, size * matrix.numel),
+                assembled=max(total.assembled, size * matrix.numel * work.wire_bytes),
                 iteration=max(total.iteration, size * max(work.bytes, matrix.numel * self.elementwise.finish_bytes)),
                 matrices=total.matrices + size,
                 flops=total.flops + size * matrix.flops,
@@ -153,6 +159,7 @@ class Share(NamedTuple):
         pack: to update the momentum and pack the stored pieces.
         copies: to assemble matrices, and to fill the return buffer.
         gather, back: of the rank's links in the gather and in the return.
+        wire_bytes: of an element in transit.
     """
 
     rank: int
@@ -164,6 +171,7 @@ class Share(NamedTuple):
     apply: float
     gather: float = 0.0
     back: float = 0.0
+    wire_bytes: int = 0
 
     @property
     def passes(self) -> float:
@@ -234,12 +242,11 @@ class PlanCost:
 
 def _local_share(index: int, owned: OwnedCost, costs: Costs) -> Share:
     # Local matrices are updated batch by batch, and nothing is sent.
-    stored = owned.assembled // costs.wire_bytes
     normalizing = costs.machine.pass_seconds(owned.elements * NORMALIZING_BYTES)
     return Share(
         rank=index,
         round=LOCAL,
-        totals=BucketTotals((), stored, 0, 0, (), (), 0),
+        totals=BucketTotals((), owned.largest, 0, 0, (), (), 0),
         owned=owned,
         pack=costs.pack_seconds(owned.elements, owned.batches) + normalizing,
         copies=0.0,
@@ -248,14 +255,14 @@ def _local_share(index: int, owned: OwnedCost, costs: Costs) -> Share:
 
 
 def _bucket_cost(bucket: Bucket, costs: Costs, place: dict[int, int]) -> BucketCost:
-    pieces, machine = costs.pieces, costs.machine
+    pieces, machine, wire_bytes = costs.pieces, costs.machine, costs.wire_bytes(bucket.matrices[0])
     totals = PATTERNS[bucket.exchange].totals(bucket, pieces)
     across = len({pieces.node(rank) for rank in bucket.group}) > 1
     latency = machine.network.latency if across else machine.node.latency
     shares = []
     for rank in bucket.group:
         mine, owned = totals[rank], costs.owned(totals[rank].owned)
-        gather, *back = (traffic.seconds(costs.wire_bytes, machine) for traffic in mine.phases)
+        gather, *back = (traffic.seconds(wire_bytes, machine) for traffic in mine.phases)
         shares.append(
             Share(
                 rank=place[rank],
@@ -263,11 +270,12 @@ def _bucket_cost(bucket: Bucket, costs: Costs, place: dict[int, int]) -> BucketC
                 totals=mine,
                 owned=owned,
                 pack=costs.pack_seconds(mine.stored),
-                copies=machine.pass_seconds(costs.copied_bytes(owned.elements)),
+                copies=machine.pass_seconds(owned.elements * copied_bytes(wire_bytes)),
                 apply=costs.apply_seconds(mine.stored),
                 gather=gather,
                 # Phases of a return follow each other. The first has its latency in `BucketCost.latency`.
                 back=sum(back) + (latency * (len(back) - 1) if any(back) else 0.0),
+                wire_bytes=wire_bytes,
             )
         )
     teams = tuple(
@@ -286,12 +294,12 @@ def _step_bytes(shares: Sequence[Share], buffer_sets: int, costs: Costs) -> Step
         min(stored, max(elementwise.apply_elements, row)) * elementwise.apply_bytes,
     )
     return StepBytes(
-        buffers=_buffer_elements(shares[1:], buffer_sets) * costs.wire_bytes,
+        buffers=_buffer_bytes(shares[1:], buffer_sets),
         work=max(share.owned.assembled for share in shares) + temporary,
     )
 
 
-def _buffer_elements(shares: Sequence[Share], buffer_sets: int) -> int:
+def _buffer_bytes(shares: Sequence[Share], buffer_sets: int) -> int:
     # Buckets of a round need separate buffers, shared with buckets at equal positions of rounds with the same set.
     largest: dict[tuple[int, int], list[int]] = {}
     last, place = LOCAL, 0
@@ -299,5 +307,6 @@ def _buffer_elements(shares: Sequence[Share], buffer_sets: int) -> int:
         place = place + 1 if share.round == last else 0
         last = share.round
         key = (last % buffer_sets, place)
-        largest[key] = [max(pair) for pair in zip_longest(largest.get(key, []), share.totals.buffers, fillvalue=0)]
-    return sum(aligned(elements) for buffers in largest.values() for elements in buffers)
+        sizes = [share.wire_bytes * aligned(elements) for elements in share.totals.buffers]
+        largest[key] = [max(pair) for pair in zip_longest(largest.get(key, []), sizes, fillvalue=0)]
+    return sum(map(sum, largest.values()))

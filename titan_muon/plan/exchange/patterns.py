@@ -38,6 +38,11 @@ class LinkTraffic(NamedTuple):
     near_peers: int = 0
     far_peers: int = 0
 
+    def in_bytes(self, element_bytes: int) -> LinkTraffic:
+        sent = element_bytes * self.sent_near, element_bytes * self.sent_far
+        received = element_bytes * self.received_near, element_bytes * self.received_far
+        return LinkTraffic(*sent, *received, self.near_peers, self.far_peers)
+
     def seconds(self, element_bytes: int, machine: MachineRates) -> float:
         # Both links run concurrently, in both directions.
         near_seconds = machine.node.seconds(max(self.sent_near, self.received_near) * element_bytes, self.near_peers)

@@ -212,7 +212,8 @@ def make_problem(
         for rank in ranks:
             load[rank] = load.get(rank, 0) + matrix.flops
         for group in assembled_by:
-            size = matrix.numel * options.wire_bytes + costs.works[matrix.work].state_bytes
+            work = costs.works[matrix.work]
+            size = matrix.numel * work.wire_bytes + work.state_bytes
             tasks.append(Task(number, group, matrix.flops, size, parameter.layer))
     eligible = _eligible(parameters, matrices, tasks, tuple(groups))
     return Problem(

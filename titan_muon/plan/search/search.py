@@ -359,13 +359,14 @@ class _Search:
         return min(added, key=self._worth)
 
     def _buckets(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> tuple[Bucket, ...]:
-        problem, buckets = self._problem, []
+        problem, costs, buckets = self._problem, self._problem.costs, []
         for number, tasks in enumerate(grouped):
-            by_group: dict[int, list[int]] = {}
+            # A collective moves elements of one size.
+            alike: dict[tuple[int, int], list[int]] = {}
             for task in tasks:
-                by_group.setdefault(task.group, []).append(task.matrix)
-            for group in sorted(by_group):
-                matrices = tuple(by_group[group])
+                alike.setdefault((task.group, costs.wire_bytes(task.matrix)), []).append(task.matrix)
+            for (group, _), listed in sorted(alike.items()):
+                matrices = tuple(listed)
                 ranks = () if owners is None else tuple(owners[matrix, group] for matrix in matrices)
                 buckets.append(Bucket(problem.pattern.name, problem.groups[group], matrices, ranks, number))
         return tuple(buckets)

@@ -226,14 +226,15 @@ def cut(problem: Problem, choices: SliceOptions, shared: Balance) -> Problem:
     for task, ranks in zip(problem.tasks, shared.owners, strict=True):
         for number, rank in enumerate(ranks, start=first[task.matrix]):
             matrix = matrices[number]
-            tasks.append(Task(number, task.group, matrix.flops, matrix.numel * costs.wire_bytes, task.layer))
+            size = matrix.numel * costs.wire_bytes(task.matrix)
+            tasks.append(Task(number, task.group, matrix.flops, size, task.layer))
             owners[number, task.group] = rank
     parameters = tuple(_sliced(p, slice_counts.get(number, {})) for number, p in enumerate(problem.parameters))
     pieces = Pieces(matrices, Geometries(parameters), costs.pieces.ranks_per_node)
     return replace(
         problem,
         parameters=parameters,
-        costs=Costs(pieces, tuple(works), costs.wire_bytes, costs.machine, costs.elementwise),
+        costs=Costs(pieces, tuple(works), costs.machine, costs.elementwise),
         local=tuple(local),
         tasks=tuple(tasks),
         owners=owners,

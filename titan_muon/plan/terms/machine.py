@@ -86,6 +86,7 @@ class Work:
         team: traffic between the owners of the slices; None if the matrix is not sliced.
         operators: of PyTorch for a batch.
         state_bytes: of a matrix, on its owner between steps.
+        wire_bytes: of an element in transit. Matrices with others travel in other buckets.
     """
 
     method: str
@@ -97,6 +98,7 @@ class Work:
     team: TeamCost | None = None
     operators: int = 20
     state_bytes: int = 0
+    wire_bytes: int = 2
 
 
 class Traffic(NamedTuple):

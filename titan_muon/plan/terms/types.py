@@ -273,7 +273,6 @@ class Plan:
         local: for each matrix, the ranks that store and orthogonalize all of it; empty for a matrix in a bucket.
         buckets: in the order of a rank's step.
         buffer_sets: rounds with buffers at the same time.
-        wire_bytes: bytes of an element in transit.
         reason: notes for the user.
         blocks: of steps on what each rank stores, between the steps of this plan (`whole_freq`).
     """
@@ -283,11 +282,14 @@ class Plan:
     local: tuple[tuple[int, ...], ...]
     buckets: tuple[Bucket, ...]
     buffer_sets: int
-    wire_bytes: int
     works: tuple[Work, ...]
     reason: str = ""
     passes: ElementwiseCost = FLOAT32_COST
     blocks: Plan | None = None
+
+    def wire_bytes(self, bucket: Bucket) -> int:
+        """Of an element of the bucket in transit."""
+        return self.works[self.matrices[bucket.matrices[0]].work].wire_bytes
 
     @property
     def rounds(self) -> int:
