@@ -348,7 +348,8 @@ class AdamH(AdamW):
 
     Raises:
         OptionError: as AdamW, and for weights on the host.
-        ValueError: for a vector, and for weights in 16 bits. In the first step, for a matrix of zeros.
+        ValueError: for a vector, and for weights in 16 bits. In the first step, for a matrix of zeros. In a step on the
+            CPU, if a rank with a shard of the matrix raised; elsewhere the other ranks keep the weights.
     """
 
     def __init__(self, params: Any, *, weight_decay: float = 0.0, **options: Any) -> None:
@@ -370,17 +371,27 @@ class AdamH(AdamW):
         named, rates = list(named_parameters(self.param_groups)), [group["lr"] for group in self.param_groups]
         weights = [local(parameter) for _, parameter in named]
         before, is_first = [weight.clone() for weight in weights], not any(p in self.state for _, p in named)
+        failure: ValueError | None = None
         try:
             # From zero and with the rate 1, Adam's weights are minus its update.
             for weight in weights:
                 weight.zero_()
             for group in self.param_groups:
                 group["lr"] = 1.0
-            super()._step()
+            try:
+                super()._step()
+            except ValueError as error:
+                failure = error
+            failed = failure is not None
             by_parameter = [rate for group, rate in zip(self.param_groups, rates, strict=True) for _ in group["params"]]
-            # All ranks, also those without a gradient or an update.
+            # All ranks, also those that raised or have no gradient, because the others wait for their sums.
             for (fqn, parameter), new, old, rate in zip(named, weights, before, by_parameter, strict=True):
-                self._turn(fqn, parameter, new, old, rate, is_first=is_first)
+                norm = self._turn(fqn, parameter, new, old, rate, is_first=is_first, failed=failed)
+                # Reading a number on the CPU does not wait.
+                if failure is None and is_host(norm.device) and norm.isnan():
+                    failure = ValueError(f"{fqn}: another rank raised in this step, or the weights are not finite")
+            if failure is not None:
+                raise failure
         except BaseException:
             for weight, old in zip(weights, before, strict=True):
                 weight.copy_(old)
@@ -389,16 +400,20 @@ class AdamH(AdamW):
             for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = rate
 
-    def _turn(self, fqn: str, parameter: Tensor, update: Tensor, old: Tensor, lr: Any, *, is_first: bool) -> None:
-        """Replace minus the update by the weights after the step."""
+    def _turn(
+        self, fqn: str, parameter: Tensor, update: Tensor, old: Tensor, lr: Any, *, is_first: bool, failed: bool
+    ) -> Tensor:
+        """Replace minus the update by the weights after the step. Returns the norm; NaN if a rank `failed`."""
         squares = [torch.linalg.vector_norm(tensor).square() for tensor in (old, update)]
         sums = torch.stack([*squares, torch.dot(old.flatten(), update.flatten())])
+        sums = sums.fill_(math.nan) if failed else sums
         square, update_square, product = sum_over_shards(sums, parameter).unbind()
         if is_first and square == 0:
             raise ValueError(f"{fqn}: a matrix of zeros, which keeps the norm 0 under adamh; initialize the weights")
         rate = torch.where(update_square > 0, lr * (square / update_square).sqrt(), 0.0)
         length = square + 2 * rate * product + rate.square() * update_square
-        update.mul_(rate).add_(old).mul_((square / length).sqrt())
+        update.mul_(rate).add_(old).mul_(torch.where(length > 0, (square / length).sqrt(), 1.0))
+        return square
 
 
 def _cut(whole: Elements, moved: Sequence[str]) -> Iterator[Elements]:

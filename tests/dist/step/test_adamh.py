@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -78,13 +79,29 @@ def hybrid_with_a_nan(rank: int, world_size: int) -> tuple[str, str]:
     return errors[1], message(hybrid.check_last_step)
 
 
-def on_ranks(rank: int, world_size: int) -> tuple[list[str], tuple[str, str]]:
-    return differences(rank, world_size), hybrid_with_a_nan(rank, world_size)
+def without_a_gradient_on_one_rank() -> tuple[list[str], bool]:
+    """The errors of two steps, and whether the second changed no weights."""
+    params = {name: nn.Parameter(placed(drawn(name, 0), LAYOUTS["fsdp"])) for name in NAMES[:2]}
+    adamh, errors, before = AdamH(params.items(), **OPTIONS), [], dict[str, Tensor]()
+    for step in range(1, 3):
+        for name, param in params.items():
+            before[name], param.grad = local(param).clone(), like(drawn(name, step), param)
+        if step == 2 and dist.get_rank() == 1:
+            params["uneven"].grad = None
+        errors.append(message(adamh.step))
+    return errors, all(torch.equal(local(param), before[name]) for name, param in params.items())
 
 
-def test_adamh_equals_its_definition_on_shards_and_a_nan_is_an_error_on_every_rank() -> None:
-    for wrong, (during, after) in run_ranks(on_ranks, 4, timeout=2 * SECONDS):
+def on_ranks(rank: int, world_size: int) -> tuple[list[str], tuple[str, str], tuple[list[str], bool]]:
+    return differences(rank, world_size), hybrid_with_a_nan(rank, world_size), without_a_gradient_on_one_rank()
+
+
+def test_adamh_equals_its_definition_on_shards_and_faults_are_errors_on_every_rank() -> None:
+    for rank, (wrong, (during, after), (errors, kept)) in enumerate(run_ranks(on_ranks, 4, timeout=2 * SECONDS)):
         assert wrong == []
+        assert not errors[0]
+        assert ("uneven" if rank == 1 else "another rank raised in this step") in errors[1]
+        assert kept
         assert not during
         assert "lm_head.weight" in after
 
