@@ -105,6 +105,7 @@ BESIDE_BLOCKS: dict[str, Any] = {
     "on_bad_gradient": "skip",
     "idle": "hold",
     "split_over": 2,
+    "fused": True,
     "decay_follows_lr": True,
 }
 

@@ -126,7 +126,7 @@ def left_out(rank: int, world_size: int) -> str:
     optimizer = Muon(named(params), expert=Expert(on_bad_gradient="skip_missing")).build()
     optimizer.engine.rank.buffers.memory.take()
     for buffer in optimizer.engine.rank.buffers.tensors:
-        buffer.fill_(math.nan)
+        buffer.view(torch.bfloat16).fill_(math.nan)
     params["layers.0.weight"].grad = None
     optimizer.step()
     set_gradients(params, mesh, 2)
