@@ -48,7 +48,7 @@ SAMPLES: Mapping[str, tuple[Any, ...]] = {
     "momentum_warmup_steps": (10,),
     "weight_decay": (0.0,),
     "adjust_lr_fn": ("original", "spectral_unclamped", 0.18),
-    "algorithm": ("muoneq", "muoneq_columns", "normuon", "adamuon", "muonh", "soap"),
+    "algorithm": ("muoneq", "muoneq_columns", "muoneq_both", "normuon", "adamuon", "muonh", "soap"),
     "beta2": (0.9,),
     "soap_freq": (5,),
     "replicas": ("redundant",),

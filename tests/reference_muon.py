@@ -131,8 +131,10 @@ class ReferenceRule(ReferenceMuon):
     def prepared(self, matrix: Tensor) -> Tensor:
         for name in self.algorithms:
             if name.startswith("muoneq"):
-                wide, dim = matrix.to(self.wire).float(), 0 if name == "muoneq_columns" else 1
-                matrix = (wide / (torch.linalg.vector_norm(wide, dim=dim, keepdim=True) + 1e-8)).to(self.wire)
+                wide, dims = matrix.to(self.wire).float(), {"muoneq_columns": [0], "muoneq_both": [1, 0]}.get(name, [1])
+                for length in [torch.linalg.vector_norm(wide, dim=dim, keepdim=True) for dim in dims]:
+                    wide = wide / (length + 1e-8)
+                matrix = wide.to(self.wire)
         return matrix.sign() if "adamuon" in self.algorithms else matrix
 
     def normalized(self, update: Tensor, moment: Tensor) -> Tensor:

@@ -287,10 +287,10 @@ class StepOptions:
     """Options of all parameters of a Muon. Only `algorithm` may differ by parameter group."""
 
     algorithm: Annotated[str | tuple[str, ...], ALGORITHM] = "muon"
-    """Function of a matrix: `muon`; `muoneq` and `muoneq_columns` (arXiv:2603.28254) give rows or columns equal norms
-    before; `normuon` (arXiv:2510.05491) and `adamuon` (arXiv:2507.11005) divide rows or elements of an update by a
-    running root mean square; `muonh` (arXiv:2606.16899) keeps the norm of each matrix; `soap` (arXiv:2409.11321) is
-    Adam in eigenbases of gradients, without Newton-Schulz. A list composes algorithms: `["normuon", "muonh"]`. A
+    """Function of a matrix: `muon`; `muoneq`, `muoneq_columns`, `muoneq_both` (arXiv:2603.28254) divide rows, columns
+    or both by their norms before; `normuon` (arXiv:2510.05491) and `adamuon` (arXiv:2507.11005) divide rows or elements
+    of an update by a running root mean square; `muonh` (arXiv:2606.16899) keeps the norm of each matrix; `soap`
+    (arXiv:2409.11321) is Adam in eigenbases of gradients. A list composes algorithms: `["normuon", "muonh"]`. A
     parameter group, or `options` of an `[[optimizer.rule]]`, may have another algorithm."""
 
     beta2: Annotated[float, FRACTION] = 0.95

@@ -82,7 +82,7 @@ optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimiz
 algorithms: Registry[Callable[[MuonOptions], Any]] = Registry(
     "algorithm",
     "titan_muon.algorithms",
-    own=("adamuon", "muon", "muoneq", "muoneq_columns", "muonh", "normuon", "soap"),
+    own=("adamuon", "muon", "muoneq", "muoneq_both", "muoneq_columns", "muonh", "normuon", "soap"),
 )
 """Functions from the options of Muon to a `step.algorithm.Algorithm`."""
 

@@ -66,7 +66,6 @@ MUONH_AND_MUON: Options = {
 }
 ROWS_BEFORE_AND_AFTER: Options = {ALGORITHM: ("muoneq", "normuon"), "beta2": 0.9}
 IN_BLOCKS: Options = {"reference": "blocks", "math": {"whole_freq": 3, "block_lr_scale": 0.5}, "steps": 5}
-BOTH_SIDES = ("muoneq", "muoneq_columns")
 CAUTIOUS: Options = {"cautious": True, "weight_decay": 0.5}
 
 IN_MODULES: Options = {"layouts": MODULES, "sharded": True}
@@ -332,7 +331,7 @@ def algorithms() -> list[Row]:
         row("soap, reload", between={0: "reload"}, **SOAP),
         row("muoneq", layouts=(*MIXED, "owned"), reference="paper", math={ALGORITHM: "muoneq"}, shapes=FEW),
         row("muoneq, columns", shapes=FEW, reference="paper", math={ALGORITHM: "muoneq_columns"}),
-        row("muoneq, both", layouts=("fsdp", "owned"), shapes=FEW, reference="paper", math={ALGORITHM: BOTH_SIDES}),
+        row("muoneq, both", layouts=("fsdp", "owned"), shapes=FEW, reference="paper", math={ALGORITHM: "muoneq_both"}),
         row("muoneq, splits", layouts=("fsdp",), shapes=(*FUSED,), reference="paper", math={ALGORITHM: "muoneq"}),
         row("normuonh", layouts=(*MIXED, "owned"), **(sphere | {"shapes": FEW, "math": NORMUONH})),
         row("muoneq and normuon", layouts=("fsdp", "owned"), shapes=FEW, reference="paper", math=ROWS_BEFORE_AND_AFTER),

@@ -18,6 +18,7 @@ ALGORITHMS: Mapping[str, tuple[str, str]] = {
     "adamuon": ("second_moment", "AdaMuon"),
     "muoneq": ("muoneq", "MuonEq"),
     "muoneq_columns": ("muoneq", "MuonEqColumns"),
+    "muoneq_both": ("muoneq", "MuonEqBoth"),
     "muonh": ("muonh", "MuonH"),
     "soap": ("soap", "Soap"),
 }

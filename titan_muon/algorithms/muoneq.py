@@ -1,4 +1,4 @@
-"""MuonEq (Chang et al., 2026, arXiv:2603.28254), forms R and C: rows or columns of equal norm before Newton-Schulz."""
+"""MuonEq (Chang et al., 2026, arXiv:2603.28254), forms R, C and RC: balanced rows or columns before Newton-Schulz."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ class MuonEq(MuonAlgorithm):
 
     whole = True
     temporary_bytes = 4
-    sums_inputs = True
+    over_inputs: tuple[bool, ...] = (True,)
+    """For each division, whether a norm is of the inputs of an output."""
 
     def prepare(self, batch: Batch, norms: Tensor) -> Tensor:
         for part in batch.parts:
-            wide, dim = part.whole.float(), 1 if part.transposed is self.sums_inputs else 2
-            part.whole.copy_(wide.div_(torch.linalg.vector_norm(wide, dim=dim, keepdim=True).add_(EPS)))
+            wide, dims = part.whole.float(), [1 if part.transposed is inputs else 2 for inputs in self.over_inputs]
+            # All of the matrix before a division.
+            for length in [torch.linalg.vector_norm(wide, dim=dim, keepdim=True) for dim in dims]:
+                wide.div_(length.add_(EPS))
+            part.whole.copy_(wide)
         # Negative: without an update.
         return torch.where(norms < 0, norms, batch.norms())
 
@@ -33,4 +37,10 @@ class MuonEq(MuonAlgorithm):
 class MuonEqColumns(MuonEq):
     """Divides each column of a matrix (an input) by its norm, and then orthogonalizes the matrix."""
 
-    sums_inputs = False
+    over_inputs = (False,)
+
+
+class MuonEqBoth(MuonEq):
+    """Divides each element by the norms of its row and of its column, and then orthogonalizes the matrix."""
+
+    over_inputs = (True, False)

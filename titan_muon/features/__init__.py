@@ -181,7 +181,7 @@ def _checks(options: MuonOptions, algorithm: Algorithm) -> Iterator[Callable[[Pl
         yield weight_norms.check
 
 
-UNSCALED = frozenset({"muon", "muoneq", "muoneq_columns", "muonh"})
+UNSCALED = frozenset({"muon", "muoneq", "muoneq_both", "muoneq_columns", "muonh"})
 """Algorithms without an average of squares."""
 
 
