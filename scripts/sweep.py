@@ -134,12 +134,16 @@ class Run:
             seed={key: value for key, value in swept.items() if has_seed(key)},
             error=error,
             tokens=int(max(series.get("tokens", {}).values(), default=0)),
-            step_seconds=median(list(series["time.step"].values())[1:])
-            if len(series.get("time.step", {})) > 1
-            else None,
+            step_seconds=_median(series.get("time.step", {})),
+            optimizer_seconds=_median(series.get("time.optimizer", {})),
             loss=series.get("loss", {}),
             val_loss=series.get("val_loss", {}),
         )
+
+
+def _median(series: Mapping[float, float]) -> float | None:
+    """Without the first record, of steps that allocate and compile."""
+    return median(list(series.values())[1:]) if len(series) > 1 else None
 
 
 def plan(configs: Sequence[str], swept: Sequence[str], overrides: Sequence[str], nproc: int) -> list[Run]:

@@ -56,7 +56,7 @@ def commit() -> str:
 @dataclass(frozen=True)
 class Result:
     """Result of a run. `keys`: of the recipe, with another value than the default. `setting` and `seed`: values by
-    swept key. Losses by step, in nats per token.
+    swept key. Losses by step, in nats per token. Seconds: medians of a step, and of its optimizers.
     """
 
     recipe: str
@@ -68,6 +68,7 @@ class Result:
     step_seconds: float | None
     loss: Series
     val_loss: Series
+    optimizer_seconds: float | None = None
 
 
 @dataclass(frozen=True)

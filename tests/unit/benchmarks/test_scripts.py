@@ -90,6 +90,7 @@ def test_a_sweep_continues_after_a_divergence_and_resumes(
     diverged, finished = json.loads((tmp_path / "out/sweep.json").read_text())["results"]
     assert "Lower the learning rates" in diverged["error"]
     assert (finished["error"], finished["tokens"], list(finished["val_loss"])) == (None, 256, ["4"])
+    assert 0 < finished["optimizer_seconds"] < finished["step_seconds"]
     page = (tmp_path / "out/sweep.md").read_text()
     assert "| llama_muon | 1e30 | 0, 1 failed | - | - | - |" in page
     assert f"| llama_muon | 1e-3 | 1 | **{finished['val_loss']['4']:.3f}** |" in page
