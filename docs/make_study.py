@@ -34,13 +34,18 @@ COLORS = {
 WIDTHS = {"tiny_64": 64, "tiny": 128, "tiny_256": 256}
 """Width of the dense model by flavor."""
 TORCH = "torch.optim.Muon"
+ALGORITHMS = FOLDER / "algorithms.png"
+TOKENS_OF_STEP = 32 * 128
+TIMES = "time_"
+"""Prefix of sweeps that measure seconds: short runs one after another, without other jobs."""
 
 
 @dataclass(frozen=True)
 class Run:
     """A run. `rate`: of Muon, or of AdamW alone. `vectors`: AdamW's rate. `curve`: held-out loss by million tokens.
 
-    `scale`: `adjust_lr_fn`. `of_widths`: whether the run is of a sweep over widths.
+    `scale`: `adjust_lr_fn`. `of_widths`, `of_algorithms`: whether the run is of a sweep over widths, or
+    of one algorithm beside others.
     """
 
     model: str
@@ -53,6 +58,7 @@ class Run:
     width: int = WIDTHS["tiny"]
     scale: str = "match_rms_adamw"
     of_widths: bool = False
+    of_algorithms: bool = False
 
     @property
     def tokens(self) -> float:
@@ -72,21 +78,19 @@ def read_runs() -> list[Run]:
     """The finished runs of all sweeps, each once."""
     runs: dict[tuple[Any, ...], Run] = {}
     for file in sorted(FOLDER.glob("*/sweep.json")):
-        for result in json.loads(file.read_text(encoding="utf-8"))["results"]:
-            if result["error"] is not None:
-                continue
+        if file.parent.name.startswith(TIMES):
+            continue
+        for result in finished_in(file):
             keys, last = result["keys"], max(map(int, result["loss"]))
-            model, is_adamw = result["recipe"].rsplit("_", 1)[0], result["recipe"].endswith("adamw")
-            # The recipe of examples/torch_muon has no Muon of ours.
-            named = TORCH if result["recipe"] == "llama" else named_as(keys)
+            model, named = result["recipe"].rsplit("_", 1)[0], named_as(result)
             rates = [rule["options"]["lr"] for rule in keys.get("optimizer.rule", ()) if "lr" in rule["options"]]
             rate = rates[0] if named == TORCH else keys.get("muon.lr", Recipe().muon.lr)
             # A sweep leaves out values that are the defaults.
             vectors = keys.get("adamw.lr", Recipe().adamw.lr)
             run = Run(
                 model,
-                "adamw" if is_adamw else named,
-                vectors if is_adamw else rate,
+                named,
+                vectors if named == "adamw" else rate,
                 vectors,
                 keys.get("debug.seed", 0),
                 {int(step) / last * result["tokens"] / 1e6: loss for step, loss in result["val_loss"].items()},
@@ -94,13 +98,24 @@ def read_runs() -> list[Run]:
                 WIDTHS.get(keys.get("model.flavor", "tiny"), 0),
                 keys.get("muon.adjust_lr_fn", "match_rms_adamw"),
                 file.parent.name.startswith("width_"),
+                file.parent.name.startswith("algo_"),
             )
             runs[run.setting, run.seed] = run
     return list(runs.values())
 
 
-def named_as(keys: Mapping[str, Any]) -> str:
-    """The short name of Muon's algorithm."""
+def finished_in(file: Path) -> list[Mapping[str, Any]]:
+    """The results of a sweep."""
+    results = json.loads(file.read_text(encoding="utf-8"))["results"]
+    return [result for result in results if result["error"] is None]
+
+
+def named_as(result: Mapping[str, Any]) -> str:
+    """The short name of a run's optimizer."""
+    keys = result["keys"]
+    # The recipe of examples/torch_muon has no Muon of ours.
+    if result["recipe"] == "llama" or result["recipe"].endswith("adamw"):
+        return TORCH if result["recipe"] == "llama" else "adamw"
     if keys.get("muon.expert.whole_freq", 1) > 1:
         return "muonbp"
     algorithm = keys.get("muon.algorithm", "muon")
@@ -224,6 +239,71 @@ def draw_rates(axes: Axes, groups: Sequence[Sequence[Run]]) -> None:
     axes.grid(alpha=0.3, which="both")
 
 
+def best_of_each(runs: Iterable[Run]) -> list[list[Run]]:
+    """The best setting of each optimizer by the loss of its first seed, the lowest loss first."""
+    groups = by_setting(runs)
+    names = dict.fromkeys(group[0].optimizer for group in groups)
+    best = [min((g for g in groups if g[0].optimizer == name), key=lambda g: g[0].loss) for name in names]
+    return sorted(best, key=final)
+
+
+def seconds_of_step() -> dict[str, float]:
+    """Seconds by optimizer: of its own work, and of the passes of AdamW's run. An optimizer on several ranks takes its
+    share of Muon's time on as many ranks.
+    """
+    taken: dict[tuple[str, int], Mapping[str, Any]] = {}
+    for file in sorted(FOLDER.glob(f"{TIMES}*/sweep.json")):
+        taken |= {(named_as(result), result["keys"]["processes"]): result for result in finished_in(file)}
+    if ("adamw", 1) not in taken:
+        return {}
+    passes = taken["adamw", 1]["step_seconds"] - taken["adamw", 1]["optimizer_seconds"]
+    alone = taken["muon", 1]["optimizer_seconds"]
+    return {
+        name: passes + result["optimizer_seconds"] * alone / taken["muon", ranks]["optimizer_seconds"]
+        for (name, ranks), result in taken.items()
+        if ranks > 1 or (name, 4) not in taken or name == "muon"
+    }
+
+
+def compared(best: Sequence[Sequence[Run]], seconds: Mapping[str, float]) -> list[str]:
+    """A line for each optimizer: loss, and tokens and seconds to the last loss of AdamW."""
+    target = next(final(group) for group in best if group[0].optimizer == "adamw")
+    lines = [
+        "| optimizer | rate | seeds | held-out loss | tokens to AdamW's last loss | s a step | seconds to it |",
+        "|---" * 7 + "|",
+    ]
+    for group in best:
+        run, step, tokens = group[0], seconds.get(group[0].optimizer), tokens_to(group, target)
+        reached = "-" if tokens is None else f"{tokens:.2f} M"
+        steps = None if tokens is None else tokens * 1e6 / TOKENS_OF_STEP
+        times = (
+            "-" if step is None else f"{step:.3f}",
+            "-" if step is None or steps is None else f"{step * steps:.0f}",
+        )
+        cells = run.optimizer, f"{run.rate:g}", len(group), spread([run.loss for run in group]), reached, *times
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def algorithms_picture(best: Sequence[Sequence[Run]], seconds: Mapping[str, float]) -> Figure:
+    """The loss by tokens and by seconds."""
+    figure = Figure(figsize=(12, 4.5), dpi=100, layout="constrained")
+    by_tokens, by_seconds = figure.subplots(1, 2, sharey=True)
+    for group in best:
+        name, tokens = group[0].optimizer, sorted(group[0].curve)[1:]
+        losses = [mean(run.curve[place] for run in group) for place in tokens]
+        style = {"color": COLORS[name], "marker": ".", "label": name}
+        by_tokens.plot(tokens, losses, **style)
+        if name in seconds:
+            by_seconds.plot([at * 1e6 / TOKENS_OF_STEP * seconds[name] for at in tokens], losses, **style)
+    by_tokens.set(xlabel="tokens (millions)", ylabel="held-out loss (nats per token)")
+    by_seconds.set(xlabel="seconds")
+    for axes in (by_tokens, by_seconds):
+        axes.legend()
+        axes.grid(alpha=0.3)
+    return figure
+
+
 def widths(runs: Sequence[Run]) -> list[str]:
     """A line for each optimizer, scale and width: the loss by rate, the best bold."""
     lines = ["| optimizer | `adjust_lr_fn` | width | held-out loss at each rate |", "|---" * 4 + "|"]
@@ -252,9 +332,21 @@ So Muon's step is about 1 % longer, and a share of tokens is nearly the share of
 """
 
 
+ALGORITHMS_TEXT = """## Algorithms
+
+The dense model after 1.02 M tokens, at the best of three rates of each optimizer, and AdamW's 0.004 for vectors and
+embeddings beside it. Seconds are steps times the seconds of a step, which short runs one after another measured on a
+core of an idle machine (the sweeps `time_*`): forward and backward of AdamW's run, and each optimizer's own work.
+muonbp's work is its share of Muon's, both on four ranks.
+
+![Held-out loss by tokens and by seconds](study/algorithms.png)
+"""
+
+
 def written(runs: Sequence[Run]) -> str:
     """The page."""
     of_widths = [run for run in runs if run.of_widths]
+    algorithms = best_of_each(run for run in runs if run.of_algorithms)
     runs = [run for run in runs if not run.of_widths]
     parts = [HEAD, "![Held-out loss by tokens and by rate](study/study.png)\n"]
     for model, title in MODELS.items():
@@ -265,6 +357,8 @@ def written(runs: Sequence[Run]) -> str:
         tokens = max(run.tokens for run in of_widths)
         text = f"The dense model, {tokens:.2f} M tokens and one seed a run, with 0.004 as AdamW's rate beside Muon.\n"
         parts += ["## Rates by width\n", text, "\n".join(widths(of_widths)) + "\n"]
+    if algorithms:
+        parts += [ALGORITHMS_TEXT, "\n".join(compared(algorithms, seconds_of_step())) + "\n"]
     sweeps = sorted(file.parent.name for file in FOLDER.glob("*/sweep.md"))
     parts.append("Sweeps: " + ", ".join(f"[{name}](study/{name}/sweep.md)" for name in sweeps) + ".\n")
     return "\n".join(parts)
@@ -273,4 +367,7 @@ def written(runs: Sequence[Run]) -> str:
 if __name__ == "__main__":
     finished = read_runs()
     picture(finished).savefig(PICTURE)
+    algorithms_picture(best_of_each(run for run in finished if run.of_algorithms), seconds_of_step()).savefig(
+        ALGORITHMS
+    )
     PAGE.write_text(written(finished), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 import importlib.util
 import inspect
-import json
 import re
 import warnings
 from collections.abc import Callable
@@ -48,8 +47,8 @@ def test_a_generated_page_is_what_its_script_writes(page: Path) -> None:
 
 def test_the_picture_of_the_study_has_the_losses_by_tokens_and_by_rate() -> None:
     runs = make_study.read_runs()
-    sweeps = [json.loads(read(file))["results"] for file in make_study.FOLDER.glob("*/sweep.json")]
-    assert len(runs) == sum(result["error"] is None for sweep in sweeps for result in sweep), "seeds are runs apart"
+    files = [file for file in make_study.FOLDER.glob("*/sweep.json") if not file.parent.name.startswith("time_")]
+    assert len(runs) == sum(len(make_study.finished_in(file)) for file in files), "seeds are runs apart"
     curves, rates = make_study.picture(runs).axes[:2]
     mine = [run for run in runs if (run.model, run.optimizer, run.of_widths) == ("llama", "muon", False)]
     muon = next(line for line in curves.get_lines() if str(line.get_label()).startswith("muon"))
@@ -57,6 +56,23 @@ def test_the_picture_of_the_study_has_the_losses_by_tokens_and_by_rate() -> None
     points = {point for line in rates.get_lines() for point in zip(*line.get_data(), strict=True)}
     shortest = min(run.tokens for run in mine)
     assert {(run.rate, run.loss) for run in mine if run.tokens == shortest and run.seed == 0} <= points
+
+
+def test_algorithms_are_compared_at_their_best_rates_by_tokens_and_by_seconds() -> None:
+    def runs(optimizer: str, rate: float, *losses: float) -> list[make_study.Run]:
+        curves = [{0.5: loss + 1, 1.0: loss} for loss in losses]
+        return [
+            make_study.Run("llama", optimizer, rate, 0.1, seed, curve, 9.0, of_algorithms=True)
+            for seed, curve in enumerate(curves)
+        ]
+
+    best = make_study.best_of_each([*runs("adamw", 1, 2.0), *runs("muon", 1, 1.5, 1.7), *runs("muon", 2, 1.55)])
+    lines = make_study.compared(best, {"adamw": 0.5, "muon": 0.75})
+    steps = 0.8e6 / make_study.TOKENS_OF_STEP
+    assert lines[2] == f"| muon | 1 | 2 | 1.600 ± 0.141 | 0.80 M | 0.750 | {0.75 * steps:.0f} |"
+    by_tokens, by_seconds = make_study.algorithms_picture(best, {"adamw": 0.5, "muon": 0.75}).axes
+    assert [line.get_label() for line in by_tokens.get_lines()] == ["muon", "adamw"]
+    assert by_seconds.get_lines()[0].get_xdata()[-1] == pytest.approx(0.75 * 1e6 / make_study.TOKENS_OF_STEP)
 
 
 def test_the_errors_of_coefficients_are_measured() -> None:
