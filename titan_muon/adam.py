@@ -349,7 +349,8 @@ class AdamH(AdamW):
     Raises:
         OptionError: as AdamW, and for weights on the host.
         ValueError: for a vector, and for weights in 16 bits. In the first step, for a matrix of zeros. In a step on the
-            CPU, if a rank with a shard of the matrix raised; elsewhere the other ranks keep the weights.
+            CPU, if a rank with other shards of the matrix raised; elsewhere these ranks keep the weights. Moments of
+            ranks that did not raise alone have advanced, and other replicas have stepped: load a checkpoint.
     """
 
     def __init__(self, params: Any, *, weight_decay: float = 0.0, **options: Any) -> None:
@@ -382,11 +383,13 @@ class AdamH(AdamW):
                 super()._step()
             except ValueError as error:
                 failure = error
-            failed = failure is not None
             by_parameter = [rate for group, rate in zip(self.param_groups, rates, strict=True) for _ in group["params"]]
-            # All ranks, also those that raised or have no gradient, because the others wait for their sums.
+            # Also of ranks that raised or have no gradient, because the others wait for their sums.
             for (fqn, parameter), new, old, rate in zip(named, weights, before, by_parameter, strict=True):
-                norm = self._turn(fqn, parameter, new, old, rate, is_first=is_first, failed=failed)
+                norm = self._turn(parameter, new, old, rate, failed=failure is not None)
+                if failure is None and is_first and norm == 0:
+                    problem = "a matrix of zeros, which keeps the norm 0 under adamh; initialize the weights"
+                    failure = ValueError(f"{fqn}: {problem}")
                 # Reading a number on the CPU does not wait.
                 if failure is None and is_host(norm.device) and norm.isnan():
                     failure = ValueError(f"{fqn}: another rank raised in this step, or the weights are not finite")
@@ -400,16 +403,12 @@ class AdamH(AdamW):
             for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = rate
 
-    def _turn(
-        self, fqn: str, parameter: Tensor, update: Tensor, old: Tensor, lr: Any, *, is_first: bool, failed: bool
-    ) -> Tensor:
+    def _turn(self, parameter: Tensor, update: Tensor, old: Tensor, lr: Any, *, failed: bool) -> Tensor:
         """Replace minus the update by the weights after the step. Returns the norm; NaN if a rank `failed`."""
         squares = [torch.linalg.vector_norm(tensor).square() for tensor in (old, update)]
         sums = torch.stack([*squares, torch.dot(old.flatten(), update.flatten())])
         sums = sums.fill_(math.nan) if failed else sums
         square, update_square, product = sum_over_shards(sums, parameter).unbind()
-        if is_first and square == 0:
-            raise ValueError(f"{fqn}: a matrix of zeros, which keeps the norm 0 under adamh; initialize the weights")
         rate = torch.where(update_square > 0, lr * (square / update_square).sqrt(), 0.0)
         length = square + 2 * rate * product + rate.square() * update_square
         update.mul_(rate).add_(old).mul_(torch.where(length > 0, (square / length).sqrt(), 1.0))

@@ -100,14 +100,16 @@ def plan_step(
         options = with_fused(options, torch.device(dispatch.device), [tensor for _, tensor in named], groups)
     parameters = [planned(fqn, tensor, options.split, separate.get(fqn)) for fqn, tensor in named]
     algorithm = algorithm_of(options, groups)
-    needs = [algorithm.for_parameter(number).wire_dtype for number in range(len(named))]
-    wide = [fqn for (fqn, _), dtype in zip(named, needs, strict=True) if dtype not in (None, options.wire_dtype)]
-    note = f"{listed(wide, 2)} travel in float32, because their algorithm needs this" if wide else ""
+    wire_bytes = [algorithm.for_parameter(number).wire_bytes for number in range(len(named))]
     costs = work_of(iterations, dispatch, algorithm)
-    dtypes, temporary_bytes = {tensor.dtype for _, tensor in named}, algorithm.temporary_bytes
-    passes = passes_of(dtypes, options, dispatch.device, temporary_bytes, algorithm.wire_bytes)
+    dtypes = {(tensor.dtype, size) for (_, tensor), size in zip(named, wire_bytes, strict=True)}
+    passes = passes_of(dtypes, options, dispatch.device, algorithm.temporary_bytes)
     parameters_with_keepers = with_state_ranks(parameters, options, costs, kept)
-    plan = make_plan(parameters_with_keepers, costs, options, dispatch.machine, passes, note)
+    plan = make_plan(parameters_with_keepers, costs, options, dispatch.machine, passes)
+    travelling = {plan.matrices[number].parameter for bucket in plan.buckets for number in bucket.matrices}
+    if wide := [named[number][0] for number in sorted(travelling) if wire_bytes[number] > options.wire_bytes]:
+        note = f"{listed(wide, 2)} travel in float32, because their algorithm needs this"
+        plan = replace(plan, reason="; ".join(filter(None, (plan.reason, note))))
     if options.whole_freq > 1:
         from .features.blocks import with_blocks
 

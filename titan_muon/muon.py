@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from .algorithms import algorithm_of, check_group
+from .algorithms import algorithm_of, algorithms_in, check_group
 from .comm.agreement import Agreement
 from .comm.clip import SkipsSteps
 from .comm.equality import check_equal
@@ -22,7 +22,7 @@ from .comm.exchange import Collectives, Exchange
 from .comm.replicas import separate_layouts
 from .comm.report import Reported
 from .engine import Engine, checked_plan, engine_of, report_of
-from .features import check_plan
+from .features import check_plan, check_used
 from .options import HYPERPARAMETERS, NO_EXPERT, Expert, Machine, MuonOptions, Offload, Split, muon_options
 from .plan.terms.types import Plan
 from .state.groups import check_groups, check_lr, check_params, doubts_of, given_groups, named_group, rows_of
@@ -428,6 +428,7 @@ class Muon(SkipsSteps, Optimizer):
             from .algorithms.fused import with_fused
 
             self._options = with_fused(self._options, device_of(params), [trained.param for trained in params], groups)
+        together(partial(check_used, self._options, algorithms_in(self._options, self.param_groups)))
         self._algorithm = algorithm_of(self._options, groups)
         separate = separate_layouts(params, agreement)
         plan, geometries = together(lambda: checked_plan(params, self._options, separate, agreement.rank))

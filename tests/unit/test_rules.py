@@ -16,8 +16,9 @@ from tests.shared import muon_keywords
 from titan_muon import Expert, Muon, registry
 from titan_muon.algorithms.fused import with_fused
 from titan_muon.algorithms.muon import MuonAlgorithm
+from titan_muon.algorithms.second_moment import NorMuon
 from titan_muon.options import MuonOptions, OptionError
-from titan_muon.plan.terms.machine import Choices
+from titan_muon.plan.terms.machine import Choices, Work
 
 
 def trained(steps: int, **options: Any) -> tuple[Muon, Tensor]:
@@ -248,6 +249,39 @@ def test_a_plan_for_another_algorithm_has_a_momentum() -> None:
     assert torch.equal(muon.param_groups[1]["params"][0], alone.param_groups[1]["params"][0])
 
 
+def test_another_algorithm_starts_with_new_states_of_its_own_shapes() -> None:
+    muon = stepped(Muon(matrices(0, {"algorithm": "normuon"})), 0)
+    muon.param_groups[0]["algorithm"] = "adamuon"
+    muon.rebuild()
+    (param,) = muon.param_groups[0]["params"]
+    assert torch.equal(muon.state[param]["second_moment.0"], torch.zeros(16, 24))
+
+
+def test_an_option_of_a_frozen_algorithm_stays_in_use() -> None:
+    muon = stepped(Muon(matrices(0, {}, {"algorithm": "soap"}), expert=Expert(soap_freq=5)), 0)
+    muon.param_groups[1]["params"][0].requires_grad_(False)
+    muon.rebuild()
+    assert [work.wire_bytes for work in muon.plan.works] == [2]
+
+
+def test_an_algorithm_of_a_package_travels_in_its_dtype_and_weighs_its_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wide(NorMuon):
+        wire_dtype = "float32"
+
+        def work(self, rows: int, cols: int, work: Work) -> Work:
+            return Work("svd", 20 * rows * cols)
+
+    monkeypatch.setitem(registry.algorithms._values, "wide", Wide)
+    (work,) = Muon(matrices(0, {"algorithm": "wide"})).plan.works
+    assert (work.wire_bytes, work.state_bytes) == (4, 4 * 16)
+
+
+def test_passes_beside_soap_count_the_copies_of_narrow_updates() -> None:
+    alone, beside = (Muon(matrices(0, *groups)).plan.passes for groups in ([{}], [{}, {"algorithm": "soap"}]))
+    assert beside.apply_bytes == alone.apply_bytes > 0
+    assert beside.traffic.apply_launches == alone.traffic.apply_launches
+
+
 def test_fused_calls_have_the_momentum_of_their_own_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(MuonAlgorithm):
         def decay(self, group: Any) -> float:
@@ -328,7 +362,8 @@ def test_loading_keeps_the_algorithm_of_a_group() -> None:
 def test_matrices_of_soap_travel_in_float32_with_a_reason() -> None:
     plan = Muon(matrices(0, {}, {"algorithm": "soap"})).plan
     assert sorted(work.wire_bytes for work in plan.works) == [2, 4]
-    assert "w1 travel in float32, because their algorithm needs this" in plan.reason
+    # Without other ranks nothing travels.
+    assert "float32" not in plan.reason
     assert {work.method.split(":")[0] for work in plan.works} == {"muon", "soap"}
 
 

@@ -51,6 +51,12 @@ def algorithm_of(options: MuonOptions, groups: Sequence[Group] = ()) -> Algorith
     return ByParameter(options, [made[choice] for choice in choices])
 
 
+def algorithms_in(options: MuonOptions, groups: Sequence[Group]) -> tuple[str, ...]:
+    """The names of the algorithms of all groups."""
+    choices = [group.get("algorithm", options.algorithm) for group in groups]
+    return tuple(sorted({name for choice in choices for name in ([choice] if isinstance(choice, str) else choice)}))
+
+
 def check_group(options: MuonOptions, group: Group) -> None:
     """Raise OptionError for hyperparameters without a meaning for the group's algorithm."""
     try:

@@ -159,12 +159,13 @@ def build_optimizer(
     Raises OptionError for an invalid or unknown option; for an option of a rule, `option` is `rules[i].options.KEY`.
     """
     dicts = [group.of_torch(parameters) for group in groups]
-    of_rule = {key: group.rule for group in groups if group.rule is not None for key in group.options}
-    rule_keys = {key: index for key, index in of_rule.items() if key not in table}
+    of_rule = {key: group for group in groups if group.rule is not None for key in group.options}
 
-    def named(key: str) -> str:
-        if key in rule_keys:
-            return f"rules[{rule_keys[key]}].options.{key}"
+    def named(key: str, problem: str = "") -> str:
+        # A recipe's table has every option, so that the refused value tells which of both it is.
+        group = of_rule.get(key)
+        if group is not None and (key not in table or problem.startswith(f"= {group.options[key]!r} ")):
+            return f"rules[{group.rule}].options.{key}"
         return key if name == "muon" else f"{name}.{key}"
 
     try:
@@ -173,7 +174,7 @@ def build_optimizer(
             warnings.simplefilter("ignore")
             optimizer: Optimizer = registry.optimizers.get(name).build(dicts, **registry.shared_options(name, table))
     except OptionError as error:
-        raise OptionError(named(error.option), error.problem) from error
+        raise OptionError(named(error.option, error.problem), error.problem) from error
     for group in groups:
         # torch silently keeps unknown keys of a group.
         for key in group.options:

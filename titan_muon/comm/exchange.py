@@ -131,7 +131,7 @@ class Exchange:
         largest: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
         for index, run in enumerate(self._runs):
             # By sizes of whole matrices, all ranks of a group choose the same bucket.
-            size = sum(plan.matrices[matrix].numel for matrix in run.bucket.matrices)
+            size = plan.wire_bytes(run.bucket) * sum(plan.matrices[matrix].numel for matrix in run.bucket.matrices)
             group = run.bucket.exchange, run.bucket.group
             largest[group] = max(largest.get(group, (0, 0)), (size, -index))
         for index in sorted(-negative for _, negative in largest.values()):

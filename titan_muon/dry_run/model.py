@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from ..adam import AdamW
+from ..algorithms import algorithms_in
 from ..assignment.optimizer_set import OptimizerSet
 from ..assignment.rules import Assignment
 from ..engine import plan_step
+from ..features import check_used
 from ..muon import Muon
 from ..options import Machine
 from ..plan import Plan, Summary, summarize
@@ -81,6 +83,7 @@ def plan_of(muon: Muon | None, device: str, machine: Machine | None = None) -> P
         return None
     named = [(fqn, parameter) for fqn, parameter, _ in trained]
     check_splits([fqn for fqn, _ in named], muon.options.split)
+    check_used(muon.options, algorithms_in(muon.options, muon.param_groups))
     options = muon.options if machine is None else replace(muon.options, machine=machine)
     return plan_step(named, [group for _, _, group in trained], dispatch_of(torch.device(device), options), options)
 

@@ -5,7 +5,7 @@ To delete an option, delete its file and its lines here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -148,7 +148,6 @@ def check_plan(context: PlanContext, algorithm: Algorithm) -> None:
         for check in (*_checks(own.options, part), part.check):
             check(own)
         _check_whole(own, part)
-    _check_used(context.options, {name for part in parts for name in part.options.algorithms})
     _check_travels(context)
 
 
@@ -185,10 +184,10 @@ UNSCALED = frozenset({"muon", "muoneq", "muoneq_both", "muoneq_columns", "muonh"
 """Algorithms without an average of squares."""
 
 
-def _check_used(options: MuonOptions, algorithms: Set[str]) -> None:
-    """Raise OptionError for an option without effect on these algorithms."""
+def check_used(options: MuonOptions, algorithms: Collection[str]) -> None:
+    """Raise OptionError for an option without effect on these algorithms, of all groups: a frozen one may thaw."""
     for name, needed, is_used in (
-        ("beta2", "algorithm = 'normuon', 'adamuon' or 'soap'", not algorithms <= UNSCALED),
+        ("beta2", "algorithm = 'normuon', 'adamuon' or 'soap'", not UNSCALED.issuperset(algorithms)),
         ("soap_freq", "algorithm = 'soap'", "soap" in algorithms),
         ("momentum_start", "momentum_warmup_steps", options.momentum_warmup_steps > 0),
         ("block_lr_scale", "whole_freq", options.whole_freq > 1),

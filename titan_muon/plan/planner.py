@@ -24,12 +24,11 @@ def make_plan(
     options: MuonOptions,
     machine: MachineRates | None = None,
     passes: ElementwiseCost = FLOAT32_COST,
-    note: str = "",
 ) -> Plan:
     """The plan of a step. Equal arguments give equal plans on every rank.
 
-    `machine`: by default a GPU machine by `options.machine`. `note`: for the user. Raises OptionError for contradicting
-    options, and for too small a `buffer_gib`.
+    `machine`: by default a GPU machine by `options.machine`. Raises OptionError for contradicting options, and for too
+    small a `buffer_gib`.
     """
     if options.split_over != 1:
         check_split_over(options)
@@ -49,7 +48,6 @@ def make_plan(
         blocks_reason(whole_parameters, parameters) if options.tp_mode == "blockwise" else "",
         *_separate_reasons(parameters),
         _state_reason(options, parameters),
-        note,
     )
     return Plan(
         parameters=problem.parameters,

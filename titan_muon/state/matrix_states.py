@@ -66,6 +66,8 @@ def with_matrix_states(
             new = _zeros(param, spec.shape, ranks, holders)
             if spec.identity and local(new).numel():
                 local(new).fill_diagonal_(1)
+            # Another algorithm had another state of this name.
+            old = None if old is not None and old.shape != new.shape else old
             # Optimizer.load_state_dict rounds states of frozen parameters to the weights' dtype.
             if old is None or _place(old) != _place(new):
                 if old is not None:

@@ -190,6 +190,7 @@ def work_of(iterations: Sequence[Iteration], dispatch: Dispatch, algorithm: Algo
     def of(index: int, rows: int, cols: int, slices: int = 1, /) -> Work:
         steps, own = iterations[index].steps, algorithm.for_parameter(index)
         method = dispatch.choose(rows, cols, steps, slices)
+        state_bytes = sum(spec.bytes for spec in own.states(rows, cols, transposed=False) if spec.saved)
         # So that equal digests imply equal computations.
         of_method = Work(
             method=f"{method}; {iterations[index]}",
@@ -200,10 +201,8 @@ def work_of(iterations: Sequence[Iteration], dispatch: Dispatch, algorithm: Algo
             dtype=method.dtype,
             team=method.team(rows, cols, steps),
             operators=method.operators(len(steps)),
-            state_bytes=sum(spec.bytes for spec in own.states(rows, cols, transposed=False) if spec.saved),
-            wire_bytes=own.wire_bytes,
         )
-        work = own.work(rows, cols, of_method)
+        work = replace(own.work(rows, cols, of_method), wire_bytes=own.wire_bytes, state_bytes=state_bytes)
         # A batch has one method, and so one algorithm.
         names = " + ".join(own.options.algorithms)
         return work if own is algorithm else replace(work, method=f"{names}: {work.method}")

@@ -50,17 +50,17 @@ WIDE_BYTES = 4
 
 
 def passes_of(
-    dtypes: Collection[torch.dtype], options: MuonOptions, device: str, temporary_bytes: int, wire_bytes: int
+    dtypes: Collection[tuple[torch.dtype, int]], options: MuonOptions, device: str, temporary_bytes: int
 ) -> ElementwiseCost:
     """Temporary memory and traffic of the element-wise stages. Gradients have the dtypes of the weights.
 
-    `temporary_bytes`: of the algorithm's `rescale`. `wire_bytes`: of an element in transit.
+    `dtypes`: with the bytes of an element in transit. `temporary_bytes`: of the algorithm's `rescale`.
     """
     state_bytes, traffics = 2 if options.state_dtype == "bfloat16" else 4, list[Traffic]()
     advance, apply, drawn = [0], [0], False
     # A step on an accelerator may have to keep the values, because its norm is not finite.
     undone = options.skips + (device != "cpu" and not options.fused)
-    for dtype in dtypes:
+    for dtype, wire_bytes in dtypes:
         size, wide = dtype.itemsize, max(state_bytes, dtype.itemsize)
         stochastic = options.rounding == "stochastic" and dtype == torch.bfloat16
         drawn = drawn or stochastic

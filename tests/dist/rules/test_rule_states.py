@@ -12,7 +12,7 @@ from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS
 from tests.parity.layouts import drawn
 from tests.parity.references import ALGORITHM
-from tests.parity.table import ELEMENTS_SMOOTHED, ROWS_SMOOTHED, SPHERE, row
+from tests.parity.table import ELEMENTS_SMOOTHED, NORMUON_AND_SOAP, ROWS_SMOOTHED, SPHERE, row
 from tests.parity.training import Training
 from tests.shared import local, message, muon_keywords
 from tests.unit.test_rules import trained
@@ -78,13 +78,19 @@ def read_elsewhere(world_size: int) -> list[str]:
     return [message(moment.full_tensor) for moment in moments if not local(moment).numel()]
 
 
+def widths(world_size: int) -> tuple[set[int], str]:
+    """Bytes of an element in each bucket beside SOAP, and the reason."""
+    plan = Training(row("widths", world_size, ("fsdp",), **NORMUON_AND_SOAP)).muon.plan
+    return {plan.wire_bytes(bucket) for bucket in plan.buckets}, plan.reason
+
+
 def on_ranks(rank: int, world_size: int) -> tuple[Any, ...]:
     loaded = {layout: resume(world_size, layout) for layout in ("fsdp", "owned", "plain")}
-    return place(rank, world_size), loaded, read_elsewhere(world_size)
+    return place(rank, world_size), loaded, read_elsewhere(world_size), widths(world_size)
 
 
 def test_the_states_of_an_algorithm_are_on_the_owner_alone() -> None:
-    places, loads, reads = zip(*run_ranks(on_ranks, 2, timeout=2 * SECONDS), strict=True)
+    places, loads, reads, wires = zip(*run_ranks(on_ranks, 2, timeout=2 * SECONDS), strict=True)
     for key in places[0]:
         assert sum(result[key][0] for result in places) == (0 if key.endswith("muonh") else MATRICES), key
         assert key.startswith("plain") or all(result[key][1] == 0 for result in places), (
@@ -98,6 +104,9 @@ def test_the_states_of_an_algorithm_are_on_the_owner_alone() -> None:
     for texts in reads:
         assert texts
         assert all("load the state with torch.distributed.checkpoint" in text for text in texts)
+    for sizes, reason in wires:
+        assert sizes == {2, 4}
+        assert "travel in float32, because their algorithm needs this" in reason
 
 
 @pytest.mark.parametrize("math_", ALGORITHMS.values(), ids=ALGORITHMS)

@@ -80,7 +80,7 @@ def test_the_plan_of_an_accelerator_counts_the_copies_of_a_revocable_step(dtype:
     call = UpdateCall(group, (count, 1), parts, (param,), (update,), no_memory, scratch)
     _, advance, _ = allocated(lambda: algorithm.before_gather(gather, gather.momentum, [grad]))
     _, apply, _ = allocated(lambda: algorithm.after_return(call, call.params))
-    passes = passes_of([dtype], options, "cuda", 0, 2)
+    passes = passes_of([(dtype, 2)], options, "cuda", 0)
     assert 0 <= advance - count * passes.advance_bytes < MIB / 100
     assert 0 <= apply + sum(part.nbytes for part in scratch) - count * passes.apply_bytes < MIB / 100
 
