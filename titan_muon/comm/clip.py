@@ -19,7 +19,7 @@ from ..tensors.dtensor import MARKS
 from ..tensors.names import listed, named_parameters
 from ..tensors.process_groups import ranks_of, without_groups
 from ..tensors.warning import warn
-from .faults import NotFiniteError
+from .faults import NotFiniteError, norm_dtype
 
 EPS = 1e-6
 """Added to the norm before division, as in torch.nn.utils.clip_grad_norm_."""
@@ -226,7 +226,7 @@ class GradientClip:
     def norms(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """(2,) float64: the norms over all ranks of all gradients and of the clipped gradients."""
         present = [gradient for gradient in gradients if gradient is not None and gradient.numel() > 0]
-        norms = iter(torch._foreach_norm(present, self.norm_type, torch.float32) if present else ())
+        norms = iter(torch._foreach_norm(present, self.norm_type, norm_dtype(present)) if present else ())
         local_norms = self.local_norms = torch.stack(
             [self._zero if gradient is None or gradient.numel() == 0 else next(norms) for gradient in gradients]
         ).double()

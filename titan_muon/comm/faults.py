@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import IntEnum
 
 import torch
@@ -11,6 +11,11 @@ from torch import Tensor
 from ..tensors.dtensor import local
 from ..tensors.names import listed
 from ..tensors.storage import TrainedParam, placement_key
+
+
+def norm_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Of norms of the tensors: float32, because neighbours in bfloat16 are far apart; float64 if any is in float64."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 class Fault(IntEnum):

@@ -19,7 +19,7 @@ from ..tensors.device import host_zeros, is_host, on_device
 from ..tensors.storage import STEP
 from .agreement import Agreement
 from .equality import LocalValue, differences, group_label
-from .faults import Fault
+from .faults import Fault, norm_dtype
 from .replicas import hyperparameters
 
 NO_SIZE = -(2**30)
@@ -170,8 +170,7 @@ class FaultReport:
         if not present:
             return
         held = [grad for parameter in self._replicas if (grad := grads[parameter]) is not None]
-        # Neighbouring bfloat16 norms differ by more than the tolerance.
-        norms = torch.stack(torch._foreach_norm(held, 2, dtype=torch.float32))
+        norms = torch.stack(torch._foreach_norm(held, 2, dtype=norm_dtype(held)))
         sizes = norms.log2().nan_to_num(LARGEST, LARGEST, -LARGEST).mul(UNIT).round().int()
         pairs = torch.stack((sizes, -sizes))
         if len(present) == len(self._replicas):

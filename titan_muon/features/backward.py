@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.faults import Fault
+from ..comm.faults import Fault, norm_dtype
 from ..options import OptionError
 from ..plan.exchange.phases import Act
 from ..plan.program import replicated_plain
@@ -92,7 +92,7 @@ def _first_rows(stored: Sequence[Tensor | None], parameters: Sequence[int]) -> T
     rows = [grad[:1] for index in parameters if (grad := stored[index]) is not None]
     if not rows or len(rows) < len(parameters):
         return None
-    return torch.stack(torch._foreach_norm(rows, 2, dtype=torch.float32))
+    return torch.stack(torch._foreach_norm(rows, 2, dtype=norm_dtype(rows)))
 
 
 class BackwardGathers(PassOverlap):

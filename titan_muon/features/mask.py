@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.faults import Fault, allowed_faults
+from ..comm.faults import Fault, allowed_faults, norm_dtype
 from ..orthogonalize import NO_UPDATE
 from ..plan.terms.layout import spans
 from ..plan.terms.types import Plan
@@ -130,7 +130,7 @@ class GradientMask(UpdateMask):
             return
         grads = [self._parts[place].of(gradients.grads[self._parts[place].parameter]) for place in present]
         # Offloaded gradients have their norms on the host.
-        norms = torch.stack(torch._foreach_norm(grads, math.inf, dtype=torch.float32))
+        norms = torch.stack(torch._foreach_norm(grads, math.inf, dtype=norm_dtype(grads)))
         norms = norms.to(self._codes.device, non_blocking=True)
         numbers, parameters = self._all_numbers, self._all_parameters
         if len(present) < len(self._parts):
@@ -139,8 +139,8 @@ class GradientMask(UpdateMask):
         codes = norms.ne(0).int().add_(ZERO)
         if Fault.NOT_FINITE in self._allowed:
             # Newton-Schulz cannot normalize by a norm that overflows.
-            frobenius = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).to(self._codes.device)
-            broken = frobenius.isfinite().logical_not_()
+            frobenius = torch.stack(torch._foreach_norm(grads, 2, dtype=norm_dtype(grads))).float()
+            broken = frobenius.to(self._codes.device).isfinite().logical_not_()
             codes = torch.where(broken, SKIPPED, codes)
             self.report.add_where(parameters, broken, Fault.NOT_FINITE)
         self._codes.scatter_reduce_(0, numbers, codes, "amax")
