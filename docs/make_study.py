@@ -224,14 +224,18 @@ def draw_curves(axes: Axes, groups: Sequence[Sequence[Run]]) -> None:
 
 
 def draw_rates(axes: Axes, groups: Sequence[Sequence[Run]]) -> None:
-    """The last loss by rate, of the length with most settings, at the rate of vectors that most runs of Muon share."""
+    """The last loss of the first seed by rate, of the length with most settings, at the rate of vectors that most runs of
+    an optimizer share.
+    """
     lengths = [round(group[0].tokens) for group in groups]
     most = max(sorted(set(lengths)), key=lengths.count)
     for name, color in COLORS.items():
         mine = [group for group in groups if group[0].optimizer == name and round(group[0].tokens) == most]
         vectors = [group[0].vectors for group in mine]
         shared = max(set(vectors), key=vectors.count, default=None)
-        points = sorted((g[0].rate, final(g)) for g in mine if name == "adamw" or g[0].vectors == shared)
+        # Of the first seed, because the best rate has more of them.
+        firsts = [min(group, key=lambda run: run.seed) for group in mine]
+        points = sorted((run.rate, run.loss) for run in firsts if name == "adamw" or run.vectors == shared)
         if points:
             axes.plot([rate for rate, _ in points], [loss for _, loss in points], color=color, marker="o", label=name)
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss (nats per token)")
@@ -239,11 +243,15 @@ def draw_rates(axes: Axes, groups: Sequence[Sequence[Run]]) -> None:
     axes.grid(alpha=0.3, which="both")
 
 
+def _first_loss(group: Sequence[Run]) -> float:
+    return min(group, key=lambda run: run.seed).loss
+
+
 def best_of_each(runs: Iterable[Run]) -> list[list[Run]]:
     """The best setting of each optimizer by the loss of its first seed, the lowest loss first."""
     groups = by_setting(runs)
     names = dict.fromkeys(group[0].optimizer for group in groups)
-    best = [min((g for g in groups if g[0].optimizer == name), key=lambda g: g[0].loss) for name in names]
+    best = [min((g for g in groups if g[0].optimizer == name), key=_first_loss) for name in names]
     return sorted(best, key=final)
 
 
