@@ -224,8 +224,8 @@ def draw_curves(axes: Axes, groups: Sequence[Sequence[Run]]) -> None:
 
 
 def draw_rates(axes: Axes, groups: Sequence[Sequence[Run]]) -> None:
-    """The last loss of the first seed by rate, of the length with most settings, at the rate of vectors that most runs of
-    an optimizer share.
+    """The last loss of the first seed by rate, of the length with most settings, at the rate of vectors that most of an
+    optimizer's runs share.
     """
     lengths = [round(group[0].tokens) for group in groups]
     most = max(sorted(set(lengths)), key=lengths.count)
