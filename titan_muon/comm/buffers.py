@@ -14,7 +14,7 @@ from ..plan.program import Program
 from ..plan.terms.layout import Span, spans
 from ..plan.terms.types import Plan
 
-WIRE_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+WIRE_DTYPES: Mapping[int, torch.dtype] = {2: torch.bfloat16, 4: torch.float32}
 
 
 class StepMemory:
