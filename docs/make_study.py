@@ -269,7 +269,6 @@ def seconds_of_step() -> dict[str, float]:
     return {
         name: passes + result["optimizer_seconds"] * alone / taken["muon", ranks]["optimizer_seconds"]
         for (name, ranks), result in taken.items()
-        if ranks > 1 or (name, 4) not in taken or name == "muon"
     }
 
 

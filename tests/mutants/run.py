@@ -6,7 +6,7 @@
 
 The unit tests that import the module of the fault run first, because they take seconds. Then come the rows of
 tests/parity, other tests that import the module, the tests of its folder, and the tests of a step. The results are in
-`noticed.json`, written after each fault.
+`noticed.json`, or `noticed_after.json` with `--code after`, written after each fault.
 """
 
 import argparse
@@ -80,7 +80,8 @@ def failure(root: Path, tests: Sequence[str], seconds: int) -> tuple[str | None,
     failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", shown, re.MULTILINE)
     error = re.search(r"^E +(.{,200})", shown, re.MULTILINE)
     name = failed.group(1) if failed else shown.strip().splitlines()[-1]
-    return name, error.group(1) if error else ""
+    # Names of temporary folders differ between runs.
+    return name, re.sub(rf"{tempfile.gettempdir()}[^ :'\"]*", "...", error.group(1)) if error else ""
 
 
 def importing_tests(root: Path, kind: str, file: str) -> Iterator[str]:
@@ -140,9 +141,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=int, default=SECONDS, help="time limit of the rows, and of other tests")
     parser.add_argument("--root", type=Path, default=HERE.parents[1], help="the repository")
     parser.add_argument("--mutants", type=Path, default=HERE / "mutants.toml", help="file of faults")
-    parser.add_argument("--results", type=Path, default=HERE / "noticed.json", help="file of results")
+    parser.add_argument("--results", type=Path, help="file of results, by default one for each version of the code")
     chosen = parser.parse_args(arguments)
-    results = json.loads(chosen.results.read_text(encoding="utf-8")) if chosen.results.exists() else {}
+    file = chosen.results or HERE / ("noticed.json" if chosen.code == "before" else "noticed_after.json")
+    results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     listed = mutants(chosen.mutants, chosen.code)
     if unknown := set(chosen.only or ()) - {mutant.id for mutant in listed}:
         parser.error(f"no fault {', '.join(sorted(unknown))}; see --list")
@@ -160,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result = run(mutant, root, chosen.seconds, rows_only=chosen.rows_only)
             print(f"{mutant.id}: {result.noticed_by or 'NOT NOTICED'} ({result.seconds} s)", flush=True)
             results[mutant.id] = asdict(result)
-            chosen.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     rows = sum(result["is_row"] for result in results.values())
     noticed = sum(result["noticed_by"] is not None for result in results.values())
     print(f"{len(results)} faults, {noticed} noticed, {rows} of them by a row")

@@ -34,7 +34,7 @@ def test_a_run_records_the_first_test_that_notices(tmp_path: Path, capsys: pytes
     (root / "made").mkdir(parents=True)
     (root / "made" / "arithmetic.py").write_text("def plus(a, b): return a + b\ndef times(a, b): return a * b\n")
     (root / "tests" / "parity").mkdir(parents=True)
-    test = "from made.arithmetic import plus\ndef test_plus(): assert plus(1, 1) == 2\n"
+    test = "from made.arithmetic import plus\ndef test_plus(): assert plus(1, 1) == 2, __file__\n"
     (root / "tests" / "parity" / "test_sums.py").write_text(test)
     faults.write_text(FAULTS)
     words = ["--root", str(root), "--results", str(results), "--mutants", str(faults)]
@@ -42,6 +42,7 @@ def test_a_run_records_the_first_test_that_notices(tmp_path: Path, capsys: pytes
     main([*words, "--resume", "--rows-only"])
     recorded = json.loads(results.read_text())
     assert recorded["noticed"]["noticed_by"] == "tests/parity/test_sums.py::test_plus"
+    assert recorded["noticed"]["error"] == "AssertionError: ..."
     assert recorded["not-noticed"]["noticed_by"] is None
     assert set(recorded) == {"noticed", "not-noticed"}
     assert "2 faults, 1 noticed, 1 of them by a row" in capsys.readouterr().out

@@ -231,6 +231,13 @@ def test_inf_in_a_grad_scaler_skips_the_step_of_both_parts(name: str, fused: boo
         ({"rules": [Rule(match="*", optimizer="muno")]}, "'muno' is unknown; did you mean 'muon'"),
         ({"rules": [Rule(match="*.up.weight", optimizer="adamw")], "defaults": False}, "^rules: no rule matches embed"),
         (
+            {
+                "muon": {"algorithm": "normuon"},
+                "rules": [Rule(match="*.up.weight", optimizer="muon", options={"algorithm": "soup"})],
+            },
+            r"^rules\[0\].options.algorithm = 'soup' is unknown",
+        ),
+        (
             {"rules": [Rule(match="*.up.weight", optimizer="muon", options={"lrr": 1})]},
             r"^rules\[0\].options.lrr: muon has no",
         ),

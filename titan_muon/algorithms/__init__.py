@@ -41,8 +41,7 @@ def algorithm_of(options: MuonOptions, groups: Sequence[Group] = ()) -> Algorith
 
     Raises OptionError for an unknown name, and for options without a meaning for the algorithm.
     """
-    choices = [group.get("algorithm", options.algorithm) for group in groups] or [options.algorithm]
-    choices = [tuple(choice) if isinstance(choice, list) else choice for choice in choices]
+    choices = _choices(options, groups) or [options.algorithm]
     made = {choice: _made_alone(replace(options, algorithm=choice)) for choice in dict.fromkeys(choices)}
     if len(made) == 1:
         return made[choices[0]]
@@ -53,8 +52,12 @@ def algorithm_of(options: MuonOptions, groups: Sequence[Group] = ()) -> Algorith
 
 def algorithms_in(options: MuonOptions, groups: Sequence[Group]) -> tuple[str, ...]:
     """The names of the algorithms of all groups."""
+    return tuple(sorted({name for c in _choices(options, groups) for name in replace(options, algorithm=c).algorithms}))
+
+
+def _choices(options: MuonOptions, groups: Sequence[Group]) -> list[str | tuple[str, ...]]:
     choices = [group.get("algorithm", options.algorithm) for group in groups]
-    return tuple(sorted({name for choice in choices for name in ([choice] if isinstance(choice, str) else choice)}))
+    return [tuple(choice) if isinstance(choice, list) else choice for choice in choices]
 
 
 def check_group(options: MuonOptions, group: Group) -> None:

@@ -164,7 +164,8 @@ def build_optimizer(
     def named(key: str, problem: str = "") -> str:
         # A recipe's table has every option, so that the refused value tells which of both it is.
         group = of_rule.get(key)
-        if group is not None and (key not in table or problem.startswith(f"= {group.options[key]!r} ")):
+        refused = () if group is None else (f"= {group.options[key]!r} ", f"= {group.options[key]!r}:")
+        if group is not None and (key not in table or problem.startswith(refused)):
             return f"rules[{group.rule}].options.{key}"
         return key if name == "muon" else f"{name}.{key}"
 

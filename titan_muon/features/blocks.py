@@ -62,8 +62,8 @@ def with_blocks(plan: Plan, costs: WorkOf, options: MuonOptions, machine: Machin
     blocks, note = None, f"whole_freq = {options.whole_freq} has no effect, because no rank stores part of a matrix"
     if tuple(parameters) != plan.parameters:
         # `check` refuses other modes by name.
-        options_of_blocks = replace(options, replicas="redundant", tp_mode="owner", split_over=1)
-        blocks = make_plan(parameters, costs, options_of_blocks, machine, plan.passes)
+        of_blocks = replace(options, replicas="redundant", tp_mode="owner")
+        blocks = make_plan(parameters, costs, of_blocks, machine, plan.passes)
         note = f"every {options.whole_freq} steps; in the others, each rank orthogonalizes what it stores"
     return replace(plan, blocks=blocks, reason="; ".join(filter(None, (plan.reason, note))))
 

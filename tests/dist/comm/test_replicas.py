@@ -52,6 +52,18 @@ def test_replicas_are_orthogonalized_once_and_only_results_are_sent() -> None:
         assert planned
 
 
+def in_float64(rank: int, world_size: int) -> str:
+    param = nn.Parameter(torch.ones(16, 24, dtype=torch.float64))
+    muon = Muon([("w", param)])
+    param.grad = torch.ones_like(param)
+    muon.step()
+    return message(muon.check_last_step)
+
+
+def test_replicas_in_float64_train_and_report_no_fault() -> None:
+    assert run_ranks(in_float64, 2, timeout=SECONDS) == ["", ""]
+
+
 def rank_specific_tensor(rank: int, world_size: int) -> tuple[list[bool], str, list[str], str]:
     """A plain tensor with rank-specific values beside a replica: correctness of both, and the warning.
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS
@@ -92,16 +93,30 @@ def without_a_gradient_on_one_rank() -> tuple[list[str], bool]:
     return errors, all(torch.equal(local(param), before[name]) for name, param in params.items())
 
 
-def on_ranks(rank: int, world_size: int) -> tuple[list[str], tuple[str, str], tuple[list[str], bool]]:
-    return differences(rank, world_size), hybrid_with_a_nan(rank, world_size), without_a_gradient_on_one_rank()
+def zeros_on_another_mesh(rank: int, world_size: int) -> str:
+    """The error of a step in which one of two experts is zeros, and each expert's ranks share the head with others."""
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("expert", "head"))
+    whole = torch.zeros(8, 8) if rank % 2 == 0 else torch.ones(8, 8)
+    expert = nn.Parameter(DTensor.from_local(whole[:4].clone(), mesh["expert"], [Shard(0)]))
+    head = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh["head"], [Shard(0)]))
+    adamh = AdamH([("expert", expert), ("head", head)])
+    expert.grad, head.grad = torch.ones_like(expert), torch.ones_like(head)
+    return message(adamh.step)
+
+
+def on_ranks(rank: int, world_size: int) -> tuple[Any, ...]:
+    faults = hybrid_with_a_nan(rank, world_size), without_a_gradient_on_one_rank()
+    return differences(rank, world_size), *faults, zeros_on_another_mesh(rank, world_size)
 
 
 def test_adamh_equals_its_definition_on_shards_and_faults_are_errors_on_every_rank() -> None:
-    for rank, (wrong, (during, after), (errors, kept)) in enumerate(run_ranks(on_ranks, 4, timeout=2 * SECONDS)):
+    results = run_ranks(on_ranks, 4, timeout=2 * SECONDS)
+    for rank, (wrong, (during, after), (errors, kept), zeros) in enumerate(results):
         assert wrong == []
         assert not errors[0]
         assert ("uneven" if rank == 1 else "another rank raised in this step") in errors[1]
         assert kept
+        assert ("expert: a matrix of zeros" if rank % 2 == 0 else "head: another rank raised") in zeros
         assert not during
         assert "lm_head.weight" in after
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -9,10 +10,14 @@ import torch.distributed as dist
 from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from tests.stream_order import Stream, StreamOrder, stream_order
+from tests.unit.plans import mesh_of, mixed_work, parameter_of
 from titan_muon.comm.buffers import BufferSet
 from titan_muon.comm.exchange import Collectives, Exchange, wait_all
+from titan_muon.options import MuonOptions
 from titan_muon.plan.exchange.phases import Collective, gather_phase
-from titan_muon.plan.terms.types import Piece, Segment
+from titan_muon.plan.planner import make_plan
+from titan_muon.plan.program import make_program
+from titan_muon.plan.terms.types import Piece, Segment, Shard
 from titan_muon.tensors.process_groups import fake_world
 
 __all__ = ["stream_order"]
@@ -30,6 +35,16 @@ def test_empty_parts_of_different_sizes_are_not_sent() -> None:
             wait_all(collectives.all_gather_uneven(parts, torch.ones(splits[1]), dist.group.WORLD))
     assert Counter(call.name for call in counter.calls) == {"send": 127, "recv": sum(map(bool, splits)) - 1}
     assert (collectives.traffic.calls, collectives.traffic.bytes_sent) == (1, splits[1] * 4 * 127)
+
+
+def test_the_bucket_with_most_bytes_is_warmed_up() -> None:
+    """It has fewer elements than the other, in float32."""
+    shapes, warmed = [(96, 128), (64, 128)], list[int]()
+    parameters = [parameter_of(f"{i}.w", shape, mesh_of(2), Shard(0)) for i, shape in enumerate(shapes)]
+    plan = make_plan(parameters, mixed_work, MuonOptions())
+    exchange = Mock(_runs=make_program(plan, 0).buckets, gather=warmed.append)
+    Exchange.warm_up(exchange, plan)
+    assert [plan.wire_bytes(plan.buckets[index]) for index in warmed] == [4]
 
 
 def gathered(rank: int, world_size: int) -> list[float]:

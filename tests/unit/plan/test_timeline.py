@@ -55,6 +55,14 @@ def test_the_timeline_counts_every_cost(plan: Plan) -> None:
     assert seconds(plan, replace(FREE, node=Link(1e30, 0, 0.5))) == pytest.approx(3)
 
 
+def test_a_bucket_in_float32_takes_twice_the_time_of_links_and_8_bytes_more_of_copies(plan: Plan) -> None:
+    wide = replace(plan, works=tuple(replace(work, wire_bytes=4) for work in plan.works))
+    link, memory = replace(FREE, node=Link(64 * 64 * 2, 0)), replace(FREE, memory=64 * 64)
+    for machine, of_narrow, of_wide in ((link, 1.5, 3), (memory, 30 + 28 + 8 + 10, 30 + 28 + 16 + 10)):
+        assert (seconds(plan, machine), seconds(wide, machine)) == pytest.approx((of_narrow, of_wide))
+    assert (timeline(plan, link).link, timeline(wide, link).link) == pytest.approx((1.5, 3))
+
+
 def test_host_time_is_a_separate_bound(plan: Plan) -> None:
     """Four stored pieces, a batch of Newton-Schulz and two collectives on each rank."""
     played = timeline(plan, replace(FREE, host=1, host_piece=1000))
