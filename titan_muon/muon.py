@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -108,7 +108,7 @@ class Muon(SkipsSteps, Optimizer):
             ns_steps=ns_steps,
             ns_coefficients=rows_of(ns_coefficients),
             adjust_lr_fn=adjust_lr_fn,
-            algorithm=algorithm if isinstance(algorithm, str) else tuple(algorithm),
+            algorithm=tuple(algorithm) if isinstance(algorithm, list) else algorithm,
             beta2=beta2,
             momentum_warmup_steps=momentum_warmup_steps,
             momentum_start=momentum_start,
@@ -224,15 +224,13 @@ class Muon(SkipsSteps, Optimizer):
             return scaling_of(found_inf, getattr(self, "grad_scale", None), device)
         return Scaling(skipped) if skipped is not None and may_be_true(skipped) else None
 
-    @contextmanager
-    def overlap(self) -> Iterator[None]:
+    def overlap(self) -> AbstractContextManager[None]:
         """Context for the last backward before a step. With `overlap = "backward"`, gathers start in this backward.
 
         Collective. Leave gradients unchanged until the step.
         """
         overlap = self.engine.overlap
-        with nullcontext() if overlap is None else overlap.backward(self.engine.step):
-            yield
+        return nullcontext() if overlap is None else overlap.backward(self.engine.step)
 
     def finish_step(self) -> None:
         """Apply the updates that the last step left to the next forward (`overlap = "forward"`).
@@ -428,7 +426,9 @@ class Muon(SkipsSteps, Optimizer):
             from .algorithms.fused import with_fused
 
             self._options = with_fused(self._options, device_of(params), [trained.param for trained in params], groups)
-        together(partial(check_used, self._options, algorithms_in(self._options, self.param_groups)))
+        # Of all ranks, because a pipeline stage may lack the groups of an algorithm.
+        names = agreement.distinct(together(lambda: algorithms_in(self._options, self.param_groups)))
+        together(lambda: check_used(self._options, frozenset().union(*names)))
         self._algorithm = algorithm_of(self._options, groups)
         separate = separate_layouts(params, agreement)
         plan, geometries = together(lambda: checked_plan(params, self._options, separate, agreement.rank))

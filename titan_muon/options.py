@@ -155,7 +155,7 @@ GIB = Constraint('"auto" or more than 0', lambda value: value == "auto" or value
 AdjustLrFn = Literal["match_rms_adamw", "original", "spectral_unclamped"]
 ADJUST_LR_FN = Constraint(
     f"{', '.join(get_args(AdjustLrFn))}, or a number above 0",
-    lambda value: value in get_args(AdjustLrFn) or (type(value) in (int, float) and POSITIVE.holds(value)),
+    lambda value: value in (None, *get_args(AdjustLrFn)) or (type(value) in (int, float) and POSITIVE.holds(value)),
 )
 
 
@@ -371,10 +371,10 @@ KEYWORDS = ("expert", *(item.name for item in fields(MuonOptions) if item.name n
 
 
 @cache
-def constraints(table: type) -> tuple[tuple[str, Constraint], ...]:
-    """By name of an option."""
+def constraints(table: type) -> tuple[tuple[str, Constraint, bool], ...]:
+    """Name, constraint, and whether None is accepted, of each option with a constraint."""
     return tuple(
-        (name, extra)
+        (name, extra, type(None) in get_args(kind))
         for name, kind in get_type_hints(table, include_extras=True).items()
         for part in (kind, *get_args(kind))
         if get_origin(part) is Annotated
@@ -395,10 +395,10 @@ def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:
     for name, accepted in choices(table):
         if name in values and values[name] not in accepted:
             raise OptionError(prefix + name, f"= {values[name]!r} is not one of {', '.join(accepted)}")
-    for name, constraint in constraints(table):
+    for name, constraint, takes_none in constraints(table):
         try:
-            holds = values.get(name) is None or constraint.holds(values[name])
-        except TypeError:
+            holds = name not in values or (takes_none and values[name] is None) or constraint.holds(values[name])
+        except (TypeError, AttributeError):
             holds = False
         if not holds:
             raise OptionError(prefix + name, f"= {values[name]!r} is not accepted; it takes {constraint.accepted}")

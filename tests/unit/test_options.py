@@ -104,7 +104,7 @@ def test_a_declaration_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("table", [Expert, Hyperparameters, StepOptions, MuonOptions, Machine])
 def test_every_number_has_a_range(table: type) -> None:
-    ranged = {name for name, _ in constraints(table)}
+    ranged = {name for name, *_ in constraints(table)}
     numbers = {item.name for item in fields(table) if type(getattr(table(), item.name)) in (int, float)}
     assert numbers <= ranged
 
@@ -120,6 +120,8 @@ WRONG = [
     ("exchange", "all_to_al", "is not one of all_to_all, all_gather, all_gather_reduce_scatter"),
     ("on_bad_gradient", None, "is not one of error, skip, skip_missing, skip_nonfinite"),
     ("replicas", "both", "is not one of auto, split, redundant"),
+    ("algorithm", None, "it takes a name, or a list of different names"),
+    ("lr", None, "it takes 0 or more"),
 ]
 
 
@@ -131,7 +133,7 @@ def test_a_wrong_value_is_refused_by_the_users_option_name(option: str, value: A
     assert caught.value.option == option
 
 
-@pytest.mark.parametrize("group", [{"lr": -1.0}, {"adjust_lr_fn": "adam"}])
+@pytest.mark.parametrize("group", [{"lr": -1.0}, {"adjust_lr_fn": "adam"}, {"algorithm": None}])
 def test_the_value_of_a_group_is_checked(group: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=rf"^{next(iter(group))} = "):
         Muon([{"params": [Parameter(torch.zeros(4, 4))], "param_names": ["w"], **group}])

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS
@@ -16,7 +18,7 @@ from tests.parity.table import ELEMENTS_SMOOTHED, NORMUON_AND_SOAP, ROWS_SMOOTHE
 from tests.parity.training import Training
 from tests.shared import local, message, muon_keywords
 from tests.unit.test_rules import trained
-from titan_muon import Muon
+from titan_muon import Expert, Muon
 
 SHAPES = ("wide", "tall", "uneven", "experts")
 MATRICES = 3 + 8
@@ -84,13 +86,21 @@ def widths(world_size: int) -> tuple[set[int], str]:
     return {plan.wire_bytes(bucket) for bucket in plan.buckets}, plan.reason
 
 
+def stages(rank: int, world_size: int) -> list[str]:
+    """The errors of pipeline stages of one rank, with SOAP on rank 0 alone, and on no rank."""
+    mesh, matrix = DeviceMesh("cpu", [rank]), drawn("wide", 0)
+    params = [(f"{rank}.w", torch.nn.Parameter(distribute_tensor(matrix, mesh, [Shard(0)], src_data_rank=None)))]
+    groups = [[{"params": params, "algorithm": name}] for name in ("muon" if rank else "soap", "muon")]
+    return [message(Muon(group, expert=Expert(soap_freq=5)).build) for group in groups]
+
+
 def on_ranks(rank: int, world_size: int) -> tuple[Any, ...]:
     loaded = {layout: resume(world_size, layout) for layout in ("fsdp", "owned", "plain")}
-    return place(rank, world_size), loaded, read_elsewhere(world_size), widths(world_size)
+    return place(rank, world_size), loaded, read_elsewhere(world_size), widths(world_size), stages(rank, world_size)
 
 
 def test_the_states_of_an_algorithm_are_on_the_owner_alone() -> None:
-    places, loads, reads, wires = zip(*run_ranks(on_ranks, 2, timeout=2 * SECONDS), strict=True)
+    places, loads, reads, wires, of_stages = zip(*run_ranks(on_ranks, 2, timeout=2 * SECONDS), strict=True)
     for key in places[0]:
         assert sum(result[key][0] for result in places) == (0 if key.endswith("muonh") else MATRICES), key
         assert key.startswith("plain") or all(result[key][1] == 0 for result in places), (
@@ -107,6 +117,9 @@ def test_the_states_of_an_algorithm_are_on_the_owner_alone() -> None:
     for sizes, reason in wires:
         assert sizes == {2, 4}
         assert "travel in float32, because their algorithm needs this" in reason
+    for used, unused in of_stages:
+        assert not used, "an option of an algorithm of another stage is in use"
+        assert "soap_freq = 5 has no effect without algorithm = 'soap'" in unused
 
 
 @pytest.mark.parametrize("math_", ALGORITHMS.values(), ids=ALGORITHMS)

@@ -13,13 +13,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
+from titan_muon.algorithms import algorithm_of
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.assignment.rules import Assignment, assign_parameters, splits_with
+from titan_muon.options import MuonOptions
 from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
 from titan_muon.owned.owners import check_rules, placed
 from titan_muon.owned.private import flattened
 from titan_muon.registry import Parallelize
+from titan_muon.step.algorithm import work_of
 from titan_muon.step.rank import planning_machine
 from titan_muon.tensors.matrices import split_of
 from titan_muon.tensors.names import canonical_fqn
@@ -154,10 +157,12 @@ def _cuts(
 def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
     # Another algorithm's cost would unbalance the owners.
     muon = recipe.muon
-    steps = iteration(muon.ns_coefficients, muon.ns_steps, muon.expert.eps).steps
+    every = iteration(muon.ns_coefficients, muon.ns_steps, muon.expert.eps)
     machine = planning_machine(recipe.machine, device)
     dispatch = Dispatch(muon.expert.orthogonalize, muon.expert.ns_dtype, device, machine=machine)
-    return lambda rows, cols: dispatch.choose(rows, cols, steps).flops(rows, cols, steps)
+    options = {name: value for name, value in vars(muon).items() if name != "expert"}
+    work = work_of([every], dispatch, algorithm_of(MuonOptions(**options, **vars(muon.expert))))
+    return lambda rows, cols: work(0, rows, cols).flops
 
 
 def check_placement_rules(recipe: Recipe, parameters: Mapping[str, ParameterInfo]) -> None:

@@ -16,7 +16,7 @@ from titan_muon.titan.model.owned_placement import _flops
 from titan_muon.titan.model.parallelize import with_placement
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.recipe import Recipe, RecipeError
-from titan_muon.titan.recipe.sections import Parallelism, Placement, Training
+from titan_muon.titan.recipe.sections import Muon, Parallelism, Placement, Training
 
 
 def _spec():
@@ -57,6 +57,10 @@ def test_owners_are_balanced_by_the_flops_of_the_chosen_algorithm(monkeypatch: p
     flops = {device: _flops(Recipe(), device)(1024, 8192) for device in ("cpu", "cuda")}
     assert flops["cpu"] == standard_flops(1024, 8192, 5)
     assert flops["cuda"] == gram_flops(1024, 8192, 5, restarts=1) < flops["cpu"]
+    # SOAP's cost grows with the third power of the longer side.
+    for algorithm, tall_costs_more in (("muon", False), ("soap", True)):
+        cost = _flops(Recipe(muon=Muon(algorithm=algorithm)), "cpu")
+        assert (cost(4096, 256) > cost(1024, 1024)) is tall_costs_more, algorithm
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
