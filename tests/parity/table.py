@@ -232,10 +232,13 @@ def faults() -> list[Row]:
     """Missing and non-finite gradients: skipped, or an error with the name on every rank."""
     changes: dict[str, Any] = {"nan": torch.nan, "missing": DROP}
     expert = {"gradients": {1: ("experts", torch.nan)}, "options": SKIP}
+    # The other one stays in the same call.
+    one_elsewhere = {"gradients": {2: ("0.tall", ELSEWHERE)}, "error": ("0.tall",), "reference": "twin", **BFLOAT16}
     made = [
         row("nan of an expert skipped", **expert),
         row("nan of an owned expert skipped", 2, ("owned", "fsdp"), **expert),
         row("elsewhere raises", layouts=SHARDED, gradients={2: ("tall", ELSEWHERE)}, error=("layers.0.tall",)),
+        row("elsewhere in bfloat16 raises", 2, ("fsdp", "fsdp"), **one_elsewhere),
     ]
     for kind, (fields, options) in {
         "": ({}, {}),

@@ -202,7 +202,8 @@ class Training:
         for name in self.elsewhere:
             param: Any = self.params[name]
             copies = [Replicate()] * param.device_mesh.ndim
-            param.grad = distribute_tensor(grads[name].clone(), param.device_mesh, copies, src_data_rank=None)
+            whole = grads[name].to(param.dtype, copy=True)
+            param.grad = distribute_tensor(whole, param.device_mesh, copies, src_data_rank=None)
 
     def _grad(self, name: str, whole: Tensor) -> Tensor | None:
         param = self.params[name]
@@ -399,10 +400,12 @@ def differences(rank: int, world_size: int, row: Row) -> list[str]:
         if row.gradients[number][1] == DROP and LAYOUTS[row.layout_of(name)].has_replicas:
             # The owner may have all shards from a replica with a gradient.
             continue
-        weight = local(training.params[name])
-        # A rank with a gradient decays its shard.
-        decayed = before[name] * (1 - LR * RATES[number] * 0.1)
-        if not torch.equal(weight, before[name]) and not torch.equal(weight, decayed):
+        if row.dtype == torch.bfloat16 and name not in training.elsewhere:
+            # The decay is rounded stochastically.
+            continue
+        # A rank with a gradient decays its shard, unless the gradient has another placement.
+        decays = (1.0,) if name in training.elsewhere else (1.0, 1 - LR * RATES[number] * 0.1)
+        if not any(torch.equal(local(training.params[name]), before[name] * decay) for decay in decays):
             different.append(f"{name} moved")
     if row.error:
         error = message(partial(training.step, number, gradients(training, number + 1)[0], set()))
