@@ -110,7 +110,6 @@ class BucketBuffers:
         stored: every stored piece; the result arrives in the view.
         arrived: the buffer of these views.
         packed: by matrix, the view for the piece to send.
-        repeated: (target, source) views of pieces for several ranks.
         sources: gathered pieces by matrix.
         targets: by matrix, the views for orthogonalized pieces.
         cleared: buffer to zero before the targets are filled, or None.
@@ -119,7 +118,6 @@ class BucketBuffers:
     stored: tuple[BufferPiece, ...]
     arrived: Tensor
     packed: Mapping[int, Tensor]
-    repeated: tuple[tuple[Tensor, Tensor], ...]
     sources: Mapping[int, tuple[BufferPiece, ...]]
     targets: Mapping[int, tuple[BufferPiece, ...]]
     cleared: Tensor | None
@@ -135,17 +133,14 @@ def bucket_buffers(run: BucketProgram, rank: int, buffer_set: BufferSet) -> Buck
         targets = {piece.matrix: (piece,) for piece in stored}
     else:
         targets = _by_matrix(run, returning, buffer_set.leaving(run), buffer_set.home, rank)
-    packed: dict[int, Tensor] = {}
-    places = [
-        (piece.view, packed.setdefault(piece.matrix, piece.view)) for piece in _pieces(gathering.home, buffer_set.home)
-    ]
+    packed = {piece.matrix: piece.view for piece in _pieces(gathering.home, buffer_set.home)}
+    assert len(packed) == len(gathering.home), "a rank sends a piece to one owner"
     # A reduce-scatter sums results, so matrices of other owners need zeros.
     summed = returning is not None and returning.collective is Collective.REDUCE_SCATTER
     return BucketBuffers(
         stored,
         arrived,
         packed,
-        tuple((target, source) for target, source in places if target is not source),
         _by_matrix(run, gathering, buffer_set.inbox, buffer_set.home, rank),
         targets,
         buffer_set.outbox if summed else None,

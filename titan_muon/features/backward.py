@@ -30,7 +30,7 @@ from ..step.algorithm import PlanContext
 from ..step.gradients import StepGradients
 from ..step.rank import Rank
 from ..step.step import Bucket, MuonStep, trace_range, with_gradients
-from ..step.views import NO_COPIES, BucketViews
+from ..step.views import BucketViews
 from ..tensors.dtensor import local
 from ..tensors.storage import TrainedParam, placement_key
 from .overlap import PassOverlap
@@ -123,11 +123,7 @@ class BackwardGathers(PassOverlap):
         self.needed = [sorted(rank.parameters_of(index)) for index in self.first]
         self._numbers = [rank.numbers(needed) for needed in self.needed]
         self._unpacked = {
-            index: replace(
-                views[index],
-                gathers=tuple(replace(call, packed=()) for call in views[index].gathers),
-                repeats=NO_COPIES,
-            )
+            index: replace(views[index], gathers=tuple(replace(call, packed=()) for call in views[index].gathers))
             for index in self.first
         }
         self.module: Any = torch.get_device_module(rank.device)
@@ -183,7 +179,6 @@ class BackwardGathers(PassOverlap):
                 copies = [torch.empty_like(momentum) for momentum in call.momentum]
                 torch._foreach_copy_(copies, call.momentum)
                 muon.algorithm.before_gather(call, copies, call.grads(gradients))
-            views.repeats.run()
             muon.exchange.gather(index)
             self._rows.append(_first_rows(grads, parameters))
         self.launched += 1

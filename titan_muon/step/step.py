@@ -125,7 +125,6 @@ class MuonStep:
             gradients.release(views.releases)
         if not gathered:
             with trace_range("gather", index):
-                views.repeats.run()
                 self.exchange.gather(index)
         yield  # Act.GATHER
         # Owners assemble their matrices, orthogonalize them and split the results.

@@ -136,7 +136,6 @@ class BucketViews:
     Attributes:
         index: of the bucket in the program.
         gathers: on the parts that this rank stores, before the gather.
-        repeats: copies of packed shards for further ranks.
         batches: copies of gathered pieces into whole matrices, the matrices, and copies of results into pieces.
         updates: on the parts that this rank stores, after the return.
         cleared: buffer to zero before splitting results, or None.
@@ -145,7 +144,6 @@ class BucketViews:
 
     index: int
     gathers: tuple[MomentumCall, ...]
-    repeats: Copies
     batches: tuple[tuple[Copies, Batch, Copies], ...]
     updates: tuple[UpdateCall, ...]
     cleared: Tensor | None
@@ -218,7 +216,6 @@ class _Builder:
             return BucketViews(
                 index,
                 momentum_calls(self.joined(pieces), rank),
-                NO_COPIES,
                 ((NO_COPIES, batch, NO_COPIES),),
                 update_calls(self.joined(pieces, draws=True), rank, self.scratch),
                 None,
@@ -235,7 +232,6 @@ class _Builder:
         return BucketViews(
             index,
             momentum_calls(self.joined(packed), rank),
-            Copies.of(buffers.repeated),
             tuple((_assembling(batch, buffers), batch, _splitting(batch, buffers)) for batch in made),
             update_calls(self.joined(pieces, draws=True), rank, self.scratch),
             buffers.cleared,

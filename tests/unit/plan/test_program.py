@@ -217,8 +217,6 @@ class Rank:
         buffers = self.buffers[index]
         for piece in buffers.stored:
             self._momentum(piece.matrix, piece.spans, buffers.packed.get(piece.matrix))
-        for target, source in buffers.repeated:
-            target.copy_(source)
         self.world.launch(self.rank, self._key(index, GATHER))
 
     def _orthogonalize(self, index: int) -> Iterator[Key]:
