@@ -310,6 +310,14 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
         muon.step()
 
 
+def test_a_single_missing_gradient_in_the_first_step_is_an_error_with_the_remedies_for_it() -> None:
+    params = parameters()
+    muon = Muon(list(params.items()), **muon_keywords(**OPTIONS))
+    params["layers.1.w"].grad = torch.ones(12, 8)
+    with pytest.raises(ValueError, match=r"^no gradient for layers\.0\.w: use the parameter in the loss"):
+        muon.step()
+
+
 def test_unsuitable_parameters_cause_a_single_warning() -> None:
     wide, thin = nn.Parameter(torch.ones(32, 32)), nn.Parameter(torch.ones(32, 4))
     with pytest.warns(UserWarning, match=r"a side under 16|embedding") as caught:
