@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.dist.harness import run_ranks
-from tests.shared import muon_keywords
+from tests.shared import local, muon_keywords
 from titan_muon import Muon
 from titan_muon.options import Machine
 
@@ -182,6 +183,11 @@ def start_anew(run: Run, step: int) -> None:
     run.backward(step)
 
 
+def move_storage(run: Run, step: int) -> None:
+    for param in run.params.values():
+        param.data = param.data.clone()
+
+
 def changed(mesh: DeviceMesh, rank: int, change: Callable[[Run], object]) -> tuple[bool, str]:
     """Whether a step on gradients changed since backward leaves weights unchanged, and the error afterwards."""
     run = Run(mesh, **BACKWARD)
@@ -200,6 +206,19 @@ def clip(run: Run) -> None:
 
 def accumulate(run: Run) -> None:
     run.backward(1, armed=False)
+
+
+def accumulated_by_fsdp(mesh: DeviceMesh, rank: int) -> tuple[bool, str]:
+    """As `changed`, with two backwards in one context. FSDP adds without a new version, here not to the first rows."""
+    net = nn.Linear(8, 8, bias=False)
+    fully_shard(net, mesh=mesh).set_force_sum_reduction_for_comms(True)
+    muon = Muon([("layers.0.weight", net.weight)], **muon_keywords(**BACKWARD)).build()
+    weight = local(net.weight).clone()
+    with muon.overlap():
+        for _ in range(2):
+            net(torch.ones(2, 8))[:, 1::4].sum().backward()
+    muon.step()
+    return torch.equal(weight, local(net.weight)), raised(muon.step)
 
 
 def other_momentum(run: Run) -> None:
@@ -231,8 +250,10 @@ SCENARIOS: dict[str, Callable[[DeviceMesh, int], Any]] = {
     "failed and not entered": failing_and_then_not_entered,
     "state dict": partial(between, act=lambda run, step: run.muon.state_dict()),
     "started anew": partial(between, act=start_anew),
+    "storage moved": partial(between, act=move_storage),
     "clipped": partial(changed, change=clip),
     "accumulated": partial(changed, change=accumulate),
+    "accumulated by fsdp": accumulated_by_fsdp,
     "momentum": partial(changed, change=other_momentum),
     "scaled": scaled,
     "plain": plain_tensors,
@@ -268,12 +289,14 @@ def test_a_failed_backward_leaves_no_pending_gather() -> None:
     assert results_of("failed and not entered") == [True, True]
 
 
-@pytest.mark.parametrize("name", ["not entered", "first parameters first", "state dict", "started anew"])
+@pytest.mark.parametrize(
+    "name", ["not entered", "first parameters first", "state dict", "started anew", "storage moved"]
+)
 def test_the_bits_are_those_of_a_run_without_overlap(name: str) -> None:
     assert results_of(name) == [True, True]
 
 
-@pytest.mark.parametrize("name", ["clipped", "accumulated", "momentum"])
+@pytest.mark.parametrize("name", ["clipped", "accumulated", "accumulated by fsdp", "momentum"])
 def test_a_change_after_the_send_is_an_error(name: str) -> None:
     for kept, message in results_of(name):
         assert kept == (name != "clipped")

@@ -60,6 +60,16 @@ def test_nonfinite_elements_become_zero_without_effect_on_the_block() -> None:
     assert (scales < 1).all()
 
 
+def test_each_step_rounds_the_momentum_by_its_own_draws() -> None:
+    param, numbers = nn.Parameter(drawn(16, 96)), []
+    muon = Muon([("w", param)], momentum=0.0, state_dtype="int8")
+    for _ in range(2):
+        param.grad = drawn(16, 96, seed=1)
+        muon.step()
+        numbers.append(muon.state[param]["momentum_buffer"].clone())
+    assert not torch.equal(*numbers)
+
+
 @pytest.mark.parametrize(("saved", "loaded"), [("float32", "int8"), ("int8", "float32")])
 def test_a_state_dict_of_a_different_dtype_is_refused_with_the_remedy(saved: str, loaded: str) -> None:
     param = nn.Parameter(drawn(16, 96))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,12 +17,17 @@ from tests.shared import muon_keywords
 from tests.stream_order import StreamOrder, stream_order
 from tests.unit.plans import plan_of
 from titan_muon import Muon
+from titan_muon.algorithms.muon import MuonAlgorithm
 from titan_muon.features import backward
+from titan_muon.features.forward import ForwardUpdates
 from titan_muon.options import Machine, Overlap
 from titan_muon.owned.param import place_on_owners
 from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.terms.machine import machine_of
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
+from titan_muon.step.foreach import MomentumCall
+from titan_muon.step.step import Bucket
+from titan_muon.step.views import BucketViews
 from titan_muon.tensors.process_groups import fake_world
 
 __all__ = ["stream_order"]
@@ -142,6 +148,36 @@ def test_streams_wait_for_the_memory_of_other_streams(ordered: tuple[Run, Stream
     assert len(own) == 1, "what is packed and sent in backward is on a stream of its own"
     sent = [stream for stream, name in order.log if name == "c10d::alltoall_base_"]
     assert own < set(sent), "results return beside it"
+
+
+def test_a_step_packs_only_the_matrices_that_backward_has_not_sent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather may still read the send buffer."""
+    packed, original = list[int](), MuonAlgorithm.before_gather
+
+    def counted(algorithm: MuonAlgorithm, call: MomentumCall, *tensors: Any) -> None:
+        packed.append(len(call.packed))
+        original(algorithm, call, *tensors)
+
+    monkeypatch.setattr(MuonAlgorithm, "before_gather", counted)
+    run.backward(0)
+    sent = sum(packed)
+    run.step()
+    everything = sum(len(call.packed) for views in run.muon.engine.step.views for call in views.gathers)
+    assert 0 < sent <= sum(packed) == everything
+
+
+def test_a_bucket_without_parameters_of_this_rank_ends_in_forward_with_the_first_other_bucket() -> None:
+    rank, overlap, running = Mock(device=torch.device("cpu")), ForwardUpdates(), dict[int, Bucket]()
+    rank.params, rank.program.late = [Mock(param=torch.ones(1))], frozenset({0, 1})
+    rank.parameters_of = {0: [], 1: [0]}.__getitem__
+    overlap.attach(rank, [])
+    muon = Mock(bucket=lambda views, gradients: (None for _ in range(1)))
+    for index in rank.program.late:
+        views = BucketViews(index, (), (), (), None, (), Mock())
+        running[index] = overlap.start(muon, views, Mock())
+        assert overlap.keeps(index, running)
+    overlap.end_for([rank.params[0].param], [])
+    assert not overlap.holds_memory
 
 
 @pytest.mark.parametrize("waits", ["for gradients", "for packing"])
