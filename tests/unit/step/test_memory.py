@@ -16,7 +16,7 @@ from tests.shared import muon_keywords
 from titan_muon import Expert, Muon, own
 from titan_muon.algorithms.muon import MuonAlgorithm
 from titan_muon.algorithms.scaling import scaled
-from titan_muon.comm.buffers import StepMemory, fragmentation
+from titan_muon.comm.buffers import fragmentation
 from titan_muon.options import MuonOptions, PlacementRule
 from titan_muon.plan.cost.walk import Costs, PlanCost
 from titan_muon.plan.summary import summarize
@@ -179,17 +179,6 @@ def test_exchange_buffers_stay_allocated_with_keep_buffers(kept: bool) -> None:
     buffers = Muon([("w", nn.Parameter(shard))], expert=Expert(keep_buffers=kept)).engine.rank.buffers
     assert [tensor.untyped_storage().nbytes() for tensor in buffers.tensors] == [buffers.memory.nbytes * kept]
     assert buffers.memory.nbytes > 0
-
-
-def test_views_may_be_made_while_a_gather_uses_the_memory() -> None:
-    tensor = torch.zeros(8)
-    memory = StepMemory([tensor], kept=False)
-    for taken in (False, True):
-        if taken:
-            memory.take()
-        with memory.held():
-            assert tensor.untyped_storage().nbytes() == memory.nbytes == 32
-        assert tensor.untyped_storage().nbytes() == (32 if taken else 0)
 
 
 def test_planning_data_is_dropped_after_construction() -> None:
