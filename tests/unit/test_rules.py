@@ -176,7 +176,7 @@ def stepped(muon: Muon, seed: int) -> Muon:
     generator = torch.Generator().manual_seed(seed)
     for group in muon.param_groups:
         for param in group["params"]:
-            param.grad = torch.randn(16, 24, generator=generator)
+            param.grad = torch.randn(16, 24, generator=generator).to(param.dtype)
     muon.step()
     return muon
 
@@ -255,6 +255,18 @@ def test_another_algorithm_starts_with_new_states_of_its_own_shapes() -> None:
     muon.rebuild()
     (param,) = muon.param_groups[0]["params"]
     assert torch.equal(muon.state[param]["second_moment.0"], torch.zeros(16, 24))
+
+
+def test_a_state_that_a_load_rounded_for_a_frozen_parameter_is_kept_in_float32() -> None:
+    params = [(name, nn.Parameter(torch.ones(16, 24, dtype=torch.bfloat16))) for name in ("frozen", "trained")]
+    muon = stepped(Muon(params, algorithm="normuon"), 0)
+    (_, frozen), before = params[0], muon.state[params[0][1]]["second_moment.0"].clone()
+    frozen.requires_grad_(False)
+    muon.rebuild()
+    muon.load_state_dict(copy.deepcopy(muon.state_dict()))
+    frozen.requires_grad_(True)
+    muon.rebuild()
+    torch.testing.assert_close(muon.state[frozen]["second_moment.0"], before, rtol=2**-7, atol=0)
 
 
 def test_an_option_of_a_frozen_algorithm_stays_in_use() -> None:
