@@ -231,8 +231,6 @@ def with_fused(
     options: MuonOptions, device: torch.device, tensors: Sequence[Tensor], groups: Sequence[Group] = ()
 ) -> MuonOptions:
     """The options with `fused = "auto"` decided: by the measurement of this GPU, if the kernels take the tensors."""
-    if options.fused != "auto":
-        return options
     algorithm = algorithm_of(options, groups)
     takes = usable(device.type) and all(tensor.dtype in DTYPES for tensor in tensors)
     takes = takes and all(has_kernels(algorithm.for_parameter(number)) for number in range(len(tensors)))

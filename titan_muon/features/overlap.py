@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from ..comm.faults import Fault
-from ..step.gradients import StepGradients
 from ..step.rank import Rank
-from ..step.step import Bucket, MuonStep
+from ..step.step import MuonStep, Overlap
 from ..step.views import BucketViews
 
 
-class PassOverlap:
-    """Base of the overlaps: what the step asks (`step.Overlap`), and what happens between steps.
+class PassOverlap(Overlap):
+    """Base of the overlaps: what happens between steps.
 
     Attributes:
         holds_memory: whether buffers are in use between steps.
@@ -25,18 +24,6 @@ class PassOverlap:
 
     def attach(self, rank: Rank, views: Sequence[BucketViews]) -> None:
         """The tensors of the next steps: at the start, and after storage has moved."""
-
-    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Bucket:
-        return muon.bucket(views, gradients)
-
-    def keeps(self, index: int, running: dict[int, Bucket]) -> bool:
-        return False
-
-    def begin(self, gradients: StepGradients) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
 
     def check_scaler(self) -> None:
         """Raise OptionError if a torch.amp.GradScaler cannot scale the gradients."""

@@ -53,14 +53,22 @@ class Hook(Protocol):
     def end(self) -> None: ...
 
 
-class Overlap(Hook, Protocol):
-    """Who starts and who ends a bucket, if not the step alone."""
+class Overlap:
+    """Who starts and who ends a bucket, by default the step alone. A hook of the step."""
+
+    def begin(self, gradients: StepGradients) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
 
     def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Bucket:
         """The bucket, before Act.GATHER."""
+        return muon.bucket(views, gradients)
 
     def keeps(self, index: int, running: dict[int, Bucket]) -> bool:
         """Whether the bucket stays suspended at Act.APPLY, and so leaves `running`."""
+        return False
 
 
 @dataclass(eq=False)

@@ -75,7 +75,6 @@ def test_auto_takes_the_kernels_where_they_were_measured_as_faster_and_run(
     monkeypatch.setattr(fused, "usable", lambda device: True)
     options = MuonOptions(fused="auto", algorithm=rule)
     assert fused.with_fused(options, torch.device("cpu"), [torch.zeros(2, 2, dtype=dtype)]).fused is expected
-    assert fused.with_fused(MuonOptions(fused=True), torch.device("cpu"), []).fused is True
 
 
 def test_auto_without_a_measurement_takes_the_foreach_operators() -> None:
