@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -31,7 +30,6 @@ from titan_muon.titan.run import console, metrics  # noqa: E402
 from titan_muon.titan.run.console import _Useful, set_up_logging  # noqa: E402
 from titan_muon.titan.run.metrics import JsonLines, RunMetrics, tagged  # noqa: E402
 from titan_muon.titan.run.signals import SAME_PRESS_SECONDS, StopSignals  # noqa: E402
-from titan_muon.titan.run.step_timer import StepTimer  # noqa: E402
 
 PHASES = {"data": 0.1, "forward_backward": 5.0, "clip": 0.4, "optimizer": 2.0}
 
@@ -231,19 +229,6 @@ def test_a_board_that_cannot_write_is_left_out_by_name(
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("warning: TensorBoard gets no more metrics, and metrics.jsonl does: [Errno 2]")
     assert list(tiny.records(tmp_path, "loss")) == [1, 2]
-
-
-def test_the_timer_sums_every_phase_and_resets_on_drain() -> None:
-    timer = StepTimer(torch.device("cpu"))
-    for _ in range(2):
-        with timer.phase("clip"):
-            time.sleep(0.01)
-        with timer.phase("data"):
-            pass
-    seconds = timer.drain()
-    assert seconds["clip"] >= 0.02
-    assert seconds["data"] < seconds["clip"]
-    assert timer.drain() == {}
 
 
 class StubWandb(types.ModuleType):
