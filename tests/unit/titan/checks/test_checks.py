@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from titan_muon.adam import AdamW
 from titan_muon.comm.clip import NormCheck
 from titan_muon.titan.checks.experts import ExpertLoads
-from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, check_reports, ranks_with_same_data
+from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, check_reports, differing_pair
 from titan_muon.titan.checks.start import check_start, differences, source_files, start_facts
 from titan_muon.titan.checks.training import TrainingChecks, wrong_tokens
 from titan_muon.titan.data.blocks import TokenBlocks
@@ -155,12 +155,11 @@ def test_check_reports_names_differing_ranks(change: dict[str, int], text: str) 
         check_reports(5, [RANKS[0], replace(RANKS[1], **change)])
 
 
-def test_twins_finds_two_data_ranks_with_equal_inputs() -> None:
-    assert ranks_with_same_data(RANKS) is None
-    assert ranks_with_same_data([RANKS[0], replace(RANKS[1], crc=11)]) == (0, 1)
-    assert ranks_with_same_data([RANKS[0], replace(RANKS[0], position=8)]) is None, (
-        "tensor-parallel peers read the same"
-    )
+def test_two_data_ranks_with_equal_inputs_are_a_pair() -> None:
+    """Tensor-parallel peers, which read the same, are none."""
+    pairs = {None: RANKS, (0, 1): [SOUND, replace(RANKS[1], crc=11)]}
+    for pair, reports in pairs.items():
+        assert differing_pair([*reports, SOUND], same="crc", field="data_rank") == pair
 
 
 class Layer(nn.Module):
