@@ -206,6 +206,7 @@ class MuonTrainer(Trainer):
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         self.stop.begin_step()
+        self.metrics_processor.begin_step()
         self.passes = 0
         self.reported = self.metrics_processor.should_log(self.step)
         self.monitored = self.monitor is not None and self.step % self.config.monitor.freq == 0
@@ -302,7 +303,7 @@ class MuonTrainer(Trainer):
 
     def _report_validation(self) -> None:
         """Report a new validation, on every rank. Raises FloatingPointError for a loss that is not finite."""
-        if (validation := self.metrics_processor.take_validation()) is None:
+        if (validation := self.metrics_processor.validated) is None:
             return
         loss, others = validation
         read = self.bytes_per_token
@@ -315,7 +316,7 @@ class MuonTrainer(Trainer):
 
     def _report(self) -> None:
         """Report a logged step, on every rank. Raises FloatingPointError for a non-finite loss or gradient norm."""
-        if (logged := self.metrics_processor.take_step()) is None:
+        if (logged := self.metrics_processor.logged) is None:
             return
         loss, grad_norm = logged
         record: dict[str, Any] = {"loss": loss, "grad_norm": grad_norm, "tokens": self.tokens, "lr": self.rates}
