@@ -220,11 +220,7 @@ FAULTS: dict[str, tuple[Faulty, dict[str, object], tuple[str, ...]]] = {
         ("step 4: the norm of all gradients is 0",),
     ),
     "two steps": (patched(HybridOptimizers, "step", twice), {}, ("an optimizer took another number of steps",)),
-    "not cleared": (
-        patched(HybridOptimizers, "zero_grad", nothing),
-        {},
-        ("gradients of the step before were not cleared",),
-    ),
+    "not cleared": (patched(HybridOptimizers, "zero_grad", nothing), {}, ("of the step before were not cleared",)),
     "drift": (gradients(drift), REPLICAS, (f"{MISMATCH}attention.wo.weight",)),
     "bias": (gradients(bias), {**REPLICAS, **MOE}, (f"{MISMATCH}moe.expert_bias_E",)),
     "position": (

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+import models
 from tests import tiny
 from tests.dist.harness import run_ranks
 from titan_muon.titan.recipe.toml import value_text
@@ -107,6 +108,12 @@ class Curves:
     optimizers: str
 
 
+def shrink_experts() -> None:
+    """Make moe_tiny smaller in this process."""
+    flavors = models._family("qwen3").FLAVORS
+    flavors["moe_tiny"] = replace(flavors["moe_tiny"], layers=2, dim=64, hidden=64, heads=4, kv_heads=2, experts=4)
+
+
 def write_corpus(folder: Path) -> Path:
     for index in range(10):
         words = " ".join(f"word{(index * 7 + i * i) % 53} means {i % 11};" for i in range(300))
@@ -127,7 +134,6 @@ def write_recipe(folder: Path, model: str, name: str, values: Mapping[str, objec
 def train(path: str, overrides: Sequence[str] = ()) -> Path:
     """The folder of a recipe's run on the available ranks."""
     compat.install()
-    import models  # noqa: F401 (registers the families)
     from titan_muon.titan.recipe import load
     from titan_muon.titan.run import job
 

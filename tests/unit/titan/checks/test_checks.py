@@ -119,19 +119,7 @@ def test_positions_and_labels_follow_the_inputs_of_packed_blocks() -> None:
     assert len(crcs) == 4, "peers of tensor parallelism compare each of them"
 
 
-SOUND = RankReport(
-    data_rank=0,
-    position=8,
-    expected=8,
-    crc=11,
-    max_norm=1,
-    wrong_tokens=0,
-    lost_steps=0,
-    extra_steps=0,
-    fallen_counters=0,
-    stale_gradients=0,
-    sound_until=UNKNOWN,
-)
+SOUND = replace(RankReport(*[0] * 11), position=8, expected=8, crc=11, max_norm=1, sound_until=UNKNOWN)
 RANKS = [SOUND, replace(SOUND, data_rank=1, position=10, expected=10, crc=12)]
 
 
@@ -140,10 +128,7 @@ RANKS = [SOUND, replace(SOUND, data_rank=1, position=10, expected=10, crc=12)]
     [
         ({"position": 12}, "step 5: rank 1 read block 12 instead of 10"),
         ({"extra_steps": -2}, "-2 on rank 1"),
-        (
-            {"wrong_tokens": 5},
-            r"ranks \[1\] trained on positions or labels that do not follow the inputs \(\+5 on rank 1",
-        ),
+        ({"wrong_tokens": 5}, r"ranks \[1\] trained on positions or labels that do not .* \(\+5 on rank 1"),
         ({"max_norm": 2}, r"training\.max_norm on ranks \[1\] is not that of rank 0"),
         ({"stale_gradients": 3}, r"were not cleared on ranks \[1\]"),
         ({"data_rank": 0}, "ranks 0 and 1 train on the same sequences and read different text"),

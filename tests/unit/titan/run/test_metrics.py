@@ -76,12 +76,8 @@ def test_step_is_recorded_and_shown(reporter: RunMetrics, tmp_path: Path, capsys
     assert line.startswith("step 10/20  loss 2.5000  grad 1.250  lr muon 2.00e-03 adamw 1.00e-03")
     assert re.search(r"  mfu (49\.[5-9]|50\.\d) %  3\.00 GiB  0:00:20 left", line), "a busy machine counts more time"
     tags = dict(tagged({"qk": logits, "mfu": 0.5, "diverged": "TensorBoard has no curve of texts"}))
-    assert tags == {
-        "qk/max_logit/layers.0": 12.5,
-        "qk/max_logit/layers.1": 130.0,
-        "qk/heads_above_threshold": 3,
-        "step/mfu": 0.5,
-    }
+    of_layers = {"qk/max_logit/layers.0": 12.5, "qk/max_logit/layers.1": 130.0}
+    assert tags == {**of_layers, "qk/heads_above_threshold": 3, "step/mfu": 0.5}
 
 
 def test_a_validation_is_recorded_by_tokens_and_bytes(
@@ -304,9 +300,8 @@ def test_a_warning_of_a_rank_is_printed_once_with_the_rank() -> None:
     """For example memory errors of a GPU or a slow link, on a single rank."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
     try:
-        records = [
-            logging.LogRecord("torchtitan", level, "", 0, "ECC %s", ("error",), None) for level in (30, 30, 20, 40)
-        ]
+        levels = (30, 30, 20, 40)
+        records = [logging.LogRecord("torchtitan", level, "", 0, "ECC %s", ("error",), None) for level in levels]
         assert [_Useful().filter(record) for record in records] == [True, False, False, True]
         assert records[0].getMessage() == "rank 1: ECC error"
     finally:
