@@ -21,7 +21,7 @@ LAYOUTS: Mapping[str, tuple[int, Mapping[str, object]]] = {
     "one rank": (1, {}),
     "TP 2": (2, layouts.TP2),
     "EP 2, owned": (2, {**layouts.EP2, **layouts.OWNED}),
-    "HSDP 2": (2, {"parallelism.data_parallel_replicate_degree": 2}),
+    "HSDP 2": (2, layouts.HSDP2),
 }
 VALUES = {"training.steps": STEPS, "training.seq_len": 64, "lr_scheduler.total_steps": STEPS, "validator.steps": 4}
 

@@ -13,17 +13,7 @@ EXAMPLE = ROOT / "examples" / "torch_muon"
 
 def losses(folder: Path, name: str, config: Path, *words: str) -> dict[int, float]:
     """The loss of each step of a run of 3 steps."""
-    command = [
-        sys.executable,
-        "train.py",
-        "--config",
-        str(config),
-        *words,
-        "--name",
-        name,
-        "--dump_folder",
-        str(folder),
-    ]
+    command = [sys.executable, "train.py", f"--config={config}", *words, f"--name={name}", f"--dump_folder={folder}"]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder}"}
     subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True)
     return tiny.records(next(folder.glob(f"{name}/*/metrics.jsonl")).parent, "loss")

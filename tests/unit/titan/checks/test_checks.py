@@ -98,10 +98,7 @@ def test_positions_and_labels_follow_the_inputs_of_packed_blocks() -> None:
     tens = np.full(10, 10)
     corpus = Corpus(chunked_array([ids], type=large_binary()), np.dtype(np.uint16), tens, tens, "")
     blocks = [TokenBlocks(corpus, np.arange(10), 16, seed=0)[number] for number in range(3)]
-    inputs, positions, labels = (
-        torch.from_numpy(np.stack([getattr(block, name) for block in blocks]))
-        for name in ("inputs", "positions", "labels")
-    )
+    inputs, labels, positions = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*blocks, strict=True))
     assert wrong_tokens(inputs, positions, labels) == 0
     assert wrong_tokens(inputs, positions, torch.full_like(labels, NOT_COUNTED)) == 0
     for tensor in (inputs, positions, labels):
@@ -165,10 +162,8 @@ def test_dead_experts_are_reported_once_until_the_next_token() -> None:
         assert tokens["0"][0] == 5
         if dead := loads.dead(step, tokens):
             lines[step] = dead
-    assert lines == {
-        110: ["0: experts 2 got no token in any report of the last 100 steps"],
-        300: ["0: experts 3 got no token in any report of the last 100 steps"],
-    }
+    silent = "got no token in any report of the last 100 steps"
+    assert lines == {110: [f"0: experts 2 {silent}"], 300: [f"0: experts 3 {silent}"]}
 
 
 def test_the_causes_of_a_nonfinite_norm_are_reported_once() -> None:
