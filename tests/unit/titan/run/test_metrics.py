@@ -9,11 +9,11 @@ import resource
 import signal
 import sys
 import time
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -122,20 +122,17 @@ def test_quiet_prints_only_warnings_errors_and_the_end(
     assert re.fullmatch(r"ended after step 10: loss 2\.5000, held out 1\.0000, \d+:\d\d:\d\d; runs/x", end)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+@pytest.mark.parametrize("terminal", [True, False])
 def test_only_a_terminal_has_a_progress_bar(
-    reporter: RunMetrics, monkeypatch: pytest.MonkeyPatch, stream: io.StringIO
+    reporter: RunMetrics, monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
     monkeypatch.setattr(sys, "stderr", stream)
     reporter.advance(6)
     report(reporter, 7)
     reporter.close()
-    assert (" 6/20 " in stream.getvalue()) == stream.isatty()
+    assert (" 6/20 " in stream.getvalue()) == terminal
 
 
 def points(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -227,33 +224,19 @@ def test_a_board_that_cannot_write_is_left_out_by_name(
     assert list(tiny.records(tmp_path, "loss")) == [1, 2]
 
 
-class StubWandb(types.ModuleType):
-    """wandb for TorchTitan's logger; records the arguments of a run's start."""
-
-    Error: type[Exception] = OSError
-
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.begun: list[dict] = []
-        self.logged: list[tuple[dict, int]] = []
-
-    def init(self, **arguments: object) -> None:
-        self.begun.append(arguments | {"resume": os.environ.get("WANDB_RESUME")})
-
-    def log(self, values: dict, step: int) -> None:
-        self.logged.append((values, step))
-
-
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> StubWandb:
-    stub = StubWandb()
+def wandb(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """wandb for TorchTitan's logger, and no environment."""
+    stub = mock.Mock(Error=OSError)
     monkeypatch.setitem(sys.modules, "wandb", stub)
     monkeypatch.setattr(os, "environ", {})
     return stub
 
 
-def test_wandb_gets_the_recipe_and_continues_the_run(tmp_path: Path, wandb: StubWandb) -> None:
+def test_wandb_gets_the_recipe_and_continues_the_run(tmp_path: Path, wandb: mock.Mock) -> None:
     """The resolved recipe is the run's config, a continued folder is the same run, and a new folder a new run."""
+    resumes: list[str | None] = []
+    wandb.init.side_effect = lambda **_: resumes.append(os.environ.get("WANDB_RESUME"))
     for name in ("first", "first", "second"):
         os.environ.clear()
         (tmp_path / name).mkdir(exist_ok=True)
@@ -264,21 +247,18 @@ def test_wandb_gets_the_recipe_and_continues_the_run(tmp_path: Path, wandb: Stub
     offline = Recipe(metrics=Metrics(wandb_project="mine", wandb_offline=True))
     metrics.WandB(tmp_path, to_toml(offline)).log({"loss": 1.0}, 3)
     assert (os.environ["WANDB_PROJECT"], os.environ["WANDB_MODE"]) == ("mine", "offline")
-    first, again, second, mine = wandb.begun
+    first, again, second, mine = (call.kwargs for call in wandb.init.call_args_list)
     assert (first["config"]["name"], first["config"]["muon"]["momentum"]) == ("tiny", Recipe().muon.momentum)
     assert first["id"] == again["id"] != second["id"]
-    assert (first["resume"], second["name"]) == ("allow", f"{tmp_path.name}/second")
-    assert (mine["id"], mine["resume"]) == ("mine", "must"), "the user's values win"
-    assert wandb.logged == [({"loss/train": 1.0}, 3)]
+    assert second["name"] == f"{tmp_path.name}/second"
+    assert (mine["id"], resumes) == ("mine", ["allow", "allow", "allow", "must"]), "the user's values win"
+    wandb.log.assert_called_once_with({"loss/train": 1.0}, step=3)
 
 
 def test_a_refusal_of_wandb_is_an_error_with_the_key(
-    tmp_path: Path, wandb: StubWandb, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wandb: mock.Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def init(**arguments: object) -> None:
-        raise wandb.Error("No API key configured.\nmore")
-
-    monkeypatch.setattr(wandb, "init", init)
+    wandb.init.side_effect = wandb.Error("No API key configured.\nmore")
     remedies = {"No API key configured. Or set metrics.wandb_offline = true": wandb, "run pip install wandb": None}
     for problem, module in remedies.items():
         monkeypatch.setitem(sys.modules, "wandb", module)
