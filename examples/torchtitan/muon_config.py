@@ -24,7 +24,8 @@ from torchtitan.trainer import Trainer
 
 from models import qwen3
 from titan_muon.titan import HybridOptimizers
-from titan_muon.titan.data.loader import dataloader_config, tokenizer_config
+from titan_muon.titan.data.loader import dataloader_config
+from titan_muon.titan.data.tokenizers import tokenizer_config
 from titan_muon.titan.model.attention import use_attention
 from titan_muon.titan.model.parallelize import wrap_parallelize
 from titan_muon.titan.recipe.sections import Data

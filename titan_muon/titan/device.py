@@ -92,16 +92,35 @@ def forked_rng(device: torch.device) -> AbstractContextManager[None]:
     return torch.random.fork_rng([] if is_host(device) else [device], device_type=device.type)
 
 
-def now(device: torch.device) -> torch.Event | float:
-    """Point in time in the work of `device`, for `seconds_between`."""
-    # The host runs ahead of an accelerator, so a clock would measure launches.
-    if is_host(device):
-        return time.perf_counter()
-    event = torch.Event(device=device, enable_timing=True)
-    event.record()
-    return event
+class Stopwatch(AbstractContextManager[None]):
+    """Sums the time inside of the context in the work of a device, without waiting for the device."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
 
-def seconds_between(start: Any, end: Any) -> float:
-    """Seconds between two past values of `now`, of one device."""
-    return float(start.elapsed_time(end)) / 1e3 if isinstance(start, torch.Event) else float(end - start)
+    def mark(self) -> None:
+        """Begin the context, or end it."""
+        # The host runs ahead of an accelerator, so a clock would measure launches.
+        if is_host(self._device):
+            self._marks.append(time.perf_counter())
+        else:
+            self._marks.append(torch.Event(device=self._device, enable_timing=True))
+            self._marks[-1].record()
+
+    def __enter__(self) -> None:
+        self.mark()
+
+    def __exit__(self, *error: object) -> None:
+        self.mark()
+
+    def take(self) -> float:
+        """Seconds since the last call. Waits for the device."""
+        marks, self._marks = self._marks, []
+        pairs = list(zip(marks[::2], marks[1::2], strict=False))
+        if is_host(self._device):
+            return float(sum(end - begin for begin, end in pairs))
+        # A stream completes events in order.
+        for _, end in pairs[-1:]:
+            end.synchronize()
+        return float(sum(begin.elapsed_time(end) for begin, end in pairs)) / 1e3

@@ -6,47 +6,38 @@
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import models
 from tests import tiny
 from tests.dist.harness import run_ranks
-from tests.dist.titan.test_training_layouts import EP2, EXPERTS, OWNED, TP2, train, write_corpus, write_recipe
+from tests.dist.titan import test_training_layouts as layouts
 from titan_muon.titan.torchtitan import compat
 
 STORED = Path(__file__).with_name("losses_of_0_3_0.json")
 TOLERANCE, STEPS = 1e-3, 20
 LAYOUTS: Mapping[str, tuple[int, Mapping[str, object]]] = {
     "one rank": (1, {}),
-    "TP 2": (2, TP2),
-    "EP 2, owned": (2, {**EP2, **OWNED}),
-    "HSDP 2": (2, {"parallelism.data_parallel_replicate_degree": 2}),
+    "TP 2": (2, layouts.TP2),
+    "EP 2, owned": (2, {**layouts.EP2, **layouts.OWNED}),
+    "HSDP 2": (2, layouts.HSDP2),
 }
-VALUES = {
-    "training.steps": STEPS,
-    "training.seq_len": 64,
-    "lr_scheduler.total_steps": STEPS,
-    "validator.steps": 4,
-}
+VALUES = {"training.steps": STEPS, "training.seq_len": 64, "lr_scheduler.total_steps": STEPS, "validator.steps": 4}
 
 
 def losses(rank: int, world_size: int, path: str) -> dict[int, float]:
-    flavors = models._family("qwen3").FLAVORS
-    flavors["moe_tiny"] = replace(flavors["moe_tiny"], layers=2, dim=64, hidden=64, heads=4, kv_heads=2, experts=4)
-    folder = train(path)
+    layouts.shrink_experts()
+    folder = layouts.train(path)
     return {**tiny.records(folder, "loss"), 0: tiny.records(folder, "val_loss")[STEPS]}
 
 
 def trained(folder: Path, layout: str) -> dict[str, float]:
     """Losses by step, and the loss on the held-out text as step 0."""
     ranks, values = LAYOUTS[layout]
-    recipe = write_recipe(folder, EXPERTS, layout.replace(" ", "_"), {**VALUES, **values})
-    return {
-        str(step): round(loss, 6) for step, loss in sorted(run_ranks(losses, ranks, recipe, timeout=500)[0].items())
-    }
+    recipe = layouts.write_recipe(folder, layouts.EXPERTS, layout.replace(" ", "_"), {**VALUES, **values})
+    found = run_ranks(losses, ranks, recipe, timeout=500)[0]
+    return {str(step): round(loss, 6) for step, loss in sorted(found.items())}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -54,10 +45,10 @@ def trained(folder: Path, layout: str) -> dict[str, float]:
 def test_losses_are_those_of_the_older_version(layout: str, tmp_path: Path) -> None:
     expected = json.loads(STORED.read_text())[layout]
     assert expected[str(STEPS)] < expected["1"] - 1, "a model that does not learn hides differences"
-    assert trained(write_corpus(tmp_path), layout) == pytest.approx(expected, abs=TOLERANCE)
+    assert trained(layouts.write_corpus(tmp_path), layout) == pytest.approx(expected, abs=TOLERANCE)
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        corpus = write_corpus(Path(folder))
+        corpus = layouts.write_corpus(Path(folder))
         STORED.write_text(json.dumps({layout: trained(corpus, layout) for layout in LAYOUTS}, indent=1) + "\n")

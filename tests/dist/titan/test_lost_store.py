@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -37,54 +36,45 @@ with Watchdog(store, 1, 2, first_timeout={TIMEOUT}, timeout={TIMEOUT}) as watchd
 """
 
 
-@dataclass(frozen=True)
-class Case:
-    """A signal to the process with the store, and how the rank must end."""
-
-    sent: signal.Signals
-    code: int
-    text: str
-    role: str = "training"
-    environment: dict[str, str] = field(default_factory=dict)
-
-    def start(self) -> "subprocess.Popen[str]":
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = str(free.getsockname()[1])
-        return subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", RANK, port, self.role],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-
-
 UNDER_TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 CASES = (
-    Case(signal.SIGKILL, 1, "rank 1 ends: the process with the job's store is gone"),
-    Case(signal.SIGSTOP, 1, "rank 1 ends: no answer from the job's store"),
-    Case(signal.SIGKILL, 0, "is gone; training ends after this step", environment=UNDER_TORCHRUN),
-    Case(signal.SIGKILL, 0, "", role="done"),
+    (signal.SIGKILL, 1, "rank 1 ends: the process with the job's store is gone", "training", {}),
+    (signal.SIGSTOP, 1, "rank 1 ends: no answer from the job's store", "training", {}),
+    (signal.SIGKILL, 0, "is gone; training ends after this step", "training", UNDER_TORCHRUN),
+    (signal.SIGKILL, 0, "", "done", {}),
 )
+"""Signal to the process with the store; exit code and text of the rank; the rank's role and environment."""
+
+
+def start(role: str, environment: dict[str, str]) -> "subprocess.Popen[str]":
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", RANK, port, role],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def test_a_lost_store_ends_a_rank_in_time_and_is_named() -> None:
     """A killed store, a stopped store, and a lost launcher; after training there is no error."""
-    ranks = [case.start() for case in CASES]
+    ranks = [start(role, environment) for *_, role, environment in CASES]
     keepers: list[int] = []
     try:
-        for case, rank in zip(CASES, ranks, strict=True):
+        for (sent, *_), rank in zip(CASES, ranks, strict=True):
             assert rank.stdout is not None
             keepers.append(int(rank.stdout.readline()))
-            os.kill(keepers[-1], case.sent)
-        for case, rank in zip(CASES, ranks, strict=True):
+            os.kill(keepers[-1], sent)
+        for (_, code, text, *_), rank in zip(CASES, ranks, strict=True):
             shown = rank.communicate(timeout=60)[0]
-            assert rank.returncode == case.code, shown
+            assert rank.returncode == code, shown
             errors = [line for line in shown.splitlines() if line.startswith("error: ")]
-            assert len(errors) == bool(case.text), shown
-            assert case.text in shown
+            assert len(errors) == bool(text), shown
+            assert text in shown
     finally:
         for pid in (*keepers, *(rank.pid for rank in ranks)):
             try:

@@ -13,16 +13,10 @@ from typing import TextIO
 import pytest
 
 from tests import tiny
-from tests.dist.titan.test_train_py import TORCHRUN, run_folder, start
+from tests.dist.titan.test_train_py import TORCHRUN, run_folder, start, worker
 
 # Bfloat16 products are slow on many CPUs.
 FEW = ("--training.steps=6", "--validator.enable=false", "--checkpoint.freq=2", "--muon.expert.ns_dtype=float32")
-
-
-def worker(launcher: subprocess.Popen[str], local_rank: int) -> int:
-    """The process of a rank started by torchrun."""
-    shown = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(launcher.pid)], text=True)
-    return sorted(int(pid) for pid in shown.split())[local_rank]
 
 
 def start_nodes(file: Path, *words: str) -> tuple[list[subprocess.Popen[str]], TextIO]:
@@ -78,13 +72,9 @@ TIMEOUT_SECONDS = 5
 @pytest.mark.slow
 def test_stopped_rank_ends_the_job_in_time_and_is_named(tmp_path: Path) -> None:
     """With a rank in SIGSTOP all processes, also torchrun, end 5 s after the timeout, and one line names the rank."""
-    words = (
-        f"--comm.train_timeout_seconds={TIMEOUT_SECONDS}",
-        "--training.steps=500",
-        "--lr_scheduler.total_steps=500",
-        "--muon.expert.ns_dtype=float32",
-    )
-    process = start(TORCHRUN, tiny.write_recipe(tmp_path), "--validator.enable=false", *words)
+    words = ("--validator.enable=false", f"--comm.train_timeout_seconds={TIMEOUT_SECONDS}", "--training.steps=500")
+    words += ("--lr_scheduler.total_steps=500", "--muon.expert.ns_dtype=float32")
+    process = start(TORCHRUN, tiny.write_recipe(tmp_path), *words)
     assert process.stdout is not None
     shown = read_until(process.stdout, r"^step +2/")
     stopped = worker(process, 1)

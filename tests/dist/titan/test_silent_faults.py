@@ -6,6 +6,8 @@ import re
 import shutil
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from math import nan
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -149,20 +151,8 @@ def no_counts(original: Change, optimizers: Any, state: Any) -> None:
         values["step"].zero_()
 
 
-def after_the_clip(original: Change, trainer: Any) -> Any:
-    norm = original(trainer)
-    if trainer.step == 2:
-        trainer.model_parts[0].layers["1"].attention.wo.weight.grad.to_local()[0, 0] = float("nan")
-    return norm
-
-
 def no_loss(original: Change, metrics: Any, loss: float, step: int) -> None:
     original(metrics, float("nan"), step)
-
-
-def nan(trainer: Any) -> None:
-    if trainer.step == 2:
-        trainer.model_parts[0].tok_embeddings.weight.grad.to_local()[0, 0] = float("nan")
 
 
 def zeros(trainer: Any) -> None:
@@ -171,14 +161,20 @@ def zeros(trainer: Any) -> None:
             parameter.grad.zero_()
 
 
-def drift(trainer: Any) -> None:
-    if trainer.step == 2:
-        trainer.model_parts[0].layers["1"].attention.wo.weight.detach().to_local()[0, 0] += 1e-6
+def added(name: str, value: float, *, step: int = 2) -> Callable[[Any], None]:
+    """Add `value` to the first element of a tensor of the model, in a step."""
+
+    def change(trainer: Any) -> None:
+        if trainer.step == step:
+            local(attrgetter(name)(trainer.model_parts[0])).detach().view(-1)[0] += value
+
+    return change
 
 
-def bias(trainer: Any) -> None:
-    if trainer.step == 2:
-        trainer.model_parts[0].layers["1"].moe.expert_bias_E[0] += 1
+def after_the_clip(original: Change, trainer: Any) -> Any:
+    norm = original(trainer)
+    added("layers.1.attention.wo.weight.grad", nan)(trainer)
+    return norm
 
 
 REPLICAS = {"parallelism__data_parallel_replicate_degree": 2, "debug__check_replicas_freq": 2}
@@ -187,6 +183,7 @@ RARE = {**SAVED, "checkpoint__freq": 2, "metrics__log_freq": 10}
 MOE = {"model__name": "qwen3", "model__flavor": "moe_tiny"}
 RESUMED = {**RARE, "name": "healthy", "checkpoint__load": "latest"}
 MISMATCH = "RunFault: step 2: values that must be equal on ranks differ: layers.1."
+NOT_FINITE = added("tok_embeddings.weight.grad", nan)
 NAN = "FloatingPointError: step 2: the norm of the gradients is nan"
 
 # A fault, options of the run, and words of the output.
@@ -199,7 +196,7 @@ FAULTS: dict[str, tuple[Faulty, dict[str, object], tuple[str, ...]]] = {
         {"training__steps": 4},
         ("rank 1 read block",),
     ),
-    "nan": (gradients(nan), RARE, (NAN, "tok_embeddings.weight on rank 1")),
+    "nan": (gradients(NOT_FINITE), RARE, (NAN, "tok_embeddings.weight on rank 1")),
     "after the clip": (
         patched(MuonTrainer, "_clip_gradients", after_the_clip, ranks=[1]),
         {},
@@ -220,13 +217,9 @@ FAULTS: dict[str, tuple[Faulty, dict[str, object], tuple[str, ...]]] = {
         ("step 4: the norm of all gradients is 0",),
     ),
     "two steps": (patched(HybridOptimizers, "step", twice), {}, ("an optimizer took another number of steps",)),
-    "not cleared": (
-        patched(HybridOptimizers, "zero_grad", nothing),
-        {},
-        ("gradients of the step before were not cleared",),
-    ),
-    "drift": (gradients(drift), REPLICAS, (f"{MISMATCH}attention.wo.weight",)),
-    "bias": (gradients(bias), {**REPLICAS, **MOE}, (f"{MISMATCH}moe.expert_bias_E",)),
+    "not cleared": (patched(HybridOptimizers, "zero_grad", nothing), {}, ("of the step before were not cleared",)),
+    "drift": (gradients(added("layers.1.attention.wo.weight", 1e-6)), REPLICAS, (f"{MISMATCH}attention.wo.weight",)),
+    "bias": (gradients(added("layers.1.moe.expert_bias_E", 1)), {**REPLICAS, **MOE}, (f"{MISMATCH}moe.expert_bias_E",)),
     "position": (
         patched(PackedDataLoader, "load_state_dict", beyond),
         {**RESUMED, "training__steps": 5},
@@ -265,7 +258,7 @@ def with_unchanged_steps(folder: Path, rank: int, **values: object) -> tuple[str
     # As on a GPU, where the host reads the norm after the step.
     late = mock.patch("titan_muon.titan.checks.training.is_host", return_value=False)
     with late, patched(HybridOptimizers, "step", step)(rank):
-        return outcome(folder, "kept", gradients(nan)(rank), **values), unchanged
+        return outcome(folder, "kept", gradients(NOT_FINITE)(rank), **values), unchanged
 
 
 def faulty_steps(rank: int, world_size: int, folder: Path) -> tuple[dict[str, str], dict[str, tuple[str, list[bool]]]]:
@@ -314,11 +307,8 @@ def damaged_checkpoints(rank: int, world_size: int, folder: Path) -> dict[str, s
     damage(lambda: shutil.copy(steps / "step-1" / "__1_0.distcp", steps / "step-2" / "__1_0.distcp"))
     shown["resumed"] = outcome(folder, "run", **resumed)
 
-    def poison(trainer: Any) -> None:
-        if trainer.step == 5:
-            trainer.model_parts[0].layers["1"].attention.wo.weight.detach().to_local()[0, 0] = 2.0**100
-
-    shown["poisoned"] = outcome(folder, "run", gradients(poison)(rank), **{**resumed, "training__steps": 5})
+    poison = gradients(added("layers.1.attention.wo.weight", 2.0**100, step=5))
+    shown["poisoned"] = outcome(folder, "run", poison(rank), **{**resumed, "training__steps": 5})
     assert not (steps / "step-5").exists()
     flipped = steps / "step-4" / ".metadata"
     damage(lambda: flipped.write_bytes(flipped.read_bytes()[:-9] + b"\1" + flipped.read_bytes()[-8:]))

@@ -6,13 +6,12 @@ import runpy
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import models
 from tests.dist.harness import run_ranks
+from tests.dist.titan.test_training_layouts import shrink_experts
 from titan_muon.titan.data import files
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "torchtitan"
@@ -23,11 +22,7 @@ LAYOUTS: Mapping[str, tuple[int, int, tuple[str, ...]]] = {
     "TP 2": (2, 1, ("--parallelism.tensor_parallel_degree=2",)),
     "EP 2": (2, 2, ("--parallelism.expert_parallel_degree=2",)),
     "HSDP 2": (2, 2, ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1")),
-    "FSDP 2, TP 2, EP 2": (
-        4,
-        2,
-        ("--parallelism.tensor_parallel_degree=2", "--parallelism.expert_parallel_degree=2"),
-    ),
+    "FSDP 2, TP 2, EP 2": (4, 2, ("--parallelism.tensor_parallel_degree=2", "--parallelism.expert_parallel_degree=2")),
 }
 """Ranks, data-parallel ranks and options of the command line."""
 
@@ -39,8 +34,7 @@ def train(rank: int, world_size: int, folder: Path, data_ranks: int, options: tu
 
     real = files._python_files()
     files._python_files = lambda: {name: real[name] for name in sorted(real)[:20]}
-    flavors = models._family("qwen3").FLAVORS
-    flavors["moe_tiny"] = replace(flavors["moe_tiny"], layers=2, dim=64, hidden=64, heads=4, kv_heads=2, experts=4)
+    shrink_experts()
     sequences = SEQUENCES // data_ranks
     budget = Budget(seq_len=64, sequences=sequences, microbatch=sequences, global_sequences=-1)
     lines: list[str] = []

@@ -33,6 +33,12 @@ def start(launcher: Sequence[str], file: Path, *words: str, stdout: int = subpro
     )
 
 
+def worker(launcher: subprocess.Popen[str], local_rank: int) -> int:
+    """The process of a rank started by torchrun."""
+    shown = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(launcher.pid)], text=True)
+    return sorted(int(pid) for pid in shown.split())[local_rank]
+
+
 def run_folder(folder: Path) -> Path:
     runs = folder / "runs" / "tiny"
     return runs / (runs / "latest").read_text().strip()
@@ -50,25 +56,15 @@ def stop_after_first_step(process: subprocess.Popen[str], kill: object) -> str:
     raise AssertionError(f"the run ended before its first step:\n{before}")
 
 
-LONG = (
-    "--training.steps=5000",
-    "--lr_scheduler.total_steps=5000",
-    "--validator.freq=5000",
-    "--checkpoint.freq=5000",
-)
+KEYS = ("training.steps", "lr_scheduler.total_steps", "validator.freq", "checkpoint.freq")
+LONG = tuple(f"--{key}=5000" for key in KEYS)
 
 
 def test_sigterm_stops_every_rank_at_the_same_step_with_a_complete_checkpoint(tmp_path: Path) -> None:
     """SIGTERM arrives at different times on the workers. The exit code is 0."""
     process = start(TORCHRUN, tiny.write_recipe(tmp_path), *LONG)
 
-    def kill() -> None:
-        shown = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(process.pid)], text=True)
-        workers = [int(pid) for pid in shown.split()]
-        assert len(workers) == 2
-        os.kill(workers[1], signal.SIGTERM)
-
-    shown = stop_after_first_step(process, kill)
+    shown = stop_after_first_step(process, lambda: os.kill(worker(process, 1), signal.SIGTERM))
     assert process.returncode == 0, shown
     assert "stopped after step" in shown
     assert "Traceback" not in shown

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+import models
 from tests import tiny
 from tests.dist.harness import run_ranks
 from titan_muon.titan.recipe.toml import value_text
@@ -39,46 +40,28 @@ RECIPE: Mapping[str, object] = {
 
 TP2 = {"parallelism.tensor_parallel_degree": 2}
 EP2 = {"parallelism.expert_parallel_degree": 2}
+CP2 = {"parallelism.context_parallel_degree": 2}
+HSDP2 = {"parallelism.data_parallel_replicate_degree": 2}
 OWNED = {"placement.muon": "owned"}
-STAGES = {
-    "parallelism.pipeline_parallel_degree": 2,
-    "training.local_batch_size": 2,
-    "training.steps": 3,
-    "validator.enable": False,
-}
+STAGES = {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 2, "training.steps": 3}
+STAGES |= {"validator.enable": False}
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
 BLOCKS, ENDS = ["tok_embeddings", *(f"layers.{index}" for index in range(6))], ["norm", "lm_head"]
+AS_ON_GPUS = {"loss.chunks": 8, "activation_checkpoint.mode": "selective", "optimizer.implementation": "fused"}
+"""The defaults on GPUs, and the settings of large models."""
 LAYOUTS: Mapping[str, tuple[int, str, Mapping[str, object]]] = {
     "fsdp2_tp2": (4, DENSE, TP2),
     "owned": (2, EXPERTS, OWNED),
     "fsdp4": (4, DENSE, {}),
-    "fsdp2_cp2": (4, DENSE, {"parallelism.context_parallel_degree": 2}),
-    "hsdp2x2": (4, EXPERTS, {"parallelism.data_parallel_replicate_degree": 2}),
+    "fsdp2_cp2": (4, DENSE, CP2),
+    "hsdp2x2": (4, EXPERTS, HSDP2),
     "ep2_efsdp2": (4, EXPERTS, EP2),
-    # The defaults on GPUs, and the settings of large models.
-    "tp2_ep2_as_on_gpus": (
-        4,
-        EXPERTS,
-        {
-            **TP2,
-            **EP2,
-            "loss.chunks": 8,
-            "activation_checkpoint.mode": "selective",
-            "optimizer.implementation": "fused",
-        },
-    ),
+    "tp2_ep2_as_on_gpus": (4, EXPERTS, {**TP2, **EP2, **AS_ON_GPUS}),
     "mla_ep4": (4, LATENT, {"parallelism.expert_parallel_degree": 4}),
-    "mla_cp2": (
-        2,
-        LATENT,
-        {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_load_balancer": "none"},
-    ),
-    "tp2_cp2": (4, DENSE, {**TP2, "parallelism.context_parallel_degree": 2}),
+    "mla_cp2": (2, LATENT, {**CP2, "parallelism.context_parallel_load_balancer": "none"}),
+    "tp2_cp2": (4, DENSE, {**TP2, **CP2}),
     "tp2_owned": (4, DENSE, {**TP2, **OWNED}),
-    "hsdp2_one_owner": (
-        2,
-        EXPERTS,
-        {"parallelism.data_parallel_replicate_degree": 2, **OWNED, "placement.replicas": "one"},
-    ),
+    "hsdp2_one_owner": (2, EXPERTS, {**HSDP2, **OWNED, "placement.replicas": "one"}),
     "pp2": (2, DENSE, STAGES),
     "pp2_tp2": (4, DENSE, {**STAGES, **TP2}),
     "pp2_tp2_owned": (4, DENSE, {**STAGES, **TP2, **OWNED}),
@@ -87,12 +70,8 @@ LAYOUTS: Mapping[str, tuple[int, str, Mapping[str, object]]] = {
     "pp2_ep2": (4, EXPERTS, {**STAGES, **EP2}),
     # The last stage has no Muon matrix, and takes part in agreements.
     "no_matrices": (2, DENSE, {**STAGES, "parallelism.module_fqns_per_model_part": [BLOCKS, ENDS]}),
-    "interleaved": (2, DENSE, {**STAGES, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}),
-    "zero_bubble": (
-        2,
-        DENSE,
-        {**STAGES, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble", "training.local_batch_size": 4},
-    ),
+    "interleaved": (2, DENSE, {**STAGES, SCHEDULE: "Interleaved1F1B"}),
+    "zero_bubble": (2, DENSE, {**STAGES, SCHEDULE: "ZBVZeroBubble", "training.local_batch_size": 4}),
 }
 
 
@@ -105,6 +84,12 @@ class Curves:
     held_out: dict[int, float]
     tokens: dict[int, float]
     optimizers: str
+
+
+def shrink_experts() -> None:
+    """Make moe_tiny smaller in this process."""
+    flavors = models._family("qwen3").FLAVORS
+    flavors["moe_tiny"] = replace(flavors["moe_tiny"], layers=2, dim=64, hidden=64, heads=4, kv_heads=2, experts=4)
 
 
 def write_corpus(folder: Path) -> Path:
@@ -127,7 +112,6 @@ def write_recipe(folder: Path, model: str, name: str, values: Mapping[str, objec
 def train(path: str, overrides: Sequence[str] = ()) -> Path:
     """The folder of a recipe's run on the available ranks."""
     compat.install()
-    import models  # noqa: F401 (registers the families)
     from titan_muon.titan.recipe import load
     from titan_muon.titan.run import job
 

@@ -1,10 +1,12 @@
 """Device-dependent choices are in one file, and a recipe can override each choice on any device."""
 
 import ast
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from titan_muon.titan import device
 
@@ -52,3 +54,12 @@ def test_passes_are_in_float32_on_a_cpu_without_instructions_for_bfloat16(
     assert device.passes_dtype("auto", "cpu") == ("bfloat16" if instructions else "float32")
     assert device.passes_dtype("auto", "cuda") == "bfloat16"
     assert device.passes_dtype("bfloat16", "cpu") == "bfloat16"
+
+
+def test_a_stopwatch_sums_the_time_since_the_last_call() -> None:
+    watch = device.Stopwatch(torch.device("cpu"))
+    for _ in range(2):
+        with watch:
+            time.sleep(0.01)
+    assert watch.take() >= 0.02
+    assert watch.take() == 0

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_muon.tensors.dtensor import local
+from titan_muon.tensors.names import listed
 
 DEAD_STEPS, DEAD_REPORTS = 100, 3
 """An expert is dead without a token over this many steps and reports."""
@@ -52,11 +53,8 @@ class ExpertLoads:
                 if _is_dead(steps) and not was_dead:
                     new.append(expert)
             if new:
-                shown = ", ".join(map(str, new[:8]))
-                lines.append(
-                    f"{layer}: experts {shown}{' and more' if len(new) > 8 else ''} got no token in any report of the "
-                    f"last {DEAD_STEPS} steps"
-                )
+                shown = listed([*map(str, new)], 8)
+                lines.append(f"{layer}: experts {shown} got no token in any report of the last {DEAD_STEPS} steps")
         return lines
 
     def _counts(self) -> list[Tensor]:

@@ -57,14 +57,11 @@ def check_reports(step: int, reports: Sequence[RankReport]) -> None:
     if wrong := [(rank, r) for rank, r in enumerate(reports) if r.position != r.expected]:
         shown = ", ".join(f"rank {rank} read block {r.position} instead of {r.expected}" for rank, r in wrong[:4])
         raise RunFault(f"step {step}: {shown}. Some training text was skipped or repeated; {RESUME}")
-    first: dict[int, int] = {}
-    for rank, report in enumerate(reports):
-        peer = first.setdefault(report.data_rank, rank)
-        if reports[peer].crc != report.crc:
-            raise RunFault(
-                f"step {step}: ranks {peer} and {rank} train on the same sequences and read different text, because "
-                "data.files or data.cache differ between them. Give all ranks the same files."
-            )
+    if pair := differing_pair(reports, same="data_rank", field="crc"):
+        raise RunFault(
+            f"step {step}: ranks {pair[0]} and {pair[1]} train on the same sequences and read different text, because "
+            "data.files or data.cache differ between them. Give all ranks the same files."
+        )
     if others := [rank for rank, r in enumerate(reports) if r.max_norm != reports[0].max_norm]:
         raise RunFault(f"step {step}: training.max_norm on ranks {others[:4]} is not that of rank 0; {RESUME}")
     for field, text in NOT_ZERO.items():
@@ -73,11 +70,11 @@ def check_reports(step: int, reports: Sequence[RankReport]) -> None:
             raise RunFault(f"step {step}: {text.format(counts=counts, ranks=f'ranks {[*bad][:4]}')}")
 
 
-def ranks_with_same_data(reports: Sequence[RankReport]) -> tuple[int, int] | None:
-    """Two ranks with equal inputs and different data-parallel places, or None."""
+def differing_pair(reports: Sequence[RankReport], *, same: str, field: str) -> tuple[int, int] | None:
+    """Two ranks with an equal field `same` and another value of `field`, or None."""
     first: dict[int, int] = {}
     for rank, report in enumerate(reports):
-        peer = first.setdefault(report.crc, rank)
-        if reports[peer].data_rank != report.data_rank:
+        peer = first.setdefault(getattr(report, same), rank)
+        if getattr(reports[peer], field) != getattr(report, field):
             return peer, rank
     return None

@@ -16,6 +16,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 import titan_muon
 from titan_muon import registry
+from titan_muon.tensors.names import listed
 from titan_muon.titan.data.loader import PackedDataLoader
 from titan_muon.titan.device import passes_dtype, this_device
 from titan_muon.titan.recipe import Recipe, RecipeError
@@ -101,7 +102,4 @@ def differences(reports: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:4]))
-    return f"ranks {shown}{f' and {len(ranks) - 4} more' if len(ranks) > 4 else ''}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed([*map(str, ranks)], 4)}"

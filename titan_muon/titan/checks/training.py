@@ -13,7 +13,7 @@ from titan_muon.tensors.device import is_host
 from titan_muon.tensors.names import canonical_fqn, listed
 from titan_muon.titan.checks.curve import Curve, Report
 from titan_muon.titan.checks.experts import ExpertLoads
-from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, check_reports, gather, ranks_with_same_data
+from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, check_reports, differing_pair, gather
 from titan_muon.titan.data.loader import NOT_COUNTED
 
 
@@ -165,7 +165,7 @@ class TrainingChecks:
         self._begin_report(step)
         reports = gather(report, self._group)
         check_reports(step, reports)
-        if not self._same_data_named and (pair := ranks_with_same_data(reports)) is not None:
+        if not self._same_data_named and (pair := differing_pair(reports, same="crc", field="data_rank")):
             self._same_data_named = True
             lines.append(f"step {step}: ranks {pair[0]} and {pair[1]} trained on the same tokens")
         latest = max(r.sound_until for r in reports)

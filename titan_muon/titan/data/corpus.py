@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from pyarrow import ChunkedArray
@@ -13,25 +13,13 @@ from torchtitan.tools.logging import logger
 from titan_muon.options import plural
 from titan_muon.titan.data.cache import cached, digest
 from titan_muon.titan.data.documents import Documents
+from titan_muon.titan.data.tokenizers import DocumentTokenizer
 from titan_muon.titan.recipe import RecipeError
 
 _FORMAT = "1"
 """Increment when the tokens of a text change."""
 _COLUMNS = {"ids": "large_binary", "tokens": "int64", "text_bytes": "int64"}
 _SECONDS_BETWEEN_MESSAGES = 10.0
-
-
-class DocumentTokenizer(Protocol):
-    """Tokenizer of a corpus; `fingerprint` identifies the tokens of any text."""
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def document(self, text: str) -> list[int]: ...
-
-    def get_vocab_size(self) -> int: ...
-
-    def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True)

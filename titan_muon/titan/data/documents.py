@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from titan_muon.options import plural
+from titan_muon.tensors.names import listed
 from titan_muon.titan.data.cache import cached, digest
 from titan_muon.titan.data.files import FORMATS, ROWS, TOKENS, DataFile, data_files, files_below
 from titan_muon.titan.recipe import RecipeError
@@ -21,7 +22,6 @@ _INDEX = "5"
 """Increment when the columns of the index change."""
 _COLUMNS = {"file": "int64", "hash": "binary", "hardly_text": "bool", "problem": "string"}
 MOST_REPLACED = 0.1
-MOST_NAMED = 5
 MOST_SHOWN = 20
 
 
@@ -90,10 +90,10 @@ class Documents:
         lines = []
         doubtful = np.unique(self._index.file[self._index.hardly_text])
         if paths := [self.all[number].path for number in doubtful]:
-            lines.append(f"data.files: many bytes are not UTF-8 in {_named(paths)}; is this text?")
+            lines.append(f"data.files: many bytes are not UTF-8 in {listed(paths)}; is this text?")
         for folder in filter(os.path.isdir, map(os.path.expanduser, self.data.files)):
             if paths := [path for path in files_below(folder) if not path.endswith(FORMATS)]:
-                lines.append(f"data.files: {folder!r} has files of other formats, which are not read: {_named(paths)}")
+                lines.append(f"data.files: {folder!r} has files of other formats, which are not read: {listed(paths)}")
         return lines
 
     def entries(self) -> np.ndarray:
@@ -172,8 +172,3 @@ class Documents:
 def _is_hardly_text(content: bytes) -> bool:
     start = content[: 1 << 16].decode("utf-8", errors="replace")
     return start.count("\ufffd") > MOST_REPLACED * len(start)
-
-
-def _named(paths: list[str]) -> str:
-    more = f" and {len(paths) - MOST_NAMED} more" if len(paths) > MOST_NAMED else ""
-    return ", ".join(paths[:MOST_NAMED]) + more

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchtitan.components.tokenizer import BaseTokenizer
 
 from titan_muon.options import plural
 from titan_muon.titan.data.blocks import MixedBlocks, TokenBlock, TokenBlocks
 from titan_muon.titan.data.cache import digest
-from titan_muon.titan.data.corpus import DocumentTokenizer, open_corpus
+from titan_muon.titan.data.corpus import open_corpus
 from titan_muon.titan.data.documents import Documents
-from titan_muon.titan.data.tokenizers import BYTES, MARKS, BPETokenizer, ByteTokenizer, PretrainedTokenizer
+from titan_muon.titan.data.tokenizers import DocumentTokenizer
 from titan_muon.titan.device import pins_batches
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
@@ -156,16 +155,6 @@ def _passes(count: float) -> str:
     return f"{count:,.1f} passes" if count >= 1 else f"{count:.2g} passes"
 
 
-def tokenizer_config(data: Data) -> BaseTokenizer.Config:
-    """TorchTitan's tokenizer configuration. Reads no file."""
-    if data.tokenizer == "bytes":
-        return ByteTokenizer.Config()
-    if data.tokenizer == "bpe":
-        return BPETokenizer.Config(documents=Documents(data))
-    assert data.tokenizer_path is not None, "a recipe with tokenizer hf and no path is refused"
-    return PretrainedTokenizer.Config(path=data.tokenizer_path)
-
-
 def dataloader_config(data: Data, *, validation: bool = False) -> Any:
     """Configuration of a loader. Reads no text.
 
@@ -187,11 +176,6 @@ def _text_loader_config(data: Data, *, validation: bool) -> Any:
             f"data.dataset = {data.dataset!r}: TorchTitan has no {name!r} to validate on; set validator.enable = false"
         )
     return titan.text_loader_config(data, name)
-
-
-def vocab_size(data: Data) -> int | None:
-    """Vocabulary with marks; None for `hf`, where the model's vocabulary counts."""
-    return {"bytes": BYTES + MARKS, "bpe": data.vocab_size, "hf": None}[data.tokenizer]
 
 
 def bytes_per_token(config: Any, tokenizer: DocumentTokenizer, seq_len: int) -> float | None:

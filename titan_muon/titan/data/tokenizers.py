@@ -13,6 +13,7 @@ from torchtitan.tools.logging import logger
 from titan_muon.titan.data.cache import cached, digest
 from titan_muon.titan.data.documents import Documents
 from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.recipe.sections import Data
 
 BYTES = 256
 MARKS = 2
@@ -20,6 +21,8 @@ MARKS = 2
 
 class _MarkedTokenizer(BaseTokenizer):
     """Ids 0 to `vocab_size - 3` are text; the last two are the opening and the closing mark."""
+
+    fingerprint: str
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -142,6 +145,25 @@ class PretrainedTokenizer(HuggingFaceTokenizer):
     def get_vocab_size(self) -> int:
         """One more than the largest id: a vocabulary may have gaps."""
         return max(self.get_vocab().values()) + 1
+
+
+DocumentTokenizer = ByteTokenizer | BPETokenizer | PretrainedTokenizer
+"""Tokenizers of a corpus. Equal `fingerprint`s: equal ids of any text."""
+
+
+def tokenizer_config(data: Data) -> BaseTokenizer.Config:
+    """TorchTitan's tokenizer configuration. Reads no file."""
+    if data.tokenizer == "bytes":
+        return ByteTokenizer.Config()
+    if data.tokenizer == "bpe":
+        return BPETokenizer.Config(documents=Documents(data))
+    assert data.tokenizer_path is not None, "a recipe with tokenizer hf and no path is refused"
+    return PretrainedTokenizer.Config(path=data.tokenizer_path)
+
+
+def vocab_size(data: Data) -> int | None:
+    """Vocabulary with marks; None for `hf`, where the model's vocabulary counts."""
+    return {"bytes": BYTES + MARKS, "bpe": data.vocab_size, "hf": None}[data.tokenizer]
 
 
 def _train_bpe(documents: Documents, vocab_size: int) -> Iterator[dict[str, str]]:

@@ -1,7 +1,7 @@
 """Measurements of a monitored step: sizes by role, sampled matrices, small momentum, and exposed communication."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -19,7 +19,7 @@ from titan_muon.owned import gather
 from titan_muon.plan.terms.types import Parameter
 from titan_muon.tensors.dtensor import held_indices, local
 from titan_muon.titan.assign.container import HybridOptimizers
-from titan_muon.titan.device import now, seconds_between
+from titan_muon.titan.device import Stopwatch
 from titan_muon.titan.monitor.spectrum import largest_singular_value, orthogonality_error
 
 MOMENTUM = "momentum_buffer"
@@ -40,25 +40,6 @@ class Matrix:
     def whole(self) -> Tensor:
         whole = gather(self.parameter)
         return (whole[0] if whole.dim() == 3 else whole).float()
-
-
-class Waits(AbstractContextManager[None]):
-    """Measures waits on this rank, without a host wait. Includes waits hidden by `overlap = "forward"`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._times: list[torch.Event | float] = []
-
-    def __enter__(self) -> None:
-        self._times.append(now(self._device))
-
-    def __exit__(self, *error: object) -> None:
-        self._times.append(now(self._device))
-
-    def take(self) -> float:
-        """Milliseconds since the last call; the caller has waited for the device."""
-        times, self._times = self._times, []
-        return 1e3 * sum(map(seconds_between, times[::2], times[1::2]))
 
 
 class Monitor:
@@ -91,7 +72,7 @@ class Monitor:
         self._trained = {name: p for name, p in self._parameters.items() if name in self._numbers}
         self._shares = {name: 1 / replica_count(p, stage_ranks) for name, p in self._trained.items()}
         self._sampled = self._sample(matrices)
-        self._waits = Waits(device)
+        self._waits = Stopwatch(device)
         self._before: dict[str, Tensor] = {}
         self._decayed: dict[str, Tensor] = {}
 
@@ -123,7 +104,8 @@ class Monitor:
         record: dict[str, Any] = self._sizes()
         for muon in self._muons:
             muon.exchange.timer = nullcontext()
-        record["exposed_communication_ms"] = self._waits.take()
+        # Includes waits hidden by `overlap = "forward"`.
+        record["exposed_communication_ms"] = 1e3 * self._waits.take()
         self._before = {}
         for matrix in self._sampled:
             after = matrix.whole()

@@ -15,13 +15,7 @@ import torch.distributed as dist
 from torchtitan.tools import utils as device_utils
 
 from titan_muon.assignment.table import decay_lines, frozen_lines, parameter_table
-from titan_muon.dry_run.lines import (
-    optimizer_lines,
-    owned_step_lines,
-    owner_lines,
-    owner_summary,
-    plan_lines,
-)
+from titan_muon.dry_run.lines import optimizer_lines, owned_step_lines, owner_lines, owner_summary, plan_lines
 from titan_muon.dry_run.memory import owner_loads
 from titan_muon.options import plural
 from titan_muon.plan import summarize
@@ -282,15 +276,9 @@ def _print_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
         read = f"which counts no passes; {left * tokens:,} tokens are read"
         print_on_rank0(f"data: {recipe.data.dataset} by TorchTitan's loader, {read}")
     batch = f"{plural(sequences, 'sequence')} ({tokens:,} tokens{f', in {passes} passes' if passes > 1 else ''})"
-    axes = {
-        "pp": dims.pp,
-        "hsdp": dims.dp_replicate,
-        "fsdp": dims.dp_shard,
-        "cp": dims.cp,
-        "tp": dims.tp,
-        "ep": dims.ep,
-    }
-    meshes = ", ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+    sizes = (dims.pp, dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp, dims.ep)
+    axes = zip(("pp", "hsdp", "fsdp", "cp", "tp", "ep"), sizes, strict=True)
+    meshes = ", ".join(f"{axis} {size}" for axis, size in axes if size > 1)
     ranks = plural(dist.get_world_size(), "rank") + (f" ({meshes})" if meshes else "")
     print_on_rank0(f"training {plural(left, 'step')} of {batch} on {ranks}; the first one takes longest")
     if recipe.training.mixed_precision_param == "auto" and trainer.config.training.mixed_precision_param == "float32":

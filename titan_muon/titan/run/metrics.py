@@ -158,10 +158,6 @@ NUMBERS = ("step", "loss", "grad_norm", "seconds")
 """Keys of a record whose values are numbers."""
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def read_until(path: Path, step: int, warn: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
     """Records of a metrics file up to `step`. `warn`: takes a line on damage."""
     records: list[dict[str, Any]] = []
@@ -172,7 +168,7 @@ def read_until(path: Path, step: int, warn: Callable[[str], None] = lambda line:
             record = json.loads(line)
         except (ValueError, RecursionError):
             record = None
-        if not isinstance(record, dict) or any(not _is_number(record.get(key, 0)) for key in NUMBERS):
+        if not isinstance(record, dict) or any(type(record.get(key, 0)) not in (int, float) for key in NUMBERS):
             warn(f"warning: {path}: left out the damaged line {number}")
         elif record.get("step", step) <= step:
             records.append(record)
@@ -204,8 +200,7 @@ class RunMetrics(MetricsProcessor):
         self.validation_loss: float | None = None
         """Loss of the last validation; under pipeline parallelism only on ranks of the last stage."""
         self._best = math.inf, 0
-        self._logged: tuple[float, float] | None = None
-        self._validated: tuple[float, Mapping[str, Any]] | None = None
+        self.begin_step()
         self._began = time.perf_counter() - config.seconds_before
         self._last_step = config.first_step - 1
         self._bar: tqdm[Any] | None = None
@@ -225,6 +220,12 @@ class RunMetrics(MetricsProcessor):
         except OSError as error:
             raise unusable(dump_folder, error) from error
         return Boards(boards)
+
+    def begin_step(self) -> None:
+        self.logged: tuple[float, float] | None = None
+        """Loss and gradient norm, if TorchTitan logs the step."""
+        self.validated: tuple[float, Mapping[str, Any]] | None = None
+        """Loss and other metrics of a validation after the step."""
 
     def should_log(self, step: int) -> bool:
         return step in (1, self.config.total_steps) or step % self.config.log_freq == 0
@@ -274,23 +275,13 @@ class RunMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Keep loss and norm for `take_step`."""
+        """Keep loss and norm in `logged`."""
         # TorchTitan's other numbers are learning rates by class, and tokens of this process only.
-        self._logged = global_avg_loss, grad_norm
-
-    def take_step(self) -> tuple[float, float] | None:
-        """Loss and norm of a step that TorchTitan has logged, once."""
-        taken, self._logged = self._logged, None
-        return taken
+        self.logged = global_avg_loss, grad_norm
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        """Keep the held-out loss in nats per token for `take_validation`; called on every rank."""
-        self._validated = loss, extra_metrics or {}
-
-    def take_validation(self) -> tuple[float, Mapping[str, Any]] | None:
-        """Loss and other metrics of a validation, once."""
-        taken, self._validated = self._validated, None
-        return taken
+        """Keep the held-out loss in nats per token in `validated`; called on every rank."""
+        self.validated = loss, extra_metrics or {}
 
     def report_step(self, step: int, record: dict[str, Any], *, phases: Mapping[str, float], memory: float) -> None:
         """Report a step; `record` has `loss`, `grad_norm`, `tokens` of the run and `lr` by group.

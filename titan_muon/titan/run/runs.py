@@ -109,8 +109,7 @@ def open_run(
     start = _source(recipe, runs, flaws)
 
     def new_folder() -> str:
-        beside = [folder.name for folder in run_folders(runs)]
-        return interrupted or str(_new_folder(runs, overrides_text(recipe, overrides, beside)))
+        return interrupted or _new_folder(recipe, runs, overrides)
 
     if start is None:
         return Run(new_folder())
@@ -230,16 +229,21 @@ def _whole_step(recipe: Recipe, folder: Path, flaws: Flaws) -> int | None:
     """Step to continue from; None without a whole checkpoint. Prints the newer checkpoints that are passed over."""
     checkpoints, asked = folder / recipe.checkpoint.folder, recipe.checkpoint.load_step
     steps = saved_steps(checkpoints)
-    if asked != -1:
-        return _asked_step(recipe, checkpoints, steps, flaws)
+    if asked not in (-1, *steps):
+        if recipe.checkpoint.load == "latest":
+            return None
+        saved, path = ", ".join(map(str, steps)) if steps else "none", checkpoint_path(checkpoints, asked)
+        raise RecipeError(f"checkpoint.load_step = {asked}: {path} does not exist; saved steps: {saved}")
     passed: list[str] = []
     whole = None
-    for step in steps:
+    for step in steps if asked == -1 else [asked]:
         path = checkpoint_path(checkpoints, step)
         reason = flaws.get(path) or flaw(path)
         if reason is None:
             whole = step
             break
+        if step == asked:
+            raise RecipeError(f"checkpoint.load_step = {asked}: {path} cannot be used: {reason}; choose another step")
         # `agree` has named the others.
         if path not in flaws:
             passed.append(f"warning: checkpoint {path} is passed over: {reason}")
@@ -248,29 +252,18 @@ def _whole_step(recipe: Recipe, folder: Path, flaws: Flaws) -> int | None:
     return whole
 
 
-def _asked_step(recipe: Recipe, checkpoints: Path, steps: list[int], flaws: Flaws) -> int | None:
-    asked = recipe.checkpoint.load_step
-    path = checkpoint_path(checkpoints, asked)
-    if asked not in steps:
-        if recipe.checkpoint.load == "latest":
-            return None
-        saved = ", ".join(map(str, steps)) if steps else "none"
-        raise RecipeError(f"checkpoint.load_step = {asked}: {path} does not exist; saved steps: {saved}")
-    if (wrong := flaws.get(path) or flaw(path)) is not None:
-        raise RecipeError(f"checkpoint.load_step = {asked}: {path} cannot be used: {wrong}; choose another step")
-    return asked
-
-
-def _new_folder(runs: Path, overrides: str) -> Path:
+def _new_folder(recipe: Recipe, runs: Path, overrides: tuple[str, ...]) -> str:
+    beside = [folder.name for folder in run_folders(runs)]
+    pairs = overrides_text(recipe, overrides, beside)
     # Names sort by time, also of runs of the same second.
-    stamps = {folder.name.partition("_")[0] for folder in run_folders(runs)}
+    stamps = {name.partition("_")[0] for name in beside}
     for path in _numbered(runs / time.strftime(FORMAT)):
-        folder = path.with_name(f"{path.name}_{overrides}" if overrides else path.name)
+        folder = path.with_name(f"{path.name}_{pairs}" if pairs else path.name)
         # mkdir decides, because two runs of the same second both see a free name.
         with suppress(FileExistsError):
             if path.name not in stamps:
                 folder.mkdir(parents=True)
-                return folder
+                return str(folder)
     raise AssertionError("there is always another number")
 
 

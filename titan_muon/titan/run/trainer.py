@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from titan_muon.titan.checks.training import ADVICE, TrainingChecks
 from titan_muon.titan.data.loader import PackedDataLoader, bytes_per_token
 from titan_muon.titan.data.tokenizers import check_vocabulary
 from titan_muon.titan.data.validation import HeldOutValidator
+from titan_muon.titan.device import Stopwatch
 from titan_muon.titan.fault import RunFault
 from titan_muon.titan.model.qk_clip import build_qk_clip
 from titan_muon.titan.monitor.monitor import Monitor
@@ -35,7 +35,6 @@ from titan_muon.titan.run.checkpoints import RunCheckpoints
 from titan_muon.titan.run.console import print_on_rank0, show
 from titan_muon.titan.run.metrics import METRICS_FILE, RunMetrics, read_until
 from titan_muon.titan.run.signals import StopSignals
-from titan_muon.titan.run.step_timer import StepTimer
 from titan_muon.titan.torchtitan import compat
 from titan_muon.titan.torchtitan.installed import titan
 from titan_muon.titan.torchtitan.interface import Budget
@@ -78,14 +77,14 @@ class MuonTrainer(Trainer):
         if config.validator.enable:
             data = self.validator.dl_config
             self.bytes_per_token = bytes_per_token(data, self.tokenizer, config.budget.seq_len)
-        self.timer = StepTimer(self.device)
+        self.timers = {name: Stopwatch(self.device) for name in ("data", "forward_backward", "clip", "optimizer")}
         self.qk_clip = build_qk_clip(
             config.qk_clip, self.model_config, self.model_parts, self.parallel_dims, self.device
         )
         if (qk_clip := self.qk_clip) is not None:
             self.optimizers.register_step_pre_hook(lambda *_: qk_clip.start_reduce())
             self.optimizers.register_step_post_hook(lambda *_: qk_clip.apply())
-        self.optimizers.register_step_post_hook(lambda *_: self.timer.end())
+        self.optimizers.register_step_post_hook(lambda *_: self.timers["optimizer"].mark())
         self.tokens_before = 0
         self.data_start = 0
         """Token of the data stream where the run's first step began."""
@@ -106,7 +105,6 @@ class MuonTrainer(Trainer):
                 stage_ranks=stage_ranks,
                 matrices=config.monitor.matrices,
             )
-        self.is_first_step = True
         self.compared = 0
         """The last step with a comparison of replicas."""
 
@@ -208,6 +206,7 @@ class MuonTrainer(Trainer):
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         self.stop.begin_step()
+        self.metrics_processor.begin_step()
         self.passes = 0
         self.reported = self.metrics_processor.should_log(self.step)
         self.monitored = self.monitor is not None and self.step % self.config.monitor.freq == 0
@@ -215,10 +214,6 @@ class MuonTrainer(Trainer):
         with compat.clipping_by(self._clip_gradients), titan.reporting_every_loss():
             super().train_step(data_iterator)
         self._report()
-        if self.is_first_step:
-            # TorchTitan shortens only the time-outs of the mesh's groups here.
-            self.is_first_step = False
-            self.optimizers.set_timeout(timedelta(seconds=self.config.comm.train_timeout_seconds))
         if self.monitored:
             assert self.monitor is not None
             measured = self.monitor.after_step(self.checks.tokens)
@@ -233,7 +228,7 @@ class MuonTrainer(Trainer):
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         batches, packed = super().batch_generator(data_iterable), isinstance(self.dataloader, PackedDataLoader)
         while True:
-            with self.timer.phase("data"):
+            with self.timers["data"]:
                 batch = next(batches)
             if self.reported:
                 self.checks.add_batch(*batch, seq_len=self.config.budget.seq_len if packed else None)
@@ -246,11 +241,11 @@ class MuonTrainer(Trainer):
             self.checks.before_backward(self.clip.parameters)
         self.passes += 1
         last = self.passes == self.gradient_accumulation_steps
-        with self.timer.phase("forward_backward"), self.optimizers.overlap() if last else nullcontext():
+        with self.timers["forward_backward"], self.optimizers.overlap() if last else nullcontext():
             return super().forward_backward_step(**microbatches)
 
     def _clip_gradients(self) -> torch.Tensor:
-        with self.timer.phase("clip"):
+        with self.timers["clip"]:
             grad_norm = self.clip()
             norm = NormCheck(grad_norm, self.checks.names, self.clip.local_norms)
             # Otherwise a norm that is not finite ends the run without a save of the step. So the step need not be
@@ -263,7 +258,7 @@ class MuonTrainer(Trainer):
         # The schedule changes the rates before the report.
         self.rates = self.optimizers.learning_rates()
         # A hook of the optimizers ends this phase.
-        self.timer.begin("optimizer")
+        self.timers["optimizer"].mark()
         return grad_norm
 
     @torch.no_grad()
@@ -308,7 +303,7 @@ class MuonTrainer(Trainer):
 
     def _report_validation(self) -> None:
         """Report a new validation, on every rank. Raises FloatingPointError for a loss that is not finite."""
-        if (validation := self.metrics_processor.take_validation()) is None:
+        if (validation := self.metrics_processor.validated) is None:
             return
         loss, others = validation
         read = self.bytes_per_token
@@ -321,14 +316,15 @@ class MuonTrainer(Trainer):
 
     def _report(self) -> None:
         """Report a logged step, on every rank. Raises FloatingPointError for a non-finite loss or gradient norm."""
-        if (logged := self.metrics_processor.take_step()) is None:
+        if (logged := self.metrics_processor.logged) is None:
             return
         loss, grad_norm = logged
         record: dict[str, Any] = {"loss": loss, "grad_norm": grad_norm, "tokens": self.tokens, "lr": self.rates}
         if self.qk_clip is not None:
             record["qk"] = asdict(self.qk_clip.report())
         memory = self._max_over_ranks(self.metrics_processor.peak_memory())
-        self.metrics_processor.report_step(self.step, record, phases=self.timer.drain(), memory=memory)
+        phases = {name: timer.take() for name, timer in self.timers.items()}
+        self.metrics_processor.report_step(self.step, record, phases=phases, memory=memory)
         if math.isfinite(loss):
             self._warn(self.checks.check_norm())
         if not math.isfinite(loss + grad_norm):

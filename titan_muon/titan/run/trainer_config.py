@@ -14,8 +14,8 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.tools.profiler import Profiler
 
 from titan_muon.titan.assign.container import optimizer_config
-from titan_muon.titan.data.loader import dataloader_config, tokenizer_config, vocab_size
-from titan_muon.titan.data.tokenizers import check_vocabulary
+from titan_muon.titan.data.loader import dataloader_config
+from titan_muon.titan.data.tokenizers import check_vocabulary, tokenizer_config, vocab_size
 from titan_muon.titan.data.validation import HeldOutValidator
 from titan_muon.titan.device import loss_chunks, on_accelerator, passes_dtype, this_device
 from titan_muon.titan.model.parallelize import with_placement

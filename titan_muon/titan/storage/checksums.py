@@ -61,12 +61,7 @@ class SummingWriter(FileSystemWriter):
         names = {result.storage_data.relative_path for result in results}
         sums = {name: Checksum.of(Path(self.path) / name) for name in names}
         summed: Future[list[WriteResult]] = Future()
-        summed.set_result(
-            [
-                SummedResult(r.index, r.size_in_bytes, r.storage_data, sums[r.storage_data.relative_path])
-                for r in results
-            ]
-        )
+        summed.set_result([SummedResult(**vars(r), checksum=sums[r.storage_data.relative_path]) for r in results])
         return summed
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

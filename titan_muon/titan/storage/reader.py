@@ -4,12 +4,13 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
+from pathlib import PosixPath, PurePosixPath
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
@@ -36,8 +37,6 @@ METADATA: Allowed = {
             OrderedDict,
             PosixPath,
             PurePosixPath,
-            WindowsPath,
-            PureWindowsPath,
             _get_layout,
         )
     },
@@ -96,10 +95,5 @@ class SafePlanner(DefaultLoadPlanner):
         self.state_dict = {k: value for k, value in self.state_dict.items() if k in saved or not self._optional(k)}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        fqn = read_item.dest_index.fqn
-        loaded = torch.load(value, weights_only=True)
-        target = self.original_state_dict
-        *parents, last = self.mappings[fqn]
-        for key in parents:
-            target = target[key]  # type: ignore[index]
-        target[last] = loaded  # type: ignore[index]
+        place = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, place, torch.load(value, weights_only=True))

@@ -1,34 +1,30 @@
 """Text to tokens to batches: guarantees for a training run, and errors for bad data."""
 
-import dataclasses
 import hashlib
 import itertools
 import json
 import re
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import numpy as np
+import pyarrow
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from pyarrow import parquet
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from titan_muon.titan.checks.start import data_facts
 from titan_muon.titan.data import cache as cache_module
-from titan_muon.titan.data import corpus as corpus_module
-from titan_muon.titan.data import documents as documents_module
 from titan_muon.titan.data import files as files_module
 from titan_muon.titan.data.blocks import TokenBlocks
 from titan_muon.titan.data.corpus import Corpus, open_corpus
 from titan_muon.titan.data.documents import Documents
-from titan_muon.titan.data.loader import (
-    PackedDataLoader,
-    bytes_per_token,
-    dataloader_config,
-    tokenizer_config,
-    vocab_size,
-)
-from titan_muon.titan.data.tokenizers import BPETokenizer, ByteTokenizer
+from titan_muon.titan.data.loader import PackedDataLoader, bytes_per_token, dataloader_config
+from titan_muon.titan.data.tokenizers import BPETokenizer, ByteTokenizer, tokenizer_config, vocab_size
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
 from titan_muon.titan.torchtitan.installed import titan
@@ -44,17 +40,12 @@ def data(tmp_path: Path) -> Data:
     folder.mkdir()
     for i in range(40):
         (folder / f"{i:02}.txt").write_text(f"{i:02}" * (3 + i % 7) + "." * (i % 5))
-    return Data(
-        source="files",
-        files=(str(folder / "*.txt"),),
-        validation_fraction=0.25,
-        cache=str(tmp_path / "cache"),
-    )
+    return Data(source="files", files=(f"{folder}/*.txt",), validation_fraction=0.25, cache=f"{tmp_path}/cache")
 
 
 def build(data: Data, *, dp=1, rank=0, batch=2, validation=False, seq_len=SEQ_LEN, **changes):
     """The loader of a rank, with changes of its configuration."""
-    config = dataclasses.replace(dataloader_config(data, validation=validation), **changes)
+    config = replace(dataloader_config(data, validation=validation), **changes)
     return config.build(
         dp_world_size=dp,
         dp_rank=rank,
@@ -69,6 +60,15 @@ def take(loader, count: int) -> list[torch.Tensor]:
     return [torch.stack([*map(sequences_of, (x["input"], labels, x["positions"]))], dim=1) for x, labels in batches]
 
 
+def read_by_ranks(data: Data, dp: int, batch: int, steps: int, load=lambda loader: None) -> torch.Tensor:
+    """Sequences of all ranks in the order of training. `load`: called with each loader first."""
+    loaders = [build(data, dp=dp, rank=rank, batch=batch) for rank in range(dp)]
+    for loader in loaders:
+        load(loader)
+    ranks = [take(loader, steps) for loader in loaders]
+    return torch.cat([part for step in zip(*ranks, strict=True) for part in step])
+
+
 def sequences_of(batch: torch.Tensor, seq_len: int = SEQ_LEN) -> torch.Tensor:
     """(batch, seq_len) from a batch of the installed TorchTitan's shape."""
     return batch.view(-1, seq_len)
@@ -77,10 +77,6 @@ def sequences_of(batch: torch.Tensor, seq_len: int = SEQ_LEN) -> torch.Tensor:
 def opened(data: Data) -> tuple[Documents, Corpus]:
     documents = Documents(data)
     return documents, open_corpus(documents, ByteTokenizer.Config().build())
-
-
-def pairs(rows) -> list[tuple[int, int]]:
-    return [(int(i), int(t)) for row in rows for i, t in zip(row[0], row[1], strict=True)]
 
 
 def test_no_label_crosses_a_document_and_positions_restart(data):
@@ -102,17 +98,12 @@ def test_no_label_crosses_a_document_and_positions_restart(data):
 def test_an_epoch_reads_every_prediction_once_and_drops_less_than_a_block(data):
     documents, corpus = opened(data)
     blocks = TokenBlocks(corpus, documents.training, SEQ_LEN, seed=3)
-    wanted: list[tuple[int, int]] = []
-    for d in documents.training:
-        ids = corpus.document(d).tolist()
-        wanted += itertools.pairwise(ids)
+    wanted = Counter(pair for d in documents.training for pair in itertools.pairwise(corpus.document(d).tolist()))
     for epoch in range(2):
         numbers = range(epoch * blocks.per_epoch, (epoch + 1) * blocks.per_epoch)
-        seen = pairs((blocks[k].inputs, blocks[k].labels) for k in numbers)
-        missing = list(wanted)
-        for pair in seen:
-            missing.remove(pair)
-        assert len(missing) == len(wanted) % SEQ_LEN
+        seen = Counter(pair for k in numbers for pair in zip(*map(np.ndarray.tolist, blocks[k][:2]), strict=True))
+        assert seen <= wanted
+        assert (wanted - seen).total() == wanted.total() % SEQ_LEN
 
 
 def test_a_block_does_not_depend_on_the_order_of_reading(data):
@@ -124,7 +115,7 @@ def test_a_block_does_not_depend_on_the_order_of_reading(data):
 
 
 def test_order_follows_the_seed_and_changes_with_the_epoch(data):
-    first, again, other = (take(build(dataclasses.replace(data, seed=s)), 20) for s in (1, 1, 2))
+    first, again, other = (take(build(replace(data, seed=s)), 20) for s in (1, 1, 2))
     assert torch.equal(torch.cat(first), torch.cat(again))
     assert not torch.equal(torch.cat(first), torch.cat(other))
     documents, corpus = opened(data)
@@ -134,15 +125,9 @@ def test_order_follows_the_seed_and_changes_with_the_epoch(data):
 
 def test_a_global_batch_is_the_same_under_any_number_of_ranks(data):
     """8 sequences a step: 1 rank of 8, 2 of 4, 4 of 2, and 2 of 2 with two accumulated batches."""
-    whole = take(build(data, batch=8), 6)
-    for dp, batch in ((2, 4), (4, 2)):
-        ranks = [take(build(data, dp=dp, rank=r, batch=batch), 6) for r in range(dp)]
-        for step in range(6):
-            assert torch.equal(torch.cat([rank[step] for rank in ranks]), whole[step])
-    ranks = [take(build(data, dp=2, rank=r, batch=2), 12) for r in range(2)]
-    for step in range(6):
-        parts = [ranks[r][2 * step + micro] for micro in range(2) for r in range(2)]
-        assert torch.equal(torch.cat(parts), whole[step])
+    whole = read_by_ranks(data, 1, 8, 6)
+    for dp, batch in ((2, 4), (4, 2), (2, 2)):
+        assert torch.equal(read_by_ranks(data, dp, batch, 48 // (dp * batch)), whole)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -154,12 +139,11 @@ def test_a_checkpoint_resumes_at_the_next_block_under_any_layout(data, tmp_path,
     take(saved, 10)
     assert saved.state_dict()["blocks"] == 40 > saved._blocks.per_epoch
     dcp.save({"dataloader": saved}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
-    ranks = []
-    for rank in range(dp):
-        loader = build(data, dp=dp, rank=rank, batch=batch)
+
+    def load(loader):
         dcp.load({"dataloader": loader}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
-        ranks.append(take(loader, 3))
-    resumed = torch.cat([rank[step] for step in range(3) for rank in ranks])
+
+    resumed = read_by_ranks(data, dp, batch, 3, load)
     assert torch.equal(resumed, stream[40 : 40 + len(resumed)])
 
 
@@ -173,7 +157,7 @@ def test_a_second_iteration_continues(data):
 def test_a_state_of_different_data_is_refused(data, change):
     state = build(data).state_dict()
     with pytest.raises(ValueError, match="exclude_from_loading"):
-        build(dataclasses.replace(data, **change)).load_state_dict(state)
+        build(replace(data, **change)).load_state_dict(state)
 
 
 def test_the_split_is_disjoint_complete_and_independent_of_the_seed(data):
@@ -182,7 +166,7 @@ def test_the_split_is_disjoint_complete_and_independent_of_the_seed(data):
     assert not training & validation
     assert len(training | validation) == 40
     assert 4 <= len(validation) <= 16
-    other = Documents(dataclasses.replace(data, seed=5))
+    other = Documents(replace(data, seed=5))
     assert np.array_equal(documents.validation, other.validation)
 
 
@@ -201,14 +185,14 @@ def test_new_documents_move_no_document_to_the_other_side_of_the_split(data, tmp
     for text in new:
         (tmp_path / "more" / "deep" / f"{text}.txt").write_text(text)
     (tmp_path / "text" / "07.txt").rename(tmp_path / "text" / "renamed.txt")
-    after = held_out(dataclasses.replace(data, files=(*data.files, str(tmp_path / "more" / "**" / "*.txt"))))
+    after = held_out(replace(data, files=(*data.files, str(tmp_path / "more" / "**" / "*.txt"))))
     assert before == after - new
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_a_warm_cache_needs_no_text(data, monkeypatch, tokenizer):
     """A start on 8 ranks a node must not read 100 GB of text 16 times."""
-    some = dataclasses.replace(data, tokenizer=tokenizer, vocab_size=290)
+    some = replace(data, tokenizer=tokenizer, vocab_size=290)
     expected = torch.cat(take(build(some), 5))
     monkeypatch.setattr(files_module.DataFile, "rows", lambda self: pytest.fail("read the text again"))
     monkeypatch.setattr(ByteTokenizer, "document", lambda self, text: pytest.fail("tokenized again"))
@@ -219,7 +203,7 @@ def test_a_warm_cache_needs_no_text(data, monkeypatch, tokenizer):
 
 
 def rows(data: Data, name: str) -> Data:
-    return dataclasses.replace(data, files=(str(Path(data.files[0]).with_name(name)),))
+    return replace(data, files=(str(Path(data.files[0]).with_name(name)),))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -231,9 +215,6 @@ def test_rows_of_a_file_are_documents(data, tmp_path, suffix):
     if suffix == ".jsonl":
         file.write_text("\n\n".join(map(json.dumps, table)) + "\n")
     else:
-        pyarrow = pytest.importorskip("pyarrow", reason="parquet needs pyarrow")
-        from pyarrow import parquet
-
         parquet.write_table(pyarrow.Table.from_pylist([*table, {"text": None}]), file)
     from_rows = rows(data, file.name)
     assert held_out(from_rows) == held_out(data)
@@ -259,11 +240,8 @@ def test_every_start_warns_of_files_that_are_hardly_text(data, tmp_path):
     (tmp_path / "text" / "rows.jsonl").write_text(json.dumps({"text": "\ufffd" * 9}) + "\n" + json.dumps({"text": "a"}))
     for _ in range(2):
         *_, line = build(rows(data, "*")).describe(1, 1)
-        assert line.startswith("warning: data.files: many bytes are not UTF-8 in ")
-        assert [Path(name).name for name in line.split("; ")[0].split(" in ")[1].split(", ")] == [
-            "random.txt",
-            "rows.jsonl",
-        ]
+        doubtful = f"{tmp_path}/text/random.txt, {tmp_path}/text/rows.jsonl"
+        assert line == f"warning: data.files: many bytes are not UTF-8 in {doubtful}; is this text?"
     assert build(rows(data, "0*.txt")).describe(1, 1)[1:] == []
 
 
@@ -272,18 +250,16 @@ def test_a_folder_contributes_its_files_of_known_formats(data, tmp_path):
     (folder / "deep [1]").mkdir()
     for name in ("notes.md", "rows.jsonl", "picture.png", ".hidden.txt"):
         (folder / "deep [1]" / name).write_text('{"text": "a"}')
-    documents = Documents(dataclasses.replace(data, files=(str(folder),)))
+    documents = Documents(replace(data, files=(str(folder),)))
     names = [file.name for file in documents.all]
     assert names == [*(f"{i:02}.txt" for i in range(40)), "deep [1]/notes.md", "deep [1]/rows.jsonl"]
-    (line,) = documents.warnings()
-    assert line == (
-        f"data.files: {str(folder)!r} has files of other formats, which are not read: {folder}/deep [1]/picture.png"
-    )
+    others = f"has files of other formats, which are not read: {folder}/deep [1]/picture.png"
+    assert documents.warnings() == [f"data.files: {str(folder)!r} {others}"]
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.999999])
 def test_both_sides_of_the_split_have_a_document(data, fraction):
-    documents = Documents(dataclasses.replace(data, validation_fraction=fraction))
+    documents = Documents(replace(data, validation_fraction=fraction))
     assert min(len(documents.training), len(documents.validation)) == 1
 
 
@@ -291,7 +267,7 @@ def test_validation_reads_the_same_held_out_text_in_every_pass(data):
     documents, corpus = opened(data)
     held_out = TokenBlocks(corpus, documents.validation, SEQ_LEN, seed=None)
     for seed in (0, 1):
-        loader = build(dataclasses.replace(data, seed=seed), validation=True)
+        loader = build(replace(data, seed=seed), validation=True)
         first, second = take(loader, 100), take(loader, 100)
         assert len(first) == loader.batches == -(-held_out.per_epoch // 2)
         assert torch.equal(torch.cat(first), torch.cat(second))
@@ -334,9 +310,9 @@ def test_torchtitan_can_end_the_text_and_share_the_corpus(data, monkeypatch):
     size = titan.loader_keys(seq_len=SEQ_LEN, sequences=1)
     kwargs = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, **size}
     (endless,) = titan.Loader.Config.__annotations__
-    first = take(dataclasses.replace(config, **{endless: True}).build(**kwargs), 100)
-    monkeypatch.setattr(corpus_module, "cached", lambda *args: pytest.fail("opened the cache again"))
-    second = take(dataclasses.replace(config, **{endless: False}).build(**kwargs), 100)
+    first = take(replace(config, **{endless: True}).build(**kwargs), 100)
+    monkeypatch.setattr("titan_muon.titan.data.corpus.cached", lambda *args: pytest.fail("opened the cache again"))
+    second = take(replace(config, **{endless: False}).build(**kwargs), 100)
     assert torch.equal(torch.cat(first), torch.cat(second))
     monkeypatch.undo()
     training = build(data, **{endless: False})
@@ -353,11 +329,11 @@ def test_bytes_per_token_count_the_sequences_of_a_validation(data, tmp_path):
     tokenizer = ByteTokenizer.Config().build()
     tokenizer.document = lambda text: [BOS, *range(min(len(text), 250)), EOS]
     tokenizer.fingerprint = "characters"
-    three = dataclasses.replace(data, files=(str(folder / "*.txt"),), validation_fraction=0.9999999)
+    three = replace(data, files=(str(folder / "*.txt"),), validation_fraction=0.9999999)
     config = dataloader_config(three, validation=True)
     first, second = (texts[number] for number in Documents(three).validation)
     expected = len(first.encode()) / (len(first) + 1)
-    single = dataclasses.replace(config, sequences=1)
+    single = replace(config, sequences=1)
     assert bytes_per_token(single, tokenizer, len(first) + 1) == pytest.approx(expected)
     assert bytes_per_token(single, tokenizer, 8) == pytest.approx(expected), "a part in proportion"
     both = len((first + second).encode()) / (len(first) + len(second) + 2)
@@ -378,7 +354,7 @@ def test_the_longest_document_and_the_standard_library_pack(tmp_path, monkeypatc
 
 
 def test_tokenizers_round_trip_any_text(data):
-    bpe = dataclasses.replace(data, tokenizer="bpe", vocab_size=280)
+    bpe = replace(data, tokenizer="bpe", vocab_size=280)
     tokenizers = (ByteTokenizer.Config().build(tokenizer_path="unused"), tokenizer_config(bpe).build())
     for tokenizer, text in itertools.product(tokenizers, TEXTS):
         ids = tokenizer.encode(text, add_bos=True, add_eos=True)
@@ -401,7 +377,7 @@ def test_invalid_utf8_is_replaced(data, tmp_path):
 
 
 def test_bpe_is_trained_on_the_training_side(data):
-    bpe = dataclasses.replace(data, tokenizer="bpe", vocab_size=290)
+    bpe = replace(data, tokenizer="bpe", vocab_size=290)
     tokenizer = tokenizer_config(bpe).build(tokenizer_path="unused")
     assert tokenizer.get_vocab_size() == vocab_size(bpe) == 290
     texts = list(Documents(bpe).training_texts())
@@ -417,7 +393,7 @@ def test_changed_text_is_tokenized_again(data, tmp_path):
 
 @pytest.mark.parametrize(("kind", "share"), [("documents", 0.9), ("bpe", 0.5), ("corpus", 0)])
 def test_a_damaged_cache_is_made_again(data, caplog, kind, share):
-    some = dataclasses.replace(data, tokenizer="bpe", vocab_size=290)
+    some = replace(data, tokenizer="bpe", vocab_size=290)
     expected = torch.cat(take(build(some), 5))
     [file] = Path(data.cache).glob(f"{kind}-*.arrow")
     file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
@@ -459,7 +435,7 @@ def test_a_cache_in_a_shared_folder_follows_no_planted_link(tmp_path):
 )
 def test_the_tokens_and_their_order_never_change(data, tokenizer, validation, digest):
     """Digests of 60 batches over two epochs: a newer version must continue the checkpoints of an older one."""
-    loader = build(dataclasses.replace(data, tokenizer=tokenizer, vocab_size=290), validation=validation)
+    loader = build(replace(data, tokenizer=tokenizer, vocab_size=290), validation=validation)
     assert hashlib.sha256(torch.cat(take(loader, 60)).numpy().tobytes()).hexdigest()[:16] == digest
     assert loader.fingerprint[:8] == {"bytes": "76147bc2", "bpe": "da397853"}[tokenizer]
 
@@ -472,7 +448,7 @@ def test_order_and_split_depend_on_files_not_on_patterns(data, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path / "text")
     digests = []
     for files in ((f"{tmp_path}/**/*.txt",), ("**/*.txt", "0*.txt"), ("../text/[0-1]*.txt", "./[2-9]*.txt", "deep/*")):
-        documents = Documents(dataclasses.replace(data, files=files))
+        documents = Documents(replace(data, files=files))
         names = [document.name for document in documents.all]
         digests.append((names, documents.digest, documents.training.tolist(), documents.validation.tolist()))
     assert digests[0] == digests[1] == digests[2]
@@ -492,7 +468,6 @@ REFUSED = {
     "deep": ({"a.jsonl": '{"text": "one"}\n' + "[" * 100_000}, {}, r".*a\.jsonl:2: .* nested too deeply"),
     "odd bytes": ({"a.bin": "abc"}, {}, r".*a\.bin is cut off within a token of uint16; see data\.token_dtype"),
     "another vocabulary": ({"a.bin": "ab"}, {}, r".*token 25185 in .*a\.bin: data\.tokenizer has 258"),
-    "no array": ({"a.npy": "abc"}, {}, r".*a\.npy' cannot be read"),
     "an archive": ({"a.npy": "PK\3\4" * 4}, {}, r".*a\.npy' cannot be read: the magic string is not correct"),
     "tokens without text": (
         {"a.bin": "abab"},
@@ -525,14 +500,14 @@ def test_data_that_cannot_be_trained_on_is_refused_by_name(tmp_path, case):
     files, changes, message = REFUSED[case]
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    data = Data(source="files", files=(str(tmp_path / "*.*"),), validation_fraction=0.25, cache=str(tmp_path / "cache"))
+    data = Data(source="files", files=(f"{tmp_path}/*.*",), validation_fraction=0.25, cache=f"{tmp_path}/cache")
     with pytest.raises(RecipeError, match=f"^{message}"):
-        build(dataclasses.replace(data, **changes))
+        build(replace(data, **changes))
 
 
 def test_validation_needs_held_out_text(data):
     with pytest.raises(RecipeError, match=r"data\.validation_fraction = 0.*validator\.enable"):
-        dataloader_config(dataclasses.replace(data, validation_fraction=0.0), validation=True)
+        dataloader_config(replace(data, validation_fraction=0.0), validation=True)
     with pytest.raises(RecipeError, match=r"held-out text has no block .*validation_fraction"):
         build(data, validation=True, seq_len=10_000)
 
@@ -544,17 +519,17 @@ def test_a_folder_without_text_is_refused_with_a_pattern(data, tmp_path):
     pattern = f"{folder}/**/*.py"
     problem = f"the folder '{folder}' has no file of .bin, .jsonl, .md, .npy, .parquet, .txt. Name other files by a"
     with pytest.raises(RecipeError, match=re.escape(f"{problem} pattern, as {pattern!r}")):
-        build(dataclasses.replace(data, files=(str(folder),)))
-    assert [Path(file.path).name for file in Documents(dataclasses.replace(data, files=(pattern,))).all] == ["a.py"]
+        build(replace(data, files=(str(folder),)))
+    assert [Path(file.path).name for file in Documents(replace(data, files=(pattern,))).all] == ["a.py"]
 
 
 def save_hf_tokenizer(data: Data, folder: Path, marks: dict[str, str]) -> Data:
-    bpe = tokenizer_config(dataclasses.replace(data, tokenizer="bpe", vocab_size=300)).build()
+    bpe = tokenizer_config(replace(data, tokenizer="bpe", vocab_size=300)).build()
     assert isinstance(bpe, BPETokenizer)
     folder.mkdir()
     bpe.bpe.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(marks))
-    return dataclasses.replace(data, tokenizer="hf", tokenizer_path=str(folder))
+    return replace(data, tokenizer="hf", tokenizer_path=str(folder))
 
 
 @pytest.mark.parametrize("marks", [{"bos_token": "<s>", "eos_token": "</s>"}, {"eos_token": "</s>"}])
@@ -573,14 +548,12 @@ def test_the_hf_tokenizer_marks_start_and_end_of_every_document(data, tmp_path, 
     other = save_hf_tokenizer(data, tmp_path / "other", {"eos_token": "<end>"})
     facts = [data_facts(build(table), tokenizer_config(table).build()) for table in (hf, hf, other)]
     assert facts[0] == facts[1]
-    assert all(facts[0][name] != facts[2][name] for name in facts[0]), (
-        "ranks compare text and tokenizer by these digests"
-    )
+    assert all(facts[0][name] != facts[2][name] for name in facts[0]), "ranks compare these digests"
 
 
 def test_the_hf_tokenizer_needs_a_file_and_a_mark(data, tmp_path):
     with pytest.raises(RecipeError, match=r"data\.tokenizer_path.*tokenizer\.json"):
-        tokenizer_config(dataclasses.replace(data, tokenizer="hf", tokenizer_path=str(tmp_path))).build()
+        tokenizer_config(replace(data, tokenizer="hf", tokenizer_path=str(tmp_path))).build()
     with pytest.raises(RecipeError, match="neither bos_token nor eos_token"):
         tokenizer_config(save_hf_tokenizer(data, tmp_path / "hf", {})).build()
 
@@ -594,9 +567,9 @@ def test_hf_source_is_torchtitans_own_loader():
         assert ("validation" in repr(config)) is validation
         assert bytes_per_token(config, ByteTokenizer.Config().build(), 1) is None
     with pytest.raises(RecipeError, match=r"data\.dataset = 'c5'.*c4"):
-        dataloader_config(dataclasses.replace(hf, dataset="c5"))
+        dataloader_config(replace(hf, dataset="c5"))
     with pytest.raises(RecipeError, match=r"c4_test_validation.*validator\.enable"):
-        dataloader_config(dataclasses.replace(hf, dataset="c4_test"), validation=True)
+        dataloader_config(replace(hf, dataset="c4_test"), validation=True)
 
 
 def shares(loader: PackedDataLoader, batches: int, sources: int) -> np.ndarray:
@@ -619,7 +592,7 @@ def mixture(tmp_path) -> Data:
 
 @pytest.mark.parametrize("weights", [(5, 3, 0.5), (1, 1, 1), (0.001, 1, 0.03), (0.7, 0.2, 0.1)])
 def test_a_mixture_has_its_shares_after_every_block_and_after_a_resume(mixture, weights):
-    weighted = dataclasses.replace(mixture, weights=weights)
+    weighted = replace(mixture, weights=weights)
     whole = shares(build(weighted, batch=1), 400, 3)
     wanted = np.arange(1, 401)[:, None] * np.array(weights) / sum(weights)
     assert np.abs(whole - wanted).max() < 1
@@ -631,9 +604,8 @@ def test_a_mixture_has_its_shares_after_every_block_and_after_a_resume(mixture, 
 
 
 def test_a_mixture_reads_each_source_in_its_own_order_on_any_number_of_ranks(mixture):
-    whole = torch.cat(take(build(mixture, batch=4), 12))
-    ranks = [take(build(mixture, dp=2, rank=rank, batch=2), 12) for rank in range(2)]
-    assert torch.equal(torch.cat([rank[step] for step in range(12) for rank in ranks]), whole)
+    whole = read_by_ranks(mixture, 1, 4, 12)
+    assert torch.equal(read_by_ranks(mixture, 2, 2, 12), whole)
     documents, corpus = opened(mixture)
     for number in range(3):
         training = documents.training[documents.entries()[documents.training] == number]
@@ -644,15 +616,12 @@ def test_a_mixture_reads_each_source_in_its_own_order_on_any_number_of_ranks(mix
 
 def test_a_mixture_says_shares_and_passes_and_validates_on_all_sources(mixture):
     lines = build(mixture).describe(2, 100)
-    assert [line.split(" tokens")[0].rsplit(",", 1)[0] for line in lines[1:]] == [
-        f"data: {share} of the blocks from {file}"
-        for share, file in zip(("58.8%", "35.3%", "5.9%"), mixture.files, strict=True)
-    ]
-    assert lines[2].endswith(" passes")
+    for line, share, file in zip(lines[1:], ("58.8%", "35.3%", "5.9%"), mixture.files, strict=True):
+        assert re.fullmatch(rf"data: {share} of the blocks from {file}, [\d,]+ tokens, [\d.]+ passes", line)
     held = Documents(mixture).validation
     assert build(mixture, validation=True)._blocks.tokens == (opened(mixture)[1].tokens[held] - 1).sum()
-    other = build(dataclasses.replace(mixture, weights=(5, 3, 0.6)))
-    swapped = build(dataclasses.replace(mixture, files=mixture.files[::-1]))
+    other = build(replace(mixture, weights=(5, 3, 0.6)))
+    swapped = build(replace(mixture, files=mixture.files[::-1]))
     for changed in (other, swapped):
         with pytest.raises(ValueError, match=r"data\.weights"):
             changed.load_state_dict(build(mixture).state_dict())
@@ -662,7 +631,7 @@ def test_a_mixture_says_shares_and_passes_and_validates_on_all_sources(mixture):
         ((*mixture.files[:2], mixture.files[2] + "/1.txt"), r"text of data\.files\[2\] has no block"),
     ):
         with pytest.raises(RecipeError, match=message):
-            build(dataclasses.replace(mixture, files=files), seq_len=64)
+            build(replace(mixture, files=files), seq_len=64)
 
 
 def test_bad_rows_are_skipped_on_request_and_counted(data, tmp_path, monkeypatch):
@@ -670,28 +639,24 @@ def test_bad_rows_are_skipped_on_request_and_counted(data, tmp_path, monkeypatch
     bad = ["not json", "[1]", '{"\\ud800": "x"}', '{"text": 5}']
     (tmp_path / "text" / "a.jsonl").write_text("\n".join(good + bad) + "\n")
     (tmp_path / "text" / "b.jsonl").write_text("\n".join(good))
-    skipping = dataclasses.replace(rows(data, "*.jsonl"), bad_rows="skip")
+    skipping = replace(rows(data, "*.jsonl"), bad_rows="skip")
     for _ in range(2):
         a, b = build(skipping).describe(1, 1)[1:]
         folder = tmp_path / "text"
         assert a.startswith(f"data: {folder}/a.jsonl: 5 documents, 210 tokens, 4 rows skipped, the first: data.files: ")
         assert f"{folder}/a.jsonl:6: not JSON" in a
         assert b == f"data: {folder}/b.jsonl: 5 documents, 210 tokens"
-    monkeypatch.setattr(documents_module, "MOST_SHOWN", 1)
+    monkeypatch.setattr("titan_muon.titan.data.documents.MOST_SHOWN", 1)
     (folder / "c.jsonl").write_text("\n".join([*good, *bad, "[2]"]))
     most, rest = build(skipping).describe(1, 1)[1:]
-    assert most.startswith(f"data: {folder}/c.jsonl: 5 documents, 210 tokens, 5 rows skipped"), (
-        "most skipped rows first"
-    )
+    assert most.startswith(f"data: {folder}/c.jsonl: 5 documents, 210 tokens, 5 rows skipped"), "most skipped first"
     assert rest == "data: and 2 more files, 4 rows skipped"
     (folder / "c.jsonl").unlink()
     with pytest.raises(RecipeError, match=r"a\.jsonl:6: not JSON"):
         build(rows(data, "*.jsonl"))
-    only_good = dataclasses.replace(data, files=(str(tmp_path / "text" / "good"),))
-    (tmp_path / "text" / "good").mkdir()
-    for name in "ab":
-        (tmp_path / "text" / "good" / f"{name}.jsonl").write_text("\n".join(good))
-    assert build(skipping).fingerprint == build(only_good).fingerprint
+    fingerprint = build(skipping).fingerprint
+    (folder / "a.jsonl").write_text("\n".join(good))
+    assert build(skipping).fingerprint == fingerprint
 
 
 def token_files(folder: Path, ids: list[int]) -> dict[str, dict[str, str]]:
@@ -717,13 +682,11 @@ def test_files_of_tokens_are_the_documents_of_their_text(data, tmp_path, monkeyp
     side = {"before": slice(0, -1), "after": slice(1, None), "both": slice(None)}[marked]
     (tmp_path / "tokens").mkdir()
     for name, keys in token_files(tmp_path / "tokens", [i for text in texts for i in text[side]]).items():
-        tokens = dataclasses.replace(data, files=(f"{tmp_path}/tokens/{name}",), token_marks=(BOS, EOS), **keys)
+        tokens = replace(data, files=(f"{tmp_path}/tokens/{name}",), token_marks=(BOS, EOS), **keys)
         other, read = opened(tokens)
         assert [read.document(number).tolist() for number in range(other.count)] == texts
-        assert (
-            build(tokens).describe(1, 1)[1]
-            == f"data: {tmp_path}/tokens/{name}: 40 documents, {sum(map(len, texts))} tokens"
-        )
+        described = f"data: {tmp_path}/tokens/{name}: 40 documents, {sum(map(len, texts))} tokens"
+        assert build(tokens).describe(1, 1)[1] == described
         assert bytes_per_token(dataloader_config(tokens, validation=True), ByteTokenizer.Config().build(), 1) is None
 
 
@@ -731,30 +694,26 @@ def test_tokens_without_marks_are_cut_into_long_documents(data, tmp_path, monkey
     monkeypatch.setattr(files_module, "TOKENS_AT_ONCE", 50)
     ids = list(range(130))
     for name, keys in token_files(tmp_path, ids).items():
-        other, read = opened(dataclasses.replace(data, files=(f"{tmp_path}/{name}",), **keys))
-        assert [read.document(number).tolist()[1:-1] for number in range(other.count)] == [
-            ids[:50],
-            ids[50:100],
-            ids[100:],
-        ]
+        other, read = opened(replace(data, files=(f"{tmp_path}/{name}",), **keys))
+        cut = [read.document(number).tolist()[1:-1] for number in range(other.count)]
+        assert cut == [ids[:50], ids[50:100], ids[100:]]
     np.save(tmp_path / "signed.npy", -np.array(ids))
     with pytest.raises(RecipeError, match=r"one axis of integers from 0"):
-        opened(dataclasses.replace(data, files=(f"{tmp_path}/signed.npy",)))
+        opened(replace(data, files=(f"{tmp_path}/signed.npy",)))
 
 
 def test_urls_are_read_as_paths(data, tmp_path):
     """fsspec's memory and local files: names, order, split, tokens and blocks of the same files by path."""
-    fsspec = pytest.importorskip("fsspec")
     memory = fsspec.filesystem("memory")
     (tmp_path / "text" / "rows.jsonl").write_text('{"text": "a row"}\n')
     (tmp_path / "text" / ".hidden.txt").write_text("hidden")
     memory.put(f"{tmp_path}/text", "/corpus/text", recursive=True)
-    by_path = build(dataclasses.replace(data, files=(str(tmp_path / "text"),)))
+    by_path = build(replace(data, files=(str(tmp_path / "text"),)))
     read = torch.cat(take(by_path, 8))
     for folder in ("memory://corpus/text", f"file://{tmp_path}/text"):
         for files in ((folder,), (f"{folder}/[0-9]*.txt", f"{folder}/rows.jsonl")):
-            by_url = build(dataclasses.replace(data, files=files, cache=str(tmp_path / "other")))
+            by_url = build(replace(data, files=files, cache=str(tmp_path / "other")))
             assert by_url.fingerprint == by_path.fingerprint
             assert torch.equal(torch.cat(take(by_url, 8)), read)
     memory.pipe("/corpus/text/00.txt", b"changed")
-    assert build(dataclasses.replace(data, files=("memory://corpus/text",))).fingerprint != by_path.fingerprint
+    assert build(replace(data, files=("memory://corpus/text",))).fingerprint != by_path.fingerprint

@@ -15,16 +15,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from titan_muon.titan.launch import attempts
-from titan_muon.titan.launch import watchdog as watchdog_module
-from titan_muon.titan.launch.attempts import (
-    describe_world,
-    interrupted_run,
-    lasting_store,
-    remember_run,
-    store_of_attempt,
-    store_of_ranks,
-)
+from titan_muon.titan.launch import attempts, watchdog
+from titan_muon.titan.launch.attempts import describe_world, store_of_attempt, store_of_ranks
 from titan_muon.titan.launch.folder_lock import LOCK_FILE, FolderLock
 from titan_muon.titan.launch.watchdog import Heartbeat, Watchdog, is_sibling, late_ranks
 from titan_muon.titan.recipe import RecipeError
@@ -89,11 +81,11 @@ def test_the_timeout_names_missing_ranks() -> None:
 
 def test_the_next_attempt_finds_the_run_in_an_agents_store(monkeypatch: pytest.MonkeyPatch) -> None:
     lasting = dist.HashStore()
-    assert interrupted_run(lasting) is None
-    remember_run(lasting, "/runs/tiny/1")
-    assert interrupted_run(lasting) == "/runs/tiny/1"
+    assert attempts.interrupted_run(lasting) is None
+    attempts.remember_run(lasting, "/runs/tiny/1")
+    assert attempts.interrupted_run(lasting) == "/runs/tiny/1"
     monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
-    assert lasting_store(SHORT) is None, "no other store outlasts the job"
+    assert attempts.lasting_store(SHORT) is None, "no other store outlasts the job"
 
 
 def test_the_timeout_holds_for_a_silent_program_on_the_port_of_the_store(
@@ -119,31 +111,30 @@ def test_the_timeout_holds_for_a_silent_program_on_the_port_of_the_store(
     assert f"error: rank 1 ends: no answer from the job's store on localhost:{port}" in capsys.readouterr().err
 
 
-HEARTBEAT = Heartbeat(host="node-a", pid=7, stage=5, beat=9)
+HEARTBEAT, SECOND = Heartbeat(host="node-a", pid=7, stage=5, beat=9), "rank 1 (process 7 on node-a)"
 
 
 @pytest.mark.parametrize(
-    ("heartbeats", "silent", "expected"),
+    ("second", "silent", "expected"),
     [
-        ({0: HEARTBEAT, 1: HEARTBEAT}, {}, ""),
-        ({0: HEARTBEAT, 1: HEARTBEAT}, {1}, "rank 1 (process 7 on node-a) gives no sign of life"),
-        (
-            {0: HEARTBEAT, 1: replace(HEARTBEAT, stage=4)},
-            {},
-            "rank 1 (process 7 on node-a) has not begun step 3 of this attempt",
-        ),
-        (
-            {0: HEARTBEAT, 1: replace(HEARTBEAT, stage=3)},
-            {},
-            "rank 1 (process 7 on node-a) has not ended step 2 of this attempt",
-        ),
-        ({0: HEARTBEAT, 1: replace(HEARTBEAT, stage=3, ended=True)}, {}, ""),
-        ({0: HEARTBEAT}, {}, "rank 1 has not come up"),
+        (HEARTBEAT, {}, ""),
+        (HEARTBEAT, {1}, f"{SECOND} gives no sign of life"),
+        (replace(HEARTBEAT, stage=4), {}, f"{SECOND} has not begun step 3 of this attempt"),
+        (replace(HEARTBEAT, stage=3), {}, f"{SECOND} has not ended step 2 of this attempt"),
+        (replace(HEARTBEAT, stage=3, ended=True), {}, ""),
+        (None, {}, "rank 1 has not come up"),
     ],
 )
-def test_late_ranks_are_named(heartbeats: dict[int, Heartbeat], silent: set[int], expected: str) -> None:
+def test_late_ranks_are_named(second: Heartbeat | None, silent: set[int], expected: str) -> None:
     """Ranks without a sign of life, or behind; no rank while all are at the same place, as in a long save."""
+    heartbeats = {0: HEARTBEAT} if second is None else {0: HEARTBEAT, 1: second}
     assert late_ranks(heartbeats, silent, 2) == expected
+
+
+def stop(*ranks: Watchdog) -> None:
+    for rank in ranks:
+        rank._closed.set()
+        rank._thread.join()
 
 
 def test_a_silent_rank_is_reported_once_and_killed(
@@ -151,19 +142,17 @@ def test_a_silent_rank_is_reported_once_and_killed(
 ) -> None:
     """One of three ranks with a common store stops: one line names the rank, and only this process ends."""
     killed: list[int] = []
-    monkeypatch.setattr(watchdog_module.os, "kill", lambda pid, number: killed.append(pid))
+    monkeypatch.setattr(watchdog.os, "kill", lambda pid, number: killed.append(pid))
     store = dist.HashStore()
     ranks = [Watchdog(store, rank, 3, first_timeout=2, timeout=2) for rank in range(3)]
     monkeypatch.setattr(Watchdog, "_heartbeat", lambda self: Heartbeat("h", 100 + self._rank, self._stage, self._beat))
-    monkeypatch.setattr(watchdog_module.socket, "gethostname", lambda: "h")
-    monkeypatch.setattr(watchdog_module, "is_sibling", lambda pid: True)
+    monkeypatch.setattr(watchdog.socket, "gethostname", lambda: "h")
+    monkeypatch.setattr(watchdog, "is_sibling", lambda pid: True)
     ranks[2]._report()
     with pytest.raises(RuntimeError, match="timed out"), ranks[0], ranks[1]:  # noqa: PT012 (the test is about the wait)
         time.sleep(2.2)
         raise RuntimeError("a collective that timed out")
-    for watchdog in ranks[:2]:
-        watchdog._closed.set()
-        watchdog._thread.join()
+    stop(*ranks[:2])
     shown = capfd.readouterr().err
     assert shown.count("rank 2 (process 102 on h) gives no sign of life") == 1
     assert "rank 0 (" not in shown
@@ -182,20 +171,18 @@ def test_a_hanging_rank_ends_after_a_failure_of_a_peer(
         # In place of the process, the thread ends.
         ranks[1]._closed.set()
 
-    monkeypatch.setattr(watchdog_module.os, "_exit", end)
-    monkeypatch.setattr(watchdog_module, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog.os, "_exit", end)
+    monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.1)
     store = dist.HashStore()
     ranks = [Watchdog(store, rank, 2, first_timeout=4, timeout=4) for rank in range(2)]
-    for rank, watchdog in enumerate(ranks):
-        watchdog._thread.name = f"rank {rank}"
+    for number, rank in enumerate(ranks):
+        rank._thread.name = f"rank {number}"
     with ranks[1]:
         with pytest.raises(failed) if failed else nullcontext(), ranks[0]:
             if failed:
                 raise failed
         time.sleep(1)
-    for watchdog in ranks:
-        watchdog._closed.set()
-        watchdog._thread.join()
+    stop(*ranks)
     assert ended == (["rank 1"] if failed else [])
     assert ("error: rank 1 ends: its peers are gone" in capfd.readouterr().err) == bool(failed)
 
@@ -222,11 +209,11 @@ def test_a_late_live_rank_is_named_once_and_no_rank_while_all_wait(capfd: pytest
 
 
 def test_the_first_timeout_lasts_until_the_end_of_the_first_step() -> None:
-    watchdog = Watchdog(dist.HashStore(), 0, 2, first_timeout=9, timeout=2)
-    limits = [watchdog.timeout]
+    rank = Watchdog(dist.HashStore(), 0, 2, first_timeout=9, timeout=2)
+    limits = [rank.timeout]
     for _ in range(3):
-        watchdog.advance()
-        limits.append(watchdog.timeout)
+        rank.advance()
+        limits.append(rank.timeout)
     assert limits == [9, 9, 2, 2], "before, in and after the first step, and in the second"
 
 

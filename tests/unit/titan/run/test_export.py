@@ -19,7 +19,7 @@ from titan_muon.titan.torchtitan import compat
 transformers = pytest.importorskip("transformers")
 compat.install()
 
-from titan_muon.titan.data.loader import tokenizer_config  # noqa: E402
+from titan_muon.titan.data.tokenizers import tokenizer_config  # noqa: E402
 from titan_muon.titan.model.spec import model_spec  # noqa: E402
 from titan_muon.titan.torchtitan.installed import titan  # noqa: E402
 

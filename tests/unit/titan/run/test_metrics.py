@@ -9,14 +9,13 @@ import resource
 import signal
 import sys
 import time
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -31,7 +30,6 @@ from titan_muon.titan.run import console, metrics  # noqa: E402
 from titan_muon.titan.run.console import _Useful, set_up_logging  # noqa: E402
 from titan_muon.titan.run.metrics import JsonLines, RunMetrics, tagged  # noqa: E402
 from titan_muon.titan.run.signals import SAME_PRESS_SECONDS, StopSignals  # noqa: E402
-from titan_muon.titan.run.step_timer import StepTimer  # noqa: E402
 
 PHASES = {"data": 0.1, "forward_backward": 5.0, "clip": 0.4, "optimizer": 2.0}
 
@@ -78,12 +76,8 @@ def test_step_is_recorded_and_shown(reporter: RunMetrics, tmp_path: Path, capsys
     assert line.startswith("step 10/20  loss 2.5000  grad 1.250  lr muon 2.00e-03 adamw 1.00e-03")
     assert re.search(r"  mfu (49\.[5-9]|50\.\d) %  3\.00 GiB  0:00:20 left", line), "a busy machine counts more time"
     tags = dict(tagged({"qk": logits, "mfu": 0.5, "diverged": "TensorBoard has no curve of texts"}))
-    assert tags == {
-        "qk/max_logit/layers.0": 12.5,
-        "qk/max_logit/layers.1": 130.0,
-        "qk/heads_above_threshold": 3,
-        "step/mfu": 0.5,
-    }
+    of_layers = {"qk/max_logit/layers.0": 12.5, "qk/max_logit/layers.1": 130.0}
+    assert tags == {**of_layers, "qk/heads_above_threshold": 3, "step/mfu": 0.5}
 
 
 def test_a_validation_is_recorded_by_tokens_and_bytes(
@@ -128,20 +122,17 @@ def test_quiet_prints_only_warnings_errors_and_the_end(
     assert re.fullmatch(r"ended after step 10: loss 2\.5000, held out 1\.0000, \d+:\d\d:\d\d; runs/x", end)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+@pytest.mark.parametrize("terminal", [True, False])
 def test_only_a_terminal_has_a_progress_bar(
-    reporter: RunMetrics, monkeypatch: pytest.MonkeyPatch, stream: io.StringIO
+    reporter: RunMetrics, monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
     monkeypatch.setattr(sys, "stderr", stream)
     reporter.advance(6)
     report(reporter, 7)
     reporter.close()
-    assert (" 6/20 " in stream.getvalue()) == stream.isatty()
+    assert (" 6/20 " in stream.getvalue()) == terminal
 
 
 def points(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -233,46 +224,19 @@ def test_a_board_that_cannot_write_is_left_out_by_name(
     assert list(tiny.records(tmp_path, "loss")) == [1, 2]
 
 
-def test_the_timer_sums_every_phase_and_resets_on_drain() -> None:
-    timer = StepTimer(torch.device("cpu"))
-    for _ in range(2):
-        with timer.phase("clip"):
-            time.sleep(0.01)
-        with timer.phase("data"):
-            pass
-    seconds = timer.drain()
-    assert seconds["clip"] >= 0.02
-    assert seconds["data"] < seconds["clip"]
-    assert timer.drain() == {}
-
-
-class StubWandb(types.ModuleType):
-    """wandb for TorchTitan's logger; records the arguments of a run's start."""
-
-    Error: type[Exception] = OSError
-
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.begun: list[dict] = []
-        self.logged: list[tuple[dict, int]] = []
-
-    def init(self, **arguments: object) -> None:
-        self.begun.append(arguments | {"resume": os.environ.get("WANDB_RESUME")})
-
-    def log(self, values: dict, step: int) -> None:
-        self.logged.append((values, step))
-
-
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> StubWandb:
-    stub = StubWandb()
+def wandb(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """wandb for TorchTitan's logger, and no environment."""
+    stub = mock.Mock(Error=OSError)
     monkeypatch.setitem(sys.modules, "wandb", stub)
     monkeypatch.setattr(os, "environ", {})
     return stub
 
 
-def test_wandb_gets_the_recipe_and_continues_the_run(tmp_path: Path, wandb: StubWandb) -> None:
+def test_wandb_gets_the_recipe_and_continues_the_run(tmp_path: Path, wandb: mock.Mock) -> None:
     """The resolved recipe is the run's config, a continued folder is the same run, and a new folder a new run."""
+    resumes: list[str | None] = []
+    wandb.init.side_effect = lambda **_: resumes.append(os.environ.get("WANDB_RESUME"))
     for name in ("first", "first", "second"):
         os.environ.clear()
         (tmp_path / name).mkdir(exist_ok=True)
@@ -283,21 +247,18 @@ def test_wandb_gets_the_recipe_and_continues_the_run(tmp_path: Path, wandb: Stub
     offline = Recipe(metrics=Metrics(wandb_project="mine", wandb_offline=True))
     metrics.WandB(tmp_path, to_toml(offline)).log({"loss": 1.0}, 3)
     assert (os.environ["WANDB_PROJECT"], os.environ["WANDB_MODE"]) == ("mine", "offline")
-    first, again, second, mine = wandb.begun
+    first, again, second, mine = (call.kwargs for call in wandb.init.call_args_list)
     assert (first["config"]["name"], first["config"]["muon"]["momentum"]) == ("tiny", Recipe().muon.momentum)
     assert first["id"] == again["id"] != second["id"]
-    assert (first["resume"], second["name"]) == ("allow", f"{tmp_path.name}/second")
-    assert (mine["id"], mine["resume"]) == ("mine", "must"), "the user's values win"
-    assert wandb.logged == [({"loss/train": 1.0}, 3)]
+    assert second["name"] == f"{tmp_path.name}/second"
+    assert (mine["id"], resumes) == ("mine", ["allow", "allow", "allow", "must"]), "the user's values win"
+    wandb.log.assert_called_once_with({"loss/train": 1.0}, step=3)
 
 
 def test_a_refusal_of_wandb_is_an_error_with_the_key(
-    tmp_path: Path, wandb: StubWandb, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wandb: mock.Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def init(**arguments: object) -> None:
-        raise wandb.Error("No API key configured.\nmore")
-
-    monkeypatch.setattr(wandb, "init", init)
+    wandb.init.side_effect = wandb.Error("No API key configured.\nmore")
     remedies = {"No API key configured. Or set metrics.wandb_offline = true": wandb, "run pip install wandb": None}
     for problem, module in remedies.items():
         monkeypatch.setitem(sys.modules, "wandb", module)
@@ -319,9 +280,8 @@ def test_a_warning_of_a_rank_is_printed_once_with_the_rank() -> None:
     """For example memory errors of a GPU or a slow link, on a single rank."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
     try:
-        records = [
-            logging.LogRecord("torchtitan", level, "", 0, "ECC %s", ("error",), None) for level in (30, 30, 20, 40)
-        ]
+        levels = (30, 30, 20, 40)
+        records = [logging.LogRecord("torchtitan", level, "", 0, "ECC %s", ("error",), None) for level in levels]
         assert [_Useful().filter(record) for record in records] == [True, False, False, True]
         assert records[0].getMessage() == "rank 1: ECC error"
     finally:

@@ -47,9 +47,7 @@ class Trainer:
 class Run:
     """The parts of a run in a checkpoint."""
 
-    def __init__(
-        self, recipe: Recipe, folder: Path, *, resume: Path | None = None, exclude: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, resume: str | None = None, exclude: tuple[str, ...] = ()) -> None:
         torch.manual_seed(0)
         self.model = Model(layers=1)
         self.optimizers = HybridOptimizers(optimizer_config(recipe), model_parts=[self.model])
@@ -59,7 +57,7 @@ class Run:
             enable=True,
             keep_latest_k=0,
             last_save_model_only=False,
-            resume=None if resume is None else str(resume),
+            resume=resume,
             excluded=("dataloader", *exclude),
         )
         self.checkpoints = config.build(
@@ -79,9 +77,7 @@ class Run:
         self.schedulers.step()
 
     def group(self, optimizer: str) -> dict[str, Any]:
-        return dict(zip(self.optimizers.parts.groups, self.optimizers.optimizers, strict=True))[optimizer].param_groups[
-            0
-        ]
+        return self.optimizers.parts.optimizers[optimizer].param_groups[0]
 
 
 def recipe(steps: int = STEPS, **tables: Any) -> Recipe:
@@ -99,7 +95,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def resumed(of: Recipe, checkpoint: Path, **options: Any) -> Run:
-    run = Run(of, checkpoint.parents[1], resume=checkpoint, **options)
+    run = Run(of, checkpoint.parents[1], str(checkpoint), **options)
     assert run.checkpoints.load()
     return run
 
@@ -127,9 +123,8 @@ def test_a_checkpoint_without_an_option_continues_with_the_recipes_value(
 ) -> None:
     """Each new option would otherwise make all older checkpoints unreadable."""
     older = Run(recipe(), checkpoint.parents[1])
-    everything = older.optimizers.state_dict
-    known = lambda: {key: value for key, value in everything().items() if not key.endswith((".ns_steps", ".fused"))}  # noqa: E731
-    monkeypatch.setattr(older.optimizers, "state_dict", known)
+    known = {k: v for k, v in older.optimizers.state_dict().items() if not k.endswith((".ns_steps", ".fused"))}
+    monkeypatch.setattr(older.optimizers, "state_dict", lambda: known)
     older.checkpoints.save(STEPS + 1, last_step=True)
     run = resumed(recipe(muon=sections.Muon(ns_steps=3)), checkpoint.with_name(f"step-{STEPS + 1}"))
     assert run.group("muon")["ns_steps"] == 3
