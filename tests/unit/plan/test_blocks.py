@@ -17,16 +17,7 @@ from tests.unit.plans import MODES, elements_of, examples, parameter_lists, plan
 from titan_muon.options import OptionError
 from titan_muon.plan.search.tensor_parallel import in_blocks
 from titan_muon.plan.terms.layout import Geometries
-from titan_muon.plan.terms.types import (
-    Interval,
-    Layout,
-    MatrixRows,
-    MatrixStack,
-    Mesh,
-    Parameter,
-    Placement,
-    Shard,
-)
+from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Placement, Shard
 from titan_muon.tensors.dtensor import layout_on
 
 SQUARE = Mesh((2, 2), (0, 1, 2, 3))

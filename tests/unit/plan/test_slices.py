@@ -12,17 +12,7 @@ from titan_muon.plan.cost.walk import PlanCost, batches
 from titan_muon.plan.program import make_program
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.machine import MACHINES, Link, Work
-from titan_muon.plan.terms.types import (
-    Layout,
-    Matrix,
-    Mesh,
-    Parameter,
-    Plan,
-    Replicate,
-    Shard,
-    Slice,
-    teams_in,
-)
+from titan_muon.plan.terms.types import Layout, Matrix, Mesh, Parameter, Plan, Replicate, Shard, Slice, teams_in
 
 """Slow links between nodes."""
 
