@@ -14,7 +14,7 @@ from ...options import Machine, OptionError
 
 
 def standard_flops(rows: int, cols: int, steps: int) -> int:
-    """FLOPs of the standard iteration on a rows x cols matrix: of the Gram iteration with a restart before each step."""
+    """FLOPs of the standard iteration on a rows x cols matrix: the Gram iteration with a restart before each step."""
     return gram_flops(rows, cols, steps, restarts=steps - 1)
 
 
