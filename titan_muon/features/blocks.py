@@ -76,7 +76,7 @@ def is_whole(rank: Rank) -> bool:
 def _in_blocks(geometry: Geometry) -> MatrixStack:
     layout, stack = geometry.layout, geometry.stack
     split, sizes = stack.row_dims, layout.shape
-    stored = dict.fromkeys(region(layout, layout.mesh.coordinate(place)) for place in range(len(layout.mesh.ranks)))
+    stored = dict.fromkeys(region(layout, coordinate) for coordinate in layout.mesh.coordinates.values())
     parts = [(flattened(dims[:split], sizes[:split]), flattened(dims[split:], sizes[split:])) for dims in stored]
     return replace(
         stack, matrices=tuple(block for m in stack.matrices for block in _blocks(m, geometry.col_count, parts))

@@ -30,8 +30,8 @@ def ranges(draw: st.DrawFn) -> tuple[Layout, MatrixStack]:
     places = dict(zip(product(*map(range, cuts)), draw(st.permutations(parts)), strict=True))
     on = Mesh(mesh, tuple(draw(st.permutations(range(prod(mesh))))))
     rows = tuple(
-        places[tuple(i for i, placement in zip(on.coordinate(p), placements, strict=True) if placement == Shard(0))]
-        for p in range(len(on.ranks))
+        places[tuple(i for i, placement in zip(coordinate, placements, strict=True) if placement == Shard(0))]
+        for coordinate in on.coordinates.values()
     )
     bounds = sorted({0, shape[0], *draw(st.lists(st.integers(0, shape[0]), max_size=3))})
     matrices = tuple(MatrixRows(str(i), (Interval(*pair),)) for i, pair in enumerate(pairwise(bounds)))
