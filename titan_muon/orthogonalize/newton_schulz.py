@@ -273,10 +273,7 @@ def multiply(p: Tensor, x: Tensor, *, alpha: float = 1.0, beta: float = 0.0, out
     """Fill `out` with alpha P X + beta X for each matrix on the smaller side; P (count, m, m) is symmetric."""
     # From the right for tall matrices, because on CPUs writing to transposed memory is a thousand times slower.
     left, right = (x, p) if x.size(1) > x.size(2) else (p, x)
-    if beta == 0 and alpha == 1:
-        torch.bmm(left, right, out=out)
-    else:
-        torch.baddbmm(x, left, right, alpha=alpha, beta=beta, out=out)
+    plain(left, right, None if beta == 0 else x, alpha=alpha, beta=beta, out=out)
 
 
 class Team(Protocol):
