@@ -33,6 +33,7 @@ from titan_muon.plan.terms.types import (
     Separate,
     Shard,
     StridedShard,
+    teams_in,
 )
 from titan_muon.tensors.matrices import stack_of
 
@@ -331,11 +332,19 @@ def ranks_of(plan: Plan) -> list[int]:
     return sorted({rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks})
 
 
+def teams(plan: Plan) -> list[tuple[int, ...]]:
+    """The owners of each sliced matrix."""
+    return [ranks for bucket in plan.buckets for ranks in teams_in(bucket, plan.matrices).values()]
+
+
 def torch_local(layout: Layout, coordinate: Sequence[int], full: Tensor) -> Tensor:
-    """PyTorch's shard of a full tensor on the rank at a coordinate, without a process group."""
+    """PyTorch's shard of a full tensor on the rank at a coordinate, without a process group; of dim 0 the set rows."""
     local = full
+    if layout.rows:
+        start, stop = layout.rows[torch.arange(len(layout.rows)).view(layout.mesh.shape)[tuple(coordinate)]]
+        local = full[start:stop]
     for placement, count, index in zip(layout.placements, layout.mesh.shape, coordinate, strict=True):
-        if not isinstance(placement, Cut):
+        if not isinstance(placement, Cut) or (layout.rows and placement.dim == 0):
             continue
         cut: TorchShard | _StridedShard = TorchShard(placement.dim)
         if isinstance(placement, StridedShard):

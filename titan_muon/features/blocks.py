@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..comm.buffers import Buffers, wire_dtypes
@@ -16,10 +15,10 @@ from ..comm.exchange import Exchange
 from ..options import MuonOptions, OptionError
 from ..plan.planner import make_plan
 from ..plan.program import make_program
-from ..plan.search.tensor_parallel import within
-from ..plan.terms.layout import Geometries, Geometry, Intervals, flattened, region
+from ..plan.search.tensor_parallel import Part, in_blocks
+from ..plan.terms.layout import Geometries, Geometry, flattened, region
 from ..plan.terms.machine import MachineRates, WorkOf
-from ..plan.terms.types import Interval, MatrixRows, MatrixStack, Plan
+from ..plan.terms.types import Plan
 from ..step.algorithm import Algorithm, Decorated, PlanContext, Tensors
 from ..step.foreach import UpdateCall
 from ..step.rank import Rank, dispatch_of, methods_of
@@ -57,8 +56,7 @@ def check(context: PlanContext) -> None:
 def with_blocks(plan: Plan, costs: WorkOf, options: MuonOptions, machine: MachineRates | None) -> Plan:
     """The plan of whole matrices, with that of steps on blocks, if a rank stores a part of a matrix."""
     geometries = Geometries(plan.parameters)
-    stacks = [_in_blocks(geometry) for geometry in geometries.shared]
-    parameters = [replace(p, stack=stacks[geometries.index[number]]) for number, p in enumerate(plan.parameters)]
+    parameters = in_blocks(plan.parameters, geometries, _stored_parts)
     blocks, note = None, f"whole_freq = {options.whole_freq} has no effect, because no rank stores part of a matrix"
     if tuple(parameters) != plan.parameters:
         # `check` refuses other modes by name.
@@ -73,24 +71,12 @@ def is_whole(rank: Rank) -> bool:
     return max((param.group[STEP] for param in rank.params), default=0) % rank.options.whole_freq == 0
 
 
-def _in_blocks(geometry: Geometry) -> MatrixStack:
-    layout, stack = geometry.layout, geometry.stack
-    split, sizes = stack.row_dims, layout.shape
-    stored = dict.fromkeys(region(layout, layout.mesh.coordinate(place)) for place in range(len(layout.mesh.ranks)))
-    parts = [(flattened(dims[:split], sizes[:split]), flattened(dims[split:], sizes[split:])) for dims in stored]
-    return replace(
-        stack, matrices=tuple(block for m in stack.matrices for block in _blocks(m, geometry.col_count, parts))
-    )
-
-
-def _blocks(matrix: MatrixRows, col_count: int, parts: Sequence[tuple[Intervals, Intervals]]) -> Iterator[MatrixRows]:
-    for place, (down, across) in enumerate(parts):
-        every = matrix.cols or (Interval(0, col_count),)
-        rows, cols = within(matrix.rows, matrix.row_step, down), within(every, matrix.col_step, across)
-        if (rows, cols) == (matrix.rows, every):
-            yield matrix
-        elif rows and cols:
-            yield replace(matrix, label=f"{matrix.label}/{place}", rows=rows, cols=cols)
+def _stored_parts(geometry: Geometry) -> list[Part]:
+    """What each rank stores; equal parts of replicas once."""
+    layout, split = geometry.layout, geometry.stack.row_dims
+    sizes = layout.shape
+    stored = dict.fromkeys(region(layout, coordinate) for coordinate in layout.mesh.coordinates.values())
+    return [(flattened(dims[:split], sizes[:split]), flattened(dims[split:], sizes[split:])) for dims in stored]
 
 
 def block_rank(rank: Rank, blocks: Plan, before: Rank | None) -> Rank:

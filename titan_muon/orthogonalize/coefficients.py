@@ -25,17 +25,19 @@ def scaled(factor: float, *steps: tuple[float, float, float]) -> Coefficients:
 PROMOTION, SUPPRESSION = (1.875, -1.25, 0.375), (0.0, 2.5, -1.5)
 """Pion's two steps. Suppression sends singular values below sqrt(2/3) to 0 and above to 1."""
 
+YOU_JIACHENG: Coefficients = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+"""You Jiacheng's schedule (2025), as used in Emerging-Optimizers and dion."""
+
 COEFFICIENTS: Mapping[str, Coefficients] = {
     # Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); torch.optim.Muon's default.
     "keller_jordan": ((3.4445, -4.7750, 2.0315),),
-    # You Jiacheng's five-step schedule (2025), as used in Emerging-Optimizers and dion.
-    "you_jiacheng": (
-        (4.0848, -6.8946, 2.9270),
-        (3.9505, -6.3029, 2.6377),
-        (3.7418, -5.5913, 2.3037),
-        (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
-    ),
+    "you_jiacheng": YOU_JIACHENG,
     # Amsel et al., "The Polar Express" (arXiv:2505.16932), l = 1e-3, every step with a safety factor s = 1.05:
     # (a / s, b / s^3, c / s^5). As in gram-newton-schulz and dmuon.
     "polar_express": (
@@ -74,12 +76,7 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
     "pion_promotion": (PROMOTION, *(SUPPRESSION,) * 4),
     # Boissin et al., "Turbo-Muon" (arXiv:2512.04632): `almost_orthogonal_` instead of a first step, here of
     # you_jiacheng's, because the steps in flash-newton-schulz turn singular values above 0.88 negative.
-    "aol": (
-        (3.9505, -6.3029, 2.6377),
-        (3.7418, -5.5913, 2.3037),
-        (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
-    ),
+    "aol": YOU_JIACHENG[1:],
 }
 """A set of one step is repeated. Longer sets have a fixed number of steps, or go on in CONTINUED."""
 

@@ -69,8 +69,7 @@ def orthogonalize(
     """
     if of is None:
         return prepared(iteration, method)(stack, norms=norms, out=out)
-    steps, eps, dtype = iteration.steps, iteration.eps, DTYPES[method.dtype]
-    return sliced(stack, steps, eps, dtype, method.runs(len(steps)), of, norms=norms, out=out)
+    return sliced(stack, iteration, method, of, norms=norms, out=out)
 
 
 def prepared(iteration: Iteration, method: Method) -> Callable[..., Tensor]:
@@ -146,7 +145,9 @@ def iterate(
     begin with `almost_orthogonal_`.
     """
     x, runs = normalized(stack, eps, dtype, norms), runs or (1,) * len(steps)
-    buffer = spare = next_buffer(x, out)
+    # `out` if the element size matches, because a third X may be most of the workspace.
+    buffer = out.view(x.dtype) if out is not None and out.element_size() == x.element_size() else torch.empty_like(x)
+    spare = buffer
     side = min(x.size(1), x.size(2))
     squares = [x.new_empty(x.size(0), side, side) for _ in range(2 if max(runs) == 1 else 4)]
     for first, last in pairwise(accumulate(runs, initial=0)):
@@ -229,13 +230,6 @@ def start_norm(dtype: torch.dtype) -> float:
     return FLOAT16_NORM if dtype == torch.float16 else 1.0
 
 
-def next_buffer(x: Tensor, out: Tensor | None) -> Tensor:
-    """Memory for the next X: `out` if the element size matches, because a third X may be most of the workspace."""
-    if out is not None and out.element_size() == x.element_size():
-        return out.view(x.dtype)
-    return torch.empty_like(x)
-
-
 def frobenius_norms(stack: Tensor, dtype: torch.dtype) -> Tensor:
     """The Frobenius norm of each matrix of `stack` (count, rows, cols), for an iteration in `dtype`."""
     # In float32, because float16 overflows above 65,504 and underflows. Between bfloat16 tensors the norm is bfloat16,
@@ -273,10 +267,7 @@ def multiply(p: Tensor, x: Tensor, *, alpha: float = 1.0, beta: float = 0.0, out
     """Fill `out` with alpha P X + beta X for each matrix on the smaller side; P (count, m, m) is symmetric."""
     # From the right for tall matrices, because on CPUs writing to transposed memory is a thousand times slower.
     left, right = (x, p) if x.size(1) > x.size(2) else (p, x)
-    if beta == 0 and alpha == 1:
-        torch.bmm(left, right, out=out)
-    else:
-        torch.baddbmm(x, left, right, alpha=alpha, beta=beta, out=out)
+    plain(left, right, None if beta == 0 else x, alpha=alpha, beta=beta, out=out)
 
 
 class Team(Protocol):
@@ -306,15 +297,7 @@ def sliced_norms(stack: Tensor, team: Team) -> Tensor:
 
 
 def sliced(
-    stack: Tensor,
-    steps: Coefficients,
-    eps: float,
-    dtype: torch.dtype,
-    runs: Sequence[int],
-    of: TeamSlice,
-    *,
-    norms: Tensor | None,
-    out: Tensor | None,
+    stack: Tensor, iteration: Iteration, method: Method, of: TeamSlice, *, norms: Tensor | None, out: Tensor | None
 ) -> Tensor:
     """The slice of U Vᵀ for slice `stack` (1, rows, cols) of a matrix U S Vᵀ, in the stack's shape and dtype.
 
@@ -322,14 +305,15 @@ def sliced(
     smaller side m, and R is the sum of all X_i X_iᵀ. Each of k ranks computes m / k rows of every m x m matrix, so 1/k
     of all FLOPs. `norms` are `sliced_norms`. `out` as in `iterate`.
     """
-    x = normalized(stack, eps, dtype, sliced_norms(stack, of.team) if norms is None else norms)[0]
-    spare, count = torch.empty_like(x), sum(runs)
-    for first, last in pairwise(accumulate(runs, initial=0)):
+    steps, dtype = iteration.steps, DTYPES[method.dtype]
+    x = normalized(stack, iteration.eps, dtype, sliced_norms(stack, of.team) if norms is None else norms)[0]
+    spare = torch.empty_like(x)
+    for first, last in pairwise(accumulate(method.runs(len(steps)), initial=0)):
         beta, part = _rows_of_polynomial(_gram(x, of), steps[first:last], of.team)
         q = of.team.gathered(part)
         # From the right for row slices, as in `multiply`.
         left, right = (x, q) if of.cuts_rows else (q, x)
-        scale = 1 / start_norm(dtype) if last == count else 1.0
+        scale = 1 / start_norm(dtype) if last == len(steps) else 1.0
         if beta == 0 and scale == 1:
             torch.mm(left, right, out=spare)
         else:

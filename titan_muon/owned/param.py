@@ -244,9 +244,8 @@ def peer_elements(tensor: DTensor) -> dict[int, int]:
 def held_elements(tensor: DTensor) -> dict[int, int]:
     """Elements of an owned tensor, by global rank."""
     layout = layout_of("", tensor)
-    regions = (region(layout, layout.mesh.coordinate(place)) for place in range(len(layout.mesh.ranks)))
-    sizes = (prod(sum(stop - start for start, stop in dim) for dim in dims) for dims in regions)
-    return dict(zip(layout.mesh.ranks, sizes, strict=True))
+    regions = {rank: region(layout, coordinate) for rank, coordinate in layout.mesh.coordinates.items()}
+    return {rank: prod(sum(stop - start for start, stop in dim) for dim in dims) for rank, dims in regions.items()}
 
 
 def owned_like(piece: Tensor, owned: Tensor) -> DTensor:

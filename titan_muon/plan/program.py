@@ -8,7 +8,7 @@ from functools import cached_property
 
 from .cost.walk import batches
 from .exchange.patterns import PATTERNS
-from .exchange.phases import ACTS, Act, BucketProgram, Collective, Parcel, Phase, late_rounds, parcels, schedule
+from .exchange.phases import Act, BucketProgram, Collective, Parcel, Phase, late_rounds, parcels, schedule
 from .terms.layout import Geometries
 from .terms.pieces import Pieces, Ranks
 from .terms.types import Bucket, Plan, teams_in
@@ -101,7 +101,7 @@ def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) ->
     acts = (
         *((act, index) for act, number in opening for index in rounds[number]),
         # One after another, because all batches share a workspace.
-        *((act, len(buckets) + index) for index in range(len(local)) for act in ACTS),
+        *((act, len(buckets) + index) for index in range(len(local)) for act in Act),
         *((act, index) for act, number in turns for index in rounds[number]),
     )
     return Program(rank, (*buckets, *local), rounds, buffer_sets, acts, teams)

@@ -39,7 +39,7 @@ def drawn_placements(random: Random, ndim: int, mesh: tuple[int, ...]) -> list[P
 def predicted(tensor: DTensor, full: Tensor, rank: int) -> Tensor:
     """The planner's prediction for this rank's storage."""
     layout = layout_of("w", tensor)
-    for dim, intervals in enumerate(region(layout, layout.mesh.coordinate(layout.mesh.ranks.index(rank)))):
+    for dim, intervals in enumerate(region(layout, layout.mesh.coordinates[rank])):
         indices = [i for start, stop in intervals for i in range(start, stop)]
         full = full.index_select(dim, torch.tensor(indices, dtype=torch.long))
     return full

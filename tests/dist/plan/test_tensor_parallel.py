@@ -1,7 +1,6 @@
 """The modes of tensor parallelism on gloo: bits and traffic."""
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS
 from tests.reference_muon import ReferenceMuon, newton_schulz
-from tests.shared import muon_keywords
+from tests.shared import drawn, muon_keywords
 from titan_muon import Muon
 from titan_muon.plan.summary import summarize
 
@@ -47,11 +46,6 @@ CASES = {
     "replicated_rows": Case((2, 2), (Replicate(), Shard(0))),
 }
 SHAPES = {"wide": (24, 40), "tall": (40, 24)}
-
-
-def drawn(names: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
 
 
 @dataclass(frozen=True)

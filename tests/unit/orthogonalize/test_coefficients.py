@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.accuracy import orthogonality_error, relative_error, singular_band
-from tests.unit.orthogonalize.test_newton_schulz import STEPS, drawn
+from tests.unit.orthogonalize.test_newton_schulz import STEPS, after, drawn
 from titan_muon import Expert, Muon
 from titan_muon.options import OptionError
 from titan_muon.orthogonalize import COEFFICIENTS, DTYPES, Dispatch, coefficients, iterate, largest_value
@@ -53,8 +53,7 @@ def test_polar_express_uses_the_papers_steps_and_repeats_the_last_step() -> None
     assert steps[:5] == COEFFICIENTS["polar_express"]
     assert steps[7:] == ((1.875, -1.25, 0.375),) * 5
     values = torch.logspace(-3, 0, 200, dtype=torch.float64)
-    for a, b, c in steps:
-        values = a * values + b * values**3 + c * values**5
+    values = after(steps, values)
     assert (values - 1).abs().max() < 1e-12
 
 
@@ -75,8 +74,7 @@ def test_pion_keeps_singular_values_above_a_threshold_and_removes_those_below(na
     assert steps[-1] == (0.0, 5 / 2, -3 / 2)
     assert (steps[0] == (15 / 8, -10 / 8, 3 / 8)) == (name == "pion_promotion")
     values = torch.tensor([0.9 * threshold, 1.1 * threshold, 1.0], dtype=torch.float64)
-    for a, b, c in (*steps, *steps[-1:] * 5):
-        values = a * values + b * values**3 + c * values**5
+    values = after((*steps, *steps[-1:] * 5), values)
     assert torch.allclose(values, torch.tensor([0.0, 1.0, 1.0]).double(), atol=1e-3)
 
 
@@ -101,8 +99,7 @@ def test_a_cubic_iteration_converges_to_the_polar_factor() -> None:
 def test_the_largest_value_is_the_polynomials_and_every_set_has_twice_the_margin_of_bfloat16(name: str) -> None:
     steps = coefficients(name, STEPS[name])
     values = torch.linspace(0, 1.01, 4001, dtype=torch.float64)
-    for a, b, c in steps:
-        values = a * values + b * values**3 + c * values**5
+    values = after(steps, values)
     # Later steps make the peaks of the first ones narrower than the distance of these values.
     assert 0.99 * largest_value(steps) < values.abs().max() <= largest_value(steps) + 1e-9
     assert has_margin(steps, 2 * torch.finfo(torch.bfloat16).eps)

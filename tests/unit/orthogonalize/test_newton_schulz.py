@@ -3,19 +3,18 @@
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim._muon import _zeropower_via_newtonschulz
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.accuracy import relative_error, singular_band
 from benchmarks.memory_use import allocated
 from tests.reference_muon import newton_schulz
+from tests.unit.step.test_executor import Operators
 from titan_muon.options import Expert
 from titan_muon.orthogonalize import (
     COEFFICIENTS,
@@ -29,7 +28,7 @@ from titan_muon.orthogonalize import (
     orthogonalize,
     zero_nonfinite_,
 )
-from titan_muon.orthogonalize.coefficients import PRESCALED
+from titan_muon.orthogonalize.coefficients import PRESCALED, Coefficients
 from titan_muon.orthogonalize.dispatch import restarts
 from titan_muon.orthogonalize.newton_schulz import normalized, start_norm
 
@@ -59,6 +58,13 @@ def run(stack: Tensor, name: str, method: Method) -> Tensor:
     return orthogonalize(stack, computed, Method(method.algorithm, method.dtype, broken))
 
 
+def after(steps: Coefficients, values: Tensor) -> Tensor:
+    """Singular values after the steps."""
+    for a, b, c in steps:
+        values = a * values + b * values**3 + c * values**5
+    return values
+
+
 def exact(stack: Tensor, name: str) -> Tensor:
     """The same iteration in float64, on singular values alone."""
     stack = stack.double()
@@ -69,8 +75,7 @@ def exact(stack: Tensor, name: str) -> Tensor:
         stack = (x * scale).mT if stack.size(1) > stack.size(2) else x * scale
     u, s, vh = torch.linalg.svd(stack, full_matrices=False)
     s = s if name in PRESCALED else s / s.norm(dim=-1, keepdim=True).clamp(min=1e-7)
-    for a, b, c in coefficients(name, STEPS[name]):
-        s = a * s + b * s**3 + c * s**5
+    s = after(coefficients(name, STEPS[name]), s)
     return (u * s[:, None, :]) @ vh
 
 
@@ -244,19 +249,9 @@ def test_a_result_outside_of_the_output_is_copied_on_fake_tensors_too(steps: int
     """Their addresses are all 0. An odd number of steps ends in the output."""
     with FakeTensorMode():
         stack = torch.empty(2, 8, 16, dtype=torch.bfloat16)
-        with Counted() as counted:
+        with Operators() as operators:
             iterate(stack, coefficients("keller_jordan", steps), 1e-7, torch.bfloat16, out=stack)
-    assert counted.copies == copies
-
-
-class Counted(TorchDispatchMode):
-    """Counts calls of `copy_`."""
-
-    copies = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.copies += func is torch.ops.aten.copy_.default
-        return func(*args, **(kwargs or {}))
+    assert operators.counts["aten.copy_.default"] == copies
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

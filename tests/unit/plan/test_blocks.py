@@ -15,18 +15,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.unit.plans import MODES, elements_of, examples, parameter_lists, plan_of
 from titan_muon.options import OptionError
-from titan_muon.plan.search.tensor_parallel import in_blocks
+from titan_muon.plan.search.tensor_parallel import in_blocks, tensor_parallel_parts
 from titan_muon.plan.terms.layout import Geometries
-from titan_muon.plan.terms.types import (
-    Interval,
-    Layout,
-    MatrixRows,
-    MatrixStack,
-    Mesh,
-    Parameter,
-    Placement,
-    Shard,
-)
+from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Placement, Shard
 from titan_muon.tensors.dtensor import layout_on
 
 SQUARE = Mesh((2, 2), (0, 1, 2, 3))
@@ -43,7 +34,7 @@ def matrix(shape: tuple[int, ...], *placements: Placement, heights: tuple[int, .
 
 
 def blocks(parameter: Parameter) -> list[MatrixRows]:
-    [block_parameter] = in_blocks([parameter], Geometries([parameter]))
+    [block_parameter] = in_blocks([parameter], Geometries([parameter]), tensor_parallel_parts, "tp")
     return list(block_parameter.stack.matrices)
 
 
@@ -52,7 +43,7 @@ def blocks(parameter: Parameter) -> list[MatrixRows]:
 def test_blocks_tile_the_matrix_by_tensor_parallel_place(parameters: list[Parameter]) -> None:
     """The blocks tile the matrix once, and no rank has parts of two blocks of a matrix."""
     before = Geometries(parameters)
-    after = in_blocks(parameters, before)
+    after = in_blocks(parameters, before, tensor_parallel_parts)
     geometries = Geometries(after)
     for number, (old, new) in enumerate(zip(parameters, after, strict=True)):
         geometry, layout = before[number], old.layout

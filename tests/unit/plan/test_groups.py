@@ -41,10 +41,13 @@ def copies(geometry: Geometry, ranks: Iterable[int]) -> set[tuple[int, ...]]:
 @given(parameter_lists())
 def test_every_matrix_is_local_or_whole_in_every_group(parameters: list[Parameter]) -> None:
     for parameter in parameters:
-        geometry = Geometry(parameter.layout, parameter.stack)
-        for split in (True, False):
-            for index, assembly in enumerate(assemblies(geometry, split)):
-                check_assembly(geometry, index, assembly, split)
+        check_assemblies(Geometry(parameter.layout, parameter.stack))
+
+
+def check_assemblies(geometry: Geometry) -> None:
+    for split in (True, False):
+        for index, assembly in enumerate(assemblies(geometry, split)):
+            check_assembly(geometry, index, assembly, split)
 
 
 def check_assembly(geometry: Geometry, index: int, assembly: Assembly, split: bool) -> None:

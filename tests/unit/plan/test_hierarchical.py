@@ -25,11 +25,7 @@ def matrices(count: int, *shape: int) -> list[Parameter]:
 
 
 def hsdp(count: int, *shape: int, machine: Machine = SLOW_LINKS) -> Plan:
-    return plan_of(
-        [parameter_of(f"layers.{i}.w", (8, 4), mesh_of(*shape), *HSDP) for i in range(count)],
-        wire_dtype="bfloat16",
-        machine=machine,
-    )
+    return plan_of(matrices(count, *shape), wire_dtype="bfloat16", machine=machine)
 
 
 def by(plan: Plan, chosen: str) -> Plan:
@@ -88,9 +84,7 @@ def test_the_planner_takes_the_faster_exchange_and_prints_the_reason(machine: Ma
 
 @pytest.mark.parametrize("options", [{"replicas": "redundant"}, {"exchange": "all_gather_reduce_scatter"}])
 def test_auto_avoids_hierarchical_for_redundant_replicas_and_explicit_exchanges(options: dict[str, str]) -> None:
-    plan = plan_of(
-        [parameter_of(f"layers.{i}.w", (8, 4), mesh_of(4, 2), *HSDP) for i in range(3)], machine=SLOW_LINKS, **options
-    )
+    plan = plan_of(matrices(3, 4, 2), machine=SLOW_LINKS, **options)
     assert "hierarchical" not in {bucket.exchange for bucket in plan.buckets}
 
 

@@ -10,15 +10,7 @@ from torch import Tensor
 
 from tests.unit.plans import LARGE_MESHES, coordinates, elements_of, examples, layouts, stacks, torch_local
 from titan_muon.plan.terms.layout import Geometry, chunk, region, spans
-from titan_muon.plan.terms.types import (
-    Interval,
-    Layout,
-    MatrixRows,
-    MatrixStack,
-    Mesh,
-    Shard,
-    StridedShard,
-)
+from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Shard, StridedShard
 
 LARGEST = {1: 30, 2: 30, 3: 12, 4: 6}
 
@@ -53,11 +45,15 @@ def test_a_rank_stores_the_shards_of_torch(layout: Layout) -> None:
 @examples(150)
 @given(st.data())
 def test_a_piece_maps_local_storage_to_matrix_elements(data: st.DataObject) -> None:
-    """Each segment of a piece names the same element in the rank's 2D storage and in the whole matrix."""
     shape, stack = data.draw(stacks("p"))
     mesh = data.draw(st.sampled_from(LARGE_MESHES))
-    layout = data.draw(layouts(shape, Mesh(mesh, tuple(range(prod(mesh))))))
-    geometry, full = Geometry(layout, stack), indices(shape)
+    check_pieces(data.draw(layouts(shape, Mesh(mesh, tuple(range(prod(mesh)))))), stack)
+
+
+def check_pieces(layout: Layout, stack: MatrixStack) -> None:
+    """Each segment of a piece names the same element in the rank's 2D storage and in the whole matrix."""
+    shape, geometry = layout.shape, Geometry(layout, stack)
+    full = indices(shape)
     rows = full.reshape(prod(shape[: stack.row_dims]), -1)
     for rank, coordinate in coordinates(layout.mesh):
         local = torch_local(layout, coordinate, full)

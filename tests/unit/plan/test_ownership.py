@@ -36,6 +36,14 @@ def items(draw: st.DrawFn) -> list[OwnedItem]:
     return [item(f"{i}", str(layer), rows, cols) for i, (layer, rows, cols) in enumerate(shapes)]
 
 
+def check_loads(ownership: Ownership, given_items: list[OwnedItem]) -> None:
+    loads = ownership.loads()
+    assert len(loads) == ownership.size
+    assert sum(load.matrices for load in loads) == sum(i.units for i in given_items)
+    assert sum(load.bytes for load in loads) == sum(i.bytes for i in given_items)
+    assert sum(load.flops for load in loads) == sum(i.flops for i in given_items)
+
+
 def by_layer(ownership: Ownership) -> dict[str, list[int]]:
     layers = defaultdict(list)
     for item, owners in zip(ownership.items, ownership.owners, strict=True):
@@ -48,11 +56,7 @@ def by_layer(ownership: Ownership) -> dict[str, list[int]]:
 def test_every_item_has_an_owner_and_loads_add_up(given_items: list[OwnedItem], size: int) -> None:
     ownership = assign_owners(given_items, size)
     assert all(0 <= owner < size for (owner,) in ownership.owners)
-    loads = ownership.loads()
-    assert len(loads) == size
-    assert sum(load.matrices for load in loads) == len(given_items)
-    assert sum(load.bytes for load in loads) == sum(i.bytes for i in given_items)
-    assert sum(load.flops for load in loads) == sum(i.flops for i in given_items)
+    check_loads(ownership, given_items)
 
 
 @examples(50)
@@ -97,10 +101,7 @@ def test_a_stack_is_divided_among_different_ranks(given_items: list[OwnedItem], 
     for item, owners in zip(ownership.items, ownership.owners, strict=True):
         assert len(set(owners)) == len(owners)
         assert len(owners) == len(torch.arange(item.units).chunk(min(item.units, size)))
-    loads = ownership.loads()
-    assert sum(load.matrices for load in loads) == sum(i.units for i in given_items)
-    assert sum(load.bytes for load in loads) == sum(i.bytes for i in given_items)
-    assert sum(load.flops for load in loads) == sum(i.flops for i in given_items)
+    check_loads(ownership, given_items)
 
 
 def test_named_owners_are_assigned_first() -> None:

@@ -30,14 +30,7 @@ from titan_muon.plan.cost.walk import batches
 from titan_muon.plan.exchange.phases import Act
 from titan_muon.plan.program import BucketProgram, Collective, Phase, make_program
 from titan_muon.plan.terms.layout import Geometries, Span, spans
-from titan_muon.plan.terms.types import (
-    Mesh,
-    Parameter,
-    Plan,
-    Replicate,
-    Separate,
-    Shard,
-)
+from titan_muon.plan.terms.types import Mesh, Parameter, Plan, Replicate, Separate, Shard
 
 GATHER, RETURN, SPREAD, SLICES = "gather", "return", "spread", "slices"
 SEPARATE = 10**6

@@ -4,13 +4,13 @@ from itertools import pairwise, product
 from math import prod
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plans import coordinates, elements_of, examples
-from titan_muon.plan.terms.layout import Geometry, check_rows, spans
-from titan_muon.plan.terms.pieces import assemblies
+from tests.unit.plan.test_groups import check_assemblies
+from tests.unit.plan.test_layout import check_pieces
+from tests.unit.plans import examples
+from titan_muon.plan.terms.layout import Geometry, check_rows
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Replicate, Shard
 
 MESHES = ((1,), (3,), (4,), (2, 2), (3, 2), (2, 2, 2))
@@ -30,8 +30,8 @@ def ranges(draw: st.DrawFn) -> tuple[Layout, MatrixStack]:
     places = dict(zip(product(*map(range, cuts)), draw(st.permutations(parts)), strict=True))
     on = Mesh(mesh, tuple(draw(st.permutations(range(prod(mesh))))))
     rows = tuple(
-        places[tuple(i for i, placement in zip(on.coordinate(p), placements, strict=True) if placement == Shard(0))]
-        for p in range(len(on.ranks))
+        places[tuple(i for i, placement in zip(coordinate, placements, strict=True) if placement == Shard(0))]
+        for coordinate in on.coordinates.values()
     )
     bounds = sorted({0, shape[0], *draw(st.lists(st.integers(0, shape[0]), max_size=3))})
     matrices = tuple(MatrixRows(str(i), (Interval(*pair),)) for i, pair in enumerate(pairwise(bounds)))
@@ -40,45 +40,10 @@ def ranges(draw: st.DrawFn) -> tuple[Layout, MatrixStack]:
 
 @examples(200)
 @given(ranges())
-def test_pieces_are_the_elements_of_a_rank_and_tile_each_matrix(case: tuple[Layout, MatrixStack]) -> None:
-    layout, stack = case
-    check_rows(layout)
-    geometry, full = Geometry(layout, stack), torch.arange(prod(layout.shape)).view(layout.shape)
-    seen = {(index, replica): [] for index in range(len(stack.matrices)) for replica in geometry.replica.values()}
-    for position, (rank, coordinate) in enumerate(coordinates(layout.mesh)):
-        start, stop = layout.rows[position]
-        local = full[start:stop]
-        for axis, placement in enumerate(layout.placements):
-            if placement == Shard(1):
-                # Torch's chunk gives fewer parts of a small tensor.
-                chunks = local.chunk(layout.mesh.shape[axis], 1)
-                local = chunks[coordinate[axis]] if coordinate[axis] < len(chunks) else local[:, :0]
-        assert geometry.local_shape[rank] == (stop - start if stop > start else 0, local.shape[1])
-        for index, piece in geometry.pieces[rank].items():
-            matrix = elements_of(full, stack.matrices[index])
-            for span in spans(piece):
-                assert torch.equal(local[span.local], matrix[span.whole])
-            rows, cols = zip(*[(span.whole[0], span.whole[1]) for span in spans(piece)], strict=True)
-            seen[index, geometry.replica[rank]] += [
-                int(i) for r, c in zip(rows, cols, strict=True) for i in matrix[r, c].flatten()
-            ]
-    for (index, _), elements in seen.items():
-        assert sorted(elements) == elements_of(full, stack.matrices[index]).flatten().tolist()
-
-
-@examples(100)
-@given(ranges())
-def test_a_matrix_is_assembled_by_ranks_that_have_all_of_it(case: tuple[Layout, MatrixStack]) -> None:
-    geometry = Geometry(*case)
-    for split in (True, False):
-        for index, assembly in enumerate(assemblies(geometry, split)):
-            held = geometry.elements(index)
-            for rank in assembly.local:
-                assert held[rank] == geometry.numel(index)
-            for group in assembly.groups:
-                replicas = {geometry.replica[rank] for rank in held if rank in group}
-                stored = sum(held.get(rank, 0) for rank in group)
-                assert stored == geometry.numel(index) * len(replicas)
+def test_ranks_have_the_pieces_of_their_rows_and_groups_have_whole_matrices(case: tuple[Layout, MatrixStack]) -> None:
+    check_rows(case[0])
+    check_pieces(*case)
+    check_assemblies(Geometry(*case))
 
 
 WRONG = {

@@ -5,36 +5,20 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.plan.test_timeline import FREE
-from tests.unit.plans import SLICING, mesh_of, parameter_of, plan_of
+from tests.unit.plans import SLICING, mesh_of, parameter_of, plan_of, teams
 from titan_muon.options import Machine, OptionError
 from titan_muon.plan.cost.timeline import Clock, timeline
 from titan_muon.plan.cost.walk import PlanCost, batches
 from titan_muon.plan.program import make_program
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.machine import MACHINES, Link, Work
-from titan_muon.plan.terms.types import (
-    Layout,
-    Matrix,
-    Mesh,
-    Parameter,
-    Plan,
-    Replicate,
-    Shard,
-    Slice,
-    teams_in,
-)
-
-"""Slow links between nodes."""
+from titan_muon.plan.terms.types import Layout, Matrix, Mesh, Parameter, Replicate, Shard, Slice
 
 
 def parameters(count: int, ranks: int, shape: tuple[int, int] = (64, 32), transposed: bool = False) -> list[Parameter]:
     """Matrices of one shape, in rows over all ranks."""
     entries = [parameter_of(f"layers.{index}.w", shape, mesh_of(ranks), Shard(0)) for index in range(count)]
     return [replace(entry, stack=replace(entry.stack, transposed=transposed)) for entry in entries]
-
-
-def teams(plan: Plan) -> list[tuple[int, ...]]:
-    return [ranks for bucket in plan.buckets for ranks in teams_in(bucket, plan.matrices).values()]
 
 
 def test_slices_divide_the_flops_without_repeated_work() -> None:
@@ -113,10 +97,7 @@ def test_redundant_replicas_have_whole_matrices() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"orthogonalize": "reference"},
-        {"exchange": "all_gather"},
-    ],
+    [{"orthogonalize": "reference"}, {"exchange": "all_gather"}],
     ids=str,
 )
 def test_slices_are_refused_without_an_exchange_between_owners(options: dict[str, str]) -> None:
@@ -160,8 +141,8 @@ def test_slices_start_when_the_last_owner_is_ready() -> None:
         for share, seconds in zip(bucket.shares, (1.5, 1.0), strict=True)
     ]
     cost.local = [share._replace(pack=seconds) for share, seconds in zip(cost.local, (0.0, 1.0), strict=True)]
-    for teams, ends in (((), [1.5, 2.0]), ((((0, 1), 1.0),), [2.5, 2.0])):
-        cost.buckets = [bucket._replace(shares=tuple(shares), teams=teams)]
+    for owners, ends in (((), [1.5, 2.0]), ((((0, 1), 1.0),), [2.5, 2.0])):
+        cost.buckets = [bucket._replace(shares=tuple(shares), teams=owners)]
         assert Clock(cost, 1).now == pytest.approx(ends)
 
 

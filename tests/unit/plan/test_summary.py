@@ -30,17 +30,7 @@ from titan_muon.plan.planner import make_plan
 from titan_muon.plan.program import BucketProgram, Program, make_program
 from titan_muon.plan.summary import RankCost, summarize
 from titan_muon.plan.terms.machine import standard_flops
-from titan_muon.plan.terms.types import (
-    Layout,
-    Matrix,
-    Mesh,
-    Parameter,
-    Placement,
-    Plan,
-    Replicate,
-    Shard,
-    StridedShard,
-)
+from titan_muon.plan.terms.types import Layout, Matrix, Mesh, Parameter, Placement, Plan, Replicate, Shard, StridedShard
 
 FLAT, SQUARE = mesh_of(4), mesh_of(2, 2)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plans import mesh_of, parameter_of, plan_of
+from tests.unit.plans import mesh_of, parameter_of, plan_of, teams
 from titan_muon.options import Machine, OptionError
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.types import (
@@ -16,10 +16,8 @@ from titan_muon.plan.terms.types import (
     Mesh,
     Parameter,
     Placement,
-    Plan,
     Replicate,
     Shard,
-    teams_in,
 )
 
 
@@ -28,10 +26,6 @@ def matrix(name: str, shape: tuple[int, int], mesh: tuple[int, ...], *placements
     cut = None if isinstance(placements[-1], Replicate) else len(mesh) - 1
     whole = parameter_of(name, shape, mesh_of(*mesh), *placements)
     return replace(whole, layout=replace(whole.layout, tensor_parallel=cut))
-
-
-def teams(plan: Plan) -> list[tuple[int, ...]]:
-    return [ranks for bucket in plan.buckets for ranks in teams_in(bucket, plan.matrices).values()]
 
 
 @pytest.mark.parametrize(("shape", "placement"), [((64, 32), Shard(0)), ((32, 64), Shard(1))])
@@ -73,11 +67,7 @@ def test_options_unfit_for_a_tensor_parallel_mode_are_refused(mode: str, options
     ("shape", "machine", "fault"),
     [
         ((9, 8), Machine(), r"layers.1.w \(9 x 8\) cannot be cut into 2 equal slices"),
-        (
-            (8, 8),
-            Machine(ranks_per_node=1),
-            r"layers.1.w \(8 x 8\) is cut over several nodes \(machine",
-        ),
+        ((8, 8), Machine(ranks_per_node=1), r"layers.1.w \(8 x 8\) is cut over several nodes \(machine"),
     ],
 )
 def test_distributed_mode_names_a_matrix_without_slices(shape: tuple[int, int], machine: Machine, fault: str) -> None:

@@ -143,9 +143,6 @@ class Act(Enum):
     APPLY = "apply"
 
 
-ACTS = (Act.GATHER, Act.ORTHOGONALIZE, Act.APPLY)
-
-
 Turn = tuple[Act, int]
 """An act on the rank's buckets of a round; ORTHOGONALIZE includes the return."""
 

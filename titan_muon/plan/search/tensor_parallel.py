@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 
 from ...options import MuonOptions, OptionError
 from ..terms.layout import Geometries, Geometry, Intervals, flattened, merged, region
 from ..terms.machine import WorkOf
-from ..terms.types import Cut, Interval, Layout, MatrixRows, MatrixStack, Parameter
+from ..terms.types import Cut, Interval, MatrixRows, Parameter
 from .owners import Problem, Task
 from .slices import ALWAYS, SliceOption, balance, cut, divides, in_picoseconds, options_of, slice_option, slices_fault
 
@@ -29,7 +28,7 @@ def read_in_mode(
             "name that axis of the DTensors' mesh so, or set 'owner'",
         )
     if mode == "blockwise":
-        blocks = in_blocks(parameters, geometries)
+        blocks = in_blocks(parameters, geometries, tensor_parallel_parts, "tp")
         return blocks, Geometries(blocks)
     if fault := _fault(options):
         raise OptionError("tp_mode", f"= {mode!r}: {fault}, or tp_mode = 'owner'")
@@ -91,54 +90,57 @@ def blocks_reason(before: Sequence[Parameter], after: Sequence[Parameter]) -> st
     )
 
 
-def in_blocks(parameters: Sequence[Parameter], geometries: Geometries) -> list[Parameter]:
-    """Parameters with blocks instead of cut matrices."""
-    stacks = [_in_blocks(geometry) for geometry in geometries.shared]
+Part = tuple[Intervals | None, Intervals | None]
+"""Rows and columns of a part of a parameter; None: all."""
+
+
+def in_blocks(
+    parameters: Sequence[Parameter],
+    geometries: Geometries,
+    parts_of: Callable[[Geometry], Sequence[Part]],
+    label: str = "",
+) -> list[Parameter]:
+    """Parameters with blocks instead of matrices: the elements of each matrix in each part. `label`: of the parts."""
+    stacks = []
+    for geometry in geometries.shared:
+        parts, stack = parts_of(geometry), geometry.stack
+        blocks = (block for matrix in stack.matrices for block in _blocks(matrix, geometry.col_count, parts, label))
+        stacks.append(replace(stack, matrices=tuple(blocks)))
     return [replace(p, stack=stacks[geometries.index[number]]) for number, p in enumerate(parameters)]
 
 
-def _in_blocks(geometry: Geometry) -> MatrixStack:
-    stack, layout = geometry.stack, geometry.layout
+def _blocks(matrix: MatrixRows, col_count: int, parts: Sequence[Part], label: str) -> Iterator[MatrixRows]:
+    every = matrix.cols or (Interval(0, col_count),)
+    for place, (down, across) in enumerate(parts):
+        rows = matrix.rows if down is None else within(matrix.rows, matrix.row_step, down)
+        cols = every if across is None else within(every, matrix.col_step, across)
+        if (rows, cols) == (matrix.rows, every):
+            yield matrix
+        elif rows and cols:
+            kept = matrix.cols if across is None else cols
+            yield replace(matrix, label=f"{matrix.label}/{label}{place}", rows=rows, cols=kept)
+
+
+def tensor_parallel_parts(geometry: Geometry) -> list[Part]:
+    """The rows or columns of each place on the axis of tensor parallelism; all in one part, if no matrix is cut."""
+    layout, split = geometry.layout, geometry.stack.row_dims
     if not geometry.cut_by_peers:
-        return stack
-    down, parts = _parts(layout, stack.row_dims)
-    matrices: list[MatrixRows] = []
-    for index, matrix in enumerate(stack.matrices):
-        cut = index in geometry.cut_by_peers
-        matrices += _blocks(matrix, geometry.col_count, parts, down=down) if cut else [matrix]
-    return replace(stack, matrices=tuple(matrices))
-
-
-def _parts(layout: Layout, row_dims: int) -> tuple[bool, list[Intervals]]:
-    """Whether tensor parallelism cuts rows, and the rows (or columns) of each rank of its axis."""
+        return [(None, None)]
     axis, shape = layout.tensor_parallel, layout.shape
     assert axis is not None, "tensor parallelism cuts every stack that has blocks"
     placement = layout.placements[axis]
     assert isinstance(placement, Cut), "a replicated tensor is not cut"
-    dim = placement.dim
-    # All ranks of a coordinate together, because FSDP cuts further.
-    along = [
-        range(size if isinstance(other, Cut) and other.dim == dim else 1)
-        for other, size in zip(layout.placements, layout.mesh.shape, strict=True)
-    ]
-    parts = []
-    for place in along[axis]:
-        coordinates = product(*along[:axis], (place,), *along[axis + 1 :])
-        stored = merged(sorted(interval for at in coordinates for interval in region(layout, at)[dim]))
+    dim, parts = placement.dim, list[Part]()
+    for place in range(layout.mesh.shape[axis]):
+        # All ranks of a place together, because FSDP cuts further.
+        ranks = (at for at in layout.mesh.coordinates.values() if at[axis] == place)
+        stored = merged(sorted({interval for at in ranks for interval in region(layout, at)[dim]}))
         dims = [stored if other == dim else merged([Interval(0, size)]) for other, size in enumerate(shape)]
-        side = slice(row_dims) if dim < row_dims else slice(row_dims, None)
-        parts.append(flattened(dims[side], shape[side]))
-    return dim < row_dims, parts
-
-
-def _blocks(matrix: MatrixRows, col_count: int, parts: Sequence[Intervals], *, down: bool) -> Iterator[MatrixRows]:
-    cols = matrix.cols or (Interval(0, col_count),)
-    for place, part in enumerate(parts):
-        label = f"{matrix.label}/tp{place}"
-        if down and (rows := within(matrix.rows, matrix.row_step, part)):
-            yield replace(matrix, label=label, rows=rows)
-        elif not down and (kept := within(cols, matrix.col_step, part)):
-            yield replace(matrix, label=label, cols=kept)
+        if dim < split:
+            parts.append((flattened(dims[:split], shape[:split]), None))
+        else:
+            parts.append((None, flattened(dims[split:], shape[split:])))
+    return parts
 
 
 def within(wanted: Intervals, step: int, part: Intervals) -> Intervals:

@@ -72,8 +72,8 @@ def region(layout: Layout, coordinate: Sequence[int]) -> tuple[Intervals, ...]:
 def check_rows(layout: Layout) -> None:
     """Raise ValueError unless the ranks of each replica have every row of the layout once."""
     replicas: dict[tuple[int, ...], list[Interval]] = {}
-    for position, rows in enumerate(layout.rows):
-        placed = zip(layout.placements, layout.mesh.coordinate(position), strict=True)
+    for rows, coordinate in zip(layout.rows, layout.mesh.coordinates.values(), strict=True):
+        placed = zip(layout.placements, coordinate, strict=True)
         replica = tuple(index for placement, index in placed if not (isinstance(placement, Cut) and placement.dim == 0))
         replicas.setdefault(replica, []).append(rows)
     for ranges in replicas.values():
@@ -101,19 +101,12 @@ def flattened(dims: Sequence[Intervals], sizes: Sequence[int]) -> Intervals:
     return flat
 
 
-@dataclass(frozen=True)
 class Stored:
     """Indices that a rank stores along a side: intervals, with starts and storage offsets."""
 
-    intervals: Intervals
-    starts: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-
-def stored_as(intervals: Intervals) -> Stored:
-    """The `Stored` of consecutive intervals."""
-    lengths = (stop - start for start, stop in intervals)
-    return Stored(intervals, tuple(start for start, _ in intervals), tuple(accumulate(lengths, initial=0))[:-1])
+    def __init__(self, intervals: Intervals) -> None:
+        self.intervals, self.starts = intervals, [start for start, _ in intervals]
+        self.offsets = list(accumulate((stop - start for start, stop in intervals), initial=0))
 
 
 def intersect(held: Stored, wanted: Intervals, step: int = 1) -> tuple[Segment, ...]:
@@ -199,15 +192,14 @@ class Geometry:
         self.replica: dict[int, tuple[int, ...]] = {}
         self.pieces: dict[int, dict[int, Piece]] = {}
         self.local_shape: dict[int, tuple[int, ...]] = {}
-        for position, rank in enumerate(layout.mesh.ranks):
-            coordinate = layout.mesh.coordinate(position)
+        for rank, coordinate in layout.mesh.coordinates.items():
             dims = region(layout, coordinate)
             self.local_shape[rank] = tuple(sum(stop - start for start, stop in dim) for dim in dims)
             placed = list(zip(layout.placements, coordinate, strict=True))
             self.tensor[rank] = tuple(c for placement, c in placed if isinstance(placement, Separate))
             self.replica[rank] = tuple(c for placement, c in placed if not isinstance(placement, Cut))
             rows, cols = flattened(dims[:split], shape[:split]), flattened(dims[split:], shape[split:])
-            self.pieces[rank] = self._pieces(stored_as(rows), stored_as(cols))
+            self.pieces[rank] = self._pieces(Stored(rows), Stored(cols))
 
     def _pieces(self, rows: Stored, cols: Stored) -> dict[int, Piece]:
         @cache
@@ -251,8 +243,7 @@ class Geometry:
         """Ranks of the tensor-parallel group, in order, by rank."""
         axis, mesh = self.layout.tensor_parallel, self.layout.mesh
         groups: dict[tuple[int, ...], list[int]] = {}
-        for position, rank in enumerate(mesh.ranks if axis is not None else ()):
-            coordinate = mesh.coordinate(position)
+        for rank, coordinate in () if axis is None else mesh.coordinates.items():
             groups.setdefault((*coordinate[:axis], *coordinate[axis:][1:]), []).append(rank)
         return {rank: tuple(ranks) for ranks in groups.values() for rank in ranks}
 

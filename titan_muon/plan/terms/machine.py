@@ -13,14 +13,9 @@ from typing import Any, NamedTuple, Protocol
 from ...options import Machine, OptionError
 
 
-def standard_flops(rows: int, cols: int, steps: int, cubic: int = 0) -> int:
-    """FLOPs of the standard iteration on a rows x cols matrix.
-
-    For sides m <= n each step multiplies X Xᵀ (2 m² n), A A (2 m³) and B X (2 m² n). The `cubic` steps, with
-    coefficient c = 0, skip A A.
-    """
-    m, n = min(rows, cols), max(rows, cols)
-    return steps * 4 * m * m * n + (steps - cubic) * 2 * m**3
+def standard_flops(rows: int, cols: int, steps: int) -> int:
+    """FLOPs of the standard iteration on a rows x cols matrix: the Gram iteration with a restart before each step."""
+    return gram_flops(rows, cols, steps, restarts=steps - 1)
 
 
 def gram_flops(rows: int, cols: int, steps: int, restarts: int, cubic: int = 0) -> int:
@@ -29,26 +24,26 @@ def gram_flops(rows: int, cols: int, steps: int, restarts: int, cubic: int = 0) 
     For sides m <= n, R and Q X cost 2 m² n each, once per run (`restarts` + 1). A step has four m³ products. The first
     step of a run skips Q Z, the last step skips the next R (two products), and a `cubic` step skips R R.
     """
-    m, n = min(rows, cols), max(rows, cols)
+    m, n = sorted((rows, cols))
     runs = restarts + 1
     return runs * 4 * m * m * n + (4 * steps - 3 * runs - cubic) * 2 * m**3
 
 
 def standard_elements(rows: int, cols: int) -> int:
     """Elements of the standard iteration: X, the next X, X Xᵀ and the polynomial."""
-    m, n = min(rows, cols), max(rows, cols)
+    m, n = sorted((rows, cols))
     return 2 * m * n + 2 * m * m
 
 
 def gram_elements(rows: int, cols: int) -> int:
     """Elements of the Gram iteration: X, the next X, R, Q, the polynomial in R and the next R."""
-    m, n = min(rows, cols), max(rows, cols)
+    m, n = sorted((rows, cols))
     return 2 * m * n + 4 * m * m
 
 
 def sliced_elements(rows: int, cols: int, slices: int) -> int:
     """Elements on a rank: slices of X and the next X, three whole m x m matrices, rows of five."""
-    m, n = min(rows, cols), max(rows, cols)
+    m, n = sorted((rows, cols))
     return (2 * m * n + 5 * m * m) // slices + 3 * m * m
 
 
@@ -211,8 +206,7 @@ class Choices:
 def choices_of(gpu: str, file: Path = MEASURED) -> Choices:
     """The choices for a GPU's name; "" for no GPU."""
     entry = json.loads(file.read_text(encoding="utf-8")).get(gpu, {})
-    values = {name: entry[name] for name in ("kernels", "fused", "float16") if name in entry}
-    return Choices(**{**values, "kernels": tuple(values.get("kernels", ()))})
+    return Choices(tuple(entry.get("kernels", ())), entry.get("fused", False), entry.get("float16", True))
 
 
 @dataclass(frozen=True)
@@ -375,23 +369,18 @@ def machine_of(options: Machine, device: str = "cuda", measured: str | None = No
     def override(value: float | None, unit: float, default: float) -> float:
         return default if value is None else value * unit
 
-    flops, node, network = machine.flops, machine.node, machine.network
-    large = {name: override(options.tflops, 1e12, flops[name]) for name in ("bfloat16", "float16")}
+    def link(rates: Link, bandwidth: float | None, latency: float | None) -> Link:
+        bandwidth = override(bandwidth, 1e9, rates.bandwidth)
+        return replace(rates, bandwidth=bandwidth, latency=override(latency, 1e-6, rates.latency))
+
+    large = {name: override(options.tflops, 1e12, machine.flops[name]) for name in ("bfloat16", "float16")}
     return replace(
         machine,
         ranks_per_node=machine.ranks_per_node if options.ranks_per_node is None else options.ranks_per_node,
-        flops={**large, "float32": override(options.tflops_float32, 1e12, flops["float32"])},
+        flops={**large, "float32": override(options.tflops_float32, 1e12, machine.flops["float32"])},
         memory=override(options.memory_gb, 1e9, machine.memory),
-        node=replace(
-            node,
-            bandwidth=override(options.node_gb, 1e9, node.bandwidth),
-            latency=override(options.node_latency_us, 1e-6, node.latency),
-        ),
-        network=replace(
-            network,
-            bandwidth=override(options.network_gb, 1e9, network.bandwidth),
-            latency=override(options.network_latency_us, 1e-6, network.latency),
-        ),
+        node=link(machine.node, options.node_gb, options.node_latency_us),
+        network=link(machine.network, options.network_gb, options.network_latency_us),
         launch=override(options.launch_us, 1e-6, machine.launch),
     )
 

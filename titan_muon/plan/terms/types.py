@@ -16,7 +16,8 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
 
@@ -72,12 +73,10 @@ class Mesh:
     def __post_init__(self) -> None:
         assert prod(self.shape) == len(self.ranks), f"mesh {self.shape} cannot hold {len(self.ranks)} ranks"
 
-    def coordinate(self, position: int) -> tuple[int, ...]:
-        coordinate = []
-        for size in reversed(self.shape):
-            position, index = divmod(position, size)
-            coordinate.append(index)
-        return tuple(reversed(coordinate))
+    @cached_property
+    def coordinates(self) -> dict[int, tuple[int, ...]]:
+        """By rank, in the order of `ranks`."""
+        return dict(zip(self.ranks, product(*map(range, self.shape)), strict=True))
 
     def position(self, coordinate: Sequence[int]) -> int:
         position = 0
