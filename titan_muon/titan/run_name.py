@@ -7,19 +7,15 @@ from types import MappingProxyType
 
 from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.recipe.files import written_values
-from titan_muon.titan.recipe.schema import AXES, moved
+from titan_muon.titan.recipe.schema import moved
 from titan_muon.titan.recipe.toml import read_file, value_text
+from titan_muon.titan.recipe.torchtitan_sections import DEGREES
 
 LONGEST = 40
 """In characters: TensorBoard's column is narrow."""
 SHORT = MappingProxyType(
     {
-        **{
-            f"parallelism.{name}_parallel_degree": short
-            for name, short in zip(AXES, ("tp", "ep", "cp", "pp"), strict=True)
-        },
-        "parallelism.data_parallel_shard_degree": "fsdp",
-        "parallelism.data_parallel_replicate_degree": "hsdp",
+        **{f"parallelism.{key}": name for name, key in DEGREES.items()},
         "training.global_batch_size": "batch",
         "placement.muon": "placement",
     }

@@ -27,7 +27,7 @@ from titan_muon.tensors.names import canonical_fqn
 from titan_muon.tensors.storage import STEP
 from titan_muon.titan.device import adamw_implementation
 from titan_muon.titan.recipe import Recipe, as_recipe_errors
-from titan_muon.titan.torchtitan.slot import check_unread_fields, implementation
+from titan_muon.titan.torchtitan.slot import check_unread_fields
 
 
 class HybridOptimizers(ForwardsToParts, OptimizersContainer):
@@ -162,7 +162,8 @@ def _tables(config: HybridOptimizers.Config) -> Mapping[str, Mapping[str, Any]]:
     adamw = config.tables.get("adamw", {})
     if {"foreach", "fused", "state_dtype"} & adamw.keys():
         return config.tables
-    return {**config.tables, "adamw": {**adamw, **_flags(implementation(config))}}
+    # A form of TorchTitan's slot lacks the field.
+    return {**config.tables, "adamw": {**adamw, **_flags(getattr(config, "implementation", "auto"))}}
 
 
 def _flags(option: str) -> dict[str, bool]:

@@ -168,9 +168,12 @@ def dataloader_config(data: Data, *, validation: bool = False) -> Any:
 
 
 def _text_loader_config(data: Data, *, validation: bool) -> Any:
-    known, name = titan.text_datasets(), f"{data.dataset}_validation" if validation else data.dataset
+    # The import takes seconds.
+    from torchtitan.hf_datasets.text_datasets import DATASETS as known
+
+    name = f"{data.dataset}_validation" if validation else data.dataset
     if data.dataset not in known:
-        raise RecipeError(f"data.dataset = {data.dataset!r}: TorchTitan knows {', '.join(known)}")
+        raise RecipeError(f"data.dataset = {data.dataset!r}: TorchTitan knows {', '.join(sorted(known))}")
     if name not in known:
         raise RecipeError(
             f"data.dataset = {data.dataset!r}: TorchTitan has no {name!r} to validate on; set validator.enable = false"

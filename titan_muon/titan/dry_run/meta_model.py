@@ -15,6 +15,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as device_utils
 
 from titan_muon.assignment.groups import named_parameters_of
+from titan_muon.assignment.optimizer_set import OptimizerSet
 from titan_muon.assignment.rules import Assignment
 from titan_muon.dry_run.memory import muon_of
 from titan_muon.dry_run.model import PlannedModel, plan_of
@@ -24,7 +25,7 @@ from titan_muon.titan.assign.explain import stage_ranks
 from titan_muon.titan.device import planning_for, this_device
 from titan_muon.titan.dry_run.training import ModelSize
 from titan_muon.titan.model.qk_clip import reduced_bytes
-from titan_muon.titan.recipe import Recipe, RecipeError, recipe_error
+from titan_muon.titan.recipe import Recipe, RecipeError, as_recipe_errors
 from titan_muon.titan.recipe.degrees import check_layout
 from titan_muon.titan.recipe.sections import Parallelism
 from titan_muon.titan.run.runs import Run
@@ -62,8 +63,16 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
     """
     check_layout(recipe, world_size)
     kind = this_device() if device is None else device
-    with _recipe_errors():
-        return _built(recipe, world_size, kind, stage)
+    ranks = stage_ranks(world_size, recipe.parallelism.pipeline_parallel_degree, stage)
+    with _recipe_errors(), planning_for(kind), fake_world(world_size, ranks[0]):
+        config = trainer_config(recipe, Run(folder=recipe.dump_folder), world_size)
+        parts, size = _sharded_parts(config, world_size)
+        with as_recipe_errors():
+            built = _optimizers(config, parts)
+            plan = plan_of(muon_of(built), kind)
+        assert config.model_spec is not None, "the recipe names a model"
+        sent = reduced_bytes(config.model_spec.model)
+        return MetaModel(world_size, ranks, kind, named_parameters_of(parts), built, plan, sent, size)
 
 
 def whole_model(recipe: Recipe) -> tuple[ModelSize, tuple[Assignment, ...]]:
@@ -74,8 +83,7 @@ def whole_model(recipe: Recipe) -> tuple[ModelSize, tuple[Assignment, ...]]:
     with _recipe_errors(), planning_for("cuda"), fake_world(1, 0):
         config = trainer_config(recipe, Run(folder=recipe.dump_folder), 1)
         parts, size = _sharded_parts(config, 1)
-        assert isinstance(config.optimizer, HybridOptimizers.Config), "the recipe builds this container"
-        return size, parts_of_config(config.optimizer, parts, config.optimizer.model).whole
+        return size, _optimizers(config, parts).whole
 
 
 @contextmanager
@@ -89,22 +97,9 @@ def _recipe_errors() -> Iterator[None]:
         raise RecipeError(str(error)) from error
 
 
-def _built(recipe: Recipe, world_size: int, kind: str, stage: int) -> MetaModel:
-    stages = recipe.parallelism.pipeline_parallel_degree
-    ranks = stage_ranks(world_size, stages, stage)
-    with planning_for(kind), fake_world(world_size, ranks[0]):
-        config = trainer_config(recipe, Run(folder=recipe.dump_folder), world_size)
-        parts, size = _sharded_parts(config, world_size)
-        optimizer = config.optimizer
-        assert isinstance(optimizer, HybridOptimizers.Config), "the recipe builds this container"
-        try:
-            built = parts_of_config(optimizer, parts, optimizer.model)
-            plan = plan_of(muon_of(built), kind)
-        except ValueError as error:
-            raise recipe_error(error) from error
-        assert config.model_spec is not None, "the recipe names a model"
-        sent = reduced_bytes(config.model_spec.model)
-        return MetaModel(world_size, ranks, kind, named_parameters_of(parts), built, plan, sent, size)
+def _optimizers(config: MuonTrainer.Config, parts: list[nn.Module]) -> OptimizerSet:
+    assert isinstance(config.optimizer, HybridOptimizers.Config), "the recipe builds this container"
+    return parts_of_config(config.optimizer, parts, config.optimizer.model)
 
 
 def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> tuple[list[nn.Module], ModelSize]:

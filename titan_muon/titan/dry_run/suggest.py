@@ -23,7 +23,7 @@ from titan_muon.titan.dry_run.training import STACK, ModelSize, Passes
 from titan_muon.titan.dry_run.verdict import MEMORY_ERROR, Verdict
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.recipe.constraints import violations
-from titan_muon.titan.recipe.degrees import check_layout, data_ranks
+from titan_muon.titan.recipe.degrees import check_layout, data_ranks, degrees_in_use
 from titan_muon.titan.recipe.files import keys_of_the_command_line, written_values
 from titan_muon.titan.recipe.sections import Parallelism
 from titan_muon.titan.recipe.toml import document_text
@@ -32,13 +32,6 @@ SHOWN = 5
 MOST_PLANS = 12
 """Plans of a search. Each takes seconds to minutes."""
 MOST_TENSOR, MOST_STAGES = 8, 16
-AXES = {
-    "data_parallel_replicate_degree": "HSDP",
-    "tensor_parallel_degree": "TP",
-    "expert_parallel_degree": "EP",
-    "pipeline_parallel_degree": "PP",
-    "context_parallel_degree": "CP",
-}
 COLUMNS = ("layout", "batch", "reshard", "checkpointing", "step s", "GiB", "products s", "FSDP s", "Muon ms", "longest")
 
 
@@ -53,7 +46,7 @@ class Candidate:
     @property
     def order(self) -> tuple[float, int, float]:
         """Equal times, to three digits, are ordered by the number of degrees and by memory."""
-        return float(f"{self.seconds:.3g}"), len(_degrees(self.recipe)), self.bytes
+        return float(f"{self.seconds:.3g}"), len(degrees_in_use(self.recipe)), self.bytes
 
 
 @dataclass(frozen=True)
@@ -215,14 +208,9 @@ def _stage(whole: Sequence[Assignment], stages: int) -> list[Assignment]:
     return [*(outer if stages == 1 else outer[:1]), *inner[: len(inner) // stages]]
 
 
-def _degrees(recipe: Recipe) -> dict[str, int]:
-    degrees = {name: getattr(recipe.parallelism, key) for key, name in AXES.items()}
-    return {name: degree for name, degree in degrees.items() if degree > 1}
-
-
 def layout_text(recipe: Recipe) -> str:
     """The degrees above 1."""
-    return ", ".join(f"{name} {degree}" for name, degree in _degrees(recipe).items()) or "FSDP"
+    return ", ".join(f"{name.upper()} {degree}" for name, degree in degrees_in_use(recipe).items()) or "FSDP"
 
 
 def _row(suggestion: Suggestion) -> list[str]:

@@ -13,6 +13,7 @@ from titan_muon.plan.terms.machine import ERROR, MachineRates
 from titan_muon.titan.dry_run.meta_model import MetaModel
 from titan_muon.titan.dry_run.training import TRAINING_SHARE, Passes, Training
 from titan_muon.titan.recipe import Recipe
+from titan_muon.titan.recipe.degrees import degrees_in_use
 
 MEMORY_ERROR = 0.1
 """Assumed relative error of the memory estimate."""
@@ -98,22 +99,15 @@ def verdict_of(meta: MetaModel, estimate: Estimate, recipe: Recipe) -> Verdict:
 
 def _communicator_bytes(meta: MetaModel, recipe: Recipe, machine: MachineRates) -> int:
     """Bytes of CUDA and NCCL, more for all-to-alls."""
-    sizes, degrees = machine.communicators, recipe.parallelism
+    sizes, experts = machine.communicators, recipe.parallelism.expert_parallel_degree
     if meta.world_size == 1:
         return sizes.context
-    axes = (
-        degrees.data_parallel_replicate_degree,
-        degrees.context_parallel_degree,
-        degrees.tensor_parallel_degree,
-        degrees.expert_parallel_degree,
-        degrees.pipeline_parallel_degree,
-    )
     buckets = () if meta.plan is None else meta.plan.buckets
     between_all = {b.group for b in buckets if b.exchange in EXCHANGES_BETWEEN_ALL and meta.ranks[0] in b.group}
-    if degrees.expert_parallel_degree > 1:
-        between_all.add(tuple(range(degrees.expert_parallel_degree)))
+    if experts > 1:
+        between_all.add(tuple(range(experts)))
     peers = sum(min(machine.ranks_per_node, len(group)) - 1 for group in between_all)
-    groups = sum(axis > 1 for axis in axes) + sum(len(group) > 1 for group in between_all)
+    groups = len(degrees_in_use(recipe)) + sum(len(group) > 1 for group in between_all)
     return sizes.context + groups * sizes.group + peers * sizes.near_peer
 
 

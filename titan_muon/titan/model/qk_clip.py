@@ -143,6 +143,5 @@ def qk_clip_lines(section: sections.QKClip, sent: int, world_size: int) -> Itera
 
 def reduced_bytes(model: Decoder.Config) -> int:
     """Bytes of QK-clip's collective per step: float32 per head."""
-    return (
-        sum(layer.attention.n_heads for layer in model.layers if layer.attention is not None) * torch.float32.itemsize
-    )
+    heads = sum(layer.attention.n_heads for layer in model.layers if layer.attention is not None)
+    return heads * torch.float32.itemsize

@@ -21,6 +21,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts
 
 from titan_muon.titan.recipe import Recipe, RecipeError
+from titan_muon.titan.recipe.constraints import compiles_the_model
 from titan_muon.titan.recipe.sections import Float8
 
 NVIDIA, AMD = (8, 9), (9, 4)
@@ -84,8 +85,8 @@ def check_blackwell(recipe: Recipe, capability: tuple[int, int] | None, *, amd: 
 
 def converters(recipe: Recipe, model: Any) -> tuple[QuantizationConverter.Config, ...]:
     """TorchTitan's converters for a model's configuration. Raises RecipeError if no module can be converted."""
-    compiled = recipe.compile.enable and "model" in recipe.compile.components
-    made = _float8(recipe, model)
+    compiled = compiles_the_model(recipe)
+    made = _float8(recipe, model, compiled=compiled)
     if recipe.mxfp8.linear:
         _check_linear("mxfp8.fqns", recipe.mxfp8.fqns, model, MX_BLOCK)
         made.append(MXFP8LinearConverter.Config(fqns=list(recipe.mxfp8.fqns), model_compile_enabled=compiled))
@@ -119,9 +120,8 @@ def _check_experts(key: str, model: Any) -> None:
         raise RecipeError(f"{key} = true, but the model has no experts; set it to false")
 
 
-def _float8(recipe: Recipe, model: Any) -> list[QuantizationConverter.Config]:
+def _float8(recipe: Recipe, model: Any, *, compiled: bool) -> list[QuantizationConverter.Config]:
     section, filters = recipe.float8, list(recipe.float8.filter_fqns)
-    compiled = recipe.compile.enable and "model" in recipe.compile.components
     made: list[QuantizationConverter.Config] = []
     # TorchTitan silently trains in bfloat16 if no module matches.
     if section.linear:

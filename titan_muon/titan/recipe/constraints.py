@@ -44,14 +44,9 @@ def _data(r: Recipe) -> Violations:
         yield "data.files", 'at least one glob pattern, because data.source = "files"'
     if data.source != "files" and data.files:
         yield "data.files", 'nothing, unless data.source is "files"; leave out data.source or data.files'
-    if data.source != "files" and data.text_key != type(data).text_key:
-        yield "data.text_key", 'absent, unless data.source is "files"'
-    if data.source != "files" and data.bad_rows != type(data).bad_rows:
-        yield "data.bad_rows", 'absent, unless data.source is "files"'
-    if data.source != "files" and data.token_dtype != type(data).token_dtype:
-        yield "data.token_dtype", 'absent, unless data.source is "files"'
-    if data.source != "files" and data.token_marks != type(data).token_marks:
-        yield "data.token_marks", 'absent, unless data.source is "files"'
+    for key in ("text_key", "bad_rows", "token_dtype", "token_marks"):
+        if data.source != "files" and getattr(data, key) != getattr(type(data), key):
+            yield f"data.{key}", 'absent, unless data.source is "files"'
     if data.weights and len(data.weights) != len(data.files):
         yield "data.weights", "a number for each entry of data.files, or none at all"
     if data.source == "hf" and data.tokenizer != "hf":
@@ -80,14 +75,14 @@ def _training(r: Recipe) -> Violations:
         yield "training.local_batch_size", "1 or more, because training.global_batch_size = -1"
     if r.loss.chunks != "auto" and (training.seq_len // degrees.context_parallel_degree) % r.loss.chunks:
         yield "loss.chunks", '"auto", or a divisor of training.seq_len / parallelism.context_parallel_degree'
-    if r.activation_checkpoint.mode == "memory_budget" and not _compiles_the_model(r):
+    if r.activation_checkpoint.mode == "memory_budget" and not compiles_the_model(r):
         unless = 'compile.enable = true and compile.components has "model"'
         yield "activation_checkpoint.mode", f'not "memory_budget", unless {unless}'
-    if r.compile.enable_async_tensor_parallel and not (_compiles_the_model(r) and degrees.tensor_parallel_degree > 1):
+    if r.compile.enable_async_tensor_parallel and not (compiles_the_model(r) and degrees.tensor_parallel_degree > 1):
         needed = 'compile.enable = true, "model" in compile.components and tensor parallelism'
         yield "compile.enable_async_tensor_parallel", f"true only with {needed}"
     float8 = r.float8
-    if float8.emulate and (not float8.linear or float8.experts or _compiles_the_model(r)):
+    if float8.emulate and (not float8.linear or float8.experts or compiles_the_model(r)):
         # torch.compile does not support emulated products; experts have no emulation.
         needed = "float8.linear = true, float8.experts = false and a model that is not compiled"
         yield "float8.emulate", f"true only with {needed}"
@@ -150,7 +145,8 @@ def _checkpoint(r: Recipe) -> Violations:
         yield "checkpoint.last_save_model_only", "true only, because checkpoint.last_save_in_hf = true"
 
 
-def _compiles_the_model(recipe: Recipe) -> bool:
+def compiles_the_model(recipe: Recipe) -> bool:
+    """Whether torch.compile compiles the model."""
     return recipe.compile.enable and "model" in recipe.compile.components
 
 
@@ -181,18 +177,18 @@ def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:
         raise refuse(sources.get(key, file), key, current[key], f"{accepted}. Here {shown}" if shown else accepted)
 
 
-def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:
-    """A library error in terms of the recipe: a keyword becomes a key of `table`."""
+def recipe_error(error: ValueError) -> RecipeError:
+    """A library error in terms of the recipe: a keyword of Muon becomes a key."""
     if not isinstance(error, OptionError):
         return RecipeError(str(error))
-    if error.option.startswith("rules"):
-        return RecipeError(f"optimizer.rule{error.option.removeprefix('rules')} {error.problem}")
-    if "." in error.option:
-        return RecipeError(str(error))
-    if error.option == "offload":
-        return RecipeError(f"optimizer.offload {error.problem}")
-    table = f"{table}.expert" if table == "muon" and error.option in EXPERT else table
-    return RecipeError(f"{table}.{error.option} {error.problem}")
+    key = error.option
+    if key.startswith("rules"):
+        key = f"optimizer.rule{key.removeprefix('rules')}"
+    elif key == "offload":
+        key = "optimizer.offload"
+    elif "." not in key:
+        key = f"muon.expert.{key}" if key in EXPERT else f"muon.{key}"
+    return RecipeError(f"{key} {error.problem}")
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from titan_muon.options import plural
 from titan_muon.titan.recipe.sections import Parallelism, Recipe
 from titan_muon.titan.recipe.toml import RecipeError, value_text
+from titan_muon.titan.recipe.torchtitan_sections import DEGREES
 
 
 class TorchNeed(NamedTuple):
@@ -29,14 +30,6 @@ TORCH_NEEDS = (
     TorchNeed("parallelism.spmd_backend", (2, 14), ("auto", "partial_dtensor"), NO_PLAIN_TENSORS),
     TorchNeed("loss.chunks", (2, 13), ("auto", 1), "earlier FSDP2 cannot reduce the head's gradients by chunk"),
 )
-
-DEGREES = (
-    "data_parallel_replicate_degree",
-    "context_parallel_degree",
-    "tensor_parallel_degree",
-    "pipeline_parallel_degree",
-)
-"""Degrees besides the ranks per replica."""
 
 
 def check_degrees(recipe: Recipe, world_size: int) -> None:
@@ -112,7 +105,7 @@ def _check_torch(recipe: Recipe) -> None:
 
 def _shard_degree(parallelism: Parallelism, world_size: int) -> int:
     """Ranks per replica, with -1 resolved."""
-    others = {name: getattr(parallelism, name) for name in DEGREES}
+    others = {key: getattr(parallelism, key) for name, key in DEGREES.items() if name not in ("fsdp", "ep")}
     product = math.prod(others.values())
     shard = parallelism.data_parallel_shard_degree
     if world_size % product == 0 and shard in (-1, world_size // product):
@@ -126,6 +119,12 @@ def _shard_degree(parallelism: Parallelism, world_size: int) -> int:
         f"{plural(world_size, 'process')}. Start {needed} by `torchrun --nproc-per-node={needed} train.py ...`, plan "
         f"them by --dry-run --world-size {needed}{fit}; or change the degrees."
     )
+
+
+def degrees_in_use(recipe: Recipe) -> dict[str, int]:
+    """Degrees above 1 by their usual names, besides FSDP's, which are the remaining ranks."""
+    degrees = {name: getattr(recipe.parallelism, key) for name, key in DEGREES.items() if name != "fsdp"}
+    return {name: degree for name, degree in degrees.items() if degree > 1}
 
 
 def local_batch_size(recipe: Recipe, world_size: int) -> int:

@@ -16,12 +16,11 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from titan_muon.options import EXPERT, OTHER_NAMES
 from titan_muon.titan.recipe.toml import Entry, RecipeError, Words, nearest, parse_value, value_text
+from titan_muon.titan.recipe.torchtitan_sections import DEGREES
 
 T = TypeVar("T")
 NAMES = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
 BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
-# In this order, so that 1 stays an int.
-AXES = ("tensor", "expert", "context", "pipeline")
 MEANT: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("lr", "learning_rate"), "muon.lr"),
@@ -33,12 +32,9 @@ MEANT: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("max_steps", "num_steps", "iterations", "epochs"), "training.steps"),
         **dict.fromkeys(("seq_length", "sequence_length", "block_size", "context_length"), "training.seq_len"),
         **dict.fromkeys(("clip", "grad_clip", "max_grad_norm"), "training.max_norm"),
-        **dict.fromkeys(("dp", "fsdp", "dp_shard"), "parallelism.data_parallel_shard_degree"),
-        **dict.fromkeys(("hsdp", "dp_replicate"), "parallelism.data_parallel_replicate_degree"),
-        **{
-            name: f"parallelism.{word}_parallel_degree"
-            for name, word in zip(("tp", "ep", "cp", "pp"), AXES, strict=True)
-        },
+        **{name: f"parallelism.{key}" for name, key in DEGREES.items()},
+        **dict.fromkeys(("dp", "dp_shard"), "parallelism.data_parallel_shard_degree"),
+        "dp_replicate": "parallelism.data_parallel_replicate_degree",
         **dict.fromkeys(("seed", "random_seed"), "debug.seed"),
         **dict.fromkeys(("optimizer.name", "optim"), "optimizer.rule"),
         **dict.fromkeys(("wandb",), "metrics.enable_wandb"),
@@ -70,6 +66,7 @@ MOVED_VALUES: Mapping[tuple[str, object], str] = MappingProxyType(
     }
 )
 """Values of moved keys that have other names."""
+# In this order, so that 1 stays an int.
 FREE_VALUE = bool | int | float | str
 
 

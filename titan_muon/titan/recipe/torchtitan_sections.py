@@ -4,7 +4,9 @@ The help shows a key's docstring, or the comment after the key.
 """
 
 import posixpath
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 from titan_muon.ranges import (
@@ -99,6 +101,19 @@ class Parallelism:
 
     spmd_backend: Literal["auto", "partial_dtensor", "spmd_types"] = "auto"
     """TorchTitan's backend. `auto`: `partial_dtensor` before torch 2.14, then `spmd_types`."""
+
+
+DEGREES: Mapping[str, str] = MappingProxyType(
+    {
+        "hsdp": "data_parallel_replicate_degree",
+        "fsdp": "data_parallel_shard_degree",
+        "tp": "tensor_parallel_degree",
+        "ep": "expert_parallel_degree",
+        "pp": "pipeline_parallel_degree",
+        "cp": "context_parallel_degree",
+    }
+)
+"""Keys of [parallelism] by the usual names of the degrees."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,8 +63,9 @@ def _has(module: str) -> bool:
         return False
 
 
+@functools.cache
 def install() -> bool:
-    """Install all workarounds for this machine; idempotent. True if training runs on the CPU.
+    """Install all workarounds for this machine, once. True if training runs on the CPU.
 
     Raises RuntimeError as `use_cpu_device`.
     """
@@ -89,7 +90,7 @@ def stub_triton_kernels() -> None:
 
     Remove when torchtitan imports its expert-parallel Triton kernels on use.
     """
-    if importlib.util.find_spec("triton") is None and _TRITON_KERNELS not in sys.modules:
+    if importlib.util.find_spec("triton") is None:
         kernels: Any = types.ModuleType(_TRITON_KERNELS)
         kernels.__getattr__ = _missing_kernel
         sys.modules[_TRITON_KERNELS] = kernels
@@ -173,13 +174,12 @@ def drop_unknown_mask_options() -> None:
     known = inspect.signature(create_block_mask).parameters
     attention: Any = importlib.import_module(_ATTENTION)
     create = attention._compiled_create_block_mask
-    if "separate_full_blocks" not in known and not hasattr(create, "known"):
+    if "separate_full_blocks" not in known:
 
         @functools.wraps(create)
         def create_known(*args: Any, **kwargs: Any) -> Any:
             return create(*args, **{name: value for name, value in kwargs.items() if name in known})
 
-        create_known.known = known  # type: ignore[attr-defined]
         attention._compiled_create_block_mask = create_known
 
 
@@ -203,8 +203,7 @@ def exchange_pieces_of_any_size() -> None:
     Remove when gloo's `all_to_all` accepts unequal pieces, or spmd_types calls `all_to_all_single`.
     """
     reference: Any = importlib.import_module("spmd_types._dist")
-    if reference.dist is dist:
-        reference.set_dist(types.SimpleNamespace(**{**vars(dist), "all_to_all": _all_to_all}))
+    reference.set_dist(types.SimpleNamespace(**{**vars(dist), "all_to_all": _all_to_all}))
 
 
 def _all_to_all(
@@ -336,14 +335,11 @@ def time_out_all_groups() -> None:
     """
     utils: Any = importlib.import_module("torchtitan.distributed.utils")
     original = utils.set_pg_timeouts
-    if hasattr(original, "of_all_groups"):
-        return
 
     def set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
         original(timeout, parallel_dims)
         set_timeouts(timeout)
 
-    set_pg_timeouts.of_all_groups = True  # type: ignore[attr-defined]
     utils.set_pg_timeouts = set_pg_timeouts
 
 

@@ -63,9 +63,6 @@ class TorchTitan(Protocol):
         Raises RecipeError for a key of `data` that this loader lacks. The import of `datasets` takes seconds.
         """
 
-    def text_datasets(self) -> list[str]:
-        """Names of TorchTitan's Hugging Face datasets."""
-
     def training_keys(self, budget: Budget) -> dict[str, int]:
         """Keys of TorchTitan's TrainingConfig for a budget."""
 

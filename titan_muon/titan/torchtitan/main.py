@@ -31,13 +31,9 @@ class Loader(BaseDataLoader):
 
 
 class HeadsFirstAttention(FlexAttention):
-    # TorchTitan shards by the names of these arguments.
-    @dataclass(kw_only=True, slots=True)
-    class Config(FlexAttention.Config):
-        pass
-
     attend_heads: Callable[..., tuple[Tensor, Tensor | None]]
 
+    # TorchTitan shards by the names of the first three arguments.
     def forward(
         self,
         q_TNH: Tensor,
@@ -82,12 +78,6 @@ def text_loader_config(data: Data, name: str) -> Any:
     if data.dataset_path is not None:
         dataset = replace(dataset, source=replace(dataset.source, path=data.dataset_path, load_dataset_kwargs={}))
     return HFTextLoader.Config(dataset=ConcatThenSplitPackingConfig(dataset=dataset))
-
-
-def text_datasets() -> list[str]:
-    from torchtitan.hf_datasets.text_datasets import DATASETS
-
-    return sorted(DATASETS)
 
 
 def training_keys(budget: Budget) -> dict[str, int]:

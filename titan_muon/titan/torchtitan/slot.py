@@ -1,30 +1,24 @@
 """TorchTitan's optimizer slot in its three forms: parameter groups, a list of typed optimizers, and neither."""
 
-from collections.abc import Iterator
 from typing import Any
 
 RULES = "rules, such as rules=(Rule(match='*.bias', optimizer='adamw', options={'lr': 1e-3}),)"
 
 
 def check_unread_fields(config: Any) -> None:
-    """Raise ValueError for a field of TorchTitan's own that HybridOptimizers does not read."""
-    for field, instead in _unread_fields(config):
-        raise ValueError(f"{field} is not read by HybridOptimizers; write {instead}")
+    """Raise ValueError for a field of TorchTitan's own that HybridOptimizers does not read.
 
-
-def _unread_fields(config: Any) -> Iterator[tuple[str, str]]:
-    """(field, remedy); a field that the installed form of the slot lacks is not set."""
+    The installed form of the slot lacks some of the fields.
+    """
+    unread: dict[str, str] = {}
     if getattr(config, "param_groups", ()):
-        yield "param_groups", f"{RULES}: globs in place of regular expressions"
+        unread["param_groups"] = f"{RULES}: globs in place of regular expressions"
     if named := getattr(config, "optimizer_factory_kwargs_by_name", ()):
-        yield f"optimizer_factory_kwargs_by_name ({', '.join(named)})", "tables"
+        unread[f"optimizer_factory_kwargs_by_name ({', '.join(named)})"] = "tables"
     if typed := getattr(config, "optimizers", ()):
         names = ", ".join(type(optimizer).__qualname__ for optimizer in typed)
-        yield f"optimizers ({names})", f"{RULES}, and each optimizer's options in tables"
+        unread[f"optimizers ({names})"] = f"{RULES}, and each optimizer's options in tables"
     if getattr(config, "implementation", None) == "fused_opt_states_bf16":
-        yield "implementation = 'fused_opt_states_bf16'", "tables={'adamw': {'state_dtype': 'bfloat16'}}"
-
-
-def implementation(config: Any) -> str:
-    """Implementation of AdamW, as a recipe's `optimizer.implementation`."""
-    return getattr(config, "implementation", "auto")
+        unread["implementation = 'fused_opt_states_bf16'"] = "tables={'adamw': {'state_dtype': 'bfloat16'}}"
+    for field, instead in unread.items():
+        raise ValueError(f"{field} is not read by HybridOptimizers; write {instead}")

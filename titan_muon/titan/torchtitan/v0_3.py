@@ -28,13 +28,9 @@ class Loader(BaseDataLoader):
 
 
 class HeadsFirstAttention(FlexAttention):
-    # TorchTitan shards by the names of these arguments.
-    @dataclass(kw_only=True, slots=True)
-    class Config(FlexAttention.Config):
-        pass
-
     attend_heads: Callable[..., tuple[Tensor, Tensor | None]]
 
+    # TorchTitan shards by the names of the first three arguments.
     def forward(
         self,
         q_BLNH: Tensor,
@@ -75,12 +71,6 @@ def text_loader_config(data: Data, name: str) -> Any:
         persistent_workers=data.persistent_workers,
         pin_memory=data.pin_memory,
     )
-
-
-def text_datasets() -> list[str]:
-    from torchtitan.hf_datasets.text_datasets import DATASETS
-
-    return sorted(DATASETS)
 
 
 def training_keys(budget: Budget) -> dict[str, int]:
