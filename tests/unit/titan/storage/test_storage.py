@@ -5,7 +5,7 @@ import os
 import pickle
 import random
 import shutil
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from titan_muon.titan.data.tokenizers import ByteTokenizer  # noqa: E402
 from titan_muon.titan.recipe.sections import Data  # noqa: E402
 from titan_muon.titan.run.checkpoints import _first_failure, flaw  # noqa: E402
 from titan_muon.titan.storage.checksums import CHECKSUMS, METADATA, SummingWriter, damage, read_checksums  # noqa: E402
-from titan_muon.titan.storage.reader import RefusedError, SafePlanner, SafeReader  # noqa: E402
+from titan_muon.titan.storage.reader import RefusedError, SafePlanner, SafeReader, plain_pickle  # noqa: E402
 from titan_muon.titan.torchtitan.installed import titan  # noqa: E402
 
 DATA = "__0_0.distcp"
@@ -198,6 +198,14 @@ def test_no_saved_value_carries_a_pickle_into_the_data_loader(hf_loader: Any, tm
         ):
             hf_loader().load_state_dict({"dp_rank_0": torch.load(file, weights_only=True), "world_size": 1})
     assert not sign.exists()
+
+
+def test_a_plain_pickle_has_no_class_except_ordered_dicts() -> None:
+    plain = OrderedDict(a=[1, "x", None], b=(2.5, {True}))
+    assert plain_pickle(pickle.dumps(plain)) == plain
+    for value in (Counter("a"), Path("a"), torch.float32, print):
+        with pytest.raises(RefusedError, match="which no checkpoint needs"):
+            plain_pickle(pickle.dumps(value))
 
 
 def test_the_position_of_another_versions_loader_is_refused(hf_loader: Any) -> None:
