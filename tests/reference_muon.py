@@ -5,7 +5,6 @@ Written from the definition, independent of the package, and compared with torch
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,11 @@ def newton_schulz(matrix: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torc
 class ReferenceMuon:
     """Full parameters by name, (m, n) or (count, m, n), updated in place from full gradients.
 
-    A step leaves out parameters without a gradient.
+    A step leaves out parameters without a gradient. The algorithms are those of the papers: Muon, NorMuon
+    (arXiv:2510.05491, Algorithm 1), AdaMuon (arXiv:2507.11005, Algorithm 1, with beta2 and a Nesterov blend), MuonEq
+    (arXiv:2603.28254, form R), MuonH (arXiv:2606.16899), cautious weight decay (arXiv:2510.12402) and AdamC's decay
+    (arXiv:2506.02285).
+    `moments[name]` are the second moments of the matrices of a parameter. `peak` is the highest learning rate of AdamC.
     """
 
     def __init__(
@@ -38,44 +41,6 @@ class ReferenceMuon:
         weight_decay: float = 0.1,
         adjust_lr_fn: float | str | None = "match_rms_adamw",
         dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
-        self.params = dict(params)
-        self.average = {name: torch.zeros_like(p) for name, p in self.params.items()}
-        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
-        self.weight_decay, self.adjust_lr_fn, self.dtype = weight_decay, adjust_lr_fn, dtype
-
-    def step(self, grads: Mapping[str, Tensor]) -> None:
-        for name, grad in grads.items():
-            param, average = self.params[name], self.average[name]
-            average.lerp_(grad, 1 - self.momentum)
-            blended = grad.lerp(average, self.momentum) if self.nesterov else average
-            param.mul_(1 - self.lr * self.weight_decay)
-            pairs = zip(param, blended, strict=True) if param.ndim == 3 else [(param, blended)]
-            for target, matrix in pairs:
-                target.add_(newton_schulz(matrix, dtype=self.dtype), alpha=-self.lr * self.scale(*matrix.shape))
-
-    def scale(self, rows: int, cols: int) -> float:
-        if self.adjust_lr_fn == "match_rms_adamw":
-            return 0.2 * math.sqrt(max(rows, cols))
-        if self.adjust_lr_fn == "spectral_unclamped":
-            return math.sqrt(rows / cols)
-        if isinstance(self.adjust_lr_fn, float):
-            return self.adjust_lr_fn * math.sqrt(max(rows, cols))
-        return math.sqrt(max(1, rows / cols))
-
-
-class ReferenceRule(ReferenceMuon):
-    """The rules of the package from their papers, in one process.
-
-    NorMuon (arXiv:2510.05491, Algorithm 1), AdaMuon (arXiv:2507.11005, Algorithm 1, with beta2 and a Nesterov blend),
-    MuonEq (arXiv:2603.28254, form R), MuonH (arXiv:2606.16899), cautious weight decay (arXiv:2510.12402) and AdamC's
-    decay (arXiv:2506.02285).
-    `moments[name]` are the second moments of the matrices of a parameter. `peak` is the highest learning rate of AdamC.
-    """
-
-    def __init__(
-        self,
-        params: Mapping[str, Tensor],
         algorithm: str | tuple[str, ...] = "muon",
         beta2: float = 0.95,
         cautious: bool = False,
@@ -84,14 +49,16 @@ class ReferenceRule(ReferenceMuon):
         momentum_start: float = 0.85,
         idle: str = "move",
         wire_dtype: torch.dtype | None = None,
-        **options: Any,
     ) -> None:
-        super().__init__(params, **options)
+        self.params = dict(params)
+        self.average = {name: torch.zeros_like(p) for name, p in self.params.items()}
+        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
+        self.weight_decay, self.adjust_lr_fn, self.dtype = weight_decay, adjust_lr_fn, dtype
         self.algorithms = (algorithm,) if isinstance(algorithm, str) else algorithm
         self.beta2, self.cautious = beta2, cautious
-        self.peak = self.lr if decay_follows_lr else None
-        self.warmup, self.start, self.last = momentum_warmup_steps, momentum_start, self.momentum
-        self.steps, self.holds, self.wire = 0, idle == "hold", wire_dtype or self.dtype
+        self.peak = lr if decay_follows_lr else None
+        self.warmup, self.start, self.last = momentum_warmup_steps, momentum_start, momentum
+        self.steps, self.holds, self.wire = 0, idle == "hold", wire_dtype or dtype
         self.moments = {
             name: [torch.zeros(p.shape[-2:] if "adamuon" in self.algorithms else p.size(-2)) for _ in self._matrices(p)]
             for name, p in self.params.items()
@@ -127,6 +94,15 @@ class ReferenceRule(ReferenceMuon):
                 else:
                     target.mul_(1 - self.lr * decay)
                 target.add_(update, alpha=-self.lr * self.scale(*matrix.shape))
+
+    def scale(self, rows: int, cols: int) -> float:
+        if self.adjust_lr_fn == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, cols))
+        if self.adjust_lr_fn == "spectral_unclamped":
+            return math.sqrt(rows / cols)
+        if isinstance(self.adjust_lr_fn, float):
+            return self.adjust_lr_fn * math.sqrt(max(rows, cols))
+        return math.sqrt(max(1, rows / cols))
 
     def prepared(self, matrix: Tensor) -> Tensor:
         for name in self.algorithms:

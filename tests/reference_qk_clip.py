@@ -16,6 +16,8 @@ from titan_muon.qk_clip import (
 
 HEADS, KEY_HEADS, DIM, ROPE, VALUE = 6, 3, 5, 2, 4
 GROUP = HEADS // KEY_HEADS
+LOGITS = [50.0, 400.0, 99.0, 100.0, 150.0, 200.0]
+"""The largest logit of each head."""
 PATTERNS: dict[str, tuple[int, tuple[HeadRows, ...]]] = {
     "wq": (HEADS * DIM, query_rows(DIM)),
     "wk": (KEY_HEADS * DIM, key_rows(DIM)),

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.testing._internal.common_optimizers import optim_db
 
 from tests.shared import muon_keywords
+from tests.unit.test_hybrid import Decoder
 from titan_muon import Hybrid, Muon
 
 INFO = next(info for info in optim_db if info.optim_cls is torch.optim.Muon)
@@ -38,18 +39,6 @@ def muon(params: Any, **keywords: Any) -> Muon:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return Muon(params, **muon_keywords(**keywords))
-
-
-class Small(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(8, 16, dtype=dtype)
-        self.up, self.down = nn.Linear(16, 32, dtype=dtype), nn.Linear(32, 16, dtype=dtype)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        y: Tensor = self.down(torch.relu(self.up(self.embed(tokens))))
-        return y
 
 
 def hybrid_of(params: list[Tensor], **keywords: Any) -> Hybrid:
@@ -192,7 +181,7 @@ def test_grads_are_never_inplaced_into(make: Callable[..., Any], keywords: dict[
 
 def test_load_nontensor_step() -> None:
     """Older state dicts of AdamW count steps in numbers."""
-    model, other = Small(), Small()
+    model, other = Decoder(), Decoder()
     hybrid, loading = Hybrid(model), Hybrid(other)
     model(torch.arange(8)).sum().backward()
     hybrid.step()

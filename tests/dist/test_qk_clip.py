@@ -18,7 +18,7 @@ from benchmarks.c10d_counter import Call, CollectiveCounter
 from tests import tiny
 from tests.dist.harness import run_ranks
 from tests.dist.titan.test_training_layouts import train
-from tests.reference_qk_clip import HEADS, clipped, layer, whole_weights
+from tests.reference_qk_clip import HEADS, LOGITS, clipped, layer, whole_weights
 from titan_muon import transformers_qk_clip
 from titan_muon.owned.param import place_on_owners
 from titan_muon.owned.state_dict import gather
@@ -31,7 +31,6 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
     "fsdp_tp": ((2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
     "tp_columns": ((2, 2), (Shard(0), Shard(1))),
 }
-LOGITS = [50.0, 400.0, 99.0, 100.0, 150.0, 200.0]
 
 
 def placed_weights() -> dict[str, dict[str, Tensor]]:

@@ -26,15 +26,15 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from benchmarks.gpu.ranks import begin, communicators, gathered, no_sync
 from benchmarks.memory_use import allocated
 from benchmarks.owned_model import Net, Setup, data_mesh, loss_of, make, place, whole
+from tests.parity.layouts import MATRICES
+from tests.parity.layouts import STACKS as EXPERTS
 from tests.reference_muon import ReferenceMuon
-from tests.shared import muon_keywords
+from tests.shared import drawn, muon_keywords
 from titan_muon import Muon
 from titan_muon.plan import summarize
 
 STEPS = 3
 EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
-MATRICES = {"wide": (24, 40), "tall": (40, 24), "uneven": (13, 18), "short": (3, 16)}
-EXPERTS = {"experts": (8, 12, 20), "few": (3, 10, 14)}
 PASSES_TOLERANCE = 0.02
 """For float32 gradients of backward: ranks sum in another order than one process."""
 # Large enough to keep the memory of GPU libraries below the slack.
@@ -129,23 +129,19 @@ class Trained:
         self.arithmetic = arithmetic
         self.places = {f"{c.name}: {name}": (meshes[c.mesh], c.placements) for c in layouts for name in c.shapes}
         self.shapes = {f"{case.name}: {name}": shape for case in layouts for name, shape in case.shapes.items()}
-        self.initial = self.full(0)
+        self.initial = drawn(self.shapes, 0)
         self.params = {name: nn.Parameter(self.placed(name, full)) for name, full in self.initial.items()}
         whole = {name: full.clone() for name, full in self.initial.items()}
         self.reference = ReferenceMuon(whole, dtype=arithmetic.dtype)
         named = list(self.params.items())
         self.optimizer = Muon(named, **muon_keywords(lr=0.02, **arithmetic.options, **options)).build()  # type: ignore[arg-type]
 
-    def full(self, seed: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        return {name: torch.randn(shape, generator=generator) for name, shape in self.shapes.items()}
-
     def placed(self, name: str, full: Tensor) -> Tensor:
         mesh, placements = self.places[name]
         return distribute_tensor(full.to(mesh.device_type, copy=True), mesh, placements, src_data_rank=None)
 
     def set_gradients(self, seed: int) -> dict[str, Tensor]:
-        gradients = self.full(seed)
+        gradients = drawn(self.shapes, seed)
         for name, param in self.params.items():
             param.grad = self.placed(name, gradients[name])
         return gradients

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.parity.layouts import Layout, assembled, drawn, matrices, placed, shape_of
-from tests.reference_muon import ReferenceRule
+from tests.reference_muon import ReferenceMuon
 from tests.reference_soap import ReferenceSoap
 from tests.shared import local, muon_keywords
 from titan_muon import Muon
@@ -88,7 +88,7 @@ class Algorithm:
         options = {name: value for name, value in options.items() if name != "soap_freq"}
         self.counts = {name: len(matrices(name, drawn(name, 0))) for name in names}
         parts = self._parts({name: drawn(name, 0) for name in names})
-        self.reference = ReferenceRule(parts, dtype=dtype, **({"lr": LR} | options))
+        self.reference = ReferenceMuon(parts, dtype=dtype, **({"lr": LR} | options))
         self.lr = self.reference.lr
 
     @staticmethod
@@ -124,15 +124,7 @@ class Soap(Algorithm):
         self.counts = {name: len(matrices(name, drawn(name, 0))) for name in names}
         given = {name: value for name, value in options.items() if name != ALGORITHM}
         self.soap = ReferenceSoap(self._parts({name: drawn(name, 0) for name in names}), **({"lr": LR} | given))
-        self.lr = self.soap.lr
-
-    def step(self, number: int, grads: Mapping[str, Tensor], left_out: set[tuple[str, int]]) -> None:
-        self.soap.lr = self.lr * RATES[number]
-        without = {f"{name}#{index}" for name, index in left_out}
-        self.soap.step({key: grad for key, grad in self._parts(grads).items() if key not in without})
-
-    def weight(self, name: str) -> Tensor:
-        return self._whole(self.soap.params, name)
+        self.reference, self.lr = self.soap, self.soap.lr
 
     def states(self, name: str) -> dict[str, Tensor]:
         kept = {

@@ -1,6 +1,7 @@
 """Hybrid saves the state that its optimizers train, whatever happens to parameters, states and groups."""
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,6 +94,10 @@ def deep_copy(run: Run) -> None:
     run.model, run.hybrid = copy.deepcopy((run.model, run.hybrid))
 
 
+def pickled(run: Run) -> None:
+    run.model, run.hybrid = pickle.loads(pickle.dumps((run.model, run.hybrid)))
+
+
 def refuse_to_offload(run: Run) -> None:
     with pytest.raises(OptionError, match="torch_adam cannot move its states"):
         run.hybrid.offload()
@@ -130,6 +135,7 @@ SAME: dict[str, Callable[[Run], None]] = {
         load_into_the_parts,
         add_a_group,
         deep_copy,
+        pickled,
         refuse_to_offload,
         freeze_and_thaw,
         load_after_a_refused_load,

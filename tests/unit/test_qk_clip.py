@@ -7,10 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.reference_qk_clip import HEADS, clipped, layer, whole_weights
+from tests.reference_qk_clip import HEADS, LOGITS, clipped, layer, whole_weights
 from titan_muon.qk_clip import AttentionLayer, HeadRows, HeadWeight, QKClip, key_rows, query_rows
-
-LOGITS = [50.0, 400.0, 99.0, 100.0, 150.0, 200.0]
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.owned_model import Net, Setup, data_mesh, loss_of, make, matrices, place, summed_plainly
 from tests.dist.harness import run_ranks
+from tests.reference_muon import ReferenceMuon
 from tests.shared import muon_keywords
 from titan_muon import Muon
 from titan_muon.owned import gather, is_owned
@@ -91,7 +92,7 @@ def set_gradients(params: dict[str, nn.Parameter], step: int) -> dict[str, Tenso
 
 
 def steps(rank: int, world_size: int, case: Case) -> list[Step]:
-    """Steps of Muon on owned parameters, beside torch.optim.Muon on whole parameters with equal gradients."""
+    """Steps of Muon on owned parameters, beside the reference on whole parameters with equal gradients."""
     model = make()
     mesh = data_mesh(world_size, case.setup, model)
     if case.joined:
@@ -100,25 +101,17 @@ def steps(rank: int, world_size: int, case: Case) -> list[Step]:
     owned = {name: p for name, p in model.named_parameters() if is_owned(p)}
     named = {**owned, **(with_experts(model, mesh) if case.experts else {})}
     optimizer = Muon(named.items(), **muon_keywords(orthogonalize="reference", replicas=case.replicas, **MUON)).build()  # type: ignore[arg-type]
-    alone = {n: [nn.Parameter(m.clone()) for m in loose(gather(p).detach())] for n, p in named.items()}
-    theirs = torch.optim.Muon([m for ms in alone.values() for m in ms], adjust_lr_fn="match_rms_adamw", **MUON)
+    reference = ReferenceMuon({name: gather(p).detach().clone() for name, p in named.items()}, **MUON)
     results = []
     for step in range(3):
-        for name, gradient in set_gradients(named, step).items():
-            for matrix, part in zip(alone[name], loose(gradient), strict=True):
-                matrix.grad = part
+        gradients = set_gradients(named, step)
         with CollectiveCounter() as counter:
             optimizer.step()
-        theirs.step()
-        different = [n for n, p in named.items() if not torch.equal(gather(p), torch.stack([*alone[n]]).view(p.shape))]
+        reference.step(gradients)
+        different = [name for name, p in named.items() if not torch.equal(gather(p), reference.params[name])]
         held = sum(p.to_local().numel() for p in owned.values())  # type: ignore[operator]
         results.append(Step({call.group_size for call in counter.calls}, optimizer.orthogonalized, different, held))
     return results
-
-
-def loose(stack: Tensor) -> list[Tensor]:
-    """The matrices of a stack, or the matrix."""
-    return list(stack) if stack.ndim == 3 else [stack]
 
 
 @pytest.mark.parametrize("name", CASES)

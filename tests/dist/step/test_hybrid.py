@@ -1,6 +1,7 @@
 """Hybrid under DDP, FSDP2 and FSDP2 with tensor parallelism trains as in one process."""
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.dist.harness import run_ranks
 from tests.shared import message, whole
 from tests.unit.test_hybrid import OPTIONS, Decoder, pair
+from tests.unit.test_hybrid import train as train_unclipped
 from titan_muon import Expert, Hybrid, clip_grad_norm_
 
 
@@ -52,16 +54,7 @@ def prepared(layout: str, model: Decoder) -> tuple[nn.Module, Hybrid]:
     return model, hybrid
 
 
-def train(model: nn.Module, hybrid: Any, steps: range, max_norm: float = 1.0) -> None:
-    """Steps on equal tokens on every rank, so that mean gradients equal the gradients of one process."""
-    for step in steps:
-        tokens = torch.randint(24, (4, 8), generator=torch.Generator().manual_seed(step))
-        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        clip_grad_norm_(model.parameters(), max_norm)
-        for optimizer in hybrid if isinstance(hybrid, list) else [hybrid]:
-            optimizer.step()
-            optimizer.zero_grad()
+train = partial(train_unclipped, max_norm=1.0)
 
 
 def weights(model: nn.Module) -> list[Any]:

@@ -64,35 +64,6 @@ def test_slots_have_no_memory_between_steps(offload: str) -> None:
     assert [slot.nbytes() for slot in slots] == [0] * len(slots)
 
 
-def test_momentum_moves_to_the_host_and_back() -> None:
-    (moved, values), (plain, expected) = trained("state", ()), trained("none", ())
-    for optimizer, to in ((moved, "reload"), (plain, "offload")):
-        before = [state["momentum_buffer"] for state in optimizer.state.values()]
-        getattr(optimizer, to)()
-        after = [state["momentum_buffer"] for state in optimizer.state.values()]
-        assert all(a is not b and torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    for muon in (moved, plain):
-        muon.step()
-    assert all(map(torch.equal, values[:2], expected[:2]))
-    parameters, _ = trained("parameters", ())
-    with pytest.raises(ValueError, match="reload: the parameters are on the host"):
-        parameters.reload()
-
-
-def test_readers_of_host_momentum_get_current_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[HostOffload] = []
-    monkeypatch.setattr(HostOffload, "synchronize", lambda offload: waits.append(offload))
-    for offload, of_a_step in (("state", 0), ("parameters", 1)):
-        muon, _ = trained(offload, ())
-        waits.clear()
-        muon.step()
-        assert len(waits) == of_a_step, "parameters are read without a word to the optimizer"
-        saved = muon.state_dict()
-        assert len(waits) == of_a_step + 1
-        muon.load_state_dict(saved)
-        assert len(waits) > of_a_step + 1, "what is still on its way would overwrite what was loaded"
-
-
 @pytest.mark.parametrize(
     ("stream", "method"), [("_arriving", "wait_stream"), ("_leaving", "wait_stream"), ("current", "wait_event")]
 )

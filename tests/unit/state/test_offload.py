@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.shared import equal
 from tests.stream_order import StreamOrder, stream_order
+from titan_muon import Muon
 from titan_muon import adam as batched
 from titan_muon.features.offload import TRANSFERS_AT_ONCE, Copied, Window
 from titan_muon.step.foreach import ALIGNMENT
@@ -148,10 +150,6 @@ def train(optimizer: torch.optim.Optimizer, params: dict[str, nn.Parameter], see
         optimizer.step()
 
 
-def equal(left: dict[str, nn.Parameter], right: dict[str, nn.Parameter]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left.values(), right.values(), strict=True))
-
-
 def averages(optimizer: Any) -> list[Tensor]:
     return [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
 
@@ -172,7 +170,7 @@ def test_adamw_has_the_bits_of_torchs_adamw(implementation: str, offload: str, m
         train(optimizer, params, range(4))
     assert log[: len(ORDER)] == ([] if offload == "none" else ORDER)
     assert log.count("0 comes") == (0 if offload == "none" else 4)
-    assert equal(theirs, ours)
+    assert equal(theirs.values(), ours.values())
     for left, right in zip(expected.state.values(), adamw.state.values(), strict=True):
         assert left.keys() == right.keys()
         assert all(torch.equal(left[name], right[name]) and left[name].dtype == right[name].dtype for name in left)
@@ -180,9 +178,10 @@ def test_adamw_has_the_bits_of_torchs_adamw(implementation: str, offload: str, m
     expected.load_state_dict(adamw.state_dict())
 
 
-def test_states_move_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [batched.AdamW, Muon])
+def test_states_move_between_steps(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     log, params, others = watched(monkeypatch), named(), named()
-    plain, moved = (batched.AdamW(p.items(), lr=0.02) for p in (params, others))
+    plain, moved = (kind(p.items(), lr=0.02) for p in (params, others))
     for optimizer, trained in ((plain, params), (moved, others)):
         train(optimizer, trained, range(1))
     for move, loads in (("offload", 1), ("reload", 0)):
@@ -193,19 +192,21 @@ def test_states_move_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         for optimizer, trained in ((plain, params), (moved, others)):
             train(optimizer, trained, range(1, 3))
         assert log.count("0 comes") == 2 * loads
-        assert equal(params, others)
+        assert equal(params.values(), others.values())
     with pytest.raises(ValueError, match="reload: the parameters are on the host"):
-        batched.AdamW(named().items(), offload="parameters").reload()
+        kind(named().items(), offload="parameters").reload()
 
 
-def test_readers_of_host_states_get_current_values(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [batched.AdamW, Muon])
+def test_readers_of_host_states_get_current_values(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[Window] = []
     monkeypatch.setattr(Window, "synchronize", lambda window: waits.append(window))
     for offload, of_a_step in (("state", 0), ("parameters", 1)):
         params = named()
-        optimizer = batched.AdamW(params.items(), offload=offload)
-        waits.clear()
+        optimizer = kind(params.items(), offload=offload)
         train(optimizer, params, range(1))
+        waits.clear()
+        train(optimizer, params, range(1, 2))
         assert len(waits) == of_a_step, "parameters are read without a word to the optimizer"
         saved = optimizer.state_dict()
         assert len(waits) == of_a_step + 1
@@ -229,7 +230,7 @@ def test_state_dicts_load_with_states_on_host_or_device(to: str) -> None:
             param.copy_(other)
     for optimizer, params in ((saving, first), (loading, second)):
         train(optimizer, params, range(2, 4))
-    assert equal(first, second)
+    assert equal(first.values(), second.values())
 
 
 def test_bfloat16_averages_are_computed_in_float32_and_rounded_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,8 +247,8 @@ def test_bfloat16_averages_are_computed_in_float32_and_rounded_once_a_step(monke
             for name in batched.AVERAGES:
                 state[name].copy_(state[name].bfloat16())
     assert {average.dtype for average in averages(adamw)} == {torch.bfloat16}
-    assert equal(wide, ours)
-    assert equal(wide, offloaded)
+    assert equal(wide.values(), ours.values())
+    assert equal(wide.values(), offloaded.values())
 
 
 def test_a_beta_too_large_for_bfloat16_is_refused() -> None:
