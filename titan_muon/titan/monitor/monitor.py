@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torchtitan.components.checkpointer.utils import canonical_fqn
+from torch import Tensor
 
 from titan_muon.assignment.rules import Assignment
 from titan_muon.comm.clip import replica_count
@@ -45,20 +44,11 @@ class Monitor:
     """Measures a training step. All ranks call each method together.
 
     Args:
-        parts: this rank's model parts.
-        stage_ranks: ranks with shards of these parameters (world size / pipeline stages).
+        stage_ranks: ranks with shards of this rank's parameters (world size / pipeline stages).
         matrices: number of sampled matrices. Every rank gathers each matrix twice.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[nn.Module],
-        optimizers: HybridOptimizers,
-        device: torch.device,
-        *,
-        stage_ranks: int,
-        matrices: int,
-    ) -> None:
+    def __init__(self, optimizers: HybridOptimizers, device: torch.device, stage_ranks: int, matrices: int) -> None:
         self._optimizers, self._device = optimizers, device
         self._muons = [optimizer for optimizer in optimizers if isinstance(optimizer, Muon)]
         # Under pipeline parallelism each rank fills in a part of the whole model's numbers.
@@ -66,7 +56,7 @@ class Monitor:
         self._numbers = {assignment.fqn: number for number, assignment in enumerate(self._whole)}
         self._roles = [_role(assignment) for assignment in self._whole]
         self._matrices = [assignment.shape[0] if len(assignment.shape) == 3 else 1 for assignment in self._whole]
-        self._parameters = {canonical_fqn(name): p for part in parts for name, p in part.named_parameters()}
+        self._parameters = optimizers.named_parameters
         self._trained = {name: p for name, p in self._parameters.items() if name in self._numbers}
         self._shares = {name: 1 / replica_count(p, stage_ranks) for name, p in self._trained.items()}
         self._sampled = self._sample(matrices)
