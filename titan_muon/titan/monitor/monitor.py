@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_muon.assignment.rules import Assignment
 from titan_muon.comm.clip import replica_count
 from titan_muon.muon import Muon
 from titan_muon.owned import gather
@@ -54,7 +53,7 @@ class Monitor:
         # Under pipeline parallelism each rank fills in a part of the whole model's numbers.
         self._whole = optimizers.parts.whole
         self._numbers = {assignment.fqn: number for number, assignment in enumerate(self._whole)}
-        self._roles = [_role(assignment) for assignment in self._whole]
+        self._roles = [a.role or ("vector" if len(a.shape) < 2 else "other") for a in self._whole]
         self._matrices = [assignment.shape[0] if len(assignment.shape) == 3 else 1 for assignment in self._whole]
         self._parameters = optimizers.named_parameters
         self._trained = {name: p for name, p in self._parameters.items() if name in self._numbers}
@@ -155,10 +154,6 @@ class Monitor:
 def _is_plain(planned: Parameter, parameter: Tensor) -> bool:
     matrices = len(planned.stack.matrices)
     return parameter.dim() in (2, 3) and matrices == (parameter.shape[0] if parameter.dim() == 3 else 1)
-
-
-def _role(assignment: Assignment) -> str:
-    return assignment.role or ("vector" if len(assignment.shape) < 2 else "other")
 
 
 def _square(tensor: Tensor) -> Tensor:
