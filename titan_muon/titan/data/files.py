@@ -60,7 +60,7 @@ class DataFile:
                     if isinstance(content, RecipeError) and self.data.bad_rows == "refuse":
                         raise content
                     if content:
-                        yield content if isinstance(content, RecipeError | bytes) else _encoded(content)
+                        yield content.encode(errors="replace") if isinstance(content, str) else content
         except (OSError, ArrowException) as error:
             problem = getattr(error, "strerror", None) or error
             raise RecipeError(f"data.files: {self.path!r} cannot be read: {problem}") from error
@@ -151,10 +151,6 @@ def _array(path: str, stream: Any) -> np.ndarray:
     return ids
 
 
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", errors="replace")
-
-
 def data_files(data: Data) -> tuple[DataFile, ...]:
     """Files of a `[data]` table, empty ones too, sorted by name. Raises RecipeError for entries without files."""
     found = _python_files() if data.source == "python" else _matched_files(data)
@@ -192,7 +188,7 @@ def _matched_files(data: Data) -> Found:
         raise RecipeError("data.files is empty; data.source = 'files' needs at least one glob pattern")
     entries: dict[str, int] = {}
     for number, pattern in enumerate(data.files):
-        for file in _matches(pattern) if "://" in pattern else map(_resolved, _local_matches(pattern)):
+        for file in _matches(pattern) if "://" in pattern else _local_matches(pattern):
             # Patterns or links may match a file twice, to be trained on and held out.
             if entries.setdefault(file, number) != number and data.weights:
                 both = f"data.files[{entries[file]}] and data.files[{number}]"
@@ -200,10 +196,6 @@ def _matched_files(data: Data) -> Found:
     paths = {file: PurePosixPath("/", file) for file in entries}
     root = os.path.commonpath([path.parent for path in paths.values()])
     return {path.relative_to(root).as_posix(): (file, entries[file]) for file, path in paths.items()}
-
-
-def _resolved(path: str) -> str:
-    return str(Path(path).resolve())
 
 
 def _matches(pattern: str) -> list[str]:
@@ -225,6 +217,7 @@ def _matches(pattern: str) -> list[str]:
 
 
 def _local_matches(pattern: str) -> list[str]:
+    """Resolved paths of the files that match a local pattern."""
     expanded = os.path.expanduser(pattern)
     if os.path.isdir(expanded):
         matches = [path for path in files_below(expanded) if path.endswith(FORMATS)]
@@ -235,7 +228,7 @@ def _local_matches(pattern: str) -> list[str]:
         problem, remedy = f"{pattern!r} matches no file", f" (seen from {os.getcwd()})"
     if not matches:
         raise RecipeError(f"data.files: {problem}{remedy}")
-    return matches
+    return [str(Path(path).resolve()) for path in matches]
 
 
 def files_below(folder: str) -> list[str]:

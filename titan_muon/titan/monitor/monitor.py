@@ -3,16 +3,13 @@
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torchtitan.components.checkpointer.utils import canonical_fqn
+from torch import Tensor
 
-from titan_muon.assignment.rules import Assignment
 from titan_muon.comm.clip import replica_count
 from titan_muon.muon import Muon
 from titan_muon.owned import gather
@@ -46,29 +43,19 @@ class Monitor:
     """Measures a training step. All ranks call each method together.
 
     Args:
-        parts: this rank's model parts.
-        stage_ranks: ranks with shards of these parameters (world size / pipeline stages).
+        stage_ranks: ranks with shards of this rank's parameters (world size / pipeline stages).
         matrices: number of sampled matrices. Every rank gathers each matrix twice.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[nn.Module],
-        optimizers: HybridOptimizers,
-        device: torch.device,
-        *,
-        stage_ranks: int,
-        matrices: int,
-    ) -> None:
+    def __init__(self, optimizers: HybridOptimizers, device: torch.device, stage_ranks: int, matrices: int) -> None:
         self._optimizers, self._device = optimizers, device
         self._muons = [optimizer for optimizer in optimizers if isinstance(optimizer, Muon)]
         # Under pipeline parallelism each rank fills in a part of the whole model's numbers.
         self._whole = optimizers.parts.whole
         self._numbers = {assignment.fqn: number for number, assignment in enumerate(self._whole)}
-        self._roles = [_role(assignment) for assignment in self._whole]
-        counts = (assignment.shape[0] if len(assignment.shape) == 3 else 1 for assignment in self._whole)
-        self._offsets = [*accumulate(counts, initial=0)]
-        self._parameters = {canonical_fqn(name): p for part in parts for name, p in part.named_parameters()}
+        self._roles = [a.role or ("vector" if len(a.shape) < 2 else "other") for a in self._whole]
+        self._matrices = [assignment.shape[0] if len(assignment.shape) == 3 else 1 for assignment in self._whole]
+        self._parameters = optimizers.named_parameters
         self._trained = {name: p for name, p in self._parameters.items() if name in self._numbers}
         self._shares = {name: 1 / replica_count(p, stage_ranks) for name, p in self._trained.items()}
         self._sampled = self._sample(matrices)
@@ -120,30 +107,27 @@ class Monitor:
 
     def _sizes(self) -> dict[str, Any]:
         """Root mean squares of weights and updates, norms of the momentum, by role; matrices with small momentum."""
-        weights, updates, norms = self._squares()
-        by_matrix = norms.sqrt().tolist()
-        pieces = {
-            number: by_matrix[self._offsets[number] : self._offsets[number + 1]]
-            for number, assignment in enumerate(self._whole)
-            if assignment.optimizer == "muon"
-        }
+        weights, updates, *momenta = self._squares()
+        by_muon = [assignment.optimizer == "muon" for assignment in self._whole]
+        norms = [squares.sqrt().tolist() if muon else [] for squares, muon in zip(momenta, by_muon, strict=True)]
         eps = min((group["eps"] for muon in self._muons for group in muon.param_groups), default=0.0)
-        small = sum(norm < eps for piece in pieces.values() for norm in piece)
+        small = sum(norm < eps for of_parameter in norms for norm in of_parameter)
         record: dict[str, Any] = {"weight_rms": {}, "update_rms": {}, "momentum_norm": {}, "matrices_under_eps": small}
         for role in dict.fromkeys(self._roles):
             members = [number for number, other in enumerate(self._roles) if other == role]
             count = sum(prod(self._whole[number].shape) for number in members)
             record["weight_rms"][role] = (float(weights[members].sum()) / count) ** 0.5
             record["update_rms"][role] = (float(updates[members].sum()) / count) ** 0.5
-            if momenta := [norm for number in members for norm in pieces.get(number, ())]:
-                record["momentum_norm"][role] = sum(norm**2 for norm in momenta) ** 0.5
+            if of_role := [norm for number in members for norm in norms[number]]:
+                record["momentum_norm"][role] = sum(norm**2 for norm in of_role) ** 0.5
         return record
 
-    def _squares(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums of squares over all ranks, float64: of each parameter, of its update, and of each momentum matrix."""
-        sizes = (len(self._whole), len(self._whole), self._offsets[-1])
+    def _squares(self) -> Sequence[Tensor]:
+        """Sums of squares over all ranks, float64 on the host: of each parameter, of its update, and, one tensor for
+        each parameter, of each momentum matrix."""
+        sizes = [len(self._whole), len(self._whole), *self._matrices]
         squares = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
-        weights, updates, momenta = squares.split(sizes)
+        weights, updates, *momenta = squares.split(sizes)
         states = {parameter: state for muon in self._muons for parameter, state in muon.state.items()}
         for name, parameter in self._trained.items():
             weight, number, share = local(parameter), self._numbers[name], self._shares[name]
@@ -151,29 +135,25 @@ class Monitor:
                 weights[number] = _square(weight).to(self._device) * share
                 updates[number] = _square(weight - self._before[name]).to(self._device) * share
                 if MOMENTUM in (state := states.get(parameter, {})):
-                    self._add_momentum(momenta, state[MOMENTUM], self._offsets[number], share)
+                    self._add_momentum(momenta[number], state[MOMENTUM], share)
         if dist.get_world_size() > 1:
             dist.all_reduce(squares)
-        return weights, updates, momenta
+        return squares.cpu().split(sizes)
 
-    def _add_momentum(self, into: Tensor, momentum: Tensor, start: int, share: float) -> None:
+    def _add_momentum(self, into: Tensor, momentum: Tensor, share: float) -> None:
         own = local(momentum).detach()
         if own.numel() == 0:
             return
         if own.dim() == 3:
-            rows = held_indices(momentum)[0].to(self._device) + start
+            rows = held_indices(momentum)[0].to(self._device)
             into.index_add_(0, rows, own.double().square().sum((1, 2)).to(self._device) * share)
         else:
-            into[start] += _square(own).to(self._device) * share
+            into += _square(own).to(self._device) * share
 
 
 def _is_plain(planned: Parameter, parameter: Tensor) -> bool:
     matrices = len(planned.stack.matrices)
     return parameter.dim() in (2, 3) and matrices == (parameter.shape[0] if parameter.dim() == 3 else 1)
-
-
-def _role(assignment: Assignment) -> str:
-    return assignment.role or ("vector" if len(assignment.shape) < 2 else "other")
 
 
 def _square(tensor: Tensor) -> Tensor:

@@ -37,7 +37,6 @@ TAGS = {
 }
 """TensorBoard groups tags by the first word; the file keeps the keys for scripts."""
 WANDB_ID_FILE = "wandb_id"
-GIB = 1024**3
 
 
 class Boards(BaseLogger):
@@ -242,8 +241,8 @@ class RunMetrics(MetricsProcessor):
             self._paused = None
 
     def peak_memory(self) -> float:
-        """Peak of reserved bytes on this rank's device since the last report."""
-        return float(self.device_memory_monitor.get_peak_stats().max_reserved_gib * GIB)
+        """Peak of reserved GiB on this rank's device since the last report."""
+        return float(self.device_memory_monitor.get_peak_stats().max_reserved_gib)
 
     def start(self, step: int) -> None:
         """Measure from the end of `step` on."""
@@ -286,7 +285,7 @@ class RunMetrics(MetricsProcessor):
     def report_step(self, step: int, record: dict[str, Any], *, phases: Mapping[str, float], memory: float) -> None:
         """Report a step; `record` has `loss`, `grad_norm`, `tokens` of the run and `lr` by group.
 
-        Since the last report: seconds of the `phases`, and the peak `memory` in bytes over all ranks.
+        Since the last report: seconds of the `phases`, and the peak `memory` in GiB over all ranks.
         """
         steps = step - self._last_step
         seconds = time.perf_counter() - self.time_last_log
@@ -299,7 +298,7 @@ class RunMetrics(MetricsProcessor):
             "tokens_per_second": speed,
             **({"mfu": mfu} if mfu > 0 and not self.has_quantization else {}),
             "time": {"step": seconds / steps, **{phase: total / steps for phase, total in phases.items()}},
-            "memory_gib": memory / GIB,
+            "memory_gib": memory,
             "seconds": time.perf_counter() - self._began,
         }
         self.logger.log(record, step)

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.protocols.model import ModelConfigConverter
@@ -98,19 +97,13 @@ class MuonTrainer(Trainer):
         self.checks = self._new_checks()
         self.monitor: Monitor | None = None
         if config.monitor.freq > 0:
-            self.monitor = Monitor(
-                self.model_parts,
-                self.optimizers,
-                self.device,
-                stage_ranks=stage_ranks,
-                matrices=config.monitor.matrices,
-            )
+            self.monitor = Monitor(self.optimizers, self.device, stage_ranks, config.monitor.matrices)
         self.compared = 0
         """The last step with a comparison of replicas."""
 
     def _new_checks(self) -> TrainingChecks:
         dims = self.parallel_dims
-        names = {p: canonical_fqn(name) for part in self.model_parts for name, p in part.named_parameters()}
+        names: dict[torch.Tensor, str] = {p: name for name, p in self.optimizers.named_parameters.items()}
         token_mesh = dims.get_optional_mesh("loss") if dims.dp_cp_enabled else None
         return TrainingChecks(
             [names[parameter] for parameter in self.clip.parameters],
@@ -268,8 +261,8 @@ class MuonTrainer(Trainer):
         self._warn(self.checks.check_norm())
         self.optimizers.check_last_step()
         self._check_replicas()
-        named = ((name, local(p)) for part in self.model_parts for name, p in part.named_parameters())
-        shards = {canonical_fqn(name): shard for name, shard in named if shard.numel() > 0}
+        local_parts = {name: local(parameter) for name, parameter in self.optimizers.named_parameters.items()}
+        shards = {name: shard for name, shard in local_parts.items() if shard.numel() > 0}
         # A rank may have empty shards alone.
         norms = torch._foreach_norm([torch.zeros(1, device=self.device), *shards.values()], math.inf)
         largest = torch.stack([norm.to(self.device, torch.float64) for norm in norms])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,10 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int, stop: StopSignals 
     )
 
 
-def _same_keys(config: type[Any], section: Any, *, without: list[str] | None = None, **others: Any) -> Any:
+def _same_keys(config: type[Any], section: Any, *, without: Collection[str] = (), **others: Any) -> Any:
     """TorchTitan's `config` with the values of a recipe's table. Raises TypeError for a key renamed by TorchTitan."""
     values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
-    return config(**({key: value for key, value in values.items() if key not in (without or [])} | others))
+    return config(**({key: value for key, value in values.items() if key not in without} | others))
 
 
 def comm_config(recipe: Recipe) -> CommConfig:
@@ -161,17 +162,14 @@ def _checkpoint_config(recipe: Recipe, run: Run) -> RunCheckpoints.Config:
 
 
 def _activation_checkpoint(section: ActivationCheckpoint) -> ActivationCheckpointing.Config | None:
-    kinds: dict[str, type[Any]] = {
-        "selective": SelectiveAC.Config,
-        "full": FullAC.Config,
-        "memory_budget": MemoryBudgetAC.Config,
-    }
     if section.mode == "none":
         return None
-    known = {field.name for field in dataclasses.fields(kinds[section.mode])}
+    kinds: dict[str, Any] = {"selective": SelectiveAC, "full": FullAC, "memory_budget": MemoryBudgetAC}
+    config = kinds[section.mode].Config
+    known = {field.name for field in dataclasses.fields(config)}
     values = dataclasses.asdict(section)
     values["force_recompute_mm_shapes_by_fqns"] = list(section.force_recompute_mm_shapes_by_fqns)
-    return kinds[section.mode](**{key: value for key, value in values.items() if key in known})
+    return config(**{key: value for key, value in values.items() if key in known})
 
 
 def _folder(key: str, path: str | None, takes: str) -> str | None:

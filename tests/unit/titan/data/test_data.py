@@ -469,11 +469,7 @@ REFUSED = {
     "odd bytes": ({"a.bin": "abc"}, {}, r".*a\.bin is cut off within a token of uint16; see data\.token_dtype"),
     "another vocabulary": ({"a.bin": "ab"}, {}, r".*token 25185 in .*a\.bin: data\.tokenizer has 258"),
     "an archive": ({"a.npy": "PK\3\4" * 4}, {}, r".*a\.npy' cannot be read: the magic string is not correct"),
-    "tokens without text": (
-        {"a.bin": "abab"},
-        {"tokenizer": "bpe", "validation_fraction": 0.0},
-        r".*a\.bin has tokens and no text",
-    ),
+    "tokens": ({"a.bin": "abab"}, {"tokenizer": "bpe", "validation_fraction": 0.0}, r".*a\.bin has tokens and no text"),
     "unknown protocol": ({}, {"files": ("nowhere://a/*.txt",)}, r"data\.files: 'nowhere://a/\*\.txt' cannot be read"),
     "a chain of URLs": (
         {},

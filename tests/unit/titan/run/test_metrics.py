@@ -51,7 +51,7 @@ def reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunMetrics:
 
 def report(reporter: RunMetrics, step: int = 10, **others: Any) -> None:
     record = {"loss": 2.5, "grad_norm": 1.25, "tokens": 5120, "lr": {"muon": 2e-3, "adamw": 1e-3}, **others}
-    reporter.report_step(step, record, phases=PHASES, memory=3 * 2**30)
+    reporter.report_step(step, record, phases=PHASES, memory=3.0)
 
 
 def record(folder: Path) -> dict:

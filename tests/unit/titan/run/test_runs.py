@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests import tiny
@@ -314,18 +313,15 @@ def test_a_file_that_this_user_may_not_use_is_refused_by_name(
         agree(tiny.recipe(tmp_path, checkpoint__load="latest"), None, lock)
 
 
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("enable", [False, True])
 def test_the_group_of_asynchronous_checkpoints_has_a_description(tmp_path: Path, enable: bool) -> None:
     """The group keeps a separate timeout; without checkpoints the run has no group."""
     others = {"dataloader": None, "model_parts": [], "optimizers": None, "lr_schedulers": None, "sd_adapter": None}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        config = RunCheckpoints.Config(enable=enable, async_mode="async", initial_load_model_only=False)
-        checkpoints = config.build(states={}, base_folder=str(tmp_path), **others)
-        assert not enable or checkpoints.pg.group_desc == compat.ASYNC_CHECKPOINT
-        checkpoints.close()
-    finally:
-        dist.destroy_process_group()
+    config = RunCheckpoints.Config(enable=enable, async_mode="async", initial_load_model_only=False)
+    checkpoints = config.build(states={}, base_folder=str(tmp_path), **others)
+    assert not enable or checkpoints.pg.group_desc == compat.ASYNC_CHECKPOINT
+    checkpoints.close()
 
 
 def test_checkpoints_from_before_a_fault_stay_and_folders_set_aside_go_with_older_ones(tmp_path: Path) -> None:
