@@ -138,13 +138,10 @@ class Rank:
     def __init__(self, world: World, rank: int) -> None:
         plan = world.plan
         self.world, self.plan, self.rank = world, plan, rank
-        self.full = [
-            full
-            + SEPARATE * sum(coordinate * 10**axis for axis, coordinate in enumerate(geometry.tensor.get(rank, ())))
-            for full, geometry in zip(
-                world.full, map(world.geometries.__getitem__, range(len(world.full))), strict=True
-            )
-        ]
+        self.full = []
+        for number, full in enumerate(world.full):
+            coordinate = world.geometries[number].tensor.get(rank, ())
+            self.full.append(full + SEPARATE * sum(index * 10**axis for axis, index in enumerate(coordinate)))
         self.waiting: Key | None = None
         self.local: BucketProgram | None = None
         self.program = make_program(plan, rank, world.geometries)
@@ -268,37 +265,31 @@ class Rank:
             self.updates[parameter][span.local] += delta[span.piece if packed else span.whole]
 
     def _key(self, index: int, which: str) -> Key:
+        return self.buckets[index], which, self._phase(index, which).group
+
+    def _phase(self, index: int, which: str) -> Phase:
         run = self.program.buckets[index]
         phase = {GATHER: run.gathering, RETURN: run.returning, SPREAD: run.replica_gather}[which]
         assert phase is not None
-        return self.buckets[index], which, phase.group
+        return phase
 
-    def _phase(self, collective: Key) -> tuple[BucketProgram, Phase, BufferSet]:
+    def _memory(self, collective: Key) -> tuple[BucketProgram, Phase, BufferSet]:
         index = self.buckets.index(collective[0])
-        run = self.program.buckets[index]
-        phase = {GATHER: run.gathering, RETURN: run.returning, SPREAD: run.replica_gather}[collective[1]]
-        assert phase is not None
-        return run, phase, self.buffer_sets[index]
+        return self.program.buckets[index], self._phase(index, collective[1]), self.buffer_sets[index]
 
     def sent(self, collective: Key) -> list[Tensor]:
         """Elements sent from this rank to each rank of the group."""
-        run, phase, buffer_set = self._phase(collective)
-        if phase.collective is Collective.ALL_TO_ALL:
-            buffer, splits = (
-                (buffer_set.home[phase.kept :], phase.home_splits)
-                if collective[1] == GATHER
-                else (buffer_set.leaving(run), phase.owned_splits)
-            )
-            return [part.clone() for part in buffer[: sum(splits)].split(list(splits))]
+        run, phase, buffer_set = self._memory(collective)
         if phase.collective is Collective.ALL_GATHER:
             return [buffer_set.home[: phase.home_numel].clone()] * len(phase.group)
-        return [
-            part.clone() for part in buffer_set.leaving(run)[: sum(phase.owned_splits)].split(list(phase.owned_splits))
-        ]
+        buffer, splits = buffer_set.leaving(run), phase.owned_splits
+        if collective[1] == GATHER:
+            buffer, splits = buffer_set.home[phase.kept :], phase.home_splits
+        return [part.clone() for part in buffer[: sum(splits)].split(list(splits))]
 
     def output(self, collective: Key) -> Tensor:
         """Where this rank receives."""
-        _, phase, buffer_set = self._phase(collective)
+        _, phase, buffer_set = self._memory(collective)
         if collective[1] == SPREAD:
             return buffer_set.shared[: sum(phase.owned_splits)]
         if collective[1] == GATHER:
@@ -309,7 +300,7 @@ class Rank:
 
     def received(self, collective: Key) -> tuple[int, ...]:
         """Elements expected from each rank of the group."""
-        _, phase, _ = self._phase(collective)
+        _, phase, _ = self._memory(collective)
         return phase.home_splits if collective[1] == RETURN else phase.owned_splits
 
 
@@ -345,16 +336,14 @@ def check_owners(world: World) -> None:
 @examples(200)
 @given(plans())
 def test_every_matrix_is_whole_once_and_every_holder_gets_a_result(plan: Plan) -> None:
-    world = check_step(plan, late=True)
-    check_owners(world)
+    check_owners(check_step(plan, late=True))
 
 
 @examples(75)
 @given(plans(cut=False, overlaps=("backward", "forward")))
 def test_overlapped_plans_cover_every_matrix_once(plan: Plan) -> None:
     """The rounds follow the pass, and equal matrices have swapped owners."""
-    world = check_step(plan, late=True)
-    check_owners(world)
+    check_owners(check_step(plan, late=True))
 
 
 @examples(50)
