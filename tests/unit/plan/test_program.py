@@ -30,7 +30,7 @@ from titan_muon.plan.cost.walk import batches
 from titan_muon.plan.exchange.phases import Act
 from titan_muon.plan.program import BucketProgram, Collective, Phase, make_program
 from titan_muon.plan.terms.layout import Geometries, Span, spans
-from titan_muon.plan.terms.types import Mesh, Parameter, Plan, Replicate, Separate, Shard
+from titan_muon.plan.terms.types import Parameter, Plan, Replicate, Separate, Shard
 
 GATHER, RETURN, SPREAD, SLICES = "gather", "return", "spread", "slices"
 SEPARATE = 10**6
@@ -352,12 +352,6 @@ def test_immediate_collectives_give_the_same_result(plan: Plan) -> None:
     check_step(plan, late=False)
 
 
-def sharded(fqn: str, shape: tuple[int, int], mesh: Mesh, *dims: int | None) -> Parameter:
-    """A matrix cut along a dim on each mesh axis, or replicated (None)."""
-    placements = tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
-    return parameter_of(fqn, shape, mesh, *placements)
-
-
 FLAT, SQUARE = mesh_of(4), mesh_of(2, 2)
 
 
@@ -367,7 +361,7 @@ def test_uneven_shards_of_rows_are_sent_from_multiples_of_16_bytes(exchange: str
     ranks = 12
     mesh = mesh_of(ranks)
     shapes = [(13, 8), (8, 24), (64, 40), (100, 16)]
-    parameters = [sharded(f"{rows}", (rows, cols), mesh, 0) for rows, cols in shapes]
+    parameters = [parameter_of(f"{rows}", (rows, cols), mesh, Shard(0)) for rows, cols in shapes]
     plan = plan_of(parameters, exchange=exchange)
     phases = [phase for rank in range(ranks) for run in make_program(plan, rank).buckets for phase in run.phases]
     parcels = [parcel for phase in phases for parcel in (*phase.home, *phase.owned)]
@@ -382,8 +376,8 @@ def test_every_rank_orthogonalizes_the_local_plain_tensors() -> None:
 
 def test_buckets_with_and_without_return_in_place_share_buffer_sets() -> None:
     """FSDP's buckets are mirrored, HSDP's are not; both on the same ranks take turns in the same slots."""
-    parameters = [sharded(f"fsdp{i}", (16, 8), FLAT, 0) for i in range(8)]
-    parameters += [sharded(f"hsdp{i}", (2, 8), SQUARE, None, 0) for i in range(8)]
+    parameters = [parameter_of(f"fsdp{i}", (16, 8), FLAT, Shard(0)) for i in range(8)]
+    parameters += [parameter_of(f"hsdp{i}", (2, 8), SQUARE, Replicate(), Shard(0)) for i in range(8)]
     plan = plan_of(parameters, buffer_gib=600 / 2**30)
     # From owners to all replicas, for any choice of the planner.
     plan = replace(plan, buckets=tuple(replace(bucket, exchange="all_to_all") for bucket in plan.buckets))
