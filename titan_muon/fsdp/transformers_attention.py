@@ -56,11 +56,8 @@ def transformers_qk_clip(
 
 def _attention(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
-        if (
-            isinstance(getattr(module, "head_dim", None), int)
-            and hasattr(module, "q_proj")
-            and hasattr(module, "k_proj")
-        ):
+        projects = hasattr(module, "q_proj") and hasattr(module, "k_proj")
+        if projects and isinstance(getattr(module, "head_dim", None), int):
             yield canonical_fqn(name), module
 
 

@@ -158,7 +158,9 @@ def iterate(
             product(wide, wide.mT, alpha=start_norm(dtype) ** -2, out=squares[0])
         beta, q = _polynomial(steps[first:last], squares, product)
         scale = 1 / start_norm(dtype) if last == len(steps) else 1.0
-        multiply(q, x, alpha=scale, beta=beta * scale, out=spare)
+        # From the right for tall matrices, because on CPUs writing to transposed memory is a thousand times slower.
+        left, right = (x, q) if x.size(1) > x.size(2) else (q, x)
+        plain(left, right, None if beta == 0 else x, alpha=scale, beta=beta * scale, out=spare)
         x, spare = spare, x
     if out is None:
         return x.to(stack.dtype)
@@ -263,13 +265,6 @@ def wide_gram(x: Tensor) -> Tensor:
     return torch.mm(x, x.mT, out_dtype=torch.float32)
 
 
-def multiply(p: Tensor, x: Tensor, *, alpha: float = 1.0, beta: float = 0.0, out: Tensor) -> None:
-    """Fill `out` with alpha P X + beta X for each matrix on the smaller side; P (count, m, m) is symmetric."""
-    # From the right for tall matrices, because on CPUs writing to transposed memory is a thousand times slower.
-    left, right = (x, p) if x.size(1) > x.size(2) else (p, x)
-    plain(left, right, None if beta == 0 else x, alpha=alpha, beta=beta, out=out)
-
-
 class Team(Protocol):
     """The ranks of a matrix's slices; `place`: index of this rank. Methods are collective."""
 
@@ -311,7 +306,7 @@ def sliced(
     for first, last in pairwise(accumulate(method.runs(len(steps)), initial=0)):
         beta, part = _rows_of_polynomial(_gram(x, of), steps[first:last], of.team)
         q = of.team.gathered(part)
-        # From the right for row slices, as in `multiply`.
+        # From the right for row slices, as in `iterate`.
         left, right = (x, q) if of.cuts_rows else (q, x)
         scale = 1 / start_norm(dtype) if last == len(steps) else 1.0
         if beta == 0 and scale == 1:

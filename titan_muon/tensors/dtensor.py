@@ -33,7 +33,6 @@ NOT_FOLLOWED = (
     "titan_muon.follow_megatron_fsdp(optimizer, model) before the first step, in place of fully_shard_optimizer"
 )
 
-
 FLEX_SHARD = ("_placements", "_global_shape")
 """Attributes of a parameter in a bucket of FlexShard (pytorch/torchtitan#3502), a plain tensor with a rank's part."""
 

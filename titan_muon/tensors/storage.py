@@ -122,21 +122,15 @@ class Storage:
 
 def storage_of(trained: TrainedParam, planned: Parameter) -> Storage:
     """The views of a parameter's storage."""
-    stored, momentum = local(trained.param), local(trained.momentum)
-    size = rows, cols = _matrix_size(stored, planned)
+    stored, momentum, split = local(trained.param), local(trained.momentum), planned.stack.row_dims
+    size = rows, cols = prod(stored.shape[:split]), prod(stored.shape[split:])
     first = 0
     if momentum.numel() < stored.numel():
-        rows, height = momentum.numel() // cols, prod(stored.shape[1 : planned.stack.row_dims])
+        rows, height = momentum.numel() // cols, prod(stored.shape[1:split])
         first = height * int(held_indices(trained.momentum)[0][0]) if rows else 0
     # Not reshape(), because an update of a copy would be lost.
     views = stored.detach().view(size), momentum.view(rows, cols)
     return Storage(*views, stored, stored.untyped_storage(), momentum.untyped_storage(), first)
-
-
-def _matrix_size(stored: Tensor, planned: Parameter) -> tuple[int, int]:
-    """(rows, cols) of a local tensor."""
-    split = planned.stack.row_dims
-    return prod(stored.shape[:split]), prod(stored.shape[split:])
 
 
 def placement_key(tensor: Tensor) -> object:

@@ -1,11 +1,9 @@
 """Groups that assemble a matrix: none if a rank stores all of the matrix, and no more ranks than the mesh."""
 
-from collections.abc import Iterable
-
 import pytest
 from hypothesis import given
 
-from tests.unit.plans import examples, parameter_lists
+from tests.unit.plans import examples, mesh_of, parameter_lists, parameter_of
 from titan_muon.plan.terms.layout import Geometry
 from titan_muon.plan.terms.pieces import Assembly, assemblies
 from titan_muon.plan.terms.types import (
@@ -20,21 +18,13 @@ from titan_muon.plan.terms.types import (
     Shard,
 )
 
-FLAT = Mesh((4,), (0, 1, 2, 3))
-SQUARE = Mesh((2, 2), (0, 1, 2, 3))
+FLAT, SQUARE = mesh_of(4), mesh_of(2, 2)
 
 
-def experts(count: int, rows: int, cols: int, mesh: Mesh, *placements: Placement) -> Geometry:
-    matrices = tuple(MatrixRows(str(i), (Interval(i * rows, (i + 1) * rows),)) for i in range(count))
-    return Geometry(Layout((count, rows, cols), mesh, placements), MatrixStack(2, matrices))
-
-
-def matrix(rows: int, mesh: Mesh, *placements: Placement) -> Geometry:
-    return Geometry(Layout((rows, 4), mesh, placements), MatrixStack(1, (MatrixRows("", (Interval(0, rows),)),)))
-
-
-def copies(geometry: Geometry, ranks: Iterable[int]) -> set[tuple[int, ...]]:
-    return {geometry.replica[rank] for rank in ranks}
+def stored(shape: tuple[int, ...], mesh: Mesh, *placements: Placement) -> Geometry:
+    """A matrix, or experts."""
+    parameter = parameter_of("w", shape, mesh, *placements)
+    return Geometry(parameter.layout, parameter.stack)
 
 
 @examples(75)
@@ -74,31 +64,28 @@ HEADS = MatrixStack(1, (MatrixRows("0", (Interval(0, 4),)), MatrixRows("1", (Int
 ALL = (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("geometry", "split", "expected"),
-    [
-        pytest.param(experts(4, 3, 5, FLAT, Shard(0)), True, [((rank,), ()) for rank in ALL], id="whole experts"),
-        # By rows: the flattened rows do not matter, dim 0 is cut 1, 1, 1, 0.
-        pytest.param(experts(3, 2, 5, FLAT, Shard(0)), True, [((rank,), ()) for rank in ALL[:3]], id="fewer experts"),
-        pytest.param(
-            experts(2, 4, 5, SQUARE, Shard(1), Shard(0)), True, [((), ((0, 2),)), ((), ((1, 3),))], id="rows of experts"
-        ),
-        # The rank without a row may orthogonalize too.
-        pytest.param(matrix(3, FLAT, Shard(0)), True, [((), (ALL,))], id="3 rows over 4 ranks"),
-        pytest.param(matrix(1, FLAT, Shard(0)), True, [((0,), ())], id="a single row"),
-        pytest.param(matrix(8, SQUARE, Replicate(), Shard(0)), True, [((), (ALL,))], id="replicas share work"),
-        pytest.param(matrix(8, SQUARE, Replicate(), Shard(0)), False, [((), ((0, 1), (2, 3)))], id="replicas repeat"),
-        pytest.param(matrix(8, FLAT, Replicate()), True, [((), (ALL,))], id="whole replicas share work"),
-        pytest.param(matrix(8, FLAT, Replicate()), False, [(ALL, ())], id="whole replicas repeat"),
-        # TP by rows: head 0 is on ranks 0 and 2, head 1 on ranks 1 and 3.
-        pytest.param(
-            Geometry(Layout((8, 4), SQUARE, (Shard(1), Shard(0))), HEADS),
-            True,
-            [((), ((0, 2),)), ((), ((1, 3),))],
-            id="heads over FSDP x TP",
-        ),
-    ],
-)
+CASES = {
+    "whole experts": (stored((4, 3, 5), FLAT, Shard(0)), True, [((rank,), ()) for rank in ALL]),
+    # By rows: the flattened rows do not matter, dim 0 is cut 1, 1, 1, 0.
+    "fewer experts": (stored((3, 2, 5), FLAT, Shard(0)), True, [((rank,), ()) for rank in ALL[:3]]),
+    "rows of experts": (stored((2, 4, 5), SQUARE, Shard(1), Shard(0)), True, [((), ((0, 2),)), ((), ((1, 3),))]),
+    # The rank without a row may orthogonalize too.
+    "3 rows over 4 ranks": (stored((3, 4), FLAT, Shard(0)), True, [((), (ALL,))]),
+    "a single row": (stored((1, 4), FLAT, Shard(0)), True, [((0,), ())]),
+    "replicas share work": (stored((8, 4), SQUARE, Replicate(), Shard(0)), True, [((), (ALL,))]),
+    "replicas repeat": (stored((8, 4), SQUARE, Replicate(), Shard(0)), False, [((), ((0, 1), (2, 3)))]),
+    "whole replicas share work": (stored((8, 4), FLAT, Replicate()), True, [((), (ALL,))]),
+    "whole replicas repeat": (stored((8, 4), FLAT, Replicate()), False, [(ALL, ())]),
+    # TP by rows: head 0 is on ranks 0 and 2, head 1 on ranks 1 and 3.
+    "heads over FSDP x TP": (
+        Geometry(Layout((8, 4), SQUARE, (Shard(1), Shard(0))), HEADS),
+        True,
+        [((), ((0, 2),)), ((), ((1, 3),))],
+    ),
+}
+
+
+@pytest.mark.parametrize(("geometry", "split", "expected"), CASES.values(), ids=CASES)
 def test_matrices_are_assembled_by_their_holders(
     geometry: Geometry, split: bool, expected: list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]
 ) -> None:

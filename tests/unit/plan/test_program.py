@@ -30,7 +30,7 @@ from titan_muon.plan.cost.walk import batches
 from titan_muon.plan.exchange.phases import Act
 from titan_muon.plan.program import BucketProgram, Collective, Phase, make_program
 from titan_muon.plan.terms.layout import Geometries, Span, spans
-from titan_muon.plan.terms.types import Mesh, Parameter, Plan, Replicate, Separate, Shard
+from titan_muon.plan.terms.types import Parameter, Plan, Replicate, Separate, Shard
 
 GATHER, RETURN, SPREAD, SLICES = "gather", "return", "spread", "slices"
 SEPARATE = 10**6
@@ -138,13 +138,10 @@ class Rank:
     def __init__(self, world: World, rank: int) -> None:
         plan = world.plan
         self.world, self.plan, self.rank = world, plan, rank
-        self.full = [
-            full
-            + SEPARATE * sum(coordinate * 10**axis for axis, coordinate in enumerate(geometry.tensor.get(rank, ())))
-            for full, geometry in zip(
-                world.full, map(world.geometries.__getitem__, range(len(world.full))), strict=True
-            )
-        ]
+        self.full = []
+        for number, full in enumerate(world.full):
+            coordinate = world.geometries[number].tensor.get(rank, ())
+            self.full.append(full + SEPARATE * sum(index * 10**axis for axis, index in enumerate(coordinate)))
         self.waiting: Key | None = None
         self.local: BucketProgram | None = None
         self.program = make_program(plan, rank, world.geometries)
@@ -266,37 +263,31 @@ class Rank:
             self.updates[parameter][span.local] += delta[span.piece if packed else span.whole]
 
     def _key(self, index: int, which: str) -> Key:
+        return self.buckets[index], which, self._phase(index, which).group
+
+    def _phase(self, index: int, which: str) -> Phase:
         run = self.program.buckets[index]
         phase = {GATHER: run.gathering, RETURN: run.returning, SPREAD: run.replica_gather}[which]
         assert phase is not None
-        return self.buckets[index], which, phase.group
+        return phase
 
-    def _phase(self, collective: Key) -> tuple[BucketProgram, Phase, BufferSet]:
+    def _memory(self, collective: Key) -> tuple[BucketProgram, Phase, BufferSet]:
         index = self.buckets.index(collective[0])
-        run = self.program.buckets[index]
-        phase = {GATHER: run.gathering, RETURN: run.returning, SPREAD: run.replica_gather}[collective[1]]
-        assert phase is not None
-        return run, phase, self.buffer_sets[index]
+        return self.program.buckets[index], self._phase(index, collective[1]), self.buffer_sets[index]
 
     def sent(self, collective: Key) -> list[Tensor]:
         """Elements sent from this rank to each rank of the group."""
-        run, phase, buffer_set = self._phase(collective)
-        if phase.collective is Collective.ALL_TO_ALL:
-            buffer, splits = (
-                (buffer_set.home[phase.kept :], phase.home_splits)
-                if collective[1] == GATHER
-                else (buffer_set.leaving(run), phase.owned_splits)
-            )
-            return [part.clone() for part in buffer[: sum(splits)].split(list(splits))]
+        run, phase, buffer_set = self._memory(collective)
         if phase.collective is Collective.ALL_GATHER:
             return [buffer_set.home[: phase.home_numel].clone()] * len(phase.group)
-        return [
-            part.clone() for part in buffer_set.leaving(run)[: sum(phase.owned_splits)].split(list(phase.owned_splits))
-        ]
+        buffer, splits = buffer_set.leaving(run), phase.owned_splits
+        if collective[1] == GATHER:
+            buffer, splits = buffer_set.home[phase.kept :], phase.home_splits
+        return [part.clone() for part in buffer[: sum(splits)].split(list(splits))]
 
     def output(self, collective: Key) -> Tensor:
         """Where this rank receives."""
-        _, phase, buffer_set = self._phase(collective)
+        _, phase, buffer_set = self._memory(collective)
         if collective[1] == SPREAD:
             return buffer_set.shared[: sum(phase.owned_splits)]
         if collective[1] == GATHER:
@@ -307,7 +298,7 @@ class Rank:
 
     def received(self, collective: Key) -> tuple[int, ...]:
         """Elements expected from each rank of the group."""
-        _, phase, _ = self._phase(collective)
+        _, phase, _ = self._memory(collective)
         return phase.home_splits if collective[1] == RETURN else phase.owned_splits
 
 
@@ -343,28 +334,20 @@ def check_owners(world: World) -> None:
 @examples(200)
 @given(plans())
 def test_every_matrix_is_whole_once_and_every_holder_gets_a_result(plan: Plan) -> None:
-    world = check_step(plan, late=True)
-    check_owners(world)
+    check_owners(check_step(plan, late=True))
 
 
 @examples(75)
 @given(plans(cut=False, overlaps=("backward", "forward")))
 def test_overlapped_plans_cover_every_matrix_once(plan: Plan) -> None:
     """The rounds follow the pass, and equal matrices have swapped owners."""
-    world = check_step(plan, late=True)
-    check_owners(world)
+    check_owners(check_step(plan, late=True))
 
 
 @examples(50)
 @given(plans())
 def test_immediate_collectives_give_the_same_result(plan: Plan) -> None:
     check_step(plan, late=False)
-
-
-def sharded(fqn: str, shape: tuple[int, int], mesh: Mesh, *dims: int | None) -> Parameter:
-    """A matrix cut along a dim on each mesh axis, or replicated (None)."""
-    placements = tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
-    return parameter_of(fqn, shape, mesh, *placements)
 
 
 FLAT, SQUARE = mesh_of(4), mesh_of(2, 2)
@@ -376,7 +359,7 @@ def test_uneven_shards_of_rows_are_sent_from_multiples_of_16_bytes(exchange: str
     ranks = 12
     mesh = mesh_of(ranks)
     shapes = [(13, 8), (8, 24), (64, 40), (100, 16)]
-    parameters = [sharded(f"{rows}", (rows, cols), mesh, 0) for rows, cols in shapes]
+    parameters = [parameter_of(f"{rows}", (rows, cols), mesh, Shard(0)) for rows, cols in shapes]
     plan = plan_of(parameters, exchange=exchange)
     phases = [phase for rank in range(ranks) for run in make_program(plan, rank).buckets for phase in run.phases]
     parcels = [parcel for phase in phases for parcel in (*phase.home, *phase.owned)]
@@ -391,8 +374,8 @@ def test_every_rank_orthogonalizes_the_local_plain_tensors() -> None:
 
 def test_buckets_with_and_without_return_in_place_share_buffer_sets() -> None:
     """FSDP's buckets are mirrored, HSDP's are not; both on the same ranks take turns in the same slots."""
-    parameters = [sharded(f"fsdp{i}", (16, 8), FLAT, 0) for i in range(8)]
-    parameters += [sharded(f"hsdp{i}", (2, 8), SQUARE, None, 0) for i in range(8)]
+    parameters = [parameter_of(f"fsdp{i}", (16, 8), FLAT, Shard(0)) for i in range(8)]
+    parameters += [parameter_of(f"hsdp{i}", (2, 8), SQUARE, Replicate(), Shard(0)) for i in range(8)]
     plan = plan_of(parameters, buffer_gib=600 / 2**30)
     # From owners to all replicas, for any choice of the planner.
     plan = replace(plan, buckets=tuple(replace(bucket, exchange="all_to_all") for bucket in plan.buckets))

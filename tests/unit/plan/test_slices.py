@@ -12,7 +12,7 @@ from titan_muon.plan.cost.walk import PlanCost, batches
 from titan_muon.plan.program import make_program
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.machine import MACHINES, Link, Work
-from titan_muon.plan.terms.types import Layout, Matrix, Mesh, Parameter, Replicate, Shard, Slice
+from titan_muon.plan.terms.types import Matrix, Parameter, Replicate, Shard, Slice
 
 
 def parameters(count: int, ranks: int, shape: tuple[int, int] = (64, 32), transposed: bool = False) -> list[Parameter]:
@@ -89,10 +89,8 @@ def test_split_over_limits_the_ranks_of_a_sliced_matrix() -> None:
 
 
 def test_redundant_replicas_have_whole_matrices() -> None:
-    layout = Layout((64, 32), Mesh((2, 2), (0, 1, 2, 3)), (Replicate(), Shard(0)))
-    [entry] = parameters(1, 4)
-    plan = plan_of([replace(entry, layout=layout)], machine=SLICING, split_over=4, replicas="redundant")
-    assert teams(plan) == []
+    matrix = parameter_of("w", (64, 32), mesh_of(2, 2), Replicate(), Shard(0))
+    assert teams(plan_of([matrix], machine=SLICING, split_over=4, replicas="redundant")) == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..exchange.patterns import PATTERNS, BucketTotals, KindCounts
 from ..exchange.phases import aligned
-from ..terms.machine import BATCH_OPERATORS, FLOAT32_COST, NORMALIZING_BYTES, ElementwiseCost, MachineRates, Work
+from ..terms.machine import BATCH_OPERATORS, NORMALIZING_BYTES, ElementwiseCost, MachineRates, Work
 from ..terms.pieces import Pieces, Ranks
 from ..terms.types import Bucket, Matrix, Plan, teams_in
 
@@ -73,14 +73,9 @@ class Costs:
     """Seconds and bytes of a rank's matrices on a machine."""
 
     def __init__(
-        self,
-        pieces: Pieces,
-        works: Sequence[Work],
-        machine: MachineRates,
-        elementwise: ElementwiseCost = FLOAT32_COST,
+        self, pieces: Pieces, works: Sequence[Work], machine: MachineRates, elementwise: ElementwiseCost
     ) -> None:
-        self.pieces, self.works, self.machine = pieces, works, machine
-        self.elementwise = elementwise
+        self.pieces, self.works, self.machine, self.elementwise = pieces, works, machine, elementwise
         self.longest_row = max((pieces.matrices[example].cols for example in pieces.examples), default=0)
         self._owned: dict[KindCounts, OwnedCost] = {}
 

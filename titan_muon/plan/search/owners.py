@@ -80,7 +80,9 @@ class _Chooser:
         self._most = BYTES_OVER_MEAN * elements / max(1, len(ranks))
 
     def choose(self, parameter: Parameter, geometry: Geometry, flops: int, size: int, kept: Ranks | None) -> Ranks:
-        replicas, units = _replicas(geometry), _units_of(parameter)
+        # Separable parts along dim 0.
+        units = parameter.layout.shape[0] if parameter.stack.is_separable(parameter.layout.shape) else 1
+        replicas = _replicas(geometry)
         count = min(units, len(replicas)) if _is_whole(parameter) else 1
         shares = [stop - start for start, stop in (chunk(units, count, n) for n in range(count)) if stop > start]
         if kept is None:
@@ -107,12 +109,6 @@ def _replicas(geometry: Geometry) -> tuple[Ranks, ...]:
 def _is_whole(parameter: Parameter) -> bool:
     """Whether every rank of the mesh has all of the parameter."""
     return all(isinstance(placement, Replicate) for placement in parameter.layout.placements)
-
-
-def _units_of(parameter: Parameter) -> int:
-    """Number of separable parts along dim 0."""
-    shape = parameter.layout.shape
-    return shape[0] if parameter.stack.is_separable(shape) else 1
 
 
 def momentum_ranks(parameter: Parameter, index: int) -> Ranks:

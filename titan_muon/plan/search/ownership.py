@@ -62,7 +62,13 @@ def assign_owners(items: Sequence[OwnedItem], size: int) -> Ownership:
 
     Deterministic. Raises ValueError for an owner outside the group.
     """
-    return _Assignment(items, size).ownership()
+    assignment = _Assignment(items, size)
+    assignment.give_named()
+    assignment.give_balanced()
+    owners: list[tuple[int, ...]] = [()] * len(items)
+    for (index, _), rank in sorted(assignment.owners.items()):
+        owners[index] += (rank,)
+    return Ownership(size, tuple(items), tuple(owners))
 
 
 class _Share(NamedTuple):
@@ -79,30 +85,15 @@ def _shares(item: OwnedItem, owners: int) -> list[int]:
 class _Assignment:
     def __init__(self, items: Sequence[OwnedItem], size: int) -> None:
         self._items, self._size = items, size
-        self._shares = [
-            _Share(
-                index,
-                number,
-                Task(index, 0, item.flops * share // item.units, item.bytes * share // item.units, item.layer),
-            )
-            for index, item in enumerate(items)
+        self._shares: list[_Share] = []
+        for index, item in enumerate(items):
+            most = min(item.units, size) if item.owner == "balanced" and item.replicas == 1 else 1
             # Chunks of 5 units over 4 ranks are 2, 2, 1, 0.
-            for number, share in enumerate(filter(None, _shares(item, self._most_owners(item))))
-        ]
+            for number, units in enumerate(filter(None, _shares(item, most))):
+                flops, held = item.flops * units // item.units, item.bytes * units // item.units
+                self._shares.append(_Share(index, number, Task(index, 0, flops, held, item.layer)))
         self._balancer = Balancer([share.task for share in self._shares], range(size), {})
-        self._owners: dict[tuple[int, int], int] = {}
-
-    def ownership(self) -> Ownership:
-        self._give_named()
-        self._give_balanced()
-        counts = Counter(share.item for share in self._shares)
-        owners = (
-            tuple(self._owners[item, number] for number in range(counts[item])) for item in range(len(self._items))
-        )
-        return Ownership(self._size, tuple(self._items), tuple(owners))
-
-    def _most_owners(self, item: OwnedItem) -> int:
-        return min(item.units, self._size) if item.owner == "balanced" and item.replicas == 1 else 1
+        self.owners: dict[tuple[int, int], int] = {}
 
     def _put(self, share: _Share, rank: int) -> None:
         """Give the share to the replica block of a rank."""
@@ -110,9 +101,9 @@ class _Assignment:
         first = rank - rank % replicas
         for member in range(first, first + replicas):
             self._balancer.add_work(share.task, member)
-        self._owners[share.item, share.number] = first
+        self.owners[share.item, share.number] = first
 
-    def _give_named(self) -> None:
+    def give_named(self) -> None:
         """Assign items with a named rank, then each whole layer to the least loaded rank."""
         layers: dict[str, list[_Share]] = {}
         for share in self._shares:
@@ -129,7 +120,7 @@ class _Assignment:
             for share in mine:
                 self._put(share, rank)
 
-    def _give_balanced(self) -> None:
+    def give_balanced(self) -> None:
         shares = [share for share in self._shares if self._items[share.item].owner == "balanced"]
         heap = self._balancer.heap(range(self._size))
         left = Counter(share.task.layer for share in shares)
@@ -147,8 +138,8 @@ class _Assignment:
                 self._put(share, self._balancer.least())
             else:
                 barred = in_layer if single_owner else in_stack
-                self._owners[share.item, share.number] = self._balancer.assign(share.task, heap, barred)
-            rank = self._owners[share.item, share.number]
+                self.owners[share.item, share.number] = self._balancer.assign(share.task, heap, barred)
+            rank = self.owners[share.item, share.number]
             in_layer.add(rank)
             in_stack.add(rank)
 

@@ -169,10 +169,7 @@ def _stored(segment: Segment) -> slice:
 
 
 def _starts(segments: Sequence[Segment]) -> Iterator[tuple[Segment, int]]:
-    start = 0
-    for segment in segments:
-        yield segment, start
-        start += segment.length
+    return zip(segments, accumulate((segment.length for segment in segments), initial=0), strict=False)
 
 
 class Geometry:
