@@ -7,14 +7,10 @@ from pathlib import Path
 import pytest
 
 import train
-from titan_muon.titan.torchtitan import compat
-
-compat.install()
-
-from titan_muon.titan.dry_run.compare import compare  # noqa: E402
-from titan_muon.titan.dry_run.report import report  # noqa: E402
-from titan_muon.titan.recipe import RecipeError  # noqa: E402
-from titan_muon.titan.recipe.command_line import Command, parse  # noqa: E402
+from titan_muon.titan.dry_run.compare import compare
+from titan_muon.titan.dry_run.report import report
+from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.recipe.command_line import Command, parse
 
 RECIPE = """
 name = "small"

@@ -5,16 +5,12 @@ from pathlib import Path
 import pytest
 
 import models  # noqa: F401 (registers the families)
-from titan_muon.titan.torchtitan import compat
-
-compat.install()
-
-from titan_muon.plan.terms.machine import MACHINES  # noqa: E402
-from titan_muon.titan.dry_run import suggest as module  # noqa: E402
-from titan_muon.titan.dry_run.stages import dry_run  # noqa: E402
-from titan_muon.titan.dry_run.suggest import Suggestion, search, suggest  # noqa: E402
-from titan_muon.titan.recipe import Recipe, RecipeError, load  # noqa: E402
-from titan_muon.titan.recipe.command_line import parse  # noqa: E402
+from titan_muon.plan.terms.machine import MACHINES
+from titan_muon.titan.dry_run import suggest as module
+from titan_muon.titan.dry_run.stages import dry_run
+from titan_muon.titan.dry_run.suggest import Suggestion, search, suggest
+from titan_muon.titan.recipe import Recipe, RecipeError, load
+from titan_muon.titan.recipe.command_line import parse
 
 CONFIG = "configs/qwen_moe_muon.toml"
 BATCH = ("--training.global_batch_size", "64")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchtitan.distributed.pipeline_parallel import _split_module
 
 import models  # noqa: F401 (registers the families)
 from titan_muon.titan.model.parallelize import with_placement
@@ -13,8 +14,6 @@ from titan_muon.titan.model.pipeline import init_within
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.recipe import Recipe, RecipeError
 from titan_muon.titan.recipe.sections import Parallelism
-
-from torchtitan.distributed.pipeline_parallel import _split_module  # isort: skip (after `compat.install()`)
 
 PARTS = (("tok_embeddings", "layers.0"), ("layers.1", "layers.2"), ("layers.3",), ("norm", "lm_head"))
 """Of a model with four layers."""
