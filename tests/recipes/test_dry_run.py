@@ -38,8 +38,8 @@ def test_a_dry_run_prints_a_verdict_and_writes_a_self_contained_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page, numbers = tmp_path / "plan.html", tmp_path / "plan.json"
-    asked = command(tmp_path, "--world-size", "16", "--machine", "h100x8", "--parallelism.expert_parallel_degree", "2")
-    report(asked.recipe, asked.world_size, full=False, json=str(numbers), html=str(page))
+    words = ("--machine", "h100x8", "--parallelism.expert_parallel_degree", "2", "--json", numbers, "--html", page)
+    report(command(tmp_path, "--world-size", "16", *map(str, words)))
     text = capsys.readouterr().out
     assert re.search(r"memory +fits: [\d.]+ GiB of 79.0 GiB", text)
     assert re.search(r"training step +[\d.]+ \w+ \(.* to .*\) for [\d,]+ tokens", text)
@@ -126,11 +126,9 @@ def test_the_dry_run_names_work_that_replicas_repeat(tmp_path: Path, capsys: pyt
     """Owned experts are whole on each replica of HSDP."""
     words = ("--world-size", "8", "--parallelism.data_parallel_replicate_degree", "4", "--placement.muon", "owned")
     words += ("--parallelism.expert_parallel_degree", "2")
-    report(
-        command(tmp_path, *words, "--muon.expert.replicas", "redundant").recipe, 8, full=False, json=None, device="cuda"
-    )
+    report(command(tmp_path, *words, "--muon.expert.replicas", "redundant"))
     assert '"split", which sends results' in capsys.readouterr().out
-    report(command(tmp_path, *words).recipe, 8, full=False, json=None, device="cuda")
+    report(command(tmp_path, *words))
     assert "repeated" not in capsys.readouterr().out
 
 

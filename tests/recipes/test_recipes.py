@@ -21,6 +21,7 @@ from titan_muon.titan.dry_run.meta_model import build_meta_model, smallest_world
 from titan_muon.titan.dry_run.report import report
 from titan_muon.titan.dry_run.training import Passes
 from titan_muon.titan.recipe import Recipe, RecipeError, degrees, load, to_toml
+from titan_muon.titan.recipe.command_line import Command
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(path.stem for path in CONFIGS.glob("*.toml"))
@@ -60,12 +61,10 @@ DryRun = Callable[..., tuple[dict[str, Any], str]]
 def dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> DryRun:
     """A function that returns the figures of a dry run, and the printed text."""
 
-    def run(
-        recipe: str, world_size: int | None, *overrides: str, device: str | None = None, full: bool = False
-    ) -> tuple[dict[str, Any], str]:
+    def run(recipe: str, world_size: int | None, *overrides: str, **options: Any) -> tuple[dict[str, Any], str]:
         file = tmp_path / "plan.json"
         loaded = load(CONFIGS / f"{recipe}.toml", ["--data.cache", str(tmp_path), *overrides])
-        report(loaded, world_size, full=full, json=str(file), verbose=True, device=device)
+        report(Command(recipe=loaded, world_size=world_size, json=str(file), verbose=True, **options))
         assert not dist.is_initialized(), "a dry run leaves no process group behind"
         return json.loads(file.read_text()), capsys.readouterr().out
 
