@@ -130,16 +130,3 @@ def test_the_dry_run_names_work_that_replicas_repeat(tmp_path: Path, capsys: pyt
     assert '"split", which sends results' in capsys.readouterr().out
     report(command(tmp_path, *words))
     assert "repeated" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        ("--compare placement.moun=owned", "Did you mean"),
-        ("--compare placement.muon", "write KEY=VALUE,VALUE"),
-        ("--machine h200", "machine.name"),
-    ],
-)
-def test_a_wrong_dry_run_argument_is_a_recipe_error(words: str, part: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=re.escape(part)):
-        command(tmp_path, *words.split())
