@@ -31,15 +31,7 @@ def main(command: Command) -> int:
                 file = command.suggest if isinstance(command.suggest, str) else None
                 suggest(command.recipe, command.world_size, command.device, command.config, file)
                 return 0
-            report(
-                command.recipe,
-                command.world_size,
-                full=command.full,
-                json=command.json,
-                device=command.device,
-                verbose=command.verbose,
-                html=command.html,
-            )
+            report(command)
         except RecipeError as error:
             raise with_source(error, command.config, command.recipe) from error
         return 0

@@ -34,6 +34,7 @@ def main(folder: Path) -> dict[str, list[str]]:
         from titan_muon.comm.exchange import Exchange
         from titan_muon.engine import Engine
         from titan_muon.titan.dry_run.report import report
+        from titan_muon.titan.recipe.command_line import Command
 
         kept: list[torch.Tensor] = []
         wait, gather, call, finish = Exchange.wait, Exchange.gather, ChunkedLossWrapper.__call__, Engine.run
@@ -71,7 +72,8 @@ def main(folder: Path) -> dict[str, list[str]]:
             file = folder / "plan.json"
             gpu.has_meta_tensors = True
             with redirect_stdout(StringIO()):
-                report(tiny.recipe(folder, **COMMON, **values), WORLD, full=False, json=str(file), device="cuda")
+                recipe = tiny.recipe(folder, **COMMON, **values)
+                report(Command(recipe=recipe, world_size=WORLD, json=str(file), device="cuda"))
             return Expected.of(json.loads(file.read_text()))
 
         def right(**values: object) -> list[str]:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,12 @@ import torch.distributed as dist
 import models  # noqa: F401 (registers the families)
 from titan_muon import registry
 from titan_muon.orthogonalize import Dispatch, coefficients
-from titan_muon.titan.torchtitan import compat
-
-compat.install()
-
-from titan_muon.plan.terms.machine import MACHINES  # noqa: E402
-from titan_muon.titan.dry_run.meta_model import build_meta_model, smallest_world, whole_model  # noqa: E402
-from titan_muon.titan.dry_run.report import report  # noqa: E402
-from titan_muon.titan.dry_run.training import Passes  # noqa: E402
-from titan_muon.titan.recipe import Recipe, RecipeError, degrees, load, to_toml  # noqa: E402
+from titan_muon.plan.terms.machine import MACHINES
+from titan_muon.titan.dry_run.meta_model import build_meta_model, smallest_world, whole_model
+from titan_muon.titan.dry_run.report import report
+from titan_muon.titan.dry_run.training import Passes
+from titan_muon.titan.recipe import Recipe, RecipeError, degrees, load, to_toml
+from titan_muon.titan.recipe.command_line import Command
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(path.stem for path in CONFIGS.glob("*.toml"))
@@ -56,15 +54,21 @@ def worlds(recipe: str) -> list[int]:
     return [size for size in WORLDS if size % smallest == 0][-1 if recipe in LARGE else 0 :] or [smallest]
 
 
-def dry_run(
-    recipe: str, world_size: int | None, folder: Path, *overrides: str, device: str | None = None, full: bool = False
-) -> dict[str, Any]:
-    """The figures of a dry run."""
-    file = folder / "plan.json"
-    loaded = load(CONFIGS / f"{recipe}.toml", ["--data.cache", str(folder), *overrides])
-    report(loaded, world_size, full=full, json=str(file), verbose=True, device=device)
-    assert not dist.is_initialized(), "a dry run leaves no process group behind"
-    return json.loads(file.read_text())
+DryRun = Callable[..., tuple[dict[str, Any], str]]
+
+
+@pytest.fixture
+def dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> DryRun:
+    """A function that returns the figures of a dry run, and the printed text."""
+
+    def run(recipe: str, world_size: int | None, *overrides: str, **options: Any) -> tuple[dict[str, Any], str]:
+        file = tmp_path / "plan.json"
+        loaded = load(CONFIGS / f"{recipe}.toml", ["--data.cache", str(tmp_path), *overrides])
+        report(Command(recipe=loaded, world_size=world_size, json=str(file), verbose=True, **options))
+        assert not dist.is_initialized(), "a dry run leaves no process group behind"
+        return json.loads(file.read_text()), capsys.readouterr().out
+
+    return run
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -90,10 +94,10 @@ def test_fsdp_hides_behind_the_products_of_a_published_size(recipe: str) -> None
     assert step.memory.total <= 0.9 * MACHINES["h100x8"].capacity
 
 
-def test_a_dry_run_prints_effect_and_traffic_of_qk_clip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dry_run("moonlight_muon", 8, tmp_path)
+def test_a_dry_run_prints_effect_and_traffic_of_qk_clip(dry_run: DryRun) -> None:
+    _, printed = dry_run("moonlight_muon", 8)
     line = "QK-clip: heads with logits above 100 are clipped, alpha 0.5; one all-reduce of 1,728 bytes a step"
-    assert line in capsys.readouterr().out
+    assert line in printed
 
 
 @pytest.mark.parametrize(
@@ -104,11 +108,8 @@ def test_a_dry_run_prints_effect_and_traffic_of_qk_clip(tmp_path: Path, capsys: 
         for size in worlds(recipe)
     ],
 )
-def test_every_recipe_dry_runs(
-    recipe: str, world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = dry_run(recipe, world_size, tmp_path)
-    printed = capsys.readouterr().out
+def test_every_recipe_dry_runs(recipe: str, world_size: int, dry_run: DryRun, tmp_path: Path) -> None:
+    plan, printed = dry_run(recipe, world_size)
     assert f"on {world_size} rank{'s' if world_size > 1 else ''}" in printed
     assert to_toml(load(CONFIGS / f"{recipe}.toml", ["--data.cache", str(tmp_path)])) in printed
     optimizers = {parameter["optimizer"] for parameter in plan["parameters"]}
@@ -121,14 +122,11 @@ def test_every_recipe_dry_runs(
 
 
 @pytest.mark.parametrize(("recipe", "world_size"), [("qwen_moe_owned", 4), ("llama_muon", 64), ("deepseek_muon", 64)])
-def test_the_dry_run_of_owned_lists_the_owners(
-    recipe: str, world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_dry_run_of_owned_lists_the_owners(recipe: str, world_size: int, dry_run: DryRun) -> None:
     """The table has the owned matrices' bytes and the plan's FLOPs; no step communicates."""
     experts = ["--parallelism.expert_parallel_degree", str(min(world_size, 16))] if recipe != "llama_muon" else []
     batch = ["--training.global_batch_size", "64"]
-    plan = dry_run(recipe, world_size, tmp_path, *OWNED, *experts, *batch)
-    printed = capsys.readouterr().out
+    plan, printed = dry_run(recipe, world_size, *OWNED, *experts, *batch)
     # Where there are more ranks than experts, stacks are owned too.
     stacks = 3 if world_size > 16 else 2
     owned = [p for p in plan["parameters"] if p["optimizer"] == "muon" and len(p["shape"]) <= stacks]
@@ -169,12 +167,10 @@ OWNED_STEPS = {
 
 
 @pytest.mark.parametrize("case", OWNED_STEPS)
-def test_the_dry_run_explains_an_owned_step_with_collectives(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_dry_run_explains_an_owned_step_with_collectives(case: str, dry_run: DryRun) -> None:
     words, repeats, note = OWNED_STEPS[case]
-    plan = dry_run("llama_muon", 4, tmp_path, *OWNED, *words)
-    lines = capsys.readouterr().out.splitlines()
+    plan, printed = dry_run("llama_muon", 4, *OWNED, *words)
+    lines = printed.splitlines()
     assert plan["orthogonalizations"] == repeats * plan["muon_matrices"]
     explained = "owned, and yet the step communicates:"
     if note:
@@ -184,12 +180,9 @@ def test_the_dry_run_explains_an_owned_step_with_collectives(
         assert plan["collectives_per_step"] == 0
 
 
-def test_owners_of_whole_tensor_parallel_matrices_start_no_collective(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_owners_of_whole_tensor_parallel_matrices_start_no_collective(dry_run: DryRun) -> None:
     """Each matrix rests once among FSDP and TP ranks, and the dry run prints the passes' traffic."""
-    plan = dry_run("llama_muon", 4, tmp_path, *OWNED, *TWO_PEERS, "--placement.tp_pieces", "whole")
-    printed = capsys.readouterr().out
+    plan, printed = dry_run("llama_muon", 4, *OWNED, *TWO_PEERS, "--placement.tp_pieces", "whole")
     assert plan["collectives_per_step"] == 0
     assert plan["orthogonalizations"] == plan["muon_matrices"]
     pattern = r"owned, whole across tensor parallelism \(.*\): (\d+) parameters take ([\d.]+) MiB from the busiest rank"
@@ -206,33 +199,31 @@ def test_owners_of_whole_tensor_parallel_matrices_start_no_collective(
     [("replicas", TWO_REPLICAS, "one", "each"), ("tp_pieces", TWO_PEERS, "peers", "whole")],
 )
 def test_the_default_of_owned_placement_is_the_documented_default(
-    key: str, degree: tuple[str, ...], default: str, other: str, tmp_path: Path
+    key: str, degree: tuple[str, ...], default: str, other: str, dry_run: DryRun
 ) -> None:
-    plan = dry_run("llama_muon", 4, tmp_path, *OWNED, *degree)
-    assert dry_run("llama_muon", 4, tmp_path, *OWNED, *degree, f"--placement.{key}", default) == plan
-    assert dry_run("llama_muon", 4, tmp_path, *OWNED, *degree, f"--placement.{key}", other) != plan
+    plan, _ = dry_run("llama_muon", 4, *OWNED, *degree)
+    assert dry_run("llama_muon", 4, *OWNED, *degree, f"--placement.{key}", default)[0] == plan
+    assert dry_run("llama_muon", 4, *OWNED, *degree, f"--placement.{key}", other)[0] != plan
 
 
-def test_a_rule_with_an_owner_places_an_owner_in_every_replica(tmp_path: Path) -> None:
+def test_a_rule_with_an_owner_places_an_owner_in_every_replica(dry_run: DryRun) -> None:
     """The rank is a place on the FSDP axis."""
     rule = ("--placement.rule", '{match = "*.wo.weight", placement = "owned", owner = 1}')
     words = (*OWNED, *TWO_REPLICAS, *rule)
     each = ("--placement.replicas", "each", "--muon.expert.replicas", "split")
-    assert dry_run("llama_muon", 4, tmp_path, *words) == dry_run("llama_muon", 4, tmp_path, *words, *each)
+    assert dry_run("llama_muon", 4, *words)[0] == dry_run("llama_muon", 4, *words, *each)[0]
 
 
 @pytest.mark.parametrize(("overlap", "part"), [("backward", "gathers"), ("forward", "results and updates")])
-def test_the_report_has_the_exchange_hidden_in_a_pass(
-    overlap: str, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    dry_run("llama3_8b_muon", 64, tmp_path, "--muon.overlap", overlap)
+def test_the_report_has_the_exchange_hidden_in_a_pass(overlap: str, part: str, dry_run: DryRun) -> None:
+    _, printed = dry_run("llama3_8b_muon", 64, "--muon.overlap", overlap)
     number = r"([\d.,]+) ms"
     line = rf"in {overlap} +{number} of {part} are hidden .*; in the step {number} of the exchange stay exposed"
-    ((hidden, exposed),) = re.findall(line, capsys.readouterr().out)
+    ((hidden, exposed),) = re.findall(line, printed)
     assert float(hidden) > 0 < float(exposed)
 
 
-def test_a_package_may_bring_another_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_may_bring_another_placement(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry.placements, "_values", dict(registry.placements._values))
     placed = []
 
@@ -241,11 +232,11 @@ def test_a_package_may_bring_another_placement(tmp_path: Path, monkeypatch: pyte
         return parallelize
 
     registry.placements.register("theirs", theirs)
-    assert dry_run("qwen_moe_muon", 2, tmp_path, "--placement.muon", "theirs")["muon_matrices"] == 208
+    assert dry_run("qwen_moe_muon", 2, "--placement.muon", "theirs")[0]["muon_matrices"] == 208
     assert placed == ["theirs"]
 
 
-def test_a_package_may_bring_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_may_bring_another_model(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """titan/ knows model families only by registration."""
     monkeypatch.setattr(registry.models, "_values", dict(registry.models._values))
     built = []
@@ -257,13 +248,13 @@ def test_a_package_may_bring_another_model(tmp_path: Path, monkeypatch: pytest.M
         return model_registry("debugmodel")
 
     registry.models.register("their_llama", registry.ModelFamily(lambda: ("small",), build))
-    plan = dry_run("llama_muon", 2, tmp_path, "--model.name", "their_llama", "--model.flavor", "small")
+    plan, _ = dry_run("llama_muon", 2, "--model.name", "their_llama", "--model.flavor", "small")
     assert built == [("small", 258)]
     names = [p["fqn"] for p in plan["parameters"] if p["optimizer"] == "muon"]
     # Queries, keys and values of a fused projection are three matrices.
     assert plan["muon_matrices"] == sum(3 if "wqkv" in fqn else 1 for fqn in names) > len(names)
     with pytest.raises(RecipeError, match=r"model\.name = 'their_lama' is unknown; did you mean 'their_llama'\?"):
-        dry_run("llama_muon", 2, tmp_path, "--model.name", "their_lama")
+        dry_run("llama_muon", 2, "--model.name", "their_lama")
 
 
 def elements_of(plan: dict[str, Any]) -> Counter[str]:
@@ -274,18 +265,18 @@ def elements_of(plan: dict[str, Any]) -> Counter[str]:
     return elements
 
 
-def test_momentum_kept_by_owners_is_counted_on_the_fullest_rank(tmp_path: Path) -> None:
+def test_momentum_kept_by_owners_is_counted_on_the_fullest_rank(dry_run: DryRun) -> None:
     copies = ("--parallelism.data_parallel_replicate_degree", "4")
-    once = dry_run("llama_muon", 4, tmp_path, *copies, "--muon.state", "owner")
+    once, _ = dry_run("llama_muon", 4, *copies, "--muon.state", "owner")
     kept, elements = [cost["state_elements"] for cost in once["ranks"]], elements_of(once)
     assert sum(kept) == elements["muon"] > 2 * max(kept)
     assert once["memory"]["optimizer_states"] == 4 * max(kept) + 8 * elements["adamw"]
 
 
-def test_memory_of_optimizer_states_follows_the_state_dtypes(tmp_path: Path) -> None:
+def test_memory_of_optimizer_states_follows_the_state_dtypes(dry_run: DryRun) -> None:
     """Momentum in the state dtype, two averages for AdamW, both exact on one rank."""
     for size, dtype in ((4, "float32"), (2, "bfloat16")):
-        plan = dry_run("llama_muon", 1, tmp_path, "--muon.state_dtype", dtype)
+        plan, _ = dry_run("llama_muon", 1, "--muon.state_dtype", dtype)
         memory, elements = plan["memory"], elements_of(plan)
         assert memory["optimizer_states"] == size * elements["muon"] + 8 * elements["adamw"]
         others = ("total", "host_parameters", "host_gradients", "host_states", "uncounted_optimizers")
@@ -294,9 +285,9 @@ def test_memory_of_optimizer_states_follows_the_state_dtypes(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_offloaded_states_count_on_the_host_and_two_loads_count_on_the_device(device: str, tmp_path: Path) -> None:
+def test_offloaded_states_count_on_the_host_and_two_loads_count_on_the_device(device: str, dry_run: DryRun) -> None:
     words = ("--optimizer.offload", "state", "--adamw.state_dtype", "bfloat16")
-    plan = dry_run("llama_muon", 1, tmp_path, *words, device=device)
+    plan, _ = dry_run("llama_muon", 1, *words, device=device)
     sizes = [4 * prod(a["shape"]) for a in plan["parameters"] if a["optimizer"] == "muon"]
     sizes += 2 * [2 * prod(a["shape"]) for a in plan["parameters"] if a["optimizer"] == "adamw"]
     memory, (cost,) = plan["memory"], plan["ranks"]
@@ -309,39 +300,37 @@ def test_offloaded_states_count_on_the_host_and_two_loads_count_on_the_device(de
     assert memory["optimizer_states"] == max(8 * cost["bucket_elements"], 8 * elements_of(plan)["adamw"])
 
 
-def test_offloaded_parameters_count_on_the_host_and_two_loads_count_on_the_device(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_offloaded_parameters_count_on_the_host_and_two_loads_count_on_the_device(dry_run: DryRun) -> None:
     words = ("--training.enable_cpu_offload", "true", "--muon.state_dtype", "bfloat16")
-    plan = dry_run("llama_muon", 1, tmp_path, *words, device="cpu")
+    plan, printed = dry_run("llama_muon", 1, *words, device="cpu")
     memory, (cost,), elements = plan["memory"], plan["ranks"], elements_of(plan)
     assert (memory["parameters"], memory["gradients"]) == (0, 0)
     assert memory["host_parameters"] == memory["host_gradients"] == 4 * elements.total()
     assert memory["host_states"] == 2 * elements["muon"] + 8 * elements["adamw"]
     # Momentum in bfloat16 with the gradient, and of AdamW's both averages, the parameter and the gradient.
     assert memory["optimizer_states"] == max(2 * (2 + 4) * cost["bucket_elements"], 2 * 16 * elements["adamw"])
-    assert re.search(r"host gradients +[\d.,]+ MiB\n +host states", capsys.readouterr().out)
+    assert re.search(r"host gradients +[\d.,]+ MiB\n +host states", printed)
 
 
-def test_the_overhead_counts_steps_on_what_a_rank_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_overhead_counts_steps_on_what_a_rank_stores(dry_run: DryRun) -> None:
     milliseconds = []
     for freq in ("1", "5"):
-        dry_run("qwen3_8b_muon", 64, tmp_path, "--muon.expert.whole_freq", freq)
-        shown = re.search(r"% of the step over AdamW .*: ([\d.]+) ms instead", capsys.readouterr().out)
+        _, printed = dry_run("qwen3_8b_muon", 64, "--muon.expert.whole_freq", freq)
+        shown = re.search(r"% of the step over AdamW .*: ([\d.]+) ms instead", printed)
         assert shown is not None
         milliseconds.append(float(shown.group(1)))
     assert milliseconds[1] < milliseconds[0] / 2
 
 
 def test_the_dry_run_reports_uncounted_states_of_a_third_party_optimizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dry_run: DryRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry.optimizers, "_values", dict(registry.optimizers._values))
     registry.optimizers.register("their_sgd", registry.OptimizerEntry(torch.optim.SGD))
     rule = '{match = "*norm*", optimizer = "their_sgd", options = {lr = 0.1}}'
-    plan = dry_run("llama_muon", 1, tmp_path, "--optimizer.rule", rule)
+    plan, printed = dry_run("llama_muon", 1, "--optimizer.rule", rule)
     assert plan["memory"]["uncounted_optimizers"] == ["their_sgd"]
-    assert "the states of their_sgd are not counted" in capsys.readouterr().out
+    assert "the states of their_sgd are not counted" in printed
 
 
 def test_the_smallest_world_fits_the_degrees() -> None:
@@ -354,13 +343,10 @@ def test_the_smallest_world_fits_the_degrees() -> None:
         assert smallest_world(load(CONFIGS / "qwen_moe_muon.toml", overrides)) == ranks
 
 
-def test_the_dry_run_prints_algorithm_and_reason_for_every_shape(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path), "--muon.expert.ns_dtype", "float32"])
-    report(recipe, 2, full=False, json=None)
-    printed = capsys.readouterr().out
-    meta = build_meta_model(recipe, 2, "cuda")
+def test_the_dry_run_prints_algorithm_and_reason_for_every_shape(dry_run: DryRun) -> None:
+    words = ("--muon.expert.ns_dtype", "float32")
+    _, printed = dry_run("llama_muon", 2, *words)
+    meta = build_meta_model(load(CONFIGS / "llama_muon.toml", words), 2, "cuda")
     assert meta.plan is not None
     shapes = {(matrix.rows, matrix.cols) for matrix in meta.plan.matrices}
     lines = [line for line in printed.splitlines() if line.startswith("  orthogonalized  ")]
@@ -375,11 +361,10 @@ def test_the_dry_run_prints_algorithm_and_reason_for_every_shape(
     [(64, None, "GPUs"), (None, None, "CPUs"), (64, "cpu", "CPUs"), (None, "cuda", "GPUs")],
 )
 def test_the_dry_run_of_a_cluster_plans_for_gpus_by_default(
-    world: int | None, device: str | None, planned: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: int | None, device: str | None, planned: str, dry_run: DryRun
 ) -> None:
     """Users plan a cluster on a laptop, whose CPU is irrelevant."""
-    dry_run("llama_muon", world, tmp_path, "--training.global_batch_size", "64", device=device)
-    printed = capsys.readouterr().out
+    _, printed = dry_run("llama_muon", world, "--training.global_batch_size", "64", device=device)
     assert f"planned for {planned}" in printed
     assert f"estimate for {'1 rank' if world is None else '64 ranks'} of " in printed
     assert f" on {'h100x8' if planned == 'GPUs' else 'cpu'}" in printed
@@ -387,17 +372,15 @@ def test_the_dry_run_of_a_cluster_plans_for_gpus_by_default(
 
 @pytest.mark.parametrize("placement", ["shard0", "owned"])
 def test_every_pipeline_rank_has_a_separate_plan(
-    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    placement: str, dry_run: DryRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counts cover the whole model; tables, plans, owners and memory cover a pipeline rank."""
-    whole = dry_run("qwen_moe_muon", 2, tmp_path)
-    alone = capsys.readouterr().out
+    whole, alone = dry_run("qwen_moe_muon", 2)
     # A dry run only cuts the model, which torch could do before TorchTitan could train the parts.
     others = tuple(need for need in degrees.TORCH_NEEDS if need.key != "parallelism.pipeline_parallel_degree")
     monkeypatch.setattr(degrees, "TORCH_NEEDS", others)
     cut = ("--parallelism.pipeline_parallel_degree=2", f"--placement.muon={placement}")
-    plan = dry_run("qwen_moe_muon", 4, tmp_path, *cut)
-    printed = capsys.readouterr().out
+    plan, printed = dry_run("qwen_moe_muon", 4, *cut)
     parts = plan["pipeline_ranks"]
     assert sum(part["muon_matrices"] for part in parts) == whole["muon_matrices"]
     names = sorted(p["fqn"] for part in parts for p in part["parameters"])
@@ -413,19 +396,15 @@ def test_every_pipeline_rank_has_a_separate_plan(
         assert printed.count(f"pipeline rank {rank} of 2, ranks {2 * rank} to {2 * rank + 1}: ") == 3
 
 
-def test_full_lists_every_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dry_run("llama_muon", 2, tmp_path, full=True)
-    printed = capsys.readouterr().out
+def test_full_lists_every_parameter(dry_run: DryRun) -> None:
+    _, printed = dry_run("llama_muon", 2, full=True)
     assert "layers.0.attention.wo.weight" in printed
     assert "layers.5.attention.wo.weight" in printed
     assert "layers.*" not in printed
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
-def test_the_dry_run_prints_the_rounding_of_bfloat16_weights(
-    rounding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    dry_run("llama_muon", 2, tmp_path, "--training.dtype", "bfloat16", "--muon.expert.rounding", rounding)
-    printed = capsys.readouterr().out
+def test_the_dry_run_prints_the_rounding_of_bfloat16_weights(rounding: str, dry_run: DryRun) -> None:
+    _, printed = dry_run("llama_muon", 2, "--training.dtype", "bfloat16", "--muon.expert.rounding", rounding)
     assert ("muon rounds stochastically" in printed) == (rounding == "stochastic")
     assert "adamw rounds to the nearest" in printed

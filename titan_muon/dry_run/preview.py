@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -114,21 +115,15 @@ def preview(
         return Preview(planned, estimate_of(planned, rates))
 
 
-@contextmanager
-def _meshes_of_absent_devices() -> Iterator[None]:
+def _meshes_of_absent_devices() -> AbstractContextManager[object]:
     """Context: meshes of absent devices are meshes of the CPU."""
-    meshes: Any = DeviceMesh
-    original = meshes.__init__
+    original: Any = DeviceMesh.__init__
 
     def on_present_device(mesh: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
         present = torch.get_device_module(device_type).is_available()
         original(mesh, device_type if present else "cpu", *args, **kwargs)
 
-    meshes.__init__ = on_present_device
-    try:
-        yield
-    finally:
-        meshes.__init__ = original
+    return patch.object(DeviceMesh, "__init__", on_present_device)
 
 
 def _called(argument: str, function: Callable[..., Any], *args: nn.Module) -> Any:

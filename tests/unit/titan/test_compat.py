@@ -90,7 +90,6 @@ def test_installing_after_the_import_of_torchtitan_is_an_error() -> None:
 
 @cpu_only
 def test_the_replaced_functions_are_the_used_functions() -> None:
-    compat.install()
     from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
     from torchtitan.models.common import attention
     from torchtitan.tools import utils
@@ -108,7 +107,6 @@ def test_the_replaced_functions_are_the_used_functions() -> None:
 
 
 def test_masks_are_created_without_options_that_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    compat.install()
     from torchtitan.models.common import attention
 
     options = []
@@ -121,7 +119,6 @@ def test_masks_are_created_without_options_that_torch_lacks(monkeypatch: pytest.
 @cpu_only
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="triton is there, as beside CUDA builds")
 def test_a_missing_kernel_is_named() -> None:
-    compat.install()
     kernels = sys.modules["torchtitan.distributed.minimal_async_ep.kernels"]
     with pytest.raises(RuntimeError, match="needs triton"):
         kernels.some_kernel(1)
@@ -162,7 +159,6 @@ def test_spmd_backend_follows_the_torch_version(monkeypatch) -> None:
 
 def test_timeouts_reach_every_group_except_the_checkpoint_group(monkeypatch) -> None:
     """Groups outside the mesh, such as the group of the stop signal, must not keep PyTorch's 30 minutes."""
-    compat.install()
     utils = importlib.import_module("torchtitan.distributed.utils")
     groups = [SimpleNamespace(group_desc=name) for name in ("default_pg", "undefined", compat.ASYNC_CHECKPOINT)]
     monkeypatch.setattr(dist, "barrier", lambda **_: None)
@@ -185,7 +181,6 @@ def init_with(monkeypatch, **environment: str) -> tuple[dict, str]:
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    compat.install()
     config = importlib.import_module("torchtitan.config.configs").CommConfig(trace_buf_size=0)
     compat.init_distributed(config, store=dist.HashStore())
     assert dist.init_process_group is init_process_group

@@ -16,8 +16,6 @@ from titan_muon.titan.recipe.sections import Data
 from titan_muon.titan.torchtitan import compat
 from titan_muon.titan.torchtitan.interface import Budget, TorchTitan
 
-compat.install()
-
 LENGTH, SEQUENCES = 256, 3
 BUDGET = Budget(seq_len=LENGTH, sequences=8, microbatch=2, global_sequences=32)
 DOCUMENTS = (0, 7, 200)

@@ -19,28 +19,20 @@ from titan_muon.titan.dry_run.stages import StageReport, dry_run, is_for_this_ma
 from titan_muon.titan.dry_run.verdict import verdict_lines
 from titan_muon.titan.model.qk_clip import qk_clip_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
+from titan_muon.titan.recipe.command_line import Command
 
 KINDS = {"cuda": "GPUs (--device cpu plans for CPUs)", "cpu": "CPUs (--device cuda plans for GPUs)"}
 
 
-def report(
-    recipe: Recipe,
-    world_size: int | None,
-    *,
-    full: bool,
-    json: str | None,
-    device: str | None = None,
-    verbose: bool = False,
-    html: str | None = None,
-) -> None:
-    """Print the plan of training on `world_size` ranks, by default the smallest world of the degrees.
+def report(command: Command) -> None:
+    """Print the plan of training, by default on the smallest world of the degrees.
 
-    Arguments as in `command_line.Options`. Raises RecipeError like training, or for a file that cannot be written.
+    Raises RecipeError like training, or for a file that cannot be written.
     """
     # A refused recipe shows only its error.
-    parts = dry_run(recipe, world_size, device)
+    recipe, full, parts = command.recipe, command.full, dry_run(command.recipe, command.world_size, command.device)
     first, kind = parts[0].meta, parts[0].meta.device
-    if verbose:
+    if command.verbose:
         print(to_toml(recipe))
     _print(parts, lambda part: [parameter_table(part.meta.assigned, part.meta.parameters, part.meta.plan, full=full)])
     dtypes = {parameter.dtype for part in parts for parameter in part.meta.parameters.values()}
@@ -55,12 +47,12 @@ def report(
     print("\n".join(["", *counts]))
     _print(parts, lambda part: _plan_lines(part, recipe, full=full))
     _print(parts, lambda part: verdict_lines(part.verdict, part.meta, part.estimate.machine))
-    for problem in () if is_for_this_machine(world_size, device) else data_problems(recipe):
+    for problem in () if is_for_this_machine(command.world_size, command.device) else data_problems(recipe):
         print(f"\nwarning: training on this machine would be refused: {problem}")
-    if json is not None:
-        write("--json", json, _json_text(parts))
-    if html is not None:
-        write("--html", html, page_text(parts, recipe))
+    if command.json is not None:
+        write("--json", command.json, _json_text(parts))
+    if command.html is not None:
+        write("--html", command.html, page_text(parts, recipe))
 
 
 def _print(parts: Sequence[StageReport], text: Callable[[StageReport], Iterable[str]]) -> None:

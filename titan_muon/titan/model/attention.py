@@ -29,7 +29,7 @@ class DenseMaskAttention(titan.HeadsFirstAttention):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(titan.HeadsFirstAttention.Config):
+    class Config(FlexAttention.Config):
         pass
 
     def attend_heads(

@@ -73,7 +73,7 @@ class ObservedFlexAttention(LogitObserver, titan.HeadsFirstAttention):
     """FlexAttention with the kernel's largest logits recorded."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(titan.HeadsFirstAttention.Config):
+    class Config(FlexAttention.Config):
         pass
 
     def attend_heads(

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -244,38 +245,27 @@ def sharding_decoders_by(parallelize_fn: Callable[..., Any], shard: Callable[...
         bound.apply_defaults()
         shard(original, **bound.arguments)
 
-    with replaced(module, name, replacement):
+    with patch.object(module, name, replacement):
         yield
 
 
-@contextmanager
-def replaced(module: Any, name: str, value: object) -> Iterator[None]:
-    """Context in which `module.name` is `value`."""
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
-
-
-def clipping_by(clip: Callable[[], torch.Tensor]) -> AbstractContextManager[None]:
+def clipping_by(clip: Callable[[], torch.Tensor]) -> AbstractContextManager[object]:
     """Replace TorchTitan's gradient clipping by `clip()`, which returns the norm, in this context.
 
     torchtitan 0.3.0 fails on parameters of different meshes. Remove when the trainer clips in a method.
     """
     utils = importlib.import_module("torchtitan.distributed.utils")
-    return replaced(utils, "clip_grad_norm_", lambda *args, **kwargs: clip())
+    return patch.object(utils, "clip_grad_norm_", lambda *args, **kwargs: clip())
 
 
-def ending_at_once() -> AbstractContextManager[None]:
+def ending_at_once() -> AbstractContextManager[object]:
     """Skip the two seconds of sleep at the end of TorchTitan's training loop in this context.
 
     Destroying the process group synchronizes the ranks.
     """
     trainer = importlib.import_module("torchtitan.trainer")
     without_sleep = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
-    return replaced(trainer, "time", without_sleep)
+    return patch.object(trainer, "time", without_sleep)
 
 
 def spmd_backend(requested: str, *, owned: bool = False, uneven_vocabulary: bool = False) -> str:
@@ -321,7 +311,7 @@ def init_distributed(config: Any, *, store: dist.Store, cpu_backend: bool = Fals
         world = int(os.environ["WORLD_SIZE"])
         original(**arguments, store=store, rank=int(os.environ["RANK"]), world_size=world)
 
-    with replaced(dist, "init_process_group", init_process_group):
+    with patch.object(dist, "init_process_group", init_process_group):
         utils.init_distributed(config, cpu_backend, base_folder=folder)
 
 

@@ -87,5 +87,5 @@ class TorchTitan(Protocol):
     def chunks(self, mask: BlockMask) -> tuple[Chunk, ...]:
         """Dense form of a mask, or of its shard of queries under context parallelism."""
 
-    def reporting_every_loss(self) -> AbstractContextManager[None]:
+    def reporting_every_loss(self) -> AbstractContextManager[object]:
         """Let the trainer report a non-finite loss too, in this context. The report records the step, and raises."""

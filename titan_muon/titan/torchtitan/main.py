@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from torchtitan.models.common.attention import FlexAttention
 
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
-from titan_muon.titan.torchtitan.compat import replaced
 from titan_muon.titan.torchtitan.interface import Budget, Chunk
 
 NONFINITE = "Loss or gradient norm is not finite"
@@ -148,7 +148,7 @@ def _allowed(mask: BlockMask, rows: slice, columns: slice) -> Tensor:
     return create_mask(shifted, 1, 1, rows.stop - rows.start, columns.stop - columns.start, device=device)
 
 
-def reporting_every_loss() -> AbstractContextManager[None]:
+def reporting_every_loss() -> AbstractContextManager[object]:
     # The assertion is on the device: on a GPU it kills the process without a word, and before the checks of the norm.
     original = torch._assert_async
 
@@ -156,4 +156,4 @@ def reporting_every_loss() -> AbstractContextManager[None]:
         if not message.startswith(NONFINITE):
             original(condition, message)
 
-    return replaced(torch, "_assert_async", assert_async)
+    return patch.object(torch, "_assert_async", assert_async)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
@@ -13,7 +14,6 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.models.common.attention import FlexAttention
 
 from titan_muon.titan.recipe.sections import Data
-from titan_muon.titan.torchtitan.compat import replaced
 from titan_muon.titan.torchtitan.interface import Budget, Chunk
 
 
@@ -111,7 +111,7 @@ def chunks(mask: BlockMask) -> tuple[Chunk, ...]:
     return (Chunk(slice(None), slice(None), allowed),)
 
 
-def reporting_every_loss() -> AbstractContextManager[None]:
+def reporting_every_loss() -> AbstractContextManager[object]:
     # Remove when the trainer reports before it raises.
     trainer = importlib.import_module("torchtitan.trainer")
-    return replaced(trainer, "math", types.SimpleNamespace(isfinite=lambda loss: True))
+    return patch.object(trainer, "math", types.SimpleNamespace(isfinite=lambda loss: True))

@@ -12,12 +12,8 @@ from titan_muon.adam import AdamW
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.assignment.table import decay_lines
 from titan_muon.options import Split
+from titan_muon.titan.assign.container import HybridOptimizers, optimizer_config
 from titan_muon.titan.recipe import Recipe, RecipeError, sections
-from titan_muon.titan.torchtitan import compat
-
-compat.install()
-
-from titan_muon.titan.assign.container import HybridOptimizers, optimizer_config  # noqa: E402
 
 
 class Block(nn.Module):

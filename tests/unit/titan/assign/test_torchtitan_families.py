@@ -6,11 +6,7 @@ import re
 import pytest
 import torch
 
-from titan_muon.titan.torchtitan import compat
-
-compat.install()
-
-from titan_muon.titan.assign.container import HybridOptimizers, parts_of_config  # noqa: E402
+from titan_muon.titan.assign.container import HybridOptimizers, parts_of_config
 
 FAMILIES = {
     ("gpt_oss", "debugmodel"): 0.9,

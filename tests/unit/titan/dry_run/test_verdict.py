@@ -5,19 +5,15 @@ from math import prod
 
 import pytest
 
+from titan_muon.assignment.optimizer_set import OptimizerSet
 from titan_muon.assignment.rules import Assignment
+from titan_muon.dry_run.memory import Memory
 from titan_muon.plan.terms.machine import MACHINES
-from titan_muon.titan.torchtitan import compat
-
-compat.install()
-
-from titan_muon.assignment.optimizer_set import OptimizerSet  # noqa: E402
-from titan_muon.dry_run.memory import Memory  # noqa: E402
-from titan_muon.titan.dry_run.meta_model import MetaModel  # noqa: E402
-from titan_muon.titan.dry_run.training import ModelSize, Passes, PassMemory, Training  # noqa: E402
-from titan_muon.titan.dry_run.verdict import Verdict, memory_parts, verdict_lines  # noqa: E402
-from titan_muon.titan.recipe import Recipe  # noqa: E402
-from titan_muon.titan.recipe.sections import ActivationCheckpoint  # noqa: E402
+from titan_muon.titan.dry_run.meta_model import MetaModel
+from titan_muon.titan.dry_run.training import ModelSize, Passes, PassMemory, Training
+from titan_muon.titan.dry_run.verdict import Verdict, memory_parts, verdict_lines
+from titan_muon.titan.recipe import Recipe
+from titan_muon.titan.recipe.sections import ActivationCheckpoint
 
 H100 = MACHINES["h100x8"]
 GIB = 2**30

@@ -1,4 +1,7 @@
-"""Batches of the shape that the installed TorchTitan takes: (batch, length, ...), or (tokens, ...)."""
+"""Models with initial values, and batches of the shape that the installed TorchTitan takes.
+
+Batches are (batch, length, ...), or (tokens, ...).
+"""
 
 from typing import Any
 
@@ -8,6 +11,17 @@ from torch import Tensor
 from titan_muon.titan.torchtitan.installed import titan
 
 FOLDED = titan.batch(torch.zeros(1, 1)).ndim == 1
+
+
+def initialized(config: Any, seed: int = 0) -> Any:
+    """The model of a configuration on the CPU, with the initial values of a seed."""
+    with torch.device("meta"):
+        model = config.build()
+    model.to_empty(device="cpu")
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    return model
 
 
 def fold(rows: Tensor) -> Tensor:

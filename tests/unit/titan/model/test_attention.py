@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import models  # noqa: F401 (registers the families)
-from tests.unit.titan.model.batches import attended, fold
+from tests.unit.titan.model.batches import attended, fold, initialized
 from titan_muon.titan.model.attention import DenseMask, DenseMaskAttention, share_dense_mask, use_attention
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.recipe import RecipeError
@@ -29,13 +29,7 @@ def _block_mask(positions: torch.Tensor):
 
 
 def _model() -> torch.nn.Module:
-    with torch.device("meta"):
-        model = model_spec("qwen3", "tiny", vocab_size=64, on_cpu=True).model.build()
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
-    with torch.no_grad():
-        model.init_weights(buffer_device=None)
-    return model
+    return initialized(model_spec("qwen3", "tiny", vocab_size=64, on_cpu=True).model)
 
 
 def _attend_by_hand(q, k, v, positions, scale):

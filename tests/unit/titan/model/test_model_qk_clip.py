@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import models
-from tests.unit.titan.model.batches import fold
+from tests.unit.titan.model.batches import fold, initialized
 from titan_muon.qk_clip import QKClip
 from titan_muon.titan.model.attention import share_dense_mask
 from titan_muon.titan.model.logits import LogitObserver
@@ -36,12 +36,8 @@ def build(family: str, rules: Any = (), checkpoint: str = "none", backend: str |
     spec = model_spec(family, "tiny", vocab_size=VOCAB, on_cpu=True)
     spec.model.layers = spec.model.layers[:2]
     observe_logits(spec.model, section)
-    with torch.device("meta"):
-        model = spec.model.build()
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
+    model = initialized(spec.model)
     with torch.no_grad():
-        model.init_weights(buffer_device=None)
         # Logits of the initial values are too small to tell heads apart.
         for name, parameter in model.named_parameters():
             if any(word in name for word in ("wq", "wk")):

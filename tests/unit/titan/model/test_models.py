@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import models  # noqa: F401 (registers the families)
+from tests.unit.titan.model.batches import initialized
 from titan_muon import registry
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.recipe import RecipeError
@@ -129,13 +130,7 @@ def test_an_unknown_name_is_refused_with_the_choices(name: str, flavor: str, wor
 
 @pytest.mark.parametrize("key", TINY)
 def test_initial_values_have_the_stated_deviation(key: str) -> None:
-    with torch.device("meta"):
-        model = model_spec(*key.split("/")).model.build()
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
-    with torch.no_grad():
-        model.init_weights(buffer_device=None)
-    for name, parameter in model.named_parameters():
+    for name, parameter in initialized(model_spec(*key.split("/")).model).named_parameters():
         if parameter.ndim == 1:
             assert torch.equal(parameter, torch.ones_like(parameter)), name
         else:

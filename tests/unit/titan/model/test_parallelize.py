@@ -11,6 +11,7 @@ import torch
 import models  # noqa: F401 (registers the families)
 from tests import tiny
 from titan_muon.plan.terms.machine import gram_flops, standard_flops
+from titan_muon.titan.dry_run.meta_model import build_meta_model
 from titan_muon.titan.model import owned_placement
 from titan_muon.titan.model.owned_placement import _flops
 from titan_muon.titan.model.parallelize import with_placement
@@ -68,9 +69,6 @@ def test_a_dry_run_balances_owners_by_the_costs_of_the_planned_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     """The Gram iteration pays for different shapes on GPUs, and different costs give different owners."""
-    # After `titan.model`, because this module prepares TorchTitan for the CPU.
-    from titan_muon.titan.dry_run.meta_model import build_meta_model
-
     asked = []
     monkeypatch.setattr(owned_placement, "_flops", lambda recipe, kind: asked.append(kind) or (lambda rows, cols: 1))
     build_meta_model(tiny.recipe(tmp_path, placement__muon="owned"), 2, device)
@@ -79,8 +77,6 @@ def test_a_dry_run_balances_owners_by_the_costs_of_the_planned_device(
 
 def test_a_dry_run_counts_a_tied_embedding_once(tmp_path: Path) -> None:
     """Under spmd_types sharding splits the parameter into two, except with torch 2.14 and newer."""
-    from titan_muon.titan.dry_run.meta_model import build_meta_model
-
     tied = tiny.recipe(tmp_path, model__flavor="0.6B")
     names = [name for name in build_meta_model(tied, 2, "cuda").parameters if "embedding" in name or "head" in name]
     assert len(names) == 1

@@ -1,20 +1,22 @@
 """Pipeline stages: initial values independent of the cut, and refusals."""
 
-import copy
 import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
+from torchtitan.distributed.pipeline_parallel import _split_module
 
 import models  # noqa: F401 (registers the families)
+from tests import tiny
+from tests.unit.titan.model.batches import initialized
 from titan_muon.titan.model.parallelize import with_placement
 from titan_muon.titan.model.pipeline import init_within
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.recipe import Recipe, RecipeError
 from titan_muon.titan.recipe.sections import Parallelism
-
-from torchtitan.distributed.pipeline_parallel import _split_module  # isort: skip (after `compat.install()`)
+from titan_muon.titan.run.runs import Run
+from titan_muon.titan.run.trainer_config import trainer_config
 
 PARTS = (("tok_embeddings", "layers.0"), ("layers.1", "layers.2"), ("layers.3",), ("norm", "lm_head"))
 """Of a model with four layers."""
@@ -34,11 +36,7 @@ def started(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def test_every_stage_starts_as_in_the_whole_model(family: str, flavor: str) -> None:
     with torch.device("meta"):
         whole = model_spec(family, flavor).model.build()
-    alone = copy.deepcopy(whole).to_empty(device="cpu")
-    torch.manual_seed(SEED)
-    with torch.no_grad():
-        alone.init_weights(buffer_device=None)
-    expected, weights = started(alone), {}
+    expected, weights = started(initialized(model_spec(family, flavor).model, SEED)), {}
     ends = [f"layers.{index}" for index in range(3, len(whole.layers))]
     for number, names in enumerate((*PARTS[:2], ends, PARTS[3])):
         part = _split_module(whole, list(names)).to_empty(device="cpu")
@@ -70,9 +68,7 @@ def test_pipelining_gives_every_stage_the_values_of_the_whole_model() -> None:
     torch.manual_seed(1)
     with torch.no_grad():
         parts[0].init_weights(buffer_device=None)
-        alone = copy.deepcopy(whole).to_empty(device="cpu")
-        torch.manual_seed(recipe.debug.seed)
-        alone.init_weights(buffer_device=None)
+    alone = initialized(spec.model, recipe.debug.seed)
     assert torch.equal(parts[0].lm_head.weight, alone.lm_head.weight)
 
 
@@ -111,10 +107,6 @@ def test_schedules_are_accepted() -> None:
 
 
 def test_the_parts_of_a_recipe_reach_torchtitan_as_lists(tmp_path: Path) -> None:
-    from tests import tiny
-    from titan_muon.titan.run.runs import Run
-    from titan_muon.titan.run.trainer_config import trainer_config
-
     parts = (("tok_embeddings", "layers.0", "layers.1"), ("layers.2", "layers.3", "norm", "lm_head"))
     cut = Parallelism(pipeline_parallel_degree=2, module_fqns_per_model_part=parts)
     recipe = dataclasses.replace(tiny.recipe(tmp_path), parallelism=cut)

@@ -23,7 +23,7 @@ from titan_muon.owned import is_owned
 from titan_muon.owned.owners import check_rules, placed
 from titan_muon.owned.param import holders
 from titan_muon.tensors.process_groups import fake_world
-from titan_muon.titan import model as _model  # noqa: F401 (prepares TorchTitan for the CPU)
+from titan_muon.titan.dry_run.meta_model import build_meta_model
 from titan_muon.titan.recipe import RecipeError
 
 NAMES = ("layers.0.wq", "layers.0.norm", "layers.1.wq", "head")
@@ -129,9 +129,6 @@ def test_matrices_unfit_for_whole_tensor_parallel_placement_are_refused() -> Non
 
 def model_of(folder: Path, ranks: int, rules: list[dict[str, object]], **values: object) -> dict[str, object]:
     """A recipe's parameters on rank 0 of `world`."""
-    # After `titan.model`, because this module prepares TorchTitan for the CPU.
-    from titan_muon.titan.dry_run.meta_model import build_meta_model
-
     with tiny.write_recipe(folder).open("a") as file:
         for rule in rules:
             file.write("[[placement.rule]]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in rule.items()))

@@ -6,30 +6,25 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-
-from tests import tiny
-from titan_muon.titan.recipe import RecipeError
-from titan_muon.titan.recipe.sections import Float8
-from titan_muon.titan.torchtitan import compat
-
-compat.install()
-
-from torchtitan.components.quantization import (  # noqa: E402
+from torchtitan.components.quantization import (
     Float8GroupedExpertsConverter,
     Float8LinearConverter,
     MXFP8GroupedExpertsConverter,
     MXFP8LinearConverter,
     NVFP4LinearConverter,
 )
-from torchtitan.protocols.model import ModelConfigConverter  # noqa: E402
-from torchtitan.trainer import Trainer  # noqa: E402
+from torchtitan.protocols.model import ModelConfigConverter
+from torchtitan.trainer import Trainer
 
-from titan_muon.titan.checks import machine  # noqa: E402
-from titan_muon.titan.model import quantization  # noqa: E402
-from titan_muon.titan.model.quantization import check_blackwell, check_float8  # noqa: E402
-from titan_muon.titan.run import job  # noqa: E402
-from titan_muon.titan.run.runs import Run  # noqa: E402
-from titan_muon.titan.run.trainer_config import trainer_config  # noqa: E402
+from tests import tiny
+from titan_muon.titan.checks import machine
+from titan_muon.titan.model import quantization
+from titan_muon.titan.model.quantization import check_blackwell, check_float8
+from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.recipe.sections import Float8
+from titan_muon.titan.run import job
+from titan_muon.titan.run.runs import Run
+from titan_muon.titan.run.trainer_config import trainer_config
 
 HOPPER, AMPERE, ADA, MI200, MI300, BLACKWELL = (9, 0), (8, 0), (8, 9), (9, 0), (9, 4), (10, 0)
 

@@ -148,6 +148,12 @@ def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path, brackets: s
         (["--dry-run", "--device", "tpu"], ['device = "tpu"', "cpu", "cuda"]),
         (["--dry-run", "--world-size", "0"], ["world_size = 0", "1 or more"]),
         (["--dry-run", "--json"], ["json is given no value"]),
+        (["--dry-run", "--machine", "h200"], ['machine.name = "h200"']),
+        (["--dry-run", "--compare", "placement.moun=owned"], ["unknown key placement.moun", "Did you mean"]),
+        (["--dry-run", "--compare", "placement.muon"], ["write KEY=VALUE,VALUE"]),
+        (["--dry-run", "--compare", "muon.lr=1", "--html", "a"], ["--compare prints a table only; leave out --html"]),
+        (["--dry-run", "--suggest"], ["--suggest needs the number of GPUs; add --world-size N"]),
+        (["--dry-run", "--suggest", "--world-size=8", "--json=a"], ["--suggest prints a table only; leave out --json"]),
         (["--wordl-size=3"], ['unknown key: wordl_size = "3".', "Did you mean world_size?"]),
         (["--muon.lrr", "3"], ["unknown key muon.lrr", "Did you mean muon.lr?"]),
         (["--lr", "3"], ["Did you mean muon.lr?"]),
@@ -162,7 +168,7 @@ def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path, brackets: s
 def test_a_bad_command_is_a_recipe_error_without_output(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], parts: list[str]
 ) -> None:
-    message = error_of(lambda: parse(["--config", write(tmp_path, ""), *arguments]))
+    message = error_of(lambda: parse(["--config", write(tmp_path, "muon.lr = 0.1"), *arguments]))
     assert message.startswith("command line: ")
     assert [part for part in parts if part not in message] == []
     assert capfd.readouterr() == ("", "")

@@ -6,32 +6,27 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
-
-from titan_muon.titan.recipe import schema
-from titan_muon.titan.recipe.sections import Recipe
-from titan_muon.titan.torchtitan import compat
-
-compat.install()
-
-from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
-from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer  # noqa: E402
-from torchtitan.components.quantization import (  # noqa: E402
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.components.quantization import (
     Float8GroupedExpertsConverter,
     Float8LinearConverter,
     MXFP8GroupedExpertsConverter,
     MXFP8LinearConverter,
     NVFP4LinearConverter,
 )
-from torchtitan.components.validate import Validator  # noqa: E402
-from torchtitan.config import configs  # noqa: E402
-from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC  # noqa: E402
-from torchtitan.tools.profiler import Profiler  # noqa: E402
-from torchtitan.trainer import Trainer  # noqa: E402
+from torchtitan.components.validate import Validator
+from torchtitan.config import configs
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+from torchtitan.tools.profiler import Profiler
+from torchtitan.trainer import Trainer
 
-from titan_muon.titan.run.trainer_config import BATCH_KEYS  # noqa: E402
-from titan_muon.titan.torchtitan.installed import titan  # noqa: E402
-from titan_muon.titan.torchtitan.interface import Budget  # noqa: E402
+from titan_muon.titan.recipe import schema
+from titan_muon.titan.recipe.sections import Recipe
+from titan_muon.titan.run.trainer_config import BATCH_KEYS
+from titan_muon.titan.torchtitan.installed import titan
+from titan_muon.titan.torchtitan.interface import Budget
 
 PAGE = Path(__file__).parents[4] / "docs" / "options.md"
 HEADING = "## TorchTitan options without a recipe key\n"
