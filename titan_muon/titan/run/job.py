@@ -201,7 +201,7 @@ def _refuse_late_export(trainer: MuonTrainer, recipe: Recipe) -> None:
 
 
 def _begin_run(trainer: MuonTrainer, recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> None:
-    """Print the run's start and write its files, on rank 0. Raises RecipeError on every rank if rank 0 cannot write."""
+    """Print the run's start and write its files, on rank 0. Raises on every rank if rank 0 fails."""
     world, rank, stages = dist.get_world_size(), dist.get_rank(), trainer.parallel_dims.pp
     ranks = explain.stage_ranks(world, stages, rank * stages // world)
     own = _stage_texts(trainer, recipe, ranks) if rank == ranks[0] else None
@@ -209,7 +209,7 @@ def _begin_run(trainer: MuonTrainer, recipe: Recipe, run: Run, group: dist.Proce
     if stages > 1:
         parts = [None] * world
         dist.gather_object(own, parts if rank == 0 else None, group=group)
-    answer: list[RecipeError | None] = [None]
+    answer: list[Exception | None] = [None]
     if rank == 0:
         try:
             for change in runs.changed_keys(run, recipe):
@@ -217,8 +217,8 @@ def _begin_run(trainer: MuonTrainer, recipe: Recipe, run: Run, group: dist.Proce
             runs.begin(run, recipe)
             _print_optimizers(trainer, recipe, run, [part for part in parts if part is not None])
             _print_start(trainer, recipe, run)
-        except OSError as error:
-            answer[0] = unusable(recipe.dump_folder, error)
+        except Exception as error:
+            answer[0] = unusable(recipe.dump_folder, error) if isinstance(error, OSError) else error
     if group is not None:
         dist.broadcast_object_list(answer, src=0, group=group)
     if answer[0] is not None:

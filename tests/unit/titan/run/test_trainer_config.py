@@ -142,6 +142,22 @@ def test_the_start_counts_the_whole_model_and_lists_every_pipeline_rank(
     assert (tmp_path / "optimizers.txt").read_text() == f"table of 0\n\ntable of 1\n\n{counts}"
 
 
+@pytest.mark.parametrize(("error", "kind"), [(OSError("disk full"), RecipeError), (KeyError("w"), KeyError)], ids=str)
+def test_an_error_of_rank_0_at_the_start_reaches_every_rank(
+    error: Exception, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Exception | None] = []
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda answer, **_: sent.extend(answer))
+    monkeypatch.setattr(job, "_stage_texts", lambda *_: ("", ""))
+    monkeypatch.setattr(job.runs, "changed_keys", mock.Mock(side_effect=error))
+    trainer: Any = SimpleNamespace(parallel_dims=SimpleNamespace(pp=1))
+    with pytest.raises(kind):
+        job._begin_run(trainer, tiny.recipe(tmp_path), Run(str(tmp_path)), mock.Mock())
+    assert [type(answer) for answer in sent] == [kind]
+
+
 @pytest.mark.parametrize(("accelerator", "offload"), [(True, True), (True, False), (False, True)])
 def test_parameters_on_the_host_have_a_cpu_backend_beside_the_device_backend(
     accelerator: bool, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
