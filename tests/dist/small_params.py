@@ -1,24 +1,15 @@
 """A few small parameters with rows over the ranks of a mesh, for tests of a single optimizer."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from titan_muon.options import Machine
-
 SECONDS = 30.0
 """A longer run hangs."""
 
 SHAPES = {"layers.0.weight": (16, 24), "layers.1.weight": (24, 16), "layers.2.experts": (4, 8, 12)}
-SLICED: dict[str, Any] = {
-    "split_over": 4,
-    "machine": Machine(tflops=1e-6, tflops_float32=1e-6, node_gb=1e3, node_latency_us=0.0, launch_us=0.0),
-}
-"""Options with slow compute and fast links, so that several ranks share a matrix."""
 INITIAL = 0
 """Seed of the parameters' values."""
 

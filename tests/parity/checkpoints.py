@@ -11,8 +11,8 @@ from tests.parity.table import NORMUON_AND_SOAP, SOAP
 from tests.parity.training import Row, Training, gradients, reference_of
 from titan_muon.tensors.dtensor import copy_rows
 
-Stage = tuple[int, str, dict[str, Any]]
-"""Ranks, a layout, and options of Muon."""
+Stage = tuple[int, str | tuple[str, ...], dict[str, Any]]
+"""Ranks, a layout or several in one Muon, and options of Muon."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ def chains() -> list[Chain]:
     """All chains."""
     shards: tuple[Stage, ...] = ((4, "fsdp", {}), (2, "plain", {}), (1, "plain", {}), (4, "hsdp", {}))
     homes: tuple[Stage, ...] = ((4, "owned", {}), (2, "fsdp", {}), (1, "plain", {}), (4, "fsdp x tp rows", {}))
+    replicas: tuple[Stage, ...] = ((4, "owned, hsdp", {}), (2, "fsdp", {}), (4, "owned, hsdp", {}))
     keepers: tuple[Stage, ...] = (
         (4, "plain", {"state": "owner"}),
         (2, "replicated", {}),
@@ -47,10 +48,18 @@ def chains() -> list[Chain]:
     )
     ranges: tuple[Stage, ...] = ((4, "ranges", {}), (2, "fsdp", {}), (4, "ranges, hfsdp", {}), (1, "plain", {}))
     rows: tuple[Stage, ...] = ((4, "hsdp", {}), (2, "fsdp", {}), (1, "plain", {}), (4, "fsdp x tp rows", {}))
+    meshes: tuple[Stage, ...] = (
+        (4, ("fsdp", "fsdp x tp rows"), {}),
+        (2, ("plain", "tp columns"), {}),
+        (4, ("first ranks", "every other"), {}),
+    )
     return [
         chain("from shards to replicas", shards),
+        chain("several meshes", meshes),
+        chain("several meshes by TorchTitan", meshes[:2], titan=True),
         chain("from owned to tensor parallelism", homes),
         chain("owned again", homes[::-1]),
+        chain("owned in replicas", replicas),
         chain("from owners to replicas", keepers),
         chain("from the host to the device", hosts),
         chain("any rows", ranges),

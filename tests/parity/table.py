@@ -38,8 +38,13 @@ REDUCED: Options = {"exchange": "all_gather_reduce_scatter"}
 FLOAT32: Options = {"ns_dtype": "float32", "wire_dtype": "float32", "orthogonalize": "auto"}
 SLICED: Options = {**FLOAT32, "split_over": 4, "machine": SLOW_COMPUTE}
 
+NOT_FINITE = "gradient or momentum was not finite"
+
 HURT_SLICE: Options = {"options": {**SLICED, **SKIP}, "gradients": {1: ("", torch.nan)}}
 """A NaN in one slice of every matrix, which is then skipped whole."""
+
+BAD_SLICE: Options = {"options": SLICED, "gradients": {2: ("a", torch.nan)}, "error": ("layers.0.a", NOT_FINITE)}
+"""A NaN that a single owner of a slice sees."""
 
 HELD_SLICES: Options = {"options": SLICED, "math": {"idle": "hold"}, "gradients": {1: ("a", 0.0)}}
 
@@ -151,6 +156,7 @@ def options() -> list[Row]:
         ),
         row("slices", layouts=MODULES[:3], shapes=(*BLOCKS,), options=SLICED, proof="slices", **CLOSE),
         row("slices, nan skipped", layouts=MODULES[:3], shapes=(*BLOCKS,), proof="slices", **CLOSE, **HURT_SLICE),
+        row("slices, nan raises", layouts=MODULES[:3], shapes=(*BLOCKS,), proof="slices", **CLOSE, **BAD_SLICE),
         row("slices held", layouts=MODULES[:3], shapes=(*BLOCKS,), proof="slices", **CLOSE, **HELD_SLICES),
         row("slices, columns", 2, ("tp columns",), shapes=(*BLOCKS,), options=SLICED, proof="slices", **CLOSE),
         *(
@@ -230,12 +236,27 @@ def overlaps() -> list[Row]:
 
 def faults() -> list[Row]:
     """Missing and non-finite gradients: skipped, or an error with the name on every rank."""
-    changes: dict[str, Any] = {"nan": torch.nan, "missing": DROP}
+    changes: dict[str, tuple[Any, str]] = {"nan": (torch.nan, NOT_FINITE), "missing": (DROP, "no gradient for")}
     expert = {"gradients": {1: ("experts", torch.nan)}, "options": SKIP}
     # The other one stays in the same call.
     one_elsewhere = {"gradients": {2: ("0.tall", ELSEWHERE)}, "error": ("0.tall",), "reference": "twin", **BFLOAT16}
+    raised: Options = {"gradients": {2: ("uneven", torch.nan)}, "error": ("layers.0.uneven", NOT_FINITE)}
+    changed: dict[str, Options] = {
+        "all_gather": {"options": GATHERED, "gradients": {2: ("uneven", torch.inf)}},
+        "all_gather_reduce_scatter": {"options": REDUCED, "gradients": {2: ("uneven", -torch.inf)}},
+        "redundant": {"options": {"replicas": "redundant"}},
+        "float32 wire": {"options": {"wire_dtype": "float32"}},
+        "without nesterov": {"math": {"nesterov": False}},
+        "bfloat16 momentum": {"math": {"state_dtype": "bfloat16"}, "reference": "twin"},
+        "normuon": NORMUON,
+        "adamuon": {**NORMUON, "math": ELEMENTS_SMOOTHED},
+        "muonh": {**NORMUON, "math": SPHERE, "close": 1e-4},
+    }
     made = [
+        *(row(f"nan raises, {name}", **(raised | fields)) for name, fields in changed.items()),
         row("nan of an expert skipped", **expert),
+        # The square of the element is above float32.
+        row("overflow of a norm skipped", gradients={1: ("tall", 1e30)}, options=SKIP),
         row("nan of an owned expert skipped", 2, ("owned", "fsdp"), **expert),
         row("elsewhere raises", layouts=SHARDED, gradients={2: ("tall", ELSEWHERE)}, error=("layers.0.tall",)),
         row("elsewhere in bfloat16 raises", 2, ("fsdp", "fsdp"), **one_elsewhere),
@@ -247,11 +268,11 @@ def faults() -> list[Row]:
         ", backward": ({"layouts": SHARDED}, BACKWARD),
         ", forward": (IN_MODULES, FORWARD),
     }.items():
-        for name, change in changes.items():
+        for name, (change, text) in changes.items():
             skipped = {"gradients": {1: ("tall", change)}, "options": {**SKIP, **options}, **fields}
-            raised = {"gradients": {2: ("uneven", change)}, "options": options, **fields}
+            raising = {"gradients": {2: ("uneven", change)}, "options": options, **fields}
             made.append(row(f"{name} skipped{kind}", **skipped))
-            made.append(row(f"{name} raises{kind}", error=("layers.0.uneven",), **raised))
+            made.append(row(f"{name} raises{kind}", error=("layers.0.uneven", text), **raising))
     return made
 
 
@@ -272,7 +293,7 @@ def algorithms() -> list[Row]:
         "cautious": CAUTIOUS,
         "cautious normuon": {**ROWS_SMOOTHED, **CAUTIOUS},
         "decay follows lr": {"decay_follows_lr": True, "weight_decay": 0.5},
-        "warm-up": {"momentum_warmup_steps": 2},
+        "warm-up": {"momentum_warmup_steps": 2, "momentum_start": 0.5},
         "number": {"adjust_lr_fn": 0.18},
         "spectral": {"adjust_lr_fn": "spectral_unclamped"},
     }
@@ -326,11 +347,12 @@ def algorithms() -> list[Row]:
         row("soap, odd shapes", layouts=(*FOUR[:4], "owned"), **(SOAP | {"shapes": ("row", "prime", "single", "qkv")})),
         row("soap, forward", options=FORWARD, **SOAP, **IN_MODULES),
         row("soap, backward", options=BACKWARD, **SOAP, **IN_MODULES),
-        row("soap of a nan", options=SKIP, gradients={0: ("tall", torch.nan)}, **SOAP),
+        row("soap of a nan", options=SKIP, gradients={0: ("tall", torch.nan), 2: ("experts", torch.nan)}, **SOAP),
         row("soap of a missing gradient", options=SKIP, gradients={1: ("experts", DROP)}, **SOAP),
         row("soap, nan raises", gradients={2: ("tall", torch.nan)}, error=("layers.0.tall",), **SOAP),
         row("soap of zeros", **zeros, **SOAP),
         row("soap, scaler", layouts=("hsdp",), scaler="scaled", **SOAP),
+        row("soap, cautious", close=1e-4, **(SOAP | {"math": {**SOAP["math"], **CAUTIOUS}})),
         row("soap, reload", between={0: "reload"}, **SOAP),
         row("muoneq", layouts=(*MIXED, "owned"), reference="paper", math={ALGORITHM: "muoneq"}, shapes=FEW),
         row("muoneq, columns", shapes=FEW, reference="paper", math={ALGORITHM: "muoneq_columns"}),
@@ -363,6 +385,7 @@ def algorithms() -> list[Row]:
         row("normuon held", math={**ROWS_SMOOTHED, "idle": "hold"}, reference="paper", **zeros),
         row("zero gradients move", **zeros),
         row("bfloat16 weights", layouts=("plain", "replicated", "fsdp"), **BFLOAT16, **ALONE),
+        row("bfloat16 weights, new optimizer", layouts=TWO[:3], between={1: "new_optimizer"}, **BFLOAT16, **ALONE),
         row("bfloat16 weights to nearest", math={"rounding": "nearest"}, close=0.05, **BFLOAT16, **ALONE),
         row("bfloat16 weights, redundant", 2, TWO[:3], options={"replicas": "redundant"}, **BFLOAT16, **ALONE),
         row("bfloat16 weights, several buckets", options={**SEVERAL, **KEPT}, reference="twin", **BFLOAT16),

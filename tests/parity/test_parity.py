@@ -31,7 +31,8 @@ def test_a_chain_of_checkpoints_has_the_bits_of_its_reference(
     chain: Chain, worlds: dict[int, World], tmp_path: Path
 ) -> None:
     for number, (size, layout, options) in enumerate(chain.stages):
-        row = replace(chain.row, world=size, layouts=(layout,), options=options)
+        layouts = (layout,) if isinstance(layout, str) else layout
+        row = replace(chain.row, world=size, layouts=layouts, options=options)
         folders = str(tmp_path / str(number - 1)), str(tmp_path / str(number))
         different = worlds[size].run(continued, row, chain.titan, number, *folders)
         assert not any(different), f"{chain}, {layout} on {size} ranks: {different}"

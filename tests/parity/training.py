@@ -166,6 +166,10 @@ class Training:
             assert not any(local(p.grad).numel() for p in self.params.values() if p.grad is not None)
         self.muon.zero_grad()
 
+    def step_on(self, seed: int) -> None:
+        """A step on the gradients of a seed."""
+        self.step(0, {name: drawn(name, seed) for name in self.params}, set())
+
     def _skipped_by_the_scaler(self, grads: Mapping[str, Tensor]) -> None:
         assert self.scaler is not None
         spoiled = self._scaled(grads)

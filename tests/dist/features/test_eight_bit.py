@@ -10,7 +10,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.dist.harness import run_ranks
 from tests.parity.checkpoints import load, saved
-from tests.parity.layouts import drawn
 from tests.parity.table import row
 from tests.parity.training import Training
 from tests.shared import message, whole
@@ -23,7 +22,7 @@ def training(world_size: int, layout: str, *seeds: int) -> Training:
         row("int8", world_size, (layout,), shapes=("wide", "uneven", "experts"), math={"state_dtype": "int8"})
     )
     for seed in seeds:
-        made.step(0, {name: drawn(name, seed) for name in made.params}, set())
+        made.step_on(seed)
     return made
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from tests.dist.features.test_overlap import SLOW, raised
+from tests.dist.features.test_overlap import raised
 from tests.dist.harness import run_ranks
+from tests.parity.table import SLOW
 from tests.shared import muon_keywords
 from titan_muon import Muon, apply_in_forward, muon
 from titan_muon.fsdp.forward_hooks import forward_updates
@@ -421,30 +423,24 @@ def test_a_fault_of_an_update_in_forward_is_an_error_on_every_rank() -> None:
         assert "an update arrived that is not finite or larger" in message
 
 
-class Bare(nn.Module):
+def bare() -> nn.Sequential:
     """Matrices outside of FSDP2's modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.inner(x))
+    return nn.Sequential(OrderedDict((name, nn.Linear(8, 8, bias=False)) for name in ("inner", "outer")))
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
     mesh: DeviceMesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    bare, run = Bare(), Run(Sharding())
-    parallelize_module(bare, mesh, {"inner": ColwiseParallel(), "outer": RowwiseParallel()})
-    forward = Muon(bare.named_parameters(), overlap="forward")
-    half = Bare()
+    outside, run = bare(), Run(Sharding())
+    parallelize_module(outside, mesh, {"inner": ColwiseParallel(), "outer": RowwiseParallel()})
+    forward = Muon(outside.named_parameters(), overlap="forward")
+    half = bare()
     fully_shard(half.inner, mesh=mesh)
     fully_shard(half.outer, mesh=mesh)
     unattached = Muon(half.named_parameters(), overlap="forward")
     for param in half.parameters():
         param.grad = torch.ones_like(param)
     return [
-        raised(lambda: apply_in_forward(bare, forward)),
+        raised(lambda: apply_in_forward(outside, forward)),
         raised(lambda: apply_in_forward(run.net, Muon(run.net.named_parameters()))),
         raised(unattached.step),
         raised(lambda: apply_in_forward(half.inner, unattached)),
@@ -453,9 +449,9 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_unfit_results_are_refused_before_the_first_pending_update() -> None:
-    for bare, none, unattached, part, twice in run_ranks(refusals, 2):
+    for outside, none, unattached, part, twice in run_ranks(refusals, 2):
         assert twice == "apply_in_forward: was called for this Muon before; call it only once"
-        assert "inner.weight, outer.weight are in no module of fully_shard" in bare
+        assert "inner.weight, outer.weight are in no module of fully_shard" in outside
         assert "build Muon with overlap = 'forward'" in none
         assert "call titan_muon.apply_in_forward(model, optimizer) once, before the first step" in unattached
         assert "outer.weight are in no module" in part

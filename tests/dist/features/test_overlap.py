@@ -14,12 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.dist.harness import run_ranks
+from tests.parity.table import SLOW
 from tests.shared import local, muon_keywords
 from titan_muon import Muon
-from titan_muon.options import Machine
 
-# On slow links the plan has several rounds with separate buffers.
-SLOW = Machine(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0, launch_us=0.0)
 OPTIONS: dict[str, Any] = {"lr": 0.02, "machine": SLOW}
 BACKWARD: dict[str, Any] = {"overlap": "backward", "orthogonalize": "reference"}
 WITHOUT: dict[str, Any] = {"overlap": "none", "orthogonalize": "reference"}

@@ -1,4 +1,4 @@
-"""Several ranks orthogonalize slices of a matrix with the result of one rank, the planned traffic, and no hang."""
+"""Several ranks orthogonalize slices of a matrix with the planned traffic. Bits: tests/parity."""
 
 from functools import cache
 from typing import Any
@@ -8,26 +8,25 @@ from torch.distributed.tensor import Shard
 
 from tests.dist.comm.test_traffic import Case, Counted, build, count
 from tests.dist.harness import run_ranks
-from tests.dist.small_params import SLICED
+from tests.parity.layouts import BLOCKS
+from tests.parity.table import SLOW_COMPUTE
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.types import Plan, teams_in
-
-# On four ranks some matrices have two owners and some four, so teams overlap; the last matrix is not sliced.
-SHAPES = {"a": (96, 32), "b": (128, 32), "c": (96, 32), "d": (64, 16), "e": (64, 16), "odd": (5, 6)}
-EXACT = {"ns_dtype": "float32", "wire_dtype": "float32", **SLICED}
 
 
 def teams_of(plan: Plan) -> list[tuple[int, ...]]:
     return [team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()]
 
 
-ALL = tuple(SHAPES.values())
+# On four ranks some matrices have two owners and some four, so teams overlap; the last matrix is not sliced.
+ALL = tuple(BLOCKS.values())
+SLICED: dict[str, Any] = {"split_over": 4, "machine": SLOW_COMPUTE}
 # Each rank stores the local slice of the last matrix, so only the owners communicate.
 METHODS: tuple[dict[str, Any], ...] = (
     {"shapes": ALL, "exchange": "all_to_all", "orthogonalize": "auto"},
     {"shapes": ALL, "exchange": "all_to_all", "orthogonalize": "gram", "ns_dtype": "float32"},
     {"shapes": ALL, "exchange": "all_gather_reduce_scatter", "orthogonalize": "auto"},
-    {"shapes": (SHAPES["b"],), "exchange": "all_to_all", "orthogonalize": "auto"},
+    {"shapes": (BLOCKS["b"],), "exchange": "all_to_all", "orthogonalize": "auto"},
 )
 
 

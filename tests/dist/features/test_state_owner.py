@@ -25,10 +25,6 @@ def made(world_size: int, layout: str, state: str) -> Training:
     return Training(row("states", world_size, (layout,), shapes=SHAPES, options={"state": state}))
 
 
-def step(training: Training, seed: int) -> None:
-    training.step(0, {name: drawn(name, seed) for name in training.params}, set())
-
-
 def state_bytes(training: Training) -> int:
     return sum(local(training.muon.state[param]["momentum_buffer"]).nbytes for param in training.params.values())
 
@@ -39,7 +35,7 @@ def stored(rank: int, world_size: int) -> dict[str, tuple[int, int, list[int]]]:
     for layout in ("plain", "replicated", "hsdp"):
         ours, theirs = (made(world_size, layout, state) for state in ("owner", "replicated"))
         for training in (ours, theirs):
-            step(training, 1)
+            training.step_on(1)
         planned = [4 * cost.state_elements for cost in summarize(ours.muon.plan).ranks]
         assert 4 * summarize(theirs.muon.plan).ranks[rank].state_elements == state_bytes(theirs)
         results[layout] = state_bytes(ours), state_bytes(theirs), planned
@@ -60,14 +56,14 @@ def load_directly(rank: int, world_size: int) -> tuple[bool, str, str]:
     """Whether a load of replicated state continues, and the errors of a load of an owner's state and of a read."""
     owner, everyone = (made(world_size, "plain", state) for state in ("owner", "replicated"))
     for training in (everyone, owner):
-        step(training, 1)
+        training.step_on(1)
     kept = copy.deepcopy(owner.muon.state_dict())
-    step(owner, 50)
+    owner.step_on(50)
     for name, param in owner.params.items():
         param.data.copy_(everyone.params[name].data)
     owner.muon.load_state_dict(everyone.muon.state_dict())
     for training in (owner, everyone):
-        step(training, 2)
+        training.step_on(2)
     same = all(param.equal(everyone.params[name]) for name, param in owner.params.items())
     refused = message(lambda: everyone.muon.load_state_dict(kept))
     momenta: list[Any] = [owner.muon.state[param]["momentum_buffer"] for param in owner.params.values()]

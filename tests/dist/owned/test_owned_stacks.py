@@ -85,12 +85,18 @@ def place(net: nn.Sequential, layout: Layout, world_size: int) -> list[Owners]:
     return owners
 
 
+def loss_of(net: nn.Module, share: int, shares: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(8, DIM, generator=generator).chunk(shares)[share]
+    return net(x).square().mean()
+
+
 def passes(rank: int, world_size: int, layout: Layout) -> tuple[int, int]:
     """Bytes sent by this rank in forward and in backward."""
     net = make(layout.experts)
     place(net, layout, world_size)
     with CollectiveCounter() as forward:
-        loss = net(torch.ones(2, DIM)).square().mean()
+        loss = loss_of(net, rank, world_size, 0)
     with CollectiveCounter() as backward:
         loss.backward()
     return forward.sent, backward.sent

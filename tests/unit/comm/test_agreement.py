@@ -1,6 +1,5 @@
 """Process groups of an agreement: the same list on every rank, with the timeout of the step's device."""
 
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -10,15 +9,8 @@ import torch.distributed as dist
 
 from titan_muon.comm import agreement
 from titan_muon.comm.agreement import Agreement, PlanReport
-from titan_muon.tensors.process_groups import fake_world
 
 BACKENDS = {"cuda": timedelta(minutes=10), "cpu": timedelta(minutes=30)}
-
-
-@pytest.fixture
-def four_ranks() -> Iterator[None]:
-    with fake_world(4):
-        yield
 
 
 @pytest.mark.usefixtures("four_ranks")

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor import distribute_tensor
 
-from tests.dist.features.test_overlap import NAMES, SLOW, Failed, Run
+from tests.dist.features.test_overlap import NAMES, Failed, Run
+from tests.parity.table import SLOW
 from tests.shared import muon_keywords
 from tests.stream_order import StreamOrder, stream_order
 from tests.unit.plans import plan_of
