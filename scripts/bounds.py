@@ -72,8 +72,9 @@ def chains(buckets: Iterable[Bucket], costs: Costs, *, overlap: Overlap = "none"
     """
     groups = Counter[tuple[int, tuple[int, ...], bool]]()
     for bucket in buckets:
-        if (pattern := PATTERNS[bucket.exchange]).has_owners:
-            groups.update((costs.pieces.kinds[matrix], bucket.group, pattern.spreads) for matrix in bucket.matrices)
+        if PATTERNS[bucket.exchange].has_owners:
+            spreads = bucket.exchange == "hierarchical"
+            groups.update((costs.pieces.kinds[matrix], bucket.group, spreads) for matrix in bucket.matrices)
     chain_counts = Counter[Chain]()
     hidden: Mapping[Overlap, dict[str, float]] = {"none": {}, "backward": {"gather": 0.0}, "forward": {"scatter": 0.0}}
     for (kind, group, spreads), count in groups.items():

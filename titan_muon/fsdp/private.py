@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.tensor import DTensor
 
@@ -22,11 +22,6 @@ class GatheredGroup:
 
     def params(self) -> list[DTensor]:
         return [param.sharded_param for param in self._group.fsdp_params]
-
-    @property
-    def policy(self) -> OffloadPolicy:
-        policy: OffloadPolicy = self._group.offload_policy
-        return policy
 
     @property
     def is_gathered(self) -> bool:
@@ -58,7 +53,7 @@ def prefetched_groups(module: FSDPModule) -> list[GatheredGroup]:
 
 def keeps_parameters_on_host(module: FSDPModule) -> bool:
     """Whether CPUOffloadPolicy keeps a module's parameters in host memory."""
-    return any(isinstance(group.policy, CPUOffloadPolicy) for group in own_groups(module))
+    return any(isinstance(group._group.offload_policy, CPUOffloadPolicy) for group in own_groups(module))
 
 
 def _groups_of(state: Any) -> list[GatheredGroup]:

@@ -105,7 +105,7 @@ def _variants(problem: Problem, work_of: WorkOf) -> Iterator[tuple[Problem, floa
 
 
 def _hierarchical_reason(problem: Problem) -> str:
-    if not problem.pattern.spreads:
+    if problem.pattern is not PATTERNS["hierarchical"]:
         return ""
     return (
         "owners return results to their own replica, and replicas all-gather the results (hierarchical): at least "

@@ -74,18 +74,10 @@ class BucketTotals(NamedTuple):
 
 
 class Pattern(ABC):
-    """The exchange of a bucket's matrices.
-
-    Attributes:
-        has_owners: whether a single owner orthogonalizes each matrix.
-        one_replica: whether an owner receives the pieces of its own replica only.
-        spreads: whether replicas all-gather results.
-    """
+    """The exchange of a bucket's matrices. `has_owners`: whether a single owner orthogonalizes each matrix."""
 
     name: str
     has_owners = True
-    one_replica = False
-    spreads = False
 
     @abstractmethod
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
@@ -132,7 +124,6 @@ class AllToAll(Pattern):
     """Every piece travels to the owner of its matrix, and back: each element once in each direction."""
 
     name = "all_to_all"
-    one_replica = True
 
     def key(self, matrix: int, direction: int, pieces: Pieces) -> Key:
         """The key of each rank, see [Note: keys]: gather from the owner's replica, return to all replicas."""
@@ -253,7 +244,6 @@ class Hierarchical(AllToAll):
     # ranks with equal pieces of different replicas, all-gathers the results.
 
     name = "hierarchical"
-    spreads = True
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
         replicas = _replicas_in(bucket, pieces)

@@ -36,7 +36,7 @@ def check_state(options: MuonOptions) -> None:
     """Raise OptionError if the options need the momentum of every replica."""
     if options.state == "replicated":
         return
-    if not PATTERNS[options.exchange].one_replica:
+    if options.exchange != "all_to_all":
         fault = f"exchange = {options.exchange!r} needs the momentum of every replica; choose 'all_to_all'"
     elif options.replicas == "redundant":
         fault = f"replicas = {options.replicas!r} needs the momentum of every replica; choose 'split'"
