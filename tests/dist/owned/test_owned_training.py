@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -338,6 +338,22 @@ def test_gradients_are_reduced_in_fully_shards_dtype() -> None:
     assert (none, half, full) == (of_none, of_half, of_full)
     assert half != full, "the dtypes must differ in what they make of these gradients"
     assert none == (half if torch.__version__ < "2.15" else full)
+
+
+def after_an_update(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """The outputs before and after all weights double, of a last module that waits for a backward meanwhile."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8, bias=False)
+    own(layer, mesh=init_device_mesh("cpu", (world_size,)), params=[layer.weight])
+    before = layer(torch.ones(2, 8)).detach()
+    with torch.no_grad():
+        local(layer.weight).mul_(2)
+    return before, layer(torch.ones(2, 8)).detach()
+
+
+def test_a_forward_after_an_update_without_a_backward_takes_the_new_weights() -> None:
+    for before, after in run_ranks(after_an_update, 2):
+        assert torch.equal(after, 2 * before)
 
 
 def on_their_way(rank: int, world_size: int) -> tuple[list[list[str]], list[int]]:
