@@ -29,6 +29,14 @@ def test_the_text_of_each_fault_occurs_once() -> None:
         assert code.count(mutant.old) == 1, f"{mutant.id}: {mutant.fault}"
 
 
+def test_every_fault_was_noticed_by_a_test_that_exists() -> None:
+    results = json.loads((HERE / "noticed_after.json").read_text(encoding="utf-8"))
+    assert results.keys() == {mutant.id for mutant in mutants(HERE / "mutants.toml", "after")}
+    for fault, result in results.items():
+        file, _, name = result["noticed_by"].partition("::")
+        assert f"def {name.partition('[')[0]}(" in (HERE.parents[1] / file).read_text(encoding="utf-8"), fault
+
+
 def test_a_run_records_the_first_test_that_notices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, results, faults = tmp_path / "code", tmp_path / "noticed.json", tmp_path / "faults.toml"
     (root / "made").mkdir(parents=True)
