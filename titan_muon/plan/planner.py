@@ -30,7 +30,8 @@ def make_plan(
     `machine`: by default a GPU machine by `options.machine`. Raises OptionError for contradicting options, and for too
     small a `buffer_gib`.
     """
-    check_split_over(options)
+    if options.split_over != 1:
+        check_split_over(options)
     whole_parameters, geometries = parameters, Geometries(parameters)
     if options.tp_mode != "owner":
         parameters, geometries = read_in_mode(parameters, geometries, options)

@@ -154,5 +154,8 @@ def test_a_step_without_options_runs_through_few_files_functions_and_classes() -
     step = re.search(r"second step: (\d+) files, (\d+) functions, (\d+) classes", shown)
     assert step is not None, shown
     assert [int(count) <= most for count, most in zip(step.groups(), (14, 56, 14), strict=True)] == [True] * 3, shown
+    build = re.search(r"build\(\): (\d+) files", shown)
+    assert build is not None, shown
+    assert int(build[1]) <= 40, shown
     assert "  step/step.py MuonStep.bucket" in shown
     assert "  build() plan/planner.py" in shown
