@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from .algorithms import algorithm_of, algorithms_in, check_group
+from .algorithms import algorithm_of, algorithms_in, check_group, choice_of
 from .comm.agreement import Agreement
 from .comm.clip import SkipsSteps
 from .comm.equality import check_equal
@@ -108,7 +108,7 @@ class Muon(SkipsSteps, Optimizer):
             ns_steps=ns_steps,
             ns_coefficients=rows_of(ns_coefficients),
             adjust_lr_fn=adjust_lr_fn,
-            algorithm=tuple(algorithm) if isinstance(algorithm, list) else algorithm,
+            algorithm=choice_of(algorithm),
             beta2=beta2,
             momentum_warmup_steps=momentum_warmup_steps,
             momentum_start=momentum_start,

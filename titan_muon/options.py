@@ -28,9 +28,10 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
 
 
+# A slice, because a set has no order.
 ALGORITHM = Constraint(
     "a name, or a list of different names",
-    lambda value: TEXT.holds(value) if isinstance(value, str) else 0 < len(value) == len(set(value)),
+    lambda value: TEXT.holds(value) if isinstance(value, str) else 0 < len(value) == len({*value[:]}),
 )
 
 
@@ -386,8 +387,7 @@ def constraints(table: type) -> tuple[tuple[str, Constraint, bool], ...]:
 @cache
 def choices(table: type) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     """The accepted values of each Literal option."""
-    kinds = get_type_hints(table).items()
-    return tuple((name, get_args(kind)) for name, kind in kinds if get_origin(kind) is Literal)
+    return tuple((name, get_args(kind)) for name, kind in get_type_hints(table).items() if get_origin(kind) is Literal)
 
 
 def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:

@@ -121,6 +121,8 @@ WRONG = [
     ("on_bad_gradient", None, "is not one of error, skip, skip_missing, skip_nonfinite"),
     ("replicas", "both", "is not one of auto, split, redundant"),
     ("algorithm", None, "it takes a name, or a list of different names"),
+    ("algorithm", {"muon"}, "it takes a name, or a list of different names"),
+    ("algorithm", ["muon", "muon"], "it takes a name, or a list of different names"),
     ("lr", None, "it takes 0 or more"),
 ]
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 from .. import registry
 from ..options import MuonOptions, OptionError
@@ -55,9 +56,13 @@ def algorithms_in(options: MuonOptions, groups: Sequence[Group]) -> tuple[str, .
     return tuple(sorted({name for c in _choices(options, groups) for name in replace(options, algorithm=c).algorithms}))
 
 
+def choice_of(algorithm: Any) -> Any:
+    """A name as it is, and a list of names as a tuple."""
+    return tuple(algorithm) if isinstance(algorithm, Sequence) and not isinstance(algorithm, str) else algorithm
+
+
 def _choices(options: MuonOptions, groups: Sequence[Group]) -> list[str | tuple[str, ...]]:
-    choices = [group.get("algorithm", options.algorithm) for group in groups]
-    return [tuple(choice) if isinstance(choice, list) else choice for choice in choices]
+    return [choice_of(group.get("algorithm", options.algorithm)) for group in groups]
 
 
 def check_group(options: MuonOptions, group: Group) -> None:

@@ -67,7 +67,8 @@ class Estimate:
 def plan_of(muon: Muon | None, device: str, machine: Machine | None = None) -> Plan | None:
     """Muon's plan for a type of device; None without trained parameters. `machine`: instead of Muon's own.
 
-    Raises ValueError as `Muon.build`, except for errors that only several processes have.
+    Raises ValueError as `Muon.build`, except for errors that only several processes have, and also for an option that
+    only the algorithm of another pipeline stage reads.
     """
     trained = (
         []

@@ -209,7 +209,7 @@ def _begin_run(trainer: MuonTrainer, recipe: Recipe, run: Run, group: dist.Proce
     if stages > 1:
         parts = [None] * world
         dist.gather_object(own, parts if rank == 0 else None, group=group)
-    answer: list[Exception | None] = [None]
+    failure: Exception | None = None
     if rank == 0:
         try:
             for change in runs.changed_keys(run, recipe):
@@ -218,11 +218,16 @@ def _begin_run(trainer: MuonTrainer, recipe: Recipe, run: Run, group: dist.Proce
             _print_optimizers(trainer, recipe, run, [part for part in parts if part is not None])
             _print_start(trainer, recipe, run)
         except Exception as error:
-            answer[0] = unusable(recipe.dump_folder, error) if isinstance(error, OSError) else error
+            failure = unusable(recipe.dump_folder, error) if isinstance(error, OSError) else error
+    # As text, because not every error can be pickled.
+    sent = [None if failure is None else (isinstance(failure, RecipeError), str(failure), type(failure).__name__)]
     if group is not None:
-        dist.broadcast_object_list(answer, src=0, group=group)
-    if answer[0] is not None:
-        raise answer[0]
+        dist.broadcast_object_list(sent, src=0, group=group)
+    if failure is not None:
+        raise failure
+    if sent[0] is not None:
+        is_refusal, text, name = sent[0]
+        raise RecipeError(text) if is_refusal else RuntimeError(f"{name}: {text} (on rank 0)")
 
 
 def _stage_texts(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """A recipe's keys reach TorchTitan's configuration under the same names, or are refused with the key."""
 
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from torch import nn
 
 from tests import tiny
 from titan_muon.assignment.rules import Assignment
+from titan_muon.options import OptionError
 from titan_muon.titan.recipe import Recipe, RecipeError
 from titan_muon.titan.torchtitan import compat
 
@@ -142,20 +144,33 @@ def test_the_start_counts_the_whole_model_and_lists_every_pipeline_rank(
     assert (tmp_path / "optimizers.txt").read_text() == f"table of 0\n\ntable of 1\n\n{counts}"
 
 
-@pytest.mark.parametrize(("error", "kind"), [(OSError("disk full"), RecipeError), (KeyError("w"), KeyError)], ids=str)
+@pytest.mark.parametrize(
+    ("error", "kinds"),
+    [
+        (OSError("disk full"), [RecipeError, RecipeError]),
+        (OptionError("w", "is unpicklable"), [OptionError, RuntimeError]),
+    ],
+    ids=["refusal", "another error"],
+)
 def test_an_error_of_rank_0_at_the_start_reaches_every_rank(
-    error: Exception, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, kinds: list[type], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent: list[Exception | None] = []
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    sent: list[Any] = []
+
+    def broadcast(answer: list[Any], **_: Any) -> None:
+        # Rank 1 runs after rank 0.
+        sent.append(pickle.dumps(answer[0]) if dist.get_rank() == 0 else b"")
+        answer[0] = pickle.loads(sent[0])
+
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda answer, **_: sent.extend(answer))
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
     monkeypatch.setattr(job, "_stage_texts", lambda *_: ("", ""))
     monkeypatch.setattr(job.runs, "changed_keys", mock.Mock(side_effect=error))
     trainer: Any = SimpleNamespace(parallel_dims=SimpleNamespace(pp=1))
-    with pytest.raises(kind):
-        job._begin_run(trainer, tiny.recipe(tmp_path), Run(str(tmp_path)), mock.Mock())
-    assert [type(answer) for answer in sent] == [kind]
+    for number in range(2):
+        monkeypatch.setattr(dist, "get_rank", lambda number=number: number)
+        with pytest.raises(kinds[number], match=str(error)):
+            job._begin_run(trainer, tiny.recipe(tmp_path), Run(str(tmp_path)), mock.Mock())
 
 
 @pytest.mark.parametrize(("accelerator", "offload"), [(True, True), (True, False), (False, True)])
@@ -190,7 +205,7 @@ def test_a_start_that_cannot_write_is_refused_on_every_rank_by_the_file(
     error, is_kept = prepare(lambda: trainer, tiny.recipe(tmp_path), monkeypatch, object())
     assert isinstance(error, RecipeError)
     assert "No space left on device: 'recipe.toml.tmp'. Free space, " in str(error)
-    assert sent == [error, "closed"]
+    assert sent == [(True, str(error), "RecipeError"), "closed"]
     assert not is_kept
 
 
