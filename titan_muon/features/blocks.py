@@ -1,10 +1,10 @@
 """`whole_freq`: MuonBP (Khaled et al., 2025, arXiv:2510.16981), steps on blocks between steps on whole matrices."""
 
 # [Note: steps on blocks]
-# - A block is the part of a matrix that a rank stores. Replicas repeat the work, so a step on blocks sends nothing.
-# - Its plan is of the same parameters. Momentum, gradients and report serve both plans, but each has views, a program
-#   and a workspace, of which one is allocated at a time, or with `keep_buffers` both.
-# - A parameter that every rank stores in whole matrices has the same steps in both plans, at the same rate.
+# - A block is a rank's part of a matrix. Replicas repeat the work, so a step on blocks sends nothing.
+# - Both plans have the same parameters, momentum, gradients and report. Each plan has its own views, program and
+#   workspace. Only one workspace is allocated at a time, except with `keep_buffers`.
+# - A parameter in whole matrices on every rank has the same steps in both plans, at the same rate.
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PLAIN: tuple[tuple[str, object], ...] = (
 
 
 def check(context: PlanContext) -> None:
-    """Raise OptionError for options that steps on blocks do not have."""
+    """Raise OptionError for options without steps on blocks."""
     options = context.options
     for name, value in PLAIN:
         if getattr(options, name) != value:
@@ -72,7 +72,7 @@ def is_whole(rank: Rank) -> bool:
 
 
 def _stored_parts(geometry: Geometry) -> list[Part]:
-    """What each rank stores; equal parts of replicas once."""
+    """The part of a parameter on each rank. Replicas have one part together."""
     layout, split = geometry.layout, geometry.stack.row_dims
     sizes = layout.shape
     stored = dict.fromkeys(region(layout, coordinate) for coordinate in layout.mesh.coordinates.values())

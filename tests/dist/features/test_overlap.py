@@ -183,7 +183,9 @@ def start_anew(run: Run, step: int) -> None:
 
 def move_storage(run: Run, step: int) -> None:
     for param in run.params.values():
-        param.data = param.data.clone()
+        moved = nn.Parameter(param.detach().clone())
+        moved.grad = param.grad
+        torch.utils.swap_tensors(param, moved)
 
 
 def changed(mesh: DeviceMesh, rank: int, change: Callable[[Run], object]) -> tuple[bool, str]:
