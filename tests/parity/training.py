@@ -256,8 +256,9 @@ class Training:
 
 
 def swap_data(training: Training) -> None:
+    """New storage for each parameter. An assignment to `data` leaves a DTensor's local tensor where it is."""
     for param in training.params.values():
-        param.data = param.data.clone()
+        torch.utils.swap_tensors(param, nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad))
 
 
 def swap_and_rebuild(training: Training) -> None:
