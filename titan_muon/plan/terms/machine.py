@@ -340,7 +340,7 @@ def _rack(rates: MachineRates, network: float) -> MachineRates:
 MACHINES: Mapping[str, MachineRates] = {
     machine.name: machine
     for machine in (
-        # NVIDIA data sheets: dense bfloat16 and float32 in TFLOP/s, TB/s; 80, 141 and 180 GB. Only the H200 was measured.
+        # NVIDIA data sheets: TFLOP/s in dense bfloat16 and in float32, and TB/s. Only the H200 was measured.
         _gpus("h100x8", 989, 67, 3.35, Link(360e9, 10e-6, 1e-6), 79),
         _gpus("h200x8", 989, 67, 4.8, Link(360e9, 10e-6, 1e-6), 139),
         _gpus("b200x8", 2250, 75, 8.0, Link(720e9, 10e-6, 1e-6), 178),
@@ -358,7 +358,7 @@ CPU_FLOAT32 = _cpu("cpu", _flops(1.3e9, 63e9))
 
 
 def machine_of(options: Machine, device: str = "cuda", measured: str | None = None) -> MachineRates:
-    """The rates for ranks on a device type: options override measured rates, which override the named machine.
+    """The rates for ranks on a device type: measured rates override the named machine's.
 
     `measured`: text of `options.file`. Raises OptionError for an invalid text.
     """
@@ -366,24 +366,7 @@ def machine_of(options: Machine, device: str = "cuda", measured: str | None = No
     machine = MACHINES[name]
     if measured is not None:
         machine = _measured(machine, str(options.file), measured)
-
-    def override(value: float | None, unit: float, default: float) -> float:
-        return default if value is None else value * unit
-
-    def link(rates: Link, bandwidth: float | None, latency: float | None) -> Link:
-        bandwidth = override(bandwidth, 1e9, rates.bandwidth)
-        return replace(rates, bandwidth=bandwidth, latency=override(latency, 1e-6, rates.latency))
-
-    large = {name: override(options.tflops, 1e12, machine.flops[name]) for name in ("bfloat16", "float16")}
-    return replace(
-        machine,
-        ranks_per_node=machine.ranks_per_node if options.ranks_per_node is None else options.ranks_per_node,
-        flops={**large, "float32": override(options.tflops_float32, 1e12, machine.flops["float32"])},
-        memory=override(options.memory_gb, 1e9, machine.memory),
-        node=link(machine.node, options.node_gb, options.node_latency_us),
-        network=link(machine.network, options.network_gb, options.network_latency_us),
-        launch=override(options.launch_us, 1e-6, machine.launch),
-    )
+    return machine if options.ranks_per_node is None else replace(machine, ranks_per_node=options.ranks_per_node)
 
 
 def _measured(machine: MachineRates, file: str, text: str) -> MachineRates:
@@ -394,19 +377,22 @@ def _measured(machine: MachineRates, file: str, text: str) -> MachineRates:
         if rates.get("source") == "rehearsed":
             raise ValueError("it was rehearsed without a GPU")
         flops = {name: float(rates["flops"][name]) for name in ("bfloat16", "float16", "float32")}
-        machine = replace(machine, flops=flops, memory=float(rates["memory_bandwidth"]))
-        return _with_links(machine, rates)
+        memory, launch = float(rates["memory_bandwidth"]), float(rates.get("launch", machine.launch))
+        return _with_links(replace(machine, flops=flops, memory=memory, launch=launch), rates)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"= {file!r} is not a machine as `make gpu` writes it ({error!r}); measure again"
         raise OptionError("machine.file", problem) from error
 
 
 def _with_links(machine: MachineRates, rates: Mapping[str, Any]) -> MachineRates:
-    if rates["bandwidth"] is None:
-        return machine
-    measured = {name: float(rates[name]) for name in ("bandwidth", "latency")}
-    per_node = int(rates["ranks_per_node"])
-    # A single node measures the node's link, several nodes the network's.
-    if int(rates["ranks"]) > per_node:
-        return replace(machine, ranks_per_node=per_node, network=replace(machine.network, **measured))
-    return replace(machine, node=replace(machine.node, **measured))
+    """Both links by name, or the link that `make gpu` measured: of a single node the node's, else the network's."""
+    links = {where: rates[where] for where in ("node", "network") if where in rates}
+    if rates.get("bandwidth") is not None:
+        per_node = int(rates["ranks_per_node"])
+        is_network = int(rates["ranks"]) > per_node
+        machine = replace(machine, ranks_per_node=per_node) if is_network else machine
+        links["network" if is_network else "node"] = rates
+    for where, link in links.items():
+        measured = {name: float(link[name]) for name in ("bandwidth", "latency")}
+        machine = replace(machine, **{where: replace(getattr(machine, where), **measured)})
+    return machine
