@@ -14,7 +14,6 @@ from torch.distributed.tensor import distribute_tensor
 
 from tests.dist.features.test_overlap import NAMES, Failed, Run
 from tests.machines import rates
-from tests.parity.table import SLOW
 from tests.shared import muon_keywords
 from tests.stream_order import StreamOrder, stream_order
 from tests.unit.plans import plan_of
@@ -44,7 +43,11 @@ def planned(overlap: Overlap) -> Plan:
         stack = MatrixStack(1, (MatrixRows("", (Interval(0, rows),)),))
         layout = Layout((rows, 16), Mesh((2,), (0, 1)), (Shard(0),))
         parameters += [Parameter(f"layers.{layer}.{name}", f"layers.{layer}", layout, stack) for name in ("up", "down")]
-    return plan_of(parameters, overlap=overlap, machine=SLOW)
+    return plan_of(
+        parameters,
+        overlap=overlap,
+        machine=rates(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0, launch_us=0.0),
+    )
 
 
 def test_rounds_follow_backward_and_have_buffers_for_every_hidden_round() -> None:
