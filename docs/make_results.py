@@ -23,7 +23,8 @@ HEAD = """# Plans of published models: modelled steps
 
 `docs/make_results.py` generates this page from `plan_*.json`. All times are modelled for `h100x8`, at the rates of each
 section's commit: nodes of 8 GPUs, and 45 GB/s per GPU between nodes. Times are milliseconds of the last rank. Steps of
-one H200 took 0.99 to 2.71 times the time that was modelled with rates fitted to it. The rates and their sources are in `titan_muon/plan/terms/machine.py`.
+one H200 took 0.99 to 2.71 times the time that was modelled with rates fitted to it. The rates and their sources are in
+`titan_muon/plan/terms/machine.py`.
 
 - **step**: Newton-Schulz + passes over memory + waits, if the host is ahead of the device.
 - **least, link**: the least Newton-Schulz (the mean over ranks, or the largest matrix), and the busiest link.
@@ -101,7 +102,8 @@ def launches() -> str:
         count = json.loads(line)
         row, host = count["row"], (LAUNCH_US * count["launches"] + ENTRY_US * count["entries"]) / 1e3
         step = steps[tuple(row[key] for key in KEYS)]
-        numbers = f"{count.get('rank', '?')} | {count['launches']:,} | {count['entries']:,} | {host:.1f} | {step:,.1f} | {host / step:.2f}"
+        counts = f"{count.get('rank', '?')} | {count['launches']:,} | {count['entries']:,}"
+        numbers = f"{counts} | {host:.1f} | {step:,.1f} | {host / step:.2f}"
         layout = f"{row['split_over']}, {row['replicas']}"
         lines.append(f"| {row['model']} | {row['ranks']:,} | {row['overlap']} | {layout} | {numbers} |")
     return "\n".join(lines) + "\n"
