@@ -2,7 +2,7 @@
 
     python benchmarks/count_launches.py --files docs/results/plan_dense.json --json launches.json
 
-One rank of each row steps, the owner of the first matrix, at full size without memory. The rules for lists are those of
+The slowest rank of each row's modelled step steps, at full size without memory. The rules for lists are those of
 `benchmarks/rehearsal/launches.py`. Needs no CUDA build and no GPU. Overlapped rounds count as part of the step.
 """
 
@@ -35,7 +35,9 @@ from benchmarks.rehearsal.fake_gpu import fake_gpu, fake_rank
 from benchmarks.rehearsal.launches import Launches
 from titan_muon import Expert, Muon
 from titan_muon.plan import Plan
+from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.terms.layout import Geometries
+from titan_muon.step.rank import planning_machine
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model
 from titan_muon.titan.recipe import load
 
@@ -54,8 +56,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a step on a rank: launches, operators, collectives, and tensors in lists of operators."""
+    """Of a step on `rank`: launches, operators, collectives, and tensors in lists of operators."""
 
+    rank: int
     launches: int
     operators: int
     collectives: int
@@ -79,12 +82,15 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
 
-def planned(row: Row) -> MetaModel:
-    """The plan of a row for GPUs, on the meta device."""
+def planned(row: Row) -> tuple[MetaModel, int]:
+    """The plan of a row for GPUs, on the meta device, and the slowest rank of its modelled step."""
     flags = ["--parallelism.expert_parallel_degree", str(row.expert_parallel), "--machine.name", "h100x8"]
     flags += ["--muon.expert.split_over", str(row.split_over), "--muon.overlap", row.overlap, "--qk_clip.mode", "off"]
     flags += ["--parallelism.data_parallel_replicate_degree", str(row.replicas)]
-    return build_meta_model(load(ROOT / f"configs/{row.model}_muon.toml", flags), row.ranks, "cuda")
+    recipe = load(ROOT / f"configs/{row.model}_muon.toml", flags)
+    meta = build_meta_model(recipe, row.ranks, "cuda")
+    assert meta.plan is not None, f"{row.model} has Muon parameters"
+    return meta, timeline(meta.plan, planning_machine(recipe.machine, "cuda"), overlap=recipe.muon.overlap).last.rank
 
 
 def parameters_on(plan: Plan, sharded: Mapping[str, Tensor], rank: int) -> Iterator[tuple[str, nn.Parameter]]:
@@ -121,10 +127,9 @@ def given(plan: Plan) -> Iterator[None]:
 
 def counted(row: Row) -> Counts:
     """The counts of the second step, because the first makes tensors."""
-    meta = planned(row)
+    meta, rank = planned(row)
     plan = meta.plan
-    assert plan is not None, f"{row.model} has Muon parameters"
-    rank = next((bucket.owners[0] for bucket in plan.buckets if bucket.owners), 0)
+    assert plan is not None, "planned() returns one"
     with mock.patch("torch.backends.cuda.is_built", return_value=True), fake_gpu(), fake_rank(row.ranks, rank):
         params = list(parameters_on(plan, meta.parameters, rank))
         with given(plan):
@@ -134,7 +139,7 @@ def counted(row: Row) -> Counts:
         with ListCounter() as counter:
             muon.step()
         calls = muon.engine.rank.exchange.traffic.calls - calls
-        return Counts(counter.counts.total(), counter.operators, calls, counter.entries)
+        return Counts(rank, counter.counts.total(), counter.operators, calls, counter.entries)
 
 
 def rows_of(file: Path) -> list[Row]:

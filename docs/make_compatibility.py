@@ -27,9 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: 
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import Placement, Shard, distribute_tensor  # noqa: E402
 
+from tests.machines import machine_file  # noqa: E402
 from titan_muon import Muon, Owners, apply_in_forward, own  # noqa: E402
 from titan_muon.features import overlap_of  # noqa: E402
-from titan_muon.options import EXPERT, Expert, Machine, MuonOptions, PlacementRule, Split, choices  # noqa: E402
+from titan_muon.options import EXPERT, Expert, MuonOptions, PlacementRule, Split, choices  # noqa: E402
 from titan_muon.tensors.process_groups import fake_world  # noqa: E402
 from titan_muon.titan.recipe import schema, toml  # noqa: E402
 from titan_muon.titan.recipe.constraints import violations  # noqa: E402
@@ -39,7 +40,7 @@ PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- {}: written by docs/make_compatibility.py -->\n", "<!-- end of {} -->\n"
 
 # Products take a second for each FLOP and links are fast, so that ranks share the matrices of the tiny model.
-SLOW = Machine(tflops=1e-12, tflops_float32=1e-12, node_gb=1e6, node_latency_us=0.0, launch_us=0.0)
+SLOW = machine_file(tflops=1e-12, tflops_float32=1e-12, node_gb=1e6, node_latency_us=0.0, launch_us=0.0)
 KERNELS = ("triton", "quack")
 """Values of `ns_kernel` that need a GPU: not tried."""
 SAMPLES: Mapping[str, tuple[Any, ...]] = {

@@ -9,17 +9,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+from titan_muon.plan.terms.machine import MACHINES
+
 FOLDER = Path(__file__).parent / "results"
 PAGE, HOST, LAUNCHES = FOLDER / "plan.md", FOLDER / "host.md", FOLDER / "launches.jsonl"
 BEGIN, END = "<!-- launches: written by docs/make_results.py -->\n", "<!-- end of launches -->\n"
-LAUNCH_US, ENTRY_US = 8.6, 2.0
-"""Microseconds of the host for a launch, and for a tensor in a list: docs/results/h200.md."""
+LISTS = 13
+"""Lists that have a piece in a step, so that a tensor in a list costs the host this share of a piece."""
+LAUNCH_US = 1e6 * MACHINES["h200x8"].host
+ENTRY_US = 1e6 * MACHINES["h200x8"].host_piece / LISTS
 KEYS = ("model", "ranks", "expert_parallel", "overlap", "split_over", "replicas")
 HEAD = """# Plans of published models: modelled steps
 
-`docs/make_results.py` generates this page from `plan_*.json`. All times are modelled for `h100x8`: nodes of 8 GPUs with
-700 TFLOP/s, and 45 GB/s per GPU between nodes. Times are milliseconds of the last rank. No GPU was measured. A clock
-may show 0.8 to 1.5 times these times. The rates and their sources are in `titan_muon/plan/terms/machine.py`.
+`docs/make_results.py` generates this page from `plan_*.json`. All times are modelled for `h100x8`, at the rates of each
+section's commit: nodes of 8 GPUs, and 45 GB/s per GPU between nodes. Times are milliseconds of the last rank. Steps of
+one H200 took 0.99 to 2.71 times the time that was modelled with rates fitted to it. The rates and their sources are in
+`titan_muon/plan/terms/machine.py`.
 
 - **step**: Newton-Schulz + passes over memory + waits, if the host is ahead of the device.
 - **least, link**: the least Newton-Schulz (the mean over ranks, or the largest matrix), and the busiest link.
@@ -32,6 +37,7 @@ HOST_COLUMNS = (
     "ranks",
     "overlap",
     "slices, replicas",
+    "rank",
     "launches",
     "tensors in lists",
     "host ms",
@@ -96,7 +102,8 @@ def launches() -> str:
         count = json.loads(line)
         row, host = count["row"], (LAUNCH_US * count["launches"] + ENTRY_US * count["entries"]) / 1e3
         step = steps[tuple(row[key] for key in KEYS)]
-        numbers = f"{count['launches']:,} | {count['entries']:,} | {host:.1f} | {step:,.1f} | {host / step:.2f}"
+        counts = f"{count.get('rank', '?')} | {count['launches']:,} | {count['entries']:,}"
+        numbers = f"{counts} | {host:.1f} | {step:,.1f} | {host / step:.2f}"
         layout = f"{row['split_over']}, {row['replicas']}"
         lines.append(f"| {row['model']} | {row['ranks']:,} | {row['overlap']} | {layout} | {numbers} |")
     return "\n".join(lines) + "\n"

@@ -17,6 +17,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MultipleLocator, NullLocator, StrMethodFormatter
 
 from titan_muon.titan.recipe import Recipe
 
@@ -166,6 +167,17 @@ def table(groups: Sequence[Sequence[Run]]) -> list[str]:
     return lines
 
 
+def at_the_edge(group: Sequence[Run], groups: Sequence[Sequence[Run]]) -> str:
+    """A sentence if the rate of a group is the lowest or highest that was tried, at any length; else empty."""
+    tried, rate = [other[0].rate for other in groups], group[0].rate
+    edge = "lowest" if rate == min(tried) else "highest" if rate == max(tried) else ""
+    return (
+        f"{rate:g} is the {edge} rate that was tried for {group[0].optimizer}: its best rate is not known."
+        if edge
+        else ""
+    )
+
+
 def found(groups: Sequence[Sequence[Run]]) -> list[str]:
     """What the longest runs of both Muon and AdamW show."""
     of = {name: [group for group in groups if group[0].optimizer == name] for name in ("muon", "adamw")}
@@ -177,9 +189,10 @@ def found(groups: Sequence[Sequence[Run]]) -> list[str]:
     difference = final(adamw) - final(muon)
     better = "lower" if difference > 0 else "higher"
     lines = [
-        f"After {muon[0].tokens:.1f} M tokens and at the best rate of each, Muon's held-out loss is "
-        f"{abs(difference):.3f} nats {better} than AdamW's ({len(muon)} and {len(adamw)} seeds)."
+        f"After {muon[0].tokens:.1f} M tokens, with {muon[0].rate:g} for Muon and {adamw[0].rate:g} for AdamW, Muon's "
+        f"held-out loss is {abs(difference):.3f} nats {better} than AdamW's ({len(muon)} and {len(adamw)} seeds)."
     ]
+    lines += [edge for group in (muon, adamw) if (edge := at_the_edge(group, of[group[0].optimizer]))]
     needed = tokens_to(muon, final(adamw)) if difference > 0 else tokens_to(adamw, final(muon))
     if needed is not None:
         first, other = ("Muon", "AdamW") if difference > 0 else ("AdamW", "Muon")
@@ -198,7 +211,7 @@ def picture(runs: Sequence[Run]) -> Figure:
         groups = by_setting(run for run in runs if run.model == model)
         draw_curves(curves, groups)
         draw_rates(rates, groups)
-        curves.set_title(f"{MODELS[model]}: held-out loss, best rates")
+        curves.set_title(f"{MODELS[model]}: held-out loss, best rates tried")
         rates.set_title(f"{MODELS[model]}: last held-out loss by rate")
     return figure
 
@@ -219,13 +232,17 @@ def draw_curves(axes: Axes, groups: Sequence[Sequence[Run]]) -> None:
             axes.fill_between(tokens, low, high, color=color, alpha=0.2, linewidth=0)
     # The first losses would hide the differences of the last.
     axes.set(xlabel="tokens (millions)", ylabel="loss (nats per token)", yscale="log")
+    # Ticks between powers of ten, as plain numbers.
+    axes.yaxis.set_major_locator(MultipleLocator(0.5))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.1f}"))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.legend()
-    axes.grid(alpha=0.3, which="both")
+    axes.grid(alpha=0.3)
 
 
 def draw_rates(axes: Axes, groups: Sequence[Sequence[Run]]) -> None:
-    """The last loss of the first seed by rate, of the length with most settings, at the rate of vectors that most of an
-    optimizer's runs share.
+    """Mean and deviation of the last loss by rate, of the length with most settings, at the rate of vectors
+    that most of an optimizer's runs share.
     """
     lengths = [round(group[0].tokens) for group in groups]
     most = max(sorted(set(lengths)), key=lengths.count)
@@ -233,11 +250,14 @@ def draw_rates(axes: Axes, groups: Sequence[Sequence[Run]]) -> None:
         mine = [group for group in groups if group[0].optimizer == name and round(group[0].tokens) == most]
         vectors = [group[0].vectors for group in mine]
         shared = max(set(vectors), key=vectors.count, default=None)
-        # Of the first seed, because the best rate has more of them.
-        firsts = [min(group, key=lambda run: run.seed) for group in mine]
-        points = sorted((run.rate, run.loss) for run in firsts if name == "adamw" or run.vectors == shared)
-        if points:
-            axes.plot([rate for rate, _ in points], [loss for _, loss in points], color=color, marker="o", label=name)
+        shown = [group for group in mine if name == "adamw" or group[0].vectors == shared]
+        shown.sort(key=lambda group: group[0].rate)
+        if not shown:
+            continue
+        spreads = [stdev(run.loss for run in group) if len(group) > 1 else 0.0 for group in shown]
+        rates, seeds = [group[0].rate for group in shown], "/".join(str(len(group)) for group in shown)
+        label = f"{name}, {seeds} seed(s)"
+        axes.errorbar(rates, [*map(final, shown)], spreads, color=color, marker="o", capsize=3, label=label)
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss (nats per token)")
     axes.legend()
     axes.grid(alpha=0.3, which="both")

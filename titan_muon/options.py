@@ -87,41 +87,17 @@ class PlacementRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine for the plan: a name, and numbers instead of the named machine's."""
+    """The machine for the plan: a name, or a file of measured rates."""
 
-    name: Literal["auto", "h100x8", "h200x8", "b200x8", "gb200x72", "gb300x72", "a100x8", "cpu", "cpu_float32"] = "auto"
+    name: Literal["auto", "h100x8", "h200x8", "b200x8", "gb200x72", "gb300x72", "cpu"] = "auto"
     """Nodes of 8 GPUs, or racks of 72 in one NVLink domain, with a network of 400 Gb/s for each GPU (`gb300x72`: 800).
     `auto`: `h100x8` on GPUs, `cpu` on CPUs."""
 
     file: Annotated[str, TEXT] | None = None
-    """File of measured numbers instead of the named ones, `machine.json` of `make gpu`."""
+    """File of measured rates instead of the named machine's: `machine.json` of `make gpu`, or one in its form."""
 
     ranks_per_node: Annotated[int, COUNT] | None = None
     """Ranks in one node, or in one NVLink domain."""
-
-    tflops: Annotated[float, POSITIVE] | None = None
-    """TFLOP/s of large matrix products in bfloat16 or float16."""
-
-    tflops_float32: Annotated[float, POSITIVE] | None = None
-    """TFLOP/s in float32, without TF32."""
-
-    memory_gb: Annotated[float, POSITIVE] | None = None
-    """Memory bandwidth of a rank in GB/s, reads and writes together."""
-
-    node_gb: Annotated[float, POSITIVE] | None = None
-    """Bandwidth in GB/s from a rank to ranks of the same node."""
-
-    node_latency_us: Annotated[float, NOT_NEGATIVE] | None = None
-    """Latency of a collective within a node, in microseconds."""
-
-    network_gb: Annotated[float, POSITIVE] | None = None
-    """Bandwidth in GB/s from a rank to ranks of other nodes."""
-
-    network_latency_us: Annotated[float, NOT_NEGATIVE] | None = None
-    """Latency of a collective between nodes, in microseconds."""
-
-    launch_us: Annotated[float, NOT_NEGATIVE] | None = None
-    """Shortest time of a kernel launch, in microseconds."""
 
 
 Offload = Literal["none", "state", "parameters"]

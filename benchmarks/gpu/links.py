@@ -155,26 +155,12 @@ def main(words: Sequence[str]) -> int:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         machine = MeasuredMachine(name, world, ranks_per_node, bandwidth, latency, flops, memory_rate(device))
-        document = {"machine": asdict(machine), "recipe": recipe_table(machine), "rows": [asdict(row) for row in rows]}
+        document = {"machine": asdict(machine), "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        print(json.dumps({key: document[key] for key in ("machine", "recipe")}, indent=1))
+        print(json.dumps(document["machine"], indent=1))
     dist.barrier()
     dist.destroy_process_group()
     return 0
-
-
-def recipe_table(machine: MeasuredMachine) -> dict[str, float]:
-    """`[machine]` table of a recipe for this machine; without links for a single rank."""
-    table = {
-        "tflops": round(machine.flops["float16"] / 1e12, 1),
-        "tflops_float32": round(machine.flops["float32"] / 1e12, 1),
-        "memory_gb": round(machine.memory_bandwidth / 1e9, 1),
-    }
-    if machine.bandwidth is not None and machine.latency is not None:
-        where = "network" if machine.ranks > machine.ranks_per_node else "node"
-        table[f"{where}_gb"] = round(machine.bandwidth / 1e9, 1)
-        table[f"{where}_latency_us"] = round(machine.latency * 1e6, 1)
-    return table
 
 
 if __name__ == "__main__":

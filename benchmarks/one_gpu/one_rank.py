@@ -47,7 +47,7 @@ FASTER = 0.98
 GIB = 2**30
 KERNELS = 40
 """Most kernels in the details."""
-MACHINES = {"H200": "h200x8", "H100": "h100x8", "B200": "b200x8", "A100": "a100x8"}
+MACHINES = {"H200": "h200x8", "H100": "h100x8", "B200": "b200x8"}
 """The planner's machine by a part of the GPU's name."""
 
 Named = list[tuple[str, nn.Parameter]]

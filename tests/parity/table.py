@@ -4,16 +4,16 @@ from typing import Any
 
 import torch
 
+from tests.machines import machine_file
 from tests.parity.layouts import BLOCKS, FUSED, MATRICES, ODD, STACKS
 from tests.parity.references import ALGORITHM, OTHER_GROUP
 from tests.parity.training import DROP, ELSEWHERE, Row
-from titan_muon.options import Machine
 
-SLOW = Machine(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0, launch_us=0.0)
+SLOW = machine_file(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0, launch_us=0.0)
 """Slow links, for plans with several buckets in flight."""
-SLOW_NETWORK = Machine(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
+SLOW_NETWORK = machine_file(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
 """Slow traffic between replicas, for hierarchical returns."""
-SLOW_COMPUTE = Machine(tflops=1e-6, tflops_float32=1e-6, node_gb=1e3, node_latency_us=0.0, launch_us=0.0)
+SLOW_COMPUTE = machine_file(tflops=1e-6, tflops_float32=1e-6, node_gb=1e3, node_latency_us=0.0, launch_us=0.0)
 """Slow compute, for matrices that several ranks share."""
 
 ALL, FEW, EVEN = (*MATRICES, *STACKS), ("wide", "tall", "short", "experts"), ("wide", "tall")

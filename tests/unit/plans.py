@@ -15,9 +15,17 @@ from torch import Tensor
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titan_muon.options import Machine, MuonOptions, Overlap, Split
+from tests.machines import rates
+from titan_muon.options import MuonOptions, Overlap, Split
 from titan_muon.plan.planner import make_plan
-from titan_muon.plan.terms.machine import Work, sliced_elements, standard_elements, standard_flops, team_cost
+from titan_muon.plan.terms.machine import (
+    MachineRates,
+    Work,
+    sliced_elements,
+    standard_elements,
+    standard_flops,
+    team_cost,
+)
 from titan_muon.plan.terms.types import (
     Bucket,
     Cut,
@@ -55,10 +63,10 @@ def examples(count: int) -> settings:
 EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
 # Machines limited by links, calls or products.
 MACHINES = (
-    Machine(),
-    Machine(node_gb=1e-6, tflops=1e-9),
-    Machine(node_latency_us=1e6, tflops=1e-3),
-    Machine(node_gb=1e3, node_latency_us=0.0, tflops=1e-12),
+    rates(),
+    rates(node_gb=1e-6, tflops=1e-9),
+    rates(node_latency_us=1e6, tflops=1e-3),
+    rates(node_gb=1e3, node_latency_us=0.0, tflops=1e-12),
 )
 REPLICAS = ("split", "redundant")
 # The modes of tensor parallelism, and the options of each mode.
@@ -68,7 +76,7 @@ MODES: dict[str, dict[str, Any]] = {
     "blockwise": {},
 }
 # Products take a second per FLOP, and links no time: ranks share matrices with an indivisible count.
-SLICING = Machine(tflops=1e-12, node_gb=1e6, node_latency_us=0.0, network_gb=1e6, network_latency_us=0.0, launch_us=0.0)
+SLICING = rates(tflops=1e-12, node_gb=1e6, node_latency_us=0.0, network_gb=1e6, network_latency_us=0.0, launch_us=0.0)
 
 
 def mesh_shapes(size: int, most: int) -> list[tuple[int, ...]]:
@@ -228,8 +236,8 @@ def mixed_work(parameter: int, rows: int, cols: int, slices: int = 1, /) -> Work
     return replace(work(parameter, rows, cols, slices), wire_bytes=2 + 2 * (parameter % 2))
 
 
-def plan_of(parameters: Sequence[Parameter], **options: object) -> Plan:
-    return make_plan(parameters, work, MuonOptions(**options))  # type: ignore[arg-type]
+def plan_of(parameters: Sequence[Parameter], machine: MachineRates | None = None, **options: object) -> Plan:
+    return make_plan(parameters, work, MuonOptions(**options), machine)  # type: ignore[arg-type]
 
 
 @st.composite
@@ -253,12 +261,12 @@ def plans(
     slices = exchange != "all_gather" and draw(st.booleans())
     if slices:
         parameters += draw(large(parameters[0].layout.mesh))
+    machine = SLICING if slices else draw(st.sampled_from(MACHINES))
     options = MuonOptions(
         exchange=exchange,
         replicas=draw(st.sampled_from(REPLICAS)),  # type: ignore[arg-type]
         split_over=draw(st.sampled_from((2, 4, 8))) if slices else 1,
         buffer_gib=draw(st.sampled_from(["auto", 256 / 2**30, 1024 / 2**30, 4096 / 2**30])),
-        machine=SLICING if slices else draw(st.sampled_from(MACHINES)),
         overlap=draw(st.sampled_from(overlaps)),
     )
     mode = draw(st.sampled_from(("owner", *MODES)))
@@ -267,7 +275,7 @@ def plans(
         parameters = draw(large(parameters[0].layout.mesh))
     wanted = replace(options, tp_mode=mode, **MODES[mode])
     smaller = (replace(choice, buffer_gib="auto") for choice in (wanted, options))
-    plan = first_plan(parameters, wanted, *smaller)
+    plan = first_plan(parameters, machine, wanted, *smaller)
     if draw(st.booleans()):
         plan = hierarchical(plan)
     if cut and draw(st.booleans()):
@@ -275,14 +283,14 @@ def plans(
     return plan
 
 
-def first_plan(parameters: Sequence[Parameter], *options: MuonOptions) -> Plan:
+def first_plan(parameters: Sequence[Parameter], machine: MachineRates, *options: MuonOptions) -> Plan:
     """A plan of the first accepted options: buffers may be too small, or tensor parallelism absent."""
     for choice in options[:-1]:
         try:
-            return make_plan(parameters, mixed_work, choice)
+            return make_plan(parameters, mixed_work, choice, machine)
         except ValueError:
             continue
-    return make_plan(parameters, mixed_work, options[-1])
+    return make_plan(parameters, mixed_work, options[-1], machine)
 
 
 def hierarchical(plan: Plan) -> Plan:

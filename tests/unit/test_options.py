@@ -72,7 +72,7 @@ def test_an_empty_state_dict_is_refused_with_the_missing_keys() -> None:
 
 def test_muon_stores_every_argument() -> None:
     options = MuonOptions(
-        lr=0.5, ns_steps=3, exchange="all_gather", on_bad_gradient="skip", machine=Machine(tflops=1.0)
+        lr=0.5, ns_steps=3, exchange="all_gather", on_bad_gradient="skip", machine=Machine(ranks_per_node=2)
     )
     values = {item.name: getattr(options, item.name) for item in fields(options)}
     muon = Muon([("w", Parameter(torch.zeros(4, 4)))], **muon_keywords(**values))

@@ -11,6 +11,7 @@ import torch
 
 from titan_muon.options import Machine, OptionError
 from titan_muon.plan.terms.machine import (
+    CPU_FLOAT32,
     MACHINES,
     Choices,
     MachineRates,
@@ -178,7 +179,7 @@ class Dispatch:
     @property
     def rates(self) -> MachineRates:
         if self.device == "cpu":
-            return MACHINES["cpu" if self.cpu_bfloat16 else "cpu_float32"]
+            return MACHINES["cpu"] if self.cpu_bfloat16 else CPU_FLOAT32
         return machine_of(Machine(), self.device) if self.machine is None else self.machine
 
     def _candidates(self, rows: int, cols: int, steps: int) -> list[Method]:

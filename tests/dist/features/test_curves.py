@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests import tiny
 from tests.dist.harness import run_ranks
 from tests.dist.titan.test_trainer_resume import train
+from tests.machines import machine_file
 from titan_muon import Muon
 
 STEPS = 4
@@ -24,10 +25,7 @@ SHARED: dict[str, Any] = {
     "muon__expert__wire_dtype": "float32",
     "muon__ns_steps": 2,
     "muon__expert__buffer_gib": 2e-4,
-    "machine__node_gb": 1e-6,
-    "machine__tflops": 1.0,
-    "machine__tflops_float32": 1.0,
-    "machine__node_latency_us": 0.0,
+    "machine__file": machine_file(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0).file,
 }
 ASYNC = {"checkpoint__async_mode": "async", "compile__enable": "true", "compile__backend": "aot_eager"}
 ON_HOST = {"optimizer__offload": "state"}

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.owned_model import Block, Net, Setup, data_mesh, loss_of, make, matrices, place, whole
 from tests.dist.harness import run_ranks
+from tests.machines import machine_file
 from titan_muon import Expert, Muon, Owners, own
-from titan_muon.options import Machine, Overlap
+from titan_muon.options import Overlap
 from titan_muon.owned import is_owned
 from titan_muon.tensors.dtensor import local
 
@@ -389,7 +390,7 @@ def test_the_next_module_is_prefetched_during_compute() -> None:
 
 
 MICROBATCHES = 2
-SLOW = Machine(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0, launch_us=0.0)
+SLOW = machine_file(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0, launch_us=0.0)
 """Slow links, for plans with several buckets."""
 
 

@@ -9,14 +9,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
+from tests.machines import machine_file
 from tests.shared import drawn
 from titan_muon import Expert, Muon
-from titan_muon.options import Machine
 from titan_muon.plan import summarize
 
 SHAPES = {"wide": (8, 24), "tall": (21, 10), "short": (3, 16), "experts": (6, 8, 12), "last": (16, 8)}
 # Traffic between replicas takes no time.
-SLOW_LINKS = Machine(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
+SLOW_LINKS = machine_file(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
 CASES: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
     "eight, whole": ((8,), (Replicate(),)),
     "two of four": ((2, 4), (Replicate(), Shard(0))),

@@ -54,8 +54,21 @@ def test_the_picture_of_the_study_has_the_losses_by_tokens_and_by_rate() -> None
     muon = next(line for line in curves.get_lines() if str(line.get_label()).startswith("muon"))
     assert max(muon.get_xdata()) == pytest.approx(max(run.tokens for run in mine))
     points = {point for line in rates.get_lines() for point in zip(*line.get_data(), strict=True)}
-    shortest = min(run.tokens for run in mine)
-    assert {(run.rate, run.loss) for run in mine if run.tokens == shortest and run.seed == 0} <= points
+    shortest = round(min(run.tokens for run in mine))
+    groups = [group for group in make_study.by_setting(mine) if round(group[0].tokens) == shortest]
+    assert {(group[0].rate, make_study.final(group)) for group in groups} <= points, "means of the table"
+    assert any(len(group) > 1 for group in groups)
+    ticks = [curves.yaxis.get_major_formatter()(place, None) for place in curves.get_yticks()]
+    assert {"2.0", "2.5", "3.0"} <= {*ticks}, "plain numbers"
+
+
+def test_a_rate_at_the_edge_of_those_tried_is_said() -> None:
+    def group(rate: float, *losses: float) -> list[make_study.Run]:
+        return [make_study.Run("llama", "muon", rate, 1.0, seed, {1.0: x}, 1.0) for seed, x in enumerate(losses)]
+
+    low, middle, high = group(1, 3.0), group(2, 2.0), group(4, 2.5)
+    said = [make_study.at_the_edge(one, (low, middle, high)) for one in (low, middle, high)]
+    assert ["lowest" in said[0], said[1], "highest" in said[2]] == [True, "", True]
 
 
 def test_algorithms_are_compared_at_their_best_rates_by_tokens_and_by_seconds() -> None:

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.machines import machine_file
 from titan_muon import Expert, Hybrid, Owners, Rule, own, preview
-from titan_muon.options import Machine
 from titan_muon.tensors.process_groups import fake_world
 
 WORLD = 8
@@ -102,7 +102,7 @@ def test_the_mean_step_counts_steps_on_blocks() -> None:
     def optimizer(model: nn.Module) -> Hybrid:
         return Hybrid(model, expert=Expert(whole_freq=4))
 
-    shown = preview(build, fsdp, WORLD, Machine(node_gb=1e-3), optimizer=optimizer)
+    shown = preview(build, fsdp, WORLD, machine_file("h100x8", node_gb=1e-3), optimizer=optimizer)
     assert shown.estimate.timeline is not None
     assert shown.estimate.mean_step is not None
     assert shown.estimate.mean_step < shown.estimate.timeline.last.seconds

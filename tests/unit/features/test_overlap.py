@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor import distribute_tensor
 
 from tests.dist.features.test_overlap import NAMES, Failed, Run
-from tests.parity.table import SLOW
+from tests.machines import rates
 from tests.shared import muon_keywords
 from tests.stream_order import StreamOrder, stream_order
 from tests.unit.plans import plan_of
@@ -21,10 +21,9 @@ from titan_muon import Muon
 from titan_muon.algorithms.muon import MuonAlgorithm
 from titan_muon.features import backward
 from titan_muon.features.forward import ForwardUpdates
-from titan_muon.options import Machine, Overlap
+from titan_muon.options import Overlap
 from titan_muon.owned.param import place_on_owners
 from titan_muon.plan.cost.timeline import timeline
-from titan_muon.plan.terms.machine import machine_of
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
 from titan_muon.step.foreach import MomentumCall
 from titan_muon.step.step import Bucket
@@ -44,7 +43,11 @@ def planned(overlap: Overlap) -> Plan:
         stack = MatrixStack(1, (MatrixRows("", (Interval(0, rows),)),))
         layout = Layout((rows, 16), Mesh((2,), (0, 1)), (Shard(0),))
         parameters += [Parameter(f"layers.{layer}.{name}", f"layers.{layer}", layout, stack) for name in ("up", "down")]
-    return plan_of(parameters, overlap=overlap, machine=SLOW)
+    return plan_of(
+        parameters,
+        overlap=overlap,
+        machine=rates(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0, launch_us=0.0),
+    )
 
 
 def test_rounds_follow_backward_and_have_buffers_for_every_hidden_round() -> None:
@@ -68,10 +71,9 @@ def test_a_step_is_not_slower_with_hidden_gathers() -> None:
         for number in range(4)
         for name, of in (("q", layout), ("up", wide))
     ]
-    machine = Machine(node_gb=1e-3, tflops=1e-2, tflops_float32=1e-2, node_latency_us=0.0, launch_us=0.0)
-    on = machine_of(machine)
+    machine = rates(node_gb=1e-3, tflops=1e-2, tflops_float32=1e-2, node_latency_us=0.0, launch_us=0.0)
     without, overlapped = (
-        timeline(plan_of(parameters, overlap=overlap, machine=machine), on, overlap=overlap).last.seconds
+        timeline(plan_of(parameters, overlap=overlap, machine=machine), machine, overlap=overlap).last.seconds
         for overlap in ("none", "backward")
     )
     assert overlapped <= without

@@ -17,7 +17,7 @@ from titan_muon.orthogonalize import (
     iteration,
     prepared,
 )
-from titan_muon.plan.terms.machine import MACHINES
+from titan_muon.plan.terms.machine import CPU_FLOAT32, MACHINES
 
 JORDAN = coefficients("keller_jordan", 5)
 SHAPES = [(4096, 4096), (1024, 4096), (12288, 4096), (768, 2048), (7168, 18432), (128, 4096)]
@@ -95,8 +95,8 @@ def test_an_automatic_choice_has_a_reason() -> None:
 
 
 def test_a_cpu_has_its_own_rates_whatever_the_planned_machine() -> None:
-    for bfloat16, name in ((True, "cpu"), (False, "cpu_float32")):
-        assert Dispatch(cpu_bfloat16=bfloat16, machine=MACHINES["b200x8"]).rates == MACHINES[name]
+    for bfloat16, expected in ((True, MACHINES["cpu"]), (False, CPU_FLOAT32)):
+        assert Dispatch(cpu_bfloat16=bfloat16, machine=MACHINES["b200x8"]).rates == expected
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

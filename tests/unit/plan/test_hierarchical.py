@@ -4,27 +4,27 @@ from dataclasses import replace
 
 import pytest
 
+from tests.machines import rates
 from tests.unit.plans import mesh_of, parameter_of, plan_of, ranks_of
-from titan_muon.options import Machine
 from titan_muon.plan.cost.walk import PlanCost
 from titan_muon.plan.program import collective_ranks, make_program
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.layout import Geometries
-from titan_muon.plan.terms.machine import machine_of
+from titan_muon.plan.terms.machine import MachineRates
 from titan_muon.plan.terms.types import Parameter, Plan, Replicate, Shard
 
 HSDP = (Replicate(), Shard(0))
-SLOW_LINKS = Machine(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
+SLOW_LINKS = rates(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
 # Links without cost: an all-to-all to all replicas saves a collective.
-FAST_LINKS = Machine(ranks_per_node=1, network_gb=1e4, network_latency_us=0.0, node_latency_us=0.0)
-SLOW_CALLS = Machine(network_gb=1e6, node_gb=1e6, network_latency_us=1e6, node_latency_us=1e6)
+FAST_LINKS = rates(ranks_per_node=1, network_gb=1e4, network_latency_us=0.0, node_latency_us=0.0)
+SLOW_CALLS = rates(network_gb=1e6, node_gb=1e6, network_latency_us=1e6, node_latency_us=1e6)
 
 
 def matrices(count: int, *shape: int) -> list[Parameter]:
     return [parameter_of(f"layers.{i}.w", (8, 4), mesh_of(*shape), *HSDP) for i in range(count)]
 
 
-def hsdp(count: int, *shape: int, machine: Machine = SLOW_LINKS) -> Plan:
+def hsdp(count: int, *shape: int, machine: MachineRates = SLOW_LINKS) -> Plan:
     return plan_of(matrices(count, *shape), wire_dtype="bfloat16", machine=machine)
 
 
@@ -49,7 +49,7 @@ def test_the_owner_sends_to_the_owners_replica_and_replica_groups_spread_the_res
 def test_results_return_within_a_replica_and_then_between_replicas() -> None:
     """Both phases send 16 elements of 2 bytes, at 1,000 bytes a second, after a latency."""
     plan = by(hsdp(1, 4, 2), "hierarchical")
-    machine = machine_of(replace(SLOW_LINKS, network_latency_us=5e5), "cpu", None)
+    machine = rates("cpu", ranks_per_node=1, network_gb=1e-6, network_latency_us=5e5, node_latency_us=0.0)
     (bucket,) = plan.buckets
     shares = PlanCost.from_plan(plan, machine).buckets[0].shares
     copy = {bucket.owners[0], bucket.owners[0] ^ 1}
@@ -75,7 +75,7 @@ def test_collectives_run_within_replicas_and_over_replica_groups() -> None:
 @pytest.mark.parametrize(
     ("machine", "exchange"), [(SLOW_LINKS, "hierarchical"), (FAST_LINKS, "hierarchical"), (SLOW_CALLS, "all_to_all")]
 )
-def test_the_planner_takes_the_faster_exchange_and_prints_the_reason(machine: Machine, exchange: str) -> None:
+def test_the_planner_takes_the_faster_exchange_and_prints_the_reason(machine: MachineRates, exchange: str) -> None:
     """Fewer bytes on slow links, fewer messages on fast links, fewer calls if each call takes a second."""
     plan = hsdp(3, 4, 2, machine=machine)
     assert {bucket.exchange for bucket in plan.buckets} == {exchange}

@@ -6,12 +6,12 @@ import pytest
 
 from tests.unit.plan.test_timeline import FREE
 from tests.unit.plans import SLICING, mesh_of, parameter_of, plan_of, teams
-from titan_muon.options import Machine, OptionError
+from titan_muon.options import OptionError
 from titan_muon.plan.cost.timeline import Clock, timeline
 from titan_muon.plan.cost.walk import PlanCost, batches
 from titan_muon.plan.program import make_program
 from titan_muon.plan.summary import summarize
-from titan_muon.plan.terms.machine import MACHINES, Link, Work
+from titan_muon.plan.terms.machine import MACHINES, Link, MachineRates, Work
 from titan_muon.plan.terms.types import Matrix, Parameter, Replicate, Shard, Slice
 
 
@@ -56,12 +56,12 @@ def test_slices_divide_the_longer_side_and_keep_the_learning_rate_of_the_whole()
 @pytest.mark.parametrize(
     ("machine", "shape"),
     [
-        pytest.param(replace(SLICING, node_gb=1e-12), (64, 32), id="slow links"),
+        pytest.param(replace(SLICING, node=replace(SLICING.node, bandwidth=1e-3)), (64, 32), id="slow links"),
         pytest.param(replace(SLICING, ranks_per_node=1), (64, 32), id="one rank a node"),
         pytest.param(SLICING, (63, 31), id="sides that do not divide"),
     ],
 )
-def test_a_matrix_without_a_gain_from_slices_stays_whole(machine: Machine, shape: tuple[int, int]) -> None:
+def test_a_matrix_without_a_gain_from_slices_stays_whole(machine: MachineRates, shape: tuple[int, int]) -> None:
     plan = plan_of(parameters(1, 4, shape), machine=machine, split_over=8)
     assert teams(plan) == []
     assert len(plan.matrices) == 1

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from tests.machines import rates
 from tests.unit.plans import mesh_of, parameter_of, plan_of, teams
-from titan_muon.options import Machine, OptionError
+from titan_muon.options import OptionError
 from titan_muon.plan.summary import summarize
+from titan_muon.plan.terms.machine import MachineRates
 from titan_muon.plan.terms.types import (
     Interval,
     Layout,
@@ -66,11 +68,13 @@ def test_options_unfit_for_a_tensor_parallel_mode_are_refused(mode: str, options
 @pytest.mark.parametrize(
     ("shape", "machine", "fault"),
     [
-        ((9, 8), Machine(), r"layers.1.w \(9 x 8\) cannot be cut into 2 equal slices"),
-        ((8, 8), Machine(ranks_per_node=1), r"layers.1.w \(8 x 8\) is cut over several nodes \(machine"),
+        ((9, 8), rates(), r"layers.1.w \(9 x 8\) cannot be cut into 2 equal slices"),
+        ((8, 8), rates(ranks_per_node=1), r"layers.1.w \(8 x 8\) is cut over several nodes \(machine"),
     ],
 )
-def test_distributed_mode_names_a_matrix_without_slices(shape: tuple[int, int], machine: Machine, fault: str) -> None:
+def test_distributed_mode_names_a_matrix_without_slices(
+    shape: tuple[int, int], machine: MachineRates, fault: str
+) -> None:
     matrices = [matrix("layers.1.w", shape, *SQUARE)]
     with pytest.raises(OptionError, match=f"^tp_mode = 'distributed': {fault}.*; set 'owner'"):
         plan_of(matrices, tp_mode="distributed", machine=machine)

@@ -1,5 +1,6 @@
 """Simulated plans: durations, hidden time, and the choice of faster plans."""
 
+import json
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 
 from scripts.bounds import chains, least_seconds, least_whole
+from tests.machines import machine_file, rates
 from tests.unit.plans import examples, mesh_of, parameter_of, plan_of, plans
 from titan_muon.options import Machine, OptionError, Overlap
 from titan_muon.plan.cost.timeline import LOCAL, spans, timeline
@@ -18,6 +20,7 @@ from titan_muon.plan.exchange.phases import ordered_rounds
 from titan_muon.plan.search.search import CandidatePlan
 from titan_muon.plan.terms.machine import COLLECTIVE_OPERATORS, MACHINES, STEP_OPERATORS, Link, MachineRates, machine_of
 from titan_muon.plan.terms.types import Parameter, Plan, Shard
+from titan_muon.step.rank import planning_machine
 
 # A single resource takes time, so that expected times are simple.
 FREE = MachineRates(
@@ -37,7 +40,7 @@ def seconds(plan: Plan, machine: MachineRates) -> float:
 @pytest.fixture
 def plan() -> Plan:
     """Four matrices over four ranks in a round: each rank owns one."""
-    return plan_of(parameters(4, 4), machine=Machine(node_latency_us=1e6))
+    return plan_of(parameters(4, 4), machine=rates(node_latency_us=1e6))
 
 
 def test_the_timeline_counts_every_cost(plan: Plan) -> None:
@@ -97,7 +100,7 @@ def test_three_buffer_sets_hide_a_return_behind_the_next_round() -> None:
 def four_rounds(*, backward: bool = True) -> tuple[Plan, MachineRates]:
     """Four rounds of one matrix per rank, in the order of backward or of forward, and a machine with 1 s of
     Newton-Schulz for each and 0.4 s each way."""
-    plan = plan_of(parameters(16, 4), machine=Machine(node_latency_us=1e6))
+    plan = plan_of(parameters(16, 4), machine=rates(node_latency_us=1e6))
     bucket = plan.buckets[0]
     matrices = [range(start, start + 4) for start in ((12, 8, 4, 0) if backward else (0, 4, 8, 12))]
     buckets = tuple(replace(bucket, matrices=tuple(of), owners=(0, 1, 2, 3), round=k) for k, of in enumerate(matrices))
@@ -154,7 +157,7 @@ def test_the_tail_is_the_last_return_and_apply(buffer_sets: int, tail: float) ->
 
 def test_waits_between_ranks_are_not_exposed_exchange() -> None:
     """Two ranks orthogonalize in turn, in the same buffers, and nobody waits for a link."""
-    plan = plan_of(parameters(2, 2), machine=Machine(node_latency_us=1e6))
+    plan = plan_of(parameters(2, 2), machine=rates(node_latency_us=1e6))
     (bucket,) = plan.buckets
     buckets = tuple(replace(bucket, matrices=(rank,), owners=(rank,), round=rank) for rank in range(2))
     flops = {"bfloat16": plan.matrices[0].flops}
@@ -197,10 +200,9 @@ def test_no_step_beats_the_least_for_whole_matrices(plan: Plan) -> None:
 def test_a_plan_overlaps_equal_link_and_compute_times() -> None:
     """By FLOPs, one round suffices; on this machine a single round takes nearly twice as long as several."""
     tasks = parameters(64, 4)
-    options = Machine(node_gb=1e-3, node_latency_us=0, launch_us=0, tflops=3.3e-3, memory_gb=1e6)
-    machine = machine_of(options)
-    chosen = plan_of(tasks, machine=options)
-    single = plan_of(tasks, machine=Machine(node_latency_us=1e9))
+    machine = rates(node_gb=1e-3, node_latency_us=0, launch_us=0, tflops=3.3e-3, memory_gb=1e6)
+    chosen = plan_of(tasks, machine=machine)
+    single = plan_of(tasks, machine=rates(node_latency_us=1e9))
     assert (single.rounds, chosen.rounds > 2) == (1, True)
     assert seconds(chosen, machine) < 0.75 * seconds(single, machine)
 
@@ -215,10 +217,13 @@ def test_memory_beyond_2_gib_must_save_more_time_and_is_reported() -> None:
     assert prices == pytest.approx([1, 1.03, 1.13])
 
 
-def test_an_option_overrides_the_named_machine() -> None:
-    machine = machine_of(Machine(name="a100x8", tflops=100, network_gb=20, ranks_per_node=4))
-    assert (machine.flops["float16"], machine.network.bandwidth, machine.ranks_per_node) == (100e12, 20e9, 4)
-    assert machine.node == MACHINES["a100x8"].node
+def test_a_file_and_ranks_per_node_override_the_named_machine() -> None:
+    wanted = rates("h200x8", ranks_per_node=4, tflops=100, network_gb=20, node_latency_us=3, launch_us=2)
+    options = machine_file("h200x8", ranks_per_node=4, tflops=100, network_gb=20, node_latency_us=3, launch_us=2)
+    assert planning_machine(options, "cuda") == wanted != MACHINES["h200x8"]
+    without_links = {"flops": dict(wanted.flops), "memory_bandwidth": 1e12}
+    machine = machine_of(Machine(name="h200x8", file="x.json"), "cuda", json.dumps(without_links))
+    assert machine == replace(MACHINES["h200x8"], flops=wanted.flops, memory=1e12)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": {"flops": {}}}'])
@@ -229,7 +234,7 @@ def test_an_invalid_machine_file_is_refused_by_name(text: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 4, 16])
 def test_spans_end_with_the_step_and_computing_spans_do_not_overlap(ranks: int) -> None:
-    plan = plan_of(parameters(7, ranks), machine=Machine())
+    plan = plan_of(parameters(7, ranks), machine=rates())
     drawn, played = spans(plan, MACHINES["h100x8"]), timeline(plan, MACHINES["h100x8"])
     computing: dict[int, list[tuple[float, float]]] = defaultdict(list)
     newton: dict[int, float] = defaultdict(float)

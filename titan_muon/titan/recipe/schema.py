@@ -39,6 +39,13 @@ MEANT: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("optimizer.name", "optim"), "optimizer.rule"),
         **dict.fromkeys(("wandb",), "metrics.enable_wandb"),
         **dict.fromkeys(("resume", "resume_from"), "checkpoint.load"),
+        **dict.fromkeys(
+            (
+                *("tflops", "tflops_float32", "memory_gb", "launch_us"),
+                *("node_gb", "node_latency_us", "network_gb", "network_latency_us"),
+            ),
+            "machine.file",
+        ),
     }
 )
 """Keys by names that users try: a whole key, or its last part. Letters would suggest other keys."""
