@@ -150,7 +150,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         elif batches:
             self._update_in_window(batches)
         if skipped is not None:
-            steps = {part.step for _, parts in batches for part in parts if is_host(part.step.device)}
+            steps = dict.fromkeys(part.step for _, parts in batches for part in parts if is_host(part.step.device))
             self._counted = HostCopy(skipped), tuple(steps)
 
     def _uncount(self) -> None:
@@ -328,7 +328,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         for parameter in self.gradient_faults.params:
             # In a Hybrid, `state` has the states of all optimizers.
             state = self.state.get(parameter, {})
-            for name in state.keys() & set(AVERAGES):
+            for name in [name for name in AVERAGES if name in state]:
                 state[name] = moved_state(state[name], parameter, to)
 
     def synchronize(self) -> None:

@@ -42,7 +42,7 @@ class Muon(SkipsSteps, Optimizer):
     """Momentum, orthogonalized by Newton-Schulz (Keller Jordan, 2024), for matrices in any layout.
 
     Equal to torch.optim.Muon with the same `adjust_lr_fn` on the full matrices: bit for bit on the CPU with
-    `Expert(orthogonalize="reference")`, and up to the rounding of Newton-Schulz otherwise. torch's default of
+    `Expert(orthogonalize="reference")` and float32 weights, and up to rounding otherwise. torch's default of
     `adjust_lr_fn` is "original". The momentum is torch's exponential moving average.
 
     Construction checks the arguments. The first `step` calls `build`, which plans and allocates. Until then,
