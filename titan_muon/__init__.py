@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .fsdp.transformers_attention import transformers_qk_clip
     from .hybrid import Hybrid
     from .muon import Muon
-    from .options import Expert, Rule
+    from .options import Expert, Rule, Split
     from .owned import Owners, own
     from .state.converted import as_torch, converted
 
@@ -30,6 +30,7 @@ _MODULES: Mapping[str, str] = {
     "Owners": "owned",
     "Preview": "dry_run.preview",
     "Rule": "options",
+    "Split": "options",
     "apply_in_forward": "fsdp.forward_hooks",
     "as_torch": "state.converted",
     "assign": "assignment.groups",
@@ -52,6 +53,7 @@ __all__ = [
     "Owners",
     "Preview",
     "Rule",
+    "Split",
     "apply_in_forward",
     "as_torch",
     "assign",
@@ -72,3 +74,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(import_module(f"titan_muon.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'titan_muon' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -150,7 +150,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         elif batches:
             self._update_in_window(batches)
         if skipped is not None:
-            steps = {part.step for _, parts in batches for part in parts if is_host(part.step.device)}
+            steps = dict.fromkeys(part.step for _, parts in batches for part in parts if is_host(part.step.device))
             self._counted = HostCopy(skipped), tuple(steps)
 
     def _uncount(self) -> None:
@@ -224,7 +224,8 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     def _state_of(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
-        if not state:
+        # Another library may keep tensors of its own here before the first step.
+        if AVERAGES[0] not in state:
             state.update(self._new_state(parameter, group))
         return state
 
@@ -307,7 +308,9 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
                 raise ValueError(f"the state dict is of another optimizer: its groups have no {', '.join(other)}")
             for fqn, parameter, key in zip(names_in(group), group["params"], saved_group["params"], strict=True):
                 if key in state_dict["state"]:
-                    current = dict(self.state.get(parameter) or self._new_state(parameter, group))
+                    current = dict(self.state.get(parameter, {}))
+                    if AVERAGES[0] not in current:
+                        current = self._new_state(parameter, group)
                     states.append(
                         (parameter, current, checked_state(fqn, current, state_dict["state"][key], parameter))
                     )
@@ -328,7 +331,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         for parameter in self.gradient_faults.params:
             # In a Hybrid, `state` has the states of all optimizers.
             state = self.state.get(parameter, {})
-            for name in state.keys() & set(AVERAGES):
+            for name in [name for name in AVERAGES if name in state]:
                 state[name] = moved_state(state[name], parameter, to)
 
     def synchronize(self) -> None:

@@ -102,7 +102,8 @@ def plan_step(
     algorithm = algorithm_of(options, groups)
     wire_bytes = [algorithm.for_parameter(number).wire_bytes for number in range(len(named))]
     costs = work_of(iterations, dispatch, algorithm)
-    dtypes = {(tensor.dtype, size) for (_, tensor), size in zip(named, wire_bytes, strict=True)}
+    # A dict keeps the order of parameters. A set of dtypes has the order of their addresses.
+    dtypes = dict.fromkeys((tensor.dtype, size) for (_, tensor), size in zip(named, wire_bytes, strict=True))
     passes = passes_of(dtypes, options, dispatch.device, algorithm.temporary_bytes)
     parameters_with_keepers = with_state_ranks(parameters, options, costs, kept)
     plan = make_plan(parameters_with_keepers, costs, options, dispatch.machine, passes)

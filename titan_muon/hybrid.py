@@ -281,7 +281,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
 
     def rebuild(self) -> None:
         """Expect gradients of the parameters that are not frozen now, and plan as `Muon.rebuild`."""
-        self._follow()
+        Agreement(self.process_group).together(self._follow)
         for part in self.optimizers.values():
             if isinstance(part, Muon | AdamW):
                 part.rebuild()
@@ -331,8 +331,8 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
             post_hook(self)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        self._follow()
         agreement = Agreement(self.process_group)
+        agreement.together(self._follow)
         saved = agreement.together(lambda: self._saved_groups(state_dict))
         of_adamw_alone = not any("optimizer" in group for group in state_dict["param_groups"])
         parts: dict[Optimizer, dict[str, Any]] = {}

@@ -25,7 +25,7 @@ from .engine import Engine, checked_plan, engine_of, report_of
 from .features import check_plan, check_used
 from .options import HYPERPARAMETERS, NO_EXPERT, Expert, Machine, MuonOptions, Offload, Split, muon_options
 from .plan.terms.types import Plan
-from .state.groups import check_groups, check_lr, check_params, doubts_of, given_groups, named_group, rows_of
+from .state.groups import check_groups, check_lr, check_params, doubts_of, given_groups, named_group, rows_of, splits_of
 from .state.holder_states import followed, moved, moves, resolved, unchanged_after_errors, with_states
 from .state.matrix_states import MatrixStates, with_matrix_states
 from .state.saved import after_pre_hooks, check_saved_groups, completed, copy_state, saved_states
@@ -42,7 +42,7 @@ class Muon(SkipsSteps, Optimizer):
     """Momentum, orthogonalized by Newton-Schulz (Keller Jordan, 2024), for matrices in any layout.
 
     Equal to torch.optim.Muon with the same `adjust_lr_fn` on the full matrices: bit for bit on the CPU with
-    `Expert(orthogonalize="reference")`, and up to the rounding of Newton-Schulz otherwise. torch's default of
+    `Expert(orthogonalize="reference")` and float32 weights, and up to rounding otherwise. torch's default of
     `adjust_lr_fn` is "original". The momentum is torch's exponential moving average.
 
     Construction checks the arguments. The first `step` calls `build`, which plans and allocates. Until then,
@@ -116,7 +116,7 @@ class Muon(SkipsSteps, Optimizer):
             overlap=overlap,
             state=state,
             state_dtype=state_dtype,
-            split=tuple(split),
+            split=splits_of(split),
             offload=offload,
             machine=machine,
         )
@@ -221,7 +221,7 @@ class Muon(SkipsSteps, Optimizer):
 
             if self.engine.overlap is not None:
                 self.engine.overlap.check_scaler()
-            return scaling_of(found_inf, getattr(self, "grad_scale", None), device)
+            return scaling_of(found_inf, getattr(self, "grad_scale", None), device, skipped)
         return Scaling(skipped) if skipped is not None and may_be_true(skipped) else None
 
     def overlap(self) -> AbstractContextManager[None]:

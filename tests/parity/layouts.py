@@ -33,7 +33,9 @@ FUSED = {
 BLOCKS = {"a": (96, 32), "b": (128, 32), "c": (96, 32), "d": (64, 16), "e": (64, 16), "odd": (5, 6)}
 """Large enough for several ranks to share a matrix."""
 ODD = {"one": (1, 1), "row": (1, 12), "column": (12, 1), "prime": (17, 2), "single": (1, 5, 8), "lines": (5, 1, 3)}
-SHAPES: dict[str, tuple[int, ...]] = {**MATRICES, **STACKS, **FUSED, **BLOCKS, **ODD}
+ODD_STACKS = {"tiny": (6, 4, 5), "grid": (8, 63, 47)}
+"""Stacks whose matrices end inside of a vector of a CPU kernel."""
+SHAPES: dict[str, tuple[int, ...]] = {**MATRICES, **STACKS, **FUSED, **BLOCKS, **ODD, **ODD_STACKS}
 
 SPLITS = tuple(
     Split(match=f"*.{name}", dims=dims, lengths=lengths)

@@ -7,13 +7,15 @@ A fixed number of seeds runs in the suite. More:
 
 import os
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.dist.harness import World
-from tests.parity.layouts import MATRICES, ODD, STACKS
+from tests.parity.layouts import MATRICES, ODD, ODD_STACKS, STACKS
 from tests.parity.table import FOUR
 from tests.parity.training import DROP, Row, Training, differences
 
@@ -48,6 +50,20 @@ def row_of(seed: int) -> Row:
     )
 
 
+def bfloat16_row_of(seed: int) -> Row:
+    """bfloat16 weights without stochastic rounding, in odd stacks with replicas."""
+    row, draw = row_of(seed), random.Random(seed)
+    return replace(
+        row,
+        layouts=tuple(dict.fromkeys((draw.choice(("plain", "replicated", "hsdp")), *row.layouts))),
+        shapes=(*ODD_STACKS, *row.shapes[:2]),
+        reference="one process",
+        math={**row.math, "rounding": "nearest", "cautious": draw.random() < 0.3},
+        gradients={},
+        dtype=torch.bfloat16,
+    )
+
+
 def differences_unless_refused(rank: int, world_size: int, row: Row) -> list[str]:
     training = Training(row)
     try:
@@ -64,10 +80,11 @@ def world() -> Any:
     made.close()
 
 
-def test_random_rows_have_the_bits_of_the_reference(world: World) -> None:
+@pytest.mark.parametrize("made", [row_of, bfloat16_row_of])
+def test_random_rows_have_the_bits_of_the_reference(world: World, made: Callable[[int], Row]) -> None:
     refused = 0
     for seed in range(SEEDS):
-        row = row_of(seed)
+        row = made(seed)
         different = world.run(differences_unless_refused, row)
         is_refused = all(texts and texts[0].startswith("refused") for texts in different)
         assert is_refused or not any(different), f"{row}: {different}"

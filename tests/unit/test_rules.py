@@ -111,9 +111,9 @@ BESIDE_BLOCKS: dict[str, Any] = {
         ),
         (
             {"algorithm": ["soap", "adamuon"]},
-            "algorithm = ['soap', 'adamuon']: two of these have their own before_gather",
+            "algorithm = ['soap', 'adamuon']: two of these change the momentum; take one of them",
         ),
-        ({"algorithm": ["soap", "muonh"]}, "two of these have their own after_return; take one of them"),
+        ({"algorithm": ["soap", "muonh"]}, "two of these change the update of the weights; take one of them"),
         ({"algorithm": ["muonh", "normuon"]}, "weight_decay = 0.1: algorithm = 'muonh' keeps the norm"),
         ({"algorithm": ["muoneq", "muonh"], "weight_decay": 0.0, "beta2": 0.9}, "beta2 = 0.9 has no effect"),
         ({"algorithm": ["normuon", "normuon"]}, "it takes a name, or a list of different names"),

@@ -207,7 +207,7 @@ class Tables:
 
 def has_kernels(algorithm: Algorithm) -> bool:
     """Whether the algorithm has Muon's element-wise arithmetic."""
-    methods = ("before_gather", "after_return", "factor")
+    methods = ("before_gather", "after_return", "add", "factor")
     return all(getattr(type(algorithm), n) is getattr(MuonAlgorithm, n) for n in methods)
 
 

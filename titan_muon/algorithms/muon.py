@@ -153,11 +153,21 @@ def add_update(
     if scratch:
         # On a GPU, operators on lists of mixed dtypes launch one kernel per tensor. Copies do not.
         torch._foreach_copy_(scratch, updates)
-    if isinstance(lr, Tensor):
+    add_scaled(params, scratch or updates, -lr * scale)
+
+
+def add_scaled(params: Tensors, added: Tensors, factor: float | Tensor) -> None:
+    """param <- param + factor added, in place, with bits that do not depend on how the tensors are cut."""
+    if isinstance(factor, Tensor):
         # `alpha` takes a number. The product is rounded once more than with `alpha`.
-        torch._foreach_add_(params, torch._foreach_mul(scratch or updates, -lr * scale))
-    else:
-        torch._foreach_add_(params, scratch or updates, alpha=-lr * scale)
+        torch._foreach_add_(params, torch._foreach_mul(added, factor))
+        return
+    dtype = params[0].dtype
+    if dtype == added[0].dtype and dtype.itemsize < 4 and is_host(params[0].device):
+        # At the end of a vector, CPU kernels round `alpha * added` to 16 bits, and replicas that apply an update in
+        # different pieces would drift apart. Operators on mixed dtypes compute in float32 and round the sum once.
+        added = converted(added, torch.float32)
+    torch._foreach_add_(params, added, alpha=factor)
 
 
 def decay_cautiously(params: Tensors, updates: Tensors, factor: float | Tensor) -> None:
@@ -167,10 +177,7 @@ def decay_cautiously(params: Tensors, updates: Tensors, factor: float | Tensor) 
     torch._foreach_add_(decays, 1)
     torch._foreach_clamp_max_(decays, 1)
     torch._foreach_mul_(decays, params)
-    if isinstance(factor, Tensor):
-        torch._foreach_add_(params, torch._foreach_mul(decays, -factor))
-    else:
-        torch._foreach_add_(params, decays, alpha=-factor)
+    add_scaled(params, decays, -factor)
 
 
 def converted(tensors: Tensors, dtype: torch.dtype) -> Tensors:

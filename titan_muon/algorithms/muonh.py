@@ -47,8 +47,9 @@ class MuonH(MuonAlgorithm):
                 raise OptionError(name, "= True changes weight decay, and algorithm = 'muonh' has none; set False")
         narrow = [fqn for fqn, tensor in context.named if tensor.dtype.itemsize < 4]
         if narrow:
-            problem = f"= 'muonh' needs float32 weights, because 16 bits lose the projection: {', '.join(narrow[:5])}"
-            raise OptionError("algorithm", problem)
+            names = ", ".join(narrow[:5])
+            problem = f"= 'muonh' needs float32 weights, because 16 bits lose the projection: {names}"
+            raise OptionError("algorithm", f"{problem}; keep the weights in float32, or choose 'muon'")
 
     def rescale(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
         wide = whole.float()

@@ -24,10 +24,15 @@ if TYPE_CHECKING:
     from ..step.views import Batch
 
 
-def scaling_of(found_inf: Any, scale: Tensor | None, device: torch.device) -> Scaling:
-    """The step of a torch.amp.GradScaler. `found_inf`: positive to skip. `scale`: of the gradients, if not unscaled."""
+def scaling_of(found_inf: Any, scale: Tensor | None, device: torch.device, broken: Tensor | None = None) -> Scaling:
+    """The step of a torch.amp.GradScaler.
+
+    `found_inf`: positive to skip. `scale`: of the gradients, if not unscaled. `broken`: () bool, to skip too.
+    """
     # A number, not a tensor, if GradScaler has seen no gradient.
     skipped = torch.as_tensor(found_inf, device=device).reshape(()) > 0
+    # The scaler looks at this rank's gradients, and the norm at those of all ranks.
+    skipped = skipped if broken is None else skipped | broken.to(device)
     # In double precision, as in GradScaler.unscale_.
     inverse = None if scale is None else scale.to(device).reshape(()).double().reciprocal().float()
     return Scaling(skipped, inverse)

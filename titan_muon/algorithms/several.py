@@ -53,6 +53,14 @@ class ByParameter(Several):
         self._all[call.parts[0].parameter].after_return(call, params)
 
 
+STEPS = {
+    "before_gather": "the momentum",
+    "orthogonalize": "the orthogonalization",
+    "after_return": "the update of the weights",
+}
+"""Steps of which one algorithm of a composition may have its own, by their first method."""
+
+
 class Composed(Several):
     """Every `prepare` and `rescale`, in order, and one each of the other steps. A constant norm is restored last.
 
@@ -67,7 +75,9 @@ class Composed(Several):
         self._rescaling = [a for a in self._all if type(a).rescale is not Algorithm.rescale]
         names = [spec.name for spec in self.states(1, 1, transposed=False)]
         if len(set(names)) < len(names):
-            raise OptionError("algorithm", f"= {[*options.algorithms]}: two of these have a state of the same name")
+            raise OptionError(
+                "algorithm", f"= {[*options.algorithms]}: two of these keep a state of the same name; take one of them"
+            )
         self.limits = max((a.limits for a in self._all), key=BOUNDS.index)
         self.momentum = self._gathering.momentum
 
@@ -75,7 +85,7 @@ class Composed(Several):
         """The algorithm with methods of its own instead of Muon's, or else the first one."""
         own = [a for a in self._all if any(getattr(type(a), n) is not getattr(MuonAlgorithm, n) for n in methods)]
         if len(own) > 1:
-            problem = f"= {[*self.options.algorithms]}: two of these have their own {methods[0]}; take one of them"
+            problem = f"= {[*self.options.algorithms]}: two of these change {STEPS[methods[0]]}; take one of them"
             raise OptionError("algorithm", problem)
         return own[0] if own else self._all[0]
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ..tensors.device import host_zeros, is_host, on_device
 from ..tensors.dtensor import MARKS
 from ..tensors.names import listed, named_parameters
-from ..tensors.process_groups import ranks_of, without_groups
+from ..tensors.process_groups import backends, ranks_of, without_groups
 from ..tensors.warning import warn
 from .faults import NotFiniteError, norm_dtype
 
@@ -42,15 +42,15 @@ def clip_grad_norm_(
     replicas on all ranks of a pipeline stage, as under DDP. Every rank of `process_group` calls this.
 
     Args:
-        parameters: parameters of this rank. A missing gradient counts as zero.
+        parameters: parameters of this rank, perhaps none. A missing gradient counts as zero.
         max_norm: largest norm.
         norm_type: p of the p-norm; `math.inf` for the largest absolute value.
         error_if_nonfinite: raise RuntimeError for a non-finite norm, which blocks the host.
         foreach: ignored; exists for torch's signature.
         stages: pipeline stages with separate parameters.
         optimizer: Muon, AdamW of titan_muon or Hybrid. If the norm is not finite, its next step changes no weight and
-            no state, and the step after, or `check_last_step`, raises ValueError on all ranks (or warns, with nonfinite
-            = "skip"). The host does not wait.
+            no state, and the step after, or `check_last_step`, raises ValueError on all ranks (or warns, with
+            `on_bad_gradient = "skip_nonfinite"`). The host does not wait.
         process_group: the ranks with the model; by default the optimizer's group, else all ranks.
 
     Returns the norm before scaling, () float32 on the gradients' device, equal on all ranks. Raises ValueError for a
@@ -60,8 +60,6 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type = {norm_type} is not accepted: it takes a positive number or inf")
     # As in torch, a frozen parameter with a gradient counts.
     trained = trained_of([parameters] if isinstance(parameters, Tensor) else parameters)
-    if not trained:
-        return torch.tensor(0.0)
     group = optimizer.process_group if process_group is None and optimizer is not None else process_group
     ranks = len(ranks_of(group)) // stages
     clip = GradientClip(
@@ -202,7 +200,7 @@ class GradientClip:
         self.parameters = trained_of(parameters)
         self.clipped = [parameter in chosen for parameter in self.parameters]
         self.max_norm, self.norm_type = max_norm, norm_type
-        device = self.parameters[0].device
+        device = self.parameters[0].device if self.parameters else collective_device(process_group)
         shares = [1 / replica_count(p, stage_ranks) for p in self.parameters]
         # Weighted sums need one collective, unlike torch's norms by mesh. float32 would lose small tensors.
         clipped_shares = [share * is_clipped for share, is_clipped in zip(shares, self.clipped, strict=True)]
@@ -227,16 +225,24 @@ class GradientClip:
         """(2,) float64: the norms over all ranks of all gradients and of the clipped gradients."""
         present = [gradient for gradient in gradients if gradient is not None and gradient.numel() > 0]
         norms = iter(torch._foreach_norm(present, self.norm_type, norm_dtype(present)) if present else ())
-        local_norms = self.local_norms = torch.stack(
-            [self._zero if gradient is None or gradient.numel() == 0 else next(norms) for gradient in gradients]
-        ).double()
+        by_parameter = [
+            self._zero if gradient is None or gradient.numel() == 0 else next(norms) for gradient in gradients
+        ]
+        if by_parameter:
+            self.local_norms = torch.stack(by_parameter).double()
+        local_norms = self.local_norms
         if math.isinf(self.norm_type):
-            values, operation, root = torch.where(self._weights > 0, local_norms, 0.0).amax(1), dist.ReduceOp.MAX, 1.0
+            weighted = torch.where(self._weights > 0, local_norms, 0.0)
+            values = weighted.amax(1) if by_parameter else weighted.sum(1)
+            operation, root = dist.ReduceOp.MAX, 1.0
         else:
             values, operation = self._weights @ local_norms.pow(self.norm_type), dist.ReduceOp.SUM
             root = 1 / self.norm_type
         if len(ranks_of(self._group)) > 1:
-            dist.all_reduce(values, operation, group=self._group)
+            # A rank without parameters joins, because the others wait for it.
+            shared = values.to(collective_device(self._group))
+            dist.all_reduce(shared, operation, group=self._group)
+            values = shared.to(values.device)
         return values.pow(root)
 
     def scale(self, gradients: Sequence[Tensor | None], norm: Tensor) -> None:
@@ -245,6 +251,14 @@ class GradientClip:
         # A condition on the norm would block the host.
         if scaled:
             torch._foreach_mul_(scaled, (self.max_norm / (norm + EPS)).clamp(max=1.0).float())
+
+
+def collective_device(group: dist.ProcessGroup | None) -> torch.device:
+    """The device of a collective of all ranks of a group, equal on ranks with and without parameters."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or not dist.is_initialized() or accelerator.type not in backends(group):
+        return torch.device("cpu")
+    return torch.device(accelerator.type)
 
 
 def sum_over_shards(values: Tensor, parameter: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class Method:
         algorithm: `standard`, `gram` or `reference`.
         dtype: of the iteration, a name in DTYPES.
         restarts: the Gram iteration restarts before these steps.
-        products: `plain` or a name in `symmetric.PACKAGES`.
+        products: `plain` or a name in PACKAGES.
         reason: of the choice by `auto`, else empty.
     """
 

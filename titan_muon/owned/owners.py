@@ -187,7 +187,7 @@ def _choices(
     """The owner setting of each parameter to own."""
     inside = {info.param for info in every.values()}
     chosen = {parameter for parameter in inside if parameter.ndim == 2} if params is None else set(params)
-    if strangers := [tuple(parameter.shape) for parameter in chosen - inside]:
+    if strangers := sorted({tuple(parameter.shape) for parameter in chosen - inside}):
         raise ValueError(f"params has parameters that the model does not have, of shapes {strangers}")
     settings = params if isinstance(params, Mapping) else {}
     check_rules(every, rules)

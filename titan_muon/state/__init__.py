@@ -1,1 +1,1 @@
-"""Storage of momentum and rule states on the device or the host, and in state dicts."""
+"""Storage of momentum and states of algorithms on the device or the host, and in state dicts."""

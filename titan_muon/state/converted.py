@@ -98,7 +98,7 @@ def as_torch(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             "state_dict: has groups of another optimizer than Muon; pass hybrid.optimizers['muon'].state_dict()"
         )
     dtypes = {value["momentum_buffer"].dtype for value in state_dict["state"].values()}
-    for kind in (str(dtype).removeprefix("torch.") for dtype in dtypes if not dtype.is_floating_point):
+    for kind in sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if not dtype.is_floating_point):
         problem = f"= {kind!r} has no equivalent in torch.optim.Muon; save with float32 or bfloat16"
         raise OptionError("state_dtype", problem)
     if extra := {name for value in state_dict["state"].values() for name in value} - {"momentum_buffer"}:

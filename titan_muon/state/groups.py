@@ -25,6 +25,18 @@ SIMILAR = 0.85
 """Ratio of equal letters above which an unknown key is a misspelt key. Below: `max_momentum`, of OneCycleLR."""
 
 
+def splits_of(splits: Any) -> tuple[Split, ...]:
+    """The argument `split` of Muon. Raises OptionError for anything but a sequence of Split."""
+    given = tuple(splits) if isinstance(splits, Sequence) else (splits,)
+    for split in given:
+        if not isinstance(split, Split) or not isinstance(splits, Sequence):
+            remedy = (
+                "pass a list, as split=[titan_muon.Split(match='*.qkv', dims='(p h) d -> p | h d', lengths={'p': 3})]"
+            )
+            raise OptionError("split", f"= {split!r} is not accepted; {remedy}")
+    return given
+
+
 def iteration_of(group: Mapping[str, Any]) -> Iteration:
     """The iteration of a group. Raises ValueError for invalid coefficients."""
     return iteration(group["ns_coefficients"], group["ns_steps"], group["eps"])

@@ -160,7 +160,7 @@ def regrouped(saved: Groups, groups: Groups) -> list[dict[str, Any]]:
     for group in groups:
         new = {key: value for key, value in group.items() if key != "params"}
         found = [sources[fqn] for fqn in group["param_names"] if fqn in sources]
-        for key in {key for source, _ in found for key in source if key not in ("params", "param_names")}:
+        for key in dict.fromkeys(k for source, _ in found for k in source if k not in ("params", "param_names")):
             values = [source[key] for source, _ in found if key in source]
             if all(value == values[0] for value in values):
                 new[key] = values[0]

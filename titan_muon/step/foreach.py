@@ -69,6 +69,9 @@ def passes_of(
             # The nesterov blend (or the wide gradient that becomes the blend), and the wide momentum.
             kept += wide * (1 + (state_bytes < wide) + (device != "cpu"))
             temporary = BYTES if stochastic else size if size > wire_bytes else 0
+            if device == "cpu" and size == wire_bytes == 2 and not stochastic:
+                # `add_scaled` converts updates of 16 bits.
+                temporary += WIDE_BYTES
             temporary += max(WIDE_BYTES, size) if options.cautious else 0
         advance.append(kept)
         apply.append(temporary + undone * size)
@@ -81,7 +84,8 @@ def passes_of(
         apply_elements=limit // (BYTES if drawn else WIDE_BYTES),
         apply_bytes=max(apply),
         finish_bytes=temporary_bytes,
-        traffic=max(traffics, key=lambda moved: moved.advance + moved.apply, default=FLOAT32_COST.traffic),
+        # With the fields as a second key, because two kinds of parameters may have equal sums.
+        traffic=max(traffics, key=lambda moved: (moved.advance + moved.apply, moved), default=FLOAT32_COST.traffic),
     )
 
 

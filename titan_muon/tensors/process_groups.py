@@ -172,7 +172,7 @@ def _refuse(message: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 class StateMesh(MeshWithoutGroups):
-    """The keepers of a momentum or a rule state, if not every holder is a keeper."""
+    """The keepers of a momentum or of a state of an algorithm, if not every holder is a keeper."""
 
     refusal = (
         'muon.state = "owner": the momentum is on its owner alone; save and load the momentum with '
@@ -181,7 +181,7 @@ class StateMesh(MeshWithoutGroups):
 
     def __getstate__(self) -> dict[str, Any]:
         warn(
-            'a momentum or rule state of muon.state = "owner" was pickled: the pickle has the part of this rank alone. '
+            'a state of muon.state = "owner" was pickled: the pickle has the part of this rank alone. '
             "Save with torch.distributed.checkpoint, on all ranks"
         )
         return super().__getstate__()

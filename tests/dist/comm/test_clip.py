@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.dist.harness import run_ranks
 from tests.shared import message
+from titan_muon import Muon
 from titan_muon.comm.clip import GradientClip, clip_grad_norm_
 from titan_muon.owned import gather
 from titan_muon.owned.param import owned_like, place_on_owners
@@ -145,3 +146,47 @@ def test_the_norm_sums_over_pipeline_stages_and_is_computed_in_float32() -> None
     for summed, half in run_ranks(on_two_stages, 4):
         assert summed == pytest.approx(norm, rel=1e-6)
         assert half == pytest.approx(4128**0.5, rel=1e-6)
+
+
+def with_nothing_on_one_rank(rank: int, world_size: int) -> list[float]:
+    """Norms of a parameter on rank 0 alone, and a step of Muon that a norm from rank 0 skips."""
+    parameter = nn.Parameter(torch.zeros(4, 5))
+    parameter.grad = torch.full((4, 5), 2.0)
+    held = [parameter] if rank == 0 else []
+    norms = [float(clip_grad_norm_(held, 1.0, norm_type, stages=2)) for norm_type in (2.0, math.inf)]
+    norms.append(float(GradientClip(held, held, max_norm=1.0, stage_ranks=1)()))
+    frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+    norms.append(float(GradientClip([frozen], [], max_norm=1.0, stage_ranks=1)()))
+    shared = nn.Parameter(distribute_tensor(torch.ones(4, 6), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    shared.grad = torch.full_like(shared, math.nan)
+    muon = Muon([("weight", shared)])
+    clip_grad_norm_([shared] if rank == 0 else [], 1.0, optimizer=muon)
+    muon.step()
+    assert "weight on rank 0" in message(muon.check_last_step)
+    assert bool((shared.to_local() == 1).all())
+    return norms
+
+
+def test_a_rank_without_parameters_joins_the_collective() -> None:
+    for norms in run_ranks(with_nothing_on_one_rank, 2, timeout=60):
+        assert norms[0] == pytest.approx(math.sqrt(80))
+        assert norms[1] == pytest.approx(1 / math.sqrt(20))
+        assert norms[2:] == [pytest.approx(1.0), 0.0]
+
+
+def with_scaler_and_norm(rank: int, world_size: int) -> bool:
+    """Whether a step with an infinite gradient on rank 1 alone leaves the weights of this rank."""
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4, 6), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    muon = Muon([("weight", parameter)])
+    parameter.grad = torch.ones_like(parameter)
+    if rank == 1:
+        parameter.grad.to_local().fill_(math.inf)
+    clip_grad_norm_([parameter], 1.0, optimizer=muon)
+    # As a GradScaler does, which looks at the gradients of this rank alone.
+    muon.found_inf, muon.grad_scale = torch.tensor(float(rank)), None  # type: ignore[attr-defined]
+    muon.step()
+    return bool((parameter.to_local() == 1).all())
+
+
+def test_a_scaler_does_not_hide_the_norm_of_all_ranks() -> None:
+    assert run_ranks(with_scaler_and_norm, 2, timeout=60) == [True, True]

@@ -75,7 +75,7 @@ class _Chooser:
     """Assigns the momentum of each parameter to the replica with the least load."""
 
     def __init__(self, geometries: Geometries, elements: int) -> None:
-        ranks = {rank for geometry in geometries.shared for rank in geometry.layout.mesh.ranks}
+        ranks = sorted({rank for geometry in geometries.shared for rank in geometry.layout.mesh.ranks})
         self._flops, self._elements = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
         self._most = BYTES_OVER_MEAN * elements / max(1, len(ranks))
 

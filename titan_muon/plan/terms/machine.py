@@ -115,7 +115,7 @@ NORMALIZING_BYTES = 10
 def traffic(element: int, state: int, wire: int, *, stochastic: bool, cautious: bool, fused: bool = False) -> Traffic:
     """Traffic for elements of weights, momentum and buffers with these sizes in bytes.
 
-    Counts the operators of `step/update.py` and `step/rounding.py`, without caches; tests/unit/plan/test_passes.py
+    Counts the operators of `algorithms/muon.py` and `step/rounding.py`, without caches; tests/unit/plan/test_passes.py
     compares. `stochastic`: rounding of bfloat16 weights. `cautious`: weight decay.
     `fused`: kernels of `tensors/fused_kernels.py`.
     """

@@ -220,8 +220,8 @@ class Passes:
 
 def _width(layer: Sequence[Assignment]) -> int:
     """Width of the residual stream: the most common side."""
-    sides = [side for a in layer for side in set(a.shape[-2:])]
-    return max(set(sides), key=lambda side: (sides.count(side), -side))
+    sides = [side for a in layer for side in dict.fromkeys(a.shape[-2:])]
+    return max(sides, key=lambda side: (sides.count(side), -side))
 
 
 def _bandwidth(machine: MachineRates, ranks: int) -> float:

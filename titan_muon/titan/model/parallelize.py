@@ -77,7 +77,7 @@ def _check_experts(model: Any, degree: int) -> None:
     experts = {layer.moe.num_experts for layer in model.layers if layer.moe is not None}
     if degree > 1 and not experts:
         raise RecipeError(f"parallelism.expert_parallel_degree = {degree}, but the model has no experts; set it to 1")
-    for number in experts:
+    for number in sorted(experts):
         if number % degree:
             raise RecipeError(f"parallelism.expert_parallel_degree = {degree} must divide the model's {number} experts")
 

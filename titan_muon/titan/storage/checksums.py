@@ -58,7 +58,7 @@ class SummingWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items, then read the files again, mostly from the page cache."""
         results = super().write_data(plan, planner).wait()
-        names = {result.storage_data.relative_path for result in results}
+        names = dict.fromkeys(result.storage_data.relative_path for result in results)
         sums = {name: Checksum.of(Path(self.path) / name) for name in names}
         summed: Future[list[WriteResult]] = Future()
         summed.set_result([SummedResult(**vars(r), checksum=sums[r.storage_data.relative_path]) for r in results])
