@@ -8,7 +8,7 @@
 - waits: mostly the gather of the first matrix and the return of the last.
 - least for whole matrices: lower bound if each matrix is orthogonalized on one rank. The rest is the planner's loss.
 - exposed: reduction of the step time with infinitely fast links.
-- hidden: gathers under `--overlap backward`, on the rank with most, or returns under `--overlap forward`.
+- hidden: returns under `--overlap forward`, behind the step.
 - tail: time after the last Newton-Schulz, the most that the next forward could hide, also as a share of a training step
 with `TOKENS` tokens at `TRAINING_FLOPS`.
 
@@ -153,7 +153,7 @@ def plan_numbers(
     flags = ["--parallelism.expert_parallel_degree", str(degree), "--machine.name", machine]
     flags += ["--muon.expert.split_over", str(split_over), "--muon.expert.tp_mode", mode]
     flags += ["--muon.overlap", overlap, "--parallelism.tensor_parallel_degree", str(tensor_parallel)]
-    # QK-clip does not change the plan and excludes some overlaps.
+    # QK-clip does not change the plan and excludes `forward`.
     flags += ["--parallelism.data_parallel_replicate_degree", str(replicas), "--qk_clip.mode", "off"]
     recipe = load(ROOT / f"configs/{model}_muon.toml", flags)
     start = time.process_time()
@@ -249,7 +249,7 @@ def main(
         split_over: maximum number of ranks per matrix.
         tensor_parallel: degree.
         mode: `muon.expert.tp_mode` of a recipe.
-        overlap: `backward` hides all gathers but the last; `forward` hides the last returns.
+        overlap: `forward` hides the last returns.
         replicas: HSDP replicas, each sharded over an equal share of the ranks.
         json_file: file for the numbers, with date, commit, machine and command.
     """

@@ -47,7 +47,7 @@ from .tensors.storage import TrainedParam, check_devices, device_of, storage_fau
 from .tensors.warning import warn
 
 if TYPE_CHECKING:
-    from .features.overlap import PassOverlap
+    from .features.forward import ForwardUpdates
 
 # --- from tensors to a plan ---
 
@@ -159,8 +159,7 @@ def report_of(
     }
     teams = {team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()}
     travelling, replica_groups = collective_ranks(plan, geometries)
-    exclusive = travelling if options.overlap == "backward" else set()
-    buckets = tuple(sorted({*(travelling - exclusive), *teams, *replica_groups}))
+    buckets = tuple(sorted({*travelling, *teams, *replica_groups}))
     sharing = tuple(sorted(set(components(_sharing(plan, every=options.skips_missing)).values())))
     # From layouts, because all ranks, also outside a mesh, must create equal groups.
     existing = {all_ranks}
@@ -170,7 +169,6 @@ def report_of(
         ranks=tuple(sorted({rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks})),
         buckets=buckets,
         groups=tuple(sorted({*buckets, *sharing} - existing)),
-        exclusive=tuple(sorted(exclusive)),
         sharing=sharing,
         parts=tuple((name, digest_of(part).hex()[:16]) for name, part in parts.items()),
         optional=optional,
@@ -197,7 +195,7 @@ def engine_of(
     collectives: Collectives,
     agreement: Agreement,
     states: MatrixStates,
-    overlap: PassOverlap | None,
+    overlap: ForwardUpdates | None,
     *,
     muon: Optimizer,
     others: Mapping[str, Reported],
@@ -238,11 +236,11 @@ class Engine:
     Attributes:
         rank: what this rank has of the plan.
         step: of gradients without a scale.
-        overlap: who starts and ends buckets, None for the step alone.
+        overlap: what ends the late buckets of a step. None: the step.
         orthogonalized: number of matrices that a step orthogonalizes on this rank.
     """
 
-    def __init__(self, rank: Rank, algorithm: Algorithm, states: MatrixStates, overlap: PassOverlap | None) -> None:
+    def __init__(self, rank: Rank, algorithm: Algorithm, states: MatrixStates, overlap: ForwardUpdates | None) -> None:
         self._algorithm, self.overlap = algorithm, overlap
         self._iterations = compared(rank.params)
         self._make(rank, states, None)
@@ -274,7 +272,7 @@ class Engine:
             )
         if overlap is not None:
             self.finish()
-            overlap.ready(self.step)
+            overlap.ready()
         with trace_range("check"):
             faults, grads, moved = checked_inputs(rank, self._iterations, self._names, groups, state)
             changed = Fault.NEWTON_SCHULZ_CHANGED in faults and self._parts.blocks is None
@@ -284,8 +282,6 @@ class Engine:
                 unknown = (highest_rate(trained.group) is None for trained in rank.params)
                 pairs = zip(unknown, faults, strict=True)
                 faults = [Fault.HIGHEST_RATE_UNKNOWN if is_unknown else fault for is_unknown, fault in pairs]
-            if overlap is not None:
-                faults = overlap.faults(faults)
         if any(faults) or not rank.report.quiet():
             self.raise_pending(faults if alone else ())
         excluded = frozenset[int]()
@@ -347,8 +343,6 @@ class Engine:
         if not any(reported):
             return
         own = reported[: len(self.rank.params)]
-        if self.overlap is not None:
-            self.overlap.on_faults()
         if self.offload is not None:
             # Momentum on the host is healed next.
             self.offload.synchronize()
@@ -370,17 +364,15 @@ class Engine:
             self.rank.report.add_late()
 
     def synchronize(self) -> None:
-        """End the last step, drop gathers launched in backward, and wait for transfers. Collective."""
+        """End the last step, and wait for transfers."""
         self.finish()
-        if self.overlap is not None:
-            self.overlap.drop(self.step)
         if self.offload is not None:
             self.offload.synchronize()
 
     def attach(self) -> None:
         """Let the overlap run this engine. Once all ranks have an engine, because an earlier one may stay in use."""
         if self.overlap is not None:
-            self.overlap.attach(self.rank, self.step.views)
+            self.overlap.attach(self.rank)
 
     def free(self) -> None:
         """Free the buffers until the next step, also with `keep_buffers`."""

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from .ranges import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, SWITCH, TEXT, Constraint
+from .removed import removed_value
 
 
 class OptionError(ValueError):
@@ -128,7 +129,7 @@ Offload = Literal["none", "state", "parameters"]
 """Tensors on the host between steps: none, optimizer states, or also parameters and gradients."""
 OnBadGradient = Literal["error", "skip", "skip_missing", "skip_nonfinite"]
 """See `Expert.on_bad_gradient`."""
-Overlap = Literal["none", "backward", "forward"]
+Overlap = Literal["none", "forward"]
 StateDtype = Literal["parameter", "bfloat16"]
 
 SLOWEST_IN_BFLOAT16 = 0.99
@@ -314,8 +315,7 @@ class StepOptions:
     """Dtype of the momentum. `int8` has a float32 scale for each 64 elements of a row, and rounds stochastically."""
 
     overlap: Overlap = "none"
-    """`backward`: gather matrices during the last backward, as soon as gradients are reduced. `forward`: return and
-    apply the last results during the next forward, before each layer."""
+    """`forward`: return and apply the last results of a step during the next forward, before each layer."""
 
     split: tuple[Split, ...] = ()
     """How to cut parameters into several matrices; the first match counts."""
@@ -394,7 +394,8 @@ def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:
     """Raise OptionError for the first invalid value of an option of `table`. `prefix`: before the option's name."""
     for name, accepted in choices(table):
         if name in values and values[name] not in accepted:
-            raise OptionError(prefix + name, f"= {values[name]!r} is not one of {', '.join(accepted)}")
+            problem = f"= {values[name]!r} is not one of {', '.join(accepted)}"
+            raise OptionError(prefix + name, removed_value(name, values[name]) or problem)
     for name, constraint, takes_none in constraints(table):
         try:
             holds = name not in values or (takes_none and values[name] is None) or constraint.holds(values[name])

@@ -28,7 +28,6 @@ LINES = ("fsdp", "hsdp", "fsdp x tp rows", "plain")
 
 Options = dict[str, Any]
 SEVERAL: Options = {"buffer_gib": 6_000 / 2**30}
-BACKWARD: Options = {"overlap": "backward", "machine": SLOW, "buffer_gib": 60_000 / 2**30}
 FORWARD: Options = {"overlap": "forward", "machine": SLOW, "buffer_gib": 60_000 / 2**30}
 KEPT: Options = {"state": "owner"}
 OWNED_TOO = ("offloaded state", "offloaded parameters", "skip", "float32 wire", "released gradients")
@@ -204,7 +203,6 @@ DISTRIBUTED: Options = {**FLOAT32, "tp_mode": "distributed"}
 def overlaps() -> list[Row]:
     """Communication behind compute, in modules of FSDP2 and without modules."""
     small: Options = {"layouts": ("fsdp", "fsdp"), "sharded": True, "proof": "several buckets"}
-    backward: dict[str, Options] = {"reduced": REDUCED, "released": {"release_grads": True}, "skip": SKIP}
     forward: dict[str, Options] = {
         "gathered": GATHERED,
         "reduced": REDUCED,
@@ -213,19 +211,13 @@ def overlaps() -> list[Row]:
         "skip": SKIP,
         "offloaded state": {"offload": "state"},
     }
-    network, backward_network = ({**overlap, "machine": SLOW_NETWORK} for overlap in (FORWARD, BACKWARD))
+    network = {**FORWARD, "machine": SLOW_NETWORK}
     return [
         row("modules", **IN_MODULES),
         row("modules, 2 ranks", 2, ("fsdp", "owned"), sharded=True),
         row("modules owned", layouts=("owned", "owned, hsdp"), sharded=True),
         row("modules under DDP", 2, ("plain",), sharded=True),
         row("tensor parallelism alone", 2, ("tp rows", "tp columns"), sharded=True),
-        row("backward", options=BACKWARD, proof="several buckets", **IN_MODULES),
-        row("backward, 2 ranks", 2, options={**BACKWARD, "buffer_gib": 4_000 / 2**30}, **small),
-        row("backward beside owned", 2, ("fsdp", "owned"), options=BACKWARD, sharded=True),
-        row("backward without modules", layouts=SHARDED, options=BACKWARD, proof="several buckets"),
-        *(row(f"backward, {name}", options={**BACKWARD, **more}, **IN_MODULES) for name, more in backward.items()),
-        row("backward, hierarchical", layouts=("hsdp",), sharded=True, options=backward_network, proof="hierarchical"),
         row("forward", options=FORWARD, proof="several buckets", **IN_MODULES),
         row("forward, 2 ranks", 2, options={**FORWARD, "buffer_gib": 4_000 / 2**30}, **small),
         *(row(f"forward, {name}", options={**FORWARD, **more}, **IN_MODULES) for name, more in forward.items()),
@@ -265,7 +257,6 @@ def faults() -> list[Row]:
         "": ({}, {}),
         ", several buckets": ({}, SEVERAL),
         ", state owner": ({}, KEPT),
-        ", backward": ({"layouts": SHARDED}, BACKWARD),
         ", forward": (IN_MODULES, FORWARD),
     }.items():
         for name, (change, text) in changes.items():
@@ -320,7 +311,6 @@ def algorithms() -> list[Row]:
         row("blocks, scaler", layouts=SHARDED, scaler="scaled", **IN_BLOCKS),
         row("schedule", layouts=(*MIXED, "owned"), **schedule),
         row("schedule, skip", options=SKIP, gradients={1: ("experts", torch.nan)}, **schedule),
-        row("schedule, backward", options=BACKWARD, **schedule, **IN_MODULES),
         row("schedule, forward", options=FORWARD, **schedule, **IN_MODULES),
         row("schedule, scaler", layouts=("hsdp",), scaler="scaled", **schedule),
         *(row(name, layouts=(*MIXED, "owned"), math=math, reference="paper") for name, math in papers.items()),
@@ -329,9 +319,7 @@ def algorithms() -> list[Row]:
         row("normuon, 8 ranks", 8, EIGHT, **NORMUON),
         row("normuon, splits", layouts=("fsdp x tp rows", "tp columns"), shapes=(*FUSED,), close=1e-4, **NORMUON),
         row("normuon, forward", options=FORWARD, **NORMUON, **IN_MODULES),
-        row("normuon, backward", options=BACKWARD, **NORMUON, **IN_MODULES),
         row("normuon of a nan", options=SKIP, gradients={1: ("experts", torch.nan)}, **NORMUON),
-        row("adamuon, backward", options=BACKWARD, **signs, **IN_MODULES),
         row(
             "adamuon of a nan",
             options={"on_bad_gradient": "skip_nonfinite"},
@@ -346,7 +334,6 @@ def algorithms() -> list[Row]:
         row("soap, several buckets", options={"buffer_gib": 20_000 / 2**30}, proof="several buckets", **SOAP),
         row("soap, odd shapes", layouts=(*FOUR[:4], "owned"), **(SOAP | {"shapes": ("row", "prime", "single", "qkv")})),
         row("soap, forward", options=FORWARD, **SOAP, **IN_MODULES),
-        row("soap, backward", options=BACKWARD, **SOAP, **IN_MODULES),
         row("soap of a nan", options=SKIP, gradients={0: ("tall", torch.nan), 2: ("experts", torch.nan)}, **SOAP),
         row("soap of a missing gradient", options=SKIP, gradients={1: ("experts", DROP)}, **SOAP),
         row("soap, nan raises", gradients={2: ("tall", torch.nan)}, error=("layers.0.tall",), **SOAP),
@@ -373,7 +360,6 @@ def algorithms() -> list[Row]:
             **NORMUON_AND_SOAP,
         ),
         row("normuon and soap, forward", options=FORWARD, **NORMUON_AND_SOAP, **IN_MODULES),
-        row("normuon and soap, backward", options=BACKWARD, **NORMUON_AND_SOAP, **IN_MODULES),
         row("normuon and soap of a nan", options=SKIP, gradients={1: ("experts", torch.nan)}, **NORMUON_AND_SOAP),
         row("normuon and soap, scaler", layouts=("hsdp",), scaler="scaled", **NORMUON_AND_SOAP),
         row("normuon and soap, reload", between={0: "reload", 1: "new_optimizer"}, **NORMUON_AND_SOAP),
@@ -389,7 +375,6 @@ def algorithms() -> list[Row]:
         row("bfloat16 weights to nearest", math={"rounding": "nearest"}, close=0.05, **BFLOAT16, **ALONE),
         row("bfloat16 weights, redundant", 2, TWO[:3], options={"replicas": "redundant"}, **BFLOAT16, **ALONE),
         row("bfloat16 weights, several buckets", options={**SEVERAL, **KEPT}, reference="twin", **BFLOAT16),
-        row("bfloat16 weights, backward", options=BACKWARD, reference="twin", **BFLOAT16, **IN_MODULES),
         row("bfloat16 weights, forward", options=FORWARD, reference="twin", **BFLOAT16, **IN_MODULES),
         row("bfloat16 momentum", math={"state_dtype": "bfloat16"}, **ALONE),
         row("bfloat16 momentum and weights", 4, TWO[:3], math={"state_dtype": "bfloat16"}, **BFLOAT16, **ALONE),
@@ -404,7 +389,6 @@ def algorithms() -> list[Row]:
         ),
         row("int8 momentum, several buckets", layouts=LINES, options=SEVERAL, **eight),
         row("int8 momentum, forward", layouts=MODULES[:3], sharded=True, options=FORWARD, **eight),
-        row("int8 momentum, backward", layouts=MODULES[:3], sharded=True, options=BACKWARD, **eight),
         row("int8 momentum, reloaded", layouts=LINES, between={0: "reload", 1: "new_optimizer"}, **eight),
     ]
 
@@ -459,7 +443,6 @@ def actions() -> list[Row]:
         row("freeze and thaw, normuon", between=frozen, **NORMUON),
         row("reload, state owner", options=KEPT, between={0: "reload", 1: "swap_data"}),
         row("reload, forward", options=FORWARD, between={0: "reload", 1: "check"}, **IN_MODULES),
-        row("swap data, backward", layouts=SHARDED, options=BACKWARD, between={0: "swap_data", 1: "swap_and_rebuild"}),
         *(row(f"scaler, forward, {how}", options=FORWARD, scaler=how, **IN_MODULES) for how in how_scaled),
         row("closure", closure=True),
         row("closure, forward", options=FORWARD, closure=True, **IN_MODULES),

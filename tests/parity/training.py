@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -190,14 +189,11 @@ class Training:
         return {name: grad * self.scaler.scale(torch.ones(())).item() for name, grad in grads.items()}
 
     def _set(self, grads: Mapping[str, Tensor], absent: set[str]) -> None:
-        overlaps = self.row.options.get("overlap", "none")
-        if self.row.sharded or overlaps == "backward":
+        if self.row.sharded:
             # Two microbatches.
             half = {name: grad / 2 for name, grad in grads.items()}
-            for context in (nullcontext(), self.muon.overlap() if overlaps == "backward" else nullcontext()):
-                loss = self.forward({n: g for n, g in half.items() if n not in absent or self.row.sharded})
-                with context:
-                    loss.backward()
+            for _ in range(2):
+                self.forward(half).backward()
         else:
             for name, param in self.params.items():
                 param.grad = self._grad(name, grads[name].to(param.dtype))

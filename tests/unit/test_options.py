@@ -145,3 +145,17 @@ def test_absent_options_are_not_checked() -> None:
     check(Hyperparameters, {"momentum": 0.9})
     with pytest.raises(OptionError, match="momentum"):
         check(Hyperparameters, {"momentum": -0.9})
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (
+            lambda: Muon([("w", Parameter(torch.zeros(4, 4)))], overlap="backward"),
+            "overlap = 'backward' was removed: .*set 'forward'",
+        )
+    ],
+)
+def test_what_was_removed_is_refused_with_what_to_do_instead(value: Any, problem: str) -> None:
+    with pytest.raises(OptionError, match=problem):
+        value()

@@ -79,7 +79,7 @@ def test_a_tensor_rate_decays_as_a_number() -> None:
 
 SPHERE = {"algorithm": "muonh", "weight_decay": 0.0}
 BESIDE_BLOCKS: dict[str, Any] = {
-    "overlap": "backward",
+    "overlap": "forward",
     "offload": "state",
     "state": "owner",
     "state_dtype": "int8",

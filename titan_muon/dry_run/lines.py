@@ -169,11 +169,9 @@ def _time_lines(timeline: Timeline) -> Iterable[str]:
     yield f"  modelled time   {_ms(last.seconds)} on {timeline.machine}, rank {last.rank}: {parts}"
     yield f"  limit           Newton-Schulz {_ms(timeline.least)}, busiest link {_ms(timeline.link)}"
     if timeline.hidden is not None:
-        what = {"backward": "gathers are hidden before", "forward": "results and updates are hidden behind"}
-        over = timeline.overlap
         yield (
-            f"  {f'in {over}':<15} {_ms(timeline.hidden)} of {what[over]} the step if {over} is as long; in the step "
-            f"{_ms(timeline.exposed)} of the exchange stay exposed"
+            f"  in forward      {_ms(timeline.hidden)} of results and updates are hidden behind the step if forward is "
+            f"as long; in the step {_ms(timeline.exposed)} of the exchange stay exposed"
         )
     elif timeline.tail > LONG_TAIL * last.seconds:
         yield f"  way back        {_ms(timeline.tail)} of results and updates behind all Newton-Schulz (muon.overlap)"

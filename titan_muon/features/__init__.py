@@ -18,22 +18,18 @@ from ..step.views import build_views
 from ..tensors.process_groups import without_groups
 
 if TYPE_CHECKING:
-    from .overlap import PassOverlap
+    from .forward import ForwardUpdates
 
 # Imports are local, so that a step without an option imports none of the option's code.
 
 
-def overlap_of(options: MuonOptions) -> PassOverlap | None:
-    """Who starts and ends buckets. None: the step alone."""
-    if options.overlap == "backward":
-        from .backward import BackwardGathers
+def overlap_of(options: MuonOptions) -> ForwardUpdates | None:
+    """What ends the late buckets of a step. None: the step."""
+    if options.overlap == "none":
+        return None
+    from .forward import ForwardUpdates
 
-        return BackwardGathers()
-    if options.overlap == "forward":
-        from .forward import ForwardUpdates
-
-        return ForwardUpdates()
-    return None
+    return ForwardUpdates()
 
 
 class StepParts:
@@ -47,7 +43,7 @@ class StepParts:
         rank: Rank,
         algorithm: Algorithm,
         states: MatrixStates,
-        overlap: PassOverlap | None,
+        overlap: ForwardUpdates | None,
         before: StepParts | None,
     ) -> None:
         """`before`: the parts for earlier storage of the same plan."""
@@ -70,7 +66,7 @@ class StepParts:
             from .slices import SliceBatches
 
             batch_type = SliceBatches(rank)
-        late = rank.program.late if overlap is not None and overlap.ends_late else frozenset[int]()
+        late = frozenset[int]() if overlap is None else rank.program.late
         views, self.workspace, self.flags = build_views(rank, limits, whole, states, batch_type, late)
         self.offload = None
         if options.offload != "none":
@@ -88,8 +84,6 @@ class StepParts:
             mask = GradientMask(rank, views, self.idle)
             hooks.append(mask)
             self._skipped = mask.skipped if options.skips else None
-        if overlap is not None:
-            hooks.append(overlap)
         self.blocks: StepParts | None = None
         if rank.plan.blocks is not None:
             from .blocks import BlockRate, block_rank
@@ -170,10 +164,6 @@ def _checks(options: MuonOptions, algorithm: Algorithm) -> Iterator[Callable[[Pl
         from ..algorithms import fused
 
         yield fused.check
-    if options.overlap == "backward":
-        from . import backward
-
-        yield backward.check
     if algorithm.sums_norms:
         from . import weight_norms
 

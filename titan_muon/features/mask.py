@@ -170,9 +170,6 @@ class GradientMask(UpdateMask):
             self._held.copy_(self.skipped)
         torch.index_select(self._held, 0, self._in_order, out=self._flags)
 
-    def reset(self) -> None:
-        self.skipped.zero_()
-
     def zero_(self, batch: Batch, gradients: StepGradients) -> Tensor:
         self._agree()
         flags = self._flags[batch.place : batch.place + len(batch.matrices)]

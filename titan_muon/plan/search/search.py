@@ -13,19 +13,19 @@ from itertools import accumulate, groupby, pairwise
 from ...options import OptionError
 from ..cost.timeline import Clock
 from ..cost.walk import PlanCost
-from ..exchange.phases import ordered_rounds, overlapped_rounds, pass_order
+from ..exchange.phases import hidden_returns, ordered_rounds
 from ..terms.pieces import Pieces, Ranks
 from ..terms.types import Bucket, Matrix
 from .owners import STRATEGIES, Groups, OwnerOf, Problem, Task, among
 
 
-def rounds(tasks: Sequence[Task], count: int, sign: int = 1) -> list[list[Task]]:
-    """Tasks in at most `count` rounds of consecutive matrices. `sign`: their order, from `pass_order`."""
+def rounds(tasks: Sequence[Task], count: int) -> list[list[Task]]:
+    """Tasks in at most `count` rounds of consecutive matrices."""
     # A single round would leave every rank idle until the gather and again until the return, with buffers for all
     # matrices. Rounds are global, because groups with common ranks must launch collectives in a common order.
     total, seen = sum(task.bytes for task in tasks), 0
     result: list[list[Task]] = [[] for _ in range(count)]
-    for task in sorted(tasks, key=lambda task: (sign * task.matrix, task.group)):
+    for task in sorted(tasks, key=lambda task: (task.matrix, task.group)):
         result[count * (2 * seen + task.bytes) // (2 * total)].append(task)
         seen += task.bytes
     return [round_tasks for round_tasks in result if round_tasks]
@@ -109,13 +109,12 @@ def together(rounds: Sequence[Sequence[Task]], matrices: Sequence[Matrix]) -> li
 def in_model_order(
     rounds: Sequence[Sequence[Task]],
     owners: OwnerOf,
-    sign: int,
     pieces: Pieces,
     eligible: Mapping[int, Ranks],
 ) -> tuple[list[list[Task]], OwnerOf]:
     """The same rounds, nearly in order: tasks of equal cost change rounds and owners.
 
-    `sign`: of the order, from `pass_order`. `eligible`: the possible owners of a matrix, if fewer than the group.
+    `eligible`: the possible owners of a matrix, if fewer than the group.
     """
 
     def kind(task: Task) -> Hashable:
@@ -123,7 +122,7 @@ def in_model_order(
         sliced = task.matrix if pieces.matrices[task.matrix].slice is not None else None
         return task.group, pieces.kinds[task.matrix], task.flops, eligible.get(task.matrix), sliced
 
-    # A pass launches a round at the last of its gradients, or waits for a round at the first of its parameters.
+    # A forward waits for a round at the first of its parameters.
     # Layers are equal, so rounds balanced over ranks can also be in the model's order, kind by kind.
     places: dict[Hashable, list[tuple[int, int]]] = {}
     for number, tasks in enumerate(rounds):
@@ -132,7 +131,7 @@ def in_model_order(
     exchanged, owned = [list(tasks) for tasks in rounds], dict(owners)
     for positions in places.values():
         before = [rounds[number][place] for number, place in positions]
-        after = sorted(before, key=lambda task: sign * task.matrix)
+        after = sorted(before, key=lambda task: task.matrix)
         for (number, place), old, new in zip(positions, before, after, strict=True):
             exchanged[number][place] = new
             owned[new.matrix, new.group] = owners[old.matrix, old.group]
@@ -325,18 +324,15 @@ class _Search:
             if same is not None:
                 return self._simulate(replace(strategy, owners=same))
             if owners is None or strategy.order is Order.MODEL:
-                grouped = self._following(strategy.rounds)
+                grouped = rounds(self._problem.tasks, strategy.rounds)
             else:
                 problem = self._problem
                 grouped = dealt(problem.tasks, problem.groups, owners, strategy.rounds, strategy.order)
                 if self._overlap != "none":
                     pieces, eligible = problem.costs.pieces, problem.eligible
-                    grouped, owners = in_model_order(grouped, owners, pass_order(self._overlap), pieces, eligible)
+                    grouped, owners = in_model_order(grouped, owners, pieces, eligible)
             self._simulated[strategy] = self._add(grouped, owners)
         return self._simulated[strategy]
-
-    def _following(self, count: int) -> list[list[Task]]:
-        return rounds(self._problem.tasks, count, pass_order(self._overlap))
 
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> CandidatePlan:
         """The best candidate over all numbers of buffer sets."""
@@ -350,7 +346,7 @@ class _Search:
         added = []
         for buffer_sets in {min(sets, max(1, len(grouped))): None for sets in (*BUFFER_SETS, *most, *fewer)}:
             self._left -= 3 * sum(len(bucket.group) for bucket in buckets)
-            hidden = overlapped_rounds(self._overlap, buffer_sets, len(grouped), ordered)
+            hidden = hidden_returns(buffer_sets, len(grouped), ordered)
             seconds, memory = Clock(cost, buffer_sets, hidden).end, cost.step_bytes(buffer_sets)
             buffers = max((rank.buffers for rank in memory), default=0)
             peak = max((rank.peak for rank in memory), default=0)
@@ -375,7 +371,7 @@ class _Search:
         """Simulate more and more rounds of consecutive matrices until `buffer_gib` suffices."""
         tasks, count = self._problem.tasks, 1
         while not self._fits(self._best()):
-            self._add(self._following(count), self._assigned(0))
+            self._add(rounds(tasks, count), self._assigned(0))
             if count >= len(tasks):
                 return
             count = min(2 * count, len(tasks))
