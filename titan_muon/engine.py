@@ -110,10 +110,6 @@ def plan_step(
     if wide := [named[number][0] for number in sorted(travelling) if wire_bytes[number] > options.wire_bytes]:
         note = f"{listed(wide, 2)} travel in float32, because their algorithm needs this"
         plan = replace(plan, reason="; ".join(filter(None, (plan.reason, note))))
-    if options.whole_freq > 1:
-        from .features.blocks import with_blocks
-
-        plan = with_blocks(plan, costs, options, dispatch.machine)
     check_plan(PlanContext(options, parameters, plan, named, iterations, dispatch.device), algorithm)
     if options.tp_mode == "blockwise":
         warn(f"{blocks_reason(parameters, plan.parameters)}; the other modes are exact")
@@ -275,8 +271,7 @@ class Engine:
             overlap.ready()
         with trace_range("check"):
             faults, grads, moved = checked_inputs(rank, self._iterations, self._names, groups, state)
-            changed = Fault.NEWTON_SCHULZ_CHANGED in faults and self._parts.blocks is None
-            if changed and self._follow_coefficients():
+            if Fault.NEWTON_SCHULZ_CHANGED in faults and self._follow_coefficients():
                 faults, grads, moved = checked_inputs(self.rank, self._iterations, self._names, groups, state)
             if rank.options.decay_follows_lr:
                 unknown = (highest_rate(trained.group) is None for trained in rank.params)
@@ -308,19 +303,18 @@ class Engine:
 
     def run(self, gradients: StepGradients, scaling: Scaling | None = None) -> None:
         """Run a step. `scaling`: of this step alone."""
-        parts = self._parts if self._parts.blocks is None else self._parts.of_step(self._parts.blocks)
-        rank = parts.rank
+        rank = self.rank
         rank.buffers.memory.take()
-        parts.workspace.take()
+        self.workspace.take()
         rank.report.begin(gradients.grads)
         try:
-            (parts.step if scaling is None else parts.scaled(scaling)).run(gradients)
+            (self.step if scaling is None else self._parts.scaled(scaling)).run(gradients)
         except RuntimeError as error:
             rank.agreement.locate(error, rank.report.steps)
             raise
         with trace_range("tell"):
             rank.report.send()
-        parts.workspace.free()
+        self.workspace.free()
         if self.overlap is None or not self.overlap.holds_memory:
             rank.buffers.memory.free()
 
@@ -376,9 +370,8 @@ class Engine:
 
     def free(self) -> None:
         """Free the buffers until the next step, also with `keep_buffers`."""
-        for parts in filter(None, (self._parts, self._parts.blocks)):
-            parts.rank.buffers.memory.free(kept=True)
-            parts.workspace.free(kept=True)
+        self.rank.buffers.memory.free(kept=True)
+        self.workspace.free(kept=True)
 
     def warm_up(self) -> None:
         """Run the exchange once, without a step, in the allocated buffers. Collective."""

@@ -13,15 +13,8 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from .ranges import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, SWITCH, TEXT, Constraint
-from .removed import removed_value
-
-
-class OptionError(ValueError):
-    """An invalid `option` of Muon. `problem` includes the remedy."""
-
-    def __init__(self, option: str, problem: str) -> None:
-        super().__init__(f"{option} {problem}")
-        self.option, self.problem = option, problem
+from .ranges import OptionError as OptionError
+from .removed import refuse_removed, refuses_removed, removed_value
 
 
 def plural(count: int, noun: str) -> str:
@@ -161,6 +154,7 @@ ADJUST_LR_FN = Constraint(
 )
 
 
+@refuses_removed
 @dataclass(frozen=True, kw_only=True)
 class Expert:
     """Options that few runs set: `expert=Expert(...)` of Muon and Hybrid, `[muon.expert]` of a recipe."""
@@ -189,12 +183,6 @@ class Expert:
     tp_mode: Literal["owner", "distributed", "blockwise"] = "owner"
     """Orthogonalization of matrices sharded over a mesh axis `tp`: by an `owner`; `distributed` in slices over a group
     of the axis; or inexactly `blockwise`, each shard as a separate matrix."""
-
-    whole_freq: Annotated[int, COUNT] = 1
-    """Orthogonalize whole matrices in every n-th step, and else what a rank stores (MuonBP, arXiv:2510.16981)."""
-
-    block_lr_scale: Annotated[float, POSITIVE] = 1.0
-    """Factor on the learning rate of parameters in parts, in the steps between those of `whole_freq`."""
 
     wire_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of matrices in transit. bfloat16 is lossless, because Newton-Schulz starts and ends in bfloat16."""
@@ -346,7 +334,7 @@ class MuonOptions(StepOptions, Hyperparameters, Expert):
     @property
     def counts_steps(self) -> bool:
         """Whether a step needs its number, besides for stochastic rounding."""
-        return self.momentum_warmup_steps > 0 or self.state_dtype == "int8" or self.whole_freq > 1
+        return self.momentum_warmup_steps > 0 or self.state_dtype == "int8"
 
     @property
     def skips(self) -> bool:
@@ -423,6 +411,7 @@ OTHER_NAMES = MappingProxyType(
 def muon_options(unknown: Iterable[str], expert: Expert, **keywords: Any) -> MuonOptions:
     """The options from Muon's keywords. Raises TypeError for an unknown keyword, and OptionError as `MuonOptions`."""
     for name in unknown:
+        refuse_removed([name])
         match = OTHER_NAMES.get(name) or next(iter(get_close_matches(name, (*KEYWORDS, *EXPERT), 1)), None)
         hint = f" Did you mean {_written(match)}?" if match else ""
         raise TypeError(f"Muon has no keyword {name}.{hint} It takes {', '.join(KEYWORDS)}.")
@@ -434,6 +423,7 @@ def muon_options(unknown: Iterable[str], expert: Expert, **keywords: Any) -> Muo
 def refuse_hybrid_keywords(unknown: Iterable[str]) -> None:
     """Raise TypeError for an unknown keyword of Hybrid, with the place that takes it."""
     for name in unknown:
+        refuse_removed([name])
         if (match := OTHER_NAMES.get(name, name)) in EXPERT:
             raise TypeError(f"Hybrid has no keyword {name}; write {_written(match)}, with titan_muon.Expert")
         table = "muon" if name in KEYWORDS else "adamw"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import wraps
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from .ranges import OptionError
+
+T = TypeVar("T")
 
 
 class Removed(NamedTuple):
@@ -14,7 +19,18 @@ class Removed(NamedTuple):
     problem: str
 
 
-OPTIONS: Mapping[str, Removed] = MappingProxyType({})
+OPTIONS: Mapping[str, Removed] = MappingProxyType(
+    {
+        "muon.expert.whole_freq": Removed(
+            1,
+            "was removed: it orthogonalized the parts that ranks store between two steps on whole matrices (MuonBP); "
+            "leave it out, and each step is of whole matrices",
+        ),
+        "muon.expert.block_lr_scale": Removed(
+            1.0, "was removed with whole_freq: it scaled the learning rate of steps on parts; leave it out"
+        ),
+    }
+)
 
 VALUES: Mapping[tuple[str, object], str] = MappingProxyType(
     {
@@ -25,10 +41,24 @@ VALUES: Mapping[tuple[str, object], str] = MappingProxyType(
 """Removed values of options, each with a problem."""
 
 
-def removed_option(name: str) -> str | None:
-    """The problem of a removed option of Muon. None for another name."""
-    found = OPTIONS.get(f"muon.expert.{name}") or OPTIONS.get(f"muon.{name}")
-    return None if found is None else found.problem
+def refuse_removed(names: Iterable[str]) -> None:
+    """Raise OptionError for an option of an earlier version."""
+    for name in names:
+        if found := OPTIONS.get(f"muon.expert.{name}") or OPTIONS.get(f"muon.{name}"):
+            raise OptionError(name, found.problem)
+
+
+def refuses_removed(options: type[T]) -> type[T]:
+    """The class with a constructor that raises OptionError for an option of an earlier version."""
+    made = options.__init__
+
+    @wraps(made)
+    def construct(self: T, **values: Any) -> None:
+        refuse_removed(values)
+        made(self, **values)
+
+    options.__init__ = construct  # type: ignore[method-assign]
+    return options
 
 
 def removed_value(name: str, value: object) -> str | None:

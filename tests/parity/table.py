@@ -69,7 +69,6 @@ MUONH_AND_MUON: Options = {
     "close": 1e-4,
 }
 ROWS_BEFORE_AND_AFTER: Options = {ALGORITHM: ("muoneq", "normuon"), "beta2": 0.9}
-IN_BLOCKS: Options = {"reference": "blocks", "math": {"whole_freq": 3, "block_lr_scale": 0.5}, "steps": 5}
 CAUTIOUS: Options = {"cautious": True, "weight_decay": 0.5}
 
 IN_MODULES: Options = {"layouts": MODULES, "sharded": True}
@@ -303,12 +302,6 @@ def algorithms() -> list[Row]:
     signs = {"reference": "paper", "math": ELEMENTS_SMOOTHED}
     return [
         *(row(name, math=math) for name, math in torchs.items()),
-        row("blocks", layouts=(*FOUR, "owned"), **IN_BLOCKS),
-        row("blocks, several meshes", layouts=("first ranks", "all but one", "every other"), shapes=FEW, **IN_BLOCKS),
-        row("blocks, kept buffers", options={**SEVERAL, "keep_buffers": True}, **IN_BLOCKS),
-        row("blocks, splits", layouts=(*MODULES, "tp columns"), shapes=(*FUSED,), **IN_BLOCKS),
-        row("blocks, saved", between={0: "swap_data", 1: "new_optimizer", 3: "swap_and_rebuild"}, **IN_BLOCKS),
-        row("blocks, scaler", layouts=SHARDED, scaler="scaled", **IN_BLOCKS),
         row("schedule", layouts=(*MIXED, "owned"), **schedule),
         row("schedule, skip", options=SKIP, gradients={1: ("experts", torch.nan)}, **schedule),
         row("schedule, forward", options=FORWARD, **schedule, **IN_MODULES),

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.parity.layouts import LAYOUTS, SPLITS, Layout, drawn, like, matrices, placed
-from tests.parity.references import LR, RATES, REFERENCES, InBlocks, Options, Reference, groups
+from tests.parity.references import LR, RATES, REFERENCES, Options, Reference, groups
 from tests.shared import local, message, muon_keywords
 from titan_muon import Muon, apply_in_forward, own
 from titan_muon.tensors.dtensor import copy_rows, own_rows
@@ -366,8 +366,6 @@ def reference_of(row: Row, names: list[str]) -> Reference:
     """A new reference of a row."""
     if row.reference == "twin":
         return Twin(row)
-    if row.reference == "blocks":
-        return InBlocks(names, row.math, {name: LAYOUTS[row.layout_of(name)] for name in names})
     return REFERENCES[row.reference](
         names, row.math, row.groups, row.ns_dtype if row.reference in ("paper", "groups") else row.dtype
     )

@@ -153,7 +153,9 @@ def test_absent_options_are_not_checked() -> None:
         (
             lambda: Muon([("w", Parameter(torch.zeros(4, 4)))], overlap="backward"),
             "overlap = 'backward' was removed: .*set 'forward'",
-        )
+        ),
+        (lambda: Expert(whole_freq=5), "whole_freq was removed: .*leave it out"),  # type: ignore[call-arg]
+        (lambda: Muon([], block_lr_scale=0.5), "block_lr_scale was removed with whole_freq"),  # type: ignore[arg-type]
     ],
 )
 def test_what_was_removed_is_refused_with_what_to_do_instead(value: Any, problem: str) -> None:

@@ -78,17 +78,6 @@ def test_a_tensor_rate_decays_as_a_number() -> None:
 
 
 SPHERE = {"algorithm": "muonh", "weight_decay": 0.0}
-BESIDE_BLOCKS: dict[str, Any] = {
-    "overlap": "forward",
-    "offload": "state",
-    "state": "owner",
-    "state_dtype": "int8",
-    "on_bad_gradient": "skip",
-    "idle": "hold",
-    "split_over": 2,
-    "fused": True,
-    "decay_follows_lr": True,
-}
 
 
 @pytest.mark.parametrize(
@@ -119,16 +108,6 @@ BESIDE_BLOCKS: dict[str, Any] = {
         ({"algorithm": ["normuon", "normuon"]}, "it takes a name, or a list of different names"),
         ({"algorithm": []}, "it takes a name, or a list of different names"),
         ({"algorithm": ["normuon", "soup"]}, "algorithm = 'soup' is unknown; did you mean 'soap'"),
-        ({"block_lr_scale": 0.5}, "block_lr_scale = 0.5 has no effect without whole_freq; set both, or neither"),
-        ({"whole_freq": 0}, "whole_freq = 0 is not accepted"),
-        (
-            {"whole_freq": 5, "algorithm": "normuon"},
-            "whole_freq = 5 is of the algorithm 'muon', and there is 'normuon'",
-        ),
-        *(
-            ({"whole_freq": 5, key: value}, f"{key} = {value!r} excludes whole_freq")
-            for key, value in BESIDE_BLOCKS.items()
-        ),
         ({"momentum_start": 0.5}, "momentum_start = 0.5 has no effect without momentum_warmup_steps"),
     ],
 )
@@ -136,12 +115,6 @@ def test_options_without_a_use_in_the_rule_are_refused(options: dict[str, Any], 
     with pytest.raises(OptionError) as refused:
         Muon([("w", nn.Parameter(torch.eye(16)))], **muon_keywords(**options)).build()
     assert message in str(refused.value)
-
-
-def test_whole_freq_without_a_part_of_a_matrix_is_said_to_have_no_effect() -> None:
-    muon = Muon([("w", nn.Parameter(torch.ones(16, 24)))], expert=Expert(whole_freq=2, block_lr_scale=0.5))
-    assert muon.plan.blocks is None
-    assert "whole_freq = 2 has no effect" in muon.plan.reason
 
 
 def matrices(seed: int, *groups: dict[str, Any]) -> list[dict[str, Any]]:

@@ -90,13 +90,6 @@ def step_lines(model: PlannedModel, estimate: Estimate) -> Iterable[str]:
     """Cost and modelled time of a Muon step, and why owned parameters communicate."""
     muon = muon_of(model.optimizers)
     yield from plan_lines(model.plan, estimate.summary, estimate.timeline)
-    if muon is not None and estimate.mean_step is not None and estimate.timeline is not None:
-        whole, freq, mean = estimate.timeline.last.seconds, muon.options.whole_freq, estimate.mean_step
-        on_blocks = (freq * mean - whole) / (freq - 1)
-        yield (
-            f"  blocks          {_ms(on_blocks)} for {freq - 1} of {freq} steps, on what each rank stores, and "
-            f"{_ms(whole)} on whole matrices: {_ms(mean)} a step"
-        )
     skips = muon is not None and muon.options.skips_missing
     yield from owned_step_lines(model.plan, model.parameters, skips=skips)
 

@@ -67,7 +67,7 @@ class StepParts:
 
             batch_type = SliceBatches(rank)
         late = frozenset[int]() if overlap is None else rank.program.late
-        views, self.workspace, self.flags = build_views(rank, limits, whole, states, batch_type, late)
+        views, self.workspace, flags = build_views(rank, limits, whole, states, batch_type, late)
         self.offload = None
         if options.offload != "none":
             from .offload import HostOffload
@@ -84,26 +84,10 @@ class StepParts:
             mask = GradientMask(rank, views, self.idle)
             hooks.append(mask)
             self._skipped = mask.skipped if options.skips else None
-        self.blocks: StepParts | None = None
-        if rank.plan.blocks is not None:
-            from .blocks import BlockRate, block_rank
-
-            earlier = None if before is None else before.blocks
-            own = block_rank(rank, rank.plan.blocks, None if earlier is None else earlier.rank)
-            rated = BlockRate(algorithm, rank.plan, rank.plan.blocks)
-            self.blocks = StepParts(own, rated, states, None, earlier)
-        rank.report.watch(*self.flags)
+        rank.report.watch(*flags)
         self._algorithm = algorithm
         seams = self._decorated(), mask, overlap, self.offload, hooks
         self.step = MuonStep(rank.program, views, rank.exchange, rank.report, *seams)
-
-    def of_step(self, blocks: StepParts) -> StepParts:
-        """The parts of the next step: on whole matrices, or on `blocks`."""
-        from .blocks import is_whole
-
-        parts = self if is_whole(self.rank) else blocks
-        parts.rank.report.watch(*parts.flags)
-        return parts
 
     def _decorated(self, scaling: Scaling | None = None) -> Algorithm:
         """The stack of decorators, innermost first: keeping, unscaling, and the format of the momentum."""
@@ -156,10 +140,6 @@ def _checks(options: MuonOptions, algorithm: Algorithm) -> Iterator[Callable[[Pl
         yield eight_bit.check
     yield _check_owned
     yield _check_prescaled
-    if options.whole_freq > 1:
-        from . import blocks
-
-        yield blocks.check
     if options.fused:
         from ..algorithms import fused
 
@@ -180,7 +160,6 @@ def check_used(options: MuonOptions, algorithms: Collection[str]) -> None:
         ("beta2", "algorithm = 'normuon', 'adamuon' or 'soap'", not UNSCALED.issuperset(algorithms)),
         ("soap_freq", "algorithm = 'soap'", "soap" in algorithms),
         ("momentum_start", "momentum_warmup_steps", options.momentum_warmup_steps > 0),
-        ("block_lr_scale", "whole_freq", options.whole_freq > 1),
     ):
         value = getattr(options, name)
         if not is_used and value != getattr(MuonOptions, name):

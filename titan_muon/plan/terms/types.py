@@ -273,7 +273,6 @@ class Plan:
         buckets: in the order of a rank's step.
         buffer_sets: rounds with buffers at the same time.
         reason: notes for the user.
-        blocks: of steps on what each rank stores, between the steps of this plan (`whole_freq`).
     """
 
     parameters: tuple[Parameter, ...]
@@ -284,7 +283,6 @@ class Plan:
     works: tuple[Work, ...]
     reason: str = ""
     passes: ElementwiseCost = FLOAT32_COST
-    blocks: Plan | None = None
 
     def wire_bytes(self, bucket: Bucket) -> int:
         """Of an element of the bucket in transit."""

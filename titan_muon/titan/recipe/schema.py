@@ -251,6 +251,9 @@ def moved(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """The entries of a recipe that an earlier version wrote, by today's keys."""
     result: dict[str, Entry] = {}
     for key, entry in entries.items():
+        gone = removed.OPTIONS.get(key)
+        if gone is not None and entry.value == gone.default:
+            continue
         new, value = MOVED.get(key, key), _moved_value(key, entry.value)
         # Two keys became one.
         if new in result and {result[new].value, value} == {"skip_missing", "skip_nonfinite"}:
@@ -273,6 +276,8 @@ def _moved_value(key: str, value: object) -> object:
 def unknown(source: str, key: str, value: object, known: Sequence[str]) -> RecipeError:
     """Error for an unknown key, with a suggestion, or with the new line of a moved key."""
     table, _, _ = key.rpartition(".")
+    if gone := removed.OPTIONS.get(key):
+        return RecipeError(f"{source}: {key} {gone.problem}.")
     if MOVED.get(key) in known:
         new, _, leaf = MOVED[key].rpartition(".")
         setting = key if value == () else f"{key} = {_shown(value)}"
