@@ -33,7 +33,7 @@ compat.install()
 
 from benchmarks.rehearsal.fake_gpu import fake_gpu, fake_rank
 from benchmarks.rehearsal.launches import Launches
-from titan_muon import Expert, Muon
+from titan_muon import Muon
 from titan_muon.plan import Plan
 from titan_muon.plan.terms.layout import Geometries
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model
@@ -48,7 +48,6 @@ class Row:
     ranks: int
     expert_parallel: int
     overlap: str = "none"
-    split_over: int = 1
     replicas: int = 1
 
 
@@ -82,7 +81,7 @@ def _is_tensor(value: object) -> bool:
 def planned(row: Row) -> MetaModel:
     """The plan of a row for GPUs, on the meta device."""
     flags = ["--parallelism.expert_parallel_degree", str(row.expert_parallel), "--machine.name", "h100x8"]
-    flags += ["--muon.expert.split_over", str(row.split_over), "--muon.overlap", row.overlap, "--qk_clip.mode", "off"]
+    flags += ["--muon.overlap", row.overlap, "--qk_clip.mode", "off"]
     flags += ["--parallelism.data_parallel_replicate_degree", str(row.replicas)]
     return build_meta_model(load(ROOT / f"configs/{row.model}_muon.toml", flags), row.ranks, "cuda")
 
@@ -128,7 +127,7 @@ def counted(row: Row) -> Counts:
     with mock.patch("torch.backends.cuda.is_built", return_value=True), fake_gpu(), fake_rank(row.ranks, rank):
         params = list(parameters_on(plan, meta.parameters, rank))
         with given(plan):
-            muon = Muon(params, expert=Expert(split_over=row.split_over))
+            muon = Muon(params)
             muon.step()
         calls = muon.engine.rank.exchange.traffic.calls
         with ListCounter() as counter:

@@ -52,7 +52,6 @@ SAMPLES: Mapping[str, tuple[Any, ...]] = {
     "soap_freq": (5,),
     "replicas": ("redundant",),
     "ns_coefficients": ("polar_express",),
-    "split_over": (2, "auto"),
     "split": (
         (Split(match="*.up.weight", dims="(g f) d -> g | f d", lengths={"g": 2}),),
         (Split(match="*.up.weight", dims="f (d g) -> g | f d", lengths={"g": 2}),),

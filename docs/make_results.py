@@ -14,7 +14,7 @@ PAGE, HOST, LAUNCHES = FOLDER / "plan.md", FOLDER / "host.md", FOLDER / "launche
 BEGIN, END = "<!-- launches: written by docs/make_results.py -->\n", "<!-- end of launches -->\n"
 LAUNCH_US, ENTRY_US = 8.6, 2.0
 """Microseconds of the host for a launch, and for a tensor in a list: docs/results/h200.md."""
-KEYS = ("model", "ranks", "expert_parallel", "overlap", "split_over", "replicas")
+KEYS = ("model", "ranks", "expert_parallel", "overlap", "replicas")
 HEAD = """# Plans of published models: modelled steps
 
 `docs/make_results.py` generates this page from `plan_*.json`. All times are modelled for `h100x8`: nodes of 8 GPUs with
@@ -31,7 +31,7 @@ HOST_COLUMNS = (
     "model",
     "ranks",
     "overlap",
-    "slices, replicas",
+    "replicas",
     "launches",
     "tensors in lists",
     "host ms",
@@ -97,7 +97,7 @@ def launches() -> str:
         row, host = count["row"], (LAUNCH_US * count["launches"] + ENTRY_US * count["entries"]) / 1e3
         step = steps[tuple(row[key] for key in KEYS)]
         numbers = f"{count['launches']:,} | {count['entries']:,} | {host:.1f} | {step:,.1f} | {host / step:.2f}"
-        layout = f"{row['split_over']}, {row['replicas']}"
+        layout = f"{row['replicas']}"
         lines.append(f"| {row['model']} | {row['ranks']:,} | {row['overlap']} | {layout} | {numbers} |")
     return "\n".join(lines) + "\n"
 

@@ -27,10 +27,9 @@ from .orthogonalize import Dispatch
 from .plan.planner import make_plan
 from .plan.program import collective_ranks, make_program, replicated_plain
 from .plan.search.owners import with_state_ranks
-from .plan.search.tensor_parallel import blocks_reason
 from .plan.terms.layout import Geometries
 from .plan.terms.pieces import components
-from .plan.terms.types import Layout, Plan, teams_in
+from .plan.terms.types import Layout, Plan
 from .state.groups import iteration_changed, iteration_of
 from .state.holder_states import kept_by
 from .state.matrix_states import MatrixStates
@@ -111,8 +110,6 @@ def plan_step(
         note = f"{listed(wide, 2)} travel in float32, because their algorithm needs this"
         plan = replace(plan, reason="; ".join(filter(None, (plan.reason, note))))
     check_plan(PlanContext(options, parameters, plan, named, iterations, dispatch.device), algorithm)
-    if options.tp_mode == "blockwise":
-        warn(f"{blocks_reason(parameters, plan.parameters)}; the other modes are exact")
     return plan
 
 
@@ -153,9 +150,8 @@ def report_of(
         "others": [(name, other.names(), len(other.param_groups)) for name, other in others.items()],
         "plan": plan.digest(),
     }
-    teams = {team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()}
     travelling, replica_groups = collective_ranks(plan, geometries)
-    buckets = tuple(sorted({*travelling, *teams, *replica_groups}))
+    buckets = tuple(sorted({*travelling, *replica_groups}))
     sharing = tuple(sorted(set(components(_sharing(plan, every=options.skips_missing)).values())))
     # From layouts, because all ranks, also outside a mesh, must create equal groups.
     existing = {all_ranks}

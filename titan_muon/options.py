@@ -145,7 +145,6 @@ NS_COEFFICIENTS = Constraint(
     f"{', '.join(get_args(CoefficientSet))}, or a list that is not empty",
     lambda value: isinstance(value, Sequence) and bool(value),
 )
-SPLIT_OVER = Constraint('1, 2, 4, 8 or "auto"', lambda value: value in (1, 2, 4, 8, "auto"))
 GIB = Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
 AdjustLrFn = Literal["match_rms_adamw", "original", "spectral_unclamped"]
 ADJUST_LR_FN = Constraint(
@@ -176,13 +175,6 @@ class Expert:
     """Replicas of a matrix, as under HSDP and DDP, `split` the work or repeat the work. `redundant` is faster only if
     sending results takes longer than Newton-Schulz. `auto`: `split`, but `redundant` in a recipe with owners in `each`
     replica."""
-
-    split_over: Annotated[int | Literal["auto"], SPLIT_OVER] = 1
-    """Limit on the ranks in a node that share a matrix in slices, if faster; `auto`: if 3 % faster."""
-
-    tp_mode: Literal["owner", "distributed", "blockwise"] = "owner"
-    """Orthogonalization of matrices sharded over a mesh axis `tp`: by an `owner`; `distributed` in slices over a group
-    of the axis; or inexactly `blockwise`, each shard as a separate matrix."""
 
     wire_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of matrices in transit. bfloat16 is lossless, because Newton-Schulz starts and ends in bfloat16."""
@@ -402,7 +394,6 @@ OTHER_NAMES = MappingProxyType(
         "buffer_bytes": "buffer_gib",
         "owners": "exchange",
         "soap_every": "soap_freq",
-        "tensor_parallel": "tp_mode",
     }
 )
 """Options by names that users try or earlier versions had, and that differ too much for a suggestion by letters."""

@@ -21,6 +21,16 @@ class Removed(NamedTuple):
 
 OPTIONS: Mapping[str, Removed] = MappingProxyType(
     {
+        "muon.expert.split_over": Removed(
+            1,
+            "was removed: it let several ranks orthogonalize slices of a matrix; leave it out, and one rank "
+            "orthogonalizes each matrix",
+        ),
+        "muon.expert.tp_mode": Removed(
+            "owner",
+            "was removed: it let the ranks of a mesh axis orthogonalize slices or blocks of a matrix; leave it out, "
+            "and an owner orthogonalizes each matrix",
+        ),
         "muon.expert.whole_freq": Removed(
             1,
             "was removed: it orthogonalized the parts that ranks store between two steps on whole matrices (MuonBP); "

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tests.parity.layouts import BLOCKS, FUSED, MATRICES, ODD, STACKS
+from tests.parity.layouts import FUSED, MATRICES, ODD, STACKS
 from tests.parity.references import ALGORITHM, OTHER_GROUP
 from tests.parity.training import DROP, ELSEWHERE, Row
 from titan_muon.options import Machine
@@ -13,9 +13,6 @@ SLOW = Machine(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0
 """Slow links, for plans with several buckets in flight."""
 SLOW_NETWORK = Machine(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
 """Slow traffic between replicas, for hierarchical returns."""
-SLOW_COMPUTE = Machine(tflops=1e-6, tflops_float32=1e-6, node_gb=1e3, node_latency_us=0.0, launch_us=0.0)
-"""Slow compute, for matrices that several ranks share."""
-
 ALL, FEW, EVEN = (*MATRICES, *STACKS), ("wide", "tall", "short", "experts"), ("wide", "tall")
 TWO = ("plain", "replicated", "fsdp", "tp columns")
 FOUR = ("fsdp", "hsdp", "fsdp x tp rows", "fsdp x tp columns", "fsdp x tp copies", "ep x rows", "plain", "replicated")
@@ -35,17 +32,7 @@ SKIP: Options = {"on_bad_gradient": "skip"}
 GATHERED: Options = {"exchange": "all_gather"}
 REDUCED: Options = {"exchange": "all_gather_reduce_scatter"}
 FLOAT32: Options = {"ns_dtype": "float32", "wire_dtype": "float32", "orthogonalize": "auto"}
-SLICED: Options = {**FLOAT32, "split_over": 4, "machine": SLOW_COMPUTE}
-
 NOT_FINITE = "gradient or momentum was not finite"
-
-HURT_SLICE: Options = {"options": {**SLICED, **SKIP}, "gradients": {1: ("", torch.nan)}}
-"""A NaN in one slice of every matrix, which is then skipped whole."""
-
-BAD_SLICE: Options = {"options": SLICED, "gradients": {2: ("a", torch.nan)}, "error": ("layers.0.a", NOT_FINITE)}
-"""A NaN that a single owner of a slice sees."""
-
-HELD_SLICES: Options = {"options": SLICED, "math": {"idle": "hold"}, "gradients": {1: ("a", 0.0)}}
 
 ROWS_SMOOTHED: Options = {ALGORITHM: "normuon", "beta2": 0.9}
 ELEMENTS_SMOOTHED: Options = {ALGORITHM: "adamuon", "beta2": 0.9}
@@ -152,15 +139,6 @@ def options() -> list[Row]:
             row(f"splits, {name}", layouts=("fsdp x tp rows", "tp columns"), shapes=(*FUSED,), options=options)
             for name, options in exchanges.items()
         ),
-        row("slices", layouts=MODULES[:3], shapes=(*BLOCKS,), options=SLICED, proof="slices", **CLOSE),
-        row("slices, nan skipped", layouts=MODULES[:3], shapes=(*BLOCKS,), proof="slices", **CLOSE, **HURT_SLICE),
-        row("slices, nan raises", layouts=MODULES[:3], shapes=(*BLOCKS,), proof="slices", **CLOSE, **BAD_SLICE),
-        row("slices held", layouts=MODULES[:3], shapes=(*BLOCKS,), proof="slices", **CLOSE, **HELD_SLICES),
-        row("slices, columns", 2, ("tp columns",), shapes=(*BLOCKS,), options=SLICED, proof="slices", **CLOSE),
-        *(
-            row(f"distributed, {layout}", layouts=(layout,), shapes=EVEN, options=DISTRIBUTED, **CLOSE)
-            for layout in ("tp rows", "tp columns", "fsdp x tp rows", "fsdp x tp columns")
-        ),
         *(
             row(f"{kernel} in float32", 2, TWO, options={**FLOAT32, "orthogonalize": kernel}, **CLOSE)
             for kernel in ("auto", "standard", "gram")
@@ -192,11 +170,7 @@ def ranges() -> list[Row]:
         row("ranges, offloaded and reloaded", layouts=four[:3], between={0: "move_to_host", 1: "reload"}),
         row("ranges, nan raises", layouts=four[:3], **nan),
         row("ranges, missing raises", layouts=four[:3], **missing),
-        row("ranges, distributed", layouts=four[4:5], shapes=EVEN, options=DISTRIBUTED, **CLOSE),
     ]
-
-
-DISTRIBUTED: Options = {**FLOAT32, "tp_mode": "distributed"}
 
 
 def overlaps() -> list[Row]:

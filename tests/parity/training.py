@@ -319,7 +319,6 @@ PROOFS: dict[str, Callable[[Muon], bool]] = {
     "several buckets": lambda muon: len(muon.plan.buckets) > 2,
     "hierarchical": lambda muon: "hierarchical" in {bucket.exchange for bucket in muon.plan.buckets},
     "batches": lambda muon: any(work.batch > 1 for work in muon.plan.works),
-    "slices": lambda muon: any(matrix.slice is not None for matrix in muon.plan.matrices),
 }
 
 

@@ -8,8 +8,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import lr_scheduler
 
 from tests.shared import muon_keywords
@@ -317,12 +315,3 @@ def test_a_third_party_rule_checks_the_groups(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(registry.algorithms._values, "refusing", Refusing)
     with pytest.raises(OptionError, match="nesterov is not for this rule"):
         Muon([("w", nn.Parameter(torch.eye(16)))], algorithm="refusing")
-
-
-@pytest.mark.usefixtures("two_ranks")
-@pytest.mark.parametrize("mode", ["distributed", "blockwise"])
-def test_an_algorithm_with_a_state_refuses_a_matrix_without_an_owner_of_the_whole(mode: str) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    param = nn.Parameter(distribute_tensor(torch.ones(8, 16), mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match="algorithm = 'normuon' needs whole matrices"):
-        Muon([("w", param)], algorithm="normuon", expert=Expert(tp_mode=mode)).build()

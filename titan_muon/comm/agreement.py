@@ -37,7 +37,7 @@ class PlanReport:
 
     Attributes:
         ranks: holders of the plan's parameters.
-        buckets: ranks of each collective of a bucket, and of each team of slices.
+        buckets: ranks of each collective of a bucket.
         groups: sets of ranks that need a new process group.
         sharing: disjoint sets of ranks that must take the same steps.
         parts: digests of the plan and of its causes by name, so that an error names the difference.

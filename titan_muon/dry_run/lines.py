@@ -55,7 +55,7 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
     exchanges = sorted({bucket.exchange for bucket in plan.buckets})
     local = sum(1 for ranks in plan.local if ranks)
     by = f" by {', '.join(exchanges)}" if exchanges else ""
-    yield f"Muon step: {local:,} matrices local, {plan.whole_matrices - local:,} exchanged{by}"
+    yield f"Muon step: {local:,} matrices local, {len(plan.matrices) - local:,} exchanged{by}"
     mean = sum(cost.ns_flops for cost in summary.ranks) / len(summary.ranks)
     ratio = summary.ns_flops_max / mean
     yield f"  Newton-Schulz   {summary.ns_flops_max / 1e9:,.1f} GFLOP on the busiest rank, {ratio:.3f} x the mean"
@@ -145,10 +145,10 @@ def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[tuple[str,
         return assemblies(geometries.shared[geometry], split=False)
 
     for index, matrix in enumerate(plan.matrices):
-        if plan.local[index] or (matrix.slice is not None and matrix.slice.place > 0):
+        if plan.local[index]:
             continue
         fqn = plan.parameters[matrix.parameter].fqn
-        if matrix.slice is None and repeated(geometries.index[matrix.parameter])[matrix.index].local:
+        if repeated(geometries.index[matrix.parameter])[matrix.index].local:
             yield 'muon.expert.replicas = "split" shares out replicas; "redundant" would not', ""
         elif is_owned(parameters[fqn]):
             yield 'tensor parallelism cuts owned matrices; placement.tp_pieces = "whole" would not', ""
@@ -176,8 +176,7 @@ def _ms(seconds: float) -> str:
 
 
 def _method_lines(plan: Plan, *, reasons: bool) -> Iterable[str]:
-    wholes = (matrix for matrix in plan.matrices if matrix.slice is None or matrix.slice.place == 0)
-    counts = Counter((matrix.work, "x".join(map(str, matrix.whole_shape))) for matrix in wholes)
+    counts = Counter((matrix.work, f"{matrix.rows}x{matrix.cols}") for matrix in plan.matrices)
     for index in dict.fromkeys(index for index, _ in counts):
         work = plan.works[index]
         shapes = ", ".join(f"{count:,} of {shape}" for (of, shape), count in counts.items() if of == index)

@@ -47,7 +47,7 @@ class StepParts:
         before: StepParts | None,
     ) -> None:
         """`before`: the parts for earlier storage of the same plan."""
-        self.rank, options, hooks, batch_type = rank, rank.options, list[Hook](), None
+        self.rank, options, hooks = rank, rank.options, list[Hook]()
         limits, whole = [algorithm.for_parameter(n).limits for n in range(len(rank.params))], algorithm.whole
         if options.fused:
             from ..algorithms.fused import Fused, Tables
@@ -62,12 +62,8 @@ class StepParts:
             norms = weight_norms.norms.items()
             states = {**states, **{number: {**states.get(number, {}), **norm} for number, norm in norms}}
             hooks.append(weight_norms)
-        if any(matrix.slice is not None for matrix in rank.plan.matrices):
-            from .slices import SliceBatches
-
-            batch_type = SliceBatches(rank)
         late = frozenset[int]() if overlap is None else rank.program.late
-        views, self.workspace, flags = build_views(rank, limits, whole, states, batch_type, late)
+        views, self.workspace, flags = build_views(rank, limits, whole, states, late)
         self.offload = None
         if options.offload != "none":
             from .offload import HostOffload
@@ -125,7 +121,6 @@ def check_plan(context: PlanContext, algorithm: Algorithm) -> None:
         own = context.part(part.options.algorithm, numbers)
         for check in (*_checks(own.options, part), part.check):
             check(own)
-        _check_whole(own, part)
     _check_travels(context)
 
 
@@ -190,25 +185,9 @@ def _check_travels(context: PlanContext) -> None:
 def _check_prescaled(context: PlanContext) -> None:
     """Raise OptionError for coefficients with a scaling if the iteration does not scale."""
     scaled = [iteration.name for iteration in context.iterations if iteration.prescaled]
-    if scaled and (context.sliced or context.options.orthogonalize == "reference"):
+    if scaled and context.options.orthogonalize == "reference":
         raise OptionError(
             "ns_coefficients",
-            f"= {scaled[0]!r} begins with a scaling of whole matrices, which orthogonalize = 'reference' and slices do "
-            f"not have{_sliced(context)}; choose another set, or orthogonalize = 'auto' and split_over = 1",
+            f"= {scaled[0]!r} begins with a scaling, which orthogonalize = 'reference' does not have; choose another "
+            "set, or orthogonalize = 'auto'",
         )
-
-
-def _check_whole(context: PlanContext, algorithm: Algorithm) -> None:
-    """Raise OptionError if an algorithm that needs whole matrices gets slices."""
-    options = context.options
-    needs_whole = algorithm.whole or bool(algorithm.states(1, 1, transposed=False))
-    if needs_whole and (context.sliced or options.tp_mode != "owner"):
-        raise OptionError(
-            "algorithm",
-            f"= {options.algorithm!r} needs whole matrices{_sliced(context)}; set split_over = 1 and tp_mode = 'owner'",
-        )
-
-
-def _sliced(context: PlanContext) -> str:
-    names = context.sliced[:5]
-    return f", and these parameters are sliced: {', '.join(names)}" if names else ""

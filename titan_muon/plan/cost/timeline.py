@@ -183,15 +183,6 @@ class Clock:
         bucket, now = self._cost.buckets[index], self.now
         for rank in bucket.group:
             now[rank] = max(now[rank], self._arrived[index])
-        for team, seconds in bucket.teams:
-            # Slices of a matrix start at the last of their owners, and end together. `owned` below includes their
-            # seconds.
-            start = max(now[rank] for rank in team)
-            for rank in team:
-                now[rank] = start + seconds
-        for team, seconds in bucket.teams:
-            for rank in team:
-                now[rank] -= seconds
         for share in bucket.shares:
             self._run("copy", index, share.rank, share.copies)
             self._run("orthogonalize", index, share.rank, share.owned.seconds)
@@ -275,7 +266,7 @@ def _rank_time(cost: PlanCost, index: int, end: float, hidden: int, shapes: int,
     host = costs.machine.host_seconds(
         operators,
         parts.get(cost.ranks[index], 0),
-        sum(share.totals.collectives + share.owned.team_calls for share in shares),
+        sum(share.totals.collectives for share in shares),
     )
     link = total.seconds(1, costs.machine)
     return RankTime(cost.ranks[index], newton, passes, waits, link, host, operators)

@@ -15,7 +15,7 @@ from ..cost.timeline import Clock
 from ..cost.walk import PlanCost
 from ..exchange.phases import hidden_returns, ordered_rounds
 from ..terms.pieces import Pieces, Ranks
-from ..terms.types import Bucket, Matrix
+from ..terms.types import Bucket
 from .owners import STRATEGIES, Groups, OwnerOf, Problem, Task, among
 
 
@@ -94,18 +94,6 @@ def _typical_times(queues: Iterable[Sequence[Task]], count: int) -> list[float]:
     return [(low + high) / 2 for low, high in pairwise(sorted(ends.values()))]
 
 
-def together(rounds: Sequence[Sequence[Task]], matrices: Sequence[Matrix]) -> list[list[Task]]:
-    """The rounds with all slices of a matrix in the round of its first slice."""
-    place = {(task.matrix, task.group): number for number, tasks in enumerate(rounds) for task in tasks}
-    result: list[list[Task]] = [[] for _ in rounds]
-    for tasks in rounds:
-        for task in tasks:
-            matrix_slice = matrices[task.matrix].slice
-            first = task.matrix if matrix_slice is None else task.matrix - matrix_slice.place
-            result[place[first, task.group]].append(task)
-    return [round_tasks for round_tasks in result if round_tasks]
-
-
 def in_model_order(
     rounds: Sequence[Sequence[Task]],
     owners: OwnerOf,
@@ -118,9 +106,7 @@ def in_model_order(
     """
 
     def kind(task: Task) -> Hashable:
-        # Slices keep their owners, because a team of ranks orthogonalizes the matrix together.
-        sliced = task.matrix if pieces.matrices[task.matrix].slice is not None else None
-        return task.group, pieces.kinds[task.matrix], task.flops, eligible.get(task.matrix), sliced
+        return task.group, pieces.kinds[task.matrix], task.flops, eligible.get(task.matrix)
 
     # A forward waits for a round at the first of its parameters.
     # Layers are equal, so rounds balanced over ranks can also be in the model's order, kind by kind.
@@ -143,8 +129,7 @@ def in_order(bucket: Bucket, pieces: Pieces, eligible: Mapping[int, Ranks]) -> B
     # Neighbours of a stack with one owner travel as one piece. The cost of each rank stays.
     owners, equal = dict(zip(bucket.matrices, bucket.owners, strict=False)), dict[Hashable, list[int]]()
     for matrix in sorted(bucket.matrices):
-        if pieces.matrices[matrix].slice is None:
-            equal.setdefault((pieces.kinds[matrix], eligible.get(matrix)), []).append(matrix)
+        equal.setdefault((pieces.kinds[matrix], eligible.get(matrix)), []).append(matrix)
     for alike in equal.values() if owners else ():
         owners.update(zip(alike, sorted(owners[matrix] for matrix in alike), strict=True))
     matrices = tuple(sorted(bucket.matrices))
@@ -226,7 +211,6 @@ class _Search:
     def __init__(self, problem: Problem) -> None:
         self._problem, self._overlap = problem, problem.options.overlap
         self._local = problem.costs.local(problem.local)
-        self._sliced = any(matrix.slice is not None for matrix in problem.costs.pieces.matrices)
         self._candidates: list[CandidatePlan] = []
         self._simulated: dict[Strategy, CandidatePlan] = {}
         self._owners: dict[int, OwnerOf] = {}
@@ -237,7 +221,7 @@ class _Search:
         """Double the rounds until more rounds do not pay, then improve the best strategy field by field."""
         self._left = MOST_TURNS
         best, before = self._double(orders[0]), None
-        strategies = range(len(STRATEGIES) if self._problem.owners is None and self._problem.pattern.has_owners else 1)
+        strategies = range(len(STRATEGIES) if self._problem.pattern.has_owners else 1)
         # All combinations would take ten times as long.
         while best != before:
             before = best
@@ -286,8 +270,8 @@ class _Search:
     def _assigned(self, number: int) -> OwnerOf | None:
         # On demand: for tens of thousands of experts an assignment takes as long as a candidate.
         problem = self._problem
-        if problem.owners is not None or not problem.pattern.has_owners:
-            return problem.owners
+        if not problem.pattern.has_owners:
+            return None
         if number not in self._owners:
             load, eligible = problem.load, problem.eligible
             self._owners[number] = among(STRATEGIES[number], problem.tasks, problem.groups, load, eligible)
@@ -336,8 +320,6 @@ class _Search:
 
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> CandidatePlan:
         """The best candidate over all numbers of buffer sets."""
-        if self._sliced:
-            grouped = together(grouped, self._problem.costs.pieces.matrices)
         buckets = self._buckets(grouped, owners)
         cost, ordered = PlanCost(buckets, self._local, self._problem.costs), ordered_rounds(buckets, self._overlap)
         # A pass of the model can hide every round with a buffer set.
